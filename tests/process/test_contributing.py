@@ -23,7 +23,7 @@ TRAINS = plain_training(STEPS)
 PATCHES = patches(DOCS / "contributing.md")
 TESTS = (
     *("unit/test_schema.py", "unit/test_records.py", "unit/test_ui_panel_devices.py"),
-    *("unit/test_tracer_timing.py", "process/test_new_phase.py"),
+    *("unit/test_tracer_timing.py", "process/test_new_phase.py::test_their_values_are_those_that_were_measured"),
 )
 """The quick ones among the tests that the page names, and those that look at all spans or change the same code."""
 NAME, LABEL = "switches", "lost the processor"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 from tracing import Traced, text_of, traced
 
 TEXT = text_of("synced")
+Run = Callable[[str], Traced]
 ONE_STEP = (
     *("plain", "views", "static", "buckets", "unused", "recomputed", "accumulating", "forgotten", "nested"),
     *("evaluating", "raising", "again", "compiled", "chained", "around", "towers", "teacher"),
@@ -17,15 +19,22 @@ ONE_STEP = (
 """Forms with the same steps in script and record."""
 
 
-def run(place: Path, form: str) -> Traced:
-    found = traced(place, TEXT, form)
-    assert not found.complaints
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run a form of the script, once for all tests."""
+
+    @cache
+    def found(form: str) -> Traced:
+        run = traced(tmp_path_factory.mktemp("synced"), TEXT, form)
+        assert not run.complaints
+        return run
+
     return found
 
 
 @pytest.mark.parametrize("form", ONE_STEP)
-def test_recorded_passes_equal_those_counted_by_hooks_of_the_script(tmp_path: Path, form: str) -> None:
-    found = run(tmp_path, form)
+def test_recorded_passes_equal_those_counted_by_hooks_of_the_script(run: Run, form: str) -> None:
+    found = run(form)
     own: list[dict[str, Any]] = found.printed
     steps = [step for step in found.steps() if "optimizer" in step.phases]
     if form == "static":  # torch records nothing about the first pass
@@ -36,8 +45,8 @@ def test_recorded_passes_equal_those_counted_by_hooks_of_the_script(tmp_path: Pa
     assert [step.sync_number for step in steps] == [number or None for number in so_far]
 
 
-def test_all_passes_of_rivals_are_counted(tmp_path: Path) -> None:
-    found = run(tmp_path, "rivals")
+def test_all_passes_of_rivals_are_counted(run: Run) -> None:
+    found = run("rivals")
     total = sum(one["synced"] for one in found.printed)
     assert total == 3 * 20
     assert sum(step.quantity("synced") or 0 for step in found.steps()) == total
@@ -46,8 +55,8 @@ def test_all_passes_of_rivals_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["plain", "views", "buckets", "unused", "chained", "around", "towers", "teacher"])
-def test_the_tail_is_the_time_after_the_last_gradient(tmp_path: Path, form: str) -> None:
-    found = run(tmp_path, form)
+def test_the_tail_is_the_time_after_the_last_gradient(run: Run, form: str) -> None:
+    found = run(form)
     own = found.printed
     steps = found.steps()
     assert len(steps) == len(own)
@@ -63,9 +72,9 @@ def test_the_tail_is_the_time_after_the_last_gradient(tmp_path: Path, form: str)
 
 
 @pytest.mark.parametrize("form", ["buckets", "late"])
-def test_each_bucket_says_when_it_was_ready(tmp_path: Path, form: str) -> None:
+def test_each_bucket_says_when_it_was_ready(run: Run, form: str) -> None:
     """In the form `late`, torch starts to note gradients later than the forward ends."""
-    found = run(tmp_path, form)
+    found = run(form)
     facts = found.events("ddp")[-1].data
     assert len(facts["bucket_bytes"]) > 2
     assert sum(facts["bucket_bytes"]) == facts["parameter_bytes"] == 8 * (64 * 64 + 64) * 4
@@ -81,8 +90,8 @@ def test_each_bucket_says_when_it_was_ready(tmp_path: Path, form: str) -> None:
         assert sync.offset_ns + sync.host_ns <= backward.offset_ns + backward.host_ns
 
 
-def test_the_facts_of_a_wrapper(tmp_path: Path) -> None:
-    found = run(tmp_path, "unused")
+def test_the_facts_of_a_wrapper(run: Run) -> None:
+    found = run("unused")
     facts = found.events("ddp")[-1].data
     assert (facts["root"], facts["backend"], facts["group"], facts["group_size"]) == ("Branches", "gloo", [0], 1)
     assert (facts["parameters"], facts["find_unused_parameters"], facts["static_graph"]) == (6, True, False)

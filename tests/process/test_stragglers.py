@@ -66,7 +66,7 @@ def check_joined(
     assert median(off) < most_ms
 
 
-@pytest.mark.parametrize("phase", ["data", "forward", "backward"])
+@pytest.mark.parametrize("phase", [*(pytest.param(p, marks=pytest.mark.slow) for p in ("data", "forward")), "backward"])
 def test_the_slow_rank_and_its_phase_are_named(dpmon: Dpmon, phase: str) -> None:
     run = run_of(dpmon, "--steps", 70, "--phase", phase, "--ms", 40)
     check_joined(run)
@@ -78,6 +78,7 @@ def test_the_slow_rank_and_its_phase_are_named(dpmon: Dpmon, phase: str) -> None
     assert (found.own_ns or 0) - (found.others_ns or 0) == pytest.approx(40e6, rel=0.4)
 
 
+@pytest.mark.slow
 def test_one_slow_rank_of_four(dpmon: Dpmon) -> None:
     run = run_of(dpmon, "--ranks", 4, "--steps", 60, "--rank", 3, "--phase", "forward", "--ms", 80)
     check_joined(run)
@@ -87,7 +88,8 @@ def test_one_slow_rank_of_four(dpmon: Dpmon) -> None:
     assert [one.rank for one in run.state.ranks] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("words", [(), ("--two-models",), ("--find-unused",), ("--accumulate", 3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("--two-models",), ("--find-unused",), ("--accumulate", 3)])
 def test_recorded_passes_equal_those_counted_by_the_ranks(dpmon: Dpmon, words: tuple[object, ...]) -> None:
     run = run_of(dpmon, "--steps", 20, "--phase", "none", *words)
     for rank in run.ranks:

@@ -1,15 +1,17 @@
-"""Every second of a run belongs to one part, and steps and rates agree with the script's own count and clock."""
+"""Every second of a run belongs to one part; steps and rates agree everywhere with the script's own count and clock."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from clocked import CLOSE, SCRIPT, answer_twice, end, only_where_waits_show, pause, reader_of, switch
-from running import Dpmon
+from running import Dpmon, wait_for
 
 from dpmon.store.opened import open_store
 from dpmon.store.window import Window, accounted
@@ -18,9 +20,17 @@ pytestmark = pytest.mark.slow
 
 ROWS = 16
 Told = Mapping[str, Mapping[str, float]]
+"""The script's own samples and seconds by mode, and the seconds that it spent apart from its training."""
+WORDS = {"between": "between steps", "paused": "paused", "input": "waiting for input", "evaluation": "evaluation"}
+"""Parts of the time, as a summary names them."""
 
 
-def parts(dpmon: Dpmon) -> dict[str, float]:
+def rates(told: Told) -> dict[str, float]:
+    """Return samples per second by mode, by the script's own count and clock."""
+    return {mode: samples / told["seconds"][mode] for mode, samples in told["samples"].items()}
+
+
+def stored_parts(dpmon: Dpmon) -> dict[str, float]:
     """Return the parts of the elapsed time in seconds, after a check of their sum."""
     elapsed = float(dpmon.exit()["seconds"])
     with open_store(dpmon.last()) as store:
@@ -31,8 +41,54 @@ def parts(dpmon: Dpmon) -> dict[str, float]:
     return {name: ns / 1e9 for name, ns in found.items()}
 
 
-def check(dpmon: Dpmon, told: Told, *, unfinished: int = 0, slack: float = CLOSE) -> dict[str, float]:
-    """Compare steps and rates of each mode with those of the script; return the parts of its time."""
+def number(text: str) -> float:
+    """Parse a number such as 1.23k."""
+    return float(text.rstrip("k")) * (1000 if text.endswith("k") else 1)
+
+
+def in_summary(errors: str, mode: str) -> tuple[float, float]:
+    """Return the rate of a mode in a summary, and its rate within steps (the same if it is not shown)."""
+    (found,) = re.findall(
+        rf"^dpmon: {mode}[^:,]*: .*?, ([\d.]+k?) samples/s(?: \(([\d.]+k?) within steps\))?", errors, re.M
+    )
+    return number(found[0]), number(found[1] or found[0])
+
+
+def seconds(text: str) -> float:
+    """Parse a duration such as "1 min 04 s" or "575 ms"."""
+    if text.endswith(" ms"):
+        return float(text.removesuffix(" ms")) / 1000
+    *minutes, rest = text.removesuffix(" s").split(" min ")
+    return 60 * sum(map(float, minutes)) + float(rest)
+
+
+def summary_parts(errors: str) -> dict[str, float]:
+    """Return the parts of the elapsed time in a summary (s), after a check of their sum."""
+    took = r"((?:\d+ min )?[\d.]+ m?s)"
+    (elapsed,) = re.findall(rf"^dpmon: .*: (?:finished in|.* after) {took}", errors, re.M)
+    (line,) = re.findall(r"^dpmon: time: (.*)", errors, re.M)
+    found = {name: seconds(text) for name, text in re.findall(rf"([a-z][a-z -]*) {took}(?: \([^)]*\))?(?:, |$)", line)}
+    assert sum(found.values()) == pytest.approx(seconds(elapsed), rel=0.01)
+    return found
+
+
+def report(dpmon: Dpmon) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(dpmon.run("report", "last", "--json").out)
+    return found
+
+
+def of_mode(said: dict[str, Any], mode: str = "single") -> dict[str, Any]:
+    (found,) = [one for one in said["modes"] if one["mode"] == mode]
+    return found
+
+
+def check(
+    dpmon: Dpmon, told: Told, errors: str, *, unfinished: int = 0, slack: float = CLOSE, within: float = 0.95
+) -> dict[str, float]:
+    """Compare steps and rates of each mode in the history, the report and the summary with those of the script.
+
+    `within`: least rate within steps, as a multiple of the rate. Return the parts of the run's time.
+    """
     with open_store(dpmon.last()) as store:
         window = Window(store)
         assert {mode for mode, evaluation in window.modes if not evaluation} == told["samples"].keys()
@@ -43,21 +99,47 @@ def check(dpmon: Dpmon, told: Told, *, unfinished: int = 0, slack: float = CLOSE
             assert rate is not None
             assert rate.samples_per_s == pytest.approx(samples / told["seconds"][mode], rel=slack)
             assert figures.tally.sum("samples").total == samples + unfinished * ROWS
-    return parts(dpmon)
+    said = report(dpmon)
+    for mode, rate in rates(told).items():
+        for shown, inside in (
+            (of_mode(said, mode)["samples_per_s"], of_mode(said, mode)["samples_per_s_within_steps"]),
+            in_summary(errors, mode),
+        ):
+            assert shown == pytest.approx(rate, rel=slack)
+            assert inside > within * rate
+    found = stored_parts(dpmon)
+    spent = summary_parts(errors)
+    for part, name in WORDS.items():
+        assert spent.get(name, 0.0) == pytest.approx(found[part], rel=CLOSE, abs=0.1)
+    assert found["training"] + found["between"] == pytest.approx(sum(told["seconds"].values()), rel=slack, abs=0.1)
+    return found
+
+
+def final(text: str) -> dict[str, float]:
+    """Return the metrics of a run that is over; nothing before its end, because the supervisor writes them last."""
+    found = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if line[0] != "#"}
+    return {} if found["dpmon_run_running"] else found
 
 
 @pytest.mark.parametrize(
     ("way", "between_s"), [("plain", 0.0), ("epochs", 4 * 0.3), ("workers", 4 * 0.4), ("bare", 2 * 0.4)]
 )
 def test_a_loop_and_the_time_between_its_epochs(dpmon: Dpmon, way: str, between_s: float) -> None:
-    result = dpmon.run("--headless", *dpmon.warm(), SCRIPT, way)
+    lines, metrics = dpmon.cwd / "lines", dpmon.cwd / "x.prom"
+    result = dpmon.run("--headless", f"--json={lines}", "--metrics", metrics, *dpmon.warm(), SCRIPT, way)
     assert result.status == 0, result.errors
     told = json.loads(result.text)
-    found = check(dpmon, told)
-    assert found["training"] + found["between"] == pytest.approx(told["seconds"]["single"], rel=CLOSE)
-    assert between_s <= found["between"] < between_s + told["seconds"]["single"] / 2
+    whole = told["seconds"]["single"]
+    found = check(dpmon, told, result.errors, within=0.95 * whole / (whole - told["apart"]["between steps"]))
+    assert between_s <= found["between"] < between_s + whole / 2
     for none in ("evaluation", "paused", "input", "missed"):
         assert found[none] == 0
+    (true,) = rates(told).values()
+    counted = wait_for(lambda: final(metrics.read_text()), what="the last metrics")
+    rate = counted["dpmon_training_samples_total"] / counted["dpmon_training_seconds_total"]
+    assert rate == pytest.approx(true, rel=CLOSE)
+    *_, last, _ = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert last["samples_per_s"] == pytest.approx(true, rel=0.3), "of the last ten seconds, without the first step"
 
 
 IN_TURN = """
@@ -84,7 +166,7 @@ def test_processes_one_after_the_other_start_up_each(dpmon: Dpmon, way: str) -> 
     twice = ["sh", "-c", '"$@" && "$@"', "sh", *one] if way == "two commands" else [*one, "again"]
     began = time.monotonic()
     told = [json.loads(line) for line in dpmon.run("--headless", *twice).text.splitlines()]
-    found = parts(dpmon)
+    found = stored_parts(dpmon)
     (first, last), (again, end) = told
     assert found["training"] + found["between"] == pytest.approx(last - first + end - again, rel=CLOSE, abs=0.05)
     assert again - last <= found["startup"] <= again - last + first - began
@@ -95,57 +177,69 @@ def test_evaluations_between_epochs(dpmon: Dpmon) -> None:
     result = dpmon.run("--headless", *dpmon.warm(), SCRIPT, "evaluations")
     assert result.status == 0, result.errors
     told = json.loads(result.text)
-    found = check(dpmon, told)
+    found = check(dpmon, told, result.errors)
     assert found["evaluation"] == pytest.approx(told["apart"]["evaluation"], rel=0.3)
     with open_store(dpmon.last()) as store:
         assert Window(store).figures("single", True).steps == 50
 
 
-def test_two_toggles_and_a_pause(dpmon: Dpmon) -> None:
+def test_toggles_and_a_pause(dpmon: Dpmon) -> None:
+    """Each mode has its own time, and the pause is in no rate."""
     process = dpmon.start("--headless", "--devices", "cpu,cpu", "--mode", "single", *dpmon.warm(), SCRIPT, "asked")
     reader = reader_of(dpmon)
     switch(reader, "dp", "single", seconds=1.0)
     pause(reader, 1.5)
-    out, _ = end(dpmon, reader, process)
+    out, err = end(dpmon, reader, process)
     told = json.loads(out)
     assert set(told["samples"]) == {"dp", "single"}
-    found = check(dpmon, told, slack=2 * CLOSE)
+    found = check(dpmon, told, err.decode(), slack=2 * CLOSE, within=1.03)  # there is time between epochs
     assert found["paused"] == pytest.approx(told["apart"]["paused"], abs=0.2)
+    assert report(dpmon)["paused"]["seconds"] == pytest.approx(found["paused"], rel=CLOSE)
 
 
-@pytest.mark.slow
 @only_where_waits_show
 def test_waits_for_input(dpmon: Dpmon) -> None:
     process = dpmon.start("--headless", SCRIPT, "reads", stdin=-1)
-    out, _ = answer_twice(dpmon, process)
+    out, err = answer_twice(dpmon, process)
     told = json.loads(out)
     # The beginning of each of the two waits is known within 0.1 s, the end within 0.025 s.
-    found = check(dpmon, told, slack=CLOSE + 2 * 0.125 / told["seconds"]["single"])
+    found = check(dpmon, told, err.decode(), slack=CLOSE + 2 * 0.125 / told["seconds"]["single"])
     assert found["input"] == pytest.approx(told["apart"]["input"], abs=0.5)
+    assert len(report(dpmon)["inputs"]) == 2
 
 
-@pytest.mark.slow
 def test_three_ranks(dpmon: Dpmon) -> None:
-    dpmon.run("--headless", SCRIPT, "ranks", 3)  # gloo may abort at the end, without dpmon too
+    result = dpmon.run("--headless", SCRIPT, "ranks", 3)  # gloo may abort at the end, without dpmon too
     told = [json.loads((dpmon.cwd / f"told-{rank}").read_text()) for rank in range(3)]
+    took = told[0]["seconds"]["single"]
+    # On few processors, a rank may wait between reading its clock and its first step.
+    slack = CLOSE + 0.05 / took
+    true = [rates(each)["single"] for each in told]
     with open_store(dpmon.last()) as store:
         window = Window(store)
         assert len(store.processes) == 3
-        # On few processors, a rank may wait between reading its clock and its first step.
-        slack = CLOSE + 0.05 / told[0]["seconds"]["single"]
-        rates = [each["samples"]["single"] / each["seconds"]["single"] for each in told]
         for process in store.processes:
-            rate, true = window.rate("single", process=process), rates[store.rank(process) or 0]
+            rate = window.rate("single", process=process)
             assert rate is not None
-            assert rate.samples_per_s == pytest.approx(true, rel=slack)
+            assert rate.samples_per_s == pytest.approx(true[store.rank(process) or 0], rel=slack)
             assert window.figures("single", process=process).steps == 60
         assert window.figures("single").steps == 180
         together = window.rate("single")
         assert together is not None
-        assert together.samples_per_s == pytest.approx(sum(rates), rel=slack)
-    found = parts(dpmon)
-    seconds = told[0]["seconds"]["single"]
-    assert found["training"] + found["between"] == pytest.approx(seconds, rel=3 * slack)
+        assert together.samples_per_s == pytest.approx(sum(true), rel=slack)
+    said = report(dpmon)
+    for line in said["ranks"]:
+        rank = line["rank"]
+        assert line["samples_per_s"] == pytest.approx(true[rank], rel=slack)
+        whole = told[rank]["seconds"]["single"]
+        assert line["samples_per_s_within_steps"] > (
+            0.95 * whole / (whole - told[rank]["apart"]["between steps"]) * true[rank]
+        )
+    assert len(said["ranks"]) == 3
+    assert of_mode(said)["samples_per_s"] == pytest.approx(sum(true), rel=slack)
+    assert in_summary(result.errors, "ddp")[0] == pytest.approx(sum(true), rel=slack)
+    found = stored_parts(dpmon)
+    assert found["training"] + found["between"] == pytest.approx(took, rel=3 * slack)
 
 
 @pytest.mark.parametrize("way", ["raises", "killed"])
@@ -153,5 +247,5 @@ def test_a_script_that_ends_in_the_middle_of_a_step(dpmon: Dpmon, way: str) -> N
     result = dpmon.run("--headless", *dpmon.warm(), SCRIPT, way)
     assert result.status != 0
     told = json.loads(result.text.splitlines()[0])
-    found = check(dpmon, told, unfinished=1)  # its optimizer has stepped
+    found = check(dpmon, told, result.errors, unfinished=1)  # its optimizer has stepped
     assert found["between"] >= 0.4

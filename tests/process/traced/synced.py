@@ -108,23 +108,19 @@ def nested(found):
     model = Outer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(STEPS):
-        before = model.part.synced
-        optimizer.zero_grad()
-        model(torch.randn(16, 64)).square().sum().backward()
-        found.append({"synced": model.part.synced - before})
-        optimizer.step()
+        step_of(found, [optimizer], [model.part], lambda: model(torch.randn(16, 64)).square().sum())
 
 
 def evaluating(found):
     one = Counted(layers())
-    for _ in range(STEPS):
-        before = one.synced
+
+    def loss():
         with torch.no_grad():
             one.model(torch.randn(16, 64))
-        one.optimizer.zero_grad()
-        one.model(torch.randn(16, 64)).square().sum().backward()
-        found.append({"synced": one.synced - before})
-        one.optimizer.step()
+        return one.model(torch.randn(16, 64)).square().sum()
+
+    for _ in range(STEPS):
+        step_of(found, [one.optimizer], [one], loss)
 
 
 def raising(found):
@@ -132,18 +128,18 @@ def raising(found):
         raise ValueError("on purpose")
 
     one = Counted(layers())
-    for step in range(STEPS):
-        before = one.synced
-        one.optimizer.zero_grad()
+
+    def loss():
         result = one.model(torch.randn(16, 64))
-        if step == 5:
+        if len(found) == 5:
             result.register_hook(fails)
             with contextlib.suppress(ValueError):
                 result.square().sum().backward()
             result = one.model(torch.randn(16, 64))
-        result.square().sum().backward()
-        found.append({"synced": one.synced - before})
-        one.optimizer.step()
+        return result.square().sum()
+
+    for _ in range(STEPS):
+        step_of(found, [one.optimizer], [one], loss)
 
 
 class Recomputed(nn.Module):
@@ -258,22 +254,14 @@ def again(found):
     for _ in range(4):
         one = Counted(layers())
         for _ in range(5):
-            before = one.synced
-            one.optimizer.zero_grad()
-            one.model(torch.randn(16, 64)).square().sum().backward()
-            found.append({"synced": one.synced - before})
-            one.optimizer.step()
+            step_of(found, [one.optimizer], [one], lambda one=one: one.model(torch.randn(16, 64)).square().sum())
 
 
 def compiled(found):
     one = Counted(layers())
     model = torch.compile(one.model, backend="eager")
     for _ in range(STEPS):
-        before = one.synced
-        one.optimizer.zero_grad()
-        model(torch.randn(16, 64)).square().sum().backward()
-        found.append({"synced": one.synced - before})
-        one.optimizer.step()
+        step_of(found, [one.optimizer], [one], lambda: model(torch.randn(16, 64)).square().sum())
 
 
 FORMS = {

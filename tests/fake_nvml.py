@@ -123,7 +123,7 @@ class RunSamples:
         self._read()
 
     @classmethod
-    def of(cls, run: Callable[[], Path], limit: float = 60.0) -> RunSamples:
+    def of(cls, run: Callable[[], Path], limit: float = 100.0) -> RunSamples:
         """Open the history of the run in the directory `run()`, after waiting for it."""
         deadline = time.monotonic() + limit
         while True:
@@ -153,7 +153,7 @@ class RunSamples:
         """Return the texts of all warnings."""
         return [str(one["text"]) for one in self.of_kind("warning")]
 
-    def until(self, holds: Callable[[], Any], what: str, limit: float = 90.0) -> Any:
+    def until(self, holds: Callable[[], Any], what: str, limit: float = 100.0) -> Any:
         """Return the first true value of `holds()`; fail after `limit` seconds."""
         deadline = time.monotonic() + limit
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["PLACES", "identity", "put"]
+__all__ = ["PLACES", "fill", "identity", "put"]
 
 
 def _device(path: Path) -> None:
@@ -66,3 +67,10 @@ def identity(path: Path) -> tuple[int, ...]:
     """Return values that change if another file replaces the file."""
     info = os.lstat(path)
     return info.st_dev, info.st_ino, info.st_mode, info.st_rdev
+
+
+def fill(directory: Path) -> None:
+    """Fill the disk of a directory by a file `hog`."""
+    with open(directory / "hog", "wb", buffering=0) as hog, contextlib.suppress(OSError):
+        while True:
+            hog.write(bytes(4096))

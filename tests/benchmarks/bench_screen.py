@@ -1,6 +1,6 @@
 """The cost of the screen and its response times, with generated records, in a real terminal (a pty) of 120x40.
 
-    python tests/benchmarks/bench_screen.py [--seconds 20] [--rounds 20] [--only cost,quiet,keys,memory,picture,attach]
+    python tests/benchmarks/bench_screen.py [--seconds 20] [--rounds 20] [--only cost,quiet,keys,memory,attach]
 
 cost: 8 GPUs, 8 replicas, 100 steps a second: share of a core and bytes to the terminal, at 1 and 2 pictures a second,
 the first one twice; and 64 ranks at 10 steps a second each
@@ -8,9 +8,8 @@ quiet: the same run after its end: bytes to the terminal when nothing changes
 keys: 5,000 records and 1,000 lines of output a second: from a key to its answer on the terminal; `esc` apart, since it
 may be the beginning of another key's sequence, which is waited for
 memory: a hundred thousand steps and lines, all of them shown: resident memory along the way
-picture: from the command to the first panel on the terminal
-attach: the same to a run of a day at ten steps a second, and to one of an hour at a thousand, and how much later all
-panels are there
+attach: from the command to the first panel, for a run of a day at ten steps a second, and for one of an hour at a
+thousand; and how much later all panels are there
 
 Figures are given as measured on this machine, and scaled to the reference by processor time (see yardstick.py).
 """
@@ -40,10 +39,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest
-from bench_start import first_picture
 from bench_store import Busy, Live
 from rowring import RowRing, use_row_rings
-from running import Dpmon
 from synthetic import Training, device_event, host_event
 from yardstick import Yardstick
 
@@ -316,24 +313,6 @@ def memory() -> None:
     print("memory: " + ", ".join(f"{found[at]} MiB at {at}0k" for at in ("1", "2", "5", "10")))
 
 
-def picture(rounds: int) -> None:
-    """From the command to the first panel."""
-    yardstick = Yardstick()
-    with tempfile.TemporaryDirectory() as place:
-        dpmon = Dpmon(Path(place), Path(place))
-        dpmon.script("import time; time.sleep(600)", "wait.py")
-        try:
-            took = sorted(first_picture(dpmon) for _ in range(rounds))
-        finally:
-            dpmon.clean_up()
-    tail = took[round(0.95 * (len(took) - 1))]
-    slow = yardstick.since()
-    print(
-        f"picture: median {statistics.median(took):.0f} ms, p95 {tail:.0f} as measured; "
-        f"scaled (1/{slow:.1f}) {statistics.median(took) / slow:.0f} and {tail / slow:.0f}, budget 300"
-    )
-
-
 def attach(rounds: int) -> None:
     """To a run of a day at ten steps a second, and to one of an hour at a thousand."""
     for run, made in (("a day", lambda place: Live(place, 1)), ("a busy hour", Busy)):
@@ -364,7 +343,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", default="cost,quiet,keys,memory,picture,attach")
+    parser.add_argument("--only", default="cost,quiet,keys,memory,attach")
     options = parser.parse_args()
     print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
     print(Yardstick().state(), flush=True)
@@ -373,7 +352,6 @@ def main() -> None:
         "quiet": lambda: quiet(options.seconds),
         "keys": lambda: keys(options.rounds),
         "memory": memory,
-        "picture": lambda: picture(options.rounds),
         "attach": lambda: attach(options.rounds),
     }
     for name in options.only.split(","):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,20 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def terminal(run: Run) -> Iterator[Start]:
     """Start terminals that show the screen of `run`."""
     yield from terminals(run)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mount a file system of a given size (MiB); skip the test if this is not possible here."""
+    place = tmp_path / "disk"
+
+    def made(size: int, options: str = "rw") -> Path:
+        place.mkdir()
+        words = ["mount", "-t", "tmpfs", "-o", f"size={size}m,{options}", "tmpfs", str(place)]
+        if subprocess.run(words, capture_output=True).returncode:
+            pytest.skip("no file system can be mounted here")
+        return place
+
+    yield made
+    if place.exists():
+        subprocess.run(["umount", "-l", str(place)], check=False, capture_output=True)

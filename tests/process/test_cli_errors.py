@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from running import Dpmon
 
+from dpmon.cli.main import main
+
 
 def refused(dpmon: Dpmon, *words: str, says: str, **more: object) -> str:
     """Run dpmon with `words`, which it must refuse with a sentence that contains `says`."""
@@ -89,11 +91,21 @@ def test_a_file_that_is_no_program(dpmon: Dpmon) -> None:
         (["stop"], "the following arguments are required: RUN"),
         (["ls", "x"], "x is not expected here"),
         (["export", "--format", "yaml"], "invalid choice: 'yaml'"),
+        *(([f"--batch-dim={n}", "script.py"], f"expected a number from 0 to 7, not '{n}'") for n in ("-1", "8", "1.5")),
     ],
 )
-def test_options_that_mean_nothing(dpmon: Dpmon, words: list[str], says: str) -> None:
+def test_options_that_mean_nothing(
+    dpmon: Dpmon, words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, because a new one for each takes longer than all of this."""
     dpmon.script("pass")
-    refused(dpmon, *words, says=says)
+    monkeypatch.chdir(dpmon.cwd)
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith("dpmon: ")
+    assert says in said.err
+    assert dpmon.runs() == []
 
 
 @pytest.mark.parametrize("command", ["attach", "stop", "export"])

@@ -6,28 +6,15 @@ import csv
 import json
 from pathlib import Path
 
+from plain_training import plain_training
 from running import Dpmon, wait_for
 from traceformat import read
 
-TRAINS = """
-import os, time, torch
-from torch import nn
-model = nn.DataParallel(nn.Linear(4, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(20):
-    optimizer.zero_grad()
-    model(torch.randn(6, 4)).sum().backward()
-    optimizer.step()
-open("began", "w").close()
-while not os.path.exists("go"):
-    time.sleep(0.02)
-"""
-
 
 def test_all_formats_of_a_run_that_goes_on_and_that_has_ended(dpmon: Dpmon, tmp_path: Path) -> None:
-    dpmon.script(TRAINS)
+    dpmon.waiting("", plain_training(20, wrapped=True))
     dpmon.run(*dpmon.warm(), "--detach", "--devices", "cpu,cpu", "script.py")
-    wait_for((dpmon.cwd / "began").exists)
+    dpmon.begun()
     # Records of a live run are in its history a moment later.
     wait_for(lambda: dpmon.run("export", "--kind", "call").text.count("\n") == 20)
     for over in (False, True):
@@ -47,7 +34,7 @@ def test_all_formats_of_a_run_that_goes_on_and_that_has_ended(dpmon: Dpmon, tmp_
         linear = [event for event in trace.slices["process 0", "calls"] if event["name"] == "Linear"]
         in_ns = [int(event["dur"] * 1000.0) for event in linear]  # in the way that Perfetto reads it
         assert in_ns == [round(call["wall_ms"] * 1e6) for call in calls]
-        (dpmon.cwd / "go").touch()
+        dpmon.go()
         dpmon.exit()
 
 

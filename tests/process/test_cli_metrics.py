@@ -9,26 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plain_training import plain_training
 from prometheus_client.parser import text_string_to_metric_families
 from running import Dpmon, wait_for
 
-TRAINS = """
-import os, sys, time, torch
-from torch import nn
-model = nn.DataParallel(nn.Linear(4, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+BEGIN = f"""
 print("out", flush=True)
-for step in range(50):
-    optimizer.zero_grad()
-    model(torch.randn(6, 4)).sum().backward()
-    optimizer.step()
+{plain_training(50, wrapped=True)}
 sys.stderr.write("in the middle of a line")
 sys.stderr.flush()
-open("began", "w").close()
-while not os.path.exists("go"):
-    time.sleep(0.02)
-raise SystemExit(7)
 """
+END = "raise SystemExit(7)"
 
 
 def parsed(text: str) -> list[dict[str, Any]]:
@@ -38,11 +29,11 @@ def parsed(text: str) -> list[dict[str, Any]]:
 def let_go_once(dpmon: Dpmon, path: Path, lines: int) -> None:
     """Let the script end after this number of lines with a step."""
     wait_for(lambda: path.exists() and path.read_text().count('"step":50') >= lines, what="lines of JSON")
-    (dpmon.cwd / "go").touch()
+    dpmon.go()
 
 
 def test_lines_of_json_on_stderr_leave_stdout_to_the_script(dpmon: Dpmon, tmp_path: Path) -> None:
-    dpmon.script(TRAINS)
+    dpmon.waiting(END, BEGIN)
     with open(tmp_path / "err", "wb") as err:
         process = dpmon.start(*dpmon.warm(), "--json", "--devices", "cpu,cpu", "script.py", stderr=err)
         let_go_once(dpmon, tmp_path / "err", 2)
@@ -72,9 +63,9 @@ def test_lines_of_json_on_stderr_leave_stdout_to_the_script(dpmon: Dpmon, tmp_pa
 
 
 def test_lines_of_json_in_a_file_and_of_a_run_that_is_followed(dpmon: Dpmon, tmp_path: Path) -> None:
-    dpmon.script(TRAINS)
+    dpmon.waiting(END, BEGIN)
     process = dpmon.start(*dpmon.warm(), "--headless", f"--json={tmp_path / 'lines'}", "script.py")
-    wait_for((dpmon.cwd / "began").exists)
+    dpmon.begun()
     follower = dpmon.start("attach", "--json", "last")
     let_go_once(dpmon, tmp_path / "lines", 1)
     _, err = process.communicate(timeout=100)
@@ -122,10 +113,10 @@ def test_invalid_options_are_refused_before_the_script_starts(dpmon: Dpmon, tmp_
 
 
 def test_metrics_of_a_detached_run(dpmon: Dpmon, tmp_path: Path) -> None:
-    dpmon.script(TRAINS)
+    dpmon.waiting(END, BEGIN)
     assert dpmon.run(*dpmon.warm(), "--detach", "script.py", env={"DPMON_METRICS": str(tmp_path)}).status == 0
     (target,) = wait_for(lambda: list(tmp_path.glob("dpmon-script-*.prom")))
-    (dpmon.cwd / "go").touch()
+    dpmon.go()
     assert dpmon.exit()["status"] == 7
 
     def over() -> dict[str, float] | None:

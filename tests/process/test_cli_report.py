@@ -9,24 +9,13 @@ from pathlib import Path
 import pytest
 from browser import Browser, find
 from kept import keep
+from plain_training import plain_training
 from running import Dpmon
 from synthetic import Training, device_event
 
-TRAINS = """
-import torch
-from torch import nn
-model = nn.DataParallel(nn.Linear(4, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(40):
-    optimizer.zero_grad()
-    model(torch.randn(5, 4)).sum().backward()
-    optimizer.step()
-raise SystemExit(3)
-"""
-
 
 def test_text_json_and_page_of_a_real_run(dpmon: Dpmon, tmp_path: Path) -> None:
-    dpmon.script(TRAINS)
+    dpmon.script(plain_training(40, 5, wrapped=True) + "raise SystemExit(3)")
     dpmon.run(*dpmon.warm(), "--devices", "cpu,cpu,cpu,cpu", "script.py")
     text = dpmon.run("report")
     assert (text.status, text.err) == (0, b"")

@@ -143,7 +143,7 @@ def test_sampling_writes_no_warning_and_loses_no_record(runs: Runs) -> None:
 def oddly(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Traced]:
     place = tmp_path_factory.mktemp("oddly")
     text = text_of("communicating_oddly")
-    return cache(lambda how: unless_aborted(lambda _: traced(place, text, how, fresh=True), lambda run: run.err))
+    return cache(lambda how: unless_aborted(lambda _: traced(place, text, how), lambda run: run.err))
 
 
 def of_kind(run: Traced, kind: type) -> list[Any]:
@@ -206,30 +206,19 @@ def test_a_process_without_a_group_registers_nothing(oddly: Callable[[str], Trac
     assert of_kind(run, Sampled) == []
 
 
-@pytest.mark.parametrize("how", ["evaluates", "evaluates without an optimizer"])
-def test_a_sample_holds_no_evaluation(oddly: Callable[[str], Traced], how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "each"),
+    [("evaluates", 1), ("evaluates without an optimizer", 1), ("accumulates", 3), ("looks ahead", 1)],
+)
+def test_a_sample_is_of_one_step_of_the_training(oddly: Callable[[str], Traced], how: str, each: int) -> None:
+    """With all batches whose gradients are accumulated, also between two fetches, and without an evaluation."""
     run = oddly(how)
     samples = of_kind(run, Sampled)
     assert len(samples) >= 6
-    assert {sample.collectives for sample in samples} == {1}
-    assert len(of_kind(run, Collective)) == len(samples)
-    assert {one.bytes for one in of_kind(run, Collective)} == {40}
-    assert run.complaints == []
-
-
-def test_a_sample_holds_all_batches_whose_gradients_are_accumulated(oddly: Callable[[str], Traced]) -> None:
-    run = oddly("accumulates")
-    samples = of_kind(run, Sampled)
-    assert len(samples) >= 6
-    assert [sample.collectives for sample in samples[:6]] == [3] * 6
-    assert run.complaints == []
-
-
-def test_a_step_with_collectives_between_two_fetches_is_sampled(oddly: Callable[[str], Traced]) -> None:
-    run = oddly("looks ahead")
-    samples = of_kind(run, Sampled)
-    assert len(samples) >= 6
-    assert {sample.collectives for sample in samples} == {1}
+    assert [sample.collectives for sample in samples[:6]] == [each] * 6
+    if how.startswith("evaluates"):
+        assert {sample.collectives for sample in samples} == {1}
+        assert [one.bytes for one in of_kind(run, Collective)] == [40] * len(samples)
     assert run.complaints == []
 
 
@@ -240,7 +229,7 @@ def test_samples_are_some_time_apart(oddly: Callable[[str], Traced]) -> None:
 
 
 def test_a_reader_asks_for_a_sample(tmp_path: Path) -> None:
-    script = Script(tmp_path, text_of("communicating_oddly"), "asked", fresh=True)
+    script = Script(tmp_path, text_of("communicating_oddly"), "asked")
     assert script.line() == "ready"
     ring = script.ring()
     ring.request_sample()

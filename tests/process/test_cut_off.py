@@ -41,7 +41,7 @@ ENDS = {
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("end", ENDS)
 def test_the_calls_before_the_end_are_steps(dpmon: Dpmon, loop: str, end: str) -> None:
-    run = dpmon.run("--headless", dpmon.script(SCRIPT.replace("END", ENDS[end]) + LOOPS[loop]))
+    run = dpmon.run(*dpmon.warm(), "--headless", dpmon.script(SCRIPT.replace("END", ENDS[end]) + LOOPS[loop]))
     assert run.text.split()[0] == "54"
     records = dpmon.records()
     steps = [record for record in records if record["kind"] == "step"]

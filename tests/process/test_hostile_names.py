@@ -36,7 +36,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return what each export writes, by its words."""
     root = tmp_path_factory.mktemp("hostile")
     dpmon = Dpmon(root / "state", root)
-    result = dpmon.run("--headless", "--metrics", root / "m.prom", dpmon.script(SCRIPT))
+    result = dpmon.run(*dpmon.warm(), "--headless", "--metrics", root / "m.prom", dpmon.script(SCRIPT))
     assert result.status == 0
     dpmon.run("report", "--html", "-o", root / "r.html")
     found = {" ".join(words): dpmon.run(*words).text for words in EXPORTS}

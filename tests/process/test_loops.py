@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import pytest
 from alternatives import as_alone
-from tracing import Script, Traced, text_of, traced
+from tracing import BESIDE, Script, Traced, text_of, traced
 
 from dpmon.record.kinds import Call, Step
 from dpmon.tracer.memory.measurement import EARLY
 
 NAMES = [name for text in ("loops", "unusual") for name in re.findall(r"^@loop\ndef (\w+)", text_of(text), re.M)]
 SCRIPT = "from counted import main\nimport loops\nimport unusual\nmain()\n"
-PLACE = {"PYTHONPATH": str(Path(__file__).resolve().parent / "traced")}
 TOGGLED = (
     "by_hand_from_a_loader",
     "looks_after_steps_of_a_loader",
@@ -108,7 +107,7 @@ class Runs:
     """All loops in one run, or some of them."""
 
     def __init__(self, place: Path, *words: str, **options: Any) -> None:
-        self.run = traced(place, SCRIPT, *words, env=PLACE, **options)
+        self.run = traced(place, SCRIPT, *words, env=BESIDE, **options)
         found = self.run
         assert (found.status, found.err, found.missed, found.warnings, found.unreadable) == (0, "", 0, (), ())
         self.printed = found.printed
@@ -244,7 +243,7 @@ def test_each_loop_computes_the_same_as_without_dpmon(
     runs: Runs, toggled: Runs, alone: Runs, name: str, tmp_path: Path
 ) -> None:
     def again() -> Any:
-        return Script(tmp_path, SCRIPT, name, env=PLACE, run=False).end().printed[name][4:]
+        return Script(tmp_path, SCRIPT, name, env=BESIDE, run=False).end().printed[name][4:]
 
     expected, as_written, found = (run.loop(name) for run in (alone, runs, toggled))
     results = [as_written.losses, as_written.told]

@@ -70,7 +70,7 @@ def test_promise_7_how_it_ended(dpmon: Dpmon) -> None:
         word = "finished" if status == 0 else "killed" if number else "failed"
         assert newest_state(dpmon) == word
     reached("P7", f"{len(ENDINGS)} endings, the slowest known after {slowest:.2f} s")
-    assert slowest < 30
+    assert slowest < 60
 
 
 @pytest.fixture

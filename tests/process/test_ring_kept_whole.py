@@ -14,10 +14,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from places import fill
 from running import Dpmon, wait_for
 
 import dpmon as package
@@ -100,15 +101,10 @@ class Watch:
 
 
 @pytest.fixture
-def disk(dpmon: Dpmon) -> Iterator[Path]:
+def disk(dpmon: Dpmon, mount: Callable[..., Path]) -> Path:
     """A state directory on its own small file system."""
-    dpmon.state.mkdir()
-    place = str(dpmon.state)
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", place], capture_output=True)
-    if done.returncode:
-        pytest.skip("no file system can be mounted here")
-    yield dpmon.state
-    subprocess.run(["umount", "-l", place], check=False)
+    dpmon.state = mount(96)
+    return dpmon.state
 
 
 def steps(dpmon: Dpmon) -> int:
@@ -131,15 +127,6 @@ def start(dpmon: Dpmon) -> tuple[Path, Watch]:
     wait_for(ring.exists, what="the ring")
     trains_on(dpmon)
     return directory, Watch(ring)
-
-
-def fill(place: Path) -> None:
-    with open(place / "hog", "wb", buffering=0) as hog:
-        try:
-            while True:
-                hog.write(bytes(1 << 12))
-        except OSError:
-            pass
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from running import Dpmon, Terminal, until_unsupervised, wait_for
@@ -48,22 +49,17 @@ def no_deletion(dpmon: Dpmon) -> None:
     (dpmon.last() / "exit.json" / "full").mkdir()
 
 
-def on_tmpfs(dpmon: Dpmon) -> None:
-    dpmon.state.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(dpmon.state)], capture_output=True)
-    if done.returncode:
-        pytest.skip("no file system can be mounted here")
-
-
 Vanish = Callable[[Dpmon], None]
 ENDS = [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGSEGV)", 139)]
 
 
 @pytest.mark.parametrize("vanish", [delete, unmount, no_deletion])
 @pytest.mark.parametrize(("end", "status"), ENDS)
-def test_the_status_reaches_the_foreground(dpmon: Dpmon, vanish: Vanish, end: str, status: int) -> None:
+def test_the_status_reaches_the_foreground(
+    dpmon: Dpmon, mount: Callable[[int], Any], vanish: Vanish, end: str, status: int
+) -> None:
     if vanish is unmount:
-        on_tmpfs(dpmon)
+        dpmon.state = mount(64)
     script(dpmon, end)
     process = dpmon.start("script.py", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)))
     begun(dpmon)

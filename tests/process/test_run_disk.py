@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from places import fill
 from running import Dpmon, until_unsupervised, wait_for
 
 pytestmark = pytest.mark.slow
@@ -33,29 +33,6 @@ pathlib.Path("began").touch()
 writer.main(6000, 3000, 2, after)
 print("the end of the training", flush=True)
 """
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a file system of a given size (bytes)."""
-    mounted: list[Path] = []
-
-    def mount(size: int, options: str = "rw") -> Path:
-        place = tmp_path / "disk"
-        place.mkdir(exist_ok=True)
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={size},{options}", "tmpfs", str(place)],
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode != 0:
-            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-        mounted.append(place)
-        return place
-
-    yield mount
-    for place in mounted:
-        subprocess.run(["umount", "-l", str(place)], check=False)
 
 
 @pytest.fixture
@@ -97,13 +74,13 @@ def test_a_state_directory_that_is_a_file(dpmon: Dpmon, other_places: Path) -> N
     dpmon.state.unlink()
 
 
-def test_a_read_only_state_directory(dpmon: Dpmon, other_places: Path, small_disk: Callable[..., Path]) -> None:
-    dpmon.state = small_disk(64 * MIB, "ro")
+def test_a_read_only_state_directory(dpmon: Dpmon, other_places: Path, mount: Callable[..., Path]) -> None:
+    dpmon.state = mount(64, "ro")
     check_elsewhere(dpmon, other_places, "Read-only file system")
 
 
-def test_a_disk_with_too_little_room(dpmon: Dpmon, other_places: Path, small_disk: Callable[..., Path]) -> None:
-    dpmon.state = small_disk(4 * MIB)
+def test_a_disk_with_too_little_room(dpmon: Dpmon, other_places: Path, mount: Callable[..., Path]) -> None:
+    dpmon.state = mount(4)
     check_elsewhere(dpmon, other_places, "MiB left")
 
 
@@ -131,21 +108,16 @@ def test_a_link_in_the_other_place_is_not_followed(dpmon: Dpmon, other_places: P
     dpmon.state.unlink()
 
 
-def test_a_disk_that_fills_up_meanwhile(dpmon: Dpmon, small_disk: Callable[..., Path]) -> None:
+def test_a_disk_that_fills_up_meanwhile(dpmon: Dpmon, mount: Callable[..., Path]) -> None:
     """Another process fills the disk: the script's output and live records go on, with one warning of each kind."""
-    dpmon.state = small_disk(48 * MIB)
+    dpmon.state = mount(48)
     dpmon.script(FLOOD.format(tests=str(WRITER.parent)))
     dpmon.run("--detach", "script.py")
-    wait_for((dpmon.cwd / "began").exists)
+    dpmon.begun()
     directory = dpmon.last()
     wait_for(lambda: (directory / "output.log").stat().st_blocks * 512 >= MIB, what="room ahead of the output")
-    with open(dpmon.state / "hog", "wb", buffering=0) as hog:
-        try:
-            while True:
-                hog.write(bytes(4096))
-        except OSError:
-            pass
-    (dpmon.cwd / "go").touch()
+    fill(dpmon.state)
+    dpmon.go()
     info = dpmon.info()
     until_unsupervised(info)
     output = (directory / "output.log").read_bytes()

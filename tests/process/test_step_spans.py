@@ -174,7 +174,7 @@ def check(noted: Noted, steps: Iterable[dict[str, Any]], run_ns: int) -> list[tu
 def test_a_usual_run(dpmon: Dpmon) -> None:
     """Times of the export count from the start of the run; each step has two calls."""
     dpmon.script(USUAL)
-    result = dpmon.run("--headless", "--mode", "script", "script.py")
+    result = dpmon.run(*dpmon.warm(), "--headless", "--mode", "script", "script.py")
     assert result.status == 0, result.errors
     noted = json.loads(result.text.splitlines()[-1])
     (directory,) = (path for path in (dpmon.state / "dpmon" / "runs").iterdir() if path.is_dir())

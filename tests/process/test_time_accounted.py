@@ -83,12 +83,14 @@ def of_mode(said: dict[str, Any], mode: str = "single") -> dict[str, Any]:
 
 
 def check(
-    dpmon: Dpmon, told: Told, errors: str, *, unfinished: int = 0, slack: float = CLOSE, within: float = 0.95
+    dpmon: Dpmon, told: Told, errors: str, *, unfinished: int = 0, slack: float = 0.0, within: float = 0.95
 ) -> dict[str, float]:
     """Compare steps and rates of each mode in the history, the report and the summary with those of the script.
 
     `within`: least rate within steps, as a multiple of the rate. Return the parts of the run's time.
     """
+    # On a busy machine, time may pass between reading the clock and the first step.
+    slack += CLOSE + 0.05 / sum(told["seconds"].values())
     with open_store(dpmon.last()) as store:
         window = Window(store)
         assert {mode for mode, evaluation in window.modes if not evaluation} == told["samples"].keys()
@@ -192,7 +194,7 @@ def test_toggles_and_a_pause(dpmon: Dpmon) -> None:
     out, err = end(dpmon, reader, process)
     told = json.loads(out)
     assert set(told["samples"]) == {"dp", "single"}
-    found = check(dpmon, told, err.decode(), slack=2 * CLOSE, within=1.03)  # there is time between epochs
+    found = check(dpmon, told, err.decode(), slack=CLOSE, within=1.03)  # there is time between epochs
     assert found["paused"] == pytest.approx(told["apart"]["paused"], abs=0.2)
     assert report(dpmon)["paused"]["seconds"] == pytest.approx(found["paused"], rel=CLOSE)
 
@@ -203,7 +205,7 @@ def test_waits_for_input(dpmon: Dpmon) -> None:
     out, err = answer_twice(dpmon, process)
     told = json.loads(out)
     # The beginning of each of the two waits is known within 0.1 s, the end within 0.025 s.
-    found = check(dpmon, told, err.decode(), slack=CLOSE + 2 * 0.125 / told["seconds"]["single"])
+    found = check(dpmon, told, err.decode(), slack=2 * 0.125 / told["seconds"]["single"])
     assert found["input"] == pytest.approx(told["apart"]["input"], abs=0.5)
     assert len(report(dpmon)["inputs"]) == 2
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracing import Script, Traced, text_of
+from tracing import BESIDE, Script, Traced, text_of
 
 pytestmark = pytest.mark.slow
 
@@ -55,14 +55,14 @@ GUARDS = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
     """Common scripts and calls composed by the script, in parallel."""
     place = tmp_path_factory.mktemp("containment")
-    scripts = {words: Script(place, text_of("containment"), *words.split()) for words in ("", "by hand")}
+    scripts = {words: Script(place, text_of("containment"), *words.split(), env=BESIDE) for words in ("", "by hand")}
     return {words: script.end(LIMIT_S) for words, script in scripts.items()}
 
 
 @pytest.fixture(scope="module")
 def on_devices(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     """Code that runs only with GPUs."""
-    env = {"PLAYS_CUDA": str(Path(__file__).parent / "scripts" / "plays_cuda.py")}
+    env = {**BESIDE, "PLAYS_CUDA": str(Path(__file__).parent / "scripts" / "plays_cuda.py")}
     return Script(tmp_path_factory.mktemp("devices"), text_of("containment"), "on", "devices", env=env).end(280)
 
 

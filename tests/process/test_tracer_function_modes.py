@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 from running import Dpmon
+from sidebyside import SideBySide
 
 STEPS = 16
 COUNTING = f"""
@@ -56,13 +55,13 @@ print(net.__dict__["reads"])
 
 def test_a_mode_and_a_property_of_the_script_see_no_read_of_ours(dpmon: Dpmon) -> None:
     script = dpmon.script(COUNTING.replace("RAISES", "False"))
-    alone = subprocess.run([sys.executable, script], capture_output=True, check=True, timeout=120)
-    run = dpmon.run("--headless", sys.executable, script)
-    assert run.out == alone.stdout
+    alone = SideBySide(dpmon).plainly(script)
+    run = dpmon.run(*dpmon.warm(), "--headless", script)
+    assert (run.status, run.out) == (alone.status, alone.stdout) == (0, alone.stdout), run.errors
 
 
 def test_a_mode_that_raises_on_such_reads_costs_no_record(dpmon: Dpmon) -> None:
-    run = dpmon.run("--headless", "--mode", "script", dpmon.script(COUNTING.replace("RAISES", "True")))
+    run = dpmon.run(*dpmon.warm(), "--headless", "--mode", "script", dpmon.script(COUNTING.replace("RAISES", "True")))
     assert run.status == 0, run.errors
     records = [json.loads(line) for line in dpmon.run("export").text.splitlines()]
     calls = [record for record in records if record["kind"] == "call"]

@@ -89,21 +89,6 @@ def test_a_program_without_torch_leaves_nothing(tmp_path: Path) -> None:
     assert list(run.directory.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "raise ValueError('mine')",
-        "import no_such_module",
-        "raise ImportError('odd', name='sitecustomize')",
-        "def broken(:",
-    ],
-)
-def test_a_sitecustomize_that_fails_fails_as_alone(tmp_path: Path, text: str) -> None:
-    env = package(tmp_path, "sitecustomize", f"print('it ran')\n{text}\n" if "def" not in text else text)
-    expected, found = both(tmp_path, "print('the script')\n", env=env)
-    assert (found.status, found.out, found.err) == (expected.status, expected.out, expected.err)
-
-
 @pytest.mark.parametrize("flags", [("-I",), ("-E",), ("-S",), ("-s",), ("-B", "-u"), ("-O",)])
 def test_flags_of_python(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """With -I, -E or -S, the tracer is not injected."""
@@ -173,33 +158,32 @@ def test_a_search_for_torch_before_its_import(tmp_path: Path) -> None:
     assert len(found.warnings) == 1
 
 
-def test_no_torch_at_all(tmp_path: Path) -> None:
-    env = package(tmp_path, "torch", "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
-    expected, found = both(
-        tmp_path, "try:\n    import torch\nexcept ImportError as e:\n    print(e, e.name)\n", env=env
-    )
-    assert (found.status, found.out, found.err) == (expected.status, expected.out, expected.err)
+def frames(run: Traced) -> str:
+    """Return its errors without the directory of the run."""
+    return "\n".join(line for line in run.err.splitlines() if "/script.py" not in line)
 
 
-def frames(text: str) -> str:
-    """Return a traceback without the directory of the run."""
-    return "\n".join(line for line in text.splitlines() if "/script.py" not in line)
+LOADS = "def load():\n    raise OSError('libsomething.so: cannot open')\n\nload()\n"
+CAUGHT = "try:\n    import torch\nexcept ImportError as e:\n    print(e, e.name)\n"
+FAILING = {
+    "a sitecustomize that raises": ("sitecustomize", "print('it ran')\nraise ValueError('mine')\n", "print(1)\n"),
+    "one that lacks a module": ("sitecustomize", "print('it ran')\nimport no_such_module\n", "print(1)\n"),
+    "one that lacks itself": ("sitecustomize", "raise ImportError('odd', name='sitecustomize')\n", "print(1)\n"),
+    "one that is no Python": ("sitecustomize", "def broken(:", "print(1)\n"),
+    "no torch": ("torch", "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n", CAUGHT),
+    "a torch without its library": ("torch", LOADS, "import torch\n"),
+    "a part of it": ("torch", LOADS, "import torch.nn\n"),
+    "a name of it": ("torch", LOADS, "from torch import nn\n"),
+    "a torch that is no Python": ("torch", "def broken(:\n", "import torch\n"),
+}
 
 
-@pytest.mark.parametrize("text", ["import torch\n", "import torch.nn\n", "from torch import nn\n"])
-def test_a_torch_that_cannot_be_imported(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(("name", "text", "script"), FAILING.values(), ids=FAILING)
+def test_what_cannot_be_imported_fails_as_alone(tmp_path: Path, name: str, text: str, script: str) -> None:
     """For example, a CUDA library is missing: the traceback has no frame of dpmon."""
-    env = package(tmp_path, "torch", "def load():\n    raise OSError('libsomething.so: cannot open')\n\nload()\n")
-    expected, found = both(tmp_path, text, env=env)
-    assert found.status == expected.status == 1
-    assert "libsomething.so" in found.err
-    assert frames(found.err) == frames(expected.err)
-
-
-def test_a_torch_with_a_syntax_error(tmp_path: Path) -> None:
-    expected, found = both(tmp_path, "import torch\n", env=package(tmp_path, "torch", "def broken(:\n"))
-    assert found.status == expected.status == 1
-    assert frames(found.err) == frames(expected.err)
+    expected, found = both(tmp_path, script, env=package(tmp_path, name, text))
+    assert (found.status, found.out, frames(found)) == (expected.status, expected.out, frames(expected))
+    assert (found.status, "libsomething.so" in found.err) == (int(name == "torch" and script != CAUGHT), text == LOADS)
 
 
 def test_a_second_attempt_to_import_torch(tmp_path: Path) -> None:

@@ -194,17 +194,6 @@ def test_two_wrappers_of_one_model(dp: Any, on_its_own: Any) -> None:
     assert dp["two_wrappers_of_one_model"] == on_its_own["two_wrappers_of_one_model"] == [[6, 2], [6, 2]]
 
 
-def test_a_wrapper_called_by_its_forward(dp: Any) -> None:
-    assert dp["called_by_its_forward"] == [6, 2]
-
-
-def test_a_wrapper_within_a_model(dp: Any, runs: dict[str, Traced]) -> None:
-    assert dp["wrapped_within"] == [6, 4]
-    last = runs["dp"].calls()[-1]
-    assert (last.root, last.via, last.mode, last.rows) == ("Linear", "DataParallel", "dp", 6)
-    assert runs["dp"].calls("Outer") == []  # the wrapper inside it is recorded
-
-
 def test_calls_are_numbered_and_belong_to_a_step(runs: dict[str, Traced]) -> None:
     calls = runs["dp"].calls()
     assert [call.call for call in calls] == list(range(1, len(calls) + 1))

@@ -216,7 +216,7 @@ def test_a_stalled_terminal_does_not_stop_the_screen(run: Run, terminal: Start) 
         run.log.write(b"line %d\n" % number)
         seen.pump(0.025)
     seen.press("iy\r")
-    wait_for(lambda: select.select([script], [], [], 0)[0], 20, "the typed line")
+    wait_for(lambda: select.select([script], [], [], 0)[0], what="the typed line")
     assert os.read(script, 9) == b"y\n"
     termios.tcflow(slave, termios.TCOON)
     seen.shows("line 59")
@@ -229,12 +229,13 @@ def test_a_vanished_terminal_ends_the_screen(run: Run, terminal: Start) -> None:
     seen = terminal("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SHOW)
     seen.shows("● running")
     os.close(seen.fd)
-    deadline = time.monotonic() + 60
-    while seen.status is None and time.monotonic() < deadline:
+
+    def ended() -> bool:
         pid, status = os.waitpid(seen.pid, os.WNOHANG)
-        if pid:
-            seen.status = os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
+        seen.status = os.waitstatus_to_exitcode(status) if pid else None
+        return bool(pid)
+
+    wait_for(ended, what="the end of the screen")
     assert seen.status == 129
 
 
@@ -316,9 +317,7 @@ def test_direct_drawing_shows_the_same_as_textual(run: Run, terminal: Start) -> 
     for seen in (fast, slow):
         seen.shows("finished")
         seen.until(lambda s=seen: f"STEP {number}" in s.text(), "the last line")
-        for _ in range(10):
-            seen.pump()
-    assert cells(fast.screen) == cells(slow.screen)
+    fast.until(lambda: slow.pump() or cells(fast.screen) == cells(slow.screen), "the same picture")
     assert len(fast.raw) - before[0] < (len(slow.raw) - before[1]) / 2
 
 
@@ -328,13 +327,16 @@ def test_little_is_written_and_nothing_when_nothing_changes(run: Run, terminal: 
     seen.shows("● running")
     run.end(0)
     seen.shows("finished")
-    for _ in range(10):
-        seen.pump()
-    quiet = len(seen.raw)
-    deadline = time.monotonic() + 1.5
-    while time.monotonic() < deadline:
-        seen.pump()
-    assert len(seen.raw) == quiet
+    written, since = len(seen.raw), time.monotonic()
+
+    def quiet() -> bool:
+        """Return whether nothing has been written for many times the interval of the pictures."""
+        nonlocal written, since
+        if len(seen.raw) != written:
+            written, since = len(seen.raw), time.monotonic()
+        return time.monotonic() - since > 1.5
+
+    seen.until(quiet, "the last picture")
 
 
 def test_the_screen_imports_neither_torch_nor_nvml_nor_numpy() -> None:

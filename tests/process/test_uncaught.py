@@ -120,7 +120,7 @@ def test_a_rank_that_the_launcher_ends_later_does_not_come_first(dpmon: Dpmon) -
 def test_the_named_line_is_one_of_the_script(dpmon: Dpmon) -> None:
     """Not the line in torch where the exception was raised."""
     script = dpmon.script("import torch\n\ntorch.ones(2) @ torch.ones(3)\n", "train.py")
-    run = dpmon.run("--headless", script)
+    run = dpmon.run(*dpmon.warm(), "--headless", script)
     assert run.status == 1
     assert "s: RuntimeError: " in run.errors
     assert "(train.py:3)\n" in run.errors
@@ -287,7 +287,7 @@ def test_a_rank_of_mp_spawn_that_raises(dpmon: Dpmon) -> None:
         "if __name__ == '__main__':\n    torch.multiprocessing.spawn(train, nprocs=2)\n",
         "train.py",
     )
-    run = dpmon.run("--headless", script)
+    run = dpmon.run(*dpmon.warm(), "--headless", script)
     assert run.status == 1
     assert dpmon.exit()["cause"] == "rank 1: ValueError: no data (train.py:6)"
 

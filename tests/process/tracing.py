@@ -30,11 +30,13 @@ from dpmon.span_reader import SpanReader
 from dpmon.store.sources import SpanSource
 from dpmon.store.tables import RingRow
 
-__all__ = ["SITE", "Script", "Traced", "alone", "read_run", "text_of", "traced"]
+__all__ = ["BESIDE", "SITE", "Script", "Traced", "alone", "read_run", "text_of", "traced"]
 
 PACKAGE = Path(dpmon.__file__).resolve().parent
 SITE = PACKAGE / "tracer" / "site"
 LIMIT_S = 250.0
+BESIDE = {"PYTHONPATH": str(Path(__file__).resolve().parent / "traced")}
+"""The environment of scripts that import others of `traced/`."""
 # One thread, because with several the last bit of a sum may vary; no byte code beside scripts that run once.
 # OURS: the first part of the path of each file of dpmon (the name dpmon may also be that of the clone).
 SAME = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "OURS": f"{PACKAGE}{os.sep}"}

@@ -1,13 +1,11 @@
-"""A loop to be timed; argv: device, steps, wrapper (bare, dataparallel), output at the end.
+"""A loop with short steps; argv: device, steps, wrapper (bare, dataparallel), output at the end.
 
-`profile`: the time of each phase by torch.profiler, per step, and the number of waits for the device;
-`time`: microseconds per step, with one wait for the device at the end; `losses`: the losses.
+`profile`: the time of each phase by torch.profiler, per step; `losses`: the losses.
 """
 
 import bisect
 import json
 import sys
-import time
 
 import torch
 from torch import nn
@@ -72,14 +70,7 @@ if wanted == "profile":
             within = [one for one in times[i + 1 : bisect.bisect(times, (end,))] if one[1] <= end]
             spent[name].append(end - start)
             inside[name].append(max(one[1] for one in within) - within[0][0])
-    waits = sum("Synchronize" in event.name for event in seen.events())
-    print(json.dumps({"spent_us": spent, "inside_us": inside, "waits": waits}))
-elif wanted == "time":
-    began = time.perf_counter()
-    for _ in range(steps):
-        train_step(next(source))
-    wait()
-    print(json.dumps({"us": (time.perf_counter() - began) / steps * 1e6}))
+    print(json.dumps({"spent_us": spent, "inside_us": inside}))
 else:
     losses += [train_step(next(source)) for _ in range(steps)]
     print(json.dumps([loss.item() for loss in losses]))

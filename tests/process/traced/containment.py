@@ -19,6 +19,8 @@ import threading
 import traceback
 import warnings
 
+from asking import ask
+
 from dpmon.tracer import inject
 
 install, inject._install = inject._install, lambda module: None
@@ -186,24 +188,6 @@ def step(model, optimizer, x, y):
     loss = nn.functional.mse_loss(model(x), y)
     loss.backward()
     return loss
-
-
-def ask(mode, at=192):
-    """Request another mode, as a screen does, by writing to the ring; or write `mode` at another place."""
-    for name in os.listdir(os.environ["DPMON_RUN"]):
-        path = os.path.join(os.environ["DPMON_RUN"], name)
-        if name.endswith(".ring") and int.from_bytes(read_at(path, 24, 4), sys.byteorder) == os.getpid():
-            serial = int.from_bytes(read_at(path, 192, 8), sys.byteorder) + 1
-            with open(path, "r+b") as file:
-                file.seek(at)
-                numbers = (serial, mode) if at == 192 else (mode,)
-                file.write(b"".join(number.to_bytes(8, sys.byteorder) for number in numbers))
-
-
-def read_at(path, at, size):
-    with open(path, "rb") as file:
-        file.seek(at)
-        return file.read(size)
 
 
 # ------------------------------------------------------------------------------------------------ breaking

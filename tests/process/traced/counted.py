@@ -14,6 +14,7 @@ import warnings
 
 import torch
 import torch._dynamo  # the first optimizer of a process imports it, which takes a second
+from asking import ask
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -123,19 +124,6 @@ class Count:
             self.end()
             self.did("data")
             yield batch
-
-
-def ask(mode):
-    """Request a mode of this process, as a screen does, by writing to its ring."""
-    for name in os.listdir(os.environ["DPMON_RUN"]):
-        if not name.endswith(".ring"):
-            continue
-        with open(os.path.join(os.environ["DPMON_RUN"], name), "r+b") as file:
-            head = file.read(256)
-            if int.from_bytes(head[24:28], sys.byteorder) == os.getpid():
-                serial = int.from_bytes(head[192:200], sys.byteorder) + 1
-                file.seek(192)
-                file.write(serial.to_bytes(8, sys.byteorder) + mode.to_bytes(8, sys.byteorder))
 
 
 class Net(nn.Module):

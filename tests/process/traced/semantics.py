@@ -484,27 +484,6 @@ def two_wrappers_of_one_model():
     return [shape(first(second(x))), shape(nn.DataParallel(nn.Sequential(first, second))(x))]
 
 
-@check
-def called_by_its_forward():
-    return shape(nn.DataParallel(nn.Linear(2, 2)).forward(x))
-
-
-@check
-def wrapped_within():
-    """The tutorial's model that holds a DataParallel among its layers, in a loop of its own."""
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Linear(2, 4)
-            self.second = nn.DataParallel(nn.Linear(4, 4))
-
-        def forward(self, x):
-            return self.second(self.first(x))
-
-    return shape(Outer()(x))
-
-
 said = {}
 for name, function in checks.items():
     try:

@@ -160,17 +160,6 @@ def little_memory():
     train()
 
 
-def memory_error():
-    def fail():
-        raise MemoryError("mine")
-
-    try:
-        train(do=fail)
-    except MemoryError as error:
-        print(error)
-    train()
-
-
 def recursion():
     net, call = made()
 
@@ -469,17 +458,6 @@ def finalised_calls():
 
     globals()["last"] = Last()
     train()
-
-
-def umask_and_limits():
-    before = os.umask(0)
-    os.umask(before)
-    train()
-    print(oct(before), os.umask(before) == before, resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 10)
-
-
-def killed_inside():
-    train(do=lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def broken_pipe():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,18 +72,6 @@ class Batch:
     def rows(self) -> int:
         """The number of rows of records."""
         return sum(map(len, (self.definitions, self.calls, self.steps, self.collectives, self.events)))
-
-    @property
-    def entries(self) -> int:
-        """The number of rows and sums to write."""
-        rows: Iterable[Sized] = (
-            *(self.definitions, self.calls, self.steps, self.collectives, self.events, self.rings, self.gaps),
-            self.joined,
-        )
-        sums: Iterable[Sized] = (
-            *(self.communicated, self.tallied, self.spent, self.waited, self.shapes, self.devices),
-        )
-        return sum(len(part) for part in (*rows, *sums))
 
     def event(self, number: int, process: int | None, kind: str, t_ns: int | None, text: str) -> None:
         """Add an event; `text`: its JSON."""

@@ -20,7 +20,6 @@ from dpmon.run.rundir import RunInfo, ring_paths
 from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
 from dpmon.store.intake import Intake
-from dpmon.store.resume import resume_accounts, resume_intake, resume_rounds
 from dpmon.store.sources import SpanSource
 from dpmon.store.tables import HistoryError, RingRow
 from dpmon.store.writer import LIMIT_BYTES, History
@@ -221,7 +220,7 @@ class Drain:
             self._sources[path.name] = source
             if source.resumes and self._history is not None:
                 with suppress(HistoryError):  # damaged; new records can still be recorded
-                    resume_intake(self._history, source.intake)
+                    source.intake.resume(self._history)
 
     def _take(self, source: _RingIntake, now: float) -> bool:
         """Take the rows of one ring; return whether it filled faster than it was read."""
@@ -283,8 +282,7 @@ class Drain:
     def _go_on_in(self, history: History) -> None:
         """Write into a history that another supervisor may have begun."""
         self._accounts = Accounts()
-        resume_accounts(history, self._accounts)
-        self._batch.joined += resume_rounds(history, self._accounts)
+        self._batch.joined += self._accounts.resume(history)
         self._kept = history.rings()
         self._next_id = history.next_id
         self._history = history

@@ -7,12 +7,12 @@ of the step contains their phases, and the calls take the kind of the step.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, takewhile
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.record.history_rows import MAX_DEFINITIONS, CallRow, CollectiveRow, Definition, Row
 from dpmon.record.kinds import Event, RecordError, Step
@@ -33,10 +33,13 @@ from dpmon.record.spans import Flag
 from dpmon.store.accounting import LATEST_NS
 from dpmon.store.accounts import Accounts, ns_of
 from dpmon.store.batch import GAP_NS, Batch, ShapeKey
-from dpmon.store.parts import parts_column, replica_series, stage_series
-from dpmon.store.rounds import SyncStep
-from dpmon.store.tables import RingRow
+from dpmon.store.parts import call_in, parts_column, replica_series, stage_series
+from dpmon.store.rounds import SyncStep, device_tail
+from dpmon.store.tables import CALL_ROW, RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, StepFacts
+
+if TYPE_CHECKING:
+    from dpmon.store.writer import History
 
 BATCH_SIZES = 16
 """Most batch sizes of a process with their own tallies; further sizes share OTHER_SIZES."""
@@ -49,7 +52,6 @@ _APPLY = CALL_PHASES.index("parallel_apply")
 _LEARNS = Flag.TRAINING | Flag.GRAD
 _CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
 _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
-_SYNC_AT = SPAN_PHASES.index("sync")
 _COUNTED = tuple(quantity.name for quantity in QUANTITIES if quantity.name != "samples")
 _phases_of = itemgetter(
     *(len(STEP_PHASES) + _CALL_AT[phase.name] if phase.of_call else _STEP_AT[phase.name] for phase in PHASES)
@@ -103,26 +105,26 @@ class Intake:
             if len(self._rows) > MAX_DEFINITIONS:
                 del self._rows[next(iter(self._rows))]
 
-    def resume(
-        self,
-        mode: str | None,
-        steps_in_mode: int,
-        sizes: Iterable[int],
-        waiting: Iterable[tuple[int, CallRow]],
-        shapes: Iterable[ShapeKey] = (),
-    ) -> None:
-        """Continue the history of an earlier supervisor.
-
-        `steps_in_mode`: steps since the mode last changed. `sizes`: batch sizes with their own tallies. `waiting`: the
-        calls that wait for their step, with their ids. `shapes`: the shapes in the history.
-        """
-        self._mode, self._steps_in_mode = mode, steps_in_mode
-        self._sizes.update(sizes)
-        self._shapes.update(shapes)
-        self._calls = []
-        for number, row in waiting:
-            with suppress(*_DAMAGE):
-                self._calls.append(_held(number, row))
+    def resume(self, history: History) -> None:
+        """Continue after all earlier records of the ring, which another supervisor wrote. Raises HistoryError."""
+        row = self.row
+        for number, value in history.definitions(row.process).items():
+            with suppress(LookupError, TypeError):  # a process may write any value
+                self.learn(number, value)
+        last = history.last_steps(row, SETTLING_STEPS) if row.steps else []
+        last_id, self._mode = (last[0][0], last[0][3]) if last else (0, None)
+        self._steps_in_mode = sum(1 for _ in takewhile(lambda step: step[3] == self._mode, last))
+        if row.held_id is not None:
+            query = (
+                f"SELECT id, {CALL_ROW} FROM calls WHERE process = ? AND id >= ? AND (id > ? OR step > ?) ORDER BY id"
+            )
+            before = -1 if row.last_step is None else row.last_step
+            held = history.rows(query, (row.process, row.held_id, last_id, before))
+            self._calls = [_held(number, call_in(columns)) for number, *columns in held]
+        batches = history.rows("SELECT DISTINCT batch FROM keys WHERE process = ?", (row.process,))
+        self._sizes.update(batch for (batch,) in batches if batch >= 0)
+        query = "SELECT process, mode, kind, layout, virtual, sizes, untimed FROM shapes WHERE process = ?"
+        self._shapes.update(history.rows(query, (row.process,)))
 
     def add(self, batch: Batch, number: int, row: Row) -> bool:
         """Put `row` into `batch` under the id `number`; False for a definition, which takes no id.
@@ -372,12 +374,6 @@ def _device_times(row: Step, calls: Sequence[_HeldCall], by_call: Sequence[int |
     if "forward" in found and all(name in found for name in inside):
         found[REST] = max(found["forward"] - sum(found[name] for name in inside), 0)
     return found
-
-
-def device_tail(times: Sequence[float | None]) -> int | None:
-    """Return the device time (ns) of a step's phase `sync`, or None. `times`: its device times (ms) of SPAN_PHASES."""
-    ms = times[_SYNC_AT] if len(times) > _SYNC_AT else None
-    return None if ms is None else int(ms * 1e6)
 
 
 def _add_sample(batch: Batch, t_ns: int, kind: str, data: Mapping[str, Any]) -> None:

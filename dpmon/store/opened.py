@@ -39,7 +39,7 @@ STALE_S = 3.0
 """After this long without a write, no supervisor is working: a working one samples the host every second."""
 _MEMORY = ":memory:"
 _NO_LIMIT = 1 << 40
-_FAULTS = (HistoryError, sqlite3.Error, OSError)
+_FAULTS = (HistoryError, sqlite3.Error, OSError, MemoryError)
 
 
 @contextmanager

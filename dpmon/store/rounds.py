@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.record.schema import EXPOSED, HELD, WAIT
+from dpmon.record.schema import EXPOSED, HELD, SPAN_PHASES, WAIT
 from dpmon.store.tally import Key
 
 MAX_WAITING = 1 << 16
 """Most steps of a group that wait for other ranks: more than fit into the largest ring. The oldest are dropped."""
 _MAX_RANKS = 1 << 16
+_SYNC_AT = SPAN_PHASES.index("sync")
 
 
 class SyncStep(NamedTuple):
@@ -191,3 +192,9 @@ def _joined(steps: Mapping[int, SyncStep]) -> Iterator[Joined]:
     slowest = min(steps, key=lambda rank: steps[rank].tail_ns)
     for rank, step in steps.items():
         yield Joined(step, least, step.tail_ns - least, next_least - least if rank == slowest else None)
+
+
+def device_tail(times: Sequence[float | None]) -> int | None:
+    """Return the device time (ns) of a step's phase `sync`, or None. `times`: its device times (ms) of SPAN_PHASES."""
+    ms = times[_SYNC_AT] if len(times) > _SYNC_AT else None
+    return None if ms is None else int(ms * 1e6)

@@ -199,8 +199,8 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
 
 _LOOK_STEPS = 100_000
 """Instructions of SQLite's virtual machine between two checks."""
-_ENTRY_STEPS = 5_000
-"""Upper limit of the instructions to write one entry of a batch, including its tallies of all widths."""
+_WRITE_STEPS = 1 << 32
+"""More instructions than any batch needs, even one with the records of a long time."""
 LARGEST = 1 << 30
 """Largest database (bytes) that is copied to memory. The limits of queries do not grow beyond this size."""
 _SMALLEST_ROW = 8
@@ -259,11 +259,11 @@ class Door:
         if sys.version_info >= (3, 11):
             db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
 
-    def set_size(self, size: int, entries: int = 0) -> None:
-        """Set the limits for a database of `size` bytes, and for the next transaction, which writes `entries`."""
+    def set_size(self, size: int, *, writes: bool = False) -> None:
+        """Set the limits for a database of `size` bytes; `writes`: for the next transaction, not for queries."""
         size = min(size, LARGEST)
         self.most_rows = 10_000 + size // _SMALLEST_ROW
-        self._most = (20_000_000 + 8 * size + _ENTRY_STEPS * entries) // _LOOK_STEPS
+        self._most = (_WRITE_STEPS if writes else 20_000_000 + 8 * size) // _LOOK_STEPS
 
     def rows(self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a query. Raises HistoryError at the first damage.
@@ -290,8 +290,8 @@ class Door:
                     if row[at] not in MODES:
                         raise HistoryError("a row has an unknown mode")
                 yield row
-        except (sqlite3.Error, OverflowError) as error:
-            raise HistoryError(str(error)) from None
+        except (sqlite3.Error, OverflowError, MemoryError) as error:
+            raise HistoryError(str(error) or "a value is too long") from None
 
     def begin(self) -> None:
         """Restart the count of instructions, because a query begins."""

@@ -38,9 +38,10 @@ from dpmon.store.tables import (
 from dpmon.store.tally_writer import TallyWriter
 
 LIMIT_BYTES = 256 << 20
-_FAULTS = sqlite3.Error, OSError, HistoryError
+_FAULTS = sqlite3.Error, OSError, MemoryError, HistoryError
 _PRUNE_PART = 16
 _LASTING_KEPT = 10_000
+_LAST_ID = (1 << 63) - 1
 _SUMS_PART = 3
 """Each table of sums may take a third of the size limit."""
 _ROW_BYTES = 180
@@ -143,6 +144,15 @@ class History:
         query = "SELECT number, value FROM definitions WHERE process = ?"
         return dict(map(definition_in, self.door.rows(query, (process,))))
 
+    def last_steps(self, ring: RingRow, most: int) -> list[tuple[Any, ...]]:
+        """Return `steps`: the last ones of a ring, the newest first."""
+        last_id = _LAST_ID if ring.last_id is None else ring.last_id
+        return self.steps("WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT ?", (ring.process, last_id, most))
+
+    def steps(self, which: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Return id, process, step, mode, start, wall and kind of steps. `which`: a condition in SQL."""
+        return self.rows(f"SELECT id, process, step, mode, start_ns, wall_ns, kind FROM steps {which}", values)
+
     def warnings(self) -> list[str]:
         """The texts of the supervisor's own warnings."""
         with suppress(HistoryError):
@@ -168,8 +178,7 @@ class History:
         many = self._db.executemany
         self._door.begin()
         try:
-            # Raise the limits for this write: the database grows, and a batch may hold the records of a long time.
-            self._door.set_size(self._file_bytes(), batch.entries)
+            self._door.set_size(self._file_bytes(), writes=True)
             self._db.execute("BEGIN IMMEDIATE")
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
             many(_INTO_CALLS, batch.calls)

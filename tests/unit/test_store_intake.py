@@ -20,7 +20,6 @@ from dpmon.record.schema import EVALUATION, SETTLING, SETTLING_STEPS
 from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
 from dpmon.store.intake import BATCH_SIZES, HELD_CALLS, SHAPES, Intake
-from dpmon.store.resume import resume_intake
 from dpmon.store.tables import CALL_COLUMNS, HISTORY_FILE, STEP_COLUMNS, RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES
 from dpmon.store.writer import History
@@ -314,7 +313,7 @@ def test_a_successor_knows_which_shapes_are_kept(tmp_path: Path) -> None:
     history.write(ring.batch)
     after = Ring()
     after.intake, after.number = Intake(ring.row, 0, after.accounts), ring.number
-    resume_intake(history, after.intake)
+    after.intake.resume(history)
     for number in (SHAPES - 1, SHAPES):
         after.call(sizes=(number, 3))
         after.step()

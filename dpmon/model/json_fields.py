@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from dpmon.model.communication import Communication, Wrapper
 from dpmon.model.stragglers import RankTimes, Straggler, sentence
-from dpmon.store.answers import Operation
+from dpmon.record.kinds import Operation
 from dpmon.store.figures import PhaseFigures
 
 _SECONDS = {

@@ -9,7 +9,7 @@ from dpmon.record.kinds import Call, Collective, PhaseSpan, Record, Sampled, Siz
 from dpmon.record.names import MORE
 from dpmon.record.schema import EXPOSED, NOT_JOINED, QUANTITIES, STEP_PHASES, WAIT
 
-_MADE = ("phases", "inputs", "outputs", "replicas", "stages", "absent")
+_MADE = ("phases", "inputs", "outputs", "replicas", "stages", "alg_bytes_s", "bus_bytes_s", "absent")
 """Fields that are not an attribute of the record in other units."""
 
 
@@ -152,9 +152,10 @@ def _collective_json(collective: Collective) -> dict[str, object]:
         absent["backend"] = "the group has no backend for this type of device"
     if collective.host_ns is None:
         absent |= dict.fromkeys(("host_ms", "queue_ms", "alg_bytes_s", "bus_bytes_s"), collective.unended or "unknown")
-    elif collective.no_bandwidth is not None:
-        absent |= dict.fromkeys(("alg_bytes_s", "bus_bytes_s"), collective.no_bandwidth)
-    return {**_plain("collective", collective), "absent": absent}
+    elif (why := collective.alone.no_bandwidth) is not None:
+        absent |= dict.fromkeys(("alg_bytes_s", "bus_bytes_s"), why)
+    bandwidths = {"alg_bytes_s": collective.alone.alg_bytes_s, "bus_bytes_s": collective.alone.bus_bytes_s}
+    return {**_plain("collective", collective), **bandwidths, "absent": absent}
 
 
 def _sampled_json(sampled: Sampled) -> dict[str, object]:

@@ -138,10 +138,6 @@ class Call:
         """Rows of the batch; None if no tensor has its dimension."""
         return rows_of(self.inputs, self.dim)
 
-    def __deepcopy__(self, memo: object) -> Call:
-        """Records never change, so a copy shares the original."""
-        return self
-
 
 class Step(NamedTuple):
     """One step of the training loop. Times in ns.
@@ -248,15 +244,41 @@ END_NS = 100_000
 """Resolution of the end of a collective, which the tracer finds by polling."""
 
 
-def unknown_bandwidth(ended: int, timed_bytes: int, ran_ns: int) -> str | None:
-    """Why the bandwidth of collectives is unknown; None if it is known. `ended`: number of those with a known end."""
-    if not ended:
-        return "no end seen"
-    if not timed_bytes:
-        return "it moved no tensor"
-    if ran_ns < ended * END_NS:
-        return "too short to time: dpmon finds the end to 0.1 ms"
-    return None
+class Operation(NamedTuple):
+    """The sampled collectives of one operation and one size of process group in a stretch of time."""
+
+    name: str
+    size: int
+    """Ranks of the group."""
+    collectives: int
+    bytes: int
+    ended: int
+    """Collectives with a known end; `timed_bytes` and `ran_ns` count only these."""
+    timed_bytes: int
+    ran_ns: int
+    """Total time of the collectives, each from when it could start to its end."""
+
+    @property
+    def no_bandwidth(self) -> str | None:
+        """Why the bandwidth is unknown; None if it is known."""
+        if not self.ended:
+            return "no end seen"
+        if not self.timed_bytes:
+            return "it moved no tensor"
+        if self.ran_ns < self.ended * END_NS:
+            return "too short to time: dpmon finds the end to 0.1 ms"
+        return None
+
+    @property
+    def alg_bytes_s(self) -> float | None:
+        """Algorithm bandwidth: all timed bytes per second of running time; None if unknown."""
+        return self.timed_bytes / self.ran_ns * 1e9 if self.no_bandwidth is None else None
+
+    @property
+    def bus_bytes_s(self) -> float | None:
+        """Bus bandwidth (bytes per second); None if unknown."""
+        found = self.alg_bytes_s
+        return None if found is None else found * bus_factor(self.name, self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,25 +309,10 @@ class Collective:
     """Why its end is unknown."""
 
     @property
-    def _ran_ns(self) -> int:
-        """Time in which it could run; 0 if its end is unknown."""
-        return 0 if self.host_ns is None else self.host_ns - (self.queue_ns or 0)
-
-    @property
-    def no_bandwidth(self) -> str | None:
-        """Why its bandwidth is unknown; None if it is known."""
-        return unknown_bandwidth(int(self.host_ns is not None), self.bytes, self._ran_ns)
-
-    @property
-    def alg_bytes_s(self) -> float | None:
-        """Algorithm bandwidth; None if it is unknown."""
-        return self.bytes / self._ran_ns * 1e9 if self.no_bandwidth is None else None
-
-    @property
-    def bus_bytes_s(self) -> float | None:
-        """Bus bandwidth; None if it is unknown."""
-        found = self.alg_bytes_s
-        return None if found is None else found * bus_factor(self.operation, self.group_size)
+    def alone(self) -> Operation:
+        """The sum of this collective only, for its bandwidths."""
+        ended, ran = (0, 0) if self.host_ns is None else (1, self.host_ns - (self.queue_ns or 0))
+        return Operation(self.operation, self.group_size, 1, self.bytes, ended, self.bytes, ran)
 
 
 @dataclass(frozen=True, slots=True)

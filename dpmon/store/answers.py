@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from dpmon.record.history_rows import CallRow
-from dpmon.record.kinds import Collective, bus_factor, unknown_bandwidth
+from dpmon.record.kinds import Collective, Operation
 
 
 class TimeRow(NamedTuple):
@@ -76,37 +76,6 @@ class Shape(NamedTuple):
     untimed: int
     """Why a device time is missing: an index of dpmon.record.history_rows.UNTIMED; 0 if none is."""
     calls: int
-
-
-class Operation(NamedTuple):
-    """The sampled collectives of one operation and one size of process group in a stretch of time."""
-
-    name: str
-    size: int
-    """Ranks of the group."""
-    collectives: int
-    bytes: int
-    ended: int
-    """Collectives with a known end; `timed_bytes` and `ran_ns` count only these."""
-    timed_bytes: int
-    ran_ns: int
-    """Total time of the collectives, each from when it could start to its end."""
-
-    @property
-    def no_bandwidth(self) -> str | None:
-        """Why the bandwidth is unknown; None if it is known."""
-        return unknown_bandwidth(self.ended, self.timed_bytes, self.ran_ns)
-
-    @property
-    def alg_bytes_s(self) -> float | None:
-        """Algorithm bandwidth: all timed bytes per second of running time; None if unknown."""
-        return self.timed_bytes / self.ran_ns * 1e9 if self.no_bandwidth is None else None
-
-    @property
-    def bus_bytes_s(self) -> float | None:
-        """Bus bandwidth (bytes per second); None if unknown."""
-        found = self.alg_bytes_s
-        return None if found is None else found * bus_factor(self.name, self.size)
 
 
 class Communicated(NamedTuple):

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Collection
 from contextlib import suppress
 
-from dpmon.record.kinds import Collective, Sampled
-from dpmon.store.answers import Communicated, LastSample, Operation
+from dpmon.record.kinds import Collective, Operation, Sampled
+from dpmon.store.answers import Communicated, LastSample
 from dpmon.store.queries import COLLECTED, Store
 from dpmon.store.tables import BEFORE_S, COLLECTIVE_SUMS, OWN
 

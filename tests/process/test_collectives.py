@@ -79,7 +79,7 @@ def test_operations_and_bytes_are_those_of_the_script(runs: Runs, form: str) -> 
             for one in collectives:
                 assert (one.group_size, one.ranks, one.backend, one.device, one.group) == (2, None, "gloo", "cpu", "0")
                 if one.operation == "reduce_scatter":
-                    assert (one.host_ns, one.alg_bytes_s) == (None, None)
+                    assert (one.host_ns, one.alone.alg_bytes_s) == (None, None)
                     assert one.unended == "gloo does not report when a reduce_scatter is complete"
                     continue
                 assert one.host_ns is not None

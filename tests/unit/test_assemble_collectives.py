@@ -61,9 +61,9 @@ def test_a_collective_can_begin_when_earlier_ones_of_its_group_are_over() -> Non
     script.collective(others, start + 4 * MS, 8.5, size=1_000_000)
     first, second, third = assembled(script).collectives
     assert (first.queue_ns, second.queue_ns, third.queue_ns) == (0, 6 * MS, 0)
-    assert first.alg_bytes_s == 1_000_000 / 0.010
-    assert second.alg_bytes_s == 1_000_000 / 0.002
-    assert second.bus_bytes_s == second.alg_bytes_s * 1.5
+    assert first.alone.alg_bytes_s == 1_000_000 / 0.010
+    assert second.alone.alg_bytes_s == 1_000_000 / 0.002
+    assert second.alone.bus_bytes_s == second.alone.alg_bytes_s * 1.5
 
 
 def test_a_collective_does_not_wait_for_one_that_was_launched_or_ended_later() -> None:

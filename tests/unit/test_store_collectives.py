@@ -21,12 +21,12 @@ from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables
 from dpmon.record.fields import COLUMNS, RECORDS
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Collective, Record, Sampled
+from dpmon.record.kinds import Collective, Operation, Record, Sampled
 from dpmon.record.names import Unended
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Kind, Span
 from dpmon.run.rundir import load_info
 from dpmon.span_ring import SpanRing
-from dpmon.store.answers import Communicated, Operation
+from dpmon.store.answers import Communicated
 from dpmon.store.collective_queries import collectives, communicated, last_sample
 from dpmon.store.drain import Drain
 from dpmon.store.opened import open_store

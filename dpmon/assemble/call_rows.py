@@ -34,33 +34,43 @@ def unnumbered_call(known: KnownDefinitions, span: Span, layout: int, parts: Seq
 
     `layout` must be known.
     """
+    about = known.layouts[layout]
     phases: list[tuple[int, int] | None] = [None] * len(CALL_PHASES)
     slots: Slots = [[] for _ in CALL_PHASES]
     shares: dict[int, Span] = {}
     stages: list[tuple[int, int, int, int, int | None]] = []
-    of_stages: Slots = []
+    of_parts: Slots = []
+    inputs, outputs, _, _ = _share(known, span, span.start)
+    scattered = inputs
     for one in parts:
-        if one.kind == Kind.REPLICA:
+        if one.kind == Kind.REPLICA and one.site < len(about.devices):
             shares.setdefault(one.site, one)
-        elif one.kind == Kind.STAGE:
-            if one.site in known.stages:
-                stages.append(_stage(known, one, span.start))
-                of_stages.append(_timed(one))
+        elif one.kind == Kind.STAGE and one.site in known.stages:
+            got, gave, offset, took = _share(known, one, span.start)
+            stages.append((one.site, got, gave, offset, None if one.flags & Flag.FAILED else took))
+            of_parts.append(_timed(one))
         elif one.kind in PRIMITIVES:
             _add_phase(phases, slots, one, span.start)
-    inputs, outputs = known.known_sizes(span.inputs), known.known_sizes(span.outputs)
-    outputs = 0 if span.flags & Flag.FAILED else outputs
-    replicas, of_replicas = _replicas_of(known, shares, layout, span.start)
-    if not (of_replicas or of_stages or phases[_APPLY]):
-        replicas, of_replicas = _whole(known, span, layout, phases, slots, parts)
-    elif of_replicas == [[]] and not phases[_APPLY]:
-        of_replicas = [_after_scatter(span, slots)]  # the module itself ran as the only replica
-    why = Untimed.SAMPLED if span.flags & Flag.UNTIMED else Untimed.ON_CPU if of_stages else Untimed.NONE
+            if one.kind == Kind.SCATTER:
+                scattered = known.known_sizes(one.outputs) or scattered
+    why = Untimed.SAMPLED if span.flags & Flag.UNTIMED else Untimed.ON_CPU if stages else Untimed.NONE
+    replicas: list[_Replica] = []
+    if not stages:
+        found = [shares.get(index) for index in range(max(shares, default=-1) + 1)]
+        replicas = [(0, 0, 0, 0) if one is None else _share(known, one, span.start) for one in found]
+        of_parts = [[] if one is None else _timed(one) for one in found]
+        after_scatter = _timed(span) and _timed(span) + [(number, -sign) for number, sign in slots[0]]
+        if not (replicas or phases[_APPLY]) and about.devices and "replicas" not in about.absent:
+            # The single replica of an undivided call is the call without its scatter.
+            began = sum(phases[0] or (0,))
+            replicas, of_parts = [(scattered, outputs, began, max(span.took - began, 0))], [after_scatter]
+        elif of_parts == [[]] and not phases[_APPLY]:
+            of_parts = [after_scatter]  # the module itself ran as the only replica
     row = CallRow(
         *(0, 0, mode_of(span.flags), span.flags & FLAGS, layout, span.start, span.took, inputs, outputs),
-        CallParts(phases, () if of_stages else replicas, stages),
+        CallParts(phases, replicas, stages),
     )
-    return Pending(row, [*slots, *(of_stages or of_replicas)], why)
+    return Pending(row, [*slots, *of_parts], why)
 
 
 def _timed(span: Span) -> list[tuple[int, int]]:
@@ -76,56 +86,10 @@ def _add_phase(phases: list[tuple[int, int] | None], slots: Slots, span: Span, s
     slots[at] += _timed(span)
 
 
-def _replicas_of(
-    known: KnownDefinitions, shares: dict[int, Span], layout: int, start: int
-) -> tuple[Sequence[_Replica], Slots]:
-    """Return the replicas, in order of index, and the slots of their times. A missing replica has zeros."""
-    found: list[_Replica] = []
-    slots: Slots = []
-    for index in range(max((i for i in shares if i < len(known.layouts[layout].devices)), default=-1) + 1):
-        one = shares.get(index)
-        if one is None:
-            found.append((0, 0, 0, 0))
-            slots.append([])
-            continue
-        outputs = 0 if one.flags & Flag.FAILED else known.known_sizes(one.outputs)
-        found.append((known.known_sizes(one.inputs), outputs, max(one.start - start, 0), one.took))
-        slots.append(_timed(one))
-    return found, slots
-
-
-def _whole(
-    known: KnownDefinitions,
-    span: Span,
-    layout: int,
-    phases: Sequence[tuple[int, int] | None],
-    slots: Slots,
-    parts: Sequence[Span],
-) -> tuple[Sequence[_Replica], Slots]:
-    """Return the single replica of an undivided call: the call without its scatter."""
-    about = known.layouts[layout]
-    if not about.devices or "replicas" in about.absent:
-        return (), []
-    inputs = span.inputs
-    for one in parts:
-        if one.kind == Kind.SCATTER and known.known_sizes(one.outputs):
-            inputs = one.outputs
-    began = sum(phases[0] or (0,))
+def _share(known: KnownDefinitions, span: Span, start: int) -> _Replica:
+    """Return inputs, outputs, offset and duration of a part of a call that began at `start`."""
     outputs = 0 if span.flags & Flag.FAILED else known.known_sizes(span.outputs)
-    replica = known.known_sizes(inputs), outputs, began, max(span.took - began, 0)
-    return (replica,), [_after_scatter(span, slots)]
-
-
-def _after_scatter(span: Span, slots: Slots) -> list[tuple[int, int]]:
-    """Return the slot of a call without its scatter."""
-    slot = _timed(span)
-    return slot and slot + [(number, -sign) for number, sign in slots[0]]
-
-
-def _stage(known: KnownDefinitions, one: Span, start: int) -> tuple[int, int, int, int, int | None]:
-    failed = one.flags & Flag.FAILED
-    outputs = 0 if failed else known.known_sizes(one.outputs)
-    return one.site, known.known_sizes(one.inputs), outputs, max(one.start - start, 0), None if failed else one.took
+    return known.known_sizes(span.inputs), outputs, max(span.start - start, 0), span.took
 
 
 _NOT_SCATTERED = "the script did not scatter in this step"

@@ -89,27 +89,22 @@ def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
     If the usual place cannot be used (read-only, full, another user's), the run gets a replacement. A sentence in
     `options["elsewhere"]` says so.
     """
-    usual = runs_directory()
-    try:
-        _prepare(usual)
-        free = _free_bytes(usual)
-        if free >= ROOM_BYTES:
-            return _make(usual, draft)
-        problem = RunError(f"{usual} has only {free >> 20} MiB left")
-    except RunError as error:
-        problem = error
-    for runs in stand_ins():
+    usual, problem = runs_directory(), ""
+    for runs in (usual, *stand_ins()):
+        options = dict(draft.options)
+        if problem:
+            options["elsewhere"] = f"{problem.partition(';')[0]}: this run is kept in {runs}"
         try:
             _prepare(runs)
-            if _free_bytes(runs) < ROOM_BYTES:
-                continue
-            text = f"{str(problem).partition(';')[0]}: this run is kept in {runs}"
-            return _make(runs, replace(draft, options={**draft.options, "elsewhere": text}))
-        except RunError:
-            continue
+            free = _free_bytes(runs)
+            if free < ROOM_BYTES:
+                raise RunError(f"{runs} has only {free >> 20} MiB left")
+            return _make(runs, replace(draft, options=options))
+        except RunError as error:
+            problem = problem or str(error)
     # No place has enough space: use what is left in the usual place, or raise its error.
     _prepare(usual)
-    return _make(usual, replace(draft, options={**draft.options, "elsewhere": str(problem)}))
+    return _make(usual, replace(draft, options={**draft.options, "elsewhere": problem}))
 
 
 def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:

@@ -9,7 +9,7 @@ import torch
 from played import Device
 
 from dpmon.record.names import Untimed
-from dpmon.tracer.devices.events import MAX_FAULTS, MAX_PENDING, Captures, DeviceSpan, DeviceTimes, TorchEvents
+from dpmon.tracer.devices.events import MAX_FAULTS, MAX_PENDING, DeviceSpan, DeviceTimes, TorchEvents, watch_captures
 
 
 class Bench:
@@ -233,8 +233,7 @@ def test_a_capture_is_known_from_begin_to_end() -> None:
     class Kind(Graph):
         pass
 
-    captures = Captures()
-    captures.watch(Kind)
+    captures = watch_captures([Kind])
     one, two = Kind(), Kind()
     assert not captures
     assert (one.capture_begin(), two.capture_begin("so")) == ("well", "so")

@@ -89,8 +89,6 @@ class Roots:
         A WeakSet would call the metaclass's own comparison and hash. Strong references would keep the globals of
         `__main__` alive through the methods of a class, so their finalisers would not run at exit.
         """
-        self._verdicts: dict[int, tuple[Any, bool]] = {}
-        """By id of a module: a weak reference to it, and whether it is a root."""
         self._watching = False
         self._left = WATCH_STEPS
         """Steps until the watch ends if no new root appears."""
@@ -137,18 +135,11 @@ class Roots:
         return self.calls.sites.ready(self.calls.sites.of_root(module))
 
     def _is_root(self, module: object) -> bool:
-        known = self._verdicts.get(id(module))
-        if known is not None and known[0]() is module:
-            return known[1]
-        if "_is_replica" in module.__dict__:
+        if "_is_replica" in module.__dict__ or not _is_model(module):
             return False
-        verdict = _is_model(module)
-        if len(self._verdicts) > 4096:
-            self._verdicts.clear()
-        self._verdicts[id(module)] = (weakref.ref(module), verdict)
-        if verdict and not self._warned:
+        if not self._warned:
             self._look_above(module)
-        return verdict
+        return True
 
     def _look_above(self, module: object) -> None:
         """Warn if the script calls the forward of an enclosing module directly, so that only its parts are seen."""

@@ -324,7 +324,7 @@ class Session:
     # ---------------------------------------------------------------- faults
 
     def guarded(self, where: str, fatal: bool = True) -> FaultGuard:
-        """Return a guard of a block that does `_DOING[where]`. The hot path has `try` and `fault` instead."""
+        """Return a guard of a block; `where` names it in the warning. The hot path has `try` and `fault` instead."""
         return FaultGuard(self, where, fatal)
 
     def fault(self, where: str, error: BaseException, fatal: bool = True) -> None:
@@ -337,51 +337,15 @@ class Session:
             count = self._faults[where] = self._faults.get(where, 0) + 1
             if len(self._faults) == count == 1:  # later faults mostly follow from the first
                 self.warn(
-                    f"dpmon's tracer failed while it {_DOING[where]}: {in_a_line(error)}."
+                    f"dpmon's tracer failed ({where}): {in_a_line(error)}."
                     " The training is not affected; the record may be incomplete"
                 )
             if fatal and count >= MAX_FAULTS and not self.off:
                 self.off = True
                 self.on_off()
-                self.warn(
-                    f"dpmon's tracer gave up after it failed {count} times while it {_DOING[where]}:"
-                    " nothing more is recorded"
-                )
+                self.warn(f"dpmon's tracer gave up after it failed {count} times ({where}): nothing more is recorded")
         except Exception:  # noqa: BLE001 - the fault cannot be reported, and must not reach the script
             self.off = True
-
-
-_DOING = {
-    "process": "described the process",
-    "begin": "noted the beginning of a call",
-    "before": "noted the beginning of a call",
-    "end": "noted the end of a call",
-    "view": "prepared the model for the replicas",
-    "functional": "noted a call of data_parallel",
-    "composed": "noted a scatter, replicate, parallel_apply or gather",
-    "fall back": "let a call run on one device after dp had failed",
-    "replicas": "timed the replicas",
-    "hooks": "noted the inputs and outputs of a replica",
-    "sizes": "noted the sizes of inputs and outputs",
-    "stages": "noted the stages of a model that lies on several devices",
-    "loader": "noted the start of a loader",
-    "phase": "noted the beginning of a phase of the step",
-    "span": "noted the end of a phase of the step",
-    "optimizer": "noted a step of an optimizer",
-    "optimizers": "looked for the script's optimizers",
-    "memory": "measured the memory of the devices",
-    "events": "timed work on a device",
-    "gradients": "noted when the gradients of a backward pass were ready",
-    "collectives": "recorded the collectives of a step",
-    "out of memory": "noted an out-of-memory error",
-    "construct": "noted that a DataParallel was made",
-    "dynamo": "told torch.compile to skip dpmon's own functions",
-    "startup": "noted the startup of the process",
-    "modules": "noted which models the script makes",
-    "ending": "noted the exception that ends the process",
-    "exit": "finished the record at the end of the process",
-}
-"""Description of what the tracer did, for each place that reports a fault."""
 
 
 def raise_from_signal(error: BaseException) -> None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,50 +30,39 @@ MAX_FAULTS = 3
 MAX_STREAMS = 256
 
 
-class Captures:
-    """True while a CUDA graph is being captured in this process. Any thread may begin and end a capture.
+def watch_captures(kinds: Iterable[Any]) -> dict[int, weakref.ref[Any]]:
+    """Wrap the methods of classes such as torch.cuda.CUDAGraph; return the graphs that are being captured, by id.
 
-    During a capture in "global" mode, torch's usual mode, CUDA refuses cudaEventQuery and ends the capture, even if
-    another thread or another stream queries the event. torch reports only the state of the current stream.
+    Any thread may begin and end a capture. During a capture in "global" mode, torch's usual mode, CUDA refuses
+    cudaEventQuery and ends the capture, even if another thread or another stream queries the event. torch reports only
+    the state of the current stream. A deleted graph no longer counts, even if its capture never ended.
     """
+    graphs: dict[int, weakref.ref[Any]] = {}
+    guard = suppress(Exception)
 
-    def __init__(self) -> None:
-        self._graphs: dict[int, weakref.ref[Any]] = {}
-        """Graphs being captured, by id. A deleted graph no longer counts, even if its capture never ended."""
+    def begins(graph: object, *_: object, **__: object) -> None:
+        key = id(graph)
+        graphs[key] = weakref.ref(graph, lambda _: graphs.pop(key, None))
 
-    def __bool__(self) -> bool:
-        return bool(self._graphs)
+    def failed(error: object, graph: object, *_: object, **__: object) -> None:
+        graphs.pop(id(graph), None)
 
-    def watch(self, kind: Any) -> None:
-        """Wrap the methods of a graph class such as torch.cuda.CUDAGraph. Raises AttributeError if torch lacks them."""
-        graphs, guard = self._graphs, suppress(Exception)
+    def ended(result: object, began: int, graph: object) -> None:
+        graphs.pop(id(graph), None)
 
-        def begins(graph: object, *_: object, **__: object) -> None:
-            key = id(graph)
-            graphs[key] = weakref.ref(graph, lambda _: graphs.pop(key, None))
-
-        def failed(error: object, graph: object, *_: object, **__: object) -> None:
-            graphs.pop(id(graph), None)
-
-        def ended(result: object, began: int, graph: object) -> None:
-            graphs.pop(id(graph), None)
-
-        begin, end = kind.capture_begin, kind.capture_end
-        # Noted before the capture begins: a query in between would end it.
-        kind.capture_begin = followed(begin, guard, lambda *_, **__: None, before=begins, failed=failed)
-        kind.capture_end = followed(end, guard, ended, failed=failed)
+    for kind in kinds:
+        with suppress(AttributeError):  # another version of torch
+            begin, end = kind.capture_begin, kind.capture_end
+            # Noted before the capture begins: a query in between would end it.
+            kind.capture_begin = followed(begin, guard, lambda *_, **__: None, before=begins, failed=failed)
+            kind.capture_end = followed(end, guard, ended, failed=failed)
+    return graphs
 
 
-_captures: Captures | None = None
-
-
-def _watch_captures() -> None:
-    """Start to watch captures. Called once per process, before its first timed phase; earlier captures are missed."""
-    global _captures
-    _captures = Captures()
-    for kind in (_cuda.CUDAGraph, getattr(getattr(torch, "accelerator", None), "Graph", None)):
-        with suppress(AttributeError):
-            _captures.watch(kind)
+@cache
+def _captures() -> dict[int, weakref.ref[Any]]:
+    """Watch captures from the first call on, before the first timed phase; earlier captures are missed."""
+    return watch_captures((_cuda.CUDAGraph, getattr(getattr(torch, "accelerator", None), "Graph", None)))
 
 
 class TorchEvents:
@@ -89,12 +79,11 @@ class TorchEvents:
         self._is_captured = (
             getattr(torch._C, "_cuda_isCurrentStreamCapturing", None) or _cuda.is_current_stream_capturing
         )
-        if _captures is None:
-            _watch_captures()
+        self._captures = _captures()
 
     def capturing(self) -> bool:
         """Whether this thread's current stream is being captured, or any graph in this process."""
-        return bool(_captures) or bool(self._is_captured())
+        return bool(self._captures) or bool(self._is_captured())
 
     def make(self) -> Any:
         """An event with timing; CUDA creates it when it is first recorded."""

@@ -13,7 +13,7 @@ import torch
 
 from dpmon.record.names import MODES
 from dpmon.span_ring import Word
-from dpmon.tracer.core.module_tables import RootNames
+from dpmon.tracer.core.module_tables import Place, RootNames
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.modes.plans import (
@@ -21,7 +21,6 @@ from dpmon.tracer.modes.plans import (
     SINGLE,
     Plan,
     default_device,
-    device_of,
     holds_data_parallel,
     on_one,
     refused,
@@ -115,7 +114,7 @@ class Modes:
             return None
         text = f"dp was not possible for call {{call}}, which ran on one device: {reason}"
         me.tried = text, id(module), known
-        return refused(device_of(module) or "cpu", reason)
+        return refused(Place(module).device or "cpu", reason)
 
     def tried(self, me: Thread, failed: bool) -> None:
         """End a call that ran on one device after dp had failed.
@@ -161,7 +160,7 @@ class Modes:
 
     def for_functional(self, module: torch.nn.Module, device_ids: Any) -> Plan:
         """Make the plan for torch's functional data_parallel of `module` over `device_ids` (None: all devices)."""
-        inner = device_of(module) or default_device()
+        inner = Place(module).device or default_device()
         here = (str(inner),)
         if self.locked or inner.type not in ("cpu", "cuda"):
             return Plan(DP, here)
@@ -169,10 +168,8 @@ class Modes:
             if torch.cuda.is_available():
                 return Plan(DP, here)  # torch raises a clear error
             refusal = unreplicable(module)
-            if refusal is not None:
-                return Plan(SINGLE, here, (0,), self._shared(1, inner), refusal, True)
-            if self.chosen == SINGLE:
-                return Plan(SINGLE, here, (0,), self._shared(1, inner))
+            if refusal is not None or self.chosen == SINGLE:
+                return Plan(SINGLE, here, (0,), self._shared(1, inner), refusal, refusal is not None)
             if device_ids is None or self.session.config.explicit:
                 return self._spread(inner)
             return self._share(len(device_ids), inner, "no GPU: replicas share the CPU")
@@ -226,7 +223,7 @@ class Modes:
         """Make the plan for a DataParallel."""
         own = tuple(f"{module.src_device_obj.type}:{i}" for i in module.device_ids)
         # A module without parameters, such as a loss, runs on the devices of its inputs.
-        inner = device_of(module.module) or (module.src_device_obj if own else default_device())
+        inner = Place(module.module).device or (module.src_device_obj if own else default_device())
         here = (str(inner),)
         if self.locked:
             mode = DP if len(own) > 1 else SINGLE
@@ -253,7 +250,7 @@ class Modes:
 
     def for_root(self, module: torch.nn.Module) -> Plan:
         """Make the plan for a bare root."""
-        inner = device_of(module)
+        inner = Place(module).device
         here = (str(inner or "cpu"),)
         if self.locked:
             return Plan(SINGLE, here)

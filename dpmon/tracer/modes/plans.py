@@ -71,14 +71,6 @@ def overrides(kind: type, name: str) -> bool:
     return next(base for base in kind.__mro__ if name in base.__dict__) is not torch.nn.DataParallel
 
 
-def device_of(module: torch.nn.Module) -> torch.device | None:
-    """The device of a module's first parameter, or of its first buffer; None if it has neither."""
-    tensor: torch.Tensor | None = next(parameters_of(module), None)
-    if tensor is None:
-        tensor = next(buffers_of(module), None)
-    return None if tensor is None else tensor.device
-
-
 def default_device() -> torch.device:
     """The device on which torch's data parallelism runs a module without parameters and buffers."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -144,7 +144,7 @@ def test_phases_of_a_call_that_touch_share_an_event() -> None:
                 copy = timing.copy_begins(process.me, 0)
                 assert copy is not None
                 copy.end()
-                mark = timing.primitive_begins(process.me, (0,), kind)
+                mark = timing.begin(process.me, kind, (0,), shares=True)
                 assert mark is not None
                 device.now += 1.0
                 mark.end()

@@ -71,7 +71,7 @@ class Primitives:
                 virtual = call.plan.virtual
                 function = original if virtual is None else virtual.primitives[number]
                 timing = recorder.timing
-                mark = None if timing is None else timing.primitive_begins(me, call.site.gpus, kind)
+                mark = None if timing is None else timing.begin(me, kind, call.site.gpus, shares=True)
                 head = kind | me.head | inside << INSIDE_AT
                 result = recorder.within(me, head, mark, None, function, args, kwargs)
                 call.primitives.add(kind)

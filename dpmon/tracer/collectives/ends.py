@@ -1,9 +1,8 @@
 """The ends of sampled collectives on the CPU.
 
-A thread polls `is_completed` of each unfinished collective. It runs only while a collective is unfinished or a sample
-may launch more. It drops the Work object, which may hold tensors, on completion or after MAX_WAIT_NS. The thread never
-blocks on a collective, and it registers no callbacks. A recorded end is late by up to 0.1 ms or a twentieth of the
-collective's duration.
+A thread polls `is_completed` of each unfinished collective. It starts with the first one. It drops the Work object,
+which may hold tensors, on completion or after MAX_WAIT_NS. The thread never blocks on a collective, and it registers no
+callbacks. A recorded end is late by up to 0.1 ms or a twentieth of the collective's duration.
 """
 
 from __future__ import annotations
@@ -86,17 +85,17 @@ class Ends:
         """Write the span of a collective once it has ended."""
         self._new.append(launched)
         if self._polling:
-            self.rouse()
+            self._rouse()
         else:  # the thread sets `_polling`: if it were set here, an interrupt could leave it true without a thread
             start_new_thread(self._poll, (self._life,))
 
-    def rouse(self) -> None:
+    def _rouse(self) -> None:
         """Rouse the polling thread, now or when it is about to wait."""
         with suppress(RuntimeError):  # it is roused already
             self._wake.release()
 
     def _poll(self, life: object) -> None:
-        """Poll the unfinished collectives until the sample is over and all have ended."""
+        """Poll the unfinished collectives until `stop`, or until this process is forked."""
         self._polling = True
         waiting: list[Launched] = []
         new, before = self._new, thread_time_ns()
@@ -110,21 +109,15 @@ class Ends:
                 self._sample.polled_ns += before - spent
                 if waiting:
                     sleep(min(max((monotonic_ns() - waiting[-1].start) / 20e9, _SHORTEST_S), _LONGEST_S))
-                    continue
-                if self._sample.on:
+                else:
                     self._wake.acquire()
-                    continue
-                self._polling = False
-                if not new:
-                    break
-                self._polling = True
             for launched in waiting:
                 self._write(launched, Unended.ENDED)
         except Exception as error:  # noqa: BLE001 - only ends are lost
             self.failed = True
             self._session.fault("collectives", error, fatal=False)
         self._polling = False
-        self.rouse()  # wakes the other polling thread, if two were started
+        self._rouse()  # wakes the other polling thread, if two were started
 
     def _over(self, launched: Launched) -> bool:
         """Write the span of a collective if it has ended or the wait is too long; return whether it was written."""
@@ -142,7 +135,7 @@ class Ends:
     def stop(self) -> None:
         """End the polling thread and wait briefly for it: it must not run while the interpreter ends."""
         self._life = object()
-        self.rouse()
+        self._rouse()
         until = monotonic_ns() + int(_DRAIN_S * 1e9)
         while self._polling and monotonic_ns() < until:
             sleep(_SHORTEST_S)

@@ -138,7 +138,6 @@ class Collectives:
         with suppress(Exception):
             self._kernels.remove()
         self._sample.on = False
-        self._ends.rouse()
 
     def _usable(self, now: int) -> bool:
         """Whether collectives can be recorded now."""
@@ -255,7 +254,6 @@ class Collectives:
             head |= Flag.FAILED << FLAGS_AT
         began = self._sample.began
         self._recorder.put(head, began, ended - began, len(self._sample.launches))
-        self._ends.rouse()
         self._sample.own_ns += monotonic_ns() - now
         return True
 

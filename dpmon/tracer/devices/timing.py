@@ -128,9 +128,20 @@ class Timing:
 
     # ---------------------------------------------------------------- phases
 
-    def begin(self, me: Thread, kind: int) -> Mark | None:
-        """Begin a phase on all GPUs of the step."""
-        return self._begin(me, kind, self.gpus)
+    def begin(self, me: Thread, kind: int, gpus: Sequence[int] | None = None, *, shares: bool = False) -> Mark | None:
+        """Begin a phase on these GPUs, or on all GPUs of the step.
+
+        `shares`: it is a phase of a call, which begins on each GPU at the end of the previous phase.
+        """
+        if gpus is None:
+            gpus = self.gpus
+        if not gpus or me is not self.training_thread:
+            return None
+        if self._skips:
+            return self._not_timed
+        begin = self.times.begin
+        last = self.last if shares else {}
+        return Mark(self, kind, [begin(gpu, last.get(gpu)) for gpu in gpus], shares)
 
     def call_begins(self, me: Thread, gpus: tuple[int, ...]) -> Mark | None:
         """Begin a call on the GPUs of its model."""
@@ -144,11 +155,7 @@ class Timing:
                 self._used = tuple(dict.fromkeys((*self._used, *gpus)))
                 self.gpus = tuple(dict.fromkeys((*self.gpus, *gpus)))
         self.last.clear()
-        return self._begin(me, Kind.CALL, gpus)
-
-    def primitive_begins(self, me: Thread, gpus: tuple[int, ...], kind: int) -> Mark | None:
-        """Begin a phase of a call: on each device, at the end of the previous phase."""
-        return self._begin(me, kind, gpus, shares=True)
+        return self.begin(me, Kind.CALL, gpus)
 
     def replica_begins(self, devices: Sequence[str], index: int) -> Mark | None:
         """Begin a replica, on its own thread and stream."""
@@ -165,16 +172,7 @@ class Timing:
     def copy_begins(self, me: Thread, gpu: int) -> Mark | None:
         """Begin a copy to one GPU."""
         self._copies += 1
-        return self._begin(me, Kind.COPY, (gpu,)) if self._copies <= MAX_COPIES or self._skips else None
-
-    def _begin(self, me: Thread, kind: int, gpus: Sequence[int], shares: bool = False) -> Mark | None:
-        if not gpus or me is not self.training_thread:
-            return None
-        if self._skips:
-            return self._not_timed
-        begin = self.times.begin
-        last = self.last if shares else {}
-        return Mark(self, kind, [begin(gpu, last.get(gpu)) for gpu in gpus], shares)
+        return self.begin(me, Kind.COPY, (gpu,)) if self._copies <= MAX_COPIES or self._skips else None
 
     # ---------------------------------------------------------------- reading
 

@@ -5,12 +5,13 @@ Any program may have written an event, so invalid ones are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dpmon.model.communication import Wrapper
 from dpmon.model.state import ModeChange, PauseChange, ProcessFacts, Refusal, WarningText
+from dpmon.record.fields import RECORDS
 from dpmon.record.names import MODES
 from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
 
@@ -228,29 +229,31 @@ def wrapper(data: Mapping[str, object]) -> Wrapper | None:
         return None
     sizes, absent = data.get("bucket_bytes"), data.get("absent")
     buckets = sizes[:BUCKETS_READ] if isinstance(sizes, list) else []
-    return Wrapper(
-        process=process,
-        rank=whole_in(data, "rank"),
-        number=whole_in(data, "wrapper") or 0,
-        root=text_in(data, "root") or "",
-        backend=text_in(data, "backend"),
-        group_size=whole_in(data, "group_size"),
-        parameter_bytes=whole_in(data, "parameter_bytes"),
-        bucket_bytes=tuple(size for size in buckets if type(size) is int and size >= 0),
-        bucket_cap_bytes=whole_in(data, "bucket_cap_bytes"),
-        find_unused_parameters=data.get("find_unused_parameters") is True,
-        unused_bytes=whole_in(data, "unused_bytes"),
-        gradient_as_bucket_view=data.get("gradient_as_bucket_view") is True,
-        static_graph=data.get("static_graph") is True,
-        comm_hook=text_in(data, "comm_hook"),
-        broadcast_buffers=data.get("broadcast_buffers") is True,
-        sync_batch_norm=data.get("sync_batch_norm") is True,
-        iteration=whole_in(data, "iteration"),
-        comm_ns=_ms_in(data, "comm_ms"),
-        overlap_ns=_ms_in(data, "overlap_ms"),
-        no_sync_times=text_in(absent, "sync") if isinstance(absent, Mapping) else None,
-        group=_group(data),
-    )
+    alike: dict[str, Any] = {name: read(data, name) for name, read in _ALIKE}
+    own = {
+        "process": process,
+        "number": whole_in(data, "wrapper") or 0,
+        "root": text_in(data, "root") or "",
+        "bucket_bytes": tuple(size for size in buckets if type(size) is int and size >= 0),
+        "comm_ns": _ms_in(data, "comm_ms"),
+        "overlap_ns": _ms_in(data, "overlap_ms"),
+        "no_sync_times": text_in(absent, "sync") if isinstance(absent, Mapping) else None,
+        "group": _group(data),
+    }
+    return Wrapper(**{**alike, **own})
+
+
+_READERS: dict[str, Callable[[Mapping[str, object], str], object]] = {
+    "integer": whole_in,
+    "text": text_in,
+    "boolean": lambda data, name: data.get(name) is True,
+}
+_ALIKE = [
+    (each.name, _READERS[each.type])
+    for each in RECORDS["ddp"].fields
+    if each.name in Wrapper._fields and each.type in _READERS
+]
+"""The fields of a `ddp` record that are facts of the same name, and how they are read."""
 
 
 def _group(data: Mapping[str, object]) -> tuple[int, ...] | None:

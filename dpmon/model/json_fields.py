@@ -26,11 +26,8 @@ _UNITS = {
     "power_max": "power_max_w",
     "device_ns": "device_median_ms",
 }
-_WRAPPER = (
-    *("process", "rank", "root", "backend", "group_size", "parameter_bytes", "bucket_cap_bytes", "comm_hook"),
-    *("find_unused_parameters", "unused_bytes", "gradient_as_bucket_view", "static_graph", "broadcast_buffers"),
-    *("sync_batch_norm", "bucket_bytes"),
-)
+_ELSEWHERE = ("number", "iteration", "comm_ns", "overlap_ns", "no_sync_times", "group", "all_used")
+_WRAPPER = tuple(name for name in Wrapper._fields if name not in _ELSEWHERE)
 
 
 def ms(ns: float | None) -> float | None:

@@ -28,7 +28,6 @@ GUARDS = {
     "tracer.steps.recorder.Recorder.failed",
     "tracer.steps.recorder.Recorder.still_inside",
     "tracer.steps.recorder.Recorder.within",
-    "tracer.calls.roots.Roots._other",
     "tracer.calls.roots._RootCall.__get__",
     "tracer.core.session.FaultGuard.__enter__",
     "tracer.core.session.FaultGuard.__exit__",

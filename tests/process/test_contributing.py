@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from running import Dpmon, Terminal
 pytestmark = pytest.mark.slow
 
 STEPS = 60
-MOST_FILES = 5
 TRAINS = plain_training(STEPS)
 PATCHES = patches(DOCS / "contributing.md")
 TESTS = (
@@ -27,6 +27,14 @@ TESTS = (
 )
 """The quick ones among the tests that the page names, and those that look at all spans or change the same code."""
 NAME, LABEL = "switches", "lost the processor"
+RANK = """
+import torch
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+for step in range(15):
+    model(torch.randn(6, 4)).sum().backward()
+torch.distributed.destroy_process_group()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +61,7 @@ def _python(root: Path, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def run(changed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Dpmon, dict[str, str]]]:
-    """A training under unpatched dpmon, then one under the copy; and the environment of the copy."""
+    """A training under unpatched dpmon, then one and a rank under the copy; and the environment of the copy."""
     where = tmp_path_factory.mktemp("run")
     (where / "cwd").mkdir()
     dpmon = Dpmon(where / "state", where / "cwd")
@@ -63,14 +71,16 @@ def run(changed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
     assert before.status == 0, before.errors
     result = dpmon.run("--headless", "--name", "after", "script.py", env=env)
     assert result.status == 0, result.errors
+    (dpmon.cwd / "rank.py").write_text(RANK)
+    dpmon.run("--headless", "--name", "rank", "rank.py", env=env)
     yield dpmon, env
     dpmon.clean_up()
 
 
 def test_it_takes_few_files() -> None:
-    files = [path for path, _ in PATCHES if path.startswith("dpmon/")]
-    assert 1 < len([path for path in files if not path.startswith("dpmon/ui/")]) <= MOST_FILES
-    assert 0 < len([path for path in files if path.startswith("dpmon/ui/")]) <= MOST_FILES
+    sections = (DOCS / "contributing.md").read_text().split("\n## ")
+    files = [set(re.findall(r"(?m)^\+\+\+ b/dpmon/(.*)$", section)) for section in sections]
+    assert [len(each) for each in files if each] == [4, 3, 1], "a quantity, a fact of ranks, a row of a panel"
 
 
 def test_other_tests_pass(changed: Path) -> None:
@@ -101,6 +111,15 @@ def test_the_screen_has_the_field(run: tuple[Dpmon, dict[str, str]]) -> None:
     terminal.shows(f"{LABEL}: ")
     terminal.type("q")
     terminal.wait()
+
+
+def test_record_and_report_have_the_fact_of_ranks(run: tuple[Dpmon, dict[str, str]]) -> None:
+    dpmon, env = run
+    facts = json.loads(dpmon.run("export", "rank", "--kind", "ddp", env=env).text.splitlines()[-1])
+    assert facts["dtypes"] == "float"
+    assert "parameters of type float" in " ".join(dpmon.run("report", "rank", env=env).text.split())
+    (wrapper,) = json.loads(dpmon.run("report", "rank", "--json", env=env).text)["communication"]["wrappers"]
+    assert wrapper["dtypes"] == "float"
 
 
 def test_a_run_from_before_the_change_is_refused_with_a_sentence(run: tuple[Dpmon, dict[str, str]]) -> None:

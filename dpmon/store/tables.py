@@ -55,6 +55,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from dpmon.errors import HistoryError
 from dpmon.record.names import MODES
@@ -92,7 +93,6 @@ __all__ = [
 BEFORE_S = -1
 """`start_s` of the device_rollups and collective_sums that cover all time before the remaining ones."""
 HISTORY_FILE = "history.sqlite"
-SCHEMA_VERSION = 9
 LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "loader", "ddp")
 """Events kept when older rows are deleted, because they concern the whole run; of some kinds only the newest."""
 LASTING = f"kind IN ({', '.join(repr(kind) for kind in LASTING_KINDS)})"
@@ -195,6 +195,8 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
     tally_columns=_whole_numbers(COLUMNS[:-1]) + ", sketches BLOB",
     activities=_whole_numbers(ACTIVITY_COLUMNS),
 )
+SCHEMA_VERSION = 9_000 + crc32(SCHEMA.encode()) % 1_000
+"""Another column makes another version. If the meaning of a column changes, raise the thousands."""
 
 
 _LOOK_STEPS = 100_000

@@ -200,7 +200,7 @@ class Compositions:
         owner = _Composed()
         site = Site(owner, modes.for_composed(devices, virtual), "data_parallel", lambda _: None)
         site.root, site.kind = root, Kind.PARALLEL_APPLY
-        site.number = self.sites.number(owner)
+        site.number = self.sites.models.of(owner)[1]
         if site.gpus:
             self.sites.on_gpus()
         site.head = self.sites.head(site, site.plan)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from itertools import count, islice
 from typing import Any
 
 import torch
@@ -12,18 +11,13 @@ import torch
 from dpmon.record.names import DDP, FSDP, RANK_MODES
 from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.tracer.calls.stages import Stages, stages_of
-from dpmon.tracer.core.module_tables import Place, class_name, in_training_mode, is_a, modules_of, wrapped_by
+from dpmon.tracer.core.module_tables import Models, Place, class_name, in_training_mode, is_a
 from dpmon.tracer.core.session import Memo, Session
 from dpmon.tracer.devices.timing import gpus_of, may_be_used
 from dpmon.tracer.modes.decision import Modes
 from dpmon.tracer.modes.plans import DP, SINGLE, Plan, holds_data_parallel, overrides
 
 MAX_SITES = 1024
-MAX_NUMBERS = 1 << 14
-MAX_KIN = 16
-"""Most known models that are compared with a new model: one may be a part of the other."""
-MAX_PARTS = 10_000
-"""Most modules searched in each of these models."""
 _NOT_APART = {
     DDP: {"all_reduce": "the ranks average their gradients within the backward pass; this time is not separated"},
     FSDP: {
@@ -68,9 +62,8 @@ class Site:
         self.plain = False
         """Whether only the module's own code runs: no phases, no DataParallel inside."""
         self.root = ""
-        """The name of the model: see Sites.name."""
         self.number = 0
-        """Number of the model; a wrapper shares it."""
+        """The name and the number of the model: see Models.of."""
         self.dim = 0
         """The dimension along which a batch is split."""
         self.head = 0
@@ -114,8 +107,7 @@ class Sites:
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
         self.forget()
-        self._numbers: dict[Any, tuple[Any, int]] = {}
-        self._next = count(1)
+        self.models = Models()
 
     def forget(self) -> None:
         """Plan all calls again."""
@@ -175,7 +167,7 @@ class Sites:
         """Name the site, and register it for all threads; None if its layout cannot be written."""
         module = site.module()
         model = module.module if isinstance(module, Functional) else module
-        site.root, site.number = self.modes.names.of(model), self.number(model)
+        site.root, site.number = self.models.of(model)
         device = None if site.place is None else site.place.device
         site.moves = device is not None and (device.type != "cpu" or may_be_used())
         site.head = self.head(site, site.plan)
@@ -190,29 +182,6 @@ class Sites:
         self.known[id(module)] = site
         self.on_site()
         return site
-
-    def number(self, module: object) -> int:
-        """Return the number of a model, valid while it lives. Its wrappers and called parts share the number."""
-        inner = wrapped_by(module)
-        known = self._numbers.get(id(inner))
-        if known is None or known[0]() is not inner:
-            if len(self._numbers) >= MAX_NUMBERS:
-                self._numbers.clear()
-            known = self._numbers[id(inner)] = weakref.ref(inner), self._number_of_kin(inner) or next(self._next)
-        return known[1]
-
-    def _number_of_kin(self, module: object) -> int:
-        """Return the number of a known model that contains the module or is part of it; 0 if there is none."""
-        if not isinstance(module, torch.nn.Module):
-            return 0
-        known = [(model, number) for ref, number in self._numbers.values() if (model := ref()) is not None][:MAX_KIN]
-        parts = {id(part) for part in islice(modules_of(module), MAX_PARTS)}
-        for model, number in known:
-            if not isinstance(model, torch.nn.Module):
-                continue
-            if id(model) in parts or any(part is module for part in islice(modules_of(model), MAX_PARTS)):
-                return number
-        return 0
 
     def splits_itself(self, root: Site) -> None:
         """Note that a bare root's forward itself runs a part of the root data-parallel: the root cannot be split."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -139,6 +140,10 @@ class Place:
 
 MAX_SAME = 16
 """Most living models of one class that have different names."""
+MAX_KIN = 16
+"""Most known models that are compared with a new model: one may be a part of the other."""
+MAX_PARTS = 10_000
+"""Most modules searched in each of these models."""
 
 _own_name = type.__dict__["__name__"].__get__
 _own_module = type.__dict__["__module__"].__get__
@@ -179,28 +184,43 @@ def name_of(called: object) -> str:
     return shortened(name) if isinstance(name, str) else class_name(inner)
 
 
-class RootNames:
-    """The names of the models of one process."""
+class Models:
+    """The names and numbers of the models of one process."""
 
     def __init__(self) -> None:
-        self._names: dict[int, tuple[Any, str]] = {}
+        self._known: dict[int, tuple[Any, str, int]] = {}
+        self._next = count(1)
 
-    def of(self, module: object) -> str:
-        """Return the class of a model without its wrappers, with a suffix if other models of this class are alive.
+    def of(self, module: object) -> tuple[str, int]:
+        """Return the name of a model without its wrappers, and its number, which its called parts share.
 
-        The suffix is its global variable in the script if several variables hold such models; otherwise a number, which
-        the first model does not have.
+        The name is its class, with a suffix if other models of this class are alive. The suffix is its global variable
+        in the script if several variables hold such models; otherwise a number, which the first model does not have.
         """
         inner = wrapped_by(module)
-        known = self._names.get(id(inner))
+        known = self._known.get(id(inner))
         if known is None or known[0]() is not inner:
             kind = class_name(inner)
-            self._names = {key: named for key, named in self._names.items() if named[0]() is not None}
-            taken = {name for _, name in self._names.values()}
+            self._known = {key: each for key, each in self._known.items() if each[0]() is not None}
+            taken = {name for _, name, _ in self._known.values()}
             names = (kind, *(f"{kind} {number}" for number in range(2, MAX_SAME + 1)))
             name = _variable(inner, kind) or next((name for name in names if name not in taken), names[-1])
-            known = self._names[id(inner)] = weakref.ref(inner), name
-        return known[1]
+            number = self._number_of_kin(inner) or next(self._next)
+            known = self._known[id(inner)] = weakref.ref(inner), name, number
+        return known[1:]
+
+    def _number_of_kin(self, module: object) -> int:
+        """Return the number of a known model that contains the module or is part of it; 0 if there is none."""
+        parts = {id(part) for part in _parts(module)}
+        for known, _, number in islice(self._known.values(), MAX_KIN):
+            model = known()
+            if model is not None and (id(model) in parts or any(part is module for part in _parts(model))):
+                return number
+        return 0
+
+
+def _parts(module: object) -> Iterator[object]:
+    return islice(modules_of(module), MAX_PARTS) if isinstance(module, torch.nn.Module) else iter(())
 
 
 def _variable(model: object, kind: str) -> str | None:

@@ -13,7 +13,7 @@ import torch
 
 from dpmon.record.names import MODES
 from dpmon.span_ring import Word
-from dpmon.tracer.core.module_tables import Place, RootNames
+from dpmon.tracer.core.module_tables import Place
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.modes.plans import (
@@ -60,7 +60,6 @@ class Modes:
         self._splitting: dict[int, Any] = {}
         """By id: weak references to bare roots with a data_parallel or similar call in their forward."""
         self._events = 0
-        self.names = RootNames()
         self._virtual: dict[tuple[int, str], VirtualDevices] = {}
 
     def constructed(self, wrapper: object, dim: int) -> None:

@@ -296,14 +296,14 @@ def test_the_tensors_inside_a_tensor_subclass_count() -> None:
     model = torch.nn.Module()
     model._buffers["open"] = Open(torch.ones(10))
     walk = Walk([model], [])
-    assert (walk.held, walk.unsized) == ({"cpu": [40, 0, 0]}, ({}, {}, {}))
+    assert (walk.held, walk.unsized) == ({"cpu": [40, 0, 0]}, [{}, {}, {}])
 
 
 def test_a_tensor_subclass_that_does_not_list_its_tensors_counts_as_unknown() -> None:
     model = torch.nn.Module()
     model._buffers["closed"] = Wrapper(torch.ones(10))
     walk = Walk([model], [])
-    assert (walk.held, walk.unsized) == ({"cpu": [0, 0, 0]}, ({"Wrapper": 1}, {}, {}))
+    assert (walk.held, walk.unsized) == ({"cpu": [0, 0, 0]}, [{"Wrapper": 1}, {}, {}])
 
 
 @pytest.mark.parametrize("more", [0, 1])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from typing import Any
-from uuid import UUID
 
 import torch
 
@@ -62,7 +61,8 @@ def _uuid_of(index: int) -> str | None:
     raw = (ctypes.c_ubyte * 16)()
     if driver.cuDeviceGet(ctypes.byref(device), index) or ask(raw, device):
         return None
-    return str(UUID(bytes=bytes(raw)))
+    text = bytes(raw).hex()
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
 
 # ------------------------------------------------------------------------------------------------ out of memory

@@ -188,7 +188,7 @@ class Memory:
             if kind in walk.more:
                 absent[part] = f"not measured: there are more than {MAX_TENSORS:,} tensors"
             elif names:
-                many, types = names.total(), ", ".join(islice(names, MAX_TYPES))
+                many, types = sum(names.values()), ", ".join(islice(names, MAX_TYPES))
                 does = "does not report its size" if many == 1 else "do not report their size"
                 absent[part] = f"{many:,} of its tensors {does} ({types}); the others hold {known}"
         if no_backward and not walk.total(GRADIENTS):

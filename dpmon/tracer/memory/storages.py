@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
@@ -29,11 +29,12 @@ class Walk:
         """`models`: roots, which may share parts."""
         self.held: dict[str, list[int]] = {}
         """Per device, bytes of each kind."""
-        self.shared: Counter[str] = Counter()
+        # Not a Counter, whose constructor torch.compile would look at: it is Python code.
+        self.shared: dict[str, int] = defaultdict(int)
         """Per device, bytes of models in shared memory of the host."""
         self.shared_at: list[int] = []
         """The addresses of these models' storages."""
-        self.unsized: tuple[Counter[str], ...] = (Counter(), Counter(), Counter())
+        self.unsized: list[dict[str, int]] = [defaultdict(int) for _ in range(3)]
         """Per kind, the number of tensors of unknown size by type."""
         self.more: set[int] = set()
         """Kinds with more than MAX_TENSORS tensors; tensors beyond the limit are not counted."""

@@ -256,9 +256,9 @@ class Modes:
         mode = self.chosen or (DP if self.session.config.explicit else SINGLE)
         if mode == SINGLE:
             return Plan(SINGLE, here)
-        if holds_data_parallel(module):
-            return Plan(SINGLE, here, reason="it holds a DataParallel, which has a mode of its own")
         refusal = self._refusal(module) or unsplittable(module)
+        if refusal is None and holds_data_parallel(module):
+            return Plan(SINGLE, here, reason="it holds a DataParallel, which has a mode of its own")
         if self.splits_itself(module):
             refusal = "its own forward runs a part of it data-parallel"
         if self.session.config.batch_dim:

@@ -11,13 +11,12 @@ from everything import alike, everything
 from rowring import RowRing, use_row_rings
 from sizes import size
 from synthetic import SECOND, Training, changed, host_event, step_row, with_other
+from test_store_spans import Run
 
 from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event
 from dpmon.record.schema import WAIT
-from dpmon.run.rundir import RunInfo
-from dpmon.run.runs import create_run
-from dpmon.store.drain import COMMIT_S, Drain
+from dpmon.store.drain import COMMIT_S
 from dpmon.store.opened import open_store
 
 pytestmark = pytest.mark.slow
@@ -108,58 +107,17 @@ def rounds(seed: int) -> Rounds:
     return found
 
 
-class Run:
-    """A run whose supervisor can be killed."""
-
-    def __init__(self) -> None:
-        info = RunInfo(
-            id="", name="x", command=("x.py",), script="x.py", cwd="/", python=None, started_unix=1e9, start_ns=0,
-            boot_id="", headless=True,
-        )  # fmt: skip
-        self.directory, self._info = create_run(info)
-        self._rings: dict[int, RowRing] = {}
-        self._drain = self._new()
-        self._killed: list[Drain] = []
-        self._now = 100.0
-
-    def _new(self) -> Drain:
-        drain = Drain(self.directory, self._info)
-        drain.warn = pytest.fail  # type: ignore[method-assign]
-        return drain
-
-    def write(self, records: Mapping[int, Sequence[Row]]) -> None:
-        """Write rows to the rings, and the supervisor's own ones, which a kill would lose, to the history."""
-        for process, rows in records.items():
-            if process < 0:
-                for event in rows:
-                    assert isinstance(event, Event)
-                    self._drain.emit(event.kind, event.data)
-                self.look(COMMIT_S)
-                continue
-            if process not in self._rings:
-                self._rings[process] = RowRing(self.directory / f"process-{process}.ring")
-            self._rings[process].write(*rows)
-
-    def look(self, seconds: float) -> None:
-        self._now += seconds
-        self._drain.drain(self._now)
-
-    def kill(self) -> None:
-        """Kill the supervisor: records that it has read but not written are lost."""
-        self._killed.append(self._drain)
-        self._drain = self._new()
-
-    def write_all(self) -> None:
-        """Write everything, as at the end of the run, when all processes have ended."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dpmon.store.drain.alive", lambda *_: False)
-            self._drain.flush(over=True)
-
-    def end(self) -> None:
-        self.write_all()
-        self._drain.close()
-        for drain in self._killed:
-            drain.close()
+def write(run: Run, records: Mapping[int, Sequence[Row]]) -> None:
+    """Write rows to the rings, and the supervisor's own ones, which a kill would lose, to the history."""
+    for process, rows in records.items():
+        path = run.directory / f"process-{process}.ring"
+        if process >= 0:
+            (RowRing.made.get(path) or RowRing(path)).write(*rows)
+            continue
+        for event in rows:
+            assert isinstance(event, Event)
+            run.drain.emit(event.kind, event.data)
+        run.look()
 
 
 @pytest.mark.parametrize("seed", range(20, 20 + size(4, 40)))
@@ -171,15 +129,17 @@ def test_takeovers_leave_no_trace(state: Path, monkeypatch: pytest.MonkeyPatch, 
     for records in rounds(seed):
         seconds = COMMIT_S if when == "after a commit" else chance.random() * COMMIT_S
         for run in (undisturbed, killed):
-            run.write(records)
+            write(run, records)
             run.look(seconds)
         if chance.random() < 0.3:
             killed.kill()
-    killed.write_all()
+    monkeypatch.setattr("dpmon.store.drain.alive", lambda *_: False)
+    killed.drain.flush(over=True)
     killed.kill()
     stores = []
     for run in (undisturbed, killed):
         run.end()
+        assert run.warnings == []
         with open_store(run.directory) as store:
             stores.append(everything(store))
     wanted, found = stores

@@ -16,13 +16,6 @@ def test_a_name_is_cut_with_a_mark() -> None:
     assert shortened("abcdef", 3) == "ab" + MORE
 
 
-def test_a_name_becomes_a_plain_str() -> None:
-    class Name(str):
-        __slots__ = ()
-
-    assert type(shortened(Name("short"))) is str
-
-
 @pytest.mark.parametrize("character", ["x", "\U0001f600", "\udcff", '"'])
 @pytest.mark.parametrize(("count", "length"), [(1, 1_000_000), (64, 120), (64, 5000)])
 def test_a_definition_always_fits(character: str, count: int, length: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 from rich.cells import cell_len, set_cell_size
 
 from dpmon.cleaning import harmless, visible
-from dpmon.text.cells import char_width, cropped, kept_width, span_width, wrapped
+from dpmon.text.cells import char_width, cropped, span_width, wrapped
 
 
 def test_every_character_is_as_wide_as_rich_says() -> None:
@@ -24,17 +24,6 @@ def test_texts_are_cropped_as_rich_does() -> None:
         assert span_width(text) == cell_len(text)
         width = chance.randint(0, cell_len(text))
         assert cropped(text, width) == set_cell_size(text, width)
-
-
-def test_the_width_of_a_long_text_is_measured_and_the_text_not_kept() -> None:
-    """A log may have very long lines, all different."""
-    kept_width.cache_clear()
-    for number in range(3):
-        line = f"{number} é中" + "中" * 600
-        assert span_width(line) == 1205
-    assert kept_width.cache_info().currsize == 0
-    assert span_width("é中") == span_width("é中") == 3
-    assert kept_width.cache_info().hits, "a short one is kept"
 
 
 def test_wrapping() -> None:

@@ -7,7 +7,9 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from dataclasses import replace
+from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
@@ -263,7 +265,44 @@ def test_nothing_from_outside_steers_the_terminal_or_the_page(state: Path) -> No
     made = page(document(collect(directory)))
     for hole in ("<script>alert", "<b onload", "\x1b", "\u202e"):
         assert hole not in made, hole
-    assert "<script" not in made
+    check_offline(Page(made))
+
+
+class Page(HTMLParser):
+    """The tags, links, ids and texts of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def check_offline(found: Page) -> None:
+    """Check that nothing on a page runs or is loaded, and that its links lead into it."""
+    assert not found.tags.keys() & {"script", "img", "iframe", "object", "embed", "form", "base"}
+    assert not any(name == "src" or name.startswith("on") for name, _ in found.attributes)
+    assert not any(re.search(r"url\(|@import", text) for text in found.texts)
+    links = [value for name, value in found.attributes if name.endswith("href") and not value.startswith("data:")]
+    assert len(links) > 5
+    assert set(links) <= {f"#{value}" for name, value in found.attributes if name == "id"}
+
+
+def test_the_page_has_its_plots_and_works_offline(state: Path) -> None:
+    training = Training(devices=("cuda:0", "cuda:1"), virtual=False)
+    rows = [*training.begin(), *training.run(800), *training.switch("single"), *training.run(400)]
+    own = [device_event(t / 10, index) for t in range(60) for index in (0, 1)]
+    found = Page(page(document(collect(keep({0: rows, -1: own})))))
+    assert found.tags["svg"] == 7
+    check_offline(found)
 
 
 def test_text_and_page_have_the_same_sections_and_cells(both: Path) -> None:

@@ -6,11 +6,11 @@ Any program may have written an event, so invalid ones are ignored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dpmon.model.communication import Wrapper
-from dpmon.model.state import ModeChange, PauseChange, ProcessFacts, Refusal, WarningText
+from dpmon.model.state import ModeChange, PauseChange, Process, ProcessFacts, Refusal, WarningText
 from dpmon.record.fields import RECORDS
 from dpmon.record.names import MODES
 from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
@@ -29,15 +29,6 @@ ANSWERING_STEPS = 100
 
 
 _Read = TypeVar("_Read")
-
-
-class InForce(NamedTuple):
-    """The mode of a process, its devices, and the reason."""
-
-    mode: str
-    devices: tuple[str, ...]
-    virtual: bool
-    reason: str | None
 
 
 class LoaderStart(NamedTuple):
@@ -84,22 +75,24 @@ class Announced:
             waits_in(info.values(), data("input", TEXTS_READ)),
         )
 
-    def in_force(self, process: int, step: tuple[str, int] | None, called: str) -> InForce:
-        """The mode of a process; `step`: mode and end of its last step, `called`: the mode of its last call.
+    def in_force(self, process: Process, called: str) -> Process:
+        """`process` with its mode, its devices and the reason; `called`: the mode of its last call.
 
         A change after the last step takes effect at once.
         """
-        own = [change for change in self.changes if change.process == process]
-        since = {change.root: change.mode for change in own if step is None or (change.t_ns or 0) > step[1]}
-        mode = step[0] if step is not None else called
+        step = process.last_step
+        end_ns = -1 if step is None else step.start_ns + step.wall_ns
+        own = [change for change in self.changes if change.process == process.process]
+        since = {change.root: change.mode for change in own if (change.t_ns or 0) > end_ns}
+        mode = step.mode if step is not None else called
         if since:  # a root that cannot be split stays single beside one that is split
             mode = "dp" if "dp" in since.values() else "single"
         given = [change for change in own if change.refused is None]
         change = next((change for change in reversed(given) if change.mode == mode), given[-1] if given else None)
         if change is None:
-            return InForce(mode, (), False, None)
-        devices = next((each.devices for each in reversed(given) if each.mode == mode and each.devices), change.devices)
-        return InForce(mode, devices, change.virtual, change.reason)
+            return replace(process, mode=mode)
+        devices, _ = self.devices_of(process.process).get(mode, (change.devices, False))
+        return replace(process, mode=mode, devices=devices, virtual=change.virtual, mode_reason=change.reason)
 
     def devices_of(self, process: int) -> dict[str, tuple[tuple[str, ...], bool]]:
         """The last devices of a process, and whether they are virtual, by mode."""

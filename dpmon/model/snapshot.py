@@ -204,34 +204,28 @@ def _seen(rows: StoreAt, number: int, events: Announced) -> Process:
     """The facts of a process without its figures."""
     step = next(iter(rows.steps(number, 1)), None)
     head = next(iter(rows.heads(number, 1)), None)
-    ends = [-1 if step is None else step.start_ns + step.wall_ns, -1 if head is None else head.row.end]
-    seen = max(ends)
+    seen = max(-1 if step is None else step.start_ns + step.wall_ns, -1 if head is None else head.row.end)
     began = rows.first_ns(number) if seen >= 0 else None
     memory = rows.memory(number)
-    mode = "" if head is None else head.row.mode
-    force = events.in_force(number, None if step is None else (step.mode, ends[0]), mode)
     rank, info = rows.ranks.get(number), events.info.get(number, ProcessFacts(number))
-    return Process(
+    found = Process(
         number,
         rank if rank is not None else info.rank,
         info,
         began_ns=-1 if began is None else began,
         seen_ns=seen,
         last_step=step,
-        mode=force.mode,
-        virtual=force.virtual,
-        devices=force.devices,
-        mode_reason=force.reason,
         refusals=events.refusals_of(number),
         paused_since_ns=events.paused_since(number, None if step is None else step.start_ns),
         memory=memory.data if memory is not None and isinstance(memory.data.get("devices"), list) else {},
     )
+    return events.in_force(found, "" if head is None else head.row.mode)
 
 
 def _other_processes(state: State, focus: Process, wanted: Wanted) -> list[Process]:
     """The other training processes that fit in a picture, by rank."""
-    training = sorted(state.training, key=lambda process: (process.rank is None, process.rank or 0))
-    shown = [*training[: wanted.ranks], *training[wanted.first_rank : wanted.first_rank + wanted.ranks]]
+    ranks = state.training
+    shown = [*ranks[: wanted.ranks], *ranks[wanted.first_rank : wanted.first_rank + wanted.ranks]]
     return list({process.process: process for process in shown if process.process != focus.process}.values())
 
 

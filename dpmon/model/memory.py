@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dpmon.model.state import Process
@@ -28,7 +28,7 @@ class Held(NamedTuple):
     """Bytes of each part of the model in shared memory, which counts once for all processes that hold it."""
     processes: int = 1
     """Number of processes, with those that are not measured yet."""
-    known: tuple[int, ...] = ()
+    known: Sequence[int] = ()
     """How many of the processes know the model, the gradients, the optimizer states and the rest."""
 
 
@@ -84,38 +84,24 @@ def _is_trifle(row: Held) -> bool:
 
 
 def _row(one: Mapping[str, object]) -> Held:
-    model, gradients, optimizer, rest, peak = (
-        _bytes(one.get(f"{key}_bytes")) for key in ("model", "gradients", "optimizer", "rest", "peak")
-    )
-    absent = one.get("absent")
+    parts = [_bytes(one.get(f"{name}_bytes")) for name in Held._fields[1:6]]
+    absent, files = one.get("absent"), one.get("shared_files")
     reasons = {str(k): str(v) for k, v in absent.items()} if isinstance(absent, Mapping) else {}
-    files, shared = one.get("shared_files"), min(_bytes(one.get("shared_bytes")) or 0, model or 0)
-    known = tuple(int(part is not None) for part in (model, gradients, optimizer, rest))
-    return Held(
-        str(one["device"]),
-        model,
-        gradients,
-        optimizer,
-        rest,
-        peak,
-        reasons,
-        {files: shared} if isinstance(files, str) else {},
-        1,
-        known,
-    )
+    shared = {files: min(_bytes(one.get("shared_bytes")) or 0, parts[0] or 0)} if isinstance(files, str) else {}
+    return Held._make((str(one["device"]), *parts, reasons, shared, 1, [int(part is not None) for part in parts[:4]]))
 
 
 def _both(one: Held, other: Held) -> Held:
-    model, gradients, optimizer, rest = (
+    model, *others = (
         None if a is None and b is None else (a or 0) + (b or 0) for a, b in zip(one[1:5], other[1:5], strict=True)
     )
     twice = sum(min(size, other.shared.get(files, 0)) for files, size in one.shared.items())
     model = None if model is None else model - twice
     reasons = {**one.absent, **other.absent}
     reasons.setdefault("peak_bytes", "several processes use it: their peaks may come at different times")
+    known = [a + b for a, b in zip(one.known, other.known, strict=True)]
     shared, processes = {**one.shared, **other.shared}, one.processes + other.processes
-    known = tuple(a + b for a, b in zip(one.known, other.known, strict=True))
-    return Held(one.device, model, gradients, optimizer, rest, None, reasons, shared, processes, known)
+    return Held._make((one.device, model, *others, None, reasons, shared, processes, known))
 
 
 def _bytes(value: object) -> int | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dpmon.model.communication import Wrapper
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 CHANGES_READ = 500
 """Most changes of mode to read; older ones do not affect the current mode."""
 TEXTS_READ = 100
-BUCKETS_READ = 4096
 WRAPPERS_READ = 256
 """Most records of wrappers to read in a live run: a rank writes a new one when its times change."""
 ANSWERING_STEPS = 100
@@ -147,66 +147,58 @@ def waits_in(
     return tuple(sorted(found, key=lambda one: one[1:]))
 
 
+# ------------------------------------------------------------------------------------------------ records
+
+_READERS: dict[str, Callable[[Mapping[str, object], str], object]] = {
+    "integer": whole_in,
+    "text": text_in,
+    "boolean": lambda data, name: data.get(name) is True,
+}
+
+
+@cache
+def _alike(kind: str, facts: Any) -> list[tuple[str, Callable[[Mapping[str, object], str], object]]]:
+    """The fields of a record that are facts of the same name, and how they are read: by their types."""
+    fields = (each for each in RECORDS[kind].fields if each.name in facts._fields and each.type in _READERS)
+    return [(each.name, _READERS[each.type]) for each in fields]
+
+
+def _facts_in(kind: str, facts: Callable[..., _Read], data: Mapping[str, object], **own: object) -> _Read:
+    """The facts of a record, of a class; `own`: the facts that are no field of the same name and type."""
+    return facts(**{**{name: read(data, name) for name, read in _alike(kind, facts)}, **own})
+
+
 def loader_start(data: Mapping[str, object]) -> LoaderStart | None:
     """The content of a `loader` record; None if process, time or duration is missing."""
     process, at, took = whole_in(data, "process"), ns_in(data, "t_s"), ns_in(data, "iter_s")
     if process is None or at is None or took is None:
         return None
-    return LoaderStart(
-        process,
-        at,
-        took,
-        whole_in(data, "workers"),
-        data.get("persistent") is True,
-        data.get("pinned") is True,
-        whole_in(data, "start") or 1,
-    )
+    return _facts_in("loader", LoaderStart, data, start_ns=at, took_ns=took, start=whole_in(data, "start") or 1)
 
 
 def _process_facts(data: Mapping[str, object]) -> ProcessFacts | None:
-    process = whole_in(data, "process")
-    if process is None:
-        return None
-    rank, world, pid = (whole_in(data, key) for key in ("rank", "world", "pid"))
-    world = None if world is None or world < 1 else world
-    return ProcessFacts(process, rank, world, pid, text_in(data, "python"), text_in(data, "torch"))
+    return None if whole_in(data, "process") is None else _facts_in("process", ProcessFacts, data)
 
 
 def mode_change(data: Mapping[str, object]) -> ModeChange | None:
     """The content of a `mode` record; None if process or mode is missing."""
-    number, mode = whole_in(data, "process"), text_in(data, "mode")
-    if number is None or mode not in MODES:
+    if whole_in(data, "process") is None or data.get("mode") not in MODES:
         return None
-    listed = data.get("devices")
-    return ModeChange(
-        number,
-        text_in(data, "root") or "",
-        ns_in(data, "t_s"),
-        whole_in(data, "step"),
-        mode,
-        text_in(data, "requested_by") or "",
-        tuple(str(name) for name in listed) if isinstance(listed, list) else (),
-        data.get("virtual") is True,
-        text_in(data, "reason"),
-        text_in(data, "refused"),
-    )
+    root, by, listed = text_in(data, "root") or "", text_in(data, "requested_by") or "", data.get("devices")
+    devices = tuple(str(name) for name in listed) if isinstance(listed, list) else ()
+    return _facts_in("mode", ModeChange, data, root=root, t_ns=ns_in(data, "t_s"), requested_by=by, devices=devices)
 
 
 def pause_change(data: Mapping[str, object]) -> PauseChange | None:
     """The content of a `pause` record; None if its process, its time, or whether it paused or resumed, is missing."""
-    number, at, paused = whole_in(data, "process"), ns_in(data, "t_s"), data.get("paused")
-    if number is None or at is None or not isinstance(paused, bool):
+    at = ns_in(data, "t_s")
+    if whole_in(data, "process") is None or at is None or not isinstance(data.get("paused"), bool):
         return None
-    step, took = whole_in(data, "step"), ns_in(data, "paused_s")
-    return PauseChange(number, at, step, paused, took, text_in(data, "reason"), text_in(data, "refused"))
+    return _facts_in("pause", PauseChange, data, t_ns=at, paused_ns=ns_in(data, "paused_s"))
 
 
 def _warning(data: Mapping[str, object]) -> WarningText | None:
-    text = text_in(data, "text")
-    return None if text is None else WarningText(whole_in(data, "process"), ns_in(data, "t_s"), text)
-
-
-# ------------------------------------------------------------------------------------------------ wrappers
+    return None if text_in(data, "text") is None else _facts_in("warning", WarningText, data, t_ns=ns_in(data, "t_s"))
 
 
 def newest_wrappers(records: Iterable[Mapping[str, object]]) -> tuple[Wrapper, ...]:
@@ -217,36 +209,21 @@ def newest_wrappers(records: Iterable[Mapping[str, object]]) -> tuple[Wrapper, .
 
 def wrapper(data: Mapping[str, object]) -> Wrapper | None:
     """The facts in a `ddp` record; None if it names no process."""
-    process = whole_in(data, "process")
-    if process is None:
+    if whole_in(data, "process") is None:
         return None
     sizes, absent = data.get("bucket_bytes"), data.get("absent")
-    buckets = sizes[:BUCKETS_READ] if isinstance(sizes, list) else []
-    alike: dict[str, Any] = {name: read(data, name) for name, read in _ALIKE}
-    own = {
-        "process": process,
-        "number": whole_in(data, "wrapper") or 0,
-        "root": text_in(data, "root") or "",
-        "bucket_bytes": tuple(size for size in buckets if type(size) is int and size >= 0),
-        "comm_ns": _ms_in(data, "comm_ms"),
-        "overlap_ns": _ms_in(data, "overlap_ms"),
-        "no_sync_times": text_in(absent, "sync") if isinstance(absent, Mapping) else None,
-        "group": _group(data),
-    }
-    return Wrapper(**{**alike, **own})
-
-
-_READERS: dict[str, Callable[[Mapping[str, object], str], object]] = {
-    "integer": whole_in,
-    "text": text_in,
-    "boolean": lambda data, name: data.get(name) is True,
-}
-_ALIKE = [
-    (each.name, _READERS[each.type])
-    for each in RECORDS["ddp"].fields
-    if each.name in Wrapper._fields and each.type in _READERS
-]
-"""The fields of a `ddp` record that are facts of the same name, and how they are read."""
+    return _facts_in(
+        "ddp",
+        Wrapper,
+        data,
+        number=whole_in(data, "wrapper") or 0,
+        root=text_in(data, "root") or "",
+        bucket_bytes=tuple(size for size in sizes if type(size) is int) if isinstance(sizes, list) else (),
+        comm_ns=_ms_in(data, "comm_ms"),
+        overlap_ns=_ms_in(data, "overlap_ms"),
+        no_sync_times=text_in(absent, "sync") if isinstance(absent, Mapping) else None,
+        group=_group(data),
+    )
 
 
 def _group(data: Mapping[str, object]) -> tuple[int, ...] | None:

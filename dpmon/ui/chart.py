@@ -72,6 +72,11 @@ def resampled(values: Sequence[float | None], count: int, span: int, width: int)
     return means
 
 
+def history(values: Sequence[float | None], second: int, span: int, width: int, glyphs: Glyphs) -> str:
+    """The newest `span` of a track's values, one for each second up to `second`, as blocks in `width` cells."""
+    return spark(resampled(values, second + 1, span, width), width, glyphs)
+
+
 def area(values: Sequence[float | None], width: int, height: int, top: float, glyphs: Glyphs) -> list[str]:
     """`values` as filled columns on a scale up to `top`, newest at the right, in `height` rows of `width` cells.
 

@@ -308,54 +308,55 @@ class Commands(_Typing):
         """`possible` returns the commands that can run now: key, sentence, action."""
         super().__init__("What can be done now", look)
         self.possible = possible
-        self.commands = possible()
-        self.wanted = max(span_width(text) for _, text, _ in self.commands) + 10
-        self.at = 0
+        self.most = len(possible())
+        """Number of commands without a filter."""
+        self.wanted = max(span_width(text) for _, text, _ in possible()) + 10
+        self.chosen: tuple[str, str, str] | None = None
+        """The chosen command; the first one before a choice, or if it is not listed any more."""
         self.pinned = 1
 
     def over(self) -> None:
-        """List the commands that are still possible; keep the selection if it is among them."""
-        found = self.matching()
-        chosen = found[self.at] if found else None
-        self.commands = self.possible()
-        found = self.matching()
-        self.at = found.index(chosen) if chosen in found else 0
+        """List the commands that are still possible."""
         self.draw()
 
     def matching(self) -> list[tuple[str, str, str]]:
         """The commands that contain every typed word; one whose key was typed comes first."""
         words = self.typed.lower().split()
-        found = [each for each in self.commands if all(word in f"{each[0]} {each[1]}".lower() for word in words)]
+        found = [each for each in self.possible() if all(word in f"{each[0]} {each[1]}".lower() for word in words)]
         return sorted(found, key=lambda each: each[0] != self.typed)
 
     def content(self, width: int, height: int) -> list[Row]:
         """The typed text, then the commands with the chosen one marked; the box keeps its height during typing."""
-        found = self.matching()
-        self.at = max(min(self.at, len(found) - 1), 0)
+        found, at = self._choice()
         rows: list[Row] = [self.line(width)]
         room = max(height - 1, 1)
-        self.top = max(self.at - room + 1, 0)
+        self.top = max(at - room + 1, 0)
         for index, (key, text, _) in enumerate(found):
-            mark = self.look.glyphs.focus if index == self.at else " "
-            style = "bold" if index == self.at else ""
+            mark = self.look.glyphs.focus if index == at else " "
+            style = "bold" if index == at else ""
             rows.append([(mark + " ", "key"), (key.ljust(6), "key"), (cut(text, width - 8), style)])
         if not found:
             rows.append([("  no command matches now", "dim")])
-        return [*rows, *[[]] * (min(len(self.commands), room) - len(found))][: max(len(found), room) + 1]
+        return [*rows, *[[]] * (min(self.most, room) - len(found))][: max(len(found), room) + 1]
+
+    def _choice(self) -> tuple[list[tuple[str, str, str]], int]:
+        """The matching commands, and the position of the chosen one."""
+        found = self.matching()
+        return found, found.index(self.chosen) if self.chosen in found else 0
 
     def pressed(self, event: events.Key) -> None:
         """Choose, filter the list, or give up."""
         moves = {"up": -1, "down": 1, "pageup": -8, "pagedown": 8, "tab": 1, "shift+tab": -1}
+        found, at = self._choice()
         if event.key == "enter":
-            found = self.matching()
-            self.settle(found[self.at][2] if found else None)
+            self.settle(found[at][2] if found else None)
         elif event.key in moves:
-            self.at = max(self.at + moves[event.key], 0)
+            self.chosen = found[min(max(at + moves[event.key], 0), len(found) - 1)] if found else None
             self.draw()
         else:
             super().pressed(event)
 
     def add(self, text: str) -> None:
         """Filter by more text; the first match is chosen."""
-        self.at = 0
+        self.chosen = None
         super().add(text)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dpmon.cleaning import clean
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import MOST_RANKS, State, Wanted, ended_of, toggle_refusal
+from dpmon.run.activities import QUIET_NS
 from dpmon.run.notes import traceback_line
 from dpmon.run.reader import NO_TRAINING, RunReader
 from dpmon.ui.panels.panel_output import Output, Tail
@@ -85,7 +86,15 @@ class Feed:
     def start(self) -> None:
         """Open the run. Raises the reader's error if the directory is not a run."""
         reader = self._reader = self._open_reader()
-        self._facts = self._facts_of(reader)
+        info = reader.info
+        self._facts = Facts(
+            run=clean(info.id, 120),
+            script=clean(info.script, 200),
+            name=clean(info.options.get("name") or "", 40),
+            start_ns=info.start_ns,
+            mode_option=info.options.get("mode", "auto"),
+            python=clean(info.python, 200) if info.python else "",
+        )
         self.output.tails = [Tail(path) for path in reader.output_paths]
 
     def close(self) -> None:
@@ -95,17 +104,6 @@ class Feed:
             self._reader = None
         for tail in self.output.tails:
             tail.close()
-
-    def _facts_of(self, reader: RunReader) -> Facts:
-        info = reader.info
-        return Facts(
-            run=clean(info.id, 120),
-            script=clean(info.script, 200),
-            name=clean(info.options.get("name") or "", 40),
-            start_ns=info.start_ns,
-            mode_option=info.options.get("mode", "auto"),
-            python=clean(info.python, 200) if info.python else "",
-        )
 
     @property
     def info(self) -> Any:
@@ -130,7 +128,8 @@ class Feed:
             return
         reader.refresh()
         self._activities = reader.activities()
-        self._stall = reader.stall() if self._is_quiet() else None
+        newest = max((since for name, since in self._activities.values() if name != "ended"), default=0)
+        self._stall = reader.stall() if newest > 0 and self._clock() - newest >= QUIET_NS else None
         if self.ended is None and self._exit is None:
             self._exit = reader.exit()
         self._look_alive(reader)
@@ -138,13 +137,6 @@ class Feed:
             self._end(self._exit)
         self._look()
         self._answer(reader)
-
-    def _is_quiet(self) -> bool:
-        """Whether no process has begun anything for long."""
-        from dpmon.run.activities import QUIET_NS
-
-        newest = max((since for name, since in self._activities.values() if name != "ended"), default=0)
-        return newest > 0 and self._clock() - newest >= QUIET_NS
 
     def _look(self) -> None:
         """Read the state if anything is new; keep the old one if reading fails."""
@@ -175,20 +167,14 @@ class Feed:
 
     def _taken(self, snapshots: Snapshots, wanted: Wanted, t_ns: int | None) -> State | None:
         from dpmon.run.rundir import RunError
+        from dpmon.store.opened import open_store
         from dpmon.store.store_at import StoreAt
         from dpmon.store.tables import HistoryError
 
-        with suppress(HistoryError, RunError), self._recorded() as store:
+        opened = open_store(self.directory) if self._open_given is None else self._open_given()
+        with suppress(HistoryError, RunError), opened as store:
             return snapshots.take(StoreAt(store, t_ns), wanted, ended_of(self._activities))
         return None
-
-    def _recorded(self) -> AbstractContextManager[Store]:
-        """Open the records written so far."""
-        if self._open_given is not None:
-            return self._open_given()
-        from dpmon.store.opened import open_store
-
-        return open_store(self.directory)
 
     def _look_alive(self, reader: RunReader) -> None:
         alive = reader.command_alive()

@@ -47,7 +47,9 @@ _LEAST, _PREFERRED = 7, 20
 """Least and preferred number of cells of the line; keys are left out to make room for it."""
 
 
-class _KeyHint(NamedTuple):
+class KeyHint(NamedTuple):
+    """A key in the footer, with its word."""
+
     key: str
     word: str
     priority: int
@@ -64,22 +66,18 @@ def _priority(command: KeyCommand, word: str, scene: Scene) -> int:
     return _ORDER.index(command.key) if command.key in _ORDER else len(_ORDER)
 
 
-def _pieces(scene: Scene) -> list[_KeyHint]:
+def hints(scene: Scene) -> list[KeyHint]:
+    """Every command that works now and has a place in the footer."""
     if scene.view.dialog:
-        return [_KeyHint(key, word, -3) for key, word in scene.view.dialog]
+        return [KeyHint(key, word, -3) for key, word in scene.view.dialog]
     possible = ((command, command.footer_word(scene)) for command in COMMANDS)
-    return [_KeyHint(command.key, word, _priority(command, word, scene)) for command, word in possible if word]
-
-
-def keys(scene: Scene) -> list[tuple[str, str]]:
-    """Key and word of every command that works now and has a place in the footer."""
-    return [(piece.key, piece.word) for piece in _pieces(scene)]
+    return [KeyHint(command.key, word, _priority(command, word, scene)) for command, word in possible if word]
 
 
 def footer(scene: Scene, width: int, look: Look) -> list[Row]:
     """One row of `width` cells; ": more" leads to all keys; a narrow row uses short words."""
     gap = 2 if width >= _ROOMY else 1
-    everything = _pieces(scene)
+    everything = hints(scene)
     shown = everything
     if _taken(everything, gap) > width:
         shown = _chosen(everything, width - 1, gap)
@@ -90,15 +88,15 @@ def footer(scene: Scene, width: int, look: Look) -> list[Row]:
     return [fit(row, width, look.glyphs.more)]
 
 
-def _taken(pieces: Sequence[_KeyHint], gap: int) -> int:
+def _taken(pieces: Sequence[KeyHint], gap: int) -> int:
     """Number of cells that these pieces take."""
     return sum(gap + span_width(piece.key) + 1 + span_width(piece.word) for piece in pieces) - (gap - 1)
 
 
-def _chosen(pieces: Sequence[_KeyHint], width: int, gap: int) -> list[_KeyHint]:
+def _chosen(pieces: Sequence[KeyHint], width: int, gap: int) -> list[KeyHint]:
     """The pieces that fit, the most useful first. A narrow row gets short words, and long ones where there is room."""
     order = sorted(range(len(pieces)), key=lambda index: pieces[index].priority)
-    shown: dict[int, _KeyHint] = {}
+    shown: dict[int, KeyHint] = {}
     for index in order:
         word = pieces[index].word
         more = {**shown, index: pieces[index]._replace(word=_SHORT.get(word, word) if gap == 1 else word)}

@@ -24,13 +24,13 @@ class KeyCommand(NamedTuple):
 
     key: str
     """The key as people write it."""
-    names: str
-    """Textual's names of the keys, separated by commas."""
     action: str
     footer_word: Callable[[Scene], str | None]
     """The word for the command in the footer; None if the key does not work now, "" if the footer omits it."""
     description: str
     """The text in the help and the palette."""
+    names: str = ""
+    """Textual's names of the keys, separated by commas, if they differ from `key`."""
 
 
 def _always(word: str) -> Callable[[Scene], str | None]:
@@ -89,28 +89,26 @@ def _behind(scene: Scene) -> str | None:
 
 
 COMMANDS: tuple[KeyCommand, ...] = (
-    KeyCommand("d", "d", "toggle_mode", _other_mode, "data parallel or single device, from the next batch on"),
-    KeyCommand("p", "p", "pause", _pause, "pause the training between two steps, or resume it"),
-    KeyCommand("space", "space", "freeze", _freeze, "freeze the picture; the training goes on"),
+    KeyCommand("d", "toggle_mode", _other_mode, "data parallel or single device, from the next batch on"),
+    KeyCommand("p", "pause", _pause, "pause the training between two steps, or resume it"),
+    KeyCommand("space", "freeze", _freeze, "freeze the picture; the training goes on"),
     KeyCommand(
         "esc",
-        "escape",
         "unzoom",
         lambda scene: "all panels" if scene.view.zoom else "end search" if _finding(scene) else None,
         "back to all panels; end a search",
+        "escape",
     ),
-    KeyCommand("n", "n", "next(1)", _when(_finding, "older"), "during a search: the next older line"),
-    KeyCommand("N", "N", "next(-1)", _when(_finding, "newer"), "during a search: the next newer line"),
-    KeyCommand("end", "end", f"scroll({FAR})", _behind, "to the end of the output, and follow it"),
+    KeyCommand("n", "next(1)", _when(_finding, "older"), "during a search: the next older line"),
+    KeyCommand("N", "next(-1)", _when(_finding, "newer"), "during a search: the next newer line"),
+    KeyCommand("end", f"scroll({FAR})", _behind, "to the end of the output, and follow it"),
     KeyCommand(
         "1-5",
-        "",
         "",
         lambda scene: None if scene.view.zoom else "panel",
         "go to a panel; press again for full screen and back. tab, arrows and the mouse work too",
     ),
     KeyCommand(
-        "enter",
         "enter",
         "zoom",
         lambda scene: None if scene.view.zoom else "zoom",
@@ -118,43 +116,33 @@ COMMANDS: tuple[KeyCommand, ...] = (
     ),
     KeyCommand(
         "/",
-        "slash",
         "find",
         lambda scene: "find" if "output" in (scene.view.focus, scene.view.zoom) else "",
         "find a word in the script's output, the newest line first",
+        "slash",
     ),
-    KeyCommand("n", "n", "next(1)", _when(_several_roots, "next call"), "in panel 2: the next root or call of a step"),
+    KeyCommand("n", "next(1)", _when(_several_roots, "next call"), "in panel 2: the next root or call of a step"),
     KeyCommand(
-        "i",
         "i",
         "type_line",
         _when(lambda s: s.can_type and not s.over and not s.ending, "input"),
         "send a line to the script",
     ),
+    KeyCommand("c", "sample", _when(_communicates, "collectives"), "record the collectives of one of the next steps"),
+    KeyCommand(".", "rank(1)", _when(_ranks, "rank"), "panel 3 of the straggler, then of the next rank", "full_stop"),
+    KeyCommand(",", "rank(-1)", _when(_ranks, ""), "panel 3 of the rank before", "comma"),
+    KeyCommand("w", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "show the newest warnings"),
+    KeyCommand("[ ]", "", _always("range"), "a shorter or longer time range for histories and figures"),
+    KeyCommand("s", "picture", _always("picture"), "save a picture of the screen (SVG); ctrl+s while typing"),
+    KeyCommand("e", "export", _always("export"), "export all records: JSON, CSV, Perfetto; in the background"),
+    KeyCommand("r", "report", _always("report"), "the report: what happened in the run so far"),
+    KeyCommand("x", "stop", _when(_stoppable, "stop"), "stop the training; asks first"),
+    KeyCommand("t", "theme", _always("theme"), "the next theme: dark, light, colour-blind, mono, ASCII"),
+    KeyCommand("+ -", "", _always("refresh"), "draw the screen more or less often"),
+    KeyCommand("o", "next_output", _when(lambda s: s.outputs > 1, "output file"), "show the other output file"),
+    KeyCommand(":", "palette", _always("more"), "list everything that can be done now; type to filter", "colon,ctrl+p"),
+    KeyCommand("?", "help", _always("help"), "show what the words and keys mean", "question_mark,h,f1"),
     KeyCommand(
-        "c", "c", "sample", _when(_communicates, "collectives"), "record the collectives of one of the next steps"
-    ),
-    KeyCommand(".", "full_stop", "rank(1)", _when(_ranks, "rank"), "panel 3 of the straggler, then of the next rank"),
-    KeyCommand(",", "comma", "rank(-1)", _when(_ranks, ""), "panel 3 of the rank before"),
-    KeyCommand("w", "w", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "show the newest warnings"),
-    KeyCommand("[ ]", "", "", _always("range"), "a shorter or longer time range for histories and figures"),
-    KeyCommand("s", "s", "picture", _always("picture"), "save a picture of the screen (SVG); ctrl+s while typing"),
-    KeyCommand("e", "e", "export", _always("export"), "export all records: JSON, CSV, Perfetto; in the background"),
-    KeyCommand("r", "r", "report", _always("report"), "the report: what happened in the run so far"),
-    KeyCommand("x", "x", "stop", _when(_stoppable, "stop"), "stop the training; asks first"),
-    KeyCommand("t", "t", "theme", _always("theme"), "the next theme: dark, light, colour-blind, mono, ASCII"),
-    KeyCommand("+ -", "", "", _always("refresh"), "draw the screen more or less often"),
-    KeyCommand(
-        "o",
-        "o",
-        "next_output",
-        _when(lambda s: s.outputs > 1, "output file"),
-        "show the other output file",
-    ),
-    KeyCommand(":", "colon,ctrl+p", "palette", _always("more"), "list everything that can be done now; type to filter"),
-    KeyCommand("?", "question_mark,h,f1", "help", _always("help"), "show what the words and keys mean"),
-    KeyCommand(
-        "q",
         "q",
         "leave",
         lambda scene: "close" if scene.over or scene.playing is not None else "leave",
@@ -163,22 +151,22 @@ COMMANDS: tuple[KeyCommand, ...] = (
 )
 
 
-def _played(key: str, names: str, action: str, description: str) -> KeyCommand:
-    return KeyCommand(key, names, action, lambda scene: None if scene.playing is None else "", description)
+def _played(key: str, action: str, description: str, names: str = "") -> KeyCommand:
+    return KeyCommand(key, action, lambda scene: None if scene.playing is None else "", description, names)
 
 
 PLAYED: tuple[KeyCommand, ...] = (
-    _played("space", "space", "play", "play or stop; at the end, start again"),
-    _played(".", "full_stop", "step(1)", "to the next step"),
-    _played(",", "comma", "step(-1)", "to the step before"),
-    _played("f", "f", "seek(10)", "10 seconds on"),
-    _played("b", "b", "seek(-10)", "10 seconds back"),
-    _played("F", "F", "seek(60)", "a minute on"),
-    _played("B", "B", "seek(-60)", "a minute back"),
-    _played(">", "greater_than_sign", "change_speed(1)", "play faster, up to 100 times"),
-    _played("<", "less_than_sign", "change_speed(-1)", "play slower, down to 0.1 times"),
-    _played("g", "g", "seek_to(0.0)", "to the beginning"),
-    _played("G", "G", "seek_to(1.0)", "to the end"),
+    _played("space", "play", "play or stop; at the end, start again"),
+    _played(".", "step(1)", "to the next step", "full_stop"),
+    _played(",", "step(-1)", "to the step before", "comma"),
+    _played("f", "seek(10)", "10 seconds on"),
+    _played("b", "seek(-10)", "10 seconds back"),
+    _played("F", "seek(60)", "a minute on"),
+    _played("B", "seek(-60)", "a minute back"),
+    _played(">", "change_speed(1)", "play faster, up to 100 times", "greater_than_sign"),
+    _played("<", "change_speed(-1)", "play slower, down to 0.1 times", "less_than_sign"),
+    _played("g", "seek_to(0.0)", "to the beginning"),
+    _played("G", "seek_to(1.0)", "to the end"),
 )
 """Commands of a playback; the time line shows some of their keys."""
 _PAIRS: tuple[tuple[str, str, str, str], ...] = (
@@ -193,7 +181,7 @@ _PANEL_KEYS = tuple((str(number), f"panel('{name}')", name) for number, name in 
 ACTIONS: dict[str, str] = {
     name: action
     for names, action in (
-        *((command.names, command.action) for command in COMMANDS if command.names),
+        *((command.names or command.key, command.action) for command in COMMANDS if command.action),
         *((names, action) for _, names, action, _ in _PAIRS),
         *((key, action) for key, action, _ in _PANEL_KEYS),
         ("up", "arrow('up')"),
@@ -213,7 +201,7 @@ ACTIONS: dict[str, str] = {
 """The action of each key, by Textual's name of the key."""
 ANYWHERE = ("ctrl+c", "ctrl+q")
 """Keys that have their action in dialogs, too."""
-PLAYED_ACTIONS = ACTIONS | {command.names: command.action for command in PLAYED}
+PLAYED_ACTIONS = ACTIONS | {command.names or command.key: command.action for command in PLAYED}
 """The action of each key in a playback."""
 
 
@@ -222,7 +210,7 @@ def possible(scene: Scene) -> list[tuple[str, str, str]]:
     found = [
         (d.key, "close this screen" if word == "close" else d.description, d.action)
         for d in (*PLAYED, *COMMANDS)
-        if d.names and d.action != "palette" and (word := d.footer_word(scene)) is not None
+        if d.action not in ("", "palette") and (word := d.footer_word(scene)) is not None
     ]
     found += [(key, description, action) for key, _, action, description in _PAIRS]
     return found + [(key, f"go to panel {panel_name(scene, name)}", action) for key, action, name in _PANEL_KEYS]

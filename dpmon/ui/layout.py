@@ -11,14 +11,17 @@ _BATCH = 9
 
 
 class Slot(NamedTuple):
-    """A panel's place in cells; a `folded` panel is one row with its title and main number."""
+    """A panel's place in cells."""
 
-    panel: str
     x: int
     y: int
     width: int
     height: int
-    folded: bool = False
+
+    @property
+    def folded(self) -> bool:
+        """Whether the panel is one row with its title and main number."""
+        return self.height == 1
 
 
 def is_wide(width: int) -> bool:
@@ -34,15 +37,15 @@ def arrange(
     `devices`, `replicas` and `batch`: rows that the content of these panels needs. Panels without a place are hidden.
     """
     if width < MIN_WIDTH or height < MIN_HEIGHT:
-        return {"small": Slot("small", 0, 0, width, height)}
+        return {"small": Slot(0, 0, width, height)}
     head = 2 if is_wide(width) else 3
     slots = {
-        "status": Slot("status", 0, 0, width, head),
-        "footer": Slot("footer", 0, height - 1, width, 1),
+        "status": Slot(0, 0, width, head),
+        "footer": Slot(0, height - 1, width, 1),
     }
     body = height - head - 1
     if zoom is not None:
-        slots[zoom] = Slot(zoom, 0, head, width, body)
+        slots[zoom] = Slot(0, head, width, body)
     elif is_wide(width):
         slots.update(_two_columns(width, head, body, devices, replicas, batch))
     else:
@@ -56,20 +59,20 @@ def _two_columns(width: int, top: int, body: int, devices: int, replicas: int, b
         upper = min(max(devices, replicas) + 3, body // 2)
         lower = body - upper
         return {
-            "devices": Slot("devices", 0, top, half, upper),
-            "replicas": Slot("replicas", half, top, width - half, upper),
-            "batch": Slot("batch", 0, top + upper, half, lower),
-            "output": Slot("output", half, top + upper, width - half, lower),
+            "devices": Slot(0, top, half, upper),
+            "replicas": Slot(half, top, width - half, upper),
+            "batch": Slot(0, top + upper, half, lower),
+            "output": Slot(half, top + upper, width - half, lower),
         }
     upper = min(max(devices + 2, replicas + 3, 5), max(body // 3, 7))
     middle = min(max(body * 3 // 8, min(batch + 2, body - upper - 11), 11), 24)
     lower = body - upper - middle
     return {
-        "devices": Slot("devices", 0, top, half, upper),
-        "replicas": Slot("replicas", half, top, width - half, upper),
-        "batch": Slot("batch", 0, top + upper, width, middle),
-        "compare": Slot("compare", 0, top + upper + middle, half, lower),
-        "output": Slot("output", half, top + upper + middle, width - half, lower),
+        "devices": Slot(0, top, half, upper),
+        "replicas": Slot(half, top, width - half, upper),
+        "batch": Slot(0, top + upper, width, middle),
+        "compare": Slot(0, top + upper + middle, half, lower),
+        "output": Slot(half, top + upper + middle, width - half, lower),
     }
 
 
@@ -80,27 +83,20 @@ def _one_column(width: int, top: int, body: int, devices: int, replicas: int) ->
     def put(panel: str, height: int) -> None:
         nonlocal y
         if height > 0:
-            slots[panel] = Slot(panel, 0, y, width, height, folded=height == 1)
+            slots[panel] = Slot(0, y, width, height)
             y += height
 
     wished = min(max(replicas + 3, 5), 11)
-    if body >= 40:
-        put("devices", min(max(devices + 2, 4), 10))
-        put("replicas", wished)
-        put("batch", min(body // 4, 12))
-        put("compare", 8)
-        put("output", top + body - y)
-        return slots
     if body >= 27:
-        put("devices", min(max(devices + 2, 4), 6))
-        put("replicas", min(wished, 8))
-        put("batch", min(body // 3, 9))
-        put("output", top + body - y)
-        return slots
-    if body >= 18:
+        tall = body >= 40
+        put("devices", min(max(devices + 2, 4), 10 if tall else 6))
+        put("replicas", wished if tall else min(wished, 8))
+        put("batch", min(body // 4, 12) if tall else min(body // 3, 9))
+        put("compare", 8 if tall else 0)
+    elif body >= 18:
         half = width // 2
-        slots["devices"] = Slot("devices", 0, y, half, 1, folded=True)
-        slots["compare"] = Slot("compare", half, y, width - half, 1, folded=True)
+        slots["devices"] = Slot(0, y, half, 1)
+        slots["compare"] = Slot(half, y, width - half, 1)
         y += 1
         put("replicas", max(min(wished, body - 1 - _BATCH - 4), 5))
         put("batch", min(max(top + body - y - 4, _BATCH), _BATCH + 1))

@@ -41,7 +41,7 @@ def places(scene: Scene, width: int, height: int) -> dict[str, Slot]:
         zoom=scene.view.zoom,
     )
     if line:
-        slots["timeline"] = Slot("timeline", 0, height - 1, width, 1)
+        slots["timeline"] = Slot(0, height - 1, width, 1)
     return slots
 
 

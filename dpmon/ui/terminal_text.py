@@ -280,23 +280,17 @@ class Sgr:
         elif code in (38, 48):
             colour, used = _extended(numbers[index + 1 : index + 5])
             if colour is not None:
-                self._colour(code == 38, colour)
+                setattr(self, "fg" if code == 38 else "bg", colour)
             return index + 1 + used
         elif 30 <= code <= 37 or 90 <= code <= 97:
-            self._colour(True, f"color({code - 30 if code < 40 else code - 82})")
+            self.fg = f"color({code - 30 if code < 40 else code - 82})"
         elif 40 <= code <= 47 or 100 <= code <= 107:
-            self._colour(False, f"color({code - 40 if code < 50 else code - 92})")
+            self.bg = f"color({code - 40 if code < 50 else code - 92})"
         elif code == 39:
             self.fg = ""
         elif code == 49:
             self.bg = ""
         return index + 1
-
-    def _colour(self, front: bool, colour: str) -> None:
-        if front:
-            self.fg = colour
-        else:
-            self.bg = colour
 
 
 @lru_cache(maxsize=256)

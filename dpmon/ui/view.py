@@ -25,8 +25,6 @@ class PanelView(Widget):
         self.look = look
         self.rows: list[Row] = []
         """The drawn rows."""
-        self._strips: dict[int, Strip] = {}
-        """The strips of rows that Textual has drawn, by row; cached until the row changes."""
 
     def place(self, x: int, y: int, width: int, height: int) -> bool:
         """Place the widget; returns whether Textual has already laid it out in this place."""
@@ -50,8 +48,6 @@ class PanelView(Widget):
         changed = [i for i, row in enumerate(fresh) if i >= len(before) or row != before[i]]
         if not changed and len(fresh) == len(before):
             return
-        for index in (*changed, *range(len(fresh), len(before))):
-            self._strips.pop(index, None)
         self.rows = fresh
         if changes is not None and len(fresh) == len(before):
             for y in changed:
@@ -65,7 +61,7 @@ class PanelView(Widget):
     def set_look(self, look: Look) -> None:
         """Draw everything again, with another look, at the next `show`."""
         self.look = look
-        self.rows, self._strips = [], {}
+        self.rows = []
 
     def text(self) -> list[str]:
         """The rows' text, for tests."""
@@ -82,9 +78,7 @@ class PanelView(Widget):
     def render_line(self, y: int) -> Strip:
         """One row of the picture; blank beyond its end."""
         if y < len(self.rows):
-            if y not in self._strips:
-                self._strips[y] = self._strip(self.rows[y])
-            return self._strips[y].adjust_cell_length(self.size.width, self.look.style(""))
+            return self._strip(self.rows[y]).adjust_cell_length(self.size.width, self.look.style(""))
         return Strip.blank(self.size.width, self.look.style(""))
 
 

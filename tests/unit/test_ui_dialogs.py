@@ -111,12 +111,14 @@ async def test_the_list_of_commands_changes_at_the_end(directory: Path) -> None:
         await on.press("colon")
         dialog = on.app.screen
         assert isinstance(dialog, Commands)
-        assert "stop" in {action for _, _, action in dialog.commands}
-        await on.press(*("down",) * (1 + [action for _, _, action in dialog.commands].index("report") - 1))
+        assert "stop" in {action for _, _, action in dialog.matching()}
+        await on.press(*("down",) * (1 + [action for _, _, action in dialog.matching()].index("report") - 1))
         on.end(0)
-        await on.until(lambda: "stop" not in {action for _, _, action in dialog.commands}, "the new list")
-        assert {action for _, _, action in dialog.commands}.isdisjoint({"toggle_mode", "pause", "freeze", "type_line"})
-        assert dialog.matching()[dialog.at][2] == "report"
+        await on.until(lambda: "stop" not in {action for _, _, action in dialog.matching()}, "the new list")
+        assert {action for _, _, action in dialog.matching()}.isdisjoint(
+            {"toggle_mode", "pause", "freeze", "type_line"}
+        )
+        assert dialog.matching()[dialog._choice()[1]][2] == "report"
 
 
 @pytest.mark.parametrize("opener", ["e", "slash", "question_mark", "r"])

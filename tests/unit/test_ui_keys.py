@@ -357,7 +357,7 @@ async def test_the_palette_lists_what_is_possible_and_does_it(tmp_path: Path) ->
         await on.press("ctrl+p")
         palette = on.app.screen
         assert isinstance(palette, Commands)
-        offered = [key for key, _, _ in palette.commands]
+        offered = [key for key, _, _ in palette.matching()]
         assert "d" in offered
         assert "w" not in offered, "there are no warnings"
         assert "i" not in offered, "nobody reads input"
@@ -380,7 +380,7 @@ async def test_a_key_typed_into_the_list_of_commands_is_chosen_before_words(tmp_
             assert isinstance(palette, Commands)
             found = palette.matching()
             assert found[0][::2] == (key, action), "without the rule, a command with the letter in its words is first"
-            assert palette.at == 0
+            assert palette._choice()[1] == 0
             assert len(found) > 1, "the words still count"
             await on.press("escape")
             await on.until(lambda: len(on.app.screen_stack) == 1, "the list to close")

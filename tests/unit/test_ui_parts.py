@@ -15,7 +15,7 @@ from dpmon.text.cells import cut
 from dpmon.text.palettes import FEW, PALETTES, Palette
 from dpmon.ui.chart import ceiling, filled_bar, range_bar, resampled, spark
 from dpmon.ui.dialogs import LineDialog
-from dpmon.ui.footer import footer, key_at, keys
+from dpmon.ui.footer import footer, hints, key_at
 from dpmon.ui.help import help_rows
 from dpmon.ui.look import ASCII, COLOUR, LETTERS, MONO, UNICODE, Look, choose
 from dpmon.ui.panels.panel_output import shifted
@@ -47,7 +47,7 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
     scene = replace(a_scene(), pausing=Pausing(possible=True))
     if over:
         scene = replace(a_scene(), can_toggle=False, can_type=False, ended=RunEnd(1, None, 1))
-    everything = {f"{key} {word}" for key, word in keys(scene)}
+    everything = {f"{key} {word}" for key, word in [hint[:2] for hint in hints(scene)]}
     least = len(everything)
     for width in range(200, 39, -1):
         row = footer(scene, width, LOOK)[0]

@@ -11,7 +11,7 @@ from situations import FACTS, LOOK, MONO_ASCII, scene_of, situations, state_of, 
 from synthetic import SECOND, Training, host_event
 
 from dpmon.model.state import PauseChange, State, WarningText
-from dpmon.ui.footer import keys
+from dpmon.ui.footer import hints
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange
 from dpmon.ui.look import Look
 from dpmon.ui.paint import whole
@@ -216,7 +216,7 @@ def test_warnings_are_shown_and_have_a_key() -> None:
     scene = warned(scene_of(Training()), "the hook\x1b[2J took itself out")
     text = text_of(scene, 120, 40)
     assert "warning: the hook\ufffd[2J took itself out" in text
-    assert ("w", "warnings") in keys(scene)
+    assert ("w", "warnings") in [hint[:2] for hint in hints(scene)]
 
 
 @pytest.mark.parametrize(

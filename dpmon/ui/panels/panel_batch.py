@@ -90,7 +90,8 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Figures) -
     most = 0 if height <= _LEAST else 1 if height < _TALL else 2
     remarks = notes(scene, process, numbers, timeline, width, most, look)
     height -= len(remarks)
-    columns = _with_column(process, numbers)
+    # Every phase that ran has a column, and the usual phases of this kind of training.
+    columns = [phase for phase in numbers.parts if phase.ran or usual(process, phase.name)]
     table = _table(columns, numbers, width, look, height)
     if numbers.counted and height >= _TALL:
         texts = (quantity_words(*each, numbers.steps) for each in numbers.counted)
@@ -144,11 +145,6 @@ def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
     if letter == ".":
         return [("." if not look.colour or look.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
     return [*([(text[:at], "")] if at else []), (letter, f"chip.{phase}"), (text[at + 1 :], "")]
-
-
-def _with_column(process: Process, numbers: Figures) -> list[PhaseFigures]:
-    """The phases with a column: every phase that ran, and the usual phases of this kind of training."""
-    return [phase for phase in numbers.parts if phase.ran or usual(process, phase.name)]
 
 
 def _table(columns: Sequence[PhaseFigures], numbers: Figures, width: int, look: Look, height: int) -> list[Row]:
@@ -265,8 +261,10 @@ def notes(
         *host_waits(numbers.parts),
         *partly_timed(numbers.parts),
         *missing(process, numbers.parts),
-        *(_not_drawn(timeline) if timeline is not None else ()),
     ]
+    if timeline is not None and timeline.missing_spans:
+        more = f"{group(timeline.missing_spans)} spans of the last step are not drawn"
+        texts.append(f"{more}: only the first {MAX_SPANS} of a step are recorded")
     if not texts or not most:
         return []
     text = f" {look.glyphs.middot} ".join(texts)
@@ -309,14 +307,6 @@ def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:
         if not phase.ran and usual(process, phase.name):
             reasons.setdefault(_why(process, call, phase.name), []).append(phase.name)
     return [f"no {_names(names)}: {reason}" for reason, names in reasons.items()]
-
-
-def _not_drawn(timeline: StepTimeline) -> list[str]:
-    """Why parts of the last step are not drawn."""
-    if not timeline.missing_spans:
-        return []
-    more = group(timeline.missing_spans)
-    return [f"{more} spans of the last step are not drawn: only the first {MAX_SPANS} of a step are recorded"]
 
 
 def _names(names: Sequence[str]) -> str:

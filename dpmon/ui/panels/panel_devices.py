@@ -16,7 +16,7 @@ from dpmon.model.state import DeviceTrack
 from dpmon.record.plainjson import number_in
 from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.quantities import UNKNOWN, memory, memory_of
-from dpmon.ui.chart import area, filled_bar, resampled, spark
+from dpmon.ui.chart import area, filled_bar, history, resampled
 from dpmon.ui.device_facts import device_name, facts, label, mine, reasons, rounded
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, fit, width_of
@@ -183,10 +183,6 @@ class _DeviceTable:
             rows.append(self.third(track))
         return rows
 
-    def _history(self, values: Sequence[float | None], count: int) -> str:
-        shown = resampled(values, count, self.span, self.graph)
-        return spark(shown, self.graph, self.look.glyphs)
-
     def first(self, index: int, track: DeviceTrack, each: int) -> Row:
         data = track.data
         ours = mine(data)
@@ -196,7 +192,7 @@ class _DeviceTable:
         if self.name:
             row += fit([(device_name(data), "" if ours else "dim")], self.name + 1, self.look.glyphs.more)
         row += [
-            (self._history(track.util, track.second + 1), "bar" if ours else "dim"),
+            (history(track.util, track.second, self.span, self.graph, self.look.glyphs), "bar" if ours else "dim"),
             (right(rounded(util, "%"), 6), "bold" if ours else "dim"),
             ("  ", ""),
         ]
@@ -215,7 +211,7 @@ class _DeviceTable:
         lead = self.head + (self.name + 1 if self.name else 0)
         row: Row = [
             (("memory" if lead >= 7 else "mem").ljust(lead), "dim"),
-            (self._history(track.mem, track.second + 1), "bar" if not ours else "dim"),
+            (history(track.mem, track.second, self.span, self.graph, self.look.glyphs), "bar" if not ours else "dim"),
             (right(rounded(share, "%"), 6), ours),
         ]
         figures = _figures(data, ours, (11, 7, 9), limited=True)
@@ -273,10 +269,9 @@ def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, scene: Scene, l
         style = "" if mine(track.data) else "dim"
         util = number_in(track.data, "util_pct")
         share = track.mem[-1] if track.mem else None
-        shown = resampled(track.util, track.second + 1, scene.device_span_s, graph)
         return [
             (label(index, track.data).ljust(head), style or "bold"),
-            (spark(shown, graph, look.glyphs), style or "bar"),
+            (history(track.util, track.second, scene.device_span_s, graph, look.glyphs), style or "bar"),
             (right(rounded(util, "%"), 6), style or "bold"),
             (" ", ""),
             *_memory_bar(track.data, space, look),
@@ -328,8 +323,8 @@ def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) 
         of_run += [(right(memory(held), 10), "")]
     whole = [*load, *of_run] if tall or width >= width_of([*load, *of_run]) + 9 + _LEAST_GRAPH else load
     graph = max(min(width - 9 - width_of(whole), 60), 6)
-    values = resampled(track.util, track.second + 1, scene.device_span_s, graph)
-    rows: list[Row] = [[("host cpu ", "dim"), (spark(values, graph, look.glyphs), "bar"), *whole]]
+    load_so_far = history(track.util, track.second, scene.device_span_s, graph, look.glyphs)
+    rows: list[Row] = [[("host cpu ", "dim"), (load_so_far, "bar"), *whole]]
     if tall:
         dots = width * (2 if look.glyphs.braille else 1)
         values = resampled(track.util, track.second + 1, scene.device_span_s, dots)

@@ -16,7 +16,7 @@ from dpmon.text.cells import right, span_width
 from dpmon.text.quantities import UNKNOWN, count_of, duration, group
 from dpmon.ui.chart import busy_bar, busy_legend
 from dpmon.ui.look import Look
-from dpmon.ui.panels.panel_replicas import every_size, kind, shown, size_text
+from dpmon.ui.panels.panel_replicas import every_size, kind, name_of, shown, size_text
 from dpmon.ui.panels.panel_status import reports_stall_or_straggler
 from dpmon.ui.rows import Row, TableColumn, fit, lines, table_rows, width_of
 from dpmon.ui.scene import RANK_NAMES, Scene, devices_in_short
@@ -55,14 +55,14 @@ def applies(scene: Scene) -> bool:
     return track is None or len(track.last.replicas) <= 1
 
 
-def _rows(scene: Scene, room: int) -> tuple[list[tuple[Process, CallTrack | None]], int]:
-    """At most `room` processes, each with its chosen or newest call, and the number of all processes."""
+def _rows(scene: Scene, room: int) -> list[tuple[Process, CallTrack | None]]:
+    """At most `room` processes, each with its chosen or newest call."""
     processes = scene.state.training
     track = shown(scene)
     key = (track.last.root, track.last.via) if track is not None else ("", None)
     own = [process.calls.get(process.newest) if process.newest is not None else None for process in processes]
     rows = [(process, process.calls.get(key, newest)) for process, newest in zip(processes, own, strict=True)]
-    return rows[: max(room, 1)], len(processes)
+    return rows[: max(room, 1)]
 
 
 def _known(scene: Scene) -> Communication | None:
@@ -89,17 +89,13 @@ def wanted_rows(scene: Scene) -> int:
 def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     """The panel's title, and its main number."""
     processes = scene.state.training
-    dot = f" {look.glyphs.middot} "
     track = shown(scene)
-    name = ""
-    of: Row = []
+    what: Row = []
     if track is not None:
-        of = kind(track.last, look)
-        via = clean(track.last.via, 40) if track.last.via else "bare module"
-        name = f"{dot}{clean(track.last.root, 60)}{dot}{via}"
+        what = [*kind(track.last, look), (name_of(track.last, f" {look.glyphs.middot} "), "")]
     newest = max((p.last_step.step for p in processes if p.last_step is not None), default=None)
     corner: Row = [("step", "dim"), (right(group(newest), 9), "")]
-    return [(RANK_NAMES["replicas"], "title"), *of, (name, "")], corner
+    return [(RANK_NAMES["replicas"], "title"), *what], corner
 
 
 def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
@@ -159,13 +155,13 @@ def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int
         rows += lines(f"no rank holds the others up (last {count_of(found.joined, 'step')})", width)
     for note in found.other_waits():
         rows += lines(note, width)
-    rows += _missing([process for process, _ in _rows(scene, len(found.ranks))[0]], len(scene.state.training))
+    rows += _missing([process for process, _ in _rows(scene, len(found.ranks))], len(scene.state.training))
     return rows[:most]
 
 
 def _ranks(scene: Scene, found: Communication) -> list[_Rank]:
     """The ranks of the table by number; if there are many, only the slowest ranks, the slowest first."""
-    processes, _ = _rows(scene, len(found.ranks))
+    processes = _rows(scene, len(found.ranks))
     times = {one.process: one for one in found.ranks}
     rows = [_Rank(process, track, times[process.process]) for process, track in processes if process.process in times]
     if len(processes) <= MAPPED:
@@ -263,7 +259,8 @@ def _device(one: _Rank) -> str:
 
 def _sizes_table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """A header, one row per rank with its sizes and medians, and why the waits are unknown."""
-    rows, count = _rows(scene, max(height, 2) + 1 + scene.view.scrolled.get("replicas", 0))
+    count = len(scene.state.training)
+    rows = _rows(scene, max(height, 2) + 1 + scene.view.scrolled.get("replicas", 0))
     ins = [size_text(track.last.inputs) if track else UNKNOWN for _, track in rows]
     outs = [size_text(track.last.outputs) if track else UNKNOWN for _, track in rows]
     device = min(max([span_width(_of_call(track)) for _, track in rows] + [6]), 10)
@@ -316,9 +313,8 @@ def _of_call(track: CallTrack | None) -> str:
 def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel at full size: the table, then every size of every rank by its path."""
     drawn = table(scene, width, height, look)
-    rows, _ = _rows(scene, height + scene.view.scrolled.get("replicas", 0))
     drawn.append([])
-    for process, track in rows:
+    for process, track in _rows(scene, height + scene.view.scrolled.get("replicas", 0)):
         pid, ranks = process.info.pid, process.info.world or UNKNOWN
         who = f"process {process.process}" if process.rank is None else f"rank {process.rank} of {ranks}"
         drawn.append([(f"{who}  {_of_call(track)}", "bold"), (f"  pid {UNKNOWN if pid is None else pid}", "dim")])

@@ -81,13 +81,17 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
         return [(NAMES["replicas"], "title")], []
     call = choice.track.last
     dot = f" {look.glyphs.middot} "
-    name = f"{dot}{clean(call.root, 60)}{dot}{clean(call.via, 40) if call.via else 'bare module'}"
     part = f"{dot}call {choice.nth} of {choice.of} a step" if choice.of > 1 else ""
     many = f"{dot}newest of {count}" if count > 1 and not which else f"{dot}{which} of {count}" if which else ""
     corner: Row = [("call", "dim"), (right(group(call.call), 9), "")]
     head = "2 Stages" if _staged(call) else NAMES["replicas"]
     # The names come last, so that they are cut before the number of the choice.
-    return [(head, "title"), (many + part, ""), *kind(call, look), (name, "")], corner
+    return [(head, "title"), (many + part, ""), *kind(call, look), (name_of(call, dot), "")], corner
+
+
+def name_of(call: Call, dot: str) -> str:
+    """The root of a call, and what calls it; `dot` separates them."""
+    return f"{dot}{clean(call.root, 60)}{dot}{clean(call.via, 40) if call.via else 'bare module'}"
 
 
 def kind(call: Call, look: Look) -> Row:

@@ -30,7 +30,7 @@ def status(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     fact = _message(scene, look, width - 2)
     warned = bool(fact) and fact == _warning(scene)
     message: Row = [(" ", ""), *fact]
-    if alive.detail not in plain(rows[0]) and not _has_answer(scene, look):
+    if alive.detail not in plain(rows[0]) and scene.stopping is None and not answer(scene, look):
         state: Row = [(" ", ""), (f"{alive.word}: ", alive.style), (alive.detail, ""), ("  ", "")]
         if warned:  # show both; a row that is too narrow shows the warning's beginning
             room = width - width_of(_missed(scene)) - span_width(_ALL_OF_IT)
@@ -54,14 +54,10 @@ def _speed(scene: Scene) -> Speed:
     return speed(process, scene.state, scene.now_ns)
 
 
-def _sign(alive: Life, look: Look) -> tuple[str, str]:
-    signs = {"good": look.glyphs.dot, "bad": look.glyphs.cross}
-    return (signs.get(alive.style, look.glyphs.ring), alive.style)
-
-
 def _state(scene: Scene, alive: Life, width: int, look: Look) -> Row:
     frozen: Row = [("FROZEN ", "wait")] if scene.view.frozen else []
-    row: Row = [*frozen, _sign(alive, look), (" " + alive.word, alive.style)]
+    sign = {"good": look.glyphs.dot, "bad": look.glyphs.cross}.get(alive.style, look.glyphs.ring)
+    row: Row = [*frozen, (f"{sign} {alive.word}", alive.style)]
     # Show the detail in full or not at all: if it does not fit here, the row below shows it.
     detail: Row = [(f" {alive.detail}", "dim")] if alive.detail else []
     return fit([*row, *detail] if width_of(row) + width_of(detail) <= width else row, width, look.glyphs.more)
@@ -186,11 +182,6 @@ def _missed(scene: Scene) -> Row:
     if not lost:
         return []
     return [(f"  {group(lost)} records dropped ", "wait")]
-
-
-def _has_answer(scene: Scene, look: Look) -> bool:
-    """Whether the row of the newest event holds an answer to the user."""
-    return scene.stopping is not None or bool(answer(scene, look))
 
 
 def reports_stall_or_straggler(scene: Scene, look: Look) -> bool:

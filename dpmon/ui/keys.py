@@ -225,24 +225,6 @@ def panel_name(scene: Scene, panel: str) -> str:
 # ------------------------------------------------------------------------------------------------ the view
 
 
-def to_panel(view: View, slots: Mapping[str, Slot], name: str) -> View:
-    """Go to a panel. If it is in focus already, or hidden, switch between full screen and back."""
-    if view.zoom is not None:
-        return replace(view, focus=name, zoom=None if view.zoom == name else name)
-    if view.focus == name or name not in slots or slots[name].folded:
-        return replace(view, focus=name, zoom=name)
-    return replace(view, focus=name)
-
-
-def next_panel(view: View, slots: Mapping[str, Slot], by: int) -> View:
-    """Go to the next panel on the screen; from a full-screen panel, to the next one on the full screen."""
-    here = PANELS.index(view.focus)
-    order = [PANELS[(here + by * i) % len(PANELS)] for i in range(1, len(PANELS) + 1)]
-    if view.zoom is not None:
-        return replace(view, focus=order[0], zoom=order[0])
-    return replace(view, focus=next((panel for panel in order if panel in slots), view.focus))
-
-
 def neighbour(view: View, slots: Mapping[str, Slot], way: str) -> View:
     """Go to the panel above, below, left or right of the one in focus, if there is one."""
     here = slots.get(view.focus)
@@ -263,11 +245,6 @@ def neighbour(view: View, slots: Mapping[str, Slot], way: str) -> View:
         if beyond[way] >= 0 and all(beyond[side] < 0 for side in across):
             found.append((beyond[way], index, name))
     return replace(view, focus=min(found)[2]) if found else view
-
-
-def zoomed(view: View) -> View:
-    """Show the panel in focus on the full screen, or go back."""
-    return replace(view, zoom=None if view.zoom is not None else view.focus)
 
 
 def other_range(view: View, by: int) -> View:

@@ -65,7 +65,8 @@ class Monitor(Stopping):
             self.action_panel(panel)
         else:
             # Use the view before the first click, which may have moved everything under the mouse.
-            self._see(replace(self.view, focus=self._clicked.focus, zoom=keys.zoomed(self._clicked).zoom))
+            before = self._clicked
+            self._see(replace(self.view, focus=before.focus, zoom=None if before.zoom is not None else before.focus))
 
     async def _press(self, key: str) -> None:
         """Act as if a key of the footer was pressed."""
@@ -99,12 +100,17 @@ class Monitor(Stopping):
         return "", 0
 
     def action_panel(self, name: str) -> None:
-        """Go to a panel, or zoom it."""
-        self._see(keys.to_panel(self.view, self.slots, name))
+        """Go to a panel. If it is in focus already, or hidden, switch between full screen and back."""
+        hidden = name not in self.slots or self.slots[name].folded
+        full = self.view.zoom != name and (hidden or self.view.focus == name)
+        self._see(replace(self.view, focus=name, zoom=name if full else None))
 
     def action_next_panel(self, by: int) -> None:
-        """Go to the next panel."""
-        self._see(keys.next_panel(self.view, self.slots, by))
+        """Go to the next panel on the screen; from a full-screen panel, to the next one on the full screen."""
+        view, here = self.view, PANELS.index(self.view.focus)
+        order = [PANELS[(here + by * i) % len(PANELS)] for i in range(1, len(PANELS) + 1)]
+        focus = next((panel for panel in order if view.zoom is not None or panel in self.slots), view.focus)
+        self._see(replace(view, focus=focus, zoom=view.zoom and focus))
 
     def action_arrow(self, way: str) -> None:
         """Move between panels; scroll within the output, or within a full-screen panel."""
@@ -120,7 +126,7 @@ class Monitor(Stopping):
 
     def action_zoom(self) -> None:
         """Show the panel in focus on the full screen, or go back."""
-        self._see(keys.zoomed(self.view))
+        self._see(replace(self.view, zoom=None if self.view.zoom is not None else self.view.focus))
 
     def action_unzoom(self) -> None:
         """Go back to all panels; if they are shown already, end the search."""

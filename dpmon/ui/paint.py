@@ -121,16 +121,14 @@ def _content(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -
         picture = second.zoomed if zoomed else second.table
         return title, corner, picture(scene, width, height, look)
     if panel == "batch":
-        numbers = panel_batch.figures(scene)
-        title, corner = panel_batch.title(scene, look, numbers, slot.width)
-        return title, corner, panel_batch.batch(scene, width, height, look, numbers)
+        title, corner = panel_batch.title(scene, look, slot.width)
+        return title, corner, panel_batch.batch(scene, width, height, look)
     if panel == "compare" and panel_communication.applies(scene):
         title, corner = panel_communication.title(scene, look, slot.folded)
         return title, corner, panel_communication.communication(scene, width, height, look)
     if panel == "compare":
-        found = panel_compare.figures(scene)
-        title, corner = panel_compare.title(found, look, slot.folded)
-        return title, corner, panel_compare.compare(scene, width, height, found, look)
+        title, corner = panel_compare.title(scene, look, slot.folded)
+        return title, corner, panel_compare.compare(scene, width, height, look)
     title, corner = panel_output.title(output, scene, slot.width, look)
     search = scene.view.search
     more = look.glyphs.more

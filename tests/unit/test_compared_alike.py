@@ -38,7 +38,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def judged(feed: Feed) -> tuple[Comparison, str]:
     scene = feed.scene(View(zoom="compare"))
     found = panel_compare.figures(scene)
-    return found, " ".join(plain(row) for row in panel_compare.compare(scene, 100, 30, found, LOOK))
+    return found, " ".join(plain(row) for row in panel_compare.compare(scene, 100, 30, LOOK))
 
 
 def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long: Path) -> None:

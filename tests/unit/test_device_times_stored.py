@@ -101,8 +101,7 @@ def test_the_screen_shows_host_and_device_side_by_side() -> None:
     assert "host time on device" in head
     assert "1.50 ms" in first
     assert "1.75 ms" in second
-    numbers = panel_batch.figures(scene)
-    rows = [plain(row).split() for row in panel_batch.batch(scene, 120, 14, LOOK, numbers)]
+    rows = [plain(row).split() for row in panel_batch.batch(scene, 120, 14, LOOK)]
     assert [row[0] for row in rows[1:5]] == ["share", "median", "device", "p95"]
     # As on the host, forward excludes the phases of the call: 4 - (0.5 + 1 + 2 + 0.25).
     values = " ".join(rows[3][1:])
@@ -117,5 +116,5 @@ def test_the_screen_without_devices_times_has_no_column_for_them() -> None:
     made = Training()
     scene = Scene(state_of([*made.begin(), *made.run(20)]), 3 * SECOND, Facts(script="x.py"), alive=True)
     assert "on device" not in plain(panel_replicas.table(scene, 100, 10, LOOK)[0])
-    rows = panel_batch.batch(scene, 120, 14, LOOK, panel_batch.figures(scene))
+    rows = panel_batch.batch(scene, 120, 14, LOOK)
     assert not any(plain(row).startswith("device") for row in rows)

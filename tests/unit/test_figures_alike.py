@@ -208,11 +208,10 @@ def on_screen(directory: Path, feed: Feed) -> tuple[Shown, str]:
         feed.scene(view)
         feed.tick()
     scene = feed.scene(view)
-    numbers = panel_batch.figures(scene)
-    title, corner = panel_batch.title(scene, LOOK, numbers, 120)
+    title, corner = panel_batch.title(scene, LOOK, 120)
     assert plain(title).endswith("whole run")
     found: Shown = {(*LAST[0], STEP, name): text for name, text in re.findall(rf"(\w+) +{_TIME}", plain(corner))}
-    head, *table = map(plain, panel_batch.batch(scene, 150, 40, LOOK, numbers)[:4])
+    head, *table = map(plain, panel_batch.batch(scene, 150, 40, LOOK)[:4])
     columns = [REST if phase.name == "forward" else phase.name for phase in PHASES if not phase.optional]
     assert [name.lower()[:3] for name in head.split()] == [
         "dat",
@@ -233,7 +232,7 @@ def on_screen(directory: Path, feed: Feed) -> tuple[Shown, str]:
         found |= {(*LAST[0], phase, name): text for phase, text in zip(columns, shown, strict=False)}
     rows: list[Row] = [
         *status(scene, 180, 2, LOOK),
-        *panel_compare.compare(scene, 100, 30, panel_compare.figures(scene), LOOK),
+        *panel_compare.compare(scene, 100, 30, LOOK),
     ]
     feed.close()
     return found, "\n".join(map(plain, rows))
@@ -324,7 +323,7 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     feed.tick()
     scene = feed.scene(View(zoom="batch", span_s=0))
     numbers = panel_batch.figures(scene)
-    assert "rank 0" in plain(panel_batch.title(scene, LOOK, numbers, 120)[0])
+    assert "rank 0" in plain(panel_batch.title(scene, LOOK, 120)[0])
     assert numbers.phases[0].median_ns == median
     feed.close()
     in_metrics(directory)
@@ -368,8 +367,7 @@ def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:
         evaluations = sum(window.figures(mode, True).steps for mode in ("dp", "single"))
     assert sum(one.count for one in columns if not one.evaluation) == training
     assert sum(one.count for one in columns if one.evaluation) == evaluations > 0
-    numbers = panel_batch.figures(scene)
-    drawn = "\n".join(plain(row) for row in panel_batch.batch(scene, 600, 40, LOOK, numbers))
+    drawn = "\n".join(plain(row) for row in panel_batch.batch(scene, 600, 40, LOOK))
     feed.close()
     assert "evaluation \u2500" in drawn
     assert f"{training} training and {evaluations} evaluation steps" in " ".join(

@@ -290,7 +290,7 @@ def test_the_last_step_shows_when_buckets_were_ready_and_what_was_exposed() -> N
     assert "▤" not in unknown
     several = plain(bucket_row(timeline._replace(buckets=(1_000_000, 1_000_001, 5_000_000)), 10, 100, 20e6, LOOK))
     assert "2" in several[10:20], "two buckets in one cell"
-    drawn = texts(panel_batch.batch(scene, 116, 16, LOOK, panel_batch.figures(scene)))
+    drawn = texts(panel_batch.batch(scene, 116, 16, LOOK))
     assert sum(line.startswith("buckets ") for line in drawn) == 1
 
 
@@ -319,13 +319,13 @@ def test_a_sampled_step_has_a_row_where_there_is_room() -> None:
     sample = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_reduce", 10, 2),))
     scene = replace(scene, state=replace(scene.state, last_sample=sample))
     for height, rows in ((16, 1), (10, 0)):
-        drawn = texts(panel_batch.batch(scene, 116, height, LOOK, panel_batch.figures(scene)))
+        drawn = texts(panel_batch.batch(scene, 116, height, LOOK))
         assert sum(line.startswith("sampled ") for line in drawn) == rows
 
 
 def test_panel_3_says_whose_times_it_has() -> None:
     def heading(scene: Scene) -> str:
-        return plain(panel_batch.title(scene, LOOK, panel_batch.figures(scene), 120)[0])
+        return plain(panel_batch.title(scene, LOOK, 120)[0])
 
     assert heading(scene_of(2, slow=1)) == "3 Batch · rank 0 · last 2 min"
     assert "rank" not in heading(scene_of(1))

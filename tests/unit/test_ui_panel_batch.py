@@ -138,7 +138,7 @@ def test_the_panel_says_which_parts_the_last_step_lacks() -> None:
 
     def said(**changes: Any) -> str:
         one = with_process(scene, last_step=step._replace(**changes))
-        rows = rows_text(panel_batch.batch(one, 200, 14, LOOK, panel_batch.figures(one)))
+        rows = rows_text(panel_batch.batch(one, 200, 14, LOOK))
         return rows[-1]
 
     assert said().startswith("r1")
@@ -150,7 +150,7 @@ def test_the_history_stacks_phases_in_their_order_and_marks_modes() -> None:
     training = Training(step_ns=50_000_000)
     payloads = [*training.begin(), *training.run(200), *training.switch("single"), *training.run(200)]
     scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
-    rows = panel_batch.batch(scene, 116, 20, LOOK, panel_batch.figures(scene))
+    rows = panel_batch.batch(scene, 116, 20, LOOK)
     (axis,) = (line for line in map(plain, rows) if "dp ─" in line)
     assert "│single " in axis
     process = scene.process
@@ -240,7 +240,7 @@ def ranged(seconds: int, span_s: int, *, over: bool) -> Scene:
 def test_the_columns_of_a_run_that_is_over_fill_the_axis(seconds: int, width: int) -> None:
     for span in (30, 120, 600, 0):
         scene = ranged(seconds, span, over=True)
-        rows = rows_text(panel_batch.batch(scene, width, 14, LOOK, panel_batch.figures(scene)))
+        rows = rows_text(panel_batch.batch(scene, width, 14, LOOK))
         at = next(index for index, row in enumerate(rows) if "dp ─" in row)
         assert len(rows[at].rstrip()) == len(rows[at - 1].rstrip()) == width, rows[at]
         assert " " not in rows[at - 1][8:], rows[at - 1]
@@ -249,7 +249,7 @@ def test_the_columns_of_a_run_that_is_over_fill_the_axis(seconds: int, width: in
 @pytest.mark.parametrize(("over", "span"), [(False, 600), (True, 600), (True, 0)])
 def test_the_axis_says_how_many_seconds_a_column_has(over: bool, span: int) -> None:
     scene = ranged(500, span, over=over)
-    rows = rows_text(panel_batch.batch(scene, 116, 14, LOOK, panel_batch.figures(scene)))
+    rows = rows_text(panel_batch.batch(scene, 116, 14, LOOK))
     (axis,) = [row for row in rows if "dp ─" in row]
     assert " 5 s a column " in axis, axis
 
@@ -263,7 +263,7 @@ def test_a_short_evaluation_has_its_word_in_the_history() -> None:
         training.now += SECOND
     payloads += training.run(40)
     scene = scene_of(training, 0, payloads)
-    rows = rows_text(panel_batch.batch(scene, 116, 14, LOOK, panel_batch.figures(scene)))
+    rows = rows_text(panel_batch.batch(scene, 116, 14, LOOK))
     assert any("│evaluation" in row for row in rows), rows
 
 
@@ -272,7 +272,7 @@ def test_a_mode_that_has_just_begun_leaves_the_end_on_the_axis() -> None:
     payloads = [*training.begin(), *training.run(20), *training.switch("single"), *training.run(3)]
     state = state_of(payloads, span_s=120)
     scene = Scene(state, training.now, FACTS, View(span_s=120))
-    rows = rows_text(panel_batch.batch(scene, 116, 14, LOOK, panel_batch.figures(scene)))
+    rows = rows_text(panel_batch.batch(scene, 116, 14, LOOK))
     (axis,) = [row for row in rows if "dp ─" in row]
     assert re.search(r"│single ─* \d\d:\d\d *$", axis), axis
 

@@ -251,11 +251,11 @@ def test_no_time_of_a_rank_is_cut_at_120_columns() -> None:
 
 def test_the_last_step_shows_a_late_or_slow_rank() -> None:
     scene = scene_of(3)
-    rows = [plain(row) for row in panel_batch.batch(scene, 116, 14, LOOK, panel_batch.figures(scene))]
+    rows = [plain(row) for row in panel_batch.batch(scene, 116, 14, LOOK)]
     lines = [row for row in rows if row.startswith(("last step", "rank"))]
     assert [line.split()[:2] for line in lines] == [["last", "step"], ["rank", "1"], ["rank", "2"]]
     slow = [float(line.split()[-2]) for line in lines]
     assert slow[2] > 1.5 * slow[0]
     many = scene_of(12, steps=20)
-    rows = [plain(row) for row in panel_batch.batch(many, 116, 14, LOOK, panel_batch.figures(many))]
+    rows = [plain(row) for row in panel_batch.batch(many, 116, 14, LOOK)]
     assert any("more ↓" in row and " to " in row for row in rows)

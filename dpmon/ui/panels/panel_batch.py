@@ -48,12 +48,12 @@ def figures(scene: Scene) -> Figures:
     return NO_STEPS if process is None else process.ranged
 
 
-def title(scene: Scene, look: Look, numbers: Figures, width: int) -> tuple[Row, Row]:
+def title(scene: Scene, look: Look, width: int) -> tuple[Row, Row]:
     """The panel's title with the time range, and the main numbers of that range, for a frame of `width` cells.
 
     In a narrow frame the last numbers give way to the mode or rank, then the time range does.
     """
-    process = scene.process
+    process, numbers = scene.process, figures(scene)
     if not numbers.steps or process is None:
         return [(NAMES["batch"], "title")], []
     span = span_words(scene.view.span_s)
@@ -80,9 +80,9 @@ def title(scene: Scene, look: Look, numbers: Figures, width: int) -> tuple[Row, 
     return [*head, (dot + span, "dim")] if width_of(corner) + width_of([(dot + span, "")]) <= room else head, corner
 
 
-def batch(scene: Scene, width: int, height: int, look: Look, numbers: Figures) -> list[Row]:
+def batch(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame: figures, history, the last step, and notes at the end."""
-    process = scene.process
+    process, numbers = scene.process, figures(scene)
     if process is None or not numbers.steps:
         return [[(scene.empty_reason("no step was traced", "no step has ended yet"), "dim")]]
     # If not all fit, the order of importance is: shares, medians, a row of notes, then the last step and the history.

@@ -32,8 +32,9 @@ def figures(scene: Scene) -> Comparison:
     return process.compared or Comparison() if process is not None else Comparison()
 
 
-def title(found: Comparison, look: Look, folded: bool) -> tuple[Row, Row]:
+def title(scene: Scene, look: Look, folded: bool) -> tuple[Row, Row]:
     """The panel's title, and its main numbers."""
+    found = figures(scene)
     corner: Row = []
     if found.outcome == "even":
         corner = [("too uncertain" if found.uncertain else "no difference shows", "dim")]
@@ -49,8 +50,9 @@ def title(found: Comparison, look: Look, folded: bool) -> tuple[Row, Row]:
     return [(NAMES["compare"], "title")], corner
 
 
-def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look) -> list[Row]:
+def compare(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame. The conclusion comes last and always fits."""
+    found = figures(scene)
     if not found.sides:
         return [[(scene.empty_reason("no step was traced", "no step has ended yet"), "dim")]]
     below = _notes(scene, found, width, look)

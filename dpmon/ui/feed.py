@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpmon.cleaning import clean
-from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import MOST_RANKS, State, Wanted, ended_of, toggle_refusal
 from dpmon.run.activities import QUIET_NS
 from dpmon.run.notes import traceback_line
@@ -22,6 +21,7 @@ from dpmon.ui.panels.panel_output import Output, Tail
 from dpmon.ui.scene import Facts, Pausing, RunEnd, Scene, Toggle, View, all_finished
 
 if TYPE_CHECKING:
+    from dpmon.model.snapshot import Snapshots
     from dpmon.store.queries import Store
 
 
@@ -42,6 +42,10 @@ FROZEN_RANKS = 2 * MOST_RANKS
 class Feed:
     """One run, live. `start` calls `open_reader`, so that the first picture waits for no file."""
 
+    _snapshots: Snapshots
+    _still: Snapshots
+    """Takes snapshots for a frozen picture."""
+
     def __init__(
         self,
         directory: Path,
@@ -57,10 +61,7 @@ class Feed:
         self._open_given = open_store
         self._clock = clock
         self._reader: RunReader | None = None
-        self._snapshots = Snapshots()
         self._wanted = Wanted()
-        self._still = Snapshots()
-        """Takes snapshots for a frozen picture."""
         self._facts = Facts(script=clean(directory.name, 100))
         self.ended: RunEnd | None = None
         """How the run ended; None while it runs or while its end is unknown."""
@@ -85,6 +86,9 @@ class Feed:
 
     def start(self) -> None:
         """Open the run. Raises the reader's error if the directory is not a run."""
+        from dpmon.model.snapshot import Snapshots
+
+        self._snapshots, self._still = Snapshots(), Snapshots()
         reader = self._reader = self._open_reader()
         info = reader.info
         self._facts = Facts(

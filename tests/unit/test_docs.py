@@ -150,7 +150,7 @@ def keys_in(cell: str) -> set[str]:
 
 def test_the_keys_are_those_of_the_screen() -> None:
     assert len(KEYS) > 40
-    shown = {key for command in (*COMMANDS, *PLAYED) if command.names for key in written(command.key)}
+    shown = {key for command in (*COMMANDS, *PLAYED) if command.action for key in written(command.key)}
     assert len(shown) > 25
     assert shown - {command.key for command in PLAYED} <= KEYS
 

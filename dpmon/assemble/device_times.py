@@ -13,7 +13,7 @@ from statistics import median
 from typing import NamedTuple, TypeAlias
 
 from dpmon.assemble.event_queue import QueuedEvent
-from dpmon.record.history_rows import CallRow, Row, known_ms
+from dpmon.record.history_rows import CallRow, Row
 from dpmon.record.kinds import Step
 from dpmon.record.names import Untimed
 from dpmon.record.spans import Span
@@ -23,7 +23,7 @@ MAX_GROUPS = 1 << 13
 """Most waiting groups. MAX_STEPS is not enough, because other threads may make calls while no step ends."""
 MAX_TIMED_SPANS = 1 << 16
 """Most spans with remembered times."""
-_MS = 1e6
+_MS, _LONGEST_MS = 1e6, 1e9
 
 Slots: TypeAlias = "list[list[tuple[int, int]]]"
 """For each time of a row: pairs (number of a span, sign). On each device, the times of the spans are added
@@ -59,10 +59,8 @@ class DeviceWaits:
     """The queue of rows of one process."""
 
     def __init__(self) -> None:
-        self._times: dict[int, list[tuple[int, float | None, int]]] = {}
-        """By span: device, ms (None: unknown) and the reason for an unknown time."""
-        self._expected: dict[int, int] = {}
-        """By span: number of devices that will report a time."""
+        self._times: dict[int, tuple[int, dict[int, tuple[float | None, int]]]] = {}
+        """By span: number of devices that will report a time; by device, ms or the reason for an unknown time."""
         self._queue: deque[_Group] = deque()
         self._steps = 0
 
@@ -73,14 +71,15 @@ class DeviceWaits:
     def time(self, span: Span) -> None:
         """Take a span of kind DEVICE_TIME: the time of an earlier span on one device."""
         number, why = span.inputs | span.outputs << 32, span.site >> 16
-        times = self._times.setdefault(number, [])
-        device, count = span.site & 0xFF, span.site >> 8 & 0xFF
-        if not any(known == device for known, _, _ in times):
-            times.append((device, None if why else span.took / _MS, why))
-        self._expected[number] = count
+        _, times = self._of(number)
+        times.setdefault(span.site & 0xFF, (None if why else span.took / _MS, why))
+        self._times[number] = span.site >> 8 & 0xFF, times
         if len(self._times) > MAX_TIMED_SPANS:
-            oldest = next(iter(self._times))
-            del self._times[oldest], self._expected[oldest]
+            del self._times[next(iter(self._times))]
+
+    def _of(self, number: int) -> tuple[int, dict[int, tuple[float | None, int]]]:
+        """Return how many devices time a span, and their times so far."""
+        return self._times.get(number) or (1, {})
 
     def add(self, rows: Sequence[Waiting], first: int | None, step: bool) -> None:
         """Queue rows that were made from the span `first` and later ones."""
@@ -107,11 +106,10 @@ class DeviceWaits:
                 found.append(self._timed(one, why) if isinstance(one, Pending) else one)
             for number in _numbers(group) if group.ends_step else ():
                 self._times.pop(number, None)
-                self._expected.pop(number, None)
         return found
 
     def _settled(self, group: _Group) -> bool:
-        return all(len(self._times.get(number, ())) >= self._expected.get(number, 1) for number in _numbers(group))
+        return all(len(times) >= count for count, times in map(self._of, _numbers(group)))
 
     def _timed(self, one: Pending, unread: int) -> CallRow | Step:
         why = Untimed.NONE
@@ -120,16 +118,17 @@ class DeviceWaits:
             by_device: dict[int, float] = {}
             missing = not slot
             for number, sign in slot:
-                known = self._times.get(number, [])
-                if len(known) < self._expected.get(number, 1):
+                count, known = self._of(number)
+                if len(known) < count:
                     missing, why = True, why or unread
-                for device, ms, reason in known:
+                for device, (ms, reason) in known.items():
                     if ms is None:
                         missing, why = True, why or reason
                     else:
                         by_device[device] = by_device.get(device, 0.0) + sign * ms
             of_all = min if index == one.least else max
-            times.append(None if missing or not by_device else known_ms(max(0.0, of_all(by_device.values()))))
+            ms = None if missing or not by_device else round(max(0.0, of_all(by_device.values())), 6)
+            times.append(ms if ms is None or ms < _LONGEST_MS else None)
         return one.row.timed(times, why or one.why)
 
 

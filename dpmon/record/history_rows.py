@@ -392,8 +392,3 @@ class Resolver:
             queue_ns=row.queued if row.queued >= 0 else None,
             unended=UNENDED[row.unended] if 0 < row.unended < len(UNENDED) else None,
         )
-
-
-def known_ms(time: float) -> float | None:
-    """Return a device time (ms), rounded to six decimals; None if it is implausible."""
-    return round(time, 6) if 0 <= time < 1e9 else None

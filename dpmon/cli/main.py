@@ -11,20 +11,13 @@ from collections.abc import Sequence
 def main(words: Sequence[str]) -> int:
     """Run the command line and return its exit status; 2, with one sentence on stderr, if it cannot run."""
     from dpmon.cli.options import UsageError, meant, parse
-
-    try:
-        command, options = parse(words)
-    except UsageError as error:
-        from dpmon.cleaning import clean
-
-        print(f"dpmon: {clean(error)}; dpmon --help lists commands and options", file=sys.stderr)
-        return 2
-    if command == "help":
-        return 2
     from dpmon.config import Settings, load
     from dpmon.errors import DpmonError
 
     try:
+        command, options = parse(words)
+        if command == "help":
+            return 2
         # A wrong theme must not keep anyone from listing or stopping runs.
         options.settings = load(os.environ) if command in ("run", "attach") else Settings()
         if command == "run":
@@ -37,22 +30,17 @@ def main(words: Sequence[str]) -> int:
             return doctor(options)
         from dpmon.cli import commands
 
-        return {
-            "attach": commands.attach,
-            "ls": commands.ls,
-            "stop": commands.stop,
-            "report": commands.report,
-            "export": commands.export,
-            "keep": commands.keep,
-            "rm": commands.rm,
-        }[command](options)
+        return int(getattr(commands, command)(options))
     except DpmonError as error:
-        from dpmon.cleaning import clean
+        from dpmon.cli.speak import speak
         from dpmon.supervise.program import NotFoundError
 
-        near = meant(error.word) if isinstance(error, NotFoundError) else None
-        hint = "" if near is None else f" (did you mean {near}?)"
-        print(f"dpmon: {clean(str(error))}{hint}", file=sys.stderr)
+        hint = ""
+        if isinstance(error, UsageError):
+            hint = "; dpmon --help lists commands and options"
+        elif isinstance(error, NotFoundError) and (near := meant(error.word)) is not None:
+            hint = f" (did you mean {near}?)"
+        speak(f"{error}{hint}")
         return 2
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dpmon.model.communication import Communication, Wrapper
 from dpmon.model.finding import MIN_STEPS, Finding
 from dpmon.model.stragglers import held_up, how_often
-from dpmon.text.quantities import count_of, duration_words, group, mib, percent
+from dpmon.text.quantities import count_of, duration_words, group, memory, percent
 
 EXPOSED_SHARE = 0.2
 """Smallest share of the step to report. Some communication is always exposed: nothing can hide the last bucket."""
@@ -121,7 +121,7 @@ def _bucket(found: Communication) -> Iterator[Finding]:
         return
     if one.bucket_cap_bytes is not None and sizes[-1] >= 2 * one.bucket_cap_bytes:
         return  # torch closes a bucket at its cap: a parameter larger than the cap, which no cap divides
-    named = ", ".join(map(mib, sizes[-_BUCKETS_NAMED:]))
+    named = ", ".join(map(memory, sizes[-_BUCKETS_NAMED:]))
     named = named if len(sizes) <= _BUCKETS_NAMED else f"... {named}"
     yield Finding(
         "bucket",
@@ -136,7 +136,7 @@ def _bucket(found: Communication) -> Iterator[Finding]:
 
 
 def _cap(one: Wrapper) -> str:
-    return "unknown" if one.bucket_cap_bytes is None else mib(one.bucket_cap_bytes)
+    return "unknown" if one.bucket_cap_bytes is None else memory(one.bucket_cap_bytes)
 
 
 def _accumulation(found: Communication) -> Iterator[Finding]:

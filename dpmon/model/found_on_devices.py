@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dpmon.model.advice import for_low_use
 from dpmon.model.finding import MIN_STEPS, Finding, measured_modes, ratio_words
-from dpmon.text.quantities import count_of, duration_words, gib, percent
+from dpmon.text.quantities import count_of, duration_words, memory, percent
 
 if TYPE_CHECKING:
     from dpmon.model.devices import DeviceFacts, HostFacts
@@ -141,7 +141,7 @@ def fuller(facts: RunFacts) -> Iterator[Finding]:
     if (replicated or facts.names) and most >= FULLER_RATIO * rest and most - rest >= FULLER_BYTES:
         yield Finding(
             "fuller",
-            f"{first} is fuller than the others: {gib(most)} against at most {gib(rest)} ({other}).",
+            f"{first} is fuller than the others: {memory(most)} against at most {memory(rest)} ({other}).",
             f"the most that this run held on each of {len(held)} devices",
             "under DataParallel the first device gathers the outputs, computes the loss and holds the optimizer's"
             " state: compute the loss inside the forward, or use DistributedDataParallel"

@@ -292,26 +292,18 @@ def _recent(rows: StoreAt, process: Process, others: Sequence[Process], end_s: i
     assert step is not None
     begin_s = max(end_s - WINDOW_S - 2, 0)
     trained = step.mode in trains(rows.store.kinds())
-    own = _lately(rows.store, (process.process,), begin_s, end_s, step.mode, trained)[process.process]
-    slow = not own.enough
-    if slow:
-        newest = _two_steps(rows, process, end_s, step.mode, trained)
-        own = newest if newest.enough else own
+    together = [process, *(other for other in others if other.last_step is not None)]
+    until_s = max(figures_end_s(rows, one) for one in together)
+    numbers = tuple(one.process for one in together)
+    found = _lately(rows.store, numbers, begin_s, until_s, step.mode, trained)
+    own = found[process.process]
+    if not own.enough:
+        found = {one.process: _two_steps(rows, one, until_s, step.mode, trained) for one in together}
+        own = found[process.process] if found[process.process].enough else own
     last_ns, step_ns = own.tally.last_ns, own.tally.stat(STEP).total // max(own.tally.steps, 1)
     if last_ns is None and trained:
         last_ns = rows.last_training_ns(process.process)
-    if not own.enough:
-        return Recent(None, last_ns, step_ns)
-    side_by_side = {process.process: own}
-    stepped = [other for other in others if other.last_step is not None]
-    until_s = max((figures_end_s(rows, other) for other in stepped), default=end_s)
-    if slow:
-        for other in stepped:
-            side_by_side[other.process] = _two_steps(rows, other, until_s, step.mode, trained)
-    elif stepped:
-        numbers = tuple(other.process for other in stepped)
-        side_by_side |= _lately(rows.store, numbers, begin_s, until_s, step.mode, trained)
-    return Recent(rate_together(side_by_side), last_ns, step_ns)
+    return Recent(rate_together(found) if own.enough else None, last_ns, step_ns)
 
 
 def _of_run(rows: StoreAt) -> Window:

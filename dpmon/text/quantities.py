@@ -115,16 +115,6 @@ def memory_of(used: float | None, total: float | None) -> str:
     return f"{number} / {whole}" if whole.endswith(" " + unit) else f"{memory(used)} / {whole}"
 
 
-def gib(count: float) -> str:
-    """Bytes in GiB."""
-    return f"{count / (1 << 30):.1f} GiB"
-
-
-def mib(count: float) -> str:
-    """Bytes in MiB."""
-    return f"{count / (1 << 20):.1f} MiB"
-
-
 def quantity_words(quantity: Quantity, known: Sum, steps: int) -> str:
     """A quantity that at least one of `steps` steps has: "copied to GPUs: 1.20 MiB a step, 240 MiB in all"."""
     mean = known.total / known.count

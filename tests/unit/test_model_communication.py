@@ -337,7 +337,7 @@ def test_a_large_last_bucket_is_found_if_it_is_exposed() -> None:
     (found,) = found_in(ranks, wrapped(bucket_bytes=[8 << 20, 24 << 20]))
     assert found.kind == "bucket"
     assert found.text == "The last bucket has 75 % of the gradients, and no computation is left to hide it."
-    assert found.ground == "2 buckets: 8.0 MiB, 24.0 MiB; exposed mean 3.00 ms, 15 % of the step"
+    assert found.ground == "2 buckets: 8.00 MiB, 24.0 MiB; exposed mean 3.00 ms, 15 % of the step"
     (found,) = found_in(ranks, wrapped(bucket_bytes=[24 << 20]))
     assert found.text == "All gradients are in one bucket, and no computation is left to hide it."
     assert found_in(ranks, wrapped(bucket_bytes=[24 << 20, 8 << 20])) == []

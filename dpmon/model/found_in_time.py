@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dpmon.model.advice import DATA_SHARE, data_share, for_copies, for_data, for_spread, is_timed, restarted
 from dpmon.model.compare import sentence
 from dpmon.model.finding import (
+    DATA_SHARE,
     MIN_STEPS,
     Finding,
     ModeFacts,
     basis,
+    data_share,
+    for_copies,
+    for_data,
+    for_spread,
     in_mode,
+    is_timed,
     measured_modes,
     most_affected,
     of_process,
     of_whom,
     phase_times,
     ratio_words,
+    restarted,
 )
 from dpmon.model.stragglers import Straggler
 from dpmon.model.uneven import INPUT, WAITING_TEXT, LongStep, waited_ns

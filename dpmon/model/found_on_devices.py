@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from dpmon.model.advice import for_low_use
-from dpmon.model.finding import MIN_STEPS, Finding, measured_modes, ratio_words
+from dpmon.model.finding import MIN_STEPS, Finding, for_low_use, measured_modes, ratio_words
 from dpmon.text.quantities import count_of, duration_words, memory, percent
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -94,33 +95,19 @@ class Store(Sums):
                     found.define(number, value)
         return found
 
-    def gaps(self, most: int, begin_ns: int = 0, end_ns: int = _LAST_NS) -> list[GapRow]:
+    def gaps(self, most: int) -> list[GapRow]:
         """Return the longest gaps between two steps, the longest first."""
-        query = (
-            "SELECT process, after_step, before_step, mode, begin_ns, end_ns, ns FROM gaps"
-            " WHERE end_ns > ? AND begin_ns < ? ORDER BY ns DESC LIMIT ?"
-        )
-        return [GapRow(*row) for row in self._rows(query, (begin_ns, end_ns, most))]
+        query = "SELECT process, after_step, before_step, mode, begin_ns, end_ns, ns FROM gaps ORDER BY ns DESC LIMIT ?"
+        return [GapRow(*row) for row in self._rows(query, (most,))]
 
-    def longest(
-        self,
-        most: int,
-        begin_ns: int = 0,
-        end_ns: int = _LAST_NS,
-        *,
-        mode: str | None = None,
-        evaluation: bool | None = None,
-    ) -> list[LongRow]:
-        """Return the longest steps that began between two times, the longest first, without settling steps.
+    def longest(self, most: int, *, mode: str | None = None, evaluation: bool | None = None) -> list[LongRow]:
+        """Return the longest steps, the longest first, without settling steps.
 
         `mode`: only this mode. `evaluation`: True for evaluation steps only, False for the others only.
         """
         only, values = _only(mode, evaluation)
-        query = (
-            f"SELECT {LONG_COLUMNS} FROM steps WHERE start_ns >= ? AND start_ns < ? AND {only}"
-            " ORDER BY wall_ns DESC LIMIT ?"
-        )
-        return [long_row(row) for row in self._rows(query, (begin_ns, end_ns, *values, most))]
+        query = f"SELECT {LONG_COLUMNS} FROM steps WHERE {only} ORDER BY wall_ns DESC LIMIT ?"
+        return [long_row(row) for row in self._rows(query, (*values, most))]
 
     def longest_deleted(self, most: int, *, mode: str | None = None, evaluation: bool | None = None) -> list[LongRow]:
         """Return the longest of the steps with deleted rows, like `longest`, but only one step per tally.
@@ -143,17 +130,11 @@ class Store(Sums):
                     found.append(_longest_of(Key(*row[1:TALLY_AT]), (row[0] + width) * _SECOND, tally))
         return sorted(found, key=lambda step: -step.wall_ns)[:most]
 
-    def steps(self, most: int, *, begin_ns: int = 0, end_ns: int = _LAST_NS, process: int | None = None) -> list[Step]:
-        """Return the newest steps that ended between two times, the newest first."""
+    def steps(self, most: int, *, process: int | None = None, last_id: int = _LAST_NS) -> list[Step]:
+        """Return the newest steps, or those of one process, up to an id, the newest first."""
         who, values = ("", ()) if process is None else (" AND process = ?", (process,))
-        ended = "start_ns + wall_ns"
-        query = f"SELECT {_STEP_COLUMNS} FROM steps WHERE {ended} > ? AND {ended} <= ?{who}"
-        return list(self.read(self._step, f"{query} ORDER BY id DESC LIMIT ?", (begin_ns, end_ns, *values, most)))
-
-    def steps_until(self, last_id: int, process: int, most: int) -> list[Step]:
-        """Return the newest steps of a process up to an id, the newest first."""
-        query = f"SELECT {_STEP_COLUMNS} FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT ?"
-        return list(self.read(self._step, query, (process, last_id, most)))
+        query = f"SELECT {_STEP_COLUMNS} FROM steps WHERE id <= ?{who} ORDER BY id DESC LIMIT ?"
+        return list(self.read(self._step, query, (last_id, *values, most)))
 
     def read(
         self, decode: Callable[[tuple[Any, ...]], _Decoded], query: str, values: Parameters = ()
@@ -268,35 +249,25 @@ class Store(Sums):
         )
         return min((at for (at,) in rows if at is not None), default=None)
 
-    def calls(self, most: int, *, process: int, step: int | None = None, end_ns: int = _LAST_NS) -> list[Call]:
-        """Return the newest calls of a process that ended by a time, the newest first; `step`: only of this step."""
-        of_step, values = ("", ()) if step is None else (" AND step = ?", (step,))
-        query = (
-            f"SELECT process, {CALL_ROW} FROM calls WHERE process = ? AND start_ns + wall_ns <= ?{of_step}"
-            " ORDER BY id DESC LIMIT ?"
-        )
-        return list(self.read(self._call, query, (process, end_ns, *values, most)))
+    def calls(self, most: int, process: int) -> list[Call]:
+        """Return the newest calls of a process, the newest first."""
+        query = f"SELECT process, {CALL_ROW} FROM calls WHERE process = ? ORDER BY id DESC LIMIT ?"
+        return list(self.read(self._call, query, (process, most)))
 
-    def events(
-        self, *kinds: str, begin_ns: int | None = None, end_ns: int = _LAST_NS, newest: int | None = None
-    ) -> list[Event]:
-        """Return events of some kinds between two times, in order. `newest`: only this many, the newest.
-
-        `begin_ns` leaves out events without a time.
-        """
-        since, values = ("", ()) if begin_ns is None else (" AND t_ns >= ?", (begin_ns,))
-        query = f"{_events_of(kinds)} AND ifnull(t_ns, 0) <= ?{since} ORDER BY id DESC LIMIT ?"
-        found = list(self.read(event_in, query, (*kinds, end_ns, *values, -1 if newest is None else newest)))
+    def events(self, *kinds: str, end_ns: int = _LAST_NS, newest: int | None = None) -> list[Event]:
+        """Return events of some kinds up to a time, in order. `newest`: only this many, the newest."""
+        query = f"{_events_of(kinds)} AND ifnull(t_ns, 0) <= ? ORDER BY id DESC LIMIT ?"
+        found = list(self.read(_again, query, (*kinds, end_ns, -1 if newest is None else newest)))
         return found[::-1]
 
     def each_event(self, *kinds: str) -> Iterator[Event]:
         """Yield all events of some kinds, one at a time: the samples of devices may not fit into memory."""
         return self.read(event_in, f"{_events_of(kinds)} ORDER BY id", kinds)
 
-    def event_count(self, kind: str) -> int:
-        """Return the number of events of a lasting kind (dpmon.store.tables.LASTING)."""
-        query = f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ?"
-        return sum(count for (count,) in self._rows(query, (kind,)))
+    def event_count(self, kind: str, end_ns: int = _LAST_NS) -> int:
+        """Return the number of events of a lasting kind (dpmon.store.tables.LASTING) up to a time."""
+        query = f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ?"
+        return sum(count for (count,) in self._rows(query, (kind, end_ns)))
 
     def device_minutes(self) -> list[MinuteRow]:
         """Return the sums of deleted device and host samples by minute; the first ones cover all earlier time."""
@@ -332,6 +303,10 @@ def _events_of(kinds: Sequence[str]) -> str:
     # SQLite uses the partial index only if the query repeats its condition.
     lasting = f"{LASTING} AND " if set(kinds) <= set(LASTING_KINDS) else ""
     return f"SELECT json FROM events WHERE {lasting}kind IN ({', '.join('?' * len(kinds))})"
+
+
+_again = lru_cache(maxsize=1024)(event_in)
+"""Cached, because every picture asks for the same lasting events."""
 
 
 def _only(mode: str | None, evaluation: bool | None) -> tuple[str, tuple[Any, ...]]:

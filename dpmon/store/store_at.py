@@ -6,18 +6,17 @@ time, so a binary search finds the newest row before a time.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 from contextlib import suppress
-from functools import lru_cache
 
 from dpmon.record.history_rows import Resolver
-from dpmon.record.kinds import Call, Event, RecordError, Step
+from dpmon.record.kinds import Call, Collective, Event, Operation, RecordError, Sampled, Step
 from dpmon.record.schema import EVALUATION, SETTLING
 from dpmon.store.answers import CallHead, ChartSample, Communicated, LastSample, LongRow
-from dpmon.store.collective_queries import communicated, last_sample
 from dpmon.store.parts import call_in, event_in
-from dpmon.store.queries import LONG_COLUMNS, Store, long_row
-from dpmon.store.tables import CALL_ROW, LASTING
+from dpmon.store.queries import COLLECTED, LONG_COLUMNS, Store, long_row
+from dpmon.store.tables import BEFORE_S, CALL_ROW, COLLECTIVE_SUMS, OWN
 
 _LAST = (1 << 63) - 1
 _SECOND = 1_000_000_000
@@ -27,6 +26,11 @@ _SAMPLED = ", ".join(
 )
 _HOST = -1
 """Device number of the host."""
+MOST_DRAWN = 128
+"""Most collectives of a sample that are read for drawing."""
+MOST_OWN = 100
+"""Most of the script's own collectives to read, the newest."""
+_SUMS = ", ".join(f"sum({name}) AS {name}" for name in COLLECTIVE_SUMS)
 _LOOKED_AT = 20_000
 """A search for single steps reads only this many of the newest ids."""
 _MAX_DISORDER = 4096
@@ -71,7 +75,7 @@ class StoreAt:
 
     def steps(self, process: int, most: int) -> list[Step]:
         """Return the newest steps of a process, the newest first."""
-        return self.store.steps_until(self._last_id("steps", process), process, most)
+        return self.store.steps(most, process=process, last_id=self._last_id("steps", process))
 
     def longest(self, process: int, mode: str, most: int, *, of_all: bool = False) -> list[LongRow]:
         """Return the longest of a process's newest steps in a mode, the longest first, without settling steps.
@@ -170,17 +174,13 @@ class StoreAt:
 
     # ------------------------------------------------------------------------------------------ events
 
-    def lasting(self, kind: str, newest: int = -1) -> list[Event]:
+    def lasting(self, kind: str, newest: int | None = None) -> list[Event]:
         """Return events of a lasting kind (dpmon.store.tables.LASTING), in order. `newest`: at most this many."""
-        query = (
-            f"SELECT json FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ? ORDER BY id DESC LIMIT ?"
-        )
-        return list(self.store.read(_lasting, query, (kind, self.until_ns, newest)))[::-1]
+        return self.store.events(kind, end_ns=self.until_ns, newest=newest)
 
     def count(self, kind: str) -> int:
         """Return the number of events of a lasting kind."""
-        query = f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ?"
-        return sum(count for (count,) in self.store.query(query, (kind, self.until_ns)))
+        return self.store.event_count(kind, self.until_ns)
 
     def memory(self, process: int, until_ns: int | None = None) -> Event | None:
         """Return the last memory event of a process up to a time; None if there is none."""
@@ -191,15 +191,69 @@ class StoreAt:
         until = self.until_ns if until_ns is None else min(until_ns, self.until_ns)
         return next(self.store.read(event_in, query, (process, until)), None)
 
+    # ------------------------------------------------------------------------------------------ collectives
+
+    def last_sample(self, process: int, begin_ns: int) -> LastSample | None:
+        """Return the newest sample of a process that began at or after `begin_ns`, with its first collectives.
+
+        None if there is no sample, or if it has no collectives.
+        """
+        query = (
+            f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ? AND process = ?"
+            " AND definition {} 0 ORDER BY start_ns {} LIMIT ?"
+        )
+        read = self.store.read(self.store.collective, query.format("=", "DESC"), (begin_ns, self.until_ns, process, 1))
+        sample = next(read, None)
+        if not isinstance(sample, Sampled):
+            return None
+        until = min(sample.start_ns + sample.wall_ns, self.until_ns)
+        values = sample.start_ns, until, process, MOST_DRAWN
+        found = self.store.read(self.store.collective, query.format(">", ""), values)
+        collectives = tuple(record for record in found if isinstance(record, Collective))
+        return LastSample(sample.step, sample.start_ns, sample.wall_ns, collectives) if collectives else None
+
     def communicated(
         self, begin_ns: int = 0, end_ns: int = _LAST, processes: Collection[int] | None = None
     ) -> Communicated:
-        """Return the sampled collectives that all processes, or the given ones, began between two times."""
-        return communicated(self.store, begin_ns, min(end_ns, self.until_ns), processes)
+        """Return the sampled collectives between two times by operation, of all processes or only of `processes`.
 
-    def last_sample(self, process: int, begin_ns: int) -> LastSample | None:
-        """Return the newest step of a process with sampled collectives, if it began at or after `begin_ns`."""
-        return last_sample(self.store, process, begin_ns, self.until_ns)
+        Both times are rounded outwards to whole seconds.
+        """
+        end_ns = min(end_ns, self.until_ns)
+        who = tuple(processes or ())
+        only = "" if processes is None else f" AND process IN ({', '.join('?' * len(who))})"
+        values = (begin_ns // _SECOND if begin_ns > 0 else BEFORE_S, -(-end_ns // _SECOND), *who)
+        query = (
+            f"SELECT process, definition, {_SUMS} FROM collective_sums WHERE start_s >= ? AND start_s < ?{only}"
+            " GROUP BY process, definition"
+        )
+        samples = launched = 0
+        sums: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * len(COLLECTIVE_SUMS))
+        why = None
+        for process, definition, *numbers in self.store.query(query, values):
+            count, quantity, *_ = numbers
+            if not definition:
+                samples, launched = samples + count, launched + quantity
+                continue
+            with suppress(LookupError):
+                facts = self.store.resolver(process).definitions.collectives[definition]
+                if facts.operation is None:
+                    why = facts.why
+                    continue
+                whole = sums[facts.operation, facts.size]
+                for at, number in enumerate(numbers):
+                    whole[at] += number
+        operations = [Operation(*key, *whole) for key, whole in sums.items()]
+        operations.sort(key=lambda operation: -operation.bytes)
+        query = (
+            f"SELECT {COLLECTED} FROM collectives WHERE {OWN} AND start_ns >= ? AND start_ns < ?{only}"
+            " ORDER BY start_ns DESC LIMIT ?"
+        )
+        newest = self.store.read(self.store.collective, query, (begin_ns, end_ns, *who, MOST_OWN))
+        own = {one.operation for one in newest if isinstance(one, Collective)}
+        return Communicated(tuple(operations), samples, launched, why, tuple(sorted(own)))
+
+    # ------------------------------------------------------------------------------------------ samples
 
     def samples(self, span_ns: int, after_id: int = 0) -> list[ChartSample]:
         """Return the samples of devices and host in the `span_ns` before the newest event, in order.
@@ -253,10 +307,6 @@ class StoreAt:
             return []
         rows = self.store.query(query, {"begin": begin, "end": end, "host": _HOST})
         return [(start * _SECOND, int(high)) for start, high in rows]
-
-
-_lasting = lru_cache(maxsize=1024)(event_in)
-"""Caches parsed events, because every frame asks for the lasting ones."""
 
 
 def _sample(number: int, t_ns: int, of_host: int, index: object, *values: object) -> ChartSample | None:

@@ -35,8 +35,6 @@ class Sums:
         self._door = door
         self.damaged = damaged
         """Why the history could not be read to its end; None if all queries so far succeeded."""
-        self._known_stretches: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
-        """Results of `stretches` by its arguments."""
         self.rings = rings_in(door)
         self._names: dict[int, str] = dict(door.rows("SELECT number, name FROM series"))
         meta: dict[str, int] = dict(door.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
@@ -79,11 +77,8 @@ class Sums:
         `finest`, `widest`: limits of the widths. Where narrow tallies were deleted, wider ones replace them, even above
         `widest`; they may extend beyond the two times.
         """
-        asked = begin_s, end_s, finest, widest
-        if asked in self._known_stretches:
-            return self._known_stretches[asked]
         end_s = min(end_s, max(self._newest, begin_s) + 1)
-        found = self._known_stretches[asked] = []
+        found: list[tuple[int, int, int]] = []
         at = begin_s
         while at < end_s:
             width = self._width_at(at, end_s, finest, widest)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -192,12 +192,8 @@ class Tally:
 
     def add(self, steps: Sequence[StepFacts], first_ns: int, last_ns: int) -> None:
         """Add steps. `first_ns`: start of the first one. `last_ns`: end of the last one."""
-        self._reach(first_ns, last_ns)
         numbers, walls, quantities, phases, rests, calls, devices, parts = zip(*steps, strict=True)
-        self.steps += len(steps)
-        self.calls += sum(calls)
-        self.last_step = max(numbers) if self.last_step is None else max(self.last_step, *numbers)
-        self._extremes(min(walls), max(walls))
+        self._extend(len(steps), sum(calls), max(numbers), min(walls), max(walls), first_ns, last_ns)
         self._count(STEP, walls)
         for quantity, column in zip(QUANTITIES, zip(*quantities, strict=True), strict=True):
             known = [value for value in column if value is not None]
@@ -227,18 +223,6 @@ class Tally:
                 found = self.stats[series] = Stat()
             found.add(values)
 
-    def _extremes(self, low: int, high: int) -> None:
-        if self.low_ns is None or low < self.low_ns:
-            self.low_ns = low
-        if self.high_ns is None or high > self.high_ns:
-            self.high_ns = high
-
-    def _reach(self, first: int, last: int) -> None:
-        if self.first_ns is None or first < self.first_ns:
-            self.first_ns = first
-        if self.last_ns is None or last > self.last_ns:
-            self.last_ns = last
-
     def merge(self, other: Tally) -> None:
         """Add the steps of another tally."""
         self._extend(*_plain_in(other))
@@ -250,25 +234,14 @@ class Tally:
                 mine = self.stats[name] = Stat()
             mine.merge(stat)
 
-    def _extend(
-        self,
-        steps: int,
-        calls: int,
-        last_step: int | None,
-        low: int | None,
-        high: int | None,
-        first: int | None,
-        last: int | None,
-    ) -> None:
+    def _extend(self, steps: int, calls: int, last_step: int | None, *times: int | None) -> None:
         """Add the values of the columns in PLAIN, in that order."""
         self.steps += steps
         self.calls += calls
-        if last_step is not None:
-            self.last_step = last_step if self.last_step is None else max(self.last_step, last_step)
-        if low is not None and high is not None:
-            self._extremes(low, high)
-        if first is not None and last is not None:
-            self._reach(first, last)
+        self.last_step = _of_known(max, self.last_step, last_step)
+        low, high, first, last = times
+        self.low_ns, self.high_ns = _of_known(min, self.low_ns, low), _of_known(max, self.high_ns, high)
+        self.first_ns, self.last_ns = _of_known(min, self.first_ns, first), _of_known(max, self.last_ns, last)
 
     def quantile(self, series: str, fraction: float) -> float | None:
         """Return a quantile of a series (ns), at most 0.4 % off; for STEP, limited to `low_ns` and `high_ns`."""
@@ -350,6 +323,13 @@ TALLY = ("start_s", "process", "mode", "kind", "batch", *COLUMNS)
 TALLY_AT = len(TALLY) - len(COLUMNS)
 """Index of the first of the COLUMNS in a row of TALLY."""
 _plain_in = attrgetter(*PLAIN)
+
+
+def _of_known(choose: Callable[[int, int], int], one: int | None, other: int | None) -> int | None:
+    """Return the lower or the higher of two values (`choose`: min or max) of which each may be unknown."""
+    if one is None or other is None:
+        return other if one is None else one
+    return choose(one, other)
 
 
 def _bounded(value: int) -> int:

@@ -27,10 +27,10 @@ from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Kind, Sp
 from dpmon.run.rundir import load_info
 from dpmon.span_ring import SpanRing
 from dpmon.store.answers import Communicated
-from dpmon.store.collective_queries import collectives, communicated, last_sample
 from dpmon.store.drain import Drain
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
+from dpmon.store.store_at import StoreAt
 
 SECOND = 10**9
 
@@ -75,7 +75,7 @@ def recorded(found: Script) -> Store:
 
 
 def test_by_operation() -> None:
-    found = communicated(recorded(script()))
+    found = StoreAt(recorded(script())).communicated()
     assert (found.samples, found.launched, found.why) == (4, 8, None)
     rows = {row.name: row for row in found.operations}
     reduce, gather = rows["all_reduce"], rows["all_gather"]
@@ -97,10 +97,9 @@ def test_of_a_window_and_of_some_processes() -> None:
     store = recorded(script())
     steps = sorted(store.steps(100), key=lambda step: step.step)
     begin, end = steps[0].start_ns, steps[2].start_ns - MS // 10
-    assert communicated(store, processes=[1]).operations == ()
-    assert communicated(store, processes=[0]) == communicated(store)
-    assert len(collectives(store, 100, begin_ns=begin - MS // 10, end_ns=end)) == 6
-    assert len(collectives(store, 5)) == 5
+    assert StoreAt(store).communicated(processes=[1]).operations == ()
+    assert StoreAt(store).communicated(processes=[0]) == StoreAt(store).communicated()
+    assert sum(begin - MS // 10 <= one.start_ns < end for one in both(store.records())) == 6
 
 
 def test_only_collectives_outside_the_phases_are_the_scripts_own() -> None:
@@ -118,40 +117,40 @@ def test_only_collectives_outside_the_phases_are_the_scripts_own() -> None:
         found.sampled(begin, 3)
     found.fetch(over=True)
     store = recorded(found)
-    assert communicated(store).own == ("all_gather", "barrier")
-    assert communicated(store, processes=[1]).own == ()
+    assert StoreAt(store).communicated().own == ("all_gather", "barrier")
+    assert StoreAt(store).communicated(processes=[1]).own == ()
 
 
 def test_the_newest_sample_with_its_collectives() -> None:
     store = recorded(script())
-    samples = [one for one in collectives(store, 100) if isinstance(one, Sampled)]
+    samples = [one for one in both(store.records()) if isinstance(one, Sampled)]
     newest = max(samples, key=lambda one: one.start_ns)
     end = newest.start_ns + newest.wall_ns
     within = [
-        one for one in collectives(store, 100) if isinstance(one, Collective) and newest.start_ns <= one.start_ns < end
+        one for one in both(store.records()) if isinstance(one, Collective) and newest.start_ns <= one.start_ns < end
     ]
-    found = last_sample(store, 0, 0, end)
+    found = StoreAt(store, end).last_sample(0, 0)
     assert found is not None
     assert (found.step, found.start_ns, found.wall_ns) == (newest.step, newest.start_ns, newest.wall_ns)
     assert list(found.collectives) == sorted(within, key=lambda one: one.start_ns)
     assert {one.operation for one in found.collectives} == {"all_reduce", "all_gather"}
-    earlier = last_sample(store, 0, 0, newest.start_ns)
+    earlier = StoreAt(store, newest.start_ns).last_sample(0, 0)
     assert earlier is not None
     assert earlier.start_ns < newest.start_ns
-    assert last_sample(store, 0, newest.start_ns + 1, end) is None
-    assert last_sample(store, 1, 0, end) is None
+    assert StoreAt(store, end).last_sample(0, newest.start_ns + 1) is None
+    assert StoreAt(store, end).last_sample(1, 0) is None
 
 
 def test_of_a_window_of_whole_seconds() -> None:
     store = recorded(sampled_seconds(4))
-    first, second, third, _ = (one.start_ns for one in reversed(collectives(store, 100)) if isinstance(one, Sampled))
-    assert communicated(store, first, third // SECOND * SECOND).samples == 2
-    assert communicated(store, second, third).samples == 2
-    assert communicated(store).samples == 4
+    first, second, third, _ = (one.start_ns for one in both(store.records()) if isinstance(one, Sampled))
+    assert StoreAt(store).communicated(first, third // SECOND * SECOND).samples == 2
+    assert StoreAt(store).communicated(second, third).samples == 2
+    assert StoreAt(store).communicated().samples == 4
 
 
 def test_the_oldest_sums_are_added_up() -> None:
-    wanted = communicated(recorded(sampled_seconds(60)))
+    wanted = StoreAt(recorded(sampled_seconds(60))).communicated()
     recording = Recording(limit_bytes=3 * 180 * 40)  # room for 40 sums
     for payload in in_portions(sampled_seconds(60), []):
         recording.add([payload])
@@ -159,7 +158,7 @@ def test_the_oldest_sums_are_added_up() -> None:
     rows = list(store.query("SELECT start_s, count FROM collective_sums", ()))
     assert 30 < len(rows) <= 42
     assert sum(count for start, count in rows if start < 0) > 60
-    assert communicated(store)._replace(own=()) == wanted._replace(own=())
+    assert StoreAt(store).communicated()._replace(own=()) == wanted._replace(own=())
     assert wanted.samples == 60
 
 
@@ -258,7 +257,7 @@ def test_a_successor_doubles_no_collective_and_loses_the_open_sample(state: Path
     expected = sorted(map(repr, both(recorded(found).records())))
     left = sorted(map(repr, both(history(directory))))
     with open_store(directory) as store:
-        known = communicated(store)._replace(own=())
+        known = StoreAt(store).communicated()._replace(own=())
         operations = sorted(known.operations), sorted(summed(both(store.records())).operations)
         assert operations[0] == operations[1]
         assert known._replace(operations=()) == summed(both(store.records()))._replace(operations=())

@@ -161,7 +161,7 @@ def _run_child(seen: _TrialResults, python: str, directory: Path, info: RunInfo,
 def _read(seen: _TrialResults, directory: Path) -> None:
     with suppress(HistoryError), open_store(directory) as store:
         processes = {ring.process for ring in store.rings.values() if ring.process >= 0}
-        seen.calls = [call for process in processes for call in store.calls(_MAX_CALLS, process=process)]
+        seen.calls = [call for process in processes for call in store.calls(_MAX_CALLS, process)]
         seen.warnings = [str(event.data.get("text")) for event in store.events("warning")]
 
 

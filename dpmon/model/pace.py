@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from dpmon.model.state import Process, State
 from dpmon.record.kinds import Step
@@ -12,12 +13,7 @@ from dpmon.store.answers import TimeRow
 from dpmon.store.figures import Rate, rate
 from dpmon.store.tally import Key, Stat, Sum, Tally
 
-if TYPE_CHECKING:
-    pass
-
 WINDOW_S = 10
-Stretch = tuple[int, int, int]
-"""Start and width in seconds, and the time (ns) of training and between steps in it."""
 
 
 class Trained(NamedTuple):
@@ -52,13 +48,7 @@ class Speed(NamedTuple):
         return None if self.rate is None else self.rate.samples_per_s
 
 
-def stretch_of(row: TimeRow, trained: bool) -> Stretch:
-    """The time of training in a row of activities, and of evaluation if no step trains."""
-    spent = row.spent
-    return row.start_s, row.width_s, spent["training"] + spent["between"] + (0 if trained else spent["evaluation"])
-
-
-def recent(rows: Iterable[tuple[Key, Tally]], spent: Iterable[Stretch], mode: str, trained: bool) -> Trained:
+def recent(rows: Iterable[tuple[Key, Tally]], times: Iterable[TimeRow], mode: str, trained: bool) -> Trained:
     """The last ten seconds of a mode, from tallies of one second each in order of time, and the time by activity.
 
     `trained`: whether the mode has training steps at all; if not, its evaluation steps count. Steps before the last
@@ -71,10 +61,10 @@ def recent(rows: Iterable[tuple[Key, Tally]], spent: Iterable[Stretch], mode: st
         elif tally.steps and not (trained and key.kind & EVALUATION):
             taken.append(tally)
     last = max((tally.last_ns or 0 for tally in taken), default=0)
-    return _trained([tally for tally in taken if (tally.last_ns or 0) >= last - WINDOW_S * SECOND], spent)
+    return _trained([tally for tally in taken if (tally.last_ns or 0) >= last - WINDOW_S * SECOND], times, trained)
 
 
-def recent_of_steps(steps: Sequence[Step], spent: Iterable[Stretch], mode: str, trained: bool) -> Trained:
+def recent_of_steps(steps: Sequence[Step], times: Iterable[TimeRow], mode: str, trained: bool) -> Trained:
     """Like `recent`, for steps of many seconds: from the two newest `steps` (newest first) if they have this mode."""
     alike = [step for step in steps[:2] if step.mode == mode and step.evaluation == steps[0].evaluation]
     tallies = []
@@ -84,16 +74,16 @@ def recent_of_steps(steps: Sequence[Step], spent: Iterable[Stretch], mode: str, 
         if step.samples is not None:
             one.sums["samples"] = Sum(1, step.samples)
         tallies.append(one)
-    return _trained(tallies, spent)
+    return _trained(tallies, times, trained)
 
 
-def _trained(tallies: Sequence[Tally], spent: Iterable[Stretch]) -> Trained:
+def _trained(tallies: Sequence[Tally], times: Iterable[TimeRow], trained: bool) -> Trained:
     whole = Tally()
     for tally in tallies:
         whole.merge(tally)
     if whole.first_ns is None or whole.last_ns is None:
         return Trained(whole, 0, 0)
-    counted = _counted_ns(spent, whole.first_ns, whole.last_ns)
+    counted = _counted_ns(times, trained, whole.first_ns, whole.last_ns)
     return Trained(whole, counted, min(whole.stat(STEP).total, counted))
 
 
@@ -103,16 +93,17 @@ def rate_together(found: Mapping[int, Trained]) -> Rate | None:
     return rate(tallies, {process: (one.elapsed_ns, one.within_ns) for process, one in found.items()}, together=True)
 
 
-def _counted_ns(spent: Iterable[Stretch], begin_ns: int, end_ns: int) -> int:
-    """The time of training, and between steps, from `begin_ns` to `end_ns`.
+def _counted_ns(times: Iterable[TimeRow], trained: bool, begin_ns: int, end_ns: int) -> int:
+    """The time of training, and between steps, from `begin_ns` to `end_ns`; of evaluation if no step trains.
 
     It is known only per stretch: of a stretch that is partly outside, at most the part inside counts. A stretch may
     hold more time than its width; the time then continues after it (dpmon.store.accounting.Spent.by_second).
     """
     found = 0
-    stretches: dict[tuple[int, int], int] = {}
-    for start, width, ns in spent:
-        stretches[start, width] = stretches.get((start, width), 0) + ns
+    stretches: Counter[tuple[int, int]] = Counter()
+    for row in times:
+        spent = row.spent["training"] + row.spent["between"] + (0 if trained else row.spent["evaluation"])
+        stretches[row.start_s, row.width_s] += spent
     for (start, width), ns in stretches.items():
         low, high = max(start * SECOND, begin_ns), min(start * SECOND + max(width * SECOND, ns), end_ns)
         if ns > 0 and high > low:

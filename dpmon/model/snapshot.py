@@ -16,12 +16,13 @@ from dpmon.model.compare import MODES_COMPARED, Comparison, compare_modes
 from dpmon.model.devices import HostPeaks, Samples, Visit, device_peaks, visits_of
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.memory import HOST
-from dpmon.model.pace import WINDOW_S, Stretch, Trained, rate_together, recent, recent_of_steps, stretch_of
+from dpmon.model.pace import WINDOW_S, Trained, rate_together, recent, recent_of_steps
 from dpmon.model.state import NO_STEPS, ModeTrack, Process, ProcessFacts, Recent, State, Wanted, WarningText
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.stragglers import RankTimes, rank_times
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
 from dpmon.record.schema import SECOND, STEP
+from dpmon.store.answers import TimeRow
 from dpmon.store.figures import Figures, figures, merged, trains
 from dpmon.store.tally import KeptTallies, Key, Tally
 from dpmon.store.window import Window
@@ -324,10 +325,10 @@ def _lately(
     seconds = store.tally_rows(begin_s, end_s, process=processes, sketches=False, widest=1, series=(STEP,))
     for _, _, key, tally in seconds:
         rows[key.process].append((key, tally))
-    spent: dict[int, list[Stretch]] = {process: [] for process in processes}
+    times: dict[int, list[TimeRow]] = {process: [] for process in processes}
     for row in store.time_rows(begin_s, end_s, process=processes, widest=1):
-        spent[row.process].append(stretch_of(row, trained))
-    return {process: recent(rows[process], spent[process], mode, trained) for process in processes}
+        times[row.process].append(row)
+    return {process: recent(rows[process], times[process], mode, trained) for process in processes}
 
 
 def _two_steps(rows: StoreAt, process: Process, end_s: int, mode: str, trained: bool) -> Trained:
@@ -335,7 +336,7 @@ def _two_steps(rows: StoreAt, process: Process, end_s: int, mode: str, trained: 
     newest = rows.steps(process.process, 2)
     begin_s = newest[-1].start_ns // SECOND
     times = rows.store.time_rows(begin_s, end_s, process=process.process)
-    return recent_of_steps(newest, [stretch_of(row, trained) for row in times], mode, trained)
+    return recent_of_steps(newest, times, mode, trained)
 
 
 # ------------------------------------------------------------------------------------------------ ranks

@@ -212,8 +212,8 @@ def compare_modes(
 ) -> Comparison:
     """Compare the "dp" steps of one process with its "single" steps.
 
-    `devices`: the devices of dp. `longest`: the longest steps, which
-    show why steps are uneven. `waits`: start and end (ns) of each wait for input.
+    `devices`: the devices of dp. `longest`: the longest steps, which show why steps are uneven. `waits`: start and end
+    (ns) of each wait for input.
     """
     tallies = {key: tally for key, tally in window.by_process.items() if key.process == process and tally.steps}
     there = [mode for mode in MODES_COMPARED if any(key.mode == mode for key in tallies)]
@@ -223,10 +223,8 @@ def compare_modes(
             kinds[key.mode][_kind(key)] += tally.steps
     both = len(there) == 2
     kind = _common(kinds) if both else None
-    taken = {
-        mode: window.tally(mode, process=process, settled=both) if kind is None else _taken(tallies, mode, kind)
-        for mode in there
-    }
+    evaluation, batch = (False, None) if kind is None else (not kind.trains, kind.batch)
+    taken = {mode: window.tally(mode, evaluation, process, settled=both, batch=batch) for mode in there}
     sides = {mode: figures(mode, False, taken[mode], window.rate(mode, process=process)) for mode in there}
     seen = {mode: window.tally(mode, process=process).steps for mode in there}
     base = Comparison(sides=sides, seen=seen, devices=tuple(devices), virtual=virtual)
@@ -247,8 +245,7 @@ def compare_modes(
     for key, tally in window.rows(process):
         if key.mode in parts and _is_settled(key) and _kind(key) == kind:
             parts[key.mode].append(tally)
-    evaluation = 0 if kind.trains else EVALUATION
-    long = [step for step in longest if step.process == process and step.kind & EVALUATION == evaluation]
+    long = [step for step in longest if step.process == process and bool(step.kind & EVALUATION) == evaluation]
     return _judged(base, taken, parts, long, waits)
 
 
@@ -259,15 +256,6 @@ def first_with_both(window: Window) -> int:
         modes.setdefault(key.process, set()).add(key.mode)
     both = (process for process, there in modes.items() if there.issuperset(MODES_COMPARED))
     return next(both, min(modes, default=0))
-
-
-def _taken(tallies: Mapping[Key, Tally], mode: str, kind: _StepKind) -> Tally:
-    """The settled steps of a mode and a kind."""
-    found = Tally()
-    for key, tally in tallies.items():
-        if key.mode == mode and _is_settled(key) and kind == _kind(key):
-            found.merge(tally)
-    return found
 
 
 def _common(kinds: Mapping[str, Counter[_StepKind]]) -> _StepKind | None:

@@ -12,6 +12,7 @@ from dpmon.record.kinds import UNTIMED, rows_of
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import EVALUATION, device_series
 from dpmon.store.answers import Shape
+from dpmon.store.figures import merged
 from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.tally import Key, Stat, Tally
 
@@ -285,8 +286,11 @@ def replica_facts(layouts: Layouts, tallies: Mapping[Key, Tally]) -> list[Replic
     timed: set[tuple[int, int, str]] = set()
     for shape, layout in layouts.split():
         of = shape.process, shape.layout, shape.mode
-        if shape.kind & EVALUATION and of in layouts.trained:
+        trained = of in layouts.trained
+        if shape.kind & EVALUATION and trained:
             continue
+        times = Tally() if of in timed else merged(tallies, shape.mode, False, trained, process=shape.process)
+        timed.add(of)
         reason = why_untimed(layout, shape.untimed)
         rows = tuple(layouts.rows(shape.process, got, layout) for got, _ in shape.replicas)
         splits[shape.mode, layout.root][rows] += shape.calls
@@ -296,14 +300,9 @@ def replica_facts(layouts: Layouts, tallies: Mapping[Key, Tally]) -> list[Replic
                 line.calls += shape.calls
                 line.virtual |= shape.virtual and shape.mode == "dp"
                 line.untimed.update({} if reason is None else {reason: shape.calls})
-            for key, tally in tallies.items() if of not in timed else ():
-                if (key.process, key.mode) == (shape.process, shape.mode) and not (
-                    key.kind & EVALUATION and of in layouts.trained
-                ):
-                    series = replica_series(shape.layout, index)
-                    line.time.merge(tally.stat(series))
-                    line.on_device.merge(tally.stat(device_series(series)))
-        timed.add(of)
+            series = replica_series(shape.layout, index)
+            line.time.merge(times.stat(series))
+            line.on_device.merge(times.stat(device_series(series)))
     usual = {root: counts.most_common(1)[0][0] for root, counts in splits.items()}
     return [_facts(key, line, usual[key[:2]]) for key, line in sorted(lines.items()) if line.calls or line.time.count]
 

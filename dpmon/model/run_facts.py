@@ -289,24 +289,14 @@ class RunFacts:
     # ------------------------------------------------------------------------------------------ time
 
     @cached_property
-    def _spans(self) -> dict[int, Span]:
-        """By process: the time from its first step to its last."""
-        found: dict[int, Span] = {}
-        for key, tally in self.window.by_process.items():
-            if tally.first_ns is not None and tally.last_ns is not None:
-                first, last = found.get(key.process, (tally.first_ns, tally.last_ns))
-                found[key.process] = min(first, tally.first_ns), max(last, tally.last_ns)
-        return found
-
-    @cached_property
     def first_step_ns(self) -> int:
         """The start of the first step; 0 without steps."""
-        return min((first for first, _ in self._spans.values()), default=0)
+        return min((first for first, _ in self.window.spans.values()), default=0)
 
     @cached_property
     def last_step_ns(self) -> int | None:
         """The end of the last step."""
-        return max((last for _, last in self._spans.values()), default=None)
+        return max((last for _, last in self.window.spans.values()), default=None)
 
     @cached_property
     def until_ns(self) -> int:
@@ -315,7 +305,7 @@ class RunFacts:
 
     def spent_until(self, until_ns: int) -> Mapping[str, int]:
         """The time of each activity (ns) from the run's start to `until_ns`; empty without steps."""
-        return accounted(self.window.spent, until_ns, self.window.lives) if self._spans else {}
+        return accounted(self.window.spent, until_ns, self.window.lives) if self.window.spans else {}
 
     @cached_property
     def spent(self) -> Mapping[str, int]:
@@ -356,7 +346,7 @@ class RunFacts:
     @cached_property
     def paused(self) -> list[Span]:
         """The times in which all present processes were paused."""
-        return all_paused(self.pauses, self._spans, self.until_ns)
+        return all_paused(self.pauses, self.window.spans, self.until_ns)
 
     @property
     def paused_alone_ns(self) -> int:
@@ -369,7 +359,7 @@ class RunFacts:
     @cached_property
     def samples(self) -> DeviceTotals:
         """The samples of GPUs and host."""
-        found = DeviceTotals(all_paused(self.pauses, self._spans, _ALWAYS))
+        found = DeviceTotals(all_paused(self.pauses, self.window.spans, _ALWAYS))
         for row in self.store.device_minutes():
             found.rollup(row)
         for event in self.store.each_event("device", "host"):

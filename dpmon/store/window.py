@@ -146,12 +146,17 @@ class Window:
         startup: Counter[int] = Counter()
         for row in self.times:
             startup[row.process] += row.spent["startup"]
-        lives: dict[int, tuple[int, int]] = {}
+        return union((begin - startup[process], end) for process, (begin, end) in self.spans.items())
+
+    @cached_property
+    def spans(self) -> dict[int, tuple[int, int]]:
+        """By process: the time from its first step to its last, as (begin, end) in ns."""
+        found: dict[int, tuple[int, int]] = {}
         for key, tally in self.by_process.items():
             if tally.first_ns is not None and tally.last_ns is not None:
-                begin, end = lives.get(key.process, (tally.first_ns, tally.last_ns))
-                lives[key.process] = min(begin, tally.first_ns), max(end, tally.last_ns)
-        return union((begin - startup[process], end) for process, (begin, end) in lives.items())
+                begin, end = found.get(key.process, (tally.first_ns, tally.last_ns))
+                found[key.process] = min(begin, tally.first_ns), max(end, tally.last_ns)
+        return found
 
 
 def shared_out(rows: Iterable[TimeRow], lives: Sequence[tuple[int, int]]) -> dict[str, int]:

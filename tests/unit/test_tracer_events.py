@@ -68,18 +68,6 @@ def test_phases_that_touch_share_an_event() -> None:
     assert bench.device.made == 5
 
 
-def test_every_device_has_its_own_events_and_its_own_pace() -> None:
-    bench = Bench()
-    first = bench.phase(0.0)
-    second = bench.begin(1, first)  # events of different devices are not shared
-    bench.device.now = 1.0
-    bench.times.end(second)
-    bench.device.reached = 0.5
-    assert bench.collected() == [0.0]
-    bench.device.reached = 2.0
-    assert bench.collected() == [1.0]
-
-
 def test_the_last_lap_is_the_end() -> None:
     bench = Bench()
     span = bench.begin()
@@ -117,30 +105,6 @@ def test_a_device_that_is_far_behind_costs_no_more_events_and_is_counted() -> No
     assert bench.collected() == [1.0] * MAX_PENDING + [None] * (1000 - MAX_PENDING)
     bench.phase(1.0)
     assert bench.times.waiting() == 1
-
-
-def test_no_event_is_recorded_or_queried_during_graph_capture() -> None:
-    bench = Bench()
-    waiting = bench.phase(1.0)
-    bench.device.graph = True
-    bench.device.reached = 10.0
-    assert bench.phase(1.0).why == Untimed.CAPTURED
-    assert len(bench.device.recorded) == 2
-    bench.device.asked = 0
-    bench.times.collect()
-    assert bench.device.asked == 0, "a question would end the capture"
-    bench.device.graph = False
-    bench.times.collect()
-    assert waiting.ms == 1.0
-    span = bench.begin()
-    bench.device.graph = True  # begun in between: this phase is not timed, its event is free again
-    bench.times.end(span)
-    assert span.why == Untimed.CAPTURED
-    assert len(bench.device.recorded) == 3
-    assert bench.times.waiting() == 0
-    bench.device.graph = False
-    bench.phase(1.0)
-    assert bench.device.made == 2
 
 
 def test_collecting_asks_a_slow_device_only_once() -> None:

@@ -79,17 +79,6 @@ def test_host_work_after_gpu_work_has_no_device_time() -> None:
     ]
 
 
-def test_phases_are_timed_on_all_devices_of_the_step() -> None:
-    process = Process()
-    process.step(0, 1)
-    process.step(0, 1)
-    process.device.recorded.clear()
-    process.step(0, 1)
-    assert {device for device, _ in process.device.recorded} == {0, 1}
-    assert len(process.device.recorded) == 2 * 2 * 4
-    assert process.records(devices=("cuda:0", "cuda:1")).steps[-1].device_ms == WHOLE
-
-
 def raises() -> None:
     raise ZeroDivisionError
 
@@ -132,24 +121,6 @@ def test_a_part_is_timed_on_its_own_device_and_marked_if_it_raised() -> None:
     span = unpacked(0, *word)
     assert (span.kind, span.inputs, span.site & 0xFF, span.site >> 8 & 0xFF) == (Kind.DEVICE_TIME, 5, 1, 1)
     assert span.site >> 16 == Untimed.RAISED
-
-
-def test_phases_of_a_call_that_touch_share_an_event() -> None:
-    process = Process()
-    timing, device = process.timing, process.device
-    for _ in range(2):
-        device.recorded.clear()
-        with process.call(0):
-            for number, kind in enumerate((Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER)):
-                copy = timing.copy_begins(process.me, 0)
-                assert copy is not None
-                copy.end()
-                mark = timing.begin(process.me, kind, (0,), shares=True)
-                assert mark is not None
-                device.now += 1.0
-                mark.end()
-                copy.written(number)
-        assert len(device.recorded) == 2 + 8 + 5, "the first begins by itself, a call's and a copy's are their own"
 
 
 def test_calls_of_another_thread_are_not_timed() -> None:

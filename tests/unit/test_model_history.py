@@ -39,30 +39,30 @@ def test_a_range_takes_only_what_ended_within_it() -> None:
 
 
 @pytest.mark.parametrize("span", [30, 120, 600, 0])
-@pytest.mark.parametrize("width", [1, 7, 60, 108, 188])
-def test_a_picture_has_room_and_loses_no_step_of_its_range(span: int, width: int) -> None:
+def test_a_picture_has_room_and_loses_no_step_of_its_range(span: int) -> None:
     process = process_of([2_000_000] * 3000, span, SECOND // 2)
-    picture = pictured(process, span, width)
-    assert 0 < len(picture.columns) <= picture.places <= width
-    if span == 0:
-        assert sum(column.count for column in picture.columns) == 3000
-    assert [column.second for column in picture.columns] == sorted({column.second for column in picture.columns})
-    assert picture.columns[-1].second + picture.seconds > process.columns[-1].second, "the newest is there"
+    for width in (1, 7, 60, 108, 188):
+        picture = pictured(process, span, width)
+        assert 0 < len(picture.columns) <= picture.places <= width
+        if span == 0:
+            assert sum(column.count for column in picture.columns) == 3000
+        assert [column.second for column in picture.columns] == sorted({column.second for column in picture.columns})
+        assert picture.columns[-1].second + picture.seconds > process.columns[-1].second, "the newest is there"
 
 
 @pytest.mark.parametrize("span", [120, 600, 0])
-@pytest.mark.parametrize("width", [60, 108, 188])
-def test_a_run_that_is_shorter_than_its_range_fills_the_chart(span: int, width: int) -> None:
+def test_a_run_that_is_shorter_than_its_range_fills_the_chart(span: int) -> None:
     for seconds in (2, 9, 18, 53, 71, 115):
         process = process_of([200_000_000] * 5 * seconds, span)
-        live, over = (pictured(process, span, width, over=ended) for ended in (False, True))
-        assert live.places * 0.8 <= len(live.columns) <= live.places, "a fifth is free at most"
-        assert len(over.columns) == over.places
+        for width in (60, 108, 188):
+            live, over = (pictured(process, span, width, over=ended) for ended in (False, True))
+            assert live.places * 0.8 <= len(live.columns) <= live.places, "a fifth is free at most"
+            assert len(over.columns) == over.places
 
 
 @pytest.mark.parametrize("span", [30, 120, 600, 0])
 def test_columns_of_a_growing_run_keep_their_cells_for_a_while(span: int) -> None:
-    places = [pictured(process_of([SECOND] * length, span), span, 100).places for length in range(20, 120)]
+    places = [pictured(process_of([SECOND] * length, span), span, 100).places for length in range(20, 120, 2)]
     assert len(set(places)) < 10
     assert places == sorted(places) or span in (600, 0), "there, columns have more seconds at last"
 

@@ -70,7 +70,7 @@ def test_any_time_is_covered_exactly_by_the_fewest_tallies(tmp_path: Path, seed:
             assert sum((last - first) // width for width, first, last in found) == fewest(begin, at, store._whole)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_deleted_tallies_are_not_queried(tmp_path: Path, seed: int) -> None:
     """Wider tallies are used instead, which extend beyond the time range as little as possible."""
     chance = random.Random(seed)

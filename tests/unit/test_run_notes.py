@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from test_cli_progress import NOW_NS, FakeReader, still
 
-from dpmon.cli.doctor.trial import _warnings
 from dpmon.cli.lines import ProgressLines
 from dpmon.run.activities import newest_stage, stages
 from dpmon.run.notes import Note, WarningsLog, every_uncaught, parse_notes
@@ -33,7 +32,7 @@ def test_a_line_that_is_no_note_hides_no_other(tmp_path: Path, damage: str) -> N
     assert [(note.pid, note.text) for note in parse_notes(lines.encode())] == [(7, "First {}"), (8, "Second {}")]
     assert [(one.pid, one.kind) for one in every_uncaught(tmp_path)] == [(7, "First"), (8, "Second")]
     assert {pid: text for pid, (text, _) in stages(tmp_path).items()} == {7: "First {}", 8: "Second {}"}
-    assert _warnings(tmp_path) == WarningsLog(tmp_path).new() == ["First {}", "Second {}"]
+    assert WarningsLog(tmp_path).new() == ["First {}", "Second {}"]
     reader = FakeReader(tmp_path)
     reader.reached = newest_stage(stages(tmp_path))
     assert ProgressLines(reader).line() == "Second {} (0 s)"  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from typing import Any
 from dpmon.cli.doctor.machine import Check, ok, problem, warning
 from dpmon.record.kinds import Call
 from dpmon.run import proc
-from dpmon.run.notes import read_notes
+from dpmon.run.notes import WarningsLog
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError, RunInfo, save
 from dpmon.store.opened import open_store
@@ -115,14 +115,12 @@ def _try(directory: Path, python: str | None, environ: Mapping[str, str]) -> _Tr
     try:
         if python is not None:
             _run_child(seen, python, directory, info, environ)
-        while True:
-            _read(seen, directory)
-            if seen.devices or seen.absent != _NOT_YET or time.monotonic() > until:
-                break
+        while not seen.devices and seen.absent == _NOT_YET and time.monotonic() < until:
             time.sleep(0.05)
     finally:
         sampler.stop()
-    seen.warnings += _warnings(directory)
+    _read(seen, directory)
+    seen.warnings += WarningsLog(directory).new()
     stage = RunReader(directory).stage()
     seen.stage = None if stage is None else stage[0]
     return seen
@@ -163,10 +161,6 @@ def _read(seen: _TrialResults, directory: Path) -> None:
         processes = {ring.process for ring in store.rings.values() if ring.process >= 0}
         seen.calls = [call for process in processes for call in store.calls(_MAX_CALLS, process)]
         seen.warnings = [str(event.data.get("text")) for event in store.events("warning")]
-
-
-def _warnings(directory: Path) -> list[str]:
-    return [note.text for note in read_notes(directory / "warnings.log", 1 << 16)]
 
 
 # ------------------------------------------------------------------------------------------------ results

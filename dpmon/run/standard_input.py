@@ -50,19 +50,14 @@ class Terminal:
         """
         # The supervisor leads a session without a controlling terminal. openpty does not give it one.
         self.master, self.slave = os.openpty()
-        try:
-            size = struct.pack("HHHH", max(rows, 1), max(columns, 1), 0, 0)
-            fcntl.ioctl(self.slave, termios.TIOCSWINSZ, size)
-            os.set_blocking(self.master, False)
-            path = directory / INPUT_FIFO
-            with contextlib.suppress(FileExistsError):
-                os.mkfifo(path, 0o600)
-            # Also opened for writing, so that a read does not report its end when the last screen has gone.
-            self.fifo = open_fifo(path, os.O_RDWR)
-        except BaseException:
-            os.close(self.master)
-            os.close(self.slave)
-            raise
+        size = struct.pack("HHHH", max(rows, 1), max(columns, 1), 0, 0)
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, size)
+        os.set_blocking(self.master, False)
+        path = directory / INPUT_FIFO
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(path, 0o600)
+        # Also opened for writing, so that a read does not report its end when the last screen has gone.
+        self.fifo = open_fifo(path, os.O_RDWR)
         self._waiting = b""
         self._echo = echo
 

@@ -16,7 +16,7 @@ from dpmon.record.names import mode_number
 from dpmon.ring_file import RingError
 from dpmon.run import proc
 from dpmon.run.activities import newest_stage, process_activities, stages, stall_text
-from dpmon.run.condition import command_alive, supervised
+from dpmon.run.condition import command_alive
 from dpmon.run.rundir import (
     INFO_FILE,
     ExitInfo,
@@ -110,10 +110,6 @@ class RunReader:
         if self._exit is None or not self._exit.drained:
             self._exit = load_exit(self.directory) or self._exit or self._known_exit()
         return self._exit
-
-    def supervised(self) -> bool:
-        """Whether the run's supervisor, as named in run.json, is alive."""
-        return supervised(self.refresh())
 
     def command_alive(self) -> bool | None:
         """Whether the command runs; None before its start."""

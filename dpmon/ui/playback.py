@@ -111,8 +111,9 @@ class Player(RunReader):
         """Whether the command ran at the position."""
         return self.position_ns < self.length_ns
 
-    def _find_processes(self) -> None:
-        """Do nothing: no process of the run is left to ask."""
+    def activities(self) -> dict[int, tuple[str, int]]:
+        """Return nothing: no process of the run is left to ask."""
+        return {}
 
 
 class _PlaybackFeed(Feed):

@@ -14,6 +14,7 @@ from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event
 from dpmon.run.rundir import ExitInfo, RunInfo, save
 from dpmon.run.runs import create_run
+from dpmon.span_ring import SpanRing
 from dpmon.store.opened import open_store
 from dpmon.store.store_at import StoreAt
 from dpmon.ui.playback import Player
@@ -92,6 +93,13 @@ def test_a_playback_opens_at_the_end(player: Player) -> None:
     assert how is not None
     assert how.status == 0
     assert player.command_alive() is False
+
+
+def test_no_process_of_the_run_is_asked(player: Player) -> None:
+    """Else all would count as ended from the first step on."""
+    SpanRing(str(player.directory / "process-0.ring"), process=0, rank=-1, world=-1, start_ns=START, slots=64)
+    assert player.activities() == {}
+    assert player.request_pause(True) == 0
 
 
 def test_from_the_beginning_in_real_time(player: Player, clock: Clock) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from itertools import chain, takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dpmon.record.history_rows import MAX_DEFINITIONS, CallRow, CollectiveRow, Definition, Row
+from dpmon.record.history_rows import CallRow, CollectiveRow, Definition, Row
 from dpmon.record.kinds import Event, RecordError, Step
 from dpmon.record.names import CALL_PHASES, packed_json
 from dpmon.record.plainjson import load_json
@@ -85,8 +84,6 @@ class Intake:
         self.row = row
         self._start_ns = start_ns
         self._accounts = accounts
-        self._rows: dict[int, int | None] = {}
-        """Number of rows in a batch by the definition of its sizes, for the newest definitions."""
         self._shapes: set[ShapeKey] = set()
         """Shapes that are kept with their sizes."""
         self._calls: list[_HeldCall] = []
@@ -95,22 +92,9 @@ class Intake:
         self._mode: str | None = None
         self._steps_in_mode = 0
 
-    def learn(self, number: int, value: Any) -> None:
-        """Remember how many rows a batch with the sizes of this definition has (None: unknown)."""
-        if isinstance(value, list):
-            shapes = (size[1] for size in value if size[1])
-            rows = next((shape[0] for shape in shapes), None)
-            self._rows.pop(number, None)
-            self._rows[number] = rows if type(rows) is int and 0 <= rows <= _MAX_INT else None
-            if len(self._rows) > MAX_DEFINITIONS:
-                del self._rows[next(iter(self._rows))]
-
     def resume(self, history: History) -> None:
         """Continue after all earlier records of the ring, which another supervisor wrote. Raises HistoryError."""
         row = self.row
-        for number, value in history.definitions(row.process).items():
-            with suppress(LookupError, TypeError):  # a process may write any value
-                self.learn(number, value)
         last = history.last_steps(row, SETTLING_STEPS) if row.steps else []
         last_id, self._mode = (last[0][0], last[0][3]) if last else (0, None)
         self._steps_in_mode = sum(1 for _ in takewhile(lambda step: step[3] == self._mode, last))
@@ -148,7 +132,6 @@ class Intake:
         return True
 
     def _define(self, batch: Batch, row: Definition) -> None:
-        self.learn(*row)
         text = json.dumps(row.value, separators=(",", ":"))
         batch.definitions.append((self.row.process, row.number, text))
         batch.characters += len(text)
@@ -159,9 +142,8 @@ class Intake:
         began = row.start - self._start_ns
         _check(began, row.wall, row.step, row.call)
         self._calls.append(_held(number, row))
-        rows = self._rows.get(row.inputs)
         parts = parts_column(row.parts)
-        batch.calls.append((number, self.row.process, *row[:5], began, *row[6:-1], parts, rows))
+        batch.calls.append((number, self.row.process, *row[:5], began, *row[6:-1], parts))
         batch.characters += len(parts or "")
         if len(self._calls) > HELD_CALLS:  # a process with calls outside steps
             self._count(batch, [self._calls.pop(0)], None)

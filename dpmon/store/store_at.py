@@ -33,8 +33,6 @@ MOST_OWN = 100
 _SUMS = ", ".join(f"sum({name}) AS {name}" for name in COLLECTIVE_SUMS)
 _LOOKED_AT = 20_000
 """A search for single steps reads only this many of the newest ids."""
-_MAX_DISORDER = 4096
-"""How far (in ids, roughly) rows of different processes can be out of order, because the rings are read in turn."""
 
 
 class StoreAt:
@@ -256,44 +254,28 @@ class StoreAt:
     # ------------------------------------------------------------------------------------------ samples
 
     def samples(self, span_ns: int, after_id: int = 0) -> list[ChartSample]:
-        """Return the samples of devices and host in the `span_ns` before the newest event, in order.
+        """Return the samples of devices and host in the `span_ns` before the newest one, in order.
 
         `after_id`: return all samples after this id instead.
         """
-        begin, first = -_LAST, after_id
-        if not after_id:
-            query = "SELECT max(t_ns) FROM (SELECT t_ns FROM events ORDER BY id DESC LIMIT 100)"
+        if after_id:
+            which, begin = "id > ? AND +t_ns <= ?", after_id
+        else:
+            query = "SELECT max(t_ns) FROM events WHERE kind IN ('device', 'host')"
             newest = next((at or 0 for (at,) in self.store.query(query)), 0)
-            begin = min(newest, self.until_ns) - span_ns
-            first = max(self._event_at(begin) - _MAX_DISORDER, 0)
+            which, begin = "t_ns >= ? AND t_ns <= ?", min(newest, self.until_ns) - span_ns
         # SQLite parses the JSON ten times as fast as Python.
         query = (
             f"SELECT id, t_ns, kind = 'host', {_SAMPLED} FROM events"
-            " WHERE id > ? AND kind IN ('device', 'host') AND t_ns >= ? AND t_ns <= ? AND json_valid(json) ORDER BY id"
+            f" WHERE {which} AND kind IN ('device', 'host') AND json_valid(json) ORDER BY id"
         )
         return [
-            sample
-            for row in self.store.query(query, (first, begin, self.until_ns))
-            if (sample := _sample(*row)) is not None
+            sample for row in self.store.query(query, (begin, self.until_ns)) if (sample := _sample(*row)) is not None
         ]
 
     def sample(self, number: int) -> Event | None:
         """Return the complete sample with this id; None if it was deleted."""
         return next(self.store.read(event_in, "SELECT json FROM events WHERE id = ?", (number,)), None)
-
-    def _event_at(self, t_ns: int) -> int:
-        """Return approximately the id of the first event at or after a time."""
-        newest = self.store.query("SELECT max(id) FROM events")
-        low, high = 0, next((number or 0 for (number,) in newest), 0) + 1
-        query = "SELECT id, t_ns FROM events WHERE id > ? AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
-        while high - low > 1:
-            middle = (low + high) // 2
-            rows = self.store.query(query, (middle - 1,))
-            if rows and rows[0][1] < t_ns:
-                low = middle
-            else:
-                high = middle
-        return low
 
     def host_memory(self, begin_ns: int, end_ns: int) -> list[tuple[int, int]]:
         """Return (start in ns, peak bytes of the run's processes) of each minute that begins between two times."""

@@ -6,7 +6,7 @@
                  step, the numbers of its last step and call, its training thread, its events that are not in the
                  history, whether it has ended, and the calls so far while no step has ended
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
-    calls        id, process, the fields of CallRow (dpmon.record.history_rows; parts: JSON or NULL), rows
+    calls        id, process, the fields of CallRow (dpmon.record.history_rows; parts: JSON or NULL)
     steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
                  the ns of each phase (NULL: did not run; phases of its calls are sums), rest_ns (its forward without
                  the phases of its calls), device (NULL, or JSON: `why`, then `times` of Step),
@@ -115,10 +115,9 @@ CALL_COLUMNS: Mapping[str, str] = {
     "mode": "TEXT",
     **dict.fromkeys(("flags", "layout", "start_ns", "wall_ns", "inputs", "outputs"), "INTEGER"),
     "parts": "TEXT",
-    "rows": "INTEGER",
 }
 """The columns of calls and their types."""
-CALL_ROW = ", ".join(tuple(CALL_COLUMNS)[2:-1])
+CALL_ROW = ", ".join(tuple(CALL_COLUMNS)[2:])
 """The columns of a CallRow."""
 COLLECTIVE_COLUMNS: Mapping[str, str] = {
     "id": "INTEGER PRIMARY KEY",
@@ -133,7 +132,7 @@ COLLECTIVE_SUMS = ("count", "bytes", "ended", "timed_bytes", "ran_ns")
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 _OPTIONAL = {
     *("rank", "first_id", "last_id", "held_id", "last_call", "lines", "thread"),
-    *("rest_ns", "device", "spans", SYNC_NUMBER, f"{EXPOSED}_ns", f"{WAIT}_ns", "parts", "rows", "t_ns"),
+    *("rest_ns", "device", "spans", SYNC_NUMBER, f"{EXPOSED}_ns", f"{WAIT}_ns", "parts", "t_ns"),
     *(f"{phase.name}_ns" for phase in PHASES),
     *(f"{quantity.name}{part}" for quantity in QUANTITIES for part in ("", "_sum")),
     *PLAIN[2:],
@@ -184,6 +183,7 @@ CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {lasting};
 CREATE INDEX IF NOT EXISTS collected ON collectives (start_ns);
 CREATE INDEX IF NOT EXISTS sampled ON collectives (process, start_ns) WHERE definition = 0;
 CREATE INDEX IF NOT EXISTS own ON collectives (start_ns) WHERE {own};
+CREATE INDEX IF NOT EXISTS samples ON events (t_ns) WHERE kind IN ('device', 'host');
 CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory';
 """.format(
     lasting=LASTING,

@@ -29,7 +29,6 @@ from dpmon.store.tables import (
     HistoryError,
     RingRow,
     check_schema,
-    definition_in,
     last_ids,
     rings_in,
     size_of,
@@ -138,11 +137,6 @@ class History:
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return the rows of a query. Raises HistoryError."""
         return list(self.door.rows(query, values))
-
-    def definitions(self, process: int) -> dict[int, Any]:
-        """Return the definitions of one process by number. Raises HistoryError."""
-        query = "SELECT number, value FROM definitions WHERE process = ?"
-        return dict(map(definition_in, self.door.rows(query, (process,))))
 
     def last_steps(self, ring: RingRow, most: int) -> list[tuple[Any, ...]]:
         """Return `steps`: the last ones of a ring, the newest first."""

@@ -244,8 +244,8 @@ def test_the_history_is_bounded_and_says_what_it_left_out(dpmon: Dpmon, monkeypa
 def test_the_schema_can_be_queried_by_people(dpmon: Dpmon) -> None:
     dpmon.run(WRITER, 200, 10_000, 3)
     with sqlite3.connect(f"file:{dpmon.last() / 'history.sqlite'}?mode=ro", uri=True) as db:
-        query = "SELECT mode, count(*), min(rows), max(rows) FROM calls GROUP BY mode"
-        assert db.execute(query).fetchall() == [("dp", 100, 24, 24)]
+        query = "SELECT mode, count(*) FROM calls GROUP BY mode"
+        assert db.execute(query).fetchall() == [("dp", 100)]
         steps = db.execute("SELECT wall_ns, data_ns, forward_ns, backward_ns, optimizer_ns, other_ns FROM steps")
         for wall, *phases in steps:
             assert sum(phases) == wall

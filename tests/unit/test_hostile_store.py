@@ -24,8 +24,8 @@ from dpmon.store.window import Window, accounted
 pytestmark = pytest.mark.slow
 
 TABLES = ("meta", "rings", "definitions", "calls", "steps", "events", "series", "tallies", "times", "gaps", "shapes")
-SELECTING = ("width", "start_s", "process", "start_ns", "wall_ns", "t_ns", "begin_ns", "end_ns", "value", "rows")
-"""Columns that queries compare, so that rows with other types may not be found; `rows` is for programs of others."""
+SELECTING = ("width", "start_s", "process", "start_ns", "wall_ns", "t_ns", "begin_ns", "end_ns", "value")
+"""Columns that queries compare: rows with other types may not be found."""
 VALUES = ("'x'", "x'ff00'", "NULL", "-1", "1e999", "0.5", str((1 << 63) - 1), str(-(1 << 63)), "'[[],1e999,{}]'")
 
 

@@ -20,7 +20,7 @@ from dpmon.record.schema import EVALUATION, SETTLING, SETTLING_STEPS
 from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
 from dpmon.store.intake import BATCH_SIZES, HELD_CALLS, SHAPES, Intake
-from dpmon.store.tables import CALL_COLUMNS, HISTORY_FILE, STEP_COLUMNS, RingRow
+from dpmon.store.tables import HISTORY_FILE, STEP_COLUMNS, RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES
 from dpmon.store.writer import History
 
@@ -202,7 +202,6 @@ def test_sizes_are_those_of_the_call_and_of_each_replica(ring: Ring) -> None:
     ring.step()
     ((_, _, _, layout, virtual, sizes, untimed),) = ring.batch.shapes
     assert (layout, virtual, json.loads(sizes), untimed) == (1, 0, [2, 3, [4, 5], [6, 7]], 0)
-    assert dict(zip(CALL_COLUMNS, ring.batch.calls[0], strict=True))["rows"] == 24
 
 
 @pytest.mark.parametrize(
@@ -320,20 +319,6 @@ def test_a_successor_knows_which_shapes_are_kept(tmp_path: Path) -> None:
     sizes = [json.loads(key[-2])[:2] for key in after.batch.shapes]
     assert sizes == [[SHAPES - 1, 3], [0, 0]]
     history.close()
-
-
-def test_the_rows_of_the_newest_definitions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.store.intake.MAX_DEFINITIONS", 10)
-    ring = Ring()
-    for number in range(1, 100):
-        ring.add(Definition(1, [["x", [7, 5], "int64", 8]]))
-        ring.add(Definition(1 + number, [["x", [number, 5], "int64", 8]]))
-    for number, damaged in enumerate((1 << 70, -1, True, "4"), start=101):
-        ring.add(Definition(number, [["x", [damaged, 5], "int64", 8]]))
-    for number in (1, 100, 2, 101, 102, 103, 104):
-        ring.call(sizes=(number, 3))
-    rows = [dict(zip(CALL_COLUMNS, row, strict=True))["rows"] for row in ring.batch.calls]
-    assert rows == [7, 99, *[None] * 5]
 
 
 def test_the_batch_counts_the_text_of_large_rows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ Data = Mapping[str, Any]
 
 _NO_XID = "no XID error since the run's start"
 """The sampler's reason when no error occurred. Any other reason means that the value is unknown."""
+_UNIT = re.compile("_(pct|w|c|j)$")
 _WORDS = {
     "util_pct": "utilisation",
     "mem_used_bytes": "memory",
@@ -27,26 +29,19 @@ _WORDS = {
     "mem_others_bytes": "others' memory",
     "mem_torch_bytes": "torch's memory",
     "of_run": "this run's share",
-    "temperature_c": "temperature",
-    "temperature_limit_c": "temperature limit",
-    "power_w": "power",
-    "power_limit_w": "power limit",
-    "energy_j": "energy",
     "sm_clock_mhz": "clock",
     "mem_clock_mhz": "memory clock",
     "throttle": "clock throttling",
-    "fan_pct": "fan",
     "sm_active_pct": "SM activity",
     "tensor_active_pct": "tensor activity",
     "dram_active_pct": "memory activity",
-    "cpu_pct": "cpu",
     "run_cpu_pct": "this run's cpu",
     "run_mem_bytes": "this run's memory",
-    "processes": "processes",
     "process_count": "processes",
     "ordinals": "its number in the run",
     "mig_devices": "MIG instances",
 }
+"""Fields that reasons call otherwise than by their name without its unit."""
 
 
 def device_name(data: Data) -> str:
@@ -77,7 +72,7 @@ def reasons(samples: Sequence[Data], only: Sequence[str] | None = None) -> str:
     for data in samples:
         for key, reason in (data.get("absent") or {}).items():
             if (only is None or key in only) and (key != "xid" or reason != _NO_XID):
-                name = _WORDS.get(key, clean(key, 40).replace("_", " "))
+                name = _WORDS.get(key, _UNIT.sub("", clean(key, 40)).replace("_", " "))
                 by_reason.setdefault(clean(reason, 200), {})[name] = None
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 

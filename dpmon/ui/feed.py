@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 OpenStore = Callable[[], "AbstractContextManager[Store]"]
 """Opens the records written so far."""
 
-INPUT = "input.fifo"
 _GRACE_NS = 3_000_000_000
 """Nanoseconds to wait for the exit record of a command that is gone; then its status is shown as unknown."""
 _SLOW_S, _RESTS = 0.1, 10
@@ -279,10 +276,9 @@ class Feed:
 
     def can_type(self) -> bool:
         """Whether the script's standard input can be reached."""
-        try:
-            return stat.S_ISFIFO(os.lstat(self.directory / INPUT).st_mode)
-        except OSError:
-            return False
+        from dpmon.run.standard_input import INPUT_FIFO
+
+        return (self.directory / INPUT_FIFO).is_fifo()
 
     def hides_input(self) -> bool:
         """Whether typed text must stay hidden, as for a password."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 from dpmon.cleaning import clean
@@ -294,14 +295,11 @@ def _outcome(ended: RunEnd) -> Life:
 
 def devices_in_short(devices: tuple[str, ...]) -> str:
     """("cuda:0", "cuda:1", "cuda:3") -> "cuda:0-1,3"; clean."""
-    groups: list[tuple[str, list[str]]] = []
-    for device in devices:
-        kind, _, index = clean(device, 40).partition(":")
-        if groups and groups[-1][0] == kind:
-            groups[-1][1].append(index)
-        else:
-            groups.append((kind, [index]))
-    return " ".join(kind + (":" + _ranges(indices) if any(indices) else "") for kind, indices in groups)
+    parts = []
+    for kind, same in groupby((clean(device, 40).partition(":") for device in devices), key=lambda part: part[0]):
+        indices = [index for *_, index in same]
+        parts.append(kind + (":" + _ranges(indices) if any(indices) else ""))
+    return " ".join(parts)
 
 
 def _ranges(indices: list[str]) -> str:

@@ -66,7 +66,7 @@ class Stopping(Drawing):
 
     def action_leave(self, interrupt: bool = False) -> None:
         """After the end, close. Before it, ask what to do with the training; a second ctrl+c leaves it running."""
-        if self.feed.scene(self.view).over:
+        if self.feed.over:
             if self._stopping is not None and not self._leaves_when_stopped:  # some processes may still live
                 self._leaves_when_stopped = True
                 self._stopping += "; q again closes this screen at once"
@@ -89,11 +89,10 @@ class Stopping(Drawing):
         """Stop the training after a confirmation."""
         if self._stopping is not None:
             return
-        scene = self.feed.scene(self.view)
-        if scene.over or scene.playing is not None:
+        if self.feed.over or self.scene().playing is not None:
             self._say("there is nothing to stop: the run is over")
-            return
-        self._confirm_stop(leaves=False)
+        else:
+            self._confirm_stop(leaves=False)
 
     def _confirm_stop(self, leaves: bool) -> None:
         answers = [("y", "stop", _STOPS), ("esc", "stay", "let it go on")]
@@ -105,16 +104,15 @@ class Stopping(Drawing):
         self._say("the run is over: there is nothing left to stop; q closes this screen")
 
     def _left(self, answer: str | None) -> None:
-        over = self.feed.scene(self.view).over
         if answer == "left":
-            self.exit("ended" if over else "left")
+            self.exit("ended" if self.feed.over else "left")
         elif answer == "stop and leave":
             self._confirm_stop(leaves=True)
 
     def _confirmed(self, leaves: bool, answer: str | None) -> None:
         if answer != "stop":
             return
-        if self.feed.scene(self.view).over:
+        if self.feed.over:
             self._say_nothing_to_stop()
         else:
             self._leaves_when_stopped = leaves

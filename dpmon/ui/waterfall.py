@@ -43,29 +43,40 @@ def waterfall(
     """
     if height <= 0:
         return []
-    if others and height > 1:
-        return _ranks(timeline, others, width, height, look, usual_ns, sample)
-    below = height - 1
-    label = min(max(10, *(5 + span_width(clean(lane.device, 12)) for lane in timeline.lanes), 0), 14)
-    name = "last step"
-    if rank is not None:
-        name += f", rank {rank}"
-        label = max(label, len(name) + 1)
+    ranks = list(others) if height > 1 else []
+    name, label = "last step", 10
+    if not ranks:
+        label = min(max(label, *(5 + span_width(clean(lane.device, 12)) for lane in timeline.lanes), 0), 14)
+        name += "" if rank is None else f", rank {rank}"
+        label = label if rank is None else max(label, len(name) + 1)
     room = width - label - _TOOK
     if room < 8:
         return []
-    top = ceiling(max(timeline.wall_ns, usual_ns or 0))
+    least = 1 + min(len(ranks), 2)  # the first of the others may be the straggler
+    with_buckets = bool(timeline.buckets) and height > least
+    height -= with_buckets
+    with_sample = bool(ranks) and sample is not None and height > least
+    height -= with_sample
+    fit_in = len(ranks) if len(ranks) < height else max(height - 2, 1)
+    shown = {f"rank {one.rank}": found for one in ranks[:fit_in] if (found := last_step_timeline(one)) is not None}
+    late = {each: _late(timeline, other) for each, other in shown.items()}
+    ends = [late[each] + other.wall_ns for each, other in shown.items()]
+    top = ceiling(max(usual_ns or 0, timeline.wall_ns, *ends, 0))
     rows = [_main(name, timeline, label, room, top, look)]
-    if timeline.buckets and below > 0:
+    if with_buckets:
         rows.append(bucket_row(timeline, label, room, top, look))
-        below -= 1
-    shown, hidden = _chosen(timeline.lanes, below)
-    for lane in shown:
-        rows.append(_lane(lane, timeline, label, room, top, look))
-    if hidden:
-        times = [lane.took_ns for lane in hidden if lane.pieces]
-        rows.append(_condensed(times, len(hidden) - len(times), label, width, look))
-    return rows
+    if sample is not None and with_sample:
+        rows.append(sample_row(sample, label, room, top, look))
+    if ranks:
+        rows += [_main(each, other, label, room, top, look, late[each]) for each, other in shown.items()]
+        times, idle = [one.last_step.wall_ns for one in ranks[fit_in:] if one.last_step is not None], 0
+        hidden = height > 1
+    else:
+        lanes, left = _chosen(timeline.lanes, height - 1)
+        rows += [_lane(lane, timeline, label, room, top, look) for lane in lanes]
+        times = [lane.took_ns for lane in left if lane.pieces]
+        idle, hidden = len(left) - len(times), True
+    return [*rows, _condensed(times, idle, label, width, look)] if (hidden and times) or idle else rows
 
 
 def _main(name: str, timeline: StepTimeline, label: int, room: int, top: float, look: Look, late: int = 0) -> Row:
@@ -76,41 +87,6 @@ def _main(name: str, timeline: StepTimeline, label: int, room: int, top: float, 
         *main_row(pieces, room, top, look, 0 if late else timeline.wall_ns),
         (right(duration(timeline.wall_ns), _TOOK), "bold"),
     ]
-
-
-def _ranks(
-    timeline: StepTimeline,
-    others: Sequence[Process],
-    width: int,
-    height: int,
-    look: Look,
-    usual_ns: float | None,
-    sample: LastSample | None,
-) -> list[Row]:
-    """A row per rank, `timeline` first; the last row counts the ranks that do not fit."""
-    label = 10
-    room = width - label - _TOOK
-    if room < 8:
-        return []
-    least = 1 + min(len(others), 2)  # the first of the others may be the straggler
-    with_buckets = bool(timeline.buckets) and height > least
-    height -= with_buckets
-    with_sample = sample is not None and height > least
-    height -= with_sample
-    fit_in = len(others) if len(others) < height else max(height - 2, 1)
-    shown = [("last step", timeline)]
-    shown += [(f"rank {one.rank}", found) for one in others[:fit_in] if (found := last_step_timeline(one)) is not None]
-    late = {name: _late(timeline, other) for name, other in shown}
-    top = ceiling(max(usual_ns or 0, *(late[name] + other.wall_ns for name, other in shown)))
-    rows = [_main(name, other, label, room, top, look, late[name]) for name, other in shown]
-    if with_buckets:
-        rows.insert(1, bucket_row(timeline, label, room, top, look))
-    if sample is not None and with_sample:
-        rows.insert(1 + with_buckets, sample_row(sample, label, room, top, look))
-    times = [one.last_step.wall_ns for one in others[fit_in:] if one.last_step is not None]
-    if times and height > 1:
-        rows.append(_condensed(times, 0, label, width, look))
-    return rows
 
 
 def bucket_row(timeline: StepTimeline, label: int, room: int, top: float, look: Look) -> Row:

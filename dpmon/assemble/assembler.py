@@ -172,9 +172,6 @@ class Assembler:
 
     def _span(self, span: Span) -> None:
         number, kind, flags, inside, thread, _, start, took, _, _ = span
-        if number < self._next:
-            self._dropped += 1
-            return
         self._next = number + 1
         if number < self._caught_up and kind != Kind.DEVICE_TIME and thread != self.thread >= 0:
             return  # a predecessor may have used it
@@ -200,8 +197,6 @@ class Assembler:
         self._seen[thread] = span
         if inside or kind in _INNER:
             self._nest(span)
-        elif kind in PRIMITIVES and not flags & Flag.BY_SCRIPT:
-            self._dropped += 1
         else:
             self._block(block_of(span, self._inner(thread, start) if self._waiting else ()))
 
@@ -264,13 +259,12 @@ class Assembler:
 
     def _closed(self, items: list[Item], step: bool) -> None:
         """Take the rows recorded from `items`. `step`: whether a step ended with them."""
-        recorder = self._recorder
-        out, recorder.out = recorder.out, []
-        if self._waits.idle and not any(isinstance(row, Pending) for row in out):
-            self._emit(out)  # type: ignore[arg-type]  # nothing is pending
-        elif out:
+        out, self._recorder.out = self._recorder.out, []
+        if out and not (self._waits.idle and Pending not in map(type, out)):
             self._waits.add(out, min(self._firsts(items), default=None), step)
             self._emit(self._waits.ready())
+        else:
+            self._emit(out)  # type: ignore[arg-type]  # nothing is pending
 
     def _emit(self, rows: Iterable[Row | QueuedEvent]) -> None:
         for row in rows:

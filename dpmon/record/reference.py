@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from dpmon.record.field import Field, RecordKind
 from dpmon.record.fields import RECORDS
@@ -41,22 +41,19 @@ def reference() -> str:
 
 
 def _kind(kind: RecordKind) -> str:
-    gauges = any(each.metric for each in kind.fields)
-    head = ("field", "type", "unit", "meaning", "in CSV", *(("metric",) * gauges))
-    rows = [(*_field(each), *((_metric(each),) * gauges)) for each in kind.fields]
+    head = "field", "type", "unit", "meaning", "in CSV", "metric"
+    shown = 6 if any(each.metric for each in kind.fields) else 5
+    rows = [_field(each)[:shown] for each in kind.fields]
     note = "" if kind.row == "record" else f" In CSV, a row describes one {kind.row}."
-    return f"## {kind.name}\n\n{kind.meaning[0].upper()}{kind.meaning[1:]}.{note}\n\n{_table(head, rows)}"
+    return f"## {kind.name}\n\n{kind.meaning[0].upper()}{kind.meaning[1:]}.{note}\n\n{_table(head[:shown], rows)}"
 
 
 def _field(field: Field) -> tuple[str, ...]:
     columns = "yes" if field.in_csv == (field.name,) else ", ".join(f"`{name}`" for name in field.in_csv)
     if field.only_csv:
         columns = "only in CSV"
-    return f"`{field.name}`", field.type, field.unit, field.meaning, columns or "no column"
-
-
-def _metric(field: Field) -> str:
-    return f"`dpmon_{field.metric}`" if field.metric else ""
+    metric = f"`dpmon_{field.metric}`" if field.metric else ""
+    return f"`{field.name}`", field.type, field.unit, field.meaning, columns or "no column", metric
 
 
 def _phases() -> str:
@@ -80,14 +77,7 @@ def _of_quantities() -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "".join(f"{line}\n" for line in _lines(head, rows))
-
-
-def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield "|" + " --- |" * len(head)
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import dpmon
@@ -121,16 +122,12 @@ def keep_statuses() -> None:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
 
-def ignored_again() -> Callable[[], None] | None:
+def ignored_again() -> Callable[[], object] | None:
     """A function for a child to call before exec (`preexec_fn`); None if it needs none.
 
     Only for a process without threads: between fork and exec other threads could hold locks.
     """
-    return _ignore if _was_ignored else None
-
-
-def _ignore() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    return partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN) if _was_ignored else None
 
 
 def _is_here(place: str) -> bool:
@@ -142,7 +139,7 @@ def _is_here(place: str) -> bool:
 
 
 def _start(
-    directory: Path, how: str, *, stdin: bool, before: Callable[[], None] | None = None
+    directory: Path, how: str, *, stdin: bool, before: Callable[[], object] | None = None
 ) -> subprocess.Popen[bytes]:
     home = str(Path(dpmon.__file__).resolve().parent.parent)
     places = [place for place in sys.path if place and not _is_here(place)]

@@ -22,7 +22,6 @@ PLENTY = 1 << 30
 """With less free space than this on the disk, less is allocated ahead."""
 LITTLE = 1 << 20
 """A file of at most this many bytes is not cut, because this would free too little."""
-LOOK_S = 0.2
 _KEEP_SIZE = 1
 
 
@@ -37,14 +36,10 @@ class OutputRoom:
         self._files: dict[Path, int] = {}
         self._until: dict[Path, int] = {}
         """End of the allocated space, as an offset in the file."""
-        self._look_at = 0.0
         self._deleted = 0
 
-    def look(self, now: float) -> None:
-        """Allocate space if it is due. `now`: monotonic s."""
-        if now < self._look_at:
-            return
-        self._look_at = now + LOOK_S
+    def look(self) -> None:
+        """Allocate space if it is needed; to be called several times a second."""
         for path in self._paths:
             with contextlib.suppress(OSError):  # the file is missing, or its file system cannot allocate
                 if path not in self._files:

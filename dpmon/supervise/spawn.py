@@ -162,8 +162,6 @@ def find_command(directory: Path) -> proc.ProcessEntry | None:
     )
 
 
-LOOK_S = 0.2
-"""Time between two searches for new processes."""
 _MOST = 256
 """Most processes to watch at once."""
 
@@ -178,7 +176,6 @@ class ProcessEnds:
         self._known = {command}
         self._watched: dict[int, tuple[int, float | None]] = {}
         """By descriptor: process id and start of each watched process."""
-        self._look_at = 0.0
         self._size = -1
 
     def close(self) -> None:
@@ -187,11 +184,8 @@ class ProcessEnds:
         for fd in [*self._watched]:
             self._forget(fd)
 
-    def look(self, now: float) -> None:
-        """Look for new processes from time to time."""
-        if now < self._look_at:
-            return
-        self._look_at = now + LOOK_S
+    def look(self) -> None:
+        """Look for new processes; to be called several times a second."""
         try:
             size = (self._directory / "stages.log").lstat().st_size
         except OSError:

@@ -198,10 +198,10 @@ class Supervisor:
                 ended = command.over()
                 for text in self._warnings.new():
                     drain.warn(text)
+                room.look()
+                ends.look()
             busy = drain.drain(now)
-            room.look(now)
             reads.look(now)
-            ends.look(now)
             if metrics is not None:
                 metrics.tick(now)
             if ended:

@@ -17,17 +17,17 @@ def test_the_newest_output_stays_and_the_rest_is_counted(tmp_path: Path, monkeyp
     log = tmp_path / "output.log"
     texts: list[str] = []
     output = OutputRoom([log], texts.append, keep_last=100)
-    output.look(0.0)  # the file is missing
+    output.look()  # the file is missing
     monkeypatch.setattr(room, "_reserve", lambda fd, size, ahead: size == 0)  # there is space once it is cut off
     with open(log, "ab", buffering=0) as script:
         script.write(b"a" * LITTLE + b"b" * 100)
-        output.look(1.0)
+        output.look()
         assert log.read_bytes() == b"b" * 100
         script.write(b"c" * LITTLE * 10)
-        output.look(2.0)
+        output.look()
         assert log.read_bytes() == b"c" * 100
         script.write(b"d")
-        output.look(3.0)
+        output.look()
         output.close(nobody_writes=True)
     assert log.read_bytes() == b"c" * 100 + b"d"
     assert texts == [
@@ -67,7 +67,7 @@ def test_a_slow_foreground_says_what_it_missed(tmp_path: Path, monkeypatch: pyte
         for first in (0, 240_000):
             script.write(b"".join(lines[first : first + 200_000]))
             assert stream.pump()  # a part of it
-            output.look(first + 1.0)
+            output.look()
             script.write(b"".join(lines[first + 200_000 : first + 240_000]))  # beyond the position of the reader
             while stream.pump():
                 missed += [stream.gap] if stream.gap else []
@@ -93,7 +93,7 @@ def test_a_foreground_in_time_misses_nothing(tmp_path: Path, monkeypatch: pytest
         while stream.pump():
             pass
         script.write(b"".join(lines[160_000:200_000]))
-        output.look(1.0)
+        output.look()
         script.write(b"".join(lines[200_000:]))
         while stream.pump():
             assert stream.gap is None

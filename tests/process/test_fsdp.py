@@ -25,6 +25,8 @@ from dpmon.record.names import mode_number
 if not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
     pytest.skip("torch 2.6 and later have fully_shard in torch.distributed.fsdp", allow_module_level=True)
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).resolve().parent / "scripts" / "sharded_ranks.py"
 FORMS = {
     "fsdp": "fully_shard",

@@ -17,6 +17,8 @@ from running import Dpmon, Terminal
 
 import dpmon as package
 
+pytestmark = pytest.mark.slow
+
 STEPS = 40
 TRAINS = plain_training(STEPS)
 MOST_FILES = 3

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from tracing import Traced, alone, traced
 
+pytestmark = pytest.mark.slow
+
 SHOWS = """
 import atexit
 shown = []

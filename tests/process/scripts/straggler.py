@@ -1,9 +1,8 @@
 """Runs DistributedDataParallel ranks, one of them slow, and prints their own measurements; does not use dpmon.
 
-    torchrun --nproc-per-node 4 straggler.py --rank 1 --phase backward --ms 30
     python straggler.py --ranks 8 --phase data --share 0.1 --switch-every 50
 
-Without torchrun it forks `--ranks` ranks, so that torch is imported once. Rank 0 prints JSON lines at the end: `run`
+It forks the ranks, so that torch is imported once. Rank 0 prints JSON lines at the end: `run`
 (how slow, and the step before anybody was slow), then a `step` for each step and rank. All times are in ms, by the
 rank's own clock. In `passes` each forward and backward pass has the time from the start of its backward to its last
 gradient, and the tail: from that gradient to the end of its backward. Ranks wait for each other in the tails of
@@ -29,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 PHASES = ["data", "forward", "backward"]
+BATCH, WIDTH, HIDDEN, LAYERS = 32, 64, 256, 3
 WARM_UP = 10
 """First steps, which do not count for the duration of the balanced step."""
 
@@ -49,9 +49,8 @@ class Delays:
 class Rows(Dataset):
     """Batches of random rows and their targets."""
 
-    def __init__(self, count, batch_size, width, delays):
+    def __init__(self, count, delays):
         self.count = count
-        self.shape = batch_size, width
         self.delays = delays
 
     def __len__(self):
@@ -59,7 +58,7 @@ class Rows(Dataset):
 
     def __getitem__(self, index):
         self.delays.sleep("data")
-        rows = torch.randn(self.shape)
+        rows = torch.randn(BATCH, WIDTH)
         return rows, rows.sum(1, keepdim=True)
 
 
@@ -80,12 +79,12 @@ class Late(torch.autograd.Function):
 class Net(nn.Module):
     """Layers, one of them used only in every other call; the backward pass of the first layer is delayed."""
 
-    def __init__(self, width, hidden, layers, delays, with_unused):
+    def __init__(self, delays, with_unused):
         super().__init__()
-        self.first = nn.Linear(width, hidden)
-        self.inner = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(layers))
-        self.sometimes = nn.Linear(hidden, hidden) if with_unused else None
-        self.last = nn.Linear(hidden, 1)
+        self.first = nn.Linear(WIDTH, HIDDEN)
+        self.inner = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(LAYERS))
+        self.sometimes = nn.Linear(HIDDEN, HIDDEN) if with_unused else None
+        self.last = nn.Linear(HIDDEN, 1)
         self.delays = delays
         self.calls = 0
 
@@ -105,7 +104,7 @@ class Model:
 
     def __init__(self, number, options, delays):
         self.number = number
-        net = Net(options.width, options.hidden, options.layers, delays, options.find_unused)
+        net = Net(delays, options.find_unused)
         for parameter in net.parameters():
             parameter.register_post_accumulate_grad_hook(self._ready)
         self.ddp = DistributedDataParallel(net, find_unused_parameters=options.find_unused)
@@ -169,8 +168,7 @@ def train(options):
     models = [Model(number, options, delays) for number in range(2 if options.two_models else 1)]
     schedule = Schedule(options, world)
     steps = max(options.steps - 3 * rank, options.balanced_steps + 1) if options.uneven else options.steps
-    loader = DataLoader(Rows(steps * options.accumulate, options.batch_size, options.width, delays), batch_size=None)
-    batches = iter(loader)
+    batches = iter(DataLoader(Rows(steps * options.accumulate, delays), batch_size=None))
     found = []
     balanced_ms = None
 
@@ -228,11 +226,8 @@ def train(options):
 
 def run_rank(options, store):
     torch.set_num_threads(1)
-    if store is None:
-        dist.init_process_group("gloo")
-    else:
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     steps, balanced_ms, slow_ms = train(options)
     everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(steps, everything)
@@ -265,7 +260,7 @@ def fork_ranks(options):
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description="Train with one slow rank.")
-    parser.add_argument("--ranks", type=int, default=2, help="how many to fork, if torchrun did not start them")
+    parser.add_argument("--ranks", type=int, default=2, help="how many")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rank", type=int, default=1, help="who is slow")
     parser.add_argument("--phase", choices=[*PHASES, "none"], default="backward", help="in what; none: nobody is slow")
@@ -284,10 +279,6 @@ def parse_arguments():
     parser.add_argument(
         "--work-ms", type=float, default=0.0, help="what every rank sleeps in each phase, as if it worked"
     )
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=3)
     options = parser.parse_args()
     if options.ms is not None and options.share is not None:
         parser.error("--ms or --share, not both")
@@ -302,13 +293,5 @@ def parse_arguments():
     return options
 
 
-def main():
-    options = parse_arguments()
-    if "RANK" in os.environ:
-        run_rank(options, None)
-    else:
-        sys.exit(fork_ranks(options))
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(fork_ranks(parse_arguments()))

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import traceback
 import warnings
+from functools import partial
 
 from asking import ask
 
@@ -299,6 +300,20 @@ def used(targets, training):
     return names
 
 
+def jobs_of(training, modules, tries, where=""):
+    """Return jobs by name: a start, a training, what happens in mid-run. `tries`: which functions, from the start."""
+    targets = dict(functions(modules))
+    ever, late = used(targets, training)
+    found = {f"nothing{where}": (nothing, training, nothing)}
+    for name in ever:
+        breaks = partial(breaking, targets[name])
+        if tries(name, late):
+            found[f"{name} from the start"] = (breaks, training, nothing)
+        if name in late:
+            found[f"{name}{where or ' in mid-run'}"] = (nothing, training, breaks)
+    return found
+
+
 torch.set_num_threads(1)
 importlib.import_module("dpmon.tracer.patch")
 if sys.argv[1:] == ["on", "devices"]:
@@ -308,40 +323,16 @@ if sys.argv[1:] == ["on", "devices"]:
         exec(file.read(), space)
     importlib.import_module("dpmon.tracer.devices.timing")
     space["begin"]()
-    targets = dict(functions(DEVICES))
-    ever, late = used(targets, train)
-    jobs = {"nothing": (nothing, train, nothing)}
-    for name in ever:
-        jobs[f"{name} from the start"] = (lambda name=name: breaking(targets[name]), train, nothing)
-    for name in late:
-        jobs[f"{name} in mid-run"] = (nothing, train, lambda name=name: breaking(targets[name]))
+    jobs = jobs_of(train, DEVICES, lambda name, late: True)
 elif sys.argv[1:]:
-    targets = dict(functions((*BY_HAND, *MODULES)))
-    ever, late = used(targets, train_by_hand)
-    jobs = {"nothing": (nothing, train_by_hand, nothing)}
-    for name in ever:
-        target = targets[name]
-        if not name.startswith(
-            (*BY_HAND, "tracer.calls.call_wrapper.", "tracer.modes.decision.", "tracer.modes.plans.")
-        ):
-            continue  # functions shared with other trainings are tried without an argument
-        if name not in late or name.startswith(BY_HAND):
-            jobs[f"{name} from the start"] = (lambda target=target: breaking(target), train_by_hand, nothing)
-        if name in late:
-            jobs[f"{name} in mid-run"] = (nothing, train_by_hand, lambda target=target: breaking(target))
+    # Functions that other trainings have, too, are tried without an argument.
+    own = (*BY_HAND, "tracer.calls.call_wrapper.", "tracer.modes.decision.", "tracer.modes.plans.")
+    jobs = jobs_of(train_by_hand, (*BY_HAND, *MODULES), lambda name, late: name not in late or name.startswith(BY_HAND))
+    jobs = {name: job for name, job in jobs.items() if name == "nothing" or name.startswith(own)}
 else:
-    targets = dict(functions(MODULES))
-    ever, late = used(targets, train)
-    _, plainly = used(targets, train_plainly)
-    jobs = {"nothing": (nothing, train, nothing), "nothing in a plain loop": (nothing, train_plainly, nothing)}
-    for name in ever:
-        if name in late and not name.startswith(("ring.", "records.")):
-            continue  # if broken from the start, most would only prevent the start of the tracer
-        jobs[f"{name} from the start"] = (lambda name=name: breaking(targets[name]), train, nothing)
-    for name in late:
-        jobs[f"{name} in mid-run"] = (nothing, train, lambda name=name: breaking(targets[name]))
-    for name in plainly:
-        jobs[f"{name} in a plain loop"] = (nothing, train_plainly, lambda name=name: breaking(targets[name]))
+    # If broken from the start, most others would only prevent the start of the tracer.
+    jobs = jobs_of(train, MODULES, lambda name, late: name not in late)
+    jobs |= jobs_of(train_plainly, MODULES, lambda name, late: False, " in a plain loop")
 atexit._clear()  # torch's own take a third of each child's time; the tracer's are registered in the child
 gc.freeze()
 under_way, told = {}, {}

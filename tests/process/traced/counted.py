@@ -187,11 +187,16 @@ def made(count):
     return model, sgd(model)
 
 
+def descend(count, optimizer, loss, *, ends=True):
+    """Run a backward pass and a step of the optimizer; without a loader it ends the step."""
+    optimizer.zero_grad()
+    count.back(loss)
+    count.step(optimizer, ends=ends)
+
+
 def learn(count, model, optimizer, x, y, *, ends=True):
     """Run a training step; without a loader it ends with the optimizer."""
-    optimizer.zero_grad()
-    count.back(mse(model(x), y))
-    count.step(optimizer, ends=ends)
+    descend(count, optimizer, mse(model(x), y), ends=ends)
 
 
 def learns(count, model, optimizer, times):

@@ -16,6 +16,7 @@ from counted import (
     Net,
     Other,
     data,
+    descend,
     epoch,
     learn,
     learns,
@@ -58,8 +59,7 @@ def episodes(count):
     policy = count.watch(Net())
     optimizer = sgd(policy)
     for length in (5, 130, 70, 3, 1, 260, 64, 65, 66, 12):
-        count.back(sum(policy(torch.randn(1, 4)).sum() for _ in range(length)))
-        count.step(optimizer)
+        descend(count, optimizer, sum(policy(torch.randn(1, 4)).sum() for _ in range(length)))
 
 
 @loop
@@ -70,8 +70,7 @@ def episodes_before_any_optimizer(count):
     for length in (40, 20, 50):
         loss = sum(policy(torch.randn(1, 4)).sum() for _ in range(length))
         optimizer = optimizer or sgd(policy)
-        count.back(loss)
-        count.step(optimizer)
+        descend(count, optimizer, loss)
 
 
 @loop
@@ -571,8 +570,7 @@ def three_models_one_after_another(count):
         looks(count, model, 5, rows=5)
     three = sgd(third)
     for _ in range(5):
-        count.back(unrolled(count, third, 80))
-        count.step(three)
+        descend(count, three, unrolled(count, third, 80))
     del three
     looks(count, first, 70, rows=5)
     learns(count, first, one, 5)
@@ -589,15 +587,11 @@ def an_optimizer_an_epoch(count):
 def judge(count, maker, critic, one, rows):
     with torch.no_grad():
         fake = maker(torch.randn(rows, 4))
-    one.zero_grad()
-    count.back(critic(fake).mean() - critic(torch.randn(rows, 4)).mean())
-    count.step(one, ends=False)
+    descend(count, one, critic(fake).mean() - critic(torch.randn(rows, 4)).mean(), ends=False)
 
 
 def make(count, maker, critic, two, rows):
-    two.zero_grad()
-    count.back(-critic(maker(torch.randn(rows, 4))).mean())
-    count.step(two, ends=False)
+    descend(count, two, -critic(maker(torch.randn(rows, 4))).mean(), ends=False)
 
 
 @loop
@@ -628,12 +622,8 @@ def adversaries_that_share_a_fake(count):
     one, two = sgd(critic), sgd(maker)
     for x, _ in count.batches(loader(rows=100, batch=30)):
         fake = maker(torch.randn(len(x), 4))
-        one.zero_grad()
-        count.back(critic(fake.detach()).mean() - critic(x).mean())
-        count.step(one, ends=False)
-        two.zero_grad()
-        count.back(-critic(fake).mean())
-        count.step(two, ends=False)
+        descend(count, one, critic(fake.detach()).mean() - critic(x).mean(), ends=False)
+        descend(count, two, -critic(fake).mean(), ends=False)
 
 
 @loop
@@ -847,9 +837,7 @@ def loaders_side_by_side(count):
     for (x, y), (z, _), _ in count.batches(
         zip(loader(rows=60, batch=10), loader(rows=60, batch=10), loader(rows=60, batch=10), strict=True)
     ):
-        optimizer.zero_grad()
-        count.back((model(x) - y).pow(2).mean() + model(z).mean())
-        count.step(optimizer, ends=False)
+        descend(count, optimizer, (model(x) - y).pow(2).mean() + model(z).mean(), ends=False)
 
 
 @loop
@@ -863,9 +851,7 @@ def a_loader_within_another_ones_step(count):
         except StopIteration:
             more = iter(loader(rows=60, batch=20))
             z, _ = next(more)
-        optimizer.zero_grad()
-        count.back((model(x) - y).pow(2).mean() + model(z).mean())
-        count.step(optimizer, ends=False)
+        descend(count, optimizer, (model(x) - y).pow(2).mean() + model(z).mean(), ends=False)
 
 
 @loop
@@ -962,9 +948,7 @@ def adversaries_fetched_one_ahead(count):
         fake = maker(torch.randn(len(x), 4))
         count.back(critic(fake.detach()).mean())
         count.step(one, ends=False)
-        two.zero_grad()
-        count.back(critic(fake).mean())
-        count.step(two, ends=False)
+        descend(count, two, critic(fake).mean(), ends=False)
 
 
 class Stream(IterableDataset):
@@ -1058,9 +1042,7 @@ def batches_that_are_skipped(count):
             loss = (model(x) - y).pow(2).mean()
             if number == 4:
                 raise KeyError("after the call")
-            optimizer.zero_grad()
-            count.back(loss)
-            count.step(optimizer, ends=False)
+            descend(count, optimizer, loss, ends=False)
 
 
 @loop
@@ -1113,9 +1095,7 @@ def computed_again(count, wrap, reentrant):
     count.watch(*{deep, model})
     optimizer = sgd(model)
     for x, _ in count.batches(loader(rows=120, batch=30)):
-        optimizer.zero_grad()
-        count.back(model(x.requires_grad_()).pow(2).mean())
-        count.step(optimizer, ends=False)
+        descend(count, optimizer, model(x.requires_grad_()).pow(2).mean(), ends=False)
 
 
 @loop
@@ -1168,8 +1148,7 @@ def checkpointed_as_a_whole(count):
     model, optimizer = made(count)
     x = torch.randn(6, 4, requires_grad=True)
     for reentrant in (False, True):
-        count.back(checkpoint(model, x, use_reentrant=reentrant).sum())
-        count.step(optimizer)
+        descend(count, optimizer, checkpoint(model, x, use_reentrant=reentrant).sum())
 
 
 def set_apart(count, model, net):
@@ -1218,16 +1197,13 @@ def compiled(count):
                 count.call(model, x)
             count.end()
             model.train()
-        optimizer.zero_grad()
-        count.back((count.call(model, x) - y).pow(2).mean())
-        count.step(optimizer)
+        descend(count, optimizer, (count.call(model, x) - y).pow(2).mean())
 
 
 def made_by_jit(count, module):
     optimizer = sgd(module)
     for _ in range(6):
-        count.back(count.call(module, data()[0]).mean())
-        count.step(optimizer)
+        descend(count, optimizer, count.call(module, data()[0]).mean())
 
 
 @loop
@@ -1248,9 +1224,7 @@ def with_other_weights(count):
     optimizer = torch.optim.SGD(list(weights.values()), lr=0.01)
     for _ in range(6):
         x, y = data()
-        optimizer.zero_grad()
-        count.back((functional_call(model, weights, (x,)) - y).pow(2).mean())
-        count.step(optimizer)
+        descend(count, optimizer, (functional_call(model, weights, (x,)) - y).pow(2).mean())
 
 
 @loop
@@ -1308,9 +1282,7 @@ def given_its_weights(count):
             loss = model(inner, torch.randn(10, 4)).pow(2).mean()
             gradients = count.gradients(loss, inner, create_graph=True)
             inner = [weight - 0.1 * gradient for weight, gradient in zip(inner, gradients, strict=True)]
-        optimizer.zero_grad()
-        count.back(model(inner, torch.randn(10, 4)).pow(2).mean())
-        count.step(optimizer)
+        descend(count, optimizer, model(inner, torch.randn(10, 4)).pow(2).mean())
 
 
 class Trains(nn.Module):
@@ -1359,6 +1331,4 @@ def a_penalty_on_gradients(count):
         x = torch.randn(12, 4, requires_grad=True)
         out = model(x)
         (slope,) = count.gradients(out.sum(), x, create_graph=True)
-        optimizer.zero_grad()
-        count.back(out.mean() + (slope.norm(dim=1) - 1).pow(2).mean())
-        count.step(optimizer)
+        descend(count, optimizer, out.mean() + (slope.norm(dim=1) - 1).pow(2).mean())

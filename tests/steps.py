@@ -10,8 +10,8 @@ from dpmon.model.state import PHASES
 from dpmon.record.schema import EVALUATION, QUANTITIES, SETTLING
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.store.answers import LongRow, TimeRow
+from dpmon.store.figures import Window
 from dpmon.store.tally import NO_SAMPLES, Key, StepFacts, Tally
-from dpmon.store.window import Window
 
 __all__ = ["NOT_RUN", "StepSample", "compare_steps"]
 

@@ -13,8 +13,7 @@ from dpmon.record.history_rows import CallParts
 from dpmon.record.kinds import Call
 from dpmon.record.schema import EVALUATION, device_series, is_device_series
 from dpmon.store import quantiles
-from dpmon.store.answers import CallHead
-from dpmon.store.parts import replica_series, stage_series
+from dpmon.store.answers import CallHead, replica_series, stage_series
 from dpmon.store.quantiles import Counts
 from dpmon.store.tally import Key, Tally
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.stragglers import RankTimes, Straggler, rank_times, straggler
 from dpmon.store.answers import Communicated
+from dpmon.store.figures import Window
 from dpmon.store.tally import Tally
-from dpmon.store.window import Window
 from dpmon.text.quantities import count_of, duration, group, memory, percent, three
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from typing import NamedTuple
 from dpmon.model.uneven import INPUT, WAITING_TEXT, Uneven, uneven_steps
 from dpmon.record.schema import EVALUATION, REST, SETTLING, STEP
 from dpmon.store.answers import LongRow
-from dpmon.store.figures import Figures, PhaseFigures, figures
+from dpmon.store.figures import Figures, PhaseFigures, Window, figures
 from dpmon.store.quantiles import Counts, bounds, median, middle
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, Tally
-from dpmon.store.window import Window
 from dpmon.text.quantities import duration, percent, times
 
 MODES_COMPARED = ("single", "dp")

@@ -11,9 +11,8 @@ from dpmon.record.history_rows import Definitions, Layout
 from dpmon.record.kinds import UNTIMED, rows_of
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import EVALUATION, device_series
-from dpmon.store.answers import Shape
+from dpmon.store.answers import Shape, replica_series, stage_series
 from dpmon.store.figures import merged
-from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.tally import Key, Stat, Tally
 
 _TENSORS_NAMED = 4

@@ -38,9 +38,8 @@ from dpmon.model.uneven import LongStep, long_step
 from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STEP, STEP_PHASES, device_series
 from dpmon.store.answers import GapRow, LongRow
-from dpmon.store.figures import Rate
+from dpmon.store.figures import Rate, Window, accounted, thirds
 from dpmon.store.tally import WIDTHS
-from dpmon.store.window import Window, accounted, thirds
 
 if TYPE_CHECKING:
     from dpmon.store.store_at import StoreAt

@@ -23,9 +23,8 @@ from dpmon.model.stragglers import RankTimes, rank_times
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
 from dpmon.record.schema import SECOND, STEP
 from dpmon.store.answers import TimeRow
-from dpmon.store.figures import Figures, figures, merged, trains
+from dpmon.store.figures import Figures, Window, figures, merged, trains
 from dpmon.store.tally import KeptTallies, Key, Tally
-from dpmon.store.window import Window
 
 if TYPE_CHECKING:
     from dpmon.store.queries import Store

@@ -9,7 +9,7 @@ input       the script waited for a line of input
 missed      steps that were not recorded, and the time between them
 
 After its last step, a process accounts only for pauses and waits: it may end long before the others. Time without any
-activity counts as startup if a process begins after it, else as the run's end (dpmon.store.window.accounted).
+activity counts as startup if a process begins after it, else as the run's end (dpmon.store.figures.accounted).
 
 Steps come in order. The length of a pause or a wait for input is known only after its end. Its time is subtracted from
 the activity in which it lies.

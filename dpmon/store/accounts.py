@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from dpmon.record.schema import EVALUATION
 from dpmon.store.accounting import LATEST_NS, Account
+from dpmon.store.answers import event_in, numbers_in
 from dpmon.store.batch import Batch
-from dpmon.store.parts import event_in, numbers_in
 from dpmon.store.rounds import Joined, Rounds, SyncStep, device_tail
 from dpmon.store.tables import LASTING
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key

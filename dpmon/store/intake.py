@@ -31,8 +31,8 @@ from dpmon.record.schema import (
 from dpmon.record.spans import Flag
 from dpmon.store.accounting import LATEST_NS
 from dpmon.store.accounts import Accounts, ns_of
+from dpmon.store.answers import call_in, parts_column, replica_series, stage_series
 from dpmon.store.batch import GAP_NS, Batch, ShapeKey
-from dpmon.store.parts import call_in, parts_column, replica_series, stage_series
 from dpmon.store.rounds import SyncStep, device_tail
 from dpmon.store.tables import CALL_ROW, RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, StepFacts

@@ -1,7 +1,7 @@
 """Reads the records of a run's history: steps, calls, collectives, events, gaps, shapes and the longest steps.
 
 A `Store` reads the database as of one instant. All figures of the screen, the report, the summary, the JSON lines and
-the metrics come from its results (dpmon.store.figures, dpmon.store.window).
+the metrics come from its results (dpmon.store.figures).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CollectiveRow, Resolver
 from dpmon.record.kinds import BUCKET, Call, Collective, Event, Record, RecordError, Sampled, Step
 from dpmon.record.schema import EVALUATION, EXPOSED, QUANTITIES, SETTLING, STEP, STEP_PHASES, SYNC_NUMBER, WAIT
-from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape
-from dpmon.store.parts import call_in, event_in, numbers_in
+from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape, call_in, event_in, numbers_in
 from dpmon.store.sums import Parameters, Sums
 from dpmon.store.tables import (
     CALL_ROW,

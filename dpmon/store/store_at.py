@@ -13,8 +13,7 @@ from contextlib import suppress
 from dpmon.record.history_rows import Resolver
 from dpmon.record.kinds import Call, Collective, Event, Operation, RecordError, Sampled, Step
 from dpmon.record.schema import EVALUATION, SETTLING
-from dpmon.store.answers import CallHead, ChartSample, Communicated, LastSample, LongRow
-from dpmon.store.parts import call_in, event_in
+from dpmon.store.answers import CallHead, ChartSample, Communicated, LastSample, LongRow, call_in, event_in
 from dpmon.store.queries import COLLECTED, LONG_COLUMNS, Store, long_row
 from dpmon.store.tables import BEFORE_S, CALL_ROW, COLLECTIVE_SUMS, OWN
 

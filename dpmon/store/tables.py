@@ -20,7 +20,7 @@
                  second; definition 0: samples), bytes (definition 0: collectives of the samples), ended (collectives
                  with a known end), timed_bytes and ran_ns (bytes and running time of the ended collectives)
     series       number, name: the series in the sketches of the tallies (dpmon.record.schema; replicas and stages of
-                 calls: dpmon.store.parts)
+                 calls: dpmon.store.answers)
     keys         process, mode, kind (dpmon.record.schema.KINDS), batch (samples per step): the keys of all tallies,
                  even deleted ones
     tallies      width (dpmon.store.tally.WIDTHS, s), start_s, process, mode, kind, batch, and the columns of

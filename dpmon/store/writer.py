@@ -13,8 +13,8 @@ from typing import Any
 
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.run.files import check_database
+from dpmon.store.answers import event_in
 from dpmon.store.batch import GAP_NS, Batch
-from dpmon.store.parts import event_in
 from dpmon.store.tables import (
     BEFORE_S,
     CALL_COLUMNS,

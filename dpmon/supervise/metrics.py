@@ -22,13 +22,12 @@ from dpmon.run.destination import replaced
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.runs import short_name
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.figures import elapsed
+from dpmon.store.figures import Window, elapsed
 from dpmon.store.opened import open_store
 from dpmon.store.quantiles import between
 from dpmon.store.queries import Store
 from dpmon.store.tables import HistoryError
 from dpmon.store.tally import Tally
-from dpmon.store.window import Window
 
 EVERY_S = 5.0
 """Seconds between two writes; Prometheus reads every 15 to 60 s."""

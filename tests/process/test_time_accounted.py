@@ -13,8 +13,8 @@ import pytest
 from clocked import CLOSE, SCRIPT, answer_twice, end, only_where_waits_show, pause, reader_of, switch
 from running import Dpmon, wait_for
 
+from dpmon.store.figures import Window, accounted
 from dpmon.store.opened import open_store
-from dpmon.store.window import Window, accounted
 
 pytestmark = pytest.mark.slow
 

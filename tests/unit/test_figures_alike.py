@@ -1,4 +1,4 @@
-"""All places show the same figures of steps as dpmon.store.window.Window, each in its own format."""
+"""All places show the same figures of steps as dpmon.store.figures.Window, each in its own format."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from dpmon.report.sections import most_frequent
 from dpmon.report.text import report_text
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import load_exit, load_info
-from dpmon.store.figures import Figures, rate_as_fields
+from dpmon.store.figures import Figures, Window, rate_as_fields
 from dpmon.store.opened import open_store
-from dpmon.store.window import Window
 from dpmon.supervise.metrics import Metrics
 from dpmon.text.quantities import compact, duration, percent, rate_words, samples_rate
 from dpmon.ui.feed import Feed

@@ -16,10 +16,10 @@ from synthetic import Training, host_event
 
 from dpmon.record.history_rows import Row
 from dpmon.run.rundir import RunError
+from dpmon.store.figures import Window, accounted
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 from dpmon.store.tables import HISTORY_FILE
-from dpmon.store.window import Window, accounted
 
 pytestmark = pytest.mark.slow
 

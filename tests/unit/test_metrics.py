@@ -18,8 +18,8 @@ from dpmon.record.kinds import Call, Event, Step
 from dpmon.record.names import CALL_PHASES, Untimed
 from dpmon.run.rundir import ExitInfo, load_info
 from dpmon.store.drain import Drain
+from dpmon.store.figures import Window
 from dpmon.store.opened import open_store
-from dpmon.store.window import Window
 from dpmon.supervise.metrics import BOUNDS_S, EVERY_S, Metrics, metrics_path
 
 HOSTILE = 'a "quoted" \\ back\nslash\x1b[31m\x00 ü'

@@ -14,8 +14,8 @@ from synthetic import Training
 
 from dpmon.record.kinds import Event
 from dpmon.store.accounting import Account, Spent
+from dpmon.store.figures import Window, accounted
 from dpmon.store.opened import open_store
-from dpmon.store.window import Window, accounted
 
 MS = 1_000_000
 SECOND = 1000 * MS

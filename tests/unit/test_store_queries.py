@@ -17,10 +17,10 @@ from written import SECOND, OneStep, opened, some_steps, store_of
 from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, SETTLING
 from dpmon.store.accounting import ACTIVITIES, Spent
 from dpmon.store.batch import Batch
+from dpmon.store.figures import Window
 from dpmon.store.queries import Store
 from dpmon.store.tables import HISTORY_FILE
 from dpmon.store.tally import WIDTHS, KeptTallies
-from dpmon.store.window import Window
 from dpmon.store.writer import History
 
 ERROR = 0.004

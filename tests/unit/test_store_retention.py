@@ -15,9 +15,9 @@ from written import SECOND, opened, some_facts
 
 from dpmon.store.accounting import Spent
 from dpmon.store.batch import Batch
+from dpmon.store.figures import Window
 from dpmon.store.tables import HISTORY_FILE, STEP_COLUMNS
 from dpmon.store.tally import WIDTHS, Key
-from dpmon.store.window import Window
 from dpmon.store.writer import History
 
 pytestmark = pytest.mark.slow

@@ -33,9 +33,9 @@ from dpmon.run.runs import create_run
 from dpmon.span_reader import HOLE_NS
 from dpmon.span_ring import SLOTS, Word
 from dpmon.store import drain as drain_module
+from dpmon.store.answers import call_in
 from dpmon.store.drain import COMMIT_S, GONE_S, Drain
 from dpmon.store.opened import open_store
-from dpmon.store.parts import call_in
 from dpmon.store.tables import CALL_ROW
 from dpmon.store.writer import History
 

@@ -16,8 +16,8 @@ from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import MOST_RANKS, ProcessFacts, State, toggle_refusal
 from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event
+from dpmon.store.figures import Window
 from dpmon.store.store_at import StoreAt
-from dpmon.store.window import Window
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import places, rank_room, whole
 from dpmon.ui.panels import panel_batch, panel_ranks

@@ -208,10 +208,7 @@ def communication(
     own.sort(key=lambda one: one.number)
     missing = None if any(one.joined for one in ranks) else _missing(ranks, own)
     waits = any(one.waits_in_forward for one in wrappers)
-    times = [
-        one if one.rank is None else one._replace(group=_group_of(one.rank, wrappers), waits_in_forward=waits)
-        for one in ranks
-    ]
+    times = [one._replace(group=_group_of(one.rank, wrappers), waits_in_forward=waits) for one in ranks]
     return Communication(tuple(times), tuple(own), _torch_times(wrappers), lately, missing, collectives, sampled_of)
 
 

@@ -190,7 +190,7 @@ class RunFacts:
         times = {one.rank: one for one in communicated.ranks} if communicated is not None else {}
         return [self._rank(process, times) for process in self.processes] if len(self.processes) > 1 else []
 
-    def _rank(self, process: int, times: Mapping[int | None, RankTimes]) -> RankLine:
+    def _rank(self, process: int, times: Mapping[int, RankTimes]) -> RankLine:
         sizes, (tally, speed) = self.layouts.of_process(process), self.window.of_process(process)
         facts = self.announced.info.get(process, ProcessFacts(process))
         forward = tally.stat(device_series("forward"))

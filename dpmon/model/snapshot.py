@@ -360,17 +360,17 @@ def _rank_times(rows: StoreAt, focus: Process, others: Sequence[Process]) -> tup
     """The mean times of all ranks over about RANK_STEPS steps, in whole seconds."""
     if focus.last_step is None:
         return ()
-    ranks = sorted((focus, *others), key=lambda process: (process.rank is None, process.rank or 0))
-    end_s = max(figures_end_s(rows, one) for one in ranks if one.last_step is not None)
+    ranks = sorted((one.rank, one.process) for one in (focus, *others) if one.rank is not None)
+    end_s = max(figures_end_s(rows, one) for one in (focus, *others) if one.last_step is not None)
     step_ns = focus.recent.step_ns or focus.last_step.wall_ns
     begin_s = max(end_s - max(-(-RANK_STEPS * step_ns // SECOND), RANK_S), 0)
-    numbers = tuple(one.process for one in ranks)
+    numbers = tuple(process for _, process in ranks)
     found = rows.store.tallies(begin_s, end_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
     mode = focus.last_step.mode
     trained = mode in trains((key.mode, key.kind) for key in found)
     return tuple(
-        rank_times(one.process, one.rank, merged(found, mode, False, trained, process=one.process, settled=True))
-        for one in ranks
+        rank_times(process, rank, merged(found, mode, False, trained, process=process, settled=True))
+        for rank, process in ranks
     )
 
 

@@ -37,7 +37,7 @@ class RankTimes(NamedTuple):
     """Mean times of the training steps of one rank, in ns; None if unknown."""
 
     process: int
-    rank: int | None
+    rank: int
     steps: int
     step_ns: float | None
     phases: Mapping[str, float]
@@ -72,11 +72,11 @@ class Straggler(NamedTuple):
 
     process: int
     """Process of the slowest rank."""
-    rank: int | None
+    rank: int
     """Number of the slowest rank."""
     processes: tuple[int, ...]
     """Processes of all slow ranks, in the order of `ranks`."""
-    ranks: tuple[int | None, ...]
+    ranks: tuple[int, ...]
     """All slow ranks."""
     excess_ns: float
     """Time per step that the others wait for them: the others' median wait minus the slowest rank's wait."""
@@ -99,17 +99,15 @@ class Straggler(NamedTuple):
     @property
     def name(self) -> str:
         """The ranks as part of a sentence: "rank 1", "ranks 0 and 2"."""
-        known = [rank for rank in self.ranks if rank is not None]
-        what, numbers = ("rank", known) if len(known) == len(self.ranks) else ("process", list(self.processes))
-        if len(numbers) == 1:
-            return f"{what} {numbers[0]}"
-        words = [str(number) for number in numbers]
+        words = [str(rank) for rank in self.ranks]
+        if len(words) == 1:
+            return f"rank {words[0]}"
         if len(words) > _NAMED:
             words[_NAMED - 1 :] = [f"{len(words) - _NAMED + 1} more"]
-        return f"{what}{'s' if what == 'rank' else 'es'} {', '.join(words[:-1])} and {words[-1]}"
+        return f"ranks {', '.join(words[:-1])} and {words[-1]}"
 
 
-def rank_times(process: int, rank: int | None, tally: Tally) -> RankTimes:
+def rank_times(process: int, rank: int, tally: Tally) -> RankTimes:
     """The mean times of a rank, from the tally of its training steps."""
     steps = max(tally.steps, 1)
     totals = {name: tally.stat(name) for name in STEP_PHASES}
@@ -177,7 +175,7 @@ def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
     limit = least + ALIKE_SHARE * (usual - least)
     slow = sorted(
         (one for one in members if one is slowest or _wait(one) <= limit),
-        key=lambda one: (one.rank is None, one.rank or 0, one.process),
+        key=lambda one: (one.rank, one.process),
     )
     others = [one for one in members if one not in slow]
     if not others:

@@ -81,9 +81,9 @@ def test_a_straggler_is_described_in_one_sentence() -> None:
     )
     assert sentence(slow, lately=False).endswith("slowest in 97 of 100 steps")
     assert in_short(slow) == "others wait for rank 5: 6.00 ms (38 %), data 6.30 ms against 400 µs"
-    nameless = slow._replace(rank=None, ranks=(None,), phase=None)
-    assert held_up(nameless) == "process 5 holds the others up by 6.00 ms a step (38 %), in no single phase"
-    assert in_short(nameless) == "others wait for process 5: 6.00 ms (38 %)"
+    uncaused = slow._replace(phase=None)
+    assert held_up(uncaused) == "rank 5 holds the others up by 6.00 ms a step (38 %), in no single phase"
+    assert in_short(uncaused) == "others wait for rank 5: 6.00 ms (38 %)"
     alone = slow._replace(phase="copy", others_ns=0.0)
     assert held_up(alone).endswith(": its copy takes 6.30 ms and nothing on the others")
     assert held_up(slow._replace(phase="other")).endswith("the script's own work (other) takes 6.30 ms against 400 µs")
@@ -95,10 +95,9 @@ def test_a_straggler_is_described_in_one_sentence() -> None:
         ((1, 2), "ranks 1 and 2"),
         ((1, 2, 5), "ranks 1, 2 and 5"),
         ((1, 2, 5, 6, 7), "ranks 1, 2 and 3 more"),
-        ((None, None), "processes 0 and 1"),
     ],
 )
-def test_several_slow_ranks_are_named_together(ranks: tuple[int | None, ...], name: str) -> None:
+def test_several_slow_ranks_are_named_together(ranks: tuple[int, ...], name: str) -> None:
     slow = Straggler(0, ranks[0], tuple(range(len(ranks))), ranks, 6.0 * MS, 0.38, 97, 100, "data", 6.3 * MS, 0.4 * MS)
     assert sentence(slow, lately=True) == (
         f"{name} hold the others up by 6.00 ms a step (38 %): their data takes 6.30 ms against 400 µs; one of them"

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["TRIES", "as_alone"]
-
 TRIES = 20
 """Runs without dpmon before a difference counts as dpmon's; an equal result needs none of them."""
 T = TypeVar("T")

@@ -13,17 +13,6 @@ from running import Dpmon, wait_for
 from dpmon.run.reader import RunReader
 from dpmon.run.standard_input import reads_input
 
-__all__ = [
-    "CLOSE",
-    "SCRIPT",
-    "answer_twice",
-    "end",
-    "only_where_waits_show",
-    "pause",
-    "reader_of",
-    "switch",
-]
-
 SCRIPT = Path(__file__).resolve().parent / "process" / "scripts" / "clocked.py"
 CLOSE = 0.02
 """Largest relative difference between a rate and the script's own."""

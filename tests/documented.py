@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["DOCS", "README", "ROOT", "anchors", "code", "links", "pages", "patched", "patches", "prose", "tables"]
-
 ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 _FENCE = re.compile(r"^ {0,3}(```+|~~~+)(.*)$")

@@ -6,8 +6,6 @@ from typing import Any
 
 from dpmon.store.queries import Store
 
-__all__ = ["alike", "everything"]
-
 _ALL = 1 << 40
 
 

@@ -18,8 +18,6 @@ import pytest
 from dpmon.record.kinds import Event
 from dpmon.record.plainjson import load_event
 
-__all__ = ["CUDA", "FOREVER", "Asked", "FakeNvml", "RunSamples", "compiler", "library"]
-
 NVML, CUDA = (Path(__file__).parent / "nvml" / name for name in ("fake_nvml.c", "fake_cuda.c"))
 SONAMES = {NVML: "libnvidia-ml.so.1", CUDA: "libcuda.so.1"}
 FOREVER = -1.0

@@ -14,8 +14,6 @@ from dpmon.record.kinds import BUCKET, Event
 from dpmon.record.names import DDP
 from dpmon.record.schema import SPAN_PHASES
 
-__all__ = ["MS", "USUAL", "ddp_event", "joined_ranks", "joined_rows"]
-
 MS = 1_000_000
 USUAL: Mapping[str, float] = {"data": 0.4, "forward": 3.1, "backward": 5.0, "optimizer": 1.0}
 """Phases of a step in ms, up to the last gradient of the backward pass."""

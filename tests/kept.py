@@ -14,8 +14,6 @@ from dpmon.run.rundir import ExitInfo, RunInfo, save
 from dpmon.run.runs import create_run
 from dpmon.store.writer import LIMIT_BYTES
 
-__all__ = ["keep"]
-
 
 def keep(
     processes: Mapping[int, Iterable[Row | Record]],

@@ -7,8 +7,6 @@ from typing import Any
 from dpmon.model.announced import Announced
 from dpmon.model.run_facts import RunFacts
 
-__all__ = ["changed", "known"]
-
 _NOTHING: dict[str, Any] = {
     **dict.fromkeys(
         ("modes", "others", "batches", "replicas", "devices", "memory", "longest", "gaps", "loaders", "paused"), ()

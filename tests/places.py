@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["PLACES", "fill", "identity", "put"]
-
 
 def _device(path: Path) -> None:
     # A new device node, so that a faulty check does not replace the machine's null device.

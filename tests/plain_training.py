@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["plain_training"]
-
 
 def plain_training(steps: int, rows: int = 6, *, wrapped: bool = False) -> str:
     """Return the text of a script that trains for `steps` steps; `wrapped`: in a DataParallel."""

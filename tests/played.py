@@ -20,8 +20,6 @@ from dpmon.tracer.devices.timing import Timing
 from dpmon.tracer.steps.optimizers import OptimizerSteps
 from dpmon.tracer.steps.recorder import Recorder
 
-__all__ = ["Device", "Process"]
-
 LAYOUT = 1
 _CALL = Kind.CALL | LAYOUT << SITE_AT | (Flag.TRAINING | Flag.GRAD | Flag.SINGLE) << FLAGS_AT
 

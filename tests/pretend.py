@@ -16,8 +16,6 @@ from dpmon.record.history_rows import CollectiveRow, Definition, Row
 from dpmon.record.kinds import Call, Collective, Event, Sampled, Step
 from dpmon.record.spans import Flag, Kind, Span
 
-__all__ = ["KINDS", "MS", "Result", "Script", "apart", "assembled", "decoded", "in_portions", "numbered", "resumed_at"]
-
 MS = 1_000_000
 START = 5_000_000_000
 KINDS = {

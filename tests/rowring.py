@@ -13,8 +13,6 @@ from dpmon.record.history_rows import Row
 from dpmon.ring_file import RingError
 from dpmon.store.tables import RingRow
 
-__all__ = ["RowRing", "fill", "use_row_rings"]
-
 
 class RowRing:
     """A ring that holds the newest `capacity` rows. Its file is empty."""

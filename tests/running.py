@@ -26,8 +26,6 @@ from dpmon.run import proc
 from dpmon.run.condition import supervised
 from dpmon.run.rundir import load_info
 
-__all__ = ["Dpmon", "Result", "Terminal", "until_unsupervised", "wait_for"]
-
 Value = TypeVar("Value")
 POLL_S = 0.02
 LIMIT_S = 100.0

@@ -25,8 +25,6 @@ from synthetic import Training
 from dpmon.run import proc
 from dpmon.span_ring import SpanRing, Word
 
-__all__ = ["HEIGHT", "SHOW", "WIDTH", "Run", "Start", "Terminal", "terminals"]
-
 WIDTH, HEIGHT = 120, 40
 SHOW = """
 import sys

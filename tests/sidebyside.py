@@ -16,8 +16,6 @@ from running import Dpmon
 from sizes import LONG
 from warm import Forked
 
-__all__ = ["ROOT", "Outcome", "SideBySide", "of_kind"]
-
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 250.0
 # With several threads, the last bit of a sum may vary. Unbuffered, because dpmon switches buffering off.

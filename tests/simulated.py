@@ -18,8 +18,6 @@ from typing import Any
 
 from fake_nvml import compiler
 
-__all__ = ["NO_CUDNN", "WAITING", "WORK", "Op", "Simulated", "Truth", "built", "why_not"]
-
 SOURCES = Path(__file__).parent / "cuda"
 WAITING = (
     *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemset"),

@@ -18,21 +18,6 @@ from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Facts, RunEnd, Scene, Toggle, View
 
-__all__ = [
-    "FACTS",
-    "LOOK",
-    "MONO_ASCII",
-    "focused",
-    "gpu_scene",
-    "rows_text",
-    "scene_of",
-    "situations",
-    "state_of",
-    "text_of",
-    "with_call",
-    "with_process",
-]
-
 LOOK = Look(UNICODE, COLOUR, True)
 
 

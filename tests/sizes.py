@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["LONG", "reached", "size"]
-
 LONG = os.environ.get("DPMON_LONG") == "1"
 
 

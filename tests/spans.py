@@ -29,8 +29,6 @@ from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Flag, Ki
 from dpmon.span_reader import SpanReader, lines_path
 from dpmon.span_ring import SLOTS, SpanRing, Word
 
-__all__ = ["Children", "Lines", "Training", "everything", "head", "numbered", "opened", "own_number"]
-
 _PRIME = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 

@@ -10,8 +10,6 @@ from synthetic import device_event, host_event
 from dpmon.record.kinds import Event
 from dpmon.record.plainjson import load_event
 
-__all__ = ["DAMAGE", "spoiled", "spoiled_lines"]
-
 EVENTS: dict[str, dict[str, object]] = {
     "process": {"process": 0, "pid": 1, "rank": 0, "world": 2, "t_s": 0.1, "devices": ["cpu:0"], "torch": "2.13",
                 "gpus": [{"index": 0, "uuid": "GPU-0"}], "replicas": 2},

@@ -19,8 +19,6 @@ from dpmon.store.queries import Store
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.monitor import Monitor
 
-__all__ = ["LOOK", "FakeReader", "Stage", "stage"]
-
 LOOK = Look(UNICODE, COLOUR, True)
 
 

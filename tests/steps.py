@@ -13,8 +13,6 @@ from dpmon.store.answers import LongRow, TimeRow
 from dpmon.store.figures import Window
 from dpmon.store.tally import NO_SAMPLES, Key, StepFacts, Tally
 
-__all__ = ["NOT_RUN", "StepSample", "compare_steps"]
-
 NOT_RUN = -1
 
 _ROWS = 64

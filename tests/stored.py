@@ -24,8 +24,6 @@ from dpmon.store.store_at import StoreAt
 from dpmon.store.tables import RingRow
 from dpmon.store.writer import LIMIT_BYTES, History
 
-__all__ = ["Recording", "rows_of", "state_in", "state_of", "store_of"]
-
 SUPERVISOR = -1
 _OF_SUPERVISOR = ("device", "host", "input", "exit")
 _BATCH = 2000

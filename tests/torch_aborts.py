@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["unless_aborted"]
-
 Ended = TypeVar("Ended")
 ABORTED = "terminate called without an active exception"
 """What a process of gloo prints if it aborts at its end."""

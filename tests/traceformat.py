@@ -10,8 +10,6 @@ import math
 from collections import defaultdict
 from typing import Any
 
-__all__ = ["Trace", "read"]
-
 _COMMON = {"ph", "name", "pid", "tid", "args"}
 _MEMBERS = {"X": {"ts", "dur"}, "C": {"ts"}, "i": {"ts", "s"}, "M": set()}
 _META = {"process_name": "name", "process_sort_index": "sort_index", "thread_name": "name",

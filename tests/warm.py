@@ -32,8 +32,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
 
-__all__ = ["Forked", "Piped", "python"]
-
 LARGEST = 1 << 20
 
 

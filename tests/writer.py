@@ -23,8 +23,6 @@ from spans import Lines, head
 from dpmon.record.spans import Flag, Kind
 from dpmon.span_ring import SpanRing, Word
 
-__all__ = ["SPANS", "main"]
-
 BURST_S = 0.01
 SPANS = 4
 """Spans of a step: fetch (with the number of the step), call, backward pass and optimizer."""

@@ -17,8 +17,6 @@ from dpmon.store.queries import Store
 from dpmon.store.tables import HISTORY_FILE, LARGEST, Door
 from dpmon.store.tally import WIDTHS, Key, StepFacts, Tally
 
-__all__ = ["SECOND", "OneStep", "expected", "opened", "some_facts", "some_steps", "store_of"]
-
 SECOND = 1_000_000_000
 
 

@@ -71,7 +71,6 @@ def joined_rows(
     passes: Sequence[tuple[int, int]] = ((1, 0),),
     world: int | None = None,
     wrapper: Mapping[str, Any] | None = None,
-    usual: Mapping[str, float] = USUAL,
     exposed_ms: float = EXPOSED_MS,
     noise: float = 0.02,
 ) -> tuple[dict[int, list[Row]], int]:
@@ -89,7 +88,7 @@ def joined_rows(
         own.append(ddp_event(rank, world or count, **(wrapper or {})))
     for number in range(steps):
         for rank, one in enumerate(ranks):
-            took = {name: ms + (extra_ms if rank in slow_ones and name == phase else 0) for name, ms in usual.items()}
+            took = {name: ms + (extra_ms if rank in slow_ones and name == phase else 0) for name, ms in USUAL.items()}
             one.times = {name: int(ms * MS * chance.gauss(1, noise)) for name, ms in took.items()}
         ready = [sum(one.times.values()) - one.times["optimizer"] for one in ranks]
         for one, own, at in zip(ranks, rows, ready, strict=True):

@@ -34,14 +34,11 @@ def scene_of(training: Training, steps: int = 300, more: Sequence[bytes | Record
     return replace(scene, **changes)
 
 
-def gpu_scene(count: int, *, width_of_names: bool = False, **more: Any) -> Scene:
+def gpu_scene(count: int, **more: Any) -> Scene:
     training = Training(devices=[f"cuda:{i}" for i in range(2)], virtual=False)
     payloads = [*training.begin(), *training.run(20)]
     for index in range(count):
-        other: dict[str, Any] = {"name": f"NVIDIA Model {index}"} if width_of_names else {}
-        payloads += [
-            whole_device_event(float(t), index, util_pct=10 * index % 101, **{**other, **more}) for t in range(20)
-        ]
+        payloads += [whole_device_event(float(t), index, util_pct=10 * index % 101, **more) for t in range(20)]
     return Scene(state_of(payloads), training.now, FACTS, alive=True)
 
 

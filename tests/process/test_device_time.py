@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from tracing import Script, Traced, text_of, traced
 
-from dpmon.cli.lines import Lines
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import UNTIMED, Call, Step
 from dpmon.record.names import Untimed
-from dpmon.report import collect
-from dpmon.report.asjson import as_object
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import RunInfo, save
-from dpmon.supervise.metrics import Metrics
 
 TEXT = (Path(__file__).parent / "scripts" / "plays_cuda.py").read_text() + text_of("devices")
 STEP = {"data": 0.0, "forward": 3.0, "backward": 5.0, "optimizer": 0.5}
@@ -122,43 +114,6 @@ def test_a_lost_device_is_reported_once(plain: Traced) -> None:
     assert "unspecified launch failure" in plain.complaints[0]
 
 
-def shown(run: Traced) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """Return a report of these records, the first line of a headless run over them, and its metrics."""
-    about = {"id": "played", "name": "played", "script": "script.py", "cwd": "", "python": None, "boot_id": ""}
-    save(run.directory, RunInfo(**about, command=(), started_unix=1.7e9, start_ns=0, headless=True, command_pid=1))
-    said: list[bytes] = []
-    lines = Lines(RunReader(run.directory), lambda line: bool(said.append(line)) or True)
-    lines.tick(1e9)
-    lines.end(None)
-    metrics = Metrics(run.directory / "it.prom", run.directory, print)
-    metrics.tick(0.0)
-    return as_object(collect(run.directory)), json.loads(said[0]), (run.directory / "it.prom").read_text()
-
-
-def test_report_json_lines_and_metrics_have_the_simulated_times(plain: Traced) -> None:
-    report, line, metrics = shown(plain)
-    # A step whose forward raised did not train.
-    calls = [call.replicas[0].device_ms for call in plain.calls() if not call.failed]
-    (replica,) = report["replicas"]
-    assert (replica["calls"], replica["device_calls"]) == (len(calls), len(calls) - calls.count(None))
-    assert 0 < calls.count(None) < len(calls), "some were captured, late or lost"
-    assert replica["device_median_ms"] == pytest.approx(3.0, rel=0.004)
-    forwards = [rank["forward_device_median_ms"] for rank in report["ranks"]]
-    assert forwards == pytest.approx([3.0, 3.0], rel=0.004), "the forked child's too"
-    medians = {name: phase["device_median_ms"] for name, phase in line["phases"].items()}
-    assert medians.pop("other") is None
-    assert medians == pytest.approx(STEP, rel=0.004)
-    known = [took for step in plain.steps(0) if (took := (step.device_ms or {}).get("backward")) is not None]
-    counted = {
-        sample.name: sample.value
-        for family in text_string_to_metric_families(metrics)
-        for sample in family.samples
-        if {**sample.labels, "process": "0", "phase": "backward"} == sample.labels
-    }
-    assert counted["dpmon_step_phase_device_seconds_total"] == pytest.approx(sum(known) / 1000)
-    assert counted["dpmon_step_phase_device_known_total"] == len(known)
-
-
 def took_what_was_played(call: Call) -> None:
     phases = {phase: found.device_ms for phase, found in call.phases.items()}
     assert phases == {"scatter": 0.0, "replicate": 0.0, "parallel_apply": 1.5, "gather": 0.0}
@@ -177,14 +132,6 @@ def test_every_device_of_a_data_parallel_call(tmp_path: Path) -> None:
             took_what_was_played(call)
         for step in steps[1:]:
             assert step.device_ms == {"data": 0.0, "forward": 1.5, "backward": 2.5, "optimizer": 0.5}
-
-    report, line, _ = shown(run)
-    medians = [replica["device_median_ms"] for replica in report["replicas"]]
-    assert medians == pytest.approx([1.5, 1.5], rel=0.004)
-    within = {name: phase["device_median_ms"] for name, phase in line["call_phases"].items()}
-    wanted = {"scatter": 0.0, "replicate": 0.0, "parallel_apply": 1.5, "gather": 0.0}
-    assert within == pytest.approx(wanted, rel=0.004)
-    assert line["phases"]["forward"]["device_median_ms"] == pytest.approx(1.5, rel=0.004), "whole"
 
     steps, calls = part(run, "by hand")
     assert len(calls) == 5

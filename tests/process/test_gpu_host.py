@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import psutil
-import pytest
 
 from dpmon.gpu.host import HostSampler
 
@@ -109,43 +108,3 @@ def test_the_search_for_new_processes_is_rationed() -> None:
         now[0] = max(now[0], float(second))
         host.sample(None)
     assert 10 <= len(scans) <= 13
-
-
-FAMILY = """
-import os, sys, time
-held = bytearray(os.urandom(1 << 20)) * 96
-children = []
-for _ in range(4):
-    pid = os.fork()
-    if not pid:
-        os.close(1)
-        sys.stdin.read()  # until the parent has gone
-        os._exit(0)
-    children.append(pid)
-print(*children, flush=True)
-sys.stdin.read()
-for pid in children:
-    os.waitpid(pid, 0)
-"""
-
-
-@pytest.fixture
-def family() -> Iterator[list[int]]:
-    """A parent with four forked children that share its 96 MiB."""
-    parent = subprocess.Popen([sys.executable, "-c", FAMILY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert parent.stdout is not None
-        yield [parent.pid, *map(int, parent.stdout.readline().split())]
-    finally:
-        parent.communicate()
-
-
-def test_pages_that_processes_share_count_once(family: list[int]) -> None:
-    sample = sample_until(HostSampler(), family[0], lambda s: s["run_mem_bytes"] is not None)
-    memory = [psutil.Process(pid).memory_full_info() for pid in family]
-    assert len(family) == 5
-    assert sum(one.rss for one in memory) > 5 * 96 * MIB
-    assert sample["run_mem_bytes"] == pytest.approx(sum(one.pss for one in memory), rel=0.05)
-    assert "run_mem_bytes" not in sample["absent"]
-    assert sample["run_mem_bytes"] is not None
-    assert sample["run_mem_bytes"] < 2 * 96 * MIB

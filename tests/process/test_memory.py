@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from running import Dpmon
 from tracing import text_of, traced
-
-from dpmon.tracer.memory.storages import MAX_TENSORS, MODEL, Walk
 
 
 def test_memory_sums_equal_those_of_the_script(dpmon: Dpmon, tmp_path: Path) -> None:
@@ -240,79 +237,6 @@ def test_the_summary_and_the_report_say_why_a_part_is_unknown(dpmon: Dpmon, tmp_
     flat = " ".join(report.text.split())
     assert f"model of cpu: {REASON}" in flat
     assert "gradients of cpu: no backward pass was seen" in flat
-
-
-# ------------------------------------------------------------------------------------------------ one measurement
-
-
-class Own(torch.nn.Module):
-    """A module with a list of parameters that overrides methods of torch.nn.Module."""
-
-    def __init__(self, count: int, size: int = 1) -> None:
-        super().__init__()
-        self.many = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(size)) for _ in range(count))
-
-    def parameters(self, *_: Any) -> Any:
-        raise AssertionError("a method of the script, with other arguments")
-
-    buffers = modules = named_parameters = named_buffers = named_modules = children = parameters
-
-
-def test_a_count_has_models_gradients_and_states() -> None:
-    model = Own(30, 5)
-    optimizer = torch.optim.SGD(torch.nn.Module.parameters(model.many), lr=0.1, momentum=0.9)
-    for parameter in model.many:
-        parameter.grad = torch.ones(5)
-    optimizer.step()
-    walk = Walk([model], [optimizer])
-    assert (walk.held, walk.more) == ({"cpu": [30 * 5 * 4] * 3}, set())
-
-
-class Wrapper(torch.Tensor):
-    """A tensor with the shape of a million numbers that holds only ten, like a shard or a quantized weight."""
-
-    inner: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, (1000, 1000), dtype=torch.float32)  # type: ignore[attr-defined]
-
-    def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
-        raise AssertionError("a measurement runs no operation")
-
-
-class Open(Wrapper):
-    """A wrapper that lists the tensors that it holds."""
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
-
-
-def test_the_tensors_inside_a_tensor_subclass_count() -> None:
-    model = torch.nn.Module()
-    model._buffers["open"] = Open(torch.ones(10))
-    walk = Walk([model], [])
-    assert (walk.held, walk.unsized) == ({"cpu": [40, 0, 0]}, [{}, {}, {}])
-
-
-def test_a_tensor_subclass_that_does_not_list_its_tensors_counts_as_unknown() -> None:
-    model = torch.nn.Module()
-    model._buffers["closed"] = Wrapper(torch.ones(10))
-    walk = Walk([model], [])
-    assert (walk.held, walk.unsized) == ({"cpu": [0, 0, 0]}, [{"Wrapper": 1}, {}, {}])
-
-
-@pytest.mark.parametrize("more", [0, 1])
-def test_too_many_tensors(more: int) -> None:
-    model = Own(MAX_TENSORS + more)
-    model.many[0].grad = torch.ones(1)
-    walk = Walk([model], [])
-    assert walk.more == ({MODEL} if more else set())
-    assert walk.held == {"cpu": [4 * MAX_TENSORS, 4, 0]}
 
 
 MANY = """\

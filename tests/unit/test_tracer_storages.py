@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from dpmon.tracer.memory.storages import MODEL, Walk
+from dpmon.tracer.memory.storages import MAX_TENSORS, MODEL, Walk
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch calls half of these kinds deprecated, the others beta
 
@@ -34,6 +34,16 @@ class Closed(torch.Tensor):
         raise AssertionError("a walk must not run operations")
 
 
+class Open(Closed):
+    """A wrapper that does."""
+
+    def __init__(self) -> None:
+        self.inner = torch.ones(10)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+
 def fake() -> torch.Tensor:
     with FakeTensorMode():
         return torch.ones(5, device="cuda:0")
@@ -47,6 +57,7 @@ MADE: dict[str, tuple[Any, int | None, dict[str, int]]] = {
     # How it is made, the bytes that it holds (None: no device is used), and the types whose size is unknown.
     "coo": (lambda: torch.eye(4).to_sparse(), 4 * FLOAT32 + 2 * 4 * INT64, {}),
     "nested": (lambda: nested(torch.strided), 15 * FLOAT32, {}),
+    "a wrapper": (Open, 10 * FLOAT32, {}),
     "fake": (fake, None, {}),
     "meta": (lambda: torch.ones(5, device="meta"), None, {}),
     "uninitialized": (torch.nn.UninitializedParameter, None, {}),
@@ -75,6 +86,13 @@ def test_tensors_of_unknown_size_are_counted_by_type() -> None:
     assert walk.held == {"cpu": [8, 0, 0]}
     assert walked(one=Closed()).held == {"cpu": [0, 0, 0]}, "a device that is used is named"
     assert walk.unsized[MODEL] == {"Closed": 3}
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_too_many_tensors_are_not_measured(more: int) -> None:
+    walk = walked(**{str(number): torch.ones(1) for number in range(MAX_TENSORS + more)})
+    assert walk.more == ({MODEL} if more else set())
+    assert walk.held == {"cpu": [FLOAT32 * MAX_TENSORS, 0, 0]}
 
 
 def test_the_weights_of_a_quantized_module_have_an_unknown_size() -> None:

@@ -239,10 +239,6 @@ class SpanReader:
         plausible = (n for at, n in enumerate(numbers) if n % self.slots == at and marks[at - 1] == n < _LAST_NUMBER)
         return max(plausible, default=-1)
 
-    def holds_start(self) -> bool:
-        """Whether no span was overwritten. Raises RingError if the file was truncated."""
-        return not self._is_lapped(0, self._marks(0, 1)[0])
-
     def _over_a_hole(self, marks: list[int], now_ns: int, over: bool) -> bool:
         """Skip slots that a thread has taken but not written within HOLE_NS. Return whether it skipped.
 

@@ -313,7 +313,7 @@ class Door:
 
 
 def _check_kinds(names: Sequence[str], kinds: Sequence[type]) -> None:
-    known = _column_types()
+    _, known = _own_schema()
     for name, kind in zip(names, kinds, strict=True):
         if kind not in known.get(name, _OF_EXPRESSION) and not name.startswith("json_extract"):
             raise HistoryError(f"a row has {kind.__name__} in {name}")
@@ -326,16 +326,20 @@ _OF_EXPRESSION = int, type(None)
 
 
 @cache
-def _column_types() -> dict[str, tuple[type, ...]]:
-    """Return the possible types of the values in each column, by its name. The first table with it decides."""
+def _own_schema() -> tuple[dict[str, tuple[Any, ...]], dict[str, tuple[type, ...]]]:
+    """Return the entries of SCHEMA, and the possible types of each column by its name.
+
+    A name has one type: that of the first table with it. A query of another table must rename such a column.
+    """
     with closing(sqlite3.connect(":memory:")) as db:
         db.executescript(SCHEMA)
+        schema = _schema_of(db)
         found: dict[str, type] = {}
-        for (table,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
-            for _, name, declared, *_ in db.execute(f"PRAGMA table_info({table})"):
+        for table, (kind, *_) in schema.items():
+            for _, name, declared, *_ in db.execute(f"PRAGMA table_info({table})") if kind == "table" else ():
                 if declared:
                     found.setdefault(name, _TYPES[declared])
-    return {name: (kind, type(None)) if name in _OPTIONAL else (kind,) for name, kind in found.items()}
+    return schema, {name: (kind, type(None)) if name in _OPTIONAL else (kind,) for name, kind in found.items()}
 
 
 def size_of(path: Path) -> int:
@@ -345,7 +349,7 @@ def size_of(path: Path) -> int:
 
 def check_schema(db: sqlite3.Connection, *, whole: bool) -> None:
     """Raise HistoryError if the database has any other table or index than SCHEMA; `whole`: also if one is missing."""
-    found, wanted = _schema_of(db), _own_schema()
+    found, (wanted, _) = _schema_of(db), _own_schema()
     for name, declared in found.items():
         if wanted.get(name) != declared:
             raise HistoryError(f"it holds {str(name)[:60]}, which is not dpmon's")
@@ -357,13 +361,6 @@ def _schema_of(db: sqlite3.Connection) -> dict[str, tuple[Any, ...]]:
     """Return type and declaration of each table, index, view and trigger, and whether it has a tree of rows."""
     rows = db.execute("SELECT name, type, sql, rootpage > 0 FROM sqlite_master")
     return {name: tuple(rest) for name, *rest in rows}
-
-
-@cache
-def _own_schema() -> dict[str, tuple[Any, ...]]:
-    with closing(sqlite3.connect(":memory:")) as db:
-        db.executescript(SCHEMA)
-        return _schema_of(db)
 
 
 def version_of(db: sqlite3.Connection) -> int:

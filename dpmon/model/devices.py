@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -176,9 +177,11 @@ class HostPeaks:
         first = samples.host[0][0] - _MINUTE
         if self._of != (first // _MINUTE, visits):
             self._of, self._before = (first // _MINUTE, visits), _of_minutes(rows.host_memory(0, first), visits)
-        found = dict(self._before)
-        for t_ns, held in samples.host:
-            _keep_peak(found, _modes_between(visits, t_ns, t_ns)[-1], held)
+        found, times, held = dict(self._before), *zip(*samples.host, strict=True)
+        begins = [0, *(bisect_left(times, visit.begin_ns) for visit in visits[1:]), len(times)]
+        for visit, (begin, end) in zip(visits, pairwise(begins), strict=True):
+            if begin < end:
+                _keep_peak(found, visit.mode, max(held[begin:end]))
         return found
 
 

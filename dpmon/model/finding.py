@@ -48,7 +48,6 @@ class ModeFacts(NamedTuple):
     process: int = 0
     who: str | None = None
     """The name of the process, such as "rank 0"; None if it is the only one."""
-    rank: int | None = None
     other_steps: int = 0
     """Number of steps of the other processes in this mode."""
     calls: int = 0

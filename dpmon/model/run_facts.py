@@ -239,7 +239,6 @@ class RunFacts:
             counted=found.counted,
             process=process,
             who=self.names.get(process),
-            rank=self.rank(process),
             other_steps=whole - found.steps,
             calls=found.calls,
         )

@@ -26,11 +26,6 @@ def waited_ns(spans: Iterable[tuple[int, int]], start_ns: int, end_ns: int) -> i
     return sum(max(min(end, end_ns) - max(begin, start_ns), 0) for begin, end in spans)
 
 
-def is_wait(spans: Iterable[tuple[int, int]], start_ns: int, end_ns: int) -> bool:
-    """Whether waits (`spans`) take most of the step from `start_ns` to `end_ns`."""
-    return 2 * waited_ns(spans, start_ns, end_ns) > end_ns - start_ns > 0
-
-
 class LongStep(NamedTuple):
     """A step among the longest of the run, and the phase that took most of it.
 
@@ -49,14 +44,12 @@ class LongStep(NamedTuple):
 
 def long_step(row: LongRow, waits: Sequence[tuple[int, int]]) -> LongStep:
     """A long step with the phase that took most of it. `waits`: of its process for input."""
-    begin, end = row.start_ns, row.start_ns + row.wall_ns
-    phase: str | None
-    if is_wait(waits, begin, end):
-        phase, took = INPUT, waited_ns(waits, begin, end)
-    else:
-        phase = max(row.phases, key=lambda name: row.phases[name], default=None)
-        took = 0 if phase is None else row.phases[phase]
-    return LongStep(row.process, row.step, row.mode, begin, row.wall_ns, phase, took)
+    phase: str | None = max(row.phases, key=lambda name: row.phases[name], default=None)
+    took = 0 if phase is None else row.phases[phase]
+    waited = waited_ns(waits, row.start_ns, row.start_ns + row.wall_ns)
+    if 2 * waited > row.wall_ns > 0:
+        phase, took = INPUT, waited
+    return LongStep(row.process, row.step, row.mode, row.start_ns, row.wall_ns, phase, took)
 
 
 class Uneven(NamedTuple):

@@ -38,8 +38,8 @@ def as_object(story: Story) -> dict[str, object]:
         "nothing": story.nothing,
         "standing": facts.stall,
         "gpu_absent": facts.samples.gpu_absent,
-        "modes": [_mode(mode) for mode in facts.modes],
-        "evaluations": [_mode(mode) for mode in facts.evaluations],
+        "modes": [_mode(facts, mode) for mode in facts.modes],
+        "evaluations": [_mode(facts, mode) for mode in facts.evaluations],
         "elapsed": _elapsed(facts),
         "findings": [finding._asdict() for finding in story.findings],
         "replicas": [
@@ -97,9 +97,11 @@ def as_object(story: Story) -> dict[str, object]:
     }
 
 
-def _mode(mode: ModeFacts) -> dict[str, object]:
+def _mode(facts: RunFacts, mode: ModeFacts) -> dict[str, object]:
     return {
-        **fields_of(mode, "virtual", "process", "rank", "median_ns", "p95_ns"),
+        **fields_of(mode, "virtual", "process"),
+        "rank": facts.rank(mode.process),
+        **fields_of(mode, "median_ns", "p95_ns"),
         "mode": mode.mode or None,
         "steps": mode.all_steps,
         "process_steps": mode.steps,

@@ -268,13 +268,9 @@ class Definitions:
 
     def keep(self, number: int, known: Defined) -> None:
         """Remember a definition, and forget the oldest of its sort if there are too many."""
-        table: dict[int, Any] = self.sizes
-        if isinstance(known, Layout):
-            table = self.layouts
-        elif isinstance(known, StageParts):
-            table = self.stages
-        elif isinstance(known, CollectiveFacts):
-            table = self.collectives
+        tables: dict[type, dict[int, Any]]
+        tables = {Layout: self.layouts, StageParts: self.stages, CollectiveFacts: self.collectives}
+        table = tables.get(type(known), self.sizes)
         table.pop(number, None)
         table[number] = known
         if len(table) > self._most:

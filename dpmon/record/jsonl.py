@@ -10,7 +10,7 @@ from dpmon.record.names import MORE
 from dpmon.record.schema import EXPOSED, NOT_JOINED, QUANTITIES, STEP_PHASES, WAIT
 
 _MADE = ("phases", "inputs", "outputs", "replicas", "stages", "alg_bytes_s", "bus_bytes_s", "absent")
-"""Fields that are not an attribute of the record in other units."""
+"""Fields that are no attribute of the record, or that other functions convert."""
 
 
 def _source(name: str) -> tuple[str, str, float]:
@@ -27,7 +27,7 @@ _PLAIN = {
 
 
 def _plain(kind: str, record: Call | Collective | Sampled) -> dict[str, object]:
-    """Return the fields of a record that are attributes of it."""
+    """Return the other fields of a record."""
     found: dict[str, object] = {"kind": kind}
     for name, attribute, factor in _PLAIN[kind]:
         value = getattr(record, attribute)

@@ -58,7 +58,7 @@ class StepRecorder:
         self.number += 1
         self.out.append(totals.row(self.number, start, max(end - start, 0)))
         self._communication.step(self.number, start, end)
-        if totals.on_devices:
+        if totals.timed or totals.skipped:
             self.sampling.step(max(end - start, 0), not totals.skipped)
 
     def totals(self, items: Iterable[Item]) -> StepTotals:

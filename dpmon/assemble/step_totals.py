@@ -49,11 +49,6 @@ class StepTotals(PhaseSums):
         """Whether an optimizer has stepped."""
 
     @property
-    def on_devices(self) -> bool:
-        """Whether it is timed on devices, or skipped by sampling."""
-        return bool(self.timed) or self.skipped
-
-    @property
     def unfinished(self) -> bool:
         """Whether it should learn but has no backward pass and no optimizer step."""
         return self.learns and self.times[BACKWARD] < 0 and self.times[OPTIMIZER] < 0

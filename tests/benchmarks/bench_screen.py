@@ -42,7 +42,7 @@ import pytest
 from bench_store import Busy, Live
 from rowring import RowRing, use_row_rings
 from synthetic import Training, device_event, host_event
-from yardstick import Yardstick
+from yardstick import Yardstick, processor_s
 
 from dpmon.run import proc
 from dpmon.run.rundir import load_info
@@ -223,11 +223,6 @@ class Shown:
         """Type."""
         os.write(self.master, key)
 
-    def processor(self) -> float:
-        """Return the processor time so far, s."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
     def close(self) -> None:
         """End the screen."""
         self.process.send_signal(signal.SIGTERM)
@@ -257,9 +252,9 @@ def cost(seconds: float) -> None:
     yardstick = Yardstick()
     for hertz, ranks, budget in ((1, 1, 2), (1, 1, 2), (2, 1, 4), (1, 64, 2), (2, 64, 4)):
         with screen(1 / hertz, 100 if ranks == 1 else 10, ranks=ranks) as (_, shown):
-            used, written = shown.processor(), len(shown.seen)
+            used, written = processor_s(shown.process.pid), len(shown.seen)
             shown.pump(seconds)
-            used, written = shown.processor() - used, len(shown.seen) - written
+            used, written = processor_s(shown.process.pid) - used, len(shown.seen) - written
         percent, slow = used / seconds * 100, yardstick.since()
         print(
             f"cost at {hertz} Hz, {ranks:2} processes: {percent:6.2f} % of a core as measured, {percent / slow:6.2f}"

@@ -10,7 +10,6 @@ Median and 95th percentile over the rounds, in ms; as measured, and scaled to th
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import subprocess
@@ -23,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from running import Dpmon, Terminal
-from yardstick import Yardstick
+from yardstick import Yardstick, processor_s
 
 _SCRIPT = "import time; print(time.monotonic_ns(), flush=True)"
 
@@ -46,8 +45,7 @@ def first_picture(dpmon: Dpmon, spent: list[float] | None = None) -> float:
         time.sleep(0.001)
     took = (time.monotonic_ns() - began) / 1e6
     if spent is not None:
-        fields = Path(f"/proc/{terminal.process.pid}/stat").read_bytes().rpartition(b")")[2].split()
-        spent.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") * 1000)
+        spent.append(processor_s(terminal.process.pid) * 1000)
     dpmon.run("stop", "last")
     terminal.process.kill()
     terminal.wait()

@@ -21,15 +21,9 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 
 from running import Dpmon, wait_for  # noqa: E402
+from yardstick import processor_s  # noqa: E402
 
-_TICKS = os.sysconf("SC_CLK_TCK")
 _BUDGET = "budget: 3 % of a core at 1,000 records/s, 60 MB"
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the processor time of a process with its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def peak_mib(pid: int) -> float:
@@ -55,11 +49,11 @@ def measure(rate: float, seconds: float, state: Path) -> str:
         if rate:
             wait_for((dpmon.last() / "process-0.ring").exists)
         time.sleep(1.5)  # do not measure its start
-        cpu, began, peak = cpu_seconds(pid), time.monotonic(), peak_mib(pid)
+        cpu, began, peak = processor_s(pid), time.monotonic(), peak_mib(pid)
         while time.monotonic() - began < seconds and not (dpmon.last() / "exit.json").exists():
             time.sleep(0.05)
             peak = peak_mib(pid)
-        share = (cpu_seconds(pid) - cpu) / (time.monotonic() - began) * 100
+        share = (processor_s(pid) - cpu) / (time.monotonic() - began) * 100
         dpmon.exit(limit=60)
         return f"{rate:>9,.0f}  {share:6.2f} %  {peak:5.1f} MiB  {counted(dpmon) if rate else ''}"
     finally:

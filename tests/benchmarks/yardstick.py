@@ -6,14 +6,22 @@ is scaled, because waiting does not get shorter on a faster machine.
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 
-__all__ = ["REFERENCE_S", "Yardstick"]
+__all__ = ["REFERENCE_S", "Yardstick", "processor_s"]
 
 REFERENCE_S = 0.45
 """Processor time of the piece on the reference machine."""
 _PARTS = 4
 _PIECE = compile(f"for number in range({10**7 // _PARTS}): total += number", "yardstick", "exec")
+
+
+def processor_s(pid: int) -> float:
+    """Return the processor time of a process with its threads, s."""
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _took() -> float:

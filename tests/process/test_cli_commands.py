@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -118,31 +117,22 @@ def test_a_beginning_of_several_run_names_is_refused(dpmon: Dpmon) -> None:
     assert "could be any of 2 runs" in result.errors
 
 
-def test_attach_without_a_terminal_follows_to_the_end(dpmon: Dpmon) -> None:
+def test_attach_without_a_terminal_follows_to_the_end_or_an_interrupt(dpmon: Dpmon) -> None:
     dpmon.waiting("print('after')\nraise SystemExit(6)", "print('before', flush=True)")
     dpmon.run("--detach", "script.py")
-    dpmon.begun()
-    process = dpmon.start("attach")
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"before\n"
+    for interrupted in (True, False):
+        process = dpmon.start("attach")
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"before\n"
+        if interrupted:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(100) == 130
     dpmon.go()
     out, err = process.communicate(timeout=100)
     assert (out, process.returncode) == (b"after\n", 6)
     assert b"exit status 6" in err
     again = dpmon.run("attach")
     assert (again.out, again.status) == (b"before\nafter\n", 6)
-
-
-def test_interrupting_attach_leaves_the_training(dpmon: Dpmon) -> None:
-    dpmon.waiting("", "print('before', flush=True)")
-    dpmon.run("--detach", "script.py")
-    process = dpmon.start("attach")
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"before\n"
-    process.send_signal(signal.SIGINT)
-    assert process.wait(100) == 130
-    dpmon.go()
-    assert dpmon.exit()["status"] == 0
 
 
 def test_attach_without_a_screen_speaks_before_the_script_does(dpmon: Dpmon) -> None:
@@ -269,18 +259,15 @@ def test_leaving_the_screen_leaves_the_training_and_attach_opens_it_again(dpmon:
     assert dpmon.exit()["status"] == 3
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_the_screen_ends_with_the_scripts_status(dpmon: Dpmon, killed: bool) -> None:
+def test_the_screen_ends_with_the_scripts_status_if_the_supervisor_is_killed(dpmon: Dpmon) -> None:
     dpmon.waiting("raise SystemExit(3)", PRINTS)
     terminal = Terminal(dpmon, "script.py", TERM="xterm-256color")
     terminal.shows("a line of the script")
-    if killed:
-        os.kill(dpmon.info()["supervisor_pid"], signal.SIGKILL)
+    dpmon.kill_supervisor()
     dpmon.go()
     how = dpmon.exit()
     # The supervisor's successor may be quicker than the foreground; both know the status.
-    assert how["status"] == 3
-    assert how["by"] in (("supervisor", "foreground") if killed else ("supervisor",))
+    assert (how["status"], how["by"]) in ((3, "supervisor"), (3, "foreground"))
     terminal.shows("status 3")
     terminal.type("q")
     assert terminal.wait() == 3

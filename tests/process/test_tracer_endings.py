@@ -227,7 +227,7 @@ def train():
         optimizer.step()
         if number == 1 and sys.argv[1] == "outlives":
             stepped.set()
-            over.wait(10)
+            over.wait(100)
 def target():
     if sys.argv[1] == "outlives":
         threading.Thread(target=train).start()

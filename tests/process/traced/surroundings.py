@@ -230,7 +230,7 @@ def fork_while_traced():
     thread.start()
     inside.wait(60)
     in_child(train)
-    in_child(lambda: print(call.__class__.__name__))
+    in_child(lambda: print(net.__class__.__name__))
     leave.set()
     thread.join()
     net.do = None

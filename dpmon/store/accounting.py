@@ -28,8 +28,6 @@ _PIECES = 1024
 _PIECE_NS = 20_000_000
 """Shortest piece that is kept. A wait lies within one long step, or between two steps."""
 _SECOND = 1_000_000_000
-_MISSED = -2
-"""Replaces the number of the last step if steps are missing. No step has the number after it, -1."""
 _LONG = (86_400 * _SECOND, 3600 * _SECOND, 60 * _SECOND)
 _LONG_NS = 600 * _SECOND
 LATEST_NS = 10 * 365 * 86_400 * _SECOND
@@ -75,7 +73,6 @@ class Gap(NamedTuple):
     """Time between two steps that is neither a pause nor a wait for input."""
 
     after_step: int
-    before_step: int
     mode: str
     begin: int
     end: int
@@ -105,10 +102,6 @@ class Account:
         self._end_pause(start)
         self._apart = [one for one in self._apart if one[2] > self._at]
 
-    def miss(self) -> None:
-        """Note that steps are missing: the next step does not follow the last one."""
-        self._number = _MISSED
-
     def step(self, number: int, mode: str, start: int, wall: int, evaluation: bool) -> tuple[list[Spent], Gap | None]:
         """Add a step. Return the time since the previous step, including this one, and the gap before it or None."""
         end = start + wall
@@ -126,7 +119,7 @@ class Account:
         spent, left = self._gap(activity, mode, start)
         gap = None
         if activity == "between" and left > 0 and before is not None:
-            gap = Gap(before, number, mode, self._at, start, left)
+            gap = Gap(before, mode, self._at, start, left)
         spent += self._stretch("evaluation" if evaluation else "training", mode, max(start, self._at), end)
         self._at, self._number, self._evaluation, self._mode = max(end, self._at), number, evaluation, mode
         if self._apart:

@@ -30,7 +30,6 @@ class GapRow(NamedTuple):
 
     process: int
     after_step: int
-    before_step: int
     mode: str
     begin_ns: int
     end_ns: int
@@ -91,8 +90,6 @@ class Communicated(NamedTuple):
     """The operations, those with the most bytes first."""
     samples: int = 0
     """Number of samples of all processes."""
-    launched: int = 0
-    """Number of collectives launched in these samples."""
     why: str | None = None
     """Why no collectives can be recorded; None if they can."""
     own: tuple[str, ...] = ()

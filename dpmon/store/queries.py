@@ -96,7 +96,7 @@ class Store(Sums):
 
     def gaps(self, most: int) -> list[GapRow]:
         """Return the longest gaps between two steps, the longest first."""
-        query = "SELECT process, after_step, before_step, mode, begin_ns, end_ns, ns FROM gaps ORDER BY ns DESC LIMIT ?"
+        query = "SELECT process, after_step, mode, begin_ns, end_ns, ns FROM gaps ORDER BY ns DESC LIMIT ?"
         return [GapRow(*row) for row in self._rows(query, (most,))]
 
     def longest(self, most: int, *, mode: str | None = None, evaluation: bool | None = None) -> list[LongRow]:

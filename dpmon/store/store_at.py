@@ -224,13 +224,12 @@ class StoreAt:
             f"SELECT process, definition, {_SUMS} FROM collective_sums WHERE start_s >= ? AND start_s < ?{only}"
             " GROUP BY process, definition"
         )
-        samples = launched = 0
+        samples = 0
         sums: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * len(COLLECTIVE_SUMS))
         why = None
         for process, definition, *numbers in self.store.query(query, values):
-            count, quantity, *_ = numbers
             if not definition:
-                samples, launched = samples + count, launched + quantity
+                samples += numbers[0]
                 continue
             with suppress(LookupError):
                 facts = self.store.resolver(process).definitions.collectives[definition]
@@ -248,7 +247,7 @@ class StoreAt:
         )
         newest = self.store.read(self.store.collective, query, (begin_ns, end_ns, *who, MOST_OWN))
         own = {one.operation for one in newest if isinstance(one, Collective)}
-        return Communicated(tuple(operations), samples, launched, why, tuple(sorted(own)))
+        return Communicated(tuple(operations), samples, why, tuple(sorted(own)))
 
     # ------------------------------------------------------------------------------------------ samples
 

@@ -26,7 +26,7 @@
     tallies      width (dpmon.store.tally.WIDTHS, s), start_s, process, mode, kind, batch, and the columns of
                  dpmon.store.tally.Tally: all steps that ended in that time
     times        width, start_s, process, mode, ns of each activity in that time (dpmon.store.accounting)
-    gaps         id, process, after_step, before_step, mode, begin_ns, end_ns, ns: the longer times between two steps
+    gaps         id, process, after_step, mode, begin_ns, end_ns, ns: the longer times between two steps
     shapes       number of calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and
                  outputs of the call, then of each replica, or stage and sizes of each stage) and untimed (why a device
                  time is missing: dpmon.record.history_rows.UNTIMED); sizes beyond the limit per process are 0 (unknown)
@@ -171,8 +171,8 @@ CREATE TABLE IF NOT EXISTS times (
     width INTEGER, start_s INTEGER, process INTEGER, mode TEXT, {activities},
     PRIMARY KEY (width, start_s, process, mode)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS gaps (
-    id INTEGER PRIMARY KEY, process INTEGER, after_step INTEGER, before_step INTEGER, mode TEXT, begin_ns INTEGER,
-    end_ns INTEGER, ns INTEGER);
+    id INTEGER PRIMARY KEY, process INTEGER, after_step INTEGER, mode TEXT, begin_ns INTEGER, end_ns INTEGER,
+    ns INTEGER);
 CREATE TABLE IF NOT EXISTS shapes (
     process INTEGER, mode TEXT, kind INTEGER, layout INTEGER, virtual INTEGER, sizes TEXT, untimed INTEGER,
     calls INTEGER, PRIMARY KEY (process, mode, kind, layout, virtual, sizes, untimed)) WITHOUT ROWID;

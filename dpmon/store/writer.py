@@ -52,7 +52,7 @@ _INTO_STEPS, _INTO_CALLS, _INTO_COLLECTIVES = (
 _RING_NAMES = tuple(member.name for member in fields(RingRow))
 _INTO_RINGS = f"INSERT OR REPLACE INTO rings ({', '.join(_RING_NAMES)}) VALUES ({', '.join('?' * len(_RING_NAMES))})"
 _of_ring = attrgetter(*_RING_NAMES)
-_INTO_GAPS = "INSERT INTO gaps (process, after_step, before_step, mode, begin_ns, end_ns, ns) VALUES (?,?,?,?,?,?,?)"
+_INTO_GAPS = "INSERT INTO gaps (process, after_step, mode, begin_ns, end_ns, ns) VALUES (?,?,?,?,?,?)"
 _SHORTEN_GAP = "UPDATE gaps SET ns = max(ns - ?, 0) WHERE process = ? AND begin_ns <= ? AND end_ns >= ?"
 _JOIN_STEP = f"UPDATE steps SET {EXPOSED}_ns = ?, {WAIT}_ns = ? WHERE id = ?"
 _ADD_SHAPE = """\

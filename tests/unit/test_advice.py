@@ -39,7 +39,7 @@ WAITS, FEW, STALLED = (
 GAPS = having(
     changed(
         HEALTHY,
-        gaps=(GapRow(0, 100, 101, "dp", 10 * SECOND, 12 * SECOND, 2 * SECOND),),
+        gaps=(GapRow(0, 100, "dp", 10 * SECOND, 12 * SECOND, 2 * SECOND),),
         spent={"training": 5 * SECOND, "between": 2 * SECOND},
     )
 )

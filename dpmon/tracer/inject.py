@@ -47,7 +47,7 @@ class _Loader:
         note("torch imported")
         _install(module)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)
 
 
@@ -59,7 +59,7 @@ class _Finder:
         """The threads that are asking the other finders. Another finder, such as wrapt's, may call
         importlib.util.find_spec, and so call this finder again. Only the outermost call wraps the loader."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         _hide_sitecustomize()
         thread = get_ident()
         if name != "torch" or thread in self._asking:

@@ -68,7 +68,7 @@ class CallTracer:
         clock, tensor = monotonic_ns, torch.Tensor
         run, settle = self.split.run, self.split.settle
 
-        def traced(module: object, *args: object, **kwargs: object) -> Any:
+        def traced(module: object, *args: object, **kwargs: object) -> object:
             if is_compiling():
                 return original(module, *args, **kwargs)
             me = around = None
@@ -208,13 +208,13 @@ class CallTracer:
     def functional(self, original: Function) -> Function:
         """The traced form of the function torch.nn.parallel.data_parallel."""
 
-        def run(call: Functional, *args: object, **kwargs: object) -> Any:
+        def run(call: Functional, *args: object, **kwargs: object) -> object:
             ids, output, dim = call.given
             return original(call.module, args, ids, output, dim, kwargs)
 
         traced, signature = self.wrapper(run, self._functional_site, root=False), inspect.signature(original)
 
-        def data_parallel(*args: object, **kwargs: object) -> Any:
+        def data_parallel(*args: object, **kwargs: object) -> object:
             if torch.compiler.is_dynamo_compiling():
                 return original(*args, **kwargs)
             try:
@@ -257,7 +257,7 @@ class _Forward:
         self._original = original
         self._traced = traced
 
-    def __get__(self, module: object, owner: object = None) -> Any:
+    def __get__(self, module: object, owner: object = None) -> object:
         return self._original if module is None else MethodType(self._traced, module)
 
     def __reduce__(self) -> Any:

@@ -50,7 +50,7 @@ class Primitives:
         fault = recorder.session.fault
         is_compiling = torch.compiler.is_dynamo_compiling
 
-        def phase(*args: object, **kwargs: object) -> Any:
+        def phase(*args: object, **kwargs: object) -> object:
             if is_compiling():
                 return original(*args, **kwargs)
             me, inside = None, 0
@@ -109,14 +109,14 @@ class Compositions:
         self.recorder = recorder
         self.modes = modes
         self.sites = sites
-        self._sites: dict[Any, tuple[int, _Composed, Site]] = {}
+        self._sites: dict[object, tuple[int, _Composed, Site]] = {}
         """By root and devices: the mode request (`Modes.serial`) that the plan follows, the owner, and the site."""
 
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
         self._sites.clear()
 
-    def run(self, me: Thread, number: int, kind: int, original: Function, args: Any, kwargs: Any) -> Any:
+    def run(self, me: Thread, number: int, kind: int, original: Function, args: Any, kwargs: Any) -> object:
         """Run a primitive that the script calls itself. The caller removes our frames from a traceback."""
         session, recorder = self.session, self.recorder
         inside = me.inside
@@ -158,7 +158,7 @@ class Compositions:
             if watch is not None:
                 watch.close()
 
-    def _sizes(self, number: int, kind: int, args: Any, kwargs: Any, result: object) -> int:
+    def _sizes(self, number: int, kind: int, args: object, kwargs: object, result: object) -> int:
         """Return the sizes for a primitive's span."""
         if kind == Kind.GATHER:
             return self.session.outputs(result, Memo()) << 32
@@ -209,7 +209,7 @@ class Compositions:
         return site
 
 
-def _scattered(number: int, args: Any, kwargs: Any) -> list[Any]:
+def _scattered(number: int, args: Any, kwargs: Any) -> list[object]:
     """Return the input signatures of scatter function `number` of `Originals.all`."""
     if number == SCATTER_KWARGS:  # scatter_kwargs(inputs, kwargs, devices)
         values = args[0] if args else kwargs["inputs"]

@@ -50,7 +50,7 @@ class Probe:
         self._mark: Any = None
         """Its device time; None if it is not timed."""
 
-    def enter(self, module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Forward pre-hook: runs on the replica's thread. It returns None, so the inputs stay unchanged.
 
         A module may call itself. The outermost call has the inputs and outputs of the replica.
@@ -69,7 +69,7 @@ class Probe:
             recorder.session.fault("hooks", error)
         self._began = monotonic_ns()
 
-    def leave(self, module: object, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+    def leave(self, module: object, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
         """Forward hook; torch calls it with None for a replica that raised."""
         now = monotonic_ns()
         watch = self._watch
@@ -113,7 +113,7 @@ class Probe:
             own[name] = OrderedDict(own[name])
             own[name][KEY] = True
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the callable of this probe. parallel_apply calls the probe in place of the callable."""
         self.enter(None, args, kwargs)
         try:
@@ -165,7 +165,7 @@ class ReplicaWatch:
         self._probes.append(probe)
         return probe
 
-    def stand_ins(self, modules: Any) -> Any:
+    def stand_ins(self, modules: Any) -> object:
         """Return stand-ins that parallel_apply calls in place of `modules`, in the same order.
 
         If the script has hooks on its module, they may change the inputs. In this case, return the replicas themselves,
@@ -179,7 +179,7 @@ class ReplicaWatch:
             self._probe(index).module = module
         return self._probes
 
-    def wrapped_arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def wrapped_arguments(self, args: Any, kwargs: Any) -> tuple[object, object]:
         """Return the arguments of parallel_apply, with stand-ins for its modules."""
         if args and isinstance(args[0], (list, tuple)):
             return (self.stand_ins(args[0]), *args[1:]), kwargs
@@ -187,7 +187,7 @@ class ReplicaWatch:
             return args, {**kwargs, "modules": self.stand_ins(kwargs["modules"])}
         return args, kwargs
 
-    def hook(self, replicas: list[Any]) -> None:
+    def hook(self, replicas: list[object]) -> None:
         """Hook these replicas, numbered in this order."""
         for index, replica in enumerate(replicas):
             self._probe(index).hook(replica)

@@ -57,7 +57,7 @@ class _RootCall:
     def __init__(self, roots: Roots) -> None:
         self._called, self._original, self._watcher = roots.called, roots.original, roots.watcher
 
-    def __get__(self, module: object, owner: object = None) -> Any:
+    def __get__(self, module: object, owner: object = None) -> object:
         now = Module.__call__
         if module is None:  # torch.compile looks here, and expects the class's own function
             return self._original if now is self._watcher else now
@@ -105,7 +105,7 @@ class Roots:
         """Whether a root appeared since the last look."""
         self._always = False
         """Whether a root's class has its own `__call__`, so that the watch cannot end."""
-        self._made: dict[int, weakref.ref[Any]] = {}
+        self._made: dict[int, weakref.ref[object]] = {}
         """Modules that got a parameter or a submodule since the last watch ended, by id."""
         self._made_in_watch: set[int] = set()
         """Ids of the modules that were made during the last watch, which ends at the beginning of a call it still
@@ -229,7 +229,7 @@ class Roots:
                     if _is_model(part):
                         self._register(type(part))
 
-    def _class_gone(self, key: int) -> Callable[[Any], object]:
+    def _class_gone(self, key: int) -> Callable[[object], object]:
         classes = self._classes
         return lambda _: classes.pop(key, None)
 

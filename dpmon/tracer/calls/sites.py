@@ -52,7 +52,7 @@ class Functional:
 class Site:
     """A called module, with the plan for its calls and the last sizes seen."""
 
-    def __init__(self, module: object, plan: Plan, via: str | None, gone: Callable[[Any], object]) -> None:
+    def __init__(self, module: object, plan: Plan, via: str | None, gone: Callable[[object], object]) -> None:
         self.module = weakref.ref(module, gone)
         self.plan = plan
         self.via = via
@@ -135,14 +135,14 @@ class Sites:
             site.plain = site.stages is None and not holds_data_parallel(module)
         return site
 
-    def of_wrapper(self, module: Any) -> Site:
+    def of_wrapper(self, module: object) -> Site:
         """Make the site of a DataParallel."""
         site = self._new(module, self.modes.for_wrapper(module), class_name(module))
         site.dim = self.modes.dim_of(module) or 0
         site.own = own_methods(type(module))
         return site
 
-    def functional(self, module: object, given: tuple[Any, ...]) -> Functional:
+    def functional(self, module: object, given: tuple[object, ...]) -> Functional:
         """Return the stand-in for a module passed to `data_parallel`. `given`: devices, output device and dim."""
         found = self._functionals.get(id(module))
         if found is None or found.given != given or found.module is not module:
@@ -202,7 +202,7 @@ class Sites:
         return number << SITE_AT | flags << FLAGS_AT
 
 
-def _spell(site: Site, plan: Plan) -> dict[str, Any]:
+def _spell(site: Site, plan: Plan) -> dict[str, object]:
     devices, absent = plan.devices, plan.absent
     if site.stages is not None:
         devices, absent = site.stages.devices, site.stages.absent

@@ -69,7 +69,7 @@ class SplitCall:
         self.share: Any = None
         """If torch runs the module itself in place of a lone replica: (args, kwargs, end of scatter); else None."""
         self.before: Before | None = None
-        self.running: Any = None
+        self.running: object = None
         """The running DataParallel, or its view."""
 
 
@@ -83,7 +83,7 @@ class Split:
         self.sites = sites
         self.originals = originals
 
-    def run(self, me: Thread, site: Site, original: Function, module: object, args: Any, kwargs: Any) -> Any:
+    def run(self, me: Thread, site: Site, original: Function, module: object, args: Any, kwargs: Any) -> object:
         """Run a call in place of `original(module, *args, **kwargs)`. The caller must call `settle` afterwards."""
         call = None
         with self.session.guarded("begin"):
@@ -155,7 +155,9 @@ class Split:
 
     # ---------------------------------------------------------------- the functional form
 
-    def _functional(self, call: SplitCall, original: Function, functional: Functional, args: Any, kwargs: Any) -> Any:
+    def _functional(
+        self, call: SplitCall, original: Function, functional: Functional, args: Any, kwargs: Any
+    ) -> object:
         plan = call.plan
         module, (_, output, dim) = functional.module, functional.given
         if plan.device_ids is None:
@@ -172,7 +174,7 @@ class Split:
 
     # ---------------------------------------------------------------- DataParallel
 
-    def _wrapper(self, call: SplitCall, me: Thread, original: Function, module: Any, args: Any, kwargs: Any) -> Any:
+    def _wrapper(self, call: SplitCall, me: Thread, original: Function, module: Any, args: Any, kwargs: Any) -> object:
         plan = call.plan
         call.running = module
         if plan.device_ids is None:
@@ -230,7 +232,7 @@ class Split:
 
     # ---------------------------------------------------------------- bare roots
 
-    def _root(self, call: SplitCall, me: Thread, original: Function, module: object, args: Any, kwargs: Any) -> Any:
+    def _root(self, call: SplitCall, me: Thread, original: Function, module: object, args: Any, kwargs: Any) -> object:
         plan = call.plan
         self._remember(call, module)
         try:
@@ -291,10 +293,10 @@ def changed_meaning(result: object, args: Any, kwargs: Any, replicas: int) -> st
     return None
 
 
-def _view(module: object, plan: Plan, dim: int) -> Any:
+def _view(module: object, plan: Plan, dim: int) -> object:
     """Return a copy of a DataParallel with other devices. It shares all else with `module`, which stays unchanged."""
     ids = list(plan.device_ids or ())
-    view: Any = object.__new__(type(module))
+    view: object = object.__new__(type(module))
     state = view.__dict__
     state.update(module.__dict__)
     state["device_ids"] = ids

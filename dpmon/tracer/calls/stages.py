@@ -90,7 +90,7 @@ class Stages:
         session, guard = self.session, self.session.guarded("stages")
         got, gave = Memo(), Memo()
 
-        def enter(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def enter(module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             if get_ident() != self._thread:
                 self._elsewhere = True
                 return
@@ -109,7 +109,7 @@ class Stages:
                 last.ended = 0  # until the part ends, which it does not if it raises
                 last.began = last.began or monotonic_ns()
 
-        def leave(module: object, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        def leave(module: object, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
             now = monotonic_ns()
             stage = self._ran[-1] if self._ran and get_ident() == self._thread else None
             if stage is None or stage.device != (own or stage.device):  # another thread, or beyond the limit
@@ -184,7 +184,7 @@ def stages_of(module: object, session: Session) -> Stages | None:
 
 def _devices(module: object) -> tuple[str, ...]:
     """Return the devices of the parameters and buffers, in order of appearance."""
-    found: dict[Any, None] = {}
+    found: dict[object, None] = {}
     for tensors in (parameters_of(module), buffers_of(module)):
         for tensor in tensors:
             found[tensor.device] = None

@@ -234,7 +234,7 @@ class GradientSync:
 class _TracedWrapper:
     """A DistributedDataParallel, and when the gradients of its last backward pass were ready."""
 
-    def __init__(self, module: Any, number: int, let_go: Callable[[Any], object]) -> None:
+    def __init__(self, module: Any, number: int, let_go: Callable[[object], object]) -> None:
         self.module = weakref.ref(module, let_go)
         self.number = number
         self.base = 0
@@ -265,7 +265,7 @@ class _TracedWrapper:
         """Selects the notes of `latest` from all notes; None until all notes have been read."""
         self.values: tuple[int, ...] = ()
         """The notes of `latest` after the last synchronised pass; with a single bucket, its note twice."""
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, object] = {}
         """The facts that were recorded last."""
 
     def divide(self, data: Any) -> None:
@@ -313,7 +313,7 @@ class _TracedWrapper:
         return [max(fresh[index], 0) for index in self.latest]
 
 
-def _facts(wrapper: _TracedWrapper, module: Any, data: Any) -> dict[str, Any]:
+def _facts(wrapper: _TracedWrapper, module: Any, data: Any) -> dict[str, object]:
     group = module.process_group
     ranks = torch.distributed.get_process_group_ranks(group)
     buffers = bool(data.get("broadcast_buffers")) and any(True for _ in module.module.buffers())
@@ -337,7 +337,7 @@ def _facts(wrapper: _TracedWrapper, module: Any, data: Any) -> dict[str, Any]:
     }
 
 
-def _times(data: Any) -> dict[str, Any]:
+def _times(data: Any) -> dict[str, object]:
     """Return torch's times of the communication and its overlap with the computation, and reasons for absent values.
 
     torch samples these times; they are from the last sampled iteration.

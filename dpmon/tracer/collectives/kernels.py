@@ -105,7 +105,7 @@ class Kernels:
         """Whether other threads launch collectives, so that the kernels must stay."""
         self._within = 0
         """Number of kernels that are running."""
-        self._groups: dict[tuple[Any, str], _ProcessGroup] = {}
+        self._groups: dict[tuple[object, str], _ProcessGroup] = {}
         """By process group and type of the device, for one sample."""
 
     def register(self) -> bool:
@@ -157,7 +157,7 @@ class Kernels:
     def _kernel(self, op: Any, operator: Operator, below: object) -> Function:
         redispatch, clock, fault = op.redispatch, monotonic_ns, self._session.fault
 
-        def kernel(keyset: Any, *args: object, **kwargs: object) -> Any:
+        def kernel(keyset: Any, *args: object, **kwargs: object) -> object:
             began = clock()
             try:
                 self._within += 1
@@ -182,7 +182,7 @@ class Kernels:
         return kernel
 
     def _launched(
-        self, operator: Operator, args: tuple[Any, ...], result: object, began: int, now: int, launches: list[None]
+        self, operator: Operator, args: tuple[object, ...], result: object, began: int, now: int, launches: list[None]
     ) -> None:
         """Record a collective that was just launched, and count it in `launches`."""
         recorder = self._recorder
@@ -237,7 +237,7 @@ class Kernels:
     def _site(self, operation: str, group: _ProcessGroup, device: str, dtype: object) -> int:
         key = "collective", operation, group, device, dtype
 
-        def spell() -> dict[str, Any]:
+        def spell() -> dict[str, object]:
             ranks = None if group.ranks is None else list(group.ranks)
             kind = str(dtype).removeprefix("torch.")
             facts = {"operation": operation, "group": group.name, "size": group.size, "ranks": ranks}

@@ -30,7 +30,7 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def first_argument(frame: FrameType) -> Any:
+def first_argument(frame: FrameType) -> object:
     """Return the value of a running function's first argument; None if it has no arguments.
 
     Before Python 3.13, the frame keeps the dict that `f_locals` returns. The dict would hold every variable of the
@@ -121,7 +121,7 @@ def followed(
     """
     from torch.compiler import is_dynamo_compiling as is_compiling  # see `hide_from_dynamo`
 
-    def wrapper(*args: object, **kwargs: object) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> object:
         if is_compiling():
             return original(*args, **kwargs)
         if before is not None:
@@ -160,7 +160,7 @@ def hide_from_dynamo() -> None:
 
     frames: Any = torch._C._dynamo.eval_frame
     skip = getattr(frames, "skip_code", None)
-    strategy: Any = None
+    strategy: object = None
     if skip is None:  # later versions of torch. torch._C is used because importing torch._dynamo takes a second
         strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
     for code in _codes():
@@ -172,7 +172,7 @@ def hide_from_dynamo() -> None:
 
 def _codes() -> Iterator[CodeType]:
     """Yield the code objects of dpmon's functions and classes in this process."""
-    found: list[Any] = []
+    found: list[object] = []
     for name, module in list(sys.modules.items()):
         if not name.startswith("dpmon."):
             continue

@@ -33,7 +33,7 @@ def _table(module: object, name: str) -> Any:
     return own.get(name)
 
 
-def values_of(module: object, table: str) -> list[Any]:
+def values_of(module: object, table: str) -> list[object]:
     """Return the values in one of a module's own tables, without None."""
     found = _table(module, table)
     return [] if found is None else [value for value in list(found.values()) if value is not None]
@@ -51,7 +51,7 @@ def parts_of(tensor: Any) -> tuple[Any, ...]:
     return (tensor,)
 
 
-def modules_of(root: object) -> Iterator[Any]:
+def modules_of(root: object) -> Iterator[object]:
     """Yield the module and all its submodules, each once, parents before children."""
     seen = {id(root)}
     waiting = [root]

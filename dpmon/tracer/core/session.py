@@ -82,8 +82,8 @@ class Memo:
     __slots__ = ("dtype", "number", "shape")
 
     def __init__(self) -> None:
-        self.shape: Any = None
-        self.dtype: Any = None
+        self.shape: object = None
+        self.dtype: object = None
         self.number = 0
 
 
@@ -223,7 +223,7 @@ class Session:
 
     # ---------------------------------------------------------------- lines
 
-    def _line(self, value: Mapping[str, Any], keep: bool = False) -> bool:
+    def _line(self, value: Mapping[str, object], keep: bool = False) -> bool:
         """Append a line to the process's file; return False on failure. With `keep`, the line is then written later."""
         now = monotonic_ns()
         line = packed_json(value) + b"\n"
@@ -256,7 +256,7 @@ class Session:
         """
         if self.ring is not None:
             now = monotonic_ns()
-            common: dict[str, Any] = {"kind": kind, "process": self.process, "rank": self.rank}
+            common: dict[str, object] = {"kind": kind, "process": self.process, "rank": self.rank}
             common["t_s"] = (now - self.config.start_ns) / 1e9
             line = {**common, **data, "at": now}
             if fill is not None:
@@ -273,7 +273,7 @@ class Session:
 
     # ---------------------------------------------------------------- definitions
 
-    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], memo: Memo) -> int:
+    def inputs(self, args: tuple[object, ...], kwargs: Mapping[str, object], memo: Memo) -> int:
         """Return the number of the definition for the sizes of a call's arguments; 0 if they could not be read."""
         lone = args[0] if len(args) == 1 and not kwargs else None
         return self._sizes_of("0", lone, memo, lambda: sizes.signature_of_call(args, kwargs))
@@ -282,7 +282,7 @@ class Session:
         """Return the number of the definition for the sizes of a result; 0 if they could not be read."""
         return self._sizes_of("", value, memo, lambda: sizes.signature_of_value(value))
 
-    def _sizes_of(self, lone_path: str, lone: object, memo: Memo, signature: Callable[[], Any]) -> int:
+    def _sizes_of(self, lone_path: str, lone: object, memo: Memo, signature: Callable[[], object]) -> int:
         """Return the number of the definition of a signature. The memo caches it if `lone` is a plain tensor."""
         try:
             if torch._C._len_torch_function_stack():
@@ -305,7 +305,7 @@ class Session:
         """Return the number of the definition of a signature (see dpmon.tracer.core.sizes)."""
         return self.define((lone_path, signature), lambda: sizes.spell_out(signature, lone_path), self._sizes)
 
-    def define(self, key: Hashable, spell: Callable[[], Any], numbers: Iterator[int] | None = None) -> int:
+    def define(self, key: Hashable, spell: Callable[[], object], numbers: Iterator[int] | None = None) -> int:
         """Return the number of the definition for `key`, made by `spell` if it is new; 0 if it cannot be written."""
         number = self._known.get(key)
         if number is not None:

@@ -41,13 +41,13 @@ def signature_of_value(value: object) -> Hashable:
     return leaves(value, "")
 
 
-def signature_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+def signature_of_call(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Hashable:
     """Return the signature of arguments; paths begin with the position or the keyword."""
     if len(args) == 1 and not kwargs:
         value = args[0]
         if type(value) is Tensor:
             return value.shape, value.dtype
-    found: list[Any] = []
+    found: list[object] = []
     budget = [MAX_VISITED]
     for index, value in enumerate(args):
         _walk(value, str(index), found, budget, 0)
@@ -56,21 +56,21 @@ def signature_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hasha
     return _bounded(found, budget)
 
 
-def leaves(value: object, path: str) -> tuple[Any, ...]:
+def leaves(value: object, path: str) -> tuple[object, ...]:
     """Return (path, shape, dtype) of each tensor in `value`. Paths begin with `path`. A DTensor adds its full shape."""
-    found: list[Any] = []
+    found: list[object] = []
     budget = [MAX_VISITED]
     _walk(value, path, found, budget, 0)
     return _bounded(found, budget)
 
 
-def _bounded(found: list[Any], budget: list[int]) -> tuple[Any, ...]:
+def _bounded(found: list[object], budget: list[int]) -> tuple[object, ...]:
     if len(found) > MAX_LEAVES or budget[0] < 0:
         found[MAX_LEAVES:] = [(MORE, (), torch.bool)]
     return tuple(found)
 
 
-def _walk(value: object, path: str, found: list[Any], budget: list[int], depth: int) -> None:
+def _walk(value: object, path: str, found: list[object], budget: list[int], depth: int) -> None:
     if len(found) > MAX_LEAVES or budget[0] < 0 or depth > MAX_DEPTH:
         return
     budget[0] -= 1
@@ -88,7 +88,7 @@ def _walk(value: object, path: str, found: list[Any], budget: list[int], depth: 
             return
 
 
-def _shape_and_dtype(tensor: Any) -> tuple[Any, ...]:
+def _shape_and_dtype(tensor: Any) -> tuple[object, ...]:
     # A subclass may react to attribute access, and must not notice the tracer.
     if type(tensor) is Tensor or type(tensor) is Parameter:
         return tensor.shape, tensor.dtype
@@ -126,14 +126,14 @@ def _children(value: object) -> Any:
     return list(own.items()) if type(own) is dict else ()
 
 
-def spell_out(signature: Any, lone_path: str) -> list[tuple[Any, ...]]:
+def spell_out(signature: Any, lone_path: str) -> list[tuple[object, ...]]:
     """Return (path, shape, dtype, bytes) of each tensor; a DTensor adds its global shape.
 
     `lone_path`: the path of a lone tensor.
     """
     if len(signature) == 2 and isinstance(signature[1], torch.dtype):
         signature = ((lone_path, *signature),)
-    result: list[tuple[Any, ...]] = []
+    result: list[tuple[object, ...]] = []
     extents = 0
     for path, shape, dtype, *wholes in signature:
         if path == MORE:

@@ -30,14 +30,14 @@ MAX_FAULTS = 3
 MAX_STREAMS = 256
 
 
-def watch_captures(kinds: Iterable[Any]) -> dict[int, weakref.ref[Any]]:
+def watch_captures(kinds: Iterable[Any]) -> dict[int, weakref.ref[object]]:
     """Wrap the methods of classes such as torch.cuda.CUDAGraph; return the graphs that are being captured, by id.
 
     Any thread may begin and end a capture. During a capture in "global" mode, torch's usual mode, CUDA refuses
     cudaEventQuery and ends the capture, even if another thread or another stream queries the event. torch reports only
     the state of the current stream. A deleted graph no longer counts, even if its capture never ended.
     """
-    graphs: dict[int, weakref.ref[Any]] = {}
+    graphs: dict[int, weakref.ref[object]] = {}
     guard = suppress(Exception)
 
     def begins(graph: object, *_: object, **__: object) -> None:
@@ -60,7 +60,7 @@ def watch_captures(kinds: Iterable[Any]) -> dict[int, weakref.ref[Any]]:
 
 
 @cache
-def _captures() -> dict[int, weakref.ref[Any]]:
+def _captures() -> dict[int, weakref.ref[object]]:
     """Watch captures from the first call on, before the first timed phase; earlier captures are missed."""
     return watch_captures((_cuda.CUDAGraph, getattr(getattr(torch, "accelerator", None), "Graph", None)))
 
@@ -71,7 +71,7 @@ class TorchEvents:
     def __init__(self) -> None:
         self._current: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         """Function that returns the handle of a device's current stream. A stream object costs ten times as much."""
-        self._streams: dict[tuple[int, int], Any] = {}
+        self._streams: dict[tuple[int, int], object] = {}
         base = getattr(torch._C, "_CudaEventBase", None)
         kind: Any = base if isinstance(base, type) and issubclass(_cuda.Event, base) else _cuda.Event
         # Methods of torch's C class, because those of the Python classes only forward the calls, at twice the cost.
@@ -85,7 +85,7 @@ class TorchEvents:
         """Whether this thread's current stream is being captured, or any graph in this process."""
         return bool(self._captures) or bool(self._is_captured())
 
-    def make(self) -> Any:
+    def make(self) -> object:
         """An event with timing; CUDA creates it when it is first recorded."""
         return _cuda.Event(enable_timing=True)
 
@@ -150,7 +150,7 @@ class DeviceTimes:
         self._events = events
         self._fault = fault
         self._limit = max_pending
-        self._free: dict[int, list[Any]] = {}
+        self._free: dict[int, list[object]] = {}
         """Events that may be used again, by device."""
         self._skips = False
         """Whether this step is not timed."""
@@ -280,7 +280,7 @@ class DeviceTimes:
         """
         self._skips = any(len(pending) >= self._limit // 2 for pending in self._pending.values())
 
-    def _take(self, device: int) -> Any:
+    def _take(self, device: int) -> object:
         try:
             return self._free[device].pop()
         except IndexError:  # empty; a check before `pop` would race with other threads

@@ -30,7 +30,7 @@ _watched: list[Session] = []
 _reports = [0]
 
 
-def statistics() -> dict[str, dict[str, Any]]:
+def statistics() -> dict[str, dict[str, object]]:
     """Return the UUID and the statistics of each GPU that torch uses in this process, by name (`cuda:1`).
 
     `inactive_split_bytes`: free remainders of blocks in use (fragmentation). `alloc_retries`: allocations that failed

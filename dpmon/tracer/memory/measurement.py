@@ -53,7 +53,7 @@ class Memory:
         self.sites = sites
         self.on_optimizer: Callable[[], None] = lambda: None
         """Called after an optimizer is made."""
-        self._optimizers: dict[int, weakref.ref[Any]] = {}
+        self._optimizers: dict[int, weakref.ref[object]] = {}
         """The living optimizers, by id."""
         self._made = False
         """Whether an optimizer was made."""
@@ -62,7 +62,7 @@ class Memory:
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
         self._due = self._steps = 0
-        self._reported: list[dict[str, Any]] = []
+        self._reported: list[dict[str, object]] = []
         self._reported_ns = 0
         self._peaks: dict[str, tuple[int, int]] = {}
         """Per device: the peak at the last measurement, and the number of the last look before that peak."""
@@ -198,10 +198,10 @@ class Memory:
             absent.setdefault(_PARTS[STATES], why if self._optimizers else "no torch optimizer was made")
         return absent
 
-    def _entry(self, walk: Walk, name: str, stats: dict[str, Any] | None, absent: dict[str, str]) -> dict[str, Any]:
+    def _entry(self, walk: Walk, name: str, stats: dict[str, Any] | None, absent: dict[str, str]) -> dict[str, object]:
         """Return the facts of one device. `absent`: reasons for unknown parts."""
         held = walk.held[name]
-        entry: dict[str, Any] = {"device": name, **dict(zip(_PARTS, held, strict=True))}
+        entry: dict[str, object] = {"device": name, **dict(zip(_PARTS, held, strict=True))}
         if stats is None:
             unknown_parts = (*_ALLOCATOR, "peak_after_step")
             entry.update(dict.fromkeys(unknown_parts))

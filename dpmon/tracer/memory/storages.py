@@ -90,7 +90,7 @@ def mapped_files(addresses: Iterable[int]) -> str | None:
     return f"{crc32(b' '.join(sorted(found))):08x}" if found else None
 
 
-def _weights(module: Any) -> Iterator[Any]:
+def _weights(module: object) -> Iterator[object]:
     """Yield the parameters and buffers of a module, and the module itself for weights in a C++ object (quantized)."""
     yield from _parameters(module)
     yield from values_of(module, BUFFERS)
@@ -105,7 +105,7 @@ def _parameters(module: object) -> list[Any]:
     return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
-def _gradients(module: object) -> Iterator[Any]:
+def _gradients(module: object) -> Iterator[object]:
     found = [tensor.grad for tensor in _parameters(module) if tensor.is_leaf]
     found += [getattr(shard, "unsharded_accumulated_grad", None) for shard in _shards(module)]
     return (gradient for gradient in found if gradient is not None)

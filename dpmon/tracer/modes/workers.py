@@ -20,14 +20,13 @@ from contextvars import Context
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 
 from dpmon.tracer.core.frames import Function
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_ACTIVE: dict[int, Any] = getattr(threading, "_active", {})
+_ACTIVE: dict[int, object] = getattr(threading, "_active", {})
 """Python's table of threads by id. A worker gets an entry if its replica asks for the current thread."""
 
 
@@ -36,7 +35,7 @@ class ReplicaThread:
 
     __slots__ = ("_args", "_done", "_target", "_threads", "join")
 
-    def __init__(self, share: int, target: Function, args: tuple[Any, ...] = ()) -> None:
+    def __init__(self, share: int, target: Function, args: tuple[object, ...] = ()) -> None:
         self._target: Function = target
         self._args = args
         self._threads = min(share, torch.get_num_threads())
@@ -156,12 +155,12 @@ def _nothing() -> None:
     pass
 
 
-def _locals_of_thread() -> dict[Any, Any]:
+def _locals_of_thread() -> dict[object, object]:
     """Return the dict of the calling thread's `threading.local` values. Clearing it acts like the end of the thread."""
     # A separate function object, because the script shares the one in `pythonapi`. The result is a borrowed reference,
     # so its type must not be py_object, which would release it.
     function = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
-    found: dict[Any, Any] = ctypes.cast(function(), ctypes.py_object).value
+    found: dict[object, object] = ctypes.cast(function(), ctypes.py_object).value
     return found
 
 

@@ -25,7 +25,7 @@ from dpmon.tracer.core.module_tables import parts_of
 from dpmon.tracer.core.session import Session, raise_from_signal
 from dpmon.tracer.steps.recorder import Recorder
 
-_Where = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_Where = Callable[[tuple[object, ...], dict[str, object]], object]
 _GPU = "cuda"
 _WITHIN = frozenset((Kind.COPY, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
 """Spans that move tensors to devices themselves."""
@@ -51,7 +51,7 @@ class Copies:
         session, recorder = self._session, self._recorder
         name = original.__name__
 
-        def method(tensor: object, *args: object, **kwargs: object) -> Any:
+        def method(tensor: object, *args: object, **kwargs: object) -> object:
             try:
                 me = recorder.threads.get(get_ident())
                 if recorder.timing is None or me is None or me is not recorder.training_thread or me.inside in _WITHIN:
@@ -70,7 +70,7 @@ class Copies:
         method.__module__, method.__name__, method.__qualname__ = "torch", name, f"Tensor.{name}"
         return _Method(original, method, recorder)
 
-    def _gpu(self, tensor: Any, where: _Where, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def _gpu(self, tensor: Any, where: _Where, args: tuple[object, ...], kwargs: dict[str, object]) -> int:
         """Return the index of the GPU that a host tensor is copied to; -1 for any other call."""
         try:
             device = where(args, kwargs)
@@ -115,7 +115,7 @@ class _Method:
     def __class__(self) -> Any:
         return MethodDescriptorType
 
-    def __get__(self, tensor: object, kind: object = None) -> Any:
+    def __get__(self, tensor: object, kind: object = None) -> object:
         if tensor is None:
             return self
         if self._recorder.timing is None:  # no call has run on a GPU yet
@@ -149,12 +149,12 @@ def _bytes(copied: object) -> int:
         return 0
 
 
-def where_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def where_to(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """The device argument of to(device, ...), to(other, ...) or to(dtype, ...), by position or by name."""
     return args[0] if args else kwargs.get("device", kwargs.get("other"))
 
 
-def where_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def where_cuda(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """The device argument of cuda(device=None, ...)."""
     device = args[0] if args else kwargs.get("device")
     return _GPU if device is None else device

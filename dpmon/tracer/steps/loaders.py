@@ -130,7 +130,7 @@ class Loaders:
 # ------------------------------------------------------------------------------------------------ facts
 
 
-def _facts(iterator: dict[str, Any]) -> dict[str, Any]:
+def _facts(iterator: dict[str, object]) -> dict[str, Any]:
     """Return the facts of a loader, which torch copies to the attributes of its iterator."""
     try:
         batches = _batches(iterator)
@@ -148,7 +148,7 @@ def _facts(iterator: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _batches(iterator: dict[str, Any]) -> int | str:
+def _batches(iterator: dict[str, object]) -> int | str:
     """Return the length of the loader, or why it is unknown. Runs no code of the script."""
     if iterator.get("_dataset_kind") != _DatasetKind.Map:
         return _ITERABLE
@@ -176,7 +176,7 @@ def _length(value: Any) -> int | str:
     return "the dataset is nested too deeply"
 
 
-def _first_rows(dataset: Any) -> Any:
+def _first_rows(dataset: Any) -> object:
     first = dataset.tensors[0]
     if type(first) is not torch.Tensor:
         return first
@@ -184,16 +184,16 @@ def _first_rows(dataset: Any) -> Any:
         return first.shape[0]
 
 
-def _total(dataset: Any) -> Any:
+def _total(dataset: Any) -> object:
     return dataset.cumulative_sizes[-1]
 
 
-def _samples(sampler: Any) -> Any:
+def _samples(sampler: Any) -> object:
     return sampler.data_source if sampler._num_samples is None else sampler._num_samples
 
 
 _SIZED = frozenset((list, tuple, range, dict, str, bytes))
-_INSIDE: dict[type, Callable[[Any], Any]] = {
+_INSIDE: dict[type, Callable[[object], object]] = {
     torch_data.SequentialSampler: attrgetter("data_source"),
     torch_data.RandomSampler: _samples,
     torch_data.SubsetRandomSampler: attrgetter("indices"),

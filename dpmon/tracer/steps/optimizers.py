@@ -111,7 +111,7 @@ class OptimizerSteps:
 
         return before, after
 
-    def _numbered(self, optimizer: object) -> tuple[Any, int]:
+    def _numbered(self, optimizer: object) -> tuple[object, int]:
         """Give an optimizer a number for its lifetime; return a weak reference to the optimizer, and the number."""
         recorder, known = self._recorder, self._known
         number, key = next(self._numbers) & MAX_SITE, id(optimizer)

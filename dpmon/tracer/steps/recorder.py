@@ -66,7 +66,7 @@ class Recorder:
         """Called after several fetches or optimizer steps without a call."""
         self.on_loop_over: Callable[[], None] = lambda: None
         """Called when a fetch raises, usually because the loader is exhausted."""
-        self.on_first_fetch: Callable[[Any], bool] = lambda iterator: False
+        self.on_first_fetch: Callable[[object], bool] = lambda iterator: False
         """Called with the iterator of a loader that fetches before the ring is open. Returns whether to call
         `on_first_fetched` at the end of the fetch."""
         self.on_first_fetched: Callable[[BaseException | None], None] = lambda error: None
@@ -80,7 +80,7 @@ class Recorder:
         self.on_gradients: Callable[[int, int, int], None] | None = None
         """Called at the end of a backward pass of the training thread, to write the spans inside the pass before the
         span of the pass. Arguments: the first word of these spans; start and end of the pass (monotonic ns)."""
-        self.on_backward_begins: Callable[[Thread, Any], None] | None = None
+        self.on_backward_begins: Callable[[Thread, object], None] | None = None
         """Called before a backward pass of the training thread, with the thread and the arguments of the pass."""
         self._parents: list[object] = []
         """Timings of the parent process, which a forked child must keep alive."""
@@ -229,7 +229,7 @@ class Recorder:
         me: Thread,
         head: int,
         mark: Mark | None,
-        sizes: Callable[[Any], int] | None,
+        sizes: Callable[[object], int] | None,
         original: Function,
         args: Any,
         kwargs: Any,
@@ -274,7 +274,7 @@ class Recorder:
         graph_task = torch._C._current_graph_task_id  # autograd also runs nested backward passes on its own threads
         fetch = kind == Kind.FETCH
 
-        def wrapper(*args: object, **kwargs: object) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> object:
             if is_compiling():
                 return original(*args, **kwargs)
             me, inside = None, 0

@@ -9,7 +9,9 @@ import pytest
 import torch
 from tracing import Script, Traced, text_of
 
-pytestmark = pytest.mark.slow
+LIMIT_S = 800
+"""Two scripts that compile for minutes on a busy machine."""
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 100)]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +23,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
     place = tmp_path_factory.mktemp("counted")
     text = text_of("recompiling")
     scripts = Script(place, text, "toggle", fresh=True), Script(place, text, run=False, fresh=True)
-    found, expected = (script.end(250) for script in scripts)
+    found, expected = (script.end(LIMIT_S) for script in scripts)
     return found, expected
 
 

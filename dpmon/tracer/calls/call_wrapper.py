@@ -29,7 +29,7 @@ from dpmon.tracer.steps.recorder import Recorder
 
 REQUEST = Word.REQUEST
 _LEARNS = (Flag.TRAINING | Flag.GRAD) << FLAGS_AT
-_HIDING = frozenset(kind for kind in range(32) if kind not in (0, Kind.FETCH, Kind.OPTIMIZER, Kind.COPY))
+HIDING = frozenset(kind for kind in range(32) if kind not in (0, Kind.FETCH, Kind.OPTIMIZER, Kind.COPY))
 """Kinds of spans inside which a call of a module is not recorded as a call."""
 
 
@@ -60,7 +60,7 @@ class CallTracer:
         """
         session, recorder, modes = self.session, self.recorder, self.modes
         threads, new, sites = recorder.threads, recorder.thread, self.sites.known
-        hiding = _HIDING if root else _HIDING - {Kind.CALL}
+        hiding = HIDING if root else HIDING - {Kind.CALL}
         is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
         tracing = torch._C._get_tracing_state  # during torch.jit.trace, sizes are tensors of its graph
         function_modes = torch._C._len_torch_function_stack  # a mode of the script would see our reads of sizes

@@ -12,13 +12,14 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from time import monotonic_ns
 from types import MethodType
 from typing import Any
 
 import torch
 
-from dpmon.tracer.calls.call_wrapper import CallTracer
+from dpmon.tracer.calls.call_wrapper import HIDING, CallTracer
 from dpmon.tracer.calls.sites import Site
 from dpmon.tracer.core.frames import Function, first_argument
 from dpmon.tracer.core.module_tables import MODULES, class_name, modules_of, parameters_of, values_of
@@ -52,10 +53,11 @@ later ones are at least EXPECT_NS apart. Epochs may be very short."""
 class _RootCall:
     """Descriptor for the `__call__` of a root's class: instances get the traced function, the class the original."""
 
-    __slots__ = ("_called", "_original", "_watcher")
+    __slots__ = ("_called", "_original", "_threads", "_watcher")
 
     def __init__(self, roots: Roots) -> None:
         self._called, self._original, self._watcher = roots.called, roots.original, roots.watcher
+        self._threads = roots.recorder.threads
 
     def __get__(self, module: object, owner: object = None) -> object:
         now = Module.__call__
@@ -63,7 +65,9 @@ class _RootCall:
             return self._original if now is self._watcher else now
         if now is not self._original and now is not self._watcher:
             return MethodType(now, module)  # the script or torch.fx has set its own, which takes precedence
-        return MethodType(self._called, module)
+        me = self._threads.get(get_ident())
+        # Most calls are those of parts inside a model: for them, the traced function would only cost time.
+        return MethodType(self._called if me is None or me.inside not in HIDING else self._original, module)
 
     def __reduce__(self) -> Any:
         # Classes may be pickled by value (cloudpickle), and read where dpmon is not installed.

@@ -93,7 +93,7 @@ class CallTracer:
                     if inside != Kind.CALL and recorder.words[REQUEST] != modes.serial and modes.poll():
                         self.sites.forget()
                         site = None
-                    if site is None or (site.moves and not site.is_current()):
+                    if site is None or (site.moves and site.place is not None and site.place.has_moved()):
                         with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
                             site = None if session.off else site_of(module, me)
                     if site is not None:

@@ -63,7 +63,7 @@ class Primitives:
                     return compositions.run(me, number, kind, original, args, kwargs)
                 if kind == Kind.GATHER and call.watch is not None and call.watch.odd:
                     raise Unsuited(ODD)
-                if kind == Kind.PARALLEL_APPLY and call.watch is not None and not call.watch.hooked:
+                if kind == Kind.PARALLEL_APPLY and call.watch is not None and not call.watch.probes:
                     try:
                         args, kwargs = call.watch.wrapped_arguments(args, kwargs)
                     except Exception as error:  # noqa: BLE001 - missing sizes must not stop a training

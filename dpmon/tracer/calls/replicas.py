@@ -137,7 +137,7 @@ class Probe:
 class ReplicaWatch:
     """The replicas of one call."""
 
-    __slots__ = ("_memos", "_probes", "head", "odd", "ran", "recorder", "site", "timing")
+    __slots__ = ("_memos", "head", "odd", "probes", "ran", "recorder", "site", "timing")
 
     def __init__(self, recorder: Recorder, me: Thread, site: Site, strict: bool) -> None:
         """`me`: the thread that makes the call. `strict`: whether to check for results that gather would change."""
@@ -149,20 +149,15 @@ class ReplicaWatch:
         """Whether a replica returned something that torch's gather would change; None if this is not checked."""
         self._memos = site.replicas
         """The last sizes of each replica, kept between calls."""
-        self._probes: list[Probe] = []
+        self.probes: list[Probe] = []
         self.ran = 0
         """Number of replicas that have run."""
-
-    @property
-    def hooked(self) -> bool:
-        """Whether there are probes."""
-        return bool(self._probes)
 
     def _probe(self, index: int) -> Probe:
         while len(self._memos) <= index:
             self._memos.append((Memo(), Memo()))
         probe = Probe(self, index, self._memos[index])
-        self._probes.append(probe)
+        self.probes.append(probe)
         return probe
 
     def stand_ins(self, modules: Any) -> object:
@@ -177,7 +172,7 @@ class ReplicaWatch:
             return modules
         for index, module in enumerate(modules):
             self._probe(index).module = module
-        return self._probes
+        return self.probes
 
     def wrapped_arguments(self, args: Any, kwargs: Any) -> tuple[object, object]:
         """Return the arguments of parallel_apply, with stand-ins for its modules."""
@@ -194,6 +189,6 @@ class ReplicaWatch:
 
     def close(self) -> None:
         """Break the reference cycle of probes and watch after the call, so that no garbage collection is needed."""
-        for probe in self._probes:
+        for probe in self.probes:
             probe.module = None
-        self._probes = []
+        self.probes = []

@@ -84,10 +84,6 @@ class Site:
         self.absent: dict[str, str] = {}
         """Reasons for missing parts of its calls, for example because these methods bypass torch's functions."""
 
-    def is_current(self) -> bool:
-        """Whether the module is still where it was when the plan was made."""
-        return self.place is None or not self.place.has_moved()
-
 
 class Sites:
     """Keeps a site for each module that one process calls."""

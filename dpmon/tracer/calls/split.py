@@ -262,7 +262,10 @@ class Split:
                 reason = str(why) if isinstance(why, (str, Unsuited)) else f"the model raised {in_a_line(why)}"
                 plan = self.modes.failed(me, module, reason, final)
                 if plan is None:
-                    plan = self._planned_anew(call.site, module).plan
+                    make = self.sites.of_root if call.site.via is None else self.sites.of_wrapper
+                    fresh = make(module)
+                    self.sites.ready(fresh)
+                    plan = fresh.plan
                 call.plan = plan
                 call.head = self.sites.head(call.site, plan)
             finally:
@@ -272,11 +275,6 @@ class Split:
             # A frame in the error's traceback has a local variable that refers to the error. This cycle would keep
             # the call's arguments alive until the next garbage collection.
             why.__traceback__ = None
-
-    def _planned_anew(self, site: Site, module: object) -> Site:
-        fresh = self.sites.of_root(module) if site.via is None else self.sites.of_wrapper(module)
-        self.sites.ready(fresh)
-        return fresh
 
 
 def changed_meaning(result: object, args: Any, kwargs: Any, replicas: int) -> str | None:

@@ -120,7 +120,7 @@ class GradientSync:
         if not any(wrapper.averages for wrapper in waiting):
             return
         if timing is not None:
-            timing.synced = self._synced
+            timing.synced = lambda: self._number
         elif len(waiting) == 1 and not waiting[0].inner and self._recorder.calls < 2:
             return
         node = next((node for tensor in args[0] if (node := tensor.grad_fn) is not None), None)
@@ -140,9 +140,6 @@ class GradientSync:
                 _engine.queue_callback(computed)
 
         handle = node.register_prehook(begins)
-
-    def _synced(self) -> int:
-        return self._number
 
     # ---------------------------------------------------------------- the end of a backward pass
 

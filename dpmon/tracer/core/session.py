@@ -280,7 +280,7 @@ class Session:
 
     def outputs(self, value: object, memo: Memo) -> int:
         """Return the number of the definition for the sizes of a result; 0 if they could not be read."""
-        return self._sizes_of("", value, memo, lambda: sizes.signature_of_value(value))
+        return self._sizes_of("", value, memo, lambda: sizes.leaves(value, ""))
 
     def _sizes_of(self, lone_path: str, lone: object, memo: Memo, signature: Callable[[], object]) -> int:
         """Return the number of the definition of a signature. The memo caches it if `lone` is a plain tensor."""

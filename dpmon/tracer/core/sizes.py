@@ -8,7 +8,7 @@ shape.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from math import prod
 from types import FunctionType, ModuleType
@@ -22,6 +22,8 @@ from dpmon.tracer.core.module_tables import class_name, is_a
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
+Signature = tuple[Any, ...]
+"""(path, shape, dtype) of each tensor; a DTensor adds its full shape."""
 MAX_LEAVES = 64
 """Most tensors listed from the arguments of a call, or from a result: a growing list must not enlarge records or slow
 the training."""
@@ -34,37 +36,22 @@ MAX_EXTENTS = 2048
 """Most dimensions in one definition, summed over all shapes."""
 
 
-def signature_of_value(value: object) -> Hashable:
-    """Return the signature of a result: (shape, dtype) of a lone tensor, else the result of `leaves`."""
-    if type(value) is Tensor:
-        return value.shape, value.dtype
-    return leaves(value, "")
-
-
-def signature_of_call(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Hashable:
+def signature_of_call(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Signature:
     """Return the signature of arguments; paths begin with the position or the keyword."""
-    if len(args) == 1 and not kwargs:
-        value = args[0]
-        if type(value) is Tensor:
-            return value.shape, value.dtype
+    given = [(str(index), value) for index, value in enumerate(args)]
+    return _leaves([*given, *((shortened(str(name), MAX_PATH), value) for name, value in kwargs.items())])
+
+
+def leaves(value: object, path: str) -> Signature:
+    """Return the signature of a value. Paths begin with `path`."""
+    return _leaves([(path, value)])
+
+
+def _leaves(values: Iterable[tuple[str, object]]) -> Signature:
     found: list[object] = []
     budget = [MAX_VISITED]
-    for index, value in enumerate(args):
-        _walk(value, str(index), found, budget, 0)
-    for name, value in kwargs.items():
-        _walk(value, shortened(str(name), MAX_PATH), found, budget, 0)
-    return _bounded(found, budget)
-
-
-def leaves(value: object, path: str) -> tuple[object, ...]:
-    """Return (path, shape, dtype) of each tensor in `value`. Paths begin with `path`. A DTensor adds its full shape."""
-    found: list[object] = []
-    budget = [MAX_VISITED]
-    _walk(value, path, found, budget, 0)
-    return _bounded(found, budget)
-
-
-def _bounded(found: list[object], budget: list[int]) -> tuple[object, ...]:
+    for path, value in values:
+        _walk(value, path, found, budget, 0)
     if len(found) > MAX_LEAVES or budget[0] < 0:
         found[MAX_LEAVES:] = [(MORE, (), torch.bool)]
     return tuple(found)
@@ -181,6 +168,4 @@ def gathers(value: object, depth: int = 0) -> bool:
 
 def first_rows(signature: Any) -> int:
     """Return the rows of the first tensor that has any; -1 if there is none."""
-    lone = len(signature) == 2 and isinstance(signature[1], torch.dtype)
-    shapes = [signature[0]] if lone else [shape for _, shape, *_ in signature]
-    return next((int(shape[0]) for shape in shapes if shape), -1)
+    return next((int(shape[0]) for _, shape, *_ in signature if shape), -1)

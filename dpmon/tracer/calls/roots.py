@@ -53,8 +53,6 @@ later ones are at least EXPECT_NS apart. Epochs may be very short."""
 class _RootCall:
     """Descriptor for the `__call__` of a root's class: instances get the traced function, the class the original."""
 
-    __slots__ = ("_called", "_original", "_threads", "_watcher")
-
     def __init__(self, roots: Roots) -> None:
         self._called, self._original, self._watcher = roots.called, roots.original, roots.watcher
         self._threads = roots.recorder.threads
@@ -181,7 +179,8 @@ class Roots:
         if self._is_known(kind):
             return
         key = id(kind)
-        self._classes[key] = weakref.ref(kind, self._class_gone(key))
+        classes = self._classes
+        classes[key] = weakref.ref(kind, lambda _: classes.pop(key, None))
         if any(isinstance(base.__dict__.get("__call__"), _RootCall) for base in kind.__mro__):
             return  # it inherits the `__call__` of a root's class
         try:
@@ -232,10 +231,6 @@ class Roots:
                 for part in (module, *(part for part in values_of(module, MODULES) if values_of(part, MODULES))):
                     if _is_model(part):
                         self._register(type(part))
-
-    def _class_gone(self, key: int) -> Callable[[object], object]:
-        classes = self._classes
-        return lambda _: classes.pop(key, None)
 
     # ---------------------------------------------------------------- the watch
 

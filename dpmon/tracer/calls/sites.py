@@ -31,8 +31,6 @@ _NOT_APART = {
 class Functional:
     """Stands for a module that torch's functional data_parallel calls repeatedly with the same devices."""
 
-    __slots__ = ("__weakref__", "_module", "given")
-
     def __init__(self, module: object, given: tuple[Any, ...]) -> None:
         self._module = weakref.ref(module)
         self.given = given

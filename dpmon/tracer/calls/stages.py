@@ -19,7 +19,7 @@ import torch
 
 from dpmon.record.names import shortened
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
-from dpmon.tracer.core.module_tables import buffers_of, modules_of, parameters_of
+from dpmon.tracer.core.module_tables import devices_of, is_compiled, modules_of
 from dpmon.tracer.core.session import Memo, Session
 from dpmon.tracer.core.sizes import MAX_PATH, device_in
 from dpmon.tracer.core.threads import Thread
@@ -53,8 +53,6 @@ class TracedStage:
     `inputs`, `outputs`: definitions of its sizes (0 if unknown). `began`, `ended`: monotonic ns (`ended` is 0 if it has
     no end).
     """
-
-    __slots__ = ("began", "device", "ended", "inputs", "mark", "names", "outputs")
 
     def __init__(self, device: str, inputs: int) -> None:
         self.device = device
@@ -174,36 +172,20 @@ _TABLES = (
 
 def stages_of(module: object, session: Session) -> Stages | None:
     """Make the stages of a root; None if the root is on one device."""
-    devices = _devices(module)
+    devices = devices_of(module)
     if len(devices) < 2:
         return None
-    if _compiled(module):
+    if any(map(is_compiled, modules_of(module))):
         return Stages(session, devices, [], _COMPILED)
     return Stages(session, devices, islice(_parts(module, "", 0), MAX_PARTS), None)
-
-
-def _devices(module: object) -> tuple[str, ...]:
-    """Return the devices of the parameters and buffers, in order of appearance."""
-    found: dict[object, None] = {}
-    for tensors in (parameters_of(module), buffers_of(module)):
-        for tensor in tensors:
-            found[tensor.device] = None
-    return tuple(str(device) for device in found)
 
 
 def _parts(module: Any, prefix: str, depth: int) -> Iterator[_Part]:
     """Yield the top-level parts; a part on several devices is divided further."""
     for name, child in torch.nn.Module.named_children(module):
-        devices = _devices(child)
+        devices = devices_of(child)
         path = prefix + name
         if len(devices) > 1 and depth < MAX_DEPTH:
             yield from _parts(child, f"{path}.", depth + 1)
         elif not isinstance(child, torch.jit.ScriptModule):
             yield shortened(path, MAX_PATH), child, devices[0] if devices else None
-
-
-def _compiled(module: object) -> bool:
-    return any(
-        getattr(inner, "_compiled_call_impl", None) is not None or type(inner).__module__.startswith("torch._dynamo")
-        for inner in modules_of(module)
-    )

@@ -37,6 +37,7 @@ _SWITCH_INTERVAL_S = 1.0
 """Python's thread switch interval during `_switch`, which takes 0.1 ms: so no other thread runs Python code then."""
 _DISTRIBUTED = os.path.dirname(os.path.abspath(torch.distributed.__file__)) + os.sep
 _KEY: Any = torch._C.DispatchKey.BackendSelect
+_c10d: Any = getattr(torch._C, "_distributed_c10d", None)  # None in a build without it
 
 
 class Operator(NamedTuple):
@@ -214,14 +215,14 @@ class Kernels:
             why = Unended.ON_DEVICE if device != "cpu" else Unended.NEVER_REPORTED
             recorder.put(head | Flag.UNENDED << FLAGS_AT, began, why, size)
         else:
-            work = _distributed().Work.unbox(work)
+            work = _c10d.Work.unbox(work)
             if work.is_completed():
                 recorder.put(head, began, now - began, size)
             else:
                 self._ends.wait_for(Launched(work, head, began, size))
 
     def _group(self, boxed: object, device: str) -> _ProcessGroup:
-        group = _distributed().ProcessGroup.unbox(boxed)
+        group = _c10d.ProcessGroup.unbox(boxed)
         found = self._groups.get((group, device))
         if found is None:
             size = group.size()
@@ -262,10 +263,6 @@ def _flat(tensors: Any) -> list[Any]:
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     return [tensor for part in tensors for tensor in ((part,) if isinstance(part, torch.Tensor) else part)]
-
-
-def _distributed() -> Any:
-    return torch._C._distributed_c10d
 
 
 def missing() -> str | None:

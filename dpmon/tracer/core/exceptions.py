@@ -27,13 +27,11 @@ _IN_TRACEBACK = re.compile(r'^ *File "([^"\n]+)", line (\d{1,9})', re.MULTILINE)
 MAX_CHARACTERS = 300
 MAX_PATH = 1000
 """Longest file name in a note, because a note is cut off at a fixed length."""
-_SILENT = {
-    "StopIteration": (
-        "(next() found nothing: a replica has no parameters, so take device and dtype from an input,"
-        " not from next(self.parameters()))"
-    ),
-}
-"""Explanations of exceptions that have no message."""
+_NOTHING_LEFT = (
+    "(next() found nothing: a replica has no parameters, so take device and dtype from an input,"
+    " not from next(self.parameters()))"
+)
+"""Explanation of a StopIteration, which has no message."""
 
 
 def in_a_line(error: BaseException | str) -> str:
@@ -52,7 +50,7 @@ def in_a_line(error: BaseException | str) -> str:
         name, message = kind, text
     if message:
         return f"{name}: {message}"[:MAX_CHARACTERS]
-    return f"{name} {_SILENT.get(kind, 'without a message')}"
+    return f"{name} {_NOTHING_LEFT if kind == 'StopIteration' else 'without a message'}"
 
 
 def uncaught(rank: int | None) -> str | None:

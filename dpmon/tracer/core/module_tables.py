@@ -104,13 +104,23 @@ def buffers_of(root: object) -> Iterator[Any]:
         yield from values_of(module, BUFFERS)
 
 
+def devices_of(root: object) -> tuple[str, ...]:
+    """The devices of the parameters and buffers, in order of appearance."""
+    found = dict.fromkeys(tensor.device for tensors in (parameters_of, buffers_of) for tensor in tensors(root))
+    return tuple(map(str, found))
+
+
+def is_compiled(module: object) -> bool:
+    """Whether torch.compile compiles the calls of a module. Its parts are not looked at."""
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    return compiled or type(module).__module__.startswith("torch._dynamo")
+
+
 class Place:
     """The device of a module, read from one of its parameters or buffers.
 
     Each check looks the tensor up by name, because torch does not swap tensors that have weak references.
     """
-
-    __slots__ = ("_module", "_name", "_table", "device")
 
     def __init__(self, root: object) -> None:
         self.device: Any = None

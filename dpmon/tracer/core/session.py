@@ -93,8 +93,6 @@ class FaultGuard:
     Exceptions of the script's signal handlers and interrupts pass.
     """
 
-    __slots__ = ("_fatal", "_session", "_where")
-
     def __init__(self, session: Session, where: str, fatal: bool) -> None:
         self._session = session
         self._where = where

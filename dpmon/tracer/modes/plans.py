@@ -10,11 +10,11 @@ import torch
 from dpmon.tracer.core.module_tables import (
     BUFFERS,
     PARAMETERS,
-    buffers_of,
     class_name,
+    devices_of,
     is_a,
+    is_compiled,
     modules_of,
-    parameters_of,
     values_of,
 )
 from dpmon.tracer.modes.virtual import VirtualDevices
@@ -83,8 +83,7 @@ def unsplittable(module: torch.nn.Module) -> str | None:
         return unfit
     if any(isinstance(inner, torch.nn.parallel.DistributedDataParallel) for inner in modules_of(module)):
         return "it holds a DistributedDataParallel of its own"
-    devices = {str(tensor.device) for tensor in parameters_of(module)}
-    devices |= {str(tensor.device) for tensor in buffers_of(module)}
+    devices = devices_of(module)
     if len(devices) > 1:
         return f"its parameters are spread over {', '.join(sorted(devices))}"
     return None
@@ -123,10 +122,9 @@ def unreplicable(module: torch.nn.Module) -> str | None:
         unfit = uncopyable(inner)
         if unfit is not None:
             return unfit
-        compiled = getattr(inner, "_compiled_call_impl", None) is not None
         # The attribute is on the forward of the instance (compiled for this module only) or of the class.
-        compiled |= getattr(getattr(inner, "forward", None), "_torchdynamo_orig_callable", None) is not None
-        if compiled or type(inner).__module__.startswith("torch._dynamo"):
+        forward = getattr(getattr(inner, "forward", None), "_torchdynamo_orig_callable", None)
+        if forward is not None or is_compiled(inner):
             return "a module compiled by torch.compile cannot be replicated"
         if isinstance(inner, torch.jit.ScriptModule):
             return "dpmon does not replicate a TorchScript module"

@@ -118,13 +118,11 @@ class _Crew:
         if self._open is None:
             # At its end Python waits for threads of `threading`. It must also wait for replicas that still run: a
             # thread that returns from torch after the interpreter has gone aborts the process.
-            register = getattr(threading, "_register_atexit", None)
             try:
-                if register is not None:
-                    register(self._close)
-                    os.register_at_fork(after_in_child=self._forked)
-                self._open = register is not None
-            except RuntimeError:  # the end has begun
+                threading._register_atexit(self._close)  # type: ignore[attr-defined]
+                os.register_at_fork(after_in_child=self._forked)
+                self._open = True
+            except (AttributeError, RuntimeError):  # another Python, or the end has begun
                 self._open = False
         return self._open
 

@@ -177,7 +177,7 @@ class Supervisor:
         drain = Drain(self._directory, self._info, limit)
         sampler = DeviceSampler(drain.emit, lambda: command.pid)
         metrics = self._metrics(drain.warn)
-        room = self._room(drain.warn)
+        room = OutputRoom(output_paths(self._directory, self._info), drain.warn, LAST_OUTPUT)
         self._set_aside()
         if late:
             self._catch_up(command, drain, sampler)
@@ -236,9 +236,6 @@ class Supervisor:
             fd = open_file(path, os.O_WRONLY | os.O_CREAT)
             with open(fd, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
-
-    def _room(self, warn: Callable[[str], None]) -> OutputRoom:
-        return OutputRoom(output_paths(self._directory, self._info), warn, LAST_OUTPUT)
 
     def _catch_up(self, command: WatchedCommand, drain: Drain, sampler: DeviceSampler) -> None:
         """Read the rest of the rings after the killed supervisor's position, and report the gap."""
@@ -309,17 +306,13 @@ class Supervisor:
     def _cause(self, how: ExitInfo) -> str | None:
         """The cause of the command's end, if known. An error in the search must not lose the status."""
         try:
-            return self._oom.cause(how.signal) or self._raised(how)
+            if (cause := self._oom.cause(how.signal)) or not how.status or how.signal is not None:
+                return cause
+            first = failure(self._directory, self._info, how.status)
+            return None if first is None else first.sentence(self._info.cwd)
         except Exception:  # noqa: BLE001 - whatever it is, the status is known
             _log(f"no cause of the command's end: {traceback.format_exc()}")
             return None
-
-    def _raised(self, how: ExitInfo) -> str | None:
-        """The first failure of any of its processes."""
-        if not how.status or how.signal is not None:
-            return None
-        found = failure(self._directory, self._info, how.status)
-        return None if found is None else found.sentence(self._info.cwd)
 
 
 def _descriptors() -> list[int]:

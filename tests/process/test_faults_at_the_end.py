@@ -16,7 +16,7 @@ def {name}(*_, **__):
     raise RuntimeError('broken on purpose')
 """
 FAULTS = {
-    "the cause": ("supervise/supervisor.py", "Supervisor._raised", "exit status 5"),
+    "the cause": ("supervise/supervisor.py", "failure", "exit status 5"),
     "the supervisor's last words": ("supervise/supervisor.py", "Supervisor._find_ending", "exit status 5"),
     "the summary": ("cli/summary.py", "summary", "no summary: RuntimeError: broken on purpose"),
     "the line of progress": (

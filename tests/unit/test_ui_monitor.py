@@ -52,7 +52,7 @@ async def test_it_draws_before_anything_is_read(tmp_path: Path) -> None:
     reader = FakeReader(tmp_path)
     app = Monitor(tmp_path, LOOK, refresh=0.1, open_reader=never, open_store=reader.open_store)
     async with app.run_test(size=(80, 24)):
-        for _ in range(200):
+        for _ in range(3000):
             if reader.looks:
                 break
             await asyncio.sleep(0.01)
@@ -357,7 +357,7 @@ async def test_a_fault_in_the_reader_ends_the_screen_with_an_error(tmp_path: Pat
 
     app = Monitor(tmp_path, LOOK, refresh=0.1, open_reader=broken)
     async with app.run_test(size=(80, 24)):
-        for _ in range(200):
+        for _ in range(3000):
             if app.problem is not None:
                 break
             await asyncio.sleep(0.01)

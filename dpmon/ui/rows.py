@@ -116,8 +116,8 @@ def table_rows(columns: Sequence[TableColumn], more: str) -> list[Row]:
 
 
 def lines(text: str, width: int, style: str = "dim", most: int | None = None, more: str = "…") -> list[Row]:
-    """`text` in rows of at most `width` cells, broken between words; at most `most` rows."""
-    return [[(line, style)] for line in wrapped(text, width, most, more)]
+    """`text` in rows of at most `width` cells, broken between words; at most `most` rows; none without a text."""
+    return [[(line, style)] for line in wrapped(text, width, most, more)] if text else []
 
 
 def box(

@@ -66,12 +66,9 @@ def _advice(found: Communication, width: int, most: int | None, look: Look) -> l
     for finding in sorted(between_ranks(found), key=lambda one: -one.weight):
         # The first rows of the screen and panel 2 name the straggler.
         text = "" if finding.kind == "straggler" else clean(finding.text, 400)
-        own: list[Row] = lines(text, width, "wait") if text else []
-        own += lines(f"try: {clean(finding.advice, 400)}", width, "")
+        advice = f"try: {clean(finding.advice, 400)}"
+        own = [*lines(text, width, "wait"), *lines(advice, width, "")]
         if most is not None and len(rows) + len(own) > most:
-            if not rows:
-                text = f"try: {clean(finding.advice, 400)}"
-                rows += lines(text, width, "", most, look.glyphs.more)
-            break
+            return rows or lines(advice, width, "", most, look.glyphs.more)
         rows += own
     return rows

@@ -11,7 +11,7 @@ from dpmon.model.state import PHASES
 from dpmon.model.step_timeline import Piece
 from dpmon.record.schema import REST, SETTLING_STEPS, phase_named, phase_shown
 from dpmon.store.figures import Figures
-from dpmon.text.cells import cut, right, wrapped
+from dpmon.text.cells import cut, right
 from dpmon.text.quantities import UNKNOWN, compact, count_of, duration, group, memory, percent, times
 from dpmon.ui.chart import ceiling
 from dpmon.ui.look import Look
@@ -223,32 +223,29 @@ def _peak(peak: Peak | None) -> str:
 def _notes(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
     """The verdict, or why there is none yet, and the caveats."""
     rows: list[Row] = []
+    whole = scene.view.zoom == "compare"
     text = sentence(found)
     refused = _refused(scene)
-    if refused:
-        most = None if scene.view.zoom == "compare" else _REFUSED_ROWS
-        rows += lines(refused, width, "wait", most, look.glyphs.more)
+    rows += lines(refused, width, "wait", None if whole else _REFUSED_ROWS, look.glyphs.more)
     if text is not None:
         rows += lines(text, width, "bold")
     elif len(found.sides) == 1 and refused:
         pass  # the refusal already explains why the other mode was not seen
-    elif len(found.sides) == 1 and scene.can_toggle and not scene.over:
-        (other,) = (mode for mode in _MODES if mode not in found.sides)
-        hint: Row = [(f"{other} was not seen yet: ", "dim"), ("d", "key"), (" switches the running job", "dim")]
-        rows.append(hint if width_of(hint) <= width else hint[:2])
     elif len(found.sides) == 1:
         (other,) = (mode for mode in _MODES if mode not in found.sides)
-        text = f"{other} was not seen" + (" until then" if scene.playing else "")
-        rows += lines(text, width)
+        hint: Row = [(f"{other} was not seen yet: ", "dim"), ("d", "key"), (" switches the running job", "dim")]
+        if not scene.can_toggle or scene.over:
+            rows += lines(f"{other} was not seen" + (" until then" if scene.playing else ""), width)
+        else:
+            rows.append(hint if width_of(hint) <= width else hint[:2])
     elif found.missing:
         rows += lines(found.missing, width, "wait")
     if len(found.sides) == 2:
         if found.virtual:
-            short = scene.view.zoom != "compare" and len(_VIRTUAL) > width
-            rows += lines(_VIRTUAL_SHORT if short else _VIRTUAL, width)
+            rows += lines(_VIRTUAL if whole or len(_VIRTUAL) <= width else _VIRTUAL_SHORT, width)
         omitted = "; ".join([*_no_memory(found), *_left_out(found)])
-        text = _coverage(found) if scene.view.zoom == "compare" else omitted
-        rows += [[(line, "dim")] for line in wrapped(text, width) if line]
+        text = _coverage(found) if whole else omitted
+        rows += lines(text, width)
     return rows
 
 

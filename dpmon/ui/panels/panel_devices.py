@@ -14,12 +14,12 @@ from dpmon.model.memory import Held, held_by
 from dpmon.model.memory import reasons as reasons_of_memory
 from dpmon.model.state import DeviceTrack
 from dpmon.record.plainjson import number_in
-from dpmon.text.cells import cut, right, span_width, wrapped
+from dpmon.text.cells import cut, right, span_width
 from dpmon.text.quantities import UNKNOWN, memory, memory_of
 from dpmon.ui.chart import area, filled_bar, history, resampled
 from dpmon.ui.device_facts import device_name, facts, label, mine, reasons, rounded
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, fit, width_of
+from dpmon.ui.rows import Row, fit, lines, width_of
 from dpmon.ui.scene import NAMES, Scene
 
 _SHOWN = ("util_pct", "mem_used_bytes", "mem_total_bytes", "temperature_c", "power_w", "sm_clock_mhz", "of_run")
@@ -338,6 +338,4 @@ def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) 
     left = width - width_of(short)
     if whole is load and left >= _LEAST_REASON and not scene.over:
         return [*rows, [*fit([(clean(text, 600), "dim")], left, look.glyphs.more), *short]]
-    room = height - len(rows) if tall else 1
-    lines = wrapped(clean(text, 600), width, room, look.glyphs.more) if text and room > 0 else []
-    return rows + [[(line, "dim")] for line in lines]
+    return rows + lines(clean(text, 600), width, most=max(height - len(rows), 1) if tall else 1, more=look.glyphs.more)

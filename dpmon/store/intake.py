@@ -52,6 +52,7 @@ _LEARNS = Flag.TRAINING | Flag.GRAD
 _CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
 _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
 _COUNTED = tuple(quantity.name for quantity in QUANTITIES if quantity.name != "samples")
+_SAMPLES_AT = [quantity.name for quantity in QUANTITIES].index("samples")
 _phases_of = itemgetter(
     *(len(STEP_PHASES) + _CALL_AT[phase.name] if phase.of_call else _STEP_AT[phase.name] for phase in PHASES)
 )
@@ -186,7 +187,8 @@ class Intake:
         own = [*map(row.phases.get, STEP_PHASES)]
         by_call, rest = _of_calls(own, calls)
         values = _phases_of((*own, *by_call))
-        quantities = [row.samples, *map(row.counts.get, _COUNTED)]
+        quantities = [*map(row.counts.get, _COUNTED)]
+        quantities.insert(_SAMPLES_AT, row.samples)
         device = _device_times(row, calls, by_call)
         parts = [part for call in calls for part in call.parts]
         facts = StepFacts(step, wall, quantities, values, rest, len(calls), device, parts)

@@ -18,6 +18,7 @@ from dpmon.ring_file import RingError
 from dpmon.run.proc import alive
 from dpmon.run.rundir import RunInfo, ring_paths
 from dpmon.store.accounts import Accounts
+from dpmon.store.answers import event_in
 from dpmon.store.batch import Batch
 from dpmon.store.intake import Intake
 from dpmon.store.sources import SpanSource
@@ -186,15 +187,25 @@ class Drain:
 
     def warnings_kept(self) -> list[str]:
         """Return the texts of the supervisor's warnings in the history."""
-        return [] if self._history is None else self._history.warnings()
+        kept = self._rows("SELECT json FROM events WHERE kind = 'warning' AND process IS NULL")
+        with suppress(HistoryError):
+            return [str(event_in(row).data.get("text")) for row in kept]
+        return []
 
     def last_sample_ns(self) -> int | None:
         """Return the time of the last device sample in the history (ns since the run's start) or None."""
-        return None if self._history is None else self._history.last_sample_ns()
+        newest = self._rows("SELECT max(t_ns) FROM events WHERE kind IN ('host', 'device')")
+        return next((at for (at,) in newest), None)
 
     def has_exit(self) -> bool:
         """Return whether the history has the end of the command."""
-        return self._history is not None and self._history.has_exit()
+        return bool(self._rows("SELECT 1 FROM events WHERE kind = 'exit' LIMIT 1"))
+
+    def _rows(self, query: str) -> list[tuple[Any, ...]]:
+        """Return the rows of a query; none if the history cannot be read."""
+        with suppress(HistoryError):
+            return [] if self._history is None else self._history.rows(query)
+        return []
 
     def close(self) -> None:
         """Close history and rings; `flush` first."""

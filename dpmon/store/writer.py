@@ -13,7 +13,6 @@ from typing import Any
 
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.run.files import check_database
-from dpmon.store.answers import event_in
 from dpmon.store.batch import GAP_NS, Batch
 from dpmon.store.tables import (
     BEFORE_S,
@@ -146,26 +145,6 @@ class History:
     def steps(self, which: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         """Return id, process, step, mode, start, wall and kind of steps. `which`: a condition in SQL."""
         return self.rows(f"SELECT id, process, step, mode, start_ns, wall_ns, kind FROM steps {which}", values)
-
-    def warnings(self) -> list[str]:
-        """The texts of the supervisor's own warnings."""
-        with suppress(HistoryError):
-            query = "SELECT json FROM events WHERE kind = 'warning' AND process IS NULL"
-            return [str(event_in(row).data.get("text")) for row in self.door.rows(query)]
-        return []
-
-    def last_sample_ns(self) -> int | None:
-        """The time of the newest sample of host or devices; None if there is none."""
-        with suppress(HistoryError):
-            found: int | None = self.rows("SELECT max(t_ns) FROM events WHERE kind IN ('host', 'device')")[0][0]
-            return found
-        return None
-
-    def has_exit(self) -> bool:
-        """Whether the end of the command is recorded."""
-        with suppress(HistoryError):
-            return bool(self.rows("SELECT 1 FROM events WHERE kind = 'exit' LIMIT 1"))
-        return False
 
     def write(self, batch: Batch) -> None:
         """Write all of `batch` or nothing. After a HistoryError, the same batch may be written again."""

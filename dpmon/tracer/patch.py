@@ -146,7 +146,7 @@ def install() -> None:
     queued = getattr(torch.cuda, "_queued_calls", None)  # torch runs these when it initialises CUDA
     if isinstance(queued, list):
         queued += [(cuda_starting.set, []), (sites.all_may_move, [])]
-    parts = (recorder, optimizers, modes, sites, compositions, memory, loaders, gradients, collectives)
+    parts = (session, recorder, optimizers, modes, sites, compositions, memory, loaders, gradients, collectives)
     _at_the_end(session, recorder, memory, loaders, collectives, [part.reset for part in parts])
     with session.guarded("dynamo", fatal=False):  # at worst, torch.compile tries a model with graph breaks once more
         hide_from_dynamo()
@@ -244,7 +244,6 @@ def _at_the_end(
     session.on_open = opened
 
     def forked() -> None:
-        session.after_fork()
         for reset in resets:
             reset()
 

@@ -97,10 +97,6 @@ class Primitives:
 # ------------------------------------------------------------------------------------------------ composed calls
 
 
-class _Composed:
-    """Stands in for the module of a site, because a composed call belongs to no single module."""
-
-
 class Compositions:
     """Traces composed calls on every thread of one process."""
 
@@ -109,8 +105,8 @@ class Compositions:
         self.recorder = recorder
         self.modes = modes
         self.sites = sites
-        self._sites: dict[object, tuple[int, _Composed, Site]] = {}
-        """By root and devices: the mode request (`Modes.serial`) that the plan follows, the owner, and the site."""
+        self._sites: dict[object, tuple[int, Site]] = {}
+        """By root and devices: the mode request (`Modes.serial`) that the plan follows, and the site."""
 
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
@@ -194,18 +190,18 @@ class Compositions:
             devices = tuple(device_in(given) or "cpu" for given in inputs)
         known = self._sites.get((root, devices))
         if known is not None and known[0] == modes.serial:
-            return known[2]
+            return known[1]
         if len(self._sites) >= MAX_SITES:
             self._sites.clear()
-        owner = _Composed()
-        site = Site(owner, modes.for_composed(devices, virtual), "data_parallel", lambda _: None)
+        # It belongs to no single module, so it is its own model.
+        site = Site(self, modes.for_composed(devices, virtual), "data_parallel", lambda _: None)
         site.root, site.kind = root, Kind.PARALLEL_APPLY
-        site.number = self.sites.models.of(owner)[1]
+        site.number = self.sites.models.of(site)[1]
         if site.gpus:
             self.sites.on_gpus()
         site.head = self.sites.head(site, site.plan)
         modes.announce(root, site.plan)
-        self._sites[root, devices] = modes.serial, owner, site
+        self._sites[root, devices] = modes.serial, site
         return site
 
 

@@ -112,8 +112,6 @@ class Session:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.off = False
-        """Whether nothing is recorded (any more)."""
         self.process = -1
         self.rank: int | None = None
         self.world: int | None = None
@@ -121,9 +119,12 @@ class Session:
         """Called with the new ring."""
         self.on_off: Callable[[], None] = lambda: None
         """Called when the tracer gives up."""
-        self._forget()
+        self.reset()
 
-    def _forget(self) -> None:
+    def reset(self) -> None:
+        """Begin a new record, also in a forked child."""
+        self.off = False
+        """Whether nothing is recorded (any more)."""
         # Reentrant: a signal handler of the script may call the model while this thread holds the lock.
         self._lock = threading.RLock()
         self._opening = False
@@ -144,11 +145,6 @@ class Session:
         """Whether the process event was written."""
         self._opened = False
         """Whether the ring is open and `on_open` has run."""
-
-    def after_fork(self) -> None:
-        """Begin a new record in a forked child."""
-        self._forget()
-        self.off = False
 
     # ---------------------------------------------------------------- the ring
 

@@ -60,11 +60,7 @@ class Loaders:
 
     def iterating(self, original: Function) -> Function:
         """The traced form of DataLoader.__iter__."""
-
-        def started(iterator: object, began: int, loader: object) -> None:
-            self._started(iterator, began, monotonic_ns() - began, loader)
-
-        return followed(original, self.session.guarded("loader", fatal=False), started)
+        return followed(original, self.session.guarded("loader", fatal=False), self._started)
 
     def opened(self) -> None:
         """Write the events that were kept until the ring was open."""
@@ -81,7 +77,8 @@ class Loaders:
                 self._left_out_s -= self._last["iter_s"]
                 self._write(self._last)
 
-    def _started(self, iterator: object, began_ns: int, took_ns: int, loader: object) -> None:
+    def _started(self, iterator: object, began_ns: int, loader: object) -> None:
+        took_ns = monotonic_ns() - began_ns
         if self.session.off or not issubclass(type(iterator), _BaseDataLoaderIter):
             return
         facts = _facts(iterator.__dict__)

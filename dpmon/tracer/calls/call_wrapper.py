@@ -20,7 +20,7 @@ from dpmon.record.spans import FLAGS_AT, INSIDE_AT, Flag, Kind
 from dpmon.span_ring import Word
 from dpmon.tracer.calls.sites import Functional, Site, Sites
 from dpmon.tracer.calls.split import Split
-from dpmon.tracer.core.frames import Function, drop_frames, named_like, with_own_code
+from dpmon.tracer.core.frames import Function, drop_frames, named_like
 from dpmon.tracer.core.module_tables import in_training_mode
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.core.threads import Thread
@@ -184,8 +184,10 @@ class CallTracer:
 
     def forward(self, original: Function) -> Function:
         """The traced form of DataParallel.forward."""
-        traced: Function = with_own_code(self.wrapper(original, self._wrapper_site, root=False))
-        return traced
+        traced: Any = self.wrapper(original, self._wrapper_site, root=False)
+        # Its own code object, so that torch.compile starts at it and compiles the original as written.
+        traced.__code__ = traced.__code__.replace()
+        return traced  # type: ignore[no-any-return]
 
     def _wrapper_site(self, module: object, me: Thread) -> Site | None:
         if not self.session.ready():

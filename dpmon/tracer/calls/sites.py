@@ -18,6 +18,8 @@ from dpmon.tracer.modes.decision import Modes
 from dpmon.tracer.modes.plans import DP, SINGLE, Plan, holds_data_parallel, overrides
 
 MAX_SITES = 1024
+_HOST_ONLY = "the devices are CPUs: host time is all there is"
+_NO_EVENTS = "it was not timed: only calls of the training thread are timed"
 _NOT_APART = {
     DDP: {"all_reduce": "the ranks average their gradients within the backward pass; this time is not separated"},
     FSDP: {
@@ -197,7 +199,7 @@ class Sites:
 
 
 def _spell(site: Site, plan: Plan) -> dict[str, object]:
-    devices, absent = plan.devices, plan.absent
+    devices, absent = plan.devices, {"device_ms": _HOST_ONLY if plan.on_cpu else _NO_EVENTS}
     if site.stages is not None:
         devices, absent = site.stages.devices, site.stages.absent
     absent = {**absent, **_NOT_APART.get(site.via or "", {})}

@@ -123,14 +123,10 @@ class Collectives:
                 return 0
             return 0 if self._is_discarded and not self._recorder.stepped else now + LOOK_NS
         except Exception as error:  # noqa: BLE001 - the training continues
-            self._failed(error)
+            raise_from_signal(error)
+            self._give_up()
+            self._session.fault("collectives", error, fatal=False)
             return NEVER
-
-    def _failed(self, error: Exception) -> None:
-        """Give up after a fault of ours. Raises only exceptions of the script's signal handlers."""
-        raise_from_signal(error)
-        self._give_up()
-        self._session.fault("collectives", error, fatal=False)
 
     def _give_up(self) -> None:
         """Take no more samples, and leave the current sample without an end."""

@@ -144,12 +144,6 @@ def followed(
     return named_like(wrapper, original)
 
 
-def with_own_code(wrapper: Any) -> Any:
-    """Give a wrapper its own code object, so that torch.compile starts at it and compiles the original as written."""
-    wrapper.__code__ = wrapper.__code__.replace()
-    return wrapper
-
-
 def hide_from_dynamo() -> None:
     """Make torch.compile skip our frames, as it skips torch's own frames around a module's forward.
 

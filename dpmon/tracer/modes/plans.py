@@ -20,8 +20,6 @@ from dpmon.tracer.core.module_tables import (
 from dpmon.tracer.modes.virtual import VirtualDevices
 
 DP, SINGLE = 1, 2
-_HOST_ONLY = "the devices are CPUs: host time is all there is"
-_NO_EVENTS = "it was not timed: only calls of the training thread are timed"
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,6 @@ class Plan:
     reason: str | None = None
     """The reason why the plan differs from the request, or why the replicas are virtual."""
     refused: bool = False
-
-    @property
-    def absent(self) -> dict[str, str]:
-        """Reasons for missing fields in a record of such a call."""
-        return {"device_ms": _HOST_ONLY if self.on_cpu else _NO_EVENTS}
 
     @property
     def on_cpu(self) -> bool:

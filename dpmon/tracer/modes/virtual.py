@@ -221,8 +221,10 @@ class VirtualDevices:
     """`count` virtual devices on the real device `base`, with torch's primitives for them."""
 
     def __init__(self, count: int, base: torch.device, originals: Originals) -> None:
-        self.count = count
         self.base = base
+        separator = "/" if base.type != "cpu" else ":"
+        self.names = tuple(f"{base}{separator}{i}" for i in range(count))
+        """The names of the devices in records, such as cpu:0 and cpu:1, or cuda:0/0 and cuda:0/1."""
         cut: Any = _Scatter
         join: Any = _Gather
         if base.type == "cuda":
@@ -255,12 +257,6 @@ class VirtualDevices:
             originals.data_parallel, torch=shim, _get_available_device_type=lambda: base.type
         )
         """torch's functional data_parallel for these devices."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the devices in records, such as cpu:0 and cpu:1, or cuda:0/0 and cuda:0/1."""
-        separator = "/" if self.base.type != "cpu" else ":"
-        return tuple(f"{self.base}{separator}{i}" for i in range(self.count))
 
 
 class Originals:

@@ -181,23 +181,15 @@ def _first_rows(dataset: Any) -> object:
         return first.shape[0]
 
 
-def _total(dataset: Any) -> object:
-    return dataset.cumulative_sizes[-1]
-
-
-def _samples(sampler: Any) -> object:
-    return sampler.data_source if sampler._num_samples is None else sampler._num_samples
-
-
 _SIZED = frozenset((list, tuple, range, dict, str, bytes))
-_INSIDE: dict[type, Callable[[object], object]] = {
+_INSIDE: dict[type, Callable[[Any], object]] = {
     torch_data.SequentialSampler: attrgetter("data_source"),
-    torch_data.RandomSampler: _samples,
+    torch_data.RandomSampler: lambda known: known.data_source if known._num_samples is None else known._num_samples,
     torch_data.SubsetRandomSampler: attrgetter("indices"),
     torch_data.WeightedRandomSampler: attrgetter("num_samples"),
     torch_data.DistributedSampler: attrgetter("num_samples"),
     torch_data.TensorDataset: _first_rows,
     torch_data.Subset: attrgetter("indices"),
-    torch_data.ConcatDataset: _total,
+    torch_data.ConcatDataset: lambda dataset: dataset.cumulative_sizes[-1],
 }
 """By type of torch's own samplers and datasets: a function that returns the length, or an object of the same length."""

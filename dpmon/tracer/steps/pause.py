@@ -12,11 +12,9 @@ import stat
 from time import monotonic_ns, sleep
 from typing import Any
 
-import torch
-
 from dpmon.record.spans import Kind
 from dpmon.span_ring import SpanRing, Word
-from dpmon.tracer.core.session import Session
+from dpmon.tracer.core.session import Session, rank_and_world
 from dpmon.tracer.steps.recorder import Recorder
 
 POLL_S = 0.025
@@ -52,7 +50,8 @@ class Pauser:
         self._asked = asked = words[Word.PAUSE]
         try:
             if asked & 1:
-                refused = _why_not_paused(session) or _why_unsupervised(session)
+                world = max(session.world or 1, rank_and_world()[1] or 1)
+                refused = _RANKS if world > 1 else _why_unsupervised(session)
                 if refused is None:
                     self._wait(ring)
                 else:
@@ -95,15 +94,6 @@ class Pauser:
             self.recorder.put(Kind.PAUSE | me.head, began, now - began, 0)
             paused_s = (now - began) / 1e9
             session.event("pause", "last", paused=False, step=None, paused_s=paused_s, reason=reason, refused=None)
-
-
-def _why_not_paused(session: Session) -> str | None:
-    """Return why a rank of a distributed training is not paused; None for any other process."""
-    world = session.world or 1
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        world = max(world, distributed.get_world_size())
-    return _RANKS if world > 1 else None
 
 
 def _why_unsupervised(session: Session) -> str | None:

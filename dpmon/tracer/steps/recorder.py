@@ -316,7 +316,8 @@ class Recorder:
                 result = within(me, kind | inside << INSIDE_AT | me.head, mark, None, original, args, kwargs)
                 try:
                     if me.noted:
-                        self._first_fetched(me, None)
+                        me.noted = False
+                        self.on_first_fetched(None)
                     if not fetch:
                         self.backwards += 1
                         if self.on_backward is not None and me is self.training_thread:
@@ -347,15 +348,12 @@ class Recorder:
         if self.ring is None:
             me.noted = self.on_first_fetch(iterator)
 
-    def _first_fetched(self, me: Thread, error: BaseException | None) -> None:
-        me.noted = False
-        self.on_first_fetched(error)
-
     def _fetch_raised(self, me: Thread, error: BaseException) -> None:
         """Handle an exception that ended a fetch. Never raises."""
         try:
             if me.noted:
-                self._first_fetched(me, error)
+                me.noted = False
+                self.on_first_fetched(error)
             if me.inside == 0 and (me is self.training_thread or self.training_thread is None):
                 self.on_loop_over()
         except Exception as fault:  # noqa: BLE001 - the script's exception must be raised

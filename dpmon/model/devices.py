@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.compare import Peak
 from dpmon.model.state import DeviceTrack, ModeChange
+from dpmon.record.device_fields import DEVICE, HOST
 from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
 from dpmon.record.schema import SECOND
 from dpmon.store.answers import ChartSample, MinuteRow
@@ -34,6 +35,10 @@ POINTS = 400
 """Most stretches of time per device."""
 _HIGHEST = ("mem_used_bytes", "mem_run_bytes", "mem_total_bytes", "temperature_c", "power_w")
 """Figures reported by their highest value."""
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "integer": int, "number": (int, float), "text": str, "boolean": bool, "list": list, "object": dict
+}  # fmt: skip
+_DECLARED = {field.name: _TYPES[field.type] for kind in (DEVICE, HOST) for field in kind.fields}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ class Samples:
                 self.host.append((sample.t_ns, int(sample.run_mem)))
         for track in self._tracks.values():
             event = rows.sample(track.id)
-            track.data = event.data if event is not None else {}
+            track.data = _declared(event.data) if event is not None else {}
 
     def devices(self) -> dict[int, DeviceTrack]:
         """The GPUs by index."""
@@ -106,6 +111,11 @@ class Samples:
     def of_host(self) -> DeviceTrack:
         """The host; without data if it was not sampled."""
         return self._tracks[_HOST].shown() if _HOST in self._tracks else DeviceTrack()
+
+
+def _declared(data: Mapping[str, object]) -> dict[str, object]:
+    """The fields of a sample that have their declared types: a record from another writer may hold anything."""
+    return {name: value for name, value in data.items() if isinstance(value, _DECLARED.get(name, ()))}
 
 
 # ------------------------------------------------------------------------------------------------ memory by mode

@@ -8,7 +8,7 @@ from typing import Any
 
 from dpmon.cleaning import clean
 from dpmon.model.state import DeviceTrack
-from dpmon.record.plainjson import number_in
+from dpmon.record.plainjson import number_in, whole_in
 from dpmon.text.cells import right, span_width, wrapped
 from dpmon.text.quantities import UNKNOWN, group, memory, memory_of
 from dpmon.ui.chart import area, resampled
@@ -61,7 +61,7 @@ def rounded(value: float | None, unit: str) -> str:
 
 def label(index: int, data: Data) -> str:
     """A GPU's number, followed by its name in the run's processes (cuda:N) if that has another number."""
-    names = {clean(one["device"], 10) for one in data.get("ordinals") or ()}
+    names = {clean(one.get("device"), 10) for one in data.get("ordinals") or () if isinstance(one, dict)}
     named = names.pop() if len(names) == 1 else f"cuda:{index}"
     return f"{index:2d}" if named == f"cuda:{index}" else f"{index:2d} {named}"
 
@@ -215,10 +215,10 @@ def _processes(data: Data, width: int, look: Look) -> list[Row]:
         return []
     left = int(number_in(data, "process_count") or len(listed))
     row: Row = [("   processes ", "dim")]
-    for one in listed[:16]:
-        ours = one["of_run"] is True
+    for one in [each for each in listed if isinstance(each, dict)][:16]:
+        ours = one.get("of_run") is True
         held = memory(number_in(one, "mem_bytes"))
-        piece: Row = [(f"{one['pid']} ", "bold" if ours else ""), (held, "" if ours else "dim")]
+        piece: Row = [(f"{whole_in(one, 'pid')} ", "bold" if ours else ""), (held, "" if ours else "dim")]
         piece.append((" this run   ", "") if ours else ("   ", "dim"))
         if width_of(row) + width_of(piece) > width:
             break

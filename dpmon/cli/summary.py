@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.cleaning import clean
-from dpmon.model.finding import ModeFacts
 from dpmon.model.layouts import flow
 from dpmon.model.memory import Held, reasons
+from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.stragglers import sentence
 from dpmon.record.names import RANK_MODES

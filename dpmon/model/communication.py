@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from dpmon.model.stragglers import RankTimes, Straggler, rank_times, straggler
+from dpmon.model.stragglers import RankTimes, Straggler, straggler
 from dpmon.store.answers import Communicated
-from dpmon.store.figures import Window
-from dpmon.store.tally import Tally
 from dpmon.text.quantities import count_of, duration, group, memory, percent, three
-
-if TYPE_CHECKING:
-    from dpmon.model.state import ProcessFacts
 
 _OPERATIONS = 4
 """Most kinds of collectives to name."""
@@ -252,26 +247,6 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def _share(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else part / whole
-
-
-# ------------------------------------------------------------------------------------------------ of a whole run
-
-
-def ranks_in(window: Window, facts: Mapping[int, ProcessFacts]) -> tuple[RankTimes, ...]:
-    """The mean times of each rank in a window; a restarted rank includes all its processes.
-
-    `facts`: by process. Omits processes without a rank, and the first steps after a change of mode.
-    """
-    found: dict[int, tuple[int, Tally]] = {}
-    for process in window.processes:
-        rank = facts[process].rank if process in facts else None
-        if rank is not None:
-            whole = found.get(rank, (process, Tally()))[1]
-            for mode, evaluation in window.modes:
-                if not evaluation:
-                    whole.merge(window.tally(mode, process=process, settled=True))
-            found[rank] = process, whole
-    return tuple(rank_times(process, rank, tally) for rank, (process, tally) in sorted(found.items()))
 
 
 # ------------------------------------------------------------------------------------------------ words

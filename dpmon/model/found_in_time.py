@@ -10,7 +10,6 @@ from dpmon.model.finding import (
     DATA_SHARE,
     MIN_STEPS,
     Finding,
-    ModeFacts,
     basis,
     data_share,
     for_copies,
@@ -26,6 +25,7 @@ from dpmon.model.finding import (
     ratio_words,
     restarted,
 )
+from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.stragglers import Straggler
 from dpmon.model.uneven import INPUT, WAITING_TEXT, LongStep, waited_ns
 from dpmon.record.schema import STEP, STEP_PHASES

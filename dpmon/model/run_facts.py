@@ -6,18 +6,14 @@ shows. Counts of steps and rates cover all processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.announced import Announced, LoaderStart, loader_start
-from dpmon.model.communication import Communication, communication, ranks_in
+from dpmon.model.communication import Communication, communication
 from dpmon.model.compare import Comparison, compare_modes, first_with_both
 from dpmon.model.devices import DeviceFacts, DeviceTotals, HostFacts
-from dpmon.model.finding import Finding, ModeFacts
-from dpmon.model.found_between_ranks import between_ranks
-from dpmon.model.found_in_time import between, copies, data, drift, failed, quiet, slower, spread, stalls, transfers
-from dpmon.model.found_on_devices import busy, fuller, idle, low_use, throttled, uneven
 from dpmon.model.history import Stretches, stretches
 from dpmon.model.layouts import (
     BatchFacts,
@@ -30,16 +26,17 @@ from dpmon.model.layouts import (
     replica_facts,
 )
 from dpmon.model.memory import Held, held_by
+from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.pauses import Paused, PauseTotals, Span, all_paused, any_paused, pause_totals, pauses_of
 from dpmon.model.snapshot import processes_in
 from dpmon.model.state import ProcessFacts
-from dpmon.model.stragglers import RankTimes
+from dpmon.model.stragglers import RankTimes, rank_times
 from dpmon.model.uneven import LongStep, long_step
 from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STEP, STEP_PHASES, device_series
 from dpmon.store.answers import GapRow, LongRow
 from dpmon.store.figures import Rate, Window, accounted, thirds
-from dpmon.store.tally import WIDTHS
+from dpmon.store.tally import WIDTHS, Tally
 
 if TYPE_CHECKING:
     from dpmon.store.store_at import StoreAt
@@ -179,7 +176,7 @@ class RunFacts:
     @cached_property
     def communication(self) -> Communication | None:
         """The communication of the ranks; None if no ranks train together."""
-        ranks = ranks_in(self.window, self.announced.info)
+        ranks = _ranks_in(self.window, self.announced.info)
         steps = sum(one.steps for one in ranks)
         return communication(ranks, self.announced.wrappers, self._rows.communicated(), steps, lately=False)
 
@@ -408,16 +405,18 @@ class RunFacts:
         return found if len(found.sides) > 1 else None
 
 
-# ------------------------------------------------------------------------------------------------ findings
+def _ranks_in(window: Window, facts: Mapping[int, ProcessFacts]) -> tuple[RankTimes, ...]:
+    """The mean times of each rank in a window; a restarted rank includes all its processes.
 
-_FINDERS: tuple[Callable[[RunFacts], Iterator[Finding]], ...] = (
-    *(data, transfers, slower, copies, idle, uneven, fuller, throttled, low_use, busy),
-    *(drift, stalls, spread, between, quiet, failed),
-    lambda facts: between_ranks(facts.communication),
-)
-
-
-def findings(facts: RunFacts) -> list[Finding]:
-    """All findings, the most important first; empty if there is nothing to report, or too little was seen."""
-    found = [finding for find in _FINDERS for finding in find(facts)]
-    return sorted(found, key=lambda finding: -finding.weight)
+    `facts`: by process. Omits processes without a rank, and the first steps after a change of mode.
+    """
+    found: dict[int, tuple[int, Tally]] = {}
+    for process in window.processes:
+        rank = facts[process].rank if process in facts else None
+        if rank is not None:
+            whole = found.get(rank, (process, Tally()))[1]
+            for mode, evaluation in window.modes:
+                if not evaluation:
+                    whole.merge(window.tally(mode, process=process, settled=True))
+            found[rank] = process, whole
+    return tuple(rank_times(process, rank, tally) for rank, (process, tally) in sorted(found.items()))

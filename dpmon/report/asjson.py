@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dpmon.model.compare import sentence
 from dpmon.model.devices import DeviceFacts, HostFacts
-from dpmon.model.finding import ModeFacts
 from dpmon.model.history import PARTS, Bin
 from dpmon.model.json_fields import communication_fields, fields_of, ms, phase_fields, rank_fields
+from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.run_facts import RunFacts
 from dpmon.report.collect import Story

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpmon.model.finding import Finding
-from dpmon.model.run_facts import RunFacts, findings
+from dpmon.model.findings import findings
+from dpmon.model.run_facts import RunFacts
 from dpmon.model.state import ended_of
 from dpmon.run.activities import describe_stall, why_nothing
 from dpmon.run.condition import run_state

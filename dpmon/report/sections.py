@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from dpmon.cleaning import clean
 from dpmon.model.communication import communication_facts
 from dpmon.model.devices import DeviceFacts
-from dpmon.model.finding import MIN_STEPS, ModeFacts, measured_modes, of_process
+from dpmon.model.finding import MIN_STEPS, measured_modes, of_process
 from dpmon.model.layouts import flow
 from dpmon.model.memory import reasons
+from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.pauses import Paused
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.stragglers import sentence

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from dpmon.model.compare import Comparison, sentence
-from dpmon.model.finding import ModeFacts, host_waits, of_process, partly_timed
+from dpmon.model.finding import host_waits, of_process, partly_timed
+from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.state import ModeChange, ProcessFacts

@@ -12,7 +12,8 @@ from test_model_findings import GIB, HEALTHY, MS, SECOND, SHOWN, STARTING, WAITI
 
 from dpmon.model.announced import LoaderStart
 from dpmon.model.communication import Communication
-from dpmon.model.run_facts import RunFacts, findings
+from dpmon.model.findings import findings
+from dpmon.model.run_facts import RunFacts
 from dpmon.store.answers import GapRow
 from dpmon.store.figures import PhaseFigures
 

@@ -11,10 +11,12 @@ from known import changed, known
 from dpmon.model.announced import Announced
 from dpmon.model.compare import Comparison, Interval
 from dpmon.model.devices import DeviceFacts, HostFacts
-from dpmon.model.finding import MIN_STEPS, ModeFacts
+from dpmon.model.finding import MIN_STEPS
+from dpmon.model.findings import findings
 from dpmon.model.layouts import BatchFacts, ReplicaFacts
 from dpmon.model.memory import Held
-from dpmon.model.run_facts import RunFacts, findings
+from dpmon.model.mode_facts import ModeFacts
+from dpmon.model.run_facts import RunFacts
 from dpmon.model.state import ProcessFacts
 from dpmon.model.uneven import LongStep
 from dpmon.store.figures import PhaseFigures

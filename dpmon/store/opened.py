@@ -1,8 +1,9 @@
 """Opens the record of a run for queries (dpmon.store.queries).
 
 While a supervisor writes the history, readers query its file. Otherwise the rings may hold more than the history: the
-supervisor was killed, the disk was full, or the history is damaged. Then the history is copied to memory, and the
-supervisor's own code adds the contents of the rings to the copy. The history of another version of dpmon is refused.
+supervisor was killed, or the disk was full. Then the history is copied to memory, and the supervisor's own code adds
+the contents of the rings to the copy. In place of a history that cannot be opened, there are only the rings, and a
+sentence says why. The history of another version of dpmon is refused.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _FAULTS = (HistoryError, sqlite3.Error, OSError, MemoryError)
 def open_store(directory: Path, *, as_written: bool = False) -> Iterator[Store]:
     """Open the store of a run as of now.
 
-    Raises RunError if there is no run or another version of dpmon recorded it, HistoryError if it is unreadable.
+    Raises RunError if there is no run or another version of dpmon recorded it. Store.damaged says what is unreadable;
+    with `as_written`, that is a HistoryError.
 
     `as_written`: query the history's file without a copy; for the supervisor that writes it.
     """

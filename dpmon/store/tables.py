@@ -246,7 +246,7 @@ class RingRow:
 
 
 class Door:
-    """The only way to the rows of a database, which may be damaged or hostile: it checks each row.
+    """The way to the records in a database, which may be damaged or hostile: it checks each row.
 
     It limits the rows and the work of one query by the size of the database: a damaged tree can have endless rows.
     """

@@ -92,7 +92,7 @@ class HostSampler:
                     continue
                 key = process.pid, process.create_time()
                 resident[key], parents[key] = process.memory_info().rss, process.ppid()
-                used += process.cpu_percent()
+                used += process.cpu_percent()  # 0 for a new process; from now on its CPU time counts
                 alive.add(process)
         self._processes = alive
         known, self._run_known = self._run_known, bool(alive)
@@ -106,7 +106,7 @@ class HostSampler:
         """Add descendants of the command and of known processes; a known process may have lost its parent."""
         if root_pid is not None:
             with contextlib.suppress(psutil.Error):
-                self._follow(psutil.Process(root_pid))
+                self._processes.add(psutil.Process(root_pid))
         covered: set[psutil.Process] = set()
         for process in list(self._processes):
             if process in covered:  # each search for children reads the whole process table
@@ -116,15 +116,7 @@ class HostSampler:
             except psutil.Error:
                 continue
             covered.update(children)
-            for child in children:
-                self._follow(child)
-
-    def _follow(self, process: psutil.Process) -> None:
-        """Count the CPU time of a process from now on; its earlier CPU time belongs to no sample."""
-        if process not in self._processes:
-            with contextlib.suppress(psutil.Error):
-                process.cpu_percent()
-                self._processes.add(process)
+            self._processes.update(children)
 
 
 def read_pss(pid: int) -> int | None:

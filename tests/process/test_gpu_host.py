@@ -79,6 +79,24 @@ def test_a_child_is_followed_when_its_parent_has_gone() -> None:
         assert sample["run_mem_bytes"] > 96 * MIB
 
 
+def test_a_new_process_counts_from_its_first_sample_on() -> None:
+    """A moment is too short to measure: the processor times grow in steps of 10 ms."""
+
+    class Waits(HostSampler):
+        def _find(self, root_pid: int | None) -> None:
+            if self._processes:
+                super()._find(root_pid)
+                time.sleep(0.3)  # meanwhile the child is busy
+            else:
+                self._processes.add(psutil.Process(root_pid))
+
+    with run_with_child() as (parent, child):
+        host = Waits()
+        sample = sample_until(host, parent.pid, lambda s: child in host.pids())
+        assert sample["run_cpu_pct"] < 10  # the parent's
+        sample_until(host, parent.pid, lambda s: s["run_cpu_pct"] > 10)
+
+
 def test_nothing_is_known_of_a_run_that_has_ended() -> None:
     with run_with_child() as (parent, child):
         host = HostSampler()

@@ -167,6 +167,25 @@ def test_a_step_has_the_mode_of_what_is_composed_inside_its_model(tmp_path: Path
     assert [step.mode for step in run.steps()] == ["dp"] * 4
 
 
+BROKEN = """
+import torch
+from dpmon.tracer.calls.sites import Sites
+from torch import nn
+from torch.nn.parallel import data_parallel
+def broken(*_):
+    raise KeyError("broken")
+Sites.of_functional = broken
+model = nn.Linear(4, 2)
+print([list(data_parallel(model, torch.ones(6, 4), [0, 1]).shape) for _ in range(5)])
+"""
+
+
+def test_the_functional_form_goes_on_after_the_tracer_gave_up(tmp_path: Path) -> None:
+    run = traced(tmp_path, BROKEN)
+    assert (run.status, run.out) == (0, f"{[[6, 2]] * 5}\n"), run.err
+    assert any("gave up" in text for text in run.complaints)
+
+
 AS_WRITTEN = """
 import torch
 from torch import nn

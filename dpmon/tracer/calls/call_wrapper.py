@@ -211,8 +211,14 @@ class CallTracer:
         """The traced form of the function torch.nn.parallel.data_parallel."""
 
         def run(call: Functional, *args: object, **kwargs: object) -> object:
+            """Run a call that is not recorded. Without GPUs, it still needs virtual replicas."""
             ids, output, dim = call.given
-            return original(call.module, args, ids, output, dim, kwargs)
+            plan = None
+            with self.session.guarded("functional"):
+                plan = self.modes.for_functional(call.module, ids)
+            if plan is None or plan.virtual is None:
+                return original(call.module, args, ids, output, dim, kwargs)
+            return plan.virtual.functional(call.module, args, list(plan.device_ids or ()), None, dim, kwargs)
 
         traced, signature = self.wrapper(run, self._functional_site, root=False), inspect.signature(original)
 

@@ -92,7 +92,7 @@ class Split:
         if call is None:
             return original(module, *args, **kwargs)
         if isinstance(module, Functional):
-            return self._functional(call, original, module, args, kwargs)
+            return self._functional(call, module, args, kwargs)
         if site.kind == Kind.WRAPPED and site.via is not None:
             return self._wrapper(call, me, original, module, args, kwargs)
         if site.plan.mode == DP:
@@ -155,13 +155,11 @@ class Split:
 
     # ---------------------------------------------------------------- the functional form
 
-    def _functional(
-        self, call: SplitCall, original: Function, functional: Functional, args: Any, kwargs: Any
-    ) -> object:
+    def _functional(self, call: SplitCall, functional: Functional, args: Any, kwargs: Any) -> object:
         plan = call.plan
-        module, (_, output, dim) = functional.module, functional.given
+        module, (ids, output, dim) = functional.module, functional.given
         if plan.device_ids is None:
-            return original(functional, *args, **kwargs)
+            return self.originals.data_parallel(module, args, ids, output, dim, kwargs)
         chosen = list(plan.device_ids)
         if plan.virtual is not None:
             return plan.virtual.functional(module, args, chosen, None, dim, kwargs)

@@ -93,6 +93,15 @@ def test_a_part_that_raises_within_a_forward_that_goes_on(spread: Traced) -> Non
     assert [(s.device, s.parts) for s in refused.stages] == [("meta", ("net2",))]
 
 
+def test_a_part_that_runs_inside_another_has_no_stage_of_its_own(spread: Traced) -> None:
+    (call,) = spread.calls("Translates")
+    assert [(s.device, s.parts, s.host_ns is None) for s in call.stages] == [
+        ("cpu", ("encoder",), False),
+        ("meta", ("decoder",), False),
+    ]
+    assert [size.shape for size in call.stages[1].outputs or ()] == [(2, 2)]
+
+
 def test_parts_that_run_on_other_threads_are_not_mixed_in(spread: Traced) -> None:
     (call,) = spread.calls("Threads")
     assert [(s.device, s.parts) for s in call.stages] == [("cpu", ("net1",))]

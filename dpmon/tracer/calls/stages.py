@@ -8,6 +8,7 @@ host time, and on a GPU also a device time from events. No synchronisation is ad
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -77,6 +78,10 @@ class Stages:
         if absent is not None:
             self.absent["stages"] = absent
         self._ran: list[TracedStage] = []
+        self._running: list[str] = []
+        """Names of the running parts. Only the first is in a stage: the others run inside it."""
+        self._handled = 0
+        """Id of the exception that was being handled when the first began."""
         self._thread = 0
         self._elsewhere = False
         """Whether a part has run on another thread. Such a part is in no stage."""
@@ -92,6 +97,10 @@ class Stages:
             if get_ident() != self._thread:
                 self._elsewhere = True
                 return
+            self._running.append(name)
+            if len(self._running) > 1:
+                return
+            self._handled = id(sys.exc_info()[1])
             with guard:
                 last = self._ran[-1] if self._ran else None
                 device = own or device_in((args, kwargs)) or (last.device if last is not None else "")
@@ -109,8 +118,14 @@ class Stages:
 
         def leave(module: object, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
             now = monotonic_ns()
-            stage = self._ran[-1] if self._ran and get_ident() == self._thread else None
-            if stage is None or stage.device != (own or stage.device):  # another thread, or beyond the limit
+            if get_ident() != self._thread or name not in self._running:  # a hook may have raised before `enter` ran
+                return
+            while self._running.pop() != name:
+                pass
+            if self._running or id(sys.exc_info()[1]) != self._handled:  # it runs inside another part, or it raised
+                return
+            stage = self._ran[-1] if self._ran else None
+            if stage is None or stage.device != (own or stage.device):  # beyond the limit
                 return
             with guard:
                 stage.ended = now
@@ -122,13 +137,14 @@ class Stages:
 
     def begin(self, recorder: Recorder) -> None:
         """Hook the parts when a call of the root begins on the training thread. Never raises."""
-        self._ran = []
+        self._ran, self._running = [], []
         self._timing = recorder.timing
         self._thread = get_ident()
         with self.session.guarded("stages"):
             for known, (enter, leave) in self._hooked:
                 module = known()
-                for name, hook in zip(_TABLES, (enter, True, leave, True), strict=True) if module is not None else ():
+                hooks = enter, True, leave, True, True
+                for name, hook in zip(_TABLES, hooks, strict=True) if module is not None else ():
                     module.__dict__[name][KEY] = hook
 
     def end(self, recorder: Recorder, me: Thread) -> str | None:
@@ -167,6 +183,7 @@ _TABLES = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
 )
 
 

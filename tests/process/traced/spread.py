@@ -54,6 +54,32 @@ class Back(nn.Module):
         return x
 
 
+class Decoder(nn.Linear):
+    """Calls a part on another device that it holds in a list."""
+
+    def __init__(self, encoder):
+        super().__init__(4, 2, device="meta")
+        self.held = [encoder]
+
+    def forward(self, x):
+        return super().forward(self.held[0](x).to("meta"))
+
+
+class Translates(nn.Module):
+    """One of its parts runs inside the other, also on its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(4, 4)
+        self.decoder = Decoder(self.encoder)
+
+    def forward(self, x):
+        self.encoder(x)
+        with contextlib.suppress(RuntimeError):
+            self.decoder(x[:, :3])
+        return self.decoder(x)
+
+
 class Tries(Breaks):
     """Goes on without a part that raised; the script calls it while it handles another exception."""
 
@@ -110,6 +136,7 @@ def main():
         except RuntimeError:
             failed = "RuntimeError"
         Back()(torch.ones(1, 3))
+        Translates()(torch.ones(2, 4))
         tries, threads = Tries("cpu", "meta"), Threads("cpu", "meta")
         for refused in (False, True):
             handle = tries.net1.register_forward_pre_hook(refuses) if refused else None

@@ -16,6 +16,7 @@ from dpmon.cli.doctor import machine, trial
 from dpmon.cli.doctor.machine import STATES, Check, ok, problem, warning
 
 Usage = namedtuple("Usage", "total used free")
+Mount = namedtuple("Mount", "mountpoint fstype")
 
 
 def by_name(checks: object) -> dict[str, Check]:
@@ -132,6 +133,13 @@ def test_what_happens_at_logout(monkeypatch: pytest.MonkeyPatch, said: str | Non
     (found,) = machine.logout()
     assert found.state == state
     assert ("enable-linger" in (found.remedy or "")) is (state == "warning")
+
+
+def test_of_two_mounts_at_one_place_the_later_one_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As for homes that are mounted on demand: autofs first, the file system itself over it."""
+    mounts = [Mount("/", "ext4"), Mount(str(tmp_path), "autofs"), Mount(str(tmp_path), "nfs4"), Mount("/x", "tmpfs")]
+    monkeypatch.setattr(machine.psutil, "disk_partitions", lambda all: mounts)
+    assert machine._file_system(tmp_path) == "nfs4"
 
 
 # ------------------------------------------------------------------------------------------------ trial, output

@@ -206,7 +206,8 @@ def _file_system(place: Path) -> str | None:
     """The type of the file system of `place`."""
     path = Path(os.path.realpath(place))
     holding = [disk for disk in psutil.disk_partitions(all=True) if path.is_relative_to(disk.mountpoint)]
-    return max(holding, key=lambda disk: len(disk.mountpoint)).fstype if holding else None
+    # Of two mounts at one place (autofs and nfs4), the later one covers the other; `max` takes the first.
+    return max(reversed(holding), key=lambda disk: len(disk.mountpoint)).fstype if holding else None
 
 
 # ------------------------------------------------------------------------------------------------ limits

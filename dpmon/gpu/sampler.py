@@ -20,6 +20,7 @@ from dpmon.gpu.card import RETRY_S, SILENT_S, Asker, Card
 from dpmon.gpu.host import HostSampler
 from dpmon.gpu.nvml import CallFailed, Nvml, leave
 from dpmon.gpu.sample import NOT_ASKED, Run, TorchUse, visible_gpus
+from dpmon.record.plainjson import text_in, whole_in
 
 NVML_PERIOD_S = 1.0
 """Shortest period of questions to NVML, because the driver answers while it holds a lock that the training needs."""
@@ -58,8 +59,8 @@ class DeviceSampler:
         self._absent: str | None = "NVML has not answered yet"
         self._pids: frozenset[int] = frozenset()
         self._same_pids = pids_are_shared()
-        self._reports: dict[int, Mapping[str, Any]] = {}
-        """The last `memory` record of each process of the run, by process id."""
+        self._uses: dict[int, tuple[TorchUse, ...]] = {}
+        """What each process of the run last reported, by process id."""
         self._warned: dict[str, float] = {}
         self._warned_lock = threading.Lock()
 
@@ -79,7 +80,7 @@ class DeviceSampler:
 
     def take_memory(self, data: Mapping[str, Any], pid: int) -> None:
         """Take a `memory` record of the training process `pid`. It names the GPUs that torch uses there."""
-        self._reports = {**self._reports, pid: data}
+        self._uses = {one: uses for one, uses in (self._uses | {pid: _uses_in(data)}).items() if _exists(one)}
 
     def warn(self, text: str) -> None:
         """Write a warning, at most once a minute for each text."""
@@ -203,13 +204,8 @@ class DeviceSampler:
         self._try(f"the sample of GPU {card.index} could not be written", emit)
 
     def _run(self, card: Card) -> Run:
-        uses = tuple(
-            TorchUse(data["process"], device["device"], device["uuid"], device.get("reserved_bytes"))
-            for pid, data in self._reports.items()
-            if psutil.pid_exists(pid)  # an ended process holds no memory
-            for device in data["devices"]
-            if device.get("uuid") is not None
-        )
+        # An ended process holds no memory.
+        uses = tuple(use for pid, of_process in self._uses.items() if _exists(pid) for use in of_process)
         return Run(self._pids, self._same_pids, uses, self._visible(card))
 
     def _visible(self, card: Card) -> bool | None:
@@ -221,6 +217,24 @@ class DeviceSampler:
         text, order = map(self._environment.get, ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"))
         divided = any(len(each.uuids()) > 1 for each in self._cards)
         return visible_gpus(text, order, [each.uuid for each in self._cards], divided)[card.index]
+
+
+def _uses_in(data: Mapping[str, Any]) -> tuple[TorchUse, ...]:
+    """Return the GPUs in a `memory` record without invalid entries: any program may have written it."""
+    process, devices = whole_in(data, "process"), data.get("devices")
+    if process is None or not isinstance(devices, list):
+        return ()
+    return tuple(
+        TorchUse(process, name, uuid, whole_in(device, "reserved_bytes"))
+        for device in devices
+        if isinstance(device, dict)
+        and (name := text_in(device, "device")) is not None
+        and (uuid := text_in(device, "uuid")) is not None
+    )
+
+
+def _exists(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
 
 
 def _environment_of(pid: int | None) -> dict[str, str] | None:

@@ -276,5 +276,28 @@ def test_memory_of_a_process_that_has_ended_no_longer_counts(make: Any) -> None:
     assert device["ordinals"] == [{"process": 0, "device": "cuda:0"}]
 
 
+@pytest.mark.parametrize(
+    "odd", [{"process": 1}, {"process": 1, "devices": 7}, {"devices": [7, {"uuid": 1}, {"uuid": "1", "device": None}]}]
+)
+def test_an_odd_report_of_memory_ends_no_samples(make: Any, odd: dict[str, Any]) -> None:
+    sampler, watch = make(FakeNvml())
+    sampler.take_memory({"process": 1, **odd}, os.getppid())
+    devices = [3, {"device": "cuda:0", "uuid": "1", "reserved_bytes": 500}]
+    sampler.take_memory({"process": 0, "devices": devices}, os.getpid())
+    watch.until(lambda e: [d for d in of_kind(e, "device") if d["mem_torch_bytes"] == 500], "the well-formed part")
+    assert of_kind(watch._taken, "warning") == []
+
+
+def test_reports_of_ended_processes_are_not_kept() -> None:
+    sampler = DeviceSampler(Watch().take, lambda: None)
+    for _ in range(3):
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        sampler.take_memory({"process": 1, "devices": []}, ended.pid)
+    sampler.take_memory({"process": 1, "devices": []}, 0xFFFFFFFF)
+    sampler.take_memory({"process": 0, "devices": []}, os.getpid())
+    assert list(sampler._uses) == [os.getpid()]
+
+
 def test_stop_without_start() -> None:
     DeviceSampler(Watch().take, lambda: None).stop()

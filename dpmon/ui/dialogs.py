@@ -311,6 +311,8 @@ class Commands(_Typing):
         self.most = len(possible())
         """Number of commands without a filter."""
         self.wanted = max(span_width(text) for _, text, _ in possible()) + 10
+        self.listed: list[tuple[str, str, str]] = []
+        """The drawn commands; the possible ones may have changed since then."""
         self.chosen: tuple[str, str, str] | None = None
         """The chosen command; the first one before a choice, or if it is not listed any more."""
         self.pinned = 1
@@ -327,7 +329,8 @@ class Commands(_Typing):
 
     def content(self, width: int, height: int) -> list[Row]:
         """The typed text, then the commands with the chosen one marked; the box keeps its height during typing."""
-        found, at = self._choice()
+        found = self.listed = self.matching()
+        at = self._at()
         rows: list[Row] = [self.line(width)]
         room = max(height - 1, 1)
         self.top = max(at - room + 1, 0)
@@ -339,17 +342,18 @@ class Commands(_Typing):
             rows.append([("  no command matches now", "dim")])
         return [*rows, *[[]] * (min(self.most, room) - len(found))][: max(len(found), room) + 1]
 
-    def _choice(self) -> tuple[list[tuple[str, str, str]], int]:
-        """The matching commands, and the position of the chosen one."""
-        found = self.matching()
-        return found, found.index(self.chosen) if self.chosen in found else 0
+    def _at(self) -> int:
+        """The position of the chosen command in the list."""
+        return self.listed.index(self.chosen) if self.chosen in self.listed else 0
 
     def pressed(self, event: events.Key) -> None:
-        """Choose, filter the list, or give up."""
+        """Choose, filter the list, or give up. A marked command that has become impossible is not done."""
         moves = {"up": -1, "down": 1, "pageup": -8, "pagedown": 8, "tab": 1, "shift+tab": -1}
-        found, at = self._choice()
-        if event.key == "enter":
+        found, at = self.listed, self._at()
+        if event.key == "enter" and (not found or found[at] in self.matching()):
             self.settle(found[at][2] if found else None)
+        elif event.key == "enter":
+            self.draw()
         elif event.key in moves:
             self.chosen = found[min(max(at + moves[event.key], 0), len(found) - 1)] if found else None
             self.draw()

@@ -114,11 +114,35 @@ async def test_the_list_of_commands_changes_at_the_end(directory: Path) -> None:
         assert "stop" in {action for _, _, action in dialog.matching()}
         await on.press(*("down",) * (1 + [action for _, _, action in dialog.matching()].index("report") - 1))
         on.end(0)
-        await on.until(lambda: "stop" not in {action for _, _, action in dialog.matching()}, "the new list")
+        await on.until(lambda: "stop" not in {action for _, _, action in dialog.listed}, "the new list")
         assert {action for _, _, action in dialog.matching()}.isdisjoint(
             {"toggle_mode", "pause", "freeze", "type_line"}
         )
-        assert dialog.matching()[dialog._choice()[1]][2] == "report"
+        assert dialog.listed[dialog._at()][2] == "report"
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+@pytest.mark.parametrize("later", [[], ["a", "b", "c"], ["c", "b", "a"], ["c"]])
+async def test_enter_does_the_marked_command_or_none(tmp_path: Path, chosen: int, later: list[str]) -> None:
+    """The possible commands change without a new picture of the list."""
+    answers: list[str | None] = []
+
+    def commands(keys: list[str]) -> list[tuple[str, str, str]]:
+        return [(key, f"do {key}", f"action_{key}") for key in keys]
+
+    async with stage(tmp_path) as on:
+        possible = commands(["a", "b"])
+        dialog = Commands(lambda: possible, on.app.look)
+        on.app.push_screen(dialog, answers.append)
+        await on.until(lambda: any("do b" in row for row in dialog.box.text()), "the list")
+        await on.press(*("down",) * chosen)
+        possible = commands(later)
+        await on.press("enter")
+        if "ab"[chosen] in later:
+            await on.until(lambda: answers == [f"action_{'ab'[chosen]}"], "the answer")
+        else:
+            await on.until(lambda: not any("do a" in row for row in dialog.box.text()), "the new list")
+            assert not answers
 
 
 @pytest.mark.parametrize("opener", ["e", "slash", "question_mark", "r"])

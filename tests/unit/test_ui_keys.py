@@ -380,7 +380,7 @@ async def test_a_key_typed_into_the_list_of_commands_is_chosen_before_words(tmp_
             assert isinstance(palette, Commands)
             found = palette.matching()
             assert found[0][::2] == (key, action), "without the rule, a command with the letter in its words is first"
-            assert palette._choice()[1] == 0
+            assert palette._at() == 0
             assert len(found) > 1, "the words still count"
             await on.press("escape")
             await on.until(lambda: len(on.app.screen_stack) == 1, "the list to close")

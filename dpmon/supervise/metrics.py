@@ -18,7 +18,7 @@ from typing import NamedTuple
 from dpmon.cleaning import harmless
 from dpmon.record.fields import metrics_of
 from dpmon.record.schema import EVALUATION, EXPOSED, HELD, PHASES, QUANTITIES, STEP, WAIT, device_series
-from dpmon.run.destination import replaced
+from dpmon.run.destination import remove_parts, replaced
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.runs import short_name
 from dpmon.store.accounting import ACTIVITIES
@@ -74,6 +74,7 @@ class Metrics:
 
     def __init__(self, path: Path, directory: Path, warn: Callable[[str], None]) -> None:
         self._path = path
+        remove_parts(path)  # left by a supervisor that was killed during a write
         self._directory = directory
         self._info = load_info(directory)
         self._run = {"run": short_name(self._info)}

@@ -263,12 +263,12 @@ class Supervisor:
         asked = self._info.options.get("metrics")
         if not isinstance(asked, str) or "\0" in asked:
             return None
-        if self._info.boot_id != proc.boot_id():
-            # The directory may come from another machine. Then the run must not replace a file of this machine.
-            return None
-        from dpmon.supervise.metrics import Metrics, metrics_path
+        from dpmon.supervise.metrics import Metrics, is_of_run, metrics_path
 
-        return Metrics(metrics_path(asked, self._info), self._directory, warn)
+        path = metrics_path(asked, self._info)
+        if self._info.boot_id != proc.boot_id() and not is_of_run(path, self._info):
+            return None  # the directory may come from another machine: the run replaces no file here but its own
+        return Metrics(path, self._directory, warn)
 
     def _find_ending(self, command: WatchedCommand) -> ExitInfo:
         """Find out how the command ended, and why. Record it at once, before any work that may fail or take long."""

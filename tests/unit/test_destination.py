@@ -213,7 +213,23 @@ def test_a_long_file_name_can_be_written(directory: Path, tmp_path: Path) -> Non
     assert target.stat().st_size
 
 
-@pytest.mark.parametrize(("boot", "before"), [("another", None), ("another", "precious\n"), ("this", None)])
+def test_the_end_of_a_run_is_written_after_a_restart_of_the_machine(state: Path, tmp_path: Path) -> None:
+    target = tmp_path / "it.prom"
+    directory = keep({}, status=None, boot_id="another", options={"metrics": str(target)})
+    Metrics(target, directory, print).tick(100.0)
+    metrics = Supervisor(directory)._metrics(print)
+    assert metrics is not None
+    metrics.end(ExitInfo(None, None, 1.7e9, 5, 5.0, "supervisor"))
+    (line,) = [line for line in target.read_text().splitlines() if line.startswith("dpmon_run_running{")]
+    assert line.endswith(" 0")
+
+
+OF_ANOTHER = '# HELP dpmon_run_info The run.\ndpmon_run_info{id="another run"} 1\n'
+
+
+@pytest.mark.parametrize(
+    ("boot", "before"), [("another", None), ("another", "precious\n"), ("another", OF_ANOTHER), ("this", None)]
+)
 def test_a_directory_from_another_machine_replaces_no_file(
     state: Path, tmp_path: Path, boot: str, before: str | None
 ) -> None:

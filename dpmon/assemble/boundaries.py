@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dpmon.assemble.nesting import LEARNS
+from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Span
 
 
 class OpenStep:
     """A step that has not ended."""
 
-    __slots__ = (*("backward", "calls", "evaluated", "first_call", "last_evaluated", "module", "only_evaluates"),)
+    __slots__ = (
+        *("backward", "calls", "evaluated", "first_call", "last_evaluated", "module", "only_evaluates", "part"),
+    )
 
     def __init__(self) -> None:
         self.calls = 0
@@ -23,6 +26,8 @@ class OpenStep:
         """When its first call began."""
         self.evaluated: set[int] = set()
         """Modules of all evaluation calls."""
+        self.part: StepTotals | None = None
+        """Totals of its recorded part; None while all its blocks are held."""
 
     def called(self, call: Span, module: int) -> bool:
         """Add a call of `module`; return whether the call trains or records gradients."""

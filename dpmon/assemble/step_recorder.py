@@ -11,7 +11,7 @@ from dpmon.assemble.device_times import Pending, Sampling, Waiting
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, PRIMITIVES, QUANTITY_OF, Block, Inner
 from dpmon.assemble.sampled_collectives import SampledCollectives
-from dpmon.assemble.step_totals import StepTotals
+from dpmon.assemble.step_totals import MAX_TIMED, StepTotals
 from dpmon.record.history_rows import CallRow
 from dpmon.record.kinds import MAX_SPANS
 from dpmon.record.names import Untimed
@@ -61,9 +61,9 @@ class StepRecorder:
         if totals.timed or totals.skipped:
             self.sampling.step(max(end - start, 0), not totals.skipped)
 
-    def totals(self, items: Iterable[Item]) -> StepTotals:
-        """Record the items of the open step; return what they add up to."""
-        totals = self._totals = StepTotals()
+    def totals(self, items: Iterable[Item], part: StepTotals | None = None) -> StepTotals:
+        """Record items of the open step; return what they and its recorded `part` add up to."""
+        totals = self._totals = part or StepTotals()
         self._step = self.number + 1
         times, spans, thread = totals.times, totals.spans, self.thread
         for item in items:
@@ -101,6 +101,7 @@ class StepRecorder:
                 totals.stepped = totals.stepped or (kind == Kind.OPTIMIZER and not totals.failed)
         if len(spans) > MAX_SPANS:
             totals.bound_spans()
+        del totals.timed[MAX_TIMED + 1 :]
         self._composer.flush_all()
         return totals
 

@@ -21,7 +21,7 @@ from dpmon.record.spans import Flag, Kind, Span
 STALE_STEPS = 64
 """A loader no longer counts after more than this many steps of the loop's last optimizer without a fetch."""
 MAX_HELD = 1 << 14
-"""Most held blocks. A longer step is divided."""
+"""Most held blocks. A longer step is recorded in parts and cannot be taken again."""
 
 BY_OPTIMIZER, BY_BACKWARD, BY_CALL = range(3)
 _OPENS = (Kind.SCATTER, Kind.REPLICATE)
@@ -116,7 +116,7 @@ class StepRules:
         if self.held and event.fill in ("next", "last"):
             self._hold(event)
             return
-        self._recorder.event(event, self._recorder.number + bool(self.held))
+        self._recorder.event(event, self._recorder.number + bool(self.held or self._step.part))
         self._closed([], False)
 
     def fetches(self, since: int) -> None:
@@ -143,7 +143,7 @@ class StepRules:
             self._drop_open()
             return
         items, self.held = self.held, []
-        totals = self._recorder.totals(items)
+        totals = self._recorder.totals(items, self._step.part)
         if not totals.failed and not (cut_off and totals.unfinished):
             self._recorder.step(totals, self._start, self._last)
         self._closed([], True)
@@ -189,6 +189,7 @@ class StepRules:
     def _drop_open(self) -> None:
         """Release the held items, which belong to no step."""
         self._open = self._fetched = False
+        self._step = OpenStep()
         if not self.held:
             return
         items, self.held = self.held, []
@@ -200,7 +201,6 @@ class StepRules:
                 recorder.of_others(item)
             elif item[0].kind == Kind.MEMORY:
                 recorder.note_memory_look(item[0].site, recorder.number)
-        self._step = OpenStep()
         self._closed(items, False)
 
     # ------------------------------------------------------------------------------------------ without a loader
@@ -254,7 +254,7 @@ class StepRules:
             if module not in self._learned:
                 self._learned |= {module}
                 fresh = fresh or module in step.evaluated
-        if not fresh or self._fetched or self._anew:
+        if not fresh or self._fetched or self._anew or self._step.part:
             return False
         self._take_anew()
         return True
@@ -301,7 +301,7 @@ class StepRules:
         self._rule = BY_OPTIMIZER
         if not ended or not self._step.calls:
             return
-        if anew and self._anew < 2:
+        if anew and self._anew < 2 and not self._step.part:
             self._another = True
             if not self._anew:
                 self._take_anew()
@@ -315,7 +315,7 @@ class StepRules:
     def _take_anew(self) -> None:
         """Take all held items again under the changed rule or cycle."""
         before = self._before
-        if not self.held:
+        if not self.held or self._step.part:
             return
         items, self.held = self.held, []
         self._open, self._start, self._last = before.opened, before.start, before.last
@@ -377,17 +377,14 @@ class StepRules:
 
     def _close(self, end: int) -> None:
         items, self.held = self.held, []
-        self._recorder.step(self._recorder.totals(items), self._start, end)
+        self._recorder.step(self._recorder.totals(items, self._step.part), self._start, end)
         self._closed(items, True)
         self._step = OpenStep()
 
     def _bound(self) -> None:
-        """Divide a step that is too long."""
+        """Record the held items of a step that is too long."""
         if len(self.held) <= MAX_HELD:
             return
-        fetched, at = self._fetched, self._last
-        if self._step.calls:
-            self._close(at)
-        else:
-            self._drop_open()
-        self._open, self._fetched, self._start = True, fetched, at
+        items, self.held = self.held, []
+        self._step.part = self._recorder.totals(items, self._step.part)
+        self._closed(items, False)

@@ -10,8 +10,8 @@ from dpmon.record.names import Untimed
 from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
 
 _IN_ORDER = tuple((name, SPAN_PHASES.index(name)) for name in STEP_PHASES[:-1])
-_MAX_TIMED = 4096
-"""Most spans with device times in one step."""
+MAX_TIMED = 4096
+"""Most spans with device times in one step. With more, the step has no device times."""
 
 
 class StepTotals(PhaseSums):
@@ -96,7 +96,7 @@ class StepTotals(PhaseSums):
     def _slots(self) -> tuple[Slots, int]:
         """Return the spans that add up to the device time of each phase, and the reason for missing times."""
         slots: Slots = [[] for _ in SPAN_PHASES]
-        if len(self.timed) > _MAX_TIMED:
+        if len(self.timed) > MAX_TIMED:
             return slots, Untimed.TOO_MANY
         for number, phase, around in self.timed:
             if phase < len(slots):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pretend import MS, Script, assembled, decoded
 
-from dpmon.assemble import Assembler
+from dpmon.assemble import Assembler, step_rules
 from dpmon.record.kinds import UNTIMED, Call
 from dpmon.record.names import Untimed
 from dpmon.record.spans import Flag, Kind, Span
@@ -293,6 +293,21 @@ def test_device_times_of_a_data_parallel_call() -> None:
     (call,) = assembled(script).calls
     assert [phase.device_ms for phase in call.phases.values()] == [1.0, 2.0, 5.0, 6.0]
     assert [one.device_ms for one in call.replicas] == [4.0, 3.0]
+
+
+@pytest.mark.parametrize(("calls", "forward", "why"), [(10, 10.0, Untimed.NO_EVENT), (5000, None, Untimed.TOO_MANY)])
+def test_device_times_of_a_step_that_is_recorded_in_parts(
+    monkeypatch: pytest.MonkeyPatch, calls: int, forward: float | None, why: int
+) -> None:
+    monkeypatch.setattr(step_rules, "MAX_HELD", 3)
+    script = Script()
+    net = script.model()
+    script.fetch()
+    for _ in range(calls):
+        script.call(net, timed=True)
+        script.times(script.spans[-1], 0, 1.0)
+    (step,) = assembled(script).steps
+    assert (step.device_ms["forward"], step.untimed) == (forward, UNTIMED[why])
 
 
 def test_a_step_without_its_device_times_holds_back_all_later_steps() -> None:

@@ -11,7 +11,6 @@ from synthetic import kind_of
 
 from dpmon.assemble import Assembler
 from dpmon.assemble.device_times import MAX_GROUPS
-from dpmon.assemble.step_rules import MAX_HELD
 from dpmon.record.kinds import Step
 from dpmon.record.spans import Kind
 
@@ -233,13 +232,24 @@ def test_a_module_that_is_called_no_more_ends_no_steps() -> None:
     assert len(result.steps) > 400
 
 
-def test_a_step_that_is_too_long_to_be_held_is_divided() -> None:
+def test_a_step_that_is_too_long_to_be_held() -> None:
     script = Script().play(("d " + "f=0.01 " * 20_000 + "b o ") * 2)
     payloads = in_portions(script, [])
     assert in_portions(script, [17_000, 30_000]) == payloads
     result = decoded(payloads)
-    assert result.shape() == [(8, "df", MAX_HELD), (8, "fbo", 20_000 - MAX_HELD)] * 2
+    assert result.shape() == [(8, FETCHED, 20_000)] * 2
     check(result)
+
+
+def test_a_step_without_a_loader_that_is_too_long_to_be_held() -> None:
+    result = of("m " + ("f=0.01 " * 20_000 + "b o ") * 3)
+    assert result.shape()[-2:] == [(8, LEARN, 20_000)] * 2
+    check(result)
+
+
+def test_a_long_rollout_without_gradients_is_part_of_its_step() -> None:
+    result = of(("d " + "e=0.01 " * 20_000 + "l ") * 3)
+    assert result.shape() == [(8, FETCHED, 20_001)] * 3
 
 
 # ------------------------------------------------------------------------------------------ threads

@@ -22,6 +22,7 @@ from sizes import reached, size
 from spans import Children, Training, everything, opened
 from synthetic import host_event, kind_of
 
+from dpmon.assemble import step_rules
 from dpmon.assemble.assembler import Assembler
 from dpmon.export import history
 from dpmon.record.history_rows import Row
@@ -226,9 +227,13 @@ def varied(training: Training, chance: random.Random) -> Iterator[None]:
     training.end()
 
 
+@pytest.mark.parametrize("held", [3, step_rules.MAX_HELD])
 @pytest.mark.parametrize("seed", range(size(4, 40)))
-def test_takeovers_repeat_nothing_and_keep_every_call(state: Path, seed: int) -> None:
-    """Only the steps that were open may be lost or divided otherwise."""
+def test_takeovers_repeat_nothing_and_keep_every_call(
+    state: Path, monkeypatch: pytest.MonkeyPatch, seed: int, held: int
+) -> None:
+    """Also if steps are recorded in parts. Only the steps that were open may be lost or divided otherwise."""
+    monkeypatch.setattr(step_rules, "MAX_HELD", held)
     kills = 0
     chance = random.Random(seed)
     runs = Run(), Run()

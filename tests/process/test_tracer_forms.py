@@ -167,6 +167,45 @@ def test_a_step_has_the_mode_of_what_is_composed_inside_its_model(tmp_path: Path
     assert [step.mode for step in run.steps()] == ["dp"] * 4
 
 
+SHORT = """
+import torch
+from torch.nn.parallel import gather, parallel_apply, replicate, scatter
+model = torch.nn.Linear(4, 1)
+for rows in (4, 4, 1):
+    given = scatter((torch.ones(rows, 4),), [0, 1])
+    gather(parallel_apply(replicate(model, [0, 1])[:len(given)], given), 0)
+"""
+
+
+def test_a_short_batch_leaves_a_device_idle(tmp_path: Path) -> None:
+    run = traced(tmp_path, SHORT)
+    assert [(call.devices, rows(call)) for call in run.calls()] == [
+        (("cpu:0", "cpu:1"), [2, 2]),
+        (("cpu:0", "cpu:1"), [2, 2]),
+        (("cpu:0", "cpu:1"), [1]),
+    ]
+    assert len(run.events("mode")) == 1
+
+
+NAMED = """
+import contextlib
+import torch
+from torch.nn.parallel import parallel_apply
+model = torch.nn.Linear(4, 1)
+named = [{"input": torch.ones(3, 4, device="meta")}] * 2
+for given in ((named,), ([{}, {}],), ([{}, {}], [0, 1])):
+    with contextlib.suppress(Exception):
+        parallel_apply([model] * 2, [()] * 2, *given)
+"""
+
+
+def test_devices_of_a_composed_call_are_not_invented(tmp_path: Path) -> None:
+    run = traced(tmp_path, NAMED, mode="script")
+    assert run.complaints == []
+    assert [call.devices for call in run.calls()] == [("meta",) * 2, ("unknown",) * 2, ("cuda:0", "cuda:1")]
+    assert "its device is unknown" in run.calls()[1].absent["device_ms"]
+
+
 BROKEN = """
 import torch
 from dpmon.tracer.calls.sites import Sites

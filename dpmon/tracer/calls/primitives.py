@@ -23,7 +23,16 @@ from dpmon.tracer.core.session import Memo, Session
 from dpmon.tracer.core.sizes import device_in, leaves
 from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.modes.decision import Modes
-from dpmon.tracer.modes.virtual import PRIMITIVES, REPLICATE, SCATTER, SCATTER_KWARGS, Originals
+from dpmon.tracer.modes.virtual import (
+    BROADCAST_APPLY,
+    PARALLEL_APPLY,
+    PRIMITIVES,
+    REPLICATE,
+    SCATTER,
+    SCATTER_APPLY,
+    SCATTER_KWARGS,
+    Originals,
+)
 from dpmon.tracer.steps.recorder import Recorder
 
 KIND_OF = (*PRIMITIVES, Kind.SCATTER, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER)
@@ -31,6 +40,16 @@ KIND_OF = (*PRIMITIVES, Kind.SCATTER, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER)
 _OURS = frozenset((Kind.CALL, Kind.WRAPPED))
 _MOVING = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
 MAX_SITES = 256
+_DEVICES = {
+    SCATTER_KWARGS: (2, "target_gpus"),
+    SCATTER: (1, "target_gpus"),
+    SCATTER_APPLY: (0, ""),
+    REPLICATE: (1, "devices"),
+    BROADCAST_APPLY: (0, ""),
+    PARALLEL_APPLY: (3, "devices"),
+}
+"""Position and name of the argument for the devices, by index in `Originals.all`."""
+_UNKNOWN = "unknown"
 _OUTSIDE = frozenset((0, Kind.FETCH, Kind.CALL, Kind.OPTIMIZER, Kind.COPY))
 """Spans in which the script's own code runs."""
 
@@ -130,6 +149,8 @@ class Compositions:
             virtual = self.modes.composed_devices()
             if virtual is not None:
                 function = virtual.primitives[number]
+            if number in _DEVICES and (kind == Kind.SCATTER or not me.offered):
+                me.offered = _offered(*_DEVICES[number], args, kwargs)
             if records and kind == Kind.PARALLEL_APPLY:
                 records = False
                 found = self._begins(me, virtual, args, kwargs) if session.ready() else None
@@ -165,6 +186,8 @@ class Compositions:
         recorder, modes = self.recorder, self.modes
         modules = args[0] if args else kwargs.get("modules")
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+        named = args[2] if len(args) > 2 else kwargs.get("kwargs_tup")
+        devices, me.offered = me.offered, ()
         if not (isinstance(modules, (list, tuple)) and modules and isinstance(inputs, (list, tuple))):
             return None
         if me.inside == 0:
@@ -175,19 +198,18 @@ class Compositions:
                 self.sites.forget()
         elif me.inside == Kind.CALL and me.root is not None:
             self.sites.splits_itself(me.root)
-        site = self._site(modules, inputs, virtual)
+        if virtual is not None:
+            devices = tuple(f"cpu:{i}" for i in range(max(len(devices), len(modules))))
+        elif len(devices) < len(modules):
+            devices = tuple(device_in(given) or _UNKNOWN for given in zip(inputs, named or inputs, strict=False))
+        site = self._site(name_of(modules[0]), devices, virtual)
         grad = torch.is_grad_enabled()  # a function has no training mode: enabled gradients count as training
         training = in_training_mode(modules[0]) if isinstance(modules[0], torch.nn.Module) else grad
         head = site.head | (Flag.TRAINING * training | Flag.GRAD * grad) << FLAGS_AT
         return ReplicaWatch(recorder, me, site, strict=False), head
 
-    def _site(self, modules: Any, inputs: Any, virtual: Any) -> Site:
+    def _site(self, root: str, devices: tuple[str, ...], virtual: Any) -> Site:
         modes = self.modes
-        root = name_of(modules[0])
-        if virtual is not None:
-            devices = tuple(f"cpu:{i}" for i in range(len(modules)))
-        else:
-            devices = tuple(device_in(given) or "cpu" for given in inputs)
         known = self._sites.get((root, devices))
         if known is not None and known[0] == modes.serial:
             return known[1]
@@ -197,12 +219,22 @@ class Compositions:
         site = Site(self, modes.for_composed(devices, virtual), "data_parallel", lambda _: None)
         site.root, site.kind = root, Kind.PARALLEL_APPLY
         site.number = self.sites.models.of(site)[1]
+        if _UNKNOWN in devices:
+            site.absent = {"device_ms": "a replica got no tensor, so its device is unknown"}
         if site.gpus:
             self.sites.on_gpus()
         site.head = self.sites.head(site, site.plan)
         modes.announce(root, site.plan)
         self._sites[root, devices] = modes.serial, site
         return site
+
+
+def _offered(at: int, name: str, args: Any, kwargs: Any) -> tuple[str, ...]:
+    """Return the devices in the argument `name`, at position `at`; none if it holds none."""
+    found = args[at] if len(args) > at else kwargs.get(name)
+    if not isinstance(found, (list, tuple, range)) or None in found:
+        return ()
+    return tuple(f"cuda:{device}" if isinstance(device, int) else str(device) for device in found)
 
 
 def _scattered(number: int, args: Any, kwargs: Any) -> list[object]:

@@ -11,7 +11,7 @@ from dpmon.span_ring import Word
 class Thread:
     """The state of one thread."""
 
-    __slots__ = ("head", "inside", "noted", "number", "root", "split", "steps", "tried", "word")
+    __slots__ = ("head", "inside", "noted", "number", "offered", "root", "split", "steps", "tried", "word")
 
     def __init__(self, number: int) -> None:
         self.head = number << THREAD_AT
@@ -25,6 +25,8 @@ class Thread:
         """The bare root that is being called."""
         self.split: Any = None
         """The call over several devices that this thread runs."""
+        self.offered: tuple[str, ...] = ()
+        """The devices that the script passed to scatter or replicate since the last composed call."""
         self.steps: list[tuple[int, int, int, Any, int]] = []
         """Unfinished optimizer steps: enclosing kind, first word of the span, start, device times, number."""
         self.tried: Any = None

@@ -202,9 +202,24 @@ def _warning(data: Mapping[str, object]) -> WarningText | None:
 
 
 def newest_wrappers(records: Iterable[Mapping[str, object]]) -> tuple[Wrapper, ...]:
-    """The newest record of each wrapper, from a run's `ddp` records in order."""
-    newest = {(whole_in(data, "process"), whole_in(data, "wrapper")): data for data in records}
-    return _without_none(map(wrapper, newest.values()))
+    """The newest record of each wrapper, from a run's `ddp` records in order; `all_used` covers all its records."""
+    of_each: dict[tuple[int | None, int | None], list[Mapping[str, object]]] = {}
+    for data in records:
+        of_each.setdefault((whole_in(data, "process"), whole_in(data, "wrapper")), []).append(data)
+    found = ((wrapper(each[-1]), _all_used(each)) for each in of_each.values())
+    return tuple(one._replace(all_used=count) for one, count in found if one is not None)
+
+
+def _all_used(records: Iterable[Mapping[str, object]]) -> int:
+    """In how many iterations all parameters were used; 0 if one was unused in any, or if torch cannot tell."""
+    iterations = set()
+    for data in records:
+        size, absent = whole_in(data, "unused_bytes"), data.get("absent")
+        if size or (isinstance(absent, Mapping) and "unused_bytes" in absent):
+            return 0
+        if size == 0:
+            iterations.add(whole_in(data, "iteration"))
+    return len(iterations - {None})
 
 
 def wrapper(data: Mapping[str, object]) -> Wrapper | None:

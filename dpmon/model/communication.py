@@ -52,8 +52,11 @@ class Wrapper(NamedTuple):
     """Why its synchronised passes have no times."""
     group: tuple[int, ...] | None = None
     """The ranks that average their gradients, in order."""
-    all_used: bool = False
-    """In a `Communication`: whether all ranks used all parameters in the last iterations that torch timed."""
+    all_used: int = 0
+    """Number of recorded iterations in which all parameters were used; 0 if one was unused in any, or if it is unknown.
+
+    In a `Communication`, the least of all ranks.
+    """
 
     @property
     def waits_in_forward(self) -> bool:
@@ -196,7 +199,7 @@ def communication(
         return None
     first = min(wrappers, key=lambda one: (one.rank is None, one.rank or 0, one.process), default=None)
     own = [
-        one._replace(all_used=all(other.unused_bytes == 0 for other in wrappers if other.number == one.number))
+        one._replace(all_used=min(other.all_used for other in wrappers if other.number == one.number))
         for one in wrappers
         if first is not None and one.process == first.process
     ]

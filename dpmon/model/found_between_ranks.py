@@ -22,6 +22,8 @@ LARGE_BYTES = 1 << 20
 AVERAGED_TIMES = 1.5
 """Fewest synchronised passes per step with an optimizer step. A script that skips some optimizer steps (overflows of
 mixed precision) stays below."""
+MIN_ALL_USED = 3
+"""Fewest iterations in which all parameters were used: a single one may be an exception."""
 _SMALL = 0.05
 """Weight of a finding if the lost time is unknown."""
 _BUCKETS_NAMED = 4
@@ -160,13 +162,13 @@ def _accumulation(found: Communication) -> Iterator[Finding]:
 
 def _unused(found: Communication) -> Iterator[Finding]:
     for one in found.wrappers:
-        if one.find_unused_parameters and one.all_used and found.steps >= MIN_STEPS:
+        if one.find_unused_parameters and one.all_used >= MIN_ALL_USED and found.steps >= MIN_STEPS:
             named = f" of {one.root}" if len(found.wrappers) > 1 else ""
             yield Finding(
                 "unused",
                 f"find_unused_parameters{named} is on, although every parameter is used.",
-                f"0 bytes unused in the last iteration that torch checked ({group(one.iteration)});"
-                f" {count_of(found.steps, 'step')}",
+                f"0 bytes unused in {count_of(one.all_used, 'iteration')} checked by torch, up to iteration"
+                f" {group(one.iteration)}; {count_of(found.steps, 'step')}",
                 "find_unused_parameters=False, if every step uses them all: it saves a search of the graph in each",
                 _SMALL,
             )

@@ -357,16 +357,37 @@ def test_several_averages_for_one_step_of_the_optimizer_are_found() -> None:
     assert found_in([rank(number, 0.1, synced=50, unsynced=150, optimized=50) for number in range(2)]) == []
 
 
-@pytest.mark.parametrize("sizes", [(0, 0), (0, 4), (4, 0), (None, 0)])
-def test_a_search_for_unused_parameters_is_found_where_no_rank_has_any(sizes: tuple[int | None, ...]) -> None:
+def searched(
+    *unused: int | None, rank: int = 0, iterations: tuple[int, ...] = (100, 200, 300), **more: Any
+) -> tuple[Wrapper, ...]:
+    """Return a wrapper that searches for unused parameters; `unused`: bytes in each iteration."""
     records = [
-        ddp_event(number, 2, find_unused_parameters=True, unused_bytes=size, iteration=300)
-        for number, size in enumerate(sizes)
+        ddp_event(rank, 2, find_unused_parameters=True, unused_bytes=size, iteration=iteration, **more)
+        for size, iteration in zip(unused, iterations, strict=True)
     ]
-    found = found_in(EVEN, *newest_wrappers(record.data for record in records))
-    assert [one.kind for one in found] == (["unused"] if sizes == (0, 0) else [])
-    for one in found:
-        assert one.ground == "0 bytes unused in the last iteration that torch checked (300); 200 steps"
+    return newest_wrappers(record.data for record in records)
+
+
+def test_a_search_for_unused_parameters_is_found_where_there_are_none() -> None:
+    (found,) = found_in(EVEN, *searched(0, 0, 0), *searched(0, 0, 0, rank=1))
+    assert found.kind == "unused"
+    assert found.ground == "0 bytes unused in 3 iterations checked by torch, up to iteration 300; 200 steps"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *(searched(*sizes) for sizes in [(0, 0, 4), (4, 0, 0), (None, 0, 0), (None, None, None)]),
+        searched(0, 0, 4, rank=1),
+        searched(0, iterations=(300,)),
+        searched(0, 0, 0, iterations=(100, 300, 300)),
+        searched(0, 0, 0, absent={"unused_bytes": "this version of torch adds it up over iterations"}),
+    ],
+)
+def test_a_search_for_unused_parameters_that_may_find_some_is_not_found(other: tuple[Wrapper, ...]) -> None:
+    """An unused parameter in one iteration of one rank is enough; so are fewer than three different iterations."""
+    first = searched(0, 0, 0) if other[0].rank else ()
+    assert found_in(EVEN, *first, *other) == []
 
 
 @pytest.mark.parametrize(
@@ -375,7 +396,7 @@ def test_a_search_for_unused_parameters_is_found_where_no_rank_has_any(sizes: tu
         ([rank(0, 5.0), rank(1, 0.0, slowest=180)], {}),
         ([rank(0, 0.1, exposed_ms=5.0), rank(1, 0.1, exposed_ms=5.0)], {"bucket_bytes": (1 << 20,)}),
         ([rank(number, 0.1, synced=200, optimized=50) for number in range(2)], {}),
-        (EVEN, {"find_unused_parameters": True, "unused_bytes": 0}),
+        (EVEN, {"find_unused_parameters": True, "all_used": 3}),
     ],
 )
 def test_nothing_is_found_from_too_few_steps(ranks: list[RankTimes], own: dict[str, Any]) -> None:

@@ -11,9 +11,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TextIO, TypeVar
 
 from dpmon.errors import DpmonError
+
+_Made = TypeVar("_Made")
 
 _TRIES = 100
 # Both run in a process of their own at a lower priority: millions of records would block the screen's thread.
@@ -41,22 +46,25 @@ class JobError(DpmonError):
     """A job failed; the text is one sentence for the user."""
 
 
-def _new(name: str, ending: str, directory: Path, *, folder: bool = False) -> Path:
-    """Make a file or a folder with the first free name `NAME-HHMMSS.ENDING`. Raises JobError."""
+def _new(name: str, ending: str, directory: Path, make: Callable[[Path], _Made]) -> tuple[Path, _Made]:
+    """Call `make` with the first free path `NAME-HHMMSS.ENDING`; returns the path and its result. Raises JobError."""
     stamp = time.strftime("%H%M%S")
     problem = "too many files with this name exist"
     for place in (Path.cwd(), directory.absolute()):
         for number in range(_TRIES):
             path = place / f"{name}-{stamp}{f'-{number}' if number else ''}.{ending}"
             try:
-                path.mkdir(0o700) if folder else path.touch(0o600, exist_ok=False)
-                return path
+                return path, make(path)
             except FileExistsError:
                 continue
             except OSError as error:
                 problem = error.strerror or str(error)
                 break
     raise JobError(f"no file can be written here: {problem}")
+
+
+def _file(path: Path) -> TextIO:
+    return open(path, "x", encoding="utf-8", opener=partial(os.open, mode=0o600))
 
 
 def shown(path: Path) -> str:
@@ -68,9 +76,10 @@ def shown(path: Path) -> str:
 
 def save(text: str, name: str, ending: str, directory: Path) -> str:
     """Write `text` into a new file; returns its path."""
-    path = _new(name, ending, directory)
+    path, file = _new(name, ending, directory, _file)
     try:
-        path.write_text(text, encoding="utf-8")
+        with file:
+            file.write(text)
     except OSError as error:
         path.unlink(missing_ok=True)
         raise JobError(f"{shown(path)} cannot be written: {error.strerror}") from None
@@ -79,7 +88,11 @@ def save(text: str, name: str, ending: str, directory: Path) -> str:
 
 def export(directory: Path, name: str, form: str) -> str:
     """Write all records of the run in one of the formats of ENDINGS; returns path and size."""
-    path = _new(name, ENDINGS[form], directory, folder=form == "csv")
+    if form == "csv":
+        path, _ = _new(name, ENDINGS[form], directory, lambda path: path.mkdir(0o700))
+    else:
+        path, file = _new(name, ENDINGS[form], directory, _file)
+        file.close()
     try:
         _in_subprocess(_EXPORT, "the export", str(directory.absolute()), form, str(path))
     except JobError:

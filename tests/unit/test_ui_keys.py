@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kept import keep
@@ -189,6 +190,26 @@ def test_an_export_makes_new_files(state: Path) -> None:
     jobs.export(run, "trace", "perfetto")
     (path,) = Path.cwd().glob("trace-*.trace.json")
     assert json.loads(path.read_text())
+
+
+def test_a_picture_goes_into_the_file_that_was_made(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process puts a link in the place of the new file."""
+    other, real = Path("other"), os.open
+    other.write_text("not dpmon's")
+
+    def replaced_at_once(path: Any, *args: Any, **kwargs: Any) -> int:
+        fd = real(path, *args, **kwargs)
+        if Path(path).suffix == ".txt" and not Path(path).is_symlink():
+            Path(path).rename("made")
+            Path(path).symlink_to(other.absolute())
+        return fd
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", replaced_at_once)
+        jobs.save("a picture", "picture", "txt", state)
+    assert Path("made").read_text() == "a picture"
+    assert Path("made").stat().st_mode & 0o777 == 0o600
+    assert other.read_text() == "not dpmon's"
 
 
 async def test_a_report_is_shown_to_be_read(state: Path) -> None:

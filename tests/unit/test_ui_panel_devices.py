@@ -84,6 +84,16 @@ def test_a_gpu_is_called_what_the_run_calls_it_where_that_differs() -> None:
     assert rows_text(panel_devices.devices(scene, 76, 9, LOOK))[0].startswith(" 0 cuda:3 ")
 
 
+@pytest.mark.parametrize("width", [36, 76, 116])
+def test_a_sample_with_members_of_other_types_is_shown(width: int) -> None:
+    scene = gpu_scene(2, processes=[5], absent=[1], ordinals=[7], throttle=[3, 4])
+    rows = rows_text(panel_devices.devices(scene, width, 12, LOOK))
+    assert any(row.startswith("clocks held down 3:  0  1; 4:") for row in rows)
+    text = "\n".join(rows_text(panel_devices.zoomed(scene, width, 60, LOOK)))
+    assert re.search("held down by +3, 4", text)
+    assert "processes" in text
+
+
 @pytest.mark.parametrize(
     ("absent", "shown"),
     [

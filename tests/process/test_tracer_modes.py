@@ -250,6 +250,24 @@ def test_the_rank_is_in_the_record(refusing: Traced) -> None:
     assert {call.rank for call in refusing.calls()} == {0}
 
 
+TRANSFORMED = """
+import torch
+from torch.func import functional_call, grad
+model = torch.nn.Linear(4, 2)
+weights = dict(model.named_parameters())
+for _ in range(3):
+    grad(lambda given: functional_call(model, given, (torch.ones(6, 4),)).sum())(weights)
+"""
+
+
+def test_dp_is_refused_inside_a_transform(tmp_path: Path) -> None:
+    run = traced(tmp_path, TRANSFORMED, replicas=2)
+    assert [call.mode for call in run.calls()] == ["single"] * 3
+    (event,) = run.events("mode")
+    assert "torch.func" in event.data["refused"]
+    assert len(run.complaints) == 1
+
+
 def test_with_mode_script_requests_are_refused(tmp_path: Path) -> None:
     steered = Steered(tmp_path, "toggled", mode="script")
     steered.step(2)

@@ -74,6 +74,8 @@ def unsplittable(module: torch.nn.Module) -> str | None:
     unfit = unreplicable(module)
     if unfit is not None:
         return unfit
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # inside torch.func.grad, vmap or the like
+        return "it runs inside a transform of torch.func"
     if any(isinstance(inner, torch.nn.parallel.DistributedDataParallel) for inner in modules_of(module)):
         return "it holds a DistributedDataParallel of its own"
     devices = devices_of(module)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import weakref
 from typing import Any
 
 import pytest
@@ -214,6 +216,24 @@ def test_a_capture_is_known_from_begin_to_end() -> None:
     del one
     assert not captures
     assert (Kind.capture_begin.__name__, Kind.capture_end.__name__) == ("capture_begin", "capture_end")
+
+
+def test_an_exception_of_a_signal_handler_reaches_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        def capture_begin(self) -> None: ...
+        def capture_end(self) -> None: ...
+
+    def handler(*_: object) -> None:
+        raise TimeoutError("the script's own")
+
+    watch_captures([Graph])
+    monkeypatch.setattr(weakref, "ref", lambda *_: signal.raise_signal(signal.SIGUSR1))
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(TimeoutError, match="the script's own"):
+            Graph().capture_begin()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_device_that_is_far_behind_has_all_or_no_phases_of_a_step_timed() -> None:

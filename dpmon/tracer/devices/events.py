@@ -22,12 +22,22 @@ import torch
 
 from dpmon.record.names import Untimed
 from dpmon.tracer.core.frames import followed
+from dpmon.tracer.core.session import raise_from_signal
 
 MAX_PENDING = 256
 """Most phases of a device that wait for their times. No step begins to be timed while half of them wait."""
 _cuda: Any = torch.cuda  # its type hints differ between versions of torch
 MAX_FAULTS = 3
 MAX_STREAMS = 256
+
+
+class _SuppressedFaults(suppress):
+    """Suppresses our faults, but no exception that a signal handler of the script raised."""
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+        if error is not None:
+            raise_from_signal(error)
+        return bool(super().__exit__(kind, error, traceback))
 
 
 def watch_captures(kinds: Iterable[Any]) -> dict[int, weakref.ref[object]]:
@@ -38,7 +48,7 @@ def watch_captures(kinds: Iterable[Any]) -> dict[int, weakref.ref[object]]:
     the state of the current stream. A deleted graph no longer counts, even if its capture never ended.
     """
     graphs: dict[int, weakref.ref[object]] = {}
-    guard = suppress(Exception)
+    guard = _SuppressedFaults(Exception)
 
     def begins(graph: object, *_: object, **__: object) -> None:
         key = id(graph)

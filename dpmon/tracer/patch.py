@@ -140,7 +140,7 @@ def install() -> None:
     Copies(session, recorder).install()
     gradients.install()
     roots.listen()
-    with session.guarded("startup", fatal=False):
+    with session.guarded("startup of the process", fatal=False):
         startup.install()
     roots.watch()
     queued = getattr(torch.cuda, "_queued_calls", None)  # torch runs these when it initialises CUDA
@@ -148,7 +148,7 @@ def install() -> None:
         queued += [(cuda_starting.set, []), (sites.all_may_move, [])]
     parts = (session, recorder, optimizers, modes, sites, compositions, memory, loaders, gradients, collectives)
     _at_the_end(session, recorder, memory, loaders, collectives, [part.reset for part in parts])
-    with session.guarded("dynamo", fatal=False):  # at worst, torch.compile tries a model with graph breaks once more
+    with session.guarded("torch.compile", fatal=False):  # else it tries a model with graph breaks once more
         hide_from_dynamo()
 
 
@@ -168,7 +168,7 @@ def _constructing(original: Function, modes: Modes, calls: CallTracer) -> Functi
         if type(wrapper) is not torch.nn.DataParallel:
             calls.adopt(type(wrapper))
 
-    return followed(original, modes.session.guarded("construct"), made)
+    return followed(original, modes.session.guarded("new DataParallel"), made)
 
 
 def _no_interrupt(number: int, frame: object) -> None:
@@ -205,7 +205,7 @@ def _at_the_end(
 
     def end() -> None:
         for part in (collectives, loaders, recorder):
-            with session.guarded("exit"):
+            with session.guarded("end of the process"):
                 part.at_exit()
         try:
             ending = uncaught(rank_and_world()[0])
@@ -214,12 +214,12 @@ def _at_the_end(
         except KeyboardInterrupt:  # from the user, for the script
             raise
         except BaseException as error:  # noqa: BLE001 - the interpreter is ending
-            session.fault("ending", error)
+            session.fault("exception that ends the process", error)
 
     def at_exit() -> None:
         ignored = False
         try:
-            with session.guarded("exit"):
+            with session.guarded("end of the process"):
                 ignored = _ignore_interrupts()
         finally:
             try:

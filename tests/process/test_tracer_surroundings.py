@@ -98,4 +98,4 @@ def test_a_process_that_cannot_be_described(tmp_path: Path) -> None:
     assert run.status == 0, run.err
     assert [step.step for step in run.steps()] == [1, 2, 3, 4, 5, 6]
     (complaint,) = run.complaints
-    assert "tracer failed (process): " in complaint
+    assert "tracer failed (description of the process): " in complaint

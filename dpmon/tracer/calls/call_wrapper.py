@@ -112,7 +112,7 @@ class CallTracer:
                         if recorder.timing is not None:
                             mark = recorder.timing.call_begins(me, site.gpus)
                 except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-                    session.fault("begin", error)
+                    session.fault("beginning of a call", error)
                 if site is None:
                     return original(module, *args, **kwargs)
                 kind, plain, layout = site.kind, site.plain, site.head
@@ -134,7 +134,7 @@ class CallTracer:
                             head = head ^ layout | settle(me, site, 0, True)
                         head |= self.flags(module)
                     except Exception as fault:  # noqa: BLE001 - the script's exception must be raised
-                        session.fault("end", fault)
+                        session.fault("end of a call", fault)
                     recorder.failed(me, head, began, inputs, error, mark)
                     raise
                 me.inside = inside
@@ -214,7 +214,7 @@ class CallTracer:
             """Run a call that is not recorded. Without GPUs, it still needs virtual replicas."""
             ids, output, dim = call.given
             plan = None
-            with self.session.guarded("functional"):
+            with self.session.guarded("data_parallel"):
                 plan = self.modes.for_functional(call.module, ids)
             if plan is None or plan.virtual is None:
                 return original(call.module, args, ids, output, dim, kwargs)
@@ -240,7 +240,7 @@ class CallTracer:
 
     def _bound(self, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
         """Return a stand-in for the module, and its arguments; None to run the call as written. Never raises."""
-        with self.session.guarded("functional"), suppress(TypeError):  # torch reports a wrong number of arguments
+        with self.session.guarded("data_parallel"), suppress(TypeError):  # torch reports a wrong number of arguments
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             module, inputs, ids, output, dim, named = bound.args

@@ -163,7 +163,7 @@ class Compositions:
             if records and timing is not None:
                 mark = timing.begin(me, kind) if watch is None else timing.call_begins(me, watch.site.gpus)
         except Exception as error:  # noqa: BLE001 - the script's function runs anyway
-            session.fault("composed", error)
+            session.fault("scatter, replicate, parallel_apply or gather", error)
         try:
             if records:
                 sizes = partial(self._sizes, number, kind, args, kwargs)

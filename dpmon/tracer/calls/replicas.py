@@ -66,7 +66,7 @@ class Probe:
             if self._watch.timing is not None:
                 self._mark = self._watch.timing.replica_begins(self._watch.site.plan.devices, self.index)
         except Exception as error:  # noqa: BLE001 - missing sizes must not stop a training
-            recorder.session.fault("hooks", error)
+            recorder.session.fault("inputs and outputs of a replica", error)
         self._began = monotonic_ns()
 
     def leave(self, module: object, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
@@ -89,7 +89,7 @@ class Probe:
             if watch.odd is False and not gathers(result):
                 watch.odd = True
         except Exception as error:  # noqa: BLE001 - missing sizes must not stop a training
-            recorder.session.fault("hooks", error)
+            recorder.session.fault("inputs and outputs of a replica", error)
 
     def _failed(self, now: int) -> None:
         head = 0 if self._mark is None else self._mark.raised()
@@ -128,7 +128,7 @@ class Probe:
 
     def raised(self) -> None:
         """Handle an exception of the module on this thread. Never raises."""
-        with self._watch.recorder.session.guarded("hooks", fatal=False):
+        with self._watch.recorder.session.guarded("inputs and outputs of a replica", fatal=False):
             self._nested = 0
             self._watch.recorder.thread().inside = self._around
             self._failed(monotonic_ns())

@@ -79,7 +79,7 @@ class Roots:
         self.session = session
         self.recorder = recorder
         self.calls = calls
-        self._guard = session.guarded("modules", fatal=False)
+        self._guard = session.guarded("new models", fatal=False)
         self.original: Function = torch.nn.Module.__call__
         self.called = calls.wrapper(self.original, self._site_of, root=True)
         """Traces the calls of a root's class."""

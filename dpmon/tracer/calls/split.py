@@ -86,7 +86,7 @@ class Split:
     def run(self, me: Thread, site: Site, original: Function, module: object, args: Any, kwargs: Any) -> object:
         """Run a call in place of `original(module, *args, **kwargs)`. The caller must call `settle` afterwards."""
         call = None
-        with self.session.guarded("begin"):
+        with self.session.guarded("beginning of a call"):
             replicas = ReplicaWatch(self.recorder, me, site, strict=site.via is None) if site.plan.mode == DP else None
             call = me.split = SplitCall(site, me.split, replicas)
         if call is None:
@@ -118,7 +118,7 @@ class Split:
         if call is None or call.site is not site:  # an interrupt came before the SplitCall existed
             return site.head
         me.split = call.around
-        with self.session.guarded("end"):
+        with self.session.guarded("end of a call"):
             try:
                 if me.tried is not None:
                     self.modes.tried(me, failed)
@@ -178,7 +178,7 @@ class Split:
         if plan.device_ids is None:
             return original(module, *args, **kwargs)
         view = None
-        with self.session.guarded("view"):
+        with self.session.guarded("model for the replicas"):
             view = call.running = _view(module, plan, call.site.dim)
             self._remember(call, module)
         if view is None:
@@ -209,12 +209,12 @@ class Split:
         """Save the state that a first attempt at dp may change, in case it fails. Never raises."""
         if call.site.proven or call.plan.virtual is None:
             return
-        with self.session.guarded("before"):
+        with self.session.guarded("state before a call"):
             call.before = Before(module, call.plan.virtual.base)
 
     def _worked(self, call: SplitCall, module: Any) -> None:
         """Forget earlier failures, because dp worked. Never raises."""
-        with self.session.guarded("end"):
+        with self.session.guarded("end of a call"):
             call.site.proven = True
             self.modes.succeeded(module)
 
@@ -222,7 +222,7 @@ class Split:
         """Copy to the script's object the attributes that a subclass set on the view in the call. Never raises."""
         if type(module) is torch.nn.DataParallel:
             return
-        with self.session.guarded("view"):
+        with self.session.guarded("model for the replicas"):
             own = module.__dict__
             for name, value in view.__dict__.items():
                 if name not in _OVERLAID and own.get(name, own) is not value:
@@ -252,7 +252,7 @@ class Split:
         """Note why dp failed for this call, and prepare to run it as it would run without dpmon. Never raises."""
         watch, call.watch, call.share, call.primitives = call.watch, None, None, set()
         me.inside = call.site.kind  # not reset yet, if a lone replica ran on this thread
-        with self.session.guarded("fall back"):
+        with self.session.guarded("return to one device"):
             try:
                 self.recorder.put(Kind.RESTARTED | me.head | call.site.kind << INSIDE_AT, monotonic_ns(), 0, 0)
                 if call.before is not None:

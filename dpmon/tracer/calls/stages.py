@@ -90,7 +90,7 @@ class Stages:
 
     def _hooks(self, name: str, own: str | None) -> tuple[_Hook, _Hook]:
         """Return the two hooks of a part. `own`: its device; a part without parameters runs on its input's device."""
-        session, guard = self.session, self.session.guarded("stages")
+        session, guard = self.session, self.session.guarded("stages of a model")
         got, gave = Memo(), Memo()
 
         def enter(module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -140,7 +140,7 @@ class Stages:
         self._ran, self._running = [], []
         self._timing = recorder.timing
         self._thread = get_ident()
-        with self.session.guarded("stages"):
+        with self.session.guarded("stages of a model"):
             for known, (enter, leave) in self._hooked:
                 module = known()
                 hooks = enter, True, leave, True, True
@@ -152,13 +152,13 @@ class Stages:
 
         Return why the stages are incomplete; None if they are complete.
         """
-        with self.session.guarded("stages"):
+        with self.session.guarded("stages of a model"):
             for stage in self._ran:
                 self._write(recorder, me, stage)
         self._ran = []
         for known, _ in self._hooked:
             module = known()
-            with self.session.guarded("stages"):  # the other parts must lose their hooks, too
+            with self.session.guarded("stages of a model"):  # the other parts must lose their hooks, too
                 for name in _TABLES if module is not None else ():
                     module.__dict__[name].pop(KEY, None)
         return _THREADS if self._elsewhere else None

@@ -115,7 +115,7 @@ class Ends:
                 self._write(launched, Unended.ENDED)
         except Exception as error:  # noqa: BLE001 - only ends are lost
             self.failed = True
-            self._session.fault("collectives", error, fatal=False)
+            self._session.fault("collectives of a step", error, fatal=False)
         self._polling = False
         self._rouse()  # wakes the other polling thread, if two were started
 

@@ -97,7 +97,7 @@ class GradientSync:
                     wrapper.waits = True
                     waiting.append(wrapper)
 
-        return followed(original, self._session.guarded("gradients", fatal=False), forward_ended)
+        return followed(original, self._session.guarded("gradients of a backward pass", fatal=False), forward_ended)
 
     def _known(self, module: object) -> _TracedWrapper:
         """Remember a wrapper while it lives."""
@@ -126,7 +126,7 @@ class GradientSync:
         node = next((node for tensor in args[0] if (node := tensor.grad_fn) is not None), None)
         if node is None:
             return
-        guard = self._session.guarded("gradients", fatal=False)
+        guard = self._session.guarded("gradients of a backward pass", fatal=False)
 
         def computed() -> None:
             with guard:
@@ -152,7 +152,7 @@ class GradientSync:
             if self._waiting:
                 self._write_passes(head, began, ended)
         except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-            self._session.fault("gradients", error, fatal=False)
+            self._session.fault("gradients of a backward pass", error, fatal=False)
 
     def _write_passes(self, head: int, began: int, ended: int) -> None:
         """Write the passes that are over.

@@ -172,7 +172,7 @@ class Kernels:
                     try:
                         self._launched(operator, args, result, began, launched, launches)
                     except Exception as error:  # noqa: BLE001 - the collective is already launched
-                        fault("collectives", error, fatal=False)
+                        fault("collectives of a step", error, fatal=False)
                     self._sample.own_ns += clock() - launched
                 return result
             except BaseException as error:

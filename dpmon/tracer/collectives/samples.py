@@ -125,7 +125,7 @@ class Collectives:
         except Exception as error:  # noqa: BLE001 - the training continues
             raise_from_signal(error)
             self._give_up()
-            self._session.fault("collectives", error, fatal=False)
+            self._session.fault("collectives of a step", error, fatal=False)
             return NEVER
 
     def _give_up(self) -> None:

@@ -180,7 +180,7 @@ class Session:
         if self.ring is None:
             self.ring = self._open()
         if not self._described:
-            with self.guarded("process", fatal=False):
+            with self.guarded("description of the process", fatal=False):
                 self.event("process", **self._describe())
             self._described = True
         self.on_open(self.ring)
@@ -292,7 +292,7 @@ class Session:
                 memo.shape, memo.dtype, memo.number = shape, dtype, number
             return memo.number
         except Exception as error:  # noqa: BLE001 - anything may be passed to a module, and returned by it
-            self.fault("sizes", error, fatal=False)
+            self.fault("sizes of inputs and outputs", error, fatal=False)
             return 0
 
     def sizes(self, lone_path: str, signature: object) -> int:

@@ -124,7 +124,7 @@ class Timing:
         """Per device: the last finished phase of the current call."""
 
     def _failed(self, error: BaseException) -> None:
-        self._fault("events", error, fatal=False)
+        self._fault("time on a device", error, fatal=False)
 
     # ---------------------------------------------------------------- phases
 

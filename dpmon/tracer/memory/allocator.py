@@ -76,14 +76,14 @@ def watch(session: Session) -> None:
     if attach is None:
         return
     _watched.append(session)
-    with session.guarded("out of memory", fatal=False):  # an allocator may have no observers
+    with session.guarded("out-of-memory error", fatal=False):  # an allocator may have no observers
         attach(_observed)
 
 
 def _observed(device: int, asked: int, total: int, free: int) -> None:
     """Called by torch on the allocating thread, without torch's lock, before the error is raised."""
     session = _watched[0]
-    with session.guarded("out of memory", fatal=False):
+    with session.guarded("out-of-memory error", fatal=False):
         _reports[0] += 1
         if _reports[0] > MAX_REPORTS:
             return

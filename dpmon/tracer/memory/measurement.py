@@ -88,7 +88,7 @@ class Memory:
                 self.opened()
             self.on_optimizer()
 
-        return followed(original, self.session.guarded("optimizers", fatal=False), made)
+        return followed(original, self.session.guarded("search for optimizers", fatal=False), made)
 
     def opened(self) -> None:
         """Report to the assembler that the script makes optimizers.
@@ -118,7 +118,7 @@ class Memory:
         self.recorder.on_backward = None
         walk, self._walk = self._walk, None
         self._due = now + EVERY_NS  # an interrupt may end this measurement
-        with self.session.guarded("memory", fatal=False):
+        with self.session.guarded("memory of devices", fatal=False):
             self._looks += 1
             self._report(walk, now)
             self._due = self._took(now) + max(0 if self._again else EVERY_NS, self._spent * WAIT_FACTOR)
@@ -131,7 +131,7 @@ class Memory:
 
     def _count(self) -> None:
         """Count after a backward pass of a measured step."""
-        with self.session.guarded("memory", fatal=False):
+        with self.session.guarded("memory of devices", fatal=False):
             began = monotonic_ns()
             if self._spent < COUNTS_NS:
                 walk = self._walked()

@@ -60,18 +60,18 @@ class Loaders:
 
     def iterating(self, original: Function) -> Function:
         """The traced form of DataLoader.__iter__."""
-        return followed(original, self.session.guarded("loader", fatal=False), self._started)
+        return followed(original, self.session.guarded("start of a loader", fatal=False), self._started)
 
     def opened(self) -> None:
         """Write the events that were kept until the ring was open."""
-        with self.session.guarded("loader", fatal=False), self._lock:
+        with self.session.guarded("start of a loader", fatal=False), self._lock:
             early, self._early = self._early, []
             for event in early:
                 self.session.event("loader", **event)
 
     def at_exit(self) -> None:
         """Write the last start if it was left out. Its event counts the other starts that were left out."""
-        with self.session.guarded("loader", fatal=False), self._lock:
+        with self.session.guarded("start of a loader", fatal=False), self._lock:
             if self._left_out and self.session.ring is not None:
                 self._left_out -= 1
                 self._left_out_s -= self._last["iter_s"]

@@ -79,7 +79,7 @@ class OptimizerSteps:
                 me.steps.append((inside, head, began, mark, known[1]))
                 me.inside = Kind.OPTIMIZER
             except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-                fault("optimizer", error)
+                fault("step of an optimizer", error)
 
         def after(optimizer: object, args: object, kwargs: object) -> None:
             if is_compiling():
@@ -107,7 +107,7 @@ class OptimizerSteps:
                 if recorder.steps_since_fetch > STALE or number != self._only:
                     self._stepped(me, number)
             except Exception as error:  # noqa: BLE001 - the step is done anyway
-                fault("optimizer", error)
+                fault("step of an optimizer", error)
 
         return before, after
 

@@ -189,7 +189,7 @@ class Recorder:
 
         It is raised unless it is a fault of ours.
         """
-        guard = self.session.guarded("span")
+        guard = self.session.guarded("end of a phase")
         try:
             with guard:
                 self.put(head, start, took, sizes)
@@ -220,7 +220,7 @@ class Recorder:
 
     def _count_fault(self, fault: Exception) -> None:
         with suppress(BaseException):  # an exception of a signal handler must not replace the script's exception
-            self.session.fault("span", fault)
+            self.session.fault("end of a phase", fault)
 
     # ---------------------------------------------------------------- phases
 
@@ -312,7 +312,7 @@ class Recorder:
                     if not fetch and me is self.training_thread and self.on_backward_begins is not None:
                         self.on_backward_begins(me, args)
                 except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-                    session.fault("phase", error)
+                    session.fault("beginning of a phase", error)
                 result = within(me, kind | inside << INSIDE_AT | me.head, mark, None, original, args, kwargs)
                 try:
                     if me.noted:
@@ -323,7 +323,7 @@ class Recorder:
                         if self.on_backward is not None and me is self.training_thread:
                             self.on_backward()
                 except Exception as error:  # noqa: BLE001 - the phase is over anyway
-                    session.fault("phase", error)
+                    session.fault("beginning of a phase", error)
                 return result
             except BaseException as error:
                 if me is not None:  # an interrupt may have come between any two lines
@@ -373,7 +373,7 @@ class Recorder:
 
         `fewer`: number of optimizer steps on the stack that `me.steps` does not contain yet.
         """
-        with self.session.guarded("optimizer"):
+        with self.session.guarded("step of an optimizer"):
             around = sum(frame.f_code in _AROUND_STEPS for frame in outwards(sys._getframe(1))) - fewer
             while len(me.steps) > around:
                 me.inside, _, _, mark, _ = me.steps.pop()
@@ -404,7 +404,7 @@ class Recorder:
 
     def at_exit(self) -> None:
         """Record the end of the process; mark the ring as ended unless another thread may still train. Never raises."""
-        with self.session.guarded("exit"):
+        with self.session.guarded("end of the process"):
             if self.timing is not None:
                 self.timing.at_exit()
             if self.ring is not None:

@@ -37,7 +37,7 @@ class Startup:
             return
         traced = followed(
             original,
-            self.session.guarded("startup", fatal=False),
+            self.session.guarded("startup of the process", fatal=False),
             lambda *_, **__: self.ended(None),
             before=lambda *args, **kwargs: self._note(lambda: _group(args, kwargs)),
             failed=lambda error, *_, **__: self.ended(error),
@@ -66,7 +66,7 @@ class Startup:
             self._note(lambda: IN_SCRIPT)
 
     def _note(self, text: Callable[[], str]) -> None:
-        with self.session.guarded("startup", fatal=False):
+        with self.session.guarded("startup of the process", fatal=False):
             if self.session.ring is None:
                 note(text())
 

@@ -120,6 +120,7 @@ class Drain:
         self.failure: Exception | None = None
         """Why the history cannot be written now; None if it can."""
         self._silent_until = 0.0
+        self._told_damage = False
         self.on_memory_event: Callable[[Mapping[str, Any], int], None] = lambda data, pid: None
         """Called with the data and the process id of each `memory` event of a training process. It names the GPUs."""
         if history is not None:
@@ -320,6 +321,9 @@ class Drain:
         self._batch = Batch()
         self._own_missed = 0
         self.failure = None
+        if self._history.damage is not None and not self._told_damage:
+            self._told_damage = True
+            self.warn(f"the history is damaged ({self._history.damage}); some of its sums leave out earlier steps")
 
     def _next_commit(self, now: float) -> float:
         if len(self._sources) <= MANY_RINGS:

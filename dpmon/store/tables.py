@@ -285,7 +285,7 @@ class Door:
                 self._done = 0
                 kinds = tuple(map(type, row))
                 if kinds not in good:
-                    _check_kinds(names, kinds)
+                    check_kinds(names, kinds)
                     if len(good) < _MOST_KINDS:
                         good.add(kinds)
                 for at in modes:
@@ -312,7 +312,8 @@ class Door:
         return self._done > self._most
 
 
-def _check_kinds(names: Sequence[str], kinds: Sequence[type]) -> None:
+def check_kinds(names: Sequence[str], kinds: Sequence[type]) -> None:
+    """Raise HistoryError if a row with these columns has a value of another type than SCHEMA declares."""
     _, known = _own_schema()
     for name, kind in zip(names, kinds, strict=True):
         if kind not in known.get(name, _OF_EXPRESSION) and not name.startswith("json_extract"):

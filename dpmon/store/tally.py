@@ -28,6 +28,8 @@ _ENTRY = struct.Struct("<HIqI")
 _MAX = (1 << 63) - 1
 _MOST_VALUES = (1 << 32) - 1
 """Most values of a series in an entry."""
+_MOST_STEPS = 1 << 40
+"""Most steps or calls of a valid tally; the sum of larger numbers could overflow a column."""
 
 
 class Key(NamedTuple):
@@ -146,7 +148,7 @@ class SeriesNames:
     """Assigns the numbers under which series are stored. `unwritten`: names that are not written yet."""
 
     def __init__(self, names: Iterable[tuple[int, str]] = ()) -> None:
-        self.by_number = dict(names)
+        self.by_number = {number: name for number, name in names if 0 <= number <= 0xFFFF}
         self._numbers = {name: number for number, name in self.by_number.items()}
         self._next = max(self.by_number, default=-1) + 1
         self.unwritten: list[tuple[int, str]] = []
@@ -273,7 +275,7 @@ class Tally:
 
     @classmethod
     def of_row(cls, row: Sequence[Any], names: Mapping[int, str], *, sketches: bool = True) -> Tally:
-        """Make the tally in a row of COLUMNS. Raises HistoryError if its sketches are damaged.
+        """Make the tally in a row of COLUMNS. Raises HistoryError if it is damaged.
 
         `names`: name by number of the series to read. Without `sketches`, only counts and sums are read.
         """
@@ -284,6 +286,8 @@ class Tally:
     def add_row(self, row: Sequence[Any], names: Mapping[int, str], *, sketches: bool = True) -> None:
         """Add the tally in a row; parameters and errors as in `of_row`. A damaged row changes nothing."""
         steps, calls, last_step, low, high, first, last, *summed, data = row
+        if max(steps, calls, *filter(None, summed[1::2])) > _MOST_STEPS:
+            raise HistoryError("a damaged tally: too many steps")
         entries = _entries_of(data, names, sketches=sketches)
         self._extend(steps, calls, last_step, low, high, first, last)
         for quantity, total, count in zip(QUANTITIES, summed[::2], summed[1::2], strict=True):

@@ -11,10 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
+from dpmon.errors import HistoryError
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.batch import Batch
 from dpmon.store.rounds import Joined
-from dpmon.store.tables import ACTIVITY_COLUMNS, Door
+from dpmon.store.tables import ACTIVITY_COLUMNS, Door, check_kinds
 from dpmon.store.tally import COLUMNS, WIDTHS, Key, SeriesNames, Tally
 
 _CACHED = 4096
@@ -56,6 +57,8 @@ class TallyWriter:
         """The second up to which all tallies of a width exist, by width."""
         self._known = False
         """Whether these attributes match the database."""
+        self.damage: HistoryError | None = None
+        """The first damage found in a tally."""
 
     def forget(self) -> None:
         """Read the database again before the next write, because a transaction was rolled back."""
@@ -104,11 +107,16 @@ class TallyWriter:
         return found
 
     def _read(self, place: _Place) -> Tally:
+        """Return the stored tally at a place; an empty one if there is none or it is damaged."""
         width, start, key = place
         query = f"SELECT {', '.join(COLUMNS)} FROM tallies WHERE {_KEY}"
         found = Tally()
-        for row in self._door.rows(query, (width, start, *key)):
-            found.add_row(row, self._names.by_number)
+        for row in self._db.execute(query, (width, start, *key)):  # past the door, which refuses a damaged row
+            try:
+                check_kinds(COLUMNS, list(map(type, row)))
+                found.add_row(row, self._names.by_number)
+            except HistoryError as error:
+                self.damage = self.damage or error
         return found
 
     def _put(self, tallies: Mapping[_Place, Tally]) -> None:
@@ -144,18 +152,18 @@ class TallyWriter:
 
     def _merge_tallies(self, finer: int, width: int, begin: int, end: int) -> None:
         query = (
-            f"SELECT start_s, process, mode, kind, batch, {', '.join(COLUMNS)} FROM tallies"
+            "SELECT start_s, process, mode, kind, batch FROM tallies"
             " WHERE width = ? AND start_s >= ? AND start_s < ? ORDER BY start_s"
         )
         wider: dict[_Place, Tally] = {}
         at = None
-        for row in list(self._door.rows(query, (finer, begin, end))):
-            start = row[0] // width * width
+        for second, *values in list(self._door.rows(query, (finer, begin, end))):
+            start, key = second // width * width, Key(*values)
             if start != at:
                 self._put(wider)
                 wider, at = {}, start
-            place = width, start, Key(*row[1:5])
-            wider.setdefault(place, Tally()).add_row(row[5:], self._names.by_number)
+            place = finer, second, key
+            wider.setdefault((width, start, key), Tally()).merge(self._cache.get(place) or self._read(place))
         self._put(wider)
         for place in [place for place in self._cache if place[0] < width and place[1] < end]:
             del self._cache[place]

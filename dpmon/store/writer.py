@@ -129,6 +129,11 @@ class History:
         self._tallies = TallyWriter(self._door)
         self.next_id: int = 1 + max(last_ids(self._db))
 
+    @property
+    def damage(self) -> HistoryError | None:
+        """The first damage found in a tally, which began anew; None if there is none."""
+        return self._tallies.damage
+
     def rings(self) -> dict[str, RingRow]:
         """Return the rows of the rings as the previous writer left them. Raises HistoryError."""
         return rings_in(self.door)

@@ -379,6 +379,23 @@ def test_damaged_lines_are_counted(run: Run) -> None:
     assert run.rows("SELECT missed FROM rings") == [(1,)]
 
 
+def test_a_damaged_tally_is_told_once_and_begins_anew(run: Run) -> None:
+    training = Training(run.ring(), clock=count(5_000_000_000, 1000).__next__)  # all steps in one second
+    training.run(10)
+    run.look()
+    with closing(sqlite3.connect(run.directory / "history.sqlite")) as db:
+        db.execute("UPDATE tallies SET sketches = x'00'")
+        db.commit()
+    run.kill()
+    for _ in range(3):
+        training.run(1000)
+        run.look()
+    training.end()
+    run.end()
+    check(run)
+    assert ["history is damaged" in text for text in run.warnings] == [True]
+
+
 def test_a_ring_that_is_truncated_gives_what_was_read(run: Run, children: Children) -> None:
     writer = children.start(WRITER, run.ring())
     time.sleep(0.1)

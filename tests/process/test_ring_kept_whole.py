@@ -52,7 +52,6 @@ def test_the_places_in_dpmon_that_can_change_a_files_length() -> None:
         ("supervise/supervisor.py", "posix_fallocate"),  # the spare file
         ("cli/doctor/machine.py", "posix_fallocate"),  # a temporary file
         ("cli/doctor/trial.py", "script.write_text"),  # in a temporary directory
-        ("ui/jobs.py", "path.write_text"),  # a file that was made with a free name
     }
     root = Path(package.__file__).parent
     found = set()

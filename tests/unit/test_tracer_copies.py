@@ -185,7 +185,7 @@ def test_a_fault_of_dpmon_stops_no_copy(setting: Setting, monkeypatch: pytest.Mo
     monkeypatch.setattr("dpmon.tracer.steps.copies._bytes", fails)
     batch = torch.zeros(1)
     assert setting.to(batch, "cuda:0") is batch
-    assert [what[0] for what in setting.faults] == ["span"]
+    assert [what[0] for what in setting.faults] == ["end of a phase"]
     assert not setting.copying()
 
 

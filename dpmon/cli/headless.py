@@ -159,7 +159,7 @@ class Follower:
         """Signals that came before the command was started and must still be sent to it."""
         self._named = False
         self._said: set[str] = set()
-        """What is said only once."""
+        """Messages that are printed only once."""
 
     @cached_property
     def _progress(self) -> ProgressLines:

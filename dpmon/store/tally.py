@@ -330,7 +330,7 @@ _plain_in = attrgetter(*PLAIN)
 
 
 def _of_known(choose: Callable[[int, int], int], one: int | None, other: int | None) -> int | None:
-    """Return the lower or the higher of two values (`choose`: min or max) of which each may be unknown."""
+    """Return the lower or the higher of two values (`choose`: min or max); an unknown one does not count."""
     if one is None or other is None:
         return other if one is None else one
     return choose(one, other)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tracing import Script, Traced, text_of
+from tracing import BESIDE, Script, Traced, text_of
 
 LIMIT_S = 800
 """Two scripts that compile for minutes on a busy machine."""
@@ -22,7 +22,8 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
     """
     place = tmp_path_factory.mktemp("counted")
     text = text_of("recompiling")
-    scripts = Script(place, text, "toggle", fresh=True), Script(place, text, run=False, fresh=True)
+    traced = Script(place, text, "toggle", env=BESIDE, fresh=True)
+    scripts = traced, Script(place, text, env=BESIDE, run=False, fresh=True)
     found, expected = (script.end(LIMIT_S) for script in scripts)
     return found, expected
 

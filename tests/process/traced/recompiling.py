@@ -12,6 +12,7 @@ import warnings
 
 import torch
 import torch._dynamo
+from asking import ask
 from torch import nn
 from torch._dynamo.utils import counters, guard_failures
 
@@ -179,18 +180,6 @@ def the_optimizer():
         return model(x)
 
     return model, step
-
-
-def ask(mode):
-    for name in os.listdir(os.environ["DPMON_RUN"]):
-        if not name.endswith(".ring"):
-            continue
-        with open(os.path.join(os.environ["DPMON_RUN"], name), "r+b") as file:
-            head = file.read(256)
-            if int.from_bytes(head[24:28], sys.byteorder) == os.getpid():
-                serial = int.from_bytes(head[192:200], sys.byteorder) + 1
-                file.seek(192)
-                file.write(serial.to_bytes(8, sys.byteorder) + mode.to_bytes(8, sys.byteorder))
 
 
 def train(make):

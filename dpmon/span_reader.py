@@ -6,12 +6,23 @@ import os
 import stat
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from dpmon.record.plainjson import load_json
 from dpmon.record.spans import DOING, LAP_AT, Span, unpacked
-from dpmon.ring_file import HEADER_BYTES, RingError, read_around, read_whole
-from dpmon.span_ring import FORMAT, KINDS_AT, SLOT, SLOT_BYTES, THREADS, Word
+from dpmon.span_ring import (
+    HEAD,
+    HEADER_BYTES,
+    KINDS_AT,
+    MAGIC,
+    SLOT,
+    SLOT_BYTES,
+    THREADS,
+    VERSION,
+    RingError,
+    Word,
+)
 
 HOLE_NS = 1_000_000_000
 """Longest wait for an empty slot before written ones. An interrupt may leave a slot empty for good. On a busy machine,
@@ -45,13 +56,14 @@ class SpanReader:
         """
         self.path = path
         try:
-            self._fd, about = FORMAT.open(path, os.O_RDWR)
+            self._fd = _opened(path, os.O_RDWR)
         except PermissionError:
-            self._fd, about = FORMAT.open(path)
-        if about.process < 0:
+            self._fd = _opened(path, os.O_RDONLY)
+        try:
+            self._read_header()
+        except BaseException:
             os.close(self._fd)
-            raise RingError(f"{path}: not the ring of a training process")
-        self.slots, self.pid, self.process, self.rank, self.world, self.start_ns = about
+            raise
         self.position = 0
         """Number of the next span to read."""
         self.seen = 0
@@ -69,6 +81,20 @@ class SpanReader:
         self._hole = (-1, 0)
         """An empty slot before written ones, and when it was first seen (monotonic ns)."""
 
+    def _read_header(self) -> None:
+        """Read who writes the ring, and its size. Raises RingError if the header is not that of a ring."""
+        raw = os.pread(self._fd, HEAD.size, 0)
+        if len(raw) < HEAD.size or not raw.startswith(MAGIC):
+            raise RingError(f"{self.path}: not a ring")
+        words: tuple[int, ...] = HEAD.unpack(raw)[1:]
+        version, header, self.slots, self.pid, self.process, rank, world, self.start_ns = words
+        self.rank: int | None = rank if rank >= 0 else None
+        self.world: int | None = world if world >= 0 else None
+        if version != VERSION or header != HEADER_BYTES:
+            raise RingError(f"{self.path}: ring of another version ({version})")
+        if self.slots == 0 or header + self.slots * SLOT_BYTES != os.fstat(self._fd).st_size or self.process < 0:
+            raise RingError(f"{self.path}: damaged header")
+
     def close(self) -> None:
         """Close the files; the reader cannot be used any more."""
         for fd in (self._fd, self._lines_fd):
@@ -80,10 +106,17 @@ class SpanReader:
 
     def words(self) -> memoryview:
         """Return the current words of the header (see Word). Raises RingError if the file was truncated."""
-        return memoryview(read_whole(self._fd, self.path, HEADER_BYTES, 0)).cast("Q")
+        return memoryview(self._read(HEADER_BYTES, 0)).cast("Q")
+
+    def _read(self, size: int, at: int) -> bytes:
+        """Return `size` bytes of the ring's file at offset `at`. Raises RingError if the file was truncated."""
+        data = os.pread(self._fd, size, at)
+        if len(data) < size:
+            raise RingError(f"{self.path}: truncated")
+        return data
 
     def _word(self, index: int) -> int:
-        value: int = _WORD.unpack(read_whole(self._fd, self.path, _WORD.size, 8 * index))[0]
+        value: int = _WORD.unpack(self._read(_WORD.size, 8 * index))[0]
         return value
 
     def _set(self, index: int, value: int) -> None:
@@ -193,8 +226,10 @@ class SpanReader:
 
     def _raw(self, number: int, count: int) -> bytes:
         """Return the bytes of `count` slots, starting with the slot of span `number`."""
-        size, room = count * SLOT_BYTES, self.slots * SLOT_BYTES
-        return read_around(self._fd, self.path, size, number * SLOT_BYTES, room)
+        at = number % self.slots
+        first = min(count, self.slots - at)
+        data = self._read(first * SLOT_BYTES, HEADER_BYTES + at * SLOT_BYTES)
+        return data if first == count else data + self._read((count - first) * SLOT_BYTES, HEADER_BYTES)
 
     def _copy(self, count: int) -> list[Span] | None:
         """Return the next spans, at most `count`, from slots with the right numbers; None if the first is damaged.
@@ -326,15 +361,8 @@ class SpanReader:
     def _open_lines(self) -> int:
         """Return the descriptor of the lines; -1 if this user has no such file."""
         if self._lines_fd < 0:
-            try:
-                fd = _opened(lines_path(self.path), os.O_RDONLY)
-            except OSError:
-                return -1
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid():
-                os.close(fd)
-                return -1
-            self._lines_fd = fd
+            with suppress(RingError, OSError):
+                self._lines_fd = _opened(lines_path(self.path), os.O_RDONLY)
         return self._lines_fd
 
 
@@ -347,7 +375,13 @@ def current_span_in(words: memoryview, thread: int | None = None) -> tuple[int, 
 
 
 def _opened(path: str, access: int) -> int:
-    return os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    """Open a file. Raises RingError if it is not a regular file of this user, OSError if it cannot be opened."""
+    fd = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    info = os.fstat(fd)
+    if stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid():
+        return fd
+    os.close(fd)
+    raise RingError(f"{path}: not a regular file, or the file of another user")
 
 
 def _in_a_row(marks: list[int], number: int) -> int:

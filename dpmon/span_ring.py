@@ -2,7 +2,7 @@
 
 Layout of a ring file (native byte order; a run never leaves its machine)::
 
-    0      magic, version, sizes, pid, process, rank, world size, start           written once (dpmon.ring_file)
+    0      magic, version, sizes, pid, process, rank, world size, start           written once
     136    training thread, whether the process has ended,
            acknowledged serial, mode in force, pause acted upon                   written by the process
     192    requested serial, mode and pause; sampling of device timing;
@@ -18,29 +18,46 @@ its lap.
 A file of JSON lines beside the ring holds long or rare data: definitions, which spans refer to by number, and events.
 Lines are never overwritten.
 
-The writer maps the ring, so a span costs no system call and survives the death of its process. The numbering of slots
-needs the GIL.
+The writer maps the ring, so a span costs no system call and survives the death of its process. The whole file is
+allocated on the disk at once, so that later writes to its mapping cannot fail. Readers use pread: if the file is
+truncated, they get a short read, not a SIGBUS. The numbering of slots needs the GIL.
+
+Standard library only: this module is imported into the training process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
+import signal
 import struct
 from collections.abc import Callable
 from itertools import count
 
+from dpmon.errors import DpmonError
 from dpmon.record.spans import LAP_AT
-from dpmon.ring_file import HEADER_BYTES, RingFormat
 
+HEADER_BYTES = 4096
 SLOT = struct.Struct("=5Q")
 SLOT_BYTES = SLOT.size
-FORMAT = RingFormat(b"DPMSPANS", version=1, unit=SLOT_BYTES)
 SLOTS = 32 << 10
 """1.25 MiB: about 7,000 usual steps. A larger ring would add more touched pages to the training's memory."""
 THREADS = 384
 KINDS_AT = 3584
 """Offset of the kind of thread 0's current span (one byte; 0: none); the other threads follow."""
+MAGIC, VERSION = b"DPMSPANS", 1
+HEAD = struct.Struct("=8sIIQIiiiq")
+_LONG = struct.calcsize("l")
+_GET_FLAGS, _SET_FLAGS = 2 << 30 | _LONG << 16 | 0x6601, 1 << 30 | _LONG << 16 | 0x6602
+"""ioctl FS_IOC_GETFLAGS and FS_IOC_SETFLAGS (linux/fs.h)."""
+_NO_COPY_ON_WRITE = 0x00800000
+"""FS_NOCOW_FL."""
+
+
+class RingError(DpmonError):
+    """A file is not a usable ring: foreign, truncated or of another version."""
 
 
 class Word:
@@ -69,7 +86,7 @@ class SpanRing:
         """
         if slots & (slots - 1):
             raise ValueError(f"the number of slots must be a power of two: {slots}")
-        self.map = FORMAT.create(path, slots, process=process, rank=rank, world=world, start_ns=start_ns)
+        self.map = _created(path, slots, process, rank, world, start_ns)
         try:
             self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
             self.kinds = memoryview(self.map)[KINDS_AT : KINDS_AT + THREADS]
@@ -80,6 +97,27 @@ class SpanRing:
         except BaseException:  # an interrupt must not leave a ring without a writer
             os.unlink(path)
             raise
+
+
+def _created(path: str, slots: int, process: int, rank: int, world: int, start_ns: int) -> mmap.mmap:
+    """Make the file of a ring and map it. A page missing later would kill the process with SIGBUS."""
+    size = HEADER_BYTES + slots * SLOT_BYTES
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            write_in_place(fd)
+            with NoSizeSignal():
+                os.posix_fallocate(fd, 0, size)
+            made = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        # The magic comes last: a reader that sees it sees a complete header.
+        HEAD.pack_into(made, 0, bytes(8), VERSION, HEADER_BYTES, slots, os.getpid(), process, rank, world, start_ns)
+        made[:8] = MAGIC
+    except BaseException:  # an interrupt must not leave an incomplete ring either
+        os.unlink(path)
+        raise
+    return made
 
 
 def _putter(ring: mmap.mmap, slots: int, take: Callable[[], int]) -> Callable[[int, int, int, int], int]:
@@ -94,3 +132,34 @@ def _putter(ring: mmap.mmap, slots: int, take: Callable[[], int]) -> Callable[[i
         return number
 
     return put
+
+
+class NoSizeSignal:
+    """A context in which growing a file beyond RLIMIT_FSIZE only raises OSError.
+
+    Otherwise the kernel also sends SIGXFSZ to the thread that writes. Python ignores this signal, but a script may have
+    changed that: the signal would then kill the script, or run its handler.
+    """
+
+    def __enter__(self) -> None:
+        # The old mask is read first, so that it can be restored if the script's signal handler raises now.
+        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGXFSZ})
+
+    def __exit__(self, *error: object) -> None:
+        if signal.SIGXFSZ not in self._before:
+            with contextlib.suppress(OSError):
+                signal.sigtimedwait({signal.SIGXFSZ}, 0)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+
+
+def write_in_place(fd: int) -> None:
+    """Switch copy-on-write off for an empty file (chattr +C), if the file system supports it.
+
+    On btrfs each write of a page needs new space, so on a full disk SIGBUS would kill the process.
+    """
+    flags = bytearray(_LONG)
+    with contextlib.suppress(OSError):  # other file systems do not support the flag
+        fcntl.ioctl(fd, _GET_FLAGS, flags, True)
+        flags[:4] = struct.pack("=I", struct.unpack("=I", flags[:4])[0] | _NO_COPY_ON_WRITE)
+        fcntl.ioctl(fd, _SET_FLAGS, flags)

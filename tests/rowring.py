@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from dpmon.record.history_rows import Row
-from dpmon.ring_file import RingError
+from dpmon.span_ring import RingError
 from dpmon.store.tables import RingRow
 
 

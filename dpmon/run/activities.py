@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.ring_file import RingError
 from dpmon.run import proc
 from dpmon.run.notes import every_uncaught, read_notes
 from dpmon.run.rundir import ExitInfo, RunInfo, ring_paths
 from dpmon.run.standard_input import waits_since
 from dpmon.span_reader import SpanReader
+from dpmon.span_ring import RingError
 
 QUIET_NS = 10_000_000_000
 """A lack of progress is reported after this time."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.record.names import mode_number
-from dpmon.ring_file import RingError
 from dpmon.run import proc
 from dpmon.run.activities import newest_stage, process_activities, stages, stall_text
 from dpmon.run.condition import command_alive
@@ -29,6 +28,7 @@ from dpmon.run.rundir import (
 )
 from dpmon.run.standard_input import waits_since
 from dpmon.span_reader import SpanReader
+from dpmon.span_ring import RingError
 
 NO_TRAINING = "no training process is running"
 """Why a request has no addressee."""

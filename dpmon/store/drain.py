@@ -14,9 +14,9 @@ from typing import Any
 
 from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event, RecordError
-from dpmon.ring_file import RingError
 from dpmon.run.proc import alive
 from dpmon.run.rundir import RunInfo, ring_paths
+from dpmon.span_ring import RingError
 from dpmon.store.accounts import Accounts
 from dpmon.store.answers import event_in
 from dpmon.store.batch import Batch

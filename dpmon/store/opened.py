@@ -15,10 +15,10 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from dpmon.ring_file import RingError
 from dpmon.run.condition import supervised
 from dpmon.run.files import check_database
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, ring_paths
+from dpmon.span_ring import RingError
 from dpmon.store.drain import Drain
 from dpmon.store.queries import Store
 from dpmon.store.sources import holds_more

@@ -10,10 +10,9 @@ from typing import Any
 from dpmon.assemble.assembler import CAUGHT_UP, Assembler, Predecessor
 from dpmon.record.history_rows import Row
 from dpmon.record.spans import Span
-from dpmon.ring_file import RingError
 from dpmon.run.proc import alive
 from dpmon.span_reader import SpanReader, current_span_in
-from dpmon.span_ring import Word
+from dpmon.span_ring import RingError, Word
 from dpmon.store.tables import RingRow
 
 _MUCH = 8

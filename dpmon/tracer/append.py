@@ -27,7 +27,7 @@ def append(directory: str, file: str, data: bytes, most: int = 1 << 62) -> bool:
     Writes nothing if the file would become larger than `most` bytes, or if it is not a regular file of this user.
     Raises OSError if the file cannot be opened.
     """
-    from dpmon.ring_file import NoSizeSignal  # imported here, because a process without torch does not need it
+    from dpmon.span_ring import NoSizeSignal  # imported here, because a process without torch does not need it
 
     # As in dpmon.run.files: do not wait for the reader of a FIFO, do not follow a link.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW

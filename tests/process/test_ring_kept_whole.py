@@ -48,7 +48,7 @@ def test_the_places_in_dpmon_that_can_change_a_files_length() -> None:
         ("run/files.py", "ftruncate"),
         ("run/rundir.py", "O_TRUNC"),  # the temporary file of run.json and exit.json
         ("supervise/room.py", "ftruncate"),  # the script's output
-        ("ring_file.py", "posix_fallocate"),  # a new ring, before anybody has it
+        ("span_ring.py", "posix_fallocate"),  # a new ring, before anybody has it
         ("supervise/supervisor.py", "posix_fallocate"),  # the spare file
         ("cli/doctor/machine.py", "posix_fallocate"),  # a temporary file
         ("cli/doctor/trial.py", "script.write_text"),  # in a temporary directory

@@ -18,10 +18,10 @@ import writer
 from running import Dpmon, until_unsupervised, wait_for
 
 from dpmon.record.spans import Kind
-from dpmon.ring_file import RingError
 from dpmon.run import proc
 from dpmon.run.rundir import load_info
 from dpmon.span_reader import SpanReader
+from dpmon.span_ring import RingError
 from dpmon.store.drain import Drain
 from dpmon.store.quantiles import bucket, middle
 from dpmon.text.quantities import compact, duration

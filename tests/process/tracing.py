@@ -25,8 +25,8 @@ from warm import Piped
 import dpmon
 from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Call, Event, Record, RecordError, Step
-from dpmon.ring_file import RingError
 from dpmon.span_reader import SpanReader
+from dpmon.span_ring import RingError
 from dpmon.store.sources import SpanSource
 from dpmon.store.tables import RingRow
 

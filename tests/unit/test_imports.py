@@ -75,7 +75,6 @@ def test_the_tracer_loads_of_dpmon_only_itself_its_ring_and_records() -> None:
     ours = (
         "dpmon.tracer",
         "dpmon.span_ring",
-        "dpmon.ring_file",
         "dpmon.errors",
         "dpmon.record.spans",
         "dpmon.record.names",

@@ -20,9 +20,8 @@ from spans import Children, Lines, everything, head, numbered, opened, own_numbe
 import dpmon.span_reader
 import dpmon.span_ring
 from dpmon.record.spans import LAP_AT, Kind, Span
-from dpmon.ring_file import HEADER_BYTES, RingError
 from dpmon.span_reader import HOLE_NS, SpanReader, lines_path
-from dpmon.span_ring import SLOT, SLOT_BYTES, SLOTS, SpanRing, Word
+from dpmon.span_ring import HEADER_BYTES, SLOT, SLOT_BYTES, SLOTS, RingError, SpanRing, Word
 
 WRITER = Path(__file__).resolve().parent.parent / "spans.py"
 FEW = 256

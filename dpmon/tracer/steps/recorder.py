@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, Flag, Kind
-from dpmon.ring_file import HEADER_BYTES
-from dpmon.span_ring import THREADS, SpanRing, Word
+from dpmon.span_ring import HEADER_BYTES, THREADS, SpanRing, Word
 from dpmon.tracer.core.frames import OF_CALLS, Function, drop_frames, named_like, outwards
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.core.threads import Thread

@@ -35,7 +35,7 @@ MODULES = (
     "tracer.steps.loaders", "tracer.modes.decision", "tracer.steps.optimizers", "tracer.patch", "tracer.modes.plans",
     "tracer.steps.recorder", "tracer.calls.replicas", "tracer.calls.roots", "tracer.core.session",
     "tracer.calls.sites", "tracer.core.sizes", "tracer.calls.split", "tracer.core.module_tables",
-    "tracer.calls.primitives", "tracer.modes.virtual", "tracer.inject", "span_ring", "ring_file", "record.names",
+    "tracer.calls.primitives", "tracer.modes.virtual", "tracer.inject", "span_ring", "record.names",
 )  # fmt: skip
 BY_HAND = (
     "tracer.calls.primitives",

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import os
 import re
 import stat
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +19,6 @@ from typing import TextIO
 from dpmon.run.files import not_a_file, open_file
 
 _DESCRIPTOR = re.compile(r"/dev/(?:std(?:in|out|err)|fd/\d+)|/proc/(?:self|thread-self|\d+)(?:/task/\d+)?/fd/\d+")
-_LONGEST_NAME = 100
-"""Most bytes of a file's name that the name of its temporary file contains."""
-_PART_AGE_S = 60.0
-"""A temporary file without a write for this many seconds no longer has a writer."""
 
 
 def is_stream(path: Path) -> bool:
@@ -66,19 +60,6 @@ def open_truncated(path: Path) -> int:
     return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, anyone=True)
 
 
-def remove_parts(path: Path) -> None:
-    """Delete temporary files of `path` that killed writers left behind, if possible."""
-    with contextlib.suppress(OSError):
-        for left in path.parent.glob(f".{glob.escape(_stem(path))}.{'[0-9a-f]' * 8}.part"):
-            info = left.lstat()
-            if stat.S_ISREG(info.st_mode) and time.time() - info.st_mtime > _PART_AGE_S:
-                left.unlink()
-
-
-def _stem(path: Path) -> str:
-    return os.fsdecode(os.fsencode(path.name)[:_LONGEST_NAME])
-
-
 @contextlib.contextmanager
 def replaced(path: Path, mode: int | None = None) -> Iterator[TextIO]:
     """A text file (UTF-8, "\\n") that replaces `path` when the block ends without an error; else nothing changes.
@@ -89,8 +70,8 @@ def replaced(path: Path, mode: int | None = None) -> Iterator[TextIO]:
     before = check_replaceable(path)
     if mode is None and before is not None:
         mode = before & 0o777
-    # The random part keeps two writers to the same path apart; the last to finish wins, as with any tool.
-    temporary = path.with_name(f".{_stem(path)}.{uuid.uuid4().hex[:8]}.part")
+    # Two writers to the same path have different names; the last to finish wins, as with any tool.
+    temporary = path.with_name(f".dpmon-{uuid.uuid4().hex[:8]}.part")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         with open(fd, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:

@@ -143,38 +143,7 @@ def test_a_path_that_is_no_longer_the_metrics_file_stays(directory: Path, tmp_pa
     assert identity(target) == before
     (text,) = told
     assert f"cannot be written: it is {kind.replace('block ', '')}" in text
-    assert not list(tmp_path.glob(".it*"))
-
-
-def test_temporary_files_of_killed_supervisors_beside_the_metrics_file_are_removed(
-    directory: Path, tmp_path: Path
-) -> None:
-    others = [
-        ".[it].prom.0123456.part",
-        ".other.prom.01234567.part",
-        ".i.prom.01234567.part",
-        ".[it].prom.ABCDEF01.part",
-    ]
-    for name in (*others, ".[it].prom.01234567.part", ".[it].prom.89abcdef.part"):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (1e9, 1e9))
-    new = ".[it].prom.aaaaaaaa.part"  # its writer may still be alive
-    (tmp_path / new).touch()
-    links = [".[it].prom.bbbbbbbb.part", ".[it].prom.cccccccc.part"]
-    for kind, name in zip(("a symbolic link", "a directory"), links, strict=True):
-        put(kind, tmp_path / name)
-        os.utime(tmp_path / name, (1e9, 1e9), follow_symlinks=False)
-    Metrics(tmp_path / "[it].prom", directory, print).tick(100.0)
-    assert {path.name for path in tmp_path.glob(".*")} == {*others, new, *links}
-    assert (tmp_path / "[it].prom").exists()
-
-
-def test_a_fifo_beside_the_metrics_file_is_not_opened(directory: Path, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / f".it.prom.{os.getpid()}")
-    told: list[str] = []
-    Metrics(tmp_path / "it.prom", directory, told.append).tick(100.0)
-    assert not told
-    assert (tmp_path / "it.prom").exists()
+    assert not list(tmp_path.glob(".dpmon*"))
 
 
 @pytest.mark.parametrize("kind", NOT_STREAMS)

@@ -1,18 +1,26 @@
-"""Records with values that no tracer writes are left out or shown; they stop no reader."""
+"""Records with values that no tracer writes are left out or shown; they stop no reader and control no terminal."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from kept import keep
+from situations import text_of
 from spans import Training as Spans
 from spoiled import DAMAGE, spoiled, spoiled_lines
 from stored import state_in
 from synthetic import Training, device_event, host_event
+from test_report import Page, check_offline
 
 from dpmon.cli.main import main
+from dpmon.ui.scene import PANELS, Scene, View
+
+FOREIGN = '<script>alert(1)</script>\x1b]52;c;eA==\x07\x1b[31m\u202e<b onload="x">'
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")
 
 
 @pytest.mark.timeout(120)
@@ -25,27 +33,33 @@ def test_every_reader_survives(
     monkeypatch.chdir(tmp_path)
     nobody = SimpleNamespace(look=lambda: None)
     monkeypatch.setattr("dpmon.cli.commands.ensure_supervisor", lambda directory: nobody)
-    training = Training()
-    own = [host_event(1.0), device_event(1.0, 0), *spoiled(DAMAGE[what])]
-    records = [*training.begin(), *training.run(5), *spoiled(DAMAGE[what]), *training.run(5)]
+    training = Training(root=FOREIGN, devices=("cpu:0", FOREIGN))
+    own = [host_event(1.0), device_event(1.0, 0, name=FOREIGN, throttle=[FOREIGN]), *spoiled(DAMAGE[what])]
+    records = [*training.begin(), *training.run(5), *spoiled(DAMAGE[what]), *training.switch("single")]
+    records += [training.mode_event("user", FOREIGN), *training.run(5)]
+    directory = keep({} if where == "rings" else {0: records, -1: own}, script=f"{FOREIGN}.py", cwd=FOREIGN)
     if where == "rings":
-        directory = keep({})
-        training = Spans(str(directory / "process-0.ring"), 0)
-        training.step()
+        spans = Spans(str(directory / "process-0.ring"), 0)
+        spans.step()
         with open(directory / "process-0.jsonl", "ab") as lines:
             lines.write(spoiled_lines(DAMAGE[what]))
-        training.step()
-        training.end()
-    else:
-        keep({0: records, -1: own})
+        spans.step()
+        spans.end()
     for words in (
-        ["ls"], ["report"], ["report", "--json"], ["report", "--html"], ["export", "-o", "out"],
+        ["ls"], ["report"], ["report", "--json"], ["report", "--html", "-o", "page"], ["export", "-o", "out"],
         ["export", "--format", "csv", "-o", "tables"], ["export", "--format", "perfetto", "-o", "trace"],
         ["attach", "--json"], ["attach", "--headless"],
     ):  # fmt: skip
         assert main(words) == 0, words
         found = capfd.readouterr()
-        assert "\x1b" not in found.out + found.err
-    directory = next((state / "dpmon" / "runs").iterdir())
+        assert not CONTROLS.search(found.out + found.err), words
+        assert words != ["report"] or "alert(1)" in found.out, "what is harmless is shown"
+    page = Path("page").read_text()
+    assert not re.search(r"<script>alert|<b onload|\x1b|\u202e", page)
+    check_offline(Page(page))
     for over in (False, True):
-        assert state_in(directory, over=over).focus is not None
+        shown = state_in(directory, over=over)
+        assert shown.focus is not None
+        scene = Scene(shown, shown.newest_ns, alive=not over)
+        for zoom in (None, *PANELS):
+            assert not CONTROLS.search(text_of(replace(scene, view=View(zoom=zoom)), 120, 40)), zoom

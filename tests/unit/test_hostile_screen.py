@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from kept import keep
 from places import PLACES, put
-from sizes import LONG
-from spoiled import DAMAGE, spoiled
 from stage import LOOK
-from synthetic import Training, device_event, host_event
+from synthetic import Training, host_event
 
 from dpmon.ui.monitor import Monitor
-from dpmon.ui.playback import Playback
 
 pytestmark = [pytest.mark.timeout(100), pytest.mark.slow]
 FILES = (
@@ -57,17 +53,3 @@ async def test_paths_that_are_not_files(state: Path, kind: str) -> None:
     await looked_at(Monitor(directory, LOOK, refresh=0.1))
     put(kind, directory / "history.sqlite")
     await looked_at(Monitor(directory, LOOK, refresh=0.1))
-
-
-@pytest.mark.parametrize("screen", [Monitor, Playback] if LONG else [Playback])
-@pytest.mark.parametrize("what", DAMAGE)
-async def test_records_that_no_tracer_writes(state: Path, screen: type[Monitor], what: str) -> None:
-    training = Training()
-    own = [host_event(1.0), device_event(1.0, 0), *spoiled(DAMAGE[what])]
-    records = [*training.begin(), *training.run(5), *spoiled(DAMAGE[what]), *training.run(5)]
-    directory = keep({0: records, -1: own}, status=0)
-    info = json.loads((directory / "run.json").read_text())
-    text = json.dumps({**info, "options": {"mode": "HERE", "devices": "HERE", "replicas": "HERE"}, "refresh": -1})
-    refused = len(DAMAGE[what]) >= 1000 or what in ("a great number", "infinity", "no number")  # see test_run_rundir
-    (directory / "run.json").write_text(text.replace('"HERE"', "3" if refused else DAMAGE[what]))
-    await looked_at(screen(directory, LOOK, refresh=0.1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Sequence
@@ -274,18 +273,3 @@ def test_a_gpu_sampled_only_in_pauses_has_no_utilisation() -> None:
         devices.sample("device", {"index": 0, "t_s": second, "util_pct": 0.0, "mem_used_bytes": 5})
     (found,) = devices.facts()
     assert (found.util_median, found.mem_used_max) == (None, 5)
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        {}, {"paused": 1}, {"paused": True, "t_s": "x"}, {"paused": False, "paused_s": -1},
-        {"paused": True, "t_s": 1e300},
-        {"paused": False, "paused_s": True, "t_s": float("nan")}, {"paused": True, "step": [1]},
-    ],
-)  # fmt: skip
-def test_pauses_that_make_no_sense_are_survived(state: Path, event: dict[str, Any]) -> None:
-    payloads = [*Training().begin(), *Training().run(3), Event("pause", {"process": 0, **event})]
-    directory = keep({0: payloads})
-    assert report_text(directory, 80)
-    assert json.dumps(as_object(collect(directory)))

@@ -87,10 +87,8 @@ class Process:
         self.recorder.put = self.put
         self.me = self.recorder.thread()
         self.recorder.training_thread = self.me
-        self.timing = self.recorder.timing = Timing(
-            self.put, self.session.fault, lambda: int(self.recorder.words[Word.ONE_IN]), self.device
-        )
-        self.timing.training_thread = self.me
+        device: Any = self.device
+        self.timing = self.recorder.timing = Timing(self.recorder, device)
         self._optimizer = _Optimizer(self.recorder)
         self._assembler = Assembler()
         self._layout: Any = {"define": LAYOUT, "value": {"root": "Net", "via": None, "module": 1, "absent": {}}}

@@ -17,12 +17,16 @@ from typing import Any
 import pytest
 import torch
 from fake_nvml import RunSamples
+from played import Process
 from running import Dpmon, wait_for
 from tracing import Script, Traced, traced
 
 from dpmon.gpu.sample import bare_uuid
 from dpmon.record.names import mode_number
-from dpmon.tracer.devices.events import DeviceSpan, DeviceTimes, TorchEvents
+from dpmon.record.spans import Kind
+from dpmon.tracer.core.session import Config, Session
+from dpmon.tracer.devices.events import TorchEvents
+from dpmon.tracer.devices.timing import Mark, Timing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -174,38 +178,54 @@ def test_phases_equal_those_of_the_profiler(profiled: Traced, row: Any, phase: s
     row(f"{phase}, host time, median of {STEPS} steps", ours, most, "ms", round(within, 3))
 
 
+class RealDevice(Process):
+    """A process with the events of the real device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        events = TorchEvents(Session(Config("", 0, "auto", None, ())))
+        self.timing = self.recorder.timing = Timing(self.recorder, events)
+
+    def begin(self, *, shares: bool = False) -> Mark:
+        mark = self.timing.begin(self.me, Kind.GATHER, (0,), shares=shares)
+        assert mark is not None
+        return mark
+
+    def end(self, mark: Mark) -> None:
+        mark.end()
+        mark.written(0)
+
+
 def test_events_measure_the_devices_own_time(gpu: str, row: Any) -> None:
-    """Times of dpmon.tracer.devices.events, compared with two events around all of them."""
-    faults: list[BaseException] = []
-    times = DeviceTimes(TorchEvents(), faults.append)
+    """Times of dpmon.tracer.devices.timing, compared with two events around all of them."""
+    process = RealDevice()
     x = torch.randn(4096, 4096, device=gpu)
     torch.mm(x, x)
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     first.record()
-    spans: list[DeviceSpan] = []
     for _ in range(60):
-        spans.append(times.begin(0, spans[-1] if spans else None))
+        mark = process.begin(shares=True)
         for _ in range(4):
             torch.mm(x, x)
-        times.end(spans[-1])
+        process.end(mark)
     last.record()
-    assert times.waiting() == 60
+    assert process.spans == []
     torch.cuda.synchronize()
-    times.collect()
-    assert faults == []
-    assert times.waiting() == 0
-    row("60 phases by events", sum(span.ms or 0.0 for span in spans), first.elapsed_time(last), "ms", 0.05)
+    process.timing.read()
+    assert process.faults == []
+    assert len(process.spans) == 60
+    row("60 phases by events", sum(ns for _, _, ns, _ in process.spans) / 1e6, first.elapsed_time(last), "ms", 0.05)
 
 
 def test_an_event_costs_little(gpu: str, row: Any) -> None:
     """Host time of a phase's two events and of reading them."""
-    times = DeviceTimes(TorchEvents(), lambda _: None)
+    process = RealDevice()
     spent = []
     for _ in range(2000):
         began = time.perf_counter_ns()
-        times.end(times.begin(0))
-        times.collect()
+        process.end(process.begin())
+        process.timing.read()
         spent.append((time.perf_counter_ns() - began) / 1e3)
     row("a phase on a device, host time", statistics.median(spent), 0.0, "µs", 12.0, False)
 

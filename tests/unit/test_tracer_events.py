@@ -4,125 +4,88 @@ from __future__ import annotations
 
 import signal
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
-from played import Device
+from played import Process
 
 from dpmon.record.names import Untimed
-from dpmon.tracer.devices.events import MAX_FAULTS, MAX_PENDING, DeviceSpan, DeviceTimes, TorchEvents, watch_captures
+from dpmon.record.spans import SITE_AT, Kind
+from dpmon.tracer.core.session import Config, Session
+from dpmon.tracer.devices import timing
+from dpmon.tracer.devices.events import TorchEvents, watch_captures
+from dpmon.tracer.devices.timing import MAX_FAULTS, MAX_WAITING, Mark
+
+NO_OPTIONS = Config("", 0, "auto", None, ())
 
 
-class Bench:
-    def __init__(self, max_pending: int = MAX_PENDING) -> None:
-        self.device = Device()
-        self.faults: list[BaseException] = []
-        device: Any = self.device
-        self.times = DeviceTimes(device, self.faults.append, max_pending)
+class Bench(Process):
+    """Phases on one device, each with a mark of its own."""
 
-        self.spans: list[DeviceSpan] = []
+    def begin(self, shares: bool = False) -> Mark:
+        mark = self.timing.begin(self.me, Kind.GATHER, (0,), shares=shares)
+        assert mark is not None
+        return mark
 
-    def begin(self, device: int = 0, after: DeviceSpan | None = None) -> DeviceSpan:
-        span = self.times.begin(device, after)
-        self.spans.append(span)
-        return span
-
-    def phase(self, took: float, device: int = 0) -> DeviceSpan:
-        span = self.begin(device)
+    def end(self, mark: Mark, took: float = 0.0) -> None:
         self.device.now += took
-        self.times.end(span)
-        return span
+        mark.end()
+        mark.written(0)
 
-    def collected(self) -> list[float | None]:
-        """Return the spans settled since the last call, in the order of their beginnings."""
-        self.times.collect()
-        found = [span for span in self.spans if span.settled]
-        self.spans = [span for span in self.spans if not span.settled]
-        return [span.ms for span in found]
+    def phases(self, *took: float) -> None:
+        for each in took:
+            self.end(self.begin(), each)
 
-
-def test_a_time_is_read_when_the_device_has_come_to_its_end() -> None:
-    bench = Bench()
-    bench.phase(3.0)
-    bench.phase(5.0)
-    assert bench.collected() == []
-    bench.device.reached = 3.0
-    assert bench.collected() == [3.0]
-    bench.device.reached = 8.0
-    assert bench.collected() == [5.0]
-    assert bench.collected() == []
-    assert bench.times.waiting() == 0
+    def collected(self) -> list[float | int]:
+        """Return the times (ms) written since the last call; in place of an unknown time, the reason."""
+        self.timing.read()
+        times = [(took, head >> SITE_AT + 16) for head, _, took, _ in self.spans]
+        self.spans.clear()
+        return [why or took / 1e6 for took, why in times]
 
 
 def test_phases_that_touch_share_an_event() -> None:
     bench = Bench()
-    span = None
     for took in (1.0, 2.0, 4.0, 8.0):
-        span = bench.begin(0, span)
-        bench.device.now += took
-        bench.times.end(span)
+        bench.end(bench.begin(shares=True), took)
     assert len(bench.device.recorded) == 5
+    bench.device.reached = 3.0
+    assert bench.collected() == [1.0, 2.0]
     bench.device.reached = 100.0
-    assert bench.collected() == [1.0, 2.0, 4.0, 8.0]
+    assert bench.collected() == [4.0, 8.0]
     assert bench.device.made == 5
-    bench.phase(1.0)
-    assert bench.device.made == 5
+    for _ in range(3):
+        bench.phases(1.0, 1.0)
+        bench.device.reached = bench.device.now
+        assert bench.collected() == [1.0, 1.0]
+    assert bench.device.made == 5, "the events are used again"
 
 
 def test_the_last_lap_is_the_end() -> None:
     bench = Bench()
-    span = bench.begin()
+    mark = bench.begin()
     for took in (1.0, 2.0, 4.0):
         bench.device.now += took
-        bench.times.lap(span)
-    bench.device.now += 100.0
-    bench.times.end(span)
+        mark.lap()
+    bench.end(mark, 100.0)
     bench.device.reached = 200.0
     assert bench.collected() == [7.0]
-    assert bench.device.made <= 3
-    other = bench.begin()
-    bench.times.lap(other)
-    bench.times.abandon(other)
-    assert other.why == Untimed.RAISED
-    assert bench.times.waiting() == 0
-
-
-def test_events_of_the_pool_are_reused() -> None:
-    bench = Bench()
-    for _ in range(10_000):
-        bench.phase(1.0)
-        bench.device.reached = bench.device.now
-        assert bench.collected() == [1.0]
     assert bench.device.made == 2
 
 
 def test_a_device_that_is_far_behind_costs_no_more_events_and_is_counted() -> None:
     bench = Bench()
-    spans = [bench.phase(1.0) for _ in range(1000)]
-    assert bench.device.made == 2 * MAX_PENDING
-    assert bench.times.waiting() == MAX_PENDING
-    assert {span.why for span in spans[MAX_PENDING:]} == {Untimed.NO_EVENT}
+    bench.phases(*[1.0] * 1000)
+    assert bench.device.made == 2 * MAX_WAITING
+    assert bench.collected() == [Untimed.NO_EVENT] * (1000 - MAX_WAITING)
+    assert bench.device.asked == 1, "a slow device is asked only once"
     bench.device.reached = bench.device.now
-    assert bench.collected() == [1.0] * MAX_PENDING + [None] * (1000 - MAX_PENDING)
-    bench.phase(1.0)
-    assert bench.times.waiting() == 1
-
-
-def test_collecting_asks_a_slow_device_only_once() -> None:
-    bench = Bench()
-    for _ in range(100):
-        bench.phase(1.0)
-    bench.device.asked = 0
-    assert bench.collected() == []
-    assert bench.device.asked == 1
-
-
-def test_events_of_an_abandoned_span_are_free_again() -> None:
-    bench = Bench()
-    for _ in range(1000):
-        bench.times.abandon(bench.begin())
-    assert bench.device.made == 1
+    assert bench.collected() == [1.0] * MAX_WAITING
+    bench.phases(1.0)
+    bench.device.reached = bench.device.now
+    assert bench.collected() == [1.0]
 
 
 @pytest.mark.parametrize("where", ["record", "between_ms", "done", "capturing"])
@@ -136,22 +99,32 @@ def test_after_some_faults_timing_stops(where: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(bench.device, where, fails)
     for _ in range(10):
-        bench.phase(1.0)
-        assert bench.collected() == [None]
+        bench.phases(1.0)
+        assert bench.collected() == [Untimed.FAULT]
     assert len(bench.faults) == MAX_FAULTS
-    assert bench.times.off
-    assert bench.times.waiting() == 0
+    assert not bench.timing._waiting
 
 
 def test_streams_that_passed_each_other_give_no_negative_time() -> None:
     bench = Bench()
-    span = bench.begin()
-    bench.device.now = -1.0
-    bench.times.end(span)
+    bench.phases(-1.0)
     bench.device.reached = 1.0
-    assert bench.collected() == [None]
-    assert span.why == Untimed.CROSSED
-    assert bench.times.waiting() == 0
+    assert bench.collected() == [Untimed.CROSSED]
+
+
+def test_a_device_that_is_far_behind_has_all_or_no_phases_of_a_step_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the first phases of a step would use up the events, and its last phases would never have one."""
+    monkeypatch.setattr(timing, "MAX_WAITING", 8)
+    bench = Bench()
+    timed: list[int] = []
+    for _ in range(40):
+        before = len(bench.device.recorded)
+        bench.phases(1.0, 1.0, 1.0)
+        timed.append(len(bench.device.recorded) - before)
+        bench.device.reached = bench.device.now - 30.0  # ten steps behind
+        bench.timing.step_ends()
+    assert set(timed[1:]) == {6, 0}
+    assert timed.count(6) >= 4, "events that are read make room for others"
 
 
 def test_the_stream_is_looked_up_once_and_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +145,7 @@ def test_the_stream_is_looked_up_once_and_is_the_current_one(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", current.__getitem__, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
-    events = TorchEvents()
+    events = TorchEvents(Session(NO_OPTIONS))
     for device in (0, 1, 0):
         events.record(Event(), device)
     current[0] = 12
@@ -199,7 +172,7 @@ def test_a_capture_is_known_from_begin_to_end() -> None:
     class Kind(Graph):
         pass
 
-    captures = watch_captures([Kind])
+    captures = watch_captures([Kind], suppress(Exception))
     one, two = Kind(), Kind()
     assert not captures
     assert (one.capture_begin(), two.capture_begin("so")) == ("well", "so")
@@ -226,7 +199,7 @@ def test_an_exception_of_a_signal_handler_reaches_the_script(monkeypatch: pytest
     def handler(*_: object) -> None:
         raise TimeoutError("the script's own")
 
-    watch_captures([Graph])
+    watch_captures([Graph], Session(NO_OPTIONS).guarded("a capture"))
     monkeypatch.setattr(weakref, "ref", lambda *_: signal.raise_signal(signal.SIGUSR1))
     before = signal.signal(signal.SIGUSR1, handler)
     try:
@@ -234,18 +207,3 @@ def test_an_exception_of_a_signal_handler_reaches_the_script(monkeypatch: pytest
             Graph().capture_begin()
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_device_that_is_far_behind_has_all_or_no_phases_of_a_step_timed() -> None:
-    """Otherwise the first phases of a step would use up the events, and its last phases would never have one."""
-    bench = Bench(max_pending=8)
-    timed: list[list[bool]] = []
-    for number in range(40):
-        spans = [bench.phase(1.0) for _ in range(3)]
-        timed.append([span.why == Untimed.NONE for span in spans])
-        bench.device.reached = bench.device.now - 30.0  # ten steps behind
-        bench.times.collect()
-        bench.times.end_step()
-        assert len(spans) == 3, number
-    assert {tuple(one) for one in timed[1:]} == {(True,) * 3, (False,) * 3}
-    assert sum(all(one) for one in timed) >= 4, "events that are read make room for others"

@@ -1,8 +1,14 @@
 """Device times of the phases of a process that trains on GPUs, from events on the working streams.
 
-A `Timing` exists only after a call runs on a GPU, so other processes pay nothing for it. The span of a phase is written
-when the host finishes the phase, with a flag that the phase is timed. Its device times become known some steps later.
-They are then written, one span per device, with the number of the phase's span.
+A `Timing` exists only after a call runs on a GPU, so other processes pay nothing for it. An event is recorded on the
+current stream at the beginning and the end of a phase. A phase that begins where another one ends shares its event. The
+span of a phase is written when the host finishes the phase, with a flag that the phase is timed.
+
+Between two steps, the training thread queries the events in the order of the phases, and never waits for a device. The
+times that are known are written, one span per device, with the number of the phase's span. Then the events are used
+again. While a device is far behind, no more phases are timed.
+
+The time between two events of a stream includes the time while the device waits for the host.
 """
 
 from __future__ import annotations
@@ -10,14 +16,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Event
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dpmon.record.names import Untimed
 from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
+from dpmon.span_ring import Word
 from dpmon.tracer.core.threads import Thread
-from dpmon.tracer.devices.events import DeviceSpan, DeviceTimes, TorchEvents
+from dpmon.tracer.devices.events import TorchEvents
 
+if TYPE_CHECKING:
+    from dpmon.tracer.steps.recorder import Recorder
+
+MAX_FAULTS = 3
+MAX_WAITING = 256
+"""Most phases for each GPU that wait for their times. No step begins to be timed while half of them wait."""
 MAX_STEPS = 64
 """Longest wait for a device time, in steps."""
 MAX_COPIES = 16
@@ -41,10 +55,33 @@ def gpus_of(devices: Sequence[str]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(index for index in map(gpu_of, devices) if index >= 0))
 
 
+class DeviceSpan:
+    """A phase on one device: its time once it is known, or the reason why it stays unknown."""
+
+    __slots__ = ("device", "first", "follows", "last", "ms", "taken", "why")
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.first: Any = None
+        self.last: Any = None
+        """The events at its beginning and its end."""
+        self.follows = False
+        """Whether `first` is the last event of the phase before."""
+        self.taken = False
+        """Whether `last` is also the first event of the next phase, which then frees it."""
+        self.ms: float | None = None
+        self.why = Untimed.NONE
+
+    @property
+    def settled(self) -> bool:
+        """Whether its time is known, or will stay unknown."""
+        return self.ms is not None or self.why != Untimed.NONE
+
+
 class Mark:
     """The events around one phase, on each of its devices. Its methods never raise."""
 
-    __slots__ = ("_kind", "_shares", "_timing", "number", "spans", "step")
+    __slots__ = ("_kind", "_shares", "_timing", "late", "number", "spans", "step")
 
     def __init__(self, timing: Timing, kind: int, spans: list[DeviceSpan], shares: bool = False) -> None:
         """`spans`: empty in a step that is not timed. `shares`: the call's next phase may begin where this one ends."""
@@ -56,12 +93,15 @@ class Mark:
         """Number of the phase's span."""
         self.step = 0
         """Number of steps that had ended when the span was written."""
+        self.late = False
+        """Whether its times were written as unknown; its events are not free yet."""
 
     def end(self) -> int:
         """End the phase; return the flags for the head of its span."""
         timing = self._timing
         for span in self.spans:
-            timing.times.end(span)
+            if span.last is None:
+                timing.lap(span)
             if self._shares:
                 timing.last[span.device] = span
         return _TIMED if self.spans else _UNTIMED
@@ -69,14 +109,15 @@ class Mark:
     def lap(self) -> None:
         """Mark a possible end of the phase; it counts if no later lap follows."""
         for span in self.spans:
-            self._timing.times.lap(span)
+            self._timing.lap(span)
 
     def raised(self) -> int:
         """End a phase that raised; return the flags for the head of its span."""
         if self._kind in _COUNT_ANYWAY or not self.spans:
             return self.end()
         for span in self.spans:
-            self._timing.times.abandon(span)
+            span.first = span.last = None
+            span.why = span.why or Untimed.RAISED
         return 0 if self._kind in _PRIMITIVES else _TIMED
 
     def written(self, number: int) -> None:
@@ -89,23 +130,13 @@ class Mark:
 class Timing:
     """Measures the device times of one process. Its methods never raise."""
 
-    def __init__(
-        self,
-        write: Callable[[int, int, int, int], int],
-        fault: Callable[..., None],
-        one_in: Callable[[], int] = lambda: 0,
-        events: TorchEvents | None = None,
-    ) -> None:
-        """`write` takes a span (SpanRing.put), `fault` takes errors (Session.fault).
-
-        `one_in` returns k to time one step in k; 0 and 1 time every step.
-        """
-        self._write_span = write
-        self._fault = fault
-        self._one_in = one_in
-        self.training_thread: Thread | None = None
-        """The training thread."""
-        self.times = DeviceTimes(events or TorchEvents(), self._failed)
+    def __init__(self, recorder: Recorder, events: TorchEvents | None = None) -> None:
+        self._recorder = recorder
+        self._events = events or TorchEvents(recorder.session)
+        self._free: dict[int, list[object]] = {}
+        """Events that may be used again, by device."""
+        self._faults = 0
+        """Number of faults. After MAX_FAULTS, nothing more is timed."""
         self.gpus: tuple[int, ...] = ()
         """GPUs for the phases of this step: those of the last step's calls, and those of this step's calls so far."""
         self._used: tuple[int, ...] = ()
@@ -113,10 +144,14 @@ class Timing:
         self._called = False
         """Whether this step has a call."""
         self._skips = False
-        """Whether this step is not timed."""
+        """Whether this step is not timed, because only one step in several is."""
+        self._behind = False
+        """Whether this step is not timed, because a device is far behind. A step is timed as a whole or not at all:
+        else its last phases would never be timed."""
         self.synced: Callable[[], int] | None = None
         """Returns the number of synchronised backward passes, so that all ranks time the same steps."""
         self._waiting: deque[Mark] = deque()
+        """The phases with unread events."""
         self._steps = 0
         self._copies = 0
         self._not_timed = Mark(self, 0, [])
@@ -124,7 +159,56 @@ class Timing:
         """Per device: the last finished phase of the current call."""
 
     def _failed(self, error: BaseException) -> None:
-        self._fault("time on a device", error, fatal=False)
+        self._faults += 1
+        self._recorder.session.fault("time on a device", error, fatal=False)
+
+    # ---------------------------------------------------------------- events
+
+    def _span(self, device: int, after: DeviceSpan | None = None) -> DeviceSpan:
+        """Begin a phase on a device: at the end of the phase `after`, or now."""
+        span = DeviceSpan(device)
+        if after is None or after.last is None or after.taken:
+            span.first = self._event(span)
+        else:
+            span.first, span.follows, after.taken = after.last, True, True
+        return span
+
+    def lap(self, span: DeviceSpan) -> None:
+        """Record a possible end of a phase on its device; a later lap replaces it."""
+        if span.first is not None:
+            if span.last is not None:
+                self._free[span.device].append(span.last)
+            span.last = self._event(span)
+            if span.last is None:
+                span.first = None
+
+    def _event(self, span: DeviceSpan) -> object:
+        """Record an event on the device of a phase now; None, with the reason in `span`, if that is not possible."""
+        if self._faults >= MAX_FAULTS:
+            span.why = Untimed.FAULT
+        elif self._behind or self._is_full(1):
+            span.why = Untimed.NO_EVENT
+        else:
+            try:
+                if not self._events.capturing():
+                    event = self._free_event(span.device)
+                    self._events.record(event, span.device)
+                    return event
+                span.why = Untimed.CAPTURED
+            except Exception as error:  # noqa: BLE001 - it is not timed
+                self._failed(error)
+                span.why = Untimed.FAULT
+        return None
+
+    def _free_event(self, device: int) -> object:
+        try:
+            return self._free.setdefault(device, []).pop()
+        except IndexError:  # empty; a check before `pop` would race with other threads
+            return self._events.make()
+
+    def _is_full(self, share: int) -> bool:
+        """Whether one part in `share` of the phases that may wait for their times do."""
+        return len(self._waiting) * share >= MAX_WAITING * max(len(self.gpus), 1)
 
     # ---------------------------------------------------------------- phases
 
@@ -135,17 +219,16 @@ class Timing:
         """
         if gpus is None:
             gpus = self.gpus
-        if not gpus or me is not self.training_thread:
+        if not gpus or me is not self._recorder.training_thread:
             return None
         if self._skips:
             return self._not_timed
-        begin = self.times.begin
         last = self.last if shares else {}
-        return Mark(self, kind, [begin(gpu, last.get(gpu)) for gpu in gpus], shares)
+        return Mark(self, kind, [self._span(gpu, last.get(gpu)) for gpu in gpus], shares)
 
     def call_begins(self, me: Thread, gpus: tuple[int, ...]) -> Mark | None:
         """Begin a call on the GPUs of its model."""
-        if me is not self.training_thread:
+        if me is not self._recorder.training_thread:
             return None
         if me.inside not in (Kind.CALL, Kind.WRAPPED):
             if not (self._called or gpus):
@@ -167,7 +250,7 @@ class Timing:
             return None
         if self._skips:
             return self._not_timed
-        return Mark(self, kind, [self.times.begin(gpu)])
+        return Mark(self, kind, [self._span(gpu)])
 
     def copy_begins(self, me: Thread, gpu: int) -> Mark | None:
         """Begin a copy to one GPU."""
@@ -193,14 +276,15 @@ class Timing:
             self._used, self._called = (), False
             self._choose()
         self.read()
-        self.times.end_step()
+        self._behind = self._is_full(2)
 
     def _choose(self) -> None:
         """Decide whether the next step is timed: one step in k, rounded up to a power of two, without a pattern.
 
+        k is the number that a reader has requested; 0 and 1 time every step.
         Ranks with a larger k time a subset of the steps that other ranks time.
         """
-        bits = max(min(self._one_in(), MAX_ONE_IN) - 1, 0).bit_length()
+        bits = max(min(self._recorder.words[Word.ONE_IN], MAX_ONE_IN) - 1, 0).bit_length()
         number = self._steps if self.synced is None else self.synced()
         self._skips = _mixed(number) & (1 << bits) - 1 != 0
 
@@ -208,23 +292,55 @@ class Timing:
         """Write the known times. `unread`: if not NONE, also write all other times as unknown, with this reason."""
         waiting = self._waiting
         try:
-            self.times.collect()
-            while waiting:
-                mark = waiting[0]
+            if waiting and not self._is_capturing():
+                while waiting and all(map(self._settles, waiting[0].spans)):
+                    if not waiting[0].late:
+                        self._write(waiting[0], Untimed.NONE)
+                    del waiting[0]  # an interrupt before this line repeats the one above; the reader drops duplicates
+            for mark in list(waiting):
                 late = Untimed.LATE if self._steps - mark.step > MAX_STEPS else unread
-                if not (late or all(span.settled for span in mark.spans)):
+                if not late:
                     break
-                self._write(mark, late)  # an interrupt before the next line repeats this; the reader drops duplicates
-                del waiting[0]
+                if not mark.late:
+                    self._write(mark, late)
+                    mark.late = True
         except Exception as error:  # noqa: BLE001 - the training continues
             self._failed(error)
+
+    def _is_capturing(self) -> bool:
+        try:
+            return self._events.capturing()
+        except Exception as error:  # noqa: BLE001 - times are lost, the training is not
+            self._failed(error)
+            return False
+
+    def _settles(self, span: DeviceSpan) -> bool:
+        """Read the time of a phase on one device. Return False if the device has not reached its end."""
+        if span.settled:
+            return True
+        events, first, last = self._events, span.first, span.last
+        try:
+            # The first event may be on another stream, which may be behind. A shared one was reached with its phase.
+            if not (events.done(last) and (span.follows or events.done(first))):
+                return False
+            took = events.between_ms(first, last)
+            if took >= 0:
+                span.ms = took
+            else:  # one stream has overtaken the other
+                span.why = Untimed.CROSSED
+            self._free[span.device] += [first] if span.taken else [first, last]
+        except Exception as error:  # noqa: BLE001 - a time is lost, the training is not
+            self._failed(error)
+            span.why = Untimed.FAULT
+        span.first = span.last = None
+        return True
 
     def _write(self, mark: Mark, late: int) -> None:
         for span in mark.spans:
             why = Untimed.NONE if span.ms is not None else span.why or late
             site = span.device & 0xFF | min(len(mark.spans), 0xFF) << 8 | why << 16
             took = 0 if span.ms is None else int(span.ms * 1e6)
-            self._write_span(Kind.DEVICE_TIME | site << SITE_AT, 0, took, mark.number)
+            self._recorder.put(Kind.DEVICE_TIME | site << SITE_AT, 0, took, mark.number)
 
     def at_exit(self) -> None:
         """Write all times at the end of the process; unfinished times stay unknown."""

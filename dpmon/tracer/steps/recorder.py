@@ -141,8 +141,7 @@ class Recorder:
     def times_devices(self) -> None:
         """Start device timing, because a call is about to run on a GPU."""
         if self.timing is None and usable():
-            self.timing = Timing(lambda *span: self.put(*span), self.session.fault, lambda: self.words[Word.ONE_IN])
-            self.timing.training_thread = self.training_thread
+            self.timing = Timing(self)
 
     # ---------------------------------------------------------------- threads
 
@@ -164,8 +163,6 @@ class Recorder:
 
     def _found(self, me: Thread) -> None:
         self.training_thread = me
-        if self.timing is not None:
-            self.timing.training_thread = me
         self.words[TRAINING_THREAD] = me.number
 
     def heal(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from rich.color import Color, ColorType, parse_rgb_hex
 from rich.style import Style
 
 from dpmon.config import THEMES
@@ -65,8 +66,7 @@ def _mono_styles() -> dict[str, Style]:
 
 
 MONO_STYLES: Mapping[str, Style] = _mono_styles()
-_ATTRIBUTES = {"b": "bold", "d": "dim", "i": "italic", "u": "underline", "r": "reverse", "s": "strike"}
-_LEVELS = (0, 95, 135, 175, 215, 255)
+ATTRIBUTES = {"b": "bold", "d": "dim", "i": "italic", "u": "underline", "r": "reverse", "s": "strike"}
 
 
 @lru_cache(maxsize=1024)
@@ -76,7 +76,7 @@ def composed(name: str, theme: str | None, few: bool = False) -> Style:
     if name.startswith("sgr:"):
         front, back, attributes = name[4:].rsplit(":", 2)
         if palette is None:
-            return Style.parse(" ".join(_ATTRIBUTES[a] for a in attributes if a in _ATTRIBUTES))
+            return Style.parse(" ".join(ATTRIBUTES[a] for a in attributes if a in ATTRIBUTES))
         bg = _rgb(back, palette) if back else palette.background
         fg = _rgb(front, palette) if front else palette.text
         if not back:  # the script did not know this background when it chose its colour
@@ -84,7 +84,7 @@ def composed(name: str, theme: str | None, few: bool = False) -> Style:
         if "d" in attributes:
             fg = _mixed(fg, bg)
         base = Style(color=fg, bgcolor=bg)
-        return base + Style.parse(" ".join(_ATTRIBUTES[a] for a in attributes if a in _ATTRIBUTES and a != "d"))
+        return base + Style.parse(" ".join(ATTRIBUTES[a] for a in attributes if a in ATTRIBUTES and a != "d"))
     lower, _, upper = name.partition("/")
     if palette is not None and lower.startswith("phase.") and lower[6:] in LETTERS and upper in LETTERS:
         return Style(color=palette.by_phase[lower[6:]], bgcolor=palette.by_phase[upper])
@@ -92,27 +92,16 @@ def composed(name: str, theme: str | None, few: bool = False) -> Style:
 
 
 def _rgb(name: str, palette: Palette) -> str:
-    """The colour as "#rrggbb": "color(9)" is looked up in the palette; a true colour stays as it is."""
-    if not name.startswith("color("):
-        return name
-    number = int(name[6:-1])
-    if number < 16:
-        return (*palette.ansi, *palette.bright)[number]
-    if number >= 232:
-        grey = 8 + 10 * (number - 232)
-        return f"#{grey:02x}{grey:02x}{grey:02x}"
-    red, rest = divmod(number - 16, 36)
-    green, blue = divmod(rest, 6)
-    return f"#{_LEVELS[red]:02x}{_LEVELS[green]:02x}{_LEVELS[blue]:02x}"
-
-
-def _parts(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+    """The colour as "#rrggbb": one of the first sixteen is looked up in the palette."""
+    colour = Color.parse(name)
+    if colour.type is ColorType.STANDARD and colour.number is not None:
+        return (*palette.ansi, *palette.bright)[colour.number]
+    return colour.get_truecolor().hex
 
 
 def _mixed(front: str, back: str) -> str:
     """Two thirds of `front` and one third of `back`; for dim text, it replaces the terminal's own attribute."""
-    pairs = zip(_parts(front), _parts(back), strict=True)
+    pairs = zip(parse_rgb_hex(front[1:]), parse_rgb_hex(back[1:]), strict=True)
     return "#" + "".join(f"{(a * 2 + b) // 3:02x}" for a, b in pairs)
 
 
@@ -127,7 +116,7 @@ def _legible(front: str, back: str, palette: Palette) -> str:
 
 def _light(colour: str) -> float:
     """The brightness of a colour, 0 to 255 (the weights of ITU-R BT.601)."""
-    red, green, blue = _parts(colour)
+    red, green, blue = parse_rgb_hex(colour[1:])
     return 0.299 * red + 0.587 * green + 0.114 * blue
 
 

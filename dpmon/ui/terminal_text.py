@@ -14,11 +14,17 @@ from __future__ import annotations
 import codecs
 import re
 import unicodedata
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import repeat
+
+from rich.ansi import AnsiDecoder
+from rich.style import Style
 
 from dpmon.cleaning import visible
 from dpmon.text.cells import char_width
-from dpmon.ui.rows import Row, merged
+from dpmon.ui.look import ATTRIBUTES
+from dpmon.ui.rows import Row, merged, plain
 
 COLUMNS = 4000
 """Most cells of a line; the rest is dropped and marked."""
@@ -38,80 +44,66 @@ _TOKEN = re.compile(
 _STRING_END = re.compile(r"\x1b\\|[\x07\x9c]|(?=[\n\x1b])")
 _UNFINISHED = re.compile(r"(?:\x1b[ -/]{0,8}|(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,8})\Z")
 _UNFINISHED_LENGTH = 80
-_ATTRIBUTES = {1: "b", 2: "d", 3: "i", 4: "u", 7: "r", 9: "s"}
-_OFF = {22: "bd", 23: "i", 24: "u", 27: "r", 29: "s"}
 
 
 class TerminalLine:
-    """One row: plain text until something overwrites it, then cells with their styles."""
+    """One row of cells: a character with its marks, and its style. The right half of a wide character is empty.
 
-    __slots__ = ("_plain", "_row", "_styles", "cells", "cut")
+    A row has no cells until something changes it.
+    """
 
-    def __init__(self) -> None:
-        self.cells: list[str] = []
-        """One character with its marks per cell; the right half of a wide character is empty."""
-        self._styles: list[str] = []
-        self._plain: str | None = None
-        self._row: Row | None = None
+    __slots__ = ("_cells", "_row", "cut")
+
+    def __init__(self, text: str = "") -> None:
+        """`text`: plain ASCII."""
+        self._cells: Row = []
+        self._row: Row | None = [(text, "")] if text else None
         self.cut = False
 
-    def begin(self, text: str) -> None:
-        """Set the whole line to plain ASCII text."""
-        self._plain = text if len(text) <= COLUMNS else text[: COLUMNS - 1] + "…"
+    def __bool__(self) -> bool:
+        return bool(self._cells or self._row)
 
-    def __len__(self) -> int:
-        return len(self._plain) if self._plain is not None else len(self.cells)
-
-    def _open(self) -> None:
+    def _open(self) -> Row:
+        """The cells, which are about to change."""
+        if self._row is not None and not self._cells:
+            self._cells = [(char, "") for char in plain(self._row)]
         self._row = None
-        if self._plain is not None:
-            self.cells, self._styles = list(self._plain), [""] * len(self._plain)
-            self._plain = None
+        return self._cells
 
-    def put(self, at: int, cells: list[str], style: str) -> None:
-        """Write cells from column `at` on; cut halves of wide characters become blanks."""
-        self._open()
-        missing = at - len(self.cells)
-        if missing > 0:
-            self.cells += " " * missing
-            self._styles += [""] * missing
-        end = at + len(cells)
-        if at < len(self.cells) and not self.cells[at] and at:
-            self.cells[at - 1] = " "
-        if end < len(self.cells) and not self.cells[end]:
-            self.cells[end] = " "
-        self.cells[at:end] = cells
-        self._styles[at:end] = [style] * len(cells)
+    def put(self, at: int, chars: Sequence[str], style: str) -> None:
+        """Write characters from column `at` on; cut halves of wide characters become blanks."""
+        cells = self._open()
+        cells += [(" ", "")] * (at - len(cells))
+        end = at + len(chars)
+        if at < len(cells) and not cells[at][0] and at:
+            cells[at - 1] = (" ", cells[at - 1][1])
+        if end < len(cells) and not cells[end][0]:
+            cells[end] = (" ", cells[end][1])
+        cells[at:end] = zip(chars, repeat(style))
 
     def mark(self, at: int, mark: str) -> None:
         """Add a combining mark to the character before column `at`, if it fits."""
-        self._open()
-        if not 0 < at <= len(self.cells):
+        cells = self._open()
+        if not 0 < at <= len(cells):
             return
-        at -= 1 if self.cells[at - 1] or at < 2 else 2
-        if self.cells[at] and len(self.cells[at]) <= _MARKS:
-            self.cells[at] += mark
+        at -= 1 if cells[at - 1][0] or at < 2 else 2
+        char, style = cells[at]
+        if char and len(char) <= _MARKS:
+            cells[at] = (char + mark, style)
 
     def erase(self, what: int, at: int) -> None:
         """Erase to the end (0), from the beginning (1), or the whole line (2)."""
-        self._open()
-        if what in (0, 2) and len(self.cells) > at:
-            if not self.cells[at] and at:
-                self.cells[at - 1] = " "
-            del self.cells[at:], self._styles[at:]
+        length = len(self._open())
         if what in (1, 2):
-            stop = min(at + 1, len(self.cells))
-            if stop < len(self.cells) and not self.cells[stop]:
-                self.cells[stop] = " "
-            self.cells[:stop] = " " * stop
-            self._styles[:stop] = [""] * stop
+            self.put(0, " " * min(at + 1, length), "")
+        if what in (0, 2) and length > at:
+            self.put(at, "", "")
+            del self._cells[at:]
 
     def row(self) -> Row:
         """The row without blanks at its end."""
-        if self._plain is not None:
-            return [(self._plain, "")] if self._plain else []
         if self._row is None:
-            row = merged(zip(self.cells, self._styles, strict=True))
+            row = merged(self._cells)
             if row and not row[-1][1]:
                 row[-1] = (row[-1][0].rstrip(" "), "")
             if self.cut and row and row[-1][0]:
@@ -127,7 +119,7 @@ class TerminalPage:
         self.lines = [TerminalLine()]
         self.line = 0
         self.at = 0
-        self._sgr = Sgr()
+        self._colours = Style.null()
         self._style = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
@@ -156,11 +148,11 @@ class TerminalPage:
     def _interpret(self, text: str, at: int) -> int:
         """Interpret text from `at` up to the end of a line or the start of a string; returns where it stopped."""
         # Fast path for the usual line: no controls, and nothing in its row yet.
-        if not self.at and not self._style and self.line == len(self.lines) - 1 and not len(self.lines[-1]):
+        if not self.at and not self._style and self.line == len(self.lines) - 1 and not self.lines[-1]:
             end = text.find("\n", at)
-            whole = text[at:end] if end >= 0 else ""
-            if end >= 0 and whole.isascii() and (whole.isprintable() or not whole):
-                self.lines[-1].begin(whole)
+            whole = text[at:end]
+            if 0 <= end - at <= COLUMNS and whole.isascii() and whole.isprintable():
+                self.lines[-1] = TerminalLine(whole)
                 self._down()
                 return end + 1
         for token in _TOKEN.finditer(text, at):
@@ -173,15 +165,12 @@ class TerminalPage:
             elif kind == "string":
                 self._in_string = True
                 return token.end()
-            elif kind == "control" and self._control(token["control"]):
+            elif token["control"] == "\n":
+                self._down()
                 return token.end()
+            elif kind == "control":
+                self._control(token["control"])
         return len(text)
-
-    def _down(self) -> None:
-        self.line += 1
-        self.at = 0
-        if self.line == len(self.lines):
-            self.lines.append(TerminalLine())
 
     def _put(self, text: str) -> None:
         line = self.lines[self.line]
@@ -210,24 +199,26 @@ class TerminalPage:
                 line.mark(self.at, shown)
         return cells
 
-    def _control(self, char: str) -> bool:
-        """Handle one control; returns whether a new line began."""
-        if char == "\n":
-            self._down()
-            return True
+    def _down(self) -> None:
+        self.line += 1
+        self.at = 0
+        if self.line == len(self.lines):
+            self.lines.append(TerminalLine())
+
+    def _control(self, char: str) -> None:
         if char == "\r":
             self.at = 0
         elif char == "\b":
             self.at = max(self.at - 1, 0)
         elif char == "\t":
             self.at = min((self.at // 8 + 1) * 8, COLUMNS)
-        return False
 
     def _sequence(self, args: str, end: str) -> None:
         if args[:1] in ("<", "=", ">", "?"):  # a private sequence
             return
         if end == "m":
-            self._style = self._sgr.change(args)
+            self._colours = _changed(self._colours, args)
+            self._style = _name(self._colours)
             return
         number = int(args[:5]) if args.isdecimal() else 0
         by = max(number, 1)
@@ -253,57 +244,18 @@ class TerminalPage:
             self.at = 0
 
 
-class Sgr:
-    """The current style, as a name "sgr:<fg>:<bg>:<attributes>" (colours as Rich names them)."""
-
-    def __init__(self) -> None:
-        self.fg = self.bg = self.attributes = ""
-
-    def change(self, args: str) -> str:
-        """Apply the parameters of one sequence; returns the style from now on, "" for none."""
-        numbers = _numbers(args)
-        index = 0
-        while index < len(numbers):
-            index = self._one(numbers, index)
-        if not (self.fg or self.bg or self.attributes):
-            return ""
-        return f"sgr:{self.fg}:{self.bg}:{self.attributes}"
-
-    def _one(self, numbers: tuple[int, ...], index: int) -> int:
-        code = numbers[index]
-        if code == 0:
-            self.fg = self.bg = self.attributes = ""
-        elif code in _ATTRIBUTES:
-            self.attributes = "".join(sorted({*self.attributes, _ATTRIBUTES[code]}))
-        elif code in _OFF:
-            self.attributes = "".join(a for a in self.attributes if a not in _OFF[code])
-        elif code in (38, 48):
-            colour, used = _extended(numbers[index + 1 : index + 5])
-            if colour is not None:
-                setattr(self, "fg" if code == 38 else "bg", colour)
-            return index + 1 + used
-        elif 30 <= code <= 37 or 90 <= code <= 97:
-            self.fg = f"color({code - 30 if code < 40 else code - 82})"
-        elif 40 <= code <= 47 or 100 <= code <= 107:
-            self.bg = f"color({code - 40 if code < 50 else code - 92})"
-        elif code == 39:
-            self.fg = ""
-        elif code == 49:
-            self.bg = ""
-        return index + 1
+@lru_cache(maxsize=256)
+def _changed(style: Style, args: str) -> Style:
+    """The style after one sequence of colours (SGR)."""
+    decoder = AnsiDecoder()
+    decoder.style = style
+    decoder.decode_line(f"\x1b[{args.replace(':', ';')}m")
+    return decoder.style
 
 
 @lru_cache(maxsize=256)
-def _numbers(args: str) -> tuple[int, ...]:
-    parts = args.replace(":", ";").split(";")[:32]
-    return tuple(int(part[:5]) if part.isdecimal() else 0 for part in parts)
-
-
-def _extended(rest: tuple[int, ...]) -> tuple[str | None, int]:
-    """An indexed or a true colour after 38 or 48, and how many numbers it took."""
-    if len(rest) >= 2 and rest[0] == 5:
-        return (f"color({rest[1]})" if rest[1] < 256 else None), 2
-    if len(rest) >= 4 and rest[0] == 2:
-        fits = all(n < 256 for n in rest[1:4])
-        return (f"#{rest[1]:02x}{rest[2]:02x}{rest[3]:02x}" if fits else None), 4
-    return None, len(rest)
+def _name(style: Style) -> str:
+    """The name "sgr:<fg>:<bg>:<attributes>" of a style (colours as Rich names them); "" if it changes nothing."""
+    front, back = ("" if each is None or each.is_default else each.name for each in (style.color, style.bgcolor))
+    attributes = "".join(letter for letter, word in sorted(ATTRIBUTES.items()) if getattr(style, word))
+    return f"sgr:{front}:{back}:{attributes}" if front or back or attributes else ""

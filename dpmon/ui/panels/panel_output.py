@@ -105,7 +105,7 @@ class Tail:
     def end(self) -> int:
         """Serial number after the last row; an empty last row does not count."""
         lines = self._page.lines
-        return self.first + len(self._settled) + len(lines) - (not len(lines[-1]))
+        return self.first + len(self._settled) + len(lines) - (not lines[-1])
 
     def rows(self, start: int, count: int) -> list[Row]:
         """Up to `count` of the stored rows from serial number `start` on."""

@@ -38,12 +38,12 @@ _RANKS = "the ranks of a distributed training wait for each other: pausing would
 class PauseState(NamedTuple):
     """The last request for a pause, and whether the training is paused."""
 
-    wanted: bool
+    wanted: bool = False
     """Whether the last request to at least one training process was to pause."""
-    pending: bool
+    pending: bool = False
     """Whether a process has not yet acted on the last request."""
-    since_ns: int | None
-    """When the last training process paused (monotonic); None while one runs."""
+    since_ns: int | None = None
+    """When the last training process paused (monotonic; in a scene, since the run's start); None while one runs."""
 
 
 class RunReader:

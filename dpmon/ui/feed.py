@@ -14,9 +14,9 @@ from dpmon.cleaning import clean
 from dpmon.model.state import MOST_RANKS, State, Wanted, ended_of, toggle_refusal
 from dpmon.run.activities import QUIET_NS
 from dpmon.run.notes import traceback_line
-from dpmon.run.reader import NO_TRAINING, RunReader
+from dpmon.run.reader import NO_TRAINING, PauseState, RunReader
 from dpmon.ui.panels.panel_output import Output, Tail
-from dpmon.ui.scene import Facts, Pausing, RunEnd, Scene, Toggle, View, all_finished
+from dpmon.ui.scene import Facts, RunEnd, Scene, Toggle, View, all_finished
 
 if TYPE_CHECKING:
     from dpmon.model.snapshot import Snapshots
@@ -246,24 +246,22 @@ class Feed:
         elif process is not None and process.mode == toggle.mode:
             self._toggle = Toggle(toggle.mode, "done", self.now_ns())
 
-    def pausing(self) -> Pausing:
-        """The pause: whether the training is paused, whether one was requested, and whether one is possible."""
-        reader = self._reader
-        if reader is None or self.over or not self.state.processes:
-            return Pausing()
-        now = reader.paused()
+    def pausing(self) -> PauseState:
+        """The last request for a pause, and whether the training is paused (since when, in ns of the run)."""
+        if self._reader is None or self.over or not self.state.processes:
+            return PauseState()
+        now = self._reader.paused()
         since = None if now.since_ns is None else max(now.since_ns - self._facts.start_ns, 0)
-        return Pausing(now.wanted or reader.pause_refusal() is None, now.wanted, now.pending, since)
+        return PauseState(now.wanted, now.pending, since)
 
     def pause_refusal(self) -> str | None:
         """Why the training can be neither paused nor resumed; None if it can."""
-        pausing = self.pausing()
         refusal = self._refusal()
-        if refusal is None and self._idle() and not pausing.wanted:
-            return NO_TRAINING
-        if refusal is not None or pausing.possible or self._reader is None:
+        if refusal is not None or self._reader is None or self.pausing().wanted:
             return refusal
-        return self._reader.pause_refusal() or "no training process is known yet"
+        if self._idle():
+            return NO_TRAINING
+        return self._reader.pause_refusal() or (None if self.state.processes else "no training process is known yet")
 
     def pause(self) -> None:
         """Ask for a pause, or for the end of the requested pause."""
@@ -325,6 +323,7 @@ class Feed:
             ended=self.ended,
             toggle=self._toggle,
             pausing=self.pausing(),
+            can_pause=self.pause_refusal() is None,
             can_toggle=self.toggle_refusal() is None,
             can_type=self.ended is None and self.can_type(),
             outputs=len(self.output.tails),

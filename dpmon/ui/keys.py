@@ -42,17 +42,15 @@ def _when(test: Callable[[Scene], bool], word: str) -> Callable[[Scene], str | N
 
 
 def _other_mode(scene: Scene) -> str | None:
-    if not scene.can_toggle or scene.over or scene.closing or scene.process is None:
+    if not scene.can_toggle or scene.process is None:
         return None
     return "→ dp" if scene.process.mode == "single" else "→ single"
 
 
 def _pause(scene: Scene) -> str | None:
-    if not scene.pausing.possible or scene.over or scene.ending:
+    if not scene.can_pause:
         return None
-    if scene.pausing.wanted:
-        return "resume"
-    return None if scene.closing else "pause"
+    return "resume" if scene.pausing.wanted else "pause"
 
 
 def _freeze(scene: Scene) -> str | None:

@@ -11,6 +11,7 @@ from dpmon.cleaning import clean
 from dpmon.model.state import Process, State
 from dpmon.record.names import RANK_MODES
 from dpmon.run.activities import IDLE
+from dpmon.run.reader import PauseState
 from dpmon.text.quantities import UNKNOWN, calls_so_far, clock
 
 PANELS = ("devices", "replicas", "batch", "compare", "output")
@@ -80,18 +81,6 @@ class Toggle(NamedTuple):
     reason: str | None = None
 
 
-class Pausing(NamedTuple):
-    """Whether the training is paused or asked to pause. Times are ns since the run's start."""
-
-    possible: bool = False
-    wanted: bool = False
-    """Whether the last request was to pause."""
-    pending: bool = False
-    """Whether some process has not yet acted on the last request."""
-    since_ns: int | None = None
-    """When the last process paused; None while one runs."""
-
-
 @dataclass(frozen=True, slots=True)
 class View:
     """The user's choices: what to show, and how."""
@@ -131,7 +120,9 @@ class Scene:
     alive: bool | None = None
     ended: RunEnd | None = None
     toggle: Toggle | None = None
-    pausing: Pausing = field(default_factory=Pausing)
+    pausing: PauseState = field(default_factory=PauseState)
+    can_pause: bool = False
+    """Whether the training can be paused or resumed."""
     can_toggle: bool = False
     can_type: bool = False
     outputs: int = 1
@@ -165,14 +156,6 @@ class Scene:
         last = self.process.last_step if self.process is not None else None
         usual = last is not None and self.now_ns - last.start_ns <= 4 * last.wall_ns
         return None if self.over or usual or self.input_wait_ns is not None else self.stalled
-
-    @property
-    def closing(self) -> bool:
-        """Whether the command is gone or its training is over: neither a mode nor a pause can be requested.
-
-        The command may still read a line: it may be a launcher, or a script that starts another training.
-        """
-        return self.ending or all_finished(self.state, self.activities)
 
     @property
     def over(self) -> bool:

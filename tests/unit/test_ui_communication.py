@@ -12,6 +12,7 @@ from synthetic import SECOND
 
 from dpmon.model.step_timeline import last_step_timeline
 from dpmon.record.kinds import Collective
+from dpmon.run.reader import PauseState
 from dpmon.store.answers import LastSample
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import whole
@@ -20,7 +21,7 @@ from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.panels.panel_ranks import rank_map
 from dpmon.ui.panels.panel_status import answer, status
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import Facts, Pausing, RunEnd, Scene, Toggle, View
+from dpmon.ui.scene import Facts, RunEnd, Scene, Toggle, View
 from dpmon.ui.waterfall import bucket_row, sample_row
 
 LOOK = Look(UNICODE, COLOUR, True)
@@ -87,7 +88,7 @@ def test_a_request_during_a_stall_says_what_it_waits_for(key: str, what: str) ->
     doing = {0: ("backward", since + SECOND), 1: ("other", since), 2: ("backward", since + SECOND)}
     scene = replace(scene, now_ns=now, stalled=STALL, activities=doing)
     asked: dict[str, Any] = {"toggle": Toggle("dp", "pending", since)} if key == "d" else {}
-    asked |= {"pausing": Pausing(possible=True, wanted=True, pending=True)} if key == "p" else {}
+    asked |= {"pausing": PauseState(wanted=True, pending=True)} if key == "p" else {}
     said = f"rank 1 has been in the script's own work for 27 s: it will {what} when it comes back"
     assert plain(answer(replace(scene, **asked), LOOK)) == said
     assert answer(scene, LOOK) == []

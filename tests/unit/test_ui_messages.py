@@ -32,7 +32,7 @@ from dpmon.ui.panels.panel_compare import compare as compare_rows
 from dpmon.ui.panels.panel_output import Output, Tail, narrowed
 from dpmon.ui.panels.panel_output import title as output_title
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import NAMES, Facts, Pausing, Playing, RunEnd, Scene, View
+from dpmon.ui.scene import NAMES, Facts, Playing, RunEnd, Scene, View
 
 
 def trained(steps: int = 200, *, over: bool = False, **options: object) -> Scene:
@@ -79,10 +79,7 @@ def test_a_part_without_room_in_the_header_is_left_out_entirely() -> None:
         rows = screen(closing_down, width)[:3]
         assert any("the training process is exiting" in row for row in rows)
         assert not any("…" in row for row in rows)
-        still_there = replace(closing_down, can_type=True, pausing=Pausing(possible=True))
-        footer = screen(still_there, width)[-1]
-        assert not any(word in footer for word in ("d → single", "p pause"))
-        asking = replace(still_there, now_ns=scene.now_ns + 9 * SECOND, reads_since_ns=scene.now_ns)
+        asking = replace(closing_down, can_type=True, now_ns=scene.now_ns + 9 * SECOND, reads_since_ns=scene.now_ns)
         rows = screen(asking, width)
         assert any("press i" in row for row in rows[:3])
         assert "i input" in rows[-1], "the command that started the training reads a line"

@@ -11,6 +11,7 @@ from stored import state_of
 from synthetic import Training
 
 from dpmon.model.step_timeline import Piece
+from dpmon.run.reader import PauseState
 from dpmon.text.cells import cut
 from dpmon.text.palettes import FEW, PALETTES, Palette
 from dpmon.ui.chart import ceiling, filled_bar, range_bar, resampled, spark
@@ -20,7 +21,7 @@ from dpmon.ui.help import help_rows
 from dpmon.ui.look import ASCII, COLOUR, LETTERS, MONO, UNICODE, Look, choose
 from dpmon.ui.panels.panel_output import shifted
 from dpmon.ui.rows import box, fit, plain, width_of
-from dpmon.ui.scene import Facts, Pausing, RunEnd, Scene, View
+from dpmon.ui.scene import Facts, RunEnd, Scene, View
 from dpmon.ui.waterfall import lane_row, main_row
 
 LOOK = Look(UNICODE, COLOUR, True)
@@ -44,7 +45,7 @@ def test_the_footer_offers_only_what_works() -> None:
 
 @pytest.mark.parametrize("over", [False, True])
 def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> None:
-    scene = replace(a_scene(), pausing=Pausing(possible=True))
+    scene = replace(a_scene(), can_pause=True)
     if over:
         scene = replace(a_scene(), can_toggle=False, can_type=False, ended=RunEnd(1, None, 1))
     everything = {f"{key} {word}" for key, word in [hint[:2] for hint in hints(scene)]}
@@ -67,9 +68,9 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
 
 
 def test_the_narrowest_footer_keeps_the_keys_that_resume() -> None:
-    scene = replace(a_scene(), pausing=Pausing(possible=True, wanted=True), view=View(frozen=True))
+    scene = replace(a_scene(), can_pause=True, pausing=PauseState(wanted=True), view=View(frozen=True))
     assert "p resume" in plain(footer(scene, 40, LOOK)[0])
-    assert "space go on" in plain(footer(replace(scene, pausing=Pausing()), 42, LOOK)[0])
+    assert "space go on" in plain(footer(replace(scene, can_pause=False), 42, LOOK)[0])
 
 
 @pytest.mark.parametrize("width", range(1, 20))

@@ -11,6 +11,7 @@ from situations import FACTS, LOOK, MONO_ASCII, scene_of, situations, state_of, 
 from synthetic import SECOND, Training, host_event
 
 from dpmon.model.state import PauseChange, State, WarningText
+from dpmon.run.reader import PauseState
 from dpmon.ui.footer import hints
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange
 from dpmon.ui.look import Look
@@ -18,7 +19,7 @@ from dpmon.ui.paint import whole
 from dpmon.ui.panels.panel_output import Output, Tail
 from dpmon.ui.panels.panel_status import status
 from dpmon.ui.rows import cropped, plain, width_of
-from dpmon.ui.scene import Pausing, RunEnd, Scene, Toggle, View, devices_in_short, life
+from dpmon.ui.scene import RunEnd, Scene, Toggle, View, devices_in_short, life
 
 SIZES = [
     (80, 24),
@@ -155,7 +156,7 @@ def test_waiting_for_data_is_shown_only_after_a_second() -> None:
     ],
 )
 def test_the_end_stays_with_its_outcome(ended: RunEnd, said: str) -> None:
-    scene = replace(scene_of(Training()), ended=ended)
+    scene = replace(scene_of(Training()), ended=ended, can_toggle=False)
     text = text_of(scene, 160, 50)
     assert said in text
     assert "q close" in text
@@ -185,7 +186,7 @@ def test_a_toggle_is_pending_then_done_or_refused() -> None:
     scene = scene_of(Training())
     pending = replace(scene, toggle=Toggle("single", "pending", scene.now_ns - 2 * SECOND))
     assert "→ single pending 2 s: the training answers at its next call" in text_of(pending, 80, 24)
-    paused = replace(pending, pausing=Pausing(possible=True, wanted=True, since_ns=scene.now_ns - SECOND))
+    paused = replace(pending, pausing=PauseState(wanted=True, since_ns=scene.now_ns - SECOND))
     assert "→ single pending 2 s: the training answers once it goes on (p)" in text_of(paused, 80, 24)
     done = replace(scene, toggle=Toggle("single", "done", scene.now_ns, step=12_340))
     assert "single from step 12,340 on" in text_of(done, 80, 24)

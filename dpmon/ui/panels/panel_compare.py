@@ -234,7 +234,7 @@ def _notes(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]
     elif len(found.sides) == 1:
         (other,) = (mode for mode in _MODES if mode not in found.sides)
         hint: Row = [(f"{other} was not seen yet: ", "dim"), ("d", "key"), (" switches the running job", "dim")]
-        if not scene.can_toggle or scene.over:
+        if not scene.can_toggle:
             rows += lines(f"{other} was not seen" + (" until then" if scene.playing else ""), width)
         else:
             rows.append(hint if width_of(hint) <= width else hint[:2])

@@ -143,8 +143,8 @@ class ProportionalMemory:
         self._read = read
         self._readings: dict[_Process, tuple[int | Missing, float]] = {}
         """Resident bytes that count for other processes, and when the next reading is due (s)."""
-        self._typical: dict[int, float] = {}
-        """Per parent: the mean shared part of the children read so far."""
+        self._typical: dict[int, int] = {}
+        """Per parent: the shared part of the child read last."""
         self._budget_s = BUDGET_MOST_S
         self._at_s = clock()
 
@@ -152,7 +152,7 @@ class ProportionalMemory:
         """Return the bytes of all processes together.
 
         `resident`: bytes by process. `parents`: ids of the parents. A process without a reading is estimated: its
-        shared part is the mean of its siblings.
+        shared part is that of the sibling read last.
         """
         began = self._clock()
         self._budget_s = min(self._budget_s + (began - self._at_s) * BUDGET_SHARE, BUDGET_MOST_S)
@@ -163,36 +163,25 @@ class ProportionalMemory:
         for key in sorted(due, key=lambda key: (due[key], key)):
             if due[key] > began or self._budget_s <= 0 or self._clock() - began >= AT_ONCE_S:
                 break
-            self._refresh(key, resident[key])
-        self._update_typical(parents)
+            self._refresh(key, resident[key], parents[key])
         total = unread = 0
         for key, size in resident.items():
             shared = self._readings[key][0] if key in self._readings else self._typical.get(parents[key])
             if isinstance(shared, Missing):
                 return shared
             unread += shared is None
-            total += max(size - int(shared or 0), 0)
+            total += max(size - (shared or 0), 0)
         if unread:
             return Missing(f"the memory of {unread} of {len(resident)} processes has not been read yet")
         return total
 
-    def _refresh(self, process: _Process, resident: int) -> None:
+    def _refresh(self, process: _Process, resident: int, parent: int) -> None:
         began = self._clock()
         shared: int | Missing
         try:
-            shared = max(resident - (self._read(process[0]) or 0), 0)
+            shared = self._typical[parent] = max(resident - (self._read(process[0]) or 0), 0)
         except OSError as error:  # the user may not, the kernel does not report it, or the process has just ended
             shared = Missing(f"the memory of process {process[0]} cannot be read: {error.strerror}")
         ended = self._clock()
         self._budget_s -= ended - began
         self._readings[process] = shared, ended + max(EVERY_S, REST_FACTOR * (ended - began))
-
-    def _update_typical(self, parents: Mapping[_Process, int]) -> None:
-        """Update the mean shared part of each parent's children; keep the old mean while all children are new."""
-        by_parent: dict[int, list[int]] = {}
-        for process, (shared, _) in self._readings.items():
-            if not isinstance(shared, Missing):
-                by_parent.setdefault(parents[process], []).append(shared)
-        present = set(parents.values())
-        self._typical = {parent: mean for parent, mean in self._typical.items() if parent in present}
-        self._typical.update({parent: sum(each) / len(each) for parent, each in by_parent.items()})

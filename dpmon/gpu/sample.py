@@ -153,35 +153,22 @@ def bare_uuid(uuid: str) -> str:
     return uuid.removeprefix("GPU-").removeprefix("MIG-").lower()
 
 
-def cuda_order(
-    text: str | None, order: str | None, uuids: Sequence[str | None], divided: bool = False
-) -> list[int] | list[None] | None:
-    """Return NVML's index (None: unknown) for each GPU in CUDA's order; None if even their number is unknown.
-
-    `text`, `order`: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; None if not set. `uuids`: of the GPUs in NVML's order;
-    None if unknown. `divided`: whether a GPU has MIG instances. CUDA then sees one instance, and an index does not show
-    which one.
-    """
-    if text is not None and text.startswith("GPU-"):
-        return _by_uuid(text, uuids)
-    if text is not None and text.startswith("MIG-"):
-        return None
-    numbers = list(range(len(uuids))) if text is None else _numbers(text, len(uuids))
-    if not numbers:
-        return []
-    if divided:
-        return None
-    return numbers if order == "PCI_BUS_ID" or len(uuids) == 1 else [None] * len(numbers)
-
-
 def visible_gpus(
     text: str | None, order: str | None, uuids: Sequence[str | None], divided: bool = False
 ) -> list[bool | None]:
-    """Return for each GPU in NVML's order whether CUDA sees it; None if unknown. Parameters as of `cuda_order`."""
-    found = cuda_order(text, order, uuids, divided)
-    if found is None or (None in found and len(found) < len(uuids)):
-        return [None] * len(uuids)
-    return [index in found or None in found for index in range(len(uuids))]
+    """Return for each GPU in NVML's order whether CUDA sees it; None if unknown.
+
+    `text`, `order`: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; None if not set. `uuids`: of the GPUs; None if unknown.
+    `divided`: whether a GPU has MIG instances. CUDA then sees one instance, and an index does not show which one.
+    """
+    found: list[int] | None
+    if text is not None and text.startswith(("GPU-", "MIG-")):
+        found = None if text.startswith("MIG-") else _by_uuid(text, uuids)
+    else:
+        found = list(range(len(uuids))) if text is None else _numbers(text, len(uuids))
+        if found and (divided or (order != "PCI_BUS_ID" and len(found) < len(uuids))):
+            found = None
+    return [None if found is None else index in found for index in range(len(uuids))]
 
 
 def _numbers(text: str, count: int) -> list[int]:

@@ -21,13 +21,12 @@ from dpmon.run.condition import exit_info, unknown_exit
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, save
 from dpmon.run.signalling import command_of, find_members, send, send_to_all
+from dpmon.supervise.spawn import find_command
 from dpmon.supervise.start import Successor
 
 LOOK_S = 0.2
 STALLED_S = 5.0
 """A supervisor that has not recorded the command's end for this long is stopped or stuck."""
-EXEC_S = 0.5
-"""A child that the supervisor started at least this long ago has executed the command."""
 _NOT_STARTED = "the supervisor ended before it started the command"
 _LOST = "the supervisor was killed, and another process had reaped the command"
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -109,9 +108,7 @@ class Guard:
         goes to all processes of the run, because the command can no longer end the others.
         """
         info = self._with_command()
-        # Until the child has executed the command, it still has the supervisor's handlers, which would lose the signal.
-        young = self._found is not None and time.clock_gettime(time.CLOCK_BOOTTIME) - self._found.started < EXEC_S
-        if young or (command := command_of(info)) is None or command.dead:
+        if (command := command_of(info)) is None or command.dead:
             return False
         if number in (signal.SIGUSR1, signal.SIGUSR2):
             return send(command, number)
@@ -164,21 +161,11 @@ class Guard:
         return None if returncode is None else exit_info(info, returncode, "foreground")
 
     def _with_command(self) -> RunInfo:
-        """The contents of run.json; if the supervisor could not write the command into it, search for the command.
-
-        The command leads a session, and was started before all other processes that may lead one. Its parent is the
-        supervisor, and after the supervisor's end this process.
-        """
+        """The contents of run.json; if the supervisor could not write the command into it, search for the command."""
         info = self.info
         if info.command_pid is not None:
-            self._found = None
             return info
-        if self._found is None:
-            parent = self._supervisor.pid if self._supervisor.poll() is None else os.getpid()
-            children = [process for process in proc.every_process().values() if process.parent == parent]
-            leaders = [process for process in children if process.session == process.pid]
-            found = min(leaders, key=lambda process: process.started, default=None)
-            self._found = None if found is None or found.pid == self._successor.pid else found
+        self._found = self._found or find_command(self._directory)
         if self._found is None:
             return info
         return replace(info, command_pid=self._found.pid, command_started=self._found.started)

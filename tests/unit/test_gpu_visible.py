@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpmon.gpu.sample import cuda_order, visible_gpus
+from dpmon.gpu.sample import visible_gpus
 
 A, B, C, D = (
     "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",
@@ -70,9 +70,7 @@ PLAIN: dict[str | None, list[int]] = {
 
 @pytest.mark.parametrize("text", PLAIN)
 def test_in_nvmls_order(text: str | None) -> None:
-    expected = PLAIN[text]
-    assert cuda_order(text, "PCI_BUS_ID", FOUR) == expected
-    assert visible_gpus(text, "PCI_BUS_ID", FOUR) == [i in expected for i in range(4)]
+    assert visible_gpus(text, "PCI_BUS_ID", FOUR) == [i in PLAIN[text] for i in range(4)]
 
 
 @pytest.mark.parametrize("text", PLAIN)
@@ -90,48 +88,44 @@ def test_torch_reads_it_the_same_way(text: str | None, monkeypatch: pytest.Monke
         if index >= 4:
             break
         seen.append(index)
-    assert cuda_order(text, "PCI_BUS_ID", FOUR) == seen
+    assert visible_gpus(text, "PCI_BUS_ID", FOUR) == [i in seen for i in range(4)]
 
 
 @pytest.mark.parametrize("order", [None, "FASTEST_FIRST", "", "junk"])
 @pytest.mark.parametrize(
-    ("text", "expected", "visible"),
+    ("text", "visible"),
     [
-        (None, [None] * 4, [True] * 4),
-        ("0,1,2,3", [None] * 4, [True] * 4),
-        ("2,3", [None, None], [None] * 4),  # the fastest come first, but NVML does not say which these are
-        ("0", [None], [None] * 4),
-        ("", [], [False] * 4),
-        ("-1", [], [False] * 4),
-        (f"{C},{A}", [2, 0], [True, False, True, False]),  # names do not depend on the order
+        (None, [True] * 4),
+        ("0,1,2,3", [True] * 4),
+        ("2,3", [None] * 4),  # the fastest come first, but NVML does not say which these are
+        ("0", [None] * 4),
+        ("", [False] * 4),
+        ("-1", [False] * 4),
+        (f"{C},{A}", [True, False, True, False]),  # names do not depend on the order
     ],
 )
-def test_in_an_unknown_order(
-    order: str | None, text: str | None, expected: list[int | None], visible: list[bool | None]
-) -> None:
-    assert cuda_order(text, order, FOUR) == expected
+def test_in_an_unknown_order(order: str | None, text: str | None, visible: list[bool | None]) -> None:
     assert visible_gpus(text, order, FOUR) == visible
 
 
 def test_one_gpu_has_one_order() -> None:
-    assert cuda_order("0", None, FOUR[:1]) == [0]
+    assert visible_gpus("0", None, FOUR[:1]) == [True]
     assert visible_gpus("1", None, FOUR[:1]) == [False]
     assert visible_gpus(None, None, []) == []
 
 
 @pytest.mark.parametrize(
-    ("text", "expected", "visible"),
+    ("text", "visible"),
     [
-        (M, None, [None] * 4),
-        (f"MIG-{B}/1/0", None, [None] * 4),
-        (A, [0], [True, False, False, False]),
-        ("1", None, [None] * 4),  # a divided GPU is seen as one of its instances
-        (None, None, [None] * 4),
-        ("", [], [False] * 4),
+        (M, [None] * 4),
+        (f"MIG-{B}/1/0", [None] * 4),
+        (A, [True, False, False, False]),
+        ("1", [None] * 4),  # a divided GPU is seen as one of its instances
+        (None, [None] * 4),
+        ("", [False] * 4),
     ],
 )
-def test_with_mig(text: str | None, expected: list[int | None] | None, visible: list[bool | None]) -> None:
-    assert cuda_order(text, "PCI_BUS_ID", FOUR, divided=True) == expected
+def test_with_mig(text: str | None, visible: list[bool | None]) -> None:
     assert visible_gpus(text, "PCI_BUS_ID", FOUR, divided=True) == visible
 
 

@@ -54,7 +54,6 @@ def test_a_command_that_may_have_been_started_is_left_to_the_new_supervisor(
 ) -> None:
     """The supervisor was killed before it recorded the command, or before it started it."""
     guard, directory = run
-    monkeypatch.setattr(proc, "every_process", dict)  # children that another test left behind are no command
     with monkeypatch.context() as patch:
         patch.setattr(Successor, "at_work", True)
         assert looked(guard) is None
@@ -158,8 +157,9 @@ def test_a_stalled_supervisor_is_given_some_time(state: Path, monkeypatch: pytes
 
 
 STARTS = """
-import subprocess, sys
-command = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+import os, subprocess, sys
+env = {**os.environ, "DPMON_RUN": sys.argv[2]}
+command = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True, env=env)
 print(command.pid, flush=True)
 input()
 """
@@ -174,13 +174,10 @@ def test_a_signal_reaches_a_command_that_could_not_be_recorded(
     monkeypatch.setattr(guards, "STALLED_S", 0.0)
     code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); time.sleep(60)"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", STARTS, code], text=True, **pipes) as supervisor:
+    with subprocess.Popen([sys.executable, "-c", STARTS, code, directory], text=True, **pipes) as supervisor:
         assert supervisor.stdout is not None
         command = int(supervisor.stdout.readline())
         guard = Guard(RunReader(directory), supervisor)
-        with monkeypatch.context() as patch:
-            patch.setattr(guards, "EXEC_S", 600.0)
-            assert not guard.send(number), "it may not have executed the command yet"
         wait_for(lambda: guard.send(number))
         wait_for(lambda: not proc.alive(command, None))
         assert not guard.send(number)

@@ -1,8 +1,6 @@
 """Training loops of many shapes that count their own steps; what ends a step is written in docs/tracing.md."""
 
 import contextlib
-import copy
-import gc
 import itertools
 import queue
 import threading
@@ -54,15 +52,6 @@ def recurrent_from_a_loader(count):
 
 
 @loop
-def episodes(count):
-    """Reinforcement learning: the policy is called a row at a time, and learns when the episode is over."""
-    policy = count.watch(Net())
-    optimizer = sgd(policy)
-    for length in (5, 130, 70, 3, 1, 260, 64, 65, 66, 12):
-        descend(count, optimizer, sum(policy(torch.randn(1, 4)).sum() for _ in range(length)))
-
-
-@loop
 def episodes_before_any_optimizer(count):
     """The optimizer is made when the first episode has been played."""
     policy = count.watch(Net())
@@ -87,17 +76,6 @@ def rollouts_in_training_mode(count):
 
 
 @loop
-def rollouts_in_eval_mode(count):
-    """With eval(), each such call is an evaluation."""
-    policy = count.watch(Net())
-    optimizer = sgd(policy)
-    for _ in range(4):
-        looks(count, policy, 100, rows=2)
-        for _ in range(3):
-            learn(count, policy, optimizer, *data(32))
-
-
-@loop
 def a_target_network(count):
     """As in DQN: acts a few times, then learns from the output of another network."""
     model, target = count.watch(Net(), Other())
@@ -117,21 +95,6 @@ def a_target_network(count):
             target.load_state_dict(model.state_dict())
 
 
-@loop
-def another_policy_plays(count):
-    """As in PPO: the calls of the old policy are a part of the first step that learns from them."""
-    policy, old = count.watch(Net(), Other())
-    old.eval()
-    optimizer = sgd(policy)
-    for _ in range(4):
-        with torch.no_grad():
-            for _ in range(120):
-                old(torch.randn(1, 4))
-        for _ in range(5):
-            learn(count, policy, optimizer, *data(64))
-        old.load_state_dict(policy.state_dict())
-
-
 # ------------------------------------------------------------------------------------------ no optimizer
 
 
@@ -140,12 +103,6 @@ def inference(count):
     model = count.watch(Net())
     for rows in range(1, 201):
         look(count, model, torch.randn(rows, 4))
-
-
-@loop
-def inference_from_a_loader(count):
-    model = count.watch(Net()).eval()
-    looks_at(count, model, loader(rows=400, batch=3))
 
 
 @loop
@@ -178,76 +135,7 @@ def backward_across_rpc(count):
         rpc.shutdown()
 
 
-@loop
-def recurrent_by_hand(count):
-    """Hundreds of calls for each backward pass."""
-    model = count.watch(Cell())
-    for length in (100, 30, 300, 64, 65):
-        count.back(unrolled(count, model, length))
-        count.end()
-
-
-@loop
-def by_hand_after_an_optimizer(count):
-    model, optimizer = made(count)
-    learns(count, model, optimizer, 10)
-    del optimizer
-    gc.collect()
-    for _ in range(100):
-        count.back(model(data()[0]).mean())
-        count.end()
-
-
-@loop
-def calls_with_gradients_and_no_more(count):
-    """An evaluation that forgets no_grad() and eval()."""
-    model = count.watch(Net())
-    for _ in range(100):
-        model(torch.randn(3, 4))
-        count.end()
-
-
-@loop
-def two_models_that_only_infer(count):
-    first, second = count.watch(Net(), Other())
-    for _ in range(100):
-        look(count, first, torch.randn(3, 4), ends=False)
-        look(count, second, torch.randn(3, 4))
-
-
-@loop
-def by_hand_with_two_calls(count):
-    """Computes gradients of two calls at a time."""
-    model = count.watch(Net())
-    for _ in range(100):
-        (x, y), (z, _) = data(), data(5)
-        loss = (model(x) - y).pow(2).mean() + model(z).mean()
-        gradients = count.gradients(loss, list(model.parameters()))
-        with torch.no_grad():
-            for p, gradient in zip(model.parameters(), gradients, strict=True):
-                p -= 0.01 * gradient
-        count.end()
-
-
-@loop
-def by_hand_with_an_evaluation_between(count):
-    model = count.watch(Net())
-    for number in range(30):
-        count.back(model(data()[0]).mean())
-        count.end()
-        if number % 10 == 9:
-            looks(count, model, 3, rows=7)
-
-
 # ------------------------------------------------------------------------------------------ evaluation
-
-
-@loop
-def looks_before_anything_is_known(count):
-    model = count.watch(Net())
-    looks(count, model, 70, rows=5)
-    optimizer = sgd(model)
-    learns(count, model, optimizer, 10)
 
 
 @loop
@@ -259,36 +147,6 @@ def looks_after_steps_of_a_loader(count):
         learn(count, model, optimizer, x, y, ends=False)
         if number % 2:
             look(count, model, held_out, ends=False)
-
-
-@loop
-def a_call_before_the_loader(count):
-    """As if a summary or a graph of the model is made first, a second before; it is a separate step."""
-    model, optimizer = made(count)
-    with torch.no_grad():
-        model(torch.randn(3, 4))
-    count.end()
-    time.sleep(1)
-    epoch(count, model, optimizer)
-
-
-@loop
-def training_after_an_evaluation_without_a_loader(count):
-    """As on ranks that receive their batches: first the bare model is evaluated, then a wrapper trains."""
-    model = Net()
-    wrapper = nn.Sequential(model)
-    optimizer = sgd(model)
-    for turn in range(2):
-        model.eval()
-        with torch.no_grad():
-            for _ in range(3):
-                count.call(model, data()[0])
-                count.end()
-        wrapper.train()
-        if not turn:
-            time.sleep(1)
-        for _ in range(4):
-            learn(count, lambda x: count.call(wrapper, x), optimizer, *data())
 
 
 @loop
@@ -319,33 +177,12 @@ def evaluation_in_the_middle_of_an_epoch(count):
 
 
 @loop
-def generation_after_each_epoch(count):
-    """Token by token, as an evaluation without a loader."""
-    model, optimizer = made(count)
-    for _ in range(3):
-        epoch(count, model, optimizer)
-        looks(count, model, 100, rows=1)
-
-
-@loop
 def with_and_without_a_loader(count):
     model, optimizer = made(count)
     for _ in range(2):
         epoch(count, model, optimizer)
         learns(count, model, optimizer, 10)
         looks(count, model, 3, rows=5)
-
-
-@loop
-def evaluation_of_the_bare_model(count):
-    """Beside its DataParallel, without a loader."""
-    model = Net()
-    wrapper = nn.DataParallel(model)
-    count.watch(model, wrapper)
-    optimizer = sgd(wrapper)
-    for _ in range(3):
-        looks(count, model, 4, rows=5)
-        learns(count, wrapper, optimizer, 6)
 
 
 @loop
@@ -385,39 +222,6 @@ def another_model_is_evaluated_last(count):
 
 
 @loop
-def another_model_is_evaluated_after_an_optimizer(count):
-    model, optimizer = made(count)
-    learns(count, model, optimizer, 20)
-    best, worst = count.watch(Other(), Cell())
-    worst.eval()
-    for _ in range(9):
-        look(count, best, torch.randn(7, 4), ends=False)
-        with torch.no_grad():
-            worst(torch.randn(5, 4), torch.randn(5, 4))
-        count.end()
-
-
-@loop
-def another_model_is_evaluated_between_epochs(count):
-    model, average = count.watch(Net(), Other())
-    optimizer = sgd(model)
-    for _ in range(2):
-        epoch(count, model, optimizer)
-        looks(count, average, 5, rows=7)
-
-
-@loop
-def a_teacher(count):
-    teacher, student = count.watch(Other(), Net())
-    teacher.eval()
-    optimizer = sgd(student)
-    for _ in range(10):
-        x, _ = data()
-        look(count, teacher, x, ends=False)
-        learn(count, student, optimizer, x, data()[1])
-
-
-@loop
 def a_teacher_from_a_loader(count):
     """It sees more rows than the student, which do not count."""
     teacher, student = count.watch(Other(), Net())
@@ -431,34 +235,11 @@ def a_teacher_from_a_loader(count):
 
 
 @loop
-def one_model_after_another(count):
-    """Each with a loop and an evaluation of its own; that of the second comes before its training."""
-    first = count.watch(Other())
-    optimizer = sgd(first)
-    for _ in range(10):
-        epoch(count, first, optimizer)
-    second = count.watch(Net())
-    with torch.no_grad():
-        for _ in range(3):
-            second(torch.randn(5, 4))
-            count.end()
-    optimizer = sgd(second)
-    epoch(count, second, optimizer)
-
-
-@loop
 def another_model_later(count):
     """It trains after many steps of the first one, which is no longer called; nor are all modules watched then."""
     for model in count.watch(Net(), Later()):
         for x, y in count.batches(loader(rows=400, batch=10)):
             learn(count, model, sgd(model), x, y, ends=False)
-
-
-@loop
-def another_model_later_without_a_loader(count):
-    for model in count.watch(Net(), Later()):
-        optimizer = sgd(model)
-        learns(count, model, optimizer, 100)
 
 
 @loop
@@ -537,27 +318,12 @@ def a_part_by_itself(count):
 
 
 @loop
-def made_and_called_after_the_training(count):
-    train(count, Net(), [data()] * 60, ends=True)
-    call_five_times(count, Later(), ends=True)
-
-
-@loop
 def made_in_the_middle_and_called_later(count):
     model = Net()
     train(count, model, [data()] * 60, ends=True)
     later = Later()
     train(count, model, [data()] * 60, ends=True)
     call_five_times(count, later, ends=True)
-
-
-@loop
-def a_second_optimizer_beside_the_first(count):
-    """Both are alive from the beginning; one is used after the other."""
-    first, second = count.watch(Net(), Other())
-    one, two = sgd(first), sgd(second)
-    for model, optimizer in ((first, one), (second, two)):
-        learns(count, model, optimizer, 3)
 
 
 @loop
@@ -584,37 +350,6 @@ def an_optimizer_an_epoch(count):
         learns(count, model, optimizer, 7)
 
 
-def judge(count, maker, critic, one, rows):
-    with torch.no_grad():
-        fake = maker(torch.randn(rows, 4))
-    descend(count, one, critic(fake).mean() - critic(torch.randn(rows, 4)).mean(), ends=False)
-
-
-def make(count, maker, critic, two, rows):
-    descend(count, two, -critic(maker(torch.randn(rows, 4))).mean(), ends=False)
-
-
-@loop
-def adversaries(count):
-    maker, critic = count.watch(Net(4, 4), Other())
-    one, two = sgd(critic), sgd(maker)
-    for _ in range(8):
-        judge(count, maker, critic, one, 6)
-        make(count, maker, critic, two, 6)
-        count.end()
-
-
-@loop
-def adversaries_from_a_loader(count):
-    """The generator learns only in every third batch."""
-    maker, critic = count.watch(Net(4, 4), Other())
-    one, two = sgd(critic), sgd(maker)
-    for number, (x, _) in enumerate(count.batches(loader(rows=90, batch=10))):
-        judge(count, maker, critic, one, len(x))
-        if number % 3 == 2:
-            make(count, maker, critic, two, len(x))
-
-
 @loop
 def adversaries_that_share_a_fake(count):
     """Three calls of the critic; the output of the generator's call is used twice."""
@@ -624,43 +359,6 @@ def adversaries_that_share_a_fake(count):
         fake = maker(torch.randn(len(x), 4))
         descend(count, one, critic(fake.detach()).mean() - critic(x).mean(), ends=False)
         descend(count, two, -critic(fake).mean(), ends=False)
-
-
-@loop
-def a_critic_that_learns_more_often(count):
-    """Each step of the critic's optimizer ends a step; that of the generator is part of the next one."""
-    maker, critic = count.watch(Net(4, 4), Other())
-    one, two = sgd(critic), sgd(maker)
-    for _ in range(5):
-        for _ in range(3):
-            judge(count, maker, critic, one, 6)
-            count.end()
-        make(count, maker, critic, two, 6)
-    count.end()
-
-
-@loop
-def an_ensemble(count):
-    """All members are called, and then all their optimizers step."""
-    members = count.watch(Net(), Other(), Net())
-    optimizers = [sgd(member) for member in members]
-    for _ in range(6):
-        x, y = data()
-        count.back(sum((member(x) - y).pow(2).mean() for member in members))
-        for optimizer in optimizers:
-            count.step(optimizer, ends=False)
-        count.end()
-
-
-@loop
-def three_that_take_turns(count):
-    """A step ends with the last of the optimizers; the first step waits until they repeat."""
-    models = count.watch(Net(), Net(), Net())
-    optimizers = [sgd(model) for model in models]
-    for _ in range(4):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            learn(count, model, optimizer, *data(), ends=False)
-        count.end()
 
 
 # ------------------------------------------------------------------------------------------ what an optimizer is given
@@ -675,16 +373,6 @@ def accumulation(count):
             count.back(model(data()[0]).mean())
         count.step(optimizer)
         optimizer.zero_grad()
-
-
-@loop
-def accumulation_from_a_loader(count):
-    """Each batch is a step; every third one has a step of the optimizer."""
-    model, optimizer = made(count)
-    for number, (x, _) in enumerate(count.batches(loader(rows=90, batch=10)), 1):
-        count.back(model(x).mean())
-        if number % 3 == 0:
-            count.step(optimizer, ends=False)
 
 
 @loop
@@ -709,27 +397,6 @@ def closed(count, model, optimizer, x, y):
 
 
 @loop
-def a_search_along_a_line(count):
-    model = count.watch(Net())
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
-    for _ in range(5):
-        count.step(optimizer, closed(count, model, optimizer, *data()))
-
-
-@loop
-def a_search_along_a_line_at_last(count):
-    """As for physics-informed networks: after another optimizer."""
-    model = count.watch(Net())
-    optimizer = torch.optim.Adam(model.parameters())
-    x, y = data()
-    for _ in range(30):
-        learn(count, model, optimizer, x, y)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
-    for _ in range(7):
-        count.step(optimizer, closed(count, model, optimizer, x, y))
-
-
-@loop
 def a_search_along_a_line_from_a_loader(count):
     model = count.watch(Net())
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
@@ -746,26 +413,6 @@ def a_closure(count):
         count.step(optimizer, closed(count, model, optimizer, *data()))
 
 
-@loop
-def sharpness(count):
-    """As in SAM: the gradient is taken twice, and the second counts. It looks like accumulation (docs/tracing.md)."""
-    count.sums = True
-    model, optimizer = made(count)
-    for _ in range(8):
-        x, y = data()
-        count.back((model(x) - y).pow(2).mean())
-        with torch.no_grad():
-            moves = [0.01 * p.grad for p in model.parameters()]
-            for p, move in zip(model.parameters(), moves, strict=True):
-                p += move
-        optimizer.zero_grad()
-        count.back((model(x) - y).pow(2).mean())
-        with torch.no_grad():
-            for p, move in zip(model.parameters(), moves, strict=True):
-                p -= move
-        count.step(optimizer)
-
-
 def scaled(count, optimizer, scaler, loss, clips=None):
     optimizer.zero_grad()
     count.back(scaler.scale(loss))
@@ -779,24 +426,6 @@ def scaled(count, optimizer, scaler, loss, clips=None):
         count.did("optimizer")
         return True
     return False
-
-
-@loop
-def mixed_precision(count):
-    """In the third step, an overflow skips the optimizer, so its call belongs to the next step."""
-    count.sums = True
-    model = count.watch(Net())
-    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0)
-    skipped = 0
-    for number in range(8):
-        x, y = data()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = (model(x) - y).pow(2).mean()
-        if scaled(count, optimizer, scaler, loss * (float("inf") if number == 2 else 1.0)):
-            count.end()
-        else:
-            skipped += 1
-    assert skipped == 1
 
 
 @loop
@@ -831,16 +460,6 @@ def steps_in_the_backward_pass(count):
 
 
 @loop
-def loaders_side_by_side(count):
-    """Three are read together; the step begins with the first."""
-    model, optimizer = made(count)
-    for (x, y), (z, _), _ in count.batches(
-        zip(loader(rows=60, batch=10), loader(rows=60, batch=10), loader(rows=60, batch=10), strict=True)
-    ):
-        descend(count, optimizer, (model(x) - y).pow(2).mean() + model(z).mean(), ends=False)
-
-
-@loop
 def a_loader_within_another_ones_step(count):
     """Unlabelled batches beside labelled ones; their loader starts again at its end."""
     model, optimizer = made(count)
@@ -852,16 +471,6 @@ def a_loader_within_another_ones_step(count):
             more = iter(loader(rows=60, batch=20))
             z, _ = next(more)
         descend(count, optimizer, (model(x) - y).pow(2).mean() + model(z).mean(), ends=False)
-
-
-@loop
-def one_batch_again_and_again(count):
-    """The loader delivers one batch."""
-    model, optimizer = made(count)
-    x, y = next(iter(loader()))
-    count.did("data")
-    for _ in range(200):
-        learn(count, model, optimizer, x, y)
 
 
 @loop
@@ -964,24 +573,6 @@ def a_stream(count):
             learn(count, model, optimizer, x, torch.zeros(len(x), 1), ends=False)
 
 
-@loop
-def a_stream_that_never_ends(count):
-    """Calls next() on a loader that starts again at its end."""
-    model, optimizer = made(count)
-    batches = iter(())
-    for _ in range(30):
-        try:
-            batch = next(batches)
-        except StopIteration:
-            count.end()
-            batches = iter(loader())
-            batch = next(batches)
-        count.end()
-        count.did("data")
-        learn(count, model, optimizer, *batch, ends=False)
-    count.end()
-
-
 class Epochs(IterableDataset):
     def __iter__(self):
         for _ in range(20):
@@ -1029,20 +620,6 @@ def a_loader_read_to_its_end_first(count):
     for _ in range(20):
         for x, y in kept:
             learn(count, model, optimizer, x, y)
-
-
-@loop
-def batches_that_are_skipped(count):
-    """The loop catches an exception and goes on; a call without a backward pass is in the step of its batch."""
-    model, optimizer = made(count)
-    for number, (x, y) in enumerate(count.batches(loader(rows=70, batch=10))):
-        with contextlib.suppress(KeyError):
-            if number == 2:
-                raise KeyError("before the call")
-            loss = (model(x) - y).pow(2).mean()
-            if number == 4:
-                raise KeyError("after the call")
-            descend(count, optimizer, loss, ends=False)
 
 
 @loop
@@ -1308,19 +885,6 @@ def steps_within_a_call(count):
         model(torch.randn(12, 4))
         count.did("backward", "optimizer")
         count.end()
-
-
-@loop
-def learning_to_learn_from_copies(count):
-    """First-order MAML: a copy of the model with its own optimizer for each task."""
-    model = Net()
-    for _ in range(6):
-        fast = count.watch(copy.deepcopy(model))
-        optimizer = sgd(fast)
-        learns(count, fast, optimizer, 4)
-        with torch.no_grad():
-            for mine, its in zip(model.parameters(), fast.parameters(), strict=True):
-                mine.lerp_(its, 0.1)
 
 
 @loop

@@ -23,7 +23,7 @@ PIECES = {
     for part in ast.parse(TEXT).body
     if isinstance(part, ast.FunctionDef) and part.name not in HELPERS
 }
-WITHOUT_RECORD = {"small_files", "small_files_ignored", "small_files_handled", "replaced_clock"}
+WITHOUT_RECORD = {"small_files", "replaced_clock"}
 """Pieces in which no ring can be created, for example because the script broke a function that creates it."""
 CRASHED = "child -11"
 """torch sometimes crashes in a forked child in which two threads compute, without dpmon too (docs/tracing.md)."""

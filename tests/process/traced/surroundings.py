@@ -1,11 +1,9 @@
 """Small pieces of code that change their own process; each prints its result."""
 
 import atexit
-import builtins
 import contextlib
 import faulthandler
 import gc
-import importlib
 import mmap
 import os
 import resource
@@ -95,13 +93,6 @@ def numbers_used_again():
     print(sum(os.path.getsize(path) for path in paths), fds[:3])
 
 
-def numbers_used_again_before():
-    os.closerange(3, 1024)
-    fds = [os.open(f"own{number}", os.O_RDWR | os.O_CREAT, 0o600) for number in range(40)]
-    train(200)
-    print(sum(os.fstat(fd).st_size for fd in fds), fds[:3])
-
-
 def few_descriptors():
     resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8))
     train()
@@ -114,38 +105,13 @@ def few_descriptors():
         train()
 
 
-def no_descriptor_from_the_start():
-    held = []
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, soft[1]))
-    try:
-        while True:
-            held.append(os.open("/dev/null", os.O_RDONLY))
-    except OSError as error:
-        print(error.errno)
-    train()
-    for fd in held:
-        os.close(fd)
-    train()
-
-
-def small_files(size=1 << 16, handler=signal.SIG_DFL):
-    signal.signal(signal.SIGXFSZ, handler)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+def small_files():
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
     train()
     with open("own", "wb", buffering=0) as file:
         print(file.write(b"x" * 1000))
     train()
-
-
-def small_files_ignored():
-    small_files(4096, signal.SIG_IGN)
-
-
-def small_files_handled():
-    seen = []
-    small_files(8192, lambda number, frame: seen.append(number))
-    print(seen)
 
 
 def little_memory():
@@ -249,18 +215,6 @@ def handlers():
     train()
 
 
-def unregistered():
-    train()
-    atexit._clear()
-    print(atexit._ncallbacks())
-
-
-def run_early():
-    train()
-    atexit._run_exitfuncs()
-    train()
-
-
 def threads():
     train()
     gone = threading.Event()
@@ -356,56 +310,6 @@ def no_directory():
     in_child(train)
 
 
-def no_modules():
-    train()
-    kept = dict(sys.modules)
-    for name in list(sys.modules):
-        if name.partition(".")[0] in ("dpmon", "os", "struct", "json", "weakref", "threading"):
-            del sys.modules[name]
-    train()
-    sys.modules.update(kept)
-
-
-def reloaded():
-    import torch.nn.parallel.replicate
-    import torch.utils.data.dataloader
-
-    for name in ("torch.nn.parallel.replicate", "torch.utils.data.dataloader", "torch.nn.parallel.scatter_gather"):
-        importlib.reload(sys.modules[name])
-        train()
-    list(torch.utils.data.DataLoader(torch.ones(4)))
-    train()
-
-
-def replaced_builtins():
-    for name in ("open", "print", "isinstance", "len"):
-        real = getattr(builtins, name)
-        if name in ("isinstance", "len"):
-
-            def strange(*args, real=real, **kwargs):
-                caller = sys._getframe(1).f_code.co_filename
-                if caller.startswith(OURS):
-                    raise RuntimeError("not for you")
-                return real(*args, **kwargs)
-        else:
-
-            def strange(*args, real=real, **kwargs):
-                raise RuntimeError("nobody may")
-
-        setattr(builtins, name, strange)
-        try:
-            import io
-
-            with contextlib.redirect_stdout(io.StringIO()):
-                if name != "print":
-                    train()
-                else:
-                    made()[1](torch.ones(2, 4))
-        finally:
-            setattr(builtins, name, real)
-        print(name)
-
-
 def replaced_clock():
     time.monotonic_ns = lambda: 1 / 0
     time.monotonic = time.time = lambda: 0.0
@@ -414,23 +318,6 @@ def replaced_clock():
     threading.get_ident = lambda: 1 / 0
     train()
     train(do=lambda: None)
-
-
-def quick_switches():
-    sys.setswitchinterval(1e-6)
-    _, call = made()
-    expected = call(torch.ones(6, 4)).detach()
-    same = []
-
-    def calls():
-        same.append(all(torch.allclose(call(torch.ones(6, 4)), expected) for _ in range(50)))
-
-    threads = [threading.Thread(target=calls) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    print(same)
 
 
 def standard_streams_closed():

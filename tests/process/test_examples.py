@@ -21,18 +21,6 @@ def place(dpmon: Dpmon) -> SideBySide:
     return SideBySide(dpmon)
 
 
-# `test_tracer_virtual` runs it with other numbers of replicas, without the command line.
-def test_the_tutorial_gives_the_sizes_of_the_tables(place: SideBySide) -> None:
-    outcome = place.under(TUTORIAL, "--seed", 3, options=("--replicas", 8))
-    assert outcome.status == 0, outcome.stderr
-    calls = of_kind(place.dpmon.records(), "call")
-    received = [[replica["inputs"][0]["shape"][0] for replica in call["replicas"]] for call in calls]
-    assert received == [[4] * 7 + [2]] * 3 + [[2] * 5]
-    # The model prints the same, although replicas print in any order.
-    printed = [int(rows) for rows in re.findall(rb"In Model: input size torch.Size\(\[(\d+), 5\]\)", outcome.stdout)]
-    assert sorted(printed) == sorted(rows for call in received for rows in call)
-
-
 def test_the_main_job(place: SideBySide) -> None:
     steps = 700  # an epoch is 667 batches, the last of 20 rows: its end is among them
     outcome = place.under(LINEAR, "--steps", steps, "--print-every", 100, fresh=True)  # in a fresh Python, as usual

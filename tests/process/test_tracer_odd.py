@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from tracing import Script, Traced, text_of, traced
 
+NAMES = re.findall(r"^@check\ndef (\w+)", text_of("odd"), re.M)
 WAYS: dict[str, dict[str, object]] = {
     "alone": {"run": False},
     "default": {},
@@ -23,25 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
 
 
 @pytest.mark.parametrize("way", ["default", "replicas"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a_hash_that_needs_what_is_set_later",
-        "an_exception_without_a_text",
-        "a_model_that_hides_its_parameters",
-        "a_model_that_hides_its_mode",
-        "a_tensor_that_watches",
-        "an_argument_not_to_be_touched",
-        "a_class_on_which_nothing_is_set",
-        "a_call_of_its_own",
-        "a_forward_set_on_the_instance",
-        "a_generator_as_result",
-        "other_tensors",
-        "other_ways_to_call",
-        "how_torch_looks",
-        "a_result_that_cannot_be_looked_at",
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_odd_things_have_the_same_result_as_without_dpmon(runs: dict[str, Traced], way: str, name: str) -> None:
     if way == "replicas" and name == "a_tensor_that_watches":
         return  # such a tensor notices that it is split

@@ -44,22 +44,10 @@ def test_arguments_siblings_and_files_beside_it(place: SideBySide) -> None:
     assert b"['classify.py', '--epochs', '2', '-m', '0.5', '--', '-x', 'two words', '']" in outcome.stdout
 
 
-def test_torch_looks_the_same_as_without_dpmon(place: SideBySide) -> None:
-    outcome = check(place, "probing.py", fresh=True)
-    assert outcome.status == 0
-    assert b"sitecustomize" not in outcome.stdout.replace(b"False True", b"")
-
-
 def test_the_surroundings_are_the_same(place: SideBySide) -> None:
     outcome = check(place, "surroundings.py", fresh=True)
     assert outcome.status == 0
     assert outcome.stdout.endswith(b"registered last, runs first\nregistered first, runs last\n")
-
-
-def test_other_features_of_torch_work_as_without_dpmon(place: SideBySide) -> None:
-    outcome = check(place, "trickery.py")
-    assert outcome.status == 0, outcome.stderr
-    assert b"freed [True" in outcome.stdout or b"freed True" in outcome.stdout
 
 
 def test_a_module_with_relative_imports(place: SideBySide) -> None:
@@ -84,32 +72,6 @@ def test_a_sitecustomize_of_the_users_own(dpmon: Dpmon, tmp_path: Path) -> None:
     assert outcome.status == 0, outcome.stderr
     assert str(mine / "sitecustomize.py").encode() in outcome.stdout
     assert len(of_kind(dpmon.records(), "call")) == 1
-
-
-@pytest.mark.parametrize(
-    ("how", "status"),
-    [
-        ("hard-exit", 5),
-        ("raise", 1),
-        ("in-forward", 1),
-        ("in-thread", 0),
-        ("interrupt", 130),
-        ("handled", 7),
-        ("SIGKILL", 137),
-    ],
-)
-def test_every_ending_is_the_same_as_without_dpmon(place: SideBySide, how: str, status: int) -> None:
-    alone = place.alone("endings.py", how)
-    assert alone.status == status
-    assert place.under("endings.py", how) == alone
-    records = place.dpmon.records()
-    (ended,) = of_kind(records, "exit")
-    assert ended["status"] == status
-    assert ended["signal"] == {137: "SIGKILL", 130: "SIGINT"}.get(status)
-    # The record has every finished call, and every step except perhaps the last.
-    wrapped = [call["call"] for call in of_kind(records, "call") if call["via"] == "DataParallel"]
-    assert wrapped == list(range(1, (7 if status == 0 else 5)))
-    assert [step["step"] for step in of_kind(records, "step")][:3] == [1, 2, 3]
 
 
 def test_stty_size_on_standard_input(dpmon: Dpmon, tmp_path: Path) -> None:

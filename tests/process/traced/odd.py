@@ -217,6 +217,21 @@ def a_result_that_cannot_be_looked_at():
     return [type(model(x)).__name__ for model in models for _ in range(4)]
 
 
+@check
+def hooks_of_every_kind():
+    """On a module that gets its weights with the first call, and on one with a parametrized weight."""
+    model = nn.Sequential(nn.LazyLinear(2), nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+    seen = []
+    handles = [
+        nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(type(module).__name__)),
+        model.register_full_backward_hook(lambda module, given, returned: seen.append("backward")),
+    ]
+    model(x.clone().requires_grad_()).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return [seen, [p.grad.tolist() for p in model.parameters()]]
+
+
 said = {}
 for name, function in checks.items():
     try:

@@ -4,8 +4,7 @@ The script sees the same as in a fresh interpreter: `__main__`, sys.argv, sys.pa
 streams, and no torch in sys.modules until it imports torch (through all finders, including the tracer's). Only tests of
 the start of an interpreter need a fresh one (`tracing.Script`, fresh=True).
 
-    python warm.py FD FD     serve requests over the first socket, and from clients that connect to the second, until
-                             the other end of the first is closed
+    python warm.py FD     serve clients that connect to this socket, until standard input ends
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ class Forked:
         start_new_session: bool = False,
     ) -> None:
         self.returncode: int | None = None
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.connect(str(_server(env).place / "socket"))
         request = {"argv": list(argv), "cwd": str(cwd), "env": dict(env), "session": start_new_session}
-        with theirs:
-            socket.send_fds(_server(env).control, [json.dumps(request).encode()], [theirs.fileno(), *fds])
+        socket.send_fds(self._connection, [json.dumps(request).encode()], fds)
         self.pid = int(self._connection.recv(100))
 
     def wait(self, timeout: float | None = None) -> int:
@@ -161,10 +160,9 @@ system calls, could miss an early signal.
 
 
 class _Server:
-    """A process that has imported torch, its connection, and the directory with its socket and stand-in for Python."""
+    """A process that has imported torch, and the directory with its socket and stand-in for Python."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.ready = False
         self.place = Path(tempfile.mkdtemp(prefix="warm-"))
         self.python = self.place / "python"
@@ -176,25 +174,25 @@ class _Server:
         self.python.chmod(0o700)
         # It outlives the first test that needs it. Without XDG_ variables, clean_up of a test does not kill it.
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("DPMON_", "PYTHON", "CUDA_", "XDG_"))}
-        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
             door.bind(path)
             door.listen()
             self.process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), str(door.fileno())],
+                [sys.executable, __file__, str(door.fileno())],
                 env={**kept, **variables, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,  # the same kind of streams as those of scripts
                 stdout=subprocess.PIPE,
-                pass_fds=[theirs.fileno(), door.fileno()],
+                pass_fds=[door.fileno()],
             )
 
     def wait(self) -> None:
         """Wait until it has imported torch, which on a busy machine takes longer than the time limits of some tests."""
         if not self.ready:
-            self.ready = bool(self.control.recv(1))
+            assert self.process.stdout is not None
+            self.ready = bool(self.process.stdout.read(1))
             assert self.ready, "the server of scripts has gone"
 
     def end(self) -> None:
-        self.control.close()
         self.process.communicate()
         shutil.rmtree(self.place)
 
@@ -240,29 +238,28 @@ def python(env: Mapping[str, str]) -> str:
 # ------------------------------------------------------------------------------------------------ in the server
 
 
-def serve(control: socket.socket, door: socket.socket) -> Callable[[], None] | None:
+def serve(door: socket.socket) -> Callable[[], None] | None:
     """Fork for every request. Return in a fork the function that runs the script, and in the server None."""
     running = selectors.DefaultSelector()
-    running.register(control, selectors.EVENT_READ)
+    running.register(sys.stdin.fileno(), selectors.EVENT_READ)
     running.register(door, selectors.EVENT_READ)
     path = sys.path[1:]  # without the directory of this file
     while True:
         for key, _ in running.select():
-            if key.fileobj is control or key.fileobj is door:
-                asking = key.fileobj if key.fileobj is control else door.accept()[0]
+            if key.fd == sys.stdin.fileno():
+                return None
+            if key.fileobj is door:
+                connection = door.accept()[0]
                 message, fds = b"", []
                 with contextlib.suppress(ConnectionError):  # the client was killed meanwhile
-                    message, fds, _, _ = socket.recv_fds(asking, LARGEST, 4)
+                    message, fds, _, _ = socket.recv_fds(connection, LARGEST, 3)
                 if not message:
-                    if asking is control:
-                        return None
-                    asking.close()
+                    connection.close()
                     continue
-                request = json.loads(message)
-                connection = socket.socket(fileno=fds.pop(0)) if asking is control else asking
                 pid = os.fork()
                 if pid == 0:
                     _close(running, connection)
+                    request = json.loads(message)
                     return lambda: become(request, fds, path)
                 for fd in fds:
                     os.close(fd)
@@ -270,8 +267,7 @@ def serve(control: socket.socket, door: socket.socket) -> Callable[[], None] | N
                     connection.send(str(pid).encode())
                 child = _Child(pid, connection)
                 running.register(os.pidfd_open(pid), selectors.EVENT_READ, child)
-                if connection is asking:  # if the stand-in is killed, the script is killed, too
-                    running.register(connection, selectors.EVENT_READ, child)
+                running.register(connection, selectors.EVENT_READ, child)  # if the client is killed, so is the script
             elif key.fileobj is key.data.connection:
                 running.unregister(key.fileobj)
                 with contextlib.suppress(ProcessLookupError):
@@ -296,18 +292,16 @@ class _Child(NamedTuple):
     connection: socket.socket
 
 
-def _close(running: selectors.BaseSelector, *sockets: socket.socket) -> None:
-    """Close the server's files in a fork."""
+def _close(running: selectors.BaseSelector, connection: socket.socket) -> None:
+    """Close the server's files in a fork, but for its standard input."""
     for key in list(running.get_map().values()):
-        if isinstance(key.fileobj, int):
-            os.close(key.fileobj)
-        else:
+        if not isinstance(key.fileobj, int):
             key.fileobj.close()  # type: ignore[attr-defined]
-        if key.data is not None:
+        elif key.data is not None:
+            os.close(key.fileobj)
             key.data.connection.close()
     running.close()
-    for one in sockets:
-        one.close()
+    connection.close()
 
 
 # ------------------------------------------------------------------------------------------------ in a fork
@@ -435,12 +429,12 @@ def main() -> None:
     import torch
     import torch._dynamo  # noqa: F401 - the first optimizer of every script imports it
 
-    control, door = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
+    door = socket.socket(fileno=int(sys.argv[1]))
     gc.collect()
     gc.freeze()  # the collector need not visit objects shared with forks
-    control.send(b"!")
+    os.write(1, b"!")
     try:
-        script = serve(control, door)
+        script = serve(door)
     except KeyboardInterrupt:  # ctrl+c of the tests; forks get their own
         os._exit(130)
     if script is not None:

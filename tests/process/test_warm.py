@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 from running import Dpmon, wait_for
 from tracing import Script, Traced
-from warm import python
 
 from dpmon.run import proc
 
@@ -66,23 +63,6 @@ def test_a_fork_has_the_surroundings_of_a_fresh_python(tmp_path: Path, run: bool
     assert bool(known["dpmon"]) == run
 
 
-@pytest.mark.parametrize(
-    ("end", "status"),
-    [
-        ("def f():\n    raise ValueError('no')\nf()", 1),
-        ("raise KeyboardInterrupt", -signal.SIGINT),
-        ("import sys; sys.exit(3)", 3),
-        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL),
-        ("import threading; threading.Thread(target=print, args=['from a thread']).start()", 0),
-    ],
-)
-def test_a_fork_ends_as_a_fresh_python(tmp_path: Path, end: str, status: int) -> None:
-    text = f"import atexit\natexit.register(print, 'at exit')\nprint('begun')\n{end}\n"
-    (fresh, _), (fork, _) = both(tmp_path, text, run=False)
-    assert fork == fresh
-    assert fork[0] == status
-
-
 def test_torch_comes_with_its_import_and_goes_through_the_tracer(tmp_path: Path) -> None:
     text = (
         "import importlib.util, sys\n"
@@ -100,21 +80,6 @@ def test_torch_comes_with_its_import_and_goes_through_the_tracer(tmp_path: Path)
     assert [call.rows for call in run.calls()] == [3]
 
 
-def test_a_fork_under_dpmon_behaves_as_a_fresh_python(dpmon: Dpmon) -> None:
-    """Both use the real command, supervisor and record."""
-    dpmon.script(
-        "import sys, torch\nprint(sys.argv, sys.stdin.read())\ntorch.nn.Linear(2, 1)(torch.ones(3, 2))\n"
-        "def f():\n    raise ValueError('no')\nf()\n"
-    )
-    found = []
-    for options in ((), dpmon.warm()):
-        result = dpmon.run(*options, "--headless", "script.py", "a b")
-        calls = [(r["inputs"][0]["shape"], r["root"]) for r in dpmon.records() if r["kind"] == "call"]
-        found.append((result.status, result.out, (dpmon.last() / "stderr.log").read_text(), calls))
-    assert found[0] == found[1]
-    assert (found[0][0], found[0][3]) == (1, [([3, 2], "Linear")])
-
-
 def test_the_stand_in_for_python_forwards_signals_and_its_end_ends_the_script(dpmon: Dpmon) -> None:
     text = "import os, pathlib, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
     dpmon.script(
@@ -128,14 +93,3 @@ def test_the_stand_in_for_python_forwards_signals_and_its_end_ends_the_script(dp
         os.kill(dpmon.info()["command_pid"], number)
         assert process.wait(100) == status
         wait_for(lambda script=script: not proc.alive(script, None), what="the script's end")  # type: ignore[misc]
-
-
-def test_a_client_that_ends_before_the_answer_does_no_harm(dpmon: Dpmon) -> None:
-    stand_in = Path(python(dpmon.environment()))
-    dpmon.script("import time\ntime.sleep(600)\n")
-    request = {"argv": ["script.py"], "cwd": str(dpmon.cwd), "env": dpmon.environment(), "session": True}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking, open(os.devnull, "r+b") as null:
-        asking.connect(str(stand_in.with_name("socket")))
-        socket.send_fds(asking, [json.dumps(request).encode()], [null.fileno()] * 3)
-    process = dpmon.start(argv=[str(stand_in), str(dpmon.script("print(1)"))])
-    assert process.communicate(timeout=200)[0] == b"1\n"

@@ -23,7 +23,7 @@ _COLLECTIVE = RecordKind(
             "integer",
             "size of the tensor as counted by nccl-tests: for an all_gather the whole result, for a reduce_scatter its"
             " input, for a gather or scatter the parts of all ranks",
-            "bytes",
+            odd_unit="bytes",
         ),
         Field("dtype", "text", "the dtype of its first tensor"),
         Field("group", "text", "torch's name of the process group"),
@@ -31,33 +31,27 @@ _COLLECTIVE = RecordKind(
         Field("ranks", "list", "the ranks of the group; null for all ranks, or if unknown"),
         Field("backend", "text", "the backend of the group: gloo, nccl ..."),
         Field("device", "text", "the type of its tensors' device"),
-        Field("start_s", "number", "time of its launch, since the run's start", "s"),
+        Field("start_s", "number", "time of its launch, since the run's start"),
         Field(
             "host_ms",
             "number",
             "from its launch to its completion; dpmon finds the completion by polling, late by at most 5 % or 0.1 ms,"
             " whichever is larger",
-            "ms",
         ),
         Field(
-            "queue_ms",
-            "number",
-            "from its launch until all collectives launched before it on its group were complete",
-            "ms",
+            "queue_ms", "number", "from its launch until all collectives launched before it on its group were complete"
         ),
         Field(
             "alg_bytes_s",
             "number",
             "algorithm bandwidth: its bytes divided by the time in which it could run; null if this time is below"
             " 0.1 ms",
-            "bytes/s",
         ),
         Field(
             "bus_bytes_s",
             "number",
             "bus bandwidth: for n ranks, alg_bytes_s times 2(n-1)/n for all_reduce, (n-1)/n for all_gather,"
             " reduce_scatter, all_to_all, gather and scatter, 1 for others",
-            "bytes/s",
         ),
         ABSENT,
     ),
@@ -87,47 +81,34 @@ _DDP = RecordKind(
         Field("group", "list", "the ranks that average their gradients"),
         Field("parameters", "integer", "number of parameters with averaged gradients"),
         Field(
-            "parameter_bytes",
-            "integer",
-            "size of the parameters with averaged gradients",
-            "bytes",
-            metric="ddp_parameter_bytes",
+            "parameter_bytes", "integer", "size of the parameters with averaged gradients", metric="ddp_parameter_bytes"
         ),
-        Field("bucket_bytes", "list", "the size of each bucket, in the order of averaging", "bytes"),
-        Field("bucket_cap_bytes", "integer", "largest size of a bucket", "bytes", metric="ddp_bucket_cap_bytes"),
+        Field("bucket_bytes", "list", "the size of each bucket, in the order of averaging"),
+        Field("bucket_cap_bytes", "integer", "largest size of a bucket", metric="ddp_bucket_cap_bytes"),
         Field("find_unused_parameters", "boolean", "whether it looks for unused parameters in every step"),
         Field(
             "unused_bytes",
             "integer",
             "size of the parameters that were not used in the last iteration that torch timed",
-            "bytes",
             metric="ddp_unused_bytes",
         ),
         Field("gradient_as_bucket_view", "boolean", "whether gradients are views of the buckets"),
         Field("static_graph", "boolean", "whether the script promises that all steps are alike"),
         Field("comm_hook", "text", "the name of its communication hook; null if it has none"),
         Field("broadcast_buffers", "boolean", "whether the first rank sends its buffers in every forward"),
-        Field(
-            "sync_batch_norm",
-            "boolean",
-            "whether it has a SyncBatchNorm, which makes ranks wait in the forward",
-        ),
+        Field("sync_batch_norm", "boolean", "whether it has a SyncBatchNorm, which makes ranks wait in the forward"),
         Field("iteration", "integer", "the last iteration that torch itself timed: the first ten, then one in 100"),
         Field(
             "comm_ms",
             "number",
             "torch's time of that iteration: the communication of the backward pass",
-            "ms",
             metric="ddp_torch_communication_seconds",
-            scale=1e-3,
         ),
         Field(
             "overlap_ms",
             "number",
             "torch's time of that iteration: the part of the communication that computation hid",
-            "ms",
             metric="ddp_torch_overlap_seconds",
-            scale=1e-3,
         ),
         ABSENT,
     ),
@@ -166,8 +147,8 @@ _CALL = RecordKind(
             "phases",
             "object",
             "for each phase that ran, host_ms and device_ms; device_ms is null if the device time is unknown",
-            "ms",
-            tuple(f"{phase}_{clock}_ms" for phase in CALL_PHASES for clock in ("host", "device")),
+            odd_unit="ms",
+            columns=tuple(f"{phase}_{clock}_ms" for phase in CALL_PHASES for clock in ("host", "device")),
         ),
         INPUTS,
         OUTPUTS,
@@ -204,7 +185,10 @@ _STEP = RecordKind(
         WALL,
         *(
             Field(
-                each.name, "integer", each.meaning + (f"; missing if {each.absent}" if each.optional else ""), each.unit
+                each.name,
+                "integer",
+                each.meaning + (f"; missing if {each.absent}" if each.optional else ""),
+                odd_unit=each.unit,
             )
             for each in QUANTITIES
         ),
@@ -212,16 +196,15 @@ _STEP = RecordKind(
             "phases",
             "object",
             "the host time of each phase that ran; these times add up to the step",
-            "ms",
-            tuple(f"{name}_ms" for name in STEP_PHASES),
+            odd_unit="ms",
+            columns=tuple(f"{name}_ms" for name in STEP_PHASES),
         ),
         Field(
             "device_ms",
             "object",
             "the time of each phase on the slowest device (for data: on the device that waits least); missing if the"
             " step used no GPU",
-            "ms",
-            tuple(f"{name}_device_ms" for name in STEP_PHASES if name in SPAN_PHASES),
+            columns=tuple(f"{name}_device_ms" for name in STEP_PHASES if name in SPAN_PHASES),
         ),
         Field(
             "spans",
@@ -229,14 +212,13 @@ _STEP = RecordKind(
             f"the first {MAX_SPANS} spans: phase, start_ms (after the step's start), ms (including nested spans: a"
             " backward includes its sync). Each span is a phase on the training thread. They are in order of start,"
             " outer spans before nested ones",
-            "ms",
+            odd_unit="ms",
         ),
         Field("missing_spans", "integer", f"number of spans after the first {MAX_SPANS}; missing if there are none"),
         Field(
             "buckets_ms",
             "list",
             "time from the step's start until each bucket of gradients was ready, in order of time; missing if unknown",
-            "ms",
         ),
         Field(
             "sync_number",
@@ -249,11 +231,8 @@ _STEP = RecordKind(
             "number",
             "communication of the step's synchronised passes that no computation hid: the shortest `sync` of all ranks;"
             " missing if there are no such passes",
-            "ms",
         ),
-        Field(
-            "wait_ms", "number", "the rest of the step's `sync`: the wait for the slowest rank (0 on that rank)", "ms"
-        ),
+        Field("wait_ms", "number", "the rest of the step's `sync`: the wait for the slowest rank (0 on that rank)"),
         ABSENT,
     ),
 )
@@ -285,7 +264,7 @@ _PAUSE = RecordKind(
         T,
         Field("step", "integer", "the step before the pause"),
         Field("paused", "boolean", "whether a pause begins here"),
-        Field("paused_s", "number", "length of the pause; null at its start", "s"),
+        Field("paused_s", "number", "length of the pause; null at its start"),
         Field("reason", "text", "why the training resumed by itself; null if the user resumed it"),
         Field("refused", "text", "why the request was refused; null if it was not"),
     ),
@@ -293,7 +272,7 @@ _PAUSE = RecordKind(
 _INPUT = RecordKind(
     "input",
     "a finished wait for a line of input",
-    (Field("pid", "integer", "the process that waited"), T, Field("waited_s", "number", "how long it waited", "s")),
+    (Field("pid", "integer", "the process that waited"), T, Field("waited_s", "number", "how long it waited")),
 )
 _LOADER = RecordKind(
     "loader",
@@ -307,9 +286,9 @@ _LOADER = RecordKind(
         Field("persistent", "boolean", "whether the workers stay for the next start"),
         Field("pinned", "boolean", "whether the loader copies its batches to pinned memory"),
         Field("start", "integer", "the number of this start of the DataLoader object, from 1"),
-        Field("iter_s", "number", "duration of the loader's __iter__, which starts the workers", "s"),
+        Field("iter_s", "number", "duration of the loader's __iter__, which starts the workers"),
         Field("left_out", "integer", "number of earlier starts that have no record"),
-        Field("left_out_s", "number", "total duration of these starts", "s"),
+        Field("left_out_s", "number", "total duration of these starts"),
         ABSENT,
     ),
 )
@@ -343,7 +322,7 @@ _EXIT = RecordKind(
     (
         Field("status", "integer", "the exit status of the command; null if unknown"),
         Field("signal", "text", "the name of the signal that ended the command, such as SIGTERM; null if none did"),
-        Field("t_s", "number", "time since the run's start", "s"),
+        Field("t_s", "number", "time since the run's start"),
         Field(
             "by",
             "text",

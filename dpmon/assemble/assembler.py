@@ -112,6 +112,8 @@ class Assembler:
                 self._span(span)
             except _DAMAGE:
                 self._dropped += 1
+        if spans:
+            self._next = spans[-1].number + 1
         if self._next >= self._caught_up:
             if len(spans) < CAUGHT_UP:  # all spans before these events have been taken
                 self._place(self._events.older(self._events_before))
@@ -172,7 +174,6 @@ class Assembler:
 
     def _span(self, span: Span) -> None:
         number, kind, flags, inside, thread, _, start, took, _, _ = span
-        self._next = number + 1
         if number < self._caught_up and kind != Kind.DEVICE_TIME and thread != self.thread >= 0:
             return  # a predecessor may have used it
         if start + took > _LATEST:

@@ -10,24 +10,21 @@ from dpmon.record.spans import Span
 class OpenStep:
     """A step that has not ended."""
 
-    __slots__ = (
-        *("backward", "calls", "evaluated", "first_call", "last_evaluated", "module", "only_evaluates", "part"),
-    )
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.only_evaluates = True
-        """Whether it has only evaluation calls, which neither train nor record gradients."""
-        self.backward = False
-        """Whether a backward pass ran in it."""
-        self.module = self.last_evaluated = 0
-        """`module`: module of its first call. `last_evaluated`: module of its last evaluation call."""
-        self.first_call = 0
-        """When its first call began."""
-        self.evaluated: set[int] = set()
-        """Modules of all evaluation calls."""
-        self.part: StepTotals | None = None
-        """Totals of its recorded part; None while all its blocks are held."""
+    calls = 0
+    only_evaluates = True
+    """Whether it has only evaluation calls, which neither train nor record gradients."""
+    backward = False
+    """Whether a backward pass ran in it."""
+    module = 0
+    """Module of its first call."""
+    first_call = 0
+    """When its first call began."""
+    last_evaluated = 0
+    """Module of its last evaluation call."""
+    evaluated: frozenset[int] = frozenset()
+    """Modules of all evaluation calls."""
+    part: StepTotals | None = None
+    """Totals of its recorded part; None while all its blocks are held."""
 
     def called(self, call: Span, module: int) -> bool:
         """Add a call of `module`; return whether the call trains or records gradients."""
@@ -38,7 +35,7 @@ class OpenStep:
             self.only_evaluates = False
             return True
         self.last_evaluated = module
-        self.evaluated.add(module)
+        self.evaluated |= {module}
         return False
 
 

@@ -10,7 +10,6 @@ import struct
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from dpmon.record import schema
 from dpmon.record.kinds import BUCKET, MAX_SPANS
 from dpmon.record.schema import SPAN_PHASES, SYNC_NUMBER
 from dpmon.record.spans import COUNTED, DOING, LEAD_NS, MAX_LEAD, WRAPPER_AT, Flag, Kind, Span
@@ -18,17 +17,12 @@ from dpmon.record.spans import COUNTED, DOING, LEAD_NS, MAX_LEAD, WRAPPER_AT, Fl
 DATA, FORWARD, BACKWARD, OPTIMIZER, COPY, SYNC = map(
     SPAN_PHASES.index, ("data", "forward", "backward", "optimizer", "copy", "sync")
 )
-QUANTITIES = (*(quantity.name for quantity in schema.QUANTITIES if quantity.name != "samples"), SYNC_NUMBER)
-"""Quantities and numbers of a step that come from spans."""
-SYNCED, UNSYNCED, SYNC_NUMBER_AT = (QUANTITIES.index(name) for name in ("synced", "unsynced", SYNC_NUMBER))
 _PARTS = (Kind.REPLICA, Kind.STAGE, Kind.RESTARTED)
 PHASE_OF = tuple(
     SPAN_PHASES.index(DOING[kind]) if DOING.get(kind) in SPAN_PHASES and kind not in _PARTS else -1
     for kind in range(max(DOING) + 1)
 )
 """Phase of a step by kind of span; -1 for none."""
-QUANTITY_OF = {kind: QUANTITIES.index(name) for kind, name in COUNTED.items()}
-"""Quantity of a step by kind of span."""
 PRIMITIVES = {Kind.SCATTER: 0, Kind.REPLICATE: 1, Kind.PARALLEL_APPLY: 2, Kind.GATHER: 3}
 """Indices in dpmon.record.names.CALL_PHASES by kind of span."""
 CALLS = (Kind.CALL, Kind.WRAPPED)
@@ -38,34 +32,36 @@ EDGE = (Kind.PAUSE, Kind.MEMORY)
 """Kinds of spans that are dpmon's time, not the script's. At the edge of a step, they belong to no step."""
 
 
+LARGEST = (1 << 62) - 1
+"""Largest duration (ns) or quantity in a row."""
 _LEADS, _SIZES = struct.Struct("<4e"), struct.Struct("<2I")
 
 
 class PhaseSums:
     """What the spans of a block or of a step add up to."""
 
-    __slots__ = ("counts", "missing_spans", "mixed", "skipped", "spans", "timed", "times")
+    missing_spans = 0
+    """Number of spans after the first MAX_SPANS."""
+    skipped = False
+    """Whether sampling left a span untimed on devices."""
+    mixed: frozenset[int] = frozenset()
+    """COPY and the phases around copies without device times; empty if there are none."""
 
     def __init__(self) -> None:
         self.times = [-1] * len(SPAN_PHASES)
         """Exclusive ns of each phase; -1: did not run."""
-        self.counts = [-1] * len(QUANTITIES)
-        """Value of each quantity; -1: not counted."""
+        self.counts: dict[str, int] = {}
+        """Values of the quantities that were counted, and the highest number of a synchronised pass."""
         self.spans: list[tuple[int, int, int]] = []
         """Phase, start and duration of each occurrence of a phase, in order of start, outer before nested ones."""
-        self.missing_spans = 0
-        """Number of spans after the first MAX_SPANS."""
         self.timed: list[tuple[int, int, int]] = []
         """Spans with device times: number, phase, and phase of the enclosing timed span (-1: none)."""
-        self.skipped = False
-        """Whether sampling left a span untimed on devices."""
-        self.mixed: set[int] = set()
-        """COPY and the phases around copies without device times; empty if there are none."""
 
-    def count(self, quantity: int, value: int) -> None:
+    def count(self, quantity: str, value: int) -> None:
         """Add to a quantity; for pass numbers, keep the highest."""
-        before = max(self.counts[quantity], 0)
-        self.counts[quantity] = max(before, value) if quantity == SYNC_NUMBER_AT else before + value
+        before = self.counts.get(quantity, 0)
+        after = max(before, value) if quantity == SYNC_NUMBER else before + value
+        self.counts[quantity] = min(after, LARGEST)
 
     def bound_spans(self) -> None:
         """Drop the spans after the first MAX_SPANS."""
@@ -77,9 +73,8 @@ class PhaseSums:
         for phase, took in enumerate(other.times):
             if took >= 0:
                 self.times[phase] = max(self.times[phase], 0) + took
-        for quantity, value in enumerate(other.counts):
-            if value >= 0:
-                self.count(quantity, value)
+        for quantity, value in other.counts.items():
+            self.count(quantity, value)
         self.spans += other.spans
         self.missing_spans += other.missing_spans
         self.timed += other.timed
@@ -94,16 +89,12 @@ Block: TypeAlias = tuple[Span, Sequence[Span], Sequence[int], "Inner | None"]
 class Inner(PhaseSums):
     """Sums and lists made from the spans of a block, in one pass."""
 
-    __slots__ = (
-        *("_calls", "_leads", "_open_parts", "_stepped", "_within"),
-        *("backward", "by_script", "first", "memory_looks", "parts"),
-    )
+    backward = False
 
     def __init__(self, first: int) -> None:
         super().__init__()
         self.first = first
         """The lowest number of its spans."""
-        self.backward = False
         self.parts: dict[int, list[Span]] = {}
         """Phases, replicas and stages of each call, by the number of its span."""
         self.by_script: list[Span] = []
@@ -151,8 +142,8 @@ class Inner(PhaseSums):
                 self._stepped.append(span)
         elif kind == Kind.BACKWARD:
             self.backward = True
-        elif (quantity := QUANTITY_OF.get(kind)) is not None:
-            self.count(quantity, span.inputs | span.outputs << 32)
+        elif kind in COUNTED:
+            self.count(COUNTED[kind], span.inputs | span.outputs << 32)
         elif kind == Kind.MEMORY:
             self.memory_looks.append(span.site)
         elif kind == Kind.SYNC:
@@ -167,10 +158,10 @@ class Inner(PhaseSums):
     def _sync(self, span: Span) -> None:
         leads, self._leads = self._leads, []
         if span.flags & Flag.UNSYNCED:
-            self.count(UNSYNCED, 1)
+            self.count("unsynced", 1)
             return
-        self.count(SYNCED, 1)
-        self.count(SYNC_NUMBER_AT, span.inputs)
+        self.count("synced", 1)
+        self.count(SYNC_NUMBER, span.inputs)
         count = span.site & (1 << WRAPPER_AT) - 1
         leads = leads[:count] if count > 1 else [0] * count  # a single bucket is ready at the last gradient
         self.spans += [(BUCKET, max(span.start - lead, 0), 0) for lead in leads]

@@ -9,13 +9,13 @@ from dpmon.assemble.call_rows import FLAGS, Composer, mode_of, unnumbered_call
 from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_times import Pending, Sampling, Waiting
 from dpmon.assemble.event_queue import QueuedEvent
-from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, PRIMITIVES, QUANTITY_OF, Block, Inner
+from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, PRIMITIVES, Block, Inner
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_totals import MAX_TIMED, StepTotals
 from dpmon.record.history_rows import CallRow
 from dpmon.record.kinds import MAX_SPANS
 from dpmon.record.names import Untimed
-from dpmon.record.spans import Flag, Kind, Span
+from dpmon.record.spans import COUNTED, Flag, Kind, Span
 
 Item: TypeAlias = "Block | QueuedEvent"
 _SLOW = Flag.TIMED | Flag.UNTIMED | Flag.FAILED
@@ -81,8 +81,8 @@ class StepRecorder:
                     took = times[phase]
                     times[phase] = span[7] if took < 0 else took + span[7]
                     spans.append((phase, span[6], span[7]))
-                    if kind in QUANTITY_OF:
-                        totals.count(QUANTITY_OF[kind], span[8] | span[9] << 32)
+                    if kind in COUNTED:
+                        totals.count(COUNTED[kind], span[8] | span[9] << 32)
                     if span[2] & Flag.TIMED:
                         totals.timed.append((span[0], phase, -1))
                     elif span[2] & Flag.UNTIMED:

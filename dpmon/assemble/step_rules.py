@@ -96,12 +96,15 @@ class StepRules:
             self._take(block)
         else:
             self._outside(block)
+        if len(self.held) > MAX_HELD:
+            self._bound()
 
     def other(self, block: Block) -> None:
         """Take calls of another thread. They are recorded with the open step."""
         if self._open:
             self._hold(block)
-            self._bound()
+            if len(self.held) > MAX_HELD:
+                self._bound()
         else:
             self._recorder.of_others(block)
             self._closed([block], False)
@@ -174,7 +177,6 @@ class StepRules:
             self._start = span.start
         self._last = span.start + span.took
         self._called(block[1])
-        self._bound()
 
     def _close_at_fetch(self, start: int) -> None:
         """End the open step, because a fetch begins at `start`."""
@@ -242,7 +244,6 @@ class StepRules:
             self._stepped(stepped, start + span[7])
         elif calls and not self._fetched and not self._anew:
             self._be_patient()
-        self._bound()
 
     def _called(self, calls: Sequence[Span]) -> bool:
         """Add calls to the open step; return whether the step was taken again."""
@@ -383,8 +384,6 @@ class StepRules:
 
     def _bound(self) -> None:
         """Record the held items of a step that is too long."""
-        if len(self.held) <= MAX_HELD:
-            return
         items, self.held = self.held, []
         self._step.part = self._recorder.totals(items, self._step.part)
         self._closed(items, False)

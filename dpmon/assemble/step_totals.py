@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dpmon.assemble.call_rows import LARGEST
 from dpmon.assemble.device_times import Pending, Slots
-from dpmon.assemble.nesting import BACKWARD, DATA, OPTIMIZER, QUANTITIES, PhaseSums
+from dpmon.assemble.nesting import BACKWARD, DATA, LARGEST, OPTIMIZER, PhaseSums
 from dpmon.record.kinds import Step
 from dpmon.record.names import Untimed
 from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
@@ -17,36 +16,30 @@ MAX_TIMED = 4096
 class StepTotals(PhaseSums):
     """The sums of one step."""
 
-    __slots__ = (
-        *("learned_rows", "evaluated_rows", "mode", "learns", "failed", "backwards", "passes", "module"),
-        *("batch_models", "batch_rows", "first_models", "batches", "sum_of_rows", "stepped"),
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.learned_rows = self.evaluated_rows = -1
-        """Rows of the calls that train or record gradients, and rows of the other calls."""
-        self.mode = ""
-        self.learns = False
-        """Whether a call trains or records gradients."""
-        self.failed = False
-        """Whether its last call, backward pass or optimizer step raised an exception."""
-        self.backwards = 0
-        """Backward passes so far."""
-        self.passes = 0
-        """Backward passes before the last call that learns."""
-        self.module = 0
-        """Module of the last call that learns."""
-        self.batch_models: set[int] = set()
-        """Modules of the calls with gradients since the last backward pass, and the rows of the largest call."""
-        self.batch_rows = 0
-        self.first_models: set[int] = set()
-        """`batch_models` before the first backward pass."""
-        self.batches = self.sum_of_rows = 0
-        """Number of backward passes after such calls, and the sum of their `batch_rows`. The number is -1 if one pass
-        followed calls of other models or an optimizer step."""
-        self.stepped = False
-        """Whether an optimizer has stepped."""
+    learned_rows = evaluated_rows = -1
+    """Rows of the calls that train or record gradients, and rows of the other calls."""
+    mode = ""
+    learns = False
+    """Whether a call trains or records gradients."""
+    failed = False
+    """Whether its last call, backward pass or optimizer step raised an exception."""
+    backwards = 0
+    """Backward passes so far."""
+    passes = 0
+    """Backward passes before the last call that learns."""
+    module = 0
+    """Module of the last call that learns."""
+    batch_models: frozenset[int] = frozenset()
+    """Modules of the calls with gradients since the last backward pass."""
+    batch_rows = 0
+    """Rows of the largest of these calls."""
+    first_models: frozenset[int] = frozenset()
+    """`batch_models` before the first backward pass."""
+    batches = sum_of_rows = 0
+    """Number of backward passes after such calls, and the sum of their `batch_rows`. The number is -1 if one pass
+    followed calls of other models or an optimizer step."""
+    stepped = False
+    """Whether an optimizer has stepped."""
 
     @property
     def unfinished(self) -> bool:
@@ -59,7 +52,7 @@ class StepTotals(PhaseSums):
 
     def learn(self, module: int, rows: int) -> None:
         """Note a call with gradients."""
-        self.batch_models.add(module)
+        self.batch_models |= {module}
         self.batch_rows = max(self.batch_rows, rows)
 
     def end_batch(self) -> None:
@@ -72,7 +65,7 @@ class StepTotals(PhaseSums):
         alike = models == self.first_models and not self.stepped
         self.batches = self.batches + 1 if self.batches >= 0 and alike else -1
         self.sum_of_rows += self.batch_rows
-        self.batch_models, self.batch_rows = set(), 0
+        self.batch_models, self.batch_rows = frozenset(), 0
 
     def row(self, step: int, start: int, wall: int) -> Step | Pending:
         """Return the row of the step."""
@@ -86,9 +79,8 @@ class StepTotals(PhaseSums):
         times = self.times
         phases = {name: min(times[at], LARGEST) for name, at in _IN_ORDER if times[at] >= 0}
         phases["other"] = max(0, wall - sum(phases.values()))
-        counts = {name: min(count, LARGEST) for name, count in zip(QUANTITIES, self.counts, strict=True) if count >= 0}
         counted = min(samples, LARGEST) if samples >= 0 else None
-        row = Step(0, None, step, self.mode, start, wall, counted, phases, counts, spans, self.missing_spans)
+        row = Step(0, None, step, self.mode, start, wall, counted, phases, self.counts, spans, self.missing_spans)
         if self.skipped:
             return row.timed([None] * len(SPAN_PHASES), Untimed.SAMPLED)
         return Pending(row, *self._slots(), DATA) if self.timed else row

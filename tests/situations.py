@@ -7,11 +7,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from joined import joined_ranks
 from stored import state_of
 from synthetic import SECOND, Training, device_event, host_event, whole_device_event
+from timed import staged, trained
 
 from dpmon.model.state import Process, State
-from dpmon.record.kinds import Record
+from dpmon.record.kinds import Event, Record
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import whole
 from dpmon.ui.panels.panel_output import Output
@@ -77,6 +79,17 @@ def situations() -> dict[str, Scene]:
     single = Training()
     both = [*single.begin(), *single.run(200), *single.switch("single"), *single.run(200)]
     failed = Training()
+    sizes = {f"{name}_bytes": 2 << 30 for name in ("model", "gradients", "optimizer", "rest", "peak")}
+    held = Event("memory", {"process": 0, "t_s": 2.5, "devices": [{"device": f"cuda:{i}", **sizes} for i in range(8)]})
+    zoomed = {
+        "gpu memory": scene_of(Training(), 5, [held, *(device_event(2.0, index) for index in range(8))]),
+        "memory": scene_of(Training(), 5, [held]),
+        "device times": Scene(state_of(trained(40)), 3 * SECOND, FACTS, alive=True),
+        "stages": Scene(state_of(staged(9, None)), SECOND, FACTS, alive=True),
+    }
+    for count in (2, 64):
+        run, now = joined_ranks(count, slow=1, steps=20)
+        zoomed[f"{count} ranks"] = Scene(run.state(), now, FACTS, alive=True)
     return {
         "nothing": Scene(State(), 0),
         "importing": Scene(State(), 3 * SECOND, FACTS, stage=("importing torch", SECOND), alive=True),
@@ -96,6 +109,11 @@ def situations() -> dict[str, Scene]:
         **{
             f"zoom {name}": replace(dp, view=View(name, name))
             for name in ("devices", "replicas", "batch", "compare", "output")
+        },
+        **{
+            f"{name}, {zoom}": replace(scene, view=View(zoom=zoom))
+            for name, scene in zoomed.items()
+            for zoom in (None, "devices" if "memory" in name else "replicas", "batch", "compare")
         },
     }
 

@@ -180,13 +180,6 @@ def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path
     assert progress.line() == "importing torch (0 s)"
 
 
-def test_a_pause_is_no_part_of_the_speed(state: Path) -> None:
-    who = {"process": 0, "t_s": 0.2, "paused": True, "paused_s": None}
-    over = {**who, "t_s": 4.2, "paused": False, "paused_s": 4.0}
-    records = [step(1), Event("pause", who), Event("pause", over), step(2, start_ns=_SECOND * 42 // 10)]
-    assert line(records).startswith("step 2  10.0 steps/s")
-
-
 def test_a_wait_for_input_is_shown(state: Path) -> None:
     reader = FakeReader(keep({}, status=None), {0: ("backward", NOW_NS - 12 * 10**9)})
     reader.waits = NOW_NS - 11 * 10**9

@@ -253,14 +253,6 @@ def test_a_pause_has_a_beginning_and_an_end() -> None:
     ]
 
 
-def test_a_pause_is_no_part_of_the_speed() -> None:
-    pauses = [a_pause(True, 3.0), a_pause(False, 8.0, paused_s=5.0)]
-    state = state_of([*steps_from(1.0, 20), *pauses, *steps_from(8.0, 20, 21)])
-    found = speed(state.processes[0], state, 10 * SECOND)
-    assert found.steps_per_s == pytest.approx(10)
-    assert found.samples_per_s == pytest.approx(30)
-
-
 def test_a_step_ends_a_pause_whose_end_was_missed() -> None:
     records = [*steps_from(1.0, 3), a_pause(True, 3.0), *steps_from(2.0, 1, 4)]
     assert of_run(records).paused_since_ns == 3 * SECOND  # that step began before it

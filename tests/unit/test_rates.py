@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from kept import keep
-from stored import state_in, state_of
+from stored import state_in
 from synthetic import SECOND, Training, decoded
 
-from dpmon.cli.lines import ProgressLines
-from dpmon.cli.summary import summary_lines
-from dpmon.model.history import BINS, pictured
+from dpmon.model.history import BINS
 from dpmon.model.pace import speed
 from dpmon.record.kinds import Event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
-from dpmon.run.reader import RunReader
 from dpmon.store.figures import Rate
-from dpmon.supervise.metrics import Metrics
-from dpmon.text.quantities import compact, rate_words, samples_rate, within_words
+from dpmon.text.quantities import rate_words, samples_rate
 
 
 def test_texts_show_both_rates_only_if_they_differ() -> None:
@@ -32,8 +27,6 @@ def test_texts_show_both_rates_only_if_they_differ() -> None:
     assert rate_words(Rate(2.5, None, 10, None)) == "2.50 steps/s (10.0 within steps)"
     assert (rate_words(None), samples_rate(None)) == ("", "–")
 
-
-# ---------------------------------------------------------------------------------------------- all places alike
 
 EPOCHS, STEPS, GAP = 6, 20, 2 * SECOND
 
@@ -54,46 +47,6 @@ def truth(payloads: list[bytes]) -> tuple[float, float]:
     samples = sum(step.samples for step in steps)
     elapsed = steps[-1].start_ns + steps[-1].wall_ns - steps[0].start_ns
     return samples * 1e9 / elapsed, samples * 1e9 / sum(step.wall_ns for step in steps)
-
-
-def test_epochs_with_gaps_have_one_rate_everywhere(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    payloads, training = epochs()
-    true, within = truth(payloads)
-    assert within > 8 * true
-    directory = keep({0: payloads}, seconds=training.now / 1e9)
-    (line,) = [line for line in summary_lines(directory, None) if line.startswith("single: ")]
-    assert f"{true:.0f} samples/s ({within / 1000:.2f}k within steps)" in line
-
-    said = as_object(collect(directory))
-    assert said["modes"][0]["samples_per_s"] == pytest.approx(true)
-    assert said["modes"][0]["samples_per_s_within_steps"] == pytest.approx(within)
-    stretches = said["time"]["stretches"]
-    assert sum(one["samples"] for one in stretches) == EPOCHS * STEPS * 30
-
-    over = state_in(directory, span_s=0, over=True)
-    live = state_in(directory, span_s=0)
-    process = live.processes[0]
-    assert process.compared is not None
-    sides = process.compared.sides["single"].rate
-    for rate in (sides, process.ranged.rate, over.processes[0].mean):
-        assert rate is not None
-        assert (rate.samples_per_s, rate.samples_within) == pytest.approx((true, within))
-    last = speed(process, live, process.seen_ns)
-    assert last.rate is not None
-    assert last.samples_per_s == pytest.approx(true, rel=0.2), "of the last ten seconds"
-    assert last.rate.samples_within == pytest.approx(within, rel=0.1)
-
-    metrics = Metrics(directory / "x.prom", directory, lambda text: None)
-    metrics.tick(0.0)
-    text = (directory / "x.prom").read_text()
-    found = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if line.startswith("dpmon_tr")}
-    assert found["dpmon_training_samples_total"] / found["dpmon_training_seconds_total"] == pytest.approx(true)
-
-    reader = RunReader(directory)
-    clock = SimpleNamespace(monotonic_ns=lambda: reader.info.start_ns + process.seen_ns)
-    monkeypatch.setattr("dpmon.cli.lines.time", clock)
-    words = f"{compact(last.samples_per_s)} samples/s{within_words(last.rate)}"
-    assert words in ProgressLines(reader).line()
 
 
 def test_stretches_of_a_report_have_the_gap_as_a_gap_or_in_their_time(state: Path) -> None:
@@ -143,19 +96,3 @@ def test_a_pause_and_a_wait_for_input_are_in_no_rate(state: Path) -> None:
     assert speed(process, live, process.seen_ns).samples_per_s == pytest.approx(true, rel=0.1)
     said = json.dumps(as_object(collect(directory))["inputs"])
     assert '"seconds": 5.0' in said
-
-
-def test_a_gap_between_epochs_is_a_gap_in_the_chart_and_a_long_step_is_none() -> None:
-    training = Training(mode="single", step_ns=250_000_000)
-    payloads = [*training.begin(), *training.run(20)]
-    first = training.now // SECOND
-    training.now += 10 * SECOND
-    payloads += training.run(20)
-    training.step_ns = 6 * SECOND
-    payloads += training.run(2)
-    shown = pictured(state_of(payloads).processes[0], 120, 120, over=True)
-    assert [column.second for column in shown.columns] == list(range(2, training.now // SECOND + 1))
-    empty = [column.second for column in shown.columns if not column.count]
-    assert len(empty) in (9, 10)
-    assert empty[0] in (first, first + 1)
-    assert {column.mode for column in shown.columns} == {"single"}

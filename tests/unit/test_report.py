@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from kept import keep
 from known import changed
+from stored import state_in
 from synthetic import LEARNS, SECOND, Training, call_row, device_event, host_event, kind_of, step_row
 
 from dpmon.cli.summary import summary_lines
-from dpmon.model.history import BINS, PARTS
+from dpmon.model.history import BINS, PARTS, pictured
 from dpmon.record.history_rows import Definition
 from dpmon.record.kinds import Event
 from dpmon.record.schema import SETTLING_STEPS
@@ -332,16 +333,22 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     payloads += training.run(50)
     training.step_ns = 6 * SECOND
     payloads += training.run(1)
-    story = collect(keep({0: payloads}, seconds=training.now / SECOND))
+    directory = keep({0: payloads}, seconds=training.now / SECOND)
+    story = collect(directory)
     gaps = [(b.start_ns - a.end_ns) / SECOND for a, b in pairwise(story.facts.stretches.bins)]
     assert [gap for gap in gaps if gap] == [pytest.approx(9, abs=1)]
     assert (story.facts.stretches.bins[-1].end_ns - story.facts.stretches.bins[-1].start_ns) / SECOND in (5, 6, 7)
     (step_time,) = (plot for plot in plots(story.facts) if plot.name == "step-time")
     places = [(begin, end) for begin, end, _ in step_time.series[0].points]
     assert sum(begin > end for (_, end), (begin, _) in pairwise(places)) == 1
-    bars = next(line for line in report_text(keep({0: payloads}), 100) if "█" in line)
+    shown = pictured(state_in(directory, over=True).processes[0], 120, 120, over=True)
+    assert [column.second for column in shown.columns] == list(range(2, training.now // SECOND + 1))
+    empty = [column.second for column in shown.columns if not column.count]
+    assert len(empty) in (9, 10), "the chart of the screen has the same gap"
+    assert {column.mode for column in shown.columns} == {"single"}
+    bars = next(line for line in report_text(directory, 100) if "█" in line)
     assert re.search(r"▁ {8,10}▁", bars)
-    assert "no bar where no step ran" in " ".join(report_text(keep({0: payloads}), 100))
+    assert "no bar where no step ran" in " ".join(report_text(directory, 100))
 
 
 def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None) -> list[bytes]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from situations import LOOK, text_of
 from stored import state_of
 from synthetic import LEARNS, SECOND, RowReader, call_row
 
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Record
-from dpmon.ui.look import COLOUR, UNICODE, Look
-from dpmon.ui.paint import whole
 from dpmon.ui.panels import panel_replicas
-from dpmon.ui.panels.panel_output import Output
-from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import Facts, Scene, View
+from dpmon.ui.rows import plain
+from dpmon.ui.scene import Facts, Scene
 
-LOOK = Look(UNICODE, COLOUR, True)
 ABSENT = {"device_ms": "cpu: host time is all there is; cuda:0: device times are not recorded by this version"}
 DEFINITIONS = [
     Definition(1, {"root": "Toy", "via": None, "devices": ["cpu", "cuda:0"], "absent": ABSENT}),
@@ -73,11 +70,7 @@ def test_the_screen_has_a_row_a_stage_and_what_could_not_be_measured() -> None:
     assert text[2].split()[:4] == ["1", "cuda:0", "rnn,", "classes"]
     assert text[2].split()[-4:] == ["30.0", "KiB", "7.00", "ms"], "what crossed, and the median"
     assert "device times are not recorded" in " ".join(text[3:])
-    for zoom in (None, "replicas"):
-        for size in ((80, 24), (120, 40), (40, 10)):
-            rows = whole(Scene(scene.state, SECOND, view=View(zoom=zoom)), Output(), *size, LOOK)
-            assert {width_of(row) for row in rows} == {size[0]}
-            assert any("2 Stages" in plain(row) for row in rows)
+    assert "2 Stages" in text_of(scene, 80, 24)
 
 
 def test_a_stage_that_did_not_end_has_a_dash() -> None:

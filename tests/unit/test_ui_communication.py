@@ -8,24 +8,22 @@ from typing import Any
 
 import pytest
 from joined import joined_ranks
+from situations import LOOK, MONO_ASCII
 from synthetic import SECOND
 
 from dpmon.model.step_timeline import last_step_timeline
 from dpmon.record.kinds import Collective
 from dpmon.run.reader import PauseState
 from dpmon.store.answers import LastSample
-from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import whole
 from dpmon.ui.panels import panel_batch, panel_communication, panel_ranks
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.panels.panel_ranks import rank_map
 from dpmon.ui.panels.panel_status import answer, status
-from dpmon.ui.rows import plain, width_of
+from dpmon.ui.rows import plain
 from dpmon.ui.scene import Facts, RunEnd, Scene, Toggle, View
 from dpmon.ui.waterfall import bucket_row, sample_row
 
-LOOK = Look(UNICODE, COLOUR, True)
-BARE = Look(ASCII, MONO, False)
 FACTS = Facts("20261120-141502-ddp-7f3a", "examples/ddp.py", SECOND, "auto", "/usr/bin/python3")
 
 
@@ -207,18 +205,13 @@ def test_the_map_has_at_most_64_rows() -> None:
     assert (len(text), text[-2], text[-1]) == (64, "1984 3", "and 2 ranks more")
 
 
-@pytest.mark.parametrize("size", [(80, 24), (200, 60), (40, 10), (100, 44), (130, 28)])
-@pytest.mark.parametrize("count", [2, 64])
-@pytest.mark.parametrize("zoom", [None, "replicas", "compare", "batch"])
-@pytest.mark.parametrize("look", [LOOK, BARE])
-def test_every_picture_has_its_size(size: tuple[int, int], count: int, zoom: str | None, look: Look) -> None:
-    scene = replace(scene_of(count, slow=1), view=View(focus=zoom or "replicas", zoom=zoom))
-    rows = whole(scene, Output(), *size, look)
-    assert {width_of(row) for row in rows} == {size[0]}
-    assert len(rows) == size[1]
-    if look is BARE:
-        panels = [*panel_ranks.table(scene, 76, 12, look), *panel_communication.communication(scene, 76, 12, look)]
-        assert not {char for row in panels for char in plain(row)} & set("▇▤░▸↓")
+def test_a_terminal_of_ascii_gets_no_other_signs() -> None:
+    scene = scene_of(64, slow=1)
+    rows = [
+        *panel_ranks.table(scene, 76, 12, MONO_ASCII),
+        *panel_communication.communication(scene, 76, 12, MONO_ASCII),
+    ]
+    assert not set("▇▤░▸↓") & {char for row in rows for char in plain(row)}
 
 
 @pytest.mark.parametrize(

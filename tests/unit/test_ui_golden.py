@@ -18,22 +18,20 @@ from typing import Any
 import pytest
 from joined import joined_ranks
 from recorded import linear_run
+from situations import FACTS, LOOK, MONO_ASCII
 from stored import state_of
 from synthetic import SECOND, Training, decoded, host_event, whole_device_event
 
 from dpmon.record.kinds import Call, Event, Record
-from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
+from dpmon.ui.look import Look
 from dpmon.ui.paint import paint, places
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import Row, plain
-from dpmon.ui.scene import Facts, RunEnd, Scene, View
+from dpmon.ui.scene import RunEnd, Scene, View
 from dpmon.ui.view import in_ascii
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-FACTS = Facts("20261120-141502-linear-7f3a", "examples/linear.py", SECOND, "auto", "/usr/bin/python3")
 PANELS = ("devices", "replicas", "batch", "compare")
-DARK = Look(UNICODE, COLOUR, True)
-BARE = Look(ASCII, MONO, False)
 
 
 def memory(training: Training, peaks: list[dict[str, Any]]) -> bytes:
@@ -112,32 +110,32 @@ def evaluated() -> Scene:
 
 
 SITUATIONS: dict[str, tuple[Callable[[], Scene], int, int, Look]] = {
-    "starting 120x40": (starting, 120, 40, DARK),
-    "dp over 8 120x40": (lambda: gpus(8), 120, 40, DARK),
-    "dp over 8 200x60": (lambda: gpus(8), 200, 60, DARK),
-    "dp over 8 80x24": (lambda: gpus(8), 80, 24, DARK),
-    "dp over 64 120x40": (lambda: gpus(8, replicas=64), 120, 40, DARK),
-    "single 120x40": (lambda: recorded(0.6), 120, 40, DARK),
-    "comparison 120x40": (lambda: gpus(2, both=True), 120, 40, DARK),
+    "starting 120x40": (starting, 120, 40, LOOK),
+    "dp over 8 120x40": (lambda: gpus(8), 120, 40, LOOK),
+    "dp over 8 200x60": (lambda: gpus(8), 200, 60, LOOK),
+    "dp over 8 80x24": (lambda: gpus(8), 80, 24, LOOK),
+    "dp over 64 120x40": (lambda: gpus(8, replicas=64), 120, 40, LOOK),
+    "single 120x40": (lambda: recorded(0.6), 120, 40, LOOK),
+    "comparison 120x40": (lambda: gpus(2, both=True), 120, 40, LOOK),
     "comparison 80x24 zoomed": (
-        lambda: replace(gpus(4, both=True), view=View("compare", "compare")), 80, 24, DARK,
+        lambda: replace(gpus(4, both=True), view=View("compare", "compare")), 80, 24, LOOK,
     ),
-    "no GPU 120x40": (lambda: recorded(1.0), 120, 40, DARK),
-    "no GPU 80x24": (lambda: recorded(1.0), 80, 24, DARK),
-    "no GPU 120x40 ascii": (lambda: recorded(1.0), 120, 40, BARE),
-    "batch zoomed 120x40": (lambda: replace(recorded(1.0, 0), view=View("batch", "batch", span_s=0)), 120, 40, DARK),
+    "no GPU 120x40": (lambda: recorded(1.0), 120, 40, LOOK),
+    "no GPU 80x24": (lambda: recorded(1.0), 80, 24, LOOK),
+    "no GPU 120x40 ascii": (lambda: recorded(1.0), 120, 40, MONO_ASCII),
+    "batch zoomed 120x40": (lambda: replace(recorded(1.0, 0), view=View("batch", "batch", span_s=0)), 120, 40, LOOK),
     "failed 120x40": (
         lambda: replace(recorded(0.3), ended=RunEnd(1, None, 9 * SECOND, "RuntimeError: no"), can_toggle=False),
-        120, 40, DARK,
+        120, 40, LOOK,
     ),
-    "16 GPUs 120x40": (lambda: gpus(16, replicas=8), 120, 40, DARK),
-    "devices zoomed 120x40": (lambda: replace(gpus(2), view=View("devices", "devices")), 120, 40, DARK),
-    "devices zoomed 80x24 ascii": (lambda: replace(gpus(2), view=View("devices", "devices")), 80, 24, BARE),
-    "ranks 120x40": (lambda: ranks(4), 120, 40, DARK),
-    "ranks 80x24": (lambda: ranks(4), 80, 24, DARK),
-    "ranks 8 200x60": (lambda: ranks(8), 200, 60, DARK),
-    "ranks 64 120x40": (lambda: ranks(64), 120, 40, DARK),
-    "evaluated and refused 120x40": (evaluated, 120, 40, DARK),
+    "16 GPUs 120x40": (lambda: gpus(16, replicas=8), 120, 40, LOOK),
+    "devices zoomed 120x40": (lambda: replace(gpus(2), view=View("devices", "devices")), 120, 40, LOOK),
+    "devices zoomed 80x24 ascii": (lambda: replace(gpus(2), view=View("devices", "devices")), 80, 24, MONO_ASCII),
+    "ranks 120x40": (lambda: ranks(4), 120, 40, LOOK),
+    "ranks 80x24": (lambda: ranks(4), 80, 24, LOOK),
+    "ranks 8 200x60": (lambda: ranks(8), 200, 60, LOOK),
+    "ranks 64 120x40": (lambda: ranks(64), 120, 40, LOOK),
+    "evaluated and refused 120x40": (evaluated, 120, 40, LOOK),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.color import Color, ColorSystem
 from rich.console import Console
+from situations import LOOK, MONO_ASCII
 from stored import state_of
 from synthetic import Training
 
@@ -23,9 +24,6 @@ from dpmon.ui.panels.panel_output import shifted
 from dpmon.ui.rows import box, fit, plain, width_of
 from dpmon.ui.scene import Facts, RunEnd, Scene, View
 from dpmon.ui.waterfall import lane_row, main_row
-
-LOOK = Look(UNICODE, COLOUR, True)
-MONO_ASCII = Look(ASCII, MONO, False)
 
 
 def a_scene() -> Scene:

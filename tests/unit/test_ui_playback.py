@@ -7,16 +7,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from situations import LOOK
 from test_run_playback import SECOND, Clock, a_run
 from textual.pilot import Pilot
 
 from dpmon.ui.footer import position_at, timeline
-from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.playback import Playback, Player
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Playing
-
-LOOK = Look(UNICODE, COLOUR, True)
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import pytest
 from joined import joined_ranks
+from situations import LOOK
 from stored import Recording
 from synthetic import SECOND, Training, changed, step_row
 
@@ -18,7 +19,6 @@ from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event
 from dpmon.store.figures import Window
 from dpmon.store.store_at import StoreAt
-from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import places, rank_room, whole
 from dpmon.ui.panels import panel_batch, panel_ranks
 from dpmon.ui.panels.panel_output import Output
@@ -26,7 +26,6 @@ from dpmon.ui.panels.panel_status import status
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Facts, Scene, View, mode_words
 
-LOOK = Look(UNICODE, COLOUR, True)
 FACTS = Facts("20261120-141502-ddp-7f3a", "examples/ddp.py", SECOND, "auto", "/usr/bin/python3")
 
 

@@ -6,14 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from situations import LOOK
 
 from dpmon.model.state import State
-from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.panels.panel_output import ROWS, Output, Tail, hits, marked, title
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Scene
-
-LOOK = Look(UNICODE, COLOUR, True)
 
 
 class Log:

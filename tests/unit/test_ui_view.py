@@ -7,13 +7,12 @@ import random
 import pyte
 from rich.console import Console
 from rich.segment import Segment
+from situations import LOOK
 from textual.strip import Strip
 
-from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.rows import Row, fit, plain, width_of
 from dpmon.ui.view import changed_cells
 
-LOOK = Look(UNICODE, COLOUR, True)
 CONSOLE = Console(force_terminal=True, color_system="truecolor")
 STYLES = ["", "dim", "bold", "phase.data", "phase.apply/gather", "chip.scatter", "sgr:color(1)::bu", "sgr:::r"]
 WORDS = ["abc", "漢字", " ", "━━━", "▁▂▃", "é", "12 340", "─", "x", "\u0301", "\u0301x"]

@@ -1,28 +1,107 @@
-"""Device times beside host times in reports and findings about made-up runs."""
+"""Device times beside host times in history, exports, reports, findings, lines and on the screen."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kept import keep
-from synthetic import Training, with_other
-from timed import GPUS, HOST_ONLY, growing, staged, timed, trained
+from situations import LOOK
+from stored import state_of
+from synthetic import SECOND, Training, with_other
+from timed import GPUS, HOST_ONLY, OF_CALL, growing, staged, timed, trained
 
-from dpmon.record.kinds import UNTIMED, Step
-from dpmon.record.names import Untimed
+from dpmon.cli.lines import Lines, _progress
+from dpmon.cli.summary import summary_lines
+from dpmon.export import history
+from dpmon.export.perfetto import write_trace
+from dpmon.export.table import Tables
+from dpmon.model.state import State
+from dpmon.record.history_rows import Row
+from dpmon.record.kinds import UNTIMED, Call, Event, Step
+from dpmon.record.names import CALL_PHASES, Untimed
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.page import page
 from dpmon.report.plots import plots
 from dpmon.report.sections import document
+from dpmon.run.reader import RunReader
+from dpmon.run.rundir import load_info
+from dpmon.ui.panels import panel_batch, panel_replicas
+from dpmon.ui.rows import plain
+from dpmon.ui.scene import Facts, Scene
 
 NEAR = partial(pytest.approx, rel=0.004)
 """Relative error of medians, which come from sketches."""
+
+
+def even(steps: int) -> list[Row]:
+    """Return a training whose replicas always take 1.5 and 1.75 ms."""
+    return trained(steps, lambda number: (1.5, 1.75))
+
+
+def test_history_exports_and_report_have_device_times(state: Path) -> None:
+    directory = keep({0: even(40)})
+    records = list(history(directory))
+    calls = [record for record in records if isinstance(record, Call)]
+    steps = [record for record in records if isinstance(record, Step)]
+    assert len(calls) == len(steps) == 40
+    assert {step.device_ms["backward"] for step in steps if step.device_ms} == {3.0}
+    assert {call.replicas[1].device_ms for call in calls} == {1.75}
+
+    files: dict[str, io.StringIO] = {}
+    Tables(lambda which: files.setdefault(which, io.StringIO())).write(records)
+    rows = {which: list(csv.DictReader(io.StringIO(file.getvalue()))) for which, file in files.items()}
+    assert (rows["step"][0]["forward_device_ms"], rows["step"][0]["more"]) == ("4.0", "")
+    assert (rows["call"][0]["gather_device_ms"], rows["call"][0]["replica_device_ms"]) == ("0.25", "1.5 1.75")
+
+    trace = io.StringIO()
+    write_trace(load_info(directory), records, trace)
+    counters = [event for event in json.loads(trace.getvalue()) if event["name"] == "step phases on the device (ms)"]
+    assert len(counters) == 40
+    assert counters[0]["args"] == {"data": 0.25, "forward": 4.0, "backward": 3.0, "optimizer": 0.5}
+
+    phases = as_object(collect(directory))["modes"][0]["phases"]
+    medians = [phases[name]["device_median_ms"] for name in ("forward", "gather")]
+    assert medians == pytest.approx([4.0, 0.25], rel=0.004)
+    assert phases["other"]["device_median_ms"] is None
+    lines = [line.split() for line in report_text(directory, 100)]
+    assert ["phase", "share", "median", "p95", "on", "device"] in lines
+    assert next(line for line in lines if line[:1] == ["backward"])[-2] in ("2.99", "3.00", "3.01")
+    said = "\n".join(summary_lines(directory, None))
+    assert "on device  3.01 ms" in said, "at most 0.4 % off"
+
+
+@pytest.mark.parametrize("damage", [b"\6", "text", "5", '["x"]'])
+def test_a_history_is_read_up_to_damaged_device_times(state: Path, damage: object) -> None:
+    directory = keep({0: even(5)})
+    with closing(sqlite3.connect(directory / "history.sqlite")) as db, db:
+        db.execute("UPDATE steps SET device = ? WHERE step = 3", (damage,))
+    records = list(history(directory))
+    assert {record.step for record in records if isinstance(record, Step)} == {1, 2}
+    warnings = [record.data["text"] for record in records if isinstance(record, Event) and record.kind == "warning"]
+    assert str(warnings[-1]).startswith("the history cannot be read to its end: ")
+
+
+def test_the_screen_shows_host_and_device_side_by_side() -> None:
+    scene = Scene(state_of(even(40)), 3 * SECOND, Facts(script="x.py"), alive=True)
+    head, first, second, *_ = (plain(row) for row in panel_replicas.table(scene, 100, 10, LOOK))
+    assert "host time on device" in head
+    assert "1.50 ms" in first
+    assert "1.75 ms" in second
+    rows = [plain(row).split() for row in panel_batch.batch(scene, 120, 14, LOOK)]
+    assert [row[0] for row in rows[1:5]] == ["share", "median", "device", "p95"]
+    # As on the host, forward excludes the phases of the call: 4 - (0.5 + 1 + 2 + 0.25).
+    values = " ".join(rows[3][1:])
+    assert values == "250 µs 501 µs 1.00 ms 2.00 ms 250 µs 250 µs 3.01 ms 501 µs –"
 
 
 def cells(lines: Sequence[str], title: str) -> list[list[str]]:
@@ -177,3 +256,41 @@ def test_without_device_times_the_report_does_not_mention_them(state: Path) -> N
     assert [one.name for one in plot.series if one.kind == "bars"] == ["on the host"]
     assert plot.note == "median of host times, with a whisker up to the 95th percentile"
     assert json.loads(json.dumps(said)) == said
+
+
+def line_of(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the line of a headless run with these records."""
+    said: list[bytes] = []
+    lines = Lines(RunReader(keep({0: rows}, status=None)), lambda line: bool(said.append(line)) or True)
+    lines.tick(1e9)
+    lines.end(None)
+    found: dict[str, Any] = json.loads(said[0])
+    return found
+
+
+def on_device(phases: dict[str, dict[str, float | None]]) -> dict[str, float | None]:
+    return {name: phase["device_median_ms"] for name, phase in phases.items()}
+
+
+def test_a_line_has_the_device_beside_the_host_of_the_same_thing(state: Path) -> None:
+    said = line_of(trained(40))
+    # The whole forward, as for the host; without the phases of the calls, only 0.25 ms would be left.
+    others = {"data": 0.25, "forward": 4.0, "backward": 3.0, "optimizer": 0.5}
+    assert on_device(said["phases"]) == {"other": None, **{name: NEAR(took) for name, took in others.items()}}
+    assert on_device(said["call_phases"]) == {n: NEAR(took) for n, took in zip(CALL_PHASES, OF_CALL, strict=True)}
+    whole = said["phases"]["forward"]["median_ms"]
+    assert whole > sum(phase["median_ms"] for phase in said["call_phases"].values()) * 0.9
+    assert "device_median_ms" not in said["absent"]
+
+
+@pytest.mark.parametrize(("took", "reason"), [(None, HOST_ONLY), (lambda number: (None, None), UNTIMED[Untimed.LATE])])
+def test_a_line_without_device_times_says_why(state: Path, took: Any, reason: str) -> None:
+    said = line_of(staged(9, took))
+    assert on_device(said["phases"]) == {"forward": None, "other": None}
+    assert said["absent"]["device_median_ms"] == reason
+
+
+def test_the_reasons_for_nulls_are_returned_separately() -> None:
+    progress, absent = _progress(None, State(), 0)
+    assert progress.keys() == absent.keys()
+    assert set(absent.values()) == {"no step has ended yet"}

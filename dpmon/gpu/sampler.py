@@ -8,6 +8,7 @@ samples are composed from the answers that they have stored (`Card.sample`).
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import threading
 import time
@@ -27,7 +28,6 @@ NVML_PERIOD_S = 1.0
 MAX_GPUS = 64
 SAME_WARNING_S = 60.0
 """Shortest time between two warnings with the same text."""
-MAX_WARNINGS = 256
 _MAX_ASKERS = 2
 """Most threads of one GPU."""
 _STOP_S = 1.0
@@ -62,7 +62,6 @@ class DeviceSampler:
         self._uses: dict[int, tuple[TorchUse, ...]] = {}
         """What each process of the run last reported, by process id."""
         self._warned: dict[str, float] = {}
-        self._warned_lock = threading.Lock()
 
     def start(self) -> None:
         """Begin to sample; the first samples are written at once."""
@@ -80,17 +79,14 @@ class DeviceSampler:
 
     def take_memory(self, data: Mapping[str, Any], pid: int) -> None:
         """Take a `memory` record of the training process `pid`. It names the GPUs that torch uses there."""
-        self._uses = {one: uses for one, uses in (self._uses | {pid: _uses_in(data)}).items() if _exists(one)}
+        self._uses = self._uses | {pid: _uses_in(data)}
 
     def warn(self, text: str) -> None:
         """Write a warning, at most once a minute for each text."""
         now = time.monotonic()
-        with self._warned_lock:
-            recent = {old: at for old, at in self._warned.items() if now - at < SAME_WARNING_S}
-            if text in recent or len(recent) >= MAX_WARNINGS:
-                return
-            self._warned = {**recent, text: now}
-        self._emit("warning", {"process": None, "text": text})
+        if now - self._warned.get(text, -math.inf) >= SAME_WARNING_S:
+            self._warned[text] = now
+            self._emit("warning", {"process": None, "text": text})
 
     def _spawn(self, work: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=work, name=name, daemon=True)
@@ -139,7 +135,7 @@ class DeviceSampler:
                 card.silent = silent
                 self.warn(f"NVML {'does not answer' if silent else 'answers again'} for GPU {card.index}")
             if not silences or (silences[-1] >= SILENT_S and len(silences) < _MAX_ASKERS):
-                self._ask_with(card, Asker(card, self._nvml))
+                self._start(card, Asker(card, self._nvml))
             if not silences or silences[-1] >= self._period_s / 2:  # its thread will not pass them on in this period
                 self._emit_device(card)
 
@@ -159,15 +155,11 @@ class DeviceSampler:
                     card = Card(index)
                     asker = Asker(card, self._nvml)
                     self._cards = (*self._cards, card)
-                    self._ask_with(card, asker)
+                    self._start(card, asker)
             pause = RETRY_S if self._absent is not None else self._period_s
 
-    def _ask_with(self, card: Card, asker: Asker) -> None:
-        try:
-            self._spawn(lambda: self._ask(card, asker), f"dpmon gpu {card.index}")
-        except Exception as error:  # noqa: BLE001 - at the limit of threads; `_look` tries it again
-            card.askers = tuple(each for each in card.askers if each is not asker)
-            self.warn(f"GPU {card.index}: no thread can be started: {_words(error)}")
+    def _start(self, card: Card, asker: Asker) -> None:
+        self._spawn(lambda: self._ask(card, asker), f"dpmon gpu {card.index}")
 
     def _ask(self, card: Card, asker: Asker) -> None:
         """Ask one GPU until `stop`, or until this thread is left behind."""

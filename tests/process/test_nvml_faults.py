@@ -312,21 +312,22 @@ def test_a_hanging_process_list_leaves_the_other_fields(story: Story) -> None:
     assert absent["mem_run_bytes"].startswith("NVML has not answered for"), absent
 
 
-def test_unified_memory_has_no_memory_of_its_own(story: Story) -> None:
-    device = story.stages["at work"].devices[UNIFIED]
-    names = ("mem_used_bytes", "mem_total_bytes", "mem_reserved_bytes")
-    assert [device[name] for name in names] == [None] * 3
-    assert {device["absent"][name] for name in names} == {"not supported"}
-    assert device["util_pct"] == 45
+ABSENT = {
+    UNIFIED: ("not supported", ("mem_used_bytes", "mem_total_bytes", "mem_reserved_bytes")),
+    WSL: ("not supported", ("of_run", "mem_run_bytes", "processes", "power_limit_w", "ecc_corrected", "fan_pct")),
+    SICK: ("NVML: unknown error", ("uuid", "name", "util_pct", "of_run")),
+    FORBIDDEN: ("no permission", ("of_run", "mem_run_bytes", "processes", "ecc_corrected", "ecc_uncorrected")),
+}
+"""Unified memory, WSL, a GPU that only fails, and one whose processes and errors are forbidden."""
 
 
-def test_wsl_shows_the_fields_that_it_supports(story: Story) -> None:
-    device = story.stages["at work"].devices[WSL]
-    assert (device["util_pct"], device["mem_used_bytes"], device["temperature_c"]) == (46, 10 * GIB, 66)
-    for name in ("of_run", "mem_run_bytes", "processes", "power_limit_w", "ecc_corrected", "fan_pct", "energy_j"):
-        assert device[name] is None, name
-        assert device["absent"][name] in ("not supported", "not asked yet"), (name, device["absent"])
-    assert device["absent"]["mem_run_bytes"] == "not supported"
+@pytest.mark.parametrize("index", ABSENT)
+def test_what_fails_is_absent_with_the_reason_and_the_rest_is_there(story: Story, index: int) -> None:
+    device = story.stages["at work"].devices[index]
+    reason, names = ABSENT[index]
+    assert {name: device[name] for name in names} == dict.fromkeys(names)
+    assert {reason} <= {device["absent"][name] for name in names} <= {reason, "not asked yet"}
+    assert (device["util_pct"], device["sm_clock_mhz"]) == ((None, None) if index == SICK else (40 + index, 1980))
 
 
 def test_mig_shows_the_instances(story: Story) -> None:
@@ -346,21 +347,6 @@ def test_a_slow_gpu_is_shown_and_slows_nobody(story: Story) -> None:
     stage = story.stages["at work"]
     assert stage.devices[SLOW]["util_pct"] == 48
     assert len(stage.times[WELL]) >= (stage.ended - min(stage.times[WELL])) / 3
-
-
-def test_a_gpu_that_only_fails_is_there_with_its_reasons_and_recovers(story: Story) -> None:
-    device = story.stages["at work"].devices[SICK]
-    assert (device["uuid"], device["name"], device["util_pct"], device["of_run"]) == (None, None, None, None)
-    assert device["absent"]["uuid"] == "NVML: unknown error"
-    assert device["absent"]["util_pct"] == "NVML: unknown error"
-    assert story.stages["well again"].devices[SICK]["util_pct"] == 40 + SICK
-
-
-def test_without_permission_only_what_is_forbidden_is_absent(story: Story) -> None:
-    device = story.stages["at work"].devices[FORBIDDEN]
-    assert device["util_pct"] == 50
-    for name in ("of_run", "mem_run_bytes", "processes", "ecc_corrected", "ecc_uncorrected"):
-        assert device["absent"][name] in ("no permission", "not asked yet"), name
 
 
 def test_before_hopper_traffic_comes_from_the_counters(story: Story) -> None:
@@ -390,64 +376,44 @@ def test_no_call_is_made_that_could_crash_a_driver(story: Story) -> None:
 # ---------------------------------------------------------------------------------------- NVML does not start
 
 
-@dataclass
-class Absent:
-    """A run in which NVML does not start: the message in its host samples, after waiting for the expected one."""
-
-    fake: FakeNvml
-    dpmon: Dpmon
-    process: subprocess.Popen[bytes]
-
-    def says(self, awaited: str) -> None:
-        self.dpmon.info()
-        ring = RunSamples.of(self.dpmon.last)
-
-        def said() -> bool:
-            hosts = ring.of_kind("host")
-            return bool(hosts) and re.search(awaited, str(hosts[-1]["gpu_absent"])) is not None
-
-        ring.until(said, awaited)
-        assert ring.of_kind("device") == []
-        (self.dpmon.cwd / "stop").touch()
-        assert self.process.wait(60) == 0
-        assert self.fake.fatal() == []
-
-
-ABSENT = {
-    "no driver": ("rule nvmlInitWithFlags - 9", "the NVIDIA driver is installed but not loaded"),
-    "version mismatch": ("rule nvmlInitWithFlags - 18", "differ in version: a reboot is due after an update"),
-    "no permission": ("rule nvmlInitWithFlags - 4", "no permission to talk to the NVIDIA driver"),
-    "no gpu": ("gpus 0", "the NVIDIA driver is loaded but sees no GPU"),
-    "no library": (None, "libnvidia-ml.so.1 was not found"),
-    "a start that never ends": (f"rule nvmlInitWithFlags - 0 {FOREVER}", SILENT.pattern),
+NOT_STARTED = {
+    "rule nvmlInitWithFlags - 9": "the NVIDIA driver is installed but not loaded",
+    "rule nvmlInitWithFlags - 18": "differ in version: a reboot is due after an update",
+    "rule nvmlInitWithFlags - 4": "no permission to talk to the NVIDIA driver",
+    "gpus 0": "the NVIDIA driver is loaded but sees no GPU",
+    "no library": "libnvidia-ml.so.1 was not found",
+    f"rule nvmlInitWithFlags - 0 {FOREVER}": SILENT.pattern,
 }
 
 
-@pytest.fixture(scope="module")
-def absent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Absent]]:
+def host_says(ring: RunSamples, awaited: str) -> None:
+    ring.until(lambda: any(re.search(awaited, str(one["gpu_absent"])) for one in ring.of_kind("host")), awaited)
+    assert ring.of_kind("device") == []
+
+
+def test_why_nvml_does_not_start(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A run for each case, all in parallel, because they mostly wait."""
-    made = tmp_path_factory.mktemp("made")
-    libraries = library(made)
-    runs = {}
-    for name, (rule, _) in ABSENT.items():
-        place = tmp_path_factory.mktemp("absent")
-        dpmon = Dpmon(place / "state", place)
-        dpmon.script(WAITING)
-        fake = FakeNvml(place, libraries if rule else place)
-        if rule:
+    libraries = library(tmp_path_factory.mktemp("made"))
+    runs: list[tuple[Dpmon, FakeNvml, subprocess.Popen[bytes], str]] = []
+    try:
+        for rule, awaited in NOT_STARTED.items():
+            place = tmp_path_factory.mktemp("absent")
+            dpmon, fake = Dpmon(place / "state", place), FakeNvml(place, libraries)
+            if rule == "no library":  # found before any real one, and it does not load
+                (place / "libnvidia-ml.so.1").write_text("no library")
+                fake.libraries = place
             fake.tell(rule)
-        else:
-            (place / "libnvidia-ml.so.1").write_text("no library")  # found before any real one, and it does not load
-        process = dpmon.start("--headless", "script.py", env=fake.environment())
-        runs[name] = Absent(fake, dpmon, process)
-    yield runs
-    for run in runs.values():
-        run.dpmon.clean_up()
-
-
-@pytest.mark.parametrize("name", ABSENT)
-def test_why_nvml_does_not_start(absent: dict[str, Absent], name: str) -> None:
-    absent[name].says(ABSENT[name][1])
+            dpmon.script(WAITING)
+            runs.append((dpmon, fake, dpmon.start("--headless", "script.py", env=fake.environment()), awaited))
+        for dpmon, fake, process, awaited in runs:
+            dpmon.info()
+            host_says(RunSamples.of(dpmon.last), awaited)
+            (dpmon.cwd / "stop").touch()
+            assert process.wait(60) == 0
+            assert fake.fatal() == []
+    finally:
+        for dpmon, *_ in runs:
+            dpmon.clean_up()
 
 
 def test_a_driver_that_hangs_the_command_line_does_not_change_the_scripts_status(dpmon: Dpmon, tmp_path: Path) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from running import Dpmon, wait_for
 from sizes import reached, size
+
+from dpmon.run import proc
 
 pytestmark = pytest.mark.slow
 
@@ -62,6 +62,6 @@ def test_promise_15_processes_of_every_shape(dpmon: Dpmon) -> None:
     assert len([r for r in records if r["kind"] == "process"]) == len(calls) == 5
     assert [r["text"] for r in records if r["kind"] == "warning"] == []
     pids = [r["pid"] for r in records if r["kind"] == "process"]
-    # The forkserver may end before it collects its child: then the child stays a zombie until init does.
-    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), what="the end of all processes")
+    # The forkserver may end before it collects its child, which then stays a zombie until init does.
+    wait_for(lambda: not any(proc.alive(pid, None) for pid in pids), what="the end of all processes")
     reached("P15", f"fork, spawn, forkserver, execv, {workers} workers, all descriptors closed: 5 records of 5")

@@ -81,42 +81,12 @@ def test_interrupt_reaches_the_script_and_its_children(dpmon: Dpmon) -> None:
     assert (process.returncode, out) == (11, b"interrupted -2\n")
 
 
-def test_a_second_and_third_interrupt_insist(dpmon: Dpmon) -> None:
-    dpmon.script(
-        "import pathlib, signal, time\n"
-        "for n in ('SIGINT', 'SIGTERM'):\n"
-        "    signal.signal(getattr(signal, n), lambda *_, n=n: pathlib.Path(n).touch())\n"
-        "pathlib.Path('began').touch()\n"
-        "while True: time.sleep(1)\n"
-    )
-    process = dpmon.start("script.py")
-    dpmon.begun()
-    for name in ("SIGINT", "SIGTERM"):
-        process.send_signal(signal.SIGINT)
-        wait_for((dpmon.cwd / name).exists, what=name)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(100) == 137
-
-
 def test_an_ignored_interrupt_stays_ignored(dpmon: Dpmon) -> None:
     dpmon.script(
         "import signal; print(*(signal.getsignal(s) == signal.SIG_IGN for s in (signal.SIGINT, signal.SIGHUP)))"
     )
     result = dpmon.run("script.py", before="trap '' INT HUP")
     assert result.out == b"True True\n"
-
-
-def test_processes_left_by_the_command_are_not_waited_for(dpmon: Dpmon) -> None:
-    dpmon.script(
-        "import subprocess, sys\n"
-        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
-        " stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
-        "print(p.pid)\n"
-    )
-    result = dpmon.run("script.py")
-    assert result.status == 0
-    assert proc.alive(int(result.text), None)  # so dpmon returned before it ended
-    os.kill(int(result.text), signal.SIGKILL)
 
 
 def test_stop_says_how_a_run_ended_that_did_not_end_by_its_signal(dpmon: Dpmon) -> None:

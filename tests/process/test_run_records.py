@@ -128,19 +128,6 @@ def test_export_while_the_run_goes_on(dpmon: Dpmon) -> None:
     process.wait(100)
 
 
-def test_supervisor_killed_the_rest_is_read_from_the_ring(dpmon: Dpmon) -> None:
-    process = dpmon.start(WRITER, 9000, 6000, 8, 6000)
-    info = dpmon.info()
-    wait_for(lambda: tailed(dpmon, 3000))
-    os.kill(info["supervisor_pid"], signal.SIGKILL)
-    (dpmon.cwd / "go").touch()
-    assert process.wait(100) == 0
-    records = dpmon.records()
-    assert of_training(records) == expected(9000)
-    assert records[-1]["by"] in ("foreground", "supervisor")  # there is a new supervisor
-    assert records[-2]["count"] == 0
-
-
 @pytest.mark.parametrize("count", [10, 1900, 4300, 7000, 9800])
 def test_a_supervisor_killed_at_any_moment_loses_and_doubles_nothing(dpmon: Dpmon, count: int) -> None:
     """Writer and supervisor are killed together while the supervisor works."""
@@ -154,14 +141,6 @@ def test_a_supervisor_killed_at_any_moment_loses_and_doubles_nothing(dpmon: Dpmo
     found = of_training(dpmon.records())
     assert found == expected(len(found))
     assert len(found) >= count
-
-
-def test_without_a_history_records_come_from_the_rings(dpmon: Dpmon) -> None:
-    dpmon.run(WRITER, 3000, 10_000)
-    whole = of_training(dpmon.records())
-    for path in dpmon.last().glob("history.sqlite*"):
-        path.unlink()
-    assert of_training(dpmon.records()) == whole == expected(3000)
 
 
 @pytest.fixture(scope="module")

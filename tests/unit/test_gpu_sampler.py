@@ -199,25 +199,6 @@ def test_nvml_is_shut_down_once_when_nobody_is_in_it(make: Any) -> None:
     assert nvml.shutdowns == 1
 
 
-def test_a_gpu_whose_thread_cannot_be_started_gets_one_later(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    spawn = DeviceSampler._spawn
-    full = [True]
-
-    def spawn_or_refuse(watch: Any, work: Callable[[], None], name: str) -> None:
-        if full[0] and name.startswith("dpmon gpu"):
-            raise RuntimeError("can't start new thread")
-        spawn(watch, work, name)
-
-    monkeypatch.setattr(DeviceSampler, "_spawn", spawn_or_refuse)
-    _, watch = make(FakeNvml())
-    events = watch.until(lambda e: of_kind(e, "device") and len(of_kind(e, "host")) > 10, "samples without values")
-    assert {warning["text"] for warning in of_kind(events, "warning")} == {
-        f"GPU {index}: no thread can be started: RuntimeError: can't start new thread" for index in (0, 1)
-    }
-    full[0] = False
-    watch.until(lambda e: of_kind(e, "device")[-1]["util_pct"] is not None, "values")
-
-
 @pytest.mark.parametrize(
     ("place", "name"), [(DeviceSampler, "_look"), (card_module.Asker, "round"), (FakeNvml, "count")]
 )
@@ -286,17 +267,6 @@ def test_an_odd_report_of_memory_ends_no_samples(make: Any, odd: dict[str, Any])
     sampler.take_memory({"process": 0, "devices": devices}, os.getpid())
     watch.until(lambda e: [d for d in of_kind(e, "device") if d["mem_torch_bytes"] == 500], "the well-formed part")
     assert of_kind(watch._taken, "warning") == []
-
-
-def test_reports_of_ended_processes_are_not_kept() -> None:
-    sampler = DeviceSampler(Watch().take, lambda: None)
-    for _ in range(3):
-        ended = subprocess.Popen([sys.executable, "-c", ""])
-        ended.wait()
-        sampler.take_memory({"process": 1, "devices": []}, ended.pid)
-    sampler.take_memory({"process": 1, "devices": []}, 0xFFFFFFFF)
-    sampler.take_memory({"process": 0, "devices": []}, os.getpid())
-    assert list(sampler._uses) == [os.getpid()]
 
 
 def test_stop_without_start() -> None:

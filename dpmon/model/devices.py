@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,22 +32,18 @@ _MINUTE = 60 * SECOND
 _Values = tuple[float | None, float | None, float | None]
 POINTS = 400
 """Most stretches of time per device."""
-_HIGHEST = ("mem_used_bytes", "mem_run_bytes", "mem_total_bytes", "temperature_c", "power_w")
-"""Figures reported by their highest value."""
+_HIGHEST = {
+    "mem_used_bytes": "mem_used_max",
+    "mem_run_bytes": "mem_run_max",
+    "mem_total_bytes": "mem_total",
+    "temperature_c": "temperature_max",
+    "power_w": "power_max",
+}
+"""Figures reported by their highest value, and their members in DeviceFacts."""
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "integer": int, "number": (int, float), "text": str, "boolean": bool, "list": list, "object": dict
 }  # fmt: skip
 _DECLARED = {field.name: _TYPES[field.type] for kind in (DEVICE, HOST) for field in kind.fields}
-
-
-@dataclass(frozen=True, slots=True)
-class DevicePoint:
-    """A GPU (or the host: index -1) over one stretch of time: means; None if unknown."""
-
-    t_ns: int
-    index: int
-    util_pct: float | None
-    mem_bytes: float | None
 
 
 @dataclass(slots=True)
@@ -230,28 +225,75 @@ def _keep_peak(peaks: dict[str, Peak], mode: str, used: int, sure: bool = True) 
 # ------------------------------------------------------------------------------------------------ over the whole run
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeviceFacts:
-    """One GPU over the run; None for unknown values."""
+    """One GPU, or the host as a device (index -1), over the run; None for unknown values."""
 
     index: int
-    name: str | None
-    uuid: str | None
-    called: str | None
+    name: str | None = None
+    uuid: str | None = None
+    called: str | None = None
     """Its name in the run's processes, such as cuda:0."""
-    of_run: bool | None
-    samples: int
-    util_median: float | None
-    util_samples: int
-    mem_used_max: float | None
-    mem_run_max: float | None
-    mem_total: float | None
-    temperature_max: float | None
-    power_max: float | None
-    throttled: Mapping[str, int]
+    of_run: bool | None = None
+    samples: int = 0
+    util: array[float] = field(default_factory=lambda: array("d"))
+    """Without the samples in pauses."""
+    mem_used_max: float | None = None
+    mem_run_max: float | None = None
+    mem_total: float | None = None
+    temperature_max: float | None = None
+    power_max: float | None = None
+    throttled: Counter[str] = field(default_factory=Counter)
     """Number of samples with lowered clocks, by reason."""
-    throttle_samples: int
+    throttle_samples: int = 0
     """Number of samples in which the reasons are known."""
+    width: float = 1.0
+    sums: dict[int, list[float]] = field(default_factory=dict)
+    """By stretch of `width` seconds: sum and number of utilisations, sum and number of memory values (bytes)."""
+
+    @property
+    def util_median(self) -> float | None:
+        """The median of `util`."""
+        return median(self.util) if self.util else None
+
+    def points(self) -> list[tuple[int, float | None, float | None]]:
+        """The middle (ns) of each stretch, its mean utilisation (per cent) and its mean memory in use (bytes)."""
+        return [
+            (int((place + 0.5) * self.width * 1e9), util / utils if utils else None, used / useds if useds else None)
+            for place, (util, utils, used, useds) in sorted(self.sums.items())
+        ]
+
+    def identify(self, data: Mapping[str, object]) -> None:
+        """Take the names of a GPU, and why its clocks were lowered."""
+        self.name = text_in(data, "name") or self.name
+        self.uuid = text_in(data, "uuid") or self.uuid
+        of_run = data.get("of_run")
+        if isinstance(of_run, bool):
+            self.of_run = bool(self.of_run) or of_run
+        ordinals, throttle = data.get("ordinals"), data.get("throttle")
+        if isinstance(ordinals, list) and ordinals and isinstance(ordinals[0], dict):
+            self.called = text_in(ordinals[0], "device") or self.called
+        if isinstance(throttle, list):
+            self.throttle_samples += 1
+            self.throttled.update(reason for reason in throttle if isinstance(reason, str))
+
+    def raise_to(self, key: str, value: float) -> None:
+        """Raise the highest value of a figure, by its name in the records."""
+        name = _HIGHEST[key]
+        before = getattr(self, name)
+        setattr(self, name, value if before is None else max(before, value))
+
+    def place(self, seconds: float, util: tuple[float, int], used: tuple[float, int]) -> None:
+        """Add sums of utilisation and memory, with their numbers of samples, to the stretch of their time."""
+        added = (*util, *used)
+        sums = self.sums.setdefault(int(seconds / self.width), [0.0, 0.0, 0.0, 0.0])
+        sums[:] = [a + b for a, b in zip(sums, added, strict=True)]
+        while len(self.sums) > POINTS:
+            before, self.sums = self.sums, {}
+            self.width *= 2
+            for place, values in before.items():
+                into = self.sums.setdefault(place // 2, [0.0, 0.0, 0.0, 0.0])
+                into[:] = [a + b for a, b in zip(into, values, strict=True)]
 
 
 class HostFacts(NamedTuple):
@@ -269,56 +311,14 @@ class HostFacts(NamedTuple):
     """Threads that ran or wanted to run."""
 
 
-@dataclass(slots=True)
-class _TotalsTrack:
-    name: str | None = None
-    uuid: str | None = None
-    called: str | None = None
-    of_run: bool | None = None
-    samples: int = 0
-    util: array[float] = field(default_factory=lambda: array("d"))
-    """Without the samples in pauses."""
-    highest: dict[str, float] = field(default_factory=dict)
-    throttled: Counter[str] = field(default_factory=Counter)
-    throttle_samples: int = 0
-    width: float = 1.0
-    sums: dict[int, list[float]] = field(default_factory=dict)
-    """By stretch: sum and number of utilisations, sum and number of memory values (bytes)."""
-
-    def identify(self, data: Mapping[str, object]) -> None:
-        """Take the names of a GPU, and why its clocks were lowered."""
-        self.name = text_in(data, "name") or self.name
-        self.uuid = text_in(data, "uuid") or self.uuid
-        of_run = data.get("of_run")
-        if isinstance(of_run, bool):
-            self.of_run = bool(self.of_run) or of_run
-        ordinals, throttle = data.get("ordinals"), data.get("throttle")
-        if isinstance(ordinals, list) and ordinals and isinstance(ordinals[0], dict):
-            self.called = text_in(ordinals[0], "device") or self.called
-        if isinstance(throttle, list):
-            self.throttle_samples += 1
-            self.throttled.update(reason for reason in throttle if isinstance(reason, str))
-
-    def place(self, seconds: float, util: tuple[float, int], used: tuple[float, int]) -> None:
-        """Add sums of utilisation and memory, with their numbers of samples, to the stretch of their time."""
-        added = (*util, *used)
-        sums = self.sums.setdefault(int(seconds / self.width), [0.0, 0.0, 0.0, 0.0])
-        sums[:] = [a + b for a, b in zip(sums, added, strict=True)]
-        while len(self.sums) > POINTS:
-            before, self.sums = self.sums, {}
-            self.width *= 2
-            for place, values in before.items():
-                into = self.sums.setdefault(place // 2, [0.0, 0.0, 0.0, 0.0])
-                into[:] = [a + b for a, b in zip(into, values, strict=True)]
-
-
 class DeviceTotals:
     """Extremes, medians, and means over stretches of time, from samples in the order of their time."""
 
     def __init__(self, paused: Sequence[tuple[int, int]] = ()) -> None:
         """`paused`: times (ns) that no median covers, in order."""
         self._paused = paused
-        self._tracks: defaultdict[int, _TotalsTrack] = defaultdict(_TotalsTrack)
+        self.tracks: dict[int, DeviceFacts] = {}
+        """Every sampled device by its index; the host has -1."""
         self.last_ns = 0
         """Time of the last sample."""
         self.gpu_absent: str | None = None
@@ -336,7 +336,7 @@ class DeviceTotals:
         index = whole_in(data, "index") if kind == "device" else _HOST
         if index is None:
             return
-        track = self._tracks[index]
+        track = self.tracks.setdefault(index, DeviceFacts(index))
         track.samples += 1
         t_ns, used = ns_in(data, "t_s"), number_in(data, "mem_used_bytes")
         util, paused = number_in(data, "util_pct" if kind == "device" else "cpu_pct"), self._in_pause(t_ns)
@@ -344,7 +344,7 @@ class DeviceTotals:
             track.util.append(util)
         for key in _HIGHEST:
             if (value := number_in(data, key)) is not None:
-                track.highest[key] = max(track.highest.get(key, -inf), float(value))
+                track.raise_to(key, float(value))
         if kind == "device":
             track.identify(data)
         else:
@@ -357,9 +357,9 @@ class DeviceTotals:
 
     def rollup(self, row: MinuteRow) -> None:
         """Add one figure of a minute of deleted samples: its highest value, sum and number."""
-        index, track = row.device, self._tracks[row.device]
+        index, track = row.device, self.tracks.setdefault(row.device, DeviceFacts(row.device))
         if row.name in _HIGHEST:
-            track.highest[row.name] = max(track.highest.get(row.name, row.high), row.high)
+            track.raise_to(row.name, row.high)
         if row.start_s < 0:  # old minutes are summed up without their times
             return
         if row.name == ("cpu_pct" if index == _HOST else "util_pct"):
@@ -379,13 +379,14 @@ class DeviceTotals:
         if load is not None:
             self._load.append(load)
 
-    def facts(self) -> tuple[DeviceFacts, ...]:
+    def gpus(self) -> tuple[DeviceFacts, ...]:
         """Every sampled GPU, without the host."""
-        return tuple(self._facts(index) for index in sorted(self._tracks) if index != _HOST)
+        return tuple(track for index, track in sorted(self.tracks.items()) if index != _HOST)
 
+    @property
     def host(self) -> DeviceFacts | None:
         """The host as a device."""
-        return self._facts(_HOST) if _HOST in self._tracks else None
+        return self.tracks.get(_HOST)
 
     def processors(self) -> HostFacts | None:
         """The machine's processors; None if nothing is known."""
@@ -394,29 +395,6 @@ class DeviceTotals:
         load = median(self._load) if self._load else None
         medians = median(self._use), median(self._others), median(self._own)
         return HostFacts(len(self._use), self._cpus, *medians, load)
-
-    def _facts(self, index: int) -> DeviceFacts:
-        track = self._tracks[index]
-        high, util = track.highest.get, track.util
-        return DeviceFacts(
-            index, track.name, track.uuid, track.called, track.of_run, track.samples,
-            median(util) if util else None, len(util),
-            high("mem_used_bytes"), high("mem_run_bytes"), high("mem_total_bytes"),
-            high("temperature_c"), high("power_w"), dict(track.throttled), track.throttle_samples,
-        )  # fmt: skip
-
-    def points(self) -> tuple[DevicePoint, ...]:
-        """Means over time, device by device."""
-        return tuple(
-            DevicePoint(
-                int((place + 0.5) * track.width * 1e9),
-                index,
-                util / utils if utils else None,
-                used / useds if useds else None,
-            )
-            for index, track in sorted(self._tracks.items())
-            for place, (util, utils, used, useds) in sorted(track.sums.items())
-        )
 
 
 def _sum_of(value: float | None) -> tuple[float, int]:

@@ -106,15 +106,15 @@ def _uneven_rows(root: str, replicas: list[ReplicaFacts], devices: int) -> Itera
 
 def _uneven_times(root: str, replicas: list[ReplicaFacts]) -> Iterator[Finding]:
     # The host only queues a GPU's work: prefer device times if those of all devices are known.
-    on_device = all(replica.device_ns is not None and replica.device_calls >= MIN_STEPS for replica in replicas)
-    middles = [(replica.device_ns if on_device else replica.median_ns, replica) for replica in replicas]
+    on_device = all(replica.on_device.count >= MIN_STEPS for replica in replicas)
+    middles = [((replica.on_device if on_device else replica.time).median, replica) for replica in replicas]
     timed = [(middle, replica) for middle, replica in middles if middle]
     # Virtual replicas share processors, so their times depend on the order in which they run.
     if len(timed) < 2 or any(replica.virtual for _, replica in timed):
         return
     slowest, slow = max(timed, key=itemgetter(0))
     fastest, fast = min(timed, key=itemgetter(0))
-    if on_device and slowest <= HOST_BOUND * (slow.median_ns or 0):
+    if on_device and slowest <= HOST_BOUND * (slow.time.median or 0):
         return  # the host limits these devices: its threads queue work one after the other
     if slowest >= TIME_RATIO * fastest:
         where = "device" if on_device else "host"
@@ -192,13 +192,13 @@ def throttled(facts: RunFacts) -> Iterator[Finding]:
 def low_use(facts: RunFacts) -> Iterator[Finding]:
     """GPUs that were idle."""
     for device in facts.devices:
-        if device.of_run is not True or device.util_median is None or device.util_samples < USE_SAMPLES:
+        if device.of_run is not True or device.util_median is None or len(device.util) < USE_SAMPLES:
             continue
         if device.util_median < LOW_USE:
             yield Finding(
                 "low use",
                 f"{_called(device)} had nothing to do most of the time.",
-                f"a kernel ran in {device.util_median:.0f} % of the time (median of {device.util_samples} samples)",
+                f"a kernel ran in {device.util_median:.0f} % of the time (median of {len(device.util)} samples)",
                 for_low_use(facts),
                 (100 - device.util_median) / 200,
             )

@@ -74,24 +74,27 @@ class BatchFacts(NamedTuple):
     """The most frequent number of devices without rows in those calls."""
 
 
-class ReplicaFacts(NamedTuple):
-    """One replica in one mode: its most frequent rows, and its forward's host and device time in ns."""
+@dataclass(slots=True)
+class ReplicaFacts:
+    """One replica on one device in one mode, over all calls: the host and device times of its forward."""
 
     mode: str
     root: str
     replica: int
     device: str
-    calls: int
-    rows: int | None
-    median_ns: float | None
-    p95_ns: float | None
-    virtual: bool
-    device_ns: float | None = None
-    """Median device time of the forward."""
-    device_calls: int = 0
-    """Number of calls with a known device time."""
-    untimed: str | None = None
-    """Why no call has a device time, if the record gives a reason."""
+    calls: int = 0
+    rows: int | None = None
+    """The rows of this replica in the most frequent split."""
+    virtual: bool = False
+    time: Stat = field(default_factory=Stat)
+    on_device: Stat = field(default_factory=Stat)
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Number of calls without a device time, by reason."""
+
+    @property
+    def untimed(self) -> str | None:
+        """Why no call has a device time, if the record gives a reason."""
+        return None if self.on_device.count else most_common(self.reasons)
 
 
 class Layouts:
@@ -249,17 +252,6 @@ def most_common(reasons: Counter[str]) -> str | None:
 # ------------------------------------------------------------------------------------------------ replicas over a run
 
 
-@dataclass(slots=True)
-class _ReplicaTotals:
-    """One replica on one device in one mode, over all calls."""
-
-    time: Stat = field(default_factory=Stat)
-    on_device: Stat = field(default_factory=Stat)
-    untimed: Counter[str] = field(default_factory=Counter)
-    calls: int = 0
-    virtual: bool = False
-
-
 def batch_facts(layouts: Layouts) -> list[BatchFacts]:
     """How often devices received no rows under dp, by root."""
     groups: defaultdict[tuple[str, int], Counter[tuple[int, int | None]]] = defaultdict(Counter)
@@ -280,7 +272,7 @@ def replica_facts(layouts: Layouts, tallies: Mapping[Key, Tally]) -> list[Replic
 
     `tallies`: of each process.
     """
-    lines: defaultdict[tuple[str, str, int, str], _ReplicaTotals] = defaultdict(_ReplicaTotals)
+    lines: dict[tuple[str, str, int, str], ReplicaFacts] = {}
     splits: defaultdict[tuple[str, str], Counter[tuple[int | None, ...]]] = defaultdict(Counter)
     timed: set[tuple[int, int, str]] = set()
     for shape, layout in layouts.split():
@@ -294,29 +286,16 @@ def replica_facts(layouts: Layouts, tallies: Mapping[Key, Tally]) -> list[Replic
         rows = tuple(layouts.rows(shape.process, got, layout) for got, _ in shape.replicas)
         splits[shape.mode, layout.root][rows] += shape.calls
         for index, device in enumerate(layout.devices):
-            line = lines[shape.mode, layout.root, index, device]
+            key = shape.mode, layout.root, index, device
+            line = lines.setdefault(key, ReplicaFacts(*key))
             if index < len(shape.replicas):
                 line.calls += shape.calls
                 line.virtual |= shape.virtual and shape.mode == "dp"
-                line.untimed.update({} if reason is None else {reason: shape.calls})
+                line.reasons.update({} if reason is None else {reason: shape.calls})
             series = replica_series(shape.layout, index)
             line.time.merge(times.stat(series))
             line.on_device.merge(times.stat(device_series(series)))
-    usual = {root: counts.most_common(1)[0][0] for root, counts in splits.items()}
-    return [_facts(key, line, usual[key[:2]]) for key, line in sorted(lines.items()) if line.calls or line.time.count]
-
-
-def _facts(key: tuple[str, str, int, str], line: _ReplicaTotals, usual: Sequence[int | None]) -> ReplicaFacts:
-    """`usual`: the rows of each replica in the most frequent split."""
-    index = key[2]
-    return ReplicaFacts(
-        *key,
-        calls=line.calls,
-        rows=usual[index] if index < len(usual) else None,
-        median_ns=line.time.median,
-        p95_ns=line.time.quantile(0.95),
-        virtual=line.virtual,
-        device_ns=line.on_device.median,
-        device_calls=line.on_device.count,
-        untimed=None if line.on_device.count else most_common(line.untimed),
-    )
+    for line in lines.values():
+        usual = splits[line.mode, line.root].most_common(1)[0][0]
+        line.rows = usual[line.replica] if line.replica < len(usual) else None
+    return [line for _, line in sorted(lines.items()) if line.calls or line.time.count]

@@ -364,7 +364,7 @@ class RunFacts:
     @cached_property
     def devices(self) -> tuple[DeviceFacts, ...]:
         """Each sampled GPU."""
-        return self.samples.facts()
+        return self.samples.gpus()
 
     @cached_property
     def host(self) -> HostFacts | None:

@@ -39,21 +39,11 @@ class Lane(NamedTuple):
 class StepTimeline(NamedTuple):
     """One step. `main` has no overlaps and is in order of time; the script's own work fills its gaps."""
 
-    step: int
-    mode: str
-    start_ns: int
-    wall_ns: int
-    calls: int
+    step: Step
     main: tuple[Piece, ...]
     lanes: tuple[Lane, ...]
     staged: bool = False
     """Whether the lanes are stages."""
-    missing_spans: int = 0
-    """Number of further phase spans, which were not recorded."""
-    buckets: tuple[int, ...] = ()
-    """Time at which each bucket of gradients was ready, in ns from the step's start."""
-    exposed_ns: int | None = None
-    """Exposed communication: the last part of phase `sync`. Before it, the rank waited for others."""
 
 
 def last_step_timeline(process: Process) -> StepTimeline | None:
@@ -64,19 +54,8 @@ def last_step_timeline(process: Process) -> StepTimeline | None:
     calls = sorted(process.last_calls, key=lambda call: call.start_ns)
     spans = [Piece(name, start, start + took) for name, start, took in step.spans]
     lanes, staged = _lanes(calls, step)
-    return StepTimeline(
-        step.step,
-        step.mode,
-        step.start_ns,
-        step.wall_ns,
-        len(calls),
-        tuple(_innermost([*spans, *_phases(calls, step)], step.wall_ns)),
-        lanes,
-        staged,
-        step.missing_spans,
-        tuple(at for at in step.buckets if at <= step.wall_ns),
-        step.exposed_ns,
-    )
+    main = tuple(_innermost([*spans, *_phases(calls, step)], step.wall_ns))
+    return StepTimeline(step, main, lanes, staged)
 
 
 def _phases(calls: Iterable[Call], step: Step) -> Iterator[Piece]:

@@ -11,6 +11,7 @@ from dpmon.model.pauses import PauseTotals
 from dpmon.model.run_facts import RunFacts
 from dpmon.report.collect import Story
 from dpmon.store.figures import counted_as_fields, rate_as_fields
+from dpmon.store.tally import Stat
 
 _GAPS = 100
 _PARTS = ("model_bytes", "gradients_bytes", "optimizer_bytes", "rest_bytes")
@@ -45,8 +46,9 @@ def as_object(story: Story) -> dict[str, object]:
         "replicas": [
             {
                 **fields_of(one, "mode", "root", "replica", "device", "virtual", "calls", "rows"),
-                **fields_of(one, "median_ns", "p95_ns"),
-                **_on_device(one.device_ns, one.device_calls, one.untimed),
+                "median_ms": ms(one.time.median),
+                "p95_ms": ms(one.time.quantile(0.95)),
+                **_on_device(one.on_device, one.untimed),
             }
             for one in facts.replicas
         ],
@@ -57,12 +59,12 @@ def as_object(story: Story) -> dict[str, object]:
             {
                 **fields_of(line, "root", "stage", "device", "parts", "inputs", "outputs", "calls"),
                 "median_ms": ms(line.time.median),
-                **_on_device(line.on_device.median, line.on_device.count, line.untimed),
+                **_on_device(line.on_device, line.untimed),
             }
             for line in facts.stages
         ],
         "devices": [fields_of(device, *_DEVICE) for device in facts.devices],
-        "host": _host(facts.samples.host(), facts.host),
+        "host": _host(facts.samples.host, facts.host),
         "memory": [
             {
                 **fields_of(row, "device", "model", "gradients", "optimizer", "rest", "peak", "processes"),
@@ -125,9 +127,9 @@ def _elapsed(facts: RunFacts) -> dict[str, object]:
     return {**{f"{activity}_s": ns / 1e9 for activity, ns in facts.spent.items()}, "gaps": gaps}
 
 
-def _on_device(median_ns: float | None, calls: int, untimed: str | None) -> dict[str, object]:
+def _on_device(times: Stat, untimed: str | None) -> dict[str, object]:
     absent = {} if untimed is None else {"device_median_ms": untimed}
-    return {"device_median_ms": ms(median_ns), "device_calls": calls, "absent": absent}
+    return {"device_median_ms": ms(times.median), "device_calls": times.count, "absent": absent}
 
 
 def _ranks(facts: RunFacts) -> list[dict[str, object]]:

@@ -26,13 +26,13 @@ _MAX_PAUSES = 100
 def plots(facts: RunFacts) -> list[Plot]:
     """The plots for which the run has data."""
     every = [_step_time(facts), _speed(facts), _parts_over_time(facts), _parts_of_modes(facts), _replicas(facts)]
-    every += [_ranks(facts), _devices(facts, "util_pct"), _devices(facts, "mem_bytes")]
+    every += [_ranks(facts), _devices(facts, 1), _devices(facts, 2)]
     return [plot for plot in every if plot is not None]
 
 
 def _pauses(facts: RunFacts) -> list[tuple[float, float]]:
     """The pauses of the training in seconds."""
-    until = max((point.t_ns for point in facts.samples.points()), default=0)
+    until = max((at for device in facts.samples.tracks.values() for at, _, _ in device.points()), default=0)
     until = max([until, *(one.end_ns for one in facts.stretches.bins)])
     spans = (pause.span(until) for pause in facts.pauses[:_MAX_PAUSES])
     return [(_seconds(span[0]), _seconds(span[1])) for span in spans if span is not None and span[0] < span[1]]
@@ -132,14 +132,14 @@ def _in_rows(name: str, colour: str, times_ns: Iterable[float | None], kind: Lit
 
 
 def _replicas(facts: RunFacts) -> Plot | None:
-    shown = [fact for fact in facts.replicas if fact.mode == "dp" and fact.median_ns is not None][:_MAX_RANKS]
+    shown = [fact for fact in facts.replicas if fact.mode == "dp" and fact.time.count][:_MAX_RANKS]
     if len(shown) < 2:
         return None
-    on_device = all(fact.device_ns is not None for fact in shown)
-    medians = [fact.device_ns if on_device else fact.median_ns for fact in shown]
+    on_device = all(fact.on_device.count for fact in shown)
+    medians = [(fact.on_device if on_device else fact.time).median for fact in shown]
     series = [_in_rows("on device" if on_device else "on the host", _COLOURS["parallel_apply"], medians, "bars")]
     if not on_device:
-        series.append(_in_rows("", _COLOURS["parallel_apply"], [fact.p95_ns for fact in shown], "whisker"))
+        series.append(_in_rows("", _COLOURS["parallel_apply"], [fact.time.quantile(0.95) for fact in shown], "whisker"))
     note = "median of device times" if on_device else "median of host times, with a whisker up to the 95th percentile"
     labels = [f"{fact.root} {fact.replica} {fact.device}" for fact in shown]
     return Plot("replicas", "Forward of the replicas", note, series, "ms", labels)
@@ -162,19 +162,20 @@ def _ranks(facts: RunFacts) -> Plot | None:
     return Plot("ranks", "Where a step of each rank goes", note, series, "ms a step (mean)", labels)
 
 
-def _devices(facts: RunFacts, what: str) -> Plot | None:
-    names = {device.index: f"GPU {device.index}" for device in facts.devices[:_MAX_DEVICES]}
-    names = names or {-1: "host"}
-    scale = 1 if what == "util_pct" else 1 << 30
+def _devices(facts: RunFacts, what: Literal[1, 2]) -> Plot | None:
+    """The use (1) or the memory (2) of the GPUs, or of the host if there are none."""
+    host = [] if facts.samples.host is None else [facts.samples.host]
+    scale = 1 if what == 1 else 1 << 30
     series = []
-    for number, (index, name) in enumerate(names.items()):
-        known = [(point.t_ns, getattr(point, what)) for point in facts.samples.points() if point.index == index]
-        points = [(_seconds(at), _seconds(at), round(value / scale, 3)) for at, value in known if value is not None]
+    for number, device in enumerate(facts.devices[:_MAX_DEVICES] or host):
+        known = [(_seconds(point[0]), point[what]) for point in device.points()]
+        points = [(at, at, round(value / scale, 3)) for at, value in known if value is not None]
         if len(points) >= 2:
+            name = f"GPU {device.index}" if facts.devices else "host"
             series.append(Values(name, _LINES[number % len(_LINES)], points, "line"))
     if not series:
         return None
     where = "the devices" if facts.devices else "the host (there is no GPU)"
-    if what == "util_pct":
+    if what == 1:
         return Plot("use", "Utilisation", f"of {where}", series, "%", spans=_pauses(facts), top=100.0)
     return Plot("memory", "Memory in use", f"of {where}, other programs included", series, "GiB", spans=_pauses(facts))

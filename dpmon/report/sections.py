@@ -153,7 +153,7 @@ def _replicas(facts: RunFacts) -> list[Table]:
         fact = timed.get(key)
         label = f"{root} {replica}" if mode == "dp" else f"{root} {mode or '?'}"
         calls = sum(calls for calls, _ in sizes) if fact is None else fact.calls
-        times = (None, None, None) if fact is None else (fact.median_ns, fact.p95_ns, fact.device_ns)
+        times = (None,) * 3 if fact is None else (fact.time.median, fact.time.quantile(0.95), fact.on_device.median)
         rows.append((label, device, f"{calls:,}", *map(duration, times), most_frequent(sizes, evaluated[key])))
     return _table(("", "device", "calls", "median", "p95", _ON_DEVICE, _FLOW), rows, flows=True)
 
@@ -236,7 +236,7 @@ def _devices(facts: RunFacts) -> list[Part]:
         parts.append(
             Paragraph(f"no GPU: {facts.samples.gpu_absent}" if facts.samples.gpu_absent else "no GPU was seen")
         )
-    host = facts.samples.host()
+    host = facts.samples.host
     if host is not None:
         use = UNKNOWN if host.util_median is None else f"{host.util_median:.0f} %"
         many = "one sample" if host.samples == 1 else f"{host.samples:,} samples"

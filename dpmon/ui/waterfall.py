@@ -53,15 +53,15 @@ def waterfall(
     if room < 8:
         return []
     least = 1 + min(len(ranks), 2)  # the first of the others may be the straggler
-    with_buckets = bool(timeline.buckets) and height > least
+    with_buckets = bool(timeline.step.buckets) and height > least
     height -= with_buckets
     with_sample = bool(ranks) and sample is not None and height > least
     height -= with_sample
     fit_in = len(ranks) if len(ranks) < height else max(height - 2, 1)
     shown = {f"rank {one.rank}": found for one in ranks[:fit_in] if (found := last_step_timeline(one)) is not None}
     late = {each: _late(timeline, other) for each, other in shown.items()}
-    ends = [late[each] + other.wall_ns for each, other in shown.items()]
-    top = ceiling(max(usual_ns or 0, timeline.wall_ns, *ends, 0))
+    ends = [late[each] + other.step.wall_ns for each, other in shown.items()]
+    top = ceiling(max(usual_ns or 0, timeline.step.wall_ns, *ends, 0))
     rows = [_main(name, timeline, label, room, top, look)]
     if with_buckets:
         rows.append(bucket_row(timeline, label, room, top, look))
@@ -84,8 +84,8 @@ def _main(name: str, timeline: StepTimeline, label: int, room: int, top: float, 
     pieces = [piece._replace(start_ns=piece.start_ns + late, end_ns=piece.end_ns + late) for piece in timeline.main]
     return [
         *fit([(name, "dim")], label, look.glyphs.more),
-        *main_row(pieces, room, top, look, 0 if late else timeline.wall_ns),
-        (right(duration(timeline.wall_ns), _TOOK), "bold"),
+        *main_row(pieces, room, top, look, 0 if late else timeline.step.wall_ns),
+        (right(duration(timeline.step.wall_ns), _TOOK), "bold"),
     ]
 
 
@@ -95,12 +95,12 @@ def bucket_row(timeline: StepTimeline, label: int, room: int, top: float, look: 
     A digit counts several buckets in one cell. Exposed communication lies at the end of a wait.
     """
     scale = room / top
-    marks = Counter(min(int(at * scale), room - 1) for at in timeline.buckets)
+    marks = Counter(min(int(at * scale), room - 1) for at in timeline.step.buckets)
     cells: list[Span] = [(" ", "")] * room
     syncs = [piece for piece in timeline.main if piece.phase == "sync"]
-    left = timeline.exposed_ns or 0
+    left = timeline.step.exposed_ns or 0
     (_, exposed, wait) = busy_signs(look.glyphs)
-    if timeline.exposed_ns is None:
+    if timeline.step.exposed_ns is None:
         wait = (look.glyphs.bar[1], "dim")  # unknown split between wait and exposed communication
     for piece in reversed(syncs):
         took = min(left, piece.end_ns - piece.start_ns)
@@ -113,11 +113,11 @@ def bucket_row(timeline: StepTimeline, label: int, room: int, top: float, look: 
             cells[first : round(end * scale)] = [sign] * (min(round(end * scale), room) - first)
     for at, count in marks.items():
         cells[at] = (look.glyphs.down if count == 1 else str(min(count, 9)), "bold")
-    waited = sum(piece.end_ns - piece.start_ns for piece in syncs) - (timeline.exposed_ns or 0)
-    legend = [(f"{count_of(len(timeline.buckets), 'bucket')} ready ", "dim"), (look.glyphs.down, "bold")]
-    if timeline.exposed_ns is not None:
+    waited = sum(piece.end_ns - piece.start_ns for piece in syncs) - (timeline.step.exposed_ns or 0)
+    legend = [(f"{count_of(len(timeline.step.buckets), 'bucket')} ready ", "dim"), (look.glyphs.down, "bold")]
+    if timeline.step.exposed_ns is not None:
         legend += [("  wait ", "dim"), wait, (f" {duration(waited)}  exposed ", "dim"), exposed]
-        legend.append((f" {duration(timeline.exposed_ns)}", "dim"))
+        legend.append((f" {duration(timeline.step.exposed_ns)}", "dim"))
     before = min(marks, default=0)
     for text in (legend, legend[:2]):
         if width_of(text) < before:
@@ -160,8 +160,8 @@ def _late(timeline: StepTimeline, other: StepTimeline) -> int:
 
     0 if it began earlier. Also 0 if it began a whole step later, because then the two ranks are not synchronised.
     """
-    late = other.start_ns - timeline.start_ns
-    return late if other.step == timeline.step and 0 < late < timeline.wall_ns else 0
+    late = other.step.start_ns - timeline.step.start_ns
+    return late if other.step.step == timeline.step.step and 0 < late < timeline.step.wall_ns else 0
 
 
 def _chosen(lanes: Sequence[Lane], room: int) -> tuple[list[Lane], list[Lane]]:

@@ -58,7 +58,7 @@ def test_a_call_s_phases_lie_where_they_were_recorded_and_forward_has_the_rest()
         (1, "cuda:1", (Piece("apply", 35, 61),)),
         (2, "cuda:2", ()),
     ]
-    assert (timeline.step, timeline.wall_ns, timeline.calls) == (7, 200, 1)
+    assert (timeline.step.step, timeline.step.wall_ns) == (7, 200)
 
 
 def spans_of(*spans: tuple[str, int, int]) -> Step:
@@ -75,7 +75,6 @@ def test_several_calls_share_the_lanes() -> None:
         *(Piece("backward", 151, 170), Piece("optimizer", 180, 200)),
     )
     timeline = timeline_of(first, second, spans_of(*pieces))
-    assert timeline.calls == 2
     assert timeline.main == pieces
     (lane,) = timeline.lanes
     assert [(piece.start_ns, piece.end_ns) for piece in lane.pieces] == [(10, 50), (110, 150)]
@@ -120,10 +119,6 @@ def test_calls_of_other_threads_are_not_in_the_main_row() -> None:
     assert [len(lane.pieces) for lane in both.lanes] == [2, 2, 0]
 
 
-def test_the_timeline_says_how_much_is_missing() -> None:
-    assert timeline_of(STEP._replace(missing_spans=9)).missing_spans == 9
-
-
 def test_the_stages_of_a_spread_model_have_lanes() -> None:
     stages = (Stage(0, "cpu", ("a",), 5, 10, None, None), Stage(1, "cuda:0", ("b",), 20, None, None, None))
     timeline = timeline_of(a_call(stages=stages, replicas=(), phases={}, mode="single"), STEP)
@@ -133,7 +128,6 @@ def test_the_stages_of_a_spread_model_have_lanes() -> None:
 
 def test_calls_of_other_steps_are_not_in_it() -> None:
     timeline = timeline_of(a_call(step=6), STEP)
-    assert timeline.calls == 0
     assert [piece.phase for piece in timeline.main] == ["data", "forward", "backward", "optimizer"]
     assert timeline.lanes == ()
 
@@ -172,10 +166,10 @@ def test_with_any_numbers_no_piece_overlaps_another_or_leaves_the_step(seed: int
     assert timeline is not None
     at = 0
     for piece in timeline.main:
-        assert at <= piece.start_ns < piece.end_ns <= timeline.wall_ns
+        assert at <= piece.start_ns < piece.end_ns <= timeline.step.wall_ns
         at = piece.end_ns
     for lane in timeline.lanes:
-        assert all(0 <= piece.start_ns < piece.end_ns <= timeline.wall_ns for piece in lane.pieces)
+        assert all(0 <= piece.start_ns < piece.end_ns <= timeline.step.wall_ns for piece in lane.pieces)
 
 
 def test_a_step_of_many_calls_shows_the_last_ones() -> None:

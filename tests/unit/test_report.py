@@ -164,7 +164,7 @@ def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
     directory = keep({0: Training(devices=("cuda:0", "cuda:1"), virtual=False).run(40), -1: own})
     story = collect(directory)
     first, second = story.facts.devices
-    assert (first.util_median, first.util_samples, first.samples) == (97, 40, 41)
+    assert (first.util_median, len(first.util), first.samples) == (97, 40, 41)
     assert first.mem_run_max == 99 << 30
     assert (second.throttled, second.throttle_samples, second.called) == ({"power limit": 10}, 20, "cuda:0")
     assert "throttled" in {finding.kind for finding in story.findings}
@@ -181,10 +181,10 @@ def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
     (device,) = story.facts.devices
     assert device.samples < 2400
     assert device.temperature_max == 80
-    points, every = (one.facts.samples.points() for one in (story, whole))
-    assert {point.util_pct for point in points} == {50.0}
-    assert min(point.t_ns for point in points) < 120 * SECOND
-    assert max(point.t_ns for point in every) - max(point.t_ns for point in points) < 60 * SECOND
+    points, every = (one.facts.devices[0].points() for one in (story, whole))
+    assert {util for _, util, _ in points} == {50.0}
+    assert points[0][0] < 120 * SECOND
+    assert every[-1][0] - points[-1][0] < 60 * SECOND
     assert "median of the samples that are left" in " ".join(report_text(directory, 200))
 
 

@@ -271,5 +271,5 @@ def test_a_gpu_sampled_only_in_pauses_has_no_utilisation() -> None:
     devices = DeviceTotals([(5 * SECOND, 30 * SECOND)])
     for second in (10, 20):
         devices.sample("device", {"index": 0, "t_s": second, "util_pct": 0.0, "mem_used_bytes": 5})
-    (found,) = devices.facts()
+    (found,) = devices.gpus()
     assert (found.util_median, found.mem_used_max) == (None, 5)

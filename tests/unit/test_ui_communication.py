@@ -12,7 +12,7 @@ from situations import LOOK, MONO_ASCII
 from synthetic import SECOND
 
 from dpmon.model.step_timeline import last_step_timeline
-from dpmon.record.kinds import Collective
+from dpmon.record.kinds import BUCKET, Collective
 from dpmon.run.reader import PauseState
 from dpmon.store.answers import LastSample
 from dpmon.ui.paint import whole
@@ -279,10 +279,11 @@ def test_the_last_step_shows_when_buckets_were_ready_and_what_was_exposed() -> N
     assert line.rindex("↓") == int(sync.start_ns / 20e6 * 100)
     assert line.rindex("▤") == round(sync.end_ns / 20e6 * 100) - 1
     assert line.count("▤") - ("exposed ▤" in line) == pytest.approx(10.5, abs=1), "2.1 of 20 ms"
-    unknown = plain(bucket_row(timeline._replace(exposed_ns=None), 10, 100, 20e6, LOOK))
+    unknown = plain(bucket_row(timeline._replace(step=timeline.step._replace(exposed_ns=None)), 10, 100, 20e6, LOOK))
     assert "░" not in unknown
     assert "▤" not in unknown
-    several = plain(bucket_row(timeline._replace(buckets=(1_000_000, 1_000_001, 5_000_000)), 10, 100, 20e6, LOOK))
+    runs = [(BUCKET, at, 0) for at in (1_000_000, 1_000_001, 5_000_000)]
+    several = plain(bucket_row(timeline._replace(step=timeline.step._replace(runs=runs)), 10, 100, 20e6, LOOK))
     assert "2" in several[10:20], "two buckets in one cell"
     drawn = texts(panel_batch.batch(scene, 116, 16, LOOK))
     assert sum(line.startswith("buckets ") for line in drawn) == 1

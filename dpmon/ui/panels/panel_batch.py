@@ -39,7 +39,7 @@ def wanted_rows(scene: Scene) -> int:
         return 4 + 5 + 3
     ranks = sum(process.rank is not None for process in scene.state.training) - 1
     sampled = scene.state.last_sample is not None
-    return 4 + 5 + 1 + bool(timeline.buckets) + sampled + min(max(len(timeline.lanes), ranks), 8)
+    return 4 + 5 + 1 + bool(timeline.step.buckets) + sampled + min(max(len(timeline.lanes), ranks), 8)
 
 
 def figures(scene: Scene) -> Figures:
@@ -104,7 +104,8 @@ def batch(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
         others = _others(scene)
         most = 1 if room < 6 else max(room // 2, room - 4 if scene.view.zoom is None else 0)
         sample = scene.state.last_sample
-        wanted = min(1 + bool(timeline.buckets) + (sample is not None) + (len(others) or len(timeline.lanes)), most)
+        lanes = len(others) or len(timeline.lanes)
+        wanted = min(1 + bool(timeline.step.buckets) + (sample is not None) + lanes, most)
         rank = process.rank if others else None
         below = waterfall(timeline, width, wanted, look, numbers.p95_ns, others, sample, rank)
     above = room - len(below)
@@ -262,8 +263,8 @@ def notes(
         *partly_timed(numbers.parts),
         *missing(process, numbers.parts),
     ]
-    if timeline is not None and timeline.missing_spans:
-        more = f"{group(timeline.missing_spans)} spans of the last step are not drawn"
+    if timeline is not None and timeline.step.missing_spans:
+        more = f"{group(timeline.step.missing_spans)} spans of the last step are not drawn"
         texts.append(f"{more}: only the first {MAX_SPANS} of a step are recorded")
     if not texts or not most:
         return []

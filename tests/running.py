@@ -274,70 +274,101 @@ class Terminal:
         size: tuple[int, int] = (40, 120),
         **env: str,
     ) -> None:
-        self._master, slave = os.openpty()
+        self.fd, slave = os.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
-        os.set_blocking(self._master, False)
+        self.modes = self.after = termios.tcgetattr(slave)
+        """The terminal's modes before the program began, and after its end."""
+        os.set_blocking(self.fd, False)
         self.process = subprocess.Popen(
             [sys.executable, "-c", _IN_TERMINAL, *(argv or dpmon.words(*words))],
             stdin=slave, stdout=slave, stderr=slave, cwd=dpmon.cwd, env=dpmon.environment(env),
         )  # fmt: skip
         os.close(slave)
         dpmon.started.append(self.process)
-        self.seen = b""
+        self.raw = bytearray()
         """Everything written to the terminal so far."""
         import pyte  # imported here, so that tests without a terminal do not need it
 
-        self._screen = pyte.Screen(size[1], size[0])
-        self._stream = pyte.ByteStream(self._screen)
+        self.screen = pyte.Screen(size[1], size[0])
+        self._stream = pyte.ByteStream(self.screen)
         self._shown = ""
 
-    def type(self, text: str) -> None:
-        """Press keys."""
-        os.write(self._master, text.encode())
+    @property
+    def status(self) -> int | None:
+        """The exit status; None while the program runs."""
+        return self.process.poll()
 
-    def take(self) -> bytes:
+    def type(self, keys: str | bytes) -> None:
+        """Press keys, even more than the terminal accepts at once; read its output meanwhile."""
+        left = keys.encode() if isinstance(keys, str) else keys
+
+        def typed() -> bool:
+            nonlocal left
+            with contextlib.suppress(BlockingIOError):
+                left = left[os.write(self.fd, left) :]
+            self.take()
+            return not left
+
+        wait_for(typed, what="the program to read its keys")
+
+    def take(self) -> bytearray:
         """Read new output; return everything written so far."""
-        while self._master >= 0 and select.select([self._master], [], [], 0)[0]:
+        while self.fd >= 0 and select.select([self.fd], [], [], 0)[0]:
             try:
-                data = os.read(self._master, 65536)
+                data = os.read(self.fd, 65536)
             except OSError:  # the other end is closed
                 break
-            self.seen += data
+            self.raw += data
             # pyte fails on some sequences that it does not know (private modes of newer terminals).
             with contextlib.suppress(Exception):
                 self._stream.feed(data)
-        return self.seen
+        return self.raw
 
     def picture(self) -> str:
         """Return the visible text."""
         self.take()
-        if self._screen.dirty:  # only after a change, because it takes pyte milliseconds
-            self._shown = "\n".join(line.rstrip() for line in self._screen.display)
-            self._screen.dirty.clear()
+        if self.screen.dirty:  # only after a change, because it takes pyte milliseconds
+            self._shown = "\n".join(line.rstrip() for line in self.screen.display)
+            self.screen.dirty.clear()
         return self._shown
 
-    def until(self, text: str, limit: float = LIMIT_S) -> None:
+    def until(self, condition: Callable[[], object], what: str, limit: float = LIMIT_S) -> None:
+        """Wait for a condition; read the program's output meanwhile."""
+        try:
+            wait_for(lambda: (self.take(), condition())[1], limit, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.picture()}") from None
+
+    def writes(self, text: str, limit: float = LIMIT_S) -> None:
         """Wait until `text` has been written."""
-        wait_for(lambda: text.encode() in self.take(), limit, f"{text!r} in {self.seen!r}")
+        self.until(lambda: text.encode() in self.raw, f"{text!r} in {bytes(self.raw)!r}", limit)
 
     def shows(self, text: str, limit: float = LIMIT_S) -> None:
         """Wait until `text` is visible."""
-        wait_for(lambda: text in self.picture(), limit, f"{text!r} on the screen")
+        self.until(lambda: text in self.picture(), f"{text!r} on the screen", limit)
+
+    def resize(self, columns: int, rows: int) -> None:
+        """Resize the terminal."""
+        self.screen.resize(rows, columns)
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def hang_up(self) -> None:
-        """Close the terminal of the running program."""
-        os.close(self._master)
-        self._master = -1
+        """Close the terminal, also that of a running program."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def wait(self, limit: float = LIMIT_S) -> int:
         """Wait for the end, close the terminal and return the exit status."""
-
-        def ended() -> bool:
-            self.take()
-            return self.process.poll() is not None
-
-        wait_for(ended, limit, "the program's end")
+        self.until(lambda: self.status is not None, "the program's end", limit)
         self.take()
-        if self._master >= 0:
-            self.hang_up()
+        if self.fd >= 0:
+            self.after = termios.tcgetattr(self.fd)
+        self.hang_up()
         return self.process.returncode
+
+    def sane(self) -> None:
+        """Check that the program restored the modes, and left alternate screen, mouse reports and hidden cursor."""
+        assert self.after[:4] == self.modes[:4]
+        for on, off in ((b"?1049h", b"?1049l"), (b"?25l", b"?25h"), (b"?1000h", b"?1000l")):
+            assert self.raw.rfind(b"\x1b[" + off) > self.raw.rfind(b"\x1b[" + on), off

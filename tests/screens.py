@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
-import pty
-import select
-import signal
-import struct
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import pyte
+from running import Dpmon, Terminal
 from stored import Recording
 from synthetic import Training
 
@@ -82,120 +73,23 @@ class Run:
         (self.directory / "exit.json").write_text(json.dumps(ended))
 
 
-@dataclass
-class Terminal:
-    """A pseudo-terminal with the screen, and an emulator with the visible text."""
-
-    pid: int
-    fd: int
-    screen: pyte.Screen
-    stream: pyte.ByteStream
-    raw: bytearray
-    modes: Any
-    status: int | None = None
-    shown: str = ""
-
-    def pump(self, seconds: float = 0.05) -> None:
-        """Read what was written to the terminal."""
-        ready, _, _ = select.select([self.fd], [], [], seconds)
-        if ready:
-            with contextlib.suppress(OSError):
-                data = os.read(self.fd, 1 << 16)
-                self.raw += data
-                with contextlib.suppress(TypeError):  # unknown to pyte: keys echoed while it is stopped
-                    self.stream.feed(data)
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.status = os.waitstatus_to_exitcode(status)
-
-    def text(self) -> str:
-        """The visible text. It is built only after a change, because that takes pyte milliseconds."""
-        if self.screen.dirty:
-            self.shown = "\n".join(self.screen.display)
-            self.screen.dirty.clear()
-        return self.shown
-
-    def until(self, condition: Callable[[], bool], what: str, limit: float = 60.0) -> None:
-        deadline = time.monotonic() + limit
-        while not condition():
-            assert time.monotonic() < deadline, f"never came: {what}\n{self.text()}"
-            self.pump()
-
-    def shows(self, text: str) -> None:
-        self.until(lambda: text in self.text(), text)
-
-    def press(self, keys: str | bytes) -> None:
-        """Send keys, even more than the terminal accepts at once; read its output meanwhile."""
-        data = keys.encode() if isinstance(keys, str) else keys
-        os.set_blocking(self.fd, False)
-        deadline = time.monotonic() + 60
-        while data:
-            assert time.monotonic() < deadline, "the screen reads no keys"
-            with contextlib.suppress(BlockingIOError):
-                data = data[os.write(self.fd, data) :]
-            self.pump(0 if data else 0.001)
-
-    def resize(self, columns: int, rows: int) -> None:
-        """Resize the terminal."""
-        self.screen.resize(rows, columns)
-        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-
-    def ended(self, limit: float = 60.0) -> int:
-        self.until(lambda: self.status is not None, "the end of the screen", limit)
-        before = -1
-        while len(self.raw) > before:  # all that the terminal still holds
-            before = len(self.raw)
-            self.pump(0.1)
-        assert self.status is not None
-        return self.status
-
-    def sane(self) -> None:
-        """Check that the modes are restored, and that alternate screen, mouse reports and hidden cursor are off."""
-        after = termios.tcgetattr(self.fd)
-        assert after[:4] == self.modes[:4]
-        raw = bytes(self.raw)
-        for on, off in (
-            (b"\x1b[?1049h", b"\x1b[?1049l"),
-            (b"\x1b[?25l", b"\x1b[?25h"),
-            (b"\x1b[?1000h", b"\x1b[?1000l"),
-        ):
-            assert raw.rfind(off) > raw.rfind(on), off
-
-
 Start = Callable[..., Terminal]
 
 
 def terminals(run: Run) -> Iterator[Start]:
     """Yield a function that starts a terminal showing `run`; end all of them afterwards."""
-    open_ones: list[Terminal] = []
+    dpmon, started = Dpmon(run.directory, run.directory), list[Terminal]()
 
     def start(
         code: str = SHOW, refresh: float = 0.2, size: tuple[int, int] = (WIDTH, HEIGHT), **environ: str
     ) -> Terminal:
-        master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
-        modes = termios.tcgetattr(slave)
-        env = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
-        env = {key: value for key, value in {**env, **environ}.items() if key != "NO_COLOR" or "NO_COLOR" in environ}
-        pid = os.fork()
-        if pid == 0:
-            os.setsid()
-            fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
-            for number in (0, 1, 2):
-                os.dup2(slave, number)
-            os.closerange(3, 100)
-            os.execve(sys.executable, [sys.executable, "-c", code, str(run.directory), str(refresh)], env)
-        os.close(slave)
-        screen = pyte.Screen(*size)
-        terminal = Terminal(pid, master, screen, pyte.ByteStream(screen), bytearray(), modes)
-        open_ones.append(terminal)
-        return terminal
+        argv = [sys.executable, "-c", code, str(run.directory), str(refresh)]
+        usual = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
+        usual["PYTHONUNBUFFERED"] = "1"  # else Python's own flush at its end changes the status if the terminal is gone
+        started.append(Terminal(dpmon, argv=argv, size=(size[1], size[0]), **{**usual, **environ}))
+        return started[-1]
 
     yield start
-    for terminal in open_ones:
-        if terminal.status is None:
-            os.kill(terminal.pid, signal.SIGKILL)
-            os.waitpid(terminal.pid, 0)
-        with contextlib.suppress(OSError):
-            os.close(terminal.fd)
+    dpmon.clean_up()
+    for terminal in started:
+        terminal.hang_up()

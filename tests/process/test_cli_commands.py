@@ -140,7 +140,7 @@ def test_attach_without_a_screen_speaks_before_the_script_does(dpmon: Dpmon) -> 
     dpmon.script("import time; time.sleep(300)")
     dpmon.run("--detach", "script.py")
     terminal = Terminal(dpmon, "attach", TERM="dumb", LC_ALL="POSIX")
-    terminal.until("dpmon: the output of the run follows; Ctrl-C leaves, and the training goes on")
+    terminal.writes("dpmon: the output of the run follows; Ctrl-C leaves, and the training goes on")
     terminal.type("\x03")
     terminal.wait()
     assert dpmon.run("ls").text.splitlines()[1].split()[1] in ("running", "starting")
@@ -179,14 +179,14 @@ def test_a_dumb_terminal_gets_no_screen_and_its_lines_reach_the_script(dpmon: Dp
         "print('rest', repr(sys.stdin.read()), flush=True)\n"
     )
     terminal = Terminal(dpmon, "script.py", size=(30, 90), TERM="dumb")
-    terminal.until("ask: ")
-    assert b"True os.terminal_size(columns=90, lines=30)" in terminal.seen
+    terminal.writes("ask: ")
+    assert b"True os.terminal_size(columns=90, lines=30)" in terminal.raw
     terminal.type("an answer\n")
-    terminal.until("got an answer")
+    terminal.writes("got an answer")
     terminal.type("more\n\x04")
-    terminal.until("rest 'more\\n'")
+    terminal.writes("rest 'more\\n'")
     assert terminal.wait() == 0
-    assert b"\x1b" not in terminal.seen
+    assert b"\x1b" not in terminal.raw
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -195,7 +195,7 @@ def test_a_stream_that_is_no_terminal_means_no_screen(dpmon: Dpmon, stream: str)
     command = f"{' '.join(dpmon.words('script.py'))} {'1' if stream == 'stdout' else '2'}> file"
     terminal = Terminal(dpmon, argv=["sh", "-c", command], TERM="xterm-256color")
     assert terminal.wait() == 0
-    assert b"\x1b" not in terminal.seen + (dpmon.cwd / "file").read_bytes()
+    assert b"\x1b" not in terminal.raw + (dpmon.cwd / "file").read_bytes()
 
 
 def test_the_interrupt_key_reaches_the_script_once(dpmon: Dpmon) -> None:
@@ -210,16 +210,16 @@ def test_the_interrupt_key_reaches_the_script_once(dpmon: Dpmon) -> None:
         "print('count', n)\nraise SystemExit(8)\n"
     )
     terminal = Terminal(dpmon, "--headless", "script.py", TERM="xterm")
-    terminal.until("ready")
+    terminal.writes("ready")
     terminal.type("\x03")
-    terminal.until("count 1")
+    terminal.writes("count 1")
     assert terminal.wait() == 8
 
 
 def test_a_closed_terminal_leaves_the_training_running(dpmon: Dpmon) -> None:
     dpmon.waiting("print('end')", "print('ready', flush=True)")
     terminal = Terminal(dpmon, "--headless", "script.py", TERM="xterm")
-    terminal.until("ready")
+    terminal.writes("ready")
     terminal.hang_up()
     assert terminal.wait() in (-signal.SIGHUP, 128 + signal.SIGHUP)
     dpmon.go()
@@ -232,8 +232,8 @@ def test_in_the_background_of_a_shell_it_does_not_stop(dpmon: Dpmon) -> None:
     dpmon.script("import time; time.sleep(0.3); print('fin' + 'ished', flush=True)")
     command = f"set -m; {' '.join(dpmon.words('script.py'))} & wait $!; echo status=$?"
     terminal = Terminal(dpmon, argv=["bash", "-i", "-c", command], TERM="dumb")
-    terminal.until("status=0")
-    assert b"finished" in terminal.seen
+    terminal.writes("status=0")
+    assert b"finished" in terminal.raw
     terminal.wait()
 
 
@@ -252,7 +252,7 @@ def test_leaving_the_screen_leaves_the_training_and_attach_opens_it_again(dpmon:
         terminal.shows("leave it running")
         terminal.type("l")
         assert terminal.wait() == 0
-        assert b"the training goes on; back to it: dpmon attach script-" in terminal.seen
+        assert b"the training goes on; back to it: dpmon attach script-" in terminal.raw
         info = dpmon.info()
         assert proc.alive(info["command_pid"], info["command_started"])
     dpmon.go()
@@ -271,7 +271,7 @@ def test_the_screen_ends_with_the_scripts_status_if_the_supervisor_is_killed(dpm
     terminal.shows("status 3")
     terminal.type("q")
     assert terminal.wait() == 3
-    assert b"exit status 3 after" in terminal.seen
+    assert b"exit status 3 after" in terminal.raw
     assert (dpmon.last() / "output.log").read_text() == "a line of the script\n"
 
 

@@ -186,8 +186,8 @@ def test_the_screen_stays_open_after_the_run_is_deleted(dpmon: Dpmon) -> None:
     terminal.shows("status 7")
     terminal.type("q")
     assert terminal.wait() == 7
-    assert TRACEBACK not in terminal.seen.decode("utf-8", "replace")
-    assert b"no summary: the record " in terminal.seen
+    assert TRACEBACK not in terminal.raw.decode("utf-8", "replace")
+    assert b"no summary: the record " in terminal.raw
 
 
 def test_stopping_from_the_screen(dpmon: Dpmon) -> None:

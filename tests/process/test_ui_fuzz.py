@@ -1,4 +1,4 @@
-"""After random bytes, resizes and stops the screen answers the next key, or it has exited properly.
+"""After any input, resizes and stops the screen answers the next key, or it has exited properly.
 
 DPMON_LONG=1 tries more of them.
 """
@@ -12,11 +12,12 @@ import signal
 import time
 
 import pytest
-from running import wait_for
-from screens import SHOW, Run, Start, Terminal
+from running import Terminal
+from screens import SHOW, Run, Start
 from sizes import reached, size
 
 from dpmon.run import proc
+from dpmon.span_ring import Word
 
 pytestmark = pytest.mark.slow
 
@@ -57,22 +58,22 @@ def answers_or_has_left(seen: Terminal) -> bool:
     """Return whether the screen goes on and shows its panels; otherwise check that it has exited properly."""
     deadline = time.monotonic() + 60
     while seen.status is None:
-        assert time.monotonic() < deadline, f"no answer\n{seen.text()}"
-        if getattr(proc.read(seen.pid), "state", "") == "T":  # by ctrl+z, or by the signal
-            os.kill(seen.pid, signal.SIGCONT)
+        assert time.monotonic() < deadline, f"no answer\n{seen.picture()}"
+        if getattr(proc.read(seen.process.pid), "state", "") == "T":  # by ctrl+z, or by the signal
+            os.kill(seen.process.pid, signal.SIGCONT)
         with contextlib.suppress(OSError):
-            seen.press("\x1b")
+            seen.type("\x1b")
         with contextlib.suppress(AssertionError):
-            seen.until(lambda: seen.status is not None or "? help" in seen.text().split("\n")[-1], "the footer", 2)
-            seen.press("?")
-            seen.until(lambda: seen.status is not None or "Phases of a step" in seen.text(), "the help", 2)
+            seen.until(lambda: seen.status is not None or "? help" in seen.picture().split("\n")[-1], "the footer", 2)
+            seen.type("?")
+            seen.until(lambda: seen.status is not None or "Phases of a step" in seen.picture(), "the help", 2)
             if seen.status is None:
-                seen.press("\x1b")
+                seen.type("\x1b")
                 return True
     # While the terminal is restored, because ctrl+z has stopped the screen or because it closes, ctrl+c and ctrl+\ are
     # signals. They may also come while the screen is being set up again, and then nothing restores the terminal.
-    status = seen.ended()
-    assert status in (0, 128 + signal.SIGINT, 128 + signal.SIGQUIT), seen.text()
+    status = seen.wait()
+    assert status in (0, 128 + signal.SIGINT, 128 + signal.SIGQUIT), seen.picture()
     assert b"Traceback" not in seen.raw
     if status == 0:
         seen.sane()
@@ -90,13 +91,14 @@ def test_random_bytes_from_the_keyboard(run: Run, terminal: Start, seed: int) ->
             seen.shows("● running")
         bursts += 1
         with contextlib.suppress(OSError):
-            seen.press(burst(chance))
+            seen.type(burst(chance))
         if chance.random() < 0.3:
             for _ in range(10):
                 seen.resize(chance.randrange(1, 300), chance.randrange(1, 100))
-                seen.pump(0.005)
+                seen.take()
+                time.sleep(0.005)
         if chance.random() < 0.2 and seen.status is None:
-            os.kill(seen.pid, signal.SIGTSTP)
+            os.kill(seen.process.pid, signal.SIGTSTP)
         seen.resize(120, 40)
         if not answers_or_has_left(seen):
             seen, ends = None, ends + 1
@@ -110,14 +112,51 @@ def test_the_terminal_goes_under_a_dialog(run: Run, terminal: Start, opener: str
     os.mkfifo(run.directory / "input.fifo")
     seen = terminal("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SHOW, refresh=60.0)
     seen.shows("● running")
-    seen.press(opener or "t")
+    seen.type(opener or "t")
     seen.shows(" esc " if opener else "theme light")
-    os.close(seen.fd)
+    seen.hang_up()
+    assert seen.wait(50) == 129
 
-    def ended() -> bool:
-        pid, status = os.waitpid(seen.pid, os.WNOHANG)
-        seen.status = os.waitstatus_to_exitcode(status) if pid else None
-        return bool(pid)
 
-    wait_for(ended, 50, "the end of the screen")
-    assert seen.status == 129
+ENDLESS = {
+    "paste": b"\x1b[200~dpx never ends",
+    "paste after paste": b"\x1b[200~\x1b[200~dpx",
+    "half an end": b"\x1b[200~text\x1b[201",
+    "OSC": b"\x1b]11;rgb:dddd",
+    "DCS": b"\x1bP1$rdpx",
+    "APC": b"\x1b_Gdpx",
+    "PM": b"\x1b^dpx",
+    "SOS": b"\x1bXdpx",
+    "CSI": b"\x1b[" + b"1;" * 2000,
+    "mouse": b"\x1b[<0;12",
+    "X10 mouse": b"\x1b[M!",
+    "SS3": b"\x1bO",
+    "ESC": b"\x1b" * 99,
+}
+
+
+def test_interrupts_work_in_the_middle_of_anything(run: Run, terminal: Start) -> None:
+    run.train(50)
+    seen = terminal()
+    seen.shows("● running")
+    for name, data in ENDLESS.items():
+        seen.type(data)
+        seen.type("\x03")
+        seen.until(lambda: "leave it running" in seen.picture(), f"the question after {name}", 30)
+        seen.type("\x1b")
+        seen.until(lambda: "leave it running" not in seen.picture(), "the panels", 30)
+    assert run.control is not None
+    assert run.control.words[Word.REQUEST] == 0, "no part of it counted as a key"
+    seen.type(ENDLESS["paste"])
+    seen.type("\x1a")
+    seen.until(lambda: getattr(proc.read(seen.process.pid), "state", "") == "T", "the process to stop", 60)
+    seen.screen.reset()
+    os.kill(seen.process.pid, signal.SIGCONT)
+    seen.shows("? help")
+    seen.type("\x03")
+    seen.shows("leave it running")
+    seen.type("l")
+    assert seen.wait() == 0
+    assert b"RESULT left" in seen.raw
+    assert b"Traceback" not in seen.raw
+    seen.sane()

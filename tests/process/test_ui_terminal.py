@@ -14,8 +14,7 @@ from typing import Any
 
 import pyte
 import pytest
-from running import Dpmon, wait_for
-from running import Terminal as RealTerminal
+from running import Dpmon, Terminal, wait_for
 from screens import HEIGHT, SHOW, WIDTH, Run, Start
 
 from dpmon.run import proc
@@ -45,7 +44,7 @@ def test_from_the_first_second_to_the_end(run: Run, terminal: Start) -> None:
     def asks() -> bool:
         """Note the wait again, because a note is valid for a few seconds; return whether the screen says it."""
         (run.directory / "waits-for-input").write_text(f"{began} {time.monotonic_ns()}")
-        return "waiting for input" in seen.text()
+        return "waiting for input" in seen.picture()
 
     seen.until(asks, "waiting for input")
     (run.directory / "waits-for-input").unlink()
@@ -58,8 +57,8 @@ def test_from_the_first_second_to_the_end(run: Run, terminal: Start) -> None:
     run.end(1)
     seen.shows("✗ failed status 1")
     seen.shows("RuntimeError: it broke")
-    seen.press("q")
-    assert seen.ended() == 0
+    seen.type("q")
+    assert seen.wait() == 0
     assert b"RESULT ended" in seen.raw
     seen.sane()
 
@@ -70,7 +69,7 @@ def test_a_toggle_is_requested_and_answered_through_the_ring(run: Run, terminal:
     assert run.control is not None
     seen = terminal()
     seen.shows("d → single")
-    seen.press("d")
+    seen.type("d")
     seen.shows("single pending")
     assert (run.control.words[Word.REQUEST], run.control.words[Word.WANTED]) == (1, 2)
     run.recording.add(run.training.switch("single"))
@@ -79,25 +78,13 @@ def test_a_toggle_is_requested_and_answered_through_the_ring(run: Run, terminal:
     seen.shows("single from step 51 on")
 
 
-def test_leaving_leaves_the_training_running(run: Run, terminal: Start) -> None:
-    run.train(50)
-    seen = terminal()
-    seen.shows("● running")
-    seen.press("\x03")
-    seen.shows("leave it running")
-    seen.press("l")
-    assert seen.ended() == 0
-    assert b"RESULT left" in seen.raw
-    seen.sane()
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT])
 def test_signals_give_the_terminal_back(run: Run, terminal: Start, number: signal.Signals) -> None:
     run.train(50)
     seen = terminal()
     seen.shows("● running")
-    os.kill(seen.pid, number)
-    assert seen.ended() == 128 + number
+    os.kill(seen.process.pid, number)
+    assert seen.wait() == 128 + number
     seen.sane()
 
 
@@ -112,7 +99,7 @@ def test_an_interrupt_before_the_screen_runs_is_raised(run: Run, terminal: Start
         "except KeyboardInterrupt:\n"
         "    print('INTERRUPTED')\n"
     )
-    assert seen.ended() == 0
+    assert seen.wait() == 0
     assert seen.raw == b"INTERRUPTED\r\n"  # the terminal was not changed
 
 
@@ -121,15 +108,15 @@ def test_stopped_and_continued_it_draws_everything_again(run: Run, terminal: Sta
     seen = terminal()
     seen.shows("● running")
     seen.shows("virtual: the replicas share this machine's processor")
-    before = seen.text().splitlines()[2:6]
-    seen.press("\x1a")
+    before = seen.picture().splitlines()[2:6]
+    seen.type("\x1a")
     seen.until(lambda: b"\x1b[?1049l" in seen.raw, "the terminal to be given back")
-    seen.until(lambda: getattr(proc.read(seen.pid), "state", "") == "T", "the process to stop")
+    seen.until(lambda: getattr(proc.read(seen.process.pid), "state", "") == "T", "the process to stop")
     seen.screen.reset()
     mark = len(seen.raw)
-    os.kill(seen.pid, signal.SIGCONT)
+    os.kill(seen.process.pid, signal.SIGCONT)
     seen.until(lambda: b"\x1b[?1049h" in seen.raw[mark:], "the screen to come back")
-    seen.until(lambda: seen.text().splitlines()[2:6] == before, "the whole picture")
+    seen.until(lambda: seen.picture().splitlines()[2:6] == before, "the whole picture")
 
 
 def test_a_screen_stopped_by_sigstop_goes_on_with_one_reader_of_the_keys(run: Run, terminal: Start) -> None:
@@ -137,27 +124,26 @@ def test_a_screen_stopped_by_sigstop_goes_on_with_one_reader_of_the_keys(run: Ru
     run.train(50)
     seen = terminal()
     seen.shows("● running")
-    threads = Path(f"/proc/{seen.pid}/task")
+    threads = Path(f"/proc/{seen.process.pid}/task")
     before = len(list(threads.iterdir()))
     for _ in range(2):
-        os.kill(seen.pid, signal.SIGSTOP)
-        seen.until(lambda: getattr(proc.read(seen.pid), "state", "") == "T", "the process to stop")
-        while select.select([seen.fd], [], [], 0.1)[0]:
-            seen.pump()
+        os.kill(seen.process.pid, signal.SIGSTOP)
+        seen.until(lambda: getattr(proc.read(seen.process.pid), "state", "") == "T", "the process to stop")
+        seen.take()
         mark = len(seen.raw)
         # In the mode in which a shell leaves the terminal.
         termios.tcsetattr(seen.fd, termios.TCSANOW, seen.modes)
         seen.screen.reset()
-        os.kill(seen.pid, signal.SIGCONT)
+        os.kill(seen.process.pid, signal.SIGCONT)
         seen.until(lambda at=mark: b"\x1b[?1049h" in seen.raw[at:], "the screen to come back")
         seen.shows("● running")
         seen.shows("? help")
     assert len(list(threads.iterdir())) == before
     assert not termios.tcgetattr(seen.fd)[3] & (termios.ICANON | termios.ECHO)
-    seen.press("q")
+    seen.type("q")
     seen.shows("leave it running")
-    seen.press("l")
-    assert seen.ended() == 0
+    seen.type("l")
+    assert seen.wait() == 0
     seen.sane()
 
 
@@ -180,10 +166,10 @@ Driver.stop_application_mode = stop_and_signal
         + SHOW
     )
     seen.shows("● running")
-    seen.press("q")
+    seen.type("q")
     seen.shows("leave it running")
-    seen.press("l")
-    assert seen.ended() == 0  # without a shell around it, the kernel ignores the SIGTSTP
+    seen.type("l")
+    assert seen.wait() == 0  # without a shell around it, the kernel ignores the SIGTSTP
     assert b"Traceback" not in seen.raw
     seen.sane()
 
@@ -192,13 +178,13 @@ def test_leaving_does_not_wait_forever_for_a_blocked_terminal(run: Run, terminal
     run.train(50)
     seen = terminal()
     seen.shows("● running")
-    seen.press("q")
+    seen.type("q")
     seen.shows("leave it running")
-    slave = os.open(os.readlink(f"/proc/{seen.pid}/fd/0"), os.O_RDWR | os.O_NOCTTY)
+    slave = os.open(os.readlink(f"/proc/{seen.process.pid}/fd/0"), os.O_RDWR | os.O_NOCTTY)
     termios.tcflow(slave, termios.TCOOFF)
-    seen.press("l")
-    assert seen.ended() == 0
-    assert termios.tcgetattr(slave)[:4] == seen.modes[:4]
+    seen.type("l")
+    assert seen.wait() == 0
+    assert seen.after[:4] == seen.modes[:4]
     os.close(slave)
 
 
@@ -209,13 +195,14 @@ def test_a_stalled_terminal_does_not_stop_the_screen(run: Run, terminal: Start) 
     run.train(50)
     seen = terminal(refresh=0.02)
     seen.shows("● running")
-    slave = os.open(os.readlink(f"/proc/{seen.pid}/fd/0"), os.O_RDWR | os.O_NOCTTY)
+    slave = os.open(os.readlink(f"/proc/{seen.process.pid}/fd/0"), os.O_RDWR | os.O_NOCTTY)
     termios.tcflow(slave, termios.TCOOFF)
     for number in range(60):
         run.train(1)
         run.log.write(b"line %d\n" % number)
-        seen.pump(0.025)
-    seen.press("iy\r")
+        seen.take()
+        time.sleep(0.025)
+    seen.type("iy\r")
     wait_for(lambda: select.select([script], [], [], 0)[0], what="the typed line")
     assert os.read(script, 9) == b"y\n"
     termios.tcflow(slave, termios.TCOON)
@@ -224,27 +211,12 @@ def test_a_stalled_terminal_does_not_stop_the_screen(run: Run, terminal: Start) 
     os.close(script)
 
 
-def test_a_vanished_terminal_ends_the_screen(run: Run, terminal: Start) -> None:
-    run.train(50)
-    seen = terminal("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SHOW)
-    seen.shows("● running")
-    os.close(seen.fd)
-
-    def ended() -> bool:
-        pid, status = os.waitpid(seen.pid, os.WNOHANG)
-        seen.status = os.waitstatus_to_exitcode(status) if pid else None
-        return bool(pid)
-
-    wait_for(ended, what="the end of the screen")
-    assert seen.status == 129
-
-
 def test_a_fault_of_ours_exits_non_zero_and_gives_the_terminal_back(run: Run, terminal: Start) -> None:
     run.train(50)
     seen = terminal(SHOW.replace("result =", _BREAK + "result ="))
     seen.shows("● running")
     (run.directory / "break").touch()
-    assert seen.ended() == 1
+    assert seen.wait() == 1
     seen.sane()
     assert b"a fault of ours" in seen.raw
 
@@ -306,18 +278,18 @@ def test_direct_drawing_shows_the_same_as_textual(run: Run, terminal: Start) -> 
         if number == 1:
             # A dialog opens and closes, and the terminal becomes visible again: Textual draws everything.
             for seen in (fast, slow):
-                seen.press("q")
+                seen.type("q")
                 seen.shows("leave it running")
-                seen.press("\x1b")
-                seen.until(lambda s=seen: "leave it running" not in s.text(), "the dialog to go")
-                seen.press("\x1b[I")
+                seen.type("\x1b")
+                seen.until(lambda s=seen: "leave it running" not in s.picture(), "the dialog to go")
+                seen.type("\x1b[I")
         if number == 3:
             before = len(fast.raw), len(slow.raw)
     run.end(0)
     for seen in (fast, slow):
         seen.shows("finished")
-        seen.until(lambda s=seen: f"STEP {number}" in s.text(), "the last line")
-    fast.until(lambda: slow.pump() or cells(fast.screen) == cells(slow.screen), "the same picture")
+        seen.until(lambda s=seen: f"STEP {number}" in s.picture(), "the last line")
+    fast.until(lambda: slow.take() and cells(fast.screen) == cells(slow.screen), "the same picture")
     assert len(fast.raw) - before[0] < (len(slow.raw) - before[1]) / 2
 
 
@@ -380,7 +352,7 @@ def test_every_terminal_and_size(
     for columns, rows in ((width + 10, height + 3), (60, 15), size):
         seen.resize(columns, rows)
         if columns >= 40:
-            seen.until(lambda r=rows: "leave" in seen.text().split("\n")[r - 1], "the footer in the last row")
+            seen.until(lambda r=rows: "leave" in seen.picture().split("\n")[r - 1], "the footer in the last row")
         else:
             seen.shows(mark)
     raw = bytes(seen.raw)
@@ -389,28 +361,16 @@ def test_every_terminal_and_size(
             assert code not in raw, code
     if environ["TERM"] in ("vt100", "linux"):
         assert all(byte < 128 for byte in raw)
-    os.kill(seen.pid, signal.SIGTERM)
-    assert seen.ended() == 128 + signal.SIGTERM
+    os.kill(seen.process.pid, signal.SIGTERM)
+    assert seen.wait() == 128 + signal.SIGTERM
     seen.sane()
 
 
 def test_a_wrong_theme_is_reported_before_the_screen_opens(dpmon: Dpmon) -> None:
     dpmon.script("print('never')")
-    session = RealTerminal(dpmon, "script.py", TERM="xterm", DPMON_THEME="pink")
+    session = Terminal(dpmon, "script.py", TERM="xterm", DPMON_THEME="pink")
     assert session.wait() == 2
-    assert session.seen.count(b"\n") == 1
-    assert b"DPMON_THEME is one of dark, light, colour-blind, mono, ascii, not 'pink'" in session.seen
-    assert b"\x1b" not in session.seen
+    assert session.raw.count(b"\n") == 1
+    assert b"DPMON_THEME is one of dark, light, colour-blind, mono, ascii, not 'pink'" in session.raw
+    assert b"\x1b" not in session.raw
     assert not dpmon.runs()
-
-
-def test_themes_change_in_a_real_terminal(run: Run, terminal: Start) -> None:
-    run.train(50)
-    seen = terminal()
-    seen.shows("● running")
-    for theme in ("light", "colour-blind", "mono", "ascii", "dark"):
-        seen.press("t")
-        seen.shows(f"theme {theme};")
-        seen.until(lambda t=theme: ("╭" in seen.text()) == (t != "ascii"), "the glyphs")
-        back = {"light": "fbfbf9", "mono": "default"}.get(theme, "10141a")
-        seen.until(lambda b=back: {c.bg for c in seen.screen.buffer[HEIGHT - 1].values()} == {b}, f"background {back}")

@@ -97,6 +97,8 @@ def test_the_text_of_a_paste(pieces: list[bytes], text: str) -> None:
 
 
 PARTS = [
+    *(b"\xe9", b"\xc3(", b"\xed\xa0\x80\xf5\x80\x80\x80", b"\x1b\xe9", b"\x1b[1;\xe9", b"\x1b\xf0\x80\x80\x80"),
+    *(b"\x1b[M\xc3\xa9\xa9\x1b[M#\xff\xff", b"\x1b[M!", b"\x1b_Gdpx", b"\x1b^dpx", b"\x1bXdpx", b"\x1b[" + b"1;" * 999),
     *(b"\x1b]0;dpx", b"\x1b[1;2A", b"\x1b[M \xe9\xff", PASTE, b"\x1b[201~", b"\x1b", b"\x1b[", b"\x1b[<0;999999;"),
     *(b"\x1bO", b"\x1bP1$rdpx\x1b\\", b"\x1b[?62;1;4c", b"\xff\xfe\xc3", b"\x1b[48;99999;99999;0;0t", b"", b"", b""),
 ]

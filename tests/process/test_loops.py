@@ -343,19 +343,6 @@ def test_threads_beside_the_training(runs: Runs, name: str) -> None:
         assert step.phases["forward"] == call.wall_ns
 
 
-def test_parts_that_fail(runs: Runs) -> None:
-    """The tracebacks have no line of dpmon."""
-    assert runs.loop("failing_parts").told == [["ArithmeticError", 0], ["OSError", 0], ["ZeroDivisionError", 0]]
-
-
-def test_a_forward_that_fails(runs: Runs) -> None:
-    loop = runs.loop("forward_fails")
-    assert loop.told == [0, 0]  # lines of the traceback that name dpmon
-    failed = [call for call in loop.recorded_calls if call.failed]
-    assert {call.step for call in failed} == {4, 8}
-    assert all(call.outputs is None and call.inputs is not None for call in failed)
-
-
 # ------------------------------------------------------------------------------------------ processes
 
 CHILDREN = ("forks_a_child", FORKS, "multiprocessing_child")

@@ -9,10 +9,9 @@ import pickle  # noqa: TID251 - what scripts do with their classes is what is lo
 import sys
 import tempfile
 import threading
-import traceback
 
 import torch
-from counted import OURS, Count, Net, Other, data, end, epoch, learn, learns, loader, look, loop, made, sgd
+from counted import Count, Net, Other, data, end, epoch, learn, learns, loader, look, loop, made, sgd
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -46,89 +45,6 @@ def optimizers_that_raise(count):
                 spare.step()
         with contextlib.suppress(ArithmeticError):
             learn(count, model, optimizer, *data())
-
-
-@loop
-def optimizers_within_each_other(count):
-    """One optimizer steps another one, which raises once."""
-
-    class Outer(torch.optim.SGD):
-        def step(self, closure=None):
-            with contextlib.suppress(ArithmeticError):
-                inner.step()
-            return super().step(closure)
-
-    model = count.watch(Net())
-    inner, outer = Stops(model, 3), Outer(model.parameters(), lr=0.01)
-    learns(count, model, outer, 6)
-
-
-class FailsBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, fail):
-        ctx.fail = fail
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.fail:
-            raise ZeroDivisionError("in backward")
-        return grad, None
-
-
-class Unreadable(Dataset):
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        if index == 2:
-            raise OSError("cannot be read")
-        return torch.randn(4), torch.randn(1)
-
-
-@loop
-def failing_parts(count):
-    """Batch 3 cannot be read, the optimizer refuses the second, the backward pass of the fifth fails.
-
-    Tells the errors, and how many lines of each traceback are dpmon's.
-    """
-    model = count.watch(Net())
-    optimizer = Stops(model, 2)
-    batches = iter(DataLoader(Unreadable(), batch_size=1))
-    told = []
-    for number in range(6):
-        count.end()
-        try:
-            x, _ = next(batches)
-            count.did("data")
-            optimizer.zero_grad()
-            loss = FailsBackward.apply(model(x), number == 4).sum()
-            count.did("backward")
-            loss.backward()
-            count.step(optimizer, ends=False)
-        except (OSError, ArithmeticError) as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            told.append([type(error).__name__, sum(frame.filename.startswith(OURS) for frame in frames)])
-    return told
-
-
-@loop
-def forward_fails(count):
-    class Fails(Net):
-        def forward(self, x):
-            if len(x) in (5, 10):
-                raise ValueError("too few rows")
-            return super().forward(x)
-
-    told = []
-    for model in (Fails(), nn.DataParallel(Fails())):
-        optimizer = sgd(model)
-        for x, y in count.batches(loader(rows=100, batch=30)):
-            try:
-                learn(count, lambda x, model=model: count.call(model, x), optimizer, x, y, ends=False)
-            except ValueError:
-                told.append(traceback.format_exc().count(OURS))
-    return told
 
 
 @loop
@@ -246,22 +162,17 @@ def model_in_the_dataset(count):
         count.end()
 
 
-def train(count, model, optimizer, steps):
-    for _ in range(steps):
-        learn(count, model, optimizer, *data())
-
-
 @loop
 def forks_a_child(count):
     """Trains, then forks a child that trains too, then goes on itself."""
     model, optimizer = made(count)
-    train(count, model, optimizer, 2)
+    learns(count, model, optimizer, 2)
     pid = os.fork()
     if not pid:
-        train(count, model, optimizer, 3)
+        learns(count, model, optimizer, 3)
         end()
     os.waitpid(pid, 0)
-    train(count, model, optimizer, 2)
+    learns(count, model, optimizer, 2)
     return pid
 
 
@@ -280,7 +191,7 @@ def forks_a_child_with_a_wrapper(count):
 
 def train_alone():
     model = Net()
-    train(Count(), model, sgd(model), 6)
+    learns(Count(), model, sgd(model), 6)
 
 
 @loop
@@ -349,10 +260,10 @@ def a_layer_by_itself(count):
     """Called between two trainings, so that the tracer finds it at some time; tells how often."""
     model = nn.Sequential(count.watch(Net()), nn.Linear(1, 1))
     optimizer = sgd(model)
-    train(count, model, optimizer, 100)
+    learns(count, model, optimizer, 100)
     for _ in range(600):
         model[1](torch.randn(3, 1))
-        train(count, model, optimizer, 1)
+        learns(count, model, optimizer, 1)
     return 600
 
 

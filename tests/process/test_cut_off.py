@@ -38,8 +38,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(("loop", "end"), [*zip([*LOOPS, *LOOPS], ENDS, strict=True)])
 def test_the_calls_before_the_end_are_steps(dpmon: Dpmon, loop: str, end: str) -> None:
     run = dpmon.run(*dpmon.warm(), "--headless", dpmon.script(SCRIPT.replace("END", ENDS[end]) + LOOPS[loop]))
     assert run.text.split()[0] == "54"
@@ -52,10 +51,10 @@ def test_the_calls_before_the_end_are_steps(dpmon: Dpmon, loop: str, end: str) -
     assert "nothing was traced" not in run.errors
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_the_screen_shows_calls_while_the_loop_is_not_known(dpmon: Dpmon, loop: str) -> None:
+def test_the_screen_shows_calls_while_the_loop_is_not_known(dpmon: Dpmon) -> None:
     waits = "import time; time.sleep(300)"
-    terminal = Terminal(dpmon, dpmon.script(SCRIPT.replace("END", waits) + LOOPS[loop]), size=(40, 120))
+    script = dpmon.script(SCRIPT.replace("END", waits) + LOOPS["accumulation"])
+    terminal = Terminal(dpmon, script, size=(40, 120))
     terminal.shows("54 calls so far; the end of a step is not known yet")
     dpmon.run("stop", "last")
     terminal.shows("stopped")

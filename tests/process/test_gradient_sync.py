@@ -13,7 +13,7 @@ from tracing import Traced, text_of, traced
 TEXT = text_of("synced")
 Run = Callable[[str], Traced]
 ONE_STEP = (
-    *("plain", "views", "static", "buckets", "unused", "recomputed", "accumulating", "forgotten", "nested"),
+    *("plain", "static", "buckets", "unused", "recomputed", "accumulating", "forgotten"),
     *("evaluating", "raising", "again", "compiled", "chained", "around", "towers", "teacher"),
 )
 """Forms with the same steps in script and record."""
@@ -54,7 +54,7 @@ def test_all_passes_of_rivals_are_counted(run: Run) -> None:
     assert {(event.data["wrapper"], event.data["parameters"]) for event in found.events("ddp")} == {(0, 4), (1, 8)}
 
 
-@pytest.mark.parametrize("form", ["plain", "views", "buckets", "unused", "chained", "around", "towers", "teacher"])
+@pytest.mark.parametrize("form", ["plain", "buckets", "unused", "chained", "around", "towers", "teacher"])
 def test_the_tail_is_the_time_after_the_last_gradient(run: Run, form: str) -> None:
     found = run(form)
     own = found.printed

@@ -58,18 +58,6 @@ class Branches(nn.Module):
         return self.out((self.second if self.calls % 3 == 0 else self.first)(x))
 
 
-class Outer(nn.Module):
-    """A model with a wrapped part."""
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.part = nn.Linear(64, 64), Counted(layers())
-        self.inner = self.part.model
-
-    def forward(self, x):
-        return self.inner(torch.tanh(self.before(x)))
-
-
 def plain(found, options=None, model=None, before_notes=None):
     one = Counted(model or layers(), **(options or {}))
     if before_notes is not None:
@@ -102,13 +90,6 @@ def rivals(found):
         judge.model(make.model(torch.randn(16, 64))).square().sum().backward()
         make.optimizer.step()
         found.append({"synced": make.synced + judge.synced - before})
-
-
-def nested(found):
-    model = Outer()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(STEPS):
-        step_of(found, [optimizer], [model.part], lambda: model(torch.randn(16, 64)).square().sum())
 
 
 def evaluating(found):
@@ -266,7 +247,6 @@ def compiled(found):
 
 FORMS = {
     "plain": plain,
-    "views": lambda found: plain(found, {"gradient_as_bucket_view": True}),
     "static": lambda found: plain(found, {"static_graph": True}),
     "buckets": lambda found: plain(found, {"bucket_cap_mb": 0.02}, layers(8)),
     "late": lambda found: plain(found, {"bucket_cap_mb": 0.02}, layers(8), lambda: time.sleep(0.01)),
@@ -275,7 +255,6 @@ FORMS = {
     "accumulating": accumulating,
     "forgotten": lambda found: accumulating(found, 0),
     "rivals": rivals,
-    "nested": nested,
     "evaluating": evaluating,
     "raising": raising,
     "again": again,

@@ -65,9 +65,7 @@ def find_members(
     `over`: the run has ended, so its recorded command no longer proves anything. `known`: members found earlier.
     """
     table = proc.every_process()
-    # Reading an environment can be slow. A process that is older than the command cannot descend from it.
-    since = _earliest(info)
-    mine = {pid for pid, process in table.items() if pid > 1 and process.started >= since and is_named(pid, directory)}
+    mine = {pid for pid in table if pid > 1 and is_named(pid, directory)}
     for pid, process in (known or {}).items():
         if pid in table and proc.same_start(table[pid], process.started):
             mine.add(pid)
@@ -84,13 +82,6 @@ def find_members(
     if supervisor is not None and proc.same_start(supervisor, info.supervisor_started):
         mine.discard(supervisor.pid)
     return {pid: table[pid] for pid in mine if not table[pid].dead}
-
-
-def _earliest(info: RunInfo) -> float:
-    """Start of the first process of the run, in seconds since this boot; 0 if unknown."""
-    if info.command_started is None or info.boot_id != proc.boot_id():
-        return 0.0
-    return info.command_started - proc.TICK_S
 
 
 def send_to_all(members: Mapping[int, ProcessEntry], root: int | None, number: int) -> None:

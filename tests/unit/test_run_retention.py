@@ -15,7 +15,7 @@ import pytest
 
 from dpmon.run import proc, retention
 from dpmon.run.condition import SILENT_S, exit_info, take_lock
-from dpmon.run.retention import Limits, is_kept, keep, limits, prune_runs, remove
+from dpmon.run.retention import Limits, keep, limits, prune_runs, remove
 from dpmon.run.rundir import RunError, RunInfo, load_info, save
 from dpmon.run.runs import create_run, list_runs
 
@@ -156,18 +156,6 @@ def test_two_concurrent_prunes_delete_no_more_than_one(monkeypatch: pytest.Monke
     monkeypatch.undo()
     assert [info.name for _, info in listed[2:]] == ["n2", "n3", "n4", "n5"]
     assert all(directory.exists() for directory, _ in listed[2:])
-
-
-@pytest.mark.usefixtures("state")
-def test_a_live_run_cannot_be_removed_by_a_command_either(sleeper: int) -> None:
-    directory = a_run(1, pid=sleeper)
-    with pytest.raises(RunError, match="is running"):
-        remove(directory, load_info(directory))
-    other = a_run(2)
-    keep(other)
-    assert is_kept(other)
-    remove(other, load_info(other))
-    assert names() == ["n1"]
 
 
 @pytest.mark.usefixtures("state")

@@ -183,25 +183,3 @@ def test_the_foreground_signals_no_stranger_that_run_json_names(
         save(directory, replace(info, command_pid=one.pid, command_started=own(one).started))
         assert Guard(RunReader(directory), supervisor).send(signal.SIGTERM)
         wait_for(lambda: one.poll() == -signal.SIGTERM)
-
-
-def test_processes_older_than_the_command_are_ignored(
-    run: tuple[Path, RunInfo], one: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reading an environment can be slow while its process holds the lock, and a machine may have thousands of them."""
-    directory, info = run
-    info = replace(info, command_pid=one.pid, command_started=own(one).started)
-    child = sleeper(env={"DPMON_RUN": str(directory)}, start_new_session=True)
-    asked: list[int] = []
-    run_of = proc.run_of
-    monkeypatch.setattr(proc, "run_of", lambda pid: asked.append(pid) or run_of(pid))
-    try:
-        assert set(signalling.find_members(directory, info, over=False)) == {one.pid, child.pid}
-        assert {one.pid, child.pid} <= set(asked)
-        assert os.getpid() not in asked
-        asked.clear()
-        signalling.find_members(directory, replace(info, boot_id="another"), over=True)
-        assert os.getpid() in asked, "a start of another boot says nothing"
-    finally:
-        child.kill()
-        child.wait()

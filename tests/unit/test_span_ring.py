@@ -125,30 +125,8 @@ def test_a_reader_that_comes_late_knows_what_it_missed(ring: SpanRing, path: str
         assert reader.has_more()
         found = everything(reader, over=over)
     assert numbers(found) == list(range(reader.missed, FEW + behind))
-    if over:
-        assert reader.missed == behind, "all that is there, since nobody overwrites it any more"
-    else:
-        assert behind <= reader.missed <= behind + FEW // 8
-
-
-def test_slots_about_to_be_overwritten_are_not_read(ring: SpanRing, reader: SpanReader) -> None:
-    """A writer just behind may already overwrite a slot while it is copied."""
-    write(ring, FEW)
-    assert reader.read(0)[0].number == FEW // 8
-    assert reader.missed == FEW // 8
-
-
-def test_a_reader_that_is_lapped_again_and_again(ring: SpanRing, reader: SpanReader) -> None:
-    chance = random.Random(5)
-    found: list[int] = []
-    written = 0
-    for _ in range(200):
-        count = chance.choice([1, 10, 100, 1000])
-        write(ring, count, written)
-        written += count
-        found += numbers(reader.read(0))
-    assert found == sorted(set(found))
-    assert len(found) + reader.missed == written
+    # The next eighth may be overwritten while it is copied, unless nobody writes any more.
+    assert reader.missed == behind + (0 if over else FEW // 8)
 
 
 def test_the_writer_comes_round_while_a_slot_is_copied(
@@ -204,20 +182,23 @@ def test_a_slot_that_is_being_overwritten_is_not_read(ring: SpanRing, reader: Sp
 # ------------------------------------------------------------------------------------------------ holes
 
 
-@pytest.mark.parametrize("holes", [1, 3, 20])
-def test_a_hole_is_waited_for_and_then_skipped(ring: SpanRing, reader: SpanReader, holes: int) -> None:
-    write(ring, 5)
-    handed_out = [ring.next() for _ in range(holes)]
-    write(ring, 5, 5 + holes)
-    assert numbers(reader.read(1)) == list(range(5))
+@pytest.mark.parametrize(("before", "holes"), [(5, 1), (5, 3), (5, 20), (FEW - 1, 1), (FEW, 1), (FEW + 1, 1)])
+def test_a_hole_is_waited_for_and_then_skipped(ring: SpanRing, reader: SpanReader, before: int, holes: int) -> None:
+    """Also where the ring wraps around."""
+    for first in range(0, before, 100):
+        write(ring, min(100, before - first), first)
+        reader.read(0)
+    for _ in range(holes):
+        ring.next()
+    write(ring, 5, before + holes)
+    assert reader.read(1) == []
     assert not reader.at_end, "what comes later cannot be concluded from yet"
     assert reader.has_more()
     assert reader.read(HOLE_NS) == []
     assert reader.missed == 0
-    found = reader.read(1 + HOLE_NS)
-    assert numbers(found) == list(range(5 + holes, 10 + holes))
+    assert numbers(reader.read(1 + HOLE_NS)) == list(range(before + holes, before + holes + 5))
     assert reader.at_end
-    assert reader.missed == len(handed_out)
+    assert reader.missed == holes
 
 
 def test_a_slot_that_is_written_late_is_seen(ring: SpanRing, reader: SpanReader) -> None:
@@ -227,29 +208,6 @@ def test_a_slot_that_is_written_late_is_seen(ring: SpanRing, reader: SpanReader)
     SLOT.pack_into(ring.map, HEADER_BYTES + late * SLOT_BYTES, *numbered(0), late + 1)
     assert numbers(reader.read(2)) == [0, 1, 2]
     assert reader.missed == 0
-
-
-@pytest.mark.parametrize("at", [FEW - 1, FEW, FEW + 1])
-def test_a_hole_where_the_ring_wraps_around(ring: SpanRing, reader: SpanReader, at: int) -> None:
-    for first in (0, FEW // 2):
-        write(ring, at // 2, first * (at // 2) * 2 // FEW)
-        reader.read(0)
-    write(ring, at - reader.position, reader.position)
-    reader.read(0)
-    ring.next()
-    write(ring, 3, at + 1)
-    assert reader.read(1) == []
-    assert not reader.at_end
-    assert numbers(reader.read(1 + HOLE_NS)) == [at + 1, at + 2, at + 3]
-
-
-def test_the_holes_of_a_process_that_is_gone_are_not_waited_for(ring: SpanRing, reader: SpanReader) -> None:
-    ring.next()
-    write(ring, 1, 1)
-    ring.next()
-    assert numbers(reader.read(0, over=True)) == [1]
-    assert reader.at_end
-    assert reader.missed == 1, "whether the last one would have come to anything is not known"
 
 
 def test_a_hole_is_counted_once_by_two_readers_one_after_the_other(ring: SpanRing, path: str) -> None:
@@ -262,9 +220,11 @@ def test_a_hole_is_counted_once_by_two_readers_one_after_the_other(ring: SpanRin
         assert (first.position, first.missed) == (7, 1)
     ring.next()
     write(ring, 1, 8)
+    ring.next()
     with opened(path, position=2, seen=7) as second:
-        assert numbers(second.read(0, over=True)) == [2, 4, 5, 6, 8]
-        assert second.missed == 1
+        assert numbers(second.read(0, over=True)) == [2, 4, 5, 6, 8], "nobody fills them any more"
+        assert second.at_end
+        assert second.missed == 1, "whether the last one would have come to anything is not known"
 
 
 # ------------------------------------------------------------------------------------------------ control block
@@ -561,6 +521,4 @@ def test_a_file_of_lines_that_is_not_a_regular_file(path: str, reader: SpanReade
 def test_a_sparse_file_of_lines_does_not_hold_a_reader_up(path: str, reader: SpanReader) -> None:
     Path(lines_path(path)).touch()
     os.truncate(lines_path(path), 1 << 40)
-    began = time.monotonic()
     assert lines_read(reader) == []
-    assert time.monotonic() - began < 20

@@ -15,6 +15,16 @@ from dpmon.run.runs import create_run
 from dpmon.store.writer import LIMIT_BYTES
 
 
+def draft(**about: Any) -> RunInfo:
+    """Return a run that started at clock 0, and has no directory yet; `about`: other fields."""
+    facts = {
+        "id": "", "name": "linear", "command": ("python", "linear.py"), "script": "linear.py", "cwd": "/home/me",
+        "python": "python", "started_unix": 1.7e9, "start_ns": 0, "boot_id": "", "headless": True,
+        "versions": {"dpmon": "0", "python": "3.11"}, "command_pid": 4_000_000,
+    }  # fmt: skip
+    return RunInfo(**{**facts, **about})
+
+
 def keep(
     processes: Mapping[int, Iterable[Row | Record]],
     *,
@@ -26,14 +36,9 @@ def keep(
     """Make a run that started at clock 0, with the rows of each process (-1: the supervisor); return its directory.
 
     `status` None: the run has not ended. `limit_bytes`: limit of the history, which is then written in 64 parts.
-    `about`: fields of RunInfo. The test must use the fixture `state`.
+    `about`: as of `draft`. The test must use the fixture `state`.
     """
-    facts = {
-        "id": "", "name": "linear", "command": ("python", "linear.py"), "script": "linear.py", "cwd": "/home/me",
-        "python": "python", "started_unix": 1.7e9, "start_ns": 0, "boot_id": "", "headless": True,
-        "versions": {"dpmon": "0", "python": "3.11"}, "command_pid": 4_000_000,
-    }  # fmt: skip
-    directory, _ = create_run(RunInfo(**{**facts, **about}))
+    directory, _ = create_run(draft(**about))
     run = Recording(0, directory, limit_bytes)
     for process, rows in processes.items():
         every = list(rows)

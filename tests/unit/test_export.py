@@ -8,7 +8,6 @@ import json
 import os
 import random
 import stat
-import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -303,18 +302,6 @@ def test_new_files_are_the_owners_alone_and_old_ones_keep_their_mode(directory: 
     assert modes.pop("step.csv") == 0o644
     modes |= {form: stat.S_IMODE((tmp_path / form).stat().st_mode) for form in ("jsonl", "perfetto", "lines")}
     assert {modes[name] for name in ("call.csv", "page.html", "jsonl", "perfetto", "lines")} == {0o600}
-
-
-def test_a_pipe_with_a_name_is_written_as_it_is(directory: Path, tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    got: list[str] = []
-    reader = threading.Thread(target=lambda: got.append(pipe.read_text()))
-    reader.start()
-    export(directory, "jsonl", str(pipe))
-    reader.join(60)
-    assert json.loads(got[0].splitlines()[-1])["kind"] == "exit"
-    assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
 def test_a_descriptor_is_written_where_it_leads(directory: Path, tmp_path: Path) -> None:

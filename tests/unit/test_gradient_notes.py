@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from dpmon.assemble.nesting import leads_of
-from dpmon.record.spans import LEAD_NS, MAX_LEAD, Kind, Span
+from dpmon.record.spans import FLAGS_AT, LEAD_NS, MAX_LEAD, Flag, Kind, Span
 from dpmon.tracer.collectives.gradient_sync import LOOK_EVERY, GradientSync, _TracedWrapper
+from dpmon.tracer.devices.timing import Mark
 
 
 class Module(SimpleNamespace):
@@ -77,3 +78,20 @@ def test_a_bucket_that_was_ready_long_before_has_the_greatest_lead() -> None:
     ((_, _, _, sizes),) = written
     span = Span(0, Kind.BUCKETS, 0, 0, 0, 0, 1, 0, sizes & 0xFFFFFFFF, sizes >> 32)
     assert leads_of(span) == [0, 640_000, longest, longest]
+
+
+@pytest.mark.parametrize("mark", [None, Mark(None, Kind.SYNC, [])])  # type: ignore[arg-type]
+def test_a_pass_in_a_step_that_sampling_skips_is_still_synchronised(mark: Any) -> None:
+    heads: list[int] = []
+
+    def put(head: int, *_: int) -> int:
+        heads.append(head)
+        return 0
+
+    tracer: Any = GradientSync.__new__(GradientSync)
+    tracer._recorder, tracer._mark, tracer._number = SimpleNamespace(put=put), mark, 0
+    wrapper: Any = SimpleNamespace(number=0, several=False, buckets=[1], base=0)
+    tracer._write(wrapper, [5], at=10, head=0, ended=30)
+    (head,) = heads
+    assert head & 0xFF == Kind.SYNC
+    assert not head >> FLAGS_AT & Flag.UNSYNCED

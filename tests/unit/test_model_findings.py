@@ -24,7 +24,6 @@ from dpmon.model.state import ProcessFacts
 from dpmon.model.uneven import LongStep
 from dpmon.store.figures import PhaseFigures
 from dpmon.store.tally import Stat, Tally
-from dpmon.text.quantities import duration_words
 
 MS = 1_000_000
 SECOND = 1_000_000_000
@@ -151,14 +150,6 @@ def test_workers_are_advised_only_where_they_help(
     (advice,) = [finding.advice for finding in found]
     assert said in advice
     assert not_said not in advice
-
-
-@pytest.mark.parametrize("kind", ["slower", "replicate", "transfer"])
-def test_virtual_replicas_give_no_advice_on_speed(kind: str) -> None:
-    run = SHOWN[kind]
-    assert "on GPUs first" not in findings(run)[0].advice
-    virtual = changed(run, modes=tuple(facts._replace(virtual=True) for facts in run.modes))
-    assert findings(virtual)[0].advice.startswith("measure on GPUs first")
 
 
 def test_fewer_threads_are_advised_only_where_processors_are_short() -> None:
@@ -431,17 +422,6 @@ def test_stalls_among_deleted_steps_are_reported_as_a_minimum() -> None:
     assert several.text.startswith("At least 2 steps took more than 10 times the median")
     (known,) = findings(changed(HEALTHY, longest=(long_step(9000), deleted._replace(wall_ns=25_000_000))))
     assert known.text.startswith("One step took 9.00 s")
-
-
-@pytest.mark.parametrize(
-    ("ns", "text"),
-    [
-        (412_000, "412 µs"), (1_236_000, "1.24 ms"), (12_340_000, "12.3 ms"), (999_600_000, "1.00 s"),
-        (99_940_000_000, "99.9 s"), (99_960_000_000, "1 min 40 s"), (7_500_000_000_000, "2 h 05 min"), (None, "–"),
-    ],
-)  # fmt: skip
-def test_durations_have_three_digits(ns: float | None, text: str) -> None:
-    assert duration_words(ns) == text
 
 
 def test_the_process_that_waits_most_for_data_is_named() -> None:

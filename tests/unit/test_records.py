@@ -1,4 +1,4 @@
-"""Records: what rows and definitions say, and JSON with the documented keys."""
+"""Records: what rows and definitions say, JSON with the documented keys, and how long it may be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from synthetic import RowReader, call_row, flags_of, parts_of, step_row
 from dpmon.record.history_rows import CallRow, Definition, Row
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import BUCKET, Call, PhaseSpan, Record, RecordError, Size, Step
-from dpmon.record.names import CALL_PHASES
+from dpmon.record.names import CALL_PHASES, MAX_JSON, MORE, packed_json, shortened
 from dpmon.record.schema import STEP_PHASES
 
 LAYOUT = {
@@ -294,3 +294,31 @@ def test_a_resolver_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -
     for number, value in enumerate((LAYOUT, IN, SHARE, OUT), 1):
         assert known.record(Definition(number, value)) is None
     assert isinstance(known.record(call()), Call)
+
+
+def test_a_name_is_cut_with_a_mark() -> None:
+    assert shortened("short") == "short"
+    assert shortened("x" * 200) == "x" * 200
+    assert shortened("x" * 201) == "x" * 199 + MORE
+    assert shortened("abcdef", 3) == "ab" + MORE
+
+
+@pytest.mark.parametrize("character", ["x", "\U0001f600", "\udcff", '"'])
+@pytest.mark.parametrize(("count", "length"), [(1, 1_000_000), (64, 120), (64, 5000)])
+def test_a_definition_always_fits(character: str, count: int, length: int) -> None:
+    packed = packed_json([(character * length, [3, 4], "float32", 48)] * count)
+    assert len(packed) <= MAX_JSON
+    found = json.loads(packed)
+    assert [size[1:] for size in found] == [[[3, 4], "float32", 48]] * count
+    assert found[0][0].rstrip(MORE) in character * length
+
+
+def test_an_event_always_fits() -> None:
+    packed = packed_json({"text": "t" * 1_000_000, "absent": {"devices": "d" * 100_000}})
+    assert len(packed) <= MAX_JSON
+    assert json.loads(packed)["text"] == "t" * 4095 + MORE
+
+
+def test_a_text_that_fits_is_not_changed() -> None:
+    text = "t" * 50_000
+    assert json.loads(packed_json({"text": text}))["text"] == text

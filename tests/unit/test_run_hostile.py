@@ -9,49 +9,33 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from kept import keep
 from sizes import size
-from spans import Training
-from stored import Recording, state_in
-from synthetic import call_row, step_row
+from spans import Training as Spans
+from stored import state_in
+from synthetic import SECOND, Training
 
 from dpmon.cli.summary import summary_lines
 from dpmon.export import history
-from dpmon.record.history_rows import Definition, Row
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Event
 from dpmon.report import report_text
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, save
-from dpmon.run.runs import create_run
+from dpmon.run.rundir import RunError, load_exit, load_info
 from dpmon.store.drain import Drain
 from dpmon.store.opened import can_be_opened
 
 pytestmark = pytest.mark.slow
 
-START = 1_000_000_000
 RINGS = ("process-1.ring", "process-1.jsonl")
 
 
 @pytest.fixture
 def whole(state: Path) -> Path:
     """A finished run with a history, and more records in its rings."""
-    info = RunInfo(
-        id="", name="x", command=("x.py",), script="x.py", cwd="/", python=None, started_unix=1e9, start_ns=START,
-        boot_id="", headless=True,
-    )  # fmt: skip
-    directory, info = create_run(info)
-    layout = {"root": "M", "via": None, "virtual": True, "devices": ["cpu:0", "cpu:1"], "absent": {}}
-    sizes = [["0", [4, 5], "float32", 80]]
-    rows: list[Row] = [Event("process", {"process": 0, "t_s": 0.0}), Definition(1, layout), Definition(2, sizes)]
-    for step in range(1, 121):
-        phases, shares = (0, 1, 2, 3, 4, 5, 6, 7), (2, 2, 0, 5) * 2
-        rows.append(call_row("dp", 11, 1, step, step, START + step, 5, 2, 2, phases, shares))
-        rows.append(step_row("dp", step, START + step, 900, 4, (1, 2, -1, -1)))
-    run = Recording(START, directory)
-    run.add(rows)
-    run.close()
-    spans = Training(str(directory / "process-1.ring"), 1, slots=1 << 9)
-    drain = Drain(directory, info)
+    training = Training()
+    directory = keep({0: [*training.begin(), *training.run(120)]}, status=0)
+    spans = Spans(str(directory / "process-1.ring"), 1, slots=1 << 9)
+    drain = Drain(directory, load_info(directory))
     for part in range(2):
         for _ in range(10):
             spans.step()
@@ -61,7 +45,6 @@ def whole(state: Path) -> Path:
     with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
         db.execute("UPDATE meta SET value = 1 WHERE key = 'pruned'")
     (directory / "stages.log").write_text("1 2 torch imported\n")
-    save(directory, ExitInfo(0, None, 1.0, START + 5, 1.0, "supervisor"))
     return directory
 
 
@@ -90,7 +73,7 @@ def changed(data: bytes, chance: random.Random) -> bytes:
 def play_back(directory: Path) -> None:
     """Play back at a few times, if there is anything to play."""
     if can_be_opened(directory):
-        for at in (900, 0, 60, 110, None):
+        for at in (3 * SECOND, 0, 2 * SECOND, 2_100_000_000, None):
             state = state_in(directory, at, over=at is None)
             assert state.missed >= 0
             assert state.focus is None or state.focus.process in state.processes
@@ -101,7 +84,7 @@ def test_a_run_with_randomly_damaged_files_can_be_read(whole: Path, tmp_path: Pa
     chance = random.Random(seed)
     names = ("run.json", "exit.json", "history.sqlite", "stages.log", *RINGS)
     untouched = len(list(history(whole)))
-    assert untouched == 1 + 240 + 1 + 40 + 2
+    assert untouched == 2 + 240 + 1 + 40 + 2
     readable = 0
     for number in range(40):
         directory = tmp_path / f"number-{number}"

@@ -1,4 +1,4 @@
-"""Notes of the processes of a run, and damaged files of notes."""
+"""Notes of the processes of a run, damaged files of notes, and the exception in the output of a script."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from test_cli_progress import NOW_NS, FakeReader, still
 
 from dpmon.cli.lines import ProgressLines
 from dpmon.run.activities import newest_stage, stages
-from dpmon.run.notes import Note, WarningsLog, every_uncaught, parse_notes
+from dpmon.run.notes import Note, WarningsLog, clean_traceback_line, every_uncaught, parse_notes, traceback_line
 
 __all__ = ["still"]
 DAMAGE = {
@@ -52,3 +52,31 @@ def test_a_warning_behind_a_line_without_end_is_still_passed_on(tmp_path: Path) 
     with open(tmp_path / "warnings.log", "ab") as file:
         file.write(f"\n{os.getpid()} 5 heard\n".encode())
     assert log.new() == ["heard"]
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (b"all fine\n", None),
+        (b'Traceback (most recent call last):\n  File "a.py", line 1\n    x\nRuntimeError: no\n', "RuntimeError: no"),
+        (b"Traceback (most recent call last):\n  x\nKeyError: 1\nlater output\n", "KeyError: 1"),
+        (b'  File "a.py", line 3\n    foo(\n       ^\nSyntaxError: invalid syntax\n', "SyntaxError: invalid syntax"),
+        (
+            b"\x1b[1;35mTraceback (most recent call last):\x1b[0m\n  x\n\x1b[31mValueError\x1b[0m: no\n",
+            "ValueError: no",
+        ),
+        (b"Traceback (most recent call last):\n  x\nmypkg.errors.Custom: no\n", "mypkg.errors.Custom: no"),
+        (b"An Error: is only a word in a sentence here\n", None),
+    ],
+)
+def test_the_last_line_of_the_traceback(log: bytes, expected: str | None) -> None:
+    assert traceback_line(log) == expected
+    assert clean_traceback_line(log) == expected
+
+
+def test_the_clean_line_is_short_and_harmless() -> None:
+    log = b"Traceback (most recent call last):\n  x\nKeyError: \x1b]0;title\x07" + b"x" * 1000 + b"\n"
+    said = clean_traceback_line(log)
+    assert said is not None
+    assert said.startswith("KeyError: \N{REPLACEMENT CHARACTER}]0;title")
+    assert len(said) == 300

@@ -13,23 +13,15 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from kept import draft
 
 from dpmon.run import rundir, runs
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info, save
 from dpmon.run.runs import create_run, find_run, list_runs, newest_run, runs_directory, short_name
 
 
-def draft(name: str = "linear", started: float = 1_795_170_672.5) -> RunInfo:
-    """Return a run that has no directory yet."""
-    return RunInfo(
-        id="", name=name, command=("python", "x.py", "ü"), script="x.py", cwd="/", python=None,
-        started_unix=started, start_ns=7, boot_id="b", headless=True, options={"mode": "auto", "replicas": None},
-        versions={"dpmon": "0"},
-    )  # fmt: skip
-
-
 def test_a_saved_run_is_read_back_unchanged(state: Path) -> None:
-    directory, info = create_run(draft())
+    directory, info = create_run(draft(command=("python", "x.py", "ü"), options={"mode": "auto", "replicas": None}))
     assert load_info(directory) == info
     assert directory.name == info.id
     how = ExitInfo(137, "SIGKILL", 1.5, 10**12, 3.25, "supervisor")
@@ -101,9 +93,9 @@ def test_many_of_the_same_second_are_all_different(state: Path) -> None:
 
 
 def test_runs_are_found_by_all_their_names(state: Path) -> None:
-    old, old_info = create_run(draft("a", 1000.0))
-    new, new_info = create_run(draft("a", 2000.0))
-    other, other_info = create_run(draft("last-one", 1500.0))
+    old, old_info = create_run(draft(name="a", started_unix=1000.0))
+    new, new_info = create_run(draft(name="a", started_unix=2000.0))
+    other, other_info = create_run(draft(name="last-one", started_unix=1500.0))
     assert find_run() == find_run("last") == new
     assert newest_run(lambda info: False) == new, "if none goes on, the newest of all"
     assert newest_run(lambda info: info.id == old.name) == old
@@ -120,7 +112,7 @@ def test_runs_are_found_by_all_their_names(state: Path) -> None:
 
 
 def test_among_runs_of_one_name_the_live_one_is_chosen(state: Path) -> None:
-    runs = [create_run(draft("a", 1000.0 + number)) for number in range(3)]
+    runs = [create_run(draft(name="a", started_unix=1000.0 + number)) for number in range(3)]
     going = {runs[0][1].id}
     assert find_run("a") == runs[2][0]
     assert find_run("a", goes_on=lambda info: info.id in going) == runs[0][0]
@@ -133,8 +125,8 @@ def test_among_runs_of_one_name_the_live_one_is_chosen(state: Path) -> None:
 
 def test_of_two_runs_of_one_second_the_later_one_is_the_last(state: Path) -> None:
     for round_ in range(20):
-        create_run(draft("a", 5000.0 + round_ + 0.1))
-        later, _ = create_run(draft("a", 5000.0 + round_ + 0.2))
+        create_run(draft(name="a", started_unix=5000.0 + round_ + 0.1))
+        later, _ = create_run(draft(name="a", started_unix=5000.0 + round_ + 0.2))
         assert find_run() == later
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.cli.options import COMMANDS, all_commands, usage
+from dpmon.cli.options import COMMANDS, usage
 
 ROOT = Path(__file__).parents[2]
 SHELL = ROOT / "docs" / "shell"
@@ -51,19 +51,6 @@ def test_the_files_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_usage_names_every_command() -> None:
     assert {form.split()[1] for form, _ in usage()} >= {*COMMANDS} - {"run"}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_each_file_names_every_command_and_option(name: str) -> None:
-    text = (SHELL / name).read_text(encoding="utf-8").replace(r"\-", "-")
-    parser = all_commands()
-    wanted = {option.lstrip("-") for action in parser._actions for option in action.option_strings}
-    for _, command in [*parser._subparsers._group_actions[0].choices.items()]:  # type: ignore[union-attr,index]
-        wanted |= {option.lstrip("-") for action in command._actions for option in action.option_strings}
-    wanted |= {*COMMANDS} - {"run"}
-    # Everybody knows -h.
-    missing = {word for word in wanted - {"h", "help"} if not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text)}
-    assert not missing
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -1,14 +1,21 @@
-"""Stages from the ring to the screen: packed, read, exported and drawn."""
+"""Stages and global shapes from the ring to the screen: read, exported and drawn."""
 
 from __future__ import annotations
 
-from situations import LOOK, text_of
-from stored import state_of
-from synthetic import LEARNS, SECOND, RowReader, call_row
+from dataclasses import replace
 
+from situations import LOOK, focused, rows_text, scene_of, text_of, with_call
+from stored import state_of
+from synthetic import LEARNS, SECOND, RowReader, Training, call_row
+
+from dpmon.assemble.definitions import KnownDefinitions
+from dpmon.export import table
+from dpmon.model.layouts import Layouts
+from dpmon.record.fields import COLUMNS
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Call, Record
+from dpmon.record.kinds import Call, Record, Size
+from dpmon.store.answers import Shape
 from dpmon.ui.panels import panel_replicas
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Facts, Scene
@@ -58,13 +65,13 @@ def test_a_call_with_stages_has_what_its_row_says() -> None:
     assert record["absent"] == ABSENT
 
 
-def scene_of(*rows: Row) -> Scene:
+def staged(*rows: Row) -> Scene:
     return Scene(state_of([*DEFINITIONS, *rows]), SECOND, Facts(script="toy.py"), alive=True)
 
 
 def test_the_screen_has_a_row_a_stage_and_what_could_not_be_measured() -> None:
     slower = [*STAGES[:-1], 7_000_000]
-    scene = scene_of(call(1, STAGES), call(2, slower), call(3, slower))
+    scene = staged(call(1, STAGES), call(2, slower), call(3, slower))
     text = [plain(row) for row in panel_replicas.table(scene, 100, 10, LOOK)]
     assert text[1].split() == ["0", "cpu", "embedding", "[30,", "8]", "[30,", "8,", "32]", "2.00", "ms"]
     assert text[2].split()[:4] == ["1", "cuda:0", "rnn,", "classes"]
@@ -75,6 +82,43 @@ def test_the_screen_has_a_row_a_stage_and_what_could_not_be_measured() -> None:
 
 def test_a_stage_that_did_not_end_has_a_dash() -> None:
     broken = [*STAGES[:-3], 0, 2_500_000, -1]
-    scene = scene_of(call(1, broken))
+    scene = staged(call(1, broken))
     text = [plain(row) for row in panel_replicas.table(scene, 100, 10, LOOK)]
     assert text[2].split()[-1] == "–"
+
+
+WRITTEN = [["0", [4, 8], "float32", 128, [8, 8]], ["mask", [8], "bool", 8]]
+SIZES = (Size("0", (4, 8), "float32", 128, (8, 8)), Size("mask", (8,), "bool", 8))
+
+
+def test_a_definition_keeps_the_global_shape() -> None:
+    definitions = KnownDefinitions()
+    assert definitions.add({"define": 7, "value": WRITTEN})
+    assert definitions.sizes[7] == SIZES
+    assert not KnownDefinitions().add({"define": 7, "value": [["0", [4], "float32", 16, ["4"]]]})
+    resolver = RowReader(0)
+    for row in definitions.rows([7]):
+        resolver.record(row)
+    assert resolver.definitions.sizes[7] == SIZES
+
+
+def test_json_csv_report_and_screen_say_both_shapes() -> None:
+    scene = scene_of(Training(), 1)
+    (track,) = focused(scene).calls.values()
+    call = replace(track.last, inputs=SIZES)
+    first, second = as_json(call)["inputs"]
+    assert first == {"path": "0", "shape": [4, 8], "dtype": "float32", "bytes": 128, "global_shape": [8, 8]}
+    assert "global_shape" not in second
+    (row,) = table.row(call)
+    assert row[COLUMNS["call"].index("inputs")] == "0:4x8:float32:128:8x8 mask:8:bool:8"
+
+    resolver = RowReader(0)
+    resolver.define(1, {"root": "Model", "via": None, "devices": ["cpu"], "absent": {}})
+    resolver.define(7, WRITTEN)
+    layouts = Layouts([Shape(0, "single", 0, 1, False, 7, 7, ((7, 7),), (), 0, 5)], {0: resolver.definitions})
+    assert layouts.of_process(0)[1] == "[4, 8] of [8, 8], mask [8]"
+
+    scene = with_call(scene, replicas=tuple(each._replace(inputs=SIZES) for each in call.replicas))
+    assert any("[4, 8] of [8, 8] +1" in text for text in rows_text(panel_replicas.table(scene, 100, 9, LOOK)))
+    zoomed = rows_text(panel_replicas.zoomed(scene, 100, 40, LOOK))
+    assert "   in   0 [4, 8] of [8, 8] float32 128 B" in zoomed

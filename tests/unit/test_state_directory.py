@@ -9,17 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kept import draft
 
 from dpmon.run import runs
-from dpmon.run.rundir import RunError, RunInfo
+from dpmon.run.rundir import RunError
 from dpmon.run.runs import create_run, stand_ins
-
-
-def draft() -> RunInfo:
-    return RunInfo(
-        id="", name="x", command=("x",), script="x.py", cwd="/", python=None, started_unix=1.7e9, start_ns=7,
-        boot_id="b", headless=True,
-    )  # fmt: skip
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077, 0o777], ids=oct)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from everything import everything as everything_in
+from kept import draft
 from running import wait_for
 from sizes import reached, size
 from spans import Children, Training, everything, opened
@@ -29,7 +30,6 @@ from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event, Step
 from dpmon.record.plainjson import load_event
 from dpmon.record.spans import Flag, Kind
-from dpmon.run.rundir import RunInfo
 from dpmon.run.runs import create_run
 from dpmon.span_reader import HOLE_NS
 from dpmon.span_ring import SLOTS, Word
@@ -51,11 +51,7 @@ class Run:
     """A run, and a supervisor of it that can be killed."""
 
     def __init__(self) -> None:
-        info = RunInfo(
-            id="", name="x", command=("x.py",), script="x.py", cwd="/", python=None, started_unix=1e9, start_ns=0,
-            boot_id="", headless=True,
-        )  # fmt: skip
-        self.directory, self.info = create_run(info)
+        self.directory, self.info = create_run(draft(command_pid=None))
         self.warnings: list[str] = []
         self.now = time.monotonic()
         self._killed: list[Drain] = []

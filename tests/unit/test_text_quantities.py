@@ -10,6 +10,7 @@ from dpmon.text.quantities import (
     clock,
     compact,
     duration,
+    duration_words,
     group,
     memory,
     memory_of,
@@ -74,6 +75,8 @@ def test_the_time_of_a_run(seconds: float, text: str) -> None:
 
 def test_minutes_and_hours() -> None:
     assert [minutes(seconds) for seconds in (99.96, 3600)] == ["1 min 40 s", "1 h 00 min"]
+    found = [duration_words(ns) for ns in (412_000, 99_940_000_000, 99_960_000_000, 7_500_000_000_000, None)]
+    assert found == ["412 µs", "99.9 s", "1 min 40 s", "2 h 05 min", "–"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from situations import FACTS, LOOK, gpu_scene, rows_text, scene_of, situations, state_of
-from synthetic import Training, device_event
+from synthetic import SECOND, Training, device_event, host_event
 
 from dpmon.ui.panels import panel_devices
 from dpmon.ui.rows import plain, width_of
@@ -118,3 +118,16 @@ def test_an_unknown_utilisation_is_a_dash() -> None:
     assert " – " in rows[0]
     assert "– / 141 GiB" in rows[0]
     assert "utilisation: GPU is lost" in rows
+
+
+def test_the_history_of_a_run_that_is_shorter_than_the_range_fills_the_chart() -> None:
+    scene = scene_of(Training(), more=[host_event(float(second), cpu_pct=50.0) for second in range(90)])
+
+    def cells(span_s: int, now_s: int = 90) -> int:
+        shown = replace(scene, now_ns=now_s * SECOND, view=replace(scene.view, span_s=span_s))
+        (row,) = [row for row in rows_text(panel_devices.devices(shown, 60, 8, LOOK)) if row.startswith("host cpu")]
+        return len(row[9:40].split()[0])
+
+    assert cells(0) == cells(120) == cells(600) >= 20
+    assert cells(600, now_s=300) < cells(120, now_s=300), "samples are missing"
+    assert [replace(scene, now_ns=now * SECOND).device_span_s for now in (5, 90, 500)] == [30, 90, 120]

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from dpmon.record.device_fields import DEVICE
+from dpmon.record.fields import RECORDS
 
-VALUES = tuple(each.name for each in DEVICE.fields if each.name not in ("t_s", "index", "absent"))
+VALUES = tuple(each.name for each in RECORDS["device"].fields if each.name not in ("t_s", "index", "absent"))
 """The fields of a GPU that may be unknown."""
 _WITHOUT_NVML = ("uuid", "name", "visible", "ordinals", "mem_torch_bytes")
 """The fields of a lost GPU that stay known."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.compare import Peak
 from dpmon.model.state import DeviceTrack, ModeChange
-from dpmon.record.device_fields import DEVICE, HOST
+from dpmon.record.fields import RECORDS
 from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
 from dpmon.record.schema import SECOND
 from dpmon.store.answers import ChartSample, MinuteRow
@@ -43,7 +43,7 @@ _HIGHEST = {
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "integer": int, "number": (int, float), "text": str, "boolean": bool, "list": list, "object": dict
 }  # fmt: skip
-_DECLARED = {field.name: _TYPES[field.type] for kind in (DEVICE, HOST) for field in kind.fields}
+_DECLARED = {field.name: _TYPES[field.type] for kind in ("device", "host") for field in RECORDS[kind].fields}
 
 
 @dataclass(slots=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from textwrap import dedent
 
 _UNITS = {
     "_bytes_s": "bytes/s",
@@ -40,7 +43,7 @@ class Field:
     @property
     def unit(self) -> str:
         """Its unit; empty if it has none."""
-        return self.odd_unit or next((unit for end, unit in _UNITS.items() if self.name.endswith(end)), "")
+        return self.odd_unit or next((unit for end, unit in _UNITS.items() if f"_{self.name}".endswith(end)), "")
 
     @property
     def scale(self) -> float:
@@ -74,22 +77,57 @@ class RecordKind:
         return tuple(name for each in self.fields for name in each.in_csv)
 
 
-PROCESS = Field("process", "integer", "the training process, from 0")
-RANK = Field("rank", "integer", "the rank of the process; null if it has none")
-WHO = (PROCESS, RANK)
-T = Field("t_s", "number", "time since the run's start")
-START = Field("start_s", "number", "time of its start, since the run's start")
-WALL = Field("wall_ms", "number", "its duration")
-MODE = Field("mode", "text", "dp (over several devices) or single (one device, as on every rank); null if unknown")
-ABSENT = Field("absent", "object", "why a field is null or missing, by the field's name")
-DEVICES = Field("devices", "list", "the devices available to it, by torch's names")
-_SIZES = (
-    "path, shape, dtype, bytes. Shape and bytes describe the part on this rank; a DTensor, which is divided among"
-    " ranks, also has global_shape"
-)
-INPUTS = Field("inputs", "list", f"each tensor among the arguments: {_SIZES}")
-OUTPUTS = Field("outputs", "list", f"each tensor of the result: {_SIZES}")
+def _fields(lines: Iterable[str], known: Mapping[str, Field]) -> Iterator[Field]:
+    """Yield the fields in the lines of a table; see `kind`."""
+    for line in lines:
+        if ": " not in line:
+            yield from (known[name] for name in line.split())
+            continue
+        about, _, metric = line.partition(" -> ")
+        about, _, note = about.partition(" [")
+        head, meaning = about.split(": ", 1)
+        name, type_, *unit = head.split(", ")
+        whether, _, names = note.removesuffix("]").partition("in CSV")
+        columns = () if whether == "not " else tuple(names[2:].split()) or None
+        yield Field(name, type_, meaning, columns, whether == "only ", metric, "".join(unit))
 
 
-def only_csv(name: str, type_: str, meaning: str) -> Field:
-    return Field(name, type_, meaning, only_csv=True)
+def _lines(table: str) -> list[str]:
+    """Return the lines of a table; a line that is indented further continues the line before it."""
+    return re.sub(r"\n +", " ", dedent(table).strip()).splitlines()
+
+
+def kind(table: str, *more: Field, row: str = "record") -> RecordKind:
+    """Return a kind of record from a table of its fields.
+
+    The first line is `name: meaning`. The line of a field is `name, type: meaning`, or `name, type, unit: meaning` if
+    the end of the name does not tell the unit. After it may come `[only in CSV]`, `[not in CSV]` or `[in CSV: names]`,
+    then ` -> ` and the name of its metric. Other lines name fields of `more`, or fields of many kinds.
+    """
+    head, *lines = _lines(table)
+    name, meaning = head.split(": ", 1)
+    known = {**_SHARED, **{field.name: field for field in more}}
+    return RecordKind(name, meaning, tuple(_fields(lines, known)), row)
+
+
+_SHARED = {
+    field.name: field
+    for field in _fields(
+        _lines("""
+    process, integer: the training process, from 0
+    rank, integer: the rank of the process; null if it has none
+    t_s, number: time since the run's start
+    start_s, number: time of its start, since the run's start
+    wall_ms, number: its duration
+    mode, text: dp (over several devices) or single (one device, as on every rank); null if unknown
+    absent, object: why a field is null or missing, by the field's name
+    devices, list: the devices available to it, by torch's names
+    inputs, list: each tensor among the arguments: path, shape, dtype, bytes. Shape and bytes describe the part on this
+        rank; a DTensor, which is divided among ranks, also has global_shape
+    outputs, list: each tensor of the result: path, shape, dtype, bytes. Shape and bytes describe the part on this rank;
+        a DTensor, which is divided among ranks, also has global_shape
+    """),
+        {},
+    )
+}
+"""The fields that many kinds have."""

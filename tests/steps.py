@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dpmon.model.compare import Comparison, compare_modes
 from dpmon.model.state import PHASES
-from dpmon.record.schema import EVALUATION, QUANTITIES, SETTLING
+from dpmon.record.schema import EVALUATION, QUANTITIES, SETTLING, device_series
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.store.answers import LongRow, TimeRow
 from dpmon.store.figures import Window
-from dpmon.store.tally import NO_SAMPLES, Key, StepFacts, Tally
+from dpmon.store.tables import STEP_COLUMNS
+from dpmon.store.tally import NO_SAMPLES, Key, Tally
 
 NOT_RUN = -1
 
@@ -44,7 +45,7 @@ class _Steps:
                 for key in {self._key(mode, sample) for sample in part}:
                     tally = Tally()
                     same = [sample for sample in part if self._key(mode, sample) == key]
-                    tally.add([_facts(sample) for sample in same], _start(same[0]), same[-1].end_ns)
+                    tally.add([_facts(sample).row(_start(sample)) for sample in same])
                     self._rows.append((0, 1, key, tally))
             left = seen.get(mode, 0) - len(samples)
             if left > 0:
@@ -71,6 +72,31 @@ class _Steps:
         return {(key.mode, key.kind) for _, _, key, _ in self._rows}
 
 
+class StepFacts(NamedTuple):
+    """The facts of a step for a tally, ns."""
+
+    number: int
+    wall: int
+    quantities: Sequence[int | None]
+    phases: Sequence[int | None]
+    rest: int | None = None
+    calls: int = 0
+    device: Mapping[str, int] = {}
+    parts: Sequence[tuple[str, int]] = ()
+
+    @property
+    def series(self) -> list[tuple[str, int]]:
+        """Values of further series."""
+        return [*((device_series(name), took) for name, took in self.device.items()), *self.parts]
+
+    def row(self, start: int, key: Key | None = None) -> tuple[Any, ...]:
+        """Return its row of STEP_COLUMNS."""
+        process, mode, kind, _ = key or Key(0, "dp", 0, 0)
+        known = None, process, self.number, mode, start, self.wall, kind, self.calls
+        row = *known, *self.quantities, *self.phases, self.rest
+        return *row, *[None] * (len(STEP_COLUMNS) - len(row))
+
+
 def _start(sample: StepSample) -> int:
     return sample.end_ns - sample.wall_ns
 
@@ -80,7 +106,7 @@ def _facts(sample: StepSample) -> StepFacts:
     rest = took[_FORWARD]
     if rest is not None:
         took[_FORWARD] = rest + sum(took[at] or 0 for at in _CALLS)
-    return StepFacts(sample.step, sample.wall_ns, quantities(samples=sample.samples), took, rest, 0, {}, [])
+    return StepFacts(sample.step, sample.wall_ns, quantities(samples=sample.samples), took, rest)
 
 
 def quantities(**known: int | None) -> tuple[int | None, ...]:

@@ -10,12 +10,13 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from steps import quantities
+from steps import StepFacts, quantities
 
 from dpmon.record.schema import KINDS, PHASES
+from dpmon.store.batch import Batch
 from dpmon.store.queries import Store
 from dpmon.store.tables import HISTORY_FILE, LARGEST, Door
-from dpmon.store.tally import WIDTHS, Key, StepFacts, Tally
+from dpmon.store.tally import WIDTHS, Key, Tally
 
 SECOND = 1_000_000_000
 
@@ -31,6 +32,10 @@ class OneStep(NamedTuple):
     def end(self) -> int:
         """Return the end, ns."""
         return self.start + self.facts.wall
+
+    def add_to(self, batch: Batch) -> None:
+        """Add the step to a batch."""
+        batch.step(self.key, self.end, self.facts.row(self.start, self.key), self.facts.series)
 
 
 def some_facts(chance: random.Random, number: int, wall: int, samples: int | None = 8) -> StepFacts:
@@ -65,7 +70,7 @@ def expected(steps: Iterable[OneStep]) -> dict[int, dict[tuple[int, Key], Tally]
     for step in steps:
         for width in WIDTHS:
             start = step.end // SECOND // width * width
-            found[width][start, step.key].add([step.facts], step.start, step.end)
+            found[width][start, step.key].add([step.facts.row(step.start)], step.facts.series)
     return found
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from dpmon.record.history_rows import CollectiveRow
 from dpmon.store.accounting import Spent
 from dpmon.store.rounds import Joined
 from dpmon.store.tables import RingRow
-from dpmon.store.tally import Key, StepFacts
+from dpmon.store.tally import Key
 
 GAP_NS = 20_000_000
 """Shortest gap between two steps that gets a row."""
@@ -24,17 +24,12 @@ ShapeKey = tuple[int, str, int, int, int, str, int]
 
 @dataclass(slots=True)
 class EndedSteps:
-    """Steps of one tally that ended in one second; start of the first and end of the last one (ns)."""
+    """What a batch adds to the tally of one second."""
 
-    steps: list[StepFacts]
-    first_ns: int
-    last_ns: int
-
-    def add(self, steps: Sequence[StepFacts], first_ns: int, last_ns: int) -> None:
-        """Add steps that began and ended between two times."""
-        self.steps.extend(steps)
-        self.first_ns = min(self.first_ns, first_ns)
-        self.last_ns = max(self.last_ns, last_ns)
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
+    """Rows of STEP_COLUMNS."""
+    series: list[tuple[str, int]] = field(default_factory=list)
+    """Values of further series of these steps, and those of earlier steps that are known only now."""
 
 
 @dataclass
@@ -54,7 +49,7 @@ class Batch:
     characters: int = 0
     """Characters of text in definitions, calls, steps and events."""
     rings: list[RingRow] = field(default_factory=list)
-    tallied: dict[tuple[int, Key], EndedSteps] = field(default_factory=dict)
+    tallied: dict[tuple[int, Key], EndedSteps] = field(default_factory=lambda: defaultdict(EndedSteps))
     """Steps by the second they ended in and their tally."""
     spent: dict[tuple[int, int, str, str], int] = field(default_factory=dict)
     """Time (ns) by second, process, mode and activity; negative values subtract."""
@@ -91,15 +86,18 @@ class Batch:
         else:
             found[:] = [min(total + value, _MOST) for total, value in zip(found, values, strict=True)]
 
-    def step(self, key: Key, start_ns: int, facts: StepFacts) -> None:
-        """Add a step to its tally."""
-        end = start_ns + facts.wall
-        at = end // 1_000_000_000, key
-        found = self.tallied.get(at)
-        if found is None:
-            self.tallied[at] = EndedSteps([facts], start_ns, end)
-        else:
-            found.add((facts,), start_ns, end)
+    def step(self, key: Key, end_ns: int, row: tuple[Any, ...], series: Iterable[tuple[str, int]]) -> None:
+        """Add a step, also to its tally. `row`: of STEP_COLUMNS; `series`: values of further series."""
+        self.steps.append(row)
+        ended = self.tallied[end_ns // _SECOND, key]
+        ended.rows.append(row)
+        ended.series += series
+
+    def join(self, joined: Iterable[Joined]) -> None:
+        """Add the waits of steps of this or an earlier batch."""
+        for one in joined:
+            self.joined.append(one)
+            self.tallied[one.step.second, one.step.key].series += one.series.items()
 
     def spend(self, process: int, spent: Iterable[Spent]) -> None:
         """Add time of a process's activities."""

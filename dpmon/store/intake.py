@@ -35,7 +35,7 @@ from dpmon.store.answers import call_in, parts_column, replica_series, stage_ser
 from dpmon.store.batch import GAP_NS, Batch, ShapeKey
 from dpmon.store.rounds import SyncStep, device_tail
 from dpmon.store.tables import CALL_ROW, RingRow
-from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, StepFacts
+from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key
 
 if TYPE_CHECKING:
     from dpmon.store.writer import History
@@ -174,7 +174,7 @@ class Intake:
         self._count(batch, self._calls, None)
         self._calls.clear()
         self._note_held()
-        batch.joined += self._accounts.rounds.ended(self.row.process)
+        batch.join(self._accounts.rounds.ended(self.row.process))
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -189,12 +189,7 @@ class Intake:
         values = _phases_of((*own, *by_call))
         quantities = [*map(row.counts.get, _COUNTED)]
         quantities.insert(_SAMPLES_AT, row.samples)
-        device = _device_times(row, calls, by_call)
-        parts = [part for call in calls for part in call.parts]
-        facts = StepFacts(step, wall, quantities, values, rest, len(calls), device, parts)
         process = self.row.process
-        key = Key(process, mode, kind, self._batch_size(row.samples))
-        batch.step(key, began, facts)
         spent, gap = self._accounts.account(process).step(step, mode, began, wall, evaluation)
         batch.spend(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
@@ -204,7 +199,10 @@ class Intake:
         spans = f"[{','.join(map(str, chain.from_iterable(row.runs)))}]" if row.runs else None
         sync_number = row.sync_number
         rest_of = rest, times, spans, row.missing_spans, sync_number, None, None
-        batch.steps.append((*named, *quantities, *values, *rest_of))
+        key = Key(process, mode, kind, self._batch_size(row.samples))
+        series = [(device_series(name), ns) for name, ns in _device_times(row, calls, by_call).items()]
+        series += [part for call in calls for part in call.parts]
+        batch.step(key, began + wall, (*named, *quantities, *values, *rest_of), series)
         batch.characters += len(spans or "") + len(times or "")
         if sync_number is not None:
             second = (began + wall) // 1_000_000_000
@@ -212,7 +210,7 @@ class Intake:
             tail = row.phases.get("sync") if row.times is None else device_tail(row.times)
             if tail is not None:
                 synced = SyncStep(number, key, second, sync_number, row.counts.get("synced", 0), tail)
-                batch.joined += self._accounts.rounds.step(process, synced)
+                batch.join(self._accounts.rounds.step(process, synced))
         self._place(number)
         self._note_held()
         self.row.steps += 1

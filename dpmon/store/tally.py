@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from dpmon.errors import HistoryError
-from dpmon.record.schema import PHASES, QUANTITIES, REST, STEP, device_series
+from dpmon.record.schema import PHASES, QUANTITIES, REST, STEP
 from dpmon.store import quantiles
 from dpmon.store.quantiles import Counts, Packed
 
@@ -23,6 +23,8 @@ NO_SAMPLES, OTHER_SIZES = -1, -2
 """Batch sizes in a key for an unknown number of samples, and for all sizes beyond dpmon.store.intake.BATCH_SIZES."""
 WIDTHS = (1, 10, 60, 600, 3600, 14_400, 86_400)
 """Possible lengths of a tally's stretch (s)."""
+_TIMED = (*(phase.name for phase in PHASES), REST)
+"""The times of a step in a row, which follow its quantities."""
 _ENTRY = struct.Struct("<HIqI")
 """Number of the series, number of values, their sum, bytes of the sketch that follows."""
 _MAX = (1 << 63) - 1
@@ -41,23 +43,6 @@ class Key(NamedTuple):
     """A number of dpmon.record.schema.KINDS."""
     batch: int
     """Samples per step, NO_SAMPLES or OTHER_SIZES."""
-
-
-class StepFacts(NamedTuple):
-    """The facts of a step for a tally. Times in ns; None: did not run, or unknown."""
-
-    number: int
-    wall: int
-    quantities: Sequence[int | None]
-    """In the order of QUANTITIES."""
-    phases: Sequence[int | None]
-    """In the order of PHASES."""
-    rest: int | None
-    calls: int
-    device: Mapping[str, int]
-    """Device times by phase."""
-    parts: Sequence[tuple[str, int]]
-    """Durations of replicas and stages in its calls, by the name of their series."""
 
 
 class Stat:
@@ -192,31 +177,24 @@ class Tally:
         """The sum of a quantity; an empty one if no step has a value."""
         return self.sums.get(quantity) or Sum()
 
-    def add(self, steps: Sequence[StepFacts], first_ns: int, last_ns: int) -> None:
-        """Add steps. `first_ns`: start of the first one. `last_ns`: end of the last one."""
-        numbers, walls, quantities, phases, rests, calls, devices, parts = zip(*steps, strict=True)
-        self._extend(len(steps), sum(calls), max(numbers), min(walls), max(walls), first_ns, last_ns)
-        self._count(STEP, walls)
-        for quantity, column in zip(QUANTITIES, zip(*quantities, strict=True), strict=True):
-            known = [value for value in column if value is not None]
-            if known:
-                self.sums.setdefault(quantity.name, Sum()).merge(Sum(len(known), sum(known)))
-        for phase, column in zip(PHASES, zip(*phases, strict=True), strict=True):
-            self._count(phase.name, [took for took in column if took is not None])
-        self._count(REST, [took for took in rests if took is not None])
+    def add(self, rows: Sequence[tuple[Any, ...]], series: Iterable[tuple[str, int]] = ()) -> None:
+        """Add steps. `rows`: of STEP_COLUMNS. `series`: values of further series, also of steps that were added."""
+        if rows:
+            _, _, numbers, _, starts, walls, _, calls, *columns = zip(*rows, strict=True)
+            ends = map(int.__add__, starts, walls)
+            self._extend(len(rows), sum(calls), max(numbers), min(walls), max(walls), min(starts), max(ends))
+            self._count(STEP, walls)
+            for quantity, column in zip(QUANTITIES, columns, strict=False):
+                known = [value for value in column if value is not None]
+                if known:
+                    self.sums.setdefault(quantity.name, Sum()).merge(Sum(len(known), sum(known)))
+            for name, column in zip(_TIMED, columns[len(QUANTITIES) :], strict=False):
+                self._count(name, [took for took in column if took is not None])
         named: dict[str, list[int]] = defaultdict(list)
-        for times in devices:
-            for name, took in times.items():
-                named[device_series(name)].append(took)
-        for name, took in chain.from_iterable(parts):
-            named[name].append(took)
+        for name, value in series:
+            named[name].append(value)
         for name, values in named.items():
             self._count(name, values)
-
-    def add_series(self, values: Mapping[str, Sequence[int]]) -> None:
-        """Add late values, by series, of steps that are already counted."""
-        for name, found in values.items():
-            self._count(name, found)
 
     def _count(self, series: str, values: Sequence[int]) -> None:
         if values:

@@ -14,7 +14,6 @@ from itertools import pairwise
 from dpmon.errors import HistoryError
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.batch import Batch
-from dpmon.store.rounds import Joined
 from dpmon.store.tables import ACTIVITY_COLUMNS, Door, check_kinds
 from dpmon.store.tally import COLUMNS, WIDTHS, Key, SeriesNames, Tally
 
@@ -82,11 +81,7 @@ class TallyWriter:
         self._keys |= new
         for (second, key), ended in batch.tallied.items():
             for width in self._widths(second):
-                tally = self._tally((width, second // width * width, key), changed)
-                tally.add(ended.steps, ended.first_ns, ended.last_ns)
-        for (second, key), series in _joined(batch.joined).items():
-            for width in self._widths(second):
-                self._tally((width, second // width * width, key), changed).add_series(series)
+                self._tally((width, second // width * width, key), changed).add(ended.rows, ended.series)
         newest = max((second for second, _ in batch.tallied), default=0)
         self._put(changed)
         self._add_times(batch.spent)
@@ -190,12 +185,3 @@ class TallyWriter:
                 (f"pruned_{width}", before),
             )
             self._cache.clear()
-
-
-def _joined(joined: Iterable[Joined]) -> dict[tuple[int, Key], dict[str, list[int]]]:
-    """Return the values of joined steps by (second, key) and series."""
-    found: dict[tuple[int, Key], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for synced in joined:
-        for name, value in synced.series.items():
-            found[synced.step.second, synced.step.key][name].append(value)
-    return found

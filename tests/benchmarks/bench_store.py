@@ -31,7 +31,7 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 
 from rowring import RowRing, use_row_rings  # noqa: E402
-from steps import quantities  # noqa: E402
+from steps import StepFacts, quantities  # noqa: E402
 from synthetic import LEARNS, call_row, one_after_the_other, step_row  # noqa: E402
 
 from dpmon.model.snapshot import Snapshots  # noqa: E402
@@ -46,7 +46,7 @@ from dpmon.store.batch import Batch, EndedSteps  # noqa: E402
 from dpmon.store.drain import Drain  # noqa: E402
 from dpmon.store.opened import open_store  # noqa: E402
 from dpmon.store.store_at import StoreAt  # noqa: E402
-from dpmon.store.tally import Key, StepFacts  # noqa: E402
+from dpmon.store.tally import Key  # noqa: E402
 from dpmon.store.writer import History  # noqa: E402
 
 SECOND = 1_000_000_000
@@ -183,7 +183,9 @@ def a_day(directory: Path, ranks: int) -> None:
                 first = (second * 7 + process) % (len(source) - PER_SECOND)
                 steps = source[first : first + PER_SECOND] if fine else source[:: 1 if ranks == 1 else 5]
                 begin, end = second * SECOND, (second + width) * SECOND
-                batch.tallied[second, Key(process, "single", 0, 64)] = EndedSteps(steps, begin, end - 1)
+                rows = [step.row(begin) for step in steps]
+                series = [one for step in steps for one in step.series]
+                batch.tallied[second, Key(process, "single", 0, 64)] = EndedSteps(rows, series)
                 middle = begin + (end - begin) * 98 // 100
                 spent = Spent("training", "single", begin, middle), Spent("between", "single", middle, end)
                 batch.spend(process, spent)

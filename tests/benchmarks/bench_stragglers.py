@@ -23,12 +23,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from running import Dpmon
+from steps import StepFacts
 
 from dpmon.export import history
 from dpmon.model.stragglers import RankTimes, rank_times, straggler
 from dpmon.record.kinds import Step
 from dpmon.record.schema import EXPOSED, HELD, PHASES, QUANTITIES, WAIT
-from dpmon.store.tally import StepFacts, Tally
+from dpmon.store.tally import Tally
 
 SCRIPT = Path(__file__).resolve().parents[1] / "process" / "scripts" / "straggler.py"
 WINDOW, BALANCED = 50, 40
@@ -42,12 +43,11 @@ def times_of(steps: list[Step], held: dict[int, int]) -> RankTimes:
     for step in steps:
         phases = [step.phases.get(phase.name) for phase in PHASES]
         counted = [step.quantity(quantity.name) for quantity in QUANTITIES]
-        facts = StepFacts(step.step, step.wall_ns, counted, phases, None, 1, {}, ())
-        tally.add([facts], step.start_ns, step.start_ns + step.wall_ns)
+        facts = StepFacts(step.step, step.wall_ns, counted, phases, None, 1)
+        tally.add([facts.row(step.start_ns)])
         if step.exposed_ns is not None and step.wait_ns is not None:
-            tally.add_series({EXPOSED: [step.exposed_ns], WAIT: [step.wait_ns]})
-            if step.step in held:
-                tally.add_series({HELD: [held[step.step]]})
+            late = {EXPOSED: step.exposed_ns, WAIT: step.wait_ns}
+            tally.add([], (late | {HELD: held[step.step]} if step.step in held else late).items())
     return rank_times(steps[0].process, steps[0].rank, tally)
 
 

@@ -45,8 +45,8 @@ GOOD = mode(data=0.05, forward=0.4, backward=0.4, optimizer=0.1, replicate=0.1, 
 def third(median: float, quarter: float, **phases: float) -> Tally:
     """Return steps with this median and a quarter of `quarter` (ms), and the medians of their phases (ms)."""
     found = Tally()
-    found.add_series({"step": [int(ms * MS) for ms in (median, median, median, quarter, quarter)]})
-    found.add_series({name: [int(ms * MS)] for name, ms in phases.items()})
+    times = [*(("step", ms) for ms in (median, median, median, quarter, quarter)), *phases.items()]
+    found.add([], [(name, int(ms * MS)) for name, ms in times])
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -74,10 +73,6 @@ class Ring:
         """Return the rows of the steps."""
         return [dict(zip(STEP_COLUMNS, row, strict=True)) for row in self.batch.steps]
 
-    def facts(self) -> Iterator[Any]:
-        for ended in self.batch.tallied.values():
-            yield from ended.steps
-
     def shapes(self) -> Counter[tuple[str, int]]:
         """Return calls by mode and kind."""
         found: Counter[tuple[str, int]] = Counter()
@@ -128,7 +123,7 @@ def test_a_step_of_calls_that_train_is_no_evaluation_without_a_backward_pass(rin
 def test_batch_sizes_beyond_the_first_share_a_tally(ring: Ring) -> None:
     for samples in (-1, *range(100, 100 + BATCH_SIZES + 5), 100, 0, -1):
         ring.step(samples=samples)
-    found = Counter(key.batch for ended in [ring.batch.tallied] for _, key in ended for _ in ended[_, key].steps)
+    found = Counter(key.batch for ended in [ring.batch.tallied] for _, key in ended for _ in ended[_, key].rows)
     assert found[NO_SAMPLES] == 2
     assert found[OTHER_SIZES] == 6
     assert found[100] == 2
@@ -159,12 +154,12 @@ def test_device_times_count_where_every_call_has_them(ring: Ring) -> None:
     ring.number += 1
     step = step_row(DP, ring.number, ring.now, 60 * MS, 8, (1 * MS, 30 * MS, 10 * MS, 1 * MS))
     ring.add(step.timed((None, 20.0, 9.0, 1.5), 1))
-    (facts,) = ring.facts()
-    assert facts.device == {
-        "forward": 20 * MS, "backward": 9 * MS, "optimizer": 1_500_000, "scatter": MS, "parallel_apply": 4 * MS,
-    }  # fmt: skip
-    on_device = [part for part in facts.parts if part[0].endswith("@device")]
-    assert on_device == [("replica 1 0@device", 2 * MS), ("replica 1 1@device", 2_500_000), ("replica 1 0@device", MS)]
+    (ended,) = ring.batch.tallied.values()
+    assert [one for one in ended.series if one[0].endswith("@device")] == [
+        ("forward@device", 20 * MS), ("backward@device", 9 * MS), ("optimizer@device", 1_500_000),
+        ("scatter@device", MS), ("parallel_apply@device", 4 * MS),
+        ("replica 1 0@device", 2 * MS), ("replica 1 1@device", 2_500_000), ("replica 1 0@device", MS),
+    ]  # fmt: skip
     assert sorted(untimed for *_, untimed in ring.batch.shapes) == [0, 1]
 
 

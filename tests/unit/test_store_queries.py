@@ -103,7 +103,7 @@ def written(directory: Path, steps: Sequence[OneStep], spent: Sequence[tuple[int
     for at in range(0, len(steps), 50):
         batch = Batch()
         for step in steps[at : at + 50]:
-            batch.step(step.key, step.start, step.facts)
+            step.add_to(batch)
         if at == 0:
             for process, one in spent:
                 batch.spend(process, [one])

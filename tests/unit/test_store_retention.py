@@ -16,7 +16,7 @@ from written import SECOND, opened, some_facts
 from dpmon.store.accounting import Spent
 from dpmon.store.batch import Batch
 from dpmon.store.figures import Window
-from dpmon.store.tables import HISTORY_FILE, STEP_COLUMNS
+from dpmon.store.tables import HISTORY_FILE
 from dpmon.store.tally import WIDTHS, Key
 from dpmon.store.writer import History
 
@@ -49,19 +49,16 @@ def batches(ranks: int, seconds: int, every_s: int, seed: int) -> Iterator[Batch
     chance = random.Random(seed)
     pool = [some_facts(chance, 1, int(chance.lognormvariate(19, 0.3)), 8) for _ in range(50)]
     number, at, batch = 0, 0, Batch()
-    row = dict.fromkeys(STEP_COLUMNS)
     for second in range(0, seconds, every_s):
         for process in range(ranks):
             number += 1
             facts = chance.choice(pool)._replace(number=number)
             key = Key(process, "single", 1 if second % 1000 > 900 else 0, 8)
             start = second * SECOND
-            batch.step(key, start, facts)
+            batch.step(key, start + facts.wall, (number, *facts.row(start, key)[1:]), facts.series)
             took = Spent("training", "single", start, start + facts.wall)
             rest = Spent("between", "single", start + facts.wall, start + 2 * SECOND)
             batch.spend(process, [took, rest])
-            more = {"id": number, "step": number, "process": process, "start_ns": start, "wall_ns": facts.wall}
-            batch.steps.append((*{**row, **more, "mode": "single", "kind": key.kind, "samples": 8}.values(),))
         if second - at >= 60:
             at = second
             yield batch

@@ -13,9 +13,7 @@ from dpmon.store.tally import SeriesNames, Stat, Tally
 
 def of_steps(steps: list[OneStep]) -> Tally:
     found = Tally()
-    if steps:
-        facts = [step.facts for step in steps]
-        found.add(facts, min(step.start for step in steps), max(step.end for step in steps))
+    found.add([step.facts.row(step.start) for step in steps], [one for step in steps for one in step.facts.series])
     return found
 
 

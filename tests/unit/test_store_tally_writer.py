@@ -10,14 +10,14 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from steps import quantities
+from steps import StepFacts, quantities
 from written import SECOND, OneStep, expected, some_steps
 
 from dpmon.record.schema import PHASES, STEP
 from dpmon.store.accounting import ACTIVITIES, Spent
 from dpmon.store.batch import Batch
 from dpmon.store.tables import ACTIVITY_COLUMNS, HISTORY_FILE, HistoryError
-from dpmon.store.tally import COLUMNS, WIDTHS, Key, SeriesNames, StepFacts, Tally
+from dpmon.store.tally import COLUMNS, WIDTHS, Key, SeriesNames, Tally
 from dpmon.store.writer import History
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ HOURS = 2.6 * 3600
 def a_batch(steps: Sequence[OneStep]) -> Batch:
     batch = Batch()
     for step in steps:
-        batch.step(step.key, step.start, step.facts)
+        step.add_to(batch)
     return batch
 
 
@@ -235,6 +235,6 @@ def test_a_damaged_series_does_not_end_the_recording(tmp_path: Path) -> None:
 def test_more_values_than_an_entry_holds_are_cut() -> None:
     names = SeriesNames()
     tally = Tally()
-    tally.add([StepFacts(1, 5, quantities(), [None] * len(PHASES), None, 0, {}, ())], 0, 5)
+    tally.add([StepFacts(1, 5, quantities(), [None] * len(PHASES)).row(0)])
     tally.stats[STEP].count = 1 << 32
     assert tally.row(names)[-1][2:6] == b"\xff" * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -46,10 +47,14 @@ class _Source:
         if path not in RowRing.made:
             raise RingError(f"{path}: not a ring")
         self._ring = RowRing.made[path]
-        self.pid, self.process, self.rank = os.getpid(), self._ring.process, None
+        self.resumes = row is not None and row.pid == os.getpid()
+        self.row = RingRow(path.name, self._ring.process, None, os.getpid(), missed=0 if row is None else row.missed)
+        if row is not None and self.resumes:
+            self.row = replace(row)
         self.over = False
-        self._at = row.sequence if row is not None and row.pid == self.pid else 0
-        self._missed = 0
+        self.unreadable = 0
+        self._at = self.row.sequence
+        self._missed = self.row.missed
 
     def take(self, now_ns: int, gone: bool) -> tuple[list[Row], bool]:
         first = max(self._at, self._ring.first)
@@ -58,9 +63,9 @@ class _Source:
         self.over = self.over or gone
         return self._ring.rows[first - self._ring.first :], False
 
-    def note(self, row: RingRow) -> int:
-        row.sequence, row.ended = self._at, self.over
-        return self._missed
+    def note(self) -> None:
+        row = self.row
+        row.sequence, row.ended, row.missed = self._at, self.over, self._missed + self.unreadable
 
     def close(self) -> None:
         pass

@@ -271,10 +271,10 @@ def rm(options: argparse.Namespace) -> int:
 
 def _steps(directory: Path) -> tuple[int | None, int | None, int | None, float | None]:
     """Steps, evaluation steps, open calls and samples/s; None if the record has no rings, or cannot be read."""
+    from dpmon.errors import HistoryError
     from dpmon.store.figures import Window
     from dpmon.store.opened import open_store  # imported here because it loads sqlite
     from dpmon.store.store_at import StoreAt
-    from dpmon.store.tables import HistoryError
 
     with suppress(HistoryError, RunError), open_store(directory) as store:
         most = max(store.rings.values(), key=lambda row: row.steps, default=None)

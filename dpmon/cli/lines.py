@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dpmon.cleaning import json_text
+from dpmon.errors import HistoryError
 from dpmon.model.json_fields import communication_fields, fields_of, phase_fields, rank_fields
 from dpmon.model.pace import speed
 from dpmon.model.snapshot import Snapshots
@@ -30,7 +31,6 @@ from dpmon.run.rundir import ExitInfo, RunError, is_run_directory
 from dpmon.store.figures import Figures, counted_as_fields, rate_as_fields
 from dpmon.store.opened import open_store
 from dpmon.store.store_at import StoreAt
-from dpmon.store.tables import HistoryError
 from dpmon.text.quantities import calls_so_far, compact, group, within_words
 
 EVERY_S = 1.0

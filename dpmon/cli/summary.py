@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.cleaning import clean
+from dpmon.errors import HistoryError
 from dpmon.model.layouts import flow
 from dpmon.model.memory import Held, reasons
 from dpmon.model.mode_facts import ModeFacts
@@ -24,7 +25,6 @@ from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.runs import short_name
 from dpmon.store.figures import PhaseFigures
 from dpmon.store.opened import open_store
-from dpmon.store.tables import HistoryError
 from dpmon.text.cells import cut, span_width
 from dpmon.text.quantities import (
     calls_so_far,

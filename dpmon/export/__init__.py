@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from dpmon.cleaning import json_text
-from dpmon.errors import DpmonError
+from dpmon.errors import DpmonError, HistoryError
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables
 from dpmon.record.fields import RECORDS
@@ -18,7 +18,6 @@ from dpmon.record.kinds import Event, Record, kind_of
 from dpmon.run.destination import check_replaceable, opened, replaced, stdout
 from dpmon.run.rundir import load_exit, load_info
 from dpmon.store.opened import open_store
-from dpmon.store.tables import HistoryError
 
 
 class ExportError(DpmonError):

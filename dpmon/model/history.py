@@ -86,11 +86,10 @@ def _sums(
     end_s: int,
     width: int,
     trained: Collection[str],
-    finest: int = 1,
 ) -> dict[tuple[int, str, bool], _StretchSum]:
     """The steps of a process by stretch of `width` seconds: start, mode, and whether they are evaluations."""
     found: dict[tuple[int, str, bool], _StretchSum] = {}
-    rows = store.tally_rows(begin_s, end_s, process=process, sketches=False, finest=finest, widest=_widest(width))
+    rows = store.tally_rows(begin_s, end_s, process=process, sketches=False, widest=_widest(width))
     for start, wide, key, tally in rows:
         if start >= begin_s and tally.steps:
             place = start // width * width, key.mode, bool(key.kind & EVALUATION) and key.mode in trained
@@ -272,7 +271,7 @@ def stretches(
     trained, end_s = trains(store.kinds()), (last_ns // SECOND // seconds + 1) * seconds
     found = []
     for process in sorted(set(shown.values())):
-        sums = _sums(store, process, 0, end_s, seconds, trained, _widest(seconds))
+        sums = _sums(store, process, 0, end_s, seconds, trained)
         within, between = _spent(store, process, end_s, seconds, trained)
         for (start, mode, evaluation), one in sums.items():
             if shown.get((mode, evaluation)) != process:
@@ -293,7 +292,7 @@ def _spent(
     within: Counter[tuple[int, str, bool]] = Counter()
     between: Counter[tuple[int, str, bool]] = Counter()
     width = _widest(seconds)
-    for row in store.time_rows(0, end_s, finest=width, widest=width, process=process):
+    for row in store.time_rows(0, end_s, widest=width, process=process):
         start = row.start_s // seconds * seconds
         within[start, row.mode, False] += max(row.spent["training"], 0)
         between[start, row.mode, False] += max(row.spent["between"], 0)

@@ -257,7 +257,7 @@ class RunFacts:
         trained = self.window.trained(facts.mode)
         rows = [
             (at, tally)
-            for at, _, key, tally in self.store.tally_rows(process=facts.process, finest=width, widest=width)
+            for at, _, key, tally in self.store.tally_rows(process=facts.process, widest=width)
             if key.mode == facts.mode and not key.kind & SETTLING and bool(key.kind & EVALUATION) != trained
         ]
         first, last = thirds(rows, sum(tally.steps for _, tally in rows))

@@ -6,12 +6,13 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dpmon.errors import HistoryError
 from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event, RecordError
 from dpmon.run.proc import alive
@@ -22,7 +23,7 @@ from dpmon.store.answers import event_in
 from dpmon.store.batch import Batch
 from dpmon.store.intake import Intake
 from dpmon.store.sources import SpanSource
-from dpmon.store.tables import HistoryError, RingRow
+from dpmon.store.tables import RingRow
 from dpmon.store.writer import LIMIT_BYTES, History
 
 COMMIT_S = 0.2
@@ -54,38 +55,6 @@ _OWN = "supervisor"
 """Name of the supervisor's row among the rings. It has no ring: the row counts its missed records."""
 
 
-class _RingIntake:
-    """A ring and the intake of its rows."""
-
-    def __init__(self, path: Path, row: RingRow | None, start_ns: int, accounts: Accounts) -> None:
-        """Continue where `row` left off. Raises RingError or OSError."""
-        self.ring = SpanSource(path, row)
-        self.resumes = row is not None and row.pid == self.ring.pid
-        """Whether the history already has records of this ring."""
-        if row is None or not self.resumes:
-            missed = 0 if row is None else row.missed
-            row = RingRow(path.name, self.ring.process, self.ring.rank, self.ring.pid, missed=missed)
-        self.row = row
-        self.intake = Intake(self.row, start_ns, accounts)
-        self._missed_before = self.row.missed
-        self.unreadable = 0
-        self.gone = False
-        """Whether its process was gone at the last check."""
-        self.look_at = 0.0
-        self.counted = self.ring.over
-        """Whether all its calls are counted, even those outside steps."""
-
-    def note(self) -> None:
-        """Update the row to the position that has been read."""
-        self.row.missed = self._missed_before + self.ring.note(self.row) + self.unreadable
-
-    def look(self, now: float) -> None:
-        """Check from time to time whether its process is gone."""
-        if now >= self.look_at and not self.ring.over:
-            self.look_at = now + GONE_S
-            self.gone = not alive(self.ring.pid, None)
-
-
 class Drain:
     """All rings of one run, and the records taken from them since the last write."""
 
@@ -104,7 +73,7 @@ class Drain:
         self._history: History | None = None
         self._kept: dict[str, RingRow] = {}
         """The rows of the rings in the history."""
-        self._sources: dict[str, _RingIntake] = {}
+        self._sources: dict[str, tuple[SpanSource, Intake]] = {}
         self._refused: set[str] = set()
         self._own: deque[Event] = deque()
         """Records of the supervisor that are not in the batch yet."""
@@ -113,7 +82,10 @@ class Drain:
         self._batch = Batch()
         self._accounts = Accounts()
         self._next_id = 1
+        self._gone: Collection[str] = ()
+        """The rings with processes that were gone at the last check."""
         self._find_at = 0.0
+        self._look_at = 0.0
         self._take_at = 0.0
         self._commit_at = 0.0
         self._retry_at = 0.0
@@ -150,8 +122,7 @@ class Drain:
                 self._find_at = now + FIND_S
                 self._find_rings()
             if now >= min(self._take_at, self._commit_at):
-                for source in self._sources.values():
-                    more = self._take(source, now) or more
+                more = self._take(now)
                 self._take_at = now + TAKE_S if len(self._sources) > MANY_RINGS and not more else now
             self._take_own()
         if now >= self._commit_at or self._batch.rows >= COMMIT_ROWS:
@@ -169,21 +140,18 @@ class Drain:
         continues this history; include the open steps of processes that outlive the command.
         """
         now = time.monotonic()
-        self._find_at = self._take_at = self._retry_at = 0.0
-        for source in self._sources.values():
-            source.look_at = 0.0
+        self._find_at = self._look_at = self._take_at = self._retry_at = 0.0
         for _ in range(64):
             if not self.drain(now):
                 break
         if self._history is None:
             return
-        for source in self._sources.values() if over else ():
-            source.look_at = 0.0  # the process may have ended a moment ago
-            if last:
-                source.gone, source.look_at = True, math.inf
-            for _ in range(64):
-                if not self._has_room() or not self._take(source, now):
-                    break
+        self._look_at = 0.0  # a process may have ended a moment ago
+        if last:
+            self._gone, self._look_at = self._sources.keys(), math.inf
+        for _ in range(64 * over):
+            if not self._has_room() or not self._take(now):
+                break
         self._write(now)
 
     def warnings_kept(self) -> list[str]:
@@ -213,8 +181,8 @@ class Drain:
         if self._history is not None:
             self._history.close()
             self._history = None
-        for source in self._sources.values():
-            source.ring.close()
+        for source, _ in self._sources.values():
+            source.close()
 
     # ------------------------------------------------------------------------------------------ rings
 
@@ -222,33 +190,45 @@ class Drain:
         for path in ring_paths(self._directory, self._sources.keys() | self._refused):
             kept = self._kept.get(path.name)
             try:
-                source = _RingIntake(path, kept and replace(kept), self._info.start_ns, self._accounts)
+                source = SpanSource(path, kept)
             except (RingError, OSError) as error:
                 # A new ring may be incomplete: its header follows a moment later.
                 if time.time() - _modified(path) > RETRY_S:
                     self._refused.add(path.name)
                     self.warn(f"{path.name} cannot be read: {error}")
                 continue
-            self._sources[path.name] = source
+            intake = Intake(source.row, self._info.start_ns, self._accounts)
+            self._sources[path.name] = source, intake
+            self._look_at = 0.0
             if source.resumes and self._history is not None:
                 with suppress(HistoryError):  # damaged; new records can still be recorded
-                    source.intake.resume(self._history)
+                    intake.resume(self._history)
 
-    def _take(self, source: _RingIntake, now: float) -> bool:
-        """Take the rows of one ring; return whether it filled faster than it was read."""
-        source.look(now)
+    def _take(self, now: float) -> bool:
+        """Take the new rows of all rings; return whether a ring filled faster than it was read."""
+        if now >= self._look_at:
+            self._look_at = now + GONE_S
+            there = ((name, source) for name, (source, _) in self._sources.items() if not source.over)
+            self._gone = {name for name, source in there if not alive(source.row.pid, None)}
+        more = False
+        for name, (source, intake) in self._sources.items():
+            more = self._take_ring(source, intake, now, name in self._gone) or more
+        return more
+
+    def _take_ring(self, source: SpanSource, intake: Intake, now: float, gone: bool) -> bool:
+        """Take the new rows of one ring; return whether it filled faster than it was read."""
+        over = source.over
         try:
-            rows, more = source.ring.take(int(now * 1e9), source.gone)
+            rows, more = source.take(int(now * 1e9), gone)
         except (RingError, OSError):
             return False
         for row in rows:
-            if not self._add(source.intake, row):
+            if not self._add(intake, row):
                 source.unreadable += 1
             if isinstance(row, Event) and row.kind == "memory":
-                self.on_memory_event(row.data, source.ring.pid)
-        if source.ring.over and not source.counted:
-            source.counted = True
-            source.intake.flush(self._batch)
+                self.on_memory_event(row.data, source.row.pid)
+        if source.over and not over:
+            intake.flush(self._batch)
         return more
 
     def _take_own(self) -> None:
@@ -303,9 +283,10 @@ class Drain:
         if self._history is None or now < self._retry_at:
             return
         self._commit_at = self._next_commit(now)
-        for source in self._sources.values():
+        for source, _ in self._sources.values():
             source.note()
-        self._batch.rings = [source.row for name, source in self._sources.items() if self._kept.get(name) != source.row]
+        rows = [source.row for source, _ in self._sources.values()]
+        self._batch.rings = [row for row in rows if self._kept.get(row.name) != row]
         if self._own_missed:
             before = self._kept.get(_OWN)
             missed = self._own_missed + (0 if before is None else before.missed)

@@ -15,6 +15,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from dpmon.errors import HistoryError
 from dpmon.run.condition import supervised
 from dpmon.run.files import check_database
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, ring_paths
@@ -27,7 +28,6 @@ from dpmon.store.tables import (
     LARGEST,
     SCHEMA_VERSION,
     Door,
-    HistoryError,
     RingRow,
     check_schema,
     rings_in,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,15 @@ class SpanSource:
 
         If the row has another process id, it belongs to an earlier, deleted ring: this ring is read from its start.
         """
-        self._ring = SpanReader(str(path))
-        self.pid: int = self._ring.pid
-        self.process: int = self._ring.process
-        self.rank = self._ring.rank
+        self._ring = ring = SpanReader(str(path))
+        self.resumes = row is not None and row.pid == ring.pid
+        """Whether the history already has records of this ring."""
+        missed = 0 if row is None else row.missed
+        own = RingRow(path.name, ring.process, ring.rank, ring.pid, missed=missed)
+        self.row = replace(row) if row is not None and self.resumes else own
+        """How much of the ring is in the history and its next batch, once `note` was called."""
+        self.unreadable = 0
+        """Number of its rows that could not be kept."""
         self.over = False
         """Whether its process has ended and all its rows are taken."""
         self._assembler = Assembler()
@@ -42,9 +48,9 @@ class SpanSource:
         """The last requested rate of device timing: one step in this many."""
         self._under_way = (0, 0)
         """Kind and start of the training thread's current span, as reported to the assembler since its last feed."""
-        if row is not None and row.pid == self.pid:
-            self._go_on(row)
-        self._dropped_before = self._assembler.dropped
+        if self.resumes:
+            self._go_on(self.row)
+        self._missed_before = missed - self._assembler.dropped
 
     def _go_on(self, row: RingRow) -> None:
         """Continue where a predecessor left off."""
@@ -119,15 +125,15 @@ class SpanSource:
         self.over = True
         return self._assembler.end()
 
-    def note(self, row: RingRow) -> int:
-        """Store the position in `row`; return the number of missed records."""
-        ring, assembler = self._ring, self._assembler
+    def note(self) -> None:
+        """Update the row to the position that has been read."""
+        ring, assembler, row = self._ring, self._assembler, self.row
         row.sequence, row.lines = ring.position, ring.lines_position
         row.open_calls = assembler.open_calls
         row.ended, row.thread = self.over, assembler.thread
         row.position = ring.position if self.over else assembler.position
         row.pending = " ".join(map(str, assembler.pending))
-        return ring.missed + ring.damaged_lines + assembler.dropped - self._dropped_before
+        row.missed = self._missed_before + ring.missed + ring.damaged_lines + assembler.dropped + self.unreadable
 
     def close(self) -> None:
         """Close the ring."""

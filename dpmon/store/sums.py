@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from dpmon.errors import HistoryError
 from dpmon.store.accounting import ACTIVITIES, LATEST_NS
 from dpmon.store.answers import TimeRow
-from dpmon.store.tables import ACTIVITY_COLUMNS, Door, HistoryError, rings_in
+from dpmon.store.tables import ACTIVITY_COLUMNS, Door, rings_in
 from dpmon.store.tally import TALLY, TALLY_AT, WIDTHS, KeptTallies, Key, Tally
 
 END = 1 << 40
@@ -69,58 +70,40 @@ class Sums:
 
     # ------------------------------------------------------------------------------------------ tallies
 
-    def stretches(
-        self, begin_s: int, end_s: int, finest: int = 1, widest: int = WIDTHS[-1]
-    ) -> list[tuple[int, int, int]]:
+    def stretches(self, begin_s: int, end_s: int, widest: int = WIDTHS[-1]) -> list[tuple[int, int, int]]:
         """Return the widest tallies that cover the time from `begin_s` to `end_s`, as stretches (width, begin, end).
 
-        `finest`, `widest`: limits of the widths. Where narrow tallies were deleted, wider ones replace them, even above
-        `widest`; they may extend beyond the two times.
+        Where the tallies up to the width `widest` were deleted, wider ones replace them. They may extend beyond the
+        two times.
         """
-        end_s = min(end_s, max(self._newest, begin_s) + 1)
-        found: list[tuple[int, int, int]] = []
-        at = begin_s
-        while at < end_s:
-            width = self._width_at(at, end_s, finest, widest)
-            at -= at % width
-            until = self._same_until(at, width, end_s, widest)
-            if found and found[-1][0] == width and found[-1][2] == at:
-                found[-1] = width, found[-1][1], until
-            else:
-                found.append((width, at, until))
-            at = until
-        return found
+        return list(self._cover(begin_s, min(end_s, max(self._newest, begin_s) + 1), WIDTHS, widest))
 
-    def _width_at(self, at: int, end: int, finest: int, widest: int) -> int:
-        """Return the width of the widest tally that begins at `at` and ends by `end`.
+    def _cover(self, begin: int, end: int, widths: Sequence[int], widest: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the stretches of `stretches`, in order; use only tallies of these widths."""
+        *finer, width = widths
+        if begin >= end:
+            return
+        if not finer:
+            yield width, begin, end
+            return
 
-        If there is none, return the narrowest width that was not deleted there.
-        """
-        for width in WIDTHS[:0:-1]:
-            there = at + width <= min(end, self._whole[width]) and at >= self._pruned.get(width, 0)
-            if width <= widest and there and at % width == 0:
-                return width
-        for width in WIDTHS:
-            start = at - at % width
-            there = width == 1 or start + width <= self._whole[width]
-            if width >= finest and there and start >= self._pruned.get(width, 0):
-                return width
-        return WIDTHS[0]
+        def deleted(second: int) -> bool:
+            """Whether no narrower tally covers a second."""
+            return all(second // each * each < self._pruned[each] for each in finer)
 
-    def _same_until(self, at: int, width: int, end: int, widest: int) -> int:
-        """Return the second until which the tallies from `at` on have this width.
-
-        The width changes only a few times, so the loop of `stretches` stays short, even in a damaged history.
-        """
-        limits = [end, *(second for each, second in self._pruned.items() if each < width and second > at)]
-        for wider in WIDTHS:
-            if width < wider <= widest:
-                begin = -(-max(at + 1, self._pruned.get(wider, 0)) // wider) * wider
-                if begin < self._whole[wider]:
-                    limits.append(begin)
-        if width > 1:
-            limits.append(self._whole[width])
-        return max(at + (min(limits) - at) // width * width, at + width)
+        low, high = begin // width * width, end // width * width
+        low += width * (low < begin and not deleted(begin))
+        high += width * (high < end and deleted(high))
+        if width > widest:
+            high = min(high, -(-min(self._pruned[each] for each in finer) // width) * width)
+        low = max(low, -(-self._pruned.get(width, 0) // width) * width)
+        high = min(high, self._whole[width] // width * width)
+        if low >= high:
+            yield from self._cover(begin, end, finer, widest)
+        else:
+            yield from self._cover(begin, low, finer, widest)
+            yield width, low, high
+            yield from self._cover(high, end, finer, widest)
 
     def _newest_second(self) -> int:
         query = "SELECT max(start_s) FROM {} WHERE width = 1"
@@ -134,7 +117,6 @@ class Sums:
         *,
         process: int | Collection[int] | None = None,
         sketches: bool = True,
-        finest: int = 1,
         widest: int = WIDTHS[-1],
         series: Collection[str] | None = None,
     ) -> Iterator[tuple[int, int, Key, Tally]]:
@@ -144,7 +126,7 @@ class Sums:
         """
         names = self._named(series)
         with self.until_damage():
-            for width, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, finest, widest):
+            for width, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, widest):
                 yield row[0], width, Key(*row[1:TALLY_AT]), Tally.of_row(row[TALLY_AT:], names, sketches=sketches)
 
     def _rows_between(
@@ -154,14 +136,13 @@ class Sums:
         begin_s: int,
         end_s: int,
         process: int | Collection[int] | None,
-        finest: int = 1,
         widest: int = WIDTHS[-1],
     ) -> Iterator[tuple[int, tuple[Any, ...]]]:
         """Yield (width, columns) of the rows of tallies or times between two seconds, in order of time."""
         names = ", ".join(columns)
         if isinstance(process, Collection) and len(process) == 1:
             (process,) = process
-        for width, begin, end in self.stretches(begin_s, end_s, finest, widest):
+        for width, begin, end in self.stretches(begin_s, end_s, widest):
             values = {"width": width, "begin": begin, "end": end}
             if not isinstance(process, int):
                 which = "" if process is None else f" AND process IN ({', '.join(map(str, process))})"
@@ -218,12 +199,11 @@ class Sums:
         begin_s: int = 0,
         end_s: int = END,
         *,
-        finest: int = 1,
         widest: int = WIDTHS[-1],
         process: int | Collection[int] | None = None,
     ) -> list[TimeRow]:
         """Return the activities of each process, or of `process`, between two seconds, in order of time."""
-        rows = self._rows_between("times", _TIME, begin_s, end_s, process, finest, widest)
+        rows = self._rows_between("times", _TIME, begin_s, end_s, process, widest)
         return [
             TimeRow(start, width, who, mode, dict(zip(ACTIVITIES, spent, strict=True)))
             for width, (start, who, mode, *spent) in rows

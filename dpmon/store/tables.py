@@ -64,32 +64,6 @@ from dpmon.record.schema import EXPOSED, PHASES, QUANTITIES, SYNC_NUMBER, WAIT
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.tally import COLUMNS, PLAIN
 
-__all__ = [
-    "ACTIVITY_COLUMNS",
-    "BEFORE_S",
-    "CALL_COLUMNS",
-    "CALL_ROW",
-    "COLLECTIVE_COLUMNS",
-    "COLLECTIVE_SUMS",
-    "HISTORY_FILE",
-    "LARGEST",
-    "LASTING",
-    "LASTING_KINDS",
-    "OWN",
-    "SCHEMA",
-    "SCHEMA_VERSION",
-    "STEP_COLUMNS",
-    "Door",
-    "HistoryError",
-    "RingRow",
-    "check_schema",
-    "definition_in",
-    "last_ids",
-    "rings_in",
-    "size_of",
-    "version_of",
-]
-
 BEFORE_S = -1
 """`start_s` of the device_rollups and collective_sums that cover all time before the remaining ones."""
 HISTORY_FILE = "history.sqlite"

@@ -11,6 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from dpmon.errors import HistoryError
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.run.files import check_database
 from dpmon.store.batch import GAP_NS, Batch
@@ -25,7 +26,6 @@ from dpmon.store.tables import (
     SCHEMA_VERSION,
     STEP_COLUMNS,
     Door,
-    HistoryError,
     RingRow,
     check_schema,
     last_ids,

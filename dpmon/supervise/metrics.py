@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dpmon.cleaning import harmless
+from dpmon.errors import HistoryError
 from dpmon.record.fields import metrics_of
 from dpmon.record.schema import EVALUATION, EXPOSED, HELD, PHASES, QUANTITIES, STEP, WAIT, Phase, device_series
 from dpmon.run.destination import replaced
@@ -26,7 +27,6 @@ from dpmon.store.figures import Figures, PhaseFigures, Window, elapsed
 from dpmon.store.opened import open_store
 from dpmon.store.quantiles import between
 from dpmon.store.queries import Store
-from dpmon.store.tables import HistoryError
 from dpmon.store.tally import Tally
 
 EVERY_S = 5.0

@@ -167,10 +167,10 @@ class Feed:
         return None
 
     def _taken(self, snapshots: Snapshots, wanted: Wanted, t_ns: int | None) -> State | None:
+        from dpmon.errors import HistoryError
         from dpmon.run.rundir import RunError
         from dpmon.store.opened import open_store
         from dpmon.store.store_at import StoreAt
-        from dpmon.store.tables import HistoryError
 
         opened = open_store(self.directory) if self._open_given is None else self._open_given()
         with suppress(HistoryError, RunError), opened as store:

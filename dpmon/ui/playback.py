@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+from dpmon.errors import HistoryError
 from dpmon.run.activities import newest_stage, stages
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, load_exit
 from dpmon.store.opened import open_store
 from dpmon.store.store_at import StoreAt
-from dpmon.store.tables import HistoryError
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.feed import Feed
 from dpmon.ui.footer import position_at

@@ -28,7 +28,6 @@ from dpmon.record.kinds import Call, Event, Record, RecordError, Step
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
 from dpmon.store.sources import SpanSource
-from dpmon.store.tables import RingRow
 
 __all__ = ["BESIDE", "SITE", "Script", "Traced", "alone", "read_run", "text_of", "traced"]
 
@@ -229,9 +228,8 @@ class ScriptRing:
     """The ring of a script, with its rows."""
 
     def __init__(self, path: Path) -> None:
-        self._ring = ring = SpanReader(str(path))
+        self._ring = SpanReader(str(path))
         self._source = SpanSource(path, None)
-        self._row = RingRow(path.name, ring.process, ring.rank, ring.pid)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ring, name)
@@ -254,7 +252,8 @@ class ScriptRing:
 
     def missed(self) -> int:
         """Return the number of records or spans that were not read."""
-        return self._source.note(self._row)
+        self._source.note()
+        return self._source.row.missed
 
     def laps(self) -> float:
         """Return how often the ring has wrapped around, up to the last span that was read."""

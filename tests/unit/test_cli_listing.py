@@ -19,12 +19,13 @@ from synthetic import Training
 
 from dpmon.cli.commands import ls
 from dpmon.cli.main import entry, main
+from dpmon.errors import HistoryError
 from dpmon.export import export, history
 from dpmon.record.kinds import Step
 from dpmon.report import report_text
 from dpmon.run.rundir import RunError
 from dpmon.run.runs import find_run
-from dpmon.store.tables import SCHEMA_VERSION, HistoryError
+from dpmon.store.tables import SCHEMA_VERSION
 from dpmon.store.writer import History
 
 

@@ -11,10 +11,10 @@ import pytest
 from kept import keep
 from synthetic import Training, host_event
 
+from dpmon.errors import HistoryError
 from dpmon.export import history
 from dpmon.store.figures import Window
 from dpmon.store.opened import open_store
-from dpmon.store.tables import HistoryError
 from dpmon.store.writer import History
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"

@@ -50,7 +50,7 @@ def answers(store: Store) -> list[Any]:
         store.tallies(),
         store.tallies(process=0),
         store.time_rows(0, 10),
-        store.time_rows(process=1, finest=60),
+        store.time_rows(process=1, widest=60),
         store.gaps(10),
         store.longest(10, mode="dp", evaluation=False),
         store.longest_deleted(10),

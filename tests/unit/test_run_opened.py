@@ -15,6 +15,7 @@ from kept import keep
 from rowring import fill, use_row_rings
 from synthetic import Training, host_event
 
+from dpmon.errors import HistoryError
 from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event
 from dpmon.run import proc
@@ -23,7 +24,7 @@ from dpmon.run.rundir import load_info, save
 from dpmon.store import opened as opened_module
 from dpmon.store.drain import Drain
 from dpmon.store.opened import open_store
-from dpmon.store.tables import HISTORY_FILE, HistoryError
+from dpmon.store.tables import HISTORY_FILE
 
 
 def rows(steps: int = 300) -> dict[int, list[Row]]:

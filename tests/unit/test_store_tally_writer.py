@@ -13,10 +13,11 @@ import pytest
 from steps import StepFacts, quantities
 from written import SECOND, OneStep, expected, some_steps
 
+from dpmon.errors import HistoryError
 from dpmon.record.schema import PHASES, STEP
 from dpmon.store.accounting import ACTIVITIES, Spent
 from dpmon.store.batch import Batch
-from dpmon.store.tables import ACTIVITY_COLUMNS, HISTORY_FILE, HistoryError
+from dpmon.store.tables import ACTIVITY_COLUMNS, HISTORY_FILE
 from dpmon.store.tally import COLUMNS, WIDTHS, Key, SeriesNames, Tally
 from dpmon.store.writer import History
 

@@ -14,8 +14,8 @@ import pytest
 from stage import LOOK, FakeReader
 from synthetic import SECOND, Training, decoded
 
+from dpmon.errors import HistoryError
 from dpmon.store.queries import Store
-from dpmon.store.tables import HistoryError
 from dpmon.ui.feed import Feed
 from dpmon.ui.paint import whole
 from dpmon.ui.panels.panel_output import Output

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.cli.doctor.machine import Check, ok, problem, warning
+from dpmon.errors import HistoryError
 from dpmon.record.kinds import Call
 from dpmon.run import proc
 from dpmon.run.notes import WarningsLog
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError, RunInfo, save
 from dpmon.store.opened import open_store
-from dpmon.store.tables import HistoryError
 from dpmon.supervise.program import CommandError, choose_python
 from dpmon.supervise.spawn import environment
 

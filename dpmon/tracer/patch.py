@@ -40,7 +40,7 @@ from dpmon.record.spans import Kind
 from dpmon.span_ring import SpanRing
 from dpmon.tracer.append import note
 from dpmon.tracer.calls.call_wrapper import CallTracer
-from dpmon.tracer.calls.primitives import Compositions, Primitives
+from dpmon.tracer.calls.primitives import Primitives
 from dpmon.tracer.calls.roots import Roots
 from dpmon.tracer.calls.sites import Sites
 from dpmon.tracer.calls.split import Split
@@ -58,7 +58,6 @@ from dpmon.tracer.steps.loaders import Loaders
 from dpmon.tracer.steps.optimizers import OptimizerSteps
 from dpmon.tracer.steps.pause import Pauser
 from dpmon.tracer.steps.recorder import Recorder
-from dpmon.tracer.steps.startup import Startup
 
 _installed = False
 """Whether the tracer is installed in this process. A second installation would record every call twice."""
@@ -88,15 +87,12 @@ def install() -> None:
     modes = Modes(session, originals)
     sites = Sites(session, modes)
     calls = CallTracer(session, recorder, modes, sites, Split(session, recorder, modes, sites, originals))
-    compositions = Compositions(session, recorder, modes, sites)
-    primitives = Primitives(recorder, originals, compositions)
+    primitives = Primitives(session, recorder, modes, sites, originals)
     roots = Roots(session, recorder, calls)
     memory = Memory(session, recorder, sites)
     loaders = Loaders(session)
-    startup = Startup(session)
     gradients = GradientSync(session, recorder)
     collectives = Collectives(session, recorder)
-    recorder.on_first_fetch, recorder.on_first_fetched = startup.fetch_begins, startup.ended
 
     def idle() -> None:  # fetches or optimizer steps without calls
         recorder.heal()
@@ -141,12 +137,12 @@ def install() -> None:
     gradients.install()
     roots.listen()
     with session.guarded("startup of the process", fatal=False):
-        startup.install()
+        recorder.startup.install()
     roots.watch()
     queued = getattr(torch.cuda, "_queued_calls", None)  # torch runs these when it initialises CUDA
     if isinstance(queued, list):
         queued += [(cuda_starting.set, []), (sites.all_may_move, [])]
-    parts = (session, recorder, optimizers, modes, sites, compositions, memory, loaders, gradients, collectives)
+    parts = (session, recorder, optimizers, modes, sites, primitives, memory, loaders, gradients, collectives)
     _at_the_end(session, recorder, memory, loaders, collectives, [part.reset for part in parts])
     with session.guarded("torch.compile", fatal=False):  # else it tries a model with graph breaks once more
         hide_from_dynamo()

@@ -17,7 +17,7 @@ FEW = 8
 """Largest number of warnings from one broken function, including those about calls that could not be split."""
 
 GUARDS = {
-    "tracer.calls.primitives.Compositions.run",
+    "tracer.calls.primitives.Primitives._composed",
     "tracer.calls.call_wrapper.CallTracer._bound",
     "tracer.core.frames.drop_frames",
     "tracer.core.frames.drop_outermost",

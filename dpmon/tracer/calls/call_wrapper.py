@@ -163,9 +163,8 @@ class CallTracer:
                     number = recorder.put(head, began, took, inputs | outputs << 32)
                     if mark is not None:
                         mark.written(number)
-                except BaseException as error:
-                    if recorder.write_again(head, began, took or clock() - began, inputs | outputs << 32, error):
-                        raise
+                except BaseException as error:  # noqa: BLE001 - raised again if it is not a fault of ours
+                    recorder.write_again(head, began, took or clock() - began, inputs | outputs << 32, error)
                 return result
             except BaseException as error:
                 if me is not None:  # an interrupt may have come between any two lines

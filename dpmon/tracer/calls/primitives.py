@@ -57,16 +57,25 @@ _OUTSIDE = frozenset((0, Kind.FETCH, Kind.CALL, Kind.OPTIMIZER, Kind.COPY))
 class Primitives:
     """Traces the primitives on every thread of one process."""
 
-    def __init__(self, recorder: Recorder, originals: Originals, compositions: Compositions) -> None:
+    def __init__(self, session: Session, recorder: Recorder, modes: Modes, sites: Sites, originals: Originals) -> None:
+        self.session = session
         self.recorder = recorder
+        self.modes = modes
+        self.sites = sites
         self.originals = originals
-        self.compositions = compositions
+        self._sites: dict[object, tuple[int, Site]] = {}
+        """For composed calls, by root and devices: the mode request (`Modes.serial`) that the plan follows, and the
+        site."""
+
+    def reset(self) -> None:
+        """Set the initial state, also in a forked child."""
+        self._sites.clear()
 
     def traced(self, number: int) -> Function:
         """The traced form of one function in `Originals.all`."""
-        recorder, compositions = self.recorder, self.compositions
+        recorder, composed = self.recorder, self._composed
         original, kind = self.originals.all[number], KIND_OF[number]
-        fault = recorder.session.fault
+        fault = self.session.fault
         is_compiling = torch.compiler.is_dynamo_compiling
 
         def phase(*args: object, **kwargs: object) -> object:
@@ -79,7 +88,7 @@ class Primitives:
                 if inside in _MOVING:  # a primitive inside another one is not a phase
                     return original(*args, **kwargs)
                 if call is None or inside not in _OURS:
-                    return compositions.run(me, number, kind, original, args, kwargs)
+                    return composed(me, number, kind, original, args, kwargs)
                 if kind == Kind.GATHER and call.watch is not None and call.watch.odd:
                     raise Unsuited(ODD)
                 if kind == Kind.PARALLEL_APPLY and call.watch is not None and not call.watch.probes:
@@ -112,26 +121,9 @@ class Primitives:
 
         return named_like(phase, original)
 
+    # ---------------------------------------------------------------- composed calls
 
-# ------------------------------------------------------------------------------------------------ composed calls
-
-
-class Compositions:
-    """Traces composed calls on every thread of one process."""
-
-    def __init__(self, session: Session, recorder: Recorder, modes: Modes, sites: Sites) -> None:
-        self.session = session
-        self.recorder = recorder
-        self.modes = modes
-        self.sites = sites
-        self._sites: dict[object, tuple[int, Site]] = {}
-        """By root and devices: the mode request (`Modes.serial`) that the plan follows, and the site."""
-
-    def reset(self) -> None:
-        """Set the initial state, also in a forked child."""
-        self._sites.clear()
-
-    def run(self, me: Thread, number: int, kind: int, original: Function, args: Any, kwargs: Any) -> object:
+    def _composed(self, me: Thread, number: int, kind: int, original: Function, args: Any, kwargs: Any) -> object:
         """Run a primitive that the script calls itself. The caller removes our frames from a traceback."""
         session, recorder = self.session, self.recorder
         inside = me.inside

@@ -53,7 +53,7 @@ class Before:
 class SplitCall:
     """One call while it runs over several devices."""
 
-    __slots__ = ("around", "before", "head", "plan", "primitives", "running", "share", "site", "watch")
+    __slots__ = ("around", "before", "head", "plan", "primitives", "share", "site", "watch")
 
     def __init__(self, site: Site, around: object, watch: ReplicaWatch | None = None) -> None:
         self.site = site
@@ -69,8 +69,6 @@ class SplitCall:
         self.share: Any = None
         """If torch runs the module itself in place of a lone replica: (args, kwargs, end of scatter); else None."""
         self.before: Before | None = None
-        self.running: object = None
-        """The running DataParallel, or its view."""
 
 
 class Split:
@@ -174,12 +172,11 @@ class Split:
 
     def _wrapper(self, call: SplitCall, me: Thread, original: Function, module: Any, args: Any, kwargs: Any) -> object:
         plan = call.plan
-        call.running = module
         if plan.device_ids is None:
             return original(module, *args, **kwargs)
         view = None
         with self.session.guarded("model for the replicas"):
-            view = call.running = _view(module, plan, call.site.dim)
+            view = _view(module, plan, call.site.dim)
             self._remember(call, module)
         if view is None:
             return original(module, *args, **kwargs)

@@ -75,13 +75,12 @@ class GradientSync:
         """Numbers of wrappers."""
         self._number = 0
         """Number of the last synchronised pass, the same on all ranks for the same pass."""
+        self._recorder.on_gradients = self._recorder.on_backward_begins = None
 
     def install(self) -> None:
         """Trace the end of each forward of a DistributedDataParallel, where torch starts to note the gradients."""
         kind = torch.nn.parallel.DistributedDataParallel
         kind._post_forward = self._traced(kind._post_forward)  # type: ignore[method-assign]
-        self._recorder.on_gradients = self._backward_ended
-        self._recorder.on_backward_begins = self._backward_begins
 
     def _traced(self, original: Function) -> Function:
         wrappers, waiting, threads = self._wrappers, self._waiting, self._recorder.threads
@@ -103,6 +102,8 @@ class GradientSync:
         """Remember a wrapper while it lives."""
         key, wrappers = id(module), self._wrappers
         wrapper = wrappers[key] = _TracedWrapper(module, next(self._made), lambda _: wrappers.pop(key, None))
+        self._recorder.on_gradients = self._backward_ended
+        self._recorder.on_backward_begins = self._backward_begins
         return wrapper
 
     # ---------------------------------------------------------------- the end of the computation

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from dpmon.record.spans import INSIDE_AT, MAX_SITE, SITE_AT, Kind
-from dpmon.span_ring import Word
 from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.steps.recorder import IDLE, STALE, Recorder
 
@@ -149,8 +148,7 @@ class OptimizerSteps:
         if recorder.steps_since_fetch > STALE and number == self._boundary:
             if recorder.timing is not None:
                 recorder.timing.step_ends()
-            if recorder.words[Word.PAUSE] != recorder.paused or monotonic_ns() >= recorder.due:
-                recorder.between(me)
+            recorder.between(me)
         if number > self._newest:
             self._newest = number
             self.on_another()

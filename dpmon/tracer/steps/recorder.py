@@ -28,6 +28,7 @@ from dpmon.tracer.core.frames import OF_CALLS, Function, drop_frames, named_like
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.devices.timing import Mark, Timing, usable
+from dpmon.tracer.steps.startup import Startup
 
 
 def _code_within(code: CodeType) -> Iterator[CodeType]:
@@ -57,6 +58,7 @@ class Recorder:
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self.startup = Startup(session)
         self.threads: dict[int, Thread] = {}
         """By the ident of a thread. The wrappers refer to this dict: never replace it."""
         self.timing: Timing | None = None
@@ -65,11 +67,6 @@ class Recorder:
         """Called after several fetches or optimizer steps without a call."""
         self.on_loop_over: Callable[[], None] = lambda: None
         """Called when a fetch raises, usually because the loader is exhausted."""
-        self.on_first_fetch: Callable[[object], bool] = lambda iterator: False
-        """Called with the iterator of a loader that fetches before the ring is open. Returns whether to call
-        `on_first_fetched` at the end of the fetch."""
-        self.on_first_fetched: Callable[[BaseException | None], None] = lambda error: None
-        """Called at the end of that fetch, with the exception that it raised, or None."""
         self.on_pause: Callable[[], None] = lambda: None
         """Called between two steps, when a reader has requested to pause or to resume."""
         self.on_look: Callable[[int], int] = lambda now: 1 << 62
@@ -107,7 +104,7 @@ class Recorder:
         self.idle = 0
         """Number of fetches and optimizer steps of the training thread since the last call."""
         self.steps_since_fetch = STALE
-        """Number of optimizer steps since the last fetch of the training thread."""
+        """Number of optimizer steps since the last fetch of the training thread; STALE before the first fetch."""
         self.calls = 0
         """Number of calls since the last fetch or optimizer step of the training thread."""
         self.calls_before_step = 0
@@ -180,20 +177,13 @@ class Recorder:
             del self._early[:-MAX_EARLY]
         return -1
 
-    def write_again(self, head: int, start: int, took: int, sizes: int, error: BaseException) -> bool:
-        """Write a span again after an error or a signal; return whether to raise the error.
-
-        It is raised unless it is a fault of ours.
-        """
+    def write_again(self, head: int, start: int, took: int, sizes: int, error: BaseException) -> None:
+        """Write a span again after an error at its end. Raises the error, unless it is a fault of ours."""
         guard = self.session.guarded("end of a phase")
-        try:
-            with guard:
-                self.put(head, start, took, sizes)
-            with guard:
-                raise error
-        except BaseException:  # noqa: BLE001 - an interrupt, or an exception of a signal handler
-            return True
-        return False
+        with guard:
+            self.put(head, start, took, sizes)
+        with guard:
+            raise error
 
     def failed(
         self, me: Thread, head: int, start: int, sizes: int, error: BaseException, mark: Mark | None = None
@@ -258,15 +248,14 @@ class Recorder:
             number = self.put(head, began, took, 0 if sizes is None else sizes(result))
             if mark is not None:
                 mark.written(number)
-        except BaseException as error:
-            if self.write_again(head, began, took or monotonic_ns() - began, 0, error):
-                raise
+        except BaseException as error:  # noqa: BLE001 - raised again if it is not a fault of ours
+            self.write_again(head, began, took or monotonic_ns() - began, 0, error)
         return result
 
     def phase(self, kind: int, original: Function) -> Function:
         """The traced form of a function that is one phase: a fetch, or a backward pass."""
         session, threads, new = self.session, self.threads, self.thread
-        is_compiling, clock, within = torch.compiler.is_dynamo_compiling, monotonic_ns, self.within
+        is_compiling, within = torch.compiler.is_dynamo_compiling, self.within
         graph_task = torch._C._current_graph_task_id  # autograd also runs nested backward passes on its own threads
         fetch = kind == Kind.FETCH
 
@@ -284,23 +273,7 @@ class Recorder:
                 mark = None
                 try:
                     if fetch:
-                        training_thread = self.training_thread
-                        mine = me is training_thread or training_thread is None
-                        if mine:  # a fetch by a prefetching thread does not begin a step
-                            self.idle = 0 if self.calls else self.idle + 1
-                            self.steps_since_fetch = self.calls = 0
-                            if training_thread is not None:
-                                self.calls_before_step = self.calls_before_step or FEW_CALLS
-                        if self.ring is None or (
-                            mine
-                            and (
-                                self.idle == IDLE
-                                or self.timing is not None
-                                or self.words[PAUSE] != self.paused
-                                or clock() >= self.due
-                            )
-                        ):
-                            self._fetch_begins(me, args[0])
+                        self._fetch_begins(me, args[0])
                     elif not self.has_run_backward:
                         self._goes_backward(me)
                     if self.timing is not None:
@@ -313,7 +286,7 @@ class Recorder:
                 try:
                     if me.noted:
                         me.noted = False
-                        self.on_first_fetched(None)
+                        self.startup.ended(None)
                     if not fetch:
                         self.backwards += 1
                         if self.on_backward is not None and me is self.training_thread:
@@ -335,21 +308,27 @@ class Recorder:
     # ---------------------------------------------------------------- fetch
 
     def _fetch_begins(self, me: Thread, iterator: object) -> None:
-        if me is self.training_thread or self.training_thread is None:
+        """Handle the start of a fetch, and of a step, unless another thread fetches in advance."""
+        training_thread = self.training_thread
+        if me is training_thread or training_thread is None:
+            self.idle = 0 if self.calls else self.idle + 1
+            self.steps_since_fetch = self.calls = 0
+            if training_thread is not None:
+                self.calls_before_step = self.calls_before_step or FEW_CALLS
             if self.idle == IDLE:
                 self.on_idle()
             if self.timing is not None and me.inside == 0:
                 self.timing.step_ends()
             self.between(me)
         if self.ring is None:
-            me.noted = self.on_first_fetch(iterator)
+            me.noted = self.startup.fetch_begins(iterator)
 
     def _fetch_raised(self, me: Thread, error: BaseException) -> None:
         """Handle an exception that ended a fetch. Never raises."""
         try:
             if me.noted:
                 me.noted = False
-                self.on_first_fetched(error)
+                self.startup.ended(error)
             if me.inside == 0 and (me is self.training_thread or self.training_thread is None):
                 self.on_loop_over()
         except Exception as fault:  # noqa: BLE001 - the script's exception must be raised

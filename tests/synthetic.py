@@ -230,7 +230,7 @@ class Training:
         return int(ns * self.random.uniform(0.85, 1.2))
 
     def step(self, rows: int | None = None, failed: bool = False, evaluates: bool = False) -> list[Row]:
-        """Return the rows of one step: new definitions, one call (`evaluates`: of an evaluation), the step."""
+        """Return the rows of one step: new definitions, one call, the step. `evaluates`: without training."""
         rows = self.batch if rows is None else rows
         self.steps += 1
         out: list[Row] = []
@@ -269,8 +269,9 @@ class Training:
         flags = flags_of(self.virtual and dp, not evaluates, not evaluates, failed)
         numbers = layout_number, self.steps, self.steps, call_start, forward, inputs, outputs
         out.append(call_row(self.mode, flags, *numbers, phases, replicas))
-        wall = int((took["data"] + forward + took["backward"] + took["optimizer"]) * 1.01)
-        parts = [took["data"], forward, took["backward"], took["optimizer"]]
+        rest = [-1, -1] if evaluates else [took["backward"], took["optimizer"]]
+        parts = [took["data"], forward, *rest]
+        wall = int(sum(max(ns, 0) for ns in parts) * 1.01)
         spans = one_after_the_other(self.now, parts)
         out.append(step_row(self.mode, self.steps, self.now, wall, rows, parts, spans))
         self.now += wall

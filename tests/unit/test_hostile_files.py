@@ -13,6 +13,7 @@ from places import PLACES, put
 from running import Dpmon, wait_for
 from sizes import LONG
 from spans import Training as spans_of
+from spoiled import DAMAGE
 from synthetic import Training, host_event
 
 from dpmon.cli.main import main
@@ -185,20 +186,6 @@ def test_no_text_of_a_run_controls_the_terminal(
     written = [path.read_text() for path in (tmp_path / "page.html", tmp_path / "out.jsonl") if path.exists()]
     for text in (found.out, found.err, *written):
         assert not [sign for sign in RAW if sign in text], repr(text[:500])
-
-
-DAMAGE = {
-    "a great number": str(10**400),
-    "infinity": "1e999",
-    "minus infinity": "-1e999",
-    "no number": "NaN",
-    "nested": "[" * 900 + "]" * 900,
-    "nested without end": "[" * 100_000,
-    "half a character": '"\\ud800"',
-    "long": '"' + "x" * 1_000_000 + '"',
-    "negative": "-7",
-    "an object": '{"a": {"b": [1, 2]}}',
-}
 
 
 @pytest.mark.timeout(60)

@@ -60,13 +60,6 @@ def test_a_run_that_is_shorter_than_its_range_fills_the_chart(span: int) -> None
             assert len(over.columns) == over.places
 
 
-@pytest.mark.parametrize("span", [30, 120, 600, 0])
-def test_columns_of_a_growing_run_keep_their_cells_for_a_while(span: int) -> None:
-    places = [pictured(process_of([SECOND] * length, span), span, 100).places for length in range(20, 120, 2)]
-    assert len(set(places)) < 10
-    assert places == sorted(places) or span in (600, 0), "there, columns have more seconds at last"
-
-
 def test_the_history_of_a_whole_run_stays_small_and_exact() -> None:
     process = process_of([100_000_000] * 30_000, 0)
     assert 100 < len(process.columns) <= COLUMNS

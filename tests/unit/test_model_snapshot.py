@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from statistics import median
 
 import pytest
 from stored import Recording, state_of
-from synthetic import SECOND, Training, decoded, device_event, host_event
+from synthetic import SECOND, Training, device_event, host_event
 
 from dpmon.model.calls_seen import spread_of
 from dpmon.model.pace import speed
@@ -98,43 +97,10 @@ def test_a_phase_that_did_not_run_has_no_figures() -> None:
 # ------------------------------------------------------------------------------------------------ figures and speed
 
 
-def test_figures_against_plain_arithmetic() -> None:
-    training = Training(devices=("cuda:0", "cuda:1", "cuda:2"))
-    payloads = [*training.begin(), *training.run(200)]
-    numbers = of_run(payloads, span_s=0).ranged
-    steps = [record for record in decoded(payloads) if isinstance(record, Step)]
-    walls = [step.wall_ns for step in steps]
-    assert numbers.steps == 200
-    assert numbers.median_ns == pytest.approx(median(walls), rel=0.004)
-    assert numbers.p95_ns == pytest.approx(sorted(walls)[189], rel=0.004)
-    assert numbers.mean_ns == pytest.approx(sum(walls) / 200)
-    rate = numbers.rate
-    assert rate is not None
-    assert rate.samples_per_s == pytest.approx(200 * 30 / (training.now - steps[0].start_ns) * 1e9)
-    assert sum(phase.share or 0 for phase in numbers.parts) == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize(("count", "expected"), [(0, None), (1, 1), (20, 19), (100, 95), (21, 20)])
 def test_percentile_is_the_nearest_rank(count: int, expected: int | None) -> None:
     found = spread_of(range(1, count + 1))
     assert (None if found is None else found.high) == expected
-
-
-def test_samples_are_unknown_when_no_step_knew_them() -> None:
-    mean = of_run([a_step(samples=None), a_step(step=2, start_ns=20_000, samples=None)], over=True).mean
-    assert mean is not None
-    assert mean.steps_per_s == pytest.approx(50_000)
-    assert mean.samples_per_s is None
-
-
-def test_speed_is_that_of_the_steps_own_clock() -> None:
-    state = after(Training(step_ns=10_000_000), 2000)
-    process = state.focus
-    assert process is not None
-    now = speed(process, state, process.seen_ns + SECOND)
-    assert now.reason is None
-    assert now.steps_per_s == pytest.approx(97.5, rel=0.02)
-    assert now.samples_per_s == pytest.approx((now.steps_per_s or 0) * 30)
 
 
 def test_without_new_steps_the_speed_is_replaced_by_a_reason() -> None:
@@ -185,17 +151,6 @@ def test_columns_are_seconds_and_break_where_the_mode_changes() -> None:
     assert sum(column.count for column in later) == 55
     assert all(sum(column.phases) <= column.wall_ns for column in later)
     assert all(len(column.phases) == len(PHASES) for column in later)
-
-
-def test_the_focus_is_the_first_rank_that_still_trains() -> None:
-    launcher = Training(process=0, start_ns=SECOND)
-    run = Recording().add([*launcher.begin(), *launcher.run(2)])
-    for rank in (1, 0):
-        child = Training(process=rank + 1, rank=rank, start_ns=100 * SECOND)
-        run.add([*child.begin(), *child.run(3)], rank + 1, rank)
-    process = run.state().focus
-    assert process is not None
-    assert (process.process, process.rank) == (1, 0)
 
 
 def test_devices_and_host_keep_absence_apart_from_nothing() -> None:

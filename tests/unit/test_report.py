@@ -188,18 +188,6 @@ def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
     assert "median of the samples that are left" in " ".join(report_text(directory, 200))
 
 
-def test_ranks_are_listed_side_by_side(state: Path) -> None:
-    made = {}
-    for number in range(2):
-        how = {"process": number, "rank": number, "devices": ("cpu",), "via": "DistributedDataParallel"}
-        training = Training(**how, mode="single", virtual=False)
-        made[number] = [*training.begin(), *training.run(40)]
-    lines = report_text(keep(made), 100)
-    assert "2 training processes, 80 steps, 80 calls in all" in lines[2]
-    ranks = section(lines, "RANKS")
-    assert [line.split()[:2] for line in ranks[1:]] == [["rank", "0"], ["rank", "1"]]
-
-
 def test_a_batch_that_leaves_devices_idle_is_found(state: Path) -> None:
     training = Training(devices=tuple(f"cpu:{n}" for n in range(8)), batch=9)
     story = collect(keep({0: training.run(60)}))

@@ -27,7 +27,7 @@ from dpmon.assemble import step_rules
 from dpmon.assemble.assembler import Assembler
 from dpmon.export import history
 from dpmon.record.history_rows import Row
-from dpmon.record.kinds import Event, Step
+from dpmon.record.kinds import Event
 from dpmon.record.plainjson import load_event
 from dpmon.record.spans import Flag, Kind
 from dpmon.run.runs import create_run
@@ -295,27 +295,6 @@ def test_a_step_is_there_as_soon_as_the_next_one_fetches(run: Run) -> None:
     for _ in range(5):
         run.look()
     assert run.drain._history._db.total_changes == changes, "nothing is written while nothing happens"
-
-
-def test_a_successor_goes_on_within_a_step(run: Run) -> None:
-    training = Training(run.ring())
-    training.step()
-    training.phase(Kind.FETCH)
-    training.call()
-    training.warn()
-    run.look()
-    training.call()
-    for _ in range(3):
-        run.kill()
-        run.look()
-    training.phase(Kind.BACKWARD)
-    training.phase(Kind.OPTIMIZER)
-    training.step()
-    training.end()
-    run.look()
-    assert run.rows("SELECT step, calls FROM steps") == [(1, 1), (2, 2), (3, 1)]
-    assert run.rows("SELECT call, step FROM calls") == [(1, 1), (2, 2), (3, 2), (4, 3)]
-    assert run.rows("SELECT kind FROM events") == [("process",), ("warning",)]
 
 
 def test_a_rank_that_died_is_ended_while_the_run_goes_on(run: Run, children: Children) -> None:
@@ -601,21 +580,6 @@ def test_export_before_any_supervisor_is_the_same_as_after(run: Run) -> None:
     run.end()
     assert list(history(run.directory)) == before
     assert sum(isinstance(one, Event) for one in before) >= 31
-
-
-def test_a_reader_of_the_history_does_not_hold_the_writer_up(run: Run) -> None:
-    training = Training(run.ring())
-    training.run(51)
-    run.look()
-    reading = history(run.directory)
-    first = next(reading)
-    training.run(50)
-    run.look()
-    assert run.warnings == []
-    assert len(run.steps()) == 100
-    rest = list(reading)
-    assert first not in rest
-    assert len([one for one in rest if isinstance(one, Step)]) in (50, 51), "what it began with, nothing newer"
 
 
 def test_a_supervisor_waits_while_the_history_is_locked(run: Run) -> None:

@@ -10,7 +10,7 @@ import pytest
 from everything import alike, everything
 from rowring import RowRing, use_row_rings
 from sizes import size
-from synthetic import SECOND, Training, changed, host_event, step_row, with_other
+from synthetic import SECOND, Training, changed, host_event, with_other
 from test_store_spans import Run
 
 from dpmon.record.history_rows import Row
@@ -47,7 +47,7 @@ def eventful(chance: random.Random, process: int) -> Iterator[list[Row]]:
         elif what < 0.2:
             training.steps += chance.randrange(1, 3)  # missed
         elif what < 0.3:
-            yield evaluation(training)
+            yield training.step(evaluates=True)
         records = training.step(rows=chance.choice([30, 30, 30, number + 2]))
         if what > 0.35:  # a synchronised backward pass
             passes += 1
@@ -58,15 +58,6 @@ def eventful(chance: random.Random, process: int) -> Iterator[list[Row]]:
         if what < 0.45:
             records[-1] = records[-1].timed((None, 1.5, 2.5, None, None, 3.5), 3)
         yield from ([record] for record in records) if what > 0.6 else [records]
-
-
-def evaluation(training: Training) -> list[Row]:
-    """A step without gradients."""
-    training.steps += 1
-    took = training.step_ns // 3
-    record = step_row("dp", training.steps, training.now, took, 30, (1000, took - 2000, -1, -1))
-    training.now += took
-    return [record]
 
 
 def _pause(process: int, paused: bool, at: int, took: int | None) -> Event:

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from dpmon.record.names import CALL_PHASES
-from dpmon.store.figures import Counted, PhaseFigures, Rate
+from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.store.tally import Tally
 
 
-class ModeFacts(NamedTuple):
-    """The steps of one process in one mode; times in ns. `phases` includes phases of calls (part of forward)."""
+@dataclass(frozen=True)
+class ModeFacts(Figures):
+    """The steps of one process in one mode. `phases`: those that ran, with those of calls last; `rate`: of all."""
 
-    mode: str
-    virtual: bool
-    steps: int
-    """Number of its steps, which all figures except `rate` cover."""
-    median_ns: float | None
-    p95_ns: float | None
-    rate: Rate | None
-    """Of all processes."""
-    phases: tuple[PhaseFigures, ...]
-    early: Tally | None = None
-    """The first third of the steps; None with too few steps."""
-    late: Tally | None = None
-    """The last third."""
-    mean_ns: float | None = None
-    """Mean time of the whole step."""
+    virtual: bool = False
     distributed: str | None = None
     """How its ranks trained one model together (a key of RANK_MODES), which is neither dp nor single."""
-    counted: Counted = ()
     process: int = 0
     who: str | None = None
     """The name of the process, such as "rank 0"; None if it is the only one."""
     other_steps: int = 0
     """Number of steps of the other processes in this mode."""
-    calls: int = 0
+    early: Tally | None = None
+    """The first third of the steps; None with too few steps."""
+    late: Tally | None = None
+    """The last third."""
 
     @property
     def all_steps(self) -> int:
@@ -55,7 +44,3 @@ class ModeFacts(NamedTuple):
                 rows.append((0, phase))
                 rows += [(1, part) for part in calls if phase.name == "forward"]
         return rows if any(depth for depth, _ in rows) else [*rows, *((0, part) for part in calls)]
-
-    def phase(self, name: str) -> PhaseFigures | None:
-        """The figures of one phase; None if it did not run."""
-        return next((phase for phase in self.phases if phase.name == name), None)

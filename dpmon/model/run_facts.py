@@ -7,6 +7,7 @@ shows. Counts of steps and rates cover all processes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -223,21 +224,14 @@ class RunFacts:
         found = self.window.figures(mode, evaluation, process)
         whole = sum(self.window.tally(mode, evaluation, each).steps for each in self.store.processes)
         phases = {phase.name: phase for phase in found.phases if phase.ran}
+        ran = tuple(phases[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in phases)
         return ModeFacts(
-            mode=mode,
+            **{**vars(found), "rate": self.window.rate(mode, evaluation), "phases": ran},
             virtual=self.layouts.virtual and mode == "dp",
             distributed=self.layouts.distributed if mode == "single" else None,
-            steps=found.steps,
-            median_ns=found.median_ns,
-            p95_ns=found.p95_ns,
-            rate=self.window.rate(mode, evaluation),
-            phases=tuple(phases[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in phases),
-            mean_ns=found.mean_ns,
-            counted=found.counted,
             process=process,
             who=self.names.get(process),
             other_steps=whole - found.steps,
-            calls=found.calls,
         )
 
     @cached_property
@@ -263,7 +257,7 @@ class RunFacts:
         first, last = thirds(rows, sum(tally.steps for _, tally in rows))
         if min(first.steps, last.steps) < _LEAST_OF_THIRD:
             return facts
-        return facts._replace(early=first, late=last)
+        return replace(facts, early=first, late=last)
 
     @property
     def steps(self) -> int:

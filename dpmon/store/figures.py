@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -73,7 +74,8 @@ class PhaseFigures(NamedTuple):
     """Estimated share of the time of all steps (0 to 1), from the mean of the known device times."""
 
 
-class Figures(NamedTuple):
+@dataclass(frozen=True)
+class Figures:
     """The steps of one mode: training, or evaluation."""
 
     mode: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,16 +49,17 @@ COPIES = having(
     changed(
         HEALTHY,
         modes=(
-            WAITING._replace(
+            replace(
+                WAITING,
                 phases=(
                     PhaseFigures("copy", 1000, MS, MS, MS, 0.4, device_ns=9.0 * MS, device_share=0.4, device_count=500),
-                )
+                ),
             ),
         ),
     )
 )
 UNEVEN = changed(HEALTHY, devices=(device(0, mem_run_max=30.0 * GIB), device(1)))
-SINGLE = tuple(mode._replace(mode="single") for mode in HEALTHY.modes)
+SINGLE = tuple(replace(mode, mode="single") for mode in HEALTHY.modes)
 
 
 def ranks(**about: Any) -> RunFacts:
@@ -156,7 +158,7 @@ TABLE: dict[str, tuple[str, list[RunFacts], dict[str, RunFacts]]] = {
     ),
     "on GPUs first": (
         "measure on GPUs first",
-        [changed(run, modes=tuple(mode._replace(virtual=True) for mode in run.modes)) for run in SPEED],
+        [changed(run, modes=tuple(replace(mode, virtual=True) for mode in run.modes)) for run in SPEED],
         {f"GPUs {number}": run for number, run in enumerate(SPEED)},
     ),
 }

@@ -289,7 +289,7 @@ def test_data_waits_of_all_ranks_are_found_in_addition_to_a_straggler(others_ms:
     fast = fast._replace(phases={**fast.phases, "data": others_ms * MS})
     slow = slow._replace(phases={**slow.phases, "data": (others_ms + 5) * MS})
     figures = PhaseFigures("data", 400, others_ms * MS, others_ms * MS, None, 0.5)
-    mode = ModeFacts("single", False, 400, 20.0 * MS, 26.0 * MS, 1000.0, (figures,), mean_ns=20.0 * MS)
+    mode = ModeFacts("single", False, 400, 0, 20.0 * MS, 26.0 * MS, 20.0 * MS, None, (figures,), Tally())
     found = findings(known(modes=(mode,), names={0: "rank 0", 1: "rank 1"}, communication=of([fast, slow])))
     assert {finding.kind for finding in found} & {"straggler", "data"} == kinds
 

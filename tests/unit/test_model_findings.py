@@ -22,7 +22,7 @@ from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.state import ProcessFacts
 from dpmon.model.uneven import LongStep
-from dpmon.store.figures import PhaseFigures
+from dpmon.store.figures import PhaseFigures, Rate
 from dpmon.store.tally import Stat, Tally
 
 MS = 1_000_000
@@ -36,7 +36,8 @@ def mode(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **shares:
         PhaseFigures(phase, steps, share * median_ms * MS, share * median_ms * 1.3 * MS, None, share)
         for phase, share in shares.items()
     )
-    return ModeFacts(name, False, steps, median_ms * MS, median_ms * 1.3 * MS, 1000.0, phases)
+    rate = Rate(1000.0, None, 1000.0, None)
+    return ModeFacts(name, False, steps, 0, median_ms * MS, median_ms * 1.3 * MS, None, rate, phases, Tally())
 
 
 GOOD = mode(data=0.05, forward=0.4, backward=0.4, optimizer=0.1, replicate=0.1, scatter=0.02, gather=0.02)
@@ -52,7 +53,7 @@ def third(median: float, quarter: float, **phases: float) -> Tally:
 
 def drifting(early: float, late: float, p75: float, p25: float, steps: int = 1000) -> ModeFacts:
     first, last = third(early, p75, data=1, other=1), third(late, p25, data=1.1, other=max(late - early, 0))
-    return GOOD._replace(steps=steps, early=first, late=last)
+    return replace(GOOD, steps=steps, early=first, late=last)
 
 
 def device(index: int = 0, **more: object) -> DeviceFacts:
@@ -121,8 +122,8 @@ def test_a_busy_machine(facts: HostFacts | None, kinds: list[str]) -> None:
 
 WAITING = mode(data=0.43, forward=0.3, backward=0.27)
 FAST = mode(median_ms=0.3, data=0.43, forward=0.3, backward=0.27)
-STARTING = mode(data=0.1, forward=0.3)._replace(
-    mean_ns=60.0 * MS, phases=(PhaseFigures("data", 1000, 2.0 * MS, 3.0 * MS, None, 0.6),)
+STARTING = replace(
+    mode(data=0.1, forward=0.3), mean_ns=60.0 * MS, phases=(PhaseFigures("data", 1000, 2.0 * MS, 3.0 * MS, None, 0.6),)
 )
 
 
@@ -186,7 +187,7 @@ SHOWN = {
     "low use": changed(HEALTHY, devices=(device(0, util=array("d", [12.0] * 100)), device(1))),
     "drift": changed(HEALTHY, modes=(drifting(20, 32, 22, 30),)),
     "stall": changed(HEALTHY, longest=(long_step(9000), long_step(25))),
-    "spread": changed(HEALTHY, modes=(GOOD._replace(p95_ns=300.0 * MS),)),
+    "spread": changed(HEALTHY, modes=(replace(GOOD, p95_ns=300.0 * MS),)),
     "quiet": changed(HEALTHY, end_ns=200 * SECOND),
 }
 
@@ -233,7 +234,7 @@ def test_a_live_run_that_hangs_says_so_first() -> None:
     [
         live(129),
         live(134, stall=None),
-        live(134, modes=(GOOD._replace(median_ns=12.0 * SECOND),)),
+        live(134, modes=(replace(GOOD, median_ns=12.0 * SECOND),)),
         live(134, announced=Announced(inputs=((None, 101 * SECOND, 133 * SECOND),))),
         live(134, paused=[(101 * SECOND, 131 * SECOND)]),
     ],
@@ -250,7 +251,7 @@ def test_the_finding_about_a_quiet_end_names_the_place_of_each_process() -> None
 
 @pytest.mark.parametrize("kind", ["data", "replicate", "transfer", "drift", "stall", "spread", "quiet"])
 def test_no_finding_from_too_few_steps(kind: str) -> None:
-    few = changed(SHOWN[kind], modes=tuple(m._replace(steps=MIN_STEPS - 1) for m in SHOWN[kind].modes))
+    few = changed(SHOWN[kind], modes=tuple(replace(m, steps=MIN_STEPS - 1) for m in SHOWN[kind].modes))
     assert findings(few) == []
 
 
@@ -276,7 +277,7 @@ def test_no_finding_from_too_few_steps(kind: str) -> None:
         changed(HEALTHY, modes=(drifting(32, 20, 33, 19),)),
         changed(HEALTHY, modes=(drifting(20, 32, 22, 30, steps=149),)),
         changed(HEALTHY, longest=(long_step(450),)),
-        changed(HEALTHY, longest=(long_step(510),), modes=(GOOD._replace(steps=100_000),)),
+        changed(HEALTHY, longest=(long_step(510),), modes=(replace(GOOD, steps=100_000),)),
         changed(HEALTHY, longest=(LongStep(0, 1, "other", 0, 9000 * MS, "data", 1),)),
         changed(HEALTHY, end_ns=None),
         changed(HEALTHY, end_ns=1000 * SECOND, last_step_ns=960 * SECOND),
@@ -302,7 +303,7 @@ def test_the_heaviest_comes_first_and_the_mode_is_named() -> None:
 
 
 def test_virtual_replicas_are_called_virtual() -> None:
-    evidence = changed(HEALTHY, modes=(mode(replicate=0.5)._replace(virtual=True),))
+    evidence = changed(HEALTHY, modes=(replace(mode(replicate=0.5), virtual=True),))
     assert "virtual" in findings(evidence)[0].text
 
 
@@ -365,7 +366,7 @@ def waiting(host: float, device: float | None, count: int = 1000) -> RunFacts:
         else phase
         for phase in found.phases
     ]
-    return changed(HEALTHY, modes=(found._replace(phases=tuple(phases)),))
+    return changed(HEALTHY, modes=(replace(found, phases=tuple(phases)),))
 
 
 def test_the_finding_about_data_uses_device_waits_where_they_are_known() -> None:
@@ -389,7 +390,7 @@ def test_copies_are_judged_by_the_devices_own_time() -> None:
             phase._replace(device_share=device, device_count=count, device_ns=ms) if phase.name == "copy" else phase
             for phase in found.phases
         ]
-        said = findings(changed(HEALTHY, modes=(found._replace(phases=tuple(phases)),)))
+        said = findings(changed(HEALTHY, modes=(replace(found, phases=tuple(phases)),)))
         assert [one.kind for one in said] == expected, (device, count)
         if said:
             assert "takes 30 % of the time of its steps" in said[0].text
@@ -426,7 +427,7 @@ def test_stalls_among_deleted_steps_are_reported_as_a_minimum() -> None:
 
 def test_the_process_that_waits_most_for_data_is_named() -> None:
     each = [
-        mode(data=share)._replace(process=number, who=f"rank {number}") for number, share in enumerate((0.05, 0.7, 0.3))
+        replace(mode(data=share), process=number, who=f"rank {number}") for number, share in enumerate((0.05, 0.7, 0.3))
     ]
     (found,) = findings(
         known(modes=(each[0],), others=tuple(each[1:]), names={number: f"rank {number}" for number in range(3)})
@@ -436,7 +437,7 @@ def test_the_process_that_waits_most_for_data_is_named() -> None:
 
 
 def test_a_stall_is_judged_by_the_median_of_its_own_process() -> None:
-    fast = GOOD._replace(who="process 0")
-    slow = mode(median_ms=300.0, data=0.05)._replace(process=1, who="process 1")
+    fast = replace(GOOD, who="process 0")
+    slow = replace(mode(median_ms=300.0, data=0.05), process=1, who="process 1")
     steps = (long_step(1500.0)._replace(process=1),) * 20
     assert not findings(known(modes=(fast,), others=(slow,), longest=steps, names={0: "rank 0", 1: "rank 1"}))

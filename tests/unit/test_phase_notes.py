@@ -8,6 +8,7 @@ from dpmon.model.finding import host_waits, partly_timed
 from dpmon.model.mode_facts import ModeFacts
 from dpmon.report.sentences import phase_notes
 from dpmon.store.figures import PhaseFigures
+from dpmon.store.tally import Tally
 
 MS = 1e6
 
@@ -54,5 +55,5 @@ def test_a_note_says_how_many_steps_have_device_times_if_they_are_few(known: int
         for name, count in (("forward", 100), ("backward", known))
     )
     assert partly_timed(phases) == said
-    mode = ModeFacts("dp", False, 100, MS, MS, None, phases)
+    mode = ModeFacts("dp", False, 100, 0, MS, MS, None, None, phases, Tally())
     assert phase_notes(mode) == said

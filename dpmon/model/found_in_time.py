@@ -27,12 +27,13 @@ from dpmon.model.finding import (
 )
 from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.stragglers import Straggler
-from dpmon.model.uneven import INPUT, WAITING_TEXT, LongStep, waited_ns
+from dpmon.model.uneven import WAITING_TEXT, waited_ns
 from dpmon.record.schema import STEP, STEP_PHASES
 from dpmon.text.quantities import clock, duration_words, percent
 
 if TYPE_CHECKING:
     from dpmon.model.run_facts import RunFacts
+    from dpmon.store.answers import LongRow
 
 COPY_SHARE = 0.2
 """Smallest share of the step to report: for copies to the device, for replicate, and for scatter with gather. The last
@@ -224,7 +225,7 @@ def stalls(facts: RunFacts) -> Iterator[Finding]:
         if mode.median_ns and _spread_ratio(mode) < SPREAD_RATIO
     }
     total = sum((mode.median_ns or 0) * mode.steps for mode in (*facts.modes, *facts.others))
-    longest = [step for step in facts.longest if step.phase != INPUT]  # waiting for a user is no stall
+    longest = [step for step in facts.longest if not _waits_for_input(step, facts)]
     stalls = [step for step in longest if _is_stall(step, medians.get((step.process, step.mode)))]
     lost = sum(step.wall_ns for step in stalls)
     if not stalls or (lost < STALLS_SHARE * (total + lost) and lost < STALLS_NS):
@@ -248,18 +249,29 @@ def stalls(facts: RunFacts) -> Iterator[Finding]:
     )
 
 
-def _where(step: LongStep, facts: RunFacts) -> str:
+def _waits_for_input(step: LongRow, facts: RunFacts) -> bool:
+    """Whether a step mostly waits for a line of input, which is no stall."""
+    waits = facts.announced.waits_of(step.process)
+    return 2 * waited_ns(waits, step.start_ns, step.start_ns + step.wall_ns) > step.wall_ns
+
+
+def _longest_phase(step: LongRow) -> str | None:
+    """The phase that took most of a step; None if it is unknown."""
+    return max(step.phases, key=lambda name: step.phases[name], default=None)
+
+
+def _where(step: LongRow, facts: RunFacts) -> str:
     """The step, its time, and the phase that took most of it, as far as they are known."""
-    process = of_process(step.process, facts)
-    if step.step is not None:
-        phase = f", {duration_words(step.phase_ns)} in {step.phase}" if step.phase is not None else ""
-        return f"step {step.step}{process} at {clock(step.start_ns)}, {duration_words(step.wall_ns)}{phase}"
-    phase = f", at least {duration_words(step.phase_ns)} in {step.phase}" if step.phase is not None else ""
-    return f"a step{process} at about {clock(step.start_ns)} (deleted), {duration_words(step.wall_ns)}{phase}"
+    process, phase, least = of_process(step.process, facts), _longest_phase(step), step.step is None
+    name = f"a step{process} at about" if least else f"step {step.step}{process} at"
+    where = f"{name} {clock(step.start_ns)}{' (deleted)' * least}, {duration_words(step.wall_ns)}"
+    if phase is None:
+        return where
+    return f"{where}, {'at least ' * least}{duration_words(step.phases[phase])} in {phase}"
 
 
-def _stall_advice(step: LongStep, facts: RunFacts) -> str:
-    phase = step.phase
+def _stall_advice(step: LongRow, facts: RunFacts) -> str:
+    phase = _longest_phase(step)
     if phase is None:
         return "read the script's output of that time: a checkpoint, an evaluation, a loader that started again"
     if phase == "backward" and facts.names:
@@ -321,7 +333,7 @@ def spread(facts: RunFacts) -> Iterator[Finding]:
             )
 
 
-def _is_stall(step: LongStep, median_ns: float | None) -> bool:
+def _is_stall(step: LongRow, median_ns: float | None) -> bool:
     return median_ns is not None and step.wall_ns >= max(STALL_RATIO * median_ns, STALL_NS)
 
 

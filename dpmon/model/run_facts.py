@@ -32,7 +32,6 @@ from dpmon.model.pauses import Paused, PauseTotals, Span, all_paused, any_paused
 from dpmon.model.snapshot import processes_in
 from dpmon.model.state import ProcessFacts
 from dpmon.model.stragglers import RankTimes, rank_times
-from dpmon.model.uneven import LongStep, long_step
 from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STEP, STEP_PHASES, device_series
 from dpmon.store.answers import GapRow, LongRow
@@ -384,9 +383,9 @@ class RunFacts:
         return sorted(long, key=lambda step: -step.wall_ns)
 
     @cached_property
-    def longest(self) -> list[LongStep]:
+    def longest(self) -> list[LongRow]:
         """The longest steps, the longest first, up to a limit."""
-        return [long_step(step, self.announced.waits_of(step.process)) for step in self._longest[:LONGEST]]
+        return self._longest[:LONGEST]
 
     @cached_property
     def compared(self) -> Comparison | None:

@@ -26,32 +26,6 @@ def waited_ns(spans: Iterable[tuple[int, int]], start_ns: int, end_ns: int) -> i
     return sum(max(min(end, end_ns) - max(begin, start_ns), 0) for begin, end in spans)
 
 
-class LongStep(NamedTuple):
-    """A step among the longest of the run, and the phase that took most of it.
-
-    A deleted step has no number (None), an approximate start, and a lower bound of the time in that phase. The phase is
-    None if no phase certainly took most of the step, and INPUT if a wait for a line of input did.
-    """
-
-    process: int
-    step: int | None
-    mode: str
-    start_ns: int
-    wall_ns: int
-    phase: str | None
-    phase_ns: int
-
-
-def long_step(row: LongRow, waits: Sequence[tuple[int, int]]) -> LongStep:
-    """A long step with the phase that took most of it. `waits`: of its process for input."""
-    phase: str | None = max(row.phases, key=lambda name: row.phases[name], default=None)
-    took = 0 if phase is None else row.phases[phase]
-    waited = waited_ns(waits, row.start_ns, row.start_ns + row.wall_ns)
-    if 2 * waited > row.wall_ns > 0:
-        phase, took = INPUT, waited
-    return LongStep(row.process, row.step, row.mode, row.start_ns, row.wall_ns, phase, took)
-
-
 class Uneven(NamedTuple):
     """The steps longer than the mean: their share of all steps and of all time (0 to 1), and the cause."""
 

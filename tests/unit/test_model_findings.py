@@ -21,7 +21,7 @@ from dpmon.model.memory import Held
 from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.state import ProcessFacts
-from dpmon.model.uneven import LongStep
+from dpmon.store.answers import LongRow
 from dpmon.store.figures import PhaseFigures, Rate
 from dpmon.store.tally import Stat, Tally
 
@@ -76,8 +76,8 @@ def replica(number: int, rows: int | None = 16, ms: float = 5.0, **more: object)
     return replace(found, **more)  # type: ignore[arg-type]
 
 
-def long_step(ms: float, phase: str = "data", step: int = 500) -> LongStep:
-    return LongStep(0, step, "dp", 60 * SECOND, int(ms * MS), phase, int(ms * 0.9 * MS))
+def long_step(ms: float, phase: str = "data", step: int = 500) -> LongRow:
+    return LongRow(0, step, "dp", 0, 60 * SECOND, int(ms * MS), {phase: int(ms * 0.9 * MS)})
 
 
 HEALTHY = known(
@@ -278,7 +278,7 @@ def test_no_finding_from_too_few_steps(kind: str) -> None:
         changed(HEALTHY, modes=(drifting(20, 32, 22, 30, steps=149),)),
         changed(HEALTHY, longest=(long_step(450),)),
         changed(HEALTHY, longest=(long_step(510),), modes=(replace(GOOD, steps=100_000),)),
-        changed(HEALTHY, longest=(LongStep(0, 1, "other", 0, 9000 * MS, "data", 1),)),
+        changed(HEALTHY, longest=(long_step(9000)._replace(mode="other"),)),
         changed(HEALTHY, end_ns=None),
         changed(HEALTHY, end_ns=1000 * SECOND, last_step_ns=960 * SECOND),
         changed(HEALTHY, last_step_ns=None),

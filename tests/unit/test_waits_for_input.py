@@ -125,8 +125,6 @@ def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
     assert [each.kind for each in blamed.findings] == ["stall"]
     story = collect(directory := keep({0: payloads, -1: wait_events(waits)}, seconds=seconds))
     assert story.findings == []
-    assert [step.phase for step in story.facts.longest[:3]] == [INPUT, INPUT, "backward"]
-    assert story.facts.longest[0].phase_ns == pytest.approx(waits[0][1] * SECOND, abs=2)
     said = as_object(story)["inputs"]
     assert [(one["process"], one["t_s"], one["seconds"]) for one in said] == [
         (0, pytest.approx(at), pytest.approx(took)) for at, took in waits

@@ -17,7 +17,7 @@ from dpmon.model.devices import HostPeaks, Samples, Visit, device_peaks, visits_
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.memory import HOST
 from dpmon.model.pace import WINDOW_S, Trained, rate_together, recent, recent_of_steps
-from dpmon.model.state import NO_STEPS, ModeTrack, Process, ProcessFacts, Recent, State, Wanted, WarningText
+from dpmon.model.state import NO_STEPS, Process, ProcessFacts, Recent, State, Wanted, WarningText
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.stragglers import RankTimes, rank_times
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
@@ -120,7 +120,6 @@ class Snapshots:
         ranged = Window(rows.store, begin_s, end_s, process.process, self._of_range) if begin_s else whole
         mode = process.mode if any(key.mode == process.mode for key in ranged.by_process) else step.mode
         waits = events.waits_of(process.process)
-        visits = visits_of(events.changes, process.process) or [Visit(mode, 0, 0)]
         length_s = end_s - max(process.began_ns, 0) // SECOND
         width = width_of_columns(wanted.span_s, length_s)
         shown_s = min(2 * wanted.span_s, COLUMNS) if wanted.span_s else length_s + width
@@ -133,7 +132,6 @@ class Snapshots:
             recent=_recent(rows, process, others, end_s),
             columns=self._columns.read(rows.store, process.process, max(end_s - shown_s, 0), end_s, width),
             column_s=width,
-            modes=self._modes(rows, found, visits, events),
         )
         if wanted.over:
             found = replace(
@@ -142,22 +140,7 @@ class Snapshots:
                 mean=(whole if process.rank is None else _of_run(rows)).mean(),
             )
         if found.distributed is None:
-            found = replace(found, compared=self._comparison(rows, whole, found, end_s, wanted, waits))
-        return found
-
-    def _modes(
-        self, rows: StoreAt, process: Process, visits: Sequence[Visit], events: Announced
-    ) -> dict[str, ModeTrack]:
-        """The devices and the memory of each mode."""
-        peaks = device_peaks(rows, process.process, visits)
-        host = self._host_peaks.read(rows, self._samples, visits)
-        devices = events.devices_of(process.process)
-        if process.devices:
-            devices[process.mode] = process.devices, process.virtual
-        found = {}
-        for mode in {visit.mode for visit in visits}:
-            used = {**peaks.get(mode, {}), **({HOST: host[mode]} if mode in host else {})}
-            found[mode] = ModeTrack(mode, *devices.get(mode, ((), False)), used)
+            found = replace(found, compared=self._comparison(rows, whole, found, end_s, wanted, events))
         return found
 
     def _comparison(
@@ -167,12 +150,14 @@ class Snapshots:
         process: Process,
         end_s: int,
         wanted: Wanted,
-        waits: Sequence[tuple[int, int]],
+        events: Announced,
     ) -> Comparison:
         """The comparison of the modes over the whole run (`window`). In a long run, it may be minutes old."""
         number = process.process
-        dp = process.modes.get("dp")
-        devices, virtual = (dp.devices, dp.virtual) if dp is not None else ((), False)
+        waits = events.waits_of(number)
+        devices, virtual = events.devices_of(number).get("dp", ((), False))
+        if process.mode == "dp" and process.devices:
+            devices, virtual = process.devices, process.virtual
         every_s = max(end_s // _COMPARED_PART, 1)
         key = number, process.mode, devices, wanted.over, len(waits)
         if self._compared is not None and self._compared.key == key and 0 <= end_s - self._compared.end_s < every_s:
@@ -186,7 +171,11 @@ class Snapshots:
             ]
             found = compare_modes(window, number, devices=devices, virtual=virtual, longest=longest, waits=waits)
             self._compared = _Compared(key, end_s, found) if every_s > 1 else None
-        return replace(found, memory={mode: track.peaks for mode, track in process.modes.items() if track.peaks})
+        visits = visits_of(events.changes, number) or [Visit(process.mode, 0, 0)]
+        memory = device_peaks(rows, number, visits)
+        for mode, peak in self._host_peaks.read(rows, self._samples, visits).items():
+            memory.setdefault(mode, {})[HOST] = peak
+        return replace(found, memory={mode: peaks for mode, peaks in memory.items() if peaks})
 
 
 # ------------------------------------------------------------------------------------------------ each process

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from dpmon.model.communication import Communication, Wrapper, communication
-from dpmon.model.compare import Comparison, Peak
+from dpmon.model.compare import Comparison
 from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.model.uneven import Uneven
 from dpmon.record.kinds import Call, Step
@@ -115,16 +115,6 @@ class Column:
     """Whether its steps are evaluations, in a mode that also trains."""
 
 
-class ModeTrack(NamedTuple):
-    """One mode of a process: its devices and memory."""
-
-    mode: str
-    devices: tuple[str, ...] = ()
-    virtual: bool = False
-    peaks: Mapping[str, Peak] = {}
-    """Peak memory in this mode, by device."""
-
-
 class Spread(NamedTuple):
     """Times of one replica or stage in ns: 5th percentile, median, 95th percentile, and the number of calls."""
 
@@ -207,7 +197,6 @@ class Process:
     figures: Figures = NO_STEPS
     """Its last one to two minutes, if several processes train; only step, forward and backward."""
     recent: Recent = field(default_factory=Recent)
-    modes: Mapping[str, ModeTrack] = field(default_factory=dict)
     columns: tuple[Column, ...] = ()
     """The history in the time range, oldest first."""
     column_s: int = 1

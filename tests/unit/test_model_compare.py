@@ -285,10 +285,10 @@ def test_memory_that_stays_resident_is_only_an_upper_bound() -> None:
     records = decoded([*training.begin(), *training.run(20), host_event(3.0, run_mem_bytes=900)])
     training.defined.clear()
     records += decoded([*training.switch("single"), *training.run(20), host_event(6.0, run_mem_bytes=900)])
-    peaks = {mode: track.peaks[HOST] for mode, track in seen(records).modes.items()}
+    peaks = {mode: peaks[HOST] for mode, peaks in compared(records).memory.items()}
     assert peaks == {"dp": Peak(900, True), "single": Peak(900, False)}
     more = [*records, *decoded([host_event(7.0, run_mem_bytes=1000)])]
-    assert seen(more).modes["single"].peaks[HOST] == Peak(1000, True)
+    assert compared(more).memory["single"][HOST] == Peak(1000, True)
 
 
 def test_if_few_steps_take_most_time_the_verdict_also_has_the_means() -> None:

@@ -61,7 +61,7 @@ def title(scene: Scene, look: Look, width: int) -> tuple[Row, Row]:
     mode = numbers.mode
     word = mode_words(process, look.glyphs.times)[0]
     if mode != process.mode:
-        devices = process.modes[mode].devices if mode in process.modes else ()
+        devices = () if process.compared is None else process.compared.devices
         word = f"dp {look.glyphs.times}{len(devices)}" if mode == "dp" else mode
     if process.rank is not None and len(scene.state.training) > 1:
         word = f"rank {process.rank}"  # the other ranks are not in these figures

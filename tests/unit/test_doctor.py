@@ -13,7 +13,7 @@ import pytest
 
 from dpmon.cli import doctor as command
 from dpmon.cli.doctor import machine, trial
-from dpmon.cli.doctor.machine import STATES, Check, ok, problem, warning
+from dpmon.cli.doctor.machine import Check, ok, problem, warning
 
 Usage = namedtuple("Usage", "total used free")
 Mount = namedtuple("Mount", "mountpoint fstype")
@@ -21,11 +21,6 @@ Mount = namedtuple("Mount", "mountpoint fstype")
 
 def by_name(checks: object) -> dict[str, Check]:
     return {check.name: check for check in checks}  # type: ignore[attr-defined]
-
-
-def test_a_check_that_is_well_has_no_remedy() -> None:
-    assert ok("x", "y").remedy is None
-    assert [check.state for check in (ok("x", "y"), warning("x", "y", "z"), problem("x", "y", "z"))] == list(STATES)
 
 
 # ------------------------------------------------------------------------------------------------ terminal
@@ -109,11 +104,6 @@ def test_little_room_is_reported(state: Path, monkeypatch: pytest.MonkeyPatch) -
         assert by_name(machine.state_directory())["disk"].state == how
     monkeypatch.setattr(machine, "_file_system", lambda place: "nfs4")
     assert [check.state for check in machine.state_directory() if "network" in check.found] == ["warning"]
-
-
-def test_the_file_system_of_a_place_is_found() -> None:
-    assert machine._file_system(Path("/proc/self")) == "proc"
-    assert machine._file_system(Path("/")) is not None
 
 
 def test_low_limits_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

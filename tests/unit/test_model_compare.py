@@ -308,31 +308,3 @@ def test_if_few_steps_take_most_time_the_verdict_also_has_the_means() -> None:
     even = compare({"single": steps(400), "dp": steps(400, forward=8.0, seed=2)}, devices=TWO)
     assert even.by_mean is None
     assert "mean" not in (sentence(even) or "")
-
-
-def test_the_verdict_says_if_most_steps_are_long() -> None:
-    short = {"forward": 0.4, "backward": 0.5, "optimizer": 0.1}
-    dp = [step(n, **short) if n % 5 < 2 else step(n, forward=6.0) for n in range(400)]
-    found = compare({"single": [step(n) for n in range(400)], "dp": dp}, devices=TWO)
-    assert found.outcome == "slower"
-    assert found.by_mean == pytest.approx(10 / 7.6)
-    said = sentence(found)
-    assert said is not None
-    assert said.endswith("By the mean step it is 1.32×: of the steps in dp, about 60 % take 95 % of the time.")
-
-
-def test_where_steps_of_both_modes_are_even_only_means_are_compared() -> None:
-    """Each mean is within a quarter of its median, one above and one below: their ratio is not."""
-    lasting = {"single": (10.0, 14.4), "dp": (10.0, 5.6)}
-    found = compare(
-        {
-            mode: [
-                step(n, forward=(usual if n % 5 < 3 else other) - 2.0, backward=1.0, optimizer=1.0) for n in range(400)
-            ]
-            for mode, (usual, other) in ((mode, both) for mode, both in lasting.items())
-        },
-        devices=TWO,
-    )
-    assert found.by_mean == pytest.approx(11.76 / 8.24)
-    assert found.uneven is None
-    assert (sentence(found) or "").endswith("By the mean step it is 1.43×.")

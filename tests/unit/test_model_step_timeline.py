@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
-import pytest
 from stored import state_of
 from synthetic import runs_of
 
@@ -137,39 +135,6 @@ def test_before_the_first_step_there_is_none() -> None:
     process = state.focus
     assert process is not None
     assert last_step_timeline(process) is None
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_with_any_numbers_no_piece_overlaps_another_or_leaves_the_step(seed: int) -> None:
-    chance = random.Random(seed)
-
-    def number() -> int:
-        return chance.choice([0, 1, -5, 10, 50, 199, 1000, 10**15]) + chance.randint(0, 3)
-
-    calls = [
-        a_call(
-            call=index,
-            start_ns=max(1000 + number(), 0),
-            wall_ns=max(number(), 0),
-            phases={name: CallPhase(number(), number()) for name in PHASES},
-            replicas=tuple(Replica(i, "cpu", number(), number(), None, None) for i in range(3)),
-        )
-        for index in range(chance.randint(0, 4))
-    ]
-    phases = {name: max(number(), 0) for name in ("data", "forward", "backward", "optimizer", "other")}
-    names = chance.choices(["data", "forward", "forward", "backward", "optimizer"], k=chance.randrange(9))
-    runs = runs_of((name, max(number(), 0), max(number(), 0)) for name in names)
-    process = state_of([*calls, STEP]).focus
-    assert process is not None
-    step = STEP._replace(phases=phases, runs=runs if seed % 4 else ())
-    timeline = last_step_timeline(replace(process, last_step=step))
-    assert timeline is not None
-    at = 0
-    for piece in timeline.main:
-        assert at <= piece.start_ns < piece.end_ns <= timeline.step.wall_ns
-        at = piece.end_ns
-    for lane in timeline.lanes:
-        assert all(0 <= piece.start_ns < piece.end_ns <= timeline.step.wall_ns for piece in lane.pieces)
 
 
 def test_a_step_of_many_calls_shows_the_last_ones() -> None:

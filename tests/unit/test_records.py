@@ -102,7 +102,6 @@ def test_a_step_without_copies_has_no_copy_fields() -> None:
 
 SHORT = ((0, 0, 100), (1, 100, 250), (4, 120, 40), (2, 360, 300), (2, 660, 0), (3, 700, 50))
 """Phase, start after the step's start, duration."""
-SECONDS = tuple((phase, at * 10**7, took * 10**7) for phase, at, took in SHORT)
 
 
 def with_spans(spans: Sequence[tuple[int, int, int]], wall: int, missing: int = 0, **more: int) -> Row:

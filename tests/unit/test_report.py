@@ -32,7 +32,6 @@ from dpmon.report.sections import document
 from dpmon.report.text import text_lines
 from dpmon.run.rundir import load_exit, load_info, mark_stop
 from dpmon.run.runs import short_name
-from dpmon.ui.look import look
 
 
 def toggled(steps: int = 60, **how: object) -> list[bytes]:
@@ -574,22 +573,3 @@ def test_stretches_separate_modes_and_evaluations(state: Path) -> None:
         assert all(end <= begin for (_, end, _), begin in zip(one.points, begins[1:], strict=False))
     heights = [sum(y for _, _, y in parts) for parts in zip(*(one.points for one in bars.series), strict=True)]
     assert max(heights) < 55, "every step took 50 ms"
-
-
-def test_phases_and_modes_have_the_colours_that_they_have_on_the_screen(state: Path) -> None:
-    story = collect(keep({0: long_training(slow=0, evaluations=True)}, limit_bytes=1 << 18))
-    drawn = {plot.name: plot for plot in plots(story.facts)}
-    styles = look("light").styles
-
-    def on_screen(name: str) -> str:
-        colour = styles[name].color
-        assert colour is not None
-        return colour.name
-
-    for name in ("phases", "modes"):
-        for one in drawn[name].series:
-            phase = one.name.removesuffix(", the rest").removeprefix("parallel_")
-            assert one.colour == on_screen(f"phase.{phase}")
-    lines = [(one.name, one.colour) for one in drawn["step-time"].series if one.kind != "dots"]
-    assert dict(lines)["dp: mean"] == on_screen("mode.dp")
-    assert len({colour for _, colour in lines}) == len(lines) == 4, "evaluations have their own"

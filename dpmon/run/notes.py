@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,8 +57,8 @@ class WarningsLog:
     def __init__(self, directory: Path) -> None:
         self._path = directory / "warnings.log"
         self._at = 0
-        self.passed_on: Counter[str] = Counter()
-        """Texts that an earlier supervisor has already passed on, and how often."""
+        self.passed_on: set[str] = set()
+        """Texts that an earlier supervisor has already passed on."""
 
     def new(self) -> list[str]:
         """The texts of the lines added since the last call."""
@@ -72,13 +71,7 @@ class WarningsLog:
         whole = data[: data.rfind(b"\n") + 1]
         # The tracer never writes so long a line. Skip it and read the lines after it.
         self._at += len(whole) or (len(data) if len(data) == _MAX_WARNINGS else 0)
-        return [note.text for note in parse_notes(whole) if not self._known(note.text)]
-
-    def _known(self, text: str) -> bool:
-        if self.passed_on[text] <= 0:
-            return False
-        self.passed_on[text] -= 1
-        return True
+        return [note.text for note in parse_notes(whole) if note.text not in self.passed_on]
 
 
 class Uncaught(NamedTuple):

@@ -1,4 +1,4 @@
-"""On a real GPU: sizes, phases against torch.profiler, NVML against nvidia-smi, memory, the toggle, the cost.
+"""On a real GPU: sizes, phases against torch.profiler, NVML against nvidia-smi, memory, replicas, the cost.
 
 Run by `python tests/gpu/check.py`, or `pytest -m gpu`. Everything here works without a network.
 """
@@ -18,11 +18,10 @@ import pytest
 import torch
 from fake_nvml import RunSamples
 from played import Process
-from running import Dpmon, wait_for
+from running import Dpmon
 from tracing import Script, Traced, traced
 
 from dpmon.gpu.sample import bare_uuid
-from dpmon.record.names import mode_number
 from dpmon.record.spans import Kind
 from dpmon.tracer.core.session import Config, Session
 from dpmon.tracer.devices.events import TorchEvents
@@ -299,23 +298,6 @@ def test_forms_of_training(tmp_path: Path, device: str, which: str) -> None:
         assert all(ms is None or 0 <= ms < 10_000 for ms in (step.device_ms or {}).values())
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_virtual_replicas_of_batches_on_the_host(tmp_path: Path, device: str, replicas: int) -> None:
-    """DataParallel moves its inputs itself: torch's scatter copies them to the GPU, one chunk per replica."""
-    run = traced(tmp_path, FORMS, device, 20, "host", mode="dp", devices=",".join([device] * replicas))
-    assert run.status == 0, run.err
-    assert run.complaints == []
-    call = run.calls()[10]
-    assert call.virtual
-    assert [r.inputs[0].shape[0] for r in call.replicas if r.inputs] == [64 // replicas] * replicas
-    if device.startswith("cuda"):
-        assert call.absent == {}
-        assert all(phase.device_ms is not None for phase in call.phases.values())
-        assert all(replica.device_ms for replica in call.replicas)
-    assert len(run.printed) == 20
-    assert run.printed[-1] == run.printed[-1], "no NaN"
-
-
 def test_virtual_replicas_on_a_stream_of_the_scripts(tmp_path: Path, gpu: str) -> None:
     """The threads of replicas use the stream on which the batch was prepared."""
     run = traced(tmp_path, FORMS, gpu, 40, "side", mode="dp", devices=f"{gpu},{gpu}")
@@ -363,30 +345,6 @@ def test_virtual_replicas_on_one_device(tmp_path: Path, device: str, replicas: i
         assert all(replica.device_ms is not None for replica in call.replicas)
     alone = Script(tmp_path, TRAINING, device, 50, "bare", "losses", run=False).end().printed
     assert run.printed == pytest.approx(alone, rel=1e-2)
-
-
-def test_the_toggle_on_one_device(tmp_path: Path, device: str) -> None:
-    text = TRAINING.replace("source = batches()", "import os\nsource = batches()\nprint('begun', flush=True)")
-    text = text.replace("for _ in range(steps)]", "for _ in iter(lambda: os.path.exists('stop'), True)]")
-    script = Script(tmp_path, text, device, 1, "bare", "losses", devices=f"{device},{device}")
-    assert script.line() == "begun"
-    ring = script.ring()
-    try:
-        for name in ("single", "dp"):
-            wanted = ring.request(mode_number(name)), mode_number(name)
-            wait_for(lambda wanted=wanted: ring.acknowledged() == wanted, what=f"{name} to be acted upon")
-        while ring.read():  # the output so far
-            pass
-        more: list[bytes] = []
-        wait_for(lambda: more.extend(ring.read()) or len(more) >= 40, what="some steps more")
-    finally:
-        ring.close()
-        (script.cwd / "stop").touch()
-    run = script.end()
-    modes = [call.mode for call in run.calls()]
-    order = [mode for i, mode in enumerate(modes) if i == 0 or mode != modes[i - 1]]
-    assert order[-2:] == ["single", "dp"]
-    assert [step.step for step in run.steps()] == list(range(1, len(run.steps()) + 1))
 
 
 def test_cpu_and_gpu_stages(tmp_path: Path, gpu: str) -> None:

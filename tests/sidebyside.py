@@ -33,25 +33,23 @@ class Outcome:
 
 
 class SideBySide:
-    """Runs scripts in a working directory that is copied from `source` for each run, always with the same name."""
+    """Runs scripts in a working directory that is empty at first, always with the same name."""
 
-    def __init__(self, dpmon: Dpmon, source: Path | None = None, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, dpmon: Dpmon) -> None:
         self.dpmon = dpmon
-        self.source = source
-        self.env = {**SAME, **(env or {})}
 
     def alone(self, *words: object, stdin: int = subprocess.DEVNULL, fresh: bool = False) -> Outcome:
         """Run the Python command `words` without dpmon.
 
         A script runs in a fork of a Python with torch (see `warm`), or with `fresh`, in a fresh interpreter.
         """
-        before = self._renew()
+        self._empty()
         outcome = self.plainly(*words, stdin=stdin, fresh=fresh)
-        return replace(outcome, files=self._made(before))
+        return replace(outcome, files=self._files())
 
     def plainly(self, *words: object, stdin: int = subprocess.DEVNULL, fresh: bool = False) -> Outcome:
         """Run the same in the present directory, without comparing files."""
-        argv, env = [str(word) for word in words], self.dpmon.environment(self.env)
+        argv, env = [str(word) for word in words], self.dpmon.environment(SAME)
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open("/dev/null") as null:
             process: subprocess.Popen[bytes] | Forked
             if fresh or LONG or argv[0].startswith("-") or self.dpmon.python != sys.executable:
@@ -75,30 +73,23 @@ class SideBySide:
         python = ("--python", self.dpmon.python) if fresh else self.dpmon.warm() or ("--python", self.dpmon.python)
         for run in self.dpmon.runs():
             shutil.rmtree(run)
-        before = self._renew()
+        self._empty()
         result = self.dpmon.run(
             "--headless",
             *python,
             *options,
             *words,
-            env=self.env,
+            env=SAME,
             limit=LIMIT_S,
             **more,
         )
         assert self.dpmon.runs(), result.errors
         stderr = (self.dpmon.last() / "stderr.log").read_bytes()
-        return Outcome(result.status, result.out, stderr, self._made(before))
+        return Outcome(result.status, result.out, stderr, self._files())
 
-    def _renew(self) -> Mapping[str, bytes]:
+    def _empty(self) -> None:
         shutil.rmtree(self.dpmon.cwd)
-        if self.source is None:
-            self.dpmon.cwd.mkdir()
-        else:
-            shutil.copytree(self.source, self.dpmon.cwd, ignore=shutil.ignore_patterns("__pycache__"))
-        return self._files()
-
-    def _made(self, before: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        return {name: content for name, content in self._files().items() if before.get(name) != content}
+        self.dpmon.cwd.mkdir()
 
     def _files(self) -> Mapping[str, bytes]:
         found: dict[str, bytes] = {}

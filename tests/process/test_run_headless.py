@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
+from fcntl import ioctl
 from pathlib import Path
 
 import pytest
+from alternatives import as_alone
 from running import Dpmon, wait_for
+from sidebyside import SideBySide
 
 from dpmon.run.rundir import load_info
 from dpmon.run.runs import short_name
@@ -84,6 +91,35 @@ def test_the_script_sees_the_same_environment_as_without_dpmon(dpmon: Dpmon) -> 
     assert two.pop("meta_path") == one.pop("meta_path") + 1  # the import hook that waits for torch
     assert "sitecustomize" not in set(two.pop("modules")) - set(one.pop("modules"))
     assert two == one
+
+
+def test_a_script_that_trains_sees_the_same_surroundings_as_without_dpmon(dpmon: Dpmon) -> None:
+    """Bit for bit, over two virtual replicas."""
+    script, place = Path(__file__).parent / "scripts" / "surroundings.py", SideBySide(dpmon)
+    by_itself, found = place.alone(script, fresh=True), place.under(script, fresh=True)
+    assert found.status == 0
+    assert found == as_alone(found, by_itself, lambda: place.alone(script, fresh=True))
+    assert found.stdout.endswith(b"registered last, runs first\nregistered first, runs last\n")
+
+
+def test_a_script_that_asks_stty_for_its_width_gets_that_of_a_terminal(dpmon: Dpmon, tmp_path: Path) -> None:
+    script = tmp_path / "width.py"
+    script.write_text(
+        "import os, sys\n"
+        "rows, columns = os.popen('stty size', 'r').read().split()\n"
+        "print(rows, columns, os.get_terminal_size(0).columns, sys.stdin.isatty(), flush=True)\n"
+    )
+    master, slave = pty.openpty()
+    try:
+        ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 111, 0, 0))
+        assert SideBySide(dpmon).alone(script, stdin=slave, fresh=True).stdout == b"33 111 111 True\n"
+        under = dpmon.run(script, stdin=slave)
+        assert under.status == 0
+        # It gets the size of the terminal of dpmon; here there is none.
+        assert re.fullmatch(rb"(\d+) (\d+) \2 True\n", under.out)
+    finally:
+        os.close(master)
+        os.close(slave)
 
 
 def test_inherited_descriptors_reach_the_script_and_are_not_held(dpmon: Dpmon) -> None:

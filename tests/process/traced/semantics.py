@@ -6,7 +6,6 @@ import copy
 import io
 import json
 import os
-import signal
 import sys
 import threading
 import warnings
@@ -106,13 +105,6 @@ def scalars():
         warnings.simplefilter("always")
         out = wrap(lambda m, x: (x * m.weight).mean())(x)
     return [out.tolist(), [[w.category.__name__, str(w.message)] for w in caught]]
-
-
-@check
-def columns():
-    seen, rows = [], torch.arange(10.0).view(2, 5)
-    out = wrap(lambda m, x: seen.append(list(x.shape)) or x, dim=1)(rows)
-    return [sorted(seen), out.tolist() == rows.tolist()]
 
 
 @check
@@ -222,35 +214,6 @@ def exceptions():
             frames.append([os.path.basename(traceback.tb_frame.f_code.co_filename), traceback.tb_lineno])
             traceback = traceback.tb_next
         return [type(error).__name__, str(error), repr(chain), frames]
-
-
-@check
-def interrupt():
-    gate = threading.Event()
-
-    class Interrupted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-
-        def forward(self, x):
-            if x.max() > 10:
-                os.kill(os.getpid(), signal.SIGINT)
-                gate.wait(60)
-            return x * self.weight
-
-    model = nn.DataParallel(Interrupted())
-    try:
-        model(x)
-    except KeyboardInterrupt as error:
-        gate.set()
-        ours = []
-        traceback = error.__traceback__
-        while traceback is not None:
-            if traceback.tb_frame.f_code.co_filename.startswith(OURS):
-                ours.append(traceback.tb_frame.f_code.co_name)
-            traceback = traceback.tb_next
-        return ["interrupted", ours if sys.version_info >= (3, 11) else [], shape(model(x[:2]))]
 
 
 class Norm(nn.BatchNorm1d):
@@ -396,19 +359,6 @@ def copied_by_a_thread_meanwhile():
     return told
 
 
-class CopiesItself(nn.Linear):
-    def forward(self, x):
-        if not torch.is_grad_enabled():
-            copy.deepcopy(self)
-        return super().forward(x)
-
-
-@check
-def copies_itself():
-    with torch.no_grad():
-        return shape(nn.DataParallel(CopiesItself(2, 2))(x))
-
-
 class Recursive(nn.Linear):
     def forward(self, x, depth=2):
         return self(x[1:], depth - 1) if depth else super().forward(x)
@@ -417,18 +367,6 @@ class Recursive(nn.Linear):
 @check
 def calls_itself():
     return shape(nn.DataParallel(Recursive(2, 2))(x))
-
-
-class Hooks(nn.Linear):
-    def forward(self, x):
-        handle = self.register_forward_hook(lambda module, args, out: out * 0)
-        handle.remove()
-        return super().forward(x)
-
-
-@check
-def hooks_within():
-    return shape(nn.DataParallel(Hooks(2, 2))(x))
 
 
 class Sometimes(nn.Linear):

@@ -1,6 +1,7 @@
 """Small pieces of code that change their own process; each prints its result."""
 
 import atexit
+import builtins
 import contextlib
 import faulthandler
 import gc
@@ -308,6 +309,35 @@ def no_directory():
     os.rmdir(os.path.join("..", os.path.basename(here)))
     train()
     in_child(train)
+
+
+def replaced_builtins():
+    for name in ("open", "print", "isinstance", "len"):
+        real = getattr(builtins, name)
+        if name in ("isinstance", "len"):
+
+            def strange(*args, real=real, **kwargs):
+                caller = sys._getframe(1).f_code.co_filename
+                if caller.startswith(OURS):
+                    raise RuntimeError("not for you")
+                return real(*args, **kwargs)
+        else:
+
+            def strange(*args, real=real, **kwargs):
+                raise RuntimeError("nobody may")
+
+        setattr(builtins, name, strange)
+        try:
+            import io
+
+            with contextlib.redirect_stdout(io.StringIO()):
+                if name != "print":
+                    train()
+                else:
+                    made()[1](torch.ones(2, 4))
+        finally:
+            setattr(builtins, name, real)
+        print(name)
 
 
 def replaced_clock():

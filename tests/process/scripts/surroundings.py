@@ -24,7 +24,7 @@ print(sys.argv, sys.flags, sys.warnoptions, sys._xoptions, sys.executable, sys.p
 print(sys.stdout.encoding, sys.stdout.errors, sys.stderr.errors, sys.getfilesystemencoding(), sys.getrecursionlimit())
 print({s.name: signal.getsignal(s) for s in signal.Signals if s not in (signal.SIGKILL, signal.SIGSTOP)})
 print(signal.pthread_sigmask(signal.SIG_BLOCK, []), signal.getitimer(signal.ITIMER_REAL), faulthandler.is_enabled())
-print([f for f in warnings.filters], sys.excepthook is sys.__excepthook__, sys.unraisablehook is sys.__unraisablehook__)
+print(list(warnings.filters), sys.excepthook is sys.__excepthook__, sys.unraisablehook is sys.__unraisablehook__)
 print(threading.excepthook is threading.__excepthook__, sys.displayhook is sys.__displayhook__, sys.gettrace())
 print(sys.getprofile(), threading.active_count(), threading.current_thread() is threading.main_thread())
 print(gc.isenabled(), gc.get_threshold(), gc.callbacks, sys.getswitchinterval(), sys.float_info.epsilon)

@@ -63,7 +63,7 @@ class Assembler:
         self._recorder = StepRecorder(self._known, self._communication)
         self._rules = StepRules(self._known, self._recorder, self._closed)
         self._waits = DeviceWaits()
-        self._out: list[Row] = []
+        self._out: list[Row | QueuedEvent] = []
         self._next = 0
         """Number of the next span."""
         self._caught_up = 0
@@ -263,23 +263,21 @@ class Assembler:
         out, self._recorder.out = self._recorder.out, []
         if out and not (self._waits.idle and Pending not in map(type, out)):
             self._waits.add(out, min(self._firsts(items), default=None), step)
-            self._emit(self._waits.ready())
+            self._out += self._waits.ready()
         else:
-            self._emit(out)  # type: ignore[arg-type]  # nothing is pending
-
-    def _emit(self, rows: Iterable[Row | QueuedEvent]) -> None:
-        for row in rows:
-            if isinstance(row, QueuedEvent):
-                self._events.pending.discard(row.number)
-                self._out.append(row.record)
-            else:
-                self._out.append(row)
+            self._out += out  # type: ignore[arg-type]  # nothing is pending
 
     def _rows(self, unread: int = Untimed.NONE) -> list[Row]:
         if not self._waits.idle:
-            self._emit(self._waits.ready(unread))
+            self._out += self._waits.ready(unread)
         out, self._out = self._out, []
-        return out + self._communication.rows()
+        rows: list[Row] = []
+        for row in out:
+            if isinstance(row, QueuedEvent):
+                self._events.pending.discard(row.number)
+                row = row.record
+            rows.append(row)
+        return rows + self._communication.rows()
 
     # ------------------------------------------------------------------------------------------ resuming
 

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 
 from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_times import Pending, Slots
-from dpmon.assemble.nesting import LARGEST, PRIMITIVES
+from dpmon.assemble.nesting import PRIMITIVES
 from dpmon.record.history_rows import CallParts, CallRow
 from dpmon.record.names import CALL_PHASES, Untimed
 from dpmon.record.spans import Flag, Kind, Span
 
+LARGEST = (1 << 62) - 1
+"""Longest duration of a phase in a row (ns)."""
 FLAGS = Flag.TRAINING | Flag.GRAD | Flag.FAILED | Flag.VIRTUAL
 """The flags of a span that its call keeps."""
 _APPLY = PRIMITIVES[Kind.PARALLEL_APPLY]

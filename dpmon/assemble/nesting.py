@@ -32,8 +32,6 @@ EDGE = (Kind.PAUSE, Kind.MEMORY)
 """Kinds of spans that are dpmon's time, not the script's. At the edge of a step, they belong to no step."""
 
 
-LARGEST = (1 << 62) - 1
-"""Largest duration (ns) or quantity in a row."""
 _LEADS, _SIZES = struct.Struct("<4e"), struct.Struct("<2I")
 
 
@@ -60,8 +58,7 @@ class PhaseSums:
     def count(self, quantity: str, value: int) -> None:
         """Add to a quantity; for pass numbers, keep the highest."""
         before = self.counts.get(quantity, 0)
-        after = max(before, value) if quantity == SYNC_NUMBER else before + value
-        self.counts[quantity] = min(after, LARGEST)
+        self.counts[quantity] = max(before, value) if quantity == SYNC_NUMBER else before + value
 
     def bound_spans(self) -> None:
         """Drop the spans after the first MAX_SPANS."""

@@ -71,7 +71,7 @@ class StepRecorder:
                 self.event(item, self.number + 1)
                 continue
             span, calls, _, inner = item
-            kind = span[1]
+            kind, flags = span[1], span[2]
             if span[4] == thread or kind == Kind.OPTIMIZER_FREED:
                 if inner is not None:
                     totals.add(inner)
@@ -83,22 +83,18 @@ class StepRecorder:
                     spans.append((phase, span[6], span[7]))
                     if kind in COUNTED:
                         totals.count(COUNTED[kind], span[8] | span[9] << 32)
-                    if span[2] & Flag.TIMED:
-                        totals.timed.append((span[0], phase, -1))
-                    elif span[2] & Flag.UNTIMED:
-                        totals.skipped = True
-                    elif phase == COPY:
-                        totals.mixed |= {COPY, -1}
+                    if flags & _SLOW or phase == COPY:
+                        totals.note_timing(span, phase)
                 elif kind == Kind.MEMORY:
                     self.note_memory_look(span[5], self.number + 1)
             if calls or kind in PRIMITIVES:
                 self._calls(span, calls, (), inner)
-            backward = kind == Kind.BACKWARD or (inner is not None and inner.backward)
-            if backward:
+            if kind == Kind.BACKWARD or (inner is not None and inner.backward):
                 totals.end_batch()
-            if backward or kind == Kind.OPTIMIZER:
-                totals.failed = bool(span[2] & Flag.FAILED)
-                totals.stepped = totals.stepped or (kind == Kind.OPTIMIZER and not totals.failed)
+                totals.failed = flags & Flag.FAILED != 0
+            if kind == Kind.OPTIMIZER:
+                totals.failed = flags & Flag.FAILED != 0
+                totals.stepped = totals.stepped or not totals.failed
         if len(spans) > MAX_SPANS:
             totals.bound_spans()
         del totals.timed[MAX_TIMED + 1 :]

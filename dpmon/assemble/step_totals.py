@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dpmon.assemble.device_times import Pending, Slots
-from dpmon.assemble.nesting import BACKWARD, DATA, LARGEST, OPTIMIZER, PhaseSums
+from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, PhaseSums
 from dpmon.record.kinds import Step
 from dpmon.record.names import Untimed
 from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
+from dpmon.record.spans import Flag, Span
 
 _IN_ORDER = tuple((name, SPAN_PHASES.index(name)) for name in STEP_PHASES[:-1])
 MAX_TIMED = 4096
@@ -40,6 +41,15 @@ class StepTotals(PhaseSums):
     followed calls of other models or an optimizer step."""
     stepped = False
     """Whether an optimizer has stepped."""
+
+    def note_timing(self, span: Span, phase: int) -> None:
+        """Note whether a span without others inside has device times."""
+        if span.flags & Flag.TIMED:
+            self.timed.append((span.number, phase, -1))
+        elif span.flags & Flag.UNTIMED:
+            self.skipped = True
+        elif phase == COPY:
+            self.mixed |= {COPY, -1}
 
     @property
     def unfinished(self) -> bool:
@@ -75,11 +85,10 @@ class StepTotals(PhaseSums):
         if self.times[DATA] < 0 and self.batches > 1 and self.batch_models <= self.first_models and samples >= 0:
             samples = self.sum_of_rows
         spans = [(phase, begin - start, took) for phase, begin, took in self.spans]
-        wall = min(wall, LARGEST)
         times = self.times
-        phases = {name: min(times[at], LARGEST) for name, at in _IN_ORDER if times[at] >= 0}
+        phases = {name: times[at] for name, at in _IN_ORDER if times[at] >= 0}
         phases["other"] = max(0, wall - sum(phases.values()))
-        counted = min(samples, LARGEST) if samples >= 0 else None
+        counted = samples if samples >= 0 else None
         row = Step(0, None, step, self.mode, start, wall, counted, phases, self.counts, spans, self.missing_spans)
         if self.skipped:
             return row.timed([None] * len(SPAN_PHASES), Untimed.SAMPLED)

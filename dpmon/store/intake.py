@@ -180,7 +180,7 @@ class Intake:
 
     def _step(self, batch: Batch, number: int, row: Step) -> None:
         step, mode, began, wall = row.step, row.mode, row.start_ns - self._start_ns, row.wall_ns
-        _check(began, wall, step)
+        _check(began, wall, step, row.samples or 0, *row.phases.values(), *row.counts.values())
         evaluation = row.evaluation and not self._learns(step)
         kind = self._kind(mode, evaluation)
         calls = self._of_step(batch, step, kind)

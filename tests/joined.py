@@ -83,7 +83,7 @@ def joined_rows(
     slow_ones = (slow,) if isinstance(slow, int) else slow or ()
     usually: dict[str, Any] = {"virtual": False, "mode": "single", "via": DDP, "step_ns": 100}
     ranks = [_Rank(process=rank, rank=rank, devices=(f"cuda:{rank % 8}",), **usually) for rank in range(count)]
-    rows = [[_in_world(one, world or count) for one in rank.begin()] for rank in ranks]
+    rows = [[in_world(one, world or count) for one in rank.begin()] for rank in ranks]
     for rank, own in enumerate(rows):
         own.append(ddp_event(rank, world or count, **(wrapper or {})))
     for number in range(steps):
@@ -130,6 +130,6 @@ def ddp_event(rank: int, size: int, **more: Any) -> Event:
     return Event("ddp", {**usual, **more})
 
 
-def _in_world(row: Row, world: int) -> Row:
+def in_world(row: Row, world: int) -> Row:
     """Return a row; in the record of the process, set the number of ranks."""
     return changed(row, world=world) if isinstance(row, Event) and row.kind == "process" else row

@@ -282,6 +282,12 @@ class Training:
         return [row for _ in range(steps) for row in self.step()]
 
 
+def pause_event(at_s: float, step: int, took_s: float | None = None, *, process: int = 0, **more: Any) -> Event:
+    """Return the beginning of a pause, or with `took_s` its end, as the tracer writes it."""
+    data = {"process": process, "rank": None, "t_s": at_s, "step": step, "paused": took_s is None, "paused_s": took_s}
+    return Event("pause", {**data, "reason": None, "refused": None, **more})
+
+
 def host_event(
     t_s: float, cpu: float | None = 43.0, gpu_absent: str | None = "NVML library not found", **more: Any
 ) -> Event:

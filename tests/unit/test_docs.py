@@ -68,16 +68,6 @@ def test_relative_links_resolve(page: Path) -> None:
     assert not wrong, wrong
 
 
-def test_every_page_is_linked_from_another_one() -> None:
-    linked = {
-        (page.parent / unquote(link).partition("#")[0]).resolve()
-        for page in pages()
-        for link in relative(page)
-        if not link.startswith("#") and (page.parent / unquote(link).partition("#")[0]).resolve() != page
-    }
-    assert not [page.name for page in pages() if page != README and page not in linked]
-
-
 # ------------------------------------------------------------------------------------------------ options
 
 

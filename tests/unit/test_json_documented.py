@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from joined import joined_rows
 from kept import keep
-from synthetic import SECOND, Training, device_event, host_event
+from synthetic import SECOND, Training, device_event, host_event, pause_event
 from timed import staged
 
 from dpmon.cli.commands import _describe
@@ -78,10 +78,8 @@ def objects(state: Path) -> list[dict[str, Any]]:
     payloads = [*training.begin(), *training.run(60), *training.switch("single"), *training.run(60)]
     training.now += SECOND
     payloads += training.run(20)
-    wait = {"step": 20, "reason": None, "refused": None}
     payloads += [
-        event("pause", t_s=5.0, paused=True, paused_s=None, **wait),
-        event("pause", t_s=6.0, paused=False, paused_s=1.0, **wait),
+        *(pause_event(5.0, 20), pause_event(6.0, 20, 1.0)),
         event("memory", t_s=2.5, step=9, absent={}, devices=[{"device": "cuda:0", "absent": {"rest_bytes": "x"}}]),
         event("warning", t_s=1.0, text="careful"),
     ]

@@ -11,12 +11,14 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from joined import joined_rows
 from kept import keep
 from known import changed
 from stored import state_in
-from synthetic import LEARNS, SECOND, Training, call_row, device_event, host_event, kind_of, step_row
+from synthetic import LEARNS, SECOND, Training, call_row, device_event, host_event, kind_of, pause_event, step_row
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.history import BINS, PARTS, pictured
@@ -25,8 +27,8 @@ from dpmon.record.kinds import Event
 from dpmon.record.schema import SETTLING_STEPS
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
-from dpmon.report.document import Table
-from dpmon.report.page import page
+from dpmon.report.document import Plot, Table, Values
+from dpmon.report.page import HEIGHT, WIDTH, drawn, page
 from dpmon.report.plots import plots
 from dpmon.report.sections import document
 from dpmon.report.text import text_lines
@@ -409,11 +411,6 @@ def test_deleted_rows_change_no_figure(state: Path) -> None:
 # ------------------------------------------------------------------------------------------------ where the time went
 
 
-def pausing(at_s: float, step: int, took_s: float | None = None) -> bytes:
-    data = {"process": 0, "rank": None, "t_s": at_s, "step": step, "paused": took_s is None, "paused_s": took_s}
-    return Event("pause", {**data, "reason": None, "refused": None})
-
-
 def epochs(gap_s: float, workers: int | None = None, persistent: bool = False) -> tuple[list[bytes], float]:
     """Return six epochs of 20 steps of 0.1 s, with gaps between them (mostly starts of loaders), and the end (s)."""
     training = Training(mode="single", step_ns=SECOND // 10)
@@ -432,9 +429,9 @@ def test_the_time_of_a_run_is_accounted_for(state: Path) -> None:
     training = Training(mode="single", step_ns=SECOND // 10)
     payloads = [*training.begin(), *training.run(40)]
     training.now += 4 * SECOND
-    payloads += [*training.run(40), pausing(training.now / SECOND, 80)]
+    payloads += [*training.run(40), pause_event(training.now / SECOND, 80)]
     training.now += 30 * SECOND
-    payloads += [pausing(training.now / SECOND, 80, 30.0), *training.run(40)]
+    payloads += [pause_event(training.now / SECOND, 80, 30.0), *training.run(40)]
     seconds = training.now / SECOND + 1.5
     directory = keep({0: payloads}, seconds=seconds)
     elapsed = as_object(collect(directory))["elapsed"]
@@ -468,6 +465,29 @@ def test_memory_in_json_counts_the_processes_that_know_it(state: Path) -> None:
     assert row["processes"] == 3
     assert row["known"] == {"model_bytes": 2, "gradients_bytes": 2, "optimizer_bytes": 1, "rest_bytes": 0}
     assert "optimizer_bytes" not in row["absent"], "a reason for what is null, not for what is known"
+
+
+def test_stretches_of_a_report_have_the_gap_as_a_gap_or_in_their_time(state: Path) -> None:
+    payloads, end = epochs(2.0)
+    width_ns, bins = collect(keep({0: payloads}, seconds=end)).facts.stretches
+    assert width_ns < 2 * SECOND
+    within = sum(one.wall_ns for one in bins)
+    assert within <= sum(one.elapsed_ns for one in bins) < within + 6 * SECOND, "between the stretches"
+
+
+def test_a_stretch_that_has_grown_over_gaps_has_them_in_its_time(state: Path) -> None:
+    """A thousand epochs of one step give at most four hundred stretches."""
+    training = Training(mode="single", step_ns=SECOND)
+    payloads = training.begin()
+    for _ in range(1000):
+        payloads += training.run(1)
+        training.now += 2 * SECOND
+    width_ns, bins = collect(keep({0: payloads}, seconds=training.now / 1e9)).facts.stretches
+    assert width_ns > 6 * SECOND
+    assert len(bins) <= BINS
+    assert sum(one.elapsed_ns for one in bins) == pytest.approx(training.now - 2 * SECOND, rel=0.01)
+    for one in bins[1:-1]:
+        assert (one.samples or 0) * 1e9 / one.elapsed_ns == pytest.approx(10, rel=0.35)
 
 
 def test_time_between_the_steps_is_found_if_it_is_much(state: Path) -> None:
@@ -573,3 +593,59 @@ def test_stretches_separate_modes_and_evaluations(state: Path) -> None:
         assert all(end <= begin for (_, end, _), begin in zip(one.points, begins[1:], strict=False))
     heights = [sum(y for _, _, y in parts) for parts in zip(*(one.points for one in bars.series), strict=True)]
     assert max(heights) < 55, "every step took 50 ms"
+
+
+def svg_of(plot: Plot) -> ElementTree.Element:
+    text = drawn(plot)
+    return ElementTree.fromstring(re.sub(r"(class|style)=([a-z]+)([ >])", r'\1="\2"\3', text[text.index("<svg") :]))
+
+
+def lines(*values: float | None) -> Plot:
+    points = [(at, at + 1, y) for at, y in enumerate(values) if y is not None]
+    return Plot("p", "P", "", [Values("s", "#000000", points, "steps")], "ms")
+
+
+def test_one_long_step_does_not_flatten_the_others_and_is_told() -> None:
+    text = "".join(svg_of(lines(*[10.0, 11.0] * 20, 5000.0)).itertext())
+    assert "1 higher, up to 5000: cut" in text
+    assert "20.0" in text, "the axis"
+    assert "cut" not in "".join(svg_of(lines(*[10.0, 11.0] * 20, 25.0)).itertext())
+    few = "".join(svg_of(lines(10.0, 11.0, 230.0, 45_000.0)).itertext())  # means and longest steps of two modes
+    assert "1 higher, up to 45,000: cut" in few.replace("45000", "45,000")
+    assert "400" in few, "the axis"
+    rows = Plot("p", "P", "", [Values("s", "#000000", [(r, r, y) for r, y in enumerate((1, 1, 1, 9))], "bars")], "ms")
+    assert "cut" not in "".join(svg_of(rows._replace(rows=["a", "b", "c", "d"])).itertext()), "the slow one is shown"
+
+
+@pytest.mark.parametrize("values", [(), (0.0,), (0.0, 0.0), (None, 1.0, None), (1e-9, 1e12)])
+def test_odd_values_are_drawn_inside(values: tuple[float | None, ...]) -> None:
+    for name, text in ((one.tag, value) for one in svg_of(lines(*values)).iter() for value in one.attrib.values()):
+        assert "nan" not in text, (name, text)
+        assert "inf" not in text, (name, text)
+
+
+def test_ranks_are_drawn_and_the_straggler_waits_for_nobody(state: Path) -> None:
+    made, _ = joined_rows(3, slow=1, phase="data", steps=100, noise=0.0)
+    story = collect(keep(made))
+    (plot,) = [plot for plot in plots(story.facts) if plot.name == "ranks"]
+    assert plot.rows == ["rank 0", "rank 1", "rank 2"]
+    by_name = {one.name: [y for _, _, y in one.points] for one in plot.series}
+    assert by_name["data"] == [pytest.approx(ms) for ms in (0.4, 6.4, 0.4)]
+    assert by_name["wait"] == [pytest.approx(ms, abs=0.01) for ms in (6.0, 0.0, 6.0)]
+    bars = [one for one in svg_of(plot).iter("rect") if one.find("title") is not None]
+    assert all(0 <= float(bar.attrib["x"]) + float(bar.attrib["width"]) <= WIDTH for bar in bars)
+    text = page(document(story))
+    assert len(text.encode()) < 200_000
+    names = [re.sub(r"<.*?>", "", name) for name in re.findall(r"<h2 id=.*?>(.*?)</h2>", text)]
+    assert re.findall(r'<a href="#part-\d+">(.*?)</a>', text) == names
+    assert "Communication" in names
+
+
+def test_bars_stand_on_each_other(state: Path) -> None:
+    series = [Values(name, "#000000", [(0.0, 1.0, 1.0), (1.0, 2.0, 2.0)], "bars") for name in ("a", "b")]
+    bars = [one for one in svg_of(Plot("p", "P", "", series, "ms")).iter("rect") if one.find("title") is not None]
+    places = [(float(bar.attrib["y"]), float(bar.attrib["height"])) for bar in bars]
+    assert len(places) == 4
+    for lower, upper in zip(places[:2], places[2:], strict=True):
+        assert upper[0] + upper[1] == pytest.approx(lower[0], abs=0.2)
+    assert all(0 <= y <= HEIGHT for y, _ in places)

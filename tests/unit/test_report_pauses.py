@@ -6,37 +6,26 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kept import keep
-from synthetic import SECOND, Training, device_event
+from stored import state_in
+from synthetic import SECOND, Training, decoded, device_event, pause_event
+from test_report import section
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.devices import DeviceTotals
+from dpmon.model.pace import speed
 from dpmon.model.pauses import Paused, PauseTotals, Span, all_paused, any_paused, pause_totals, pauses_of
 from dpmon.model.state import PauseChange
 from dpmon.model.uneven import waited_ns
-from dpmon.record.kinds import Event
+from dpmon.record.kinds import Event, Step
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.page import page
 from dpmon.report.plots import plots
 from dpmon.report.sections import document
 from dpmon.run.rundir import load_exit
-
-
-def section(lines: list[str], title: str) -> list[str]:
-    """Return the lines below a heading."""
-    begin = next(number for number, line in enumerate(lines) if line.startswith(title))
-    end = next((number for number in range(begin + 1, len(lines)) if not lines[number]), len(lines))
-    return lines[begin + 1 : end]
-
-
-def pause_event(at_s: float, step: int, took_s: float | None = None, *, process: int = 0, **more: Any) -> bytes:
-    """Return the event as the tracer writes it: the beginning of a pause, or with `took_s` its end."""
-    data = {"process": process, "rank": None, "t_s": at_s, "step": step, "paused": took_s is None, "paused_s": took_s}
-    return Event("pause", {**data, "reason": None, "refused": None, **more})
 
 
 def paused_run(took_s: float = 600.0, at_the_end_s: float = 0.0) -> Path:
@@ -273,3 +262,27 @@ def test_a_gpu_sampled_only_in_pauses_has_no_utilisation() -> None:
         devices.sample("device", {"index": 0, "t_s": second, "util_pct": 0.0, "mem_used_bytes": 5})
     (found,) = devices.gpus()
     assert (found.util_median, found.mem_used_max) == (None, 5)
+
+
+def test_a_pause_and_a_wait_for_input_are_in_no_rate(state: Path) -> None:
+    training = Training(mode="single", step_ns=100_000_000)
+    payloads = [*training.begin(), *training.run(40)]
+    at = training.now / SECOND
+    payloads += [pause_event(at, 40), pause_event(at + 7, 40, 7.0)]
+    training.now += 7 * SECOND
+    payloads += training.run(20)
+    began = training.now
+    training.now += 5 * SECOND
+    payloads += training.run(20)
+    waits = Event("input", {"pid": 4242, "t_s": began / SECOND, "waited_s": 5.0})
+    steps = [record for record in decoded(payloads) if isinstance(record, Step)]
+    true = 30 * len(steps) * 1e9 / sum(step.wall_ns for step in steps)
+    directory = keep({0: payloads, -1: [waits]}, seconds=training.now / 1e9)
+    assert as_object(collect(directory))["modes"][0]["samples_per_s"] == pytest.approx(true, rel=0.001)
+    live, over = (state_in(directory, span_s=0, over=over) for over in (False, True))
+    process = live.processes[0]
+    for rate in (over.processes[0].mean, process.ranged.rate):
+        assert rate is not None
+        assert (rate.samples_per_s, rate.samples_within) == pytest.approx((true, true), rel=0.001)
+    assert speed(process, live, process.seen_ns).samples_per_s == pytest.approx(true, rel=0.1)
+    assert [one["seconds"] for one in as_object(collect(directory))["inputs"]] == [5.0]

@@ -10,7 +10,7 @@ import pytest
 from everything import alike, everything
 from rowring import RowRing, use_row_rings
 from sizes import size
-from synthetic import SECOND, Training, changed, host_event, with_other
+from synthetic import SECOND, Training, changed, host_event, pause_event, with_other
 from test_store_spans import Run
 
 from dpmon.record.history_rows import Row
@@ -41,9 +41,10 @@ def eventful(chance: random.Random, process: int) -> Iterator[list[Row]]:
         elif what < 0.15:
             began = training.now
             training.now += chance.randrange(2 * SECOND)
-            yield [_pause(process, True, began, None)]
+            yield [pause_event(began / SECOND, 1, process=process)]
             if what < 0.13:  # else the record of its end was lost
-                yield [_pause(process, False, training.now, training.now - began)]
+                took = (training.now - began) / SECOND
+                yield [pause_event(training.now / SECOND, 1, took, process=process)]
         elif what < 0.2:
             training.steps += chance.randrange(1, 3)  # missed
         elif what < 0.3:
@@ -58,11 +59,6 @@ def eventful(chance: random.Random, process: int) -> Iterator[list[Row]]:
         if what < 0.45:
             records[-1] = records[-1].timed((None, 1.5, 2.5, None, None, 3.5), 3)
         yield from ([record] for record in records) if what > 0.6 else [records]
-
-
-def _pause(process: int, paused: bool, at: int, took: int | None) -> Event:
-    data = {"process": process, "t_s": at / SECOND, "paused": paused, "paused_s": took and took / SECOND}
-    return Event("pause", {**data, "step": 1, "reason": None, "refused": None})
 
 
 def rounds(seed: int) -> Rounds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpmon.record.schema import Quantity
+from dpmon.store.figures import Rate
 from dpmon.store.tally import Sum
 from dpmon.text.quantities import (
     clock,
@@ -17,7 +18,9 @@ from dpmon.text.quantities import (
     minutes,
     percent,
     quantity_words,
+    rate_words,
     run_time,
+    samples_rate,
     times,
 )
 
@@ -96,3 +99,12 @@ def test_quantities_of_steps(unit: str, known: Sum, text: str) -> None:
 def test_ratios() -> None:
     assert [times(ratio) for ratio in (0.611, 9.99, 12.5)] == ["0.61×", "9.99×", "12.5×"]
     assert times(9.996, "x") == "10.0x"
+
+
+def test_texts_show_both_rates_only_if_they_differ() -> None:
+    nearly, apart = Rate(10 / 1.02, 40 / 1.02, 10, 40), Rate(2.5, 10, 10, 40)
+    assert rate_words(nearly) == "39.2 samples/s"
+    assert rate_words(apart) == "10.0 samples/s (40.0 within steps)"
+    assert samples_rate(apart) == "10.0 (40.0 within steps)"
+    assert rate_words(Rate(2.5, None, 10, None)) == "2.50 steps/s (10.0 within steps)"
+    assert (rate_words(None), samples_rate(None)) == ("", "–")

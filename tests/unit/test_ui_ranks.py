@@ -7,16 +7,14 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
-from joined import joined_ranks
+from joined import in_world, joined_ranks
 from situations import LOOK
 from stored import Recording
-from synthetic import SECOND, Training, changed, step_row
+from synthetic import SECOND, Training, step_row
 
 from dpmon.model.pace import speed
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import MOST_RANKS, ProcessFacts, State, toggle_refusal
-from dpmon.record.history_rows import Row
-from dpmon.record.kinds import Event
 from dpmon.store.figures import Window
 from dpmon.store.store_at import StoreAt
 from dpmon.ui.paint import places, rank_room, whole
@@ -50,11 +48,6 @@ def recorded(
         run.add([*begin, *one.run(steps)], rank + 1, rank)
         now = max(now, one.now)
     return run, Scene(run.state(), now + SECOND // 10, FACTS, alive=True, can_toggle=True)
-
-
-def in_world(row: Row, world: int) -> Row:
-    """Return a row; in the record of the process, set the number of ranks."""
-    return changed(row, world=world) if isinstance(row, Event) and row.kind == "process" else row
 
 
 def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.mode_facts import ModeFacts
-from dpmon.model.run_facts import RunFacts
+from dpmon.model.run_facts import ModeFacts, RunFacts
 from dpmon.record.schema import STEP_PHASES
 from dpmon.store.figures import PhaseFigures
 from dpmon.text.quantities import count_of, duration_words, percent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dpmon.model.communication import Communication, Wrapper
+from dpmon.model.communication import Communication
 from dpmon.model.finding import MIN_STEPS, Finding
 from dpmon.model.stragglers import held_up, how_often
 from dpmon.text.quantities import count_of, duration_words, group, memory, percent
@@ -125,6 +125,7 @@ def _bucket(found: Communication) -> Iterator[Finding]:
         return  # torch closes a bucket at its cap: a parameter larger than the cap, which no cap divides
     named = ", ".join(map(memory, sizes[-_BUCKETS_NAMED:]))
     named = named if len(sizes) <= _BUCKETS_NAMED else f"... {named}"
+    cap = "unknown" if one.bucket_cap_bytes is None else memory(one.bucket_cap_bytes)
     yield Finding(
         "bucket",
         f"The last bucket has {percent(sizes[-1] / whole)} of the gradients, and no computation is left to hide it."
@@ -132,13 +133,9 @@ def _bucket(found: Communication) -> Iterator[Finding]:
         else "All gradients are in one bucket, and no computation is left to hide it.",
         f"{count_of(len(sizes), 'bucket')}: {named}; exposed mean {duration_words(found.exposed_ns)},"
         f" {percent(share)} of the step",
-        f"a smaller bucket_cap_mb (now {_cap(one)}), so that averaging begins earlier and the last bucket is small",
+        f"a smaller bucket_cap_mb (now {cap}), so that averaging begins earlier and the last bucket is small",
         share / 2,
     )
-
-
-def _cap(one: Wrapper) -> str:
-    return "unknown" if one.bucket_cap_bytes is None else memory(one.bucket_cap_bytes)
 
 
 def _accumulation(found: Communication) -> Iterator[Finding]:

@@ -25,14 +25,13 @@ from dpmon.model.finding import (
     ratio_words,
     restarted,
 )
-from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.stragglers import Straggler
 from dpmon.model.uneven import WAITING_TEXT, waited_ns
 from dpmon.record.schema import STEP, STEP_PHASES
 from dpmon.text.quantities import clock, duration_words, percent
 
 if TYPE_CHECKING:
-    from dpmon.model.run_facts import RunFacts
+    from dpmon.model.run_facts import ModeFacts, RunFacts
     from dpmon.store.answers import LongRow
 
 COPY_SHARE = 0.2
@@ -93,7 +92,8 @@ def data(facts: RunFacts) -> Iterator[Finding]:
         figures, share, on_device = mode.phase("data"), data_share(mode), ""
         if figures is not None and is_timed(figures):
             on_device = f", on the device median {duration_words(figures.device_ns)}"
-        who = f"The GPU{of_whom(mode)}" if on_device else _subject(mode)
+        who = "The training" if mode.who is None else mode.who[0].upper() + mode.who[1:]
+        who = f"The GPU{of_whom(mode)}" if on_device else who
         yield Finding(
             "data",
             f"{who} waits for data{in_mode(mode, facts)}: {percent(share)} of the time of its steps.",
@@ -101,11 +101,6 @@ def data(facts: RunFacts) -> Iterator[Finding]:
             for_data(mode, facts),
             share,
         )
-
-
-def _subject(mode: ModeFacts) -> str:
-    """The training, or its process if there are several, as the subject of a sentence."""
-    return "The training" if mode.who is None else mode.who[0].upper() + mode.who[1:]
 
 
 def _in_how_many(mode: ModeFacts, facts: RunFacts) -> str:

@@ -59,24 +59,12 @@ class Columns:
             self._of, self._closed, self._until = (process, width, begin_s), [], begin_s
         self._of = process, width, begin_s
         self._closed = [column for column in self._closed if column.second >= begin_s]
-        fresh = _added(store, process, max(self._until, begin_s), end_s, width, trained)
+        sums = _sums(store, process, max(self._until, begin_s), end_s, width, trained)
+        fresh = [_column(*place, tally) for place, (tally, _) in sorted(sums.items())]
         until = max((end_s - _OPEN_S) // width * width, self._until)
         self._closed += [column for column in fresh if column.second < until]
         self._until = until
         return (*self._closed, *(column for column in fresh if column.second >= until))
-
-
-def _added(store: Store, process: int, begin_s: int, end_s: int, width: int, trained: Collection[str]) -> list[Column]:
-    found = _sums(store, process, begin_s, end_s, width, trained)
-    return [_column(*place, found[place].tally) for place in sorted(found)]
-
-
-@dataclass(slots=True)
-class _StretchSum:
-    """Steps of one mode that ended in one stretch of time. `end_s`: the end of their tallies."""
-
-    tally: Tally = field(default_factory=Tally)
-    end_s: int = 0
 
 
 def _sums(
@@ -86,16 +74,19 @@ def _sums(
     end_s: int,
     width: int,
     trained: Collection[str],
-) -> dict[tuple[int, str, bool], _StretchSum]:
-    """The steps of a process by stretch of `width` seconds: start, mode, and whether they are evaluations."""
-    found: dict[tuple[int, str, bool], _StretchSum] = {}
+) -> dict[tuple[int, str, bool], tuple[Tally, int]]:
+    """The steps of a process by stretch of `width` seconds: start, mode, and whether they are evaluations.
+
+    Each with the end of its last tally, in s.
+    """
+    found: dict[tuple[int, str, bool], tuple[Tally, int]] = {}
     rows = store.tally_rows(begin_s, end_s, process=process, sketches=False, widest=_widest(width))
     for start, wide, key, tally in rows:
         if start >= begin_s and tally.steps:
             place = start // width * width, key.mode, bool(key.kind & EVALUATION) and key.mode in trained
-            one = found.setdefault(place, _StretchSum())
-            one.tally.merge(tally)
-            one.end_s = max(one.end_s, start + wide)
+            whole, until = found.get(place, (Tally(), 0))
+            whole.merge(tally)
+            found[place] = whole, max(until, start + wide)
     return found
 
 
@@ -273,7 +264,7 @@ def stretches(
     for process in sorted(set(shown.values())):
         sums = _sums(store, process, 0, end_s, seconds, trained)
         within, between = _spent(store, process, end_s, seconds, trained)
-        for (start, mode, evaluation), one in sums.items():
+        for (start, mode, evaluation), (tally, until) in sums.items():
             if shown.get((mode, evaluation)) != process:
                 continue
             begin, elapsed = start, within[start, mode, evaluation] + between[start, mode, evaluation]
@@ -281,7 +272,7 @@ def stretches(
                 begin -= seconds
                 elapsed += within[before]
             begin = max(begin, first_ns // SECOND)  # a wide tally in place of deleted ones may begin earlier
-            found.append(_bin(begin, max(start + seconds, one.end_s), mode, evaluation, one.tally, elapsed))
+            found.append(_bin(begin, max(start + seconds, until), mode, evaluation, tally, elapsed))
     return Stretches(seconds * SECOND, tuple(sorted(found, key=lambda one: (one.end_ns, one.mode, one.evaluation))))
 
 

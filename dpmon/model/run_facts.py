@@ -7,7 +7,7 @@ shows. Counts of steps and rates cover all processes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,15 +27,14 @@ from dpmon.model.layouts import (
     replica_facts,
 )
 from dpmon.model.memory import Held, held_by
-from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.pauses import Paused, PauseTotals, Span, all_paused, any_paused, pause_totals, pauses_of
 from dpmon.model.snapshot import processes_in
 from dpmon.model.state import ProcessFacts
-from dpmon.model.stragglers import RankTimes, rank_times
+from dpmon.model.stragglers import RankTimes, ranks_in
 from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STEP, STEP_PHASES, device_series
 from dpmon.store.answers import GapRow, LongRow
-from dpmon.store.figures import Rate, Window, accounted, thirds
+from dpmon.store.figures import Figures, PhaseFigures, Rate, Window, accounted, thirds
 from dpmon.store.tally import WIDTHS, Tally
 
 if TYPE_CHECKING:
@@ -49,6 +48,43 @@ LEAST_STRETCHES = 60
 """Fewest stretches into which a run of a minute or more is cut to find its first and its last third."""
 _LEAST_OF_THIRD = 30
 """Fewest steps in each of the two thirds for a comparison."""
+
+
+@dataclass(frozen=True)
+class ModeFacts(Figures):
+    """The steps of one process in one mode. `phases`: those that ran, with those of calls last; `rate`: of all."""
+
+    virtual: bool = False
+    distributed: str | None = None
+    """How its ranks trained one model together (a key of RANK_MODES), which is neither dp nor single."""
+    process: int = 0
+    who: str | None = None
+    """The name of the process, such as "rank 0"; None if it is the only one."""
+    other_steps: int = 0
+    """Number of steps of the other processes in this mode."""
+    early: Tally | None = None
+    """The first third of the steps; None with too few steps."""
+    late: Tally | None = None
+    """The last third."""
+
+    @property
+    def all_steps(self) -> int:
+        """Number of steps of all processes in this mode."""
+        return self.steps + self.other_steps
+
+    def share(self, *names: str) -> float:
+        """The share of all step time that phases took together (0 to 1)."""
+        return sum(phase.share or 0.0 for phase in self.phases if phase.name in names)
+
+    def nested_phases(self) -> list[tuple[int, PhaseFigures]]:
+        """The phases with their depth: those of the calls are one deeper, below forward, if it ran."""
+        calls = [phase for phase in self.phases if phase.name in CALL_PHASES]
+        rows: list[tuple[int, PhaseFigures]] = []
+        for phase in self.phases:
+            if phase.name not in CALL_PHASES:
+                rows.append((0, phase))
+                rows += [(1, part) for part in calls if phase.name == "forward"]
+        return rows if any(depth for depth, _ in rows) else [*rows, *((0, part) for part in calls)]
 
 
 class RankLine(NamedTuple):
@@ -176,7 +212,7 @@ class RunFacts:
     @cached_property
     def communication(self) -> Communication | None:
         """The communication of the ranks; None if no ranks train together."""
-        ranks = _ranks_in(self.window, self.announced.info)
+        ranks = ranks_in(self.window, {process: facts.rank for process, facts in self.announced.info.items()})
         steps = sum(one.steps for one in ranks)
         return communication(ranks, self.announced.wrappers, self._rows.communicated(), steps, lately=False)
 
@@ -396,20 +432,3 @@ class RunFacts:
         waits, virtual = self.announced.waits_of(who), self.layouts.virtual
         found = compare_modes(self.window, who, devices=devices, virtual=virtual, longest=self._longest, waits=waits)
         return found if len(found.sides) > 1 else None
-
-
-def _ranks_in(window: Window, facts: Mapping[int, ProcessFacts]) -> tuple[RankTimes, ...]:
-    """The mean times of each rank in a window; a restarted rank includes all its processes.
-
-    `facts`: by process. Omits processes without a rank, and the first steps after a change of mode.
-    """
-    found: dict[int, tuple[int, Tally]] = {}
-    for process in window.processes:
-        rank = facts[process].rank if process in facts else None
-        if rank is not None:
-            whole = found.get(rank, (process, Tally()))[1]
-            for mode, evaluation in window.modes:
-                if not evaluation:
-                    whole.merge(window.tally(mode, process=process, settled=True))
-            found[rank] = process, whole
-    return tuple(rank_times(process, rank, tally) for rank, (process, tally) in sorted(found.items()))

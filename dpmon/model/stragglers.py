@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.schema import EXPOSED, HELD, STEP, STEP_PHASES, WAIT, device_series
 from dpmon.store.tally import Tally
 from dpmon.text.quantities import duration, group, percent
+
+if TYPE_CHECKING:
+    from dpmon.store.figures import Window
 
 LEAST_SHARE = 0.05
 """Smallest excess to report, as a part of a step. Similar tools use 10 %. But a rank that is slower by 10 % also makes
@@ -132,6 +135,23 @@ def rank_times(process: int, rank: int, tally: Tally) -> RankTimes:
         tally.sum("unsynced").total,
         totals["optimizer"].count,
     )
+
+
+def ranks_in(window: Window, numbers: Mapping[int, int | None]) -> tuple[RankTimes, ...]:
+    """The mean times of each rank in a window; a restarted rank includes all its processes.
+
+    `numbers`: the rank of each process. Omits processes without one, and the first steps after a change of mode.
+    """
+    found: dict[int, tuple[int, Tally]] = {}
+    for process in window.processes:
+        rank = numbers.get(process)
+        if rank is not None:
+            whole = found.get(rank, (process, Tally()))[1]
+            for mode, evaluation in window.modes:
+                if not evaluation:
+                    whole.merge(window.tally(mode, process=process, settled=True))
+            found[rank] = process, whole
+    return tuple(rank_times(process, rank, tally) for rank, (process, tally) in sorted(found.items()))
 
 
 def _mean(tally: Tally, phase: str) -> float:

@@ -6,9 +6,8 @@ from dpmon.model.compare import sentence
 from dpmon.model.devices import DeviceFacts, HostFacts
 from dpmon.model.history import PARTS, Bin
 from dpmon.model.json_fields import communication_fields, fields_of, ms, phase_fields, rank_fields
-from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.pauses import PauseTotals
-from dpmon.model.run_facts import RunFacts
+from dpmon.model.run_facts import ModeFacts, RunFacts
 from dpmon.report.collect import Story
 from dpmon.store.figures import counted_as_fields, rate_as_fields
 from dpmon.store.tally import Stat

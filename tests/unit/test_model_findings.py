@@ -18,8 +18,7 @@ from dpmon.model.finding import MIN_STEPS
 from dpmon.model.findings import findings
 from dpmon.model.layouts import BatchFacts, ReplicaFacts
 from dpmon.model.memory import Held
-from dpmon.model.mode_facts import ModeFacts
-from dpmon.model.run_facts import RunFacts
+from dpmon.model.run_facts import ModeFacts, RunFacts
 from dpmon.model.state import ProcessFacts
 from dpmon.store.answers import LongRow
 from dpmon.store.figures import PhaseFigures, Rate

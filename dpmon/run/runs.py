@@ -117,12 +117,10 @@ def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
             save(directory, info)
         except FileExistsError:
             continue
-        except BaseException as error:
-            with contextlib.suppress(OSError):  # leave no empty run behind, even after an interrupt
+        except OSError as error:
+            with contextlib.suppress(OSError):  # leave no empty run behind
                 directory.rmdir()
-            if isinstance(error, OSError):
-                raise RunError(f"{directory} cannot be created: {error.strerror}") from None
-            raise
+            raise RunError(f"{directory} cannot be created: {error.strerror}") from None
         return directory, info
     raise RunError(f"no free name for a run in {runs}")
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from running import wait_for
 
-from dpmon.cli.launch import _detached
 from dpmon.run import proc
 from dpmon.run.condition import exit_info, unknown_exit
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, save
+from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, save
 from dpmon.run.runs import create_run
 from dpmon.supervise import guard as guards
 from dpmon.supervise.guard import Guard
@@ -147,32 +145,6 @@ def test_a_signal_reaches_a_command_that_could_not_be_recorded(
         assert not guard.send(number)
         assert wait_for(lambda: looked(guard)).status == 128 + number, "the supervisor does not record it"
         supervisor.kill()
-
-
-class Ends:
-    """A supervisor that is alive at the first checks and has ended at the next one, after it has called `last`."""
-
-    pid = 0
-
-    def __init__(self, last: Callable[[], None], lives: int = 1) -> None:
-        self.looks, self._last, self._lives = 0, last, lives
-
-    def poll(self) -> int | None:
-        self.looks += 1
-        if self.looks == self._lives + 1:
-            self._last()
-        return None if self.looks <= self._lives else 0
-
-
-def test_a_detached_command_that_cannot_be_started_is_reported_however_late(state: Path) -> None:
-    """The supervisor records that and ends between two checks."""
-    directory, info = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
-    why = exit_info(info, 2, "supervisor", "it cannot be started")
-    for lives in (0, 1):
-        (directory / "exit.json").unlink(missing_ok=True)
-        supervisor: Any = Ends(lambda: save(directory, why), lives)
-        with pytest.raises(RunError, match="it cannot be started"):
-            _detached(directory, info, supervisor)
 
 
 def test_an_end_counts_when_the_last_records_are_written_or_nobody_writes_them(state: Path) -> None:

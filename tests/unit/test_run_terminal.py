@@ -70,14 +70,6 @@ def test_typed_text_is_logged_where_a_terminal_would_show_it(terminal: Terminal,
     assert log.read_bytes() == "name? Zoë\nhello\n".encode()
 
 
-def test_input_is_not_logged_when_the_script_turns_echo_off(terminal: Terminal, log: Path) -> None:
-    echo(terminal, False)
-    assert given(terminal, b"secret\n") == b"secret\n"
-    echo(terminal, True)
-    given(terminal, b"seen\n")
-    assert log.read_bytes() == b"name? seen\n"
-
-
 def test_a_password_is_read_by_getpass_without_a_trace(terminal: Terminal, log: Path) -> None:
     """getpass switches the echo off itself, in a process with this controlling terminal, as under the supervisor."""
     program = "import getpass, sys; a = input(); print(a, len(getpass.getpass('pass: ')), input(), flush=True)"

@@ -7,11 +7,11 @@ of the step contains their phases, and the calls take the kind of the step.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, takewhile
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dpmon.record.history_rows import CallRow, CollectiveRow, Definition, Row
 from dpmon.record.kinds import Event, RecordError, Step
@@ -57,25 +57,7 @@ _phases_of = itemgetter(
     *(len(STEP_PHASES) + _CALL_AT[phase.name] if phase.of_call else _STEP_AT[phase.name] for phase in PHASES)
 )
 """Returns values in the order of PHASES, from the phases of a step followed by the phases of its calls."""
-_NO_PHASES = (None,) * len(CALL_PHASES)
 _DAMAGE = (LookupError, ValueError, TypeError, AttributeError, RecursionError)
-
-
-class _HeldCall(NamedTuple):
-    """The parts of a call that are held until its step arrives."""
-
-    number: int
-    """Id of the call."""
-    step: int
-    mode: str
-    layout: int
-    flags: int
-    phases: tuple[int | None, ...]
-    """ns in the order of CALL_PHASES; None: did not run."""
-    device_ms: Mapping[str, float | None]
-    parts: list[tuple[str, int]]
-    sizes: str
-    untimed: int
 
 
 class Intake:
@@ -87,7 +69,8 @@ class Intake:
         self._accounts = accounts
         self._shapes: set[ShapeKey] = set()
         """Shapes that are kept with their sizes."""
-        self._calls: list[_HeldCall] = []
+        self._calls: dict[int, CallRow] = {}
+        """The calls that wait for their step, by id."""
         self._sizes: set[int] = set()
         """Batch sizes with their own tallies."""
         self._mode: str | None = None
@@ -105,7 +88,7 @@ class Intake:
             )
             before = -1 if row.last_step is None else row.last_step
             held = history.rows(query, (row.process, row.held_id, last_id, before))
-            self._calls = [_held(number, call_in(columns)) for number, *columns in held]
+            self._calls = {number: call_in(columns) for number, *columns in held}
         batches = history.rows("SELECT DISTINCT batch FROM keys WHERE process = ?", (row.process,))
         self._sizes.update(batch for (batch,) in batches if batch >= 0)
         query = "SELECT process, mode, kind, layout, virtual, sizes, untimed FROM shapes WHERE process = ?"
@@ -142,36 +125,38 @@ class Intake:
     def _call(self, batch: Batch, number: int, row: CallRow) -> None:
         began = row.start - self._start_ns
         _check(began, row.wall, row.step, row.call)
-        self._calls.append(_held(number, row))
+        self._calls[number] = row
         parts = parts_column(row.parts)
         batch.calls.append((number, self.row.process, *row[:5], began, *row[6:-1], parts))
         batch.characters += len(parts or "")
         if len(self._calls) > HELD_CALLS:  # a process with calls outside steps
-            self._count(batch, [self._calls.pop(0)], None)
+            self._count(batch, [self._calls.pop(next(iter(self._calls)))], None)
         self._place(number)
         self._note_held()
         self.row.calls += 1
         self.row.last_call = row.call
 
     def _note_held(self) -> None:
-        self.row.held_id = self._calls[0].number if self._calls else None
+        self.row.held_id = next(iter(self._calls), None)
 
-    def _count(self, batch: Batch, calls: Sequence[_HeldCall], kind: int | None) -> None:
+    def _count(self, batch: Batch, calls: Iterable[CallRow], kind: int | None) -> None:
         """Count the sizes of calls. `kind`: kind of their step; None if they are in no step."""
         for call in calls:
             of_call = kind if kind is not None else EVALUATION * (call.flags & _LEARNS == 0)
             virtual = int(call.flags & Flag.VIRTUAL > 0)
-            shape = self.row.process, call.mode, of_call, call.layout, virtual, call.sizes, call.untimed
+            parts, sizes = call.parts, _sizes_of(call)
+            untimed = 0 if parts is None or parts.device_ms is None or None not in parts.device_ms else parts.why
+            shape = self.row.process, call.mode, of_call, call.layout, virtual, sizes, untimed
             if shape not in self._shapes:
                 if len(self._shapes) < SHAPES:
                     self._shapes.add(shape)
                 else:
-                    shape = (*shape[:-2], _without_sizes(call.sizes), call.untimed)
+                    shape = (*shape[:-2], _without_sizes(sizes), untimed)
             batch.shapes[shape] += 1
 
     def flush(self, batch: Batch) -> None:
         """Handle the end of the process: count its last calls, which are in no finished step, and close its rounds."""
-        self._count(batch, self._calls, None)
+        self._count(batch, self._calls.values(), None)
         self._calls.clear()
         self._note_held()
         batch.join(self._accounts.rounds.ended(self.row.process))
@@ -201,7 +186,7 @@ class Intake:
         rest_of = rest, times, spans, row.missing_spans, sync_number, None, None
         key = Key(process, mode, kind, self._batch_size(row.samples))
         series = [(device_series(name), ns) for name, ns in _device_times(row, calls, by_call).items()]
-        series += [part for call in calls for part in call.parts]
+        series += chain.from_iterable(map(_series_of, calls))
         batch.step(key, began + wall, (*named, *quantities, *values, *rest_of), series)
         batch.characters += len(spans or "") + len(times or "")
         if sync_number is not None:
@@ -218,18 +203,18 @@ class Intake:
 
     def _learns(self, step: int) -> bool:
         """Whether all calls of a step train and none failed: a server (RPC) has no backward pass of its own."""
-        flags = [call.flags & (_LEARNS | Flag.FAILED) for call in self._calls if call.step == step]
+        flags = [call.flags & (_LEARNS | Flag.FAILED) for call in self._calls.values() if call.step == step]
         return set(flags) == {_LEARNS}
 
-    def _of_step(self, batch: Batch, step: int, kind: int) -> list[_HeldCall]:
+    def _of_step(self, batch: Batch, step: int, kind: int) -> list[CallRow]:
         """Return the held calls of a step. Release them, and the calls of earlier steps that were not recorded."""
         held = self._calls
-        self._calls = []
-        calls = [call for call in held if call.step == step]
+        self._calls = {}
+        calls = [call for call in held.values() if call.step == step]
         self._count(batch, calls, kind)
         if len(calls) != len(held):
-            self._count(batch, [call for call in held if call.step < step], None)
-            self._calls = [call for call in held if call.step > step]
+            self._count(batch, (call for call in held.values() if call.step < step), None)
+            self._calls = {number: call for number, call in held.items() if call.step > step}
         return calls
 
     def _kind(self, mode: str, evaluation: bool) -> int:
@@ -277,33 +262,30 @@ class Intake:
         batch.event(number, process, kind, t_ns, text.decode())
 
 
-def _held(number: int, row: CallRow) -> _HeldCall:
-    """Return the parts of a call to hold."""
-    layout = row.layout
-    if row.parts is None:
-        whole = [(replica_series(layout, 0), row.wall)]
-        sizes = _sizes_text(row.inputs, row.outputs, (row.inputs, row.outputs))
-        return _HeldCall(number, row.step, row.mode, layout, row.flags, _NO_PHASES, {}, whole, sizes, 0)
-    parts = row.parts
-    took = tuple([None if at is None else at[1] for at in parts.phases])
-    timed = [(replica_series(layout, i), ran) for i, (_, _, _, ran) in enumerate(parts.replicas)]
-    timed += [(stage_series(layout, i, *one[:3]), one[4]) for i, one in enumerate(parts.stages) if one[4] is not None]
-    sizes = _sizes_text(
-        row.inputs, row.outputs, *[one[:2] for one in parts.replicas], *[one[:3] for one in parts.stages]
-    )
-    if parts.device_ms is None:
-        return _HeldCall(number, row.step, row.mode, layout, row.flags, took, {}, timed, sizes, 0)
-    named = [replica_series(layout, i) for i in range(len(parts.replicas))]
-    named = named or [stage_series(layout, i, *one[:3]) for i, one in enumerate(parts.stages)]
+def _series_of(row: CallRow) -> list[tuple[str, int]]:
+    """Return the series and the time (ns) of each replica or stage of a call: on the host, then on its device."""
+    layout, parts = row.layout, row.parts
+    if parts is None:
+        return [(replica_series(layout, 0), row.wall)]
+    named: list[tuple[str, int | None]]
+    named = [(replica_series(layout, i), ran) for i, (_, _, _, ran) in enumerate(parts.replicas)]
+    named += [(stage_series(layout, i, *one[:3]), one[4]) for i, one in enumerate(parts.stages)]
+    found = [(name, ran) for name, ran in named if ran is not None]
     known = zip(named, parts.of_devices, strict=False)
-    timed += [(device_series(name), int(ms * 1e6)) for name, ms in known if ms is not None]
-    why = parts.why if None in parts.device_ms else 0
-    return _HeldCall(number, row.step, row.mode, layout, row.flags, took, parts.of_phases, timed, sizes, why)
+    return found + [(device_series(name), int(ms * 1e6)) for (name, _), ms in known if ms is not None]
+
+
+def _sizes_of(row: CallRow) -> str:
+    """Return the definitions of the sizes of a call and its replicas or stages as JSON (dpmon.store.answers.Shape)."""
+    parts = row.parts
+    if parts is None:
+        return _sizes_text(row.inputs, row.outputs, (row.inputs, row.outputs))
+    inner = [*(one[:2] for one in parts.replicas), *(one[:3] for one in parts.stages)]
+    return _sizes_text(row.inputs, row.outputs, *inner)
 
 
 @lru_cache(4096)
 def _sizes_text(*sizes: int | tuple[int, ...]) -> str:
-    """Return the definitions of the sizes of a call and its replicas or stages as JSON (dpmon.store.answers.Shape)."""
     return json.dumps(sizes, separators=(",", ":"))
 
 
@@ -313,17 +295,16 @@ def _without_sizes(text: str) -> str:
     return _sizes_text(0, 0, *((0, 0) if len(part) == 2 else (part[0], 0, 0) for part in parts))
 
 
-def _of_calls(own: Sequence[int | None], calls: Sequence[_HeldCall]) -> tuple[list[int | None], int | None]:
+def _of_calls(own: Sequence[int | None], calls: Sequence[CallRow]) -> tuple[list[int | None], int | None]:
     """Return the summed phases of a step's calls (None: did not run), and the rest of its forward.
 
     `own`: the step's phases in the order of STEP_PHASES. Calls of other threads, or calls repeated in the backward
     pass, may take longer than the whole forward. Then the phases cannot be separated, and all time counts as forward.
     """
-    sums: list[int | None] = list(calls[0].phases) if calls else [None] * len(CALL_PHASES)
-    for call in calls[1:]:
-        for index, took in enumerate(call.phases):
-            if took is not None:
-                sums[index] = (sums[index] or 0) + took
+    took = [[at and at[1] for at in call.parts.phases] for call in calls if call.parts is not None]
+    sums: list[int | None] = took[0] if took else [None] * len(CALL_PHASES)
+    for phases in took[1:]:
+        sums = [one if more is None else (one or 0) + more for one, more in zip(sums, phases, strict=True)]
     forward, copy, apply = own[_STEP_AT["forward"]], own[_STEP_AT["copy"]], sums[_APPLY]
     if forward is None:
         return [None] * len(CALL_PHASES), None
@@ -338,20 +319,20 @@ def _of_calls(own: Sequence[int | None], calls: Sequence[_HeldCall]) -> tuple[li
     return sums, forward - inside
 
 
-def _device_times(row: Step, calls: Sequence[_HeldCall], by_call: Sequence[int | None]) -> dict[str, int]:
+def _device_times(row: Step, calls: Sequence[CallRow], by_call: Sequence[int | None]) -> dict[str, int]:
     """Return device times (ns) by phase: of the step, of its calls if all of them are timed, and of the REST."""
-    timed = any(call.device_ms for call in calls)
+    parts = [call.parts for call in calls if call.parts is not None]
+    timed = any(one.device_ms for one in parts)
     if row.times is None and not timed:
         return {}
+    of_calls = [(one.phases, one.of_phases) for one in parts]
     known = zip(SPAN_PHASES, row.times or (), strict=False)
     found = {name: int(ms * 1e6) for name, ms in known if ms is not None}
     for name, index in _CALL_AT.items() if timed else ():
-        if by_call[index] is None:
-            continue
-        ran = [call.device_ms.get(name) for call in calls if call.phases[index] is not None]
-        of_calls = [ms for ms in ran if ms is not None]
-        if of_calls and len(of_calls) == len(ran):
-            found[name] = int(sum(of_calls) * 1e6)
+        ran = [times.get(name) for phases, times in of_calls if phases[index] is not None]
+        measured = [ms for ms in ran if ms is not None]
+        if by_call[index] is not None and measured and len(measured) == len(ran):
+            found[name] = int(sum(measured) * 1e6)
     inside = [name for name, index in _CALL_AT.items() if by_call[index] is not None]
     if "forward" in found and all(name in found for name in inside):
         found[REST] = max(found["forward"] - sum(found[name] for name in inside), 0)

@@ -280,7 +280,7 @@ def _steps(directory: Path) -> tuple[int | None, int | None, int | None, float |
         most = max(store.rings.values(), key=lambda row: row.steps, default=None)
         if most is not None:
             window = Window(store)
-            rate = window.mean()
+            rate = window.rate()
             calls = StoreAt(store).open_calls
             evaluations, samples = window.evaluation_steps(most.process), None if rate is None else rate.samples_per_s
             return None if calls and not most.steps else most.steps, evaluations, calls, samples

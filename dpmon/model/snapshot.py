@@ -137,7 +137,7 @@ class Snapshots:
             found = replace(
                 found,
                 whole=_figures(whole, process.process, mode),
-                mean=(whole if process.rank is None else _of_run(rows)).mean(),
+                mean=(whole if process.rank is None else _of_run(rows)).rate(),
             )
         if found.distributed is None:
             found = replace(found, compared=self._comparison(rows, whole, found, end_s, wanted, events))

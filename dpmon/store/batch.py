@@ -61,7 +61,7 @@ class Batch:
     shapes: Counter[ShapeKey] = field(default_factory=Counter)
     """Calls by shape."""
     devices: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
-    """Count, total, lowest and highest value by minute (its first second), device and name."""
+    """Count, total and highest value by minute (its first second), device and name."""
 
     @property
     def rows(self) -> int:
@@ -120,9 +120,8 @@ class Batch:
         key = t_ns // 60_000_000_000 * 60, device, name
         found = self.devices.get(key)
         if found is None:
-            self.devices[key] = [1, value, value, value]
+            self.devices[key] = [1, value, value]
         else:
             found[0] += 1
             found[1] += value
-            found[2] = min(found[2], value)
-            found[3] = max(found[3], value)
+            found[2] = max(found[2], value)

@@ -194,11 +194,11 @@ def _phase(name: str, tally: Tally, total: int) -> PhaseFigures:
 # ------------------------------------------------------------------------------------------------ rates
 
 
-def elapsed(rows: Iterable[TimeRow], mode: str | None, evaluation: bool, trained: bool) -> dict[int, tuple[int, int]]:
+def elapsed(rows: Iterable[TimeRow], mode: str, evaluation: bool, trained: bool) -> dict[int, tuple[int, int]]:
     """Return the time of a mode's steps by process (ns): (within and between steps, only within steps)."""
     found: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for row in rows:
-        if mode is not None and row.mode != mode:
+        if row.mode != mode:
             continue
         spent = row.spent
         within = spent["evaluation"] if evaluation else spent["training"]
@@ -316,12 +316,17 @@ class Window:
         trained = self.trained(mode)
         return merged(self.by_process, mode, evaluation, trained, process=process, settled=settled, batch=batch)
 
-    def rate(self, mode: str, evaluation: bool = False, process: int | None = None) -> Rate | None:
-        """Steps and samples of a mode per elapsed time; None if no time has passed."""
-        trained = self.trained(mode)
-        there = self.processes if process is None else [process]
-        tallies = {each: merged(self.by_process, mode, evaluation, trained, process=each) for each in there}
-        return rate(tallies, self._elapsed(mode, evaluation))
+    def rate(self, mode: str | None = None, evaluation: bool = False, process: int | None = None) -> Rate | None:
+        """Steps and samples of a mode per elapsed time; None if no time has passed. `mode` None: of all modes."""
+        tallies = {each: Tally() for each in (self.processes if process is None else [process])}
+        times = dict.fromkeys(tallies, (0, 0))
+        for each in {mode for mode, _ in self._kinds} if mode is None else [mode]:
+            spent, trained = self._elapsed(each, evaluation), self.trained(each)
+            for who, tally in tallies.items():
+                tally.merge(merged(self.by_process, each, evaluation, trained, process=who))
+                (whole, within), (more, inside) = times[who], spent.get(who, (0, 0))
+                times[who] = whole + more, within + inside
+        return rate(tallies, times)
 
     def _elapsed(self, mode: str, evaluation: bool) -> dict[int, tuple[int, int]]:
         """The time of a mode's steps by process (dpmon.store.figures.elapsed)."""
@@ -336,29 +341,11 @@ class Window:
         whole = Tally()
         for mode in {mode for mode, _ in self._kinds}:
             whole.merge(self.tally(mode, process=process))
-        return whole, self.mean(process)
-
-    def mean(self, process: int | None = None) -> Rate | None:
-        """Return the rate of all processes, or of one, over all modes, without evaluation steps of modes that train."""
-        tallies = {each: Tally() for each in (self.processes if process is None else [process])}
-        times = dict.fromkeys(tallies, (0, 0))
-        for mode in {mode for mode, _ in self._kinds}:
-            spent = self._elapsed(mode, False)
-            for each, tally in tallies.items():
-                tally.merge(merged(self.by_process, mode, False, self.trained(mode), process=each))
-                (whole, within), (more, inside) = times[each], spent.get(each, (0, 0))
-                times[each] = whole + more, within + inside
-        return rate(tallies, times)
+        return whole, self.rate(process=process)
 
     def evaluation_steps(self, process: int) -> int:
         """Return the number of evaluation steps of a process, in modes that also train."""
-        if not any(kind & EVALUATION and mode in self._trained for mode, kind in self._kinds):
-            return 0
-        return sum(
-            tally.steps
-            for key, tally in self.by_process.items()
-            if key.process == process and key.kind & EVALUATION and key.mode in self._trained
-        )
+        return sum(self.tally(mode, True, process).steps for mode, evaluation in self.modes if evaluation)
 
     @cached_property
     def spent(self) -> dict[str, int]:

@@ -97,7 +97,7 @@ class Store(Sums):
     def gaps(self, most: int) -> list[GapRow]:
         """Return the longest gaps between two steps, the longest first."""
         query = "SELECT process, after_step, mode, begin_ns, end_ns, ns FROM gaps ORDER BY ns DESC LIMIT ?"
-        return [GapRow(*row) for row in self._rows(query, (most,))]
+        return [GapRow(*row) for row in self.query(query, (most,))]
 
     def longest(self, most: int, *, mode: str | None = None, evaluation: bool | None = None) -> list[LongRow]:
         """Return the longest steps, the longest first, without settling steps.
@@ -106,7 +106,7 @@ class Store(Sums):
         """
         only, values = _only(mode, evaluation)
         query = f"SELECT {LONG_COLUMNS} FROM steps WHERE {only} ORDER BY wall_ns DESC LIMIT ?"
-        return [long_row(row) for row in self._rows(query, (*values, most))]
+        return [long_row(row) for row in self.query(query, (*values, most))]
 
     def longest_deleted(self, most: int, *, mode: str | None = None, evaluation: bool | None = None) -> list[LongRow]:
         """Return the longest of the steps with deleted rows, like `longest`, but only one step per tally.
@@ -123,7 +123,7 @@ class Store(Sums):
         )
         found = []
         for width, begin, end in self.stretches(0, oldest // _SECOND, widest=1):
-            for row in self._rows(query, (width, begin, end, *values, most)):
+            for row in self.query(query, (width, begin, end, *values, most)):
                 with self.until_damage():
                     tally = Tally.of_row(row[TALLY_AT:], self._names, sketches=False)
                     found.append(_longest_of(Key(*row[1:TALLY_AT]), (row[0] + width) * _SECOND, tally))
@@ -189,7 +189,7 @@ class Store(Sums):
     def _ids(self, least: int) -> tuple[int, int]:
         """Return the lowest and the highest id from `least` on; (the largest possible id, 0) if there are none."""
         queries = (f"SELECT min(id), max(id) FROM {table} WHERE id >= ?" for table in _TABLES)
-        found = [row for query in queries for row in self._rows(query, (least,))]
+        found = [row for query in queries for row in self.query(query, (least,))]
         known = [row for row in found if row[0] is not None]
         return min((low for low, _ in known), default=_LAST_NS), max((high for _, high in known), default=0)
 
@@ -228,12 +228,12 @@ class Store(Sums):
         found = 0
         for table, end in (("steps", "start_ns + wall_ns"), ("calls", "start_ns + wall_ns"), ("events", "t_ns")):
             query = f"SELECT max(at) FROM (SELECT {end} AS at FROM {table} ORDER BY id DESC LIMIT 1000)"
-            found = max([found, *(newest or 0 for (newest,) in self._rows(query))])
+            found = max([found, *(newest or 0 for (newest,) in self.query(query))])
         return found
 
     def oldest_step_ns(self) -> int | None:
         """Return the start of the oldest step that has a row; None if there is none."""
-        rows = self._rows("SELECT start_ns FROM steps ORDER BY id LIMIT 1000")
+        rows = self.query("SELECT start_ns FROM steps ORDER BY id LIMIT 1000")
         return min((at for (at,) in rows), default=None)
 
     def next_step_ns(self, process: int, after_ns: int) -> int | None:
@@ -241,7 +241,7 @@ class Store(Sums):
 
         If rows were deleted, the result may be a later step.
         """
-        rows = self._rows(
+        rows = self.query(
             "SELECT min(start_ns) FROM steps WHERE process = ? AND start_ns >= ?"
             " UNION ALL SELECT min(first_ns) FROM tallies WHERE process = ? AND first_ns >= ?",
             (process, after_ns, process, after_ns),
@@ -266,19 +266,19 @@ class Store(Sums):
     def event_count(self, kind: str, end_ns: int = _LAST_NS) -> int:
         """Return the number of events of a lasting kind (dpmon.store.tables.LASTING) up to a time."""
         query = f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ?"
-        return sum(count for (count,) in self._rows(query, (kind, end_ns)))
+        return sum(count for (count,) in self.query(query, (kind, end_ns)))
 
     def device_minutes(self) -> list[MinuteRow]:
         """Return the sums of deleted device and host samples by minute; the first ones cover all earlier time."""
         if not self.pruned:
             return []
         query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
-        first = next((at for (at,) in self._rows(query)), _LAST_NS)
+        first = next((at for (at,) in self.query(query)), _LAST_NS)
         query = (
             "SELECT start_s, device AS number, name, count, total, high FROM device_rollups"
             " WHERE (start_s + 60) * ? <= ? ORDER BY start_s, device, name"
         )
-        return [MinuteRow(*row) for row in self._rows(query, (_SECOND, first))]
+        return [MinuteRow(*row) for row in self.query(query, (_SECOND, first))]
 
     def shapes(self) -> list[Shape]:
         """Return the sizes of inputs and outputs of all calls so far, with their number of calls."""

@@ -49,14 +49,10 @@ class Sums:
         self._newest = self._newest_second()
 
     def query(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
-        """Return all rows of a query; for other files of this package."""
-        return self._rows(query, values)
-
-    def _rows(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
+        """Return all rows of a query; in a damaged database, the rows before the damage."""
         return list(self._each(query, values))
 
     def _each(self, query: str, values: Parameters = ()) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of a query; in a damaged database, the rows before the damage."""
         with self.until_damage():
             yield from self._door.rows(query, values)
 
@@ -107,7 +103,7 @@ class Sums:
 
     def _newest_second(self) -> int:
         query = "SELECT max(start_s) FROM {} WHERE width = 1"
-        rows = [row for table in ("tallies", "times") for row in self._rows(query.format(table))]
+        rows = [row for table in ("tallies", "times") for row in self.query(query.format(table))]
         return min(max((newest for (newest,) in rows if newest is not None), default=-1), _LATEST_S)
 
     def tally_rows(

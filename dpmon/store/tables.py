@@ -30,7 +30,7 @@
     shapes       number of calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and
                  outputs of the call, then of each replica, or stage and sizes of each stage) and untimed (why a device
                  time is missing: dpmon.record.history_rows.UNTIMED); sizes beyond the limit per process are 0 (unknown)
-    device_rollups  start_s (one minute; -1: see below), device (index; -1: the host), name, count, total, low, high
+    device_rollups  start_s (one minute; -1: see below), device (index; -1: the host), name, count, total, high
 
 A tally of 10 s or more is made when its time is over: meta's `whole_10`, `whole_60`, and so on, give the second up to
 which they exist. Deleted tallies began before meta's `pruned_1`, `pruned_10`, and so on; tallies of a day are never
@@ -151,7 +151,7 @@ CREATE TABLE IF NOT EXISTS shapes (
     process INTEGER, mode TEXT, kind INTEGER, layout INTEGER, virtual INTEGER, sizes TEXT, untimed INTEGER,
     calls INTEGER, PRIMARY KEY (process, mode, kind, layout, virtual, sizes, untimed)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS device_rollups (
-    start_s INTEGER, device INTEGER, name TEXT, count INTEGER, total REAL, low REAL, high REAL,
+    start_s INTEGER, device INTEGER, name TEXT, count INTEGER, total REAL, high REAL,
     PRIMARY KEY (start_s, device, name)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {lasting};
 CREATE INDEX IF NOT EXISTS collected ON collectives (start_ns);

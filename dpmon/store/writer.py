@@ -65,7 +65,7 @@ _COLLECTIVES: tuple[str, str, _Combined] = (
 _DEVICES: tuple[str, str, _Combined] = (
     "device_rollups",
     "device, name",
-    {"count": "sum", "total": "sum", "low": "min", "high": "max"},
+    {"count": "sum", "total": "sum", "high": "max"},
 )
 """Tables of sums by `start_s`: the rest of the key, and how to combine each other column."""
 

@@ -21,12 +21,7 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
 STEP = "0 AS process, i AS step, 'dp' AS mode, i AS start_ns, 1 AS wall_ns"
 VIEWS = {
     "steps": f"CREATE VIEW steps AS {ENDLESS} SELECT i AS id, {STEP}, 1, 1, 1, 1, 1, 1, NULL, NULL, NULL FROM n",
-    "calls": f"CREATE VIEW calls AS {ENDLESS} SELECT i AS id, 0, i, {STEP}, 1, x'00' FROM n",
-    "events": f"CREATE VIEW events AS {ENDLESS} SELECT i AS id, NULL AS process, 'x' AS kind, 0, '' FROM n",
     "meta": f"CREATE VIEW meta AS {ENDLESS} SELECT 'schema' AS key, i AS value FROM n WHERE i < 0",
-    "rings": f"CREATE VIEW rings AS {ENDLESS} SELECT i AS name, 0 AS process FROM n",
-    "definitions": f"CREATE VIEW definitions AS {ENDLESS} SELECT 0 AS process, i AS number, '1' AS value FROM n",
-    "device_rollups": f"CREATE VIEW device_rollups AS {ENDLESS} SELECT i AS start_s FROM n WHERE i < 0",
 }
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sqlite3
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -532,42 +530,7 @@ def test_own_records_wait_for_the_history(run: Run, monkeypatch: pytest.MonkeyPa
         assert store.dropped == 5
 
 
-def test_own_records_from_many_threads_are_complete(run: Run) -> None:
-    threads = [
-        threading.Thread(target=lambda n=n: [run.drain.emit("warning", {"text": f"{n}:{i}"}) for i in range(100)])
-        for n in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    run.look()
-    texts = [json.loads(text)["text"] for (text,) in run.rows("SELECT json FROM events")]
-    assert sorted(texts) == sorted(f"{n}:{i}" for n in range(8) for i in range(100))
-
-
 # ------------------------------------------------------------------------------------------------ other readers
-
-
-def test_a_reader_sees_what_the_ring_has_beyond_the_history(run: Run) -> None:
-    training = Training(run.ring())
-    training.run(3)
-
-    def steps() -> int:
-        with open_store(run.directory) as store:
-            return sum(1 for _ in store.steps(1 << 20, process=0))
-
-    assert steps() == 2, "without any history"
-    run.look()
-    assert steps() == 2
-    training.step()
-    assert steps() == 3
-    training.warn()
-    training.end()
-    assert steps() == 4
-    assert run.steps() == [1, 2]
-    run.end()
-    assert steps() == 4
 
 
 def test_export_before_any_supervisor_is_the_same_as_after(run: Run) -> None:

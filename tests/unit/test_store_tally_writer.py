@@ -104,24 +104,6 @@ def test_a_day_is_made_of_hours(tmp_path: Path) -> None:
     assert stored(tmp_path)[1][86_400] == 2 * 86_400
 
 
-@pytest.mark.parametrize("late_s", [3.0, 70.0, 4000.0])
-def test_processes_that_come_later(tmp_path: Path, late_s: float) -> None:
-    chance = random.Random(2)
-    alone = some_steps(chance, 200, HOURS, processes=(0,))
-    more = some_steps(chance, 200, HOURS, processes=(4, 7), begin=late_s)
-    steps = sorted([*alone, *more], key=lambda step: step.end)
-    write(tmp_path, in_batches(chance, steps, 10), writers=2)
-    check(tmp_path, steps)
-
-
-def test_two_processes_that_come_in_one_batch(tmp_path: Path) -> None:
-    chance = random.Random(3)
-    alone = some_steps(chance, 30, 50, processes=(0,))
-    both = some_steps(chance, 30, 60, processes=(0, 1, 2))
-    write(tmp_path, [a_batch(alone), a_batch(both)])
-    check(tmp_path, [*alone, *both])
-
-
 def test_a_write_that_failed_changes_nothing_and_can_be_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from joined import joined_ranks
-from situations import LOOK, MONO_ASCII
+from situations import FACTS, LOOK, MONO_ASCII
+from situations import rows_text as texts
 from synthetic import SECOND
 
 from dpmon.model.step_timeline import last_step_timeline
@@ -21,10 +22,8 @@ from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.panels.panel_ranks import rank_map
 from dpmon.ui.panels.panel_status import answer, status
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import Facts, RunEnd, Scene, Toggle, View
+from dpmon.ui.scene import RunEnd, Scene, Toggle, View
 from dpmon.ui.waterfall import bucket_row, sample_row
-
-FACTS = Facts("20261120-141502-ddp-7f3a", "examples/ddp.py", SECOND, "auto", "/usr/bin/python3")
 
 
 @lru_cache(maxsize=16)
@@ -44,10 +43,6 @@ def scene_of(count: int, slow: int | tuple[int, ...] | None = None, **how: Any) 
 def full(scene: Scene) -> Scene:
     """Return the scene with panel 2 in full screen, where it has the whole sentence about a slow rank."""
     return replace(scene, view=View(zoom="replicas"))
-
-
-def texts(rows: list[Any]) -> list[str]:
-    return [plain(row).rstrip() for row in rows]
 
 
 def rank_lines(text: list[str]) -> dict[int, list[str]]:

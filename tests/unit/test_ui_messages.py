@@ -18,20 +18,18 @@ from test_ui_playback import shown, shows
 from dpmon.cli.speak import closing
 from dpmon.cli.summary import summary_lines
 from dpmon.model.compare import sentence
-from dpmon.model.history import pictured
 from dpmon.model.pace import speed
 from dpmon.model.state import ProcessFacts
 from dpmon.record.kinds import Step
 from dpmon.run.rundir import load_exit
 from dpmon.text.quantities import duration
 from dpmon.ui.dialogs import Commands, Pages
-from dpmon.ui.footer import timeline
 from dpmon.ui.keys import COMMANDS, PLAYED, possible
 from dpmon.ui.paint import whole
 from dpmon.ui.panels.panel_compare import compare as compare_rows
 from dpmon.ui.panels.panel_output import Output, Tail, narrowed
 from dpmon.ui.panels.panel_output import title as output_title
-from dpmon.ui.rows import plain, width_of
+from dpmon.ui.rows import plain
 from dpmon.ui.scene import NAMES, Facts, Playing, RunEnd, Scene, View
 
 
@@ -84,18 +82,6 @@ def test_a_part_without_room_in_the_header_is_left_out_entirely() -> None:
         assert any("press i" in row for row in rows[:3])
         assert "i input" in rows[-1], "the command that started the training reads a line"
         assert "i input" not in screen(replace(asking, ending=True), width)[-1]
-
-
-@pytest.mark.parametrize("width", [60, 80, 100, 120])
-def test_the_time_line_names_keys_in_full_or_not_at_all(width: int) -> None:
-    (row,) = timeline(Playing(30 * SECOND, 310 * SECOND, False, 1.0), width, LOOK)
-    assert width_of(row) == width
-    text = plain(row)
-    assert "…" not in text
-    assert "space play" in text
-    if width >= 80:
-        for piece in (", . step", "b f 10 s", "< > speed"):
-            assert piece in text
 
 
 # ------------------------------------------------------------------------------------------------ keys
@@ -245,7 +231,7 @@ def test_steps_left_out_of_a_comparison_are_listed_by_kind() -> None:
 # ------------------------------------------------------------------------------------------------ the end
 
 
-def test_a_run_that_is_over_shows_its_mean_speed_and_uses_the_full_width() -> None:
+def test_a_run_that_is_over_shows_its_mean_speed() -> None:
     scene, over = (trained(400, step_ns=1_000_000_000, over=over) for over in (False, True))
     process = focused(over)
     mean = speed(process, over.state, over.now_ns)
@@ -257,12 +243,6 @@ def test_a_run_that_is_over_shows_its_mean_speed_and_uses_the_full_width() -> No
     for width, height in ((80, 24), (120, 40)):
         assert "mean" in " ".join(screen(over, width, height)[:2])
         assert "mean" not in " ".join(screen(scene, width, height)[:2])
-    sizes = set()
-    for width in range(60, 110):
-        live, still = (pictured(process, 120, width, over=over) for over in (False, True))
-        sizes.add(len(live.columns) < live.places)
-        assert len(still.columns) == still.places, "the chart is full"
-    assert True in sizes
 
 
 def test_after_the_end_a_median_in_the_narrow_header_covers_all_steps() -> None:
@@ -286,11 +266,6 @@ def test_after_the_end_a_median_in_the_narrow_header_covers_all_steps() -> None:
         assert "median" not in row or row.endswith(duration(of_all)), row
     both = over([*payloads, *training.switch("single"), *training.run(9)])
     assert screen(both, 90)[1].rstrip().endswith(" (single)"), "the means are of both"
-
-
-def test_a_stopped_run_says_its_status() -> None:
-    scene = replace(trained(5), ended=RunEnd(134, "SIGABRT", 9 * SECOND, stopped=True), can_toggle=False)
-    assert "stopped by you, status 134" in screen(scene)[0]
 
 
 def test_a_brief_summary_has_only_the_first_line(state: Path) -> None:

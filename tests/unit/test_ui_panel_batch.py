@@ -17,8 +17,8 @@ from dpmon.model.history import pictured
 from dpmon.model.state import PHASES, Column
 from dpmon.record.names import Untimed
 from dpmon.ui.chart import stacked
-from dpmon.ui.look import LETTERS, UNICODE, Look
 from dpmon.ui.look import MONO as MONO_STYLES
+from dpmon.ui.look import UNICODE, Look
 from dpmon.ui.paint import places
 from dpmon.ui.panels import panel_batch
 from dpmon.ui.panels.panel_batch import missing
@@ -146,29 +146,6 @@ def test_the_panel_says_which_parts_the_last_step_lacks() -> None:
     assert said(missing_spans=1044) == lacks
 
 
-def test_the_history_stacks_phases_in_their_order_and_marks_modes() -> None:
-    training = Training(step_ns=50_000_000)
-    payloads = [*training.begin(), *training.run(200), *training.switch("single"), *training.run(200)]
-    scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
-    rows = panel_batch.batch(scene, 116, 20, LOOK)
-    (axis,) = (line for line in map(plain, rows) if "dp ─" in line)
-    assert "│single " in axis
-    process = scene.process
-    assert process is not None
-    drawn = stacked(process.columns, len(process.columns), 16, 62_000_000, LOOK)
-    first = [next(style for text, style in row) for row in reversed(drawn) if row[0][0].strip()]
-    order = list(LETTERS)
-    seen = [order.index(style.removeprefix("phase.").split("/")[0]) for style in first]
-    assert seen == sorted(seen), "from below in the order of the phases"
-    letters = [
-        "".join(plain(row)[0])
-        for row in reversed(stacked(process.columns, len(process.columns), 16, 62_000_000, MONO_ASCII))
-    ]
-    assert "".join(letters).replace(" ", "").startswith("S"), letters
-    assert "R" in letters
-    assert "B" in letters
-
-
 @pytest.mark.parametrize(("look", "mark"), [(LOOK, "▁"), (MONO_ASCII, "f"), (MONO, "f")])
 def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_none(look: Look, mark: str) -> None:
     """Steps of 5 ms beside those of 200 ms are visible, however small; a blank column means "no steps"."""
@@ -195,17 +172,6 @@ def test_steps_that_took_no_time_the_clock_can_tell_are_steps() -> None:
     for height in (1, 5, 6):
         assert plain(stacked([column], 1, height, 1_000_000, LOOK)[-1]) == "▁"
         assert plain(stacked([column], 1, height, 1_000_000, MONO_ASCII)[-1]) == "."
-
-
-def test_few_rows_show_one_colour_and_more_rows_the_largest_phase_of_a_cell() -> None:
-    """Forward has 80 % of the step and backward, above it, 20 %."""
-    phases = [0] * len(PHASES)
-    phases[PHASES.index("forward")], phases[PHASES.index("backward")] = 8_000_000, 2_000_000
-    column = Column(0, "single", 1, 0, 0, tuple(phases))
-    for height in (1, 2, 3, 5):
-        assert {style for row in stacked([column], 1, height, 40_000_000, LOOK) for _, style in row if style} == {"bar"}
-    (low,) = [style for text, style in stacked([column], 1, 6, 100_000_000, LOOK)[-1] if text.strip()]
-    assert low == "phase.forward"
 
 
 @pytest.mark.parametrize("height", range(1, 13))

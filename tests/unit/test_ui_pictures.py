@@ -153,6 +153,7 @@ def test_waiting_for_data_is_shown_only_after_a_second() -> None:
         (RunEnd(130, "SIGINT", 9), "interrupted SIGINT"),
         (RunEnd(130, "SIGINT", 9, stopped=True), "stopped by you"),
         (RunEnd(1, None, 9, stopped=True), "stopped by you"),
+        (RunEnd(134, "SIGABRT", 9, stopped=True), "stopped by you, status 134"),
     ],
 )
 def test_the_end_stays_with_its_outcome(ended: RunEnd, said: str) -> None:

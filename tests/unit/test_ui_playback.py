@@ -80,6 +80,9 @@ def test_the_time_line_has_its_width_and_marks_the_position(width: int, part: fl
     text = plain(row)
     assert text.startswith(" playing 0.25× ")
     assert text.index("●") >= 0
+    assert "…" not in text
+    for piece in ("space stop", ", . step", "b f 10 s", "< > speed") if width >= 80 else ():
+        assert piece in text
     found = position_at(row, text.index("●"))
     assert found == pytest.approx(part, abs=0.12 if width < 80 else 0.06)
     assert position_at(row, 0) is None

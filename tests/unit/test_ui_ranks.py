@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import pytest
 from joined import in_world, joined_ranks
-from situations import LOOK
+from situations import FACTS, LOOK
 from stored import Recording
 from synthetic import SECOND, Training, step_row
 
@@ -22,9 +22,7 @@ from dpmon.ui.panels import panel_batch, panel_ranks
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.panels.panel_status import status
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import Facts, Scene, View, mode_words
-
-FACTS = Facts("20261120-141502-ddp-7f3a", "examples/ddp.py", SECOND, "auto", "/usr/bin/python3")
+from dpmon.ui.scene import Scene, View, mode_words
 
 
 def scene_of(ranks: int, *, world: int | None = None, steps: int = 200, via: str = "DistributedDataParallel") -> Scene:

@@ -91,6 +91,7 @@ def test_a_place_stays_while_the_log_grows(log: Log) -> None:
     assert log.output.top == log.tail.first, "the place has gone, so the oldest row is shown"
     log.output.scroll(10_000_000, 10)
     assert log.shown()[-1] == "line 199999"
+    assert log.output.top is None, "it follows again"
 
 
 def test_an_existing_log_is_read_from_near_its_end(tmp_path: Path) -> None:
@@ -138,20 +139,6 @@ def test_a_long_line_is_cut_and_a_long_bar_shows_its_end(log: Log) -> None:
     assert log.shown()[-1] == f"{19_999 % 101:3d}%|" + "#" * 60
 
 
-def test_scrolling_leaves_the_end_and_finds_it_again(log: Log) -> None:
-    log.add(numbered(0, 100))
-    assert log.shown(3) == ["line 97", "line 98", "line 99"]
-    log.output.scroll(-5, 3)
-    assert log.shown(3) == ["line 92", "line 93", "line 94"]
-    log.add(b"line 100\n")
-    assert log.shown(3) == ["line 92", "line 93", "line 94"], "it stays where it is"
-    log.output.scroll(-1000, 3)
-    assert log.output.top == 0
-    log.output.scroll(1000, 3)
-    assert log.output.top is None
-    assert log.shown(2) == ["line 99", "line 100"]
-
-
 def test_memory_is_bounded(log: Log) -> None:
     for start in range(0, 40_000, 2000):
         log.add(numbered(start, start + 2000))
@@ -161,11 +148,6 @@ def test_memory_is_bounded(log: Log) -> None:
         log.add((b"w" * 3000 + b"\n") * 100)
     assert log.tail._characters <= 4_000_000
     assert log.shown()[-1] == "w" * 3000
-
-
-def test_a_colour_is_carried_into_the_next_lines(log: Log) -> None:
-    log.add(b"\x1b[31mred\nstill\n\x1b[0mplain\n")
-    assert log.output.visible(2) == [[("still", "sgr:color(1)::")], [("plain", "")]]
 
 
 # ------------------------------------------------------------------------------------------------ finding

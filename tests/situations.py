@@ -14,11 +14,12 @@ from timed import staged, trained
 
 from dpmon.model.state import Process, State
 from dpmon.record.kinds import Event, Record
+from dpmon.run.rundir import ExitInfo, RunInfo
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import whole
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import Facts, RunEnd, Scene, Toggle, View
+from dpmon.ui.scene import Scene, Toggle, View
 
 LOOK = Look(UNICODE, COLOUR, True)
 
@@ -26,13 +27,21 @@ LOOK = Look(UNICODE, COLOUR, True)
 MONO_ASCII = Look(ASCII, MONO, False)
 
 
-FACTS = Facts("20261120-141502-linear-7f3a", "examples/linear.py", SECOND, "auto", "/usr/bin/python3")
+INFO = RunInfo(
+    id="20261120-141502-linear-7f3a", name="linear", command=(), script="examples/linear.py", cwd="/",
+    python="/usr/bin/python3", started_unix=0.0, start_ns=SECOND, boot_id="", headless=False,
+)  # fmt: skip
+
+
+def exit_of(status: int | None, signal: str | None = None, at_ns: int = 9, **more: Any) -> ExitInfo:
+    """Return how a run ended `at_ns` after its start."""
+    return ExitInfo(status, signal, 0.0, at_ns, at_ns / 1e9, "supervisor", **more)
 
 
 def scene_of(training: Training, steps: int = 300, more: Sequence[bytes | Record] = (), **changes: Any) -> Scene:
     payloads = [*training.begin(), *training.run(steps), *[host_event(float(i)) for i in range(30)], *more]
     state = state_of(payloads)
-    scene = Scene(state, training.now + SECOND // 10, FACTS, alive=True, can_toggle=True, can_type=True)
+    scene = Scene(state, training.now + SECOND // 10, INFO, alive=True, can_toggle=True, can_type=True)
     return replace(scene, **changes)
 
 
@@ -41,7 +50,7 @@ def gpu_scene(count: int, **more: Any) -> Scene:
     payloads = [*training.begin(), *training.run(20)]
     for index in range(count):
         payloads += [whole_device_event(float(t), index, util_pct=10 * index % 101, **more) for t in range(20)]
-    return Scene(state_of(payloads), training.now, FACTS, alive=True)
+    return Scene(state_of(payloads), training.now, INFO, alive=True)
 
 
 def focused(scene: Scene) -> Process:
@@ -84,28 +93,30 @@ def situations() -> dict[str, Scene]:
     zoomed = {
         "gpu memory": scene_of(Training(), 5, [held, *(device_event(2.0, index) for index in range(8))]),
         "memory": scene_of(Training(), 5, [held]),
-        "device times": Scene(state_of(trained(40)), 3 * SECOND, FACTS, alive=True),
-        "stages": Scene(state_of(staged(9, None)), SECOND, FACTS, alive=True),
+        "device times": Scene(state_of(trained(40)), 3 * SECOND, INFO, alive=True),
+        "stages": Scene(state_of(staged(9, None)), SECOND, INFO, alive=True),
     }
     for count in (2, 64):
         run, now = joined_ranks(count, slow=1, steps=20)
-        zoomed[f"{count} ranks"] = Scene(run.state(), now, FACTS, alive=True)
+        zoomed[f"{count} ranks"] = Scene(run.state(), now, INFO, alive=True)
     return {
         "nothing": Scene(State(), 0),
-        "importing": Scene(State(), 3 * SECOND, FACTS, stage=("importing torch", SECOND), alive=True),
+        "importing": Scene(State(), 3 * SECOND, INFO, stage=("importing torch", SECOND), alive=True),
         "dp": dp,
         "gpus": gpus,
         "many replicas": scene_of(Training(devices=[f"cuda:{i}" for i in range(64)], batch=48, virtual=False)),
-        "both modes": Scene(state_of(both), single.now, FACTS, alive=True, can_toggle=True),
+        "both modes": Scene(state_of(both), single.now, INFO, alive=True, can_toggle=True),
         "pending": replace(dp, toggle=Toggle("single", "pending", dp.now_ns - SECOND)),
         "refused": replace(dp, toggle=Toggle("single", "refused", dp.now_ns, reason="spread over devices " * 20)),
         "frozen": replace(dp, view=View(frozen=True)),
-        "failed": replace(dp, ended=RunEnd(1, None, dp.now_ns, "RuntimeError: " + "no " * 100), can_toggle=False),
-        "killed": replace(dp, ended=RunEnd(137, "SIGKILL", dp.now_ns), can_toggle=False),
+        "failed": replace(
+            dp, ended=exit_of(1, None, dp.now_ns), last_line="RuntimeError: " + "no " * 100, can_toggle=False
+        ),
+        "killed": replace(dp, ended=exit_of(137, "SIGKILL", dp.now_ns), can_toggle=False),
         "16 GPUs": gpu_scene(16, throttle=["power cap\x1b[2J", "too hot"]),
         "zoom 8 GPUs": replace(gpu_scene(8, name="漢字" * 30 + "\x07"), view=View("devices", "devices")),
-        "hostile": scene_of(hostile, 20, facts=FACTS._replace(script="a\x1b[31m/" + "漢" * 100)),
-        "failed call": Scene(state_of([*failed.begin(), *failed.step(failed=True)]), failed.now, FACTS, alive=True),
+        "hostile": scene_of(hostile, 20, info=replace(INFO, script="a\x1b[31m/" + "漢" * 100)),
+        "failed call": Scene(state_of([*failed.begin(), *failed.step(failed=True)]), failed.now, INFO, alive=True),
         **{
             f"zoom {name}": replace(dp, view=View(name, name))
             for name in ("devices", "replicas", "batch", "compare", "output")

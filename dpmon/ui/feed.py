@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dpmon.cleaning import clean
 from dpmon.model.state import MOST_RANKS, State, Wanted, ended_of, toggle_refusal
@@ -16,10 +16,11 @@ from dpmon.run.activities import QUIET_NS
 from dpmon.run.notes import traceback_line
 from dpmon.run.reader import NO_TRAINING, PauseState, RunReader
 from dpmon.ui.panels.panel_output import Output, Tail
-from dpmon.ui.scene import Facts, RunEnd, Scene, Toggle, View, all_finished
+from dpmon.ui.scene import Scene, Toggle, View, all_finished
 
 if TYPE_CHECKING:
     from dpmon.model.snapshot import Snapshots
+    from dpmon.run.rundir import ExitInfo, RunInfo
     from dpmon.store.queries import Store
 
 
@@ -59,10 +60,9 @@ class Feed:
         self._clock = clock
         self._reader: RunReader | None = None
         self._wanted = Wanted()
-        self._facts = Facts(script=clean(directory.name, 100))
-        self.ended: RunEnd | None = None
+        self.ended: ExitInfo | None = None
         """How the run ended; None while it runs or while its end is unknown."""
-        self._exit: Any = None
+        self._last_line: str | None = None
         self._alive: bool | None = None
         self._gone_ns: int | None = None
         self.ending = False
@@ -86,17 +86,8 @@ class Feed:
         from dpmon.model.snapshot import Snapshots
 
         self._snapshots, self._still = Snapshots(), Snapshots()
-        reader = self._reader = self._open_reader()
-        info = reader.info
-        self._facts = Facts(
-            run=clean(info.id, 120),
-            script=clean(info.script, 200),
-            name=clean(info.options.get("name") or "", 40),
-            start_ns=info.start_ns,
-            mode_option=info.options.get("mode", "auto"),
-            python=clean(info.python, 200) if info.python else "",
-        )
-        self.output.tails = [Tail(path) for path in reader.output_paths]
+        self._reader = self._open_reader()
+        self.output.tails = [Tail(path) for path in self._reader.output_paths]
 
     def close(self) -> None:
         """Close all descriptors."""
@@ -107,7 +98,7 @@ class Feed:
             tail.close()
 
     @property
-    def info(self) -> Any:
+    def info(self) -> RunInfo | None:
         """The contents of run.json, kept after it was deleted; None before the run is opened."""
         return None if self._reader is None else self._reader.info
 
@@ -118,7 +109,7 @@ class Feed:
 
     def now_ns(self) -> int:
         """Time since the run's start."""
-        return max(self._clock() - self._facts.start_ns, 0) if self._facts.start_ns else 0
+        return max(self._clock() - self.info.start_ns, 0) if self.info is not None else 0
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -131,11 +122,9 @@ class Feed:
         self._activities = reader.activities()
         newest = max((since for name, since in self._activities.values() if name != "ended"), default=0)
         self._stall = reader.stall() if newest > 0 and self._clock() - newest >= QUIET_NS else None
-        if self.ended is None and self._exit is None:
-            self._exit = reader.exit()
+        if self.ended is None and (ended := reader.exit()) is not None:
+            self._end(ended)
         self._look_alive(reader)
-        if self._exit is not None and self.ended is None:
-            self._end(self._exit)
         self._look()
         self._answer(reader)
 
@@ -158,7 +147,7 @@ class Feed:
         from dpmon.store.opened import stamp
 
         before = self._seen
-        written = stamp(self.directory, self.info)
+        written = self.info and stamp(self.directory, self.info)
         self._seen = written and (written, ended_of(self._activities), self._position_ns())
         return self._seen is None or self._seen != before
 
@@ -187,17 +176,16 @@ class Feed:
             alive = self.ending
         self._alive = alive
 
-    def _end(self, ended: Any) -> None:
+    def _end(self, ended: ExitInfo) -> None:
         for tail in self.output.tails:
             tail.refresh()
-        last = None
-        if ended.status is None and ended.unknown:
-            last = clean(ended.unknown, 500)
+        text = None
+        if ended.status is None:
+            text = ended.unknown
         elif ended.status and not ended.stopped:
             lines = [line for tail in reversed(self.output.tails) if (line := traceback_line(tail.last_bytes()))]
-            end_text = ended.error or ended.cause or (lines[0] if lines else None)
-            last = clean(end_text, 500) if end_text else None
-        self.ended = RunEnd(ended.status, ended.signal, int(ended.seconds * 1e9), last, ended.stopped)
+            text = ended.error or ended.cause or (lines[0] if lines else None)
+        self.ended, self._last_line = ended, clean(text, 500) if text else None
 
     # ------------------------------------------------------------------------------------------ asking
 
@@ -210,7 +198,7 @@ class Feed:
     def toggle_refusal(self) -> str | None:
         """Why no other mode can be requested; None if one can."""
         refusal = self._refusal() or (NO_TRAINING if self._idle() else None)
-        if refusal is None and self._facts.mode_option == "script":
+        if refusal is None and self.info is not None and self.info.options.get("mode") == "script":
             return "--mode script leaves the computation as written"
         return refusal or toggle_refusal(self.state)
 
@@ -251,7 +239,7 @@ class Feed:
         if self._reader is None or self.over or not self.state.processes:
             return PauseState()
         now = self._reader.paused()
-        since = None if now.since_ns is None else max(now.since_ns - self._facts.start_ns, 0)
+        since = None if now.since_ns is None else max(now.since_ns - self._reader.info.start_ns, 0)
         return PauseState(now.wanted, now.pending, since)
 
     def pause_refusal(self) -> str | None:
@@ -302,18 +290,18 @@ class Feed:
         """The current scene, for drawing."""
         reader = self._reader
         if reader is None:
-            return Scene(self.state, 0, self._facts, view, reading=self._reads)
+            return Scene(self.state, 0, view=view, reading=self._reads)
         wanted = _wanted(view, self._wanted._replace(ranks=max(self._ranks, self._wanted.ranks)))
         if self._wanted != wanted:
             self._wanted, self._rests_until, self._seen = wanted, 0.0, None
             self._look()
-        start = self._facts.start_ns
+        start = reader.info.start_ns
         stage = reader.stage() if self.ended is None else None
         reads = reader.waits_for_input() if self.ended is None else None
         return Scene(
             self.state,
             self.now_ns(),
-            self._facts,
+            reader.info,
             view,
             stage=None if stage is None else (stage[0], max(stage[1] - start, 0)),
             reads_since_ns=None if reads is None else max(reads - start, 0),
@@ -321,6 +309,7 @@ class Feed:
             stalled=self._stall,
             alive=self._alive,
             ended=self.ended,
+            last_line=self._last_line,
             toggle=self._toggle,
             pausing=self.pausing(),
             can_pause=self.pause_refusal() is None,

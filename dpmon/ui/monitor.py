@@ -325,7 +325,7 @@ class Monitor(Stopping):
         rows = self.painted_rows()
         if isinstance(self.screen, Dialog):
             rows[self.screen.row : self.screen.row + len(self.screen.rows)] = self.screen.rows
-        text = svg(rows, self.look, f"dpmon {self.scene().facts.title}")
+        text = svg(rows, self.look, f"dpmon {self.scene().title}")
         directory, name = self.feed.directory, self.feed.file_name()
         self._in_thread(lambda: f"picture: {jobs.save(text, name, 'svg', directory)}", self._say)
 

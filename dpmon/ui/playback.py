@@ -139,7 +139,7 @@ class _PlaybackFeed(Feed):
         """Read the state as if the run were live: before the playback reaches its end, the run has not ended."""
         player = self.player
         if player is not None and player.position_ns < player.length_ns:
-            self.ended = self._exit = self._gone_ns = None
+            self.ended = self._last_line = self._gone_ns = None
         super().tick()
 
     def toggle_refusal(self) -> str | None:

@@ -12,6 +12,7 @@ from dpmon.model.state import Process, State
 from dpmon.record.names import RANK_MODES
 from dpmon.run.activities import IDLE
 from dpmon.run.reader import PauseState
+from dpmon.run.rundir import ExitInfo, RunInfo
 from dpmon.text.quantities import UNKNOWN, calls_so_far, clock
 
 PANELS = ("devices", "replicas", "batch", "compare", "output")
@@ -31,35 +32,6 @@ SECOND = 1_000_000_000
 WAIT_SHOWN_NS = SECOND
 QUIET_SHOWN_NS = 5 * SECOND
 READING = "reading the record"
-
-
-class Facts(NamedTuple):
-    """Facts that do not change while a run is watched; all text clean."""
-
-    run: str = ""
-    script: str = ""
-    start_ns: int = 0
-    mode_option: str = "auto"
-    python: str = ""
-    name: str = ""
-    """The run's name, if the user gave it one."""
-
-    @property
-    def title(self) -> str:
-        """The name that the user gave the run, else the script without its directories."""
-        return self.name or self.script.rsplit("/", 1)[-1] or self.script
-
-
-class RunEnd(NamedTuple):
-    """How the run ended: status 0 to 255 (128+N for a signal), None if unknown; the signal's name; when (ns)."""
-
-    status: int | None
-    signal: str | None
-    end_ns: int | None
-    last_line: str | None = None
-    """Why it ended: the last line of the script's traceback, or another cause; None if unknown."""
-    stopped: bool = False
-    """Whether the user stopped the run."""
 
 
 class Playing(NamedTuple):
@@ -109,7 +81,8 @@ class Scene:
 
     state: State
     now_ns: int
-    facts: Facts = field(default_factory=Facts)
+    info: RunInfo | None = None
+    """The contents of run.json; None before the run is opened."""
     view: View = field(default_factory=View)
     stage: tuple[str, int] | None = None
     reads_since_ns: int | None = None
@@ -118,7 +91,9 @@ class Scene:
     stalled: str | None = None
     """How long no new phase has begun, and where each process is; None if something moves."""
     alive: bool | None = None
-    ended: RunEnd | None = None
+    ended: ExitInfo | None = None
+    last_line: str | None = None
+    """Why it ended: the last line of the script's traceback, or another cause; None if unknown."""
     toggle: Toggle | None = None
     pausing: PauseState = field(default_factory=PauseState)
     can_pause: bool = False
@@ -136,6 +111,14 @@ class Scene:
     """Whether older records are still being read, so that the age of the last step means nothing."""
     playing: Playing | None = None
     """The position of the playback; None for a live run."""
+
+    @property
+    def title(self) -> str:
+        """The name that the user gave the run, else the script without its directories; clean."""
+        if self.info is None:
+            return ""
+        script = clean(self.info.script, 200)
+        return clean(self.info.options.get("name") or "", 40) or script.rsplit("/", 1)[-1] or script
 
     @property
     def process(self) -> Process | None:
@@ -179,9 +162,7 @@ class Scene:
         """The run's duration until now or its end (ns); in a playback, until its position."""
         if self.playing is not None:
             return self.playing.position_ns
-        if self.ended is not None and self.ended.end_ns is not None:
-            return self.ended.end_ns
-        return self.now_ns
+        return self.now_ns if self.ended is None else int(self.ended.seconds * 1e9)
 
 
 def all_finished(state: State, activities: Mapping[int, tuple[str, int]]) -> bool:
@@ -261,7 +242,7 @@ def _before_first_batch(scene: Scene, doing: str, spent: int) -> Life:
     return Life(word, "wait", f"{more}{', ' if more else ''}{max(scene.now_ns - since, 0) / 1e9:.0f} s")
 
 
-def _outcome(ended: RunEnd) -> Life:
+def _outcome(ended: ExitInfo) -> Life:
     if ended.stopped:
         return Life("stopped", "wait", "by you" + (f", status {ended.status}" if ended.status else ""))
     if ended.signal == "SIGINT":

@@ -70,7 +70,7 @@ from dpmon.store.store_at import StoreAt
 from dpmon.ui.look import look
 from dpmon.ui.paint import whole
 from dpmon.ui.panels.panel_output import Output
-from dpmon.ui.scene import Facts, Scene
+from dpmon.ui.scene import Scene
 from dpmon.ui.panels.panel_output import Tail
 
 def resident():
@@ -96,7 +96,7 @@ while training.steps < int(sys.argv[3]):
         output.refresh()
         with open_store(place) as store:
             state = snapshots.take(StoreAt(store), Wanted(0))
-        whole(Scene(state, training.now, Facts(), alive=True), output, 120, 40, dark)
+        whole(Scene(state, training.now, alive=True), output, 120, 40, dark)
         if training.steps % (int(sys.argv[3]) // 10) == 0:
             print(training.steps * 10 // int(sys.argv[3]), f"{resident():.1f}", flush=True)
 """

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from kept import keep
-from situations import LOOK
+from situations import INFO, LOOK
 from stored import state_of
 from synthetic import SECOND, Training
 from timed import GPUS, HOST_ONLY, OF_CALL, growing, staged, timed, trained
@@ -37,7 +37,7 @@ from dpmon.run.reader import RunReader
 from dpmon.run.rundir import load_info
 from dpmon.ui.panels import panel_batch, panel_replicas
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import Facts, Scene
+from dpmon.ui.scene import Scene
 
 NEAR = partial(pytest.approx, rel=0.004)
 """Relative error of medians, which come from sketches."""
@@ -92,7 +92,7 @@ def test_a_history_is_read_up_to_damaged_device_times(state: Path, damage: objec
 
 
 def test_the_screen_shows_host_and_device_side_by_side() -> None:
-    scene = Scene(state_of(even(40)), 3 * SECOND, Facts(script="x.py"), alive=True)
+    scene = Scene(state_of(even(40)), 3 * SECOND, INFO, alive=True)
     head, first, second, *_ = (plain(row) for row in panel_replicas.table(scene, 100, 10, LOOK))
     assert "host time on device" in head
     assert "1.50 ms" in first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from situations import LOOK, focused, rows_text, scene_of, text_of, with_call
+from situations import INFO, LOOK, focused, rows_text, scene_of, text_of, with_call
 from stored import state_of
 from synthetic import LEARNS, SECOND, RowReader, Training, call_row
 
@@ -18,7 +18,7 @@ from dpmon.record.kinds import Call, Record, Size
 from dpmon.store.answers import Shape
 from dpmon.ui.panels import panel_replicas
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import Facts, Scene
+from dpmon.ui.scene import Scene
 
 ABSENT = {"device_ms": "cpu: host time is all there is; cuda:0: device times are not recorded by this version"}
 DEFINITIONS = [
@@ -66,7 +66,7 @@ def test_a_call_with_stages_has_what_its_row_says() -> None:
 
 
 def staged(*rows: Row) -> Scene:
-    return Scene(state_of([*DEFINITIONS, *rows]), SECOND, Facts(script="toy.py"), alive=True)
+    return Scene(state_of([*DEFINITIONS, *rows]), SECOND, INFO, alive=True)
 
 
 def test_the_screen_has_a_row_a_stage_and_what_could_not_be_measured() -> None:

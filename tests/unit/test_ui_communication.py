@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from joined import joined_ranks
-from situations import FACTS, LOOK, MONO_ASCII
+from situations import INFO, LOOK, MONO_ASCII, exit_of
 from situations import rows_text as texts
 from synthetic import SECOND
 
@@ -22,14 +22,14 @@ from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.panels.panel_ranks import rank_map
 from dpmon.ui.panels.panel_status import answer, status
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import RunEnd, Scene, Toggle, View
+from dpmon.ui.scene import Scene, Toggle, View
 from dpmon.ui.waterfall import bucket_row, sample_row
 
 
 @lru_cache(maxsize=16)
 def _scene(count: int, **how: Any) -> Scene:
     run, now = joined_ranks(count, **how)
-    return Scene(run.state(), now, FACTS, alive=True)
+    return Scene(run.state(), now, INFO, alive=True)
 
 
 def scene_of(count: int, slow: int | tuple[int, ...] | None = None, **how: Any) -> Scene:
@@ -37,7 +37,7 @@ def scene_of(count: int, slow: int | tuple[int, ...] | None = None, **how: Any) 
     if wrapper is None:
         return _scene(count, slow=slow, steps=120, **how)
     run, now = joined_ranks(count, slow=slow, steps=120, wrapper=wrapper, **how)
-    return Scene(run.state(), now, FACTS, alive=True)
+    return Scene(run.state(), now, INFO, alive=True)
 
 
 def full(scene: Scene) -> Scene:
@@ -100,7 +100,7 @@ def test_panel_and_status_of_a_hanging_run_say_where_its_ranks_are() -> None:
     pending = replace(scene, toggle=Toggle("dp", "pending", scene.now_ns - SECOND))
     assert STALL in plain(status(pending, 120, 2, LOOK)[1]), "nobody answers while it hangs"
     for other in (
-        replace(scene, ended=RunEnd(0, None, 1, None)),
+        replace(scene, ended=exit_of(0)),
         replace(scene, reads_since_ns=scene.now_ns - 30 * 10**9),
     ):
         assert other.stall is None

@@ -49,7 +49,7 @@ def test_the_last_picture_has_all_that_was_recorded_and_how_it_ended(tmp_path: P
     assert process.last_step is not None
     assert (process.last_step.step, process.whole.steps, feed.state.over) == (400, 400, True)
     assert feed.ended is not None
-    assert (feed.ended.status, feed.ended.last_line) == (3, cause)
+    assert (feed.ended.status, feed.scene(View()).last_line) == (3, cause)
 
 
 def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from joined import joined_ranks
 from recorded import linear_run
-from situations import FACTS, LOOK, MONO_ASCII
+from situations import INFO, LOOK, MONO_ASCII, exit_of
 from stored import state_of
 from synthetic import SECOND, Training, decoded, host_event, whole_device_event
 
@@ -27,7 +27,7 @@ from dpmon.ui.look import Look
 from dpmon.ui.paint import paint, places
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import Row, plain
-from dpmon.ui.scene import RunEnd, Scene, View
+from dpmon.ui.scene import Scene, View
 from dpmon.ui.view import in_ascii
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -39,7 +39,7 @@ def memory(training: Training, peaks: list[dict[str, Any]]) -> bytes:
 
 
 def starting() -> Scene:
-    return Scene(state_of([host_event(1.0)]), 3 * SECOND, FACTS, stage=("importing torch", SECOND), alive=True)
+    return Scene(state_of([host_event(1.0)]), 3 * SECOND, INFO, stage=("importing torch", SECOND), alive=True)
 
 
 @lru_cache(maxsize=16)
@@ -73,14 +73,14 @@ def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: 
                     throttle=["power cap"] if index == 1 else [],
                 )
             )
-    return Scene(state_of(payloads), training.now, FACTS, alive=True, can_toggle=True)
+    return Scene(state_of(payloads), training.now, INFO, alive=True, can_toggle=True)
 
 
 @lru_cache(maxsize=4)
 def ranks(count: int) -> Scene:
     """Return ranks, one of them with long data waits."""
     recording, now = joined_ranks(count, slow=min(5, count - 1), phase="data", steps=160)
-    return Scene(recording.state(), now, FACTS, alive=True)
+    return Scene(recording.state(), now, INFO, alive=True)
 
 
 @lru_cache(maxsize=1)
@@ -94,7 +94,7 @@ def recorded(part: float, span_s: int = 120) -> Scene:
     records = _linear()
     shown = records[: int(len(records) * part)]
     state = state_of(shown, span_s=span_s)
-    return Scene(state, state.newest_ns, FACTS, alive=True, can_toggle=True)
+    return Scene(state, state.newest_ns, INFO, alive=True, can_toggle=True)
 
 
 def evaluated() -> Scene:
@@ -106,7 +106,7 @@ def evaluated() -> Scene:
     records = decoded([*payloads, *training.run(20)])
     seen = [replace(one, training=False, grad=False) if index >= first and isinstance(one, Call) else one
             for index, one in enumerate(records)]  # fmt: skip
-    return Scene(state_of(seen), training.now, FACTS, alive=True, can_toggle=True)
+    return Scene(state_of(seen), training.now, INFO, alive=True, can_toggle=True)
 
 
 SITUATIONS: dict[str, tuple[Callable[[], Scene], int, int, Look]] = {
@@ -125,7 +125,7 @@ SITUATIONS: dict[str, tuple[Callable[[], Scene], int, int, Look]] = {
     "no GPU 120x40 ascii": (lambda: recorded(1.0), 120, 40, MONO_ASCII),
     "batch zoomed 120x40": (lambda: replace(recorded(1.0, 0), view=View("batch", "batch", span_s=0)), 120, 40, LOOK),
     "failed 120x40": (
-        lambda: replace(recorded(0.3), ended=RunEnd(1, None, 9 * SECOND, "RuntimeError: no"), can_toggle=False),
+        lambda: replace(recorded(0.3), ended=exit_of(1, None, 9 * SECOND), can_toggle=False),
         120, 40, LOOK,
     ),
     "16 GPUs 120x40": (lambda: gpus(16, replicas=8), 120, 40, LOOK),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from situations import focused, with_process
+from situations import INFO, exit_of, focused, with_process
 from stage import LOOK, stage
 from stored import state_of
 from synthetic import SECOND, Training
@@ -30,13 +30,13 @@ from dpmon.ui.panels.panel_compare import compare as compare_rows
 from dpmon.ui.panels.panel_output import Output, Tail, narrowed
 from dpmon.ui.panels.panel_output import title as output_title
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import NAMES, Facts, Playing, RunEnd, Scene, View
+from dpmon.ui.scene import NAMES, Playing, Scene, View
 
 
 def trained(steps: int = 200, *, over: bool = False, **options: object) -> Scene:
     training = Training(**options)  # type: ignore[arg-type]
     state = state_of([*training.begin(), *training.run(steps)], over=over)
-    return Scene(state, training.now, Facts("20261120-141502-x-7f3a", "x.py"), alive=True, can_toggle=True)
+    return Scene(state, training.now, INFO, alive=True, can_toggle=True)
 
 
 def screen(scene: Scene, width: int = 80, height: int = 24) -> list[str]:
@@ -162,7 +162,7 @@ def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> Non
     output.refresh()
     live = trained(3)
     assert plain(output_title(output, live, 60, LOOK)[1]) == "following"
-    assert plain(output_title(output, replace(live, ended=RunEnd(0, None, 1)), 60, LOOK)[1]) == "the end"
+    assert plain(output_title(output, replace(live, ended=exit_of(0, None, 1)), 60, LOOK)[1]) == "the end"
     played = replace(live, playing=Playing(1, 9, False, 1.0))
     assert plain(output_title(output, played, 80, LOOK)[1]) == "of the whole run, not only up to this time"
     assert plain(output_title(output, played, 50, LOOK)[1]) == "of the whole run"
@@ -239,7 +239,7 @@ def test_a_run_that_is_over_shows_its_mean_speed() -> None:
     walls = 400 * process.whole.mean_ns / 1e9
     assert mean.steps_per_s == pytest.approx(400 / walls)
     assert mean.samples_per_s == pytest.approx(400 * 30 / walls)
-    over = replace(over, ended=RunEnd(0, None, scene.now_ns), can_toggle=False)
+    over = replace(over, ended=exit_of(0, None, scene.now_ns), can_toggle=False)
     for width, height in ((80, 24), (120, 40)):
         assert "mean" in " ".join(screen(over, width, height)[:2])
         assert "mean" not in " ".join(screen(scene, width, height)[:2])
@@ -254,7 +254,7 @@ def test_after_the_end_a_median_in_the_narrow_header_covers_all_steps() -> None:
     def over(payloads: list[bytes], seconds: int = 120) -> Scene:
         state = state_of(payloads, span_s=seconds, over=True)
         view = View(span_s=seconds)
-        return Scene(state, training.now, Facts("r", "x.py"), view, ended=RunEnd(0, None, training.now))
+        return Scene(state, training.now, INFO, view, ended=exit_of(0, None, training.now))
 
     scene = over(payloads, 10)
     of_all, of_the_last = focused(scene).whole.median_ns or 0, focused(scene).ranged.median_ns or 0

@@ -8,7 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from situations import FACTS, LOOK, MONO_ASCII, focused, rows_text, scene_of, state_of, text_of, with_call, with_process
+from situations import (
+    INFO,
+    LOOK,
+    MONO_ASCII,
+    exit_of,
+    focused,
+    rows_text,
+    scene_of,
+    state_of,
+    text_of,
+    with_call,
+    with_process,
+)
 from stored import Recording
 from synthetic import Training
 from timed import GPUS, timed
@@ -23,7 +35,7 @@ from dpmon.ui.paint import places
 from dpmon.ui.panels import panel_batch
 from dpmon.ui.panels.panel_batch import missing
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import SECOND, RunEnd, Scene, View
+from dpmon.ui.scene import SECOND, Scene, View
 
 MONO = Look(UNICODE, MONO_STYLES, False)
 
@@ -33,7 +45,7 @@ def test_the_median_of_the_header_is_that_of_panel_3() -> None:
     payloads = [*training.begin(), *training.run(200), *training.switch("single"), *training.run(5)]
     training.step_ns = 40_000_000
     payloads += [*training.switch("dp"), *training.run(20)]
-    scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
+    scene = Scene(state_of(payloads), training.now, INFO, alive=True)
     for span in (30, 0):
         lines = text_of(replace(scene, view=View(span_s=span)), 80, 24).splitlines()
         (panel,) = (line for line in lines if "3 Batch" in line)
@@ -48,15 +60,15 @@ def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> 
     for index in range(steps):
         shares["data"] = long_ns // 10_000 if index % every == 0 else 3
         payloads += training.step()
-    return Scene(state_of(payloads), training.now, FACTS, alive=True)
+    return Scene(state_of(payloads), training.now, INFO, alive=True)
 
 
 def test_panel_3_keeps_its_steps_until_the_first_of_another_mode() -> None:
     """For example after a toggle, or when a call that cannot be split runs on one device and also fails there."""
     training = Training()
     payloads = [*training.begin(), *training.run(100), *training.switch("single")]
-    scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
-    for seen in (scene, replace(scene, ended=RunEnd(1, None, training.now, "RuntimeError: no"))):
+    scene = Scene(state_of(payloads), training.now, INFO, alive=True)
+    for seen in (scene, replace(scene, ended=exit_of(1, None, training.now))):
         text = text_of(seen, 120, 40)
         assert "3 Batch · dp ×2 · last 2 min" in text
         assert "no step" not in text
@@ -103,7 +115,7 @@ def test_panel_3_says_of_how_many_steps_the_devices_times_are(size: tuple[int, i
     for index in range(64):
         known = (1.0, 1.5, 0.7, 0.1) if index % 8 == 3 else (None,) * 4
         payloads += timed(training.run(1), of_step=known, why=Untimed.SAMPLED)
-    scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
+    scene = Scene(state_of(payloads), training.now, INFO, alive=True)
     assert "for 8 of the 64 steps (1 in 8)" in text_of(scene, *size)
 
 
@@ -198,7 +210,7 @@ def ranged(seconds: int, span_s: int, *, over: bool) -> Scene:
     """Return a run of even steps over that time, seen over a time range."""
     training = Training(step_ns=SECOND)
     state = state_of([*training.begin(), *training.run(seconds)], span_s=span_s)
-    return Scene(state, training.now, FACTS, View(span_s=span_s), ended=RunEnd(0, None, training.now) if over else None)
+    return Scene(state, training.now, INFO, View(span_s=span_s), ended=exit_of(0, None, training.now) if over else None)
 
 
 @pytest.mark.parametrize("seconds", [3, 18, 80, 200, 500])
@@ -235,7 +247,7 @@ def test_a_mode_that_has_just_begun_leaves_the_end_on_the_axis() -> None:
     training = Training(step_ns=1_000_000_000)
     payloads = [*training.begin(), *training.run(20), *training.switch("single"), *training.run(3)]
     state = state_of(payloads, span_s=120)
-    scene = Scene(state, training.now, FACTS, View(span_s=120))
+    scene = Scene(state, training.now, INFO, View(span_s=120))
     rows = rows_text(panel_batch.batch(scene, 116, 14, LOOK))
     (axis,) = [row for row in rows if "dp ─" in row]
     assert re.search(r"│single ─* \d\d:\d\d *$", axis), axis

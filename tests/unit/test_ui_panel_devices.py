@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from situations import FACTS, LOOK, gpu_scene, rows_text, scene_of, situations, state_of
+from situations import INFO, LOOK, gpu_scene, rows_text, scene_of, situations, state_of
 from synthetic import SECOND, Training, device_event, host_event
 
 from dpmon.ui.panels import panel_devices
@@ -66,7 +66,7 @@ def test_the_gpus_of_the_run_come_first_and_others_are_dim() -> None:
         for index in (0, 2)
     }
     state = replace(state, devices={**state.devices, **others})
-    rows = panel_devices.devices(Scene(state, 0, FACTS), 60, 6, LOOK)
+    rows = panel_devices.devices(Scene(state, 0, INFO), 60, 6, LOOK)
     assert [plain(row)[:2] for row in rows[:4]] == [" 1", " 3", " 0", " 2"]
     assert "dim" not in {style for text, style in rows[0] if "%" in text}
     assert {style for text, style in rows[2] if "%" in text or "GiB" in text} == {"dim"}
@@ -114,7 +114,7 @@ def test_without_an_xid_the_panel_says_none_and_an_unknown_one_is_a_dash(absent:
 
 def test_an_unknown_utilisation_is_a_dash() -> None:
     state = state_of([device_event(1.0, 0, util_pct=None, mem_used_bytes=None, absent={"util_pct": "GPU is lost"})])
-    rows = rows_text(panel_devices.devices(Scene(state, 0, FACTS), 80, 6, LOOK))
+    rows = rows_text(panel_devices.devices(Scene(state, 0, INFO), 80, 6, LOOK))
     assert " – " in rows[0]
     assert "– / 141 GiB" in rows[0]
     assert "utilisation: GPU is lost" in rows

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from situations import FACTS, LOOK, focused, rows_text, scene_of, situations, state_of, text_of, with_call
+from situations import INFO, LOOK, focused, rows_text, scene_of, situations, state_of, text_of, with_call
 from synthetic import Training, decoded
 
 from dpmon.record.kinds import Call, Event, Record, Size, Step
@@ -19,7 +19,7 @@ from dpmon.ui.scene import Scene, View
 
 def test_idle_devices_are_shown_idle_with_the_reason() -> None:
     training = Training(devices=[f"cpu:{i}" for i in range(8)])
-    scene = Scene(state_of([*training.begin(), *training.step(rows=10)]), training.now, FACTS, alive=True)
+    scene = Scene(state_of([*training.begin(), *training.step(rows=10)]), training.now, INFO, alive=True)
     rows = rows_text(panel_replicas.table(scene, 70, 12, LOOK))
     assert rows[6:9] == [f" {i} cpu:{i}  idle: a batch of 10 makes 5 chunks" for i in (5, 6, 7)]
 
@@ -115,7 +115,7 @@ def several_calls(more: Sequence[Record] = ()) -> Scene:
         calls = [next(r for r in stream if isinstance(r, Call) and r.step == number + 1) for stream in streams]
         by_step += calls
         by_step.append(next(r for r in streams[0] if not isinstance(r, (Call, Event)) and r.step == number + 1))
-    return Scene(state_of([*records[0], *by_step, *more]), real.now, FACTS, alive=True)
+    return Scene(state_of([*records[0], *by_step, *more]), real.now, INFO, alive=True)
 
 
 def test_several_calls_of_a_step_and_several_roots_can_be_chosen() -> None:
@@ -145,7 +145,7 @@ def test_a_call_that_steps_no_longer_make_cannot_be_chosen_any_more() -> None:
 def test_a_call_with_no_replicas_says_so() -> None:
     call = Call(0, None, 1, 1, "Net", None, "single", False, True, True, False, 0, 10, ("cpu",), {}, (), None, None)
     state = state_of([call])
-    rows = rows_text(panel_replicas.table(Scene(state, 0, FACTS), 60, 6, LOOK))
+    rows = rows_text(panel_replicas.table(Scene(state, 0, INFO), 60, 6, LOOK))
     assert "the replicas of this call were not seen" in rows
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.color import Color, ColorSystem
 from rich.console import Console
-from situations import LOOK, MONO_ASCII
+from situations import LOOK, MONO_ASCII, exit_of
 from stored import state_of
 from synthetic import Training
 
@@ -22,21 +22,21 @@ from dpmon.ui.help import help_rows
 from dpmon.ui.look import ASCII, COLOUR, LETTERS, MONO, UNICODE, Look, choose
 from dpmon.ui.panels.panel_output import shifted
 from dpmon.ui.rows import box, fit, plain, width_of
-from dpmon.ui.scene import Facts, RunEnd, Scene, View
+from dpmon.ui.scene import Scene, View
 from dpmon.ui.waterfall import lane_row, main_row
 
 
 def a_scene() -> Scene:
     training = Training()
     state = state_of([*training.begin(), *training.run(20)])
-    return Scene(state, training.now, Facts(), alive=True, can_toggle=True, can_type=True)
+    return Scene(state, training.now, alive=True, can_toggle=True, can_type=True)
 
 
 def test_the_footer_offers_only_what_works() -> None:
     scene = a_scene()
     said = "d → single space freeze 1-5 panel enter zoom i input [ ] range s picture e export r report x stop t theme"
     assert " ".join(plain(footer(scene, 200, LOOK)[0]).split()) == said + " + - refresh : list ? help q leave"
-    nothing = replace(scene, can_toggle=False, can_type=False, ended=RunEnd(0, None, 1))
+    nothing = replace(scene, can_toggle=False, can_type=False, ended=exit_of(0, None, 1))
     said = "1-5 panel enter zoom [ ] range s picture e export r report t theme + - refresh : list ? help q close"
     assert " ".join(plain(footer(nothing, 200, LOOK)[0]).split()) == said
 
@@ -45,7 +45,7 @@ def test_the_footer_offers_only_what_works() -> None:
 def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> None:
     scene = replace(a_scene(), can_pause=True)
     if over:
-        scene = replace(a_scene(), can_toggle=False, can_type=False, ended=RunEnd(1, None, 1))
+        scene = replace(a_scene(), can_toggle=False, can_type=False, ended=exit_of(1, None, 1))
     everything = {f"{key} {word}" for key, word in [hint[:2] for hint in hints(scene)]}
     least = len(everything)
     for width in range(200, 39, -1):

@@ -7,11 +7,12 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from situations import FACTS, LOOK, MONO_ASCII, scene_of, situations, state_of, text_of
+from situations import INFO, LOOK, MONO_ASCII, exit_of, scene_of, situations, state_of, text_of
 from synthetic import SECOND, Training, host_event
 
 from dpmon.model.state import PauseChange, State, WarningText
 from dpmon.run.reader import PauseState
+from dpmon.run.rundir import ExitInfo
 from dpmon.ui.footer import hints
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange
 from dpmon.ui.look import Look
@@ -19,7 +20,7 @@ from dpmon.ui.paint import whole
 from dpmon.ui.panels.panel_output import Output, Tail
 from dpmon.ui.panels.panel_status import status
 from dpmon.ui.rows import cropped, plain, width_of
-from dpmon.ui.scene import RunEnd, Scene, Toggle, View, devices_in_short, life
+from dpmon.ui.scene import Scene, Toggle, View, devices_in_short, life
 
 SIZES = [
     (80, 24),
@@ -80,7 +81,7 @@ def test_places_tile_the_screen(devices: int, replicas: int) -> None:
 
 
 def test_the_first_seconds_tell_what_happens() -> None:
-    before = Scene(State(), 2 * SECOND, FACTS)
+    before = Scene(State(), 2 * SECOND, INFO)
     assert life(before) == ("starting", "wait", "2 s")
     assert life(replace(before, alive=True)).word == "starting python"
     importing = replace(before, alive=True, stage=("importing torch", SECOND))
@@ -114,7 +115,7 @@ def test_between_two_trainings_the_next_one_is_on_its_way() -> None:
 
 
 def test_a_waiting_script_is_shown_with_the_key_to_type_a_line() -> None:
-    before = Scene(State(), 5 * SECOND, FACTS, alive=True, stage=("torch imported", SECOND), reads_since_ns=2 * SECOND)
+    before = Scene(State(), 5 * SECOND, INFO, alive=True, stage=("torch imported", SECOND), reads_since_ns=2 * SECOND)
     assert life(before) == ("waiting for input", "wait", "3 s")
     assert life(replace(before, can_type=True)).detail == "3 s: press i"
     worked = scene_of(Training())
@@ -146,17 +147,17 @@ def test_waiting_for_data_is_shown_only_after_a_second() -> None:
 @pytest.mark.parametrize(
     ("ended", "said"),
     [
-        (RunEnd(0, None, 9), "finished status 0"),
-        (RunEnd(3, None, 9), "failed status 3"),
-        (RunEnd(137, "SIGKILL", 9), "killed by SIGKILL perhaps out of memory"),
-        (RunEnd(139, "SIGSEGV", 9), "killed by SIGSEGV"),
-        (RunEnd(130, "SIGINT", 9), "interrupted SIGINT"),
-        (RunEnd(130, "SIGINT", 9, stopped=True), "stopped by you"),
-        (RunEnd(1, None, 9, stopped=True), "stopped by you"),
-        (RunEnd(134, "SIGABRT", 9, stopped=True), "stopped by you, status 134"),
+        (exit_of(0, None, 9), "finished status 0"),
+        (exit_of(3, None, 9), "failed status 3"),
+        (exit_of(137, "SIGKILL", 9), "killed by SIGKILL perhaps out of memory"),
+        (exit_of(139, "SIGSEGV", 9), "killed by SIGSEGV"),
+        (exit_of(130, "SIGINT", 9), "interrupted SIGINT"),
+        (exit_of(130, "SIGINT", 9, stopped=True), "stopped by you"),
+        (exit_of(1, None, 9, stopped=True), "stopped by you"),
+        (exit_of(134, "SIGABRT", 9, stopped=True), "stopped by you, status 134"),
     ],
 )
-def test_the_end_stays_with_its_outcome(ended: RunEnd, said: str) -> None:
+def test_the_end_stays_with_its_outcome(ended: ExitInfo, said: str) -> None:
     scene = replace(scene_of(Training()), ended=ended, can_toggle=False)
     text = text_of(scene, 160, 50)
     assert said in text
@@ -168,11 +169,11 @@ def test_the_end_stays_with_its_outcome(ended: RunEnd, said: str) -> None:
 def test_the_host_panel_of_a_finished_run_has_no_dashes() -> None:
     scene = scene_of(Training(), more=[host_event(31.0, run_cpu_pct=None, run_mem_bytes=None)])
     assert "has ended" not in text_of(scene, 160, 40)
-    assert "this run has ended" in text_of(replace(scene, ended=RunEnd(0, None, 5)), 160, 40)
+    assert "this run has ended" in text_of(replace(scene, ended=exit_of(0, None, 5)), 160, 40)
 
 
 def test_a_failure_shows_the_last_line_of_the_traceback() -> None:
-    scene = replace(scene_of(Training()), ended=RunEnd(1, None, 5, "RuntimeError: no"))
+    scene = replace(scene_of(Training()), ended=exit_of(1), last_line="RuntimeError: no")
     assert "RuntimeError: no" in text_of(scene, 80, 24)
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import pytest
 from joined import in_world, joined_ranks
-from situations import FACTS, LOOK
+from situations import INFO, LOOK
 from stored import Recording
 from synthetic import SECOND, Training, step_row
 
@@ -45,7 +45,7 @@ def recorded(
         begin = [in_world(row, ranks if world is None else world) for row in one.begin()]
         run.add([*begin, *one.run(steps)], rank + 1, rank)
         now = max(now, one.now)
-    return run, Scene(run.state(), now + SECOND // 10, FACTS, alive=True, can_toggle=True)
+    return run, Scene(run.state(), now + SECOND // 10, INFO, alive=True, can_toggle=True)
 
 
 def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
@@ -102,7 +102,7 @@ def seventy(slow: int | None) -> tuple[Recording, Scene]:
     if slow is None:
         return recorded(70, steps=12)
     run, now = joined_ranks(70, slow=slow, steps=40)
-    return run, Scene(run.state(), now, FACTS, alive=True)
+    return run, Scene(run.state(), now, INFO, alive=True)
 
 
 @pytest.mark.parametrize("zoom", [None, "replicas", "batch"])
@@ -219,7 +219,7 @@ def test_one_process_or_replicas_of_its_own_keep_the_replicas_panel() -> None:
     for process in (0, 1):
         one = Training(process=process)
         run.add([*one.begin(), *one.run(5)], process)
-    assert not panel_ranks.applies(Scene(run.state(), 3 * SECOND, FACTS))
+    assert not panel_ranks.applies(Scene(run.state(), 3 * SECOND, INFO))
 
 
 def test_a_rank_that_was_started_again_counts_once() -> None:

@@ -83,7 +83,7 @@ def _wide(scene: Scene, alive: Life, width: int, look: Look) -> Row:
     brand = " dpmon  " if width >= _WIDE else " "
     rest = width - width_of(numbers) - span_width(clock_text) - len(brand) - 4
     needed = span_width(alive.word) + span_width(alive.detail) + 3
-    name = cut(scene.facts.title, max(rest - max(needed, 18), 10), look.glyphs.more)
+    name = cut(scene.title, max(rest - max(needed, 18), 10), look.glyphs.more)
     return [
         (brand, "dim"),
         (name + "  ", "title"),
@@ -159,7 +159,7 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
     if room < needed:
         mode, clock_text = [], ""
         room = width - 1
-    name = cut(scene.facts.title, max(room // 3, 8), look.glyphs.more)
+    name = cut(scene.title, max(room // 3, 8), look.glyphs.more)
     first: Row = [
         (" ", ""),
         (name + "  ", "title"),
@@ -229,9 +229,8 @@ def _warning(scene: Scene) -> Row:
 
 
 def _afterwards(scene: Scene) -> Row:
-    last = scene.ended.last_line if scene.ended is not None else None
-    if last:
-        return [(last, "bad")]
+    if scene.last_line:
+        return [(scene.last_line, "bad")]
     if scene.ended is None:
         return [("the command is gone; its exit status was not recorded", "wait")]
     return [("the run is over" if scene.playing is not None else "the run is over; this picture stays", "dim")]
@@ -239,8 +238,10 @@ def _afterwards(scene: Scene) -> Row:
 
 def _next(scene: Scene, room: int, look: Look) -> Row:
     """The next command to try after the end, if it fits in full."""
-    hint = f"{look.glyphs.middot} dpmon export {scene.facts.run} writes the records "
-    return [("  " + hint, "dim")] if scene.over and scene.facts.run and len(hint) + 4 <= room else []
+    if scene.info is None or not scene.over:
+        return []
+    hint = f"{look.glyphs.middot} dpmon export {clean(scene.info.id, 120)} writes the records "
+    return [("  " + hint, "dim")] if len(hint) + 4 <= room else []
 
 
 def _facts(scene: Scene, look: Look, width: int) -> Row:
@@ -261,9 +262,9 @@ def _facts(scene: Scene, look: Look, width: int) -> Row:
         for key, value in (("python", process.info.python), ("torch", process.info.torch)):
             if value is not None:
                 parts.append(f"{key} {clean(value, 30)}")
-    elif scene.facts.python:
-        parts.append(f"Python: {scene.facts.python}")
-    if scene.facts.mode_option == "script":
+    elif scene.info is not None and scene.info.python:
+        parts.append(f"Python: {clean(scene.info.python, 200)}")
+    if scene.info is not None and scene.info.options.get("mode") == "script":
         parts.append("mode script: observed only")
     dot = f" {look.glyphs.middot} "
     while len(parts) > 1 and span_width(dot.join(parts)) > width:

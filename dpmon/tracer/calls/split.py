@@ -17,11 +17,11 @@ from dpmon.record.names import CALL_PHASES
 from dpmon.record.spans import INSIDE_AT, Kind
 from dpmon.tracer.calls.replicas import ROWS, ReplicaWatch, Unsuited
 from dpmon.tracer.calls.sites import Functional, Site, Sites
-from dpmon.tracer.core import sizes
 from dpmon.tracer.core.exceptions import in_a_line
 from dpmon.tracer.core.frames import Function
 from dpmon.tracer.core.module_tables import buffers_of
 from dpmon.tracer.core.session import Session
+from dpmon.tracer.core.sizes import first_rows, signature_of_call, tensors_in
 from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.modes.decision import Modes
 from dpmon.tracer.modes.plans import DP, SINGLE, Plan
@@ -277,8 +277,8 @@ def changed_meaning(result: object, args: Any, kwargs: Any, replicas: int) -> st
 
     A script that uses DataParallel expects a vector of losses; other scripts do not.
     """
-    rows = sizes.first_rows(sizes.signature_of_call(args, kwargs))
-    for tensor in sizes.tensors_in(result):
+    rows = first_rows(signature_of_call(args, kwargs))
+    for tensor in tensors_in(result):
         count = tensor.shape[0] if tensor.dim() else 0
         if count != rows:
             kind = "a scalar" if tensor.dim() == 1 and count == replicas else "tensors of other lengths"

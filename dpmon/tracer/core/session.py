@@ -24,8 +24,8 @@ from dpmon.record.names import packed_json, shortened
 from dpmon.record.spans import MAX_SITE
 from dpmon.span_ring import SLOTS, SpanRing
 from dpmon.tracer.append import append, note
-from dpmon.tracer.core import sizes
 from dpmon.tracer.core.exceptions import in_a_line
+from dpmon.tracer.core.sizes import leaves, signature_of_call, spell_out
 
 Tensor = torch.Tensor
 
@@ -270,11 +270,11 @@ class Session:
     def inputs(self, args: tuple[object, ...], kwargs: Mapping[str, object], memo: Memo) -> int:
         """Return the number of the definition for the sizes of a call's arguments; 0 if they could not be read."""
         lone = args[0] if len(args) == 1 and not kwargs else None
-        return self._sizes_of("0", lone, memo, lambda: sizes.signature_of_call(args, kwargs))
+        return self._sizes_of("0", lone, memo, lambda: signature_of_call(args, kwargs))
 
     def outputs(self, value: object, memo: Memo) -> int:
         """Return the number of the definition for the sizes of a result; 0 if they could not be read."""
-        return self._sizes_of("", value, memo, lambda: sizes.leaves(value, ""))
+        return self._sizes_of("", value, memo, lambda: leaves(value, ""))
 
     def _sizes_of(self, lone_path: str, lone: object, memo: Memo, signature: Callable[[], object]) -> int:
         """Return the number of the definition of a signature. The memo caches it if `lone` is a plain tensor."""
@@ -297,7 +297,7 @@ class Session:
 
     def sizes(self, lone_path: str, signature: object) -> int:
         """Return the number of the definition of a signature (see dpmon.tracer.core.sizes)."""
-        return self.define((lone_path, signature), lambda: sizes.spell_out(signature, lone_path), self._sizes)
+        return self.define((lone_path, signature), lambda: spell_out(signature, lone_path), self._sizes)
 
     def define(self, key: Hashable, spell: Callable[[], object], numbers: Iterator[int] | None = None) -> int:
         """Return the number of the definition for `key`, made by `spell` if it is new; 0 if it cannot be written."""

@@ -36,7 +36,6 @@ MAX_STEPS = 64
 """Longest wait for a device time, in steps."""
 MAX_COPIES = 16
 """Most timed copies in one step, so that enough events are left for the phases."""
-MAX_ONE_IN = 1024
 _TIMED, _UNTIMED = Flag.TIMED << FLAGS_AT, Flag.UNTIMED << FLAGS_AT
 _COUNT_ANYWAY = frozenset((Kind.FETCH, Kind.CALL, Kind.WRAPPED, Kind.BACKWARD, Kind.COPY))
 """Phases that keep their device times even if they raise."""
@@ -284,7 +283,7 @@ class Timing:
         k is the number that a reader has requested; 0 and 1 time every step.
         Ranks with a larger k time a subset of the steps that other ranks time.
         """
-        bits = max(min(self._recorder.words[Word.ONE_IN], MAX_ONE_IN) - 1, 0).bit_length()
+        bits = max(self._recorder.words[Word.ONE_IN] - 1, 0).bit_length()
         number = self._steps if self.synced is None else self.synced()
         self._skips = _mixed(number) & (1 << bits) - 1 != 0
 

@@ -112,22 +112,20 @@ class Modes:
         if count >= MAX_FAILURES:
             return None
         text = f"dp was not possible for call {{call}}, which ran on one device: {reason}"
-        me.tried = text, id(module), known
+        me.tried = text, id(module)
         return refused(Place(module).device or "cpu", reason)
 
     def tried(self, me: Thread, failed: bool) -> None:
         """End a call that ran on one device after dp had failed.
 
-        `failed`: whether the call raised on one device, too. Then the script is at fault, not dp.
+        `failed`: whether the call raised on one device, too. Then the script is at fault, and dp is not counted out.
         """
-        text, key, before = me.tried
+        text, key = me.tried
         me.tried = None
-        if not failed:
-            self.session.warn(text, "last")
-        elif before is None:
+        if failed:
             self._refused.pop(key, None)
         else:
-            self._refused[key] = before
+            self.session.warn(text, "last")
 
     def succeeded(self, module: torch.nn.Module) -> None:
         """Forget earlier failures of the module, because dp worked."""

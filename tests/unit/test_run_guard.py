@@ -122,7 +122,6 @@ STARTS = """
 import os, subprocess, sys
 env = {**os.environ, "DPMON_RUN": sys.argv[2]}
 command = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True, env=env)
-print(command.pid, flush=True)
 input()
 """
 
@@ -134,7 +133,8 @@ def test_a_signal_reaches_a_command_that_could_not_be_recorded(
     """The supervisor lives, but run.json cannot be rewritten."""
     directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, proc.boot_id(), True))
     monkeypatch.setattr(guards, "STALLED_S", 0.0)
-    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); time.sleep(60)"
+    code = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL)"
+    code += "; print(os.getpid(), flush=True); time.sleep(60)"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", STARTS, code, directory], text=True, **pipes) as supervisor:
         assert supervisor.stdout is not None

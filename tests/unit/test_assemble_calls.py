@@ -343,24 +343,6 @@ def test_why_a_time_is_missing() -> None:
     assert (step.device_ms, step.untimed) == ({"data": None, "forward": None}, UNTIMED[Untimed.CAPTURED])
 
 
-def test_more_copies_than_are_timed() -> None:
-    script = Script()
-    net = script.model()
-    script.fetch()
-    with script.phase("copy", 1.0, Flag.TIMED):
-        pass
-    script.times(script.spans[-1], 0, 1.0)
-    with script.phase("call", 1.0, *script.called(net, True, 8, timed=True)):
-        script.copy()
-    script.times(script.spans[-1], 0, 5.0)
-    with script.phase("backward", 1.0, Flag.TIMED):
-        pass
-    script.times(script.spans[-1], 0, 6.0)
-    (step,) = assembled(script).steps
-    assert step.device_ms == {"data": None, "copy": None, "forward": None, "backward": 6.0}
-    assert step.untimed == UNTIMED[Untimed.COPIES]
-
-
 # ------------------------------------------------------------------------------------------ events
 
 

@@ -247,14 +247,6 @@ def test_a_successor_of_one_that_began_nothing() -> None:
     assert apart(out + second.end()) == apart(in_portions(script, []))
 
 
-def test_the_position_follows_the_steps() -> None:
-    script = Script().play("d l " * 10)
-    assembler = Assembler()
-    assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
-    assert assembler.position == 36
-    assert assembler.thread == 0
-
-
 # ------------------------------------------------------------------------------------------ damage
 
 

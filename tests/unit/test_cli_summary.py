@@ -35,32 +35,14 @@ def test_a_tall_terminal_gets_the_complete_summary(state: Path) -> None:
     assert fitted(lines, 100, 100, MORE) == summary_lines(directory, load_exit(directory)) == [t for _, t in lines]
 
 
-def a_summary() -> list[SummaryLine]:
-    """Return the summary of a run in two modes: about 40 lines, some of them wide."""
-    lines = [SummaryLine(0, "examples/linear.py (linear-7f3a): finished in 3 min 41 s")]
-    for mode in ("dp", "single"):
-        lines += [
-            SummaryLine(1, f"{mode}: 12,000 steps, 12,000 calls, 14.2k samples/s"),
-            SummaryLine(2, f"  step {mode}"),
-        ]
-        for phase in ("data", "forward", "backward", "optimizer", "other"):
-            lines.append(SummaryLine(4, f"    {phase}  {mode}"))
-            lines += [SummaryLine(6, f"      {part} {mode}") for part in ("scatter", "gather") if phase == "forward"]
-    lines += [
-        SummaryLine(5, "replicas"),
-        *(SummaryLine(5, f"  dp replica {i} cpu:{i} " + "[8, 5] " * 9) for i in range(8)),
-    ]
-    lines += [SummaryLine(6, "memory"), SummaryLine(6, "  cuda:0 " + "model 3 GiB, " * 9)]
-    return [
-        *lines,
-        SummaryLine(3, "warning: lost"),
-        SummaryLine(0, "record: /state/dpmon/runs/x  (dpmon export linear-7f3a)"),
-    ]
-
-
 @pytest.mark.parametrize("columns", [40, 73, 113])
-def test_the_most_important_lines_stay_in_their_order(columns: int) -> None:
-    lines = a_summary()
+def test_the_most_important_lines_stay_in_their_order(state: Path, columns: int) -> None:
+    training = Training(devices=[f"cpu:{i}" for i in range(8)])
+    rows = [*training.begin(), *training.run(40), *training.switch("single"), *training.run(40)]
+    memory = {"device": "cuda:0", "model_bytes": 3 << 30, "gradients_bytes": 3 << 30}
+    rows.append(Event("memory", {"process": 0, "t_s": 2.5, "devices": [memory]}))
+    directory = keep({0: [*rows, Event("warning", {"process": 0, "t_s": 1.0, "text": "lost"})]})
+    lines = summary(directory, load_exit(directory))
     # A long line is cut, whatever the number of rows.
     lines = [SummaryLine(priority, cut(text, 2 * columns) if priority else text) for priority, text in lines]
     everything = [text for _, text in lines]

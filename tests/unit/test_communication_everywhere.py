@@ -107,14 +107,6 @@ def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
     assert mode["quantities"]["synced"] == {"sum": STEPS // 4, "steps": STEPS}
 
 
-def test_a_single_bucket_hides_nothing(state: Path) -> None:
-    times = {"iteration": 9, "comm_ms": 1.0, "overlap_ms": 0.99}
-    for sizes, said in ([1 << 20] * 2, True), ([1 << 20], False):
-        text = text_lines(document(collect(a_run(wrapper={**times, "bucket_bytes": sizes}))), 200)
-        assert any("99 % of 1.00 ms (torch: iteration 9" in line for line in text) == said
-        assert any(line.startswith("  hidden") for line in text) == said
-
-
 def test_the_report_says_why_waits_are_unknown(state: Path) -> None:
     text = text_lines(document(collect(a_run(world=8))), 200)
     assert any("3 of 8 ranks are in this record" in line for line in text)

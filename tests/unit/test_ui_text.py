@@ -124,15 +124,6 @@ def test_colours_reach_the_picture_as_styles() -> None:
     ]
 
 
-def test_bars_below_each_other_end_up_in_their_places() -> None:
-    """As tqdm draws two bars: the second a line down, then the cursor back up."""
-    raw = "\router 0/2"
-    for i in range(3):
-        raw += f"\n\rinner {i}/3\x1b[A"
-    raw += "\router 1/2\n\rinner 0/3\x1b[A"
-    assert lines(*raw.split("\n")) == ["outer 1/2", "inner 0/3"]
-
-
 def test_a_line_of_a_megabyte_is_bounded() -> None:
     (row,) = interpret([b"x" * 1_000_000])
     assert len(plain(row)) == COLUMNS

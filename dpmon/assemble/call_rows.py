@@ -98,89 +98,70 @@ _NOT_REPLICATED = "the script did not replicate in this step"
 _NOT_GATHERED = "the script did not gather the outputs of the replicas"
 
 
-class _PartialCall:
-    """The unfinished call of one thread."""
-
-    __slots__ = ("apply", "primitives", "replicas")
-
-    def __init__(self) -> None:
-        self.primitives: list[Span] = []
-        self.apply: Span | None = None
-        self.replicas: Sequence[Span] = ()
-
-
 class Composer:
     """Composes the calls of one process and passes each complete call to `finish`."""
 
     def __init__(self, known: KnownDefinitions, finish: Callable[[Pending], None]) -> None:
         self._known = known
         self._finish = finish
-        self._partial: dict[int, _PartialCall] = {}
+        self._partial: dict[int, list[Span]] = {}
+        """The unfinished call of each thread: its primitives in order, and the replicas before their parallel_apply."""
 
     def take(self, span: Span, replicas: Sequence[Span]) -> int:
         """Take the span of a primitive, and the spans of its `replicas` if it is a parallel_apply.
 
         Return the definition of the call's inputs for a parallel_apply, if it is known; else 0.
         """
-        kind, thread = span.kind, span.thread
-        partial = self._partial.get(thread)
-        if partial is not None and partial.apply is not None and kind != Kind.GATHER:
-            self.flush(thread)
-            partial = None
-        failed = span.flags & Flag.FAILED
+        kind, thread, failed = span.kind, span.thread, span.flags & Flag.FAILED
+        applied = any(one.kind == Kind.PARALLEL_APPLY for one in self._partial.get(thread, ()))
         if kind == Kind.GATHER:
-            if partial is not None and partial.apply is not None and not failed:
-                partial.primitives.append(span)
+            if applied and not failed:
+                self._partial[thread].append(span)
                 self.flush(thread)
             return 0
-        if kind == Kind.PARALLEL_APPLY or not failed:
-            if partial is None:
-                partial = self._partial[thread] = _PartialCall()
-            partial.primitives.append(span)
-        if kind != Kind.PARALLEL_APPLY or partial is None:
+        if applied:
+            self.flush(thread)
+        if failed and kind != Kind.PARALLEL_APPLY:
             return 0
-        partial.apply, partial.replicas = span, replicas
-        inputs = self._inputs(partial)
+        parts = self._partial.setdefault(thread, [])
+        if kind != Kind.PARALLEL_APPLY:
+            parts.append(span)
+            return 0
+        parts += [*(one for one in replicas if one.kind == Kind.REPLICA), span]
+        inputs = self._inputs(parts)
         if failed:
             self.flush(thread)
         return inputs
 
     def flush(self, thread: int) -> None:
         """Finish the call of a thread: it has its gather, or no gather follows."""
-        partial = self._partial.pop(thread, None)
-        if partial is not None and partial.apply is not None and partial.apply.site in self._known.layouts:
-            self._finish(self._composed_call(partial, partial.apply))
+        parts = self._partial.pop(thread, [])
+        for one in parts:
+            if one.kind == Kind.PARALLEL_APPLY and one.site in self._known.layouts:
+                self._finish(self._composed_call(parts, one))
 
     def flush_all(self) -> None:
         """Finish all calls, because the step is over."""
         for thread in list(self._partial):
             self.flush(thread)
 
-    def _inputs(self, partial: _PartialCall) -> int:
+    def _inputs(self, parts: Sequence[Span]) -> int:
         """Return the sizes of the first scattered inputs; 0 if they are unknown."""
-        numbers = (self._known.known_sizes(one.inputs) for one in partial.primitives if one.kind == Kind.SCATTER)
+        numbers = (self._known.known_sizes(one.inputs) for one in parts if one.kind == Kind.SCATTER)
         return next((number for number in numbers if number), 0)
 
-    def _composed_call(self, partial: _PartialCall, apply: Span) -> Pending:
-        start, last = partial.primitives[0].start, partial.primitives[-1]
+    def _composed_call(self, parts: Sequence[Span], apply: Span) -> Pending:
+        kinds, start, last = {one.kind for one in parts}, min(one.start for one in parts), parts[-1]
         outputs = self._known.known_sizes(last.outputs) if last.kind == Kind.GATHER else 0
-        absent = _absent(partial, bool(outputs), bool(apply.flags & Flag.FAILED))
+        absent = {}
+        if Kind.SCATTER not in kinds:
+            absent["scatter"] = _NOT_SCATTERED
+            absent["inputs"] = _NO_INPUTS
+        if Kind.REPLICATE not in kinds:
+            absent["replicate"] = _NOT_REPLICATED
+        if not (outputs or apply.flags & Flag.FAILED):
+            absent["gather"] = absent["outputs"] = _NOT_GATHERED
         layout = self._known.with_absent(apply.site, absent)
         took = max(last.end - start, 0)
-        whole = apply._replace(start=start, took=took, inputs=self._inputs(partial), outputs=outputs)
-        replicas = [one for one in partial.replicas if one.kind == Kind.REPLICA]
-        return unnumbered_call(self._known, whole, layout, [*partial.primitives, *replicas])
-
-
-def _absent(partial: _PartialCall, gathered: bool, failed: bool) -> dict[str, str]:
-    """Return the reasons for missing parts."""
-    kinds = {one.kind for one in partial.primitives}
-    absent = {}
-    if Kind.SCATTER not in kinds:
-        absent["scatter"] = _NOT_SCATTERED
-        absent["inputs"] = _NO_INPUTS
-    if Kind.REPLICATE not in kinds:
-        absent["replicate"] = _NOT_REPLICATED
-    if not gathered and not failed:
-        absent["gather"] = absent["outputs"] = _NOT_GATHERED
-    return absent
+        whole = apply._replace(start=start, took=took, inputs=self._inputs(parts), outputs=outputs)
+        return unnumbered_call(self._known, whole, layout, parts)

@@ -160,7 +160,8 @@ def test_promise_1_the_training_never_waits(dpmon: Dpmon) -> None:
     for pid in (terminal.process.pid, info["supervisor_pid"]):
         os.kill(pid, signal.SIGSTOP)
     try:
-        stopped = rate()
+        # The machine may be busy with something else for a while.
+        stopped = wait_for(lambda: found if (found := rate()) > free / 20 else 0.0, what="its pace of before")
         (dpmon.cwd / "print").touch()
         log = dpmon.last() / "output.log"
         wait_for(lambda: log.stat().st_size > megabytes * 1_000_000, limit=200, what="its output")
@@ -184,7 +185,6 @@ def test_promise_1_the_training_never_waits(dpmon: Dpmon) -> None:
         f"screen and supervisor stopped for {seconds} s, {megabytes} MB printed: {stopped:.0f} steps/s,"
         f" {free:.0f} before, {again:.0f} after (printing)",
     )
-    assert stopped > free / 20  # a stalled training would do no step; the machine may be busy
 
 
 def test_promise_17_no_process_of_ours_has_a_socket(dpmon: Dpmon) -> None:

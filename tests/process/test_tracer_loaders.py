@@ -83,7 +83,7 @@ model = torch.nn.Linear(4, 1)
 rows = torch.randn(1000, 4)
 same = DataLoader(TensorDataset(rows), batch_size=10)
 began, started, spent = time.monotonic(), 0, 0
-while time.monotonic() < began + 1.5:
+while time.monotonic() < began + 1.5 or started < 110:  # a busy machine makes few in this time
     data = TensorDataset(rows[: 10 + started % 100] if sys.argv[1] == "different" else rows)
     loader = same if sys.argv[1] == "same" else DataLoader(data, batch_size=10)
     before = time.monotonic_ns()

@@ -165,10 +165,16 @@ class Guard:
         info = self.info
         if info.command_pid is not None:
             return info
-        self._found = self._found or find_command(self._directory)
+        self._found = self._found or find_command(self._directory) or self._ended_child()
         if self._found is None:
             return info
         return replace(info, command_pid=self._found.pid, command_started=self._found.started)
+
+    def _ended_child(self) -> proc.ProcessEntry | None:
+        """The command, if it has ended and this process has adopted it: it has no environment any more."""
+        mine = (process for process in proc.every_process().values() if process.parent == os.getpid() and process.dead)
+        leaders = (process for process in mine if process.session == process.pid != self._successor.pid)
+        return min(leaders, key=lambda process: process.started, default=None)
 
     def _record(self, how: ExitInfo) -> None:
         # A new supervisor may have recorded the end meanwhile; otherwise nobody has read the rest of the rings.

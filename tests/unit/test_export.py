@@ -302,18 +302,3 @@ def test_new_files_are_the_owners_alone_and_old_ones_keep_their_mode(directory: 
     assert modes.pop("step.csv") == 0o644
     modes |= {form: stat.S_IMODE((tmp_path / form).stat().st_mode) for form in ("jsonl", "perfetto", "lines")}
     assert {modes[name] for name in ("call.csv", "page.html", "jsonl", "perfetto", "lines")} == {0o600}
-
-
-def test_a_descriptor_is_written_where_it_leads(directory: Path, tmp_path: Path) -> None:
-    with open(tmp_path / "log", "w") as file:
-        file.write("before\n")
-        file.flush()
-        inode = os.fstat(file.fileno()).st_ino
-        export(directory, "jsonl", f"/dev/fd/{file.fileno()}", "exit")
-    assert (tmp_path / "log").stat().st_ino == inode
-    assert [line[:7] for line in (tmp_path / "log").read_text().splitlines()] == ["before", '{"kind"']
-    ours, theirs = os.pipe()
-    export(directory, "jsonl", f"/dev/fd/{theirs}", "exit")
-    os.close(theirs)
-    with open(ours) as file:
-        assert json.loads(file.read())["kind"] == "exit"

@@ -64,18 +64,6 @@ def test_a_training_that_follows_another_one_stands_for_the_run_soon() -> None:
     assert not panel_ranks.applies(Scene(state, state.newest_ns)), "they never trained side by side"
 
 
-def test_the_third_of_three_is_followed_too() -> None:
-    runs, start, state, seen = [], 2 * SECOND, State(), []
-    for number in range(3):
-        one = Training(process=number, step_ns=SECOND // 100, start_ns=start, seed=number)
-        runs.append(numbered(one, 400))
-        start = one.now + SECOND
-    for state, _ in in_time(*runs):
-        if seen[-1:] != [focused(state)]:
-            seen.append(focused(state))
-    assert seen == [0, 1, 2]
-
-
 def test_processes_that_train_together_stay_active_together() -> None:
     """Ranks, and processes without a rank; one of them slow, one of them late, and with steps of many seconds."""
     for ranks, step_ns in ((True, SECOND // 100), (False, SECOND // 100), (True, 9 * SECOND), (False, 9 * SECOND)):
@@ -87,16 +75,6 @@ def test_processes_that_train_together_stay_active_together() -> None:
             runs.append(numbered(one, 100))
         end = min(ended(run[-1]) for run in runs)
         assert {focused(state) for state, at in in_time(*runs) if at < end} == {0}
-
-
-def test_a_rank_that_was_started_again_stands_in_for_the_old_one() -> None:
-    old = [Training(process=rank, rank=rank, seed=rank) for rank in range(2)]
-    runs = [numbered(one, 400) for one in old]
-    start = max(one.now for one in old) + SECOND
-    new = [Training(process=2 + rank, rank=rank, seed=9 + rank, start_ns=start) for rank in range(2)]
-    *_, (state, _) = in_time(*runs, *(numbered(one, 1500) for one in new))
-    assert focused(state) == 2
-    assert [each.process for each in state.training] == [2, 3]
 
 
 # ------------------------------------------------------------------------------------------------ a second process

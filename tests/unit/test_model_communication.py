@@ -65,12 +65,6 @@ def test_own_collectives_are_a_finding_if_every_rank_may_wait_in_them(
     )
 
 
-def test_without_own_collectives_there_is_no_note() -> None:
-    found = with_own([rank(number, 0.1, phases={"other": 18.0 * MS}) for number in range(2)])
-    assert found.other_waits() == ()
-    assert [one.kind for one in between_ranks(found)] == []
-
-
 # ------------------------------------------------------------------------------------------------ words
 
 

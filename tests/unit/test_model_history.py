@@ -6,7 +6,7 @@ import pytest
 from stored import Recording, state_of
 from synthetic import SECOND, Training
 
-from dpmon.model.history import COLUMNS, Columns, pictured, width_of_columns
+from dpmon.model.history import COLUMNS, Columns, pictured
 from dpmon.model.state import Process
 from dpmon.record.kinds import Step
 
@@ -65,11 +65,6 @@ def test_the_history_of_a_whole_run_stays_small_and_exact() -> None:
     assert 100 < len(process.columns) <= COLUMNS
     assert sum(column.count for column in process.columns) == 30_000
     assert sum(column.wall_ns for column in process.columns) == 30_000 * 100_000_000
-
-
-@pytest.mark.parametrize("length_s", [1, 100, 641, 5000, 86_400, 10_000_000])
-def test_columns_are_as_many_for_a_day_as_for_an_hour(length_s: int) -> None:
-    assert length_s / width_of_columns(0, length_s) <= COLUMNS
 
 
 def test_columns_that_are_over_are_read_once_and_are_the_same() -> None:

@@ -86,14 +86,6 @@ def test_calls_longer_than_the_forward_are_not_subtracted_from_it() -> None:
     assert found["apply"] is NOT_RUN
 
 
-def test_a_phase_that_did_not_run_has_no_figures() -> None:
-    process = of_run([a_step(phases={"forward": 15_000, "other": 5000})], span_s=0)
-    figures = {phase.name: phase for phase in process.ranged.parts}
-    assert (figures["backward"].ran, figures["backward"].median_ns, figures["backward"].share) == (0, None, None)
-    assert figures["forward"].median_ns == pytest.approx(15_000, rel=0.004)
-    assert figures["forward"].share == pytest.approx(0.75)
-
-
 # ------------------------------------------------------------------------------------------------ figures and speed
 
 
@@ -159,25 +151,6 @@ def test_devices_and_host_keep_absence_apart_from_nothing() -> None:
     assert state.devices[0].util == (97.0, None)
     assert state.host.util == (0.0, None)
     assert state.devices[0].data["absent"] == {"util_pct": "GPU is lost"}
-
-
-# ------------------------------------------------------------------------------------------------ what makes no sense
-
-
-def test_a_state_as_of_a_time_is_that_of_the_records_before_it() -> None:
-    training = Training(step_ns=50_000_000)
-    payloads, seconds = training.begin(), []
-    for _ in range(10):
-        payloads += training.run(20)
-        seconds.append((len(payloads), training.now))
-    whole = Recording().add(payloads)
-    for count, now in seconds:
-        then, live = whole.state(now), state_of(payloads[:count])
-        assert then.focus is not None
-        assert [each.last_step for each in then.processes.values()] == [
-            each.last_step for each in live.processes.values()
-        ]
-        assert then.newest_ns == live.newest_ns
 
 
 # ------------------------------------------------------------------------------------------------ pauses

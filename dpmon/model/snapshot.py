@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.announced import Announced
 from dpmon.model.calls_seen import SeenCalls, call_tracks
+from dpmon.model.communication import Wrapper, communication
 from dpmon.model.compare import MODES_COMPARED, Comparison, compare_modes
 from dpmon.model.devices import HostPeaks, Samples, Visit, device_peaks, visits_of
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
@@ -82,7 +83,6 @@ class Snapshots:
             mode_change_count=rows.count("mode"),
             pauses=events.pauses,
             warnings=events.warnings,
-            wrappers=events.wrappers,
             warning_count=rows.count("warning"),
             missed=rows.missed,
             open_calls=rows.open_calls,
@@ -99,7 +99,11 @@ class Snapshots:
         if others:
             shown.update({process.process: process for process in rank_figures(rows, shown.values())})
         state = replace(state, processes={**state.processes, **shown})
-        return with_ranks(rows, state, found, ranks) if ranks else state
+        there = {process.process for process in state.training}
+        wrappers = [one for one in events.wrappers if one.process in there]
+        if ranks:
+            return with_ranks(rows, state, found, ranks, wrappers)
+        return replace(state, communication=communication((), wrappers, lately=True))
 
     def _with_figures(
         self,
@@ -330,7 +334,9 @@ def _two_steps(rows: StoreAt, process: Process, end_s: int, mode: str, trained: 
 # ------------------------------------------------------------------------------------------------ ranks
 
 
-def with_ranks(rows: StoreAt, state: State, focus: Process, others: Sequence[Process]) -> State:
+def with_ranks(
+    rows: StoreAt, state: State, focus: Process, others: Sequence[Process], wrappers: Sequence[Wrapper]
+) -> State:
     """Add the mean times of the ranks, and the collectives of sampled steps."""
     end_ns = state.newest_ns + 1
     begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
@@ -342,7 +348,7 @@ def with_ranks(rows: StoreAt, state: State, focus: Process, others: Sequence[Pro
         sums = rows.store.tallies(begin_s, end_ns // SECOND + 1, sketches=False, series=())
         steps = sum(tally.steps for key, tally in sums.items() if key.process in numbers)
     times = _rank_times(rows, focus, others)
-    return replace(state, ranks=times, collectives=found, last_sample=last, sampled_of=steps)
+    return replace(state, communication=communication(times, wrappers, found, steps, lately=True), last_sample=last)
 
 
 def _rank_times(rows: StoreAt, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from dpmon.model.communication import Communication, Wrapper, communication
+from dpmon.model.communication import Communication
 from dpmon.model.compare import Comparison
 from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.model.uneven import Uneven
 from dpmon.record.kinds import Call, Step
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import PHASES as SCHEMA
-from dpmon.store.answers import Communicated, LastSample
+from dpmon.store.answers import LastSample
 from dpmon.store.figures import Figures, Rate, figures
 from dpmon.store.tally import Tally
 
@@ -245,16 +245,10 @@ class State:
     """Whether the run is over."""
     chosen: int | None = None
     """The process that the user has chosen to see."""
-    ranks: tuple[RankTimes, ...] = ()
-    """Mean times of the ranks that train together, over their last steps, by rank; empty for one process."""
-    collectives: Communicated = field(default_factory=Communicated)
-    """The sampled collectives of the ranks in the last minutes."""
+    communication: Communication | None = None
+    """The communication of the ranks over their last steps; None if they do not train together."""
     last_sample: LastSample | None = None
     """The newest sampled step of the process in focus."""
-    sampled_of: int = 0
-    """Number of steps of the ranks in the time that `collectives` covers."""
-    wrappers: tuple[Wrapper, ...] = ()
-    """The newest facts of each DistributedDataParallel."""
 
     @cached_property
     def training(self) -> list[Process]:
@@ -280,12 +274,10 @@ class State:
         """The ranks that the others wait for; None if no rank stands out."""
         return None if self.communication is None else self.communication.straggler
 
-    @cached_property
-    def communication(self) -> Communication | None:
-        """The communication of the ranks; None if they do not train together."""
-        there = {process.process for process in self.training}
-        own = [one for one in self.wrappers if one.process in there]
-        return communication(self.ranks, own, self.collectives, self.sampled_of, lately=True)
+    @property
+    def ranks(self) -> tuple[RankTimes, ...]:
+        """Mean times of the ranks that train together, over their last steps, by rank; empty for one process."""
+        return () if self.communication is None else self.communication.ranks
 
 
 def toggle_refusal(state: State) -> str | None:

@@ -187,8 +187,10 @@ def test_panel_3_and_its_last_step_name_the_rank(size: tuple[int, int]) -> None:
 
 def test_a_rank_that_is_missing_is_blank_in_the_map() -> None:
     scene = scene_of(20, slow=5)
-    ranks = tuple(one for one in scene.state.ranks if one.rank != 7)
-    text = texts(panel_ranks.table(replace(scene, state=replace(scene.state, ranks=ranks)), 56, 40, LOOK))
+    found = scene.state.communication
+    assert found is not None
+    found = found._replace(ranks=tuple(one for one in found.ranks if one.rank != 7))
+    text = texts(panel_ranks.table(replace(scene, state=replace(scene.state, communication=found)), 56, 40, LOOK))
     assert text[0].startswith("   0 33333▸3  33333333")
 
 

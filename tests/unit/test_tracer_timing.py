@@ -11,7 +11,7 @@ from played import Process
 from dpmon.record.kinds import UNTIMED
 from dpmon.record.names import Untimed
 from dpmon.record.spans import DOING, FLAGS_AT, Flag, Kind, unpacked
-from dpmon.tracer.core.threads import Thread
+from dpmon.tracer.steps.recorder import Thread
 
 WHOLE = {"data": 0.5, "forward": 2.0, "backward": 3.0, "optimizer": 1.0}
 SAMPLED = UNTIMED[Untimed.SAMPLED]

@@ -23,9 +23,8 @@ from dpmon.tracer.calls.split import Split
 from dpmon.tracer.core.frames import Function, drop_frames, named_like
 from dpmon.tracer.core.module_tables import in_training_mode
 from dpmon.tracer.core.session import Session
-from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.modes.decision import Modes
-from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.steps.recorder import Recorder, Thread
 
 REQUEST = Word.REQUEST
 _LEARNS = (Flag.TRAINING | Flag.GRAD) << FLAGS_AT

@@ -21,7 +21,6 @@ from dpmon.tracer.core.frames import Function, drop_frames, named_like
 from dpmon.tracer.core.module_tables import in_training_mode, name_of
 from dpmon.tracer.core.session import Memo, Session
 from dpmon.tracer.core.sizes import device_in, leaves
-from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.modes.decision import Modes
 from dpmon.tracer.modes.virtual import (
     BROADCAST_APPLY,
@@ -33,7 +32,7 @@ from dpmon.tracer.modes.virtual import (
     SCATTER_KWARGS,
     Originals,
 )
-from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.steps.recorder import Recorder, Thread
 
 KIND_OF = (*PRIMITIVES, Kind.SCATTER, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER)
 """Kind of each function in `Originals.all`."""

@@ -17,8 +17,7 @@ from dpmon.tracer.calls.sites import Site
 from dpmon.tracer.core.frames import drop_frames
 from dpmon.tracer.core.session import Memo
 from dpmon.tracer.core.sizes import gathers
-from dpmon.tracer.core.threads import Thread
-from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.steps.recorder import Recorder, Thread
 
 KEY = -7061
 """Key of our hooks. torch counts up from 0, so no other hook has a negative key."""

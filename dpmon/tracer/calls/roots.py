@@ -24,8 +24,7 @@ from dpmon.tracer.calls.sites import Site
 from dpmon.tracer.core.frames import Function, first_argument
 from dpmon.tracer.core.module_tables import MODULES, class_name, modules_of, parameters_of, values_of
 from dpmon.tracer.core.session import Session
-from dpmon.tracer.core.threads import Thread
-from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.steps.recorder import Recorder, Thread
 
 Module = torch.nn.Module
 

@@ -22,11 +22,10 @@ from dpmon.tracer.core.frames import Function
 from dpmon.tracer.core.module_tables import buffers_of
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.core.sizes import first_rows, signature_of_call, tensors_in
-from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.modes.decision import Modes
 from dpmon.tracer.modes.plans import DP, SINGLE, Plan
 from dpmon.tracer.modes.virtual import PRIMITIVES, Originals
-from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.steps.recorder import Recorder, Thread
 
 _OVERLAID = frozenset(("device_ids", "src_device_obj", "output_device", "dim"))
 

@@ -23,9 +23,8 @@ from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
 from dpmon.tracer.core.module_tables import devices_of, is_compiled, modules_of
 from dpmon.tracer.core.session import Memo, Session
 from dpmon.tracer.core.sizes import MAX_PATH, device_in
-from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.devices.timing import Mark, Timing, gpu_of
-from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.steps.recorder import Recorder, Thread
 
 KEY = -7062
 """Key of our hooks. torch counts up from 0, so no other hook has a negative key."""

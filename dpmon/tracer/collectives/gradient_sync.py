@@ -26,9 +26,8 @@ from dpmon.record.spans import FLAGS_AT, LEAD_NS, MAX_LEAD, SITE_AT, WRAPPER_AT,
 from dpmon.tracer.core.frames import Function, followed
 from dpmon.tracer.core.module_tables import class_name
 from dpmon.tracer.core.session import Session
-from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.devices.timing import Mark
-from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.steps.recorder import Recorder, Thread
 
 _engine: Any = torch.autograd.Variable._execution_engine
 

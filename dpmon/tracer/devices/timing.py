@@ -23,11 +23,10 @@ import torch
 from dpmon.record.names import Untimed
 from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.span_ring import Word
-from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.devices.events import TorchEvents
 
 if TYPE_CHECKING:
-    from dpmon.tracer.steps.recorder import Recorder
+    from dpmon.tracer.steps.recorder import Recorder, Thread
 
 MAX_FAULTS = 3
 MAX_WAITING = 256

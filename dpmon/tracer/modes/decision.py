@@ -15,7 +15,6 @@ from dpmon.record.names import MODES
 from dpmon.span_ring import Word
 from dpmon.tracer.core.module_tables import Place
 from dpmon.tracer.core.session import Session
-from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.modes.plans import (
     DP,
     SINGLE,
@@ -29,6 +28,7 @@ from dpmon.tracer.modes.plans import (
     unsplittable,
 )
 from dpmon.tracer.modes.virtual import Originals, VirtualDevices
+from dpmon.tracer.steps.recorder import Thread
 
 DEFAULT_VIRTUAL = 2
 MAX_EVENTS = 64

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from dpmon.record.spans import INSIDE_AT, MAX_SITE, SITE_AT, Kind
-from dpmon.tracer.core.threads import Thread
-from dpmon.tracer.steps.recorder import IDLE, STALE, Recorder
+from dpmon.tracer.steps.recorder import IDLE, STALE, Recorder, Thread
 
 UNSEEN = 3
 """`on_unseen` is called after this many optimizer steps without any call of a module."""

@@ -106,6 +106,15 @@ def _process_of(record: Record) -> int:
     return number if isinstance(number, int) else 0
 
 
+async def until(condition: Callable[[], object], what: str, text: Callable[[], str] = str) -> None:
+    """Wait up to 30 seconds for a condition; `text`: returns what the screen shows instead."""
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"never came: {what}\n{text()}")
+
+
 class Stage:
     """An application under test, its pilot and the run that it shows."""
 
@@ -115,13 +124,8 @@ class Stage:
     def text(self) -> str:
         return "\n".join(self.app.text())
 
-    async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait up to 30 seconds for a condition."""
-        for _ in range(3000):
-            if condition():
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"never came: {what}\n{self.text()}")
+    async def until(self, condition: Callable[[], object], what: str) -> None:
+        await until(condition, what, self.text)
 
     async def shows(self, text: str) -> None:
         await self.until(lambda: text in self.text(), text)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from kept import keep
 from places import PLACES, put
-from stage import LOOK
+from stage import LOOK, until
 from synthetic import Training, host_event
 
 from dpmon.ui.monitor import Monitor
@@ -19,15 +17,6 @@ FILES = (
     *("exit.json", "history.sqlite-journal", "history.sqlite-wal", "stdout.log", "output.log", "stages.log"),
     *("warnings.log", "process-7.ring", "waits-for-input", "input.fifo"),
 )
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition."""
-    for _ in range(3000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"never came: {what}")
 
 
 async def looked_at(app: Monitor) -> None:

@@ -194,10 +194,10 @@ def test_refusals_are_no_pauses_however_many_there_were(state: Path) -> None:
     assert (said["paused"]["times"], said["paused"]["seconds"]) == (1, pytest.approx(1.0))
 
 
-def one_after_another(second_s: int = 110, first_ends_s: int = 100) -> tuple[Path, str]:
+def two_trainings() -> tuple[Path, str]:
     """Record two trainings of a launcher, the second paused from 200 to 800 s, and a GPU that is idle only then."""
     payloads: dict[int, list[bytes]] = {}
-    for process, (begin, end) in enumerate(((2, first_ends_s), (second_s, 900))):
+    for process, (begin, end) in enumerate(((2, 900), (110, 900))):
         training = Training(process=process, mode="single", step_ns=SECOND, start_ns=begin * SECOND)
         payloads[process] = training.begin()
         while training.now < end * SECOND:
@@ -212,37 +212,13 @@ def one_after_another(second_s: int = 110, first_ends_s: int = 100) -> tuple[Pat
     return directory, " ".join(" ".join(report_text(directory, 120)).split())
 
 
-def test_a_pause_of_the_second_of_two_successive_trainings_is_in_no_figure(state: Path) -> None:
-    directory, text = one_after_another()
-    story = collect(directory)
-    assert story.facts.devices[0].util_median == 80.0
-    assert sum(end - begin for begin, end in story.facts.paused) == pytest.approx(600 * SECOND, rel=0.01)
-    assert re.search(r"paused once, for \d+ min \d\d s: that time is in no step, no phase and no figure", text)
-
-
 def test_the_report_says_that_figures_include_a_pause_during_another_training(state: Path) -> None:
-    directory, text = one_after_another(first_ends_s=900)
+    directory, text = two_trainings()
     story = collect(directory)
     assert story.facts.paused == []
     assert "no figure" not in text
     assert re.search(r"for \d+ min \d\d s of it another process was not paused, and the figures", text)
     assert as_object(story)["paused"]["alone_s"] == pytest.approx(600, rel=0.01)
-
-
-@pytest.mark.parametrize("second_s", [300, 600])
-def test_report_and_summary_count_pauses_alike(state: Path, second_s: int) -> None:
-    """Two independent processes pause four times simultaneously, or one after the other."""
-    payloads = {}
-    for process, begin in enumerate((300, second_s)):
-        training = Training(process=process, mode="single", step_ns=SECOND, start_ns=(begin - 10) * SECOND)
-        payloads[process] = [*training.begin(), *training.run(3)]
-        for at in range(begin, begin + 200, 50):
-            payloads[process].append(pause_event(float(at), 3, process=process))
-            payloads[process].append(pause_event(at + 30.0, 3, 30.0, process=process))
-    directory = keep(payloads, seconds=1000.0)
-    said = "paused 4 times, for 2 min 00 s in all" if second_s == 300 else "paused 8 times, for 4 min 00 s in all"
-    assert any(line.strip().startswith(said + ":") for line in report_text(directory, 120))
-    assert f"{said}: that time is in no step and no phase" in summary_lines(directory, load_exit(directory))
 
 
 def test_the_summary_of_a_run_that_was_killed_in_a_pause_says_so(state: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stage import LOOK, FakeReader, Stage, stage
+from stage import LOOK, FakeReader, Stage, stage, until
 from synthetic import SECOND, Training, decoded
 from textual.events import MouseScrollUp
 
@@ -52,11 +51,7 @@ async def test_it_draws_before_anything_is_read(tmp_path: Path) -> None:
     reader = FakeReader(tmp_path)
     app = Monitor(tmp_path, LOOK, refresh=0.1, open_reader=never, open_store=reader.open_store)
     async with app.run_test(size=(80, 24)):
-        for _ in range(3000):
-            if reader.looks:
-                break
-            await asyncio.sleep(0.01)
-        assert reader.looks
+        await until(lambda: reader.looks, "the first look")
 
 
 async def test_a_toggle_is_pending_immediately_and_done_when_answered(tmp_path: Path) -> None:
@@ -347,9 +342,6 @@ async def test_a_fault_in_the_reader_ends_the_screen_with_an_error(tmp_path: Pat
 
     app = Monitor(tmp_path, LOOK, refresh=0.1, open_reader=broken)
     async with app.run_test(size=(80, 24)):
-        for _ in range(3000):
-            if app.problem is not None:
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: app.problem, "the error")
     assert isinstance(app.problem, OSError)
     assert app.return_code == 2

@@ -69,10 +69,9 @@ def with_process(scene: Scene, **changes: Any) -> Scene:
 def with_call(scene: Scene, **changes: Any) -> Scene:
     """Return the scene with changes of the last call."""
     process = focused(scene)
-    assert process.newest is not None
-    track = process.calls[process.newest]
+    key, track = next(iter(process.calls.items()))
     changed = replace(track, last=replace(track.last, **changes))
-    return with_process(scene, calls={**process.calls, process.newest: changed})
+    return with_process(scene, calls={**process.calls, key: changed})
 
 
 @cache

@@ -202,8 +202,7 @@ def _why_untimed(focus: Process) -> str | None:
     """The reason for missing device times that the newest step or call recorded; None without one."""
     if focus.last_step is not None and focus.last_step.untimed is not None:
         return focus.last_step.untimed
-    track = focus.calls.get(focus.newest) if focus.newest is not None else None
-    return track.last.absent.get("device_ms") if track is not None else None
+    return None if focus.newest is None else focus.newest.last.absent.get("device_ms")
 
 
 def _phases(figures: Figures, *, of_call: bool) -> dict[str, object]:

@@ -57,8 +57,8 @@ def call_tracks(
     *,
     most: int = HEADS_READ,
     timed: bool = True,
-) -> tuple[dict[Root, CallTrack], Root | None]:
-    """Each root's last call with its times, among the `most` newest calls; and the root that was called last.
+) -> dict[Root, CallTrack]:
+    """Each root's last call with its times, among the `most` newest calls; the root called last first.
 
     `tallies`: of the time range. `trained`: the modes with training steps. `mode`: the mode of the last step. If no
     tally has the times of a call, as in the first step, the newest calls provide them. `timed` False: without times.
@@ -69,8 +69,6 @@ def call_tracks(
         if head.row.layout not in roots and (call := calls.call(head)) is not None:
             roots[head.row.layout] = call.root, call.via
     known = [head for head in heads if head.row.layout in roots]
-    if not known:
-        return {}, None
     by_root: dict[Root, list[CallHead]] = {}
     for head in known:
         by_root.setdefault(roots[head.row.layout], []).append(head)
@@ -87,8 +85,7 @@ def call_tracks(
             track = CallTrack(call, times, on_device) if any(times) else _of_heads(calls, own)
             if track is not None:
                 found[root] = CallTrack(track.last, track.times, track.device_ns, tuple(nth) if len(nth) > 1 else ())
-    newest = roots[known[0].row.layout]
-    return found, newest if newest in found else None
+    return found
 
 
 def _parts(heads: Sequence[CallHead], roots: Mapping[int, Root], *, whole: bool) -> dict[Root, list[list[CallHead]]]:

@@ -116,8 +116,8 @@ class Snapshots:
         """The process that represents the run, with its figures and its history; `others`: the other ranks."""
         step = process.last_step
         if step is None:
-            tracks, newest = call_tracks(SeenCalls(rows, process.process), {}, (), process.mode)
-            return _with_devices(replace(process, calls=tracks, newest=newest))
+            tracks = call_tracks(SeenCalls(rows, process.process), {}, (), process.mode)
+            return _with_devices(replace(process, calls=tracks))
         end_s = figures_end_s(rows, process)
         begin_s = max(end_s - wanted.span_s, 0) if wanted.span_s else 0
         whole = Window(rows.store, 0, end_s, process.process, self._of_run)
@@ -227,17 +227,16 @@ def _called(rows: StoreAt, process: Process, ranged: Window | None = None) -> Pr
     calls = SeenCalls(rows, process.process)
     mode = process.last_step.mode if process.last_step is not None else process.mode
     if ranged is None:
-        tracks, newest = call_tracks(calls, {}, (), mode, most=RANK_CALLS_READ, timed=False)
+        tracks = call_tracks(calls, {}, (), mode, most=RANK_CALLS_READ, timed=False)
     else:
         trained = {key.mode for key in ranged.by_process if ranged.trained(key.mode)}
-        tracks, newest = call_tracks(calls, ranged.by_process, trained, mode)
-    return _with_devices(replace(process, calls=tracks, newest=newest, last_calls=calls.of_last_step()))
+        tracks = call_tracks(calls, ranged.by_process, trained, mode)
+    return _with_devices(replace(process, calls=tracks, last_calls=calls.of_last_step()))
 
 
 def _with_devices(process: Process) -> Process:
     """`process` with the devices of its newest call in the current mode."""
-    tracks = [process.calls[process.newest]] if process.newest is not None else []
-    tracks += process.calls.values()
+    tracks = process.calls.values()
     call = next((track.last for track in tracks if track.last.mode == process.mode and track.last.devices), None)
     return process if call is None else replace(process, devices=call.devices, virtual=call.virtual)
 

@@ -189,9 +189,7 @@ class Process:
     memory: Mapping[str, object] = field(default_factory=dict)
     """The newest record of the devices' memory."""
     calls: Mapping[tuple[str, str | None], CallTrack] = field(default_factory=dict)
-    """By root and its wrapper."""
-    newest: tuple[str, str | None] | None = None
-    """The root called last."""
+    """By root and its wrapper, the root called last first."""
     last_calls: tuple[Call, ...] = ()
     """The calls of its last step."""
     figures: Figures = NO_STEPS
@@ -211,6 +209,11 @@ class Process:
     """The rate in all modes, once the run is over; of all processes together if it is one of several ranks."""
     compared: Comparison | None = None
     """Its dp steps against its single steps."""
+
+    @property
+    def newest(self) -> CallTrack | None:
+        """The root called last; None without a call."""
+        return next(iter(self.calls.values()), None)
 
     @property
     def distributed(self) -> str | None:

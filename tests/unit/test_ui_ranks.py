@@ -56,8 +56,8 @@ def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
     assert process is not None
     assert process.mode == "single"
     assert mode_words(process, "x")[0] == "ddp x2"
-    taught = replace(process, calls={**process.calls, ("Teacher", None): next(iter(process.calls.values()))})
-    taught = replace(taught, newest=("Teacher", None))
+    assert process.newest is not None
+    taught = replace(process, calls={("Teacher", None): process.newest, **process.calls})
     assert mode_words(taught, "x")[0] == "ddp x2"
     assert toggle_refusal(replace(state, processes={**state.processes, taught.process: taught})) is not None
     assert toggle_refusal(scene_of(1, via="DataParallel").state) is None

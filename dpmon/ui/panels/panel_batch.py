@@ -302,7 +302,7 @@ def usual(process: Process, phase: str) -> bool:
 
 def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:
     """A note for each reason why phases are missing: the names of these phases, then the reason."""
-    call = process.calls[process.newest].last if process.newest is not None else None
+    call = process.newest.last if process.newest is not None else None
     reasons: dict[str, list[str]] = {}
     for phase in phases:
         if not phase.ran and usual(process, phase.name):

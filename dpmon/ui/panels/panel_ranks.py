@@ -60,8 +60,7 @@ def _rows(scene: Scene, room: int) -> list[tuple[Process, CallTrack | None]]:
     processes = scene.state.training
     track = shown(scene)
     key = (track.last.root, track.last.via) if track is not None else ("", None)
-    own = [process.calls.get(process.newest) if process.newest is not None else None for process in processes]
-    rows = [(process, process.calls.get(key, newest)) for process, newest in zip(processes, own, strict=True)]
+    rows = [(process, process.calls.get(key, process.newest)) for process in processes]
     return rows[: max(room, 1)]
 
 

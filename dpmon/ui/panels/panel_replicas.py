@@ -51,7 +51,7 @@ def chosen(scene: Scene) -> tuple[CallChoice | None, int, int]:
     if scene.view.root and count > 1:
         index = (scene.view.root - 1) % count
         return all_of_them[index], index + 1, count
-    return CallChoice(process.calls[process.newest], 1, 1), 0, count
+    return CallChoice(process.newest, 1, 1), 0, count
 
 
 def shown(scene: Scene) -> CallTrack | None:

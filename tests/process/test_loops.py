@@ -41,8 +41,6 @@ TOGGLED = (
     "two_threads",
     "forward_called",
     "forward_called_of_a_wrapper",
-    "another_directory",
-    "another_stdout",
     "saved_and_copied",
 )
 """Loops that also run without dpmon, and with requests for dp (after the first step) and single (after the third)."""

@@ -129,15 +129,6 @@ def test_mp_spawn_with_batches_of_different_sizes(dpmon: Dpmon, tmp_path: Path) 
         assert comm_hooks == 0
 
 
-def test_alone_the_example_is_one_process(dpmon: Dpmon) -> None:
-    result = dpmon.run(*dpmon.warm(), "--headless", EXAMPLE, "--steps", 10)
-    assert result.status == 0, result.errors
-    records = dpmon.records()
-    assert [process["rank"] for process in of_kind(records, "process")] == [None]
-    assert {call["via"] for call in of_kind(records, "call")} == {None}
-    assert len(of_kind(records, "call")) == 10
-
-
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_accelerate(dpmon: Dpmon) -> None:
     script = dpmon.script(ACCELERATED)

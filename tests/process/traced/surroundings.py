@@ -277,7 +277,7 @@ def collector():
     train()
     print(seen, gc.isenabled(), gc.get_threshold())
     gc.enable()
-    gc.set_threshold(1, 1, 1)
+    gc.set_threshold(10, 1, 1)
     train()
     gc.freeze()
     train()

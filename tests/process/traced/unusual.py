@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle  # noqa: TID251 - what scripts do with their classes is what is looked at
 import sys
-import tempfile
 import threading
 
 import torch
@@ -296,39 +295,6 @@ def long_accumulation_of_nested_calls(count):
 
 
 # ------------------------------------------------------------------------------------------ surroundings
-
-
-@loop
-def another_directory(count):
-    model, optimizer = made(count)
-    with tempfile.TemporaryDirectory() as place:
-        for number in range(5):
-            if number == 0:
-                os.chdir(place)
-            learn(count, model, optimizer, *data())
-            torch.save(model.layers.state_dict(), f"{number}.pt")
-        names = sorted(os.listdir(place))
-        os.chdir("/")
-    return names
-
-
-@loop
-def another_stdout(count):
-    class Keeps:
-        """Has nothing but write()."""
-
-        def __init__(self):
-            self.texts = []
-
-        def write(self, text):
-            self.texts.append(text)
-
-    sys.stdout = sys.stderr = Keeps()
-    model, optimizer = made(count)
-    for number in range(5):
-        learn(count, model, optimizer, *data())
-        print(number, end="")
-    return sys.stdout.texts
 
 
 def whole(model):

@@ -202,26 +202,6 @@ def test_a_rank_has_the_device_time_of_its_forward(state: Path) -> None:
     assert rows[2].endswith("–")
 
 
-def test_findings_use_device_times_where_they_are_known(state: Path) -> None:
-    """The host waits for the loader a quarter of its time; the devices have work meanwhile, and one of them is slow."""
-    found = {}
-    for name, of_step in (("busy", (0.01, 1.5, 0.7, 0.1)), ("idle", (None, 1.5, 0.7, 0.1))):
-        made = Training(devices=GPUS, virtual=False)
-        made.shares["dp"] |= {"data": 30, "replicate": 4}
-        of_call = (0.05, 0.1, 1.3, 0.05)
-        payloads = timed(made.run(60), lambda number: (1.0, 1.4 + number % 3), Untimed.LATE, of_step, of_call)
-        said = as_object(collect(keep({0: [*made.begin(), *payloads]}, seconds=3.0)))
-        found[name] = {finding["kind"]: finding for finding in said["findings"]}
-        phases = said["modes"][0]["phases"]
-        assert phases["data"]["share"] > 0.25
-        assert (phases["forward"]["device_count"], phases["scatter"]["device_count"]) == (60, 60)
-        assert phases["data"]["device_count"] == (60 if name == "busy" else 0)
-    assert set(found["busy"]) == {"uneven"}
-    assert found["busy"]["uneven"]["ground"] == "forward on the device, median 2.40 ms and 1.00 ms, equal rows"
-    assert set(found["idle"]) == {"uneven", "data"}
-    assert "The training waits" in found["idle"]["data"]["text"]
-
-
 def test_the_share_of_device_waits_is_extrapolated_to_all_steps(state: Path) -> None:
     """Half of the 80 steps (about 2.4 ms each) have a known wait of 1 ms."""
     made = Training(devices=GPUS, virtual=False)

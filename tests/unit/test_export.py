@@ -188,14 +188,6 @@ def test_a_trace_has_a_track_a_replica_and_all_that_happened(directory: Path) ->
     }
 
 
-def test_ranks_are_processes_with_names(state: Path) -> None:
-    records: list[Record] = []
-    for number in range(2):
-        training = Training(process=number, rank=1 - number, devices=("cpu:0",), mode="single")
-        records += decoded([*training.begin(), *training.run(3)], number, 1 - number)
-    assert set(trace_of(keep({}), records).processes.values()) >= {"rank 1 (process 0)", "rank 0 (process 1)"}
-
-
 def test_calls_at_the_same_time_do_not_tear_each_other(state: Path) -> None:
     """Calls of several threads overlap, and are in the order of their ends."""
     (one,) = (record for record in decoded(Training().step()) if isinstance(record, Call))

@@ -164,21 +164,6 @@ def test_the_model_loads_neither_clock_nor_io() -> None:
     assert not tops(added) & {"textual", "rich", "sqlite3", "threading", "socket", "subprocess"}
 
 
-def test_pynvml_has_one_doorway() -> None:
-    importers = set()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            if any(name.partition(".")[0] == "pynvml" for name in names):
-                importers.add(path.relative_to(PACKAGE).as_posix())
-    assert importers == {"gpu/nvml.py"}
-
-
-def test_cleaning_of_foreign_text_needs_only_the_standard_library() -> None:
-    assert tops(added_by("import dpmon.cleaning")) <= {"dpmon", *sys.stdlib_module_names}
-
-
 def test_a_class_name_means_one_thing_in_the_whole_tree() -> None:
     places: dict[str, list[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -1,13 +1,16 @@
-"""A walk over the tensors of a training counts all kinds of tensors."""
+"""A walk over the tensors of a training counts all kinds of tensors; and when a process takes it."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from dpmon.tracer.core.session import FaultGuard
+from dpmon.tracer.memory.measurement import EVERY_NS, NEVER, Memory
 from dpmon.tracer.memory.storages import MAX_TENSORS, MODEL, Walk
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch calls half of these kinds deprecated, the others beta
@@ -100,3 +103,23 @@ def test_the_weights_of_a_quantized_module_have_an_unknown_size() -> None:
     model = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(torch.nn.Linear(4, 4)))
     walk = Walk([model], [])
     assert walk.unsized[MODEL] == {"LinearPackedParams": 1}
+
+
+@pytest.mark.parametrize(("error", "due"), [(KeyboardInterrupt, 7 + EVERY_NS), (ZeroDivisionError, NEVER)])
+def test_an_interrupt_ends_one_measurement_and_a_fault_ends_all(error: type[BaseException], due: int) -> None:
+    session = SimpleNamespace(ring=object(), fault=lambda *_: None)
+    session.guarded = lambda where, fatal: FaultGuard(session, where, fatal)  # type: ignore[arg-type]
+    recorder = SimpleNamespace(has_run_backward=True, stepped=1, on_backward=None)
+    memory: Any = Memory(session, recorder, SimpleNamespace())  # type: ignore[arg-type]
+
+    def raises(*_: object) -> None:
+        raise error
+
+    memory._report = raises
+    assert [memory.look(1), memory.look(2)] == [0, 0]
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            memory.look(7)
+    else:
+        assert memory.look(7) == NEVER
+    assert memory._due == due

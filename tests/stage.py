@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -10,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from running import LIMIT_S
 from stored import Recording
 from synthetic import SECOND, Training, decoded, host_event
 from textual.pilot import Pilot
@@ -106,13 +108,12 @@ def _process_of(record: Record) -> int:
     return number if isinstance(number, int) else 0
 
 
-async def until(condition: Callable[[], object], what: str, text: Callable[[], str] = str) -> None:
-    """Wait up to 30 seconds for a condition; `text`: returns what the screen shows instead."""
-    for _ in range(3000):
-        if condition():
-            return
+async def until(condition: Callable[[], object], what: str, shown: Callable[[], str] = str) -> None:
+    """Wait for a condition; fail with what is shown if it does not come."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}\n{shown()}"
         await asyncio.sleep(0.01)
-    raise AssertionError(f"never came: {what}\n{text()}")
 
 
 class Stage:

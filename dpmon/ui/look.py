@@ -65,7 +65,6 @@ def _mono_styles() -> dict[str, Style]:
     return styles
 
 
-MONO_STYLES: Mapping[str, Style] = _mono_styles()
 ATTRIBUTES = {"b": "bold", "d": "dim", "i": "italic", "u": "underline", "r": "reverse", "s": "strike"}
 
 
@@ -185,7 +184,7 @@ ASCII = Glyphs(
 
 
 COLOUR = styles_of(named("dark"))
-MONO = MONO_STYLES
+MONO = _mono_styles()
 
 
 @dataclass(frozen=True)

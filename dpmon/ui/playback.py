@@ -120,13 +120,12 @@ class _PlaybackFeed(Feed):
     """The state of a run at the position of the playback."""
 
     def __init__(self, directory: Path, open_player: Callable[[], Player]) -> None:
-        super().__init__(directory, self._opened, self._clocked)
-        self._open_player = open_player
-        self.player: Player | None = None
+        super().__init__(directory, open_player, self._clocked)
 
-    def _opened(self) -> RunReader:
-        self.player = self._open_player()
-        return self.player
+    @property
+    def player(self) -> Player | None:
+        """The player; None before the run is opened."""
+        return self._reader if isinstance(self._reader, Player) else None
 
     def _clocked(self) -> int:
         return 0 if self.player is None else self.player.now_ns()

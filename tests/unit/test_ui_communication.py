@@ -144,18 +144,6 @@ def test_sizes_stand_in_the_table_where_there_is_room_and_in_full_screen() -> No
     assert "others wait" in wide[2]
 
 
-@pytest.mark.parametrize("count", [17, 64, 200])
-def test_many_ranks_are_a_map_with_the_slowest_below(count: int) -> None:
-    scene = scene_of(count, slow=5) if count < 200 else scene_of(count, slow=5, exposed_ms=2.0)
-    text = texts(panel_ranks.table(scene, 56, 40, LOOK))
-    cells = "".join(line[5:].replace(" ", "") for line in text if "slowest" not in line and "cuda" not in line)
-    assert cells.startswith("33333▸33")
-    rows = rank_lines(text)
-    assert len(rows) == panel_ranks.WORST
-    assert next(iter(rows)) == 5, "the slowest first"
-    assert any(line.startswith("rank 5 holds") for line in texts(panel_ranks.table(full(scene), 56, 40, LOOK)))
-
-
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 @pytest.mark.parametrize("count", [2, 4, 8, 64])
 def test_the_straggler_is_told_once_and_its_rows_are_visible(size: tuple[int, int], count: int) -> None:
@@ -260,6 +248,7 @@ def test_a_rank_alone_has_its_buckets() -> None:
     assert panel_communication.applies(scene)
     text = " ".join(texts(panel_communication.communication(scene, 76, 12, LOOK)))
     assert "there is only one rank" in text
+    assert "rank" not in plain(panel_batch.title(scene, LOOK, 120)[0])
     assert "6: 1.00 MiB" in text
 
 
@@ -313,11 +302,3 @@ def test_a_sampled_step_has_a_row_where_there_is_room() -> None:
     for height, rows in ((16, 1), (10, 0)):
         drawn = texts(panel_batch.batch(scene, 116, height, LOOK))
         assert sum(line.startswith("sampled ") for line in drawn) == rows
-
-
-def test_panel_3_says_whose_times_it_has() -> None:
-    def heading(scene: Scene) -> str:
-        return plain(panel_batch.title(scene, LOOK, 120)[0])
-
-    assert heading(scene_of(2, slow=1)) == "3 Batch · rank 0 · last 2 min"
-    assert "rank" not in heading(scene_of(1))

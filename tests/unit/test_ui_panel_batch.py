@@ -224,14 +224,6 @@ def test_the_columns_of_a_run_that_is_over_fill_the_axis(seconds: int, span: int
         assert " " not in rows[at - 1][8:], rows[at - 1]
 
 
-@pytest.mark.parametrize(("over", "span"), [(False, 600), (True, 600), (True, 0)])
-def test_the_axis_says_how_many_seconds_a_column_has(over: bool, span: int) -> None:
-    scene = ranged(500, span, over=over)
-    rows = rows_text(panel_batch.batch(scene, 116, 14, LOOK))
-    (axis,) = [row for row in rows if "dp ─" in row]
-    assert " 5 s a column " in axis, axis
-
-
 def test_a_short_evaluation_has_its_word_in_the_history() -> None:
     training = Training(step_ns=1_000_000_000)
     payloads = [*training.begin(), *training.run(60)]

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from situations import INFO, LOOK, gpu_scene, rows_text, scene_of, situations, state_of
+from situations import INFO, LOOK, gpu_scene, rows_text, scene_of, state_of
 from synthetic import SECOND, Training, device_event, host_event
 
 from dpmon.ui.panels import panel_devices
@@ -28,21 +28,6 @@ def test_without_a_gpu_the_host_is_shown_and_why() -> None:
     more = rows_text(panel_devices.zoomed(scene_of(Training()), 100, 20, LOOK))
     assert more[0] == wide
     assert more[-1] == "no GPU: NVML library not found"
-
-
-def test_gpus_have_a_row_each_and_absent_values_say_why() -> None:
-    scene = situations()["gpus"]
-    rows = rows_text(panel_devices.devices(scene, 100, 12, LOOK))
-    assert len(rows) == 9
-    assert rows[0].startswith(" 0 ")
-    assert "97 %" in rows[0]
-    assert "71.0 / 141 GiB" in rows[0]
-    assert " – W " in rows[0]
-    assert rows[8] == "power: not supported"
-    assert plain(panel_devices.title(scene, LOOK)[0]) == "1 Devices · 8 × H200"
-    two = rows_text(panel_devices.devices(scene, 56, 19, LOOK))
-    assert "–/700 W" in two[1]
-    assert two[1].startswith("mem ")
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])

@@ -18,7 +18,7 @@ from dpmon.model.state import MOST_RANKS, ProcessFacts, State, toggle_refusal
 from dpmon.store.figures import Window
 from dpmon.store.store_at import StoreAt
 from dpmon.ui.paint import places, rank_room, whole
-from dpmon.ui.panels import panel_batch, panel_ranks
+from dpmon.ui.panels import panel_ranks
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.panels.panel_status import status
 from dpmon.ui.rows import plain, width_of
@@ -237,15 +237,3 @@ def test_no_time_of_a_rank_is_cut_at_120_columns() -> None:
     text = [plain(row) for row in panel_ranks.table(scene, 56, 12, LOOK)]
     assert [line.split()[-1] for line in text[1:5]] == ["ms"] * 4
     assert text[5].startswith("no DistributedDataParallel averages")
-
-
-def test_the_last_step_shows_a_late_or_slow_rank() -> None:
-    scene = scene_of(3)
-    rows = [plain(row) for row in panel_batch.batch(scene, 116, 14, LOOK)]
-    lines = [row for row in rows if row.startswith(("last step", "rank"))]
-    assert [line.split()[:2] for line in lines] == [["last", "step"], ["rank", "1"], ["rank", "2"]]
-    slow = [float(line.split()[-2]) for line in lines]
-    assert slow[2] > 1.5 * slow[0]
-    many = scene_of(12, steps=20)
-    rows = [plain(row) for row in panel_batch.batch(many, 116, 14, LOOK)]
-    assert any("more ↓" in row and " to " in row for row in rows)

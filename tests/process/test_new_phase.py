@@ -40,11 +40,11 @@ EDITS: tuple[tuple[str, str, str], ...] = (
         "tracer/steps/recorder.py",
         "                try:\n                    if me.noted:\n",
         "                if kind == Kind.BACKWARD:\n"
-        "                    began = clock()\n"
-        "                    while clock() < began + 1_000_000:\n"
+        "                    began = monotonic_ns()\n"
+        "                    while monotonic_ns() < began + 1_000_000:\n"
         "                        pass\n"
         "                    tokens = self._tokens = getattr(self, '_tokens', 0) + 5\n"
-        "                    self.put(Kind.AWAIT | me.head, began, clock() - began, tokens)\n"
+        "                    self.put(Kind.AWAIT | me.head, began, monotonic_ns() - began, tokens)\n"
         "                try:\n                    if me.noted:\n",
     ),
 )  # fmt: skip

@@ -6,14 +6,15 @@ import os
 import shutil
 import sqlite3
 import subprocess
-import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from running import wait_for
 
 from dpmon.record.kinds import Event
 from dpmon.record.plainjson import load_event
@@ -121,16 +122,17 @@ class RunSamples:
         self._read()
 
     @classmethod
-    def of(cls, run: Callable[[], Path], limit: float = 100.0) -> RunSamples:
+    def of(cls, run: Callable[[], Path]) -> RunSamples:
         """Open the history of the run in the directory `run()`, after waiting for it."""
-        deadline = time.monotonic() + limit
-        while True:
-            try:
+
+        def opened() -> RunSamples | None:
+            with suppress(sqlite3.Error, AssertionError):  # not there yet, or being created
                 return cls(run() / "history.sqlite")
-            except (sqlite3.Error, AssertionError):  # not there yet, or being created
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.02)
+            return None
+
+        found = wait_for(opened, what="the history")
+        assert found is not None
+        return found
 
     def _read(self) -> None:
         query = "SELECT id, json FROM events WHERE process IS NULL AND id > ? ORDER BY id"
@@ -151,12 +153,6 @@ class RunSamples:
         """Return the texts of all warnings."""
         return [str(one["text"]) for one in self.of_kind("warning")]
 
-    def until(self, holds: Callable[[], Any], what: str, limit: float = 100.0) -> Any:
-        """Return the first true value of `holds()`; fail after `limit` seconds."""
-        deadline = time.monotonic() + limit
-        while True:
-            found = holds()
-            if found:
-                return found
-            assert time.monotonic() < deadline, f"not within {limit} s: {what}"
-            time.sleep(0.05)
+    def until(self, holds: Callable[[], Any], what: str) -> Any:
+        """Return the first true value of `holds()`."""
+        return wait_for(holds, what=what)

@@ -21,8 +21,8 @@ import torch
 
 from dpmon.tracer.calls.call_wrapper import HIDING, CallTracer
 from dpmon.tracer.calls.sites import Site
-from dpmon.tracer.core.frames import Function, first_argument
-from dpmon.tracer.core.module_tables import MODULES, class_name, modules_of, parameters_of, values_of
+from dpmon.tracer.core.frames import Function, first_argument, outwards
+from dpmon.tracer.core.module_tables import MODULES, PARAMETERS, class_name, modules_of, tensors_of, values_of
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.steps.recorder import Recorder, Thread
 
@@ -144,8 +144,7 @@ class Roots:
 
     def _look_above(self, module: object) -> None:
         """Warn if the script calls the forward of an enclosing module directly, so that only its parts are seen."""
-        frame: Any = sys._getframe(1)
-        while frame is not None:
+        for frame in outwards(sys._getframe(1)):
             if frame.f_code.co_name == "forward":
                 owner = first_argument(frame)
                 parts = modules_of(owner) if isinstance(owner, Module) and _is_model(owner) else ()
@@ -155,7 +154,6 @@ class Roots:
                         "see the call: the calls of the modules in it are recorded instead"
                     )
                     return
-            frame = frame.f_back
 
     def unseen(self) -> None:
         """Warn that an optimizer steps but no call of a module was seen."""
@@ -287,4 +285,4 @@ def _is_model(module: object) -> bool:
     """
     if isinstance(module, torch.nn.DataParallel) or type(module).__module__.startswith("torch._functorch"):
         return False
-    return next(parameters_of(module), None) is not None
+    return next(tensors_of(module, PARAMETERS), None) is not None

@@ -19,7 +19,7 @@ from dpmon.tracer.calls.replicas import ROWS, ReplicaWatch, Unsuited
 from dpmon.tracer.calls.sites import Functional, Site, Sites
 from dpmon.tracer.core.exceptions import in_a_line
 from dpmon.tracer.core.frames import Function
-from dpmon.tracer.core.module_tables import buffers_of
+from dpmon.tracer.core.module_tables import BUFFERS, tensors_of
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.core.sizes import first_rows, signature_of_call, tensors_in
 from dpmon.tracer.modes.decision import Modes
@@ -37,7 +37,7 @@ class Before:
         self._random = torch.get_rng_state()
         self._device = device
         self._there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers_of(module)]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in tensors_of(module, BUFFERS)]
 
     def restore(self) -> None:
         """Undo the attempt (side effects of the forward outside torch remain)."""

@@ -92,21 +92,15 @@ def in_training_mode(module: object) -> bool:
     return torch.is_grad_enabled() if of_script else bool(inner.training)
 
 
-def parameters_of(root: object) -> Iterator[Any]:
-    """Yield all parameters; a shared parameter appears more than once."""
+def tensors_of(root: object, table: str) -> Iterator[Any]:
+    """Yield all parameters or buffers; a shared tensor appears more than once."""
     for module in modules_of(root):
-        yield from values_of(module, PARAMETERS)
-
-
-def buffers_of(root: object) -> Iterator[Any]:
-    """Yield all buffers; a shared buffer appears more than once."""
-    for module in modules_of(root):
-        yield from values_of(module, BUFFERS)
+        yield from values_of(module, table)
 
 
 def devices_of(root: object) -> tuple[str, ...]:
     """The devices of the parameters and buffers, in order of appearance."""
-    found = dict.fromkeys(tensor.device for tensors in (parameters_of, buffers_of) for tensor in tensors(root))
+    found = dict.fromkeys(tensor.device for table in (PARAMETERS, BUFFERS) for tensor in tensors_of(root, table))
     return tuple(map(str, found))
 
 

@@ -9,11 +9,11 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from dpmon.model.state import CallTrack, Spread
-from dpmon.record.history_rows import CallParts
+from dpmon.record.history_rows import CallParts, CallRow
 from dpmon.record.kinds import Call
 from dpmon.record.schema import EVALUATION, device_series, is_device_series
 from dpmon.store import quantiles
-from dpmon.store.answers import CallHead, replica_series, stage_series
+from dpmon.store.answers import replica_series, stage_series
 from dpmon.store.quantiles import Counts
 from dpmon.store.tally import Key, Tally
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dpmon.store.store_at import StoreAt
 
 Root = tuple[str, str | None]
-HEADS_READ = 256
+CALLS_READ = 256
 STEP_CALLS_READ = 64
 PARTS_KEPT = 8
 """Most calls of one root in a step that are shown separately."""
@@ -37,16 +37,16 @@ class SeenCalls:
     process: int
     _read: dict[int, Call | None] = field(default_factory=dict)
 
-    def call(self, head: CallHead) -> Call | None:
+    def call(self, row: CallRow) -> Call | None:
         """The full call; None if it is damaged."""
-        if head.id not in self._read:
-            self._read[head.id] = self.rows.call(self.process, head)
-        return self._read[head.id]
+        if row.call not in self._read:
+            self._read[row.call] = self.rows.call(self.process, row)
+        return self._read[row.call]
 
     def of_last_step(self) -> tuple[Call, ...]:
         """The calls of the last step, oldest first."""
-        heads = self.rows.last_calls(self.process, STEP_CALLS_READ)
-        return tuple(call for head in reversed(heads) if (call := self.call(head)) is not None)
+        recent = self.rows.last_calls(self.process, STEP_CALLS_READ)
+        return tuple(call for row in reversed(recent) if (call := self.call(row)) is not None)
 
 
 def call_tracks(
@@ -55,7 +55,7 @@ def call_tracks(
     trained: Collection[str],
     mode: str,
     *,
-    most: int = HEADS_READ,
+    most: int = CALLS_READ,
     timed: bool = True,
 ) -> dict[Root, CallTrack]:
     """Each root's last call with its times, among the `most` newest calls; the root called last first.
@@ -63,16 +63,16 @@ def call_tracks(
     `tallies`: of the time range. `trained`: the modes with training steps. `mode`: the mode of the last step. If no
     tally has the times of a call, as in the first step, the newest calls provide them. `timed` False: without times.
     """
-    heads = calls.rows.heads(calls.process, most)
+    recent = calls.rows.calls(calls.process, most)
     roots: dict[int, Root] = {}
-    for head in heads:
-        if head.row.layout not in roots and (call := calls.call(head)) is not None:
-            roots[head.row.layout] = call.root, call.via
-    known = [head for head in heads if head.row.layout in roots]
-    by_root: dict[Root, list[CallHead]] = {}
-    for head in known:
-        by_root.setdefault(roots[head.row.layout], []).append(head)
-    parts = _parts(known, roots, whole=len(heads) < most)
+    for row in recent:
+        if row.layout not in roots and (call := calls.call(row)) is not None:
+            roots[row.layout] = call.root, call.via
+    known = [row for row in recent if row.layout in roots]
+    by_root: dict[Root, list[CallRow]] = {}
+    for row in known:
+        by_root.setdefault(roots[row.layout], []).append(row)
+    parts = _parts(known, roots, whole=len(recent) < most)
     found: dict[Root, CallTrack] = {}
     for root, own in by_root.items():
         call = calls.call(own[0])
@@ -80,51 +80,51 @@ def call_tracks(
             found[root] = CallTrack(call)
         elif call is not None:
             each = parts.get(root, ())
-            nth = [track for of in each if (track := _of_heads(calls, of)) is not None] if len(each) > 1 else []
+            nth = [track for of in each if (track := _of_recent(calls, of)) is not None] if len(each) > 1 else []
             times, on_device = _of_tallies(own[0], call, tallies, trained, mode)
-            track = CallTrack(call, times, on_device) if any(times) else _of_heads(calls, own)
+            track = CallTrack(call, times, on_device) if any(times) else _of_recent(calls, own)
             if track is not None:
                 found[root] = CallTrack(track.last, track.times, track.device_ns, tuple(nth) if len(nth) > 1 else ())
     return found
 
 
-def _parts(heads: Sequence[CallHead], roots: Mapping[int, Root], *, whole: bool) -> dict[Root, list[list[CallHead]]]:
+def _parts(recent: Sequence[CallRow], roots: Mapping[int, Root], *, whole: bool) -> dict[Root, list[list[CallRow]]]:
     """For each root: the first calls of all steps, the second calls of all steps, and so on; newest first.
 
     `whole`: the oldest step is complete, so it counts.
     """
-    steps: dict[int, list[CallHead]] = {}
-    for head in reversed(heads):
-        steps.setdefault(head.row.step, []).append(head)
-    found: dict[Root, list[list[CallHead]]] = {}
+    steps: dict[int, list[CallRow]] = {}
+    for row in reversed(recent):
+        steps.setdefault(row.step, []).append(row)
+    found: dict[Root, list[list[CallRow]]] = {}
     for index, of_step in enumerate(steps.values()):
         if index or whole:
             counts: dict[Root, int] = {}
-            for head in of_step:
-                root = roots[head.row.layout]
+            for row in of_step:
+                root = roots[row.layout]
                 nth = counts[root] = counts.get(root, 0) + 1
                 if nth <= PARTS_KEPT:
                     parts = found.setdefault(root, [])
                     if nth > len(parts):
                         parts.append([])
-                    parts[nth - 1].insert(0, head)
+                    parts[nth - 1].insert(0, row)
     return found
 
 
-def _of_heads(calls: SeenCalls, heads: Sequence[CallHead]) -> CallTrack | None:
-    """The newest of `heads`, with the times of the similar ones among them."""
-    last = calls.call(heads[0])
+def _of_recent(calls: SeenCalls, recent: Sequence[CallRow]) -> CallTrack | None:
+    """The newest of `recent`, with the times of the similar ones among them."""
+    last = calls.call(recent[0])
     if last is None:
         return None
-    newest = heads[0].row
+    newest = recent[0]
     similar = newest.layout, newest.mode, newest.evaluates
-    alike = [head for head in heads if (head.row.layout, head.row.mode, head.row.evaluates) == similar]
+    alike = [row for row in recent if (row.layout, row.mode, row.evaluates) == similar]
     took: dict[int, list[float]] = {}
     on_device: dict[int, list[float]] = {}
-    for head in alike[:_TIMED]:
-        if head.row.failed:
+    for row in alike[:_TIMED]:
+        if row.failed:
             continue
-        for index, (ns, device_ms) in enumerate(_times(head.row.whole)):
+        for index, (ns, device_ms) in enumerate(_times(row.whole)):
             if ns is not None:
                 took.setdefault(index, []).append(ns)
             if device_ms is not None:
@@ -153,17 +153,17 @@ def spread_of(values: Sequence[float]) -> Spread | None:
 
 
 def _of_tallies(
-    head: CallHead, call: Call, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str
+    row: CallRow, call: Call, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str
 ) -> tuple[tuple[Spread | None, ...], dict[int, float]]:
     """The times of a call's replicas or stages, and their median device times, in the time range."""
-    alike = _tallies_with(head, tallies, trained, mode)
+    alike = _tallies_with(row, tallies, trained, mode)
     series: list[Collection[str]] = []
     if call.replicas:
-        names = (replica_series(head.row.layout, index) for index in range(len(call.replicas)))
+        names = (replica_series(row.layout, index) for index in range(len(call.replicas)))
         series = [(name, device_series(name)) for name in names]
     else:
-        for index, stage in enumerate(head.row.whole.stages):
-            any_sizes = stage_series(head.row.layout, index, stage[0], 0, 0).removesuffix("0 0")
+        for index, stage in enumerate(row.whole.stages):
+            any_sizes = stage_series(row.layout, index, stage[0], 0, 0).removesuffix("0 0")
             series.append({name for tally in alike for name in tally.stats if name.startswith(any_sizes)})
     found = [_merged(alike, [name for name in names if not is_device_series(name)]) for names in series]
     devices = [_merged(alike, [name for name in names if is_device_series(name)]) for names in series]
@@ -171,13 +171,13 @@ def _of_tallies(
     return tuple(map(_spread, found)), {index: middle for index, middle in middles.items() if middle is not None}
 
 
-def _tallies_with(head: CallHead, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str) -> list[Tally]:
+def _tallies_with(row: CallRow, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str) -> list[Tally]:
     """The tallies of steps that may include such a call: a root that cannot be split also runs in dp steps."""
-    for name in (mode, head.row.mode):
+    for name in (mode, row.mode):
         found = [
             tally
             for key, tally in tallies.items()
-            if key.mode == name and (name not in trained or bool(key.kind & EVALUATION) == head.row.evaluates)
+            if key.mode == name and (name not in trained or bool(key.kind & EVALUATION) == row.evaluates)
         ]
         if found:
             return found

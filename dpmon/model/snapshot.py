@@ -196,8 +196,8 @@ def processes_in(rows: StoreAt, events: Announced, ended: frozenset[int]) -> Sta
 def _seen(rows: StoreAt, number: int, events: Announced) -> Process:
     """The facts of a process without its figures."""
     step = next(iter(rows.steps(number, 1)), None)
-    head = next(iter(rows.heads(number, 1)), None)
-    seen = max(-1 if step is None else step.start_ns + step.wall_ns, -1 if head is None else head.row.end)
+    call = next(iter(rows.calls(number, 1)), None)
+    seen = max(-1 if step is None else step.start_ns + step.wall_ns, -1 if call is None else call.end)
     began = rows.first_ns(number) if seen >= 0 else None
     memory = rows.memory(number)
     rank, info = rows.ranks.get(number), events.info.get(number, ProcessFacts(number))
@@ -212,7 +212,7 @@ def _seen(rows: StoreAt, number: int, events: Announced) -> Process:
         paused_since_ns=events.paused_since(number, None if step is None else step.start_ns),
         memory=memory.data if memory is not None and isinstance(memory.data.get("devices"), list) else {},
     )
-    return events.in_force(found, "" if head is None else head.row.mode)
+    return events.in_force(found, "" if call is None else call.mode)
 
 
 def _other_processes(state: State, focus: Process, wanted: Wanted) -> list[Process]:

@@ -106,13 +106,6 @@ class LastSample(NamedTuple):
     """In order of launch."""
 
 
-class CallHead(NamedTuple):
-    """A call without its definitions."""
-
-    id: int
-    row: CallRow
-
-
 class ChartSample(NamedTuple):
     """The values of one sample of a device (-1: the host) for the charts; None for unknown values."""
 

@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Collection
 from contextlib import suppress
 
-from dpmon.record.history_rows import Resolver
+from dpmon.record.history_rows import CallRow, Resolver
 from dpmon.record.kinds import Call, Collective, Event, Operation, RecordError, Sampled, Step
 from dpmon.record.schema import EVALUATION, SETTLING
-from dpmon.store.answers import CallHead, ChartSample, Communicated, LastSample, LongRow, call_in, event_in
+from dpmon.store.answers import ChartSample, Communicated, LastSample, LongRow, call_in, event_in
 from dpmon.store.queries import COLLECTED, LONG_COLUMNS, Store, long_row
 from dpmon.store.tables import BEFORE_S, CALL_ROW, COLLECTIVE_SUMS, OWN
 
@@ -101,31 +101,31 @@ class StoreAt:
     def _newest_id(self) -> int:
         return next((number or 0 for (number,) in self.store.query("SELECT max(id) FROM steps")), 0)
 
-    def heads(self, process: int, most: int) -> list[CallHead]:
+    def calls(self, process: int, most: int) -> list[CallRow]:
         """Return the newest calls of a process, the newest first."""
-        return self._heads(process, 0, self._last_id("calls", process), most)
+        return self._calls(process, 0, self._last_id("calls", process), most)
 
-    def last_calls(self, process: int, most: int) -> list[CallHead]:
+    def last_calls(self, process: int, most: int) -> list[CallRow]:
         """Return the newest calls in the newest step of a process, the newest first."""
         query = "SELECT id, step FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT 2"
         rows = self.store.query(query, (process, self._last_id("steps", process)))
         if not rows:
             return []
         low = rows[1][0] if len(rows) > 1 else 0
-        return [head for head in self._heads(process, low, rows[0][0], most) if head.row.step == rows[0][1]]
+        return [call for call in self._calls(process, low, rows[0][0], most) if call.step == rows[0][1]]
 
-    def _heads(self, process: int, low: int, high: int, most: int) -> list[CallHead]:
-        query = f"SELECT id, {CALL_ROW} FROM calls WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT ?"
+    def _calls(self, process: int, low: int, high: int, most: int) -> list[CallRow]:
+        query = f"SELECT {CALL_ROW} FROM calls WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT ?"
         values = process, max(low, self._bounds(process)[0]), high, most
-        return list(self.store.read(lambda row: CallHead(row[0], call_in(row[1:])), query, values))
+        return list(self.store.read(call_in, query, values))
 
-    def call(self, process: int, head: CallHead) -> Call | None:
+    def call(self, process: int, row: CallRow) -> Call | None:
         """Return the full call; None if a definition is lost."""
         with suppress(RecordError):
             resolver = Resolver(process, self.ranks.get(process))
-            for number, value in self.store.definitions(process, head.row.definitions).items():
+            for number, value in self.store.definitions(process, row.definitions).items():
                 resolver.define(number, value)
-            return resolver.call(head.row)
+            return resolver.call(row)
         return None
 
     def _last_id(self, table: str, process: int) -> int:

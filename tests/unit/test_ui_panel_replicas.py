@@ -113,7 +113,7 @@ def several_calls(more: Sequence[Record] = ()) -> Scene:
     by_step: list[Any] = []
     for number in range(steps):
         calls = [next(r for r in stream if isinstance(r, Call) and r.step == number + 1) for stream in streams]
-        by_step += calls
+        by_step += [replace(call, call=3 * number + place) for place, call in enumerate(calls, start=1)]
         by_step.append(next(r for r in streams[0] if not isinstance(r, (Call, Event)) and r.step == number + 1))
     return Scene(state_of([*records[0], *by_step, *more]), real.now, INFO, alive=True)
 

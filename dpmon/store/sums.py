@@ -72,34 +72,33 @@ class Sums:
         Where the tallies up to the width `widest` were deleted, wider ones replace them. They may extend beyond the
         two times.
         """
-        return list(self._cover(begin_s, min(end_s, max(self._newest, begin_s) + 1), WIDTHS, widest))
+        end_s = min(end_s, max(self._newest, begin_s) + 1)
+        # A tally wider than the time is of use only if narrower ones were deleted.
+        widest_useful = WIDTHS[-1] if begin_s < max(self._pruned.values()) else max(end_s - begin_s, 1)
+        return self._cover(begin_s, end_s, [width for width in WIDTHS if width <= widest_useful], widest)
 
-    def _cover(self, begin: int, end: int, widths: Sequence[int], widest: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the stretches of `stretches`, in order; use only tallies of these widths."""
+    def _cover(self, begin: int, end: int, widths: Sequence[int], widest: int) -> list[tuple[int, int, int]]:
+        """Return the stretches of `stretches`; use only tallies of these widths."""
         *finer, width = widths
-        if begin >= end:
-            return
-        if not finer:
-            yield width, begin, end
-            return
-
-        def deleted(second: int) -> bool:
-            """Whether no narrower tally covers a second."""
-            return all(second // each * each < self._pruned[each] for each in finer)
-
+        if begin >= end or not finer:
+            return [(width, begin, end)] if begin < end else []
         low, high = begin // width * width, end // width * width
-        low += width * (low < begin and not deleted(begin))
-        high += width * (high < end and deleted(high))
+        if low < begin and not self._is_deleted(begin, finer):
+            low += width
+        if high < end and self._is_deleted(high, finer):
+            high += width
         if width > widest:
             high = min(high, -(-min(self._pruned[each] for each in finer) // width) * width)
         low = max(low, -(-self._pruned.get(width, 0) // width) * width)
         high = min(high, self._whole[width] // width * width)
         if low >= high:
-            yield from self._cover(begin, end, finer, widest)
-        else:
-            yield from self._cover(begin, low, finer, widest)
-            yield width, low, high
-            yield from self._cover(high, end, finer, widest)
+            return self._cover(begin, end, finer, widest)
+        before, after = self._cover(begin, low, finer, widest), self._cover(high, end, finer, widest)
+        return [*before, (width, low, high), *after]
+
+    def _is_deleted(self, second: int, widths: Sequence[int]) -> bool:
+        """Whether no tally of these widths covers a second any more."""
+        return all(second // width * width < self._pruned[width] for width in widths)
 
     def _newest_second(self) -> int:
         query = "SELECT max(start_s) FROM {} WHERE width = 1"

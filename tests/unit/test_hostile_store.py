@@ -126,19 +126,10 @@ def test_many_queries_on_one_connection_are_not_taken_for_an_endless_one(directo
         assert store.damaged is None
 
 
-def test_extreme_times_do_not_slow_down_queries(directory: Path) -> None:
-    with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
-        for table in ("tallies", "times"):
-            db.execute(f"UPDATE OR IGNORE {table} SET start_s = {(1 << 63) - 1} WHERE process = 1")
-        db.commit()
-    with open_store(directory) as store:
-        assert answers(store)
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("whole", [1 << 62, 315_360_000, 1000])
 @pytest.mark.parametrize("names", ["whole_10 whole_60 pruned_60", "whole_10 pruned_10", "whole_60 pruned_1 pruned_60"])
-@pytest.mark.parametrize("newest", [None, 315_360_000, 1 << 62])
+@pytest.mark.parametrize("newest", [None, 315_360_000, (1 << 63) - 1])
 def test_inconsistent_widths_do_not_slow_down_queries(
     directory: Path, names: str, whole: int, newest: int | None
 ) -> None:

@@ -208,16 +208,6 @@ def test_a_wait_is_found_after_many_short_steps() -> None:
     assert sum(sums(spent).values()) == at
 
 
-def test_a_successor_goes_on_after_the_last_step() -> None:
-    account = Account()
-    spent = account.step(1, "dp", SECOND, SECOND, True)[0]
-    successor = Account()
-    successor.resume(1, "dp", SECOND, SECOND, True)
-    spent += successor.step(2, "dp", 3 * SECOND, SECOND, True)[0]
-    spent += successor.finish(5 * SECOND)
-    assert sums(spent) == {("startup", "dp"): SECOND, ("evaluation", "dp"): 3 * SECOND}
-
-
 def test_after_the_last_step_only_pauses_count() -> None:
     account = Account(SECOND)
     account.pause(True, 2 * SECOND, None)

@@ -66,12 +66,8 @@ class StepRules:
         self._patience = Patience()
         self._learned = frozenset[int]()
         """Modules with calls that train or record gradients."""
-        self._anew = 0
-        """Depth of `_take_anew`: 0, 1 or 2."""
-        self._another = False
-        """Whether the cycle of optimizers changed during `_take_anew`."""
-        self._divides = False
-        """Whether a step that has only evaluation calls is being taken again, to divide it by BY_CALL."""
+        self._restarts = 0
+        """Number of calls of `_start_over` under way; meanwhile, blocks do not cause another one."""
         self._step = OpenStep()
 
     @property
@@ -242,7 +238,7 @@ class StepRules:
             self._cycle.gone(span.site)
         if stepped:
             self._stepped(stepped, start + span[7])
-        elif calls and not self._fetched and not self._anew:
+        elif calls and not self._fetched and not self._restarts:
             self._be_patient()
 
     def _called(self, calls: Sequence[Span]) -> bool:
@@ -255,9 +251,9 @@ class StepRules:
             if module not in self._learned:
                 self._learned |= {module}
                 fresh = fresh or module in step.evaluated
-        if not fresh or self._fetched or self._anew or self._step.part:
+        if not fresh or self._fetched or self._restarts or self._step.part:
             return False
-        self._take_anew()
+        self._start_over()
         return True
 
     def _before_call(self, block: Block) -> None:
@@ -268,44 +264,38 @@ class StepRules:
             while at and isinstance(item := self.held[at - 1], tuple) and item[0].kind in _OPENS:
                 at -= 1
                 start = item[0].start
-        if not (self._step.only_evaluates and self._step.last_evaluated in self._learned):
-            rule = BY_CALL if self._divides else self._rule
-            if rule == BY_OPTIMIZER or (rule == BY_BACKWARD and not self._step.backward):
+        step, rule = self._step, self._rule
+        trains_now = step.only_evaluates and learns
+        if not (step.only_evaluates and step.last_evaluated in self._learned):
+            if rule == BY_OPTIMIZER or (rule == BY_BACKWARD and not step.backward):
                 return
-            trains_now = self._step.only_evaluates and learns
-            others = self._step.calls <= MAX_CALLS and self._known.module(block[1][0].site) != self._step.module
+            others = step.calls <= MAX_CALLS and self._known.module(block[1][0].site) != step.module
             if rule == BY_CALL and others and not trains_now:
                 return
-        self._cut(at, self._last if self._step.only_evaluates and learns else start, start)
-
-    def _cut(self, at: int, end: int, start: int) -> None:
-        """End the open step at `end` with its first `at` items. The others begin the next step at `start`."""
         rest = self.held[at:]
         del self.held[at:]
-        self._close(end)
+        self._close(self._last if trains_now else start)
         self._open, self._start, self._last = True, start, start
-        self._take_again(rest)
+        self._replay(rest)
 
     def _stepped(self, sites: Sequence[int], end: int) -> None:
         """Take the optimizer steps of a block that ended at `end`."""
         self._step.only_evaluates = False
         self.has_trained = True
         outcomes = [self._cycle.stepped(site) for site in sites]
-        anew = None in outcomes
-        ended = anew or True in outcomes
+        changed = None in outcomes
+        ended = changed or True in outcomes
         if self._fetched:
             self._since_fetch += ended
             if self._since_fetch > STALE_STEPS:
                 self._fetched = False
-                self._take_anew()
+                self._start_over()
             return
         self._rule = BY_OPTIMIZER
         if not ended or not self._step.calls:
             return
-        if anew and self._anew < 2 and not self._step.part:
-            self._another = True
-            if not self._anew:
-                self._take_anew()
+        if changed and not self._restarts and not self._step.part:
+            self._start_over()
             return
         self._patience.stepped(self._start, end, self._recorder.calls + self._step.calls)
         self._close(end)
@@ -313,8 +303,8 @@ class StepRules:
 
     # ------------------------------------------------------------------------------------------ taking items again
 
-    def _take_anew(self) -> None:
-        """Take all held items again under the changed rule or cycle."""
+    def _start_over(self) -> None:
+        """Take all held items again, from the state before the first, because the rule or the cycle has changed."""
         before = self._before
         if not self.held or self._step.part:
             return
@@ -323,14 +313,11 @@ class StepRules:
         if self._cycle.ends == before.ends:
             self._cycle.since = dict.fromkeys(before.since)
         self._step = OpenStep()
-        self._another = False
-        self._anew += 1
-        self._take_again(items)
-        if self._another:
-            self._take_anew()
-        self._anew -= 1
+        self._restarts += 1
+        self._replay(items)
+        self._restarts -= 1
 
-    def _take_again(self, items: Sequence[Item]) -> None:
+    def _replay(self, items: Sequence[Item]) -> None:
         for item in items:
             if isinstance(item, QueuedEvent):
                 self.place(item)
@@ -358,9 +345,9 @@ class StepRules:
         if self._rule == BY_OPTIMIZER and self._cycle.ends < 0:
             self._look_for_another_rule()
         if self._rule != BY_CALL and self._step.only_evaluates:  # all its calls are of models that do not learn
-            self._divides = True
-            self._take_anew()
-            self._divides = False
+            rule, self._rule = self._rule, BY_CALL
+            self._start_over()
+            self._rule = rule
 
     def _look_for_another_rule(self) -> bool:
         """Take the open step again under the rule that its blocks suggest; False if there is no other rule."""
@@ -371,7 +358,7 @@ class StepRules:
             self._rule = BY_CALL
         else:
             return False
-        self._take_anew()
+        self._start_over()
         return True
 
     # ------------------------------------------------------------------------------------------ the end of a step

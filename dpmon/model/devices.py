@@ -327,6 +327,11 @@ class DeviceTotals:
         self._use, self._others, self._own, self._load = (array("d") for _ in range(4))
         """Of the processors, in the samples outside pauses."""
 
+    def _track(self, index: int) -> DeviceFacts:
+        if index not in self.tracks:
+            self.tracks[index] = DeviceFacts(index)
+        return self.tracks[index]
+
     def _in_pause(self, t_ns: int | None) -> bool:
         place = -1 if t_ns is None else bisect_right(self._paused, t_ns, key=lambda span: span[0]) - 1
         return t_ns is not None and place >= 0 and t_ns < self._paused[place][1]
@@ -336,7 +341,7 @@ class DeviceTotals:
         index = whole_in(data, "index") if kind == "device" else _HOST
         if index is None:
             return
-        track = self.tracks.setdefault(index, DeviceFacts(index))
+        track = self._track(index)
         track.samples += 1
         t_ns, used = ns_in(data, "t_s"), number_in(data, "mem_used_bytes")
         util, paused = number_in(data, "util_pct" if kind == "device" else "cpu_pct"), self._in_pause(t_ns)
@@ -357,7 +362,7 @@ class DeviceTotals:
 
     def rollup(self, row: MinuteRow) -> None:
         """Add one figure of a minute of deleted samples: its highest value, sum and number."""
-        index, track = row.device, self.tracks.setdefault(row.device, DeviceFacts(row.device))
+        index, track = row.device, self._track(row.device)
         if row.name in _HIGHEST:
             track.raise_to(row.name, row.high)
         if row.start_s < 0:  # old minutes are summed up without their times

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from stored import Recording
 
 from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Record
+from dpmon.run import proc
 from dpmon.run.rundir import ExitInfo, RunInfo, save
 from dpmon.run.runs import create_run
 from dpmon.store.writer import LIMIT_BYTES
@@ -23,6 +27,16 @@ def draft(**about: Any) -> RunInfo:
         "versions": {"dpmon": "0", "python": "3.11"}, "command_pid": 4_000_000,
     }  # fmt: skip
     return RunInfo(**{**facts, **about})
+
+
+def live(directory: Path, **about: Any) -> RunInfo:
+    """Write run.json of a run that has just begun, and has this process as its command; return the contents."""
+    directory.chmod(0o700)
+    now = {"started_unix": time.time(), "start_ns": time.monotonic_ns(), "boot_id": proc.boot_id()}
+    us = {"command_pid": os.getpid(), "command_started": proc.started(os.getpid()), "python": sys.executable}
+    info = draft(id="20261120-141502-linear-7f3a", headless=False, options={"mode": "auto"}, **now, **us, **about)
+    save(directory, info)
+    return info
 
 
 def keep(

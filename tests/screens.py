@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from kept import live
 from running import Dpmon, Terminal
 from stored import Recording
 from synthetic import Training
 
-from dpmon.run import proc
+from dpmon.run.condition import exit_info
+from dpmon.run.rundir import save
 from dpmon.span_ring import SpanRing, Word
 
 WIDTH, HEIGHT = 120, 40
@@ -31,24 +31,8 @@ class Run:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        directory.chmod(0o700)
-        self.start_ns = time.monotonic_ns()
-        info = {
-            "id": "20261120-141502-linear-7f3a",
-            "name": "linear",
-            "command": ["python", "linear.py"],
-            "script": "linear.py",
-            "cwd": "/",
-            "python": sys.executable,
-            "started_unix": time.time(),
-            "start_ns": self.start_ns,
-            "boot_id": proc.boot_id(),
-            "headless": False,
-            "options": {"mode": "auto"},
-            "command_pid": os.getpid(),
-            "command_started": proc.started(os.getpid()),
-        }
-        (directory / "run.json").write_text(json.dumps(info))
+        self.info = live(directory)
+        self.start_ns = self.info.start_ns
         self.log = (directory / "output.log").open("ab", buffering=0)
         self.training = Training(devices=("cpu:0", "cpu:1", "cpu:2"), start_ns=time.monotonic_ns())
         self.recording: Recording | None = None
@@ -65,12 +49,9 @@ class Run:
         self.recording.add(self.training.run(steps))
         self.control.words[Word.SPAN_START] = time.monotonic_ns()
 
-    def end(self, status: int, signal_name: str | None = None) -> None:
+    def end(self, status: int) -> None:
         """Write exit.json."""
-        now = time.monotonic_ns()
-        ended = {"status": status, "signal": signal_name, "ended_unix": time.time(), "end_ns": now, "by": "supervisor"}
-        ended["seconds"] = (now - self.start_ns) / 1e9
-        (self.directory / "exit.json").write_text(json.dumps(ended))
+        save(self.directory, exit_info(self.info, status, "supervisor"))
 
 
 Start = Callable[..., Terminal]

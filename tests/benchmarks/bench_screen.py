@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import json
 import os
 import pty
 import random
@@ -40,12 +39,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest
 from bench_store import Busy, Live
+from kept import live
 from rowring import RowRing, use_row_rings
 from synthetic import Training, device_event, host_event
 from yardstick import Yardstick, processor_s
 
 from dpmon.run import proc
-from dpmon.run.rundir import load_info
+from dpmon.run.condition import exit_info
+from dpmon.run.rundir import save
 from dpmon.store.drain import Drain
 
 WIDTH, HEIGHT = 120, 40
@@ -107,27 +108,7 @@ class Generated:
 
     def __init__(self, directory: Path, steps_per_s: float, lines_per_s: float, ranks: int = 1) -> None:
         self.directory = directory
-        directory.chmod(0o700)
-        start = time.monotonic_ns()
-        info = {
-            "id": "20261120-141502-linear-7f3a",
-            "name": "linear",
-            "command": ["python"],
-            "script": "linear.py",
-            "cwd": "/",
-            "python": sys.executable,
-            "started_unix": time.time(),
-            "start_ns": start,
-            "boot_id": proc.boot_id(),
-            "headless": False,
-            "options": {"mode": "auto"},
-            "command_pid": os.getpid(),
-            "command_started": proc.started(os.getpid()),
-            "supervisor_pid": os.getpid(),
-            "supervisor_started": proc.started(os.getpid()),
-        }
-        (directory / "run.json").write_text(json.dumps(info))
-        self.start = start
+        self.info = live(directory, supervisor_pid=os.getpid(), supervisor_started=proc.started(os.getpid()))
         self.rates = steps_per_s, lines_per_s
         self.over = threading.Event()
         self.writers: list[tuple[RowRing, Training]] = []
@@ -136,12 +117,12 @@ class Generated:
             devices = [f"cuda:{i}" for i in range(8)] if ranks == 1 else ["cuda:0"]
             step_ns = int(0.98e9 / steps_per_s)
             training = Training(
-                process=number, devices=devices, virtual=False, batch=256, step_ns=step_ns, start_ns=start
+                process=number, devices=devices, virtual=False, batch=256, step_ns=step_ns, start_ns=self.info.start_ns
             )
             ring = RowRing(directory / f"process-{number}.ring", 8000)
             ring.write(*training.begin())
             self.writers.append((ring, training))
-        self.drain = Drain(directory, load_info(directory))
+        self.drain = Drain(directory, self.info)
         self.thread = threading.Thread(target=self._write)
 
     def __enter__(self) -> Generated:
@@ -158,9 +139,7 @@ class Generated:
     def end(self) -> None:
         """Stop writing, and record the exit."""
         self.__exit__()
-        now = time.monotonic_ns()
-        how = {"status": 0, "signal": None, "ended_unix": time.time(), "end_ns": now, "by": "supervisor"}
-        (self.directory / "exit.json").write_text(json.dumps({**how, "seconds": (now - self.start) / 1e9}))
+        save(self.directory, exit_info(self.info, 0, "supervisor"))
 
     def _write(self) -> None:
         steps_per_s, lines_per_s = self.rates

@@ -84,9 +84,7 @@ def untraced_data_parallel(replicas: int) -> Callable[[Any, Any], Any]:
     module = importlib.import_module("torch.nn.parallel.data_parallel")
     originals = Originals(module, importlib.import_module("torch.nn.parallel.scatter_gather"))
     virtual = VirtualDevices(replicas, torch.device("cpu"), originals)
-    function = with_globals(
-        virtual.functional(originals.data_parallel), **dict(zip(PRIMITIVE_NAMES, virtual.primitives, strict=False))
-    )
+    function = with_globals(virtual.functional, **dict(zip(PRIMITIVE_NAMES, virtual.primitives, strict=False)))
     ids = list(range(replicas))
     return lambda model, batch: function(model, (batch,), ids)
 
@@ -133,11 +131,6 @@ class Patches:
                     else:
                         delattr(owner, name)
         return len(self._with)
-
-    def take_all_out(self) -> None:
-        """Remove the patches for the first time; SystemExit if there are none."""
-        if self.taken_out() < 10:
-            raise SystemExit("the tracer has not put itself in: this would measure nothing")
 
     def put_back(self) -> None:
         """Put the patches back."""
@@ -194,8 +187,8 @@ class Loop:
                 before = processor()
 
 
-def installed(case: str) -> tuple[Patches, Loop, Any]:
-    """Put the tracer into this process: its patches, the warm loop of a case, and what that calls without them."""
+def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:
+    """Run one case in this process; return the medians of its blocks, and of those of the yardstick."""
     import torch
     from torch import nn
 
@@ -208,27 +201,10 @@ def installed(case: str) -> tuple[Patches, Loop, Any]:
     torch.set_num_threads(1)
     loop = Loop(depth, calls, gpus, ddp=ddp)
     loop.run(loop.model, WARM_STEPS)
-    return patches, loop, partial(apart, loop.model) if apart is not None else loop.model
-
-
-def traced_run(case: str, run: str, command: list[str]) -> str:
-    """Return the output of a command that traces a case into the directory `run`; check that it has recorded."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("DPMON_")}
-    environment |= {"OMP_NUM_THREADS": "1", "DPMON_RUN": run, "DPMON_START_NS": "0", "DPMON_MODE": "auto"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-    if CASES[case].replicas:
-        environment["DPMON_REPLICAS"] = str(CASES[case].replicas)
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
-    if not list(Path(run).glob("process-*.ring")):
-        raise SystemExit("the tracer recorded nothing: this would measure nothing")
-    return done.stdout
-
-
-def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:
-    """Run one case in this process; return the medians of its blocks, and of those of the yardstick."""
-    patches, loop, alone = installed(case)
+    alone = partial(apart, loop.model) if apart is not None else loop.model
     bare = Loop(1, 1)
-    patches.take_all_out()
+    if patches.taken_out() < 10:
+        raise SystemExit("the tracer has not put itself in: this would measure nothing")
     loop.run(alone, WARM_STEPS)
     gc.collect()
     found: dict[str, list[float]] = {"without": [], "with": [], "yardstick": []}
@@ -263,9 +239,18 @@ def middle(values: list[float]) -> tuple[float, float]:
 
 def measure(case: str, blocks: int, steps: int) -> None:
     """Measure one case in a separate process; print its line."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("DPMON_")}
+    environment |= {"OMP_NUM_THREADS": "1", "DPMON_START_NS": "0", "DPMON_MODE": "auto"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    if CASES[case].replicas:
+        environment["DPMON_REPLICAS"] = str(CASES[case].replicas)
+    command = [sys.executable, __file__, "--child", case, "--blocks", str(blocks), "--steps", str(steps)]
     with tempfile.TemporaryDirectory() as run:
-        command = [sys.executable, __file__, "--child", case, "--blocks", str(blocks), "--steps", str(steps)]
-        found = json.loads(traced_run(case, run, command))
+        environment["DPMON_RUN"] = run
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+        if not list(Path(run).glob("process-*.ring")):
+            raise SystemExit("the tracer recorded nothing: this would measure nothing")
+    found = json.loads(done.stdout)
     without = found["without"]
     base = statistics.median(without)
     # The speed of the machine varies, so ratios of adjacent blocks are compared.

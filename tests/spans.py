@@ -38,6 +38,12 @@ def head(kind: int, *, flags: int = 0, inside: int = 0, thread: int = 0, site: i
     return kind | flags << FLAGS_AT | inside << INSIDE_AT | thread << THREAD_AT | site << SITE_AT
 
 
+def put(ring: SpanRing, span: Span) -> None:
+    """Write a span into a ring."""
+    word = head(span.kind, flags=span.flags, inside=span.inside, thread=span.thread, site=span.site)
+    ring.put(word, span.start, span.took, span.inputs | span.outputs << 32)
+
+
 def numbered(number: int, thread: int = 0) -> tuple[int, int, int, int]:
     """Return the words of span `number` of a thread, in which `own_number` finds any wrong word."""
     return head(Kind.CALL, thread=thread), number, number * _PRIME & _MASK, (number + 1) * _PRIME & _MASK

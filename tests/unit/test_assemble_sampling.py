@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 from pretend import Script, decoded
+from spans import put
 
 from dpmon.assemble import Assembler
 from dpmon.assemble.device_times import MAX_ONE_IN, STEPS, Sampling
 from dpmon.record.kinds import UNTIMED
 from dpmon.record.names import Untimed, packed_json
-from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Span
+from dpmon.record.spans import Flag
 from dpmon.span_reader import lines_path
 from dpmon.span_ring import SpanRing, Word
 from dpmon.store.sources import SpanSource
@@ -77,11 +78,6 @@ def test_steps_without_devices_request_no_sampling() -> None:
     assembler = Assembler()
     assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
     assert assembler.one_in == 0
-
-
-def put(ring: SpanRing, span: Span) -> None:
-    head = span.kind | span.flags << FLAGS_AT | span.inside << INSIDE_AT | span.site << SITE_AT
-    ring.put(head, span.start, span.took, span.inputs | span.outputs << 32)
 
 
 @pytest.mark.parametrize(("wall_ms", "one_in"), [(0.1, 4), (50.0, 1)])

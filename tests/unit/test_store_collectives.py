@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from kept import keep
 from pretend import MS, Script, in_portions
-from spans import Lines
+from spans import Lines, put
 from stored import Recording, store_of
 from traceformat import read
 
@@ -23,7 +23,7 @@ from dpmon.record.fields import COLUMNS, RECORDS
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Collective, Operation, Record, Sampled
 from dpmon.record.names import Unended
-from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Kind, Span
+from dpmon.record.spans import Kind
 from dpmon.run.rundir import load_info
 from dpmon.span_ring import SpanRing
 from dpmon.store.answers import Communicated
@@ -228,16 +228,11 @@ def summed(records: Iterable[Collective | Sampled]) -> Communicated:
     return Communicated(tuple(operations), len(samples))
 
 
-def head(span: Span) -> int:
-    facts = (span.flags << FLAGS_AT, span.inside << INSIDE_AT, span.thread << THREAD_AT, span.site << SITE_AT)
-    return span.kind | sum(facts)
-
-
 def written(ring: SpanRing, lines: Lines, found: Script, first: int, last: int) -> None:
     for line in found.lines_between(found.needed(first), found.needed(last)):
         lines.put(**line)
     for span in found.spans[first:last]:
-        ring.put(head(span), span.start, span.took, span.inputs | span.outputs << 32)
+        put(ring, span)
 
 
 @pytest.mark.parametrize("cut", range(3, 40, 4))

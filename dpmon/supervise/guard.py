@@ -173,8 +173,9 @@ class Guard:
     def _ended_child(self) -> proc.ProcessEntry | None:
         """The command, if it has ended and this process has adopted it: it has no environment any more."""
         mine = (process for process in proc.every_process().values() if process.parent == os.getpid() and process.dead)
-        leaders = (process for process in mine if process.session == process.pid != self._successor.pid)
-        return min(leaders, key=lambda process: process.started, default=None)
+        leaders = (process for process in mine if process.session == process.pid)
+        ours = (self._supervisor.pid, self._successor.pid)
+        return min((p for p in leaders if p.pid not in ours), key=lambda process: process.started, default=None)
 
     def _record(self, how: ExitInfo) -> None:
         # A new supervisor may have recorded the end meanwhile; otherwise nobody has read the rest of the rings.

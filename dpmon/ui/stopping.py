@@ -35,12 +35,7 @@ class Stopping(Drawing):
         if self._dialog_open and isinstance(self.screen, Dialog):
             self.screen.say(message or "")
         if message is not None:
-            self._message_timer = self.set_timer(self.said_s, partial(self._remove_message, message))
-
-    def _remove_message(self, message: str) -> None:
-        """Remove the message unless a newer one has replaced it: a stopped timer may have fired already."""
-        if self.view.message is message:
-            self._see(replace(self.view, message=None))
+            self._message_timer = self.set_timer(self.said_s, partial(self._say, None))
 
     def _see(self, view: View) -> None:
         self.view = view

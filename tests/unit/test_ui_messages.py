@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from situations import INFO, exit_of, focused, with_process
@@ -125,35 +126,24 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
         assert ("q", "close this screen", "leave") in possible(app.scene())
 
 
-class Strikes:
-    """A timer that the test fires, even after it was stopped, because a real one may fire at that moment."""
+async def test_a_repeated_message_stays_its_full_time(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[Mock] = []
 
-    def __init__(self, then: Callable[[], None]) -> None:
-        self.strike, self.stopped = then, False
+    def set_timer(seconds: float, then: Callable[[], None]) -> Mock:
+        timers.append(Mock(then=then))
+        return timers[-1]
 
-    def stop(self) -> None:
-        self.stopped = True
-
-
-async def test_a_repeated_message_stays_its_full_time_in_a_stopped_playback(
-    state: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     async with shown(a_run(), Clock()) as (app, pilot):
         await pilot.press("g")
-        clocks: list[Strikes] = []
-
-        def set_timer(seconds: float, then: Callable[[], None]) -> Strikes:
-            clocks.append(Strikes(then))
-            return clocks[-1]
-
         with monkeypatch.context() as patched:
             patched.setattr(app, "set_timer", set_timer)
             await pilot.press("z", "z", "z")
-        assert [clock.stopped for clock in clocks] == [True, True, False], "one goes, however often a key repeats"
-        clocks[0].strike()
-        assert shows(app, "z does nothing here"), "it was said again since"
-        clocks[2].strike()
-        assert not shows(app, "z does nothing here")
+            assert [timer.stop.called for timer in timers] == [True, True, False], (
+                "one goes, however often a key repeats"
+            )
+            assert shows(app, "z does nothing here")
+            timers[2].then()
+            assert not shows(app, "z does nothing here")
 
 
 def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> None:

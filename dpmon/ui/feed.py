@@ -242,10 +242,10 @@ class Feed:
         since = None if now.since_ns is None else max(now.since_ns - self._reader.info.start_ns, 0)
         return PauseState(now.wanted, now.pending, since)
 
-    def pause_refusal(self) -> str | None:
-        """Why the training can be neither paused nor resumed; None if it can."""
+    def pause_refusal(self, wanted: bool) -> str | None:
+        """Why the training cannot be paused or, if a pause is `wanted` already, resumed; None if it can."""
         refusal = self._refusal()
-        if refusal is not None or self._reader is None or self.pausing().wanted:
+        if refusal is not None or self._reader is None or wanted:
             return refusal
         if self._idle():
             return NO_TRAINING
@@ -296,6 +296,7 @@ class Feed:
             self._wanted, self._rests_until, self._seen = wanted, 0.0, None
             self._look()
         start = reader.info.start_ns
+        pausing = self.pausing()
         stage = reader.stage() if self.ended is None else None
         reads = reader.waits_for_input() if self.ended is None else None
         return Scene(
@@ -311,8 +312,8 @@ class Feed:
             ended=self.ended,
             last_line=self._last_line,
             toggle=self._toggle,
-            pausing=self.pausing(),
-            can_pause=self.pause_refusal() is None,
+            pausing=pausing,
+            can_pause=self.pause_refusal(pausing.wanted) is None,
             can_toggle=self.toggle_refusal() is None,
             can_type=self.ended is None and self.can_type(),
             outputs=len(self.output.tails),

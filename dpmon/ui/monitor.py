@@ -165,7 +165,7 @@ class Monitor(Stopping):
 
     def action_pause(self) -> None:
         """Pause the training between two steps, or resume it, or say why this is impossible."""
-        self._ask("no pause", self.feed.pause_refusal(), self.feed.pause)
+        self._ask("no pause", self.feed.pause_refusal(self.feed.pausing().wanted), self.feed.pause)
 
     def _ask(self, impossible: str, refusal: str | None, ask: Callable[[], None]) -> None:
         if refusal is not None:

@@ -145,7 +145,7 @@ class _PlaybackFeed(Feed):
         """Why no other mode can be requested."""
         return "this is a playback of a run that is over"
 
-    def pause_refusal(self) -> str | None:
+    def pause_refusal(self, wanted: bool) -> str | None:
         """Why the run can be neither paused nor resumed."""
         return "this is a playback; space plays or stops it"
 

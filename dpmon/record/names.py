@@ -40,11 +40,6 @@ _LENGTHS = (4096, 1024, 256, 64, 16)
 """Lengths (characters) to which texts are cut, tried in order until the JSON fits."""
 
 
-def mode_number(mode: str) -> int:
-    """Return the number of a mode. Raises ValueError for an unknown name."""
-    return MODES.index(mode)
-
-
 def shortened(text: str, most: int = MAX_NAME) -> str:
     """Return a name from the script, cut to `most` characters. A cut name ends with MORE.
 

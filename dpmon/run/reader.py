@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.record.names import mode_number
+from dpmon.record.names import MODES
 from dpmon.run import proc
 from dpmon.run.activities import newest_stage, process_activities, stages, stall_text
 from dpmon.run.condition import command_alive
@@ -119,7 +119,7 @@ class RunReader:
 
     def request_mode(self, mode: str) -> int:
         """Request `mode` (dp or single) of every training process; return their number. ValueError for other modes."""
-        number = mode_number(mode)
+        number = MODES.index(mode)
 
         def ask(ring: SpanReader) -> None:
             self._asked[ring.process] = ring.request(number)

@@ -20,7 +20,7 @@ from sidebyside import Outcome, SideBySide, of_kind
 from torch_aborts import unless_aborted
 from tracing import Script
 
-from dpmon.record.names import mode_number
+from dpmon.record.names import MODES
 
 if not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
     pytest.skip("torch 2.6 and later have fully_shard in torch.distributed.fsdp", allow_module_level=True)
@@ -195,11 +195,11 @@ def test_the_toggle_is_refused_while_the_weights_are_gathered(tmp_path: Path) ->
         script.go_on()
         said.append(script.line())
     ring = script.ring()
-    serial = ring.request(mode_number("dp"))
+    serial = ring.request(MODES.index("dp"))
     for _ in range(3):
         script.go_on()
         said.append(script.line())
-    assert ring.acknowledged() == (serial, mode_number("single"))
+    assert ring.acknowledged() == (serial, MODES.index("single"))
     ring.close()
     run = script.end()
     assert run.printed == ["DTensor"] + ["Parameter"] * 5

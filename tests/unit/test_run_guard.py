@@ -52,6 +52,7 @@ def test_a_command_that_may_have_been_started_is_left_to_the_new_supervisor(
 ) -> None:
     """The supervisor was killed before it recorded the command, or before it started it."""
     guard, directory = run
+    monkeypatch.setattr(proc, "every_process", dict)  # children that another test left behind are no command
     with monkeypatch.context() as patch:
         patch.setattr(Successor, "at_work", True)
         assert looked(guard) is None

@@ -33,7 +33,8 @@ from dpmon.model.state import ProcessFacts
 from dpmon.model.stragglers import RankTimes, ranks_in
 from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STEP, STEP_PHASES, device_series
-from dpmon.store.answers import GapRow, LongRow
+from dpmon.store.accounting import Gap
+from dpmon.store.answers import LongRow
 from dpmon.store.figures import Figures, PhaseFigures, Rate, Window, accounted, thirds
 from dpmon.store.tally import WIDTHS, Tally
 
@@ -337,7 +338,7 @@ class RunFacts:
         return self.spent_until(self.until_ns)
 
     @cached_property
-    def gaps(self) -> list[GapRow]:
+    def gaps(self) -> list[Gap]:
         """The longer times between two steps, the longest first."""
         return self.store.gaps(GAPS)
 

@@ -72,10 +72,11 @@ def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 class Gap(NamedTuple):
     """Time between two steps that is neither a pause nor a wait for input."""
 
+    process: int
     after_step: int
     mode: str
-    begin: int
-    end: int
+    begin_ns: int
+    end_ns: int
     ns: int
     """Its length without pauses and waits."""
 
@@ -83,8 +84,9 @@ class Gap(NamedTuple):
 class Account:
     """The activities of one process."""
 
-    def __init__(self, begin: int = 0) -> None:
+    def __init__(self, begin: int = 0, process: int = 0) -> None:
         """`begin`: start of the process (ns since the run's start)."""
+        self._process = process
         self._at = begin
         """End of the time that is accounted for."""
         self._number: int | None = None
@@ -119,7 +121,7 @@ class Account:
         spent, left = self._gap(activity, mode, start)
         gap = None
         if activity == "between" and left > 0 and before is not None:
-            gap = Gap(before, mode, self._at, start, left)
+            gap = Gap(self._process, before, mode, self._at, start, left)
         spent += self._stretch("evaluation" if evaluation else "training", mode, max(start, self._at), end)
         self._at, self._number, self._evaluation, self._mode = max(end, self._at), number, evaluation, mode
         if self._apart:

@@ -39,7 +39,7 @@ class Accounts:
         """The account of a process; a new one begins with the run."""
         found = self.by_process.get(process)
         if found is None:
-            found = self.by_process[process] = Account()
+            found = self.by_process[process] = Account(process=process)
         return found
 
     def event(self, batch: Batch, process: int | None, kind: str, data: Mapping[str, Any], at_ns: int | None) -> None:
@@ -109,7 +109,7 @@ class Accounts:
         if type(data.get("pid")) is int:
             self._processes[data["pid"]] = process
             if process not in self.by_process:
-                self.by_process[process] = Account(at_ns or 0)
+                self.by_process[process] = Account(at_ns or 0, process)
         elif isinstance(data.get("paused"), bool) and data.get("refused") is None:
             self.account(process).pause(data["paused"], at_ns, ns_of(data.get("paused_s")))
 

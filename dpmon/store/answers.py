@@ -25,17 +25,6 @@ class TimeRow(NamedTuple):
     spent: Mapping[str, int]
 
 
-class GapRow(NamedTuple):
-    """A time between two steps; `ns` without pauses and waits for input."""
-
-    process: int
-    after_step: int
-    mode: str
-    begin_ns: int
-    end_ns: int
-    ns: int
-
-
 class LongRow(NamedTuple):
     """One of the longest steps, or the longest of several deleted steps (`step` is None).
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpmon.record.history_rows import CollectiveRow
-from dpmon.store.accounting import Spent
+from dpmon.store.accounting import Gap, Spent
 from dpmon.store.rounds import Joined
 from dpmon.store.tables import RingRow
 from dpmon.store.tally import Key
@@ -53,7 +53,7 @@ class Batch:
     """Steps by the second they ended in and their tally."""
     spent: dict[tuple[int, int, str, str], int] = field(default_factory=dict)
     """Time (ns) by second, process, mode and activity; negative values subtract."""
-    gaps: list[tuple[Any, ...]] = field(default_factory=list)
+    gaps: list[Gap] = field(default_factory=list)
     waited: list[tuple[int, int, int]] = field(default_factory=list)
     """Late waits for input, which shorten recorded gaps: process, begin, end."""
     joined: list[Joined] = field(default_factory=list)

@@ -178,7 +178,7 @@ class Intake:
         spent, gap = self._accounts.account(process).step(step, mode, began, wall, evaluation)
         batch.spend(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
-            batch.gaps.append((process, *gap))
+            batch.gaps.append(gap)
         named = number, process, step, mode, began, wall, kind, len(calls)
         times = None if row.times is None else json.dumps([row.why, *row.times], separators=(",", ":"))
         spans = f"[{','.join(map(str, chain.from_iterable(row.runs)))}]" if row.runs else None

@@ -17,7 +17,8 @@ from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CollectiveRow, Resolver
 from dpmon.record.kinds import BUCKET, Call, Collective, Event, Record, RecordError, Sampled, Step
 from dpmon.record.schema import EVALUATION, EXPOSED, QUANTITIES, SETTLING, STEP, STEP_PHASES, SYNC_NUMBER, WAIT
-from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape, call_in, event_in, numbers_in
+from dpmon.store.accounting import Gap
+from dpmon.store.answers import LongRow, MinuteRow, Shape, call_in, event_in, numbers_in
 from dpmon.store.sums import Parameters, Sums
 from dpmon.store.tables import (
     CALL_ROW,
@@ -94,10 +95,10 @@ class Store(Sums):
                     found.define(number, value)
         return found
 
-    def gaps(self, most: int) -> list[GapRow]:
+    def gaps(self, most: int) -> list[Gap]:
         """Return the longest gaps between two steps, the longest first."""
         query = "SELECT process, after_step, mode, begin_ns, end_ns, ns FROM gaps ORDER BY ns DESC LIMIT ?"
-        return [GapRow(*row) for row in self.query(query, (most,))]
+        return [Gap(*row) for row in self.query(query, (most,))]
 
     def longest(self, most: int, *, mode: str | None = None, evaluation: bool | None = None) -> list[LongRow]:
         """Return the longest steps, the longest first, without settling steps.

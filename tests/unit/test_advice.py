@@ -15,7 +15,7 @@ from dpmon.model.announced import LoaderStart
 from dpmon.model.communication import Communication
 from dpmon.model.findings import findings
 from dpmon.model.run_facts import RunFacts
-from dpmon.store.answers import GapRow
+from dpmon.store.accounting import Gap
 from dpmon.store.figures import PhaseFigures
 
 KEEPS = "persistent_workers"
@@ -41,7 +41,7 @@ WAITS, FEW, STALLED = (
 GAPS = having(
     changed(
         HEALTHY,
-        gaps=(GapRow(0, 100, "dp", 10 * SECOND, 12 * SECOND, 2 * SECOND),),
+        gaps=(Gap(0, 100, "dp", 10 * SECOND, 12 * SECOND, 2 * SECOND),),
         spent={"training": 5 * SECOND, "between": 2 * SECOND},
     )
 )

@@ -94,7 +94,7 @@ class Loop:
         spent, gap = self.account.step(self.number, mode, start, self.now - start, evaluation)
         self.spent += spent
         if gap is not None:
-            assert (gap.begin, gap.end, gap.after_step) == (begin, start, self.number - 1)
+            assert (gap.begin_ns, gap.end_ns, gap.after_step) == (begin, start, self.number - 1)
             assert activity == "between"
         self.evaluation, self.mode = evaluation, mode
 

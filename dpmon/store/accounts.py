@@ -63,14 +63,11 @@ class Accounts:
 
         Return the steps that are now complete: they waited for other ranks.
         """
-        steps = history.steps("ORDER BY id DESC LIMIT ?", (_RECENT,))
+        rings = [ring for ring in history.rings().values() if ring.steps]
+        steps = [step for ring in rings for step in history.last_steps(ring, _RECENT // len(rings) + 1)]
         recent = Counter(process for _, process, *_ in steps)
-        rings = history.rings().values()
         older = {ring.process for ring in rings if ring.steps > recent[ring.process]}
         """Processes with steps before the recent ones."""
-        steps += [
-            step for ring in rings if ring.steps and not recent[ring.process] for step in history.last_steps(ring, 1)
-        ]
         query = (
             f"SELECT id, ifnull(process, -1), t_ns, json FROM events WHERE {LASTING}"
             " AND kind IN ('process', 'pause', 'input', 'exit', 'ddp')"

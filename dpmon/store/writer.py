@@ -143,13 +143,13 @@ class History:
         return list(self.door.rows(query, values))
 
     def last_steps(self, ring: RingRow, most: int) -> list[tuple[Any, ...]]:
-        """Return `steps`: the last ones of a ring, the newest first."""
+        """Return id, process, step, mode, start, wall and kind of the last steps of a ring, the newest first."""
+        query = (
+            "SELECT id, process, step, mode, start_ns, wall_ns, kind FROM steps"
+            " WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT ?"
+        )
         last_id = _LAST_ID if ring.last_id is None else ring.last_id
-        return self.steps("WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT ?", (ring.process, last_id, most))
-
-    def steps(self, which: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Return id, process, step, mode, start, wall and kind of steps. `which`: a condition in SQL."""
-        return self.rows(f"SELECT id, process, step, mode, start_ns, wall_ns, kind FROM steps {which}", values)
+        return self.rows(query, (ring.process, ring.first_id or 0, last_id, most))
 
     def write(self, batch: Batch) -> None:
         """Write all of `batch` or nothing. After a HistoryError, the same batch may be written again."""

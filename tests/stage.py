@@ -11,12 +11,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from kept import draft
 from running import LIMIT_S
 from stored import Recording
 from synthetic import SECOND, Training, decoded, host_event
 from textual.pilot import Pilot
 
 from dpmon.record.kinds import Event, Record
+from dpmon.run.rundir import ExitInfo
 from dpmon.store.queries import Store
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.monitor import Monitor
@@ -28,14 +30,8 @@ class FakeReader:
     """A run that the test controls: the screen reads records appended to `new` at its next update."""
 
     def __init__(self, directory: Path, mode_option: str = "auto") -> None:
-        self.info = types.SimpleNamespace(
-            id="20261120-141502-linear-7f3a",
-            script="linear.py",
-            start_ns=SECOND,
-            python="/usr/bin/python3",
-            options={"mode": mode_option},
-            command_pid=None,
-        )
+        about = {"id": "20261120-141502-linear-7f3a", "python": "/usr/bin/python3", "options": {"mode": mode_option}}
+        self.info = draft(**about, start_ns=SECOND, command_pid=None)
         self.output_paths: tuple[Path, ...] = (directory / "output.log",)
         self.recording = Recording()
         self.new: list[Record] = []
@@ -134,10 +130,8 @@ class Stage:
     async def press(self, *keys: str) -> None:
         await self.pilot.press(*keys)
 
-    def end(self, status: int = 0, signal: str | None = None) -> None:
-        self.reader.ended = types.SimpleNamespace(
-            status=status, signal=signal, seconds=12.0, error=None, cause=None, stopped=False
-        )
+    def end(self, status: int = 0, signal: str | None = None, stopped: bool = False) -> None:
+        self.reader.ended = ExitInfo(status, signal, 1.7e9, 12 * SECOND, 12.0, "supervisor", stopped=stopped)
         self.reader.is_alive = False
 
 

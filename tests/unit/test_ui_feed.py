@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +14,7 @@ from stage import LOOK, FakeReader
 from synthetic import SECOND, Training, decoded
 
 from dpmon.errors import HistoryError
+from dpmon.run.rundir import ExitInfo
 from dpmon.store.queries import Store
 from dpmon.ui.feed import Feed
 from dpmon.ui.paint import whole
@@ -38,9 +38,7 @@ def test_the_last_picture_has_all_that_was_recorded_and_how_it_ended(tmp_path: P
     reader = FakeReader(tmp_path)
     reader.new = decoded([*training.begin(), *training.run(400)])
     cause = "rank 1: RuntimeError: broke (train.py:12)"
-    reader.ended = types.SimpleNamespace(
-        status=3, signal=None, seconds=9.0, stopped=False, error=None, unknown=None, cause=cause
-    )
+    reader.ended = ExitInfo(3, None, 1.7e9, 9 * SECOND, 9.0, "supervisor", cause=cause)
     feed = feed_of(tmp_path, reader)
     feed.start()
     feed.tick()
@@ -103,7 +101,7 @@ def test_the_title_is_the_name_that_the_user_gave(
     tmp_path: Path, size: tuple[int, int], name: str | None, title: str
 ) -> None:
     reader = FakeReader(tmp_path)
-    reader.info.script, reader.info.options["name"] = "/opt/bin/torchrun", name
+    reader.info = replace(reader.info, script="/opt/bin/torchrun", options={"mode": "auto", "name": name})
     feed = feed_of(tmp_path, reader)
     feed.start()
     feed.tick()

@@ -320,8 +320,7 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def stop_run(directory: Path, last_known: object) -> Iterator[str]:
         stopped.append(directory)
-        on.end(130, "SIGINT")
-        on.reader.ended.stopped = True
+        on.end(130, "SIGINT", stopped=True)
         yield "stopped by SIGINT"
 
     monkeypatch.setattr("dpmon.run.signalling.stop_run", stop_run)

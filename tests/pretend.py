@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+from spans import Lines, put
 from synthetic import RowReader
 
 from dpmon.assemble import Assembler
@@ -15,6 +16,7 @@ from dpmon.assemble.assembler import Predecessor
 from dpmon.record.history_rows import CollectiveRow, Definition, Row
 from dpmon.record.kinds import Call, Collective, Event, Sampled, Step
 from dpmon.record.spans import Flag, Kind, Span
+from dpmon.span_ring import SpanRing
 
 MS = 1_000_000
 START = 5_000_000_000
@@ -269,6 +271,13 @@ class Script:
 
     def lines_between(self, first: int, last: int) -> list[dict[str, Any]]:
         return [line for _, line in self.lines[first:last]]
+
+    def write_to(self, ring: SpanRing, lines: Lines, first: int = 0, last: int = 1 << 30) -> None:
+        """Write a part of the spans into a ring, and the lines that a reader of this part needs."""
+        for line in self.lines_between(self.needed(first), self.needed(last)):
+            lines.put(**line)
+        for span in self.spans[first:last]:
+            put(ring, span)
 
 
 class Result(NamedTuple):

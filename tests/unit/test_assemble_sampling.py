@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 from pretend import Script, decoded
-from spans import put
+from spans import Lines
 
 from dpmon.assemble import Assembler
 from dpmon.assemble.device_times import MAX_ONE_IN, STEPS, Sampling
 from dpmon.record.kinds import UNTIMED
-from dpmon.record.names import Untimed, packed_json
+from dpmon.record.names import Untimed
 from dpmon.record.spans import Flag
-from dpmon.span_reader import lines_path
 from dpmon.span_ring import SpanRing, Word
 from dpmon.store.sources import SpanSource
 
@@ -91,9 +90,7 @@ def test_the_rate_is_requested_through_the_ring_of_the_process(tmp_path: Path, w
     script.fetch()
     path = tmp_path / "process-0.ring"
     ring = SpanRing(str(path), process=0)
-    Path(lines_path(str(path))).write_bytes(b"".join(packed_json(line) + b"\n" for _, line in script.lines))
-    for span in script.spans:
-        put(ring, span)
+    script.write_to(ring, Lines(path))
     source = SpanSource(path, None)
     try:
         assert ring.words[Word.ONE_IN] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kept import keep
@@ -25,30 +26,16 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpmon.cli.lines.time", SimpleNamespace(monotonic_ns=lambda: NOW_NS))
 
 
-class FakeReader:
-    """The part of a reader that Progress needs."""
+def fake_reader(directory: Path, activities: Mapping[int, tuple[str, int]] | None = None) -> Any:
+    """Return the part of a reader that the lines need."""
+    nothing = {"stage": lambda: None, "waits_for_input": lambda: None, "info": SimpleNamespace(start_ns=0)}
+    return SimpleNamespace(directory=directory, activities=lambda: activities or {}, **nothing)
 
-    def __init__(self, directory: Path, activities: Mapping[int, tuple[str, int]] | None = None) -> None:
-        self.directory = directory
-        self.info = SimpleNamespace(start_ns=0)
-        self._activities = activities or {}
-        self.reached: tuple[str, int] | None = None
-        self.waits: int | None = None
 
-    def just_after(self, *rows: Row | Event) -> None:
-        """Set the clock to the end of the last step."""
-        self.info.start_ns = NOW_NS - max(
-            (row.start_ns + row.wall_ns for row in rows if isinstance(row, Step)), default=0
-        )
-
-    def activities(self) -> Mapping[int, tuple[str, int]]:
-        return self._activities
-
-    def waits_for_input(self) -> int | None:
-        return self.waits
-
-    def stage(self) -> tuple[str, int] | None:
-        return self.reached
+def just_after(reader: Any, rows: Iterable[Row | Event]) -> None:
+    """Set the clock to the end of the last step."""
+    ends = [row.start_ns + row.wall_ns for row in rows if isinstance(row, Step)]
+    reader.info.start_ns = NOW_NS - max(ends, default=0)
 
 
 def step(
@@ -64,9 +51,9 @@ def step(
 def line(*processes: Iterable[Row]) -> str:
     """Return the line of Progress for the rows of each process, just after the last step."""
     rows = {number: list(own) for number, own in enumerate(processes)}
-    reader = FakeReader(keep(rows, status=None))
-    reader.just_after(*(row for own in rows.values() for row in own))
-    return ProgressLines(reader).line()  # type: ignore[arg-type]
+    reader = fake_reader(keep(rows, status=None))
+    just_after(reader, (row for own in rows.values() for row in own))
+    return ProgressLines(reader).line()
 
 
 def test_step_speed_and_mode(state: Path) -> None:
@@ -102,13 +89,13 @@ class Going:
     def __init__(self, activities: Mapping[int, tuple[str, int]] | None = None) -> None:
         directory = keep({}, status=None)
         self._recording = Recording(0, directory)
-        self.reader = FakeReader(directory, activities)
-        self.progress = ProgressLines(self.reader)  # type: ignore[arg-type]
+        self.reader = fake_reader(directory, activities)
+        self.progress = ProgressLines(self.reader)
 
     def takes(self, *rows: Row) -> str:
         """Return the line just after these rows."""
         self._recording.add(rows)
-        self.reader.just_after(*rows)
+        just_after(self.reader, rows)
         return self.progress.line()
 
 
@@ -128,9 +115,9 @@ def test_the_time_of_a_long_gap_is_in_the_line_after_it(state: Path) -> None:
 
 
 def test_a_line_long_after_the_last_step_says_so(state: Path) -> None:
-    reader = FakeReader(keep({0: [step(1), step(2)]}, status=None))
+    reader = fake_reader(keep({0: [step(1), step(2)]}, status=None))
     reader.info.start_ns = NOW_NS - 9 * _SECOND
-    assert ProgressLines(reader).line() == "step 2  no step has ended for 9 s  dp"  # type: ignore[arg-type]
+    assert ProgressLines(reader).line() == "step 2  no step has ended for 9 s  dp"
 
 
 def test_a_line_after_an_evaluation_has_the_rate_of_the_training(state: Path) -> None:
@@ -155,32 +142,32 @@ def test_a_line_after_an_evaluation_has_the_rate_of_the_training(state: Path) ->
 
 def test_without_steps_it_says_what_is_waited_for(state: Path) -> None:
     assert line() == "waiting for the first step"
-    reader = FakeReader(keep({}, status=None))
-    progress = ProgressLines(reader)  # type: ignore[arg-type]
-    reader.reached = ("importing torch", NOW_NS - 3 * 10**9)
+    reader = fake_reader(keep({}, status=None))
+    progress = ProgressLines(reader)
+    reader.stage = lambda: ("importing torch", NOW_NS - 3 * 10**9)
     assert progress.line() == "importing torch (3 s)"
-    reader.reached = ("torch imported", NOW_NS)
+    reader.stage = lambda: ("torch imported", NOW_NS)
     assert progress.line() == "waiting for the first step, torch imported (0 s)"
     since = NOW_NS - 12 * 10**9
     for name, said in (("data", "no step for 12 s, in data"), ("paused", "paused for 12 s")):
-        doing = FakeReader(reader.directory, {0: (name, since)})
-        assert ProgressLines(doing).line() == said  # type: ignore[arg-type]
+        doing = fake_reader(reader.directory, {0: (name, since)})
+        assert ProgressLines(doing).line() == said
 
 
 def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path) -> None:
     now = NOW_NS
     last = step(96, mode="single", start_ns=6 * _SECOND, every_ms=1000)
-    reader = FakeReader(keep({0: [last]}, status=None), {0: ("ended", 0), 1: ("ended", 0)})
+    reader = fake_reader(keep({0: [last]}, status=None), {0: ("ended", 0), 1: ("ended", 0)})
     reader.info.start_ns = now - 12 * _SECOND
-    reader.reached = ("torch imported", now - 60 * 10**9)
-    progress = ProgressLines(reader)  # type: ignore[arg-type]
+    reader.stage = lambda: ("torch imported", now - 60 * 10**9)
+    progress = ProgressLines(reader)
     assert progress.line().startswith("step 96")
     assert progress.line() == "no step for 5 s, the training process has ended"
-    reader.reached = ("importing torch", now)  # the next training of the same command
+    reader.stage = lambda: ("importing torch", now)  # the next training of the same command
     assert progress.line() == "importing torch (0 s)"
 
 
 def test_a_wait_for_input_is_shown(state: Path) -> None:
-    reader = FakeReader(keep({}, status=None), {0: ("backward", NOW_NS - 12 * 10**9)})
-    reader.waits = NOW_NS - 11 * 10**9
-    assert ProgressLines(reader).line() == "waiting for input for 11 s"  # type: ignore[arg-type]
+    reader = fake_reader(keep({}, status=None), {0: ("backward", NOW_NS - 12 * 10**9)})
+    reader.waits_for_input = lambda: NOW_NS - 11 * 10**9
+    assert ProgressLines(reader).line() == "waiting for input for 11 s"

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from test_cli_progress import NOW_NS, FakeReader, still
+from test_cli_progress import NOW_NS, fake_reader, still
 
 from dpmon.cli.lines import ProgressLines
 from dpmon.run.activities import newest_stage, stages
@@ -33,9 +33,9 @@ def test_a_line_that_is_no_note_hides_no_other(tmp_path: Path, damage: str) -> N
     assert [(one.pid, one.kind) for one in every_uncaught(tmp_path)] == [(7, "First"), (8, "Second")]
     assert {pid: text for pid, (text, _) in stages(tmp_path).items()} == {7: "First {}", 8: "Second {}"}
     assert WarningsLog(tmp_path).new() == ["First {}", "Second {}"]
-    reader = FakeReader(tmp_path)
-    reader.reached = newest_stage(stages(tmp_path))
-    assert ProgressLines(reader).line() == "Second {} (0 s)"  # type: ignore[arg-type]
+    reader = fake_reader(tmp_path)
+    reader.stage = lambda: newest_stage(stages(tmp_path))
+    assert ProgressLines(reader).line() == "Second {} (0 s)"
 
 
 def test_a_note_is_of_three_parts() -> None:

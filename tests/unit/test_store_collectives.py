@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from kept import keep
 from pretend import MS, Script, in_portions
-from spans import Lines, put
+from spans import Lines
 from stored import Recording, store_of
 from traceformat import read
 
@@ -228,13 +228,6 @@ def summed(records: Iterable[Collective | Sampled]) -> Communicated:
     return Communicated(tuple(operations), len(samples))
 
 
-def written(ring: SpanRing, lines: Lines, found: Script, first: int, last: int) -> None:
-    for line in found.lines_between(found.needed(first), found.needed(last)):
-        lines.put(**line)
-    for span in found.spans[first:last]:
-        put(ring, span)
-
-
 @pytest.mark.parametrize("cut", range(3, 40, 4))
 def test_a_successor_doubles_no_collective_and_loses_the_open_sample(state: Path, cut: int) -> None:
     found = script()
@@ -242,9 +235,9 @@ def test_a_successor_doubles_no_collective_and_loses_the_open_sample(state: Path
     ring = SpanRing(str(directory / "process-0.ring"), process=0)
     lines = Lines(directory / "process-0.ring")
     first = Drain(directory, load_info(directory))
-    written(ring, lines, found, 0, cut)
+    found.write_to(ring, lines, 0, cut)
     first.flush()  # and then it is killed
-    written(ring, lines, found, cut, len(found.spans))
+    found.write_to(ring, lines, cut, len(found.spans))
     lines.close()
     second = Drain(directory, load_info(directory))
     second.flush(over=True, last=True)

@@ -184,13 +184,6 @@ class SpanReader:
 
     # ------------------------------------------------------------------------------------------ spans
 
-    def has_more(self) -> bool:
-        """Whether the ring holds unread spans, or unread spans were overwritten."""
-        marks = self._marks(self.position, min(_FIRST, self.slots))
-        return self._is_lapped(self.position, marks[0]) or any(
-            mark == number for number, mark in enumerate(marks, self.position + 1)
-        )
-
     def read(self, now_ns: int, limit: int = 1 << 14, *, over: bool = False) -> list[Span]:
         """Return the next spans in order of number, at most `limit`. `now_ns`: monotonic.
 
@@ -300,11 +293,6 @@ class SpanReader:
         self.position = number
 
     # ------------------------------------------------------------------------------------------ lines
-
-    def has_lines(self) -> bool:
-        """Whether the file holds an unread complete line."""
-        fd = self._open_lines()
-        return fd >= 0 and b"\n" in os.pread(fd, READ_BYTES, self.lines_position)
 
     def lines(self, until: int = _LAST_NUMBER) -> Iterator[list[dict[str, Any]]]:
         """Yield the new lines, in portions, up to byte `until` of their file.

@@ -149,4 +149,6 @@ def holds_more(path: Path, row: RingRow | None, over: bool) -> bool:
         if row is None or row.pid != ring.pid:
             return True
         ring.position, ring.lines_position = row.sequence, row.lines or 0
-        return not row.ended and (over or ring.has_more() or ring.has_lines() or not alive(ring.pid, None))
+        if row.ended or over or not alive(ring.pid, None):
+            return not row.ended
+        return bool(ring.read(0, 1) or ring.missed or not ring.at_end or any(ring.lines()))

@@ -89,10 +89,8 @@ def test_a_reader_that_keeps_up_sees_all(ring: SpanRing, reader: SpanReader, por
     found: list[Span] = []
     for first in range(0, 5 * FEW, portion):
         write(ring, portion, first)
-        assert reader.has_more()
         found += reader.read(0)
         assert reader.at_end
-        assert not reader.has_more()
     assert numbers(found) == [span.number for span in found] == list(range(len(found)))
     assert reader.missed == 0
 
@@ -122,7 +120,6 @@ def test_a_ring_that_is_lapped_more_often_than_a_span_can_count(path: str) -> No
 def test_a_reader_that_comes_late_knows_what_it_missed(ring: SpanRing, path: str, behind: int, over: bool) -> None:
     write(ring, FEW + behind)
     with opened(path) as reader:
-        assert reader.has_more()
         found = everything(reader, over=over)
     assert numbers(found) == list(range(reader.missed, FEW + behind))
     # The next eighth may be overwritten while it is copied, unless nobody writes any more.
@@ -193,7 +190,6 @@ def test_a_hole_is_waited_for_and_then_skipped(ring: SpanRing, reader: SpanReade
     write(ring, 5, before + holes)
     assert reader.read(1) == []
     assert not reader.at_end, "what comes later cannot be concluded from yet"
-    assert reader.has_more()
     assert reader.read(HOLE_NS) == []
     assert reader.missed == 0
     assert numbers(reader.read(1 + HOLE_NS)) == list(range(before + holes, before + holes + 5))
@@ -322,9 +318,8 @@ def test_files_of_another_user(ring: SpanRing, path: str) -> None:
 def test_a_ring_that_is_truncated_under_its_reader(ring: SpanRing, reader: SpanReader, path: str) -> None:
     write(ring, 100)
     os.truncate(path, HEADER_BYTES + 10 * SLOT_BYTES)
-    for action in (lambda: reader.read(0), reader.has_more):
-        with pytest.raises(RingError, match="truncated"):
-            action()
+    with pytest.raises(RingError, match="truncated"):
+        reader.read(0)
     os.truncate(path, 100)
     for action in (reader.words, reader.current_span, lambda: reader.request(1), reader.ended):
         with pytest.raises(RingError, match="truncated"):
@@ -375,7 +370,7 @@ def test_a_damaged_ring_ends_and_counts(path: str, seed: int) -> None:
         found: list[Span] = []
         for _ in range(10):
             found += reader.read(0, over=chance.random() < 0.5)
-            reader.current_span(), reader.has_more(), reader.acknowledged()
+            reader.current_span(), reader.acknowledged()
         found += reader.read(0, over=True)
         assert len(found) <= 64
         assert reader.at_end
@@ -427,15 +422,11 @@ def lines_read(reader: SpanReader, **options: Any) -> list[dict[str, Any]]:
 
 def test_lines_as_they_come(reader: SpanReader, path: str) -> None:
     assert lines_read(reader) == []
-    assert not reader.has_lines()
     with open(lines_path(path), "ab", buffering=0) as file:
         file.write(b'{"define":1,"value":[')
         assert lines_read(reader) == []
-        assert not reader.has_lines()
         file.write(b']}\n{"optimizer":1}\n{"e')
-        assert reader.has_lines()
         assert lines_read(reader) == [{"define": 1, "value": []}, {"optimizer": 1}]
-        assert not reader.has_lines()
         assert lines_read(reader) == []
         file.write(b'nd":true}\n')
         assert lines_read(reader) == [{"end": True}]
@@ -512,7 +503,6 @@ def test_a_file_of_lines_that_is_not_a_regular_file(path: str, reader: SpanReade
     for make in (os.mkdir, os.mkfifo):
         make(lines_path(path))
         assert lines_read(reader) == []
-        assert not reader.has_lines()
         (os.rmdir if make is os.mkdir else os.unlink)(lines_path(path))
     os.symlink("/etc/passwd", lines_path(path))
     assert lines_read(reader) == []

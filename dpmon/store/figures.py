@@ -318,12 +318,15 @@ class Window:
 
     def rate(self, mode: str | None = None, evaluation: bool = False, process: int | None = None) -> Rate | None:
         """Steps and samples of a mode per elapsed time; None if no time has passed. `mode` None: of all modes."""
-        tallies = {each: Tally() for each in (self.processes if process is None else [process])}
-        times = dict.fromkeys(tallies, (0, 0))
+        there = self.processes if process is None else [process]
+        tallies: dict[int, Tally] = {}
+        times = dict.fromkeys(there, (0, 0))
         for each in {mode for mode, _ in self._kinds} if mode is None else [mode]:
             spent, trained = self._elapsed(each, evaluation), self.trained(each)
-            for who, tally in tallies.items():
-                tally.merge(merged(self.by_process, each, evaluation, trained, process=who))
+            for who in there:
+                found = merged(self.by_process, each, evaluation, trained, process=who)
+                if tallies.setdefault(who, found) is not found:
+                    tallies[who].merge(found)
                 (whole, within), (more, inside) = times[who], spent.get(who, (0, 0))
                 times[who] = whole + more, within + inside
         return rate(tallies, times)

@@ -257,8 +257,8 @@ class ScriptRing:
 
     def laps(self) -> float:
         """Return how often the ring has wrapped around, up to the last span that was read."""
-        self._source.note(self._row)
-        return self._row.position / self._ring.slots
+        self._source.note()
+        return self._source.row.position / self._ring.slots
 
     def close(self) -> None:
         self._source.close()

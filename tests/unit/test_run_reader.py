@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kept import draft
 
 from dpmon.cli.main import main
 from dpmon.record.spans import DOING
@@ -30,12 +31,8 @@ START = 1_000_000_000
 @pytest.fixture
 def run(state: Path) -> tuple[Path, RunInfo]:
     """A run's directory whose command is this process."""
-    pid = os.getpid()
-    info = RunInfo(
-        id="", name="x", command=("x.py",), script="x.py", cwd="/", python=None, started_unix=1e9, start_ns=START,
-        boot_id=proc.boot_id(), headless=True, command_pid=pid, command_started=proc.started(pid),
-    )  # fmt: skip
-    return create_run(info)
+    us = {"command_pid": os.getpid(), "command_started": proc.started(os.getpid()), "boot_id": proc.boot_id()}
+    return create_run(draft(start_ns=START, **us))
 
 
 @pytest.fixture

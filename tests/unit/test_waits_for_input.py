@@ -10,22 +10,19 @@ from pathlib import Path
 
 import pytest
 from kept import keep
-from stage import LOOK
+from situations import text_of
 from stored import Recording
 from synthetic import SECOND, Training
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.compare import sentence
-from dpmon.model.state import Process, State
+from dpmon.model.state import State
 from dpmon.model.uneven import INPUT
 from dpmon.record.kinds import Event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.store.batch import Batch
 from dpmon.store.writer import History
-from dpmon.ui.paint import whole
-from dpmon.ui.panels.panel_output import Output
-from dpmon.ui.rows import plain
 from dpmon.ui.scene import Scene
 
 PID = 4242
@@ -57,13 +54,8 @@ def recorded(payloads: Sequence[bytes], waits: Sequence[Wait], pid: int = PID, s
     return Recording().add(payloads).add(wait_events(waits, pid), -1).state(span_s=span_s)
 
 
-def focus_of(state: State) -> Process:
-    return state.processes[0]
-
-
 def drawn(state: State) -> str:
-    scene = Scene(state, state.newest_ns, alive=True)
-    return " ".join(" ".join(plain(row) for row in whole(scene, Output(), 120, 60, LOOK)).split())
+    return " ".join(text_of(Scene(state, state.newest_ns, alive=True), 120, 60).split())
 
 
 def test_the_batch_panel_names_a_wait_and_not_the_phase_it_fell_into() -> None:
@@ -80,11 +72,11 @@ def test_a_wait_is_named_among_many_short_steps() -> None:
     training.step_ns = SECOND // 1000
     payloads += training.run(5000)
     for span in (0, 120):
-        found = focus_of(recorded(payloads, waits, span_s=span)).uneven
+        found = recorded(payloads, waits, span_s=span).processes[0].uneven
         assert found is not None
         assert found.phase == INPUT
         assert found.time == pytest.approx(waits[0][1] / (training.now / SECOND - 2), rel=0.05)
-    assert focus_of(recorded(payloads, waits, span_s=3)).uneven is None, "the last seconds are without it"
+    assert recorded(payloads, waits, span_s=3).processes[0].uneven is None, "the last seconds are without it"
 
 
 def test_a_wait_between_two_trainings_is_in_no_step() -> None:
@@ -101,7 +93,7 @@ def test_a_wait_between_two_trainings_is_in_no_step() -> None:
             wait = training.now / SECOND + 0.3, 59.0
             training.now += 60 * SECOND
     state = recorded(payloads, [wait], span_s=0)
-    found = focus_of(state).uneven
+    found = state.processes[0].uneven
     assert found is not None
     assert found.phase == "data"
     assert "waiting for input" not in drawn(state)
@@ -110,7 +102,7 @@ def test_a_wait_between_two_trainings_is_in_no_step() -> None:
 def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
     training, payloads, waits = with_waits(40.0)
     payloads += [*training.switch("dp"), *training.run(100)]
-    found = focus_of(recorded(payloads, waits)).compared
+    found = recorded(payloads, waits).processes[0].compared
     assert found is not None
     assert "(waiting for input)" in (sentence(found) or "")
     story = collect(keep({0: payloads, -1: wait_events(waits)}, seconds=training.now / SECOND))

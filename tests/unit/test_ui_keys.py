@@ -22,12 +22,12 @@ from dpmon.record.kinds import Event
 from dpmon.ui import jobs
 from dpmon.ui.dialogs import LINE_MOST, Choice, Commands, Pages
 from dpmon.ui.help import help_rows
-from dpmon.ui.keys import ACTIONS, COMMANDS, neighbour, other_period, other_range
+from dpmon.ui.keys import ACTIONS, COMMANDS, neighbour
 from dpmon.ui.layout import arrange
 from dpmon.ui.look import look
 from dpmon.ui.panels.panel_output import Tail
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import PANELS, RANGES, View
+from dpmon.ui.scene import PANELS, View
 
 
 def test_every_action_that_is_bound_exists() -> None:
@@ -50,20 +50,6 @@ def test_arrows_reach_every_panel_that_is_on_the_screen(size: tuple[int, int]) -
     assert seen == set(PANELS) & set(slots)
 
 
-def test_ranges_and_periods_have_ends() -> None:
-    view = View()
-    for _ in range(10):
-        view = other_range(view, 1)
-    assert view.span_s == RANGES[-1]
-    for _ in range(10):
-        view = other_range(view, -1)
-    assert view.span_s == RANGES[0]
-    assert other_period(0.7, 1) == 1.0
-    assert other_period(0.7, -1) == 0.5
-    assert other_period(0.1, -1) == 0.1
-    assert other_period(60.0, 1) == 60.0
-
-
 async def test_the_time_range_and_the_refresh_change_and_say_so(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
         await on.press("right_square_bracket")
@@ -71,14 +57,16 @@ async def test_the_time_range_and_the_refresh_change_and_say_so(tmp_path: Path) 
         assert on.app.view.span_s == 600
         await on.press("right_square_bracket")
         await on.shows("time range: whole run")
-        await on.press("left_square_bracket", "left_square_bracket", "left_square_bracket")
+        await on.press(*["left_square_bracket"] * 5)
         await on.shows("time range: 30 s")
         await on.press("minus")
         await on.shows("the screen is drawn every 0.2 s")
         looks = on.reader.looks
         await on.until(lambda: on.reader.looks > looks + 3, "pictures at the new rate")
-        await on.press("plus", "plus")
+        await on.press(*["plus"] * 3)
         await on.shows("the screen is drawn every 0.1 s")
+        await on.press(*["minus"] * 10)
+        await on.shows("the screen is drawn every 60 s")
 
 
 async def test_a_key_goes_through_all_themes(tmp_path: Path) -> None:

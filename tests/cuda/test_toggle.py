@@ -11,7 +11,7 @@ from simulated import Simulated
 from tracing import Script, traced
 
 from dpmon.record.kinds import UNTIMED
-from dpmon.record.names import Untimed, mode_number
+from dpmon.record.names import MODES, Untimed
 
 pytestmark = pytest.mark.simulated
 
@@ -39,7 +39,7 @@ def test_a_toggle_to_single_and_back_to_dp(
     ring = script.ring()
     try:
         for name in ("single", "dp", "single", "dp"):
-            wanted = ring.request(mode_number(name)), mode_number(name)
+            wanted = ring.request(MODES.index(name)), MODES.index(name)
             wait_for(lambda wanted=wanted: ring.acknowledged() == wanted, what=f"{name} to be acted upon")
             more: list[bytes] = []
             wait_for(lambda more=more: more.extend(ring.read()) or len(more) >= 30, what="some steps more")

@@ -11,9 +11,9 @@ import pytest
 from alternatives import as_alone
 from tracing import Script, Traced, text_of, traced
 
-from dpmon.record.names import mode_number
+from dpmon.record.names import MODES
 
-DP, SINGLE = mode_number("dp"), mode_number("single")
+DP, SINGLE = MODES.index("dp"), MODES.index("single")
 
 
 class Steered:

@@ -28,6 +28,7 @@ GUARDS = {
     "tracer.steps.recorder.Recorder.failed",
     "tracer.steps.recorder.Recorder.still_inside",
     "tracer.steps.recorder.Recorder.within",
+    "tracer.steps.recorder.Thread.__init__",
     "tracer.calls.roots._RootCall.__get__",
     "tracer.core.session.FaultGuard.__enter__",
     "tracer.core.session.FaultGuard.__exit__",

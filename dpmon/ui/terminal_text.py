@@ -16,7 +16,6 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import repeat
 
 from rich.ansi import AnsiDecoder
 from rich.style import Style
@@ -79,7 +78,8 @@ class TerminalLine:
             cells[at - 1] = (" ", cells[at - 1][1])
         if end < len(cells) and not cells[end][0]:
             cells[end] = (" ", cells[end][1])
-        cells[at:end] = zip(chars, repeat(style))
+        shared = {char: (char, style) for char in chars}  # a page of long rows has a million cells
+        cells[at:end] = [shared[char] for char in chars]
 
     def mark(self, at: int, mark: str) -> None:
         """Add a combining mark to the character before column `at`, if it fits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 import unicodedata
 from itertools import pairwise
 
@@ -122,6 +123,17 @@ def test_colours_reach_the_picture_as_styles() -> None:
         ("t", "sgr:#010203::"),
         ("x", ""),
     ]
+
+
+def test_long_rows_that_can_still_change_need_little_memory() -> None:
+    page, row = TerminalPage(), b"\x1b[32m" + b"loss 0.12 " * (COLUMNS // 10) + b"\x1b[0m\n"
+    tracemalloc.start()
+    try:
+        page.feed(row * HEIGHT)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 16 * COLUMNS * HEIGHT, "less than 16 bytes a cell"
 
 
 def test_a_line_of_a_megabyte_is_bounded() -> None:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from dpmon.record.schema import EVALUATION
 from dpmon.store.accounting import LATEST_NS, Account
-from dpmon.store.answers import event_in, numbers_in
+from dpmon.store.answers import event_in
 from dpmon.store.batch import Batch
-from dpmon.store.rounds import Joined, Rounds, SyncStep, device_tail
+from dpmon.store.rounds import Rounds
 from dpmon.store.tables import LASTING
-from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key
 
 if TYPE_CHECKING:
     from dpmon.store.writer import History
-
-_RECENT = 10_000
-"""Number of recent steps that a late wait for input may overlap, or that may wait for other ranks."""
 
 
 @dataclass
@@ -58,48 +53,19 @@ class Accounts:
         elif at_ns is not None and kind == "exit":
             self._finish(batch, at_ns)
 
-    def resume(self, history: History) -> list[Joined]:
-        """Account again for the recent steps of a history, and all its events that an account uses, in their order.
-
-        Return the steps that are now complete: they waited for other ranks.
-        """
-        rings = [ring for ring in history.rings().values() if ring.steps]
-        steps = [step for ring in rings for step in history.last_steps(ring, _RECENT // len(rings) + 1)]
-        recent = Counter(process for _, process, *_ in steps)
-        older = {ring.process for ring in rings if ring.steps > recent[ring.process]}
-        """Processes with steps before the recent ones."""
+    def resume(self, history: History) -> None:
+        """Go on after the events in a history and the last step of each process."""
         query = (
-            f"SELECT id, ifnull(process, -1), t_ns, json FROM events WHERE {LASTING}"
-            " AND kind IN ('process', 'pause', 'input', 'exit', 'ddp')"
+            f"SELECT ifnull(process, -1), t_ns, json FROM events WHERE {LASTING}"
+            " AND kind IN ('process', 'pause', 'input', 'ddp') ORDER BY id"
         )
         nowhere = Batch()
-        for _, process, *row in sorted([*steps, *history.rows(query)], key=itemgetter(0)):
-            if len(row) == 2:
-                at, event = row[0], event_in(row[1:])
-                self.event(nowhere, process if process >= 0 else None, event.kind, event.data, at)
-                continue
-            number, mode, start, wall, kind = row
-            account = self.account(process)
-            (account.resume if process in older else account.step)(number, mode, start, wall, bool(kind & EVALUATION))
-            older.discard(process)
-        return self._resume_rounds(history)
-
-    def _resume_rounds(self, history: History) -> list[Joined]:
-        recent = "id > (SELECT max(id) FROM steps) - ? AND sync_number IS NOT NULL"
-        query = f"SELECT process, max(sync_number) FROM steps WHERE {recent} GROUP BY process"
-        for process, number in history.rows(query, (_RECENT,)):
-            self.rounds.resume(process, number)
-        keys = {Key(*row) for row in history.rows("SELECT process, mode, kind, batch FROM keys")}
-        columns = "id, process, mode, kind, samples, start_ns + wall_ns AS end_ns, sync_ns, device, synced, sync_number"
-        query = f"SELECT {columns} FROM steps WHERE {recent} AND wait_ns IS NULL ORDER BY id"
-        found = []
-        for number, process, mode, kind, samples, end, tail, device, passes, last in history.rows(query, (_RECENT,)):
-            tail = tail if device is None else device_tail(numbers_in(device)[1:])
-            key = Key(process, mode, kind, NO_SAMPLES if samples is None else samples)
-            key = key if key in keys else key._replace(batch=OTHER_SIZES)
-            if tail is not None:
-                found += self.rounds.step(process, SyncStep(number, key, end // 1_000_000_000, last, passes or 0, tail))
-        return found
+        for process, at, *text in history.rows(query):
+            event = event_in(text)
+            self.event(nowhere, process if process >= 0 else None, event.kind, event.data, at)
+        for ring in history.rings().values():
+            for number, mode, start, wall, kind in history.last_step(ring):
+                self.account(ring.process).resume(number, mode, start, wall, bool(kind & EVALUATION))
 
     def _note_process(self, process: int, data: Mapping[str, Any], at_ns: int | None) -> None:
         """Note that a process began to record, paused or resumed."""

@@ -274,7 +274,7 @@ class Drain:
     def _go_on_in(self, history: History) -> None:
         """Write into a history that another supervisor may have begun."""
         self._accounts = Accounts()
-        self._batch.join(self._accounts.resume(history))
+        self._accounts.resume(history)
         self._kept = history.rings()
         self._next_id = history.next_id
         self._history = history

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain, takewhile
+from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +31,10 @@ from dpmon.record.schema import (
 from dpmon.record.spans import Flag
 from dpmon.store.accounting import LATEST_NS
 from dpmon.store.accounts import Accounts, ns_of
-from dpmon.store.answers import call_in, parts_column, replica_series, stage_series
+from dpmon.store.answers import parts_column, replica_series, stage_series
 from dpmon.store.batch import GAP_NS, Batch, ShapeKey
 from dpmon.store.rounds import SyncStep, device_tail
-from dpmon.store.tables import CALL_ROW, RingRow
+from dpmon.store.tables import RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key
 
 if TYPE_CHECKING:
@@ -77,22 +77,9 @@ class Intake:
         self._steps_in_mode = 0
 
     def resume(self, history: History) -> None:
-        """Continue after all earlier records of the ring, which another supervisor wrote. Raises HistoryError."""
-        row = self.row
-        last = history.last_steps(row, SETTLING_STEPS) if row.steps else []
-        last_id, self._mode = (last[0][0], last[0][3]) if last else (0, None)
-        self._steps_in_mode = sum(1 for _ in takewhile(lambda step: step[3] == self._mode, last))
-        if row.held_id is not None:
-            query = (
-                f"SELECT id, {CALL_ROW} FROM calls WHERE process = ? AND id >= ? AND (id > ? OR step > ?) ORDER BY id"
-            )
-            before = -1 if row.last_step is None else row.last_step
-            held = history.rows(query, (row.process, row.held_id, last_id, before))
-            self._calls = {number: call_in(columns) for number, *columns in held}
-        batches = history.rows("SELECT DISTINCT batch FROM keys WHERE process = ?", (row.process,))
-        self._sizes.update(batch for (batch,) in batches if batch >= 0)
-        query = "SELECT process, mode, kind, layout, virtual, sizes, untimed FROM shapes WHERE process = ?"
-        self._shapes.update(history.rows(query, (row.process,)))
+        """Continue after the last step of the ring, which another supervisor wrote. Raises HistoryError."""
+        for _, mode, _, _, kind in history.last_step(self.row):
+            self._mode, self._steps_in_mode = mode, 0 if kind & SETTLING else SETTLING_STEPS
 
     def add(self, batch: Batch, number: int, row: Row) -> bool:
         """Put `row` into `batch` under the id `number`; False for a definition, which takes no id.
@@ -132,12 +119,8 @@ class Intake:
         if len(self._calls) > HELD_CALLS:  # a process with calls outside steps
             self._count(batch, [self._calls.pop(next(iter(self._calls)))], None)
         self._place(number)
-        self._note_held()
         self.row.calls += 1
         self.row.last_call = row.call
-
-    def _note_held(self) -> None:
-        self.row.held_id = next(iter(self._calls), None)
 
     def _count(self, batch: Batch, calls: Iterable[CallRow], kind: int | None) -> None:
         """Count the sizes of calls. `kind`: kind of their step; None if they are in no step."""
@@ -155,11 +138,9 @@ class Intake:
             batch.shapes[shape] += 1
 
     def flush(self, batch: Batch) -> None:
-        """Handle the end of the process: count its last calls, which are in no finished step, and close its rounds."""
+        """Handle the end of the process: count its last calls, which are in no finished step."""
         self._count(batch, self._calls.values(), None)
         self._calls.clear()
-        self._note_held()
-        batch.join(self._accounts.rounds.ended(self.row.process))
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -197,7 +178,6 @@ class Intake:
                 synced = SyncStep(number, key, second, sync_number, row.counts.get("synced", 0), tail)
                 batch.join(self._accounts.rounds.step(process, synced))
         self._place(number)
-        self._note_held()
         self.row.steps += 1
         self.row.last_step = step
 

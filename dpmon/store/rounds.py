@@ -53,18 +53,14 @@ class Joined(NamedTuple):
 class _RankGroup:
     """The processes that average their gradients together, one per rank."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks = frozenset(ranks)
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.pending: dict[tuple[int, int], dict[int, SyncStep]] = {}
         """The steps by rank, for each (number of the last pass, count of passes)."""
         self.waiting = 0
         """Number of steps in `pending`."""
         self.newest: dict[int, int] = {}
         """Newest process by rank."""
-        self.reached: dict[int, int] = {}
-        """Number of the newest synchronised pass, by rank."""
-        self.ended: set[int] = set()
-        """Ranks with an ended process."""
         self.replaced: set[int] = set()
         """Processes of the job before its restart."""
 
@@ -82,42 +78,21 @@ class _RankGroup:
             self.replaced = set(self.newest.values())
             self.pending.clear()
             self.waiting = 0
-            self.reached.clear()
-            self.ended.clear()
         self.newest[rank] = process
         return True
 
     def add(self, rank: int, step: SyncStep) -> Sequence[Joined]:
         """Take a step of a rank; return the round's steps of all ranks once they are complete."""
         place = step.number, step.passes
-        self.reached[rank] = max(step.number, self.reached.get(rank, 0))
         steps = self.pending.setdefault(place, {})
         self.waiting += rank not in steps
         steps[rank] = step
-        if len(steps) == len(self.ranks) or self.ended:
-            return self._close(place)
+        if len(steps) == self.size:
+            self._give_up(place)
+            return tuple(_joined(steps))
         while self.waiting > MAX_WAITING:
             self._give_up(next(iter(self.pending)))
         return ()
-
-    def over(self, rank: int) -> list[Joined]:
-        """Note that the process of a rank has ended; return the steps that no longer wait for it."""
-        self.ended.add(rank)
-        return [joined for place in list(self.pending) for joined in self._close(place)]
-
-    def _close(self, place: tuple[int, int]) -> Sequence[Joined]:
-        """Remove a round once no other rank can join it, and return its steps.
-
-        Ranks with an ended process join no more rounds. If such a rank reached a later round without a record of this
-        one, nothing is returned: the figures of this round are unknown.
-        """
-        steps = self.pending[place]
-        missing = self.ranks - steps.keys()
-        if not missing <= self.ended:
-            return ()
-        self._give_up(place)
-        known = len(steps) > 1 and all(self.reached.get(rank, 0) < place[0] for rank in missing)
-        return tuple(_joined(steps)) if known else ()
 
     def _give_up(self, place: tuple[int, int]) -> None:
         self.waiting -= len(self.pending.pop(place))
@@ -163,27 +138,13 @@ class Rounds:
             return None
         group = self._groups.get(ranks)
         if group is None:
-            group = self._groups[ranks] = _RankGroup(ranks)
+            group = self._groups[ranks] = _RankGroup(len(ranks))
         return group if group.take_over(rank, process) else None
 
     def step(self, process: int, step: SyncStep) -> list[Joined]:
         """Take a step of a process; return the steps of all ranks that are now complete."""
         group = self._group(process)
         return [] if group is None else list(group.add(self._rank_of[process], step))
-
-    def ended(self, process: int) -> list[Joined]:
-        """Note that a process has ended; return the steps that are now complete."""
-        rank, group = self._rank_of.get(process), self._groups.get(self._ranks.get(process, ()))
-        if rank is None or group is None or group.newest.get(rank) != process:
-            return []
-        return group.over(rank)
-
-    def resume(self, process: int, number: int) -> None:
-        """Note the newest pass of a process; an earlier supervisor took its steps."""
-        group = self._group(process)
-        if group is not None:
-            rank = self._rank_of[process]
-            group.reached[rank] = max(number, group.reached.get(rank, 0))
 
 
 def _joined(steps: Mapping[int, SyncStep]) -> Iterator[Joined]:

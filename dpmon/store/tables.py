@@ -105,7 +105,7 @@ COLLECTIVE_SUMS = ("count", "bytes", "ended", "timed_bytes", "ran_ns")
 """The sums of collectives."""
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 _OPTIONAL = {
-    *("rank", "first_id", "last_id", "held_id", "last_call", "lines", "thread"),
+    *("rank", "first_id", "last_id", "last_call", "lines", "thread"),
     *("rest_ns", "device", "spans", SYNC_NUMBER, f"{EXPOSED}_ns", f"{WAIT}_ns", "parts", "t_ns"),
     *(f"{phase.name}_ns" for phase in PHASES),
     *(f"{quantity.name}{part}" for quantity in QUANTITIES for part in ("", "_sum")),
@@ -123,7 +123,7 @@ CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rings (
     name TEXT PRIMARY KEY, process INTEGER, rank INTEGER, pid INTEGER, position INTEGER, sequence INTEGER,
     missed INTEGER, calls INTEGER, steps INTEGER, last_step INTEGER,
-    first_id INTEGER, last_id INTEGER, held_id INTEGER, last_call INTEGER, lines INTEGER, thread INTEGER,
+    first_id INTEGER, last_id INTEGER, last_call INTEGER, lines INTEGER, thread INTEGER,
     pending TEXT, ended INTEGER, open_calls INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS definitions (
     process INTEGER, number INTEGER, value TEXT, PRIMARY KEY (process, number)) WITHOUT ROWID;
@@ -204,8 +204,6 @@ class RingRow:
     first_id: int | None = None
     """First id of its calls and steps; `last_id` is the last. None if it has none."""
     last_id: int | None = None
-    held_id: int | None = None
-    """Id of the first call that waits for its step; None if no call waits."""
     last_call: int | None = None
     lines: int | None = None
     """Bytes read of the lines beside the ring."""

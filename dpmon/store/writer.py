@@ -39,7 +39,6 @@ LIMIT_BYTES = 256 << 20
 _FAULTS = sqlite3.Error, OSError, MemoryError, HistoryError
 _PRUNE_PART = 16
 _LASTING_KEPT = 10_000
-_LAST_ID = (1 << 63) - 1
 _SUMS_PART = 3
 """Each table of sums may take a third of the size limit."""
 _ROW_BYTES = 180
@@ -142,14 +141,13 @@ class History:
         """Return the rows of a query. Raises HistoryError."""
         return list(self.door.rows(query, values))
 
-    def last_steps(self, ring: RingRow, most: int) -> list[tuple[Any, ...]]:
-        """Return id, process, step, mode, start, wall and kind of the last steps of a ring, the newest first."""
+    def last_step(self, ring: RingRow) -> list[tuple[Any, ...]]:
+        """Return step, mode, start, wall and kind of the last step of a ring, in a list; an empty list if none."""
         query = (
-            "SELECT id, process, step, mode, start_ns, wall_ns, kind FROM steps"
-            " WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT ?"
+            "SELECT step, mode, start_ns, wall_ns, kind FROM steps"
+            " WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT 1"
         )
-        last_id = _LAST_ID if ring.last_id is None else ring.last_id
-        return self.rows(query, (ring.process, ring.first_id or 0, last_id, most))
+        return self.rows(query, (ring.process, ring.first_id, ring.last_id)) if ring.steps else []
 
     def write(self, batch: Batch) -> None:
         """Write all of `batch` or nothing. After a HistoryError, the same batch may be written again."""

@@ -283,7 +283,7 @@ def test_a_wait_is_subtracted_from_its_gap_in_the_database(tmp_path: Path, ring:
         assert db.execute("SELECT sum(input_ns), sum(between_ns) FROM times").fetchone() == (700 * MS, 300 * MS)
 
 
-# ---------------------------------------------------------------------------------------- another supervisor
+# ---------------------------------------------------------------------------------------- limits
 
 
 def test_shapes_beyond_the_first_are_counted_without_sizes() -> None:
@@ -296,24 +296,6 @@ def test_shapes_beyond_the_first_are_counted_without_sizes() -> None:
     assert len(sizes) <= SHAPES + 2
     assert sizes["[0,0,[0,0],[0,0]]"] == 50
     assert sizes.total() == SHAPES + 50
-
-
-def test_a_successor_knows_which_shapes_are_kept(tmp_path: Path) -> None:
-    ring, history = Ring(), History.open(tmp_path, {})
-    for number in range(SHAPES):
-        ring.call(sizes=(number, 3))
-        ring.step()
-    ring.batch.rings = [ring.row]
-    history.write(ring.batch)
-    after = Ring()
-    after.intake, after.number = Intake(ring.row, 0, after.accounts), ring.number
-    after.intake.resume(history)
-    for number in (SHAPES - 1, SHAPES):
-        after.call(sizes=(number, 3))
-        after.step()
-    sizes = [json.loads(key[-2])[:2] for key in after.batch.shapes]
-    assert sizes == [[SHAPES - 1, 3], [0, 0]]
-    history.close()
 
 
 def test_the_batch_counts_the_text_of_large_rows() -> None:

@@ -72,34 +72,11 @@ def test_ranks_may_be_read_one_after_the_other() -> None:
     assert {one.exposed_ns for one in found} == {5}
 
 
-def test_the_others_are_joined_when_a_process_has_ended() -> None:
-    rounds = of_ranks(3)
-    for rank in range(3):
-        rounds.step(rank, step(rank, 1, 10))
-    rounds.step(0, step(0, 2, 30))
-    rounds.step(1, step(1, 2, 20))
-    assert waits_by_process(rounds.ended(2)) == {0: (20, 10, None), 1: (20, 0, 10)}
-    rounds.step(1, step(1, 3, 40))
-    assert waits_by_process(rounds.step(0, step(0, 3, 50))) == {0: (40, 10, None), 1: (40, 0, 10)}
-
-
-def test_ranks_with_more_data_are_joined_once_the_other_has_ended() -> None:
-    rounds = of_ranks(3)
-    for rank in range(3):
-        rounds.step(rank, step(rank, 1, 10))
-    for number in range(2, 5):
-        assert rounds.step(0, step(0, number, 10)) == []
-        assert rounds.step(1, step(1, number, 20)) == []
-    assert [one.step.number for one in rounds.ended(2)] == [2, 2, 3, 3, 4, 4]
-    assert rounds.ended(2) == []
-
-
 def test_a_pass_is_unknown_if_a_rank_has_no_record_of_it() -> None:
     rounds = of_ranks(2)
     rounds.step(0, step(0, 1, 10))
     assert waits_by_process(rounds.step(1, step(1, 2, 10))) == {}
     assert len(rounds.step(0, step(0, 2, 10))) == 2
-    assert rounds.ended(1) == rounds.ended(0) == []
 
 
 def test_a_job_that_was_started_again_is_not_joined_with_its_earlier_processes() -> None:
@@ -116,7 +93,6 @@ def test_a_child_that_only_has_the_rank_of_its_parent_changes_nothing() -> None:
     rounds = of_ranks(2, [0, 1])
     rounds.step(0, step(0, 1, 10))
     rounds.take_event(2, "process", {"rank": 0, "world": 2})
-    assert rounds.ended(2) == []
     assert len(rounds.step(1, step(1, 1, 15))) == 2
     rounds.step(0, step(0, 2, 10))
     assert len(rounds.step(1, step(1, 2, 15))) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from dpmon.model.announced import Announced
@@ -13,6 +14,7 @@ _NOTHING: dict[str, Any] = {
     ),
     **dict.fromkeys(("host", "compared", "communication", "last_step_ns", "end_ns", "stall", "death")),
     "spent": {}, "names": {}, "processes": [], "announced": Announced(), "until_ns": 0,
+    "store": SimpleNamespace(pruned=0),
 }  # fmt: skip
 
 

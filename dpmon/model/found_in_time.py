@@ -227,8 +227,8 @@ def stalls(facts: RunFacts) -> Iterator[Finding]:
         return
     worst = stalls[0]
     median = medians[worst.process, worst.mode]
-    # A lower bound if steps were deleted (a tally has only its longest step), or if all steps read are stalls.
-    least = len(stalls) == len(longest) > 1 or any(step.step is None for step in stalls)
+    # A lower bound if steps were deleted, or if all steps read are stalls.
+    least = len(stalls) == len(longest) > 1 or facts.store.pruned > 0
     count = "one" if len(stalls) == 1 else str(len(stalls))
     count = f"At least {count}" if least else count.capitalize()
     if len(stalls) > 1:
@@ -250,25 +250,20 @@ def _waits_for_input(step: LongRow, facts: RunFacts) -> bool:
     return 2 * waited_ns(waits, step.start_ns, step.start_ns + step.wall_ns) > step.wall_ns
 
 
-def _longest_phase(step: LongRow) -> str | None:
-    """The phase that took most of a step; None if it is unknown."""
-    return max(step.phases, key=lambda name: step.phases[name], default=None)
+def _longest_phase(step: LongRow) -> str:
+    """The phase that took most of a step."""
+    return max(step.phases, key=lambda name: step.phases[name], default="other")
 
 
 def _where(step: LongRow, facts: RunFacts) -> str:
-    """The step, its time, and the phase that took most of it, as far as they are known."""
-    process, phase, least = of_process(step.process, facts), _longest_phase(step), step.step is None
-    name = f"a step{process} at about" if least else f"step {step.step}{process} at"
-    where = f"{name} {clock(step.start_ns)}{' (deleted)' * least}, {duration_words(step.wall_ns)}"
-    if phase is None:
-        return where
-    return f"{where}, {'at least ' * least}{duration_words(step.phases[phase])} in {phase}"
+    """The step, its time, and the phase that took most of it."""
+    process, phase = of_process(step.process, facts), _longest_phase(step)
+    where = f"step {step.step}{process} at {clock(step.start_ns)}, {duration_words(step.wall_ns)}"
+    return f"{where}, {duration_words(step.phases.get(phase, 0))} in {phase}"
 
 
 def _stall_advice(step: LongRow, facts: RunFacts) -> str:
     phase = _longest_phase(step)
-    if phase is None:
-        return "read the script's output of that time: a checkpoint, an evaluation, a loader that started again"
     if phase == "backward" and facts.names:
         return _STALL_ADVICE[phase] + ", or a rank that the others waited for"
     if phase == "data" and restarted(facts, step.process):

@@ -405,7 +405,7 @@ class RunFacts:
 
     @cached_property
     def _longest(self) -> list[LongRow]:
-        """The longest steps of all modes, including deleted ones but not evaluations, the longest first.
+        """The longest steps of all modes that still have a row, without evaluations, the longest first.
 
         A step that was running when the user asked the run to stop lasts until the process ends, so it does not count.
         """
@@ -414,7 +414,6 @@ class RunFacts:
             if not evaluation:
                 apart = False if self.window.trained(mode) else None
                 found += self.store.longest(LONGEST, mode=mode, evaluation=apart)
-                found += self.store.longest_deleted(LONGEST, mode=mode, evaluation=apart)
         stop = -1 if self._stop_asked_ns is None else self._stop_asked_ns
         long = (step for step in found if not step.start_ns <= stop < step.start_ns + step.wall_ns)
         return sorted(long, key=lambda step: -step.wall_ns)

@@ -26,14 +26,10 @@ class TimeRow(NamedTuple):
 
 
 class LongRow(NamedTuple):
-    """One of the longest steps, or the longest of several deleted steps (`step` is None).
-
-    For a deleted step, `start_ns` is approximate, and `phases` has at most one phase: a lower bound of the time in the
-    phase that took most of the step.
-    """
+    """One of the longest steps."""
 
     process: int
-    step: int | None
+    step: int
     mode: str
     kind: int
     start_ns: int

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CollectiveRow, Resolver
 from dpmon.record.kinds import BUCKET, Call, Collective, Event, Record, RecordError, Sampled, Step
-from dpmon.record.schema import EVALUATION, EXPOSED, QUANTITIES, SETTLING, STEP, STEP_PHASES, SYNC_NUMBER, WAIT
+from dpmon.record.schema import EVALUATION, EXPOSED, QUANTITIES, SETTLING, STEP_PHASES, SYNC_NUMBER, WAIT
 from dpmon.store.accounting import Gap
 from dpmon.store.answers import LongRow, MinuteRow, Shape, call_in, event_in, numbers_in
 from dpmon.store.sums import Parameters, Sums
@@ -29,7 +29,6 @@ from dpmon.store.tables import (
     Door,
     definition_in,
 )
-from dpmon.store.tally import TALLY, TALLY_AT, Key, Tally
 
 _Decoded = TypeVar("_Decoded")
 
@@ -108,27 +107,6 @@ class Store(Sums):
         only, values = _only(mode, evaluation)
         query = f"SELECT {LONG_COLUMNS} FROM steps WHERE {only} ORDER BY wall_ns DESC LIMIT ?"
         return [long_row(row) for row in self.query(query, (*values, most))]
-
-    def longest_deleted(self, most: int, *, mode: str | None = None, evaluation: bool | None = None) -> list[LongRow]:
-        """Return the longest of the steps with deleted rows, like `longest`, but only one step per tally.
-
-        A phase of that step is known if the tally's other steps are too short to account for the phase's total.
-        """
-        oldest = self.oldest_step_ns()
-        if not self.pruned or oldest is None:
-            return []
-        only, values = _only(mode, evaluation)
-        query = (
-            f"SELECT {', '.join(TALLY)} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ?"
-            f" AND process >= 0 AND {only} ORDER BY high_ns DESC LIMIT ?"
-        )
-        found = []
-        for width, begin, end in self.stretches(0, oldest // _SECOND, widest=1):
-            for row in self.query(query, (width, begin, end, *values, most)):
-                with self.until_damage():
-                    tally = Tally.of_row(row[TALLY_AT:], self._names, sketches=False)
-                    found.append(_longest_of(Key(*row[1:TALLY_AT]), (row[0] + width) * _SECOND, tally))
-        return sorted(found, key=lambda step: -step.wall_ns)[:most]
 
     def steps(self, most: int, *, process: int | None = None, last_id: int = _LAST_NS) -> list[Step]:
         """Return the newest steps, or those of one process, up to an id, the newest first."""
@@ -232,11 +210,6 @@ class Store(Sums):
             found = max([found, *(newest or 0 for (newest,) in self.query(query))])
         return found
 
-    def oldest_step_ns(self) -> int | None:
-        """Return the start of the oldest step that has a row; None if there is none."""
-        rows = self.query("SELECT start_ns FROM steps ORDER BY id LIMIT 1000")
-        return min((at for (at,) in rows), default=None)
-
     def next_step_ns(self, process: int, after_ns: int) -> int | None:
         """Return the start of the first step of a process that began at or after a time; None if there is none.
 
@@ -310,7 +283,7 @@ _again = lru_cache(maxsize=1024)(event_in)
 
 
 def _only(mode: str | None, evaluation: bool | None) -> tuple[str, tuple[Any, ...]]:
-    """Return a condition for rows of steps and tallies, and its values."""
+    """Return a condition for rows of steps, and its values."""
     parts, values = [f"kind & {SETTLING} = 0"], []
     if mode is not None:
         parts.append("mode = ?")
@@ -318,16 +291,6 @@ def _only(mode: str | None, evaluation: bool | None) -> tuple[str, tuple[Any, ..
     if evaluation is not None:
         parts.append(f"kind & {EVALUATION} {'>' if evaluation else '='} 0")
     return " AND ".join(parts), tuple(values)
-
-
-def _longest_of(key: Key, end_ns: int, tally: Tally) -> LongRow:
-    """Return the longest step of a tally; `end_ns`: end of its time."""
-    wall = tally.high_ns or 0
-    others = max(tally.stat(STEP).total - wall, 0)
-    spent = {name: tally.stat(name).total for name in STEP_PHASES}
-    # Lower bounds: assume that the other steps spent all their time in that phase.
-    least = {name: took - others for name, took in spent.items() if 2 * (took - others) > wall}
-    return LongRow(key.process, None, key.mode, key.kind, max(end_ns - wall, 0), wall, least)
 
 
 def long_row(row: tuple[Any, ...]) -> LongRow:

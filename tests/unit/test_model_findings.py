@@ -413,17 +413,6 @@ def test_many_stalls_are_counted_and_the_longest_is_placed() -> None:
     assert findings(every)[0].text.startswith("At least 64 steps")
 
 
-def test_stalls_among_deleted_steps_are_reported_as_a_minimum() -> None:
-    """Only the longest step of each sum is known."""
-    deleted = long_step(8000)._replace(step=None)
-    (one,) = findings(changed(HEALTHY, longest=(deleted, long_step(25))))
-    assert one.text.startswith("At least one step took 8.00 s, 400 times the median")
-    (several,) = findings(changed(HEALTHY, longest=(long_step(9000), deleted, long_step(25))))
-    assert several.text.startswith("At least 2 steps took more than 10 times the median")
-    (known,) = findings(changed(HEALTHY, longest=(long_step(9000), deleted._replace(wall_ns=25_000_000))))
-    assert known.text.startswith("One step took 9.00 s")
-
-
 def test_the_process_that_waits_most_for_data_is_named() -> None:
     each = [
         replace(mode(data=share), process=number, who=f"rank {number}") for number, share in enumerate((0.05, 0.7, 0.3))

@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
+from types import NoneType
 from typing import Any, NamedTuple
 
 from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CallParts, CallRow
 from dpmon.record.kinds import Collective, Event, Operation
+from dpmon.record.names import CALL_PHASES
 from dpmon.record.plainjson import load_event, load_json
 
 
@@ -160,15 +162,24 @@ def call_in(columns: Sequence[Any]) -> CallRow:
     return row if text is None else row._replace(parts=_parts_in(text))
 
 
+_MOST_MS = 1e12
+"""Longest device time that is not damage: 30 years."""
+
+
 @lru_cache(1024)
 def _parts_in(text: str) -> CallParts:
     """Return the parts in a column. Cached, because every picture shows the newest calls."""
     try:
         phases, replicas, stages, times, why = numbers_in(text)
         ran = [None if at is None else (at[0], at[1]) for at in phases]
-        if list in map(type, (*chain(*filter(None, ran), *replicas, *stages), *(times or ()), why)):
-            raise ValueError("a list in place of a number")
-        return CallParts(ran, [*map(tuple, replicas)], [*map(tuple, stages)], times, why)
+        lengths = [len(ran), *map(len, replicas), *map(len, stages)]
+        if lengths != [len(CALL_PHASES), *[4] * len(replicas), *[5] * len(stages)]:
+            raise ValueError("a list of another length")
+        if {*map(type, chain(*filter(None, ran), *replicas, *stages))} - {int, NoneType}:
+            raise ValueError("another type")
+        if not all(0 <= ms < _MOST_MS for ms in times or () if ms is not None):
+            raise ValueError("an impossible time")
+        return CallParts(ran, [*map(tuple, replicas)], [*map(tuple, stages)], times, int(why))
     except (ValueError, TypeError, LookupError) as error:
         raise HistoryError(f"a damaged call: {error}") from None
 

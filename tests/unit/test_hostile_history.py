@@ -15,6 +15,7 @@ from dpmon.errors import HistoryError
 from dpmon.export import history
 from dpmon.store.figures import Window
 from dpmon.store.opened import open_store
+from dpmon.store.store_at import StoreAt
 from dpmon.store.writer import History
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
@@ -80,6 +81,24 @@ def test_a_schema_that_computes_something_is_refused(directory: Path, statement:
         assert "not dpmon's" in str(store.damaged)
     with pytest.raises(HistoryError, match="not dpmon's"):
         History.open(directory, {})
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        "[[null],[],[],null,0]",
+        "[[null,null,null,null],[[]],[],null,0]",
+        "[[null,null,null,null],[],[[1,0,0,0]],null,0]",
+        "[[[0,1.5],null,null,null],[],[],null,0]",
+        "[[null,null,null,null],[[0,0,0,1]],[],[null,null,null,null,1000000000000000],0]",
+        "[[null,null,null,null],[[0,0,0,1]],[],[null,null,null,null,[]],0]",
+    ],
+)
+def test_a_call_with_parts_of_another_shape_is_named(directory: Path, parts: str) -> None:
+    altered(directory, f"UPDATE calls SET parts = '{parts}' WHERE id = (SELECT max(id) FROM calls)")
+    with open_store(directory) as store:
+        StoreAt(store).calls(0, 10)
+        assert "a damaged call" in str(store.damaged)
 
 
 def test_a_history_of_ours_is_read(directory: Path) -> None:

@@ -229,11 +229,11 @@ class Metrics:
 
     def _add_times(self, text: MetricsText, window: Window) -> None:
         """Each process's time by activity, its steps and samples, and its newest step."""
-        for labels, process, mode, tally in self._by_mode(window, evaluation=False):
-            if not window.trained(mode):
-                continue
+        by_mode = [one for one in self._by_mode(window, evaluation=False) if window.trained(one[2])]
+        times = {mode: elapsed(window.times, mode, False, True) for mode in {mode for _, _, mode, _ in by_mode}}
+        for labels, process, mode, tally in by_mode:
             about = "Elapsed training time: steps and time between them, without pauses, evaluations, waits for input."
-            whole, _ = elapsed(window.times, mode, False, True).get(process, (0, 0))
+            whole, _ = times[mode].get(process, (0, 0))
             text.counter("training_seconds_total", about, labels, whole / 1e9)
             text.counter("training_steps_total", "Steps in training time.", labels, tally.steps)
             samples = tally.sum("samples")

@@ -113,7 +113,8 @@ class Composer:
         Return the definition of the call's inputs for a parallel_apply, if it is known; else 0.
         """
         kind, thread, failed = span.kind, span.thread, span.flags & Flag.FAILED
-        applied = any(one.kind == Kind.PARALLEL_APPLY for one in self._partial.get(thread, ()))
+        before = self._partial.get(thread)
+        applied = before is not None and before[-1].kind == Kind.PARALLEL_APPLY
         if kind == Kind.GATHER:
             if applied and not failed:
                 self._partial[thread].append(span)

@@ -49,18 +49,15 @@ def _room() -> tuple[int, int] | None:
 
 
 def _sum_up(directory: Path, how: ExitInfo | None, say: Callable[[str], None], brief: bool) -> None:
-    from dpmon.cli.summary import ending_line, fitted, summary, summary_lines
+    from dpmon.cli.summary import ending_line, fitted, summary_lines
     from dpmon.run.rundir import load_info
     from dpmon.run.runs import short_name
 
     try:
         room = _room() if say is speak else None
-        if brief:
-            lines = [ending_line(directory, how)]
-        elif room is None:
-            lines = summary_lines(directory, how)
-        else:
-            lines = fitted(summary(directory, how), *room, f"dpmon report {short_name(load_info(directory))}")
+        lines = [ending_line(directory, how)] if brief else summary_lines(directory, how)
+        if room is not None:
+            lines = fitted(lines, *room, f"dpmon report {short_name(load_info(directory))}")
         for line in lines:
             say(line)
     except Exception as error:  # noqa: BLE001 - the summary may be missing, the command's status never is

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.errors import HistoryError
@@ -24,7 +23,7 @@ from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.runs import short_name
 from dpmon.store.figures import PhaseFigures
 from dpmon.store.opened import open_store
-from dpmon.text.cells import cut, span_width
+from dpmon.text.cells import span_width
 from dpmon.text.quantities import (
     calls_so_far,
     count_of,
@@ -39,27 +38,12 @@ from dpmon.text.quantities import (
 _MAX_REPLICA_LINES = 40
 _MAX_SIZES = 3
 """Most sizes of one replica, the most frequent first."""
-_MAX_ROWS = 2
-"""If not everything fits, longer lines are cut to this many rows, except for the lines about the end and the record."""
 _MAX_STAGES = 8
 _MAX_WARNINGS = 5
 _NOT_TRAINING = 0.05
 """The parts of the elapsed time are shown if more than this share of it was not training."""
 _TRIFLE = 0.001
 """Smaller parts are omitted."""
-_LARGE = 0.1
-"""If space is short, phases of calls with a smaller share of a step are omitted first."""
-
-
-class SummaryLine(NamedTuple):
-    """A line of the summary; lines with a higher number as priority are omitted first if not all fit."""
-
-    priority: int
-    text: str
-
-
-_FIRST, _MODE, _STEP, _LACKS, _PHASE, _WHO, _PART = range(7)
-"""Priorities: end and record; what was trained; steps; what is missing; phases; replicas or ranks; the rest."""
 
 
 def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
@@ -68,26 +52,21 @@ def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
     Medians and p95 (the smallest value that 95 % do not exceed) cover every step of the process that the screen shows,
     and are at most 0.4 % off.
     """
-    return [line.text for line in summary(directory, how)]
-
-
-def summary(directory: Path, how: ExitInfo | None) -> list[SummaryLine]:
-    """The lines of `summary_lines` with their priorities."""
     info = load_info(directory)
-    lines = [SummaryLine(_FIRST, _outcome(info, how)), *_with_priority(_MODE, _raised(directory, info, how))]
+    lines = [_outcome(info, how), *_raised(directory, info, how)]
     try:
         with open_store(directory) as store:
             lines += _SummaryLines(facts_of(store, directory, how), info, how).lines(directory)
     except HistoryError as error:
         texts = [f"the history cannot be read: {error}"]
-        lines += [_nothing(directory, info, how, texts), *_with_priority(_LACKS, _warnings(texts, short_name(info)))]
-    lines.append(SummaryLine(_FIRST, f"record: {directory}  (dpmon export {short_name(info)})"))
-    return [SummaryLine(priority, clean(text)) for priority, text in lines]
+        lines += [*_warnings(texts, short_name(info)), _nothing(directory, info, how, texts)]
+    lines.append(f"record: {directory}  (dpmon export {short_name(info)})")
+    return [clean(text) for text in lines]
 
 
-def _nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Iterable[str]) -> SummaryLine:
+def _nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Iterable[str]) -> str:
     why = why_nothing(directory, info, how, warnings)
-    return SummaryLine(_MODE, f"nothing was traced: {why}" if why else "nothing was traced")
+    return f"nothing was traced: {why}" if why else "nothing was traced"
 
 
 class _SummaryLines:
@@ -96,28 +75,25 @@ class _SummaryLines:
     def __init__(self, facts: RunFacts, info: RunInfo, how: ExitInfo | None) -> None:
         self._facts, self._info, self._how = facts, info, how
 
-    def lines(self, directory: Path) -> list[SummaryLine]:
-        """All lines except how it ended and where the record is."""
+    def lines(self, directory: Path) -> list[str]:
+        """All lines except how it ended and where the record is, the most important first."""
         facts = self._facts
         warnings = [] if facts.store.damaged is None else [facts.store.damaged]
         warnings += [warning.text for warning in facts.announced.warnings]
-        found = _with_priority(_STEP, self._time_lines())
+        lines = [*self._time_lines(), *self._lacks(warnings)]
         kinds = facts.store.kinds() | facts.layouts.kinds()
         if facts.open_calls:
-            found.append(SummaryLine(_STEP, calls_so_far(facts.open_calls)))
+            lines.append(calls_so_far(facts.open_calls))
         elif not kinds:
-            found.append(_nothing(directory, self._info, self._how, warnings))
+            lines.append(_nothing(directory, self._info, self._how, warnings))
         for mode in sorted({mode for mode, _ in kinds}):
-            found += self._mode_lines(mode, False)
+            lines += self._mode_lines(mode, False)
             if facts.window.trained(mode) and any(kind & EVALUATION for name, kind in kinds if name == mode):
-                found += self._mode_lines(mode, True)
+                lines += self._mode_lines(mode, True)
         slow = None if facts.communication is None else facts.communication.straggler
-        found += [] if slow is None else [SummaryLine(_STEP, f"  {sentence(slow, lately=False)}")]
-        found += _with_priority(_WHO, self._rank_lines())
-        found += _with_priority(_PART, self._stage_lines())
-        found += _with_priority(_WHO, self._replica_lines())
-        found += _with_priority(_PART, _memory_lines(facts.memory))
-        return found + _with_priority(_LACKS, self._lacks(warnings))
+        lines += [] if slow is None else [f"  {sentence(slow, lately=False)}"]
+        lines += [*self._rank_lines(), *self._stage_lines(), *self._replica_lines()]
+        return lines + _memory_lines(facts.memory)
 
     def _lacks(self, warnings: Iterable[str]) -> list[str]:
         """The gaps in the figures, and warnings."""
@@ -162,7 +138,7 @@ class _SummaryLines:
         by = self._facts.layouts.distributed
         return RANK_MODES[by] if mode == "single" and by else mode
 
-    def _mode_lines(self, mode: str, evaluation: bool) -> list[SummaryLine]:
+    def _mode_lines(self, mode: str, evaluation: bool) -> list[str]:
         found = self._facts.mode(mode, evaluation)
         title = (
             (self._mode_name(mode) or "mode unknown")
@@ -171,7 +147,7 @@ class _SummaryLines:
         )
         speed = rate_words(found.rate)
         head = f"{title}: {self._steps(mode, evaluation)}"
-        return [SummaryLine(_MODE, f"{head}, {speed}" if speed else head), *_phase_lines(found)]
+        return [f"{head}, {speed}" if speed else head, *_phase_lines(found)]
 
     def _steps(self, mode: str, evaluation: bool) -> str:
         """Steps, calls and processes. Ranks step together; other processes step independently."""
@@ -246,23 +222,19 @@ def _more(count: int) -> list[str]:
     return [f"  and {count} more; dpmon export has them all"] if count > 0 else []
 
 
-def _phase_lines(found: ModeFacts) -> list[SummaryLine]:
+def _phase_lines(found: ModeFacts) -> list[str]:
     """The times of steps and of each phase that ran (the phases of calls below forward), then the quantities."""
     if not found.steps:
         return []
     whole = PhaseFigures(STEP, found.steps, found.median_ns, found.p95_ns, found.mean_ns, 1.0)
-    lines = [_phase_line(_STEP, "step" if found.who is None else f"step of {found.who}", whole)]
-    for depth, phase in found.nested_phases():
-        priority = _PHASE if not depth or (phase.share or 0) >= _LARGE else _PART
-        lines.append(_phase_line(priority, f"  {'  ' * depth}{phase.name}", phase))
-    return lines + [SummaryLine(_PART, f"  {quantity_words(*each, found.steps)}") for each in found.counted]
+    lines = [_phase_line("step" if found.who is None else f"step of {found.who}", whole)]
+    lines += [_phase_line(f"  {'  ' * depth}{phase.name}", phase) for depth, phase in found.nested_phases()]
+    return lines + [f"  {quantity_words(*each, found.steps)}" for each in found.counted]
 
 
-def _phase_line(priority: int, label: str, phase: PhaseFigures) -> SummaryLine:
+def _phase_line(label: str, phase: PhaseFigures) -> str:
     text = f"  {label:<18} median {duration(phase.median_ns):>8}   p95 {duration(phase.p95_ns):>8}"
-    return SummaryLine(
-        priority, text if phase.device_ns is None else f"{text}   on device {duration(phase.device_ns):>8}"
-    )
+    return text if phase.device_ns is None else f"{text}   on device {duration(phase.device_ns):>8}"
 
 
 def _memory_lines(rows: Sequence[Held]) -> list[str]:
@@ -284,40 +256,22 @@ def _warnings(warnings: Iterable[str], name: str) -> list[str]:
     return lines
 
 
-def _with_priority(priority: int, texts: Iterable[str]) -> list[SummaryLine]:
-    return [SummaryLine(priority, text) for text in texts]
+def fitted(lines: list[str], rows: int, columns: int, more: str) -> list[str]:
+    """The lines, if they fit on so many rows; else the first ones, the number of the others, and the last line.
 
-
-def fitted(lines: list[SummaryLine], rows: int, columns: int, more: str) -> list[str]:
-    """The lines with the lowest priority numbers that fit into `rows`, in their order.
-
-    If lines are omitted, a row before the last line gives their number, and `more`, the command that prints them.
+    `more`: the command that prints all.
     """
 
     def size(text: str) -> int:
-        return max(-(-span_width(text) // max(columns, 1)), 1)
+        return max(-(-span_width(text) // columns), 1)
 
-    sizes = [size(line.text) for line in lines]
-    if sum(sizes) <= rows:
-        return [line.text for line in lines]
-    # One long line must not displace several shorter ones.
-    lines = [line._replace(text=cut(line.text, _MAX_ROWS * columns)) if line.priority else line for line in lines]
-    sizes = [size(line.text) for line in lines]
-    room = rows - size(f"{count_of(len(lines), 'more line')}: {more}")
-    kept: set[int] = set()
-    for index in sorted(range(len(lines)), key=lambda index: lines[index].priority):
-        if lines[index].priority and sizes[index] > room:
-            break  # later lines are less important, or continue this one
-        room -= sizes[index]
-        kept.add(index)
-    shown = [i for i in sorted(kept) if not _heads(lines, i) or i + 1 in kept]
-    omitted = f"{count_of(len(lines) - len(shown), 'more line')}: {more}"
-    return [*(lines[i].text for i in shown[:-1]), omitted, lines[shown[-1]].text]
-
-
-def _heads(lines: list[SummaryLine], index: int) -> bool:
-    """Whether a line is only the heading of the lines below it."""
-    return lines[index].priority >= _WHO and not lines[index].text.startswith(" ")
+    if sum(map(size, lines)) <= rows:
+        return lines
+    shown, room = 0, rows - size(lines[-1]) - size(f"{len(lines)} more lines: {more}")
+    while (room := room - size(lines[shown])) >= 0:
+        shown += 1
+    shown = max(shown, 1)  # how the run ended
+    return [*lines[:shown], f"{count_of(len(lines) - shown - 1, 'more line')}: {more}", lines[-1]]
 
 
 def ending_line(directory: Path, how: ExitInfo | None) -> str:

@@ -1,4 +1,4 @@
-"""The summary on a small terminal: the least important lines are left out and counted."""
+"""The summary at the end of a run; on a small terminal its last lines are left out and counted."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from synthetic import SECOND, Training
 from test_run_playback import a_run
 
 from dpmon.cli.speak import closing, speak
-from dpmon.cli.summary import SummaryLine, fitted, summary, summary_lines
+from dpmon.cli.summary import fitted, summary_lines
 from dpmon.record.kinds import Event
 from dpmon.run.rundir import load_exit
-from dpmon.text.cells import cut
 
 MORE = "dpmon report linear-7f3a"
 
@@ -29,53 +28,29 @@ def rows_of(lines: list[str], columns: int) -> int:
     return sum(max(-(-len(line) // columns), 1) for line in lines)
 
 
-def test_a_tall_terminal_gets_the_complete_summary(state: Path) -> None:
-    directory = a_run()
-    lines = summary(directory, load_exit(directory))
-    assert fitted(lines, 100, 100, MORE) == summary_lines(directory, load_exit(directory)) == [t for _, t in lines]
-
-
 @pytest.mark.parametrize("columns", [40, 73, 113])
-def test_the_most_important_lines_stay_in_their_order(state: Path, columns: int) -> None:
+def test_the_first_lines_stay_and_the_others_are_counted(state: Path, columns: int) -> None:
     training = Training(devices=[f"cpu:{i}" for i in range(8)])
     rows = [*training.begin(), *training.run(40), *training.switch("single"), *training.run(40)]
-    memory = {"device": "cuda:0", "model_bytes": 3 << 30, "gradients_bytes": 3 << 30}
-    rows.append(Event("memory", {"process": 0, "t_s": 2.5, "devices": [memory]}))
     directory = keep({0: [*rows, Event("warning", {"process": 0, "t_s": 1.0, "text": "lost"})]})
-    lines = summary(directory, load_exit(directory))
-    # A long line is cut, whatever the number of rows.
-    lines = [SummaryLine(priority, cut(text, 2 * columns) if priority else text) for priority, text in lines]
-    everything = [text for _, text in lines]
-    priorities = {text: priority for priority, text in lines}
-    before: set[str] = set()
-    for rows in range(8, rows_of(everything, columns)):
-        shown = fitted(lines, rows, columns, MORE)
-        assert rows_of(shown, columns) <= rows
-        assert shown[0] == everything[0], "how it ended"
-        assert shown[-1] == everything[-1], "where the record is"
-        said = shown.pop(-2)
-        assert said == f"{len(everything) - len(shown)} more line{'s' * (len(everything) - len(shown) > 1)}: {MORE}"
-        assert [text for text in everything if text in shown] == shown
-        assert before <= set(shown), "with more room there is more"
-        before = set(shown)
-        gone = [priorities[text] for text in everything if text not in before and text not in ("replicas", "memory")]
-        assert max(priorities[text] for text in shown) <= min(gone), "nothing stays for what is worth more"
-
-
-def test_a_long_line_does_not_end_the_search_for_room() -> None:
-    lines = [SummaryLine(0, "ended"), SummaryLine(1, "dp"), SummaryLine(3, "warning: " + "lost " * 100)]
-    lines += [SummaryLine(4, "  data"), SummaryLine(5, "who"), SummaryLine(5, "  0")]
-    lines += [*(SummaryLine(6, f"    {number}") for number in range(9)), SummaryLine(0, "record")]
-    shown = fitted(lines, 9, 40, "x")
-    assert [line.strip()[:6] for line in shown] == ["ended", "dp", "warnin", "data", "who", "0", "9 more", "record"]
-    assert rows_of(shown, 40) == 9
-    assert shown[2].endswith("lost…"[-1])
+    lines = summary_lines(directory, load_exit(directory))
+    assert lines[2] == "warning: lost", "before the figures"
+    whole = rows_of(lines, columns)
+    assert fitted(lines, whole, columns, MORE) == lines
+    for rows in range(8, whole):
+        *shown, said, last = fitted(lines, rows, columns, MORE)
+        assert rows_of([*shown, said, last], columns) <= rows
+        assert shown == lines[: len(shown)]
+        assert last == lines[-1], "where the record is"
+        left = len(lines) - len(shown) - 1
+        assert said == f"{left} more line{'s' * (left > 1)}: {MORE}"
+        assert rows_of([*lines[: len(shown) + 1], f"{len(lines)} more lines: {MORE}", last], columns) > rows, "full"
 
 
 def replicas_of(*calls: list[bytes], state: Path) -> list[str]:
     payloads = [payload for each in calls for payload in each]
     directory = keep({0: payloads})
-    lines = [line for _, line in summary(directory, load_exit(directory))]
+    lines = summary_lines(directory, load_exit(directory))
     first = lines.index("replicas")
     return [line for line in lines[first:] if line.startswith("  ") and ("replica" in line or "other size" in line)]
 
@@ -156,24 +131,6 @@ def test_a_file_gets_unchanged_characters(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setenv("TERM", "vt100")
     speak("median 120 µs")
     assert capsys.readouterr().err == "dpmon: median 120 µs\n"
-
-
-@pytest.mark.parametrize(
-    ("lines", "rows", "expected"),
-    [
-        ("0 ended|1 dp|5 replicas|5   0|5   1|0 record", 4, "ended|dp|3 more lines: x|record"),
-        ("0 ended|1 dp|5 replicas|5   0|5   1|0 record", 5, "ended|dp|3 more lines: x|record"),
-        ("0 ended|1 dp|5 replicas|5   0|5   1|0 record", 6, "ended|dp|replicas|  0|  1|record"),
-        ("0 ended|4   data|3 warning: lost|0 record", 4, "ended|  data|warning: lost|record"),
-        ("0 ended|1 dp|4   data|3 warning: lost|0 record", 4, "ended|dp|2 more lines: x|record"),
-        ("0 ended|1 dp|4   data|3 warning: lost|5  r|0 record", 5, "ended|dp|warning: lost|2 more lines: x|record"),
-    ],
-)
-def test_no_heading_stays_without_what_is_under_it_and_warnings_come_before_phases(
-    lines: str, rows: int, expected: str
-) -> None:
-    given = [SummaryLine(int(line[0]), line[2:]) for line in lines.split("|")]
-    assert "|".join(fitted(given, rows, 80, "x")) == expected
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 80), (12, 60)])

@@ -33,12 +33,6 @@ if TYPE_CHECKING:
 
 
 CHUNK = 1 << 18
-OVERLAP = 1 << 10
-"""Bytes before its position that a reader compares, to notice that the log was cut off."""
-AT_ONCE = 1 << 22
-"""More bytes than the supervisor keeps when it cuts the log off."""
-SETTLE_S = 1.0
-"""Longest time that the supervisor takes to cut a log off."""
 IDLE_S = 0.03
 LOOK_S = 0.05
 STATUS_S = 10.0
@@ -53,11 +47,8 @@ class Stream:
         self._fd = fd
         self._file: int | None = None
         self._at = 0
-        self._before = b""
-        """The bytes before `_at`, at most OVERLAP."""
         self._deleted = deleted_bytes(path)
         """Bytes deleted before the beginning of the log that `_at` refers to."""
-        self._cut_s: float | None = None
         self.gap: str | None = None
         """How much before the current position was not passed on; None if nothing, or if it was reported."""
         self.open = True
@@ -75,34 +66,20 @@ class Stream:
             self._open_log()
         if self._file is None:
             return False
-        data = os.pread(self._file, len(self._before) + CHUNK, self._at - len(self._before))
-        if not data.startswith(self._before):
-            return self._find_place(self._file)
-        data = data[len(self._before) :]
-        self._before = (self._before + data)[-OVERLAP:]
+        data = os.pread(self._file, CHUNK, self._at)
+        deleted = deleted_bytes(self._path)
+        if deleted > self._deleted:  # the supervisor has cut the log off, because the disk is full
+            missed = deleted - self._deleted - self._at
+            self._deleted, self._at = deleted, max(0, -missed)
+            if missed > 0:
+                self.gap = f"{missed:,} bytes"
+                if self.last != b"\n" and self.open:
+                    self.write(b"\n")
+            return True
         self._at += len(data)
         if data and self.open:
             self.write(data)
         return bool(data)
-
-    def _find_place(self, file: int) -> bool:
-        """Go on after the supervisor cut the log off, because the disk is full; True if there is data to copy."""
-        deleted = deleted_bytes(self._path)
-        missed = deleted - self._deleted - self._at
-        at = max(0, -missed)
-        before = self._before[max(0, len(self._before) - at) :]
-        gap = f"{missed:,} bytes" if missed > 0 else None
-        if deleted == self._deleted or os.pread(file, len(before), at - len(before)) != before:
-            self._cut_s = self._cut_s or time.monotonic()
-            if time.monotonic() < self._cut_s + SETTLE_S:
-                return False
-            found = os.pread(file, AT_ONCE, 0).rfind(self._before)
-            at, before = (found + len(self._before), self._before) if found >= 0 else (0, b"")
-            gap = "perhaps a part"
-        if gap is not None and not before and self.last != b"\n" and self.open:
-            self.write(b"\n")
-        self._deleted, self._at, self._before, self._cut_s, self.gap = deleted, at, before, None, gap
-        return bool(os.pread(file, 1, at))
 
     def write(self, data: bytes) -> None:
         """Write all of `data`; a missing reader ends the copying, never the run."""
@@ -123,8 +100,6 @@ class Stream:
         """Continue `keep` bytes before the current end of the log."""
         if self._file is not None:
             self._at = max(0, os.fstat(self._file).st_size - keep)
-            begin = max(0, self._at - OVERLAP)
-            self._before = os.pread(self._file, self._at - begin, begin)
 
 
 class Follower:
@@ -238,7 +213,7 @@ class Follower:
     def _pump(self, stream: Stream) -> bool:
         moved = stream.pump()
         if stream.gap is not None:
-            self.say(f"the log was cut off (full disk?): {stream.gap} of the script's output was not passed on")
+            self.say(f"the log was cut off (full disk): {stream.gap} of the script's output was not passed on")
             stream.gap = None
         return moved
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from dpmon.cli import headless
 from dpmon.cli.headless import Stream
 from dpmon.supervise import room
 from dpmon.supervise.room import LITTLE, OutputRoom
@@ -34,24 +32,6 @@ def test_the_newest_output_stays_and_the_rest_is_counted(tmp_path: Path, monkeyp
         "the disk is full: the script's oldest output is deleted to make room for the newest",
         f"{11 * LITTLE:,} bytes of the script's output were deleted, because the disk was full",
     ]
-
-
-def test_a_foreground_without_a_screen_passes_on_what_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headless, "SETTLE_S", 0.0)  # here nobody counts what was cut off
-    log = tmp_path / "stdout.log"
-    log.write_bytes(b"first, of some length\n")
-    reading, writing = os.pipe()
-    stream = Stream(log, writing)
-    assert stream.pump()
-    os.truncate(log, 0)
-    assert not stream.pump()
-    with open(log, "ab") as script:
-        script.write(b"second\n")
-    assert stream.pump()
-    assert not stream.pump()
-    assert os.read(reading, 100) == b"first, of some length\nsecond\n"
-    os.close(reading)
-    os.close(writing)
 
 
 @pytest.mark.parametrize("keep_last", [0, 1000, LITTLE])

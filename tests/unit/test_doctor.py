@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -33,13 +32,11 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int] = (120, 4
 
 
 def test_a_terminal_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = at_terminal(monkeypatch, TERM="xterm-256color", COLORTERM="truecolor", TMUX="/tmp/x")
+    found = at_terminal(monkeypatch, TERM="xterm-256color", COLORTERM="truecolor")
     assert found["terminal"] == ok("terminal", "120x40")
     assert "16 million" in found["colours"].found
-    assert found["session"].found == "inside tmux"
     assert "256" in at_terminal(monkeypatch, TERM="screen-256color")["colours"].found
     assert "none" in at_terminal(monkeypatch, TERM="xterm", NO_COLOR="1")["colours"].found
-    assert "dpmon attach" in at_terminal(monkeypatch, TERM="xterm", SSH_CONNECTION="x")["session"].found
 
 
 @pytest.mark.parametrize(
@@ -84,18 +81,15 @@ def test_a_state_directory_open_to_others_is_a_warning(state: Path) -> None:
     assert os.listdir(runs) == []
 
 
-def test_an_unwritable_state_directory_is_a_problem_only_without_a_fallback(
+def test_of_an_unwritable_state_directory_the_replacement_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/self/nowhere")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     found = by_name(machine.state_directory())["state"]
     assert (found.state, f"runs are kept in {tmp_path}/dpmon-" in found.found) == ("warning", True)
-    assert os.listdir(tmp_path) == [], "looking makes nothing"
-    monkeypatch.setattr(machine, "stand_ins", lambda: [Path("/proc/self/nowhere/runs")])
-    found = by_name(machine.state_directory())["state"]
-    assert found.state == "problem"
     assert "XDG_STATE_HOME" in str(found.remedy)
+    assert os.listdir(tmp_path) == [], "looking makes nothing"
 
 
 def test_little_room_is_reported(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,21 +100,18 @@ def test_little_room_is_reported(state: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [check.state for check in machine.state_directory() if "network" in check.found] == ["warning"]
 
 
-def test_low_limits_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
+def test_little_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(64 << 20, 0, 60 << 20))
-    found = by_name(machine.limits())
-    assert {check.state for check in found.values()} == {"warning"}
-    assert "--shm-size" in str(found["/dev/shm"].remedy)
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
-    assert by_name(machine.limits())["open files"].found == "no limit"
-    assert machine._shared_memory(Path("/nowhere")).state == "warning"
+    found = machine.shared_memory()
+    assert (found.state, "--shm-size" in str(found.remedy)) == ("warning", True)
+    monkeypatch.undo()
+    assert machine.shared_memory(Path("/nowhere")).state == "warning"
 
 
 @pytest.mark.parametrize(("said", "state"), [("b true", "warning"), ("b false", "ok"), (None, "ok"), ("i 7", "ok")])
 def test_what_happens_at_logout(monkeypatch: pytest.MonkeyPatch, said: str | None, state: str) -> None:
     monkeypatch.setattr(machine, "_asked", lambda *command: said)
-    (found,) = machine.logout()
+    found = machine.logout()
     assert found.state == state
     assert ("enable-linger" in (found.remedy or "")) is (state == "warning")
 
@@ -191,14 +182,6 @@ def test_an_old_torch_is_a_warning() -> None:
         v: list(trial._python("p", trial._TrialResults(facts={"torch": v})))[1].state for v in ("2.3.1", "2.4.0+cu121")
     }
     assert states == {"2.3.1": "warning", "2.4.0+cu121": "ok"}
-
-
-def test_installed_libraries_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "_version", lambda package: {"textual": "9.0.0"}.get(package))
-    found = by_name(machine.installed())
-    assert found["textual"].state == "warning"
-    monkeypatch.setattr(machine, "_version", lambda package: "8.2.9")
-    assert by_name(machine.installed())["textual"] == ok("textual", "8.2.9")
 
 
 def test_lines_are_narrow_and_harmless(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

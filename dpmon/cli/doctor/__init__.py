@@ -8,10 +8,12 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator
+from importlib.metadata import version
 
+import dpmon
 from dpmon.cleaning import clean
 from dpmon.cli.doctor import machine, trial
-from dpmon.cli.doctor.machine import OK, PROBLEM, STATES, Check
+from dpmon.cli.doctor.machine import OK, PROBLEM, STATES, Check, ok
 from dpmon.text.cells import has_colours, in_stream
 
 WIDTH = 80
@@ -38,12 +40,12 @@ def doctor(options: argparse.Namespace) -> int:
 
 def _checks(python: str | None) -> Iterator[Check]:
     environ = dict(os.environ)
-    yield from machine.installed()
+    yield ok("dpmon", f"{dpmon.__version__}, with textual {version('textual')}")
     yield from trial.trial(python, environ)
     yield from machine.terminal(environ)
     yield from machine.state_directory()
-    yield from machine.limits()
-    yield from machine.logout()
+    yield machine.shared_memory()
+    yield machine.logout()
 
 
 def _lines(check: Check, *, coloured: bool) -> list[str]:

@@ -1,37 +1,29 @@
-"""Checks the installed packages, the terminal, the directory of the runs, the limits, and the effect of logging out."""
+"""Checks the terminal, the directory of the runs, shared memory, and the effect of logging out."""
 
 from __future__ import annotations
 
 import locale
 import os
 import pwd
-import resource
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-import dpmon
 from dpmon.run.rundir import RunError
 from dpmon.run.runs import runs_directory, stand_ins
 from dpmon.text.quantities import memory
 
-_TESTED_TEXTUAL = "8.2."
-_PIP = f"{sys.executable} -m pip install"
-"""Installs into the Python that runs dpmon."""
 FULL_SIZE = (80, 24)
 """Columns and rows for which the screen is made. A smaller terminal cuts or hides panels."""
 LITTLE_SPACE = 300 << 20
 """With less free space than this, the history of one run (256 MiB at most) may not fit."""
 SOME_SPACE = 2 << 30
-FEW_FILES, FEW_PROCESSES = 1024, 512
 LITTLE_SHM = 1 << 30
 """DataLoader workers pass batches through /dev/shm; a container has 64 MB of it by default."""
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "fuse.glusterfs", "afs"}
@@ -64,34 +56,11 @@ def problem(name: str, found: str, remedy: str) -> Check:
     return Check(name, PROBLEM, found, remedy)
 
 
-# ------------------------------------------------------------------------------------------------ packages
-
-
-def installed() -> Iterator[Check]:
-    """dpmon itself and the library of its screen: the versions in their metadata, without an import."""
-    yield ok("dpmon", dpmon.__version__)
-    textual = _version("textual")
-    if textual is None:
-        yield problem("textual", "not installed: dpmon cannot show a screen", f"{_PIP} 'textual=={_TESTED_TEXTUAL}*'")
-    elif not textual.startswith(_TESTED_TEXTUAL):
-        remedy = f"{_PIP} 'textual=={_TESTED_TEXTUAL}*'"
-        yield warning("textual", f"{textual} was not tested with dpmon ({_TESTED_TEXTUAL}* was)", remedy)
-    else:
-        yield ok("textual", textual)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 # ------------------------------------------------------------------------------------------------ terminal
 
 
 def terminal(environ: Mapping[str, str]) -> Iterator[Check]:
-    """Size, colours, characters, and whether the session survives a lost connection."""
+    """Size, colours and characters."""
     missing = [name for fd, name in enumerate(("stdin", "stdout", "stderr")) if not os.isatty(fd)]
     if missing:
         yield ok("terminal", f"none at {', '.join(missing)}: dpmon runs without a screen (headless)")
@@ -103,7 +72,6 @@ def terminal(environ: Mapping[str, str]) -> Iterator[Check]:
         yield _size()
         yield _colours(environ)
     yield _characters()
-    yield from _session(environ)
 
 
 def _size() -> Check:
@@ -138,15 +106,6 @@ def _characters() -> Check:
     )
 
 
-def _session(environ: Mapping[str, str]) -> Iterator[Check]:
-    if environ.get("TMUX"):
-        yield ok("session", "inside tmux")
-    elif environ.get("STY"):
-        yield ok("session", "inside screen")
-    elif environ.get("SSH_CONNECTION"):
-        yield ok("session", "over SSH: if it drops, the training goes on; `dpmon attach` shows it again")
-
-
 # ------------------------------------------------------------------------------------------------ state directory
 
 
@@ -168,11 +127,7 @@ def state_directory() -> Iterator[Check]:
             os.posix_fallocate(file.fileno(), 0, 1 << 16)
     except OSError as error:
         why = f"{place} cannot be written: {error.strerror or error}"
-        instead = next(filter(_takes_runs, stand_ins()), None)
-        if instead is None:
-            yield problem("state", why, elsewhere)
-        else:
-            yield warning("state", f"{why}; runs are kept in {instead}, which may be temporary", elsewhere)
+        yield warning("state", f"{why}; runs are kept in {stand_ins()[0]}, which may be temporary", elsewhere)
         return
     if place == runs and info.st_mode & 0o077:
         found = f"{runs} is open to others ({stat.filemode(info.st_mode)})"
@@ -183,14 +138,6 @@ def state_directory() -> Iterator[Check]:
     if kind in _NETWORK:
         yield warning("state", f"it is on a network file system ({kind}): slow, and locks may not hold", elsewhere)
     yield _space(place, elsewhere)
-
-
-def _takes_runs(runs: Path) -> bool:
-    """Whether `runs`, a substitute for the usual directory, can store runs."""
-    place = next(path for path in (runs, *runs.parents) if path.exists())
-    return os.access(place, os.W_OK | os.X_OK) and (
-        place not in (runs, runs.parent) or os.stat(place).st_uid == os.getuid()
-    )
 
 
 def _space(place: Path, elsewhere: str) -> Check:
@@ -210,31 +157,16 @@ def _file_system(place: Path) -> str | None:
     return max(reversed(holding), key=lambda disk: len(disk.mountpoint)).fstype if holding else None
 
 
-# ------------------------------------------------------------------------------------------------ limits
+# ------------------------------------------------------------------------------------------------ shared memory
 
 
-def limits() -> Iterator[Check]:
-    """Open files, processes and shared memory."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files != resource.RLIM_INFINITY and files < FEW_FILES:
-        yield warning("open files", f"{files} at most", "ulimit -n 4096 (many loader workers need more)")
-    else:
-        yield ok("open files", "no limit" if files == resource.RLIM_INFINITY else f"{files:,} at most")
-    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if processes != resource.RLIM_INFINITY and processes < FEW_PROCESSES:
-        yield warning("processes", f"{processes} at most, threads included", "ulimit -u 4096")
-    else:
-        yield ok("processes", "no limit" if processes == resource.RLIM_INFINITY else f"{processes:,} at most")
-    yield _shared_memory(Path("/dev/shm"))
-
-
-def _shared_memory(place: Path) -> Check:
+def shared_memory(place: Path = Path("/dev/shm")) -> Check:
+    """Whether DataLoader workers have room for their batches."""
     try:
         usage = shutil.disk_usage(place)
     except OSError as error:
-        return warning(
-            "/dev/shm", f"cannot be used: {error.strerror}", "DataLoader workers need it: mount a tmpfs there"
-        )
+        remedy = "DataLoader workers need it: mount a tmpfs there"
+        return warning("/dev/shm", f"cannot be used: {error.strerror}", remedy)
     found = f"{memory(usage.free)} of {memory(usage.total)} free"
     if usage.free < LITTLE_SHM:
         remedy = "DataLoader workers pass batches through it: docker run --shm-size=8g, or --ipc=host"
@@ -245,20 +177,18 @@ def _shared_memory(place: Path) -> Check:
 # ------------------------------------------------------------------------------------------------ logging out
 
 
-def logout() -> Iterator[Check]:
+def logout() -> Check:
     """Whether systemd's logind ends a user's processes when the last session closes."""
     kills = _kill_user_processes()
     if kills is None:
-        yield ok("logging out", "no systemd-logind here that could end processes")
-    elif not kills:
-        yield ok("logging out", "processes go on when you log out")
-    else:
-        user = pwd.getpwuid(os.getuid()).pw_name
-        yield warning(
-            "logging out",
-            "systemd-logind ends your processes when you log out (KillUserProcesses=yes)",
-            f"loginctl enable-linger {user}, then: systemd-run --user --scope dpmon ...",
-        )
+        return ok("logging out", "no systemd-logind here that could end processes")
+    if not kills:
+        return ok("logging out", "processes go on when you log out")
+    return warning(
+        "logging out",
+        "systemd-logind ends your processes when you log out (KillUserProcesses=yes)",
+        f"loginctl enable-linger {pwd.getpwuid(os.getuid()).pw_name}, then: systemd-run --user --scope dpmon ...",
+    )
 
 
 def _kill_user_processes() -> bool | None:

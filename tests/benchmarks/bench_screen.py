@@ -7,9 +7,9 @@ the first one twice; and 64 ranks at 10 steps a second each
 quiet: the same run after its end: bytes to the terminal when nothing changes
 keys: 5,000 records and 1,000 lines of output a second: from a key to its answer on the terminal; `esc` apart, since it
 may be the beginning of another key's sequence, which is waited for
-memory: a hundred thousand steps and lines, all of them shown: resident memory along the way
-attach: from the command to the first panel, for a run of a day at ten steps a second, and for one of an hour at a
-thousand; and how much later all panels are there
+memory: a hundred thousand steps, 2,500 a second: the largest resident memory of the screen on the way
+attach: from the command to the first panel, for a run of a day at ten steps a second; and how much later all panels are
+there
 
 Figures are given as measured on this machine, and scaled to the reference by processor time (see yardstick.py).
 """
@@ -38,11 +38,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest
-from bench_store import Busy, Live
+from bench_store import Live
 from kept import live
 from rowring import RowRing, use_row_rings
 from synthetic import Training, device_event, host_event
-from yardstick import Yardstick, processor_s
+from yardstick import Yardstick, peak_mib, processor_s
 
 from dpmon.run import proc
 from dpmon.run.condition import exit_info
@@ -55,51 +55,6 @@ import sys
 from pathlib import Path
 from dpmon.ui.app import run_screen
 run_screen(Path(sys.argv[1]), refresh=float(sys.argv[2]))
-"""
-_MEMORY = """
-import sys, time
-sys.path.insert(0, sys.argv[2])
-from pathlib import Path
-import pytest
-from rowring import RowRing, use_row_rings
-from synthetic import Training
-from dpmon.model.snapshot import Snapshots, Wanted
-from dpmon.store.drain import Drain
-from dpmon.store.opened import open_store
-from dpmon.run.rundir import RunInfo, save
-from dpmon.store.store_at import StoreAt
-from dpmon.ui.look import look
-from dpmon.ui.paint import whole
-from dpmon.ui.panels.panel_output import Output
-from dpmon.ui.scene import Scene
-from dpmon.ui.panels.panel_output import Tail
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096 / 2**20
-
-place = Path(sys.argv[1])
-info = RunInfo("id", "n", ("c",), "s", "/", None, 0.0, 0, "", False)
-save(place, info)
-use_row_rings(pytest.MonkeyPatch())
-ring = RowRing(place / "process-0.ring", 8000)
-drain = Drain(place, info)
-training = Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False)
-ring.write(*training.begin())
-log = open(place / "output.log", "ab", buffering=0)
-output, dark, snapshots = Output([Tail(place / "output.log")]), look("dark"), Snapshots()
-while training.steps < int(sys.argv[3]):
-    ring.write(*training.run(50))
-    drain.drain(time.monotonic())
-    log.write(b"".join(b"step %d loss 0.4119\\n" % (training.steps + i) for i in range(50)))
-    if training.steps % 1000 == 0:
-        drain.flush()
-        output.refresh()
-        with open_store(place) as store:
-            state = snapshots.take(StoreAt(store), Wanted(0))
-        whole(Scene(state, training.now, alive=True), output, 120, 40, dark)
-        if training.steps % (int(sys.argv[3]) // 10) == 0:
-            print(training.steps * 10 // int(sys.argv[3]), f"{resident():.1f}", flush=True)
 """
 
 
@@ -279,37 +234,38 @@ def keys(rounds: int) -> None:
 
 
 def memory() -> None:
-    """Resident memory over many steps."""
-    with tempfile.TemporaryDirectory() as place:
-        words = [sys.executable, "-c", _MEMORY, place, str(Path(__file__).resolve().parent.parent), "100000"]
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
-    found = dict(line.split() for line in done.stdout.splitlines())
-    print("memory: " + ", ".join(f"{found[at]} MiB at {at}0k" for at in ("1", "2", "5", "10")))
+    """Resident memory of the screen over many steps."""
+    with screen(1.0, steps=2500, lines=1000) as (run, shown):
+        (_, training), found = run.writers[0], []
+        for steps in (10_000, 20_000, 50_000, 100_000):
+            while training.steps < steps:
+                shown.pump(0.1)
+            found.append(f"{peak_mib(shown.process.pid):.1f} MiB at {steps:,} steps")
+    print("memory: " + ", ".join(found), flush=True)
 
 
 def attach(rounds: int) -> None:
-    """To a run of a day at ten steps a second, and to one of an hour at a thousand."""
-    for run, made in (("a day", lambda place: Live(place, 1)), ("a busy hour", Busy)):
-        with tempfile.TemporaryDirectory() as place:
-            live: Live | Busy = made(Path(place))
-            yardstick = Yardstick()
-            first, figures = [], []
-            for _ in range(rounds):
-                live.go_on()
-                began = time.monotonic()
-                shown = Shown(live.directory, 1.0)
-                shown.until(b"Devices")
-                first.append((time.monotonic() - began) * 1000)
-                figures.append(shown.until(b"steps seen") * 1000)
-                shown.close()
-        slow = yardstick.since()
-        for name, took in (("first panel", sorted(first)), ("all panels after that", sorted(figures))):
-            middle, tail = statistics.median(took), took[round(0.95 * (len(took) - 1))]
-            print(
-                f"attach to {run}, {name}: median {middle:.0f} ms, p95 {tail:.0f} as measured; "
-                f"scaled (1/{slow:.1f}) {middle / slow:.0f} and {tail / slow:.0f}, budget 300",
-                flush=True,
-            )
+    """To a run of a day at ten steps a second."""
+    with tempfile.TemporaryDirectory() as place:
+        live = Live(Path(place), 1)
+        yardstick = Yardstick()
+        first, figures = [], []
+        for _ in range(rounds):
+            live.go_on()
+            began = time.monotonic()
+            shown = Shown(live.directory, 1.0)
+            shown.until(b"Devices")
+            first.append((time.monotonic() - began) * 1000)
+            figures.append(shown.until(b"steps seen") * 1000)
+            shown.close()
+    slow = yardstick.since()
+    for name, took in (("first panel", sorted(first)), ("all panels after that", sorted(figures))):
+        middle, tail = statistics.median(took), took[round(0.95 * (len(took) - 1))]
+        print(
+            f"attach, {name}: median {middle:.0f} ms, p95 {tail:.0f} as measured; "
+            f"scaled (1/{slow:.1f}) {middle / slow:.0f} and {tail / slow:.0f}, budget 300",
+            flush=True,
+        )
 
 
 def main() -> None:

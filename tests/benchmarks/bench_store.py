@@ -226,25 +226,6 @@ class Live:
         return took
 
 
-class Busy:
-    """A live run after an hour with a thousand steps per second, all recorded by a process and a drain."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._process = Process(directory, 0, 1, 0)
-        self._drain = Drain(directory, info_of(directory))
-        self._second = 0
-        for _ in range(3600):
-            self.go_on()
-
-    def go_on(self) -> None:
-        """Record another second."""
-        for part in range(1000):
-            self._process.step(self._second * SECOND + part * SECOND // 1000, SECOND * 98 // 100 // 1000)
-        self._second += 1
-        self._drain.flush()
-
-
 def reading(refreshes: int) -> None:
     """Print a table."""
     print("\nthe queries of a refresh, ms: median and longest")

@@ -21,17 +21,9 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 
 from running import Dpmon, wait_for  # noqa: E402
-from yardstick import processor_s  # noqa: E402
+from yardstick import peak_mib, processor_s  # noqa: E402
 
 _BUDGET = "budget: 3 % of a core at 1,000 records/s, 60 MB"
-
-
-def peak_mib(pid: int) -> float:
-    """Return the largest resident memory of a process."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) / 1024
-    raise ValueError("the kernel does not say")
 
 
 def measure(rate: float, seconds: float, state: Path) -> str:

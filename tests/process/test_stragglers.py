@@ -42,7 +42,7 @@ def run_of(dpmon: Dpmon, *words: object) -> Run:
     said = [json.loads(line) for line in result.text.splitlines() if line.startswith("{")]
     own, steps = (
         {rank: [one for one in each if one["rank"] == rank] for rank in sorted({one["rank"] for one in each})}
-        for each in ([one for one in said if one["kind"] == "step"], of_kind(dpmon.records(), "step"))
+        for each in (said, of_kind(dpmon.records(), "step"))
     )
     return Run(own, steps, state_in(dpmon.last(), over=True))
 

@@ -222,12 +222,6 @@ def look(count, model, x, *, ends=True):
         count.end()
 
 
-def looks(count, model, times, rows):
-    """Evaluate without a loader."""
-    for _ in range(times):
-        look(count, model, torch.randn(rows, 4))
-
-
 def looks_at(count, model, batches):
     """Evaluate with a loader."""
     for x, _ in count.batches(batches):

@@ -245,16 +245,6 @@ def forward_called_of_a_module_without_parts(count):
 
 
 @loop
-def forwards_of_layers_called(count):
-    """Each layer trains separately in its own method; there are few steps, and no loader."""
-    x = torch.randn(12, 4)
-    for layer in (nn.Linear(4, 4), nn.Linear(4, 4)):
-        optimizer = sgd(layer)
-        for _ in range(2):
-            learn(count, layer.forward, optimizer, x, x)
-
-
-@loop
 def a_layer_by_itself(count):
     """Called between two trainings, so that the tracer finds it at some time; tells how often."""
     model = nn.Sequential(count.watch(Net()), nn.Linear(1, 1))

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 
 CHUNK = 1 << 18
+SETTLE_S = 1.0
+"""Longest time that the supervisor takes to cut a log off and to count what it deleted."""
 IDLE_S = 0.03
 LOOK_S = 0.05
 STATUS_S = 10.0
@@ -49,6 +51,7 @@ class Stream:
         self._at = 0
         self._deleted = deleted_bytes(path)
         """Bytes deleted before the beginning of the log that `_at` refers to."""
+        self._short_since: float | None = None
         self.gap: str | None = None
         """How much before the current position was not passed on; None if nothing, or if it was reported."""
         self.open = True
@@ -76,6 +79,12 @@ class Stream:
                 if self.last != b"\n" and self.open:
                     self.write(b"\n")
             return True
+        if not data and os.fstat(self._file).st_size < self._at:  # somebody else has cut it off to free space
+            self._short_since = self._short_since or time.monotonic()
+            if time.monotonic() < self._short_since + SETTLE_S:
+                return False
+            self._at, self.gap = 0, "perhaps a part"
+        self._short_since = None
         self._at += len(data)
         if data and self.open:
             self.write(data)
@@ -213,7 +222,7 @@ class Follower:
     def _pump(self, stream: Stream) -> bool:
         moved = stream.pump()
         if stream.gap is not None:
-            self.say(f"the log was cut off (full disk): {stream.gap} of the script's output was not passed on")
+            self.say(f"the log was cut off (full disk?): {stream.gap} of the script's output was not passed on")
             stream.gap = None
         return moved
 

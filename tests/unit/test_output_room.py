@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from dpmon.cli import headless
 from dpmon.cli.headless import Stream
 from dpmon.supervise import room
 from dpmon.supervise.room import LITTLE, OutputRoom
@@ -32,6 +34,27 @@ def test_the_newest_output_stays_and_the_rest_is_counted(tmp_path: Path, monkeyp
         "the disk is full: the script's oldest output is deleted to make room for the newest",
         f"{11 * LITTLE:,} bytes of the script's output were deleted, because the disk was full",
     ]
+
+
+def test_a_foreground_goes_on_in_a_log_that_somebody_else_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, copied = tmp_path / "stdout.log", tmp_path / "copied"
+    log.write_bytes(b"first, of some length\n")
+    with open(copied, "wb", buffering=0) as stdout:
+        stream = Stream(log, stdout.fileno())
+        assert stream.pump()
+        os.truncate(log, 0)
+        assert not stream.pump()
+        assert stream.gap is None, "the supervisor may be about to count what it deleted"
+        monkeypatch.setattr(headless, "SETTLE_S", 0.0)
+        stream.pump()
+        assert stream.gap == "perhaps a part"
+        with open(log, "ab") as script:
+            script.write(b"second\n")
+        assert stream.pump()
+        assert not stream.pump()
+    assert copied.read_bytes() == b"first, of some length\nsecond\n"
 
 
 @pytest.mark.parametrize("keep_last", [0, 1000, LITTLE])

@@ -265,7 +265,7 @@ def fitted(lines: list[str], rows: int, columns: int, more: str) -> list[str]:
     def size(text: str) -> int:
         return max(-(-span_width(text) // columns), 1)
 
-    if sum(map(size, lines)) <= rows:
+    if len(lines) < 3 or sum(map(size, lines)) <= rows:
         return lines
     shown, room = 0, rows - size(lines[-1]) - size(f"{len(lines)} more lines: {more}")
     while (room := room - size(lines[shown])) >= 0:

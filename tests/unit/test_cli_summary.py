@@ -47,6 +47,11 @@ def test_the_first_lines_stay_and_the_others_are_counted(state: Path, columns: i
         assert rows_of([*lines[: len(shown) + 1], f"{len(lines)} more lines: {MORE}", last], columns) > rows, "full"
 
 
+def test_two_long_lines_are_not_fitted() -> None:
+    for lines in (["x" * 500], ["x" * 500, "record"]):
+        assert fitted(lines, 4, 40, MORE) == lines
+
+
 def replicas_of(*calls: list[bytes], state: Path) -> list[str]:
     payloads = [payload for each in calls for payload in each]
     directory = keep({0: payloads})

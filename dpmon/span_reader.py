@@ -75,9 +75,8 @@ class SpanReader:
         self.lines_position = 0
         """Bytes of lines read so far."""
         self.damaged_lines = 0
-        """Number of lines that are too long or are not a JSON object."""
+        """Number of lines that are not a JSON object, and of parts of lines that are too long."""
         self._lines_fd = -1
-        self._in_long_line = False
         self._hole = (-1, 0)
         """An empty slot before written ones, and when it was first seen (monotonic ns)."""
 
@@ -307,35 +306,23 @@ class SpanReader:
         while self.lines_position < end:
             data = os.pread(fd, min(READ_BYTES, end - self.lines_position), self.lines_position)
             if not data:
-                size = os.fstat(fd).st_size
-                if size < self.lines_position:  # the file was truncated, perhaps within a line
-                    self._in_long_line = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
-                    self.lines_position = size
+                self.lines_position = min(self.lines_position, os.fstat(fd).st_size)  # the file may be truncated
                 return
             whole = data.rfind(b"\n") + 1
             if not whole:
                 if len(data) < READ_BYTES:
                     return
-                whole = len(data)
-                if not self._in_long_line:
-                    self.damaged_lines += 1
-                self._in_long_line = True
-                self.lines_position += whole
-                continue
+                whole = len(data)  # the tracer never writes so long a line: its parts count as damaged lines
             found = self._parsed(data[:whole])
             self.lines_position += whole
             if found:
                 yield found
 
     def _parsed(self, data: bytes) -> list[dict[str, Any]]:
-        """Return the lines in `data`, which ends with a line break. The rest of a too long line may come first."""
-        lines = data[:-1].split(b"\n")
-        if self._in_long_line:
-            del lines[0]
-            self._in_long_line = False
+        """Return the lines in `data`."""
         found = []
         # The writer ends a line that may be torn with a line break. If the line was whole, an empty line follows it.
-        for line in filter(None, lines):
+        for line in filter(None, data.split(b"\n")):
             try:
                 value = load_json(line)
             except (ValueError, RecursionError):

@@ -73,22 +73,21 @@ def _follow(directory: Path, options: argparse.Namespace) -> int:
 
 def stop(options: argparse.Namespace) -> int:
     """Stop a run; return 0 when it is over, 1 if it could not be stopped."""
-    from dpmon.run.signalling import NOTHING_RUNS, STOPPED_BY, stop_run, unexpected_end
+    from dpmon.run.signalling import NOTHING_RUNS, STOPPED_BY, stop_run, wait_for_record
 
     directory = find_run(options.run, goes_on=goes_on)
     how = load_exit(directory)
-    line = last = ""
+    line = ""
     for line in stop_run(directory):
         if line == NOTHING_RUNS and how is not None:
             status = "not known" if how.status is None else how.status
             line = f"{directory.name} is over (exit status {status})"
         elif line.startswith(STOPPED_BY):
-            last = line.removeprefix(STOPPED_BY)
-            line = f"{line}: {clean(short_name(load_info(directory)))}"
+            line = f"{line}: {short_name(load_info(directory))}"
         print(clean(line), flush=True)
     ensure_supervisor(directory)
-    if last and how is None and (ended := unexpected_end(directory, last)) is not None:
-        print(clean(ended), flush=True)
+    if line.startswith(STOPPED_BY):
+        wait_for_record(directory)
     return 1 if "cannot be stopped" in line else 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import select
@@ -98,9 +97,7 @@ class Stream:
                 view = view[os.write(self._fd, view) :]
             except BlockingIOError:
                 select.select([], [self._fd], [])
-            except OSError as error:
-                if error.errno == errno.EINTR:
-                    continue
+            except OSError:
                 self.open = False
                 return
         self.last = data[-1:]

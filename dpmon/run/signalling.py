@@ -187,21 +187,12 @@ def _started(directory: Path) -> RunInfo:
         time.sleep(_LOOK_S)
 
 
-def unexpected_end(directory: Path, last: str, limit_s: float = _RECORD_S) -> str | None:
-    """Describe the end of a stopped run if a signal that dpmon did not send ended it; None if not, or if unknown.
-
-    `last`: the last signal that dpmon sent. Waits up to `limit_s` seconds for the supervisor to record the end.
-    """
+def wait_for_record(directory: Path, limit_s: float = _RECORD_S) -> None:
+    """Wait up to `limit_s` seconds for a supervisor that lives to record the end of a stopped run."""
     until = time.monotonic() + limit_s
     info = load_info(directory)
-    while (how := load_exit(directory)) is None and supervised(info) and time.monotonic() < until:
+    while load_exit(directory) is None and supervised(info) and time.monotonic() < until:
         time.sleep(_LOOK_S)
-    names = [number.name for number in _SIGNALS]
-    if how is None or how.signal is None or how.signal in names[: names.index(last) + 1]:
-        return None
-    # SIGINT ends the interpreter while C++ threads still work. If one of them fails then, it aborts the process.
-    why = ", as Python may when threads of torch still run" if how.signal == "SIGABRT" else ""
-    return f"it ended with {how.signal}{why}"
 
 
 def _wait(directory: Path, info: RunInfo, known: dict[int, ProcessEntry], grace_s: float) -> dict[int, ProcessEntry]:

@@ -88,7 +88,7 @@ def test_an_ignored_interrupt_stays_ignored(dpmon: Dpmon) -> None:
     assert result.out == b"True True\n"
 
 
-def test_stop_says_how_a_run_ended_that_did_not_end_by_its_signal(dpmon: Dpmon) -> None:
+def test_a_stopped_run_that_did_not_end_by_the_signal_is_listed_as_stopped(dpmon: Dpmon) -> None:
     """For example, torch's threads may abort the process while the interpreter ends."""
     dpmon.script(
         "import os, pathlib, resource, time\n"
@@ -103,9 +103,7 @@ def test_stop_says_how_a_run_ended_that_did_not_end_by_its_signal(dpmon: Dpmon) 
     dpmon.begun()
     result = dpmon.run("stop", "aborts")
     assert result.status == 0, result.errors
-    *_, by, ended = result.text.splitlines()
-    assert by.startswith("stopped by SIGINT: aborts-")
-    assert ended == "it ended with SIGABRT, as Python may when threads of torch still run"
+    assert result.text.splitlines()[-1].startswith("stopped by SIGINT: aborts-")
     (row,) = [line.split() for line in dpmon.run("ls").text.splitlines() if line.startswith("aborts")]
     assert row[1] == "stopped"
     assert "SIGABRT" in row

@@ -87,7 +87,7 @@ class Picture(NamedTuple):
 
 async def _both_modes(stage: Stage) -> None:
     """dp, single, and dp again, long enough for a verdict."""
-    await stage.shows("● running", "step")
+    await stage.shows("● training", "step")
     await asyncio.sleep(20)
     await stage.pilot.press("d")
     await stage.shows("single")
@@ -100,7 +100,7 @@ async def _both_modes(stage: Stage) -> None:
 
 async def _toggle(stage: Stage) -> None:
     """The main job as a user sees it: it runs, `d` switches it to one device and back, panel 3 fills the screen."""
-    await stage.shows("● running", "step")
+    await stage.shows("● training", "step")
     await stage.film(3, 4.0, "$ dpmon examples/linear.py", "your command, with dpmon in front")
     await stage.pilot.press("d")
     await stage.film(4, 3.0, "d", "the running job switches to one device")
@@ -117,7 +117,7 @@ async def _toggle(stage: Stage) -> None:
 
 async def _slow_rank(stage: Stage) -> None:
     """Wait until the slow rank is named, then record the collectives of one step."""
-    await stage.shows("● running", "holds the others up")
+    await stage.shows("● training", "holds the others up")
     await asyncio.sleep(20)
     await stage.pilot.press("c")
     await asyncio.sleep(stage.app.said_s + 2)  # until the answer to the key has gone

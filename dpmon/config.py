@@ -8,6 +8,8 @@ The file is `$XDG_CONFIG_HOME/dpmon/config.toml` (`~/.config` if that is not set
     batch_dim = 1           # DPMON_BATCH_DIM: the dimension of the batch in a model's first input (0 if not given)
     keep_bytes = "5 GiB"    # DPMON_KEEP_BYTES: limit of their total size (this limit never deletes the newest five
                             # runs, nor runs of at most keep_bytes / keep_runs)
+    on_event = ["command", "argument"]   # DPMON_ON_EVENT: the command to start for each event of a run
+    alive_minutes = 10      # DPMON_ALIVE_MINUTES: minutes between two events that say that the machine is alive
 
 Options on the command line take precedence over both.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
+import shlex
 import stat
 import sys
 from collections.abc import Callable, Mapping
@@ -55,6 +58,10 @@ class Settings:
     keep_runs: int | None = None
     keep_bytes: int | None = None
     batch_dim: int | None = None
+    on_event: tuple[str, ...] | None = None
+    """The command to start for each event of a run."""
+    alive_minutes: int | None = None
+    """Minutes between two events `alive`."""
 
 
 def _theme(value: Any) -> str:
@@ -90,6 +97,23 @@ def _dimension(value: Any) -> int:
     return int(value)
 
 
+def _command(value: Any) -> tuple[str, ...]:
+    try:
+        words = shlex.split(value) if isinstance(value, str) else value
+    except ValueError:
+        words = None
+    if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
+        raise ValueError('a command such as ["notify", "--title", "dpmon"]')
+    return tuple(words)
+
+
+def _minutes(value: Any) -> int:
+    minutes = _count(value)
+    if not minutes:
+        raise ValueError("a number of minutes from 1")
+    return minutes
+
+
 def _bytes(value: Any) -> int:
     found = re.fullmatch(r"([0-9]{1,18}|[0-9]{1,9}\.[0-9]{1,3})\s*([A-Za-z]{0,3})", str(value).strip())
     if isinstance(value, (bool, float)) or found is None or found[2].upper() not in _UNITS:
@@ -104,6 +128,8 @@ SETTINGS: Mapping[str, Callable[[Any], Any]] = {
     "keep_runs": _count,
     "keep_bytes": _bytes,
     "batch_dim": _dimension,
+    "on_event": _command,
+    "alive_minutes": _minutes,
 }
 """Returns the value of a setting; raises ValueError, with the form that is expected, for anything else."""
 

@@ -16,6 +16,7 @@ from dpmon.span_ring import (
     HEADER_BYTES,
     KINDS_AT,
     MAGIC,
+    MAX_GROUPS,
     SLOT,
     SLOT_BYTES,
     THREADS,
@@ -180,6 +181,25 @@ class SpanReader:
         serial = (self._word(Word.SAMPLE) + 1) & 0xFFFFFFFFFFFFFFFF
         self._set(Word.SAMPLE, serial)
         return serial
+
+    def request_stacks(self) -> int:
+        """Ask the training process to note the stacks of its threads. Return the serial of the request."""
+        serial = (self._word(Word.STACKS) + 1) & 0xFFFFFFFFFFFFFFFF
+        self._set(Word.STACKS, serial)
+        return serial
+
+    def allow(self, pid: int) -> None:
+        """Ask the training process to let `pid` look into it."""
+        self._set(Word.PTRACER, pid)
+
+    def groups(self) -> list[tuple[int, int, int]]:
+        """Return identity, number of ranks and sequence number of each process group."""
+        words, found = self.words(), []
+        for at in range(Word.GROUPS, Word.GROUPS + 2 * MAX_GROUPS, 2):
+            if not words[at]:
+                break
+            found.append((words[at] >> 32, words[at] & 0xFFFFFFFF, words[at + 1]))
+        return found
 
     # ------------------------------------------------------------------------------------------ spans
 

@@ -6,7 +6,8 @@ Layout of a ring file (native byte order; a run never leaves its machine)::
     136    training thread, whether the process has ended,
            acknowledged serial, mode in force, pause acted upon                   written by the process
     192    requested serial, mode and pause; sampling of device timing;
-           serial of the request to record collectives                            written by readers
+           serials of the requests to record collectives and to note stacks       written by readers
+    256    identity and sequence number of each process group                     written by the process
     512    for each thread, the start of its current span; from 3584 on, the
            kind of that span                                                      written by the process
     4096   slots of 40 bytes (dpmon.record.spans)
@@ -45,6 +46,8 @@ SLOT_BYTES = SLOT.size
 SLOTS = 32 << 10
 """1.25 MiB: about 7,000 usual steps. A larger ring would add more touched pages to the training's memory."""
 THREADS = 384
+MAX_GROUPS = 8
+"""Most process groups with a sequence number in the ring."""
 KINDS_AT = 3584
 """Offset of the kind of thread 0's current span (one byte; 0: none); the other threads follow."""
 MAGIC, VERSION = b"DPMSPANS", 1
@@ -68,6 +71,11 @@ class Word:
     REQUEST, WANTED, PAUSE, ONE_IN, SAMPLE = range(24, 29)
     """Serial of the last mode request; the requested mode; last pause request (odd: pause, even: resume); device timing
     of one step in this many (0: all steps); serial of the last request to record the collectives of a step."""
+    STACKS, PTRACER = 29, 30
+    """Serial of the last request for stacks; the process that may look into this one (its pid; 0: none)."""
+    GROUPS = 32
+    """For each process group: its identity (crc32 of its name << 32 | number of ranks; 0: no more groups), then the
+    number of collectives that this process has started in it. Written by the process."""
     SPAN_START = 64
     """Start of thread 0's current or last span (monotonic ns); the other threads follow."""
 

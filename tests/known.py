@@ -12,7 +12,7 @@ _NOTHING: dict[str, Any] = {
     **dict.fromkeys(
         ("modes", "others", "batches", "replicas", "devices", "memory", "longest", "gaps", "loaders", "paused"), ()
     ),
-    **dict.fromkeys(("host", "compared", "communication", "last_step_ns", "end_ns", "stall", "death")),
+    **dict.fromkeys(("host", "compared", "communication", "last_step_ns", "end_ns", "death")),
     "spent": {}, "names": {}, "processes": [], "announced": Announced(), "until_ns": 0,
     "store": SimpleNamespace(pruned=0),
 }  # fmt: skip

@@ -59,9 +59,6 @@ class FakeReader:
     def stage(self) -> tuple[str, int] | None:
         return None
 
-    def stall(self) -> str | None:
-        return None
-
     def waits_for_input(self) -> int | None:
         return None
 

@@ -57,8 +57,8 @@ function _shtab_dpmon_using
   test "$_shtab_dpmon_cmdpath" = "$argv"
 end
 
-set -g _shtab_dpmon_commands attach ls stop report export doctor keep rm
-set -g _shtab_dpmon_opts_with_value --batch-dim --devices --format --kind --metrics --mode --name --output --python --refresh --replicas -m -o
+set -g _shtab_dpmon_commands attach status why ls stop report export doctor keep rm
+set -g _shtab_dpmon_opts_with_value --batch-dim --devices --format --kind --metrics --mode --name --on-event --output --python --refresh --replicas --timeout --wait -m -o
 
 complete -c dpmon -e
 complete -c dpmon -f
@@ -74,6 +74,7 @@ complete -c dpmon -n _shtab_dpmon_using -l headless -d 'no screen (the default w
 complete -c dpmon -n _shtab_dpmon_using -l detach -d 'start in the background and return at once'
 complete -c dpmon -n _shtab_dpmon_using -l json -d 'without a screen: one JSON line per second on stderr, or in FILE (--json=/dev/fd/3)'
 complete -c dpmon -n _shtab_dpmon_using -l metrics -xka "(__fish_complete_path (commandline -ct))" -d 'write figures for Prometheus to FILE (node_exporter'"'"'s textfile format)'
+complete -c dpmon -n _shtab_dpmon_using -l on-event -x -d 'start COMMAND for each event of the run'
 complete -c dpmon -n _shtab_dpmon_using -l refresh -x -d 'seconds between updates of the screen (default: 1)'
 complete -c dpmon -n _shtab_dpmon_using -l name -x -d 'the run'"'"'s name (default: the script'"'"'s)'
 complete -c dpmon -n _shtab_dpmon_using -l python -xka "(__fish_complete_path (commandline -ct))" -d 'the Python that runs the script (default: the first that has torch)'
@@ -83,6 +84,19 @@ complete -c dpmon -n '_shtab_dpmon_using attach' -l refresh -x -d 'seconds betwe
 complete -c dpmon -n '_shtab_dpmon_using attach' -l headless -d 'follow the run without a screen'
 complete -c dpmon -n '_shtab_dpmon_using attach' -l json -d 'one JSON line per second, on stderr or in FILE'
 complete -c dpmon -n '_shtab_dpmon_using attach; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
+complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a status -d 'Say whether a run is fine. Exit status: 0 fine, 3 not training, 4 no such run, 5 stalled, 6 failed.'
+complete -c dpmon -n '_shtab_dpmon_using status' -s h -l help -d 'show this help message and exit'
+complete -c dpmon -n '_shtab_dpmon_using status' -l json -d 'one JSON object, for programs'
+complete -c dpmon -n '_shtab_dpmon_using status' -l all -d 'all runs'
+complete -c dpmon -n '_shtab_dpmon_using status' -l wait -xka "fine starting training evaluating 'waiting for data' 'waiting for input' paused quiet stalled ended finished stopped interrupted failed killed" -d 'wait for a state: fine, starting, training, evaluating, waiting for data, waiting for input, paused, quiet, stalled, ended, finished, stopped, interrupted, failed, killed'
+complete -c dpmon -n '_shtab_dpmon_using status' -l timeout -x -d 'longest wait; then the exit status is 124'
+complete -c dpmon -n '_shtab_dpmon_using status; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
+complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a why -d 'Say which rank stands where, and what the others wait for. Without RUN: the newest live run.'
+complete -c dpmon -n '_shtab_dpmon_using why' -s h -l help -d 'show this help message and exit'
+complete -c dpmon -n '_shtab_dpmon_using why' -l json -d 'one JSON object, for programs'
+complete -c dpmon -n '_shtab_dpmon_using why' -l all -d 'the stacks of all threads, not only of the main thread'
+complete -c dpmon -n '_shtab_dpmon_using why' -l native -d 'also C frames; py-spy then stops each process for about 50 ms'
+complete -c dpmon -n '_shtab_dpmon_using why; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a ls -d 'List the runs, the newest last.'
 complete -c dpmon -n '_shtab_dpmon_using ls' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using ls' -l json -d 'one JSON object per line'
@@ -98,7 +112,7 @@ complete -c dpmon -n '_shtab_dpmon_using report; and test $_shtab_dpmon_npos -eq
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a export -d 'Write the records of a run, live or finished. Without RUN: the newest one.'
 complete -c dpmon -n '_shtab_dpmon_using export' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using export' -l format -xka "jsonl csv perfetto" -d 'jsonl: one JSON object per line; csv: one table per kind; perfetto: a trace for ui.perfetto.dev'
-complete -c dpmon -n '_shtab_dpmon_using export' -l kind -xka "call step collective sampled device host memory mode pause input loader ddp process warning oom dropped exit" -d 'only this kind of record (jsonl and csv)'
+complete -c dpmon -n '_shtab_dpmon_using export' -l kind -xka "call step collective sampled device host memory mode pause input stall loader ddp process warning oom dropped exit" -d 'only this kind of record (jsonl and csv)'
 complete -c dpmon -n '_shtab_dpmon_using export' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'output file (default: standard output); for csv, a directory'
 complete -c dpmon -n '_shtab_dpmon_using export; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a doctor -d 'Check whether dpmon works here, with a remedy for each fault.'

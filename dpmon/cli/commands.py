@@ -15,7 +15,6 @@ from dpmon.cleaning import clean, json_text
 from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
 from dpmon.run import retention
-from dpmon.run.activities import describe_stall
 from dpmon.run.condition import goes_on, goes_on_elsewhere, run_state
 from dpmon.run.destination import opened, stdout
 from dpmon.run.reader import RunReader
@@ -224,10 +223,12 @@ class ListedRun(NamedTuple):
 
 def _describe(directory: Path, info: RunInfo) -> ListedRun:
     state, how = run_state(directory, info)
+    standing = None
     if state == "running":
-        reader = RunReader(directory)
-        state = state if reader.paused().since_ns is None else "paused"
-        reader.close()
+        from dpmon.report.health import health_now
+
+        now = health_now(directory)
+        state, standing = now.state, now.reason
     # The words after the script, module or launcher.
     skip = 1 if info.python is None else 3 if info.script.startswith("-m ") else 2
     return ListedRun(
@@ -242,7 +243,7 @@ def _describe(directory: Path, info: RunInfo) -> ListedRun:
         None if how is None else how.signal,
         None if how is None else how.unknown,
         None if how is None else how.cause,
-        describe_stall(directory, info, state, how),
+        standing,
         [info.script, *info.command[skip:]],
         str(directory),
     )

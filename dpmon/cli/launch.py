@@ -135,10 +135,23 @@ def _describe(options: argparse.Namespace, command: Command, headless: bool, inh
             "stdin": "inherit" if inherit else "terminal",
             "window": [size.lines, size.columns],
             "metrics": _metrics(options.metrics),
+            "on_event": _event_command(options.on_event or options.settings.on_event),
+            "alive_minutes": options.settings.alive_minutes,
         },
         refresh=options.refresh or options.settings.refresh or REFRESH_S,
         versions={"dpmon": dpmon.__version__, "python": sys.version.split()[0]},
     )
+
+
+def _event_command(command: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """The command for events, with the full path of its program; says if there is no such program."""
+    if command is None:
+        return None
+    program = shutil.which(command[0])
+    if program is None:
+        speak(f"the event command {command[0]} was not found: no event of this run is told")
+        return None
+    return (os.path.abspath(program), *command[1:])
 
 
 def _detached(directory: Path, info: RunInfo, supervisor: subprocess.Popen[bytes]) -> int:

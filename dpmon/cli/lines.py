@@ -24,6 +24,7 @@ from dpmon.model.state import Process, State, Wanted, ended_of
 from dpmon.model.stragglers import in_short
 from dpmon.record.plainjson import finite
 from dpmon.record.schema import PHASES
+from dpmon.report.health import health
 from dpmon.run.activities import IDLE
 from dpmon.run.destination import is_stream, open_stream, open_truncated
 from dpmon.run.reader import RunReader
@@ -95,13 +96,13 @@ class Lines:
         # Lines stay EVERY_S apart, however long one takes. After a longer delay, one line replaces the missed ones.
         self._due = self._due + EVERY_S if now < self._due + EVERY_S else now + EVERY_S
         self._take()
-        self._put(self._status())
+        self._put(self.status())
 
     def end(self, how: ExitInfo | None) -> None:
         """Write the last lines: the final status and the exit."""
         try:
             self._take(over=True)
-            self._put(self._status(over=True))
+            self._put(self.status(over=True))
         finally:
             self._put_exit(how)
 
@@ -124,13 +125,20 @@ class Lines:
 
     # ------------------------------------------------------------------------------------------ the lines
 
-    def _status(self, over: bool = False) -> dict[str, object]:
+    def taken(self) -> State:
+        """The state of the run now."""
+        self._take()
+        return self._state
+
+    def status(self, over: bool = False) -> dict[str, object]:
+        """The members of a line."""
         state, info = self._state, self._reader.refresh()
         now_ns = time.monotonic_ns() - info.start_ns
         focus = state.focus
         absent: dict[str, str] = {}
         members: dict[str, object] = {"kind": "status", "run": info.id, "t_s": round(now_ns / 1e9, 3)}
-        members["state"] = "ended" if over else self._doing(focus)
+        now = health(self._reader.directory, info, self._reader, state)
+        members["state"], members["health"] = now.state, now.fields()
         progress, lacks = _progress(focus, state, now_ns)
         members |= progress
         absent |= lacks
@@ -150,17 +158,6 @@ class Lines:
         members["dropped"] = state.missed
         members["absent"] = absent
         return members
-
-    def _doing(self, focus: Process | None) -> str:
-        """What the run does before its first step ends; "running" from then on."""
-        if self._reader.info.command_pid is None:
-            return "starting"
-        if focus is None:
-            stage = self._reader.stage()
-            return "waiting for the first step" if stage is None or stage[0] in IDLE else stage[0]
-        if focus.last_step is None and not self._state.open_calls:
-            return "waiting for the first step"
-        return "running"
 
 
 def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[str, object], dict[str, str]]:

@@ -28,6 +28,14 @@ def main(words: Sequence[str]) -> int:
             from dpmon.cli.doctor import doctor
 
             return doctor(options)
+        if command == "why":
+            from dpmon.cli.why import why
+
+            return why(options)
+        if command == "status":
+            from dpmon.cli.status import status
+
+            return status(options)
         from dpmon.cli import commands
 
         return int(getattr(commands, command)(options))

@@ -11,15 +11,20 @@ from typing import NoReturn
 import dpmon
 from dpmon.config import SETTINGS
 from dpmon.errors import DpmonError
+from dpmon.stalls.run_state import STATES
 
-COMMANDS = ("run", "attach", "ls", "stop", "report", "export", "doctor", "keep", "rm")
+COMMANDS = ("run", "attach", "status", "why", "ls", "stop", "report", "export", "doctor", "keep", "rm")
 MAX_REPLICAS = 4096
+WAITED = ("fine", *STATES, "finished", "stopped", "interrupted", "failed", "killed")
+"""The words of `status --wait`: states, and ends."""
 
 _USAGE = """\
 dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon [OPTIONS] -m MODULE [ARGS...]     run a module
        dpmon [OPTIONS] COMMAND [ARGS...]       any launcher: torchrun, accelerate, python -u
        dpmon attach [RUN]                      show a run again, live or finished
+       dpmon status [RUN] [--json]             say whether the training is fine: exit status 0 if it is
+       dpmon why [RUN] [--json]                say which rank stands where, and what the others wait for
        dpmon ls                                list the runs
        dpmon stop RUN                          stop a run: SIGINT, SIGTERM, SIGKILL
        dpmon report [RUN] [--json | --html]    summarize a run
@@ -35,6 +40,8 @@ The exit status is the script's own, 128+N for a signal; 2 for a wrong command l
 
 _DESCRIPTIONS = {
     "attach": "Show a run again, live or finished. Without RUN: the newest live run, else the newest one.",
+    "status": "Say whether a run is fine. Exit status: 0 fine, 3 not training, 4 no such run, 5 stalled, 6 failed.",
+    "why": "Say which rank stands where, and what the others wait for. Without RUN: the newest live run.",
     "ls": "List the runs, the newest last.",
     "stop": "Stop a run and all its processes: SIGINT, SIGTERM, SIGKILL, with a wait after each.",
     "report": "Summarize a run, live or finished. Without RUN: the newest one.",
@@ -77,6 +84,16 @@ def _setting(name: str) -> Callable[[str], object]:
 
 
 _batch_dim, _seconds = _setting("batch_dim"), _setting("refresh")
+
+
+def _timeout(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, not {text!r}")
+    return seconds
 
 
 def _devices(text: str) -> str:
@@ -125,6 +142,7 @@ def _run_parser() -> _Parser:
         help="without a screen: one JSON line per second on stderr, or in FILE (--json=/dev/fd/3)",
     )
     add("--metrics", metavar="FILE", help="write figures for Prometheus to FILE (node_exporter's textfile format)")
+    add("--on-event", type=_setting("on_event"), metavar="COMMAND", help="start COMMAND for each event of the run")
     add("--refresh", type=_seconds, metavar="SECONDS", help="seconds between updates of the screen (default: 1)")
     add("--name", type=_run_name, help="the run's name (default: the script's)")
     add("--python", metavar="PYTHON", help="the Python that runs the script (default: the first that has torch)")
@@ -138,7 +156,7 @@ def _command_parser(command: str) -> _Parser:
         add("runs", metavar="RUN", nargs="+", help="an id, the unique start of an id, or a name that only one run has")
     elif command not in ("doctor", "ls"):
         # Without a RUN, attach shows a live one.
-        default = None if command == "attach" else "last"
+        default = None if command in ("attach", "status", "why") else "last"
         optional = {"nargs": None} if command == "stop" else {"nargs": "?", "default": default}
         add("run", metavar="RUN", help="a name, an id, the unique start of either, or `last`", **optional)
     if command == "attach":
@@ -150,6 +168,15 @@ def _command_parser(command: str) -> _Parser:
         add("--python", metavar="PYTHON", help="the Python that would run the script")
     if command == "ls":
         add("--json", action="store_true", help="one JSON object per line")
+    if command == "status":
+        add("--json", action="store_true", help="one JSON object, for programs")
+        add("--all", action="store_true", help="all runs")
+        add("--wait", choices=WAITED, metavar="STATE", help=f"wait for a state: {', '.join(WAITED)}")
+        add("--timeout", type=_timeout, metavar="SECONDS", help="longest wait; then the exit status is 124")
+    if command == "why":
+        add("--json", action="store_true", help="one JSON object, for programs")
+        add("--all", action="store_true", help="the stacks of all threads, not only of the main thread")
+        add("--native", action="store_true", help="also C frames; py-spy then stops each process for about 50 ms")
     if command == "keep":
         add("--not", dest="kept", action="store_false", help="end the protection")
     if command == "report":

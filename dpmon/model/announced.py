@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dpmon.model.communication import Wrapper
-from dpmon.model.state import ModeChange, PauseChange, Process, ProcessFacts, Refusal, WarningText
+from dpmon.model.state import ModeChange, PauseChange, Process, ProcessFacts, Refusal, StallSeen, WarningText
 from dpmon.record.fields import RECORDS
 from dpmon.record.names import MODES
 from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
@@ -55,6 +55,7 @@ class Announced:
     warnings: tuple[WarningText, ...] = ()
     wrappers: tuple[Wrapper, ...] = ()
     """The newest record of each DistributedDataParallel."""
+    stalls: tuple[StallSeen, ...] = ()
     inputs: tuple[tuple[int | None, int, int], ...] = ()
     """Waits for a line of input: process (None: one that does not train), start, end."""
 
@@ -72,6 +73,7 @@ class Announced:
             _without_none(map(pause_change, data("pause", TEXTS_READ))),
             _without_none(map(_warning, data("warning", TEXTS_READ))),
             newest_wrappers(data("ddp", WRAPPERS_READ)),
+            stalls_in(data("stall", TEXTS_READ)),
             waits_in(info.values(), data("input", TEXTS_READ)),
         )
 
@@ -132,6 +134,20 @@ class Announced:
 
 def _without_none(found: Iterable[_Read | None]) -> tuple[_Read, ...]:
     return tuple(one for one in found if one is not None)
+
+
+def stalls_in(records: Iterable[Mapping[str, object]]) -> tuple[StallSeen, ...]:
+    """The stalls in `stall` records. Of several records of one stall, the newest one with ranks describes it."""
+    found: dict[int, StallSeen] = {}
+    for data in records:
+        since, lasted = ns_in(data, "since_s"), ns_in(data, "lasted_s")
+        if since is None:
+            continue
+        seen = found.get(since, StallSeen(since, ns_in(data, "t_s") or since))
+        if "ranks" in data:
+            seen = seen._replace(record=data)
+        found[since] = seen if lasted is None else seen._replace(end_ns=since + lasted)
+    return tuple(found.values())
 
 
 def waits_in(

@@ -341,21 +341,22 @@ def quiet(facts: RunFacts) -> Iterator[Finding]:
     paused = f", {duration_words(paused_ns)} of it paused" if paused_ns else ""
     paused += f", {duration_words(waited)} of it {WAITING_TEXT}" if waited else ""
     last = f"the last one at {clock(facts.last_step_ns)}"
+    stall = facts.announced.stalls[-1] if facts.announced.stalls else None
+    stall = stall if stall is not None and stall.end_ns is None else None
     if facts.end_ns is None:
         usual = max(mode.median_ns or 0 for mode in measured)
-        if facts.stall is not None and quiet >= max(QUIET_NS, _LONG_STEPS * usual):
+        if stall is not None and quiet >= max(QUIET_NS, _LONG_STEPS * usual):
             yield Finding(
                 "quiet",
                 f"No step has ended for {duration_words(until - facts.last_step_ns)}{paused}.",
-                f"{last}; {facts.stall}",
-                f"py-spy dump --pid PID shows the line at which each process is{_pids(facts)}; if one process is not"
-                " where the others are, look at it first",
+                f"{last}; {stall.text}",
+                "dpmon why shows the stack of each process, the odd one first",
                 1.0,
             )
         return
     whole = facts.end_ns - sum(end - begin for begin, end in facts.paused)
     if quiet >= max(QUIET_NS, QUIET_SHARE * whole):
-        where = "" if facts.stall is None else f"; {facts.stall}"
+        where = "" if stall is None else f"; {stall.text}"
         yield Finding(
             "quiet",
             f"No step ended in the last {duration_words(until - facts.last_step_ns)} of the run{paused}.",
@@ -363,14 +364,6 @@ def quiet(facts: RunFacts) -> Iterator[Finding]:
             "the end of the script's output says whether it saved, evaluated or hung",
             quiet / whole,
         )
-
-
-def _pids(facts: RunFacts) -> str:
-    """The process ids in parentheses; empty if none is known."""
-    known = [(one.process, one.pid) for one in facts.announced.info.values() if one.pid is not None]
-    named = [f"{facts.names.get(number, f'process {number}')}: {pid}" for number, pid in known[:_MAX_PIDS]]
-    more = f" and {len(known) - _MAX_PIDS} more" if len(known) > _MAX_PIDS else ""
-    return f" ({', '.join(named)}{more})" if named else ""
 
 
 def failed(facts: RunFacts) -> Iterator[Finding]:

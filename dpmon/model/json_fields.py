@@ -13,6 +13,7 @@ _SECONDS = {
     "t_ns": "t_s",
     "begin_ns": "t_s",
     "start_ns": "start_s",
+    "since_ns": "since_s",
     "end_ns": "end_s",
     "ns": "seconds",
     "took_ns": "seconds",

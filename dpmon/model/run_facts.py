@@ -127,7 +127,6 @@ class RunFacts:
         end_ns: int | None = None,
         *,
         stop_asked_ns: int | None = None,
-        stall: str | None = None,
         death: str | None = None,
     ) -> None:
         """`ended`: processes that have ended. `stop_asked_ns`: when the user asked the run to stop."""
@@ -136,8 +135,6 @@ class RunFacts:
         self.end_ns = end_ns
         """When the run ended; None while it runs, or if the supervisor did not record the end."""
         self._stop_asked_ns = stop_asked_ns
-        self.stall = stall
-        """Where each process is, or was at the end, if no new phase has begun for long."""
         self.death = death
         """The end of a rank that noted no exception, if it is the first failure: "rank 1 was ended by SIGABRT"."""
         self.announced = Announced.read(rows, every=True)

@@ -83,6 +83,7 @@ class Snapshots:
             mode_change_count=rows.count("mode"),
             pauses=events.pauses,
             warnings=events.warnings,
+            stalls=events.stalls,
             warning_count=rows.count("warning"),
             missed=rows.missed,
             open_calls=rows.open_calls,

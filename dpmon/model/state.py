@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dpmon.model.communication import Communication
 from dpmon.model.compare import Comparison
@@ -72,6 +72,29 @@ class PauseChange(NamedTuple):
     """Why the training resumed without a request."""
     refused: str | None
     """Why the training did not pause."""
+
+
+class StallSeen(NamedTuple):
+    """A stall of the run, as it was recorded."""
+
+    since_ns: int
+    """When the last progress was made."""
+    noticed_ns: int
+    end_ns: int | None = None
+    """None if it goes on, or if the run ended in it."""
+    record: Mapping[str, object] = {}
+    """The newest `stall` record that describes the ranks."""
+
+    @property
+    def text(self) -> str:
+        """Which rank stands where, and which ones wait for it."""
+        return str(self.record.get("text") or "")
+
+    @property
+    def ranks(self) -> list[Mapping[str, Any]]:
+        """What each rank did, those that the others waited for first."""
+        found = self.record.get("ranks")
+        return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
 
 
 class WarningText(NamedTuple):
@@ -234,6 +257,7 @@ class State:
     """Number of all changes of mode."""
     pauses: tuple[PauseChange, ...] = ()
     warnings: tuple[WarningText, ...] = ()
+    stalls: tuple[StallSeen, ...] = ()
     warning_count: int = 0
     """Number of all warnings."""
     missed: int = 0
@@ -271,6 +295,12 @@ class State:
         """
         chosen = next((process for process in self.training if process.process == self.chosen), None)
         return chosen or next(iter(self.training), next(iter(self.processes.values()), None))
+
+    @property
+    def stall(self) -> StallSeen | None:
+        """The stall that the run is in; the one that it ended in if it is over. None if there is none."""
+        last = self.stalls[-1] if self.stalls else None
+        return last if last is not None and last.end_ns is None else None
 
     @cached_property
     def straggler(self) -> Straggler | None:

@@ -219,6 +219,18 @@ RECORDS: Mapping[str, RecordKind] = {
             waited_s, number: how long it waited
         """),
         kind("""
+            stall: the beginning or the end of a stall; also when another rank is found to hold the others up
+            t_s
+            since_s, number: time of the last progress since the run's start, in all records of the stall
+            lasted_s, number: length of the stall; missing at its beginning
+            text, text: which rank stands where, and which ones wait for it
+            ranks, list: one object for each rank, those that the others wait for first: process, rank, pid, step (its
+                last one), doing, for_s (since when), waits (for another rank), words, place (file and line of the
+                script), function, inside (what the script called there), state (of the process), cpu (cores in use),
+                groups (of each process group its identity, its ranks and the number of collectives that the rank has
+                started), why_no_stack; missing at its end [not in CSV]
+        """),
+        kind("""
             loader: the start of a DataLoader
             process rank t_s
             loader, text: the class of the dataset

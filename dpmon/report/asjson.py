@@ -36,7 +36,7 @@ def as_object(story: Story) -> dict[str, object]:
         **fields_of(facts, "steps", "calls", "open_calls"),
         **fields_of(facts.store, "dropped", "pruned"),
         "nothing": story.nothing,
-        "standing": facts.stall,
+        "stalls": [fields_of(stall, "since_ns", "end_ns", "text") for stall in facts.announced.stalls],
         "gpu_absent": facts.samples.gpu_absent,
         "modes": [_mode(facts, mode) for mode in facts.modes],
         "evaluations": [_mode(facts, mode) for mode in facts.evaluations],

@@ -11,7 +11,7 @@ from dpmon.model.finding import Finding
 from dpmon.model.findings import findings
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.state import ended_of
-from dpmon.run.activities import describe_stall, why_nothing
+from dpmon.run.activities import why_nothing
 from dpmon.run.condition import run_state
 from dpmon.run.files import read_tail
 from dpmon.run.first_failure import failure
@@ -59,7 +59,6 @@ def collect(directory: Path) -> Story:
             directory,
             how,
             stop_asked_ns=None if asked is None else int((asked - info.started_unix) * 1e9),
-            stall=describe_stall(directory, info, state, how),
             death=None if why is None or why.death is None else why.death.text,
         )
         facts.complete()
@@ -79,14 +78,13 @@ def facts_of(
     directory: Path,
     how: ExitInfo | None,
     stop_asked_ns: int | None = None,
-    stall: str | None = None,
     death: str | None = None,
 ) -> RunFacts:
     """The facts of the run in `directory`. `how`: how it ended; None while it runs, or if unknown."""
     with closing(RunReader(directory)) as reader:
         ended = ended_of(reader.activities())
     end_ns = None if how is None or how.by != "supervisor" else int(how.seconds * 1e9)
-    return RunFacts(StoreAt(store), ended, end_ns, stop_asked_ns=stop_asked_ns, stall=stall, death=death)
+    return RunFacts(StoreAt(store), ended, end_ns, stop_asked_ns=stop_asked_ns, death=death)
 
 
 def output_end(reader: RunReader) -> bytes:

@@ -93,7 +93,7 @@ def _findings(story: Story) -> list[Part]:
     if story.findings:
         return [Findings(story.findings)]
     few = f"too few steps for findings ({MIN_STEPS} in one mode are needed)"
-    usual = story.state in ("finished", "running") and not story.facts.stall
+    usual = story.state in ("finished", "running") and not story.facts.announced.stalls
     nothing = "nothing stands out" if usual else "nothing else stands out"
     return [Paragraph(nothing if any(measured_modes(story.facts)) else few)]
 

@@ -10,7 +10,7 @@ from dpmon.model.compare import Comparison, sentence
 from dpmon.model.finding import host_waits, of_process, partly_timed
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.run_facts import ModeFacts, RunFacts
-from dpmon.model.state import ModeChange, ProcessFacts
+from dpmon.model.state import ModeChange, ProcessFacts, StallSeen
 from dpmon.record.names import RANK_MODES
 from dpmon.report.collect import Story
 from dpmon.run.rundir import ExitInfo
@@ -24,6 +24,8 @@ _ROOTS_NAMED = 8
 _STARTS_NAMED = 4
 _NO_END = "without an end in the record"
 
+MOST_STALLS = 5
+"""Most stalls in the report, the newest ones."""
 _NOT_OVER = {
     "running": "still running",
     "unsupervised": "still running, without a supervisor",
@@ -76,8 +78,7 @@ def basics(story: Story) -> list[str]:
         texts.append(calls_so_far(facts.open_calls))
     if story.nothing is not None:
         texts.append(f"nothing was traced: {story.nothing}")
-    if facts.stall is not None:
-        texts.append(facts.stall)
+    texts += [stalled(stall, over=is_over(story)) for stall in facts.announced.stalls[-MOST_STALLS:]]
     pauses = paused(story)
     if pauses is not None:
         texts.append(pauses)
@@ -91,6 +92,13 @@ def basics(story: Story) -> list[str]:
     if facts.store.dropped:
         texts.append(f"{facts.store.dropped:,} records were lost; the figures cover the rest")
     return texts
+
+
+def stalled(stall: StallSeen, *, over: bool) -> str:
+    """When the run stalled, for how long, and which rank stood where."""
+    lasted = None if stall.end_ns is None else stall.end_ns - stall.since_ns
+    how_long = f"for {duration_words(lasted)}" if lasted is not None else "until its end" if over else "until now"
+    return f"stalled at {clock(stall.since_ns)} {how_long}: {stall.text}"
 
 
 def what_ran(facts: RunFacts) -> str:

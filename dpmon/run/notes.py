@@ -7,9 +7,11 @@ cannot divide numbers of hundreds of digits. The exception that ended the script
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import textwrap
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +51,16 @@ def parse_notes(data: bytes) -> list[Note]:
     lines = data.decode("utf-8", "replace").split("\n")[:-1]
     found = (_NOTE.fullmatch(line) for line in lines)
     return [Note(int(match[1]), int(match[2]), match[3]) for match in found if match is not None]
+
+
+def add_warning(directory: Path, text: str) -> None:
+    """Add a line to the warnings of the run; the supervisor records it."""
+    with contextlib.suppress(OSError):
+        fd = open_file(directory / "warnings.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            os.write(fd, f"{os.getpid()} {time.monotonic_ns()} {harmless(text)[:4096]}\n".encode())
+        finally:
+            os.close(fd)
 
 
 class WarningsLog:

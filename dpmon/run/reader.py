@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.record.names import MODES
 from dpmon.run import proc
-from dpmon.run.activities import newest_stage, process_activities, stages, stall_text
+from dpmon.run.activities import newest_stage, stages
 from dpmon.run.condition import command_alive
 from dpmon.run.rundir import (
     INFO_FILE,
@@ -90,13 +89,6 @@ class RunReader:
     def waits_for_input(self) -> int | None:
         """When the command began to wait for input (monotonic ns); None if it does not, or if this is unknown."""
         return waits_since(self.directory)
-
-    def stall(self) -> str | None:
-        """How long no new phase has begun, and where each process is; None if something moves.
-
-        Opens the ring of every process: for use when `activities` have not changed for long.
-        """
-        return stall_text(process_activities(self.directory, over=False), time.monotonic_ns())
 
     def activities(self) -> dict[int, tuple[str, int]]:
         """Each training process's activity and its start (monotonic ns); "ended" also for a killed one."""

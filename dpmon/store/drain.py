@@ -49,7 +49,7 @@ MAX_OWN = 4096
 RETRY_S = 5.0
 WARN_AGAIN_S = 300.0
 """Shortest time between two warnings about failures: writes to a full disk may succeed and fail in turn."""
-_AWAITED = ("mode", "pause", "warning")
+_AWAITED = ("mode", "pause", "warning", "stall")
 """Events that a user waits for; they are committed at once."""
 _OWN = "supervisor"
 """Name of the supervisor's row among the rings. It has no ring: the row counts its missed records."""
@@ -165,6 +165,17 @@ class Drain:
         """Return the time of the last device sample in the history (ns since the run's start) or None."""
         newest = self._rows("SELECT max(t_ns) FROM events WHERE kind IN ('host', 'device')")
         return next((at for (at,) in newest), None)
+
+    def last_steps(self) -> dict[int, int | None]:
+        """Return the number of the last step of each process."""
+        return {source.row.process: source.row.last_step for source, _ in self._sources.values()}
+
+    def last_stall(self) -> Mapping[str, Any] | None:
+        """Return the data of the last record of a stall."""
+        with suppress(HistoryError):
+            for row in self._rows("SELECT json FROM events WHERE kind = 'stall' ORDER BY id DESC LIMIT 1"):
+                return event_in(row).data
+        return None
 
     def has_exit(self) -> bool:
         """Return whether the history has the end of the command."""

@@ -67,7 +67,7 @@ from dpmon.store.tally import COLUMNS, PLAIN
 BEFORE_S = -1
 """`start_s` of the device_rollups and collective_sums that cover all time before the remaining ones."""
 HISTORY_FILE = "history.sqlite"
-LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "loader", "ddp")
+LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "stall", "loader", "ddp")
 """Events kept when older rows are deleted, because they concern the whole run; of some kinds only the newest."""
 LASTING = f"kind IN ({', '.join(repr(kind) for kind in LASTING_KINDS)})"
 STEP_COLUMNS: Mapping[str, str] = {

@@ -31,9 +31,10 @@ directory, how, home, *places = sys.argv[1:]
 at = next((i for i, p in enumerate(sys.path) if p.endswith("-packages")), len(sys.path))
 sys.path.insert(at, home)
 sys.path += [p for p in places if p not in sys.path]
-from dpmon.supervise.supervisor import main
+from {} import main
 main(directory, how)
 """
+_SUPERVISOR, _TELLER = "dpmon.supervise.supervisor", "dpmon.tell.teller"
 TAKE_OVER = "take over"
 
 
@@ -52,6 +53,11 @@ def start_supervisor(directory: Path, *, stdin: bool) -> subprocess.Popen[bytes]
     finally:
         if lock is not None and lock >= 0:
             os.close(lock)
+
+
+def start_teller(directory: Path) -> subprocess.Popen[bytes]:
+    """Start the process that tells the events of a run; it ends at once if there is one. OSError if it cannot start."""
+    return _start(directory, "", stdin=False, module=_TELLER)
 
 
 class Successor:
@@ -139,7 +145,12 @@ def _is_here(place: str) -> bool:
 
 
 def _start(
-    directory: Path, how: str, *, stdin: bool, before: Callable[[], object] | None = None
+    directory: Path,
+    how: str,
+    *,
+    stdin: bool,
+    before: Callable[[], object] | None = None,
+    module: str = _SUPERVISOR,
 ) -> subprocess.Popen[bytes]:
     home = str(Path(dpmon.__file__).resolve().parent.parent)
     places = [place for place in sys.path if place and not _is_here(place)]
@@ -150,7 +161,7 @@ def _start(
         log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     try:
         return subprocess.Popen(
-            [sys.executable, "-I", *bytecode, "-c", _BOOT, str(directory), how, home, *places],
+            [sys.executable, "-I", *bytecode, "-c", _BOOT.format(module), str(directory), how, home, *places],
             # Inside another run it must not look like one of that run's processes: `dpmon stop` would end it.
             env={name: value for name, value in os.environ.items() if name != "DPMON_RUN"},
             stdin=None if stdin else subprocess.DEVNULL,

@@ -10,6 +10,7 @@ import contextlib
 import os
 import select
 import signal
+import subprocess
 import time
 import traceback
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from dpmon.run.rundir import ExitInfo, load_exit, load_info, output_paths, save
 from dpmon.run.standard_input import INPUT_FIFO, InputWatch, Terminal
 from dpmon.supervise.room import OutputRoom
 from dpmon.supervise.spawn import ProcessEnds, WatchedCommand, find_command, last_sign, start_command
-from dpmon.supervise.start import TAKE_OVER, keep_statuses
+from dpmon.supervise.start import TAKE_OVER, keep_statuses, start_teller
 
 if TYPE_CHECKING:
     from dpmon.gpu.sampler import DeviceSampler
@@ -172,6 +173,7 @@ class Supervisor:
         from dpmon.gpu.sampler import DeviceSampler
         from dpmon.store.drain import Drain  # loads sqlite while the command loads torch, not before
         from dpmon.store.writer import LIMIT_BYTES
+        from dpmon.supervise.stall_watch import StallWatch
 
         limit = LITTLE_HISTORY if "elsewhere" in self._info.options else LIMIT_BYTES
         drain = Drain(self._directory, self._info, limit)
@@ -179,6 +181,7 @@ class Supervisor:
         metrics = self._metrics(drain.warn)
         room = OutputRoom(output_paths(self._directory, self._info), drain.warn, LAST_OUTPUT)
         self._set_aside()
+        teller = self._start_teller()
         if late:
             self._catch_up(command, drain, sampler)
         else:
@@ -189,6 +192,8 @@ class Supervisor:
         poller = self._poller(command.pid)
         reads = InputWatch(self._directory, command.pid, lambda *wait: self._record_wait(drain, command.pid, *wait))
         ends = ProcessEnds(self._directory, command.pid, poller)
+        before = drain.last_stall() if late else None
+        stalls = StallWatch(self._directory, self._info, drain.emit, before, adopted=late)
         drain.on_memory_event = sampler.take_memory
         ended, look_at = False, 0.0
         while self._leave_at is None or time.monotonic() < self._leave_at:
@@ -199,9 +204,12 @@ class Supervisor:
                 for text in self._warnings.new():
                     drain.warn(text)
                 room.look()
+                if teller is not None and teller.poll():  # it was killed, or it failed
+                    teller = self._start_teller()
                 ends.look()
             busy = drain.drain(now)
             reads.look(now)
+            stalls.look(drain.last_steps)
             if metrics is not None:
                 metrics.tick(now)
             if ended:
@@ -213,6 +221,7 @@ class Supervisor:
                 ends.note()  # at once, because the order of ends and exceptions matters
                 if self._terminal is not None:
                     self._terminal.serve()
+        stalls.close()
         ends.close()
         how = self._find_ending(command) if command.over() else None
         reads.close()
@@ -228,6 +237,13 @@ class Supervisor:
         """Record a finished wait of the command for a line of input, so that its step is not called slow."""
         seconds = (since_ns - self._info.start_ns) / 1e9
         drain.emit("input", {"pid": pid, "t_s": seconds, "waited_s": (seen_ns - since_ns) / 1e9})
+
+    def _start_teller(self) -> subprocess.Popen[bytes] | None:
+        """Start the process that tells the events of the run, if the user wants that."""
+        if self._info.options.get("on_event"):
+            with contextlib.suppress(OSError):
+                return start_teller(self._directory)
+        return None
 
     def _set_aside(self) -> None:
         """Reserve space for exit.json, so that it can be written even on a full disk."""

@@ -58,6 +58,7 @@ from dpmon.tracer.steps.loaders import Loaders
 from dpmon.tracer.steps.optimizers import OptimizerSteps
 from dpmon.tracer.steps.pause import Pauser
 from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.watch import Watch
 
 _installed = False
 """Whether the tracer is installed in this process. A second installation would record every call twice."""
@@ -226,8 +227,11 @@ def _at_the_end(
 
     atexit.register(at_exit)
 
+    watch = Watch(session)
+
     def opened(ring: SpanRing) -> None:
         recorder.opened(ring)
+        watch.start(ring)
         memory.opened()
         loaders.opened()
         allocator.watch(session)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from dpmon.cleaning import clean
 from dpmon.model.state import MOST_RANKS, State, Wanted, ended_of, toggle_refusal
-from dpmon.run.activities import QUIET_NS
 from dpmon.run.notes import traceback_line
 from dpmon.run.reader import NO_TRAINING, PauseState, RunReader
 from dpmon.ui.panels.panel_output import Output, Tail
@@ -69,8 +68,6 @@ class Feed:
         """Whether the command is gone and its exit is not recorded yet."""
         self._activities: Mapping[int, tuple[str, int]] = {}
         """Each process's activity at the last look, and its start (monotonic ns)."""
-        self._stall: str | None = None
-        """Where each process is, if no new phase has begun for long."""
         self._ranks = self._wanted.ranks
         """Number of ranks that fit on the screen."""
         self._reads = any(directory.glob("process-*.ring"))
@@ -120,8 +117,6 @@ class Feed:
             return
         reader.refresh()
         self._activities = reader.activities()
-        newest = max((since for name, since in self._activities.values() if name != "ended"), default=0)
-        self._stall = reader.stall() if newest > 0 and self._clock() - newest >= QUIET_NS else None
         if self.ended is None and (ended := reader.exit()) is not None:
             self._end(ended)
         self._look_alive(reader)
@@ -307,7 +302,6 @@ class Feed:
             stage=None if stage is None else (stage[0], max(stage[1] - start, 0)),
             reads_since_ns=None if reads is None else max(reads - start, 0),
             activities={p: (what, since - start if since else 0) for p, (what, since) in self._activities.items()},
-            stalled=self._stall,
             alive=self._alive,
             ended=self.ended,
             last_line=self._last_line,

@@ -11,7 +11,9 @@ from textual import events
 
 from dpmon.cleaning import clean
 from dpmon.run.reader import NO_TRAINING
-from dpmon.text.cells import wrapped
+from dpmon.stalls.answer import asked
+from dpmon.stalls.answer_lines import Line, lines_of
+from dpmon.text.cells import cut, wrapped
 from dpmon.text.quantities import clock, range_words
 from dpmon.ui import jobs, keys
 from dpmon.ui.dialogs import Choice, Commands, Dialog, LineDialog, Pages, key_name
@@ -267,6 +269,37 @@ class Monitor(Stopping):
                 self.call_next(self.run_action, action)
 
         self.push_screen(Commands(lambda: keys.possible(self.scene()), self.look), do)
+
+    def action_why(self) -> None:
+        """Show what each rank does and its stack: now, or at the recorded stall that the picture shows."""
+        scene, directory = self.scene(), self.feed.directory
+        lines: list[Line] = [("asking the training processes ...", "dim")]
+
+        def rows(width: int) -> list[Row]:
+            (first, style), *rest = lines
+            top: list[Row] = [[(line, style)] for line in wrapped(first, width)]
+            return [*top, *([(cut(text, width), style)] for text, style in rest)]
+
+        pages = Pages("Why", rows, self.look)
+
+        def ask() -> str | None:
+            found = asked(directory)
+            lines[:] = [("the supervisor does not answer", "wait")] if found is None else lines_of(found)
+            return None
+
+        def show(problem: str | None) -> None:
+            if problem is not None:
+                lines[:] = [(problem, "wait")]
+            if not pages.answered:
+                pages.draw()
+
+        if scene.over or scene.playing is not None:
+            stall = scene.stall
+            lines[:] = [("no stall was recorded at this time", "")] if stall is None else lines_of(stall.record)
+            self.push_screen(pages)
+            return
+        self.push_screen(pages)
+        self._in_thread(ask, show)
 
     def action_warnings(self) -> None:
         """Show the newest warnings, as many as the state has."""

@@ -8,11 +8,14 @@ from itertools import groupby
 from typing import NamedTuple
 
 from dpmon.cleaning import clean
-from dpmon.model.state import Process, State
+from dpmon.model.standing import now_of
+from dpmon.model.state import Process, StallSeen, State
 from dpmon.record.names import RANK_MODES
+from dpmon.record.schema import SPAN_PHASES
 from dpmon.run.activities import IDLE
 from dpmon.run.reader import PauseState
 from dpmon.run.rundir import ExitInfo, RunInfo
+from dpmon.stalls.run_state import PAUSED, QUIET, STALLED, WAITING_FOR_DATA, WAITING_FOR_INPUT, RunState, state_of
 from dpmon.text.quantities import UNKNOWN, calls_so_far, clock
 
 PANELS = ("devices", "replicas", "batch", "compare", "output")
@@ -88,8 +91,6 @@ class Scene:
     reads_since_ns: int | None = None
     """When the command began to wait for a line of input (ns); None if it was not seen waiting."""
     activities: Mapping[int, tuple[str, int]] = field(default_factory=dict)
-    stalled: str | None = None
-    """How long no new phase has begun, and where each process is; None if something moves."""
     alive: bool | None = None
     ended: ExitInfo | None = None
     last_line: str | None = None
@@ -134,11 +135,16 @@ class Scene:
         return None if any(each.seen_ns > since for each in self.state.processes.values()) else self.now_ns - since
 
     @property
-    def stall(self) -> str | None:
-        """`stalled`; None after the end, during a wait for input, or soon after the last step began."""
-        last = self.process.last_step if self.process is not None else None
-        usual = last is not None and self.now_ns - last.start_ns <= 4 * last.wall_ns
-        return None if self.over or usual or self.input_wait_ns is not None else self.stalled
+    def run_state(self) -> RunState:
+        """The state of the run in a word, and since when (ns since the run's start)."""
+        waited = self.input_wait_ns
+        reads = None if waited is None else self.now_ns - waited
+        return state_of(now_of(self.state, self.now_ns, self.activities, self.pausing.since_ns, reads, over=self.over))
+
+    @property
+    def stall(self) -> StallSeen | None:
+        """The stall that the run is in; in the picture of a finished run, the one in which it ended."""
+        return self.state.stall
 
     @property
     def over(self) -> bool:
@@ -191,30 +197,29 @@ def life(scene: Scene) -> Life:
         return Life("ending", "wait", "the command has ended")
     doing, since = activity if activity is not None else ("", 0)
     spent = scene.now_ns - since if since > 0 else 0
-    if scene.pausing.since_ns is not None:
-        return Life("paused", "wait", f"{(scene.now_ns - scene.pausing.since_ns) / 1e9:.0f} s")
+    found = scene.run_state
+    lasted = "" if found.since_ns is None else f"{(scene.now_ns - found.since_ns) / 1e9:.0f} s"
+    if found.word == PAUSED:
+        return Life(PAUSED, "wait", lasted)
     if scene.reading:
         newest = scene.state.newest_ns
         return Life(READING, "wait", f"{clock(newest)} of {clock(scene.now_ns)}" if newest >= 0 else "")
-    reads = scene.input_wait_ns
-    if reads is not None:
-        return Life("waiting for input", "wait", f"{reads / 1e9:.0f} s{': press i' if scene.can_type else ''}")
+    if found.word == WAITING_FOR_INPUT:
+        return Life(WAITING_FOR_INPUT, "wait", f"{lasted}{': press i' if scene.can_type else ''}")
+    if found.word == STALLED:
+        return Life(STALLED.upper(), "bad", lasted)
     if process is None or process.seen_ns < 0:
         return _before_first_batch(scene, doing, spent)
-    if doing == "data" and spent > WAIT_SHOWN_NS:
-        return Life("waiting for data", "wait", f"{spent / 1e9:.0f} s")
     # An evaluation that has ended while the training waits for it does not count as an end.
     if doing == "ended" and all_finished(scene.state, scene.activities):
         # Another training is starting, and none of its steps was seen yet.
         if scene.stage is not None and scene.stage[1] > max(scene.state.newest_ns, process.seen_ns):
             return _before_first_batch(scene, "", 0)
         return Life("ending", "wait", "the training process is exiting")
-    quiet = scene.now_ns - process.seen_ns
-    if quiet > QUIET_SHOWN_NS and doing in ("copy", "forward", "backward", "optimizer"):
-        return Life(f"in {doing}", "wait", f"{spent / 1e9:.0f} s")
-    if quiet > QUIET_SHOWN_NS:
-        return Life("running", "good", f"quiet {quiet / 1e9:.0f} s")
-    return Life("running", "good")
+    if found.word in (WAITING_FOR_DATA, QUIET):
+        return Life(found.word, "wait", lasted)
+    long = scene.now_ns - process.seen_ns > QUIET_SHOWN_NS and doing in SPAN_PHASES
+    return Life(found.word, "good", f"in {doing} {spent / 1e9:.0f} s" if long else "")
 
 
 def _before_first_batch(scene: Scene, doing: str, spent: int) -> Life:

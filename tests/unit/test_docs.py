@@ -257,7 +257,17 @@ def test_these_tests_find_what_they_check() -> None:
     assert len(found) > 20
     assert sum("#" in link for link in found) > 5
     assert len(OPTIONS) > 20
-    assert {command for command, _ in OPTIONS} == {"", "attach", "ls", "report", "export", "doctor", "keep"}
+    assert {command for command, _ in OPTIONS} == {
+        "",
+        "attach",
+        "status",
+        "why",
+        "ls",
+        "report",
+        "export",
+        "doctor",
+        "keep",
+    }
     assert keys_in("`1`-`5`, `tab`, arrows") == {"1", "2", "3", "4", "5", "tab"}
     assert keys_in("`[` `]`, `+ -`, `n`/`N`, `Esc`") == {"[", "]", "+", "-", "n", "N", "esc"}
     assert keys_in("`ctrl+c`, `,` and `.`, `PgUp`, `y`") == {"ctrl+c", ",", ".", "pageup", "y"}

@@ -401,7 +401,7 @@ def test_a_loop_whose_steps_are_not_known_yet_has_calls_everywhere(state: Path) 
     watched = Lines(reader, lambda line: lines.append(line) is None)
     watched.tick(1.0)
     said = json.loads(lines[0])
-    assert (said["state"], said["step"], said["absent"]["step"]) == ("running", None, so_far)
+    assert (said["state"], said["step"], said["absent"]["step"]) == ("ended", None, so_far)
 
 
 STRETCHES = ((500, "single"), (5000, "dp"), (3000, "single"), (4500, ""))

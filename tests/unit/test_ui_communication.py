@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from joined import joined_ranks
-from situations import INFO, LOOK, MONO_ASCII, exit_of
+from situations import INFO, LOOK, MONO_ASCII
 from situations import rows_text as texts
 from synthetic import SECOND
 
+from dpmon.model.state import StallSeen
 from dpmon.model.step_timeline import last_step_timeline
 from dpmon.record.kinds import BUCKET, Collective
 from dpmon.run.reader import PauseState
@@ -22,7 +23,7 @@ from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.panels.panel_ranks import rank_map
 from dpmon.ui.panels.panel_status import answer, status
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import Scene, Toggle, View
+from dpmon.ui.scene import Scene, Toggle, View, life
 from dpmon.ui.waterfall import bucket_row, sample_row
 
 
@@ -70,7 +71,13 @@ def test_no_rank_is_named_if_all_are_equal() -> None:
     assert "others wait" not in plain(status(scene, 120, 2, LOOK)[1])
 
 
-STALL = "no new phase for 34 s: rank 1 in the script; ranks 0, 2 in backward"
+STALL = "rank 1 in checkpoint (train.py:12); ranks 0, 2 wait in backward (train.py:90)"
+
+
+def stalled(scene: Scene, since_ns: int) -> Scene:
+    """The scene in a stall."""
+    seen = StallSeen(since_ns, since_ns + 10 * SECOND, record={"text": STALL})
+    return replace(scene, state=replace(scene.state, stalls=(seen,)))
 
 
 @pytest.mark.parametrize(("key", "what"), [("d", "switch to dp"), ("p", "pause")])
@@ -79,7 +86,7 @@ def test_a_request_during_a_stall_says_what_it_waits_for(key: str, what: str) ->
     now = scene.now_ns + 34 * SECOND
     since = now - 27 * SECOND
     doing = {0: ("backward", since + SECOND), 1: ("other", since), 2: ("backward", since + SECOND)}
-    scene = replace(scene, now_ns=now, stalled=STALL, activities=doing)
+    scene = stalled(replace(scene, now_ns=now, activities=doing), since)
     asked: dict[str, Any] = {"toggle": Toggle("dp", "pending", since)} if key == "d" else {}
     asked |= {"pausing": PauseState(wanted=True, pending=True)} if key == "p" else {}
     said = f"rank 1 has been in the script's own work for 27 s: it will {what} when it comes back"
@@ -89,22 +96,16 @@ def test_a_request_during_a_stall_says_what_it_waits_for(key: str, what: str) ->
 
 def test_panel_and_status_of_a_hanging_run_say_where_its_ranks_are() -> None:
     """A straggler of the last steps is not the cause of the hang."""
-    scene = replace(scene_of(3, slow=1), stalled=STALL)
-    assert scene.stall is None, "the last step has just ended"
-    scene = replace(scene, now_ns=scene.now_ns + 34_000_000_000)
+    scene = scene_of(3, slow=1)
+    scene = stalled(replace(scene, now_ns=scene.now_ns + 34 * SECOND), scene.now_ns)
     assert " ".join(texts(panel_ranks.table(full(scene), 76, 12, LOOK))[4:]) == STALL
     assert STALL in plain(status(scene, 120, 2, LOOK)[1])
     small = texts(panel_ranks.table(scene, 76, 4, LOOK))
     assert list(rank_lines(small)) == [0, 1, 2], "the sentence is in the message, and hides no rank"
-    assert "no new phase" not in " ".join(small)
+    assert "checkpoint" not in " ".join(small)
     pending = replace(scene, toggle=Toggle("dp", "pending", scene.now_ns - SECOND))
     assert STALL in plain(status(pending, 120, 2, LOOK)[1]), "nobody answers while it hangs"
-    for other in (
-        replace(scene, ended=exit_of(0)),
-        replace(scene, reads_since_ns=scene.now_ns - 30 * 10**9),
-    ):
-        assert other.stall is None
-        assert STALL not in plain(status(other, 120, 2, LOOK)[1])
+    assert life(scene) == ("STALLED", "bad", "34 s")
 
 
 def test_a_small_panel_keeps_the_slow_rank_and_the_cause() -> None:

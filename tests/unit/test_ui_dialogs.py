@@ -148,7 +148,7 @@ async def test_enter_does_the_marked_command_or_none(tmp_path: Path, chosen: int
 @pytest.mark.parametrize("opener", ["e", "slash", "question_mark", "r"])
 async def test_dialogs_that_are_useful_after_the_end_stay_open(directory: Path, opener: str) -> None:
     async with stage(directory) as on:
-        await on.shows("● running")
+        await on.shows("○ quiet")
         await on.press(opener)
         await on.until(lambda: isinstance(on.app.screen, Dialog), "the dialog")
         on.end(0)
@@ -185,7 +185,7 @@ async def test_the_runs_directory_vanishes_under_a_dialog(directory: Path, opene
         await on.until(lambda: on.reader.looks > looks + 3, "pictures")
         await on.press("escape")
         await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
-        for key in ("s", "i", "w", "r"):
+        for key in ("s", "i", "W", "r"):
             await on.press(key)
         await on.press("escape")
-        await on.shows("● running")
+        await on.shows("○ quiet")

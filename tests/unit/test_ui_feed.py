@@ -91,7 +91,7 @@ def test_unread_records_do_not_count_as_silence(tmp_path: Path, size: tuple[int,
     assert not SILENT.search(text), text
     feed.start()
     feed.tick()
-    assert life(feed.scene(View())) == ("running", "good", "quiet 67 s"), "all is read: now it is true"
+    assert life(feed.scene(View())) == ("quiet", "wait", "67 s"), "all is read: now it is true"
     assert "quiet 67 s" in drawn(feed, *size)
 
 
@@ -160,5 +160,5 @@ def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_p
     reader.doing = {0: ("ended", 0), 1: ("backward", 0)}
     now = reader.info.start_ns + second.now
     feed.tick()
-    assert life(feed.scene(View())).word == "running"
+    assert life(feed.scene(View())).word == "training"
     assert [each.process for each in feed.state.training] == [1]

@@ -86,21 +86,21 @@ async def test_a_key_goes_through_all_themes(tmp_path: Path) -> None:
 
 async def test_a_picture_is_saved_and_never_overwrites(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
-        await on.shows("● running")
+        await on.shows("○ quiet")
         await on.press("s")
         await on.shows("picture: dpmon-")
         await on.press("s")
         await on.until(lambda: len(list(Path.cwd().glob("*.svg"))) == 2, "two files")
         for path in Path.cwd().glob("*.svg"):
             words = " ".join(ElementTree.fromstring(path.read_text()).itertext())
-            for part in ("linear.py", "2 Replicas", "[15, 5]", "● running", "4 dp against single"):
+            for part in ("linear.py", "2 Replicas", "[15, 5]", "○ quiet", "4 dp against single"):
                 assert part in words
             assert not re.search(r"(href|src|url\()", path.read_text()), "it asks for nothing from anywhere"
 
 
 async def test_a_picture_of_a_dialog_has_the_dialog(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
-        await on.shows("● running")
+        await on.shows("○ quiet")
         openers = {"question_mark": ("s", "Help"), "x": ("s", "Stop the training?"), "colon": ("ctrl+s", "What can be")}
         for number, (opener, (key, word)) in enumerate(openers.items(), 1):
             before = set(Path.cwd().glob("*.svg"))
@@ -337,7 +337,7 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 async def test_keys_that_come_faster_than_a_dialog_closes_do_no_harm(tmp_path: Path) -> None:
     """All keys are in the queue before the first one is handled, as with a key held down."""
     async with stage(tmp_path) as on:
-        await on.shows("● running")
+        await on.shows("○ quiet")
         for opener in ("question_mark", "x", "q", "e", "slash", "colon"):
             await on.press("5", opener)
             dialog = on.app.screen
@@ -367,7 +367,7 @@ async def test_the_palette_lists_what_is_possible_and_does_it(tmp_path: Path) ->
         assert isinstance(palette, Commands)
         offered = [key for key, _, _ in palette.matching()]
         assert "d" in offered
-        assert "w" not in offered, "there are no warnings"
+        assert "W" not in offered, "there are no warnings"
         assert "i" not in offered, "nobody reads input"
         await on.press(*"batch")
         assert [key for key, _, _ in palette.matching()] == ["d", "3"]
@@ -400,6 +400,7 @@ async def test_a_click_in_the_footer_presses_the_key(tmp_path: Path) -> None:
         row = on.app.text()[-1]
         await on.pilot.click("#footer", offset=(row.index("freeze"), 0))
         await on.shows("FROZEN")
+        row = on.app.text()[-1]
         await on.pilot.click("#footer", offset=(row.index("? help") + 3, 0))
         await on.until(lambda: len(on.app.screen_stack) == 2, "help")
 

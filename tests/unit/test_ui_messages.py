@@ -90,7 +90,7 @@ def test_a_part_without_room_in_the_header_is_left_out_entirely() -> None:
 
 async def test_a_key_that_does_nothing_says_so_and_not_for_ever(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
-        await on.shows("● running")
+        await on.shows("○ quiet")
         for key, words in (
             ("z", "z does nothing here: ? shows the keys"),
             ("f5", "f5 does nothing here"),
@@ -163,7 +163,7 @@ def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> Non
 
 async def test_beside_a_dialog_the_screen_is_blank_and_a_long_list_says_that_more_follows(tmp_path: Path) -> None:
     async with stage(tmp_path, (80, 16)) as on:
-        await on.shows("● running")
+        await on.shows("○ quiet")
         await on.press("colon")
         assert isinstance(on.app.screen, Commands)
         assert on.app.screen.box.region.width == 80

@@ -31,7 +31,7 @@ def placed(on: Stage) -> bool:
 
 async def test_it_draws_the_run_at_every_size(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
-        await on.shows("● running")
+        await on.shows("○ quiet")
         for width, height in ((80, 24), (200, 60), (45, 12), (20, 5), (160, 50), (120, 40)):
             await on.pilot.resize_terminal(width, height)
             await on.until(lambda h=height: len(on.app.text()) == h, "the new size")
@@ -77,7 +77,7 @@ async def test_a_toggle_is_pending_immediately_and_done_when_answered(tmp_path: 
 
 async def test_no_toggle_where_nothing_may_be_changed(tmp_path: Path) -> None:
     async with stage(tmp_path, mode_option="script") as on:
-        await on.shows("● running")
+        await on.shows("○ quiet")
         await on.press("d")
         await on.shows("the mode cannot be switched: --mode script leaves the computation as written")
         assert on.reader.asked == []
@@ -86,7 +86,7 @@ async def test_no_toggle_where_nothing_may_be_changed(tmp_path: Path) -> None:
 
 async def test_a_toggle_that_ranks_do_not_allow_is_refused_with_a_reason(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
-        await on.shows("● running")
+        await on.shows("○ quiet")
         on.training.defined.clear()
         on.training.via = "DistributedDataParallel"
         on.reader.new = decoded([*on.training.switch("single"), *on.training.run(2)], origin_ns=SECOND)
@@ -251,7 +251,7 @@ async def test_a_folded_panel_opens_with_its_number(tmp_path: Path) -> None:
 async def test_a_double_click_zooms_as_enter_does(tmp_path: Path) -> None:
     """With any focus; and back, although the second click may be on another panel."""
     async with stage(tmp_path, (80, 24)) as on:
-        await on.shows("● running")
+        await on.shows("○ quiet")
         for panel in ("batch", "batch", "output", "devices"):  # devices is folded
             await on.pilot.double_click(f"#{panel}", offset=(5, 0))
             assert (on.app.view.focus, on.app.view.zoom) == (panel, panel)
@@ -297,13 +297,13 @@ async def test_help_and_warnings_have_pages(tmp_path: Path) -> None:
         assert any("leave the training running" in row for row in page.box.text())
         await on.press("escape")
         await on.until(lambda: len(on.app.screen_stack) == 1, "help to close")
-        assert "w warnings" not in on.text()
-        await on.press("w")
+        assert "W warnings" not in on.text()
+        await on.press("W")
         assert len(on.app.screen_stack) == 1, "no warnings, no page"
         await on.shows("there are no warnings")
         on.reader.new = [Event("warning", {"process": 0, "t_s": 3.0, "text": "a hook took itself out\x1b[2J"})]
         await on.until(lambda: bool(on.app.feed.state.warnings), "the warning")
-        await on.press("w")
+        await on.press("W")
         assert isinstance(on.app.screen, Pages)
         assert any("a hook took itself out\ufffd[2J" in row for row in on.app.screen.box.text())
 

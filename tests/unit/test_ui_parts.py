@@ -34,8 +34,8 @@ def a_scene() -> Scene:
 
 def test_the_footer_offers_only_what_works() -> None:
     scene = a_scene()
-    said = "d → single space freeze 1-5 panel enter zoom i input [ ] range s picture e export r report x stop t theme"
-    assert " ".join(plain(footer(scene, 200, LOOK)[0]).split()) == said + " + - refresh : list ? help q leave"
+    said = "d → single space freeze 1-5 panel enter zoom i input w why [ ] range s picture e export r report x stop"
+    assert " ".join(plain(footer(scene, 200, LOOK)[0]).split()) == said + " t theme + - refresh : list ? help q leave"
     nothing = replace(scene, can_toggle=False, can_type=False, ended=exit_of(0, None, 1))
     said = "1-5 panel enter zoom [ ] range s picture e export r report t theme + - refresh : list ? help q close"
     assert " ".join(plain(footer(nothing, 200, LOOK)[0]).split()) == said

@@ -122,7 +122,7 @@ def test_a_waiting_script_is_shown_with_the_key_to_type_a_line() -> None:
     training = replace(worked, now_ns=worked.now_ns + 3 * SECOND, reads_since_ns=worked.now_ns)
     assert life(training).word == "waiting for input"
     assert "i input" in text_of(training, 80, 24).splitlines()[-1]
-    assert life(replace(training, reads_since_ns=None)).word == "running"
+    assert life(replace(training, reads_since_ns=None)).word == "training"
 
 
 def test_a_wait_for_input_is_shown_after_a_second_and_until_the_next_step_ends() -> None:
@@ -131,17 +131,17 @@ def test_a_wait_for_input_is_shown_after_a_second_and_until_the_next_step_ends()
     later = replace(training, now_ns=training.now_ns + 3 * SECOND)
     for scene, since in ((training, training.now_ns - SECOND // 2), (later, SECOND), (later, later.now_ns + SECOND)):
         seen = replace(scene, reads_since_ns=since)
-        assert life(seen).word == "running"
+        assert life(seen).word == "training"
         assert seen.input_wait_ns is None
 
 
 def test_waiting_for_data_is_shown_only_after_a_second() -> None:
     scene = scene_of(Training())
-    assert life(replace(scene, activities={0: ("data", scene.now_ns - SECOND // 2)})).word == "running"
+    assert life(replace(scene, activities={0: ("data", scene.now_ns - SECOND // 2)})).word == "training"
     waiting = replace(scene, now_ns=scene.now_ns + 4 * SECOND, activities={0: ("data", scene.now_ns)})
     assert life(waiting) == ("waiting for data", "wait", "4 s")
     stuck = replace(scene, now_ns=scene.now_ns + 9 * SECOND, activities={0: ("backward", scene.now_ns)})
-    assert life(stuck) == ("in backward", "wait", "9 s")
+    assert life(stuck) == ("training", "good", "in backward 9 s")
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_warnings_are_shown_and_have_a_key() -> None:
     scene = warned(scene_of(Training()), "the hook\x1b[2J took itself out")
     text = text_of(scene, 120, 40)
     assert "warning: the hook\ufffd[2J took itself out" in text
-    assert ("w", "warnings") in [hint[:2] for hint in hints(scene)]
+    assert ("W", "warnings") in [hint[:2] for hint in hints(scene)]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_a_warning_that_is_cut_says_where_all_of_it_is() -> None:
     scene = warned(scene_of(Training()), LONG)
     for size in ((80, 24), (120, 40)):
         row = next(line for line in text_of(scene, *size).splitlines() if "warning:" in line)
-        assert row.rstrip().endswith("w: all of it")
+        assert row.rstrip().endswith("W: all of it")
         assert "…" in row
     assert "all of it" not in text_of(scene, 250, 70)
 
@@ -297,7 +297,7 @@ def test_a_warning_stands_beside_the_state_that_had_no_room_above(width: int, mi
     scene = missing(warned(scene_of(Training()), LONG), missed)
     for later, doing, word, detail in (
         (scene.now_ns + 15 * SECOND, {0: ("data", scene.now_ns)}, "waiting for data", "15 s"),
-        (scene.now_ns + 12 * SECOND, {}, "running", "quiet 12 s"),
+        (scene.now_ns + 12 * SECOND, {}, "quiet", "12 s"),
     ):
         rows = text_of(replace(scene, now_ns=later, activities=doing), width, 24).splitlines()
         row = rows[1 if width >= 120 else 2]
@@ -305,9 +305,9 @@ def test_a_warning_stands_beside_the_state_that_had_no_room_above(width: int, mi
             assert f"{word} {detail}  " in rows[0] or row.startswith(f" {word}: {detail}  warning: "), rows[:3]
         assert "warning: t" in row, row
         assert "…" in row
-        assert "w: all of it" in row
+        assert "W: all of it" in row
         assert ("7 records dropped" in row) == bool(missed)
-        assert width != 120 or word == "running" or row.startswith(" waiting for data: 15 s  warning: ")
+        assert width != 120 or word == "quiet" or row.startswith(" waiting for data: 15 s  warning: ")
 
 
 def test_a_row_is_cropped_by_cells() -> None:

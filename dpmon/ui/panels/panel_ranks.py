@@ -145,7 +145,7 @@ def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int
     if reports_stall_or_straggler(scene, look) and scene.view.zoom != "replicas":
         pass
     elif scene.stall is not None:
-        rows += lines(clean(scene.stall, 400), width, "wait", max(most, 1), look.glyphs.more)
+        rows += lines(clean(scene.stall.text, 400), width, "bad", max(most, 1), look.glyphs.more)
     elif slow is not None:
         whole = lines(sentence(slow, lately=True), width, "wait")
         fits = len(whole) + ranks <= room

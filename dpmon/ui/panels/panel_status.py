@@ -16,7 +16,7 @@ from dpmon.ui.scene import READING, SECOND, Life, Scene, life, mode_words
 
 WARNING_SHOWN_NS = 60 * SECOND
 DONE_SHOWN_NS = 15 * SECOND
-_ALL_OF_IT = "  w: all of it "
+_ALL_OF_IT = "  W: all of it "
 _WIDE = 140
 """Width (cells) from which the first row shows the rate within steps next to the rate."""
 _WARNING_BEGINS = 16
@@ -203,7 +203,7 @@ def _message(scene: Scene, look: Look, width: int) -> Row:
     if warned:
         return warned
     if scene.stall is not None:
-        return [(f"{look.glyphs.focus} ", "wait"), (clean(scene.stall, 400), "")]
+        return [(f"{look.glyphs.focus} ", "bad"), (clean(scene.stall.text, 400), "bad")]
     slow = scene.state.straggler
     if slow is not None:  # see reports_stall_or_straggler
         return [(f"{look.glyphs.focus} ", "wait"), (in_short(slow), "")]

@@ -1,0 +1,73 @@
+"""The command `why`: which rank stands where, and what the others wait for."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from dpmon.cleaning import clean, json_text
+from dpmon.cli.speak import speak
+from dpmon.run.condition import goes_on, run_state
+from dpmon.run.rundir import RunError, load_info
+from dpmon.run.runs import find_run, newest_run
+from dpmon.stalls.answer import answer, asked
+from dpmon.stalls.answer_lines import lines_of
+from dpmon.stalls.processes import RankLook
+from dpmon.supervise.start import ensure_supervisor
+from dpmon.text.quantities import clock
+
+
+def why(options: argparse.Namespace) -> int:
+    """Print what each rank of a live run does now, or the stalls of a finished run."""
+    directory = find_run(options.run, goes_on=goes_on) if options.run else newest_run(goes_on)
+    info = load_info(directory)
+    state, how = run_state(directory, info)
+    found = None if how is not None else _asked(directory, native=options.native)
+    stalls = _recorded(directory)
+    if options.json:
+        print(json_text({"run": info.id, "state": state, "now": found, "stalls": stalls}, indent=1))
+        return 0
+    if found is not None:
+        print("\n".join(text for text, _ in lines_of(found, every=options.all)))
+    else:
+        print(f"{info.id} is over ({state})" if how is not None else "no process of the run can be seen")
+    over = [one for one in stalls if "lasted_s" in one]
+    for one in over:
+        at, text = clock(int(one.get("since_s", 0) * 1e9)), clean(one.get("text"))
+        print(f"stalled at {at} for {one.get('lasted_s', 0):.0f} s: {text}")
+    if found is None and not stalls:
+        print("no stall was recorded")
+    return 0
+
+
+def _asked(directory: Path, *, native: bool) -> dict[str, Any] | None:
+    """The supervisor's answer; without a supervisor, what this process itself can see."""
+    try:
+        ensure_supervisor(directory)
+        found = asked(directory, native=native)
+        if found is not None:
+            return found
+        speak("the supervisor does not answer; the stacks are taken from here")
+    except (OSError, RunError) as error:
+        speak(f"the supervisor cannot be asked: {error}")
+    info = load_info(directory)
+    with closing(RankLook(directory, info.cwd)) as look:
+        look.ranks({}, time.monotonic_ns())
+        dumps = look.take_stacks(native=native)
+        now = time.monotonic_ns()
+        return answer(look.with_ends(look.ranks({}, now)), dumps, None, now, info)
+
+
+def _recorded(directory: Path) -> list[dict[str, Any]]:
+    """The stalls in the history, oldest first."""
+    from contextlib import suppress
+
+    from dpmon.errors import HistoryError
+    from dpmon.store.opened import open_store
+
+    with suppress(HistoryError, RunError), open_store(directory) as store:
+        return [dict(event.data) for event in store.events("stall")]
+    return []

@@ -1,0 +1,110 @@
+"""How a run does, in one word, with the reason and a remedy: for `status`, `ls` and the lines of `--json`."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from dpmon.errors import HistoryError
+from dpmon.model.snapshot import Snapshots
+from dpmon.model.standing import now_of
+from dpmon.model.state import State, ended_of
+from dpmon.record.schema import SECOND
+from dpmon.run.condition import run_state
+from dpmon.run.reader import RunReader
+from dpmon.run.rundir import ExitInfo, RunError, RunInfo
+from dpmon.run.runs import short_name
+from dpmon.stalls.run_state import (
+    ENDED,
+    EVALUATING,
+    PAUSED,
+    STALLED,
+    STARTING,
+    TRAINING,
+    WAITING_FOR_DATA,
+    WAITING_FOR_INPUT,
+    state_of,
+)
+from dpmon.store.opened import open_store
+from dpmon.store.store_at import StoreAt
+
+FINE = (TRAINING, EVALUATING, WAITING_FOR_DATA)
+IS_FINE, NOT_TRAINING, NO_RUN, IS_STALLED, HAS_FAILED, TIMED_OUT = 0, 3, 4, 5, 6, 124
+"""Exit statuses of `dpmon status`."""
+_FAILED = ("failed", "killed", "lost", "ended")
+"""Ends that are not as wanted; "ended" and "lost": it is unknown how."""
+
+
+class Health(NamedTuple):
+    """How a run does."""
+
+    state: str
+    """One of dpmon.stalls.run_state.STATES."""
+    since_s: float | None
+    """Since when, in seconds since the run's start; None if unknown."""
+    reason: str | None
+    remedy: str | None
+    end: str | None = None
+    """How it ended: finished, stopped, interrupted, failed, killed, lost, ended (unknown); None while it goes on."""
+
+    @property
+    def status(self) -> int:
+        """The exit status of `dpmon status`."""
+        if self.state in FINE:
+            return IS_FINE
+        if self.state == STALLED:
+            return IS_STALLED
+        return HAS_FAILED if self.end in _FAILED else NOT_TRAINING
+
+    def fields(self) -> dict[str, object]:
+        """The members of `health`."""
+        return {**self._asdict(), "fine": self.status == IS_FINE}
+
+
+def health_now(directory: Path) -> Health:
+    """How the run in `directory` does now."""
+    with closing(RunReader(directory)) as reader:
+        state = State()
+        with suppress(HistoryError, RunError), open_store(directory) as store:
+            state = Snapshots().take(StoreAt(store), ended=ended_of(reader.activities()))
+        return health(directory, reader.info, reader, state)
+
+
+def health(directory: Path, info: RunInfo, reader: RunReader, state: State) -> Health:
+    """How the run in `directory` does; `state`: what its history says."""
+    word, how = run_state(directory, info)
+    name = short_name(info)
+    if how is not None or word == "lost":
+        return Health(ENDED, None if how is None else how.seconds, _end_reason(how), None, word)
+    if word == "elsewhere":
+        return Health(STARTING, None, "it runs on another machine", "ask on that machine")
+    start, now_ns = info.start_ns, time.monotonic_ns() - info.start_ns
+    since = {number: (what, at - start if at else 0) for number, (what, at) in reader.activities().items()}
+    paused, reads = reader.paused().since_ns, reader.waits_for_input()
+    found = state_of(now_of(state, now_ns, since, _from(paused, start), _from(reads, start)))
+    reason, remedy = None, None
+    if found.word == STALLED and state.stall is not None:
+        reason, remedy = state.stall.text, f"dpmon why {name} shows the stacks"
+    elif found.word == STARTING:
+        stage = reader.stage()
+        reason = None if stage is None else stage[0]
+    elif found.word == PAUSED:
+        remedy = f"dpmon attach {name}, then p"
+    elif found.word == WAITING_FOR_INPUT:
+        remedy = f"dpmon attach {name}, then i"
+    elif word == "unsupervised":
+        reason, remedy = "its supervisor was killed: nothing is recorded", f"dpmon attach {name} starts another one"
+    return Health(found.word, None if found.since_ns is None else found.since_ns / SECOND, reason, remedy)
+
+
+def _from(at_ns: int | None, start_ns: int) -> int | None:
+    return None if at_ns is None else max(at_ns - start_ns, 0)
+
+
+def _end_reason(how: ExitInfo | None) -> str | None:
+    if how is None:
+        return "it ended without a record of its end"
+    status = how.signal or (None if how.status is None else f"exit status {how.status}")
+    return how.error or how.cause or how.unknown or status

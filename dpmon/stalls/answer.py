@@ -1,0 +1,131 @@
+"""The answer to "why is it stuck": what each rank does, as JSON; and the request for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dpmon.record.plainjson import load_json
+from dpmon.run.files import open_file, read_file, remove_file, replace_file
+from dpmon.run.rundir import RunInfo
+from dpmon.stalls.stacks import Dump, Stack
+from dpmon.stalls.verdict import RankFacts, Stall, doing_words, sentence
+
+ASKED_FILE, ANSWER_FILE = "why-asked", "why.json"
+NATIVE = b"native"
+"""Contents of a request for stacks with C frames."""
+WAIT_S = 8.0
+"""Longest wait for the supervisor's answer."""
+_EVERY_S = 0.02
+_MAX_BYTES = 64 << 20
+
+
+def answer(
+    ranks: Sequence[RankFacts],
+    dumps: Mapping[int, Dump],
+    found: Stall | None,
+    now_ns: int,
+    info: RunInfo,
+    asked: int | None = None,
+) -> dict[str, Any]:
+    """What each rank does, those that the others wait for first."""
+    first = [] if found is None else [*found.guilty, *found.waiting]
+    order = [*first, *(i for i in range(len(ranks)) if i not in first)]
+    since = None if found is None else (found.since_ns - info.start_ns) / 1e9
+    return {
+        "t_s": (now_ns - info.start_ns) / 1e9,
+        "since_s": since,
+        "text": None if found is None else sentence(found, ranks, info.cwd),
+        "ranks": [
+            _rank(ranks[i], dumps.get(ranks[i].pid, Dump()), now_ns, info, found is not None and i in found.waiting)
+            for i in order
+        ],
+        **({} if asked is None else {"asked": asked}),
+    }
+
+
+def _rank(rank: RankFacts, taken: Dump, now_ns: int, info: RunInfo, waits: bool) -> dict[str, Any]:
+    stack = taken.main or rank.stack
+    stacks = taken.stacks or (() if stack is None else (stack,))
+    script = None if stack is None else stack.script
+    return {
+        "process": rank.process,
+        "rank": rank.rank,
+        "pid": rank.pid,
+        "step": rank.step,
+        "doing": rank.doing,
+        "for_s": (now_ns - rank.since_ns) / 1e9 if rank.since_ns else None,
+        "waits": waits,
+        "words": doing_words(rank, info.cwd, waits=waits),
+        "place": None if script is None else script.place(info.cwd),
+        "function": None if script is None else script.function,
+        "inside": None if stack is None else stack.inside,
+        "state": rank.state,
+        "cpu": rank.cpu,
+        "groups": [{"group": group.name, "ranks": group.ranks, "sequence": group.sequence} for group in rank.groups],
+        **({} if not stacks else {"stacks": [_stack(one) for one in stacks]}),
+        "why_no_stack": taken.reason or rank.why_no_stack,
+    }
+
+
+def _stack(one: Stack) -> dict[str, Any]:
+    return {"thread": one.thread, "main": one.main, "left_out": one.left_out, "frames": [list(f) for f in one.frames]}
+
+
+def ask(directory: Path, *, native: bool = False) -> int:
+    """Ask the supervisor for an answer; return the number of the request. `native`: with C frames."""
+    fd = open_file(directory / ASKED_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        os.write(fd, NATIVE if native else b"")
+        os.utime(fd)
+        return os.fstat(fd).st_mtime_ns
+    finally:
+        os.close(fd)
+
+
+def asked(directory: Path, *, native: bool = False) -> dict[str, Any] | None:
+    """The supervisor's answer, after a wait for it; None if it does not answer. OSError if it cannot be asked."""
+    serial = ask(directory, native=native)
+    end = time.monotonic() + WAIT_S
+    while time.monotonic() < end:
+        found = answered(directory, serial)
+        if found is not None:
+            return found
+        time.sleep(_EVERY_S)
+    return None
+
+
+def wants_native(directory: Path) -> bool:
+    """Whether the last request wants C frames."""
+    with contextlib.suppress(OSError):
+        return read_file(directory / ASKED_FILE, len(NATIVE)) == NATIVE
+    return False
+
+
+def save_answer(directory: Path, found: Mapping[str, Any]) -> None:
+    """Write the answer in one step."""
+    temporary = directory / f".{ANSWER_FILE}"
+    with contextlib.suppress(OSError):
+        try:
+            fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            with open(fd, "w", encoding="utf-8") as file:
+                json.dump(found, file)
+            replace_file(temporary, directory / ANSWER_FILE)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                remove_file(temporary)
+            raise
+
+
+def answered(directory: Path, asked: int) -> dict[str, Any] | None:
+    """The answer to a request; None while there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        found = load_json(read_file(directory / ANSWER_FILE, _MAX_BYTES))
+        if isinstance(found, dict) and isinstance(found.get("asked"), int) and found["asked"] >= asked:
+            return found
+    return None

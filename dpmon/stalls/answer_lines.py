@@ -1,0 +1,84 @@
+"""The answer to "why is it stuck" in lines for people. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dpmon.cleaning import clean
+
+Line = tuple[str, str]
+"""A line and its style: "", "bold", "bad" or "dim"."""
+_PACKAGES = ("site-packages/", "dist-packages/")
+
+
+def lines_of(found: Mapping[str, Any], *, every: bool = False) -> list[Line]:
+    """The sentence, a table of the ranks, and their stacks; ranks with equal stacks share one.
+
+    `every`: the stacks of all threads, not only of the main one.
+    """
+    try:
+        return _lines(found, every)
+    except (KeyError, TypeError, ValueError, AttributeError):  # any program may have written the record
+        return [("the record of the stall is damaged", "bad")]
+
+
+def _lines(found: Mapping[str, Any], every: bool) -> list[Line]:
+    ranks = found["ranks"]
+    lines: list[Line] = [("no stall: the run makes progress, or its pause is plausible", "")]
+    if found.get("text") is not None:
+        lines = [(f"stalled for {found['t_s'] - found['since_s']:.0f} s: {clean(found['text'])}", "bad")]
+    rows: list[tuple[str, ...]] = [("", "RANK", "STEP", "FOR", "IN", "COLLECTIVES", "PROCESS")]
+    rows += [_row(rank) for rank in ranks]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines.append(("", ""))
+    for row in rows:
+        text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        lines.append((text, "dim" if row is rows[0] else "bold" if row[0] else ""))
+    for names, stacks, reason in _folded(ranks):
+        lines += [("", ""), (f"{names}:", "bold")]
+        if not stacks:
+            lines.append((f"  no stack: {clean(reason or 'none was taken')}", "dim"))
+        for stack in stacks if every else stacks[:1]:
+            lines += [(f"  thread {clean(stack['thread'])}", "bold")] if every and stack["thread"] else []
+            for function, file, line in stack["frames"]:
+                ours = not any(part in file for part in (*_PACKAGES, "/lib/python3."))
+                lines.append((f"  {clean(function)} ({clean(_short(file))}:{line})", "" if ours else "dim"))
+            if stack["left_out"]:
+                lines.append((f"  {stack['left_out']:,} more between them", "dim"))
+    return lines
+
+
+def _short(file: str) -> str:
+    """The path of a file without the place of installed packages."""
+    for part in _PACKAGES:
+        if part in file:
+            return file.rpartition(part)[2]
+    return file
+
+
+def _row(rank: Mapping[str, Any]) -> tuple[str, ...]:
+    number = f"pid {rank['pid']}" if rank["rank"] is None else rank["rank"]
+    seconds = "" if rank["for_s"] is None else f"{max(rank['for_s'], 0):.0f} s"
+    cpu = "" if rank["cpu"] is None else f", {100 * rank['cpu']:.0f} % CPU"
+    groups = " ".join(str(group["sequence"]) for group in rank["groups"])
+    words = ("waits " if rank["waits"] else "") + str(rank["words"])
+    step = "" if rank["step"] is None else rank["step"]
+    process = f"{clean(rank['state'])}{cpu}"
+    return ("" if rank["waits"] else ">", str(number), str(step), seconds, clean(words), groups, process)
+
+
+def _folded(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any], str | None]]:
+    """Ranks with equal stacks: their names, the stacks, and why there are none; in the order of the ranks."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for rank in ranks:
+        stacks = rank.get("stacks")
+        groups.setdefault(str(stacks[0]["frames"] if stacks else rank.get("why_no_stack")), []).append(rank)
+    return [
+        (
+            ", ".join(f"pid {rank['pid']}" if rank["rank"] is None else f"rank {rank['rank']}" for rank in group),
+            group[0].get("stacks") or [],
+            group[0].get("why_no_stack"),
+        )
+        for group in groups.values()
+    ]

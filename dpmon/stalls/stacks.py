@@ -1,0 +1,230 @@
+"""Stacks of processes, as py-spy prints them, and what a stack says about its thread."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+INNER, OUTER = 100, 20
+"""Frames of a deep stack that are kept: the innermost and the outermost."""
+MOST_THREADS = 64
+_MOST_BYTES = 32 << 20
+_LONGEST = 1000
+"""Most characters of a name in a stack."""
+WAIT_S = 5.0
+"""Longest wait for py-spy. One dump takes 11 to 35 ms."""
+_NOT_SCRIPT = ("/site-packages/", "/dist-packages/", "/lib/python3.", "/lib64/python3.")
+_OURS = "/dpmon/tracer/"
+_WRAPPERS = ("torch/distributed/c10d_logger.py", "torch/utils/_contextlib.py")
+"""Files whose functions only call another one."""
+_INSTALL = "install it beside dpmon: pip install 'dpmon[why]'"
+_NO_RIGHT = "in a container: start it with --cap-add SYS_PTRACE; elsewhere see /proc/sys/kernel/yama/ptrace_scope"
+
+
+class Frame(NamedTuple):
+    """One function call of a stack."""
+
+    function: str
+    file: str
+    line: int
+
+    @property
+    def of_script(self) -> bool:
+        """Whether it belongs to the script, not to an installed package or to Python's library."""
+        return not self.file.startswith("<") and not any(part in self.file for part in _NOT_SCRIPT)
+
+    def place(self, directory: str) -> str:
+        """File and line, as seen from `directory`: "train.py:88"; for a file elsewhere without its directory."""
+        inside = directory and self.file.startswith(directory.rstrip(os.sep) + os.sep)
+        return f"{os.path.relpath(self.file, directory) if inside else os.path.basename(self.file)}:{self.line}"
+
+
+class Stack(NamedTuple):
+    """The calls of one thread, innermost first."""
+
+    frames: tuple[Frame, ...]
+    thread: str = ""
+    main: bool = True
+    """Whether it is the process's main thread."""
+    left_out: int = 0
+    """Frames between the innermost and the outermost that are not listed."""
+
+    @property
+    def script(self) -> Frame | None:
+        """The innermost call of the script; None if there is none."""
+        return next((frame for frame in self.frames if frame.of_script), None)
+
+    @property
+    def inside(self) -> str | None:
+        """What the script called there: "DataLoader.__next__", "all_reduce"; None if it runs its own code."""
+        called = None
+        for frame in self.frames:
+            if frame.of_script:
+                break
+            if not frame.file.endswith(_WRAPPERS):
+                called = frame
+        if called is None:
+            return None
+        return next((name for end, name in _KNOWN if called.file.endswith(end)), called.function)
+
+    @property
+    def kind(self) -> str:
+        """One of collective, backward, data, save, compile, or "" for other work."""
+        for frame in self.frames:
+            for kind, ends, functions in _KINDS:
+                if any(end in frame.file for end in ends) and (not functions or frame.function in functions):
+                    return kind
+            if frame.of_script:
+                break
+        return ""
+
+
+_KNOWN = (
+    ("torch/utils/data/dataloader.py", "DataLoader.__next__"),
+    ("torch/_tensor.py", "backward"),
+    ("torch/autograd/__init__.py", "backward"),
+)
+"""Names that people know for functions of torch, by the end of the file's path."""
+_KINDS: Sequence[tuple[str, Sequence[str], Sequence[str]]] = (
+    ("compile", ("torch/_dynamo/", "torch/_inductor/", "/triton/"), ()),
+    ("collective", ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py"), ()),
+    ("backward", ("torch/autograd/graph.py",), ("_engine_run_backward",)),
+    ("data", ("torch/utils/data/dataloader.py",), ()),
+    ("save", ("torch/serialization.py", "torch/distributed/checkpoint/", "/safetensors/"), ()),
+)
+"""Kinds of work, by parts of a file's path and names of functions (none: all in the file). Inner calls decide first."""
+
+
+_WAITS = (
+    "multiprocessing/connection.py",
+    "multiprocessing/queues.py",
+    "multiprocessing/synchronize.py",
+    "selectors.py",
+)
+"""Files in which a worker without work waits."""
+
+
+class Dump(NamedTuple):
+    """The stacks of one process, the main thread's first; or none, and why."""
+
+    stacks: tuple[Stack, ...] = ()
+    reason: str | None = None
+    native: bool = False
+
+    @property
+    def main(self) -> Stack | None:
+        """The main thread's stack."""
+        return next((stack for stack in self.stacks if stack.main), None)
+
+
+def worker_words(stacks: Mapping[int, Dump], directory: str) -> str | None:
+    """What the workers of a data loader do, by pid: of the first that works and does not wait for a request."""
+    for pid, taken in stacks.items():
+        stack = taken.main
+        if stack is None or not stack.frames or stack.frames[0].file.endswith(_WAITS):
+            continue
+        if stack.script is not None:
+            place = f"{stack.script.function} ({stack.script.place(directory)})"
+            return f"its worker (pid {pid}) is in {place}"
+    return None
+
+
+def py_spy() -> str | None:
+    """The path of py-spy: beside the Python that runs dpmon, or on PATH; None if it is not installed."""
+    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    return beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
+
+
+def dump(pids: Sequence[int], *, native: bool = False) -> dict[int, Dump]:
+    """Take the stacks of processes, all at once. Takes at most WAIT_S.
+
+    `native`: also C frames; py-spy then stops each process for about 50 ms.
+    """
+    program = py_spy()
+    if program is None:
+        return dict.fromkeys(pids, Dump(reason=f"py-spy is not installed; {_INSTALL}"))
+    how = "--native" if native else "--nonblocking"
+    started = {}
+    found: dict[int, Dump] = {}
+    for pid in pids:
+        try:
+            command = [program, "dump", how, "--json", "--pid", str(pid)]
+            pipe = subprocess.PIPE
+            started[pid] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+        except OSError as error:
+            found[pid] = Dump(reason=f"py-spy cannot be started: {error.strerror or error}")
+    end = time.monotonic() + WAIT_S
+    for pid, process in started.items():
+        try:
+            out, err = process.communicate(timeout=max(end - time.monotonic(), 0.01))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            found[pid] = Dump(reason=f"py-spy gave no answer within {WAIT_S:.0f} s")
+            continue
+        found[pid] = parsed(out, native) if process.returncode == 0 else Dump(reason=_failure(err))
+    return found
+
+
+def _failure(said: bytes) -> str:
+    """Why py-spy failed, and the remedy if it is known."""
+    text = said[-_LONGEST:].decode("utf-8", "replace").strip()
+    line = next((line for line in text.splitlines() if line.startswith("Error:")), text.partition("\n")[0])
+    if "ermission" in text or "not permitted" in text:
+        return f"py-spy may not look into the process; {_NO_RIGHT}"
+    return f"py-spy failed: {line.removeprefix('Error: ')[:200] or 'without a message'}"
+
+
+def parsed(out: bytes, native: bool = False) -> Dump:
+    """The stacks in py-spy's JSON (`dump --json`)."""
+    if len(out) > _MOST_BYTES:
+        return Dump(reason=f"py-spy printed more than {_MOST_BYTES >> 20} MiB")
+    try:
+        threads = json.loads(out)
+        if not isinstance(threads, list):
+            raise TypeError
+        stacks = [_stack(thread) for thread in threads[:MOST_THREADS]]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return Dump(reason="py-spy printed something else than stacks: another version?")
+    stacks.sort(key=lambda stack: not stack.main)
+    return Dump(tuple(stacks), None if stacks else "py-spy saw no Python thread", native)
+
+
+def _stack(thread: Mapping[str, Any]) -> Stack:
+    frames = [each for each in thread["frames"] if _OURS not in each["filename"]]
+    kept = frames if len(frames) <= INNER + OUTER else [*frames[:INNER], *frames[-OUTER:]]
+    return Stack(
+        tuple(
+            Frame(str(each["name"])[:_LONGEST], str(each["filename"])[:_LONGEST], int(each["line"])) for each in kept
+        ),
+        str(thread["thread_name"] or "")[:_LONGEST],
+        thread["os_thread_id"] == thread["pid"],
+        len(frames) - len(kept),
+    )
+
+
+def noted(answer: Mapping[str, Any]) -> tuple[Stack, ...]:
+    """The stacks in a line that a training process noted (dpmon.tracer.watch). Raises ValueError for anything else."""
+    try:
+        stacks = [
+            Stack(
+                tuple(
+                    Frame(str(name), str(file), int(line))
+                    for file, name, line in thread["frames"][: INNER + OUTER]
+                    if _OURS not in str(file)
+                ),
+                "",
+                thread["training"] is True,
+                int(thread["left_out"]),
+            )
+            for thread in answer["threads"][:MOST_THREADS]
+        ]
+    except (TypeError, KeyError, ValueError):
+        raise ValueError("not stacks") from None
+    return tuple(sorted(stacks, key=lambda stack: not stack.main))

@@ -1,0 +1,133 @@
+"""Notices a stall while the run goes on, records it with its beginning and its end, and answers who asks why."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dpmon.record.plainjson import ns_in, text_in
+from dpmon.run.rundir import RunInfo
+from dpmon.run.standard_input import waits_since
+from dpmon.stalls.answer import ASKED_FILE, answer, save_answer, wants_native
+from dpmon.stalls.processes import DETAILS_NS, RankLook
+from dpmon.stalls.stacks import Dump
+from dpmon.stalls.verdict import SECOND, RankFacts, Stall, UsualTimes, sentence, stall
+
+LOOK_NS = SECOND
+STACKS_AFTER_NS = 5 * SECOND
+"""Stacks are taken when a rank has stood still for this long, and again after the same time."""
+
+
+class StallWatch:
+    """Looks at the ranks once a second."""
+
+    def __init__(
+        self,
+        directory: Path,
+        info: RunInfo,
+        emit: Callable[[str, Mapping[str, Any]], None],
+        before: Mapping[str, Any] | None = None,
+        *,
+        adopted: bool = False,
+    ) -> None:
+        """`adopted`: another supervisor started the command. `before`: the last record of a stall, from that one."""
+        self._directory = directory
+        self._info = info
+        self._emit = emit
+        self._look = RankLook(directory, info.cwd, adopted=adopted)
+        self._patience = UsualTimes()
+        self._look_at = 0
+        self._before: dict[int, RankFacts] = {}
+        self._stacks_at = 0
+        self._asked = 0
+        self._thread: threading.Thread | None = None
+        self._taken: tuple[int, Mapping[int, Dump]] | None = None
+        """The number of a request, and the stacks for its answer."""
+        self._stall: Stall | None = None
+        self._told = ""
+        if before is not None and "lasted_s" not in before and (since := ns_in(before, "since_s")) is not None:
+            self._stall = Stall(info.start_ns + since, (), ())
+            self._told = text_in(before, "text") or ""
+
+    def look(self, steps: Callable[[], Mapping[int, int | None]]) -> None:
+        """Look if it is time. `steps`: returns the last step of each process. Never waits."""
+        now = time.monotonic_ns()
+        asked = self._request()
+        if asked != self._asked and not self._busy():
+            self._asked = asked
+            self._take(asked)
+        if self._taken is not None:
+            (number, dumps), self._taken = self._taken, None
+            ranks = self._look.with_ends(self._look.ranks(steps(), now))
+            save_answer(self._directory, answer(ranks, dumps, self._stall, now, self._info, number))
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_NS
+        ranks = self._look.ranks(steps(), now)
+        self._learn(ranks)
+        still = [now - rank.since_ns for rank in ranks if not rank.over and rank.doing != "paused" and rank.since_ns]
+        if max(still, default=0) >= STACKS_AFTER_NS and now >= self._stacks_at and not self._busy():
+            self._stacks_at = now + STACKS_AFTER_NS
+            self._take(None)
+        if max(still, default=0) < DETAILS_NS or waits_since(self._directory) is not None:
+            self._tell(None, ranks, now)
+            return
+        started = any(rank.step is not None for rank in ranks)
+        self._tell(stall(ranks, self._patience, now, started=started), ranks, now)
+
+    def close(self) -> None:
+        """Close the rings. A stall in which the run ended stays open in the record."""
+        if self._thread is not None:
+            self._thread.join(1.0)
+        self._look.close()
+
+    def _request(self) -> int:
+        with contextlib.suppress(OSError):
+            return os.lstat(self._directory / ASKED_FILE).st_mtime_ns
+        return 0
+
+    def _busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _take(self, asked: int | None) -> None:
+        """Take the stacks in a thread, because py-spy may take long. `asked`: the number of a request."""
+
+        def work() -> None:
+            dumps = self._look.take_stacks(native=asked is not None and wants_native(self._directory))
+            if asked is not None:
+                self._taken = asked, dumps
+
+        self._thread = threading.Thread(target=work, name="dpmon stacks", daemon=True)
+        self._thread.start()
+
+    def _learn(self, ranks: list[RankFacts]) -> None:
+        """Take note of how long each finished operation took."""
+        for rank in ranks:
+            before = self._before.get(rank.pid)
+            if before is not None and before.since_ns != rank.since_ns and rank.since_ns > before.since_ns > 0:
+                self._patience.learn(before.where, rank.since_ns - before.since_ns)
+            self._before[rank.pid] = rank
+
+    def _tell(self, found: Stall | None, ranks: list[RankFacts], now: int) -> None:
+        """Record the beginning, a change, or the end of a stall."""
+        before = self._stall
+        if found is not None and before is not None:  # all its records have the same time
+            found = found._replace(since_ns=before.since_ns)
+        self._stall = found
+        if found is None:
+            if before is not None:
+                seconds = (before.since_ns - self._info.start_ns) / 1e9
+                lasted = (now - before.since_ns) / 1e9
+                self._emit("stall", {"since_s": seconds, "lasted_s": lasted, "text": self._told})
+            return
+        ranks = self._look.with_ends(ranks)
+        text = sentence(found, ranks, self._info.cwd)
+        if before is None or (text != self._told and found.guilty != before.guilty):
+            self._told = text
+            made = answer(ranks, {}, found, now, self._info)
+            self._emit("stall", made)

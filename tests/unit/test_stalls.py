@@ -1,0 +1,231 @@
+"""The rule that calls a run stalled, and the rank that it names."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dpmon.stalls import stacks
+from dpmon.stalls.run_state import (
+    ENDED,
+    EVALUATING,
+    PAUSED,
+    QUIET,
+    STALLED,
+    STARTING,
+    TRAINING,
+    WAITING_FOR_DATA,
+    WAITING_FOR_INPUT,
+    Now,
+    state_of,
+)
+from dpmon.stalls.stacks import Dump, Frame, Stack, noted, parsed, worker_words
+from dpmon.stalls.verdict import SECOND, GroupSeen, RankFacts, UsualTimes, sentence, stall
+
+NOW = 1000 * SECOND
+TORCH = "/env/lib/python3.11/site-packages/torch"
+BACKWARD = (
+    Frame("_engine_run_backward", f"{TORCH}/autograd/graph.py", 979),
+    Frame("Tensor.backward", f"{TORCH}/_tensor.py", 623),
+    Frame("main", "/job/train.py", 90),
+)
+BARRIER = (
+    Frame("barrier", f"{TORCH}/distributed/distributed_c10d.py", 5000),
+    Frame("_exception_logger.<locals>.wrapper", f"{TORCH}/distributed/c10d_logger.py", 83),
+    Frame("main", "/job/train.py", 99),
+)
+LOADER = (
+    Frame("Queue.get", "/usr/lib/python3.11/multiprocessing/queues.py", 113),
+    Frame("_BaseDataLoaderIter.__next__", f"{TORCH}/utils/data/dataloader.py", 700),
+    Frame("main", "/job/train.py", 88),
+)
+SCRIPT = (Frame("checkpoint", "/job/train.py", 12), Frame("main", "/job/train.py", 95))
+
+
+def rank(
+    number: int, frames: tuple[Frame, ...] = (), for_s: float = 30, sequence: int = 5, **more: object
+) -> RankFacts:
+    """A rank of two that stands at these frames."""
+    facts = RankFacts(
+        pid=100 + number,
+        process=number,
+        rank=number,
+        world=2,
+        since_ns=NOW - int(for_s * SECOND),
+        step=60,
+        groups=(GroupSeen(1, 2, sequence),),
+        stack=Stack(frames) if frames else None,
+    )
+    return facts._replace(**more)  # type: ignore[arg-type]
+
+
+def told(*ranks: RankFacts, patience: UsualTimes | None = None, started: bool = True) -> str | None:
+    """The sentence about these ranks; None if they are not stalled."""
+    found = stall(ranks, patience or UsualTimes(), NOW, started=started)
+    return None if found is None else sentence(found, ranks, "/job")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ((rank(0, SCRIPT, world=1),), "in checkpoint (train.py:12)"),
+        (
+            (rank(0, BACKWARD, sequence=6), rank(1, SCRIPT)),
+            "rank 1 in checkpoint (train.py:12); rank 0 waits in backward (train.py:90)",
+        ),
+        (
+            (rank(0, BACKWARD, sequence=6), rank(1, LOADER, doing="data", worker="its worker (pid 7) is dead")),
+            "rank 1 in DataLoader.__next__ (train.py:88); its worker (pid 7) is dead; rank 0 waits in backward"
+            " (train.py:90)",
+        ),
+        (
+            (*(rank(i, BACKWARD, sequence=6) for i in (0, 1, 2)), rank(3, SCRIPT)),
+            "rank 3 in checkpoint (train.py:12); the other 3 wait for it in backward (train.py:90)",
+        ),
+        (
+            (rank(0, BACKWARD, sequence=6), rank(1, SCRIPT, state="stopped")),
+            "rank 1 is stopped (SIGSTOP), in checkpoint (train.py:12); rank 0 waits in backward (train.py:90)",
+        ),
+        (
+            (rank(0, BACKWARD), rank(1, BARRIER)),
+            "rank 1 waits in barrier (train.py:99); rank 0 waits in backward (train.py:90): different collectives",
+        ),
+        (
+            (rank(0, BACKWARD, sequence=6), rank(1, BARRIER)),
+            "rank 1 waits in barrier (train.py:99); rank 0 waits in backward (train.py:90): different collectives",
+        ),
+        (
+            (rank(0, BACKWARD), rank(1, doing="gone", state="gone")),
+            "rank 1 is gone; rank 0 waits in backward (train.py:90)",
+        ),
+        (
+            (rank(0, BACKWARD), rank(1, doing="ended", raised="RuntimeError: out of memory (train.py:31)")),
+            "rank 1 ended: RuntimeError: out of memory (train.py:31); rank 0 waits in backward (train.py:90)",
+        ),
+        ((rank(0, BACKWARD), rank(1, BACKWARD)), "all 2 ranks wait in backward (train.py:90): no rank is behind"),
+        # Without stacks, the activities and the number of collectives must do.
+        (
+            (rank(0, doing="backward", sequence=6), rank(1, doing="other")),
+            "rank 1 in the script; rank 0 waits in backward",
+        ),
+        # One rank stands still while the other, which does not wait for it, goes on.
+        ((rank(0, for_s=0.1), rank(1, SCRIPT)), "rank 1 in checkpoint (train.py:12)"),
+    ],
+)
+def test_the_guilty_rank_comes_first(ranks: tuple[RankFacts, ...], expected: str) -> None:
+    assert told(*ranks) == expected
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        (rank(0, for_s=9), rank(1, for_s=9)),
+        (rank(0, SCRIPT, doing="paused"),),
+        (rank(0, doing="ended"), rank(1, doing="gone")),
+        # A sign of life: a first compilation, download or checkpoint may take long.
+        (rank(0, BACKWARD, for_s=600), rank(1, SCRIPT, for_s=600, cpu=0.9)),
+        (rank(0, BACKWARD, for_s=600), rank(1, SCRIPT, for_s=600, io_bytes=1e6)),
+        (rank(0, BACKWARD, for_s=600), rank(1, SCRIPT, for_s=600, wakes=100)),
+    ],
+)
+def test_no_alarm(ranks: tuple[RankFacts, ...]) -> None:
+    assert told(*ranks) is None
+
+
+def test_a_rank_that_spins_in_a_collective_shows_no_sign_of_life() -> None:
+    assert told(rank(0, BACKWARD, cpu=1.0), rank(1, BARRIER, cpu=1.0)) is not None
+
+
+def test_nothing_is_a_stall_before_the_first_step() -> None:
+    assert told(rank(0, SCRIPT, for_s=300), started=False) is None
+
+
+def test_a_place_may_take_as_long_as_before() -> None:
+    """A checkpoint of 60 s raises no alarm again; the same time elsewhere does."""
+    patience, here, there = UsualTimes(), rank(0, SCRIPT, for_s=100), rank(0, (SCRIPT[1],), for_s=100)
+    assert told(here, patience=patience) is not None
+    patience.learn(here.where, 60 * SECOND)
+    assert told(here, patience=patience) is None
+    assert told(here._replace(since_ns=NOW - 181 * SECOND), patience=patience) is not None
+    assert told(there, patience=patience) is not None
+
+
+# ------------------------------------------------------------------------------------------------ stacks
+
+
+def dumped(frames: list[dict[str, object]], **more: object) -> bytes:
+    return json.dumps([{"pid": 1, "os_thread_id": 1, "thread_name": "main", "frames": frames, **more}]).encode()
+
+
+def frame(name: str, file: str, line: int) -> dict[str, object]:
+    return {"name": name, "filename": file, "line": line}
+
+
+def test_frames_of_the_tracer_are_left_out() -> None:
+    found = parsed(dumped([frame("wrapper", "/x/dpmon/tracer/steps/recorder.py", 3), frame("main", "/job/a.py", 4)]))
+    assert found.main is not None
+    assert found.main.frames == (Frame("main", "/job/a.py", 4),)
+
+
+def test_a_deep_stack_keeps_both_ends() -> None:
+    found = parsed(dumped([frame(f"f{i}", "/job/a.py", i) for i in range(10_000)])).main
+    assert found is not None
+    assert len(found.frames) == stacks.INNER + stacks.OUTER
+    assert found.left_out == 10_000 - len(found.frames)
+    assert found.frames[0].line == 0
+    assert found.frames[-1].line == 9_999
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        *(b"", b"{}", b"[1]", b"[{}]", b"nonsense", b'[{"frames": 3}]', b"\xff\xfe", b"[" * 100_000),
+        dumped([{"name": "f"}]),
+        dumped([{"name": "f", "filename": "a.py", "line": "x"}]),
+    ],
+)
+def test_rubbish_from_py_spy_is_a_reason(out: bytes) -> None:
+    assert parsed(out).stacks == ()
+    assert "py-spy" in (parsed(out).reason or "")
+
+
+def test_a_noted_stack_is_checked() -> None:
+    line = {"threads": [{"training": True, "left_out": 0, "frames": [["/job/a.py", "main", 4]]}]}
+    assert noted(line)[0].frames == (Frame("main", "/job/a.py", 4),)
+    for bad in ({}, {"threads": 3}, {"threads": [{"training": True}]}, {"threads": [{"frames": [["a"]]}]}):
+        with pytest.raises(ValueError, match="not stacks"):
+            noted(bad)
+
+
+def test_only_a_worker_with_work_is_named() -> None:
+    idle = Dump((Stack((Frame("Queue.get", "/usr/lib/python3.11/multiprocessing/queues.py", 1), *SCRIPT)),))
+    assert worker_words({7: idle}, "/job") is None
+    assert (
+        worker_words({7: idle, 8: Dump((Stack(SCRIPT),))}, "/job")
+        == "its worker (pid 8) is in checkpoint (train.py:12)"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ states
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        (Now(NOW, over=True, paused_ns=1), ENDED),
+        (Now(NOW, paused_ns=1, stalled_ns=1), PAUSED),
+        (Now(NOW, input_ns=NOW - 2 * SECOND, stalled_ns=1), WAITING_FOR_INPUT),
+        (Now(NOW, input_ns=NOW - SECOND // 2), STARTING),
+        (Now(NOW, stalled_ns=1, stepped=True), STALLED),
+        (Now(NOW), STARTING),
+        (Now(NOW, doing="data", since_ns=NOW - 2 * SECOND), WAITING_FOR_DATA),
+        (Now(NOW, stepped=True, last_end_ns=NOW, doing="data", since_ns=NOW - SECOND // 2), TRAINING),
+        (Now(NOW, stepped=True, last_end_ns=NOW, evaluation=True), EVALUATING),
+        (Now(NOW, stepped=True, last_end_ns=NOW - 6 * SECOND, doing="other"), QUIET),
+        (Now(NOW, stepped=True, last_end_ns=NOW - 6 * SECOND, doing="other", step_ns=3 * SECOND), TRAINING),
+        (Now(NOW, stepped=True, last_end_ns=NOW - 60 * SECOND, doing="forward"), TRAINING),
+    ],
+)
+def test_the_state_in_a_word(now: Now, expected: str) -> None:
+    assert state_of(now).word == expected

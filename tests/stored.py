@@ -20,7 +20,6 @@ from dpmon.store.batch import Batch
 from dpmon.store.intake import Intake
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
-from dpmon.store.store_at import StoreAt
 from dpmon.store.tables import RingRow
 from dpmon.store.writer import LIMIT_BYTES, History
 
@@ -102,7 +101,7 @@ class Recording:
     def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> State:
         """Return the state at the end, or at time `t_ns`; `wanted`: fields of Wanted."""
         store = self.store()
-        return self._snapshots.take(StoreAt(store, t_ns), Wanted(**wanted), frozenset(ended))
+        return self._snapshots.take(store.at(t_ns), Wanted(**wanted), frozenset(ended))
 
 
 def store_of(records: Iterable[Row | Record] | Mapping[int, Iterable[Row | Record]], origin_ns: int = 0) -> Store:
@@ -124,7 +123,7 @@ def state_of(
 def state_in(directory: Path, t_ns: int | None = None, **wanted: Any) -> State:
     """Return the state of the screen of the run in `directory`, at the end or at time `t_ns`."""
     with open_store(directory) as store:
-        return Snapshots().take(StoreAt(store, t_ns), Wanted(**wanted), frozenset())
+        return Snapshots().take(store.at(t_ns), Wanted(**wanted), frozenset())
 
 
 def _recorded(records: Iterable[Any] | Mapping[int, Iterable[Any]], origin_ns: int) -> Recording:

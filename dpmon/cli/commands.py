@@ -274,14 +274,13 @@ def _steps(directory: Path) -> tuple[int | None, int | None, int | None, float |
     from dpmon.errors import HistoryError
     from dpmon.store.figures import Window
     from dpmon.store.opened import open_store  # imported here because it loads sqlite
-    from dpmon.store.store_at import StoreAt
 
     with suppress(HistoryError, RunError), open_store(directory) as store:
         most = max(store.rings.values(), key=lambda row: row.steps, default=None)
         if most is not None:
             window = Window(store)
             rate = window.rate()
-            calls = StoreAt(store).open_calls
+            calls = store.open_calls
             evaluations, samples = window.evaluation_steps(most.process), None if rate is None else rate.samples_per_s
             return None if calls and not most.steps else most.steps, evaluations, calls, samples
     return None, None, None, None

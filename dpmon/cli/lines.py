@@ -31,7 +31,6 @@ from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, is_run_directory
 from dpmon.store.figures import Figures, counted_as_fields, rate_as_fields
 from dpmon.store.opened import open_store
-from dpmon.store.store_at import StoreAt
 from dpmon.text.quantities import calls_so_far, compact, group, within_words
 
 EVERY_S = 1.0
@@ -116,7 +115,7 @@ class Lines:
     def _take(self, over: bool = False) -> None:
         with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
             ended = ended_of(self._reader.activities())
-            self._state = self._snapshots.take(StoreAt(store), Wanted(span_s=0, over=True) if over else Wanted(), ended)
+            self._state = self._snapshots.take(store, Wanted(span_s=0, over=True) if over else Wanted(), ended)
 
     def _put(self, members: dict[str, object]) -> None:
         members["skipped"] = self._skipped
@@ -237,7 +236,7 @@ class ProgressLines:
         """The run's progress and its speed; if there is no new step since the last line, the reason."""
         activities, state = self._reader.activities(), State()
         with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
-            state = self._snapshots.take(StoreAt(store), Wanted(), ended_of(activities))
+            state = self._snapshots.take(store, Wanted(), ended_of(activities))
         focus = state.focus
         step = None if focus is None else focus.last_step
         if focus is None or step is None or step.start_ns + step.wall_ns <= self._last_ns:

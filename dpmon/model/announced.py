@@ -17,7 +17,7 @@ from dpmon.record.names import MODES
 from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
 
 if TYPE_CHECKING:
-    from dpmon.store.store_at import StoreAt
+    from dpmon.store.queries import Store
 
 CHANGES_READ = 500
 """Most changes of mode to read; older ones do not affect the current mode."""
@@ -60,11 +60,11 @@ class Announced:
     """Waits for a line of input: process (None: one that does not train), start, end."""
 
     @classmethod
-    def read(cls, rows: StoreAt, *, every: bool = False) -> Announced:
+    def read(cls, rows: Store, *, every: bool = False) -> Announced:
         """Read the events up to the time of `rows`: the newest of each kind, or (`every`) all."""
 
         def data(kind: str, most: int) -> Iterator[Mapping[str, object]]:
-            return (event.data for event in rows.lasting(kind, -1 if every else most))
+            return (event.data for event in rows.events(kind, newest=-1 if every else most))
 
         info = {facts.process: facts for each in data("process", -1) if (facts := _process_facts(each)) is not None}
         return cls(

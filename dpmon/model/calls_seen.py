@@ -18,7 +18,7 @@ from dpmon.store.quantiles import Counts
 from dpmon.store.tally import Key, Tally
 
 if TYPE_CHECKING:
-    from dpmon.store.store_at import StoreAt
+    from dpmon.store.queries import Store
 
 Root = tuple[str, str | None]
 CALLS_READ = 256
@@ -33,7 +33,7 @@ _TIMED = 64
 class SeenCalls:
     """Reads calls of one process, each once."""
 
-    rows: StoreAt
+    rows: Store
     process: int
     _read: dict[int, Call | None] = field(default_factory=dict)
 
@@ -63,7 +63,7 @@ def call_tracks(
     `tallies`: of the time range. `trained`: the modes with training steps. `mode`: the mode of the last step. If no
     tally has the times of a call, as in the first step, the newest calls provide them. `timed` False: without times.
     """
-    recent = calls.rows.calls(calls.process, most)
+    recent = calls.rows.call_rows(calls.process, most)
     roots: dict[int, Root] = {}
     for row in recent:
         if row.layout not in roots and (call := calls.call(row)) is not None:

@@ -19,7 +19,7 @@ from dpmon.record.schema import SECOND
 from dpmon.store.answers import ChartSample, MinuteRow
 
 if TYPE_CHECKING:
-    from dpmon.store.store_at import StoreAt
+    from dpmon.store.queries import Store
 
 HISTORY_S = 640
 """Seconds of samples that the charts need."""
@@ -84,7 +84,7 @@ class Samples:
     host: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
     """Host memory of the run's processes: time in ns, and bytes."""
 
-    def read(self, rows: StoreAt) -> None:
+    def read(self, rows: Store) -> None:
         """Read the new samples up to the time of `rows`."""
         if rows.until_ns < self._until_ns:
             self._tracks, self._last_id = {}, 0
@@ -140,7 +140,7 @@ def visits_of(changes: Iterable[ModeChange], process: int) -> list[Visit]:
     return found
 
 
-def device_peaks(rows: StoreAt, process: int, visits: Sequence[Visit]) -> dict[str, dict[str, Peak]]:
+def device_peaks(rows: Store, process: int, visits: Sequence[Visit]) -> dict[str, dict[str, Peak]]:
     """torch's peak of allocated memory, by mode and device.
 
     The peak never falls, so a peak from before a mode is only an upper bound for that mode.
@@ -175,7 +175,7 @@ class HostPeaks:
     _before: dict[str, Peak] = field(default_factory=dict)
     """The peaks before this minute: of each minute, one peak is known."""
 
-    def read(self, rows: StoreAt, samples: Samples, visits: Sequence[Visit]) -> dict[str, Peak]:
+    def read(self, rows: Store, samples: Samples, visits: Sequence[Visit]) -> dict[str, Peak]:
         """The peaks up to the newest of the samples."""
         if not samples.host:
             return {}

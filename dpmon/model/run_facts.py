@@ -39,7 +39,7 @@ from dpmon.store.figures import Figures, PhaseFigures, Rate, Window, accounted, 
 from dpmon.store.tally import WIDTHS, Tally
 
 if TYPE_CHECKING:
-    from dpmon.store.store_at import StoreAt
+    from dpmon.store.queries import Store
 
 LONGEST = 64
 """Most long steps to read per mode, and most to pass to the findings."""
@@ -122,7 +122,7 @@ class RunFacts:
 
     def __init__(
         self,
-        rows: StoreAt,
+        store: Store,
         ended: frozenset[int] = frozenset(),
         end_ns: int | None = None,
         *,
@@ -130,16 +130,15 @@ class RunFacts:
         death: str | None = None,
     ) -> None:
         """`ended`: processes that have ended. `stop_asked_ns`: when the user asked the run to stop."""
-        self._rows = rows
-        self.store = rows.store
+        self.store = store
         self.end_ns = end_ns
         """When the run ended; None while it runs, or if the supervisor did not record the end."""
         self._stop_asked_ns = stop_asked_ns
         self.death = death
         """The end of a rank that noted no exception, if it is the first failure: "rank 1 was ended by SIGABRT"."""
-        self.announced = Announced.read(rows, every=True)
-        self.open_calls = rows.open_calls
-        self._state = state = processes_in(rows, self.announced, ended)
+        self.announced = Announced.read(store, every=True)
+        self.open_calls = store.open_calls
+        self._state = state = processes_in(store, self.announced, ended)
         self._ranks = {number: process.rank for number, process in state.processes.items()}
         focus = state.focus
         self._focus = 0 if focus is None else focus.process
@@ -212,7 +211,7 @@ class RunFacts:
         """The communication of the ranks; None if no ranks train together."""
         ranks = ranks_in(self.window, {process: facts.rank for process, facts in self.announced.info.items()})
         steps = sum(one.steps for one in ranks)
-        return communication(ranks, self.announced.wrappers, self._rows.communicated(), steps, lately=False)
+        return communication(ranks, self.announced.wrappers, self.store.communicated(), steps, lately=False)
 
     @cached_property
     def ranks(self) -> list[RankLine]:
@@ -342,7 +341,7 @@ class RunFacts:
     @cached_property
     def loaders(self) -> list[LoaderStart]:
         """The starts of loaders."""
-        starts = (loader_start(event.data) for event in self._rows.lasting("loader"))
+        starts = (loader_start(event.data) for event in self.store.events("loader"))
         return [one for one in starts if one is not None]
 
     @cached_property
@@ -409,8 +408,7 @@ class RunFacts:
         found: list[LongRow] = []
         for mode, evaluation in self.window.modes:
             if not evaluation:
-                apart = False if self.window.trained(mode) else None
-                found += self.store.longest(LONGEST, mode=mode, evaluation=apart)
+                found += self.store.longest(LONGEST, mode, trains=self.window.trained(mode))
         stop = -1 if self._stop_asked_ns is None else self._stop_asked_ns
         long = (step for step in found if not step.start_ns <= stop < step.start_ns + step.wall_ns)
         return sorted(long, key=lambda step: -step.wall_ns)

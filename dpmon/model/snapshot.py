@@ -29,7 +29,6 @@ from dpmon.store.tally import KeptTallies, Key, Tally
 
 if TYPE_CHECKING:
     from dpmon.store.queries import Store
-    from dpmon.store.store_at import StoreAt
 
 RANK_CALLS_READ = 8
 _MINUTE_S = 60
@@ -63,16 +62,16 @@ class Snapshots:
     _of_run: KeptTallies = field(default_factory=KeptTallies)
     _of_range: KeptTallies = field(default_factory=KeptTallies)
 
-    def take(self, rows: StoreAt, wanted: Wanted = _USUAL, ended: frozenset[int] = frozenset()) -> State:
+    def take(self, rows: Store, wanted: Wanted = _USUAL, ended: frozenset[int] = frozenset()) -> State:
         """The state as of the time of `rows`. `ended`: processes that are known to have ended."""
         state = self._taken(rows, wanted, ended)
-        damage = rows.store.damaged
+        damage = rows.damaged
         if damage is None:
             return state
         warning = WarningText(None, max(state.newest_ns, 0), damage)
         return replace(state, warnings=(*state.warnings, warning), warning_count=state.warning_count + 1)
 
-    def _taken(self, rows: StoreAt, wanted: Wanted, ended: frozenset[int]) -> State:
+    def _taken(self, rows: Store, wanted: Wanted, ended: frozenset[int]) -> State:
         events = Announced.read(rows)
         self._samples.read(rows)
         state = replace(
@@ -80,12 +79,12 @@ class Snapshots:
             devices=dict(sorted(self._samples.devices().items())),
             host=self._samples.of_host(),
             mode_changes=events.changes,
-            mode_change_count=rows.count("mode"),
+            mode_change_count=rows.event_count("mode"),
             pauses=events.pauses,
             warnings=events.warnings,
             stalls=events.stalls,
-            warning_count=rows.count("warning"),
-            missed=rows.missed,
+            warning_count=rows.event_count("warning"),
+            missed=rows.dropped,
             open_calls=rows.open_calls,
             over=wanted.over,
             chosen=wanted.process,
@@ -108,7 +107,7 @@ class Snapshots:
 
     def _with_figures(
         self,
-        rows: StoreAt,
+        rows: Store,
         process: Process,
         others: Sequence[Process],
         wanted: Wanted,
@@ -121,8 +120,8 @@ class Snapshots:
             return _with_devices(replace(process, calls=tracks))
         end_s = figures_end_s(rows, process)
         begin_s = max(end_s - wanted.span_s, 0) if wanted.span_s else 0
-        whole = Window(rows.store, 0, end_s, process.process, self._of_run)
-        ranged = Window(rows.store, begin_s, end_s, process.process, self._of_range) if begin_s else whole
+        whole = Window(rows, 0, end_s, process.process, self._of_run)
+        ranged = Window(rows, begin_s, end_s, process.process, self._of_range) if begin_s else whole
         mode = process.mode if any(key.mode == process.mode for key in ranged.by_process) else step.mode
         waits = events.waits_of(process.process)
         length_s = end_s - max(process.began_ns, 0) // SECOND
@@ -135,7 +134,7 @@ class Snapshots:
             ranged=figures,
             uneven=_uneven(rows, figures, process.process, waits),
             recent=_recent(rows, process, others, end_s),
-            columns=self._columns.read(rows.store, process.process, max(end_s - shown_s, 0), end_s, width),
+            columns=self._columns.read(rows, process.process, max(end_s - shown_s, 0), end_s, width),
             column_s=width,
         )
         if wanted.over:
@@ -150,7 +149,7 @@ class Snapshots:
 
     def _comparison(
         self,
-        rows: StoreAt,
+        rows: Store,
         window: Window,
         process: Process,
         end_s: int,
@@ -172,7 +171,7 @@ class Snapshots:
             longest = [
                 step
                 for mode in (MODES_COMPARED if both else ())
-                for step in rows.longest(number, mode, _LONG_READ, of_all=wanted.over)
+                for step in rows.longest(_LONG_READ, mode, process=number, lately=not wanted.over)
             ]
             found = compare_modes(window, number, devices=devices, virtual=virtual, longest=longest, waits=waits)
             self._compared = _Compared(key, end_s, found) if every_s > 1 else None
@@ -186,7 +185,7 @@ class Snapshots:
 # ------------------------------------------------------------------------------------------------ each process
 
 
-def processes_in(rows: StoreAt, events: Announced, ended: frozenset[int]) -> State:
+def processes_in(rows: Store, events: Announced, ended: frozenset[int]) -> State:
     """A state with only the processes, without their figures; parameters as in `Snapshots.take`."""
     numbers = {**dict.fromkeys(events.info), **rows.ranks}
     known = {number: _seen(rows, number, events) for number in sorted(numbers)}
@@ -194,10 +193,10 @@ def processes_in(rows: StoreAt, events: Announced, ended: frozenset[int]) -> Sta
     return State(processes=known, newest_ns=newest_ns, ended=ended)
 
 
-def _seen(rows: StoreAt, number: int, events: Announced) -> Process:
+def _seen(rows: Store, number: int, events: Announced) -> Process:
     """The facts of a process without its figures."""
-    step = next(iter(rows.steps(number, 1)), None)
-    call = next(iter(rows.calls(number, 1)), None)
+    step = next(iter(rows.steps(1, process=number)), None)
+    call = next(iter(rows.call_rows(number, 1)), None)
     seen = max(-1 if step is None else step.start_ns + step.wall_ns, -1 if call is None else call.end)
     began = rows.first_ns(number) if seen >= 0 else None
     memory = rows.memory(number)
@@ -223,7 +222,7 @@ def _other_processes(state: State, focus: Process, wanted: Wanted) -> list[Proce
     return list({process.process: process for process in shown if process.process != focus.process}.values())
 
 
-def _called(rows: StoreAt, process: Process, ranged: Window | None = None) -> Process:
+def _called(rows: Store, process: Process, ranged: Window | None = None) -> Process:
     """`process` with its newest calls; with their times in a time range if it represents the run."""
     calls = SeenCalls(rows, process.process)
     mode = process.last_step.mode if process.last_step is not None else process.mode
@@ -245,7 +244,7 @@ def _with_devices(process: Process) -> Process:
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def figures_end_s(rows: StoreAt, process: Process) -> int:
+def figures_end_s(rows: Store, process: Process) -> int:
     """The second before which the figures of a process end; they include its newest step.
 
     As of a time in the past, they include only whole seconds, unless the process has none yet.
@@ -264,19 +263,19 @@ def _figures(window: Window, process: int, mode: str) -> Figures:
     return found if found.steps else NO_STEPS
 
 
-def _uneven(rows: StoreAt, figures: Figures, process: int, waits: Sequence[tuple[int, int]]) -> Uneven | None:
+def _uneven(rows: Store, figures: Figures, process: int, waits: Sequence[tuple[int, int]]) -> Uneven | None:
     """How uneven the steps of these figures are."""
     tally = figures.tally
     if uneven_steps(tally, (), waits) is None:
         return None
-    uneven = uneven_steps(tally, rows.longest(process, figures.mode, _LONG_READ), waits)
+    uneven = uneven_steps(tally, rows.longest(_LONG_READ, figures.mode, process=process, lately=True), waits)
     if uneven is not None and uneven.phase == INPUT:  # count the time of the waits, not of these steps
         waited = waited_ns(waits, tally.first_ns or 0, tally.last_ns or 0)
         return uneven._replace(time=min(waited / max(tally.stat(STEP).total, 1), 1.0))
     return uneven
 
 
-def _recent(rows: StoreAt, process: Process, others: Sequence[Process], end_s: int) -> Recent:
+def _recent(rows: Store, process: Process, others: Sequence[Process], end_s: int) -> Recent:
     """The last ten seconds of training; with fewer than two steps there, the last two steps.
 
     `others`: processes that train together with this one.
@@ -284,11 +283,11 @@ def _recent(rows: StoreAt, process: Process, others: Sequence[Process], end_s: i
     step = process.last_step
     assert step is not None
     begin_s = max(end_s - WINDOW_S - 2, 0)
-    trained = step.mode in trains(rows.store.kinds())
+    trained = step.mode in trains(rows.kinds())
     together = [process, *(other for other in others if other.last_step is not None)]
     until_s = max(figures_end_s(rows, one) for one in together)
     numbers = tuple(one.process for one in together)
-    found = _lately(rows.store, numbers, begin_s, until_s, step.mode, trained)
+    found = _lately(rows, numbers, begin_s, until_s, step.mode, trained)
     own = found[process.process]
     if not own.enough:
         found = {one.process: _two_steps(rows, one, until_s, step.mode, trained) for one in together}
@@ -299,9 +298,9 @@ def _recent(rows: StoreAt, process: Process, others: Sequence[Process], end_s: i
     return Recent(rate_together(found) if own.enough else None, last_ns, step_ns)
 
 
-def _of_run(rows: StoreAt) -> Window:
+def _of_run(rows: Store) -> Window:
     """The window over the whole run until now."""
-    return Window(rows.store) if rows.until_s is None else Window(rows.store, 0, rows.until_s)
+    return Window(rows) if rows.until_s is None else Window(rows, 0, rows.until_s)
 
 
 def _lately(
@@ -323,11 +322,11 @@ def _lately(
     return {process: recent(rows[process], times[process], mode, trained) for process in processes}
 
 
-def _two_steps(rows: StoreAt, process: Process, end_s: int, mode: str, trained: bool) -> Trained:
+def _two_steps(rows: Store, process: Process, end_s: int, mode: str, trained: bool) -> Trained:
     """The two newest steps of a process."""
-    newest = rows.steps(process.process, 2)
+    newest = rows.steps(2, process=process.process)
     begin_s = newest[-1].start_ns // SECOND
-    times = rows.store.time_rows(begin_s, end_s, process=process.process)
+    times = rows.time_rows(begin_s, end_s, process=process.process)
     return recent_of_steps(newest, times, mode, trained)
 
 
@@ -335,7 +334,7 @@ def _two_steps(rows: StoreAt, process: Process, end_s: int, mode: str, trained: 
 
 
 def with_ranks(
-    rows: StoreAt, state: State, focus: Process, others: Sequence[Process], wrappers: Sequence[Wrapper]
+    rows: Store, state: State, focus: Process, others: Sequence[Process], wrappers: Sequence[Wrapper]
 ) -> State:
     """Add the mean times of the ranks, and the collectives of sampled steps."""
     end_ns = state.newest_ns + 1
@@ -345,13 +344,13 @@ def with_ranks(
     steps, last = 0, None
     if found.samples:
         last = rows.last_sample(focus.process, begin_s * SECOND)
-        sums = rows.store.tallies(begin_s, end_ns // SECOND + 1, sketches=False, series=())
+        sums = rows.tallies(begin_s, end_ns // SECOND + 1, sketches=False, series=())
         steps = sum(tally.steps for key, tally in sums.items() if key.process in numbers)
     times = _rank_times(rows, focus, others)
     return replace(state, communication=communication(times, wrappers, found, steps, lately=True), last_sample=last)
 
 
-def _rank_times(rows: StoreAt, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:
+def _rank_times(rows: Store, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:
     """The mean times of all ranks over about RANK_STEPS steps, in whole seconds."""
     if focus.last_step is None:
         return ()
@@ -360,7 +359,7 @@ def _rank_times(rows: StoreAt, focus: Process, others: Sequence[Process]) -> tup
     step_ns = focus.recent.step_ns or focus.last_step.wall_ns
     begin_s = max(end_s - max(-(-RANK_STEPS * step_ns // SECOND), RANK_S), 0)
     numbers = tuple(process for _, process in ranks)
-    found = rows.store.tallies(begin_s, end_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
+    found = rows.tallies(begin_s, end_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
     mode = focus.last_step.mode
     trained = mode in trains((key.mode, key.kind) for key in found)
     return tuple(
@@ -369,7 +368,7 @@ def _rank_times(rows: StoreAt, focus: Process, others: Sequence[Process]) -> tup
     )
 
 
-def rank_figures(rows: StoreAt, processes: Iterable[Process]) -> Iterator[Process]:
+def rank_figures(rows: Store, processes: Iterable[Process]) -> Iterator[Process]:
     """The processes with their figures over the current minute and the one before."""
     alike: dict[int, list[Process]] = {}
     for process in processes:
@@ -378,7 +377,7 @@ def rank_figures(rows: StoreAt, processes: Iterable[Process]) -> Iterator[Proces
     for end_s, those in alike.items():
         begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # each minute has its own tally
         numbers = tuple(process.process for process in those)
-        found = rows.store.tallies(begin_s, end_s, process=numbers, series=_RANK_SERIES)
+        found = rows.tallies(begin_s, end_s, process=numbers, series=_RANK_SERIES)
         trained = trains((key.mode, key.kind) for key in found)
         for process in those:
             mode = process.last_step.mode if process.last_step is not None else ""

@@ -20,7 +20,6 @@ from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info, stop_asked_unix
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
-from dpmon.store.store_at import StoreAt
 
 LINES_KEPT = 12
 _TAIL_BYTES = 16384
@@ -84,7 +83,7 @@ def facts_of(
     with closing(RunReader(directory)) as reader:
         ended = ended_of(reader.activities())
     end_ns = None if how is None or how.by != "supervisor" else int(how.seconds * 1e9)
-    return RunFacts(StoreAt(store), ended, end_ns, stop_asked_ns=stop_asked_ns, death=death)
+    return RunFacts(store, ended, end_ns, stop_asked_ns=stop_asked_ns, death=death)
 
 
 def output_end(reader: RunReader) -> bytes:

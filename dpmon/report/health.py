@@ -28,7 +28,6 @@ from dpmon.stalls.run_state import (
     state_of,
 )
 from dpmon.store.opened import open_store
-from dpmon.store.store_at import StoreAt
 
 FINE = (TRAINING, EVALUATING, WAITING_FOR_DATA)
 IS_FINE, NOT_TRAINING, NO_RUN, IS_STALLED, HAS_FAILED, TIMED_OUT = 0, 3, 4, 5, 6, 124
@@ -68,7 +67,7 @@ def health_now(directory: Path) -> Health:
     with closing(RunReader(directory)) as reader:
         state = State()
         with suppress(HistoryError, RunError), open_store(directory) as store:
-            state = Snapshots().take(StoreAt(store), ended=ended_of(reader.activities()))
+            state = Snapshots().take(store, ended=ended_of(reader.activities()))
         return health(directory, reader.info, reader, state)
 
 

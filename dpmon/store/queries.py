@@ -1,30 +1,47 @@
 """Reads the records of a run's history: steps, calls, collectives, events, gaps, shapes and the longest steps.
 
-A `Store` reads the database as of one instant. All figures of the screen, the report, the summary, the JSON lines and
-the metrics come from its results (dpmon.store.figures).
+A `Store` reads the database as of one instant; `Store.at` leaves out later records, so that the state known at a time
+in the past is shown. All figures of the screen, the report, the summary, the JSON lines and the metrics come from its
+results (dpmon.store.figures). The rows of one process are in order of time, so a binary search finds the newest row
+before a time.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, TypeVar
 
 from dpmon.errors import HistoryError
-from dpmon.record.history_rows import CollectiveRow, Resolver
-from dpmon.record.kinds import BUCKET, Call, Collective, Event, Record, RecordError, Sampled, Step
+from dpmon.record.history_rows import CallRow, CollectiveRow, Resolver
+from dpmon.record.kinds import BUCKET, Call, Collective, Event, Operation, Record, RecordError, Sampled, Step
 from dpmon.record.schema import EVALUATION, EXPOSED, QUANTITIES, SETTLING, STEP_PHASES, SYNC_NUMBER, WAIT
 from dpmon.store.accounting import Gap
-from dpmon.store.answers import LongRow, MinuteRow, Shape, call_in, event_in, numbers_in
+from dpmon.store.answers import (
+    ChartSample,
+    Communicated,
+    LastSample,
+    LongRow,
+    MinuteRow,
+    Shape,
+    call_in,
+    event_in,
+    numbers_in,
+)
 from dpmon.store.sums import Parameters, Sums
 from dpmon.store.tables import (
+    BEFORE_S,
     CALL_ROW,
     COLLECTIVE_COLUMNS,
+    COLLECTIVE_SUMS,
     LASTING,
     LASTING_KINDS,
+    OWN,
     STEP_COLUMNS,
     Door,
     definition_in,
@@ -53,8 +70,21 @@ _TABLES = {
 """Columns of each table with records."""
 _COUNTED = (*(quantity.name for quantity in QUANTITIES if quantity.name != "samples"), SYNC_NUMBER)
 _counts_of = itemgetter(*map(_AT.__getitem__, _COUNTED))
-LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_ns", *_LONG_PHASES))
-"""Columns of a step for `long_row`."""
+_LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_ns", *_LONG_PHASES))
+"""Columns of a step for `_long_row`."""
+_SAMPLED = ", ".join(
+    f"json_extract(json, '$.{name}')"
+    for name in ("index", "util_pct", "cpu_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "run_mem_bytes")
+)
+_HOST = -1
+"""Device number of the host."""
+MOST_DRAWN = 128
+"""Most collectives of a sample that are read for drawing."""
+MOST_OWN = 100
+"""Most of the script's own collectives to read, the newest."""
+_SUMS = ", ".join(f"sum({name}) AS {name}" for name in COLLECTIVE_SUMS)
+_LOOKED_AT = 20_000
+"""A search for single steps reads only this many of the newest ids."""
 
 
 class Store(Sums):
@@ -66,16 +96,30 @@ class Store(Sums):
         self._unreadable = 0
         """Number of rows without a record, found by `records`: they refer to a lost definition."""
         self._resolvers: dict[int, Resolver] = {}
-        self._ranks = {ring.process: ring.rank for ring in reversed(self.rings.values())}
+        self._rings = {ring.process: ring for ring in self.rings.values() if ring.process >= 0}
+        self.ranks = {process: ring.rank for process, ring in self._rings.items()}
+        """Rank by process, for all processes with records."""
+        self.open_calls = sum(ring.open_calls for ring in self._rings.values())
+        """Calls so far of processes without a step."""
+        self.until_ns = _LAST_NS
+        """Methods that return the newest rows leave out those after this time (ns since the run's start)."""
+        self._last_ids: dict[tuple[str, int], int] = {}
+
+    def at(self, t_ns: int | None) -> Store:
+        """Return this store as of an earlier time (ns since the run's start); None: as of now."""
+        found = copy(self)
+        found.until_ns, found._last_ids = _LAST_NS if t_ns is None else t_ns, {}
+        return found
+
+    @property
+    def until_s(self) -> int | None:
+        """The first unfinished second as of this time; None as of now."""
+        return None if self.until_ns == _LAST_NS else self.until_ns // _SECOND
 
     @property
     def dropped(self) -> int:
         """Number of lost records: lost by their writer, overwritten before they were read, or unreadable."""
         return self._unreadable + sum(ring.missed for ring in self.rings.values())
-
-    def rank(self, process: int) -> int | None:
-        """The rank of a process; None if it has none."""
-        return self._ranks.get(process)
 
     def definitions(self, process: int, numbers: Collection[int] | None = None) -> dict[int, Any]:
         """Return the definitions of a process by number, all or those in `numbers`."""
@@ -88,7 +132,7 @@ class Store(Sums):
         """Return a resolver that knows the definitions of a process."""
         found = self._resolvers.get(process)
         if found is None:
-            found = self._resolvers[process] = Resolver(process, self.rank(process))
+            found = self._resolvers[process] = Resolver(process, self.ranks.get(process))
             for number, value in self.definitions(process).items():
                 with suppress(RecordError):  # a process may write any value
                     found.define(number, value)
@@ -99,20 +143,27 @@ class Store(Sums):
         query = "SELECT process, after_step, mode, begin_ns, end_ns, ns FROM gaps ORDER BY ns DESC LIMIT ?"
         return [Gap(*row) for row in self.query(query, (most,))]
 
-    def longest(self, most: int, *, mode: str | None = None, evaluation: bool | None = None) -> list[LongRow]:
-        """Return the longest steps, the longest first, without settling steps.
+    def longest(
+        self, most: int, mode: str, *, trains: bool = False, process: int | None = None, lately: bool = False
+    ) -> list[LongRow]:
+        """Return the longest steps of a mode, the longest first, without settling steps.
 
-        `mode`: only this mode. `evaluation`: True for evaluation steps only, False for the others only.
+        `trains`: without evaluation steps. `process`: only its steps up to this time; `lately`: only its newest ones.
         """
-        only, values = _only(mode, evaluation)
-        query = f"SELECT {LONG_COLUMNS} FROM steps WHERE {only} ORDER BY wall_ns DESC LIMIT ?"
-        return [long_row(row) for row in self.query(query, (*values, most))]
+        last = min(_LAST_NS if process is None else self._last_id("steps", process), self._newest_id())
+        query = (
+            f"SELECT {_LONG_COLUMNS} FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND mode = ?"
+            f" AND kind & {SETTLING | EVALUATION * trains} = 0 ORDER BY wall_ns DESC LIMIT ?"
+        )
+        rows = self.query(query, (last - _LOOKED_AT if lately else 0, last, process, mode, most))
+        return [_long_row(row) for row in rows]
 
-    def steps(self, most: int, *, process: int | None = None, last_id: int = _LAST_NS) -> list[Step]:
-        """Return the newest steps, or those of one process, up to an id, the newest first."""
-        who, values = ("", ()) if process is None else (" AND process = ?", (process,))
-        query = f"SELECT {_STEP_COLUMNS} FROM steps WHERE id <= ?{who} ORDER BY id DESC LIMIT ?"
-        return list(self.read(self._step, query, (last_id, *values, most)))
+    def steps(self, most: int, *, process: int | None = None) -> list[Step]:
+        """Return the newest steps of a process, the newest first; None: of all processes, as of now."""
+        last = _LAST_NS if process is None else self._last_id("steps", process)
+        which = "id <= ? AND process = ifnull(?, process)"
+        query = f"SELECT {_STEP_COLUMNS} FROM steps WHERE {which} ORDER BY id DESC LIMIT ?"
+        return list(self.read(self._step, query, (last, process, most)))
 
     def read(
         self, decode: Callable[[tuple[Any, ...]], _Decoded], query: str, values: Parameters = ()
@@ -140,7 +191,7 @@ class Store(Sums):
         except (ValueError, TypeError) as error:
             raise HistoryError(f"a damaged step: {error}") from None
         return Step(
-            *(process, self.rank(process), number, mode, start, wall, samples),
+            *(process, self.ranks.get(process), number, mode, start, wall, samples),
             {name: took for name, took in zip(STEP_PHASES, phases, strict=True) if took is not None},
             {name: count for name, count in zip(_COUNTED, counts, strict=True) if count is not None},
             *(runs, missing, None if device is None else times, why, exposed, wait),
@@ -227,20 +278,20 @@ class Store(Sums):
         query = f"SELECT process, {CALL_ROW} FROM calls WHERE process = ? ORDER BY id DESC LIMIT ?"
         return list(self.read(self._call, query, (process, most)))
 
-    def events(self, *kinds: str, end_ns: int = _LAST_NS, newest: int | None = None) -> list[Event]:
-        """Return events of some kinds up to a time, in order. `newest`: only this many, the newest."""
+    def events(self, *kinds: str, newest: int | None = None) -> list[Event]:
+        """Return events of some kinds, in order. `newest`: only this many, the newest."""
         query = f"{_events_of(kinds)} AND ifnull(t_ns, 0) <= ? ORDER BY id DESC LIMIT ?"
-        found = list(self.read(_again, query, (*kinds, end_ns, -1 if newest is None else newest)))
+        found = list(self.read(_again, query, (*kinds, self.until_ns, -1 if newest is None else newest)))
         return found[::-1]
 
     def each_event(self, *kinds: str) -> Iterator[Event]:
         """Yield all events of some kinds, one at a time: the samples of devices may not fit into memory."""
         return self.read(event_in, f"{_events_of(kinds)} ORDER BY id", kinds)
 
-    def event_count(self, kind: str, end_ns: int = _LAST_NS) -> int:
-        """Return the number of events of a lasting kind (dpmon.store.tables.LASTING) up to a time."""
+    def event_count(self, kind: str) -> int:
+        """Return the number of events of a lasting kind (dpmon.store.tables.LASTING)."""
         query = f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ?"
-        return sum(count for (count,) in self.query(query, (kind, end_ns)))
+        return sum(count for (count,) in self.query(query, (kind, self.until_ns)))
 
     def device_minutes(self) -> list[MinuteRow]:
         """Return the sums of deleted device and host samples by minute; the first ones cover all earlier time."""
@@ -258,6 +309,211 @@ class Store(Sums):
         """Return the sizes of inputs and outputs of all calls so far, with their number of calls."""
         query = "SELECT process, mode, kind, layout, virtual, sizes, untimed, calls FROM shapes"
         return list(self.read(_shape_in, query))
+
+    # ------------------------------------------------------------------------------------------ steps and calls
+
+    def first_ns(self, process: int) -> int | None:
+        """Return the start of the first call or step of a process that still has a row; None if there is none yet."""
+        ring = self._rings.get(process)
+        tables = [] if ring is None else [table for table in ("calls", "steps") if getattr(ring, table)]
+        first = (
+            "SELECT * FROM (SELECT id, start_ns, start_ns + wall_ns AS end_ns FROM {}"
+            " WHERE process = :process AND id BETWEEN :low AND :high ORDER BY id LIMIT 1)"
+        )
+        low, high = self._bounds(process)
+        values = {"process": process, "low": low, "high": high}
+        found = self.query(" UNION ALL ".join(map(first.format, tables)), values) if tables else []
+        return next((start for _, start, end in sorted(found) if end <= self.until_ns), None)
+
+    def last_training_ns(self, process: int) -> int | None:
+        """Return the end of the last training step among a process's newest steps; None if there is none."""
+        last = min(self._last_id("steps", process), self._newest_id())
+        query = (
+            "SELECT start_ns + wall_ns AS end_ns FROM steps WHERE process = ? AND id BETWEEN ? AND ?"
+            f" AND kind & {EVALUATION} = 0 ORDER BY id DESC LIMIT 1"
+        )
+        rows = self.query(query, (process, last - _LOOKED_AT, last))
+        return next((end for (end,) in rows), None)
+
+    def _newest_id(self) -> int:
+        return next((number or 0 for (number,) in self.query("SELECT max(id) FROM steps")), 0)
+
+    def call_rows(self, process: int, most: int) -> list[CallRow]:
+        """Return the newest calls of a process, the newest first."""
+        return self._call_rows(process, 0, self._last_id("calls", process), most)
+
+    def last_calls(self, process: int, most: int) -> list[CallRow]:
+        """Return the newest calls in the newest step of a process, the newest first."""
+        query = "SELECT id, step FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT 2"
+        rows = self.query(query, (process, self._last_id("steps", process)))
+        if not rows:
+            return []
+        low = rows[1][0] if len(rows) > 1 else 0
+        return [call for call in self._call_rows(process, low, rows[0][0], most) if call.step == rows[0][1]]
+
+    def _call_rows(self, process: int, low: int, high: int, most: int) -> list[CallRow]:
+        query = f"SELECT {CALL_ROW} FROM calls WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT ?"
+        values = process, max(low, self._bounds(process)[0]), high, most
+        return list(self.read(call_in, query, values))
+
+    def call(self, process: int, row: CallRow) -> Call | None:
+        """Return the full call; None if a definition is lost."""
+        with suppress(RecordError):
+            resolver = Resolver(process, self.ranks.get(process))
+            for number, value in self.definitions(process, row.definitions).items():
+                resolver.define(number, value)
+            return resolver.call(row)
+        return None
+
+    def _last_id(self, table: str, process: int) -> int:
+        """Return the id of a process's newest row in a table."""
+        key = table, process
+        found = self._last_ids.get(key)
+        if found is None:
+            low, high = self._bounds(process)
+            found = self._last_ids[key] = high if self.until_ns == _LAST_NS else self._search(table, process, low, high)
+        return found
+
+    def _bounds(self, process: int) -> tuple[int, int]:
+        """Return the lowest and highest possible id of a process's calls and steps."""
+        ring = self._rings.get(process)
+        if ring is None:
+            return 0, 0
+        return ring.first_id or 0, _LAST_NS if ring.last_id is None else ring.last_id
+
+    def _search(self, table: str, process: int, low: int, high: int) -> int:
+        """Return the highest id (`low` to `high`) of a process's rows that ended by `until_ns`; `low` - 1 if none."""
+        query = (
+            f"SELECT id, start_ns + wall_ns AS end_ns FROM {table} WHERE process = ? AND id BETWEEN ? AND ?"
+            " ORDER BY id DESC LIMIT 1"
+        )
+        found = low - 1
+        while low <= high:
+            middle = (low + high) // 2
+            rows = self.query(query, (process, low, middle))
+            if not rows:
+                low = middle + 1
+            elif rows[0][1] <= self.until_ns:
+                found, low = rows[0][0], middle + 1
+            else:
+                high = rows[0][0] - 1
+        return found
+
+    def step_end(self, process: int, *, forward: bool) -> int | None:
+        """Return the end of the last step before this time, or (`forward`) of the first one after it, or None."""
+        last = self._last_id("steps", process)
+        query = "SELECT start_ns + wall_ns AS end_ns FROM steps WHERE process = ? AND id {} ORDER BY id {} LIMIT 1"
+        query = query.format("> ?", "") if forward else query.format("<= ?", "DESC")
+        return next((end for (end,) in self.query(query, (process, last))), None)
+
+    # ------------------------------------------------------------------------------------------ events
+
+    def memory(self, process: int, until_ns: int | None = None) -> Event | None:
+        """Return the last memory event of a process up to a time; None if there is none."""
+        query = (
+            "SELECT json FROM events WHERE kind = 'memory' AND process = ? AND t_ns <= ?"
+            " ORDER BY t_ns DESC, id DESC LIMIT 1"
+        )
+        until = self.until_ns if until_ns is None else min(until_ns, self.until_ns)
+        return next(self.read(event_in, query, (process, until)), None)
+
+    # ------------------------------------------------------------------------------------------ collectives
+
+    def last_sample(self, process: int, begin_ns: int) -> LastSample | None:
+        """Return the newest sample of a process that began at or after `begin_ns`, with its first collectives.
+
+        None if there is no sample, or if it has no collectives.
+        """
+        query = (
+            f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ? AND process = ?"
+            " AND definition {} 0 ORDER BY start_ns {} LIMIT ?"
+        )
+        read = self.read(self.collective, query.format("=", "DESC"), (begin_ns, self.until_ns, process, 1))
+        sample = next(read, None)
+        if not isinstance(sample, Sampled):
+            return None
+        until = min(sample.start_ns + sample.wall_ns, self.until_ns)
+        values = sample.start_ns, until, process, MOST_DRAWN
+        found = self.read(self.collective, query.format(">", ""), values)
+        collectives = tuple(record for record in found if isinstance(record, Collective))
+        return LastSample(sample.step, sample.start_ns, sample.wall_ns, collectives) if collectives else None
+
+    def communicated(
+        self, begin_ns: int = 0, end_ns: int = _LAST_NS, processes: Collection[int] | None = None
+    ) -> Communicated:
+        """Return the sampled collectives between two times by operation, of all processes or only of `processes`.
+
+        Both times are rounded outwards to whole seconds.
+        """
+        end_ns = min(end_ns, self.until_ns)
+        who = tuple(processes or ())
+        only = "" if processes is None else f" AND process IN ({', '.join('?' * len(who))})"
+        values = (begin_ns // _SECOND if begin_ns > 0 else BEFORE_S, -(-end_ns // _SECOND), *who)
+        query = (
+            f"SELECT process, definition, {_SUMS} FROM collective_sums WHERE start_s >= ? AND start_s < ?{only}"
+            " GROUP BY process, definition"
+        )
+        samples = 0
+        sums: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * len(COLLECTIVE_SUMS))
+        why = None
+        for process, definition, *numbers in self.query(query, values):
+            if not definition:
+                samples += numbers[0]
+                continue
+            with suppress(LookupError):
+                facts = self.resolver(process).definitions.collectives[definition]
+                if facts.operation is None:
+                    why = facts.why
+                    continue
+                whole = sums[facts.operation, facts.size]
+                for at, number in enumerate(numbers):
+                    whole[at] += number
+        operations = [Operation(*key, *whole) for key, whole in sums.items()]
+        operations.sort(key=lambda operation: -operation.bytes)
+        query = (
+            f"SELECT {COLLECTED} FROM collectives WHERE {OWN} AND start_ns >= ? AND start_ns < ?{only}"
+            " ORDER BY start_ns DESC LIMIT ?"
+        )
+        newest = self.read(self.collective, query, (begin_ns, end_ns, *who, MOST_OWN))
+        own = {one.operation for one in newest if isinstance(one, Collective)}
+        return Communicated(tuple(operations), samples, why, tuple(sorted(own)))
+
+    # ------------------------------------------------------------------------------------------ samples
+
+    def samples(self, span_ns: int, after_id: int = 0) -> list[ChartSample]:
+        """Return the samples of devices and host in the `span_ns` before the newest one, in order.
+
+        `after_id`: return all samples after this id instead.
+        """
+        if after_id:
+            which, begin = "id > ? AND +t_ns <= ?", after_id
+        else:
+            query = "SELECT max(t_ns) FROM events WHERE kind IN ('device', 'host')"
+            newest = next((at or 0 for (at,) in self.query(query)), 0)
+            which, begin = "t_ns >= ? AND t_ns <= ?", min(newest, self.until_ns) - span_ns
+        # SQLite parses the JSON ten times as fast as Python.
+        query = (
+            f"SELECT id, t_ns, kind = 'host', {_SAMPLED} FROM events"
+            f" WHERE {which} AND kind IN ('device', 'host') AND json_valid(json) ORDER BY id"
+        )
+        return [sample for row in self.query(query, (begin, self.until_ns)) if (sample := _sample(*row)) is not None]
+
+    def sample(self, number: int) -> Event | None:
+        """Return the complete sample with this id; None if it was deleted."""
+        return next(self.read(event_in, "SELECT json FROM events WHERE id = ?", (number,)), None)
+
+    def host_memory(self, begin_ns: int, end_ns: int) -> list[tuple[int, int]]:
+        """Return (start in ns, peak bytes of the run's processes) of each minute that begins between two times."""
+        query = (
+            "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + 60 FROM starts WHERE at + 60 < :end)"
+            " SELECT start_s, high FROM starts CROSS JOIN device_rollups"
+            " ON start_s = starts.at AND device = :host AND name = 'run_mem_bytes'"
+        )
+        begin, end = -(-begin_ns // (60 * _SECOND)) * 60, min(end_ns, self.until_ns) // _SECOND
+        if begin >= end:
+            return []
+        rows = self.query(query, {"begin": begin, "end": end, "host": _HOST})
+        return [(start * _SECOND, int(high)) for start, high in rows]
 
 
 def _shape_in(row: Sequence[Any]) -> Shape:
@@ -282,18 +538,17 @@ _again = lru_cache(maxsize=1024)(event_in)
 """Cached, because every picture asks for the same lasting events."""
 
 
-def _only(mode: str | None, evaluation: bool | None) -> tuple[str, tuple[Any, ...]]:
-    """Return a condition for rows of steps, and its values."""
-    parts, values = [f"kind & {SETTLING} = 0"], []
-    if mode is not None:
-        parts.append("mode = ?")
-        values.append(mode)
-    if evaluation is not None:
-        parts.append(f"kind & {EVALUATION} {'>' if evaluation else '='} 0")
-    return " AND ".join(parts), tuple(values)
-
-
-def long_row(row: tuple[Any, ...]) -> LongRow:
-    """Return the step in a row of LONG_COLUMNS."""
+def _long_row(row: tuple[Any, ...]) -> LongRow:
+    """Return the step in a row of _LONG_COLUMNS."""
     known = {name: took for name, took in zip(STEP_PHASES, row[6:], strict=True) if took is not None}
     return LongRow._make((*row[:6], known))
+
+
+def _sample(number: int, t_ns: int, of_host: int, index: object, *values: object) -> ChartSample | None:
+    device = _HOST if of_host else index
+    if type(device) is not int or device < _HOST:
+        return None
+    util, cpu, used, total, power, run = (
+        float(value) if isinstance(value, (int, float)) and abs(value) < 1e18 else None for value in values
+    )
+    return ChartSample(number, t_ns, device, cpu if device == _HOST else util, used, total, power, run)

@@ -33,7 +33,6 @@ from dpmon.run.notes import add_warning
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError, RunInfo, load_info
 from dpmon.store.opened import open_store
-from dpmon.store.store_at import StoreAt
 from dpmon.tell.happened import Happened, Happenings
 
 EVERY_S = 1.0
@@ -178,7 +177,7 @@ def main(directory_text: str, _: str) -> None:
             found = None
             elapsed = (time.monotonic_ns() - info.start_ns) / 1e9
             with contextlib.suppress(HistoryError, RunError), open_store(directory) as store:
-                state = snapshots.take(StoreAt(store), Wanted(), ended_of(reader.activities()))
+                state = snapshots.take(store, Wanted(), ended_of(reader.activities()))
                 if elapsed >= findings_at:
                     findings_at = elapsed + FINDINGS_S
                     facts = facts_of(store, directory, None)

@@ -154,11 +154,10 @@ class Feed:
         from dpmon.errors import HistoryError
         from dpmon.run.rundir import RunError
         from dpmon.store.opened import open_store
-        from dpmon.store.store_at import StoreAt
 
         opened = open_store(self.directory) if self._open_given is None else self._open_given()
         with suppress(HistoryError, RunError), opened as store:
-            return snapshots.take(StoreAt(store, t_ns), wanted, ended_of(self._activities))
+            return snapshots.take(store.at(t_ns), wanted, ended_of(self._activities))
         return None
 
     def _look_alive(self, reader: RunReader) -> None:

@@ -14,7 +14,6 @@ from dpmon.run.activities import newest_stage, stages
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, load_exit
 from dpmon.store.opened import open_store
-from dpmon.store.store_at import StoreAt
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.feed import Feed
 from dpmon.ui.footer import position_at
@@ -82,7 +81,7 @@ class Player(RunReader):
         self.playing = False
         here = self.position_ns
         with suppress(HistoryError), open_store(self.directory) as store:
-            rows = StoreAt(store, here if by > 0 else here - 1)
+            rows = store.at(here if by > 0 else here - 1)
             ends = [end for each in store.processes if (end := rows.step_end(each, forward=by > 0)) is not None]
             if ends:
                 self.seek(min(ends) if by > 0 else max(ends))

@@ -45,7 +45,6 @@ from dpmon.store.accounting import Spent  # noqa: E402
 from dpmon.store.batch import Batch, EndedSteps  # noqa: E402
 from dpmon.store.drain import Drain  # noqa: E402
 from dpmon.store.opened import open_store  # noqa: E402
-from dpmon.store.store_at import StoreAt  # noqa: E402
 from dpmon.store.tally import Key  # noqa: E402
 from dpmon.store.writer import History  # noqa: E402
 
@@ -219,7 +218,7 @@ class Live:
         """Return the processor time of reading its state, ms."""
         began = time.process_time()
         with open_store(self.directory) as store:
-            rows = StoreAt(store, None if t_s is None else t_s * SECOND)
+            rows = store.at(None if t_s is None else t_s * SECOND)
             state = snapshots.take(rows, wanted)
         took = (time.process_time() - began) * 1e3
         assert state.focus is not None

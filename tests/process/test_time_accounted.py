@@ -223,7 +223,7 @@ def test_three_ranks(dpmon: Dpmon) -> None:
         for process in store.processes:
             rate = window.rate("single", process=process)
             assert rate is not None
-            assert rate.samples_per_s == pytest.approx(true[store.rank(process) or 0], rel=slack)
+            assert rate.samples_per_s == pytest.approx(true[store.ranks[process] or 0], rel=slack)
             assert window.figures("single", process=process).steps == 60
         assert window.figures("single").steps == 180
         together = window.rate("single")

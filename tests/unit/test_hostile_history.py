@@ -15,7 +15,6 @@ from dpmon.errors import HistoryError
 from dpmon.export import history
 from dpmon.store.figures import Window
 from dpmon.store.opened import open_store
-from dpmon.store.store_at import StoreAt
 from dpmon.store.writer import History
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
@@ -46,7 +45,7 @@ def read_all(directory: Path) -> list[str]:
     with open_store(directory) as store:
         Window(store).figures("dp")
         store.steps(1 << 30)
-        store.longest(10)
+        store.longest(10, "dp")
     return warnings
 
 
@@ -97,7 +96,7 @@ def test_a_schema_that_computes_something_is_refused(directory: Path, statement:
 def test_a_call_with_parts_of_another_shape_is_named(directory: Path, parts: str) -> None:
     altered(directory, f"UPDATE calls SET parts = '{parts}' WHERE id = (SELECT max(id) FROM calls)")
     with open_store(directory) as store:
-        StoreAt(store).calls(0, 10)
+        store.call_rows(0, 10)
         assert "a damaged call" in str(store.damaged)
 
 

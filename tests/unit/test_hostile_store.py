@@ -52,7 +52,7 @@ def answers(store: Store) -> list[Any]:
         store.time_rows(0, 10),
         store.time_rows(process=1, widest=60),
         store.gaps(10),
-        store.longest(10, mode="dp", evaluation=False),
+        store.longest(10, "dp", trains=True),
         store.steps(100, process=0),
         store.steps(100),
         store.next_step_ns(0, 5),

@@ -18,7 +18,6 @@ from dpmon.model.run_facts import ModeFacts
 from dpmon.model.stragglers import RankTimes, Straggler, held_up, in_short, rank_times, sentence, straggler
 from dpmon.store.answers import Communicated
 from dpmon.store.figures import PhaseFigures
-from dpmon.store.store_at import StoreAt
 from dpmon.store.tally import Tally
 
 
@@ -243,7 +242,7 @@ def test_a_tally_without_passes_has_no_waits() -> None:
 def test_the_state_knows_the_newest_of_each_wrapper() -> None:
     run, _ = joined_ranks(2)
     run.add([ddp_event(1, 2, iteration=400, comm_ms=3.0), ddp_event(1, 2, wrapper=1, root="Critic")], 1, 1)
-    said = Announced.read(StoreAt(run.store()))
+    said = Announced.read(run.store())
     assert {(one.process, one.number, one.iteration) for one in said.wrappers} == {
         (0, 0, 300),
         (1, 0, 400),

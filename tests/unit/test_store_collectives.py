@@ -30,7 +30,6 @@ from dpmon.store.answers import Communicated
 from dpmon.store.drain import Drain
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
-from dpmon.store.store_at import StoreAt
 
 SECOND = 10**9
 
@@ -75,7 +74,7 @@ def recorded(found: Script) -> Store:
 
 
 def test_by_operation() -> None:
-    found = StoreAt(recorded(script())).communicated()
+    found = recorded(script()).communicated()
     assert (found.samples, found.why) == (4, None)
     rows = {row.name: row for row in found.operations}
     reduce, gather = rows["all_reduce"], rows["all_gather"]
@@ -97,8 +96,8 @@ def test_of_a_window_and_of_some_processes() -> None:
     store = recorded(script())
     steps = sorted(store.steps(100), key=lambda step: step.step)
     begin, end = steps[0].start_ns, steps[2].start_ns - MS // 10
-    assert StoreAt(store).communicated(processes=[1]).operations == ()
-    assert StoreAt(store).communicated(processes=[0]) == StoreAt(store).communicated()
+    assert store.communicated(processes=[1]).operations == ()
+    assert store.communicated(processes=[0]) == store.communicated()
     assert sum(begin - MS // 10 <= one.start_ns < end for one in both(store.records())) == 6
 
 
@@ -117,8 +116,8 @@ def test_only_collectives_outside_the_phases_are_the_scripts_own() -> None:
         found.sampled(begin, 3)
     found.fetch(over=True)
     store = recorded(found)
-    assert StoreAt(store).communicated().own == ("all_gather", "barrier")
-    assert StoreAt(store).communicated(processes=[1]).own == ()
+    assert store.communicated().own == ("all_gather", "barrier")
+    assert store.communicated(processes=[1]).own == ()
 
 
 def test_the_newest_sample_with_its_collectives() -> None:
@@ -129,28 +128,28 @@ def test_the_newest_sample_with_its_collectives() -> None:
     within = [
         one for one in both(store.records()) if isinstance(one, Collective) and newest.start_ns <= one.start_ns < end
     ]
-    found = StoreAt(store, end).last_sample(0, 0)
+    found = store.at(end).last_sample(0, 0)
     assert found is not None
     assert (found.step, found.start_ns, found.wall_ns) == (newest.step, newest.start_ns, newest.wall_ns)
     assert list(found.collectives) == sorted(within, key=lambda one: one.start_ns)
     assert {one.operation for one in found.collectives} == {"all_reduce", "all_gather"}
-    earlier = StoreAt(store, newest.start_ns).last_sample(0, 0)
+    earlier = store.at(newest.start_ns).last_sample(0, 0)
     assert earlier is not None
     assert earlier.start_ns < newest.start_ns
-    assert StoreAt(store, end).last_sample(0, newest.start_ns + 1) is None
-    assert StoreAt(store, end).last_sample(1, 0) is None
+    assert store.at(end).last_sample(0, newest.start_ns + 1) is None
+    assert store.at(end).last_sample(1, 0) is None
 
 
 def test_of_a_window_of_whole_seconds() -> None:
     store = recorded(sampled_seconds(4))
     first, second, third, _ = (one.start_ns for one in both(store.records()) if isinstance(one, Sampled))
-    assert StoreAt(store).communicated(first, third // SECOND * SECOND).samples == 2
-    assert StoreAt(store).communicated(second, third).samples == 2
-    assert StoreAt(store).communicated().samples == 4
+    assert store.communicated(first, third // SECOND * SECOND).samples == 2
+    assert store.communicated(second, third).samples == 2
+    assert store.communicated().samples == 4
 
 
 def test_the_oldest_sums_are_added_up() -> None:
-    wanted = StoreAt(recorded(sampled_seconds(60))).communicated()
+    wanted = recorded(sampled_seconds(60)).communicated()
     recording = Recording(limit_bytes=3 * 180 * 40)  # room for 40 sums
     for payload in in_portions(sampled_seconds(60), []):
         recording.add([payload])
@@ -158,7 +157,7 @@ def test_the_oldest_sums_are_added_up() -> None:
     rows = list(store.query("SELECT start_s, count FROM collective_sums", ()))
     assert 30 < len(rows) <= 42
     assert sum(count for start, count in rows if start < 0) > 60
-    assert StoreAt(store).communicated()._replace(own=()) == wanted._replace(own=())
+    assert store.communicated()._replace(own=()) == wanted._replace(own=())
     assert wanted.samples == 60
 
 
@@ -245,7 +244,7 @@ def test_a_successor_doubles_no_collective_and_loses_the_open_sample(state: Path
     expected = sorted(map(repr, both(recorded(found).records())))
     left = sorted(map(repr, both(history(directory))))
     with open_store(directory) as store:
-        known = StoreAt(store).communicated()._replace(own=())
+        known = store.communicated()._replace(own=())
         operations = sorted(known.operations), sorted(summed(both(store.records())).operations)
         assert operations[0] == operations[1]
         assert known._replace(operations=()) == summed(both(store.records()))._replace(operations=())

@@ -16,7 +16,6 @@ from dpmon.model.pace import speed
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import MOST_RANKS, ProcessFacts, State, toggle_refusal
 from dpmon.store.figures import Window
-from dpmon.store.store_at import StoreAt
 from dpmon.ui.paint import places, rank_room, whole
 from dpmon.ui.panels import panel_ranks
 from dpmon.ui.panels.panel_output import Output
@@ -135,7 +134,7 @@ def test_the_rate_of_ranks_is_the_same_whatever_was_read_before() -> None:
                 late[rank] = []
         for t_ns in (None, None, chance.randrange(1, max(one.now for one in ranks))):
             shown = run.state(t_ns).focus
-            with_nothing = Snapshots().take(StoreAt(run.store(), t_ns)).focus
+            with_nothing = Snapshots().take(run.store().at(t_ns)).focus
             assert shown is not None
             assert with_nothing is not None
             assert shown.recent == with_nothing.recent

@@ -157,23 +157,19 @@ class Training:
     def now(self) -> int:
         return self._clock()
 
-    def phase(self, kind: int, sizes: int = 0, began: int | None = None, **parts: int) -> None:
-        """Write a phase. With `began`, it began then, and contains the phases written since."""
-        began = self._clock() if began is None else began
+    def phase(self, kind: int, sizes: int = 0, **parts: int) -> None:
+        """Write a phase."""
+        began = self._clock()
         self.ring.words[Word.SPAN_START] = began
         self.ring.kinds[0] = kind
         now = self._clock()
         self.ring.put(head(kind, **parts), began, now - began, sizes)
         self.ring.kinds[0] = 0
 
-    def call(self, flags: int = Flag.TRAINING | Flag.GRAD | Flag.SINGLE, inside: int = 0) -> None:
-        self.phase(Kind.CALL, 2 | 3 << 32, site=1, flags=flags, inside=inside)
-
-    def step(self, calls: int = 1) -> None:
+    def step(self) -> None:
         self.phase(Kind.FETCH)
-        for _ in range(calls):
-            self.call()
-            self.phase(Kind.BACKWARD)
+        self.phase(Kind.CALL, 2 | 3 << 32, site=1, flags=Flag.TRAINING | Flag.GRAD | Flag.SINGLE)
+        self.phase(Kind.BACKWARD)
         self.phase(Kind.OPTIMIZER, site=0)
         self.steps += 1
 

@@ -8,26 +8,23 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
-from itertools import accumulate, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from everything import everything as everything_in
 from kept import draft
 from running import wait_for
 from sizes import reached, size
 from spans import Children, Training, everything, opened
 from synthetic import host_event, kind_of
 
-from dpmon.assemble import step_rules
 from dpmon.assemble.assembler import Assembler
 from dpmon.export import history
 from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event
 from dpmon.record.plainjson import load_event
-from dpmon.record.spans import Flag, Kind
+from dpmon.record.spans import Kind
 from dpmon.run.runs import create_run
 from dpmon.span_reader import HOLE_NS
 from dpmon.span_ring import SLOTS, Word
@@ -181,100 +178,6 @@ def test_training_and_supervisors_are_killed_at_any_instant(
             steps += check(run)
         assert run.warnings == []
     reached("killed at any instant", f"{instants} trainings of {steps} steps, {kills} supervisors")
-
-
-def varied(training: Training, chance: random.Random) -> Iterator[None]:
-    """Run a training with all kinds of loops, a few spans at a time."""
-    for _ in range(40):
-        what = chance.random()
-        if what < 0.1:
-            training.warn(chance.choice(["last", "next"]))
-        if what < 0.2:  # evaluation
-            for _ in range(chance.randrange(1, 4)):
-                training.phase(Kind.FETCH)
-                training.call(Flag.SINGLE)
-                yield
-            training.phase(Kind.FETCH, flags=Flag.EXHAUSTED | Flag.FAILED)
-        elif what < 0.3:  # without a loader
-            for _ in range(chance.randrange(1, 3)):
-                training.call()
-                yield
-                training.phase(Kind.BACKWARD)
-            training.phase(Kind.OPTIMIZER, site=0)
-        elif what < 0.4:  # a closure
-            training.phase(Kind.FETCH)
-            began = training.now()
-            for _ in range(chance.choice([1, 3])):
-                yield
-                training.call(inside=Kind.OPTIMIZER)
-                training.phase(Kind.BACKWARD, inside=Kind.OPTIMIZER)
-            training.phase(Kind.OPTIMIZER, began=began, site=0)
-        else:
-            training.phase(Kind.FETCH)
-            for _ in range(chance.choice([1, 1, 1, 5])):
-                yield
-                training.call()
-                training.phase(Kind.BACKWARD)
-            yield
-            training.phase(Kind.OPTIMIZER, site=0)
-        yield
-    training.end()
-
-
-@pytest.mark.parametrize("held", [3, step_rules.MAX_HELD])
-@pytest.mark.parametrize("seed", range(size(4, 40)))
-def test_takeovers_repeat_nothing_and_keep_every_call(
-    state: Path, monkeypatch: pytest.MonkeyPatch, seed: int, held: int
-) -> None:
-    """Also if steps are recorded in parts. Only the steps that were open may be lost or divided otherwise."""
-    monkeypatch.setattr(step_rules, "MAX_HELD", held)
-    kills = 0
-    chance = random.Random(seed)
-    runs = Run(), Run()
-
-    def writers(run: Run) -> list[Iterator[None]]:
-        found = []
-        for process in (0, 1):
-            ticks = random.Random(seed + process)
-            clock = accumulate((ticks.randrange(1, 30_000_000) for _ in count()), initial=1_000_000_000)
-            training = Training(run.ring(process), process, clock=partial(next, clock))
-            found.append(varied(training, random.Random(100 * seed + process)))
-        return found
-
-    killed = runs[1]
-    both = [writers(run) for run in runs]
-    under_way = [0, 1]
-    while under_way:
-        process, portions, seconds = chance.choice(under_way), chance.randrange(4), chance.random() * COMMIT_S
-        for run, each in zip(runs, both, strict=True):
-            done = [next(each[process], each) for _ in range(portions)]
-            run.look(seconds)
-        if both[1] in done:
-            under_way.remove(process)
-        if chance.random() < 0.3:
-            killed.kill()
-            kills += 1
-    stores = []
-    for run in runs:
-        run.end()
-        with open_store(run.directory) as store:
-            stores.append(everything_in(store))
-    wanted, found = stores
-    assert wanted["shapes"]
-    phases = {tuple(span.phase for span in step.spans) for process in (0, 1) for step in wanted["steps"][process]}
-    assert phases > {("data", "forward", "backward", "optimizer"), ("data", "optimizer", "forward", "backward")}
-    for process in (0, 1):
-        calls, steps = found["calls"][process], found["steps"][process]
-        assert sorted(call.call for call in calls) == list(range(1, len(calls) + 1))
-        assert sorted(step.step for step in steps) == list(range(1, len(steps) + 1))
-        before = {call.start_ns: call.step for call in wanted["calls"][process]}
-        lost = {before[start] for start in before.keys() - {call.start_ns for call in calls}}
-        assert len(calls) == len({call.start_ns for call in calls} & before.keys())
-        ends = {step.start_ns + step.wall_ns for step in steps}
-        changed = sum(step.start_ns + step.wall_ns not in ends for step in wanted["steps"][process])
-        assert max(len(lost), changed) <= kills
-        assert sum(tally.steps for tally in found["tallies"][process].values()) == len(steps)
-    assert [len(events) for events in found["events"].values()] == [len(events) for events in wanted["events"].values()]
 
 
 # ------------------------------------------------------------------------------------------------ one thing at a time

@@ -14,14 +14,10 @@ class Device:
     def __init__(self):
         self.queued = 0.0
         self.lag = 0.0
-        """How much of the queued work is not done yet; None: nothing is done any more."""
-        self.stuck = None
+        """How much of the queued work is not done yet."""
 
     def done(self):
-        return self.queued - self.lag if self.stuck is None else self.stuck
-
-    def hang(self):
-        self.stuck = self.queued
+        return self.queued - self.lag
 
 
 class Played:
@@ -33,9 +29,6 @@ class Played:
         """On the current stream."""
         self.graphs = 0
         """Graphs that are captured on any stream, by any thread."""
-        self.broken = False
-        self.recorded = [0, 0, 0, 0]
-        self.made = 0
         self.asked_by = set()
         self.while_capturing = 0
         self.waits = 0
@@ -63,22 +56,16 @@ class Graph:
 class Event:
     def __init__(self, enable_timing=False):
         assert enable_timing
-        PLAYED.made += 1
         self.at = self.device = None
 
     def record(self, stream):
         PLAYED.while_capturing += PLAYED.capturing or bool(PLAYED.graphs)
-        if PLAYED.broken:
-            raise RuntimeError("CUDA error: unspecified launch failure")
         assert self.device in (None, stream.device), "an event belongs to one device"
         self.device = stream.device
         self.at = PLAYED.devices[stream.device].queued
-        PLAYED.recorded[stream.device] += 1
 
     def query(self):
         PLAYED.while_capturing += PLAYED.capturing or bool(PLAYED.graphs)
-        if PLAYED.broken:
-            raise RuntimeError("CUDA error: unspecified launch failure")
         PLAYED.asked_by.add(threading.get_ident())
         return self.at <= PLAYED.devices[self.device].done()
 

@@ -16,7 +16,7 @@ import shtab
 from argparse_manpage.manpage import Manpage
 
 import dpmon
-from dpmon.cli.options import all_commands, takes_value, usage
+from dpmon.cli.options import COMMANDS, command_parser, run_parser, takes_value, usage
 
 __all__ = ["PLACE", "generated"]
 
@@ -177,6 +177,22 @@ complete -c dpmon -n _dpmon_script -F
 """
 
 
+def _all_commands() -> argparse.ArgumentParser:
+    """A parser with all options and commands, which is not meant for parsing."""
+    parser = run_parser()
+
+    def made(prog: str) -> argparse.ArgumentParser:
+        return command_parser(prog.split()[-1])
+
+    # argparse accepts any callable as `parser_class`; only its type hints require a class.
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="dpmon", parser_class=made)  # type: ignore[call-overload]
+    for form, description in usage():
+        command = form.split()[1]
+        if command in COMMANDS:
+            commands.add_parser(command, help=description).usage = form
+    return parser
+
+
 def _completed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Return `parser`, with the completion of each argument set for shtab."""
     runs = dict.fromkeys(("bash", "zsh"), "_dpmon_runs") | {"fish": "(_dpmon_runs)"}
@@ -194,7 +210,7 @@ def _completed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _completion(shell: str) -> str:
-    parser = all_commands()
+    parser = _all_commands()
     commands = [form.split()[1] for form, _ in usage() if form.split()[1].isalpha()]
     names = {"commands": " | ".join(commands), "valued": " | ".join(sorted(takes_value(parser)))}
     before = {"zsh": _ZSH, "fish": _FISH}.get(shell, Template("")).substitute(names)
@@ -210,7 +226,7 @@ def _completion(shell: str) -> str:
 
 
 def _man_page() -> str:
-    parser = all_commands()
+    parser = _all_commands()
     page = Manpage(
         parser,
         {

@@ -111,7 +111,8 @@ def _run_name(text: str) -> str:
     return text
 
 
-def _run_parser() -> _Parser:
+def run_parser() -> argparse.ArgumentParser:
+    """The parser of the options before the script's name."""
     parser = _Parser(
         prog="dpmon",
         usage=_USAGE,
@@ -149,7 +150,8 @@ def _run_parser() -> _Parser:
     return parser
 
 
-def _command_parser(command: str) -> _Parser:
+def command_parser(command: str) -> argparse.ArgumentParser:
+    """The parser of the words after one of COMMANDS."""
     parser = _Parser(prog=f"dpmon {command}", description=_DESCRIPTIONS[command], allow_abbrev=False)
     add = parser.add_argument
     if command == "rm":
@@ -191,25 +193,6 @@ def _command_parser(command: str) -> _Parser:
         add("--format", choices=("jsonl", "csv", "perfetto"), default="jsonl", help=forms)
         add("--kind", choices=tuple(RECORDS), help="only this kind of record (jsonl and csv)")
         add("-o", "--output", metavar="FILE", help="output file (default: standard output); for csv, a directory")
-    return parser
-
-
-def all_commands() -> argparse.ArgumentParser:
-    """A parser with all options and commands, from which the man page and the completions are generated.
-
-    Do not parse with it: that is the task of `parse`.
-    """
-    parser = _run_parser()
-
-    def made(prog: str) -> _Parser:
-        return _command_parser(prog.split()[-1])
-
-    # argparse accepts any callable as `parser_class`; only its type hints require a class.
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="dpmon", parser_class=made)  # type: ignore[call-overload]
-    for form, description in usage():
-        command = form.split()[1]
-        if command in COMMANDS:
-            commands.add_parser(command, help=description).usage = form
     return parser
 
 
@@ -259,7 +242,7 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
 
     Raises UsageError; SystemExit(0) after --help and --version have printed.
     """
-    parser = _run_parser()
+    parser = run_parser()
     own, rest, program = _split(parser, words)
     options = parser.parse_args(own)
     command = "run"
@@ -273,7 +256,7 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
         else:
             # A word after --json is the run, not the output file.
             rest = ["--json=-" if word == "--json" and command == "attach" else word for word in rest]
-            return command, _command_parser(command).parse_args(rest)
+            return command, command_parser(command).parse_args(rest)
     options.words = rest
     if options.module is None and not rest:
         if words:

@@ -18,15 +18,11 @@ UNINITIALIZED, _NOT_SUPPORTED, _NO_PERMISSION, _DRIVER_NOT_LOADED, TIMEOUT = 1, 
 _LIBRARY_NOT_FOUND, _FUNCTION_NOT_FOUND, GPU_IS_LOST, _VERSION_MISMATCH = 12, 13, 15, 18
 _WORDS = {
     UNINITIALIZED: "NVML is not initialised",
-    2: "NVML: invalid argument",
     _NOT_SUPPORTED: "not supported",
     _NO_PERMISSION: "no permission",
-    6: "NVML: not found",
-    7: "NVML: insufficient size",
     8: "the GPU's external power cable is not connected",
     _DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded",
     TIMEOUT: "NVML: timeout",
-    11: "NVML: interrupt problem in the driver",
     _LIBRARY_NOT_FOUND: "no NVML library",
     _FUNCTION_NOT_FOUND: "this driver does not offer it",
     14: "the GPU's infoROM is corrupted",
@@ -34,16 +30,12 @@ _WORDS = {
     16: "the GPU needs a reset",
     17: "NVML: blocked by the operating system",
     _VERSION_MISMATCH: "driver and NVML library differ in version",
-    19: "NVML: in use",
     20: "NVML: out of memory",
     21: "no data yet",
     22: "not supported on a virtual GPU with ECC",
-    23: "NVML: insufficient resources",
     25: "this driver does not offer it",
     26: "this driver does not offer it any more",
-    27: "NVML: not ready",
     28: "NVML: GPU not found",
-    29: "NVML: the GPU's state does not allow an answer",
     999: "NVML: unknown error",
 }
 _NO_START: dict[int | None, str] = {
@@ -76,7 +68,7 @@ class CallFailed(Exception):
 
 
 def words_of(code: int) -> str:
-    """Return the meaning of an NVML return code."""
+    """Return the meaning of an NVML return code; of a rare one, its number."""
     return _WORDS.get(code, f"NVML error {code}")
 
 

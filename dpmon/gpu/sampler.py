@@ -197,7 +197,7 @@ class DeviceSampler:
 
     def _run(self, card: Card) -> Run:
         # An ended process holds no memory.
-        uses = tuple(use for pid, of_process in self._uses.items() if _exists(pid) for use in of_process)
+        uses = tuple(use for pid, of_process in self._uses.items() if psutil.pid_exists(pid) for use in of_process)
         return Run(self._pids, self._same_pids, uses, self._visible(card))
 
     def _visible(self, card: Card) -> bool | None:
@@ -223,10 +223,6 @@ def _uses_in(data: Mapping[str, Any]) -> tuple[TorchUse, ...]:
         and (name := text_in(device, "device")) is not None
         and (uuid := text_in(device, "uuid")) is not None
     )
-
-
-def _exists(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
 
 
 def _environment_of(pid: int | None) -> dict[str, str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import stat
 import time
 import zlib
@@ -78,11 +79,6 @@ def _prepare(runs: Path) -> None:
         raise RunError(f"no run can be kept in {runs}: {error.strerror}; set XDG_STATE_HOME") from None
 
 
-def _free_bytes(runs: Path) -> int:
-    disk = os.statvfs(runs)
-    return disk.f_bavail * disk.f_frsize
-
-
 def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
     """Create a directory for the run `draft`, fill in its id, and write run.json; RunError if that fails.
 
@@ -96,7 +92,7 @@ def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
             options["elsewhere"] = f"{problem.partition(';')[0]}: this run is kept in {runs}"
         try:
             _prepare(runs)
-            free = _free_bytes(runs)
+            free = shutil.disk_usage(runs).free
             if free < ROOM_BYTES:
                 raise RunError(f"{runs} has only {free >> 20} MiB left")
             return _make(runs, replace(draft, options=options))

@@ -46,17 +46,6 @@ def command_of(info: RunInfo) -> ProcessEntry | None:
     return process if process is not None and proc.same_start(process, info.command_started) else None
 
 
-def pid_of_unproven_command(directory: Path, info: RunInfo) -> int | None:
-    """The command's number in run.json, if it now belongs to a process not proven to be the command; else None."""
-    pid = info.command_pid
-    if pid is None or info.boot_id != proc.boot_id():
-        return None
-    process = proc.read(pid)
-    if process is None or process.dead or command_of(info) is not None or is_named(pid, directory):
-        return None
-    return pid
-
-
 def find_members(
     directory: Path, info: RunInfo, *, over: bool, known: Mapping[int, ProcessEntry] | None = None
 ) -> dict[int, ProcessEntry]:
@@ -142,8 +131,8 @@ def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float 
     """Send SIGINT, SIGTERM and SIGKILL in turn until no process of the run is left; wait `grace_s` seconds after each.
 
     Yields a line for each signal sent; the last line is the result. `last_known`: earlier contents of run.json, in case
-    the directory has been deleted. Sends no signal and raises RunError if the directory is not a run, if the run is on
-    another machine, or if a process with the command's number is not proven to be the command.
+    the directory has been deleted. Sends no signal and raises RunError if the directory is not a run, or if the run is
+    on another machine.
     """
     try:
         info = _started(directory)
@@ -156,8 +145,6 @@ def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float 
         raise RunError(f"{directory.name} is on another machine; stop it there")
     known = find_members(directory, info, over=how is not None)
     if not known:
-        if how is None and (stranger := pid_of_unproven_command(directory, info)) is not None:
-            raise RunError(f"process {stranger} is not proven to be the command of {directory.name}; no signal sent")
         yield NOTHING_RUNS
         return
     if how is None:

@@ -73,10 +73,10 @@ def test_relative_links_resolve(page: Path) -> None:
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Return the parser of each command ("" for a run)."""
-    yield "", options._run_parser()
+    yield "", options.run_parser()
     for command in options.COMMANDS:
         if command != "run":
-            yield command, options._command_parser(command)
+            yield command, options.command_parser(command)
 
 
 OPTIONS = [
@@ -209,7 +209,7 @@ def test_the_two_commands_of_the_readme_stay() -> None:
 
 def test_getting_started_has_every_option_and_setting() -> None:
     page = text_of("docs/getting-started.md")
-    found = {option for action in options._run_parser()._actions for option in action.option_strings}
+    found = {option for action in options.run_parser()._actions for option in action.option_strings}
     assert [option for option in found - {"-h", "--help", "--version"} if option not in page] == []
     assert [name for name in (*SETTINGS, *THEMES) if f"`{name}" not in page] == []
     assert [name for name in SETTINGS if f"`DPMON_{name.upper()}`" not in page] == []

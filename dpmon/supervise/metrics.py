@@ -20,8 +20,10 @@ from dpmon.record.fields import metrics_of
 from dpmon.record.schema import EVALUATION, EXPOSED, HELD, PHASES, QUANTITIES, STEP, WAIT, Phase, device_series
 from dpmon.run.destination import replaced
 from dpmon.run.files import read_file
+from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.runs import short_name
+from dpmon.stalls.run_state import ENDED, Now, state_of
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.figures import Figures, PhaseFigures, Window, elapsed
 from dpmon.store.opened import open_store
@@ -178,9 +180,33 @@ class Metrics:
         # A history that is unreadable now may be readable later.
         with contextlib.suppress(HistoryError), open_store(self._directory, as_written=True) as store:
             record = MetricsText(self._highest)
+            state = ENDED if how is not None else self._state(store)
+            record.gauge("run_state", "1 for the state that the run is in.", {**run, "state": state}, 1)
             self._add_record(record, store)
             self._recorded = str(record)
         return f"{text}{self._recorded}"
+
+    def _state(self, store: Store) -> str:
+        """The state of the live run in a word."""
+        start, step = self._info.start_ns, next(iter(store.steps(1)), None)
+        stalls = [event.data for event in store.events("stall", newest=1) if "lasted_s" not in event.data]
+        with contextlib.closing(RunReader(self._directory)) as reader:
+            paused, reads, activities = reader.paused().since_ns, reader.waits_for_input(), reader.activities()
+        doing, since = activities.get(step.process if step is not None else 0, ("", 0))
+        return state_of(
+            Now(
+                time.monotonic_ns(),
+                paused_ns=paused,
+                input_ns=reads,
+                stalled_ns=start if stalls else None,
+                stepped=step is not None,
+                last_end_ns=0 if step is None else start + step.start_ns + step.wall_ns,
+                step_ns=0 if step is None else step.wall_ns,
+                evaluation=step is not None and step.evaluation,
+                doing=doing,
+                since_ns=since,
+            )
+        ).word
 
     def _add_record(self, text: MetricsText, store: Store) -> None:
         window, run = Window(store), self._run

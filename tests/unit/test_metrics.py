@@ -10,6 +10,7 @@ import pytest
 from kept import keep
 from prometheus_client.parser import text_string_to_metric_families
 from rowring import RowRing, use_row_rings
+from situations import exit_of
 from synthetic import SECOND, Training, decoded, device_event, host_event, step_row
 
 from dpmon.cleaning import harmless
@@ -49,6 +50,25 @@ def written(
         metrics.end(how)
     assert warnings == []
     return samples(target)
+
+
+def test_the_state_of_the_run_is_one_word(state: Path, tmp_path: Path) -> None:
+    training = Training()
+    directory = keep({0: [*training.begin(), *training.run(40)]}, status=None)
+    assert found_state(written(directory, tmp_path / "one.prom")) == "quiet"
+    stalled = keep(
+        {0: [*training.run(40)], -1: [Event("stall", {"t_s": 9.0, "since_s": 1.0, "ranks": []})]}, status=None
+    )
+    assert found_state(written(stalled, tmp_path / "two.prom")) == "stalled"
+    assert found_state(written(stalled, tmp_path / "three.prom", exit_of(0))) == "ended"
+
+
+def found_state(found: dict[tuple[str, tuple[tuple[str, str], ...]], float]) -> str:
+    ((state, value),) = [
+        (dict(labels)["state"], value) for (name, labels), value in found.items() if name == "run_state"
+    ]
+    assert value == 1
+    return state
 
 
 def test_the_metrics_file_has_the_figures_of_the_record(state: Path, tmp_path: Path) -> None:

@@ -165,7 +165,9 @@ class Guard:
         info = self.info
         if info.command_pid is not None:
             return info
-        self._found = self._found or find_command(self._directory) or self._ended_child()
+        if self._found is None:  # the command may have ended, and have left another process of the run behind
+            found = filter(None, (find_command(self._directory), self._ended_child()))
+            self._found = min(found, key=lambda process: process.started, default=None)
         if self._found is None:
             return info
         return replace(info, command_pid=self._found.pid, command_started=self._found.started)

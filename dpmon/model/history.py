@@ -127,19 +127,27 @@ class Picture(NamedTuple):
     """Seconds per column."""
 
 
-def pictured(process: Process, span_s: int, width: int, over: bool = False) -> Picture:
+def pictured(
+    process: Process, span_s: int, width: int, over: bool = False, stalls: Sequence[tuple[int, int]] = ()
+) -> Picture:
     """The history for `width` cells: about the last `span_s` seconds, or the whole run for 0.
 
     Columns keep their place until the space is full; then they become narrower, and at last the oldest fifth goes. So
-    columns do not move with every new one. `over`: no columns will follow, so no space is kept free for them.
+    columns do not move with every new one. `over`: no columns will follow, so no space is kept free for them. `stalls`:
+    begin and end of each stall (ns); a stall that goes on ends now, and the history with it.
     """
     if width <= 0 or not process.columns:
         return Picture((), 1, 1)
+    columns = process.columns
+    until = max((end for _, end in stalls), default=0) // SECOND
+    if until > max(column.second for column in columns):
+        second = until // process.column_s * process.column_s
+        columns = (*columns, replace(columns[-1], second=second, count=0, begin_ns=until * SECOND, stalled=True))
     if not span_s:
-        return _whole(process, width, over)
-    began = process.began_ns // SECOND if process.began_ns >= 0 else process.columns[0].second
+        return _whole(columns, process.column_s, width, over, stalls)
+    began = process.began_ns // SECOND if process.began_ns >= 0 else columns[0].second
     # The newest column is not always the last: a damaged time may be later than all that follow.
-    last = max(column.second for column in process.columns)
+    last = max(column.second for column in columns)
     least = min(span_s * 0.8, last + 2 - began)
     seconds = next((n for n in _NICE if n * width >= least), _NICE[-1])
     room = max(min(span_s // seconds, width), 1)
@@ -147,7 +155,7 @@ def pictured(process: Process, span_s: int, width: int, over: bool = False) -> P
     newest = last // seconds - origin
     page = 1 if over else max(room // 5, 1)
     first = -(-(newest + 1 - room) // page) * page if newest >= room else 0
-    return _filled(_placed(process.columns, seconds, origin + first)[-room:], seconds, room, over)
+    return _filled(_placed(columns, seconds, origin + first, stalls)[-room:], seconds, room, over)
 
 
 def _filled(columns: Sequence[Column], seconds: int, room: int, over: bool) -> Picture:
@@ -158,12 +166,13 @@ def _filled(columns: Sequence[Column], seconds: int, room: int, over: bool) -> P
     return Picture(columns, places, seconds)
 
 
-def _whole(process: Process, width: int, over: bool) -> Picture:
-    seconds = process.column_s
-    first = _begin(process.columns[0]) // seconds
-    newest = max(column.second for column in process.columns)
+def _whole(
+    columns: Sequence[Column], seconds: int, width: int, over: bool, stalls: Sequence[tuple[int, int]]
+) -> Picture:
+    first = _begin(columns[0]) // seconds
+    newest = max(column.second for column in columns)
     seconds *= -(-(newest // seconds - first + 1) // width)
-    placed = _placed(process.columns, seconds, _begin(process.columns[0]) // seconds)[-width:]
+    placed = _placed(columns, seconds, _begin(columns[0]) // seconds, stalls)[-width:]
     return _filled(placed, seconds, width, over)
 
 
@@ -172,7 +181,9 @@ def _begin(column: Column) -> int:
     return min(column.begin_ns // SECOND, column.second)
 
 
-def _placed(columns: Iterable[Column], seconds: int, first: int) -> list[Column]:
+def _placed(
+    columns: Iterable[Column], seconds: int, first: int, stalls: Sequence[tuple[int, int]] = ()
+) -> list[Column]:
     """One column per slot of `seconds`, starting at slot `first`.
 
     If a slot has training steps and evaluations of a mode, the column shows the training steps, as the figures do. If a
@@ -195,11 +206,13 @@ def _placed(columns: Iterable[Column], seconds: int, first: int) -> list[Column]
         drawn = _of_slot(slots[slot], mode)
         while first + len(found) < slot:
             place = first + len(found)
-            if (place + 1) * seconds * SECOND > drawn.begin_ns:  # the column's first step was under way
+            begin, end = place * seconds * SECOND, (place + 1) * seconds * SECOND
+            stalled = any(begin < until and end > since for since, until in stalls)
+            if not stalled and end > drawn.begin_ns:  # the column's first step was under way
                 found.append(replace(drawn, second=place * seconds))
             else:
                 before = found[-1] if found else drawn  # an empty column continues what was before it
-                found.append(Column(place * seconds, before.mode, evaluation=before.evaluation))
+                found.append(Column(place * seconds, before.mode, evaluation=before.evaluation, stalled=stalled))
         found.append(drawn)
     return found
 

@@ -96,6 +96,13 @@ class StallSeen(NamedTuple):
         found = self.record.get("ranks")
         return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
 
+    def lasts_until_end(self, newest_ns: int) -> bool:
+        """Whether a run that is over, and did not finish, ended in this stall; `newest_ns`: end of its newest step.
+
+        The interruption of a stalled run may have ended the stall just before the run.
+        """
+        return self.end_ns is None or newest_ns <= self.noticed_ns
+
 
 class WarningText(NamedTuple):
     """A warning of dpmon, from the tracer (process) or from the supervisor (None)."""
@@ -136,6 +143,8 @@ class Column:
     """Sums in the order of PHASES."""
     evaluation: bool = False
     """Whether its steps are evaluations, in a mode that also trains."""
+    stalled: bool = False
+    """Whether the run was stalled in this time, so that no step ended."""
 
 
 class Spread(NamedTuple):

@@ -9,21 +9,24 @@ from dpmon.cleaning import clean
 
 Line = tuple[str, str]
 """A line and its style: "", "bold", "bad" or "dim"."""
+_FIRST_TO_GO = (6, 5, 2)
+"""Columns that a narrow table leaves out, in this order: PROCESS, COLLECTIVES, STEP."""
 _PACKAGES = ("site-packages/", "dist-packages/")
 
 
-def lines_of(found: Mapping[str, Any], *, every: bool = False) -> list[Line]:
+def lines_of(found: Mapping[str, Any], *, every: bool = False, width: int | None = None) -> list[Line]:
     """The sentence, a table of the ranks, and their stacks; ranks with equal stacks share one.
 
-    `every`: the stacks of all threads, not only of the main one.
+    `every`: the stacks of all threads, not only of the main one. `width`: most cells of the table; it has fewer columns
+    if it would be wider.
     """
     try:
-        return _lines(found, every)
+        return _lines(found, every, width)
     except (KeyError, TypeError, ValueError, AttributeError):  # any program may have written the record
         return [("the record of the stall is damaged", "bad")]
 
 
-def _lines(found: Mapping[str, Any], every: bool) -> list[Line]:
+def _lines(found: Mapping[str, Any], every: bool, width: int | None) -> list[Line]:
     ranks = found["ranks"]
     lines: list[Line] = [("no stall: the run makes progress, or its pause is plausible", "")]
     if found.get("text") is not None:
@@ -31,9 +34,13 @@ def _lines(found: Mapping[str, Any], every: bool) -> list[Line]:
     rows: list[tuple[str, ...]] = [("", "RANK", "STEP", "FOR", "IN", "COLLECTIVES", "PROCESS")]
     rows += [_row(rank) for rank in ranks]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    shown = list(range(len(widths)))
+    for column in _FIRST_TO_GO:
+        if width is not None and sum(widths[one] + 2 for one in shown) - 2 > width:
+            shown.remove(column)
     lines.append(("", ""))
     for row in rows:
-        text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        text = "  ".join(row[column].ljust(widths[column]) for column in shown).rstrip()
         lines.append((text, "dim" if row is rows[0] else "bold" if row[0] else ""))
     for names, stacks, reason in _folded(ranks):
         lines += [("", ""), (f"{names}:", "bold")]

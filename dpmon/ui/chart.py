@@ -232,7 +232,8 @@ def stacked(columns: Sequence[Column], width: int, height: int, top: float, look
 
     Each column is the mean step of its time range. From `_ROWS_OF_PHASES` rows on, its phases are stacked from below in
     the order of PHASES, shown by colour, or by letter without colour or in ASCII. Steps too short for the scale show
-    the lowest block, or the lower-case letter of their largest phase; only a column without steps is blank.
+    the lowest block, or the lower-case letter of their largest phase; only a column without steps is blank, or hatched
+    if the run was stalled.
     """
     mono = not look.colour or look.glyphs.ascii
     places = max(places or width, 1)
@@ -244,6 +245,7 @@ def stacked(columns: Sequence[Column], width: int, height: int, top: float, look
         drawn = [_plain(mean, count, top, height, signs.cut_top, signs.blocks) for mean, count in means]
     else:
         drawn = [_cells(tuple(c.phases), c.count, top, height, signs.cut_top, mono) for c in shown]
+    drawn = [((signs.hatch, "dim"),) * height if c.stalled else d for c, d in zip(shown, drawn, strict=True)]
     rows: list[Row] = []
     for row in range(height - 1, -1, -1):
         cells = (column[row] for column in drawn)

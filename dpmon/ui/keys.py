@@ -63,6 +63,10 @@ def _stoppable(scene: Scene) -> bool:
     return not scene.over and scene.stopping is None and scene.playing is None
 
 
+def _why(scene: Scene) -> str | None:
+    return "why" if _stoppable(scene) or scene.stall is not None else None
+
+
 def _several_roots(scene: Scene) -> bool:
     return scene.view.focus == "replicas" and len(choices(scene.process)) > 1
 
@@ -129,7 +133,7 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand("c", "sample", _when(_communicates, "collectives"), "record the collectives of one of the next steps"),
     KeyCommand(".", "rank(1)", _when(_ranks, "rank"), "panel 3 of the straggler, then of the next rank", "full_stop"),
     KeyCommand(",", "rank(-1)", _when(_ranks, ""), "panel 3 of the rank before", "comma"),
-    KeyCommand("w", "why", _when(_stoppable, "why"), "what each rank does now, with its stack, and who waits for whom"),
+    KeyCommand("w", "why", _why, "what each rank does now, with its stack, and who waits for whom"),
     KeyCommand("W", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "show the newest warnings"),
     KeyCommand("[ ]", "", _always("range"), "a shorter or longer time range for histories and figures"),
     KeyCommand("s", "picture", _always("picture"), "save a picture of the screen (SVG); ctrl+s while typing"),

@@ -135,6 +135,10 @@ class Glyphs:
     dot: str
     ring: str
     cross: str
+    square: str
+    """The sign of a stall."""
+    hatch: str
+    """A cell of a history in which the run was stalled."""
     arrow: str
     span: tuple[str, str, str, str]
     """A range: left end, line, the median, right end."""
@@ -156,6 +160,8 @@ UNICODE = Glyphs(
     dot="●",
     ring="○",
     cross="✗",
+    square="■",
+    hatch="╱",
     arrow="→",
     span=("├", "─", "┼", "┤"),
     times="×",
@@ -174,6 +180,8 @@ ASCII = Glyphs(
     dot="*",
     ring="o",
     cross="x",
+    square="#",
+    hatch="/",
     arrow="->",
     span=("|", "-", "+", "|"),
     times="x",

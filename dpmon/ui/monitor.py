@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import events
 
 from dpmon.cleaning import clean
 from dpmon.run.reader import NO_TRAINING
 from dpmon.stalls.answer import asked
-from dpmon.stalls.answer_lines import Line, lines_of
+from dpmon.stalls.answer_lines import lines_of
 from dpmon.text.cells import cut, wrapped
 from dpmon.text.quantities import clock, range_words
 from dpmon.ui import jobs, keys
@@ -21,9 +22,10 @@ from dpmon.ui.footer import key_at
 from dpmon.ui.help import help_rows
 from dpmon.ui.panels.panel_replicas import choices
 from dpmon.ui.rows import Row
-from dpmon.ui.scene import PANELS, View
+from dpmon.ui.scene import PANELS, View, state_words
 from dpmon.ui.stopping import Stopping
 
+_ASKS_AGAIN_S = 5.0
 _FORMS = [
     ("j", "jsonl", "JSON, one object a line: every record"),
     ("c", "csv", "CSV: a directory with one table per kind"),
@@ -271,35 +273,52 @@ class Monitor(Stopping):
         self.push_screen(Commands(lambda: keys.possible(self.scene()), self.look), do)
 
     def action_why(self) -> None:
-        """Show what each rank does and its stack: now, or at the recorded stall that the picture shows."""
+        """Show what each rank does, and its stack: now (every few seconds), or in the stall of the picture."""
         scene, directory = self.scene(), self.feed.directory
-        lines: list[Line] = [("asking the training processes ...", "dim")]
+        recorded = scene.stall.record if scene.stall is not None and (scene.over or scene.playing is not None) else None
+        if recorded is None and (scene.over or scene.playing is not None):
+            self._say("no stall was recorded at this time")
+            return
+        asking, last = recorded is None, time.monotonic()
+        found: Mapping[str, Any] | str = recorded if recorded is not None else "asking the training processes ..."
 
         def rows(width: int) -> list[Row]:
-            (first, style), *rest = lines
-            top: list[Row] = [[(line, style)] for line in wrapped(first, width)]
-            return [*top, *([(cut(text, width), style)] for text, style in rest)]
+            if isinstance(found, str):
+                return [[(found, "dim")]]
+            (first, style), *rest = lines_of(found, width=width)
+            if found.get("text") is None and recorded is None:
+                first = state_words(self.scene()) or first
+            return [
+                *([(line, style)] for line in wrapped(first, width)),
+                *([(cut(text, width), s)] for text, s in rest),
+            ]
 
-        pages = Pages("Why", rows, self.look)
+        noticed = "" if recorded is None or scene.stall is None else f", as noticed at {clock(scene.stall.noticed_ns)}"
+        pages = Pages(f"Why{noticed}", rows, self.look)
 
         def ask() -> str | None:
-            found = asked(directory)
-            lines[:] = [("the supervisor does not answer", "wait")] if found is None else lines_of(found)
+            nonlocal found
+            found = asked(directory) or "the supervisor does not answer"
             return None
 
         def show(problem: str | None) -> None:
-            if problem is not None:
-                lines[:] = [(problem, "wait")]
+            nonlocal asking, last, found
+            asking, last, found = False, time.monotonic(), found if problem is None else problem
             if not pages.answered:
                 pages.draw()
 
-        if scene.over or scene.playing is not None:
-            stall = scene.stall
-            lines[:] = [("no stall was recorded at this time", "")] if stall is None else lines_of(stall.record)
-            self.push_screen(pages)
-            return
+        def again() -> None:
+            nonlocal asking
+            pages.title_text = f"Why (as of {time.monotonic() - last:.0f} s ago)"
+            if not asking and time.monotonic() - last >= _ASKS_AGAIN_S and not self.feed.over:
+                asking = True
+                self._in_thread(ask, show)
+            pages.draw()
+
         self.push_screen(pages)
-        self._in_thread(ask, show)
+        if recorded is None:
+            self._in_thread(ask, show)
+            pages.set_interval(1.0, again)
 
     def action_warnings(self) -> None:
         """Show the newest warnings, as many as the state has."""

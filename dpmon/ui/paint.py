@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 
 from dpmon.model.state import MOST_RANKS
 from dpmon.text.cells import wrapped
@@ -12,17 +11,16 @@ from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, Slot, arrange
 from dpmon.ui.look import Look
 from dpmon.ui.panels import (
     panel_batch,
-    panel_communication,
-    panel_compare,
     panel_devices,
     panel_output,
     panel_ranks,
-    panel_replicas,
+    panel_standing,
 )
 from dpmon.ui.panels.panel_output import Output, marked
 from dpmon.ui.panels.panel_status import answer, cut_answer, status
-from dpmon.ui.rows import Row, box, cropped, fit, plain, width_of
-from dpmon.ui.scene import PANELS, Scene
+from dpmon.ui.rows import Row, box, cropped, dimmed, fit, plain, width_of
+from dpmon.ui.scene import BEFORE_STALL, PANELS, Scene
+from dpmon.ui.scenes import shown
 
 _WIDEST = 84
 _SHARE = 2
@@ -36,7 +34,7 @@ def places(scene: Scene, width: int, height: int) -> dict[str, Slot]:
         width,
         height - line,
         devices=panel_devices.wanted_rows(scene),
-        replicas=_second(scene).wanted_rows(scene),
+        replicas=shown(scene).second.wanted_rows(scene),
         batch=panel_batch.wanted_rows(scene),
         zoom=scene.view.zoom,
     )
@@ -47,12 +45,7 @@ def places(scene: Scene, width: int, height: int) -> dict[str, Slot]:
 
 def _pinned(panel: str, scene: Scene) -> int:
     """Number of rows of a panel that do not scroll: its column headings, if they are the first row."""
-    return int(panel == "replicas" and not panel_ranks.mapped(scene))
-
-
-def _second(scene: Scene) -> ModuleType:
-    """The module that draws panel 2: ranks, or replicas and stages."""
-    return panel_ranks if panel_ranks.applies(scene) else panel_replicas
+    return int(panel == "replicas" and shown(scene).second is not panel_standing and not panel_ranks.mapped(scene))
 
 
 def paint(scene: Scene, output: Output, slots: Mapping[str, Slot], look: Look) -> dict[str, list[Row]]:
@@ -116,19 +109,18 @@ def _content(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -
         drawn = panel_devices.zoomed if zoomed else panel_devices.devices
         return title, corner, drawn(scene, width, height, look)
     if panel == "replicas":
-        second = _second(scene)
+        second = shown(scene).second
         title, corner = second.title(scene, look)
         picture = second.zoomed if zoomed else second.table
         return title, corner, picture(scene, width, height, look)
     if panel == "batch":
         title, corner = panel_batch.title(scene, look, slot.width)
         return title, corner, panel_batch.batch(scene, width, height, look)
-    if panel == "compare" and panel_communication.applies(scene):
-        title, corner = panel_communication.title(scene, look, slot.folded)
-        return title, corner, panel_communication.communication(scene, width, height, look)
     if panel == "compare":
-        title, corner = panel_compare.title(scene, look, slot.folded)
-        return title, corner, panel_compare.compare(scene, width, height, look)
+        fourth, stale = shown(scene).fourth, shown(scene).stale
+        title, corner = fourth.title(scene, look, slot.folded)
+        rows = fourth.table(scene, width, height, look, advice=not stale)
+        return (title, [BEFORE_STALL], list(map(dimmed, rows))) if stale else (title, corner, rows)
     title, corner = panel_output.title(output, scene, slot.width, look)
     search = scene.view.search
     more = look.glyphs.more

@@ -35,6 +35,11 @@ def merged(cells: Iterable[Span]) -> Row:
     return [("".join(text for text, _ in same), style) for style, same in groupby(cells, key=lambda cell: cell[1])]
 
 
+def dimmed(row: Iterable[Span]) -> Row:
+    """The row without its colours."""
+    return [("".join(text for text, _ in row), "dim")]
+
+
 def fit(row: Sequence[Span], width: int, more: str = "…") -> Row:
     """The row in exactly `width` cells: padded with spaces, or cut and marked."""
     total = width_of(row)

@@ -35,6 +35,8 @@ SECOND = 1_000_000_000
 WAIT_SHOWN_NS = SECOND
 QUIET_SHOWN_NS = 5 * SECOND
 READING = "reading the record"
+BEFORE_STALL = ("before the stall", "wait")
+"""Stands beside figures that cover no time of the stall."""
 
 
 class Playing(NamedTuple):
@@ -144,7 +146,11 @@ class Scene:
     @property
     def stall(self) -> StallSeen | None:
         """The stall that the run is in; in the picture of a finished run, the one in which it ended."""
-        return self.state.stall
+        if not self.over:
+            return self.state.stall if self.run_state.word == STALLED else None
+        last = self.state.stalls[-1] if self.state.stalls else None
+        finished = self.ended is not None and self.ended.status == 0
+        return None if finished or last is None or not last.lasts_until_end(self.state.newest_ns) else last
 
     @property
     def over(self) -> bool:
@@ -222,6 +228,12 @@ def life(scene: Scene) -> Life:
     return Life(found.word, "good", f"in {doing} {spent / 1e9:.0f} s" if long else "")
 
 
+def state_words(scene: Scene) -> str | None:
+    """Why a run that is not stalled makes no progress; None if it makes some."""
+    found = life(scene)
+    return None if found.style == "good" else f"{found.word}: {found.detail}".rstrip(": ")
+
+
 def _before_first_batch(scene: Scene, doing: str, spent: int) -> Life:
     if doing == "data" and spent > WAIT_SHOWN_NS:
         return Life("waiting for data", "wait", f"first batch, {spent / 1e9:.0f} s")
@@ -267,13 +279,14 @@ def devices_in_short(devices: tuple[str, ...]) -> str:
     parts = []
     for kind, same in groupby((clean(device, 40).partition(":") for device in devices), key=lambda part: part[0]):
         indices = [index for *_, index in same]
-        parts.append(kind + (":" + _ranges(indices) if any(indices) else ""))
+        parts.append(kind + (":" + in_ranges(indices) if any(indices) else ""))
     return " ".join(parts)
 
 
-def _ranges(indices: list[str]) -> str:
+def in_ranges(numbers: list[str]) -> str:
+    """("0", "2", "3") -> "0,2-3"."""
     spans: list[tuple[str, str]] = []
-    for index in indices:
+    for index in numbers:
         if spans and spans[-1][1].isdecimal() and index.isdecimal() and int(index) == int(spans[-1][1]) + 1:
             spans[-1] = (spans[-1][0], index)
         else:

@@ -227,7 +227,7 @@ def on_screen(directory: Path, feed: Feed) -> tuple[Shown, str]:
         found |= {(*LAST[0], phase, name): text for phase, text in zip(columns, shown, strict=False)}
     rows: list[Row] = [
         *status(scene, 180, 2, LOOK),
-        *panel_compare.compare(scene, 100, 30, LOOK),
+        *panel_compare.table(scene, 100, 30, LOOK),
     ]
     feed.close()
     return found, "\n".join(map(plain, rows))
@@ -424,7 +424,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def judged(feed: Feed) -> tuple[Comparison, str]:
     scene = feed.scene(View(zoom="compare"))
     found = panel_compare.figures(scene)
-    return found, " ".join(plain(row) for row in panel_compare.compare(scene, 100, 30, LOOK))
+    return found, " ".join(plain(row) for row in panel_compare.table(scene, 100, 30, LOOK))
 
 
 def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long: Path) -> None:

@@ -195,7 +195,7 @@ def test_a_terminal_of_ascii_gets_no_other_signs() -> None:
     scene = scene_of(64, slow=1)
     rows = [
         *panel_ranks.table(scene, 76, 12, MONO_ASCII),
-        *panel_communication.communication(scene, 76, 12, MONO_ASCII),
+        *panel_communication.table(scene, 76, 12, MONO_ASCII),
     ]
     assert not set("▇▤░▸↓") & {char for row in rows for char in plain(row)}
 
@@ -213,7 +213,7 @@ def test_unknown_waits_are_shown_with_a_reason(how: dict[str, Any], reason: str)
     text = texts(panel_ranks.table(scene, 76, 12, LOOK))
     assert text[0].split() == ["rank", "device", "input", "output", "rows", "forward", "backward", "step"]
     assert any(reason in line for line in text)
-    assert reason in " ".join(line.strip() for line in texts(panel_communication.communication(scene, 120, 12, LOOK)))
+    assert reason in " ".join(line.strip() for line in texts(panel_communication.table(scene, 120, 12, LOOK)))
 
 
 def test_waits_in_the_forward_are_shown() -> None:
@@ -224,7 +224,7 @@ def test_waits_in_the_forward_are_shown() -> None:
 
 def test_the_communication_panel_shows_times_buckets_and_passes() -> None:
     scene = scene_of(4, slow=2, passes=((0, 1), (1, 0)), wrapper={"comm_hook": "bf16_compress_hook"})
-    text = texts(panel_communication.communication(scene, 116, 30, LOOK))
+    text = texts(panel_communication.table(scene, 116, 30, LOOK))
     found = {line.split()[0]: line for line in text}
     assert found["exposed"].startswith("exposed  1.06 ms a step, "), "half of the steps average nothing"
     assert found["hidden"] == "hidden   74 % of 8.00 ms (torch: iteration 300, rank 0)"
@@ -239,7 +239,7 @@ def test_the_communication_panel_shows_times_buckets_and_passes() -> None:
 def test_advice_is_below_and_has_room() -> None:
     scene = scene_of(8, slow=2, phase="data")
     for height in (5, 9, 11):
-        text = texts(panel_communication.communication(scene, 56, height, LOOK))
+        text = texts(panel_communication.table(scene, 56, height, LOOK))
         assert len(text) <= height
         assert any(line.startswith("try: more loader workers") for line in text)
 
@@ -247,7 +247,7 @@ def test_advice_is_below_and_has_room() -> None:
 def test_a_rank_alone_has_its_buckets() -> None:
     scene = scene_of(1)
     assert panel_communication.applies(scene)
-    text = " ".join(texts(panel_communication.communication(scene, 76, 12, LOOK)))
+    text = " ".join(texts(panel_communication.table(scene, 76, 12, LOOK)))
     assert "there is only one rank" in text
     assert "rank" not in plain(panel_batch.title(scene, LOOK, 120)[0])
     assert "6: 1.00 MiB" in text

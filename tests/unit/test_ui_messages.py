@@ -27,7 +27,7 @@ from dpmon.text.quantities import duration
 from dpmon.ui.dialogs import Commands, Pages
 from dpmon.ui.keys import COMMANDS, PLAYED, possible
 from dpmon.ui.paint import whole
-from dpmon.ui.panels.panel_compare import compare as compare_rows
+from dpmon.ui.panels.panel_compare import table as compare_rows
 from dpmon.ui.panels.panel_output import Output, Tail, narrowed
 from dpmon.ui.panels.panel_output import title as output_title
 from dpmon.ui.rows import plain

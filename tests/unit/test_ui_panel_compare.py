@@ -17,7 +17,7 @@ from dpmon.ui.scene import Playing, Scene, View
 
 
 def compare_text(scene: Scene, width: int, height: int) -> list[str]:
-    return rows_text(panel_compare.compare(scene, width, height, LOOK))
+    return rows_text(panel_compare.table(scene, width, height, LOOK))
 
 
 def test_steps_of_another_batch_are_left_out_and_counted() -> None:
@@ -57,7 +57,7 @@ def test_no_ratio_is_shown_without_a_verdict() -> None:
     assert found.speedup is not None
     found = replace(found, outcome="even", speedup=Interval(0.34, 0.2, 1.2), reason=None, cost=None)
     scene = with_process(scene, compared=found)
-    rows = rows_text(panel_compare.compare(scene, 60, 12, LOOK))
+    rows = rows_text(panel_compare.table(scene, 60, 12, LOOK))
     title, corner = panel_compare.title(scene, LOOK, folded=False)
     assert plain(title) == "4 dp against single"
     assert plain(corner) == "too uncertain"

@@ -19,8 +19,8 @@ from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, duration, group, percent, quantity_words, rate_words, span_words
 from dpmon.ui.chart import scale_top, stacked
 from dpmon.ui.look import LETTERS, Look, letter_in
-from dpmon.ui.rows import Row, lines, width_of
-from dpmon.ui.scene import NAMES, SECOND, Scene, mode_words
+from dpmon.ui.rows import Row, dimmed, lines, width_of
+from dpmon.ui.scene import BEFORE_STALL, NAMES, SECOND, Scene, mode_words
 from dpmon.ui.waterfall import REST, waterfall
 
 WITHOUT_RANKS = 8
@@ -34,12 +34,18 @@ _TALL = 9
 
 def wanted_rows(scene: Scene) -> int:
     """Rows that the whole content needs: figures, a history, the last step."""
-    timeline = last_step_timeline(scene.process) if scene.process is not None else None
+    timeline = _timeline(scene)
     if timeline is None:
         return 4 + 5 + 3
     ranks = sum(process.rank is not None for process in scene.state.training) - 1
     sampled = scene.state.last_sample is not None
     return 4 + 5 + 1 + bool(timeline.step.buckets) + sampled + min(max(len(timeline.lanes), ranks), 8)
+
+
+def _timeline(scene: Scene) -> StepTimeline | None:
+    """The last step; None in a stall, in which it would look like the present."""
+    process = scene.process
+    return None if process is None or scene.stall is not None else last_step_timeline(process)
 
 
 def figures(scene: Scene) -> Figures:
@@ -74,6 +80,8 @@ def title(scene: Scene, look: Look, width: int) -> tuple[Row, Row]:
         corner += [(f" {name}", "dim"), (right(duration(value), 8), style)]
     kind: Row = [(dot, "dim"), ("evaluation", "wait")] if numbers.evaluation else []
     head: Row = [(NAMES["batch"], "title"), (dot, "dim"), (word, f"mode.{mode}"), *kind]
+    if scene.stall is not None:
+        return [*head, (dot + span, "dim")], [BEFORE_STALL]
     room = width - width_of(head) - 7
     while len(corner) > 3 and width_of(corner) > room:
         del corner[-2:]
@@ -86,13 +94,15 @@ def batch(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     if process is None or not numbers.steps:
         return [[(scene.empty_reason("no step was traced", "no step has ended yet"), "dim")]]
     # If not all fit, the order of importance is: shares, medians, a row of notes, then the last step and the history.
-    timeline = last_step_timeline(process)
+    timeline = _timeline(scene)
     most = 0 if height <= _LEAST else 1 if height < _TALL else 2
     remarks = notes(scene, process, numbers, timeline, width, most, look)
     height -= len(remarks)
     # Every phase that ran has a column, and the usual phases of this kind of training.
     columns = [phase for phase in numbers.parts if phase.ran or usual(process, phase.name)]
     table = _table(columns, numbers, width, look, height)
+    if scene.stall is not None:
+        table = list(map(dimmed, table))
     if numbers.counted and height >= _TALL:
         texts = (quantity_words(*each, numbers.steps) for each in numbers.counted)
         table.append([(cut(f" {look.glyphs.middot} ".join(texts), width, look.glyphs.more), "")])
@@ -201,7 +211,9 @@ def _history(scene: Scene, process: Process, width: int, height: int, look: Look
     """The stacked columns with their scale at the left, and a row below with the start of the range and the modes."""
     gutter = 8
     room = width - gutter
-    picture = pictured(process, scene.view.span_s, room, scene.over)
+    now = scene.elapsed_ns
+    stalls = [(one.since_ns, now if one.end_ns is None else min(one.end_ns, now)) for one in scene.state.stalls]
+    picture = pictured(process, scene.view.span_s, room, scene.over, stalls)
     axis = height >= 3
     bars = height - 1 if axis else height
     top = scale_top(picture.columns)
@@ -219,24 +231,25 @@ def _history(scene: Scene, process: Process, width: int, height: int, look: Look
 def _modes(picture: Picture, width: int, look: Look, ranks: str | None) -> Row:
     """The row under the history: each column's mode by word and colour, with a mark where the mode changed.
 
-    Columns of evaluations have the word "evaluation".
+    Columns of evaluations have the word "evaluation", and those of a stall the word "stalled".
     """
     row: Row = []
     line = look.glyphs.frame[4]
-    kinds = groupby(picture.columns, key=lambda column: (column.mode, column.evaluation))
+    kinds = groupby(picture.columns, key=lambda column: (column.mode, column.evaluation, column.stalled))
     drawn = 0
-    for index, ((mode, evaluation), run) in enumerate(kinds):
+    for index, ((mode, evaluation, stalled), run) in enumerate(kinds):
         first, drawn = drawn, drawn + sum(1 for _ in run)
         count = drawn * width // picture.places - first * width // picture.places
         mark = look.glyphs.frame[5] if index else ""
-        name = "evaluation" if evaluation else RANK_MODES[ranks] if ranks else mode
+        name = RANK_MODES[ranks] if ranks else mode
+        name = "stalled" if stalled else "evaluation" if evaluation else name
         short = len(mark) + len(name) - count
-        if evaluation and short > 0 and row and row[-1][0].endswith(line * (short + 1)):
+        if (evaluation or stalled) and short > 0 and row and row[-1][0].endswith(line * (short + 1)):
             row[-1] = row[-1][0][:-short], row[-1][1]  # the word ends below its columns
             count += short
         word = name if len(mark) + len(name) <= count else name[: max(min(1, count - len(mark)), 0)]
         text = (mark + word + " ")[:count]
-        row.append((text + line * (count - len(text)), "wait" if evaluation else f"mode.{mode}"))
+        row.append((text + line * (count - len(text)), "bad" if stalled else "wait" if evaluation else f"mode.{mode}"))
     end = clock((picture.columns[-1].second + picture.seconds) * SECOND).removeprefix("00:")
     text, style = row[-1]
     for label in (f"{picture.seconds} s a column  {end}" if picture.seconds > 1 else end, end):
@@ -256,10 +269,9 @@ def notes(
     scene: Scene, process: Process, numbers: Figures, timeline: StepTimeline | None, width: int, most: int, look: Look
 ) -> list[Row]:
     """At most `most` rows of notes on the figures and the last step."""
+    usual = [*_between(numbers), *unevenness(process), *host_waits(numbers.parts)]
     texts = [
-        *_between(numbers),
-        *unevenness(process),
-        *host_waits(numbers.parts),
+        *(usual if scene.stall is None else []),
         *partly_timed(numbers.parts),
         *missing(process, numbers.parts),
     ]

@@ -34,18 +34,18 @@ def title(scene: Scene, look: Look, folded: bool) -> tuple[Row, Row]:
     return [(RANK_NAMES["compare"], "title")], corner
 
 
-def communication(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
-    """The panel's rows, inside its frame: figures, facts, and below them what to try."""
+def table(scene: Scene, width: int, height: int, look: Look, *, advice: bool = True) -> list[Row]:
+    """The panel's rows, inside its frame: figures, facts, and below them what to try (`advice`)."""
     found = scene.state.communication
     if found is None:
         return lines(scene.empty_reason(_NOTHING, _NOTHING), width)
     zoomed = scene.view.zoom == "compare"
     above = _facts(found, width, look)
     room = max(height - len(above), 2)
-    advice = _advice(found, width, None if zoomed else room, look)
-    if not zoomed and len(above) + len(advice) > height:
-        above = above[: max(height - len(advice), 1)]
-    return [*above, *advice]
+    below = _advice(found, width, None if zoomed else room, look) if advice else []
+    if not zoomed and len(above) + len(below) > height:
+        above = above[: max(height - len(below), 1)]
+    return [*above, *below]
 
 
 def _facts(found: Communication, width: int, look: Look) -> list[Row]:

@@ -50,20 +50,20 @@ def title(scene: Scene, look: Look, folded: bool) -> tuple[Row, Row]:
     return [(NAMES["compare"], "title")], corner
 
 
-def compare(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
-    """The panel's rows, inside its frame. The conclusion comes last and always fits."""
+def table(scene: Scene, width: int, height: int, look: Look, *, advice: bool = True) -> list[Row]:
+    """The panel's rows, inside its frame. The conclusion (`advice`) comes last and always fits."""
     found = figures(scene)
     if not found.sides:
         return [[(scene.empty_reason("no step was traced", "no step has ended yet"), "dim")]]
-    below = _notes(scene, found, width, look)
-    table = _CompareTable(found, width, look)
+    below = _notes(scene, found, width, look) if advice else []
+    made = _CompareTable(found, width, look)
     room = max(height - len(below), 3)
-    first = [table.head(), table.step(), table.samples(), *table.within()]
-    bars = table.bars()
+    first = [made.head(), made.step(), made.samples(), *made.within()]
+    bars = made.bars()
     more: list[Row] = []
     # Take the most important rows that fit; the last loop puts them into the order of the screen.
-    want = [("bars", bars), ("memory", table.memory()), ("p95", [table.p95()]), ("steps", [table.steps()])]
-    want.append(("phases", table.phases()))
+    want = [("bars", bars), ("memory", made.memory()), ("p95", [made.p95()]), ("steps", [made.steps()])]
+    want.append(("phases", made.phases()))
     taken: dict[str, list[Row]] = {}
     left = room - len(first)
     for name, rows in want:

@@ -17,7 +17,7 @@ from dpmon.text.quantities import UNKNOWN, count_of, duration, group
 from dpmon.ui.chart import busy_bar, busy_legend
 from dpmon.ui.look import Look
 from dpmon.ui.panels.panel_replicas import every_size, kind, name_of, shown, size_text
-from dpmon.ui.panels.panel_status import reports_stall_or_straggler
+from dpmon.ui.panels.panel_status import reports_straggler
 from dpmon.ui.rows import Row, TableColumn, fit, lines, table_rows, width_of
 from dpmon.ui.scene import RANK_NAMES, Scene, devices_in_short
 
@@ -142,10 +142,8 @@ def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int
     slow = scene.state.straggler
     most = max(room - 1, 0)
     rows: list[Row] = []
-    if reports_stall_or_straggler(scene, look) and scene.view.zoom != "replicas":
+    if reports_straggler(scene, look) and scene.view.zoom != "replicas":
         pass
-    elif scene.stall is not None:
-        rows += lines(clean(scene.stall.text, 400), width, "bad", max(most, 1), look.glyphs.more)
     elif slow is not None:
         whole = lines(sentence(slow, lately=True), width, "wait")
         fits = len(whole) + ranks <= room

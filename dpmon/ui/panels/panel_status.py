@@ -7,7 +7,8 @@ from dpmon.model.pace import Speed, speed
 from dpmon.model.state import NO_STEPS
 from dpmon.model.stragglers import in_short
 from dpmon.record.schema import SPAN_PHASES
-from dpmon.text.cells import cut, right, span_width
+from dpmon.stalls.run_state import STALLED
+from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.quantities import clock, compact, duration, group, within_words
 from dpmon.ui.look import Look
 from dpmon.ui.panels.panel_batch import figures
@@ -28,6 +29,11 @@ def status(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     alive = life(scene)
     rows = _narrow(scene, alive, width, look) if height >= 3 else [_wide(scene, alive, width, look)]
     fact = _message(scene, look, width - 2)
+    if height >= 3 and scene.stall is not None:  # the sentence needs more room than the rates, which are unknown
+        first, *rest = wrapped(plain(_stalled(scene, look)), width - 2, 2, look.glyphs.more)
+        rows[1:] = [[(" ", ""), (first, "bad")]]
+        if fact == _stalled(scene, look):
+            fact = [(rest[0], "bad")] if rest else _warning(scene)
     warned = bool(fact) and fact == _warning(scene)
     message: Row = [(" ", ""), *fact]
     if alive.detail not in plain(rows[0]) and scene.stopping is None and not answer(scene, look):
@@ -36,7 +42,8 @@ def status(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
             room = width - width_of(_missed(scene)) - span_width(_ALL_OF_IT)
             message = [*state, *fact] if width_of(state) + _WARNING_BEGINS <= room else message
         else:
-            message = [*state, *(fact if scene.over or width_of(state) + width_of(fact) <= width else [])]
+            whole = scene.over or scene.stall is not None or width_of(state) + width_of(fact) <= width
+            message = [*state, *(fact if whole else [])]
     corner = _missed(scene) or _next(scene, width - width_of(message), look)
     if warned and width_of(message) > width - width_of(corner):
         corner = [(_ALL_OF_IT, "dim"), *corner]
@@ -57,6 +64,7 @@ def _speed(scene: Scene) -> Speed:
 def _state(scene: Scene, alive: Life, width: int, look: Look) -> Row:
     frozen: Row = [("FROZEN ", "wait")] if scene.view.frozen else []
     sign = {"good": look.glyphs.dot, "bad": look.glyphs.cross}.get(alive.style, look.glyphs.ring)
+    sign = look.glyphs.square if alive.word == STALLED.upper() else sign
     row: Row = [*frozen, (f"{sign} {alive.word}", alive.style)]
     # Show the detail in full or not at all: if it does not fit here, the row below shows it.
     detail: Row = [(f" {alive.detail}", "dim")] if alive.detail else []
@@ -94,12 +102,16 @@ def _wide(scene: Scene, alive: Life, width: int, look: Look) -> Row:
 
 
 def _rates(scene: Scene) -> Row:
-    """Step and rates in a fixed width; empty before the first step, to leave room for the state."""
+    """Step and rates in a fixed width; empty before the first step, to leave room for the state.
+
+    In a stall, only the step.
+    """
     if scene.over:
         return _means(scene)
     if scene.process is None or scene.process.last_step is None:
         return []
-    return _counting(scene, "  step", 8)
+    counts = _counting(scene, "  step", 8)
+    return counts if scene.stall is None else counts[:2]
 
 
 def _counting(scene: Scene, head: str, width: int) -> Row:
@@ -184,10 +196,10 @@ def _missed(scene: Scene) -> Row:
     return [(f"  {group(lost)} records dropped ", "wait")]
 
 
-def reports_stall_or_straggler(scene: Scene, look: Look) -> bool:
-    """Whether the message is about a stall or a straggler, so that no panel has to repeat it."""
+def reports_straggler(scene: Scene, look: Look) -> bool:
+    """Whether the message is about a straggler, so that no panel has to repeat it."""
     other = scene.stopping is not None or scene.over or answer(scene, look) or _warning(scene)
-    return not other and (scene.stall is not None or scene.state.straggler is not None)
+    return not other and scene.stall is None and scene.state.straggler is not None
 
 
 def _message(scene: Scene, look: Look, width: int) -> Row:
@@ -197,21 +209,31 @@ def _message(scene: Scene, look: Look, width: int) -> Row:
     reply = answer(scene, look)
     if reply:
         return reply
+    if scene.stall is not None:
+        return _stalled(scene, look)
     if scene.over:
         return _afterwards(scene)
     warned = _warning(scene)
     if warned:
         return warned
-    if scene.stall is not None:
-        return [(f"{look.glyphs.focus} ", "bad"), (clean(scene.stall.text, 400), "bad")]
     slow = scene.state.straggler
-    if slow is not None:  # see reports_stall_or_straggler
+    if slow is not None:  # see reports_straggler
         return [(f"{look.glyphs.focus} ", "wait"), (in_short(slow), "")]
     process = scene.process
     rates = _speed(scene)
     if rates.reason not in (None, READING) and process is not None and process.last_step is not None:
         return [(rates.reason, "dim")]
     return _facts(scene, look, width)
+
+
+def _stalled(scene: Scene, look: Look) -> Row:
+    """Which rank stands where; at the end of the run, also its outcome."""
+    text = "" if scene.stall is None else clean(scene.stall.text, 400)
+    if scene.stall is not None and scene.over:
+        seconds = max(scene.elapsed_ns - scene.stall.since_ns, 0) // SECOND
+        last = f"; {scene.last_line}" if scene.last_line else ""
+        text = f"the run ended in a stall of {seconds:,} s: {text}{last}"
+    return [(f"{look.glyphs.focus} ", "bad"), (text, "bad")]
 
 
 def cut_answer(scene: Scene, width: int, look: Look) -> bool:

@@ -1,0 +1,158 @@
+"""Panel 2 of a stall: where each rank stands, those that the others wait for first, the waiting ones folded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dpmon.cleaning import clean
+from dpmon.model.state import StallSeen, State
+from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
+from dpmon.stalls.answer_lines import lines_of
+from dpmon.text.cells import wrapped
+from dpmon.text.quantities import UNKNOWN, count_of, group, percent
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Row, lines, width_of
+from dpmon.ui.scene import NAMES, RANK_NAMES, SECOND, Scene, devices_in_short, in_ranges
+
+_KEYS = (("enter", "stacks"), ("w", "stacks now"), ("x", "stop"))
+_MOST_CORES = 10_000
+_NUMBERS_SHOWN = 40
+"""Most cells of the numbers of ranks that are folded into a row."""
+
+
+class _Standing(NamedTuple):
+    """What a rank did when the stall was recorded; unknown values are None."""
+
+    number: int | None
+    """Its rank; None for a process without one."""
+    device: str
+    words: str
+    step: int | None
+    since_ns: int | None
+    """Since when, in ns since the run's start."""
+    state: str
+    cpu: float | None
+    waits: bool
+
+    @property
+    def details(self) -> str:
+        """Its step, state and CPU."""
+        since = "no step yet" if self.step is None else f"since step {group(self.step)}"
+        cpu = f"{percent(self.cpu)} CPU" if self.cpu is not None and 0 <= self.cpu < _MOST_CORES else ""
+        return ", ".join(part for part in (since, self.state, cpu) if part)
+
+
+def _standing(one: Mapping[str, Any], noticed_ns: int, state: State) -> _Standing:
+    process = state.processes.get(whole_in(one, "process") or 0)
+    waited = ns_in(one, "for_s")
+    return _Standing(
+        whole_in(one, "rank"),
+        "" if process is None else devices_in_short(process.devices),
+        clean(text_in(one, "words") or "", 300),
+        whole_in(one, "step"),
+        None if waited is None else noticed_ns - waited,
+        clean(text_in(one, "state") or "", 20),
+        number_in(one, "cpu"),
+        one.get("waits") is True,
+    )
+
+
+def _standings(stall: StallSeen, state: State) -> list[_Standing]:
+    noticed_ns = ns_in(stall.record, "t_s") or stall.noticed_ns
+    return [_standing(one, noticed_ns, state) for one in stall.ranks]
+
+
+def wanted_rows(scene: Scene) -> int:
+    """Rows that the whole content needs, without the two that the layout reserves for others' headings."""
+    stall = scene.stall
+    ranks = [] if stall is None else _standings(stall, scene.state)
+    waiting = len({one.words for one in ranks if one.waits})
+    return max(2 * sum(not one.waits for one in ranks) + waiting, 2)
+
+
+def title(scene: Scene, look: Look) -> tuple[Row, Row]:
+    """The panel's title, and the step in which the run stalled."""
+    stall = scene.stall
+    ranks = [] if stall is None else _standings(stall, scene.state)
+    steps = [one.step for one in ranks if one.step is not None and not one.waits]
+    word = f"stalled at step {group(min(steps))}" if steps else "stalled"
+    ranked = any(one.number is not None for one in ranks)
+    return [((RANK_NAMES if ranked else NAMES)["replicas"], "title")], [(word, "bad")]
+
+
+def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+    """The panel's rows, inside its frame. What gives way first: the keys, then step, state and CPU of each rank."""
+    stall = scene.stall
+    ranks = [] if stall is None else _standings(stall, scene.state)
+    if stall is None or not any(one.words for one in ranks):
+        text = "" if stall is None else clean(stall.text, 400)
+        return lines(text or "the record of the stall is damaged", width, "bad", height, look.glyphs.more)
+    guilty, waiting = ([one for one in ranks if one.waits is waits] for waits in (False, True))
+    below = _folded(waiting, scene, look)
+    detailed, brief = (_guilty(guilty, scene, width, look, details=details) for details in (True, False))
+    rows = next((above for above in (detailed, brief) if len(above) + len(below) <= height), None)
+    rows = [*(rows if rows is not None else _folded(guilty, scene, look)), *below]
+    keys = _keys(scene)
+    return [*rows, [], keys] if len(rows) + 2 <= height else [*rows, keys] if len(rows) < height else rows
+
+
+def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+    """The panel at full size: the table, then the stacks of the recorded stall."""
+    stall = scene.stall
+    stacks = [] if stall is None else lines_of(stall.record, width=width)[1:]
+    return [*table(scene, width, height, look), *([(text, style)] for text, style in stacks)]
+
+
+def _seconds(since_ns: int | None, scene: Scene) -> str:
+    return UNKNOWN if since_ns is None else f"{max(scene.elapsed_ns - since_ns, 0) // SECOND:,} s"
+
+
+def _guilty(ranks: Sequence[_Standing], scene: Scene, width: int, look: Look, *, details: bool) -> list[Row]:
+    """The rows of the ranks that the others wait for; `details`: also step, state and CPU of each."""
+    numbers = ["" if one.number is None else str(one.number) for one in ranks]
+    number, device = (max(map(len, texts), default=0) for texts in (numbers, [one.device for one in ranks]))
+    rows: list[Row] = []
+    for one, text in zip(ranks, numbers, strict=True):
+        head: Row = [(f"{look.glyphs.focus} ", "bad"), (text.rjust(number) + " " * bool(number), "bad")]
+        head += [(one.device.ljust(device) + "  ", "")] if device else []
+        head.append((_seconds(one.since_ns, scene).rjust(6) + "  ", "bold"))
+        indent = width_of(head)
+        room = max(width - indent, 10)
+        if details and len(one.words) + 2 + len(one.details) <= room:
+            rows.append([*head, (one.words, "bad"), (f"  {one.details}", "dim")])
+            continue
+        below = [(line, "bad") for line in wrapped(one.words, room, 2 if details else 1, look.glyphs.more)]
+        below += [(line, "dim") for line in wrapped(one.details, room, 1, look.glyphs.more) if details]
+        rows += [[*([(" " * indent, "")] if index else head), span] for index, span in enumerate(below)]
+    return rows
+
+
+def _folded(ranks: Sequence[_Standing], scene: Scene, look: Look) -> list[Row]:
+    """A row for all ranks that stand in the same place, with the time since the last one came."""
+    groups: dict[str, list[_Standing]] = {}
+    for one in ranks:
+        groups.setdefault(one.words, []).append(one)
+    rows: list[Row] = []
+    for words, own in groups.items():
+        numbers = sorted(one.number for one in own if one.number is not None)
+        named = (
+            in_ranges(list(map(str, numbers))).replace(",", ", ")
+            if len(numbers) == len(own)
+            else f"{group(len(own))} processes"
+        )
+        named = named if len(named) <= _NUMBERS_SHOWN else count_of(len(own), "rank")
+        since = max((one.since_ns for one in own if one.since_ns is not None), default=None)
+        text = f"{'waits' if len(own) == 1 else 'wait'} {words}" if own[0].waits else words
+        mark, style = ("  ", "") if own[0].waits else (f"{look.glyphs.focus} ", "bad")
+        rows.append([(mark, style), (named, style), (f" {text}  {_seconds(since, scene)}", "dim")])
+    return rows
+
+
+def _keys(scene: Scene) -> Row:
+    """The keys that help now."""
+    live = not scene.over and scene.playing is None
+    row: Row = []
+    for key, word in _KEYS if live else _KEYS[:1]:
+        row += [("  " if row else "", ""), (key, "key"), (f" {word}", "dim")]
+    return row

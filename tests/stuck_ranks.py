@@ -79,3 +79,16 @@ def ended_in_stall(count: int) -> Scene:
     run, end = stalled_run(count)
     at = end + LASTED_S * SECOND
     return Scene(run.state(over=True), at, INFO, alive=False, ended=exit_of(130, "SIGINT", at, stopped=True))
+
+
+def after_stall() -> Scene:
+    """Return the scene of a run of one process that has trained on after a stall."""
+    training = Training(step_ns=16_000_000)
+    before = [*training.begin(), *training.run(1000)]
+    begin = training.now
+    training.now += LASTED_S * SECOND
+    run = Recording().add([*before, *training.run(1500)])
+    since_s = begin / SECOND
+    over = {"t_s": since_s + LASTED_S, "since_s": since_s, "lasted_s": LASTED_S}
+    run.add([stall_record(1, begin, 1000), Event("stall", over)], SUPERVISOR)
+    return Scene(run.state(), training.now, INFO, alive=True)

@@ -72,6 +72,7 @@ def _signs(look: Look, lettered: bool) -> tuple[str, ...]:
     return (
         "A capital letter in a name stands for the phase where there is no room for the name, such as Y for sYnc.",
         f"A column of {little} only: its steps are too short for a full cell. It shows their longest phase.",
+        f"{look.glyphs.hatch * 3}: the run was stalled, and no step ended.",
         f"{look.glyphs.cut_top} on top: longer than the scale, which covers 95 % of the columns.",
     )
 

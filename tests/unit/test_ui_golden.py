@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from string import ascii_letters, digits
 from typing import Any
@@ -20,6 +20,7 @@ from joined import joined_ranks
 from recorded import linear_run
 from situations import INFO, LOOK, MONO_ASCII, exit_of
 from stored import state_of
+from stuck_ranks import after_stall, ended_in_stall, stalled, stalled_in_playback
 from synthetic import SECOND, Training, decoded, host_event, whole_device_event
 
 from dpmon.record.kinds import Call, Event, Record
@@ -136,6 +137,14 @@ SITUATIONS: dict[str, tuple[Callable[[], Scene], int, int, Look]] = {
     "ranks 8 200x60": (lambda: ranks(8), 200, 60, LOOK),
     "ranks 64 120x40": (lambda: ranks(64), 120, 40, LOOK),
     "evaluated and refused 120x40": (evaluated, 120, 40, LOOK),
+    **{
+        f"stall of {count} {name} {width}x{height}": (partial(make, count), width, height, LOOK)
+        for name, make in (("live", stalled), ("in playback", stalled_in_playback), ("at the end", ended_in_stall))
+        for count in (2, 8)
+        for width, height in ((80, 24), (120, 40))
+    },
+    "stall of 2 live 80x24 ascii": (lambda: stalled(2), 80, 24, MONO_ASCII),
+    "stall before 120x40": (after_stall, 120, 40, LOOK),
 }  # fmt: skip
 
 
@@ -155,7 +164,8 @@ def drawn(rows: list[Row], look: Look, legend: dict[str, str]) -> list[str]:
 def picture(name: str) -> str:
     make, width, height, look = SITUATIONS[name]
     scene = make()
-    slots = {panel: slot for panel, slot in places(scene, width, height).items() if panel in PANELS}
+    panels = (*PANELS, "status") if name.startswith("stall") else PANELS
+    slots = {panel: slot for panel, slot in places(scene, width, height).items() if panel in panels}
     painted = paint(scene, Output(), slots, look)
     legend: dict[str, str] = {}
     lines: list[str] = []

@@ -1,0 +1,268 @@
+"""The screen of a stall: live, in playback and after the end; also with damaged records."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from joined import joined_ranks
+from situations import INFO, LOOK, MONO_ASCII, exit_of, rows_text, scene_of, text_of
+from stage import stage
+from stored import SUPERVISOR, Recording
+from stuck_ranks import (
+    LASTED_S,
+    NOTICED_S,
+    after_stall,
+    ended_in_stall,
+    stall_record,
+    stalled,
+    stalled_in_playback,
+    stalled_run,
+)
+from synthetic import SECOND, Training
+
+from dpmon.model.history import pictured
+from dpmon.model.state import StallSeen, State
+from dpmon.record.kinds import Event
+from dpmon.run.reader import PauseState
+from dpmon.ui.look import Look
+from dpmon.ui.paint import whole
+from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_standing
+from dpmon.ui.panels.panel_output import Output
+from dpmon.ui.rows import plain, width_of
+from dpmon.ui.scene import Scene, View, life
+from dpmon.ui.scenes import DP, ENDED, RANKS, SINGLE, STALLED, STARTING, Shown, shown
+
+SIZES = [(40, 10), (60, 20), (80, 24), (110, 25), (120, 40), (200, 60)]
+WHEN = [stalled, stalled_in_playback, ended_in_stall]
+SENTENCE = "rank 1 in checkpoint (train.py:12)"
+
+
+def of_ranks() -> Scene:
+    run, now = joined_ranks(2, steps=20)
+    return Scene(run.state(), now, INFO, alive=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: Scene(State(), 0), Shown(STARTING, panel_replicas, panel_compare, False)),
+        (lambda: scene_of(Training(mode="single"), 5), Shown(SINGLE, panel_replicas, panel_compare, False)),
+        (lambda: scene_of(Training(), 5), Shown(DP, panel_replicas, panel_compare, False)),
+        (of_ranks, Shown(RANKS, panel_ranks, panel_communication, False)),
+        (lambda: stalled(1), Shown(STALLED, panel_standing, panel_compare, True)),
+        (lambda: stalled(2), Shown(STALLED, panel_standing, panel_communication, True)),
+        (lambda: stalled_in_playback(2), Shown(STALLED, panel_standing, panel_communication, True)),
+        (lambda: ended_in_stall(2), Shown(ENDED, panel_standing, panel_communication, True)),
+        (
+            lambda: replace(of_ranks(), ended=exit_of(0), alive=False),
+            Shown(ENDED, panel_ranks, panel_communication, False),
+        ),
+        # A pause is more than a stall.
+        (
+            lambda: stalled(2, pausing=PauseState(wanted=True, since_ns=SECOND)),
+            Shown(RANKS, panel_ranks, panel_communication, False),
+        ),
+    ],
+)
+def test_the_scene_follows_from_the_facts(make: Callable[[], Scene], expected: Shown) -> None:
+    assert shown(make()) == expected
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("make", WHEN)
+@pytest.mark.parametrize("count", [2, 8])
+def test_rank_and_line_stand_on_every_screen_and_no_advice(
+    count: int, make: Callable[[int], Scene], size: tuple[int, int]
+) -> None:
+    scene = make(count)
+    text = text_of(scene, *size)
+    head = " ".join(line.strip() for line in text.splitlines()[:3])
+    assert ("■ STALLED 27 s" in head) == (make is not ended_in_stall)
+    assert SENTENCE in head or SENTENCE.removeprefix("rank 1 ") in text
+    for word in ("try:", "holds the others up", "others wait for", "uneven", "● training", "last step", "running"):
+        assert word not in text
+    if size[1] >= 24:
+        assert "stalled at step 160" in text
+        assert "before the stall" in text
+        assert "╱╱╱" in text
+    if make is ended_in_stall and size[0] >= 60:
+        assert "the run ended in a stall of 35 s: rank 1" in head
+        assert "stopped by you" in head or "stopped: by you" in head
+
+
+def test_the_word_the_seconds_and_the_rank_are_the_last_to_go() -> None:
+    rows = text_of(stalled(2), 40, 10).splitlines()
+    assert "STALLED 27 s" in rows[0]
+    assert rows[1].startswith(" ▸ rank 1 in checkpoint (train.py:12)")
+    warned = replace(stalled(2), view=View(message="a message"))
+    assert "a message" in text_of(warned, 80, 24).splitlines()[2]
+    assert SENTENCE in text_of(warned, 80, 24).splitlines()[1]
+
+
+@pytest.mark.parametrize("look", [LOOK, MONO_ASCII])
+def test_the_guilty_stand_first_and_the_waiting_in_one_row(look: Look) -> None:
+    rows = rows_text(panel_standing.table(stalled(8), 76, 4, look))
+    mark = look.glyphs.focus
+    assert rows == [
+        f"{mark} 1 cuda:1    27 s  in checkpoint (train.py:12)",
+        " " * 20 + "since step 160, sleeping, 0 % CPU",
+        "  0, 2-7 wait in backward (train.py:90)  27 s",
+        "enter stacks  w stacks now  x stop",
+    ]
+    assert rows_text(panel_standing.table(stalled(8), 76, 2, look)) == [rows[0], rows[2]]
+    assert rows_text(panel_standing.table(stalled(8), 116, 3, look)) == [
+        f"{rows[0]}  since step 160, sleeping, 0 % CPU",
+        *rows[2:],
+    ]
+
+
+def test_a_process_without_ranks_has_the_same_row() -> None:
+    rows = rows_text(panel_standing.table(stalled(1), 76, 4, LOOK))
+    assert rows[0] == "▸ cpu:0-1    27 s  in checkpoint (train.py:12)"
+    assert plain(panel_standing.title(stalled(1), LOOK)[0]) == "2 Replicas"
+
+
+def test_many_guilty_ranks_in_one_place_are_folded_where_rows_are_few() -> None:
+    record = stall_record(8, SECOND, 5).data
+    data = {**record, "ranks": [{**one, "waits": False, "words": "in wait (a.py:1)"} for one in record["ranks"]]}
+    scene = stalled(8)
+    scene = replace(scene, state=replace(scene.state, stalls=(StallSeen(SECOND, 11 * SECOND, record=data),)))
+    assert rows_text(panel_standing.table(scene, 76, 4, LOOK))[0].startswith("▸ 0-7 in wait (a.py:1)  ")
+    assert len(rows_text(panel_standing.table(scene, 76, 8, LOOK))) == 8
+
+
+def test_the_stacks_stand_on_the_full_screen() -> None:
+    for make in WHEN:
+        text = text_of(replace(make(2), view=View(zoom="replicas")), 80, 24)
+        assert "checkpoint (/job/train.py:12)" in text
+        assert "Tensor.backward (torch/_tensor.py:623)" in text
+
+
+# ------------------------------------------------------------------------------------------------ over time
+
+
+@pytest.mark.parametrize(("at_s", "word"), [(9, "quiet"), (11, "STALLED"), (34, "STALLED"), (36, "quiet")])
+def test_a_playback_shows_a_stall_as_it_was_seen(at_s: int, word: str) -> None:
+    run, end = stalled_run(2, over=True)
+    now = end + at_s * SECOND
+    scene = replace(stalled_in_playback(2), now_ns=now, state=run.state(now))
+    assert life(replace(scene, playing=None)).word == word
+
+
+def test_a_run_that_was_interrupted_ended_in_its_stall_also_if_the_stall_ended_first() -> None:
+    run, end = stalled_run(2, over=True)
+    at = end + 36 * SECOND
+    scene = Scene(run.state(over=True), at, INFO, alive=False)
+    assert replace(scene, ended=exit_of(137, "SIGKILL", at)).stall is not None
+    assert replace(scene, ended=exit_of(0, None, at)).stall is None, "it went on and finished"
+    later = after_stall()
+    assert replace(later, ended=exit_of(1, None, later.now_ns)).stall is None, "steps followed"
+
+
+def test_the_gap_stays_in_the_history() -> None:
+    scene = after_stall()
+    assert "│stalled ──" in text_of(scene, 120, 40)
+    assert "//////" in text_of(scene, 120, 40, look=MONO_ASCII)
+    process = scene.process
+    assert process is not None
+    (stall,) = scene.state.stalls
+    for span_s in (120, 600, 0):
+        columns = pictured(process, span_s, 110, stalls=[(stall.since_ns, stall.end_ns or 0)]).columns
+        hatched = [column for column in columns if column.stalled]
+        assert LASTED_S - 2 <= len(hatched) * (2 if span_s == 600 and len(columns) < 50 else 1) <= LASTED_S + 1
+        assert not any(column.count for column in hatched)
+
+
+def test_a_long_stall_fills_the_time_range_and_costs_no_more_columns() -> None:
+    scene = stalled(2, now_ns=40_000 * SECOND)
+    for span_s in (120, 0):
+        process = scene.process
+        assert process is not None
+        columns = pictured(process, span_s, 100, stalls=[(4 * SECOND, scene.now_ns)]).columns
+        assert len(columns) <= 100
+        assert columns[-1].stalled
+
+
+# ------------------------------------------------------------------------------------------------ damaged records
+
+HOSTILE = "\x1b]52;c;x\x07\u202e漢字\n" * 50
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"text": None},
+        {"text": HOSTILE},
+        {"text": 3, "ranks": None},
+        {"ranks": "rubbish"},
+        {"ranks": [3, None, "x", {}]},
+        {"ranks": [{"rank": HOSTILE, "words": HOSTILE, "state": HOSTILE, "step": "x", "for_s": -1, "cpu": "x"}]},
+        {"ranks": [{"rank": -(1 << 62), "words": 3, "cpu": 1e299, "for_s": 1e300, "process": 1 << 70, "waits": 3}]},
+        {"ranks": [{"rank": n, "words": f"in place {n}", "cpu": 1e299, "for_s": 9.0} for n in range(500)]},
+        {"ranks": [{"rank": 2 * n, "words": "in backward", "waits": True} for n in range(500)]},
+        {"ranks": [{"words": "w", "stacks": [{"frames": [["f", "g"]]}]}]},
+        {"since_s": 1e8},
+    ],
+)
+def test_a_damaged_record_never_breaks_the_screen(changes: dict[str, Any]) -> None:
+    training = Training()
+    run = Recording().add([*training.begin(), *training.run(20)])
+    run.add([Event("stall", {**stall_record(2, training.now, 20).data, **changes})], SUPERVISOR)
+    now = training.now + 20 * SECOND
+    live = Scene(run.state(), now, INFO, alive=True)
+    over = replace(live, state=run.state(over=True), alive=False, ended=exit_of(137, "SIGKILL", now))
+    for scene in (live, over, replace(live, view=View(zoom="replicas")), replace(live, view=View(zoom="batch"))):
+        assert scene.stall is not None
+        for look in (LOOK, MONO_ASCII):
+            for width, height in SIZES:
+                rows = whole(scene, Output(), width, height, look)
+                assert {width_of(row) for row in rows} == {width}
+                text = "\n".join(map(plain, rows))
+                assert not any((ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 or c == "\u202e" for c in text)
+
+
+# ------------------------------------------------------------------------------------------------ the dialog
+
+
+async def test_the_dialog_says_why_and_asks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+
+    def answer(directory: Path) -> dict[str, Any]:
+        asked.append(directory)
+        return {**stall_record(2, SECOND, 160).data, "asked": 1}
+
+    monkeypatch.setattr("dpmon.ui.monitor.asked", answer)
+    monkeypatch.setattr("dpmon.ui.monitor._ASKS_AGAIN_S", 0.0)
+    async with stage(tmp_path, (80, 24)) as on:
+        await on.press("w")
+        await on.until(lambda: asked and "RANK" in dialog(on.app), "the answer")
+        rows = dialog(on.app)
+        assert "stalled for 10 s: rank 1 in checkpoint (train.py:12)" in rows
+        assert re.search(r"> +1 +160 +10 s +in checkpoint \(train\.py:12\) +160 ", rows)
+        assert "PROCESS" not in rows, "no room"
+        await on.until(lambda: len(asked) > 1, "another question")
+        assert "as of " in dialog(on.app)
+
+
+async def test_the_dialog_says_that_the_run_is_paused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpmon.ui.monitor.asked", lambda _: {**stall_record(2, SECOND, 160).data, "text": None})
+    async with stage(tmp_path, (80, 24)) as on:
+        on.reader.pause = types.SimpleNamespace(wanted=True, pending=False, since_ns=SECOND)
+        await on.press("w")
+        await on.until(lambda: "paused: " in dialog(on.app), "the state")
+
+
+def dialog(app: Any) -> str:
+    return "\n".join(app.screen.box.text()) if hasattr(app.screen, "box") else ""
+
+
+def test_the_recorded_stall_is_noticed_after_ten_seconds() -> None:
+    stall = stalled(2).stall
+    assert stall is not None
+    assert stall.noticed_ns - stall.since_ns == NOTICED_S * SECOND

@@ -15,7 +15,7 @@ from dpmon.model.stragglers import sentence
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import EVALUATION, STEP
 from dpmon.report.collect import facts_of, output_end
-from dpmon.report.sentences import ACTIVITY_NAMES, how_it_ended, times_paused, waited
+from dpmon.report.sentences import ACTIVITY_NAMES, how_it_ended, stalls, times_paused, waited
 from dpmon.run.activities import why_nothing
 from dpmon.run.notes import clean_traceback_line
 from dpmon.run.reader import RunReader
@@ -80,7 +80,8 @@ class _SummaryLines:
         facts = self._facts
         warnings = [] if facts.store.damaged is None else [facts.store.damaged]
         warnings += [warning.text for warning in facts.announced.warnings]
-        lines = [*self._time_lines(), *self._lacks(warnings)]
+        stalled = stalls(facts, self._how, over=self._how is not None)
+        lines = [*stalled, *self._time_lines(), *self._lacks(warnings)]
         kinds = facts.store.kinds() | facts.layouts.kinds()
         if facts.open_calls:
             lines.append(calls_so_far(facts.open_calls))

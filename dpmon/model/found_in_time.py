@@ -227,6 +227,7 @@ def stalls(facts: RunFacts) -> Iterator[Finding]:
         return
     worst = stalls[0]
     median = medians[worst.process, worst.mode]
+    stood = _stood(worst, facts)
     # A lower bound if steps were deleted, or if all steps read are stalls.
     least = len(stalls) == len(longest) > 1 or facts.store.pruned > 0
     count = "one" if len(stalls) == 1 else str(len(stalls))
@@ -238,10 +239,16 @@ def stalls(facts: RunFacts) -> Iterator[Finding]:
     yield Finding(
         "stall",
         text,
-        f"the longest: {_where(worst, facts)}; median {duration_words(median)}",
-        _stall_advice(worst, facts),
+        f"the longest: {_where(worst, facts)}; median {duration_words(median)}{stood and f'; then {stood}'}",
+        "dpmon why shows the stacks of that time" if stood else _stall_advice(worst, facts),
         lost / (total + lost),
     )
+
+
+def _stood(step: LongRow, facts: RunFacts) -> str:
+    """Which rank stood where during the step, if the run was stalled then; else empty."""
+    end = step.start_ns + step.wall_ns
+    return next((one.text for one in facts.announced.stalls if step.start_ns <= one.since_ns < end), "")
 
 
 def _waits_for_input(step: LongRow, facts: RunFacts) -> bool:
@@ -342,7 +349,8 @@ def quiet(facts: RunFacts) -> Iterator[Finding]:
     paused += f", {duration_words(waited)} of it {WAITING_TEXT}" if waited else ""
     last = f"the last one at {clock(facts.last_step_ns)}"
     stall = facts.announced.stalls[-1] if facts.announced.stalls else None
-    stall = stall if stall is not None and stall.end_ns is None else None
+    if stall is not None and not (stall.lasts_until_end(facts.last_step_ns) if facts.end_ns else stall.end_ns is None):
+        stall = None
     if facts.end_ns is None:
         usual = max(mode.median_ns or 0 for mode in measured)
         if stall is not None and quiet >= max(QUIET_NS, _LONG_STEPS * usual):

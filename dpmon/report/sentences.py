@@ -10,7 +10,7 @@ from dpmon.model.compare import Comparison, sentence
 from dpmon.model.finding import host_waits, of_process, partly_timed
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.run_facts import ModeFacts, RunFacts
-from dpmon.model.state import ModeChange, ProcessFacts, StallSeen
+from dpmon.model.state import ModeChange, ProcessFacts
 from dpmon.record.names import RANK_MODES
 from dpmon.report.collect import Story
 from dpmon.run.rundir import ExitInfo
@@ -78,7 +78,7 @@ def basics(story: Story) -> list[str]:
         texts.append(calls_so_far(facts.open_calls))
     if story.nothing is not None:
         texts.append(f"nothing was traced: {story.nothing}")
-    texts += [stalled(stall, over=is_over(story)) for stall in facts.announced.stalls[-MOST_STALLS:]]
+    texts += stalls(facts, story.exit, over=is_over(story))
     pauses = paused(story)
     if pauses is not None:
         texts.append(pauses)
@@ -94,11 +94,16 @@ def basics(story: Story) -> list[str]:
     return texts
 
 
-def stalled(stall: StallSeen, *, over: bool) -> str:
-    """When the run stalled, for how long, and which rank stood where."""
-    lasted = None if stall.end_ns is None else stall.end_ns - stall.since_ns
-    how_long = f"for {duration_words(lasted)}" if lasted is not None else "until its end" if over else "until now"
-    return f"stalled at {clock(stall.since_ns)} {how_long}: {stall.text}"
+def stalls(facts: RunFacts, how: ExitInfo | None, *, over: bool) -> list[str]:
+    """When the run stalled, for how long, and which rank stood where: the newest stalls."""
+    texts = []
+    for stall in facts.announced.stalls[-MOST_STALLS:]:
+        last = stall is facts.announced.stalls[-1] and how is not None and how.status != 0
+        lasts = stall.end_ns is None or (last and stall.lasts_until_end(facts.last_step_ns or 0))
+        how_long = f"for {duration_words((stall.end_ns or 0) - stall.since_ns)}"
+        how_long = how_long if not lasts else "until its end" if over else "until now"
+        texts.append(f"stalled at {clock(stall.since_ns)} {how_long}: {stall.text}")
+    return texts
 
 
 def what_ran(facts: RunFacts) -> str:

@@ -32,7 +32,7 @@ def _lines(found: Mapping[str, Any], every: bool, width: int | None) -> list[Lin
     if found.get("text") is not None:
         lines = [(f"stalled for {found['t_s'] - found['since_s']:.0f} s: {clean(found['text'])}", "bad")]
     rows: list[tuple[str, ...]] = [("", "RANK", "STEP", "FOR", "IN", "COLLECTIVES", "PROCESS")]
-    rows += [_row(rank) for rank in ranks]
+    rows += [_row(rank, stalled=found.get("text") is not None) for rank in ranks]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     shown = list(range(len(widths)))
     for column in _FIRST_TO_GO:
@@ -64,7 +64,7 @@ def _short(file: str) -> str:
     return file
 
 
-def _row(rank: Mapping[str, Any]) -> tuple[str, ...]:
+def _row(rank: Mapping[str, Any], *, stalled: bool) -> tuple[str, ...]:
     number = f"pid {rank['pid']}" if rank["rank"] is None else rank["rank"]
     seconds = "" if rank["for_s"] is None else f"{max(rank['for_s'], 0):.0f} s"
     cpu = "" if rank["cpu"] is None else f", {100 * rank['cpu']:.0f} % CPU"
@@ -72,7 +72,15 @@ def _row(rank: Mapping[str, Any]) -> tuple[str, ...]:
     words = ("waits " if rank["waits"] else "") + str(rank["words"])
     step = "" if rank["step"] is None else rank["step"]
     process = f"{clean(rank['state'])}{cpu}"
-    return ("" if rank["waits"] else ">", str(number), str(step), seconds, clean(words), groups, process)
+    return (
+        ">" if stalled and not rank["waits"] else "",
+        str(number),
+        str(step),
+        seconds,
+        clean(words),
+        groups,
+        process,
+    )
 
 
 def _folded(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any], str | None]]:

@@ -208,6 +208,15 @@ def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:
     assert found.ground.replace(" of rank 3", "") == alone.ground
 
 
+def test_a_long_step_in_which_the_run_was_stalled_says_where_its_ranks_stood() -> None:
+    seen = StallSeen(60 * SECOND, 70 * SECOND, 69 * SECOND, {"text": STALL})
+    (found,) = findings(changed(SHOWN["stall"], announced=Announced(stalls=(seen,))))
+    assert found.ground.endswith(f"; then {STALL}")
+    assert found.advice == "dpmon why shows the stacks of that time"
+    (later,) = findings(changed(SHOWN["stall"], announced=Announced(stalls=(seen._replace(since_ns=99 * SECOND),))))
+    assert STALL not in later.ground
+
+
 STALL = "rank 1 in checkpoint (train.py:12); rank 0 waits in backward (train.py:90)"
 STALLED = (StallSeen(100 * SECOND, 110 * SECOND, record={"text": STALL}),)
 

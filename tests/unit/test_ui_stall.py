@@ -26,9 +26,11 @@ from stuck_ranks import (
 )
 from synthetic import SECOND, Training
 
+from dpmon.model.announced import Announced
 from dpmon.model.history import pictured
 from dpmon.model.state import StallSeen, State
 from dpmon.record.kinds import Event
+from dpmon.report.sentences import stalls
 from dpmon.run.reader import PauseState
 from dpmon.ui.look import Look
 from dpmon.ui.paint import whole
@@ -187,6 +189,21 @@ def test_a_long_stall_fills_the_time_range_and_costs_no_more_columns() -> None:
         columns = pictured(process, span_s, 100, stalls=[(4 * SECOND, scene.now_ns)]).columns
         assert len(columns) <= 100
         assert columns[-1].stalled
+
+
+def test_report_and_summary_say_that_the_run_ended_in_its_stall() -> None:
+    begun = StallSeen(100 * SECOND, 110 * SECOND, record={"text": SENTENCE})
+    over = begun._replace(end_ns=135 * SECOND)
+    for stall, how, last_s, expected in (
+        (begun, None, 100, "until now"),
+        (over, None, 100, "for 35.0 s"),
+        (begun, exit_of(1), 100, "until its end"),
+        (over, exit_of(1), 100, "until its end"),
+        (over, exit_of(1), 136, "for 35.0 s"),
+        (over, exit_of(0), 100, "for 35.0 s"),
+    ):
+        facts: Any = types.SimpleNamespace(announced=Announced(stalls=(stall,)), last_step_ns=last_s * SECOND)
+        assert stalls(facts, how, over=how is not None) == [f"stalled at 00:01:40 {expected}: {SENTENCE}"]
 
 
 # ------------------------------------------------------------------------------------------------ damaged records

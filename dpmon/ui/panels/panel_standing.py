@@ -105,7 +105,7 @@ def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
 
 
 def _seconds(since_ns: int | None, scene: Scene) -> str:
-    return UNKNOWN if since_ns is None else f"{max(scene.elapsed_ns - since_ns, 0) // SECOND:,} s"
+    return UNKNOWN if since_ns is None else f"{max(scene.elapsed_ns - since_ns, 0) / SECOND:,.0f} s"
 
 
 def _guilty(ranks: Sequence[_Standing], scene: Scene, width: int, look: Look, *, details: bool) -> list[Row]:
@@ -153,6 +153,6 @@ def _keys(scene: Scene) -> Row:
     """The keys that help now."""
     live = not scene.over and scene.playing is None
     row: Row = []
-    for key, word in _KEYS if live else _KEYS[:1]:
+    for key, word in _KEYS[: 1 if not live else 2 if scene.stopping else 3]:
         row += [("  " if row else "", ""), (key, "key"), (f" {word}", "dim")]
     return row

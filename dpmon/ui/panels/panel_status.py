@@ -230,9 +230,9 @@ def _stalled(scene: Scene, look: Look) -> Row:
     """Which rank stands where; at the end of the run, also its outcome."""
     text = "" if scene.stall is None else clean(scene.stall.text, 400)
     if scene.stall is not None and scene.over:
-        seconds = max(scene.elapsed_ns - scene.stall.since_ns, 0) // SECOND
+        seconds = max(scene.elapsed_ns - scene.stall.since_ns, 0) / SECOND
         last = f"; {scene.last_line}" if scene.last_line else ""
-        text = f"the run ended in a stall of {seconds:,} s: {text}{last}"
+        text = f"the run ended in a stall of {seconds:,.0f} s: {text}{last}"
     return [(f"{look.glyphs.focus} ", "bad"), (text, "bad")]
 
 

@@ -32,7 +32,6 @@ from dpmon.run.rundir import RunInfo
 from dpmon.run.runs import short_name
 
 MAX_LANES = 64
-MAX_TRACKS = 100_000
 _SUPERVISOR = "dpmon"
 
 
@@ -122,8 +121,6 @@ class _Trace:
         """The thread id of a track. Ids are unique in the trace: shared ones would confuse Perfetto."""
         tid = process.tracks.get(key)
         if tid is None:
-            if self._tracks >= MAX_TRACKS:
-                return 0
             self._tracks += 1
             tid = process.tracks[key] = self._tracks
             self._put(ph="M", name="thread_name", pid=process.pid, tid=tid, args={"name": name})
@@ -217,21 +214,21 @@ class _Trace:
         self._slice(process, tid, call.root, call.start_ns, call.wall_ns, {key: members[key] for key in keys})
         for name, phase in call.phases.items():
             args: dict[str, object] = {} if phase.device_ms is None else {"device_ms": phase.device_ms}
-            self._part(process, tid, call, name, phase.offset_ns, phase.host_ns, args)
+            self._slice(process, tid, name, call.start_ns + phase.offset_ns, phase.host_ns, args)
         for share in call.replicas:
             key = ("replica", lane, share.replica, share.device)
             tid = self._track(process, key, f"replica {share.replica} {share.device}{more}", 100 + share.replica)
             args = {"step": call.step, "device_ms": share.device_ms} | {
                 what: members["replicas"][share.replica][what] for what in ("inputs", "outputs")
             }
-            self._part(process, tid, call, call.root, share.offset_ns, share.host_ns, args)
+            self._slice(process, tid, call.root, call.start_ns + share.offset_ns, share.host_ns, args)
         for stage in call.stages:
             key = ("stage", lane, stage.stage, stage.device)
             tid = self._track(process, key, f"stage {stage.stage} {stage.device}{more}", 100 + stage.stage)
             names = ("parts", "device_ms", "inputs", "outputs", "crossed_bytes")
             args = {name: members["stages"][stage.stage][name] for name in names}
             if stage.host_ns is not None:
-                self._part(process, tid, call, " ".join(stage.parts), stage.offset_ns, stage.host_ns, args)
+                self._slice(process, tid, " ".join(stage.parts), call.start_ns + stage.offset_ns, stage.host_ns, args)
 
     def _collective(self, one: Collective) -> None:
         process = self._training(one.process, one.rank)
@@ -254,13 +251,6 @@ class _Trace:
         members = as_json(one)
         args = {key: members[key] for key in ("step", "collectives", "absent")}
         self._slice(process, tid, "sampled", one.start_ns, one.wall_ns, args)
-
-    def _part(
-        self, process: _TraceProcess, tid: int, call: Call, name: str, offset_ns: int, took_ns: int, args: object
-    ) -> None:
-        """Write a slice within a call. A slice beyond the call is damaged and would break the track."""
-        if 0 <= offset_ns <= offset_ns + took_ns <= call.wall_ns and took_ns >= 0:
-            self._slice(process, tid, name, call.start_ns + offset_ns, took_ns, args)
 
     def _event(self, event: Event) -> None:
         data = event.data

@@ -197,7 +197,9 @@ class DeviceSampler:
 
     def _run(self, card: Card) -> Run:
         # An ended process holds no memory.
-        uses = tuple(use for pid, of_process in self._uses.items() if psutil.pid_exists(pid) for use in of_process)
+        uses = tuple(
+            use for pid, of_process in self._uses.items() if os.path.exists(f"/proc/{pid}") for use in of_process
+        )
         return Run(self._pids, self._same_pids, uses, self._visible(card))
 
     def _visible(self, card: Card) -> bool | None:

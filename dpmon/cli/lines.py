@@ -124,9 +124,9 @@ class Lines:
 
     # ------------------------------------------------------------------------------------------ the lines
 
-    def taken(self) -> State:
-        """The state of the run now."""
-        self._take()
+    def taken(self, over: bool) -> State:
+        """The state of the run now; `over`: with the figures of the whole run, because it has ended."""
+        self._take(over)
         return self._state
 
     def status(self, over: bool = False) -> dict[str, object]:

@@ -19,7 +19,7 @@ from dpmon.run.condition import goes_on, run_state
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError, load_info
 from dpmon.run.runs import find_run, list_runs, newest_run, short_name
-from dpmon.text.quantities import clock, compact, duration, group
+from dpmon.text.quantities import UNKNOWN, clock, compact, duration, group, memory
 
 SCHEMA = 1
 """The version of the object of `--json`."""
@@ -72,7 +72,7 @@ def object_of(directory: Path) -> dict[str, Any]:
     word, how = run_state(directory, info)
     with closing(RunReader(directory)) as reader:
         lines = Lines(reader, lambda line: True)
-        state = lines.taken()
+        state = lines.taken(over=how is not None or word == "lost")
         members = lines.status()
     del members["kind"]
     stall = state.stall
@@ -128,7 +128,7 @@ def _text(found: Mapping[str, Any]) -> list[str]:
     for each in found["findings"]:
         lines.append(f"  {clean(each['text'])}")
     for device in found["devices"]:
-        lines.append(
-            f"  GPU {device.get('index')}: {device.get('util_pct')} %, {compact(device.get('mem_used_bytes'))}B used"
-        )
+        util = device.get("util_pct")
+        use = f"{UNKNOWN if util is None else util} %, {memory(device.get('mem_used_bytes'))} used"
+        lines.append(f"  GPU {device.get('index')}: {use}")
     return lines

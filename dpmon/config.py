@@ -10,6 +10,7 @@ The file is `$XDG_CONFIG_HOME/dpmon/config.toml` (`~/.config` if that is not set
                             # runs, nor runs of at most keep_bytes / keep_runs)
     on_event = ["command", "argument"]   # DPMON_ON_EVENT: the command to start for each event of a run
     alive_minutes = 10      # DPMON_ALIVE_MINUTES: minutes between two events that say that the machine is alive
+    alert = "bell"          # DPMON_ALERT: how the screen's terminal says that a run stalls or ends (default: not)
 
 Options on the command line take precedence over both.
 """
@@ -30,6 +31,7 @@ from typing import Any
 from dpmon.errors import DpmonError
 
 THEMES = ("dark", "light", "colour-blind", "mono", "ascii")
+ALERTS = ("bell", "osc9", "osc777")
 _MAX_BYTES = 1 << 16
 _UNITS = {
     "": 1,
@@ -62,6 +64,8 @@ class Settings:
     """The command to start for each event of a run."""
     alive_minutes: int | None = None
     """Minutes between two events `alive`."""
+    alert: str | None = None
+    """How the terminal of the screen alerts the user, one of ALERTS."""
 
 
 def _theme(value: Any) -> str:
@@ -102,8 +106,12 @@ def _command(value: Any) -> tuple[str, ...]:
         words = shlex.split(value) if isinstance(value, str) else value
     except ValueError:
         words = None
-    if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
-        raise ValueError('a command such as ["notify", "--title", "dpmon"]')
+    if (
+        not isinstance(words, list)
+        or not words
+        or not all(isinstance(word, str) and word and "\0" not in word for word in words)
+    ):
+        raise ValueError('a command such as "notify --title dpmon" or ["notify", "--title", "dpmon"]')
     return tuple(words)
 
 
@@ -112,6 +120,12 @@ def _minutes(value: Any) -> int:
     if not minutes:
         raise ValueError("a number of minutes from 1")
     return minutes
+
+
+def _alert(value: Any) -> str:
+    if value not in ALERTS:
+        raise ValueError(f"one of {', '.join(ALERTS)}")
+    return str(value)
 
 
 def _bytes(value: Any) -> int:
@@ -130,6 +144,7 @@ SETTINGS: Mapping[str, Callable[[Any], Any]] = {
     "batch_dim": _dimension,
     "on_event": _command,
     "alive_minutes": _minutes,
+    "alert": _alert,
 }
 """Returns the value of a setting; raises ValueError, with the form that is expected, for anything else."""
 

@@ -55,11 +55,15 @@ def prose(page: Path) -> str:
     return _parts(page)[0]
 
 
+def blocks(page: Path) -> tuple[tuple[str, str], ...]:
+    """Return the blocks of code of a page: language and text."""
+    return _parts(page)[1]
+
+
 def code(page: Path) -> list[str]:
     """Return all code in a page: spans in lines, and lines of blocks."""
-    text, blocks = _parts(page)
-    spans = [" ".join(found[2].split()) for found in _INLINE.finditer(text)]
-    return [*spans, *(line for _, block in blocks for line in block.split("\n"))]
+    spans = [" ".join(found[2].split()) for found in _INLINE.finditer(prose(page))]
+    return [*spans, *(line for _, block in blocks(page) for line in block.split("\n"))]
 
 
 def links(page: Path) -> list[str]:
@@ -105,7 +109,7 @@ def _cells(line: str) -> list[str]:
 def patches(page: Path) -> list[tuple[str, str]]:
     """Return the patches of a page: path of the file, and hunks."""
     found = []
-    for language, block in _parts(page)[1]:
+    for language, block in blocks(page):
         if language == "diff":
             before, after, hunks = block.split("\n", 2)
             assert (before[:6], after[:6]) == ("--- a/", "+++ b/"), block

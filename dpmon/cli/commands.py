@@ -64,7 +64,9 @@ def _follow(directory: Path, options: argparse.Namespace) -> int:
 
     refresh = options.refresh or options.settings.refresh or info.refresh
     was_over = load_exit(directory) is not None
-    if run_screen(directory, refresh=refresh, theme=options.settings.theme, playback=was_over and readable) == "left":
+    settings = options.settings
+    plays = was_over and readable
+    if run_screen(directory, refresh=refresh, theme=settings.theme, alert=settings.alert, playback=plays) == "left":
         speak(f"the training goes on; back to it: dpmon attach {short_name(info)}")
         return 0
     return closing(directory, load_exit(directory), speak, brief=was_over)
@@ -223,7 +225,9 @@ class ListedRun(NamedTuple):
 
 def _describe(directory: Path, info: RunInfo) -> ListedRun:
     state, how = run_state(directory, info)
-    standing = None
+    steps, evaluation_steps, open_calls, samples_per_s, standing = _steps(directory)
+    if state == "finished":
+        standing = None  # whatever it was, it went on
     if state == "running":
         from dpmon.report.health import health_now
 
@@ -238,7 +242,10 @@ def _describe(directory: Path, info: RunInfo) -> ListedRun:
         is_kept(directory),
         info.started_unix,
         max(time.time() - info.started_unix, 0.0) if how is None else how.seconds,
-        *_steps(directory),
+        steps,
+        evaluation_steps,
+        open_calls,
+        samples_per_s,
         None if how is None else how.status,
         None if how is None else how.signal,
         None if how is None else how.unknown,
@@ -269,9 +276,13 @@ def rm(options: argparse.Namespace) -> int:
     return 0
 
 
-def _steps(directory: Path) -> tuple[int | None, int | None, int | None, float | None]:
-    """Steps, evaluation steps, open calls and samples/s; None if the record has no rings, or cannot be read."""
+def _steps(directory: Path) -> tuple[int | None, int | None, int | None, float | None, str | None]:
+    """Steps, evaluation steps, open calls, samples/s, and the stall in which the run ended, if it did.
+
+    None if the record has no rings, or cannot be read.
+    """
     from dpmon.errors import HistoryError
+    from dpmon.model.announced import TEXTS_READ, stalls_in
     from dpmon.store.figures import Window
     from dpmon.store.opened import open_store  # imported here because it loads sqlite
 
@@ -282,8 +293,10 @@ def _steps(directory: Path) -> tuple[int | None, int | None, int | None, float |
             rate = window.rate()
             calls = store.open_calls
             evaluations, samples = window.evaluation_steps(most.process), None if rate is None else rate.samples_per_s
-            return None if calls and not most.steps else most.steps, evaluations, calls, samples
-    return None, None, None, None
+            stalls = stalls_in(event.data for event in store.events("stall", newest=TEXTS_READ))
+            standing = f"stalled: {stalls[-1].text}" if stalls and stalls[-1].end_ns is None else None
+            return None if calls and not most.steps else most.steps, evaluations, calls, samples, standing
+    return None, None, None, None, None
 
 
 def _age(seconds: float) -> str:

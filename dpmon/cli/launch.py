@@ -16,8 +16,10 @@ import dpmon
 from dpmon.cli.headless import Follower
 from dpmon.cli.speak import closing, speak
 from dpmon.run import proc
+from dpmon.run.condition import EVENTS_FILE, take_lock
 from dpmon.run.destination import check_replaceable
 from dpmon.run.files import open_file
+from dpmon.run.notes import add_warning
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info
 from dpmon.run.runs import create_run, short_name
@@ -29,9 +31,11 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from dpmon.cli.lines import LineFile
+    from dpmon.config import Settings
 
 
 REFRESH_S = 1.0
+_LAST_EVENT_S = 10.0
 _START_S = 30.0
 """Most seconds that `--detach` waits for the start of the command, even on a slow disk."""
 
@@ -52,7 +56,11 @@ def run(options: argparse.Namespace) -> int:
     lines = json_lines(options.json)
     # If stdin is a terminal, dpmon or the shell reads it, so the command gets a terminal of its own.
     inherit = (headless or options.detach) and not os.isatty(0)
-    directory, info = create_run(_describe(options, command, headless, inherit))
+    tells, problem = _event_command(options.on_event or options.settings.on_event)
+    directory, info = create_run(_describe(options, command, headless, inherit, tells))
+    if problem is not None:
+        speak(problem)
+        add_warning(directory, problem)
     if "elsewhere" in info.options:
         speak(info.options["elsewhere"])
     state = os.environ.get("XDG_STATE_HOME", "")
@@ -78,8 +86,10 @@ def run(options: argparse.Namespace) -> int:
     guard = Guard(reader, supervisor)
     if follower is not None:
         how = follower.follow(guard, early)
-        return closing(directory, how, None if lines == "stderr" else follower.say)
-    return _screen(guard, directory, info.refresh, options.settings.theme)
+        status = closing(directory, how, None if lines == "stderr" else follower.say)
+        _wait_for_events(directory, info)
+        return status
+    return _screen(guard, directory, info.refresh, options.settings)
 
 
 def _make_logs(reader: RunReader) -> None:
@@ -109,7 +119,9 @@ def _open_standard_descriptors() -> None:
     os.close(null)
 
 
-def _describe(options: argparse.Namespace, command: Command, headless: bool, inherit: bool) -> RunInfo:
+def _describe(
+    options: argparse.Namespace, command: Command, headless: bool, inherit: bool, tells: tuple[str, ...] | None
+) -> RunInfo:
     size = shutil.get_terminal_size((80, 24))
     try:
         cwd = os.getcwd()
@@ -135,7 +147,7 @@ def _describe(options: argparse.Namespace, command: Command, headless: bool, inh
             "stdin": "inherit" if inherit else "terminal",
             "window": [size.lines, size.columns],
             "metrics": _metrics(options.metrics),
-            "on_event": _event_command(options.on_event or options.settings.on_event),
+            "on_event": tells,
             "alive_minutes": options.settings.alive_minutes,
         },
         refresh=options.refresh or options.settings.refresh or REFRESH_S,
@@ -143,15 +155,26 @@ def _describe(options: argparse.Namespace, command: Command, headless: bool, inh
     )
 
 
-def _event_command(command: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """The command for events, with the full path of its program; says if there is no such program."""
+def _event_command(command: tuple[str, ...] | None) -> tuple[tuple[str, ...] | None, str | None]:
+    """The command for events, with the full path of its program; or the reason why it cannot be started."""
     if command is None:
-        return None
+        return None, None
     program = shutil.which(command[0])
     if program is None:
-        speak(f"the event command {command[0]} was not found: no event of this run is told")
-        return None
-    return (os.path.abspath(program), *command[1:])
+        return None, f"no event is told: {command[0]} was not found, or is not executable"
+    return (os.path.abspath(program), *command[1:]), None
+
+
+def _wait_for_events(directory: Path, info: RunInfo) -> None:
+    """Wait a little for the last event: in a container or a batch job, all processes end with this one."""
+    until = time.monotonic() + _LAST_EVENT_S
+    while info.options.get("on_event") and time.monotonic() < until and directory.exists():
+        lock = take_lock(directory, EVENTS_FILE)
+        if lock is not None:
+            if lock >= 0:
+                os.close(lock)
+            return
+        time.sleep(0.02)
 
 
 def _detached(directory: Path, info: RunInfo, supervisor: subprocess.Popen[bytes]) -> int:
@@ -197,13 +220,19 @@ def _metrics(asked: str | None) -> str | None:
     return path
 
 
-def _screen(guard: Guard, directory: Path, refresh: float, theme: str | None) -> int:
+def _screen(guard: Guard, directory: Path, refresh: float, settings: Settings) -> int:
     with repeated(guard.look):
         # The supervisor starts the command meanwhile, which takes about as long as importing the screen.
         try:
             from dpmon.ui.app import run_screen
 
-            result = run_screen(directory, refresh=refresh, theme=theme, known_exit=lambda: guard.outcome)
+            result = run_screen(
+                directory,
+                refresh=refresh,
+                theme=settings.theme,
+                alert=settings.alert,
+                known_exit=lambda: guard.outcome,
+            )
         except KeyboardInterrupt:  # pressed before the screen could read the keyboard
             result = "left"
         if result == "left":

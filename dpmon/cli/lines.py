@@ -24,7 +24,7 @@ from dpmon.model.state import Process, State, Wanted, ended_of
 from dpmon.model.stragglers import in_short
 from dpmon.record.plainjson import finite
 from dpmon.record.schema import PHASES
-from dpmon.report.health import health
+from dpmon.report.health import Health, health
 from dpmon.run.activities import IDLE
 from dpmon.run.destination import is_stream, open_stream, open_truncated
 from dpmon.run.reader import RunReader
@@ -95,13 +95,13 @@ class Lines:
         # Lines stay EVERY_S apart, however long one takes. After a longer delay, one line replaces the missed ones.
         self._due = self._due + EVERY_S if now < self._due + EVERY_S else now + EVERY_S
         self._take()
-        self._put(self.status())
+        self._put_status()
 
     def end(self, how: ExitInfo | None) -> None:
         """Write the last lines: the final status and the exit."""
         try:
             self._take(over=True)
-            self._put(self.status(over=True))
+            self._put_status()
         finally:
             self._put_exit(how)
 
@@ -117,46 +117,39 @@ class Lines:
             ended = ended_of(self._reader.activities())
             self._state = self._snapshots.take(store, Wanted(span_s=0, over=True) if over else Wanted(), ended)
 
+    def _put_status(self) -> None:
+        now_ns = time.monotonic_ns() - self._reader.refresh().start_ns
+        members = status_members(self._reader, self._state, health(self._reader, self._state), now_ns)
+        self._put({"kind": "status", **members})
+
     def _put(self, members: dict[str, object]) -> None:
         members["skipped"] = self._skipped
         line = json_text(finite(members), separators=(",", ":")).encode() + b"\n"
         self._skipped = 0 if self._write(line) else self._skipped + 1
 
-    # ------------------------------------------------------------------------------------------ the lines
 
-    def taken(self, over: bool) -> State:
-        """The state of the run now; `over`: with the figures of the whole run, because it has ended."""
-        self._take(over)
-        return self._state
-
-    def status(self, over: bool = False) -> dict[str, object]:
-        """The members of a line."""
-        state, info = self._state, self._reader.refresh()
-        now_ns = time.monotonic_ns() - info.start_ns
-        focus = state.focus
-        absent: dict[str, str] = {}
-        members: dict[str, object] = {"kind": "status", "run": info.id, "t_s": round(now_ns / 1e9, 3)}
-        now = health(self._reader.directory, info, self._reader, state)
-        members["state"], members["health"] = now.state, now.fields()
-        progress, lacks = _progress(focus, state, now_ns)
-        members |= progress
-        absent |= lacks
-        trained = state.training
-        members["processes"] = len(trained)
-        if len(trained) > 1:
-            times = {one.process: one for one in state.ranks}
-            members["ranks"] = [
-                {**_rank(process), **rank_fields(times.get(process.process))} for process in trained[:_MAX_RANKS]
-            ]
-        communicated = state.communication
-        if communicated is not None:
-            members["communication"] = communication_fields(communicated)
-        members["devices"] = [dict(track.data) for _, track in sorted(state.devices.items())]
-        members["host"] = dict(state.host.data) or None
-        members["warnings"] = state.warning_count
-        members["dropped"] = state.missed
-        members["absent"] = absent
-        return members
+def status_members(reader: RunReader, state: State, now: Health, now_ns: int) -> dict[str, object]:
+    """The members of a status line that tell how the run does; `now_ns`: the time, in ns since the run's start."""
+    members: dict[str, object] = {"run": reader.info.id, "t_s": round(now_ns / 1e9, 3)}
+    members["state"], members["health"] = now.state, now.fields()
+    progress, absent = _progress(state.focus, state, now_ns)
+    members |= progress
+    trained = state.training
+    members["processes"] = len(trained)
+    if len(trained) > 1:
+        times = {one.process: one for one in state.ranks}
+        members["ranks"] = [
+            {**_rank(process), **rank_fields(times.get(process.process))} for process in trained[:_MAX_RANKS]
+        ]
+    communicated = state.communication
+    if communicated is not None:
+        members["communication"] = communication_fields(communicated)
+    members["devices"] = [dict(track.data) for _, track in sorted(state.devices.items())]
+    members["host"] = dict(state.host.data) or None
+    members["warnings"] = state.warning_count
+    members["dropped"] = state.missed
+    members["absent"] = absent
+    return members
 
 
 def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[str, object], dict[str, str]]:

@@ -256,7 +256,10 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
         else:
             # A word after --json is the run, not the output file.
             rest = ["--json=-" if word == "--json" and command == "attach" else word for word in rest]
-            return command, command_parser(command).parse_args(rest)
+            found = command_parser(command).parse_args(rest)
+            if command == "status":
+                _check_status(found)
+            return command, found
     options.words = rest
     if options.module is None and not rest:
         if words:
@@ -265,6 +268,13 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
         return "help", options
     _check(options)
     return command, options
+
+
+def _check_status(options: argparse.Namespace) -> None:
+    if options.all and (options.run is not None or options.wait is not None):
+        raise UsageError("--all shows all runs: it excludes RUN and --wait")
+    if options.timeout is not None and options.wait is None:
+        raise UsageError("--timeout limits a wait: it needs --wait")
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from dpmon.model.state import State, ended_of
 from dpmon.record.schema import SECOND
 from dpmon.run.condition import run_state
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunError, RunInfo
+from dpmon.run.rundir import ExitInfo, RunError, load_exit
 from dpmon.run.runs import short_name
 from dpmon.stalls.run_state import (
     ENDED,
@@ -28,12 +28,15 @@ from dpmon.stalls.run_state import (
     state_of,
 )
 from dpmon.store.opened import open_store
+from dpmon.text.quantities import duration_words, run_time
 
 FINE = (TRAINING, EVALUATING, WAITING_FOR_DATA)
 IS_FINE, NOT_TRAINING, NO_RUN, IS_STALLED, HAS_FAILED, TIMED_OUT = 0, 3, 4, 5, 6, 124
 """Exit statuses of `dpmon status`."""
-_FAILED = ("failed", "killed", "lost", "ended")
-"""Ends that are not as wanted; "ended" and "lost": it is unknown how."""
+LOST = "lost"
+_FAILED = ("failed", "killed", LOST, "ended")
+"""Ends that are not as wanted; of a run that is lost or has ended, it is unknown how."""
+_AFTER_A_MOMENT_S = 1.0
 
 
 class Health(NamedTuple):
@@ -43,8 +46,8 @@ class Health(NamedTuple):
     """One of dpmon.stalls.run_state.STATES."""
     since_s: float | None
     """Since when, in seconds since the run's start; None if unknown."""
-    reason: str | None
-    remedy: str | None
+    reason: str | None = None
+    remedy: str | None = None
     end: str | None = None
     """How it ended: finished, stopped, interrupted, failed, killed, lost, ended (unknown); None while it goes on."""
 
@@ -61,22 +64,35 @@ class Health(NamedTuple):
         """The members of `health`."""
         return {**self._asdict(), "fine": self.status == IS_FINE}
 
+    def words(self, t_s: float) -> str:
+        """State, duration and reason in a sentence. `t_s`: now, in seconds since the run's start."""
+        took = ""
+        if self.since_s is not None and self.end is not None:
+            took = f" after {run_time(self.since_s)}"
+        elif self.since_s is not None and t_s - self.since_s >= _AFTER_A_MOMENT_S:
+            took = f" for {duration_words((t_s - self.since_s) * SECOND)}"
+        return f"{self.end or self.state}{took}" + (f": {self.reason}" if self.reason else "")
+
 
 def health_now(directory: Path) -> Health:
     """How the run in `directory` does now."""
     with closing(RunReader(directory)) as reader:
         state = State()
-        with suppress(HistoryError, RunError), open_store(directory) as store:
-            state = Snapshots().take(store, ended=ended_of(reader.activities()))
-        return health(directory, reader.info, reader, state)
+        if load_exit(directory) is None:  # else nothing in the history changes the answer
+            with suppress(HistoryError, RunError), open_store(directory) as store:
+                state = Snapshots().take(store, ended=ended_of(reader.activities()))
+        return health(reader, state)
 
 
-def health(directory: Path, info: RunInfo, reader: RunReader, state: State) -> Health:
-    """How the run in `directory` does; `state`: what its history says."""
+def health(reader: RunReader, state: State) -> Health:
+    """How a run does; `state`: what its history says."""
+    directory, info = reader.directory, reader.info
     word, how = run_state(directory, info)
     name = short_name(info)
-    if how is not None or word == "lost":
+    if how is not None or word == LOST:
         return Health(ENDED, None if how is None else how.seconds, _end_reason(how), None, word)
+    if word == "ending":
+        return Health(ENDED, None, "its record is being completed")
     if word == "elsewhere":
         return Health(STARTING, None, "it runs on another machine", "ask on that machine")
     start, now_ns = info.start_ns, time.monotonic_ns() - info.start_ns
@@ -105,5 +121,5 @@ def _from(at_ns: int | None, start_ns: int) -> int | None:
 def _end_reason(how: ExitInfo | None) -> str | None:
     if how is None:
         return "it ended without a record of its end"
-    status = how.signal or (None if how.status is None else f"exit status {how.status}")
+    status = how.signal or (f"exit status {how.status}" if how.status else None)
     return how.error or how.cause or how.unknown or status

@@ -14,6 +14,8 @@ from dpmon.run.files import open_file
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit
 
 _LOCK_FILE = "supervisor.lock"
+EVENTS_FILE = "events.log"
+"""The ids of the events whose command was started; locked by the process that starts them (dpmon.tell)."""
 UNSUPPORTED = -1
 SILENT_S = 86400.0
 """A run of another machine without a write for this many seconds is over: a supervisor writes every second."""
@@ -21,13 +23,13 @@ YOUNG_S = 60.0
 """A run younger than this may still start its command, even on a slow machine."""
 
 
-def take_lock(directory: Path) -> int | None:
+def take_lock(directory: Path, name: str = _LOCK_FILE) -> int | None:
     """A descriptor that holds the lock until its last copy is closed; None if another process holds it.
 
     UNSUPPORTED if the file system has no locks or cannot create the file: then nothing prevents a second supervisor.
     """
     try:
-        fd = open_file(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
+        fd = open_file(directory / name, os.O_RDWR | os.O_CREAT)
     except OSError:
         return UNSUPPORTED
     try:

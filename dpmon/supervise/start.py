@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 
 import dpmon
-from dpmon.run.condition import command_alive, needs_supervisor, take_lock
+from dpmon.run import proc
+from dpmon.run.condition import EVENTS_FILE, command_alive, needs_supervisor, take_lock
 from dpmon.run.files import open_file
-from dpmon.run.rundir import RunError, load_exit, load_info
+from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
 
 FINISH_S = 10.0
 """Longest wait until the record of a run is complete; some milliseconds per megabyte are usual."""
@@ -36,6 +37,8 @@ main(directory, how)
 """
 _SUPERVISOR, _TELLER = "dpmon.supervise.supervisor", "dpmon.tell.teller"
 TAKE_OVER = "take over"
+TELLER_WAIT_S, MOST_TELLER_WAIT_S = 5.0, 600.0
+"""Shortest and longest time between two starts of the process that tells the events."""
 
 
 def start_supervisor(directory: Path, *, stdin: bool) -> subprocess.Popen[bytes]:
@@ -55,9 +58,39 @@ def start_supervisor(directory: Path, *, stdin: bool) -> subprocess.Popen[bytes]
             os.close(lock)
 
 
-def start_teller(directory: Path) -> subprocess.Popen[bytes]:
-    """Start the process that tells the events of a run; it ends at once if there is one. OSError if it cannot start."""
-    return _start(directory, "", stdin=False, module=_TELLER)
+class Teller:
+    """Starts the process that tells the events of a run (dpmon.tell.teller), if the user wants that."""
+
+    def __init__(self, directory: Path, info: RunInfo, warn: Callable[[str], None]) -> None:
+        # A directory that came from elsewhere must not start commands here, so the run must be of this boot.
+        self._wanted = bool(info.options.get("on_event")) and info.boot_id == proc.boot_id()
+        self._directory = directory
+        self._warn = warn
+        self._process: subprocess.Popen[bytes] | None = None
+        self._look_at = 0.0
+        self._wait_s = TELLER_WAIT_S
+
+    def look(self, now: float) -> None:
+        """Start it unless one is at work, perhaps of an earlier supervisor. Ever more rarely, if it always dies."""
+        if not self._wanted or now < self._look_at:
+            return
+        self._look_at = now + self._wait_s
+        if self._process is not None:
+            self._process.poll()  # if it has ended, it is no zombie any more
+        lock = take_lock(self._directory, EVENTS_FILE)
+        if lock is None:
+            return
+        self._wait_s = min(2 * self._wait_s, MOST_TELLER_WAIT_S)
+        try:
+            if lock < 0:
+                raise OSError(f"{EVENTS_FILE} cannot be written and locked")
+            os.set_inheritable(lock, True)
+            self._process = _start(self._directory, str(lock), stdin=False, module=_TELLER)
+        except OSError as error:
+            self._warn(f"no event is told: {error.strerror or error}")
+        finally:
+            if lock >= 0:
+                os.close(lock)
 
 
 class Successor:

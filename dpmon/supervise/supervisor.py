@@ -10,7 +10,6 @@ import contextlib
 import os
 import select
 import signal
-import subprocess
 import time
 import traceback
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from dpmon.run.rundir import ExitInfo, load_exit, load_info, output_paths, save
 from dpmon.run.standard_input import INPUT_FIFO, InputWatch, Terminal
 from dpmon.supervise.room import OutputRoom
 from dpmon.supervise.spawn import ProcessEnds, WatchedCommand, find_command, last_sign, start_command
-from dpmon.supervise.start import TAKE_OVER, keep_statuses, start_teller
+from dpmon.supervise.start import TAKE_OVER, Teller, keep_statuses
 
 if TYPE_CHECKING:
     from dpmon.gpu.sampler import DeviceSampler
@@ -181,7 +180,8 @@ class Supervisor:
         metrics = self._metrics(drain.warn)
         room = OutputRoom(output_paths(self._directory, self._info), drain.warn, LAST_OUTPUT)
         self._set_aside()
-        teller = self._start_teller()
+        teller = Teller(self._directory, self._info, drain.warn)
+        teller.look(time.monotonic())
         if late:
             self._catch_up(command, drain, sampler)
         else:
@@ -204,8 +204,7 @@ class Supervisor:
                 for text in self._warnings.new():
                     drain.warn(text)
                 room.look()
-                if teller is not None and teller.poll():  # it was killed, or it failed
-                    teller = self._start_teller()
+                teller.look(now)
                 ends.look()
             busy = drain.drain(now)
             reads.look(now)
@@ -237,13 +236,6 @@ class Supervisor:
         """Record a finished wait of the command for a line of input, so that its step is not called slow."""
         seconds = (since_ns - self._info.start_ns) / 1e9
         drain.emit("input", {"pid": pid, "t_s": seconds, "waited_s": (seen_ns - since_ns) / 1e9})
-
-    def _start_teller(self) -> subprocess.Popen[bytes] | None:
-        """Start the process that tells the events of the run, if the user wants that."""
-        if self._info.options.get("on_event"):
-            with contextlib.suppress(OSError):
-                return start_teller(self._directory)
-        return None
 
     def _set_aside(self) -> None:
         """Reserve space for exit.json, so that it can be written even on a full disk."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dpmon.model.finding import Finding
@@ -10,62 +10,75 @@ from dpmon.model.state import State
 from dpmon.model.stragglers import sentence
 from dpmon.record.schema import SECOND
 from dpmon.report.health import HAS_FAILED, Health
+from dpmon.text.quantities import duration_words
 
 WEIGHTY = 0.3
 """Weight of the findings that are told."""
 STEADY_S = 60
 """A straggler is told when it has been the same for this long, and again when it has been gone for this long."""
+_TOLD_OTHERWISE = ("straggler", "stall", "failed")
+"""Findings that are events of another type."""
+_STRAGGLER = "straggler/"
 
 
 class Happened(NamedTuple):
-    """An event: its type, a key that is unique among the events of this type of the run, and its data."""
+    """An event. Type and key together are unique in the run, and stay the same when it is found again."""
 
     type: str
     key: str
     data: dict[str, Any]
+    at_s: float | None = None
+    """When it happened, in seconds since the run's start; None: now."""
+
+    def id_in(self, run: str) -> str:
+        """The id of the event in the run with this id."""
+        return "/".join(part for part in (run, self.type, self.key) if part)
 
 
 class Happenings:
     """Finds the events of one run, in one look after the other."""
 
-    def __init__(self, alive_s: float | None = None) -> None:
-        """`alive_s`: seconds between two events `alive`; None for no such events."""
+    def __init__(self, alive_s: float | None = None, ids: Iterable[str] = ()) -> None:
+        """`alive_s`: seconds between two events `alive`; None: none. `ids`: those of events that were told before."""
         self._alive_s = alive_s
-        self._straggler: tuple[int, float] | None = None
-        """The rank that holds the others up, and since when (s); -1 for none."""
-        self._told = -1
-        """The straggler that was told last; -1 for none."""
+        before = [each.rpartition(_STRAGGLER)[2].partition("/") for each in ids if _STRAGGLER in each]
+        self._slow = before[-1][2] if before else ""
+        """The rank of the newest event about a straggler; empty for none."""
+        self._number = len(before)
+        self._seen: tuple[str, float] = self._slow, 0.0
+        """The rank that holds the others up, or empty, and since when (s)."""
+        self._stragglers: list[Happened] = []
 
-    def look(
-        self, state: State, now: Health, elapsed_s: float, found: Sequence[Finding] | None = None
-    ) -> Iterator[Happened]:
-        """The events that a look shows, also those that earlier looks have shown. `found`: the findings, if known."""
-        yield Happened("dpmon.run.started", "", {})
+    def look(self, state: State, now: Health, elapsed_s: float, found: Sequence[Finding] = ()) -> Iterator[Happened]:
+        """All events so far, also those that earlier looks have shown, in their order. `found`: the newest findings."""
+        yield Happened("dpmon.run.started", "", {"text": "the run began"}, 0.0)
         for stall in state.stalls:
-            at = {"since_s": stall.since_ns / SECOND, "text": stall.text}
-            yield Happened("dpmon.run.stalled", str(stall.since_ns), {**at, "ranks": stall.ranks})
+            key, data = str(stall.since_ns), {"since_s": stall.since_ns / SECOND, "text": stall.text}
+            yield Happened("dpmon.run.stalled", key, {**data, "ranks": stall.ranks}, stall.noticed_ns / SECOND)
             if stall.end_ns is not None and now.end is None:
-                lasted = (stall.end_ns - stall.since_ns) / SECOND
-                yield Happened("dpmon.run.resumed", str(stall.since_ns), {**at, "lasted_s": lasted})
-        yield from self._slow_rank(state, elapsed_s)
-        for finding in found or ():
-            if finding.weight >= WEIGHTY and finding.kind != "straggler":
+                lasted_ns = stall.end_ns - stall.since_ns
+                data |= {"lasted_s": lasted_ns / SECOND, "text": f"goes on after {duration_words(lasted_ns)}"}
+                yield Happened("dpmon.run.resumed", key, data, stall.end_ns / SECOND)
+        self._look_for_straggler(state, elapsed_s)
+        yield from self._stragglers
+        for finding in found:
+            if finding.weight >= WEIGHTY and finding.kind not in _TOLD_OTHERWISE:
                 kind = "dpmon.run.slowed" if finding.kind == "drift" else "dpmon.finding"
                 yield Happened(kind, finding.kind, finding._asdict())
         if now.end is not None:
-            failed = now.status == HAS_FAILED
-            yield Happened(f"dpmon.run.{'failed' if failed else 'ended'}", "", {"end": now.end, "reason": now.reason})
+            kind = "dpmon.run.failed" if now.status == HAS_FAILED else "dpmon.run.ended"
+            yield Happened(kind, "", {"end": now.end, "text": now.words(elapsed_s)}, now.since_s)
         elif self._alive_s is not None:
-            yield Happened("dpmon.run.alive", str(int(elapsed_s // self._alive_s)), {})
+            yield Happened("dpmon.run.alive", str(int(elapsed_s // self._alive_s)), {"text": now.words(elapsed_s)})
 
-    def _slow_rank(self, state: State, elapsed_s: float) -> Iterator[Happened]:
-        slow = state.straggler
-        rank = -1 if slow is None else slow.rank
-        if self._straggler is None or self._straggler[0] != rank:
-            self._straggler = rank, elapsed_s
-        since = self._straggler[1]
-        if rank == self._told or elapsed_s - since < STEADY_S:
+    def _look_for_straggler(self, state: State, elapsed_s: float) -> None:
+        found = state.straggler
+        rank = "" if found is None else str(found.rank)
+        if rank != self._seen[0]:
+            self._seen = rank, elapsed_s
+        if rank == self._slow or elapsed_s - self._seen[1] < STEADY_S:
             return
-        before, self._told = self._told, rank
-        text = f"rank {before} holds the others up no longer" if slow is None else sentence(slow, lately=True)
-        yield Happened("dpmon.finding", f"straggler {rank} {since:.0f}", {"kind": "straggler", "text": text})
+        text = f"rank {self._slow} no longer holds the others up" if found is None else sentence(found, lately=True)
+        self._slow, self._number = rank, self._number + 1
+        data = {"kind": "straggler", "rank": None if found is None else found.rank, "text": text}
+        self._stragglers.append(Happened("dpmon.finding", f"{_STRAGGLER}{self._number}/{rank}", data))

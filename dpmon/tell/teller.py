@@ -1,19 +1,19 @@
-"""The background process that watches a run and tells its events. It reads what every reader can read.
+"""The background process that watches a run and starts the user's command for each of its events.
 
-An event is told at most once: a file of its name, created before the command starts, claims it. A teller that was
-killed in between leaves the claim behind, so that event is missed. The command inherits a lock on the claim.
+It reads what every reader can read, so it finds all events again in each look, also when it begins anew. events.log
+says which of them were told. The id of an event is written there before the command starts: a process that was killed
+in between leaves an event that is missed, but no event is told twice.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
+import errno
 import os
+import signal
 import subprocess
-import tempfile
 import time
-from collections import deque
+from collections.abc import Iterable
 from contextlib import closing
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,90 +21,116 @@ from typing import NamedTuple
 
 from dpmon.cleaning import json_text
 from dpmon.errors import HistoryError
+from dpmon.model.finding import Finding
 from dpmon.model.findings import findings
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State, Wanted, ended_of
+from dpmon.record.schema import SECOND
 from dpmon.report.collect import facts_of
-from dpmon.report.health import health
-from dpmon.run import proc
-from dpmon.run.condition import run_state
-from dpmon.run.files import open_file
+from dpmon.report.health import LOST, health
+from dpmon.run.condition import supervised
 from dpmon.run.notes import add_warning
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import RunError, RunInfo, load_info
+from dpmon.run.rundir import EXIT_FILE, RunError, RunInfo
+from dpmon.run.runs import short_name
 from dpmon.store.opened import open_store
 from dpmon.tell.happened import Happened, Happenings
 
-EVERY_S = 1.0
+EVERY_S = 2.0
+SHORT_S = 0.1
 FINDINGS_S = 60.0
+FINDINGS_SHARE = 0.01
+"""Most share of the time that the search for findings may take."""
+LOST_S = 10.0
+"""A run without processes and without a record of its end is over after this time: a new supervisor may yet come."""
 LIMIT_S = 60.0
 """Longest time of a command; then it is killed."""
+IN_TURN_S = 3.0
+"""A command waits for the one before it, but no longer than this: one that hangs does not hold the others up."""
 MOST_AT_ONCE = 4
-MOST_WAITING = 256
-CLAIMS, LOCK_FILE = "told", "teller.lock"
+_MAX_LOG = 1 << 24
+
+
+class EventLog:
+    """The ids of the told events. Only one process at a time has the file: it holds its lock."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        data = os.pread(fd, _MAX_LOG, 0)
+        whole = data[: data.rfind(b"\n") + 1]
+        os.ftruncate(fd, len(whole))
+        self.ids = dict.fromkeys(whole.decode("utf-8", "replace").splitlines())
+
+    def add(self, name: str) -> None:
+        """Add an id; OSError if there is no room for it."""
+        line = f"{name}\n".encode()
+        end = os.lseek(self._fd, 0, os.SEEK_END)
+        if os.write(self._fd, line) < len(line):
+            os.ftruncate(self._fd, end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.ids[name] = None
 
 
 class _Running(NamedTuple):
     process: subprocess.Popen[bytes]
-    name: str
-    until_s: float
+    type: str
+    since_s: float
 
 
 class EventCommands:
-    """Starts the command for each event, a few at a time."""
+    """Starts the command for one event after the other."""
 
-    def __init__(self, directory: Path, info: RunInfo, command: list[str]) -> None:
-        self._claims = directory / CLAIMS
+    def __init__(self, directory: Path, info: RunInfo, log: EventLog) -> None:
         self._directory = directory
         self._info = info
-        self._command = command
-        self._waiting: deque[Happened] = deque(maxlen=MOST_WAITING)
-        self._known: set[tuple[str, str]] = set()
+        self._command: list[str] = info.options["on_event"]
+        self._log = log
+        self._waiting: list[Happened] = []
         self._running: list[_Running] = []
-        self._failed = False
-
-    def tell(self, event: Happened) -> None:
-        """Tell an event, unless it was told before."""
-        key = (event.type, event.key)
-        if key not in self._known:
-            self._known.add(key)
-            self._waiting.append(event)
+        self._killed: list[subprocess.Popen[bytes]] = []
+        self._complained = False
 
     @property
     def busy(self) -> bool:
         """Whether events wait or commands run."""
         return bool(self._waiting or self._running)
 
+    def tell(self, events: Iterable[Happened]) -> None:
+        """Tell those of the events that were not told before. Replaces events that still wait."""
+        self._waiting = [event for event in events if event.id_in(self._info.id) not in self._log.ids]
+        self.look()
+
     def look(self) -> None:
-        """Start waiting events, and end commands that take too long. Never waits."""
+        """Start commands, and end those that take too long. Never waits."""
         now = time.monotonic()
-        for one in list(self._running):
-            status = one.process.poll()
-            if status is None and now < one.until_s:
+        for each in list(self._running):
+            status = each.process.poll()
+            if status is None and now < each.since_s + LIMIT_S:
                 continue
-            self._running.remove(one)
+            self._running.remove(each)
             if status is None:
                 with contextlib.suppress(OSError):
-                    os.killpg(one.process.pid, 9)
-                one.process.wait()
-                self._complain(f"it was killed after {LIMIT_S:.0f} s ({one.name})")
+                    os.killpg(each.process.pid, signal.SIGKILL)
+                self._killed.append(each.process)
+                self._complain(f"it was killed after {LIMIT_S:.0f} s ({each.type})")
             elif status:
-                self._complain(f"it ended with status {status} ({one.name})")
+                self._complain(f"it ended with status {status} ({each.type})")
+        self._killed = [process for process in self._killed if process.poll() is None]
         while self._waiting and len(self._running) < MOST_AT_ONCE:
-            self._start(self._waiting.popleft(), now)
+            if self._running and now < self._running[-1].since_s + IN_TURN_S:
+                return
+            self._start(self._waiting.pop(0), now)
 
     def _start(self, event: Happened, now: float) -> None:
-        identity = f"{self._info.id}/{event.type}/{event.key}".rstrip("/")
+        name = event.id_in(self._info.id)
         try:
-            claim = self._claim(identity)
-        except FileExistsError:
-            return
-        except OSError as error:
-            self._complain(f"the event {event.type} cannot be claimed: {error.strerror or error}")
+            self._log.add(name)
+        except OSError as error:  # the next look tries again
+            self._complain(f"not started, because {event.type} cannot be recorded: {error.strerror}")
             return
         try:
-            with tempfile.TemporaryFile() as body:
-                body.write(json_text(envelope(event, identity, self._info)).encode() + b"\n")
+            with open(os.memfd_create("event"), "w+b") as body:  # neither a full pipe nor a full disk stops it
+                body.write(json_text(envelope(event, name, self._info)).encode() + b"\n")
                 body.seek(0)
                 process = subprocess.Popen(
                     self._command,
@@ -113,84 +139,77 @@ class EventCommands:
                     stderr=subprocess.DEVNULL,
                     cwd=self._info.cwd if os.path.isdir(self._info.cwd) else "/",
                     start_new_session=True,
-                    pass_fds=(claim,),
                 )
-            self._running.append(_Running(process, event.type, now + LIMIT_S))
         except OSError as error:
             self._complain(f"it cannot be started: {error.strerror or error}")
-        finally:
-            os.close(claim)
-
-    def _claim(self, identity: str) -> int:
-        """Create the file that claims an event; FileExistsError if it was claimed before."""
-        with contextlib.suppress(FileExistsError):
-            self._claims.mkdir(0o700)
-        name = hashlib.sha256(identity.encode()).hexdigest()[:32]
-        fd = open_file(self._claims / name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(fd, f"{identity}\n".encode())
-        return fd
+            return
+        self._running.append(_Running(process, event.type, now))
 
     def _complain(self, text: str) -> None:
         """Warn once: a command that fails once mostly fails always."""
-        if not self._failed:
-            self._failed = True
+        if not self._complained:
+            self._complained = True
             add_warning(self._directory, f"the event command {self._command[0]}: {text}")
 
 
-def envelope(event: Happened, identity: str, info: RunInfo) -> dict[str, object]:
+def envelope(event: Happened, name: str, info: RunInfo) -> dict[str, object]:
     """An event in the form of CloudEvents 1.0 (https://github.com/cloudevents/spec)."""
+    at = time.time() if event.at_s is None else info.started_unix + event.at_s
     return {
         "specversion": "1.0",
-        "id": identity,
-        "source": f"/dpmon/{info.host or proc.host()}",
+        "id": name,
+        "source": f"/dpmon/{info.host}",
         "type": event.type,
         "subject": info.id,
-        "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        "time": datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds"),
         "datacontenttype": "application/json",
-        "data": {"run": info.id, "name": info.name, "script": info.script, **event.data},
+        "data": {"run": info.id, "name": short_name(info), "script": info.script, **event.data},
     }
 
 
-def main(directory_text: str, _: str) -> None:
-    """Tell the events of a run until its end. Ends at once if another process does."""
-    directory = Path(directory_text)
-    info = load_info(directory)
-    command = [str(word) for word in info.options.get("on_event") or ()]
-    alive = info.options.get("alive_minutes")
-    lock = open_file(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT)
+def main(directory_text: str, lock: str) -> None:
+    """Tell the events of a run until its end. `lock`: the descriptor of events.log, which holds its lock."""
+    directory, fd = Path(directory_text), int(lock)
+    os.set_inheritable(fd, False)
     with contextlib.suppress(OSError):
-        os.nice(5)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return
-    if not command:
-        return
-    commands = EventCommands(directory, info, command)
-    watch, snapshots = Happenings(60.0 * alive if alive else None), Snapshots()
-    findings_at = FINDINGS_S
+        os.nice(5)  # the training comes first
     with closing(RunReader(directory)) as reader:
-        while True:
-            began = time.monotonic()
-            state = State()
-            found = None
-            elapsed = (time.monotonic_ns() - info.start_ns) / 1e9
+        watch(reader, EventLog(fd))
+
+
+def watch(reader: RunReader, log: EventLog) -> None:
+    """Tell the events of a run until it is over and its last command has ended."""
+    directory, info = reader.directory, reader.info
+    commands = EventCommands(directory, info, log)
+    alive = info.options.get("alive_minutes")
+    happenings, snapshots, state = Happenings(60.0 * alive if alive else None, log.ids), Snapshots(), State()
+    found: list[Finding] = []
+    findings_at = time.monotonic() + FINDINGS_S
+    lost_at: float | None = None
+    while directory.is_dir():  # else the user has deleted the run
+        began = time.monotonic()
+        info, how = reader.refresh(), reader.exit()
+        over = how is not None and (how.drained or not supervised(info))
+        if over or supervised(info):  # else a reader would copy the whole history
             with contextlib.suppress(HistoryError, RunError), open_store(directory) as store:
                 state = snapshots.take(store, Wanted(), ended_of(reader.activities()))
-                if elapsed >= findings_at:
-                    findings_at = elapsed + FINDINGS_S
+                if began >= findings_at:
                     facts = facts_of(store, directory, None)
                     facts.complete()
                     found = findings(facts)
-            now = health(directory, reader.refresh(), reader, state)
-            for event in watch.look(state, now, elapsed, found):
-                commands.tell(event._replace(data={**event.data, "health": now.fields()}))
+                    findings_at = began + max(FINDINGS_S, (time.monotonic() - began) / FINDINGS_SHARE)
+        now = health(reader, state)
+        lost_at = None if now.end != LOST else began + LOST_S if lost_at is None else lost_at
+        if lost_at is None or began >= lost_at:
+            over = over or lost_at is not None
+            events = happenings.look(state, now, (time.monotonic_ns() - info.start_ns) / SECOND, found)
+            does = now.fields()
+            commands.tell(event._replace(data={**event.data, "health": does}) for event in events)
+        again_at = began + (EVERY_S if how is None else SHORT_S)
+        while commands.busy if over else time.monotonic() < again_at:
+            time.sleep(SHORT_S)
             commands.look()
-            over = now.end is not None and run_state(directory, info)[1] is not None
-            while over and commands.busy:
-                time.sleep(0.05)
-                commands.look()
-            if over:
-                return
-            time.sleep(max(EVERY_S - (time.monotonic() - began), 0.1))
+            if how is None and os.path.lexists(directory / EXIT_FILE):
+                break
+        if over:
+            return

@@ -42,10 +42,11 @@ def run_screen(
     *,
     refresh: float = 1.0,
     theme: str | None = None,
+    alert: str | None = None,
     playback: bool = False,
     known_exit: Callable[[], ExitInfo | None] = lambda: None,
 ) -> str:
-    """Show the run in `directory` until the user leaves; `theme`: a name from `dpmon.config`.
+    """Show the run in `directory` until the user leaves; `theme` and `alert`: names from `dpmon.config`.
 
     With `playback`, a finished run can be played back. `known_exit` returns how the run ended, if the caller knows it
     without a file.
@@ -68,7 +69,11 @@ def run_screen(
         monitor: Monitor = Playback(directory, look, refresh=refresh)
     else:
         monitor = Monitor(
-            directory, look, refresh=refresh, open_reader=lambda: RunReader(directory, known_exit=known_exit)
+            directory,
+            look,
+            refresh=refresh,
+            alert=alert,
+            open_reader=lambda: RunReader(directory, known_exit=known_exit),
         )
     gc.freeze()
     gc.enable()

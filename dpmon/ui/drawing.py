@@ -17,6 +17,7 @@ from textual.geometry import Size
 from textual.timer import Timer
 
 from dpmon.run.reader import RunReader
+from dpmon.ui.alert import Alert
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.driver import Driver, Leaving, terminal_gone
 from dpmon.ui.feed import Feed, OpenStore
@@ -47,6 +48,7 @@ class Drawing(App[str]):
         look: Look,
         *,
         refresh: float = 1.0,
+        alert: str | None = None,
         open_reader: Callable[[], RunReader] | None = None,
         open_store: OpenStore | None = None,
     ) -> None:
@@ -57,6 +59,7 @@ class Drawing(App[str]):
         self.terminal: Driver | None = None
         """The driver of a real terminal, which sets this member itself."""
         self._was_ready = True
+        self._alert = None if alert is None else Alert(alert)
         self.feed = Feed(directory, open_reader or (lambda: RunReader(directory)), open_store=open_store)
         self.leaving = Leaving(self._ask_to_exit)
         self.problem: Exception | None = None
@@ -140,6 +143,8 @@ class Drawing(App[str]):
         if ready or self._was_ready:  # a terminal that is still busy at the second look is stalled: skip the picture
             self.draw()
         self._was_ready = ready
+        if self._alert is not None and self.terminal is not None:
+            self.terminal.write(self._alert.after(self.feed.scene(self.view)))
         self.after_tick()
 
     @property

@@ -80,5 +80,5 @@ def test_the_recipe_for_scripts_works(dpmon: Dpmon, tmp_path: Path) -> None:
     assert status == "0"
     assert float(rate) > 0
     (states,) = [text for command, text in printed.items() if "ls --json" in command]
-    assert states in ("['starting']\n", "['running']\n")
+    assert states in ("['starting']\n", "['training']\n")
     assert dpmon.runs() == []

@@ -30,7 +30,7 @@ def test_old_runs_are_deleted_except_kept_and_live_ones(dpmon: Dpmon) -> None:
     finished(dpmon, "c", DPMON_KEEP_RUNS="3")
     assert [run["name"].rpartition("-")[0] for run in listed(dpmon)] == ["running", "kept", "c"]
     assert [(run["state"], run["kept"], run["status"]) for run in listed(dpmon)] == [
-        ("running", False, None),
+        ("starting", False, None),
         ("finished", True, 0),
         ("finished", False, 0),
     ]
@@ -46,7 +46,7 @@ def test_old_runs_are_deleted_except_kept_and_live_ones(dpmon: Dpmon) -> None:
     assert len(listed(dpmon)) == 3
     assert dpmon.run("keep", "--not", kept).status == 0
     assert dpmon.run("rm", "kept", "c").status == 0
-    assert [run["state"] for run in listed(dpmon)] == ["running"]
+    assert [run["state"] for run in listed(dpmon)] == ["starting"]
     assert dpmon.run("stop", "running").status == 0
     sleeper.wait(60)
     assert dpmon.run("keep", "--not").status == 0

@@ -17,7 +17,6 @@ from synthetic import SECOND, Training
 from test_run_playback import a_run
 
 from dpmon.cli.speak import closing, speak
-from dpmon.cli.status import _text, object_of
 from dpmon.cli.summary import fitted, summary_lines
 from dpmon.record.kinds import Event
 from dpmon.run.rundir import load_exit
@@ -46,16 +45,6 @@ def test_the_first_lines_stay_and_the_others_are_counted(state: Path, columns: i
         left = len(lines) - len(shown) - 1
         assert said == f"{left} more line{'s' * (left > 1)}: {MORE}"
         assert rows_of([*lines[: len(shown) + 1], f"{len(lines)} more lines: {MORE}", last], columns) > rows, "full"
-
-
-def test_the_status_of_a_run_that_is_over_has_the_rates_of_the_whole_run(state: Path) -> None:
-    directory = a_run()
-    found = object_of(directory)
-    assert (found["state"], found["health"]["end"]) == ("ended", "finished")
-    assert found["steps_per_s"] > 1
-    assert "steps_per_s" not in found["absent"]
-    found["devices"] = [{"index": 0, "util_pct": None, "mem_used_bytes": None}]
-    assert _text(found)[-1] == "  GPU 0: – %, – used"
 
 
 def test_two_long_lines_are_not_fitted() -> None:

@@ -25,6 +25,13 @@ def test_nothing_is_set_by_default(tmp_path: Path) -> None:
     assert load({"XDG_CONFIG_HOME": str(tmp_path)}) == Settings(None, None, None, None)
 
 
+def test_a_command_for_events_is_a_list_or_a_line_of_a_shell(tmp_path: Path) -> None:
+    environ = written(tmp_path, 'on_event = ["tell", "two words"]\nalive_minutes = 10\nalert = "osc9"\n')
+    found = load(environ)
+    assert (found.on_event, found.alive_minutes, found.alert) == (("tell", "two words"), 10, "osc9")
+    assert load({**environ, "DPMON_ON_EVENT": "tell 'two words' three"}).on_event == ("tell", "two words", "three")
+
+
 def test_the_file_and_the_variables_before_it(tmp_path: Path) -> None:
     environ = written(tmp_path, 'theme = "light"\nrefresh = 0.5\nkeep_runs = 20\nkeep_bytes = "1.5 GiB"\n')
     assert load(environ) == Settings("light", 0.5, 20, 3 << 29)
@@ -45,6 +52,14 @@ def test_the_file_and_the_variables_before_it(tmp_path: Path) -> None:
         ("keep_runs = 1.5", "keep_runs is a whole number, not '1.5'"),
         ('keep_bytes = "much"', "keep_bytes is a size"),
         ('keep_bytes = "1 ZB"', "keep_bytes is a size"),
+        ('on_event = ""', 'on_event is a command such as "notify --title dpmon"'),
+        ("on_event = []", "on_event is a command such as"),
+        ('on_event = ["tell", 1]', "on_event is a command such as"),
+        ('on_event = ["tell", "\\u0000"]', "on_event is a command such as"),
+        ('on_event = "tell \'me"', "on_event is a command such as"),
+        ("alive_minutes = 0", "alive_minutes is a number of minutes from 1, not '0'"),
+        ("alive_minutes = 0.5", "alive_minutes is a whole number, not '0.5'"),
+        ('alert = "gong"', "alert is one of bell, osc9, osc777, not 'gong'"),
         ("them = 1", "there is no setting 'them'; there are theme, refresh, keep_runs, keep_bytes"),
         ("theme = ", "is not TOML"),
         ("x" * 70_000, "too long"),

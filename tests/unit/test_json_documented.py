@@ -8,22 +8,29 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from joined import joined_rows
-from kept import keep
+from kept import draft, keep
 from synthetic import SECOND, Training, device_event, host_event, pause_event
 from timed import staged
 
 from dpmon.cli.commands import _describe
 from dpmon.cli.lines import Lines
+from dpmon.cli.status import look_at
+from dpmon.model.finding import Finding
+from dpmon.model.state import StallSeen, State
 from dpmon.record.kinds import Event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
+from dpmon.report.health import Health
 from dpmon.run.condition import outcome
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import load_exit, load_info
+from dpmon.tell.happened import Happenings
+from dpmon.tell.teller import envelope
 
 PAGE = Path(__file__).parents[2] / "docs" / "json.md"
 
@@ -135,3 +142,31 @@ def test_every_field_of_a_status_line_is_described(state: Path) -> None:
         assert set(said[-1]) == {"run", "t_s", "status", "signal", "skipped"}
         found += [{key: value for key, value in each.items() if key != "skipped"} for each in said[:-1]]
     check("dpmon --json", *found)
+
+
+STALL = {"t_s": 5.0, "since_s": 1.0, "text": "rank 1 in save", "ranks": [{"rank": 1}]}
+
+
+def test_every_field_of_a_status_is_described(state: Path) -> None:
+    ranked, _ = joined_rows(2, steps=100)
+    runs = [keep(ranked, status=1), keep({0: Training().begin(), -1: [Event("stall", STALL)]}), keep({})]
+    found = [look_at(directory)[1] for directory in runs]
+    assert found[1]["stall"] is not None
+    assert found[0]["findings"]
+    of_line = {re.split(r"[.\[]", path)[0] for path in documented("dpmon --json")}
+    check("dpmon status --json", *({name: each[name] for name in each.keys() - of_line} for each in found))
+    assert all(of_line - {"communication", "ranks"} <= each.keys() for each in found)
+
+
+def test_every_field_of_an_event_is_described() -> None:
+    stalls = tuple(StallSeen(SECOND * at, SECOND * (at + 10), end, STALL) for at, end in ((1, 20 * SECOND), (50, None)))
+    slow = SimpleNamespace(rank=1, name="rank 1", several=False, excess_ns=1, share=1, phase=None, slowest=1, steps=9)
+    found = [Finding("data", "text", "ground", "advice", 0.9)]
+    happenings, events = Happenings(60.0), []
+    for at_s, now in ((0.0, Health("training", 1.0)), (99.0, Health("ended", 99.0, "why", None, "failed"))):
+        seen = SimpleNamespace(stalls=stalls, straggler=slow)
+        for each in happenings.look(cast(State, seen), now, at_s, found):
+            told = each._replace(data={**each.data, "health": now.fields()})
+            events.append(envelope(told, told.id_in("run"), draft(id="run")))
+    assert len({event["type"] for event in events}) == 6
+    check("Events", *events)

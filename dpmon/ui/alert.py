@@ -1,0 +1,31 @@
+"""Alerts the user through the terminal when a run stalls, goes on after a stall, or ends; only if asked to."""
+
+from __future__ import annotations
+
+from dpmon.cleaning import clean
+from dpmon.stalls.run_state import ENDED, STALLED
+from dpmon.ui.scene import Scene
+
+_FORMS = {"bell": "\a", "osc9": "\x1b]9;{}\a", "osc777": "\x1b]777;notify;dpmon;{}\a"}
+"""What each value of the setting `alert` sends: a bell, or a notification of the desktop."""
+_MOST = 200
+
+
+class Alert:
+    """Compares the state of a run with its state in the picture before."""
+
+    def __init__(self, form: str) -> None:
+        self._form = _FORMS[form]
+        self._before: str | None = None
+
+    def after(self, scene: Scene) -> str:
+        """What to send to the terminal after this picture; mostly nothing."""
+        if scene.reading:
+            return ""
+        before, self._before = self._before, scene.run_state.word
+        if before is None or before == self._before or not {before, self._before} & {STALLED, ENDED}:
+            return ""
+        stall = scene.stall
+        why = f": {stall.text}" if self._before == STALLED and stall is not None else ""
+        # The text may have no part that ends the sequence, or begins another field.
+        return self._form.format(clean(f"{scene.title} {self._before}{why}", _MOST).replace(";", ","))

@@ -1,0 +1,231 @@
+"""A command is started for each event of a run: in order, once, soon, and without holding anything up."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kept import keep
+from running import Dpmon, until_unsupervised, wait_for
+from sizes import reached, size
+from synthetic import Training
+
+from dpmon.run import proc
+from dpmon.supervise.start import ensure_supervisor
+
+pytestmark = pytest.mark.slow
+
+SOON_S = 5.0
+TRAINING = """
+import sys, time, torch
+from pathlib import Path
+model = torch.nn.Linear(5, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def step():
+    optimizer.zero_grad()
+    model(torch.randn(10, 5)).pow(2).mean().backward()
+    optimizer.step()
+for number in range(50):
+    step()
+"""
+STUCK = """
+def wait_here():
+    while not Path("go").exists():
+        time.sleep(0.05)
+wait_here()
+for number in range(50):
+    step()
+    time.sleep(0.05)
+sys.exit(3)
+"""
+RECEIVE = "#!/bin/sh\ncat >>received\ndate +%s.%N >>times\n"
+
+
+def command(dpmon: Dpmon, text: str = RECEIVE) -> str:
+    """Write the command for events into the working directory, and return its name."""
+    path = dpmon.cwd / "tell"
+    path.write_text(text)
+    path.chmod(0o755)
+    return "./tell"
+
+
+def received(dpmon: Dpmon) -> list[dict[str, Any]]:
+    """The events that the command has received so far."""
+    text = (dpmon.cwd / "received").read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def types(dpmon: Dpmon) -> list[str]:
+    return [event["type"].removeprefix("dpmon.run.") for event in received(dpmon)]
+
+
+def tellers(directory: Path) -> list[int]:
+    """The processes that tell the events of this run."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if str(directory).encode() in words and b"dpmon.tell" in words:
+            found.append(int(entry.name))
+    return found
+
+
+def test_the_events_of_a_run_that_stalls_and_fails_arrive_soon_and_in_order(dpmon: Dpmon) -> None:
+    dpmon.script(TRAINING + STUCK)
+    name = command(dpmon)
+    run = dpmon.start("--headless", "--on-event", name, "script.py", env={"DPMON_ALIVE_MINUTES": "1"})
+    wait_for(lambda: "stalled" in types(dpmon), what="the event of the stall")
+    (stall,) = [record for record in dpmon.records() if record["kind"] == "stall"]
+    seen = [float(line) for line in (dpmon.cwd / "times").read_text().split()]
+    began = dpmon.info()["started_unix"]
+    arrived = dict(zip(types(dpmon), seen, strict=False))["stalled"] - began
+    reached("an event arrives", f"{arrived - stall['t_s']:.1f} s after the record of the stall")
+    assert arrived - stall["t_s"] < SOON_S
+    assert stall["text"].startswith("in wait_here (script.py:")
+    assert dpmon.run("status").status == 5
+    dpmon.go()
+    _, errors = run.communicate(timeout=100)
+    assert run.returncode == 3
+    # The foreground process waits for the last event.
+    events = received(dpmon)
+    assert [each for each in types(dpmon) if each != "alive"] == ["started", "stalled", "resumed", "failed"]
+    assert types(dpmon).count("alive") >= 1
+    assert len({event["id"] for event in events}) == len(events)
+    failed = events[-1]["data"]
+    assert failed["end"] == "failed"
+    assert failed["text"].endswith(": exit status 3")
+    assert next(e for e in events if e["type"].endswith("stalled"))["data"]["health"]["state"] == "stalled"
+    assert f"stalled at 00:00:{stall['since_s']:02.0f}"[:16] in errors.decode()
+    assert not tellers(dpmon.last())
+
+
+def test_a_hanging_command_holds_up_neither_the_run_nor_other_events(dpmon: Dpmon) -> None:
+    hang = "grep -q started event && { echo $$ >hangs; exec sleep 1000; }"
+    name = command(dpmon, f"#!/bin/sh\ncat >event\n{hang}\ncat event >>received\n")
+    dpmon.waiting("sys.exit(4)")
+    run = dpmon.start("--headless", "--on-event", name, "script.py")
+    dpmon.begun()
+    hangs = int(wait_for(lambda: (dpmon.cwd / "hangs").read_text(), what="the first command"))
+    dpmon.go()
+    assert run.wait(timeout=100) == 4
+    assert dpmon.exit()["drained"]
+    wait_for(lambda: types(dpmon) == ["failed"], what="the next event")
+    assert proc.alive(hangs, None)
+
+
+@pytest.mark.parametrize("how", ["command", "both"])
+def test_no_teller_stays_behind(dpmon: Dpmon, how: str) -> None:
+    name = command(dpmon)
+    dpmon.waiting()
+    dpmon.run("--detach", "--on-event", name, "script.py")
+    dpmon.begun()
+    wait_for(lambda: types(dpmon) == ["started"])
+    directory, info = dpmon.last(), dpmon.info()
+    if how == "both":
+        dpmon.kill_supervisor()
+        os.kill(info["command_pid"], signal.SIGKILL)
+    else:
+        assert dpmon.run("stop", "last").status == 0
+    wait_for(lambda: not tellers(directory), what="the end of the teller")
+    assert types(dpmon) == ["started", "ended" if how == "command" else "failed"]
+    assert dpmon.run("rm", directory.name).status == 0
+    assert not directory.exists()
+
+
+def test_no_id_is_told_twice_over_many_kills_of_the_supervisor(dpmon: Dpmon) -> None:
+    kills = size(8, 100)
+    name = command(dpmon)
+    dpmon.waiting()
+    dpmon.run("--detach", "--on-event", name, "script.py", env={"DPMON_ALIVE_MINUTES": "1"})
+    dpmon.begun()
+    wait_for(lambda: types(dpmon)[:1] == ["started"])
+    directory, path = dpmon.last(), dpmon.last() / "run.json"
+    info = json.loads(path.read_text())
+    info["options"]["alive_minutes"] = 0.1 / 60  # an event every tenth of a second
+    path.write_text(json.dumps(info))
+    chance = random.Random(1)
+    for number in range(kills):
+        old = dpmon.kill_supervisor()
+        if number % 4 == 0:
+            for pid in tellers(directory):
+                os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: not tellers(directory))
+        successor = ensure_supervisor(directory)
+        wait_for(lambda old=old: dpmon.info()["supervisor_pid"] != old["supervisor_pid"])  # type: ignore[misc]
+        assert successor.pid is not None
+        before = len(received(dpmon))
+        wait_for(lambda before=before: len(received(dpmon)) > before, what="an event")  # type: ignore[misc]
+        time.sleep(chance.random() * 0.3)
+    last = dpmon.info()
+    dpmon.go()
+    wait_for(lambda: (directory / "exit.json").exists())
+    until_unsupervised(last)
+    wait_for(lambda: not tellers(directory))
+    told = Counter(event["id"] for event in received(dpmon))
+    assert max(told.values()) == 1
+    claimed = (directory / "events.log").read_text().splitlines()
+    assert len(claimed) == len(set(claimed))
+    missed = set(claimed) - set(told)
+    reached("events", f"{len(told)} told, {len(missed)} missed in {kills} kills of the supervisor")
+    assert not set(told) - set(claimed)
+    assert len(missed) <= kills // 4 + 1
+
+
+TELL = """
+import os, signal, sys, random, time
+from contextlib import closing
+from pathlib import Path
+from dpmon.run.condition import EVENTS_FILE, take_lock
+from dpmon.run.reader import RunReader
+from dpmon.tell import teller
+teller.EVERY_S, teller.SHORT_S = 0.02, 0.005
+directory, kills = Path(sys.argv[1]), int(sys.argv[2])
+chance = random.Random(2)
+def size():
+    path = directory / EVENTS_FILE
+    return path.stat().st_size if path.exists() else 0
+for _ in range(kills):
+    pid = os.fork()
+    if not pid:
+        while (lock := take_lock(directory, EVENTS_FILE)) is None:  # a command that is just being started has it
+            time.sleep(0.001)
+        with closing(RunReader(directory)) as reader:
+            teller.watch(reader, teller.EventLog(lock))
+    before = size()
+    while size() == before:  # the moment after an id is written is the critical one
+        time.sleep(0.0002)
+    time.sleep(chance.random() * 0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+"""
+
+
+def test_no_id_is_told_twice_over_100_kills_of_the_teller(state: Path, tmp_path: Path) -> None:
+    kills, received = 100, tmp_path / "received"
+    me = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
+    me |= {"command_pid": os.getpid(), "command_started": proc.started(os.getpid())}
+    options = {"on_event": ["/bin/sh", "-c", f"cat >>{received}"], "alive_minutes": 0.02 / 60}
+    now = {"boot_id": proc.boot_id(), "start_ns": time.monotonic_ns(), "host": proc.host()}
+    directory = keep({0: Training().begin()}, status=None, cwd=str(tmp_path), options=options, **me, **now)
+    subprocess.run([sys.executable, "-c", TELL, str(directory), str(kills)], check=True, timeout=100)
+    claimed = (directory / "events.log").read_text().splitlines()
+    assert len(claimed) == len(set(claimed)) >= kills
+
+    def told() -> Counter[str]:
+        return Counter(json.loads(line)["id"] for line in received.read_text().splitlines())
+
+    missed = set(claimed) - set(told())
+    reached("events", f"{len(claimed)} claimed, {len(missed)} of them missed in {kills} kills of the teller")
+    assert max(told().values()) == 1
+    assert len(missed) <= kills

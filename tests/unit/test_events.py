@@ -1,0 +1,322 @@
+"""The events of a run: what they are, their ids, and the commands that are started for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from kept import draft
+from running import wait_for
+
+from dpmon.model.finding import Finding
+from dpmon.model.state import StallSeen, State
+from dpmon.record.schema import SECOND
+from dpmon.report.health import Health
+from dpmon.run import proc
+from dpmon.run.condition import EVENTS_FILE, take_lock
+from dpmon.run.rundir import RunInfo
+from dpmon.supervise import start
+from dpmon.supervise.start import Teller
+from dpmon.tell import teller
+from dpmon.tell.happened import Happened, Happenings
+from dpmon.tell.teller import EventCommands, EventLog, envelope
+
+TRAINING = Health("training", None)
+RUN = "20261125-213000-train-3f2a"
+
+
+def seen(*stalls: StallSeen, straggler: object = None) -> State:
+    """A state with these stalls and this straggler."""
+    return cast(State, SimpleNamespace(stalls=stalls, straggler=straggler))
+
+
+def stalled(end_s: int | None = None) -> StallSeen:
+    end_ns = None if end_s is None else end_s * SECOND
+    return StallSeen(40 * SECOND, 52 * SECOND, end_ns, {"text": "rank 1 in save", "ranks": [{"rank": 1}]})
+
+
+def finding(kind: str, weight: float = 0.5) -> Finding:
+    return Finding(kind, "text", "ground", "advice", weight)
+
+
+def ended(end: str) -> Health:
+    return Health("ended", 99.0, "why", None, end)
+
+
+STALLED = ("dpmon.run.stalled", str(40 * SECOND), 52.0)
+BEGAN = ("dpmon.run.started", "", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "now", "found", "expected"),
+    [
+        (seen(), TRAINING, (), [BEGAN]),
+        (seen(stalled()), Health("stalled", 40.0), (), [BEGAN, STALLED]),
+        (seen(stalled(70)), TRAINING, (), [BEGAN, STALLED, ("dpmon.run.resumed", str(40 * SECOND), 70.0)]),
+        (seen(stalled(70)), ended("killed"), (), [BEGAN, STALLED, ("dpmon.run.failed", "", 99.0)]),
+        (seen(), TRAINING, (finding("data"),), [BEGAN, ("dpmon.finding", "data", None)]),
+        (seen(), TRAINING, (finding("drift"),), [BEGAN, ("dpmon.run.slowed", "drift", None)]),
+        (seen(), TRAINING, (finding("data", 0.1), finding("straggler"), finding("stall"), finding("failed")), [BEGAN]),
+        *((seen(), ended(end), (), [BEGAN, ("dpmon.run.failed", "", 99.0)]) for end in ("failed", "lost", "ended")),
+        *((seen(), ended(end), (), [BEGAN, ("dpmon.run.ended", "", 99.0)]) for end in ("finished", "stopped")),
+    ],
+)
+def test_what_happened(state: State, now: Health, found: tuple[Finding, ...], expected: list[object]) -> None:
+    events = list(Happenings().look(state, now, 100.0, found))
+    assert [(event.type, event.key, event.at_s) for event in events] == expected
+    assert all(event.data["text"] for event in events)
+
+
+def test_alive_is_told_once_in_its_time_and_not_after_the_end() -> None:
+    happenings = Happenings(60.0)
+
+    def alive(at_s: float, now: Health = TRAINING) -> list[str]:
+        return [each.key for each in happenings.look(seen(), now, at_s) if each.type == "dpmon.run.alive"]
+
+    assert [alive(at_s) for at_s in (0.0, 59.9, 60.0, 200.0)] == [["0"], ["0"], ["1"], ["3"]]
+    assert alive(300.0, ended("finished")) == []
+
+
+def slow(rank: int) -> object:
+    return SimpleNamespace(
+        rank=rank, name=f"rank {rank}", several=False, excess_ns=5e6, share=0.3, phase=None, slowest=None, steps=50
+    )
+
+
+def test_a_straggler_is_told_when_it_has_lasted_and_when_it_has_gone() -> None:
+    happenings = Happenings()
+
+    def keys(straggler: object, at_s: float, happenings: Happenings = happenings) -> list[str]:
+        return [each.key for each in happenings.look(seen(straggler=straggler), TRAINING, at_s)][1:]
+
+    assert keys(slow(1), 100) == []
+    assert keys(None, 130) == []  # it comes and goes
+    assert keys(slow(1), 140) == []
+    first, gone = "straggler/1/1", "straggler/2/"
+    assert keys(slow(1), 200) == [first]
+    assert keys(slow(1), 999) == [first], "the same is the same event"
+    assert keys(None, 1000) == [first]
+    assert keys(None, 1060) == [first, gone]
+    last = list(happenings.look(seen(), TRAINING, 1061))[-1]
+    assert last.data == {"kind": "straggler", "rank": None, "text": "rank 1 no longer holds the others up"}
+    again = Happenings(ids=[Happened("dpmon.finding", key, {}).id_in(RUN) for key in (first, gone)])
+    assert keys(None, 2000, again) == []
+    assert keys(slow(2), 2001, again) == []
+    assert keys(slow(2), 2061, again) == ["straggler/3/2"]
+
+
+def test_one_who_begins_anew_does_not_tell_a_straggler_again() -> None:
+    again = Happenings(ids=[Happened("dpmon.finding", "straggler/1/3", {}).id_in(RUN)])
+    assert [len(list(again.look(seen(straggler=slow(3)), TRAINING, at_s))) for at_s in (5.0, 500.0)] == [1, 1]
+
+
+def test_an_event_is_a_cloud_event_without_control_characters() -> None:
+    info = draft(id=RUN, name="train", host="box7", started_unix=1.7e9)
+    event = Happened("dpmon.run.stalled", "83", {"text": "rank 1 in \x1b[2Jsave"}, 83.5)
+    found = envelope(event, event.id_in(RUN), info)
+    assert {name: found[name] for name in ("specversion", "id", "source", "type", "subject", "time")} == {
+        "specversion": "1.0",
+        "id": f"{RUN}/dpmon.run.stalled/83",
+        "source": "/dpmon/box7",
+        "type": "dpmon.run.stalled",
+        "subject": RUN,
+        "time": "2023-11-14T22:14:43.500+00:00",
+    }
+    assert found["data"] == {"run": RUN, "name": "train-3f2a", "script": "linear.py", **event.data}
+
+
+# ------------------------------------------------------------------------------------------------ commands
+
+
+class Told:
+    """A run's directory with a command for events, and what the command received."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.log = self.opened()
+
+    def opened(self) -> EventLog:
+        """The log, with its lock."""
+        fd = take_lock(self.place, EVENTS_FILE)
+        assert fd is not None
+        return EventLog(fd)
+
+    def commands(self, *command: str) -> EventCommands:
+        """The commands of a run with this command for events."""
+        return EventCommands(self.place, self.info(*command), self.log)
+
+    def shell(self, text: str) -> EventCommands:
+        """The commands of a run with a shell script for events, which runs in this directory."""
+        return self.commands("/bin/sh", "-c", text)
+
+    def info(self, *command: str) -> RunInfo:
+        """The run."""
+        return draft(id=RUN, cwd=str(self.place), options={"on_event": list(command)})
+
+    @property
+    def received(self) -> list[str]:
+        """The types of the events that the command has received."""
+        return [json.loads(line)["type"] for line in (self.place / "received").read_text().splitlines()]
+
+    @property
+    def warnings(self) -> list[str]:
+        """The warnings of the run."""
+        path = self.place / "warnings.log"
+        return [line.split(" ", 2)[2] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Iterator[Told]:
+    made = Told(tmp_path)
+    yield made
+    os.close(made.log._fd)
+
+
+def finish(commands: EventCommands) -> None:
+    """Look until all commands have ended."""
+
+    def idle() -> bool:
+        commands.look()
+        return not commands.busy
+
+    wait_for(idle)
+
+
+def events(*types: str, **data: Any) -> list[Happened]:
+    return [Happened(each, "", {"text": each, **data}) for each in types]
+
+
+def test_commands_start_in_order_and_once(told: Told) -> None:
+    commands = told.shell("cat >>received")
+    types = [f"type{number}" for number in range(8)]
+    commands.tell(events(*types[:5]))
+    commands.tell(events(*types))
+    finish(commands)
+    assert told.received == types
+    assert list(told.log.ids) == [f"{RUN}/{each}" for each in types]
+    os.close(told.log._fd)
+    told.log = told.opened()
+    again = told.shell("cat >>received")
+    again.tell(events(*types, "last"))
+    finish(again)
+    assert told.received == [*types, "last"]
+    assert told.warnings == []
+
+
+def test_an_event_larger_than_a_pipe_arrives_whole(told: Told) -> None:
+    commands = told.shell("sleep 0.1; cat >received")
+    commands.tell(events("large", ranks=["x" * 1000] * 1000))
+    finish(commands)
+    assert len((told.place / "received").read_text()) > 1_000_000
+    assert told.received == ["large"]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["/bin/sh", "-c", "exit 3"], "the event command /bin/sh: it ended with status 3 (one)"),
+        (["/no/where"], "the event command /no/where: it cannot be started: No such file or directory"),
+        (["/etc/passwd"], "the event command /etc/passwd: it cannot be started: Permission denied"),
+    ],
+)
+def test_a_command_that_fails_is_reported_once(told: Told, command: list[str], said: str) -> None:
+    commands = told.commands(*command)
+    commands.tell(events("one", "two"))
+    finish(commands)
+    assert told.warnings == [said]
+
+
+def test_a_command_that_prints_much_is_no_fault(told: Told) -> None:
+    commands = told.commands(sys.executable, "-c", "import sys; print('x' * 9999999); sys.stderr.write('y' * 9999999)")
+    commands.tell(events("one"))
+    finish(commands)
+    assert told.warnings == []
+
+
+def test_a_command_that_hangs_holds_nothing_up_and_is_killed(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teller, "IN_TURN_S", 0.05)
+    commands = told.shell("grep -q hangs && { touch hangs; sleep 1000 & wait; }; echo >>done")
+    commands.tell(events("hangs", "goes on"))
+
+    def others_are_done() -> bool:
+        commands.look()
+        return (told.place / "done").exists() and (told.place / "hangs").exists()
+
+    wait_for(others_are_done)
+    assert commands.busy
+    assert told.warnings == []
+    (running,) = commands._running
+    assert os.getpgid(running.process.pid) == running.process.pid != os.getpgrp()
+    monkeypatch.setattr(teller, "LIMIT_S", 0.0)
+    finish(commands)
+    assert told.warnings == ["the event command /bin/sh: it was killed after 0 s (hangs)"]
+    wait_for(lambda: running.process.poll() == -9)
+
+
+def test_an_event_without_room_for_its_id_is_tried_again(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = told.shell("cat >>received")
+    with monkeypatch.context() as full:
+        full.setattr(
+            os,
+            "write",
+            lambda fd, data, write=os.write: write(fd, data[:7]) if data[:8] == RUN[:8].encode() else write(fd, data),
+        )
+        commands.tell(events("one"))
+        commands.tell(events("one"))
+    assert (told.place / EVENTS_FILE).read_text() == ""
+    assert told.warnings == [
+        "the event command /bin/sh: not started, because one cannot be recorded: No space left on device"
+    ]
+    commands.tell(events("one"))
+    finish(commands)
+    assert told.received == ["one"]
+
+
+def test_an_unfinished_last_id_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / EVENTS_FILE).write_bytes(b"one\ntwo\nthr")
+    fd = take_lock(tmp_path, EVENTS_FILE)
+    assert fd is not None
+    log = EventLog(fd)
+    log.add("four")
+    os.close(fd)
+    assert list(log.ids) == ["one", "two", "four"]
+    assert (tmp_path / EVENTS_FILE).read_bytes() == b"one\ntwo\nfour\n"
+
+
+# ------------------------------------------------------------------------------------------------ the process
+
+
+def test_one_process_tells_and_it_is_started_again_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    def begin(directory: Path, how: str, **_: object) -> None:
+        started.append(how)
+
+    monkeypatch.setattr(start, "_start", begin)
+    info = draft(boot_id=proc.boot_id(), options={"on_event": ["x"]})
+    warnings: list[str] = []
+    keeper = Teller(tmp_path, info, warnings.append)
+    for now in range(100):
+        keeper.look(float(now))
+    assert len(started) == 5  # at 0, 5, 15, 35 and 75
+    lock = take_lock(tmp_path, EVENTS_FILE)
+    assert lock is not None, "the starter keeps no copy of the lock"
+    other = Teller(tmp_path, info, warnings.append)
+    other.look(0.0)
+    assert len(started) == 5, "another process tells the events"
+    os.close(lock)
+    for strange in (replace(info, boot_id="of another boot"), replace(info, options={"on_event": None})):
+        Teller(tmp_path, strange, warnings.append).look(0.0)
+    assert len(started) == 5
+    assert warnings == []
+    Teller(tmp_path / "gone", info, warnings.append).look(0.0)
+    assert warnings == ["no event is told: events.log cannot be written and locked"]

@@ -1,0 +1,234 @@
+"""`dpmon status`: the health of a run, its exit status, the lines for people, and the wait for a state."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kept import keep
+from synthetic import Training, device_event
+
+from dpmon.cli import status
+from dpmon.cli.main import main
+from dpmon.cli.summary import summary_lines
+from dpmon.record.kinds import Event
+from dpmon.report import health
+from dpmon.report.health import Health
+from dpmon.run import proc
+from dpmon.run.rundir import load_exit, save
+from dpmon.stalls.run_state import STATES
+
+STALL = Event("stall", {"t_s": 52.0, "since_s": 40.0, "text": "rank 1 in save (t.py:3)", "ranks": [{"rank": 1}]})
+STALL_ENDED = Event("stall", {"t_s": 55.0, "since_s": 40.0, "lasted_s": 15.0, "text": "rank 1 in save (t.py:3)"})
+
+
+def a_run(*own: Event, steps: int = 40, name: str = "linear", **about: Any) -> Path:
+    """A finished run."""
+    training = Training()
+    return keep({0: [*training.begin(), *training.run(steps)], -1: list(own)}, name=name, **about)
+
+
+def live(*own: Event, **about: Any) -> Path:
+    """A run that goes on: this process plays the supervisor and the command."""
+    me = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
+    me |= {"command_pid": os.getpid(), "command_started": proc.started(os.getpid())}
+    now = {"start_ns": time.monotonic_ns() - 60 * 10**9, "started_unix": time.time() - 60, "host": proc.host()}
+    return a_run(*own, status=None, boot_id=proc.boot_id(), **me, **now, **about)
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        *((Health(state, 1.0), 0) for state in ("training", "evaluating", "waiting for data")),
+        *((Health(state, 1.0), 3) for state in ("starting", "waiting for input", "paused", "quiet")),
+        (Health("stalled", 1.0), 5),
+        *((Health("ended", 1.0, end=end), 3) for end in ("finished", "stopped", "interrupted")),
+        *((Health("ended", 1.0, end=end), 6) for end in ("failed", "killed", "lost", "ended")),
+        (Health("ended", None), 3),
+    ],
+)
+def test_each_state_has_an_exit_status(now: Health, expected: int) -> None:
+    assert now.state in STATES
+    assert now.status == expected
+    assert now.fields()["fine"] == (expected == 0)
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        (Health("training", None), "training"),
+        (Health("starting", None, "importing torch"), "starting: importing torch"),
+        (Health("stalled", 40.0, "rank 1 in save"), "stalled for 20.0 s: rank 1 in save"),
+        (Health("waiting for data", 59.5), "waiting for data"),
+        (Health("ended", 60.0, None, None, "finished"), "finished after 1 min 00 s"),
+        (Health("ended", 5.0, "SIGKILL", None, "killed"), "killed after 5.00 s: SIGKILL"),
+        (Health("ended", None, "it ended without a record of its end", None, "lost"),
+         "lost: it ended without a record of its end"),
+    ],
+)  # fmt: skip
+def test_the_health_of_a_run_in_words(now: Health, expected: str) -> None:
+    assert now.words(60.0) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "about", "expected", "says"),
+    [
+        ((), {}, 3, "finished after 1 min 00 s"),
+        ((), {"status": 7}, 6, "failed after 1 min 00 s: exit status 7"),
+        ((STALL,), {"status": 1}, 6, "failed after 1 min 00 s: exit status 1"),
+        ((), {"status": None, "started_unix": 1.0}, 6, "lost: it ended without a record of its end"),
+    ],
+)
+def test_the_status_of_a_run_that_is_over(
+    state: Path, own: tuple[Event, ...], about: dict[str, Any], expected: int, says: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    directory = a_run(*own, **about)
+    assert main(["status", directory.name]) == expected
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"linear-{directory.name[-4:]}  {says}"
+    assert lines[1].startswith("  step 40  dp")
+    assert "samples/s" in lines[1]
+    assert main(["status", "--json"]) == expected
+    found = json.loads(capsys.readouterr().out)
+    assert found["health"]["fine"] is False
+    assert found["state"] == "ended"
+    assert 0 < found["t_s"] <= 60.0
+    assert (found["stall"] is None) == (not own)
+
+
+def test_what_is_unknown_about_a_device_is_a_dash(state: Path) -> None:
+    now, members = status.look_at(a_run(device_event(1.0, 0)))
+    assert status._lines(now, {**members, "devices": [{"index": 0}]})[-1] == "  GPU 0: – used, memory – / –"
+
+
+def test_a_stalled_run_says_which_rank_stands_where(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = live(STALL, device_event(59.0, 0))
+    name = f"linear-{directory.name[-4:]}"
+    assert main(["status"]) == 5
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{name}  stalled for 2")
+    assert lines[0].endswith(" s: rank 1 in save (t.py:3)")
+    assert lines[1] == f"  try: dpmon why {name} shows the stacks"
+    assert "None" not in "".join(lines)
+    assert len(lines) <= 10
+    assert main(["status", "--json"]) == 5
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == status.SCHEMA
+    assert found["stall"] == {"since_s": 40.0, "text": "rank 1 in save (t.py:3)", "ranks": [{"rank": 1}]}
+    assert found["health"]["reason"] == "rank 1 in save (t.py:3)"
+    assert found["exit"] is None
+    assert main(["status", "--all"]) == 0
+    assert capsys.readouterr().out.startswith(f"{name}  stalled for ")
+    assert main(["status", "--all", "--json"]) == 0
+    every = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in every["runs"]] == [name]
+    assert main(["ls"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert " stalled " in listed[1]
+    assert listed[2] == "    rank 1 in save (t.py:3)"
+
+
+@pytest.mark.parametrize(("own", "shown"), [((STALL,), True), ((STALL, STALL_ENDED), False)])
+def test_the_list_says_in_which_stall_a_run_ended(
+    state: Path, own: tuple[Event, ...], shown: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(*own, status=130)
+    a_run(*own, status=0)
+    assert main(["ls"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert ["    stalled: rank 1 in save (t.py:3)" in lines, len(lines)] == [shown, 3 + shown]
+
+
+@pytest.mark.parametrize(("own", "lasted"), [((STALL,), "until its end"), ((STALL, STALL_ENDED), "for 15.0 s")])
+def test_the_summary_says_where_a_run_stalled(state: Path, own: tuple[Event, ...], lasted: str) -> None:
+    directory = a_run(*own)
+    lines = summary_lines(directory, load_exit(directory))
+    assert f"stalled at 00:00:40 {lasted}: rank 1 in save (t.py:3)" in lines
+
+
+def test_a_run_that_goes_on_after_a_stall_is_no_longer_stalled(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    live(STALL, STALL_ENDED)
+    assert main(["status", "--json"]) != 5
+    assert json.loads(capsys.readouterr().out)["stall"] is None
+
+
+@pytest.mark.parametrize("words", [[], ["nothing"], ["--wait", "ended"], ["nothing", "--json"]])
+def test_without_such_a_run_the_exit_status_is_4(
+    state: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if words[:1] == ["nothing"]:
+        a_run()
+    assert main(["status", *words]) == 4
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("dpmon: there is no run")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "about", "expected"),
+    [
+        ("ended", {"status": 1}, 0),
+        ("failed", {"status": 1}, 0),
+        ("finished", {"status": 1}, 6),
+        ("training", {}, 3),
+        ("finished", {}, 0),
+    ],
+)
+def test_the_wait_for_a_run_that_is_over(
+    state: Path, wanted: str, about: dict[str, Any], expected: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(**about)
+    assert main(["status", "--wait", wanted]) == expected
+    assert capsys.readouterr().out.startswith("linear-")
+
+
+def test_a_wait_ends_when_the_state_is_reached_or_the_time_is_over(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = live(STALL)
+    assert main(["status", "--wait", "stalled"]) == 0
+    assert main(["status", "--wait", "fine", "--timeout", "0"]) == 124
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        end = load_exit(a_run())
+        assert end is not None
+        save(directory, replace(end, status=0))
+
+    monkeypatch.setattr(status.time, "sleep", nap)
+    assert main(["status", directory.name, "--wait", "finished", "--timeout", "60"]) == 0
+    assert naps == [status.EVERY_S]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--wait", "done"], ("--wait: invalid choice: 'done'", "training", "stalled", "fine", "failed")),
+        (["--wait", "ended", "--timeout", "soon"], ("--timeout: expected a number of seconds, not 'soon'",)),
+        (["--wait", "ended", "--timeout", "nan"], ("--timeout: expected a number of seconds, not 'nan'",)),
+        (["--timeout", "3"], ("--timeout limits a wait: it needs --wait",)),
+        (["--all", "--wait", "ended"], ("--all shows all runs: it excludes RUN and --wait",)),
+        (["--all", "linear"], ("--all shows all runs: it excludes RUN and --wait",)),
+    ],
+)
+def test_a_wrong_word_gets_one_sentence(
+    state: Path, words: list[str], says: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(text in line for text in says)
+
+
+def test_the_history_of_a_run_that_is_over_is_not_read_for_its_health(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = a_run()
+    monkeypatch.delattr(health, "open_store")
+    assert health.health_now(directory).end == "finished"

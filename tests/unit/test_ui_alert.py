@@ -1,0 +1,69 @@
+"""The alert of the screen's terminal: when, and that no name in it steers the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from situations import INFO, exit_of
+from stored import state_of
+from synthetic import SECOND, Training
+
+from dpmon.config import ALERTS
+from dpmon.record.kinds import Event
+from dpmon.ui.alert import _FORMS, Alert
+from dpmon.ui.scene import Scene
+
+
+def scenes() -> dict[str, Scene]:
+    """One picture of a run in each state."""
+    training = Training()
+    rows = [*training.begin(), *training.run(50)]
+    at_s = training.now / SECOND
+    name = "\x1b]0;evil\x07;x"
+    stall = Event("stall", {"t_s": at_s, "since_s": at_s, "text": f"in {name}", "ranks": []})
+    info = replace(INFO, script=f"{name}.py", options={})
+    doing = {0: ("forward", training.now)}
+    goes_on = Scene(state_of(rows), training.now, info, alive=True, activities=doing)
+    return {
+        "training": goes_on,
+        "reading": replace(goes_on, reading=True),
+        "stalled": replace(goes_on, state=state_of({0: rows, -1: [stall]})),
+        "ended": replace(goes_on, ended=exit_of(0)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "rings"),
+    [
+        (["training", "training", "training"], 0),
+        (["stalled"], 0),
+        (["ended"], 0),
+        (["training", "stalled", "stalled"], 1),
+        (["training", "stalled", "training", "stalled"], 3),
+        (["training", "ended", "ended"], 1),
+        (["stalled", "ended"], 1),
+        (["reading", "stalled"], 0),
+    ],
+)
+def test_the_terminal_rings_when_a_stall_or_the_end_comes(words: list[str], rings: int) -> None:
+    pictures, alert = scenes(), Alert("bell")
+    sent = "".join(alert.after(pictures[word]) for word in words)
+    assert sent == "\a" * rings
+
+
+@pytest.mark.parametrize(("form", "head"), [("osc9", "\x1b]9;"), ("osc777", "\x1b]777;notify;dpmon;")])
+def test_a_notification_says_what_happened_and_nothing_in_it_ends_it(form: str, head: str) -> None:
+    pictures, alert = scenes(), Alert(form)
+    alert.after(pictures["training"])
+    sent = alert.after(pictures["stalled"])
+    assert sent.startswith(head)
+    assert sent.endswith("\a")
+    inside = sent.removeprefix(head)[:-1]
+    assert " stalled: in " in inside
+    assert inside.isprintable()
+    assert ";" not in inside
+
+
+def test_each_value_of_the_setting_has_a_form() -> None:
+    assert set(_FORMS) == set(ALERTS)

@@ -17,6 +17,7 @@ from dpmon.span_ring import (
     KINDS_AT,
     MAGIC,
     MAX_GROUPS,
+    NO_NUMBER,
     SLOT,
     SLOT_BYTES,
     THREADS,
@@ -192,14 +193,26 @@ class SpanReader:
         """Ask the training process to let `pid` look into it."""
         self._set(Word.PTRACER, pid)
 
-    def groups(self) -> list[tuple[int, int, int]]:
-        """Return identity, number of ranks and sequence number of each process group."""
+    def groups(self) -> list[tuple[int, int, int | None]]:
+        """Return identity, number of ranks and sequence number (None: the backend has none) of each process group.
+
+        Empty unless the training thread has stood still for some seconds.
+        """
         words, found = self.words(), []
         for at in range(Word.GROUPS, Word.GROUPS + 2 * MAX_GROUPS, 2):
             if not words[at]:
                 break
-            found.append((words[at] >> 32, words[at] & 0xFFFFFFFF, words[at + 1]))
+            number = words[at + 1]
+            found.append((words[at] >> 32, words[at] & 0xFFFFFFFF, None if number == NO_NUMBER else number))
         return found
+
+    def training_tid(self) -> int:
+        """Return the kernel's number of the training thread; that of the main thread while it is unknown."""
+        return self._word(Word.TRAINING_TID) or self.pid
+
+    def loop_over(self) -> int:
+        """Return the end of the last loop over a loader (monotonic ns); 0 if none has ended."""
+        return self._word(Word.LOOP_OVER)
 
     # ------------------------------------------------------------------------------------------ spans
 

@@ -3,8 +3,9 @@
 Layout of a ring file (native byte order; a run never leaves its machine)::
 
     0      magic, version, sizes, pid, process, rank, world size, start           written once
-    136    training thread, whether the process has ended,
-           acknowledged serial, mode in force, pause acted upon                   written by the process
+    136    training thread, whether the process has ended, acknowledged serial,
+           mode in force, pause acted upon, end of the last loop over a loader,
+           the kernel's number of the training thread                             written by the process
     192    requested serial, mode and pause; sampling of device timing;
            serials of the requests to record collectives and to note stacks       written by readers
     256    identity and sequence number of each process group                     written by the process
@@ -48,6 +49,8 @@ SLOTS = 32 << 10
 THREADS = 384
 MAX_GROUPS = 8
 """Most process groups with a sequence number in the ring."""
+NO_NUMBER = (1 << 64) - 1
+"""Sequence number of a process group whose backend has none."""
 KINDS_AT = 3584
 """Offset of the kind of thread 0's current span (one byte; 0: none); the other threads follow."""
 MAGIC, VERSION = b"DPMSPANS", 1
@@ -66,8 +69,9 @@ class RingError(DpmonError):
 class Word:
     """Indices of the 64-bit words of the header that change while the ring is in use."""
 
-    TRAINING_THREAD, ENDED, ANSWERED, MODE, PAUSED = range(17, 22)
-    """Training thread; 1 at the process's end; last mode request acted upon; mode in force; last pause acted upon."""
+    TRAINING_THREAD, ENDED, ANSWERED, MODE, PAUSED, LOOP_OVER, TRAINING_TID = range(17, 24)
+    """Training thread; 1 at the process's end; last mode request acted upon; mode in force; last pause acted upon; the
+    last end of a loop over a loader (monotonic ns); the kernel's number of the training thread (0: unknown)."""
     REQUEST, WANTED, PAUSE, ONE_IN, SAMPLE = range(24, 29)
     """Serial of the last mode request; the requested mode; last pause request (odd: pause, even: resume); device timing
     of one step in this many (0: all steps); serial of the last request to record the collectives of a step."""

@@ -21,6 +21,15 @@ from dpmon.stalls.verdict import SECOND, GroupSeen, RankFacts
 
 DETAILS_NS = 3 * SECOND
 """A process that has stood still for this long is looked at in /proc."""
+SIGNS_OVER_NS, SIGNS_AFTER_NS = 10 * SECOND, 5 * SECOND
+"""Signs of life are averages over the first time, so that a helper thread that wakes now and then is none. They are
+known after the second."""
+SIGN_CPU = 0.05
+"""Share of a core, of the process and its children, that is a sign of life."""
+SIGNS_PER_S = 20.0
+"""Wake-ups a second of the training thread that are one. A loader that waits for a dead worker wakes 0.2 times."""
+SIGN_BYTES_PER_S = 64 << 10
+"""Bytes read and written a second, by the process and its children, that are one."""
 NOTE_WAIT_S = 0.6
 """How long a process may take to note its stacks: it looks for requests four times a second."""
 MOST_WORKERS = 32
@@ -28,13 +37,32 @@ _STATES = {"R": "running", "D": "disk wait", "T": "stopped", "t": "stopped"}
 _LAST_BYTES = 256 << 10
 
 
-class _Counters(NamedTuple):
+class Counters(NamedTuple):
     """Counters of a process and its children at one time."""
 
     at_ns: int
     cpu_s: float
     wakes: int
     io_bytes: int
+
+    def cpu_since(self, before: Counters) -> float:
+        """Share of a core used since then."""
+        return max(self.cpu_s - before.cpu_s, 0.0) / ((self.at_ns - before.at_ns) / SECOND)
+
+    def busy_since(self, before: Counters) -> bool:
+        """Whether the process showed a sign of life since then."""
+        seconds = (self.at_ns - before.at_ns) / SECOND
+        wakes, io_bytes = (self.wakes - before.wakes) / seconds, (self.io_bytes - before.io_bytes) / seconds
+        return self.cpu_since(before) >= SIGN_CPU or wakes >= SIGNS_PER_S or io_bytes >= SIGN_BYTES_PER_S
+
+
+class Standing(NamedTuple):
+    """A process at the last look: what it did, the start of its last span, and since when it does that."""
+
+    doing: str
+    span_ns: int
+    since_ns: int
+    at_ns: int
 
 
 class RankLook:
@@ -46,8 +74,11 @@ class RankLook:
         self.directory = directory
         self.cwd = cwd
         self._rings: dict[str, SpanReader] = {}
-        self._samples: dict[int, _Counters] = {}
-        self._dumps: Mapping[int, Dump] = {}
+        self._parents: dict[int, int] = {}
+        self._standing: dict[int, Standing] = {}
+        self._counters: dict[int, list[Counters]] = {}
+        self._dumps: dict[int, tuple[int, Dump]] = {}
+        """The last stacks of each process, and when they were asked for."""
         self._workers: Mapping[int, str] = {}
 
     def close(self) -> None:
@@ -61,6 +92,8 @@ class RankLook:
         for path in ring_paths(self.directory, self._rings):
             with contextlib.suppress(RingError, OSError):
                 ring = self._rings[path.name] = SpanReader(str(path))
+                process = proc.read(ring.pid)
+                self._parents[ring.pid] = 0 if process is None else process.parent
                 if self._adopted:
                     ring.allow(os.getpid())
         found: list[RankFacts] = []
@@ -68,42 +101,68 @@ class RankLook:
         for ring in self._rings.values():
             with contextlib.suppress(RingError, OSError):
                 found.append(self._facts(ring, steps.get(ring.process), now_ns))
-        return newest_of_each_rank(found)
+        found = newest_of_each_rank(found)
+        several = any(rank.namesake for rank in found)
+        return [
+            rank._replace(job=rank.pid if rank.world < 2 else self._job(rank.pid) if several else 0) for rank in found
+        ]
 
     def _facts(self, ring: SpanReader, step: int | None, now_ns: int) -> RankFacts:
-        doing, since = ring.activity()
-        rank = RankFacts(ring.pid, ring.process, ring.rank, ring.world or 1, doing, since, step, state="running")
+        pid, world = ring.pid, ring.world or 1
+        doing, span_ns = ring.activity()
+        since, before = span_ns, self._standing.get(pid)
+        if before is not None and before.span_ns == span_ns:  # a span may have ended: the ring has only its start
+            since = before.since_ns if before.doing == doing else before.at_ns
+        self._standing[pid] = Standing(doing, span_ns, since, now_ns)
+        rank = RankFacts(pid, ring.process, ring.rank, world, doing, since, step, state="running")
         if now_ns - since < DETAILS_NS:
-            self._samples.pop(ring.pid, None)
+            self._counters.pop(pid, None)
             return rank
-        process = proc.read(ring.pid)
+        process = proc.read(pid)
         if process is None or process.dead:
             return rank._replace(doing=doing if doing == "ended" else "gone", state="gone")
-        groups = tuple(GroupSeen(*group) for group in ring.groups())
-        taken = self._dumps.get(ring.pid, Dump())
-        rank = rank._replace(groups=groups, state=_STATES.get(process.state, "sleeping"))
-        rank = rank._replace(stack=taken.main, why_no_stack=taken.reason, worker=self._workers.get(ring.pid))
+        asked_ns, taken = self._dumps.get(pid, (0, Dump()))
+        if asked_ns < since:
+            taken = Dump()
         self._table = self._table or proc.every_process()
-        before, now = self._samples.get(ring.pid), _sample(ring.pid, self._table, now_ns)
-        self._samples[ring.pid] = now
-        if before is not None and now.at_ns > before.at_ns:
-            seconds = (now.at_ns - before.at_ns) / SECOND
-            rank = rank._replace(
-                cpu=max(now.cpu_s - before.cpu_s, 0.0) / seconds,
-                wakes=max(now.wakes - before.wakes, 0) / seconds,
-                io_bytes=max(now.io_bytes - before.io_bytes, 0) / seconds,
-            )
-        return rank
+        counters = self._counters.setdefault(pid, [])
+        counters.append(_counted(pid, ring.training_tid(), self._table, now_ns))
+        while now_ns - counters[0].at_ns > SIGNS_OVER_NS:
+            del counters[0]
+        first, last = counters[0], counters[-1]
+        return rank._replace(
+            groups=tuple(GroupSeen(*group) for group in ring.groups()),
+            state=_STATES.get(process.state, "sleeping"),
+            stack=taken.main,
+            why_no_stack=taken.reason if taken.main is None else None,
+            worker=self._workers.get(pid) if taken.main is not None else None,
+            between_loops=doing == "other" and ring.loop_over() > span_ns,
+            cpu=last.cpu_since(counters[-2]) if len(counters) > 1 else None,
+            busy=last.busy_since(first) if last.at_ns - first.at_ns >= SIGNS_AFTER_NS else None,
+        )
+
+    def _job(self, pid: int) -> int:
+        """The process that started the ranks of this one's job: a launcher, or the one that a rank was forked from."""
+        parent = self._parents.get(pid, 0)
+        return self._job(parent) if parent in self._parents and parent != pid else parent
 
     def with_ends(self, ranks: list[RankFacts]) -> list[RankFacts]:
         """The same with the exceptions that ended processes."""
         raised = {one.pid: one._replace(rank=None).sentence(self.cwd) for one in every_uncaught(self.directory)}
         return [rank._replace(raised=raised.get(rank.pid)) for rank in ranks]
 
-    def take_stacks(self, *, native: bool = False) -> Mapping[int, Dump]:
-        """Take the stacks of all living processes (by pid); takes up to some seconds. From any thread."""
-        rings = {ring.pid: ring for ring in list(self._rings.values()) if proc.alive(ring.pid, None)}
-        taken = dump(list(rings), native=native)
+    def take_stacks(self, *, native: bool = False, still_ns: int = 0) -> Mapping[int, Dump]:
+        """Take the stacks of all living processes (by pid); takes up to some seconds. From any thread.
+
+        `still_ns`: only of those that have stood still for this long.
+        """
+        now = time.monotonic_ns()
+        rings: dict[int, SpanReader] = {}
+        for ring in list(self._rings.values()):
+            with contextlib.suppress(RingError, OSError):
+                if proc.alive(ring.pid, None) and now - ring.current_span()[1] >= still_ns:
+                    rings[ring.pid] = ring
+        taken = dump({pid: ring.training_tid() for pid, ring in rings.items()}, native=native)
         asked = {}
         for pid, one in taken.items():
             if one.reason is not None:
@@ -111,7 +170,7 @@ class RankLook:
                     asked[pid] = rings[pid].request_stacks()
         end = time.monotonic() + NOTE_WAIT_S
         while asked and time.monotonic() < end:
-            time.sleep(0.05)
+            time.sleep(0.02)
             for pid in list(asked):
                 stacks = self._noted(rings[pid].process, asked[pid])
                 if stacks:
@@ -120,8 +179,8 @@ class RankLook:
         for pid in asked:
             reason = f"{taken[pid].reason}; and the process does not answer: C code holds the GIL, or it is stopped"
             taken[pid] = Dump(reason=reason)
-        self._dumps = taken
-        self._workers = self._look_at_workers(taken)
+        self._workers = {**self._workers, **self._look_at_workers(taken)}
+        self._dumps.update((pid, (now, one)) for pid, one in taken.items())
         return taken
 
     def _look_at_workers(self, taken: Mapping[int, Dump]) -> dict[int, str]:
@@ -136,7 +195,7 @@ class RankLook:
             if bad is not None:
                 found[pid] = f"its worker (pid {bad.pid}) is {'dead' if bad.dead else _STATES[bad.state]}"
                 continue
-            text = worker_words(dump([one.pid for one in children[:MOST_WORKERS]]), self.cwd)
+            text = worker_words(dump({one.pid: one.pid for one in children[:MOST_WORKERS]}), self.cwd)
             if text is not None:
                 found[pid] = text
         return found
@@ -155,15 +214,21 @@ class RankLook:
 
 
 def newest_of_each_rank(found: list[RankFacts]) -> list[RankFacts]:
-    """The processes without those that a restarted job has left behind."""
-    newest: dict[object, RankFacts] = {}
+    """The processes without those that a restarted job has left behind. Ranks with the same number are marked."""
+    living: dict[int | None, list[RankFacts]] = {}
     for rank in found:
-        newest[("pid", rank.pid) if rank.rank is None else rank.rank] = rank
-    return [rank for rank in newest.values() if not (rank.rank is None and rank.over and len(newest) > 1)]
+        before = living.setdefault(rank.rank, [])
+        if rank.rank is not None:
+            before[:] = [each for each in before if not each.over]
+        before.append(rank)
+    kept = [rank for same in living.values() for rank in same]
+    several = {number for number, same in living.items() if number is not None and len(same) > 1}
+    over = [rank for rank in kept if rank.rank is None and rank.over]
+    return [rank._replace(namesake=rank.rank in several) for rank in kept if len(kept) == len(over) or rank not in over]
 
 
-def _sample(pid: int, table: Mapping[int, proc.ProcessEntry], now_ns: int) -> _Counters:
-    """The counters of a process and its children."""
+def _counted(pid: int, tid: int, table: Mapping[int, proc.ProcessEntry], now_ns: int) -> Counters:
+    """The counters of a process and its children. `tid`: its training thread."""
     cpu, wakes, io = 0.0, 0, 0
     for one in proc.with_descendants({pid}, table):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -174,7 +239,7 @@ def _sample(pid: int, table: Mapping[int, proc.ProcessEntry], now_ns: int) -> _C
                 if line.startswith(("rchar:", "wchar:")):
                     io += int(line.split()[1])
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path(f"/proc/{pid}/status").read_text("utf-8", "replace").splitlines():
+        for line in Path(f"/proc/{pid}/task/{tid}/status").read_text("utf-8", "replace").splitlines():
             if line.startswith("voluntary_ctxt_switches:"):
                 wakes = int(line.split()[1])
-    return _Counters(now_ns, cpu, wakes, io)
+    return Counters(now_ns, cpu, wakes, io)

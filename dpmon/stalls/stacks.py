@@ -51,7 +51,7 @@ class Stack(NamedTuple):
     frames: tuple[Frame, ...]
     thread: str = ""
     main: bool = True
-    """Whether it is the process's main thread."""
+    """Whether it is the training thread; in a process that does not train, the first one."""
     left_out: int = 0
     """Frames between the innermost and the outermost that are not listed."""
 
@@ -141,18 +141,19 @@ def py_spy() -> str | None:
     return beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
 
-def dump(pids: Sequence[int], *, native: bool = False) -> dict[int, Dump]:
+def dump(threads: Mapping[int, int], *, native: bool = False) -> dict[int, Dump]:
     """Take the stacks of processes, all at once. Takes at most WAIT_S.
 
-    `native`: also C frames; py-spy then stops each process for about 50 ms.
+    `threads`: the kernel's number of the main thread of each process, by pid. `native`: also C frames; py-spy then
+    stops each process for about 50 ms.
     """
     program = py_spy()
     if program is None:
-        return dict.fromkeys(pids, Dump(reason=f"py-spy is not installed; {_INSTALL}"))
+        return dict.fromkeys(threads, Dump(reason=f"py-spy is not installed; {_INSTALL}"))
     how = "--native" if native else "--nonblocking"
     started = {}
     found: dict[int, Dump] = {}
-    for pid in pids:
+    for pid in threads:
         try:
             command = [program, "dump", how, "--json", "--pid", str(pid)]
             pipe = subprocess.PIPE
@@ -168,7 +169,7 @@ def dump(pids: Sequence[int], *, native: bool = False) -> dict[int, Dump]:
             process.communicate()
             found[pid] = Dump(reason=f"py-spy gave no answer within {WAIT_S:.0f} s")
             continue
-        found[pid] = parsed(out, native) if process.returncode == 0 else Dump(reason=_failure(err))
+        found[pid] = parsed(out, threads[pid], native) if process.returncode == 0 else Dump(reason=_failure(err))
     return found
 
 
@@ -181,22 +182,25 @@ def _failure(said: bytes) -> str:
     return f"py-spy failed: {line.removeprefix('Error: ')[:200] or 'without a message'}"
 
 
-def parsed(out: bytes, native: bool = False) -> Dump:
-    """The stacks in py-spy's JSON (`dump --json`)."""
+def parsed(out: bytes, main: int, native: bool = False) -> Dump:
+    """The stacks in py-spy's JSON (`dump --json`). `main`: the kernel's number of the main thread."""
     if len(out) > _MOST_BYTES:
         return Dump(reason=f"py-spy printed more than {_MOST_BYTES >> 20} MiB")
     try:
         threads = json.loads(out)
         if not isinstance(threads, list):
             raise TypeError
-        stacks = [_stack(thread) for thread in threads[:MOST_THREADS]]
+        # Older Pythons do not know the kernel's numbers.
+        known = any(thread["os_thread_id"] == main for thread in threads)
+        key, value = ("os_thread_id", main) if known else ("thread_name", "MainThread")
+        stacks = [_stack(thread, thread[key] == value) for thread in threads[:MOST_THREADS]]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return Dump(reason="py-spy printed something else than stacks: another version?")
-    stacks.sort(key=lambda stack: not stack.main)
+    stacks = sorted((stack for stack in stacks if stack.frames), key=lambda stack: not stack.main)
     return Dump(tuple(stacks), None if stacks else "py-spy saw no Python thread", native)
 
 
-def _stack(thread: Mapping[str, Any]) -> Stack:
+def _stack(thread: Mapping[str, Any], main: bool) -> Stack:
     frames = [each for each in thread["frames"] if _OURS not in each["filename"]]
     kept = frames if len(frames) <= INNER + OUTER else [*frames[:INNER], *frames[-OUTER:]]
     return Stack(
@@ -204,7 +208,7 @@ def _stack(thread: Mapping[str, Any]) -> Stack:
             Frame(str(each["name"])[:_LONGEST], str(each["filename"])[:_LONGEST], int(each["line"])) for each in kept
         ),
         str(thread["thread_name"] or "")[:_LONGEST],
-        thread["os_thread_id"] == thread["pid"],
+        main,
         len(frames) - len(kept),
     )
 

@@ -11,19 +11,18 @@ SECOND = 1_000_000_000
 LEAST_NS = 10 * SECOND
 """No lack of progress is called a stall before this time."""
 BUSY_NS = 1200 * SECOND
-"""The same for a process with a sign of life (processor time, file I/O, wake-ups) in a place that it was not seen in
-before: a first compilation, checkpoint, download or evaluation may take this long."""
-BUSY_DATA_NS = 60 * SECOND
-"""The same for a wait for data after the first batches."""
-START_NS = 1200 * SECOND
-"""The same before the first step."""
+"""The same for a process with a sign of life in a place that it was not seen in before, before its first step, and
+after a loop: a compilation, checkpoint, download or evaluation may take this long."""
+BUSY_DATA_NS = 180 * SECOND
+"""The same for a wait for data of a process with a sign of life."""
+SAVE_NS = 60 * SECOND
+"""The same for a process that saves without a sign of life; in a wait for a disk it has BUSY_NS."""
 LONGER = 3
 """A place may take this many times as long as it took at most before."""
-SIGNS_PER_S = 20.0
-"""Wake-ups a second that count as a sign of life. A loader that waits for a dead worker wakes 0.2 times a second."""
-SIGN_CPU = 0.05
-"""Share of a core, of the process and its children, that counts as a sign of life."""
-SIGN_BYTES_PER_S = 64 << 10
+
+
+PHASES = ("data", "copy", "forward", "backward", "optimizer")
+"""Activities that are learned as a whole. In the script, each line is learned: else a checkpoint would hide a stall."""
 
 
 class GroupSeen(NamedTuple):
@@ -32,8 +31,8 @@ class GroupSeen(NamedTuple):
     name: int
     """The same number on all its ranks."""
     ranks: int
-    sequence: int
-    """Number of collectives that this rank has started in it."""
+    sequence: int | None
+    """Number of collectives that this rank has started in it; None if the backend does not count them."""
 
 
 class RankFacts(NamedTuple):
@@ -54,10 +53,14 @@ class RankFacts(NamedTuple):
     """running, sleeping, disk wait, stopped or gone, from /proc."""
     cpu: float | None = None
     """Share of a core in the last second, its children included."""
-    wakes: float = 0.0
-    """Wake-ups of its main thread a second."""
-    io_bytes: float = 0.0
-    """Bytes read and written a second, its children included."""
+    busy: bool | None = None
+    """Whether it has shown a sign of life in the last seconds (see dpmon.stalls.processes); None: not known yet."""
+    between_loops: bool = False
+    """Whether its last loop over a loader is over and it has begun nothing since."""
+    job: int = 0
+    """The same number for all ranks that may wait for each other."""
+    namesake: bool = False
+    """Whether a rank of another job has the same number."""
     stack: Stack | None = None
     why_no_stack: str | None = None
     raised: str | None = None
@@ -69,7 +72,7 @@ class RankFacts(NamedTuple):
     def name(self) -> str:
         """Its name in a list of several."""
         if self.rank is not None:
-            return f"rank {self.rank}"
+            return f"rank {self.rank} (pid {self.pid})" if self.namesake else f"rank {self.rank}"
         return f"process {self.process}" if self.process is not None else f"pid {self.pid}"
 
     @property
@@ -78,11 +81,9 @@ class RankFacts(NamedTuple):
         return next(number for number in (self.rank, self.process, self.pid) if number is not None)
 
     @property
-    def alive_signs(self) -> bool:
-        """Whether it shows a sign of life."""
-        return (
-            (self.cpu or 0.0) >= SIGN_CPU or self.wakes >= SIGNS_PER_S or self.io_bytes >= SIGN_BYTES_PER_S
-        ) and self.state not in ("stopped", "gone")
+    def examined(self) -> bool:
+        """Whether its stack was asked for since it stands there."""
+        return self.over or self.stack is not None or self.why_no_stack is not None
 
     @property
     def over(self) -> bool:
@@ -91,8 +92,10 @@ class RankFacts(NamedTuple):
 
     @property
     def where(self) -> tuple[str, str | None]:
-        """The place whose usual time is learned: what it does, and the function and line of the script."""
-        script = None if self.stack is None else self.stack.script
+        """The place whose usual time is learned: what it does; in the script also the line."""
+        if self.step is None:
+            return "starting", None
+        script = None if self.stack is None or self.doing in PHASES else self.stack.script
         return self.doing, None if script is None else f"{script.file}:{script.line}"
 
     @property
@@ -113,19 +116,30 @@ class UsualTimes:
 
     def learn(self, where: tuple[str, str | None], took_ns: int) -> None:
         """Take note of a finished time."""
-        for key in {where, (where[0], None)}:
-            if took_ns > self._longest.get(key, 0):
-                self._longest[key] = took_ns
+        if took_ns > self._longest.get(where, 0):
+            self._longest[where] = took_ns
 
-    def of(self, rank: RankFacts, *, started: bool) -> int:
-        """How long (ns) a rank may stand where it stands. `started`: whether the run has finished a step."""
-        what, place = rank.where
-        # A place in the script is known by its line. The longest of all places would hide a stall behind a checkpoint.
-        known = self._longest.get((what, place), 0)
-        least = LEAST_NS if started else START_NS
-        if rank.alive_signs:
-            least = BUSY_DATA_NS if started and what == "data" else BUSY_NS
-        return max(least, LONGER * known)
+    def of(self, rank: RankFacts, *, awaited: bool = True) -> int:
+        """How long (ns) a rank may stand where it stands. `awaited`: whether other ranks wait for it."""
+        return max(_least(rank, awaited), self.learned(rank))
+
+    def learned(self, rank: RankFacts) -> int:
+        """How long (ns) a rank may stand there according to earlier times; 0 if there are none."""
+        return LONGER * self._longest.get(rank.where, 0)
+
+
+def _least(rank: RankFacts, awaited: bool) -> int:
+    """How long (ns) a rank may stand where it was not seen before."""
+    kind = "" if rank.stack is None else rank.stack.kind
+    if rank.state == "stopped":
+        return LEAST_NS
+    if rank.step is None or kind == "compile" or (rank.between_loops and not awaited):
+        return BUSY_NS
+    if kind == "save":
+        return BUSY_NS if rank.busy is not False or rank.state == "disk wait" else SAVE_NS
+    if rank.busy is not False:
+        return BUSY_DATA_NS if rank.doing == "data" else BUSY_NS
+    return LEAST_NS
 
 
 class Stall(NamedTuple):
@@ -139,42 +153,62 @@ class Stall(NamedTuple):
     """Indices of the ranks that wait for them."""
 
 
-def stall(ranks: Sequence[RankFacts], patience: UsualTimes, now_ns: int, *, started: bool) -> Stall | None:
+def stall(ranks: Sequence[RankFacts], usual: UsualTimes, now_ns: int) -> Stall | None:
     """Return the stall of a run; None if it makes progress, or if the lack of it is plausible."""
-    there = [i for i, rank in enumerate(ranks) if rank.doing != "paused"]
-    if not there or all(ranks[i].over for i in there):
+    jobs: dict[int, list[int]] = {}
+    for i, rank in enumerate(ranks):
+        if rank.doing != "paused":
+            jobs.setdefault(rank.job, []).append(i)
+    found = [each for job in jobs.values() if (each := _of_job(ranks, job, usual, now_ns)) is not None]
+    if not found:
         return None
-    waiting = [i for i in there if ranks[i].in_collective]
-    if waiting:
-        behind = _behind([ranks[i] for i in waiting])
-        waiting = [i for i in waiting if ranks[i].pid not in behind]
-    still = [i for i in there if i not in waiting and not ranks[i].over]
-    slow = [i for i in still if now_ns - ranks[i].since_ns >= patience.of(ranks[i], started=started)]
+    guilty = [i for each in found for i in each.guilty]
+    waiting = [i for each in found for i in each.waiting]
+    return Stall(min(each.since_ns for each in found), tuple(guilty), tuple(waiting))
+
+
+def _of_job(ranks: Sequence[RankFacts], job: Sequence[int], usual: UsualTimes, now_ns: int) -> Stall | None:
+    """The stall of ranks that may wait for each other. `job`: their indices."""
+    if all(ranks[i].over for i in job):
+        return None
+    waiting = [i for i in job if ranks[i].in_collective]
+    still = [i for i in job if i not in waiting and not ranks[i].over]
+    # A rank that is ahead of another one waits for it, or will; without stacks there is no other sign.
+    ahead = [i for i in still if any(_ahead(ranks[i], ranks[j]) for j in still)]
+    waiting = sorted([*waiting, *ahead])
+    still = [i for i in still if i not in ahead]
+    slow = [i for i in still if now_ns - ranks[i].since_ns >= usual.of(ranks[i], awaited=bool(waiting))]
     if slow:
-        since = min(ranks[i].since_ns for i in slow)
-        return Stall(since, tuple(slow), tuple(waiting))
+        return Stall(min(ranks[i].since_ns for i in slow), tuple(slow), tuple(waiting))
     if still or not waiting:
         return None
     # All ranks that are left wait in a collective: for one that is gone or has ended, or for each other.
     since = max(ranks[i].since_ns for i in waiting)
-    least = LEAST_NS if started else START_NS
-    known = max(patience.of(ranks[i]._replace(cpu=None, wakes=0, io_bytes=0), started=started) for i in waiting)
-    if now_ns - since < max(least, known):
+    if now_ns - since < max(_together(ranks, waiting), *(usual.learned(ranks[i]) for i in waiting)):
         return None
-    gone = tuple(i for i in there if ranks[i].over)
-    if gone:
-        return Stall(since, gone, tuple(waiting))
-    odd = _odd(ranks, waiting)
-    return Stall(since, odd, tuple(i for i in waiting if i not in odd))
+    gone = tuple(i for i in job if ranks[i].over)
+    guilty = gone or _behind(ranks, waiting) or _odd(ranks, waiting)
+    return Stall(since, guilty, tuple(i for i in waiting if i not in guilty))
 
 
-def _behind(ranks: Sequence[RankFacts]) -> set[int]:
-    """The pids of ranks that have started fewer collectives of a group than another rank of it."""
-    most: dict[int, int] = {}
-    for rank in ranks:
-        for group in rank.groups:
-            most[group.name] = max(most.get(group.name, 0), group.sequence)
-    return {rank.pid for rank in ranks for group in rank.groups if group.sequence < most[group.name]}
+def _together(ranks: Sequence[RankFacts], waiting: Sequence[int]) -> int:
+    """How long (ns) these ranks, and no others, may stand in collectives."""
+    if any(ranks[i].step is None or ranks[i].busy is None for i in waiting):
+        return BUSY_NS
+    # All of them wait without a processor (gloo) or all spin (NCCL). Otherwise, the busy ones compute their backward.
+    return BUSY_NS if len({ranks[i].busy for i in waiting}) > 1 else LEAST_NS
+
+
+def _ahead(rank: RankFacts, other: RankFacts) -> bool:
+    """Whether a rank has started more collectives of a group than another one of the group."""
+    numbers = {group.name: group.sequence for group in other.groups}
+    pairs = ((group.sequence, numbers.get(group.name)) for group in rank.groups)
+    return any(mine is not None and its is not None and mine > its for mine, its in pairs)
+
+
+def _behind(ranks: Sequence[RankFacts], waiting: Sequence[int]) -> tuple[int, ...]:
+    """Those that have started fewer collectives of a group than another rank of it."""
+    return tuple(i for i in waiting if any(_ahead(ranks[j], ranks[i]) for j in waiting))
 
 
 def _odd(ranks: Sequence[RankFacts], waiting: Sequence[int]) -> tuple[int, ...]:
@@ -182,7 +216,8 @@ def _odd(ranks: Sequence[RankFacts], waiting: Sequence[int]) -> tuple[int, ...]:
     places: dict[object, list[int]] = {}  # in the order of the ranks
     for i in waiting:
         stack = ranks[i].stack
-        places.setdefault((ranks[i].where, stack and stack.inside), []).append(i)
+        script = None if stack is None else stack.script
+        places.setdefault((ranks[i].doing, script and (script.file, script.line), stack and stack.inside), []).append(i)
     if len(places) < 2:
         return ()
     smallest = min(len(group) for group in places.values())
@@ -192,7 +227,7 @@ def _odd(ranks: Sequence[RankFacts], waiting: Sequence[int]) -> tuple[int, ...]:
 # ------------------------------------------------------------------------------------------------ words
 
 
-_DOING = {"data": "waits for data", "other": "in the script", "sync": "waits in a collective"}
+_DOING = {"data": "waiting for data", "other": "in the script", "sync": "in a collective"}
 _STATES = {"stopped": "is stopped (SIGSTOP)", "disk wait": "waits for a disk", "gone": "is gone"}
 
 
@@ -204,14 +239,14 @@ def doing_words(rank: RankFacts, directory: str, *, waits: bool = False) -> str:
     script = None if stack is None else stack.script
     place = "" if script is None else f" ({script.place(directory)})"
     inside = None if stack is None else stack.inside
-    if waits:
-        return f"in {inside or rank.doing}{place}"
     if inside is not None:
         what = f"in {inside}{place}"
-    elif script is not None:
+    elif script is not None and not (waits and rank.doing in PHASES):
         what = f"in {script.function}{place}" if script.function != "<module>" else f"at {script.place(directory)}"
     else:
-        what = _DOING.get(rank.doing, f"in {rank.doing}")
+        what = f"{_DOING.get(rank.doing, f'in {rank.doing}')}{place}"
+    if waits:
+        return what
     state = _STATES.get(rank.state)
     worker = f"; {rank.worker}" if rank.worker else ""
     return f"{state}, {what}{worker}" if state else f"{what}{worker}"
@@ -219,42 +254,54 @@ def doing_words(rank: RankFacts, directory: str, *, waits: bool = False) -> str:
 
 def sentence(found: Stall, ranks: Sequence[RankFacts], directory: str) -> str:
     """The stall in one sentence: "rank 3 in DataLoader.__next__ (train.py:88); the other 7 wait for it in backward"."""
-    if not found.guilty:
-        words = doing_words(ranks[found.waiting[0]], directory, waits=True)
-        return f"all {len(found.waiting)} ranks wait {words}: no rank is behind"
-    if all(ranks[i].in_collective for i in found.guilty):
-        groups = _grouped([*found.guilty, *found.waiting], ranks, lambda rank: doing_words(rank, directory, waits=True))
-        named = "; ".join(f"{who} {'waits' if _one(who) else 'wait'} {words}" for who, words in groups)
-        return f"{named}: different collectives" if len(groups) > 1 else named
-    guilty = _grouped(found.guilty, ranks, lambda rank: doing_words(rank, directory))
-    only = len(ranks) == 1
-    text = "; ".join(words if only else f"{names} {words}" for names, words in guilty)
-    if not found.waiting:
+    jobs = dict.fromkeys(ranks[i].job for i in (*found.guilty, *found.waiting))
+    return "; ".join(_sentence_of_job(found, ranks, job, directory) for job in jobs)
+
+
+def _sentence_of_job(found: Stall, ranks: Sequence[RankFacts], job: int, directory: str) -> str:
+    guilty, waiting = ([ranks[i] for i in part if ranks[i].job == job] for part in found[1:])
+
+    def waits(group: Sequence[RankFacts]) -> list[str]:
+        words = _grouped(group, lambda rank: doing_words(rank, directory, waits=True))
+        return [f"{who} {'waits' if one else 'wait'} {text}" for who, one, text in words]
+
+    if not guilty:
+        words = doing_words(waiting[0], directory, waits=True)
+        here = "" if len(waiting) == waiting[0].world else " of this machine"
+        who = f"all {len(waiting)} ranks wait" if len(waiting) > 1 else f"{waiting[0].name} waits"
+        return f"{who} {words}: no rank{here} is behind"
+    if all(rank.in_collective for rank in guilty):
+        named = waits([*guilty, *waiting])
+        if len(named) > 1:
+            return f"{'; '.join(named)}: different collectives"
+        who = names(guilty)
+        return f"{named[0]}: {who} {'has' if len(guilty) == 1 else 'have'} started fewer collectives"
+    stuck = _grouped(guilty, lambda rank: doing_words(rank, directory))
+    text = "; ".join(words if len(ranks) == 1 else f"{who} {words}" for who, _, words in stuck)
+    if not waiting:
         return text
-    waits = _grouped(found.waiting, ranks, lambda rank: doing_words(rank, directory, waits=True))
-    if len(waits) == 1 and len(found.waiting) + len(found.guilty) == len(ranks) and len(found.waiting) > 2:
-        return f"{text}; the other {len(found.waiting)} wait for it {waits[0][1]}"
-    return text + "".join(f"; {who} {'waits' if _one(who) else 'wait'} {words}" for who, words in waits)
+    named = waits(waiting)
+    if len(named) == 1 and len(waiting) > 2 and len(waiting) + len(guilty) == sum(rank.job == job for rank in ranks):
+        return f"{text}; the other {len(waiting)} wait for it {doing_words(waiting[0], directory, waits=True)}"
+    return "; ".join((text, *named))
 
 
-def _one(who: str) -> bool:
-    """Whether this names a single rank."""
-    return "," not in who and "-" not in who
-
-
-def _grouped(
-    which: Sequence[int], ranks: Sequence[RankFacts], words: Callable[[RankFacts], str]
-) -> list[tuple[str, str]]:
+def _grouped(which: Sequence[RankFacts], words: Callable[[RankFacts], str]) -> list[tuple[str, bool, str]]:
+    """Names of the ranks with equal words, whether it is a single one, and the words; the smallest group first."""
     groups: dict[str, list[RankFacts]] = {}
-    for i in which:
-        groups.setdefault(words(ranks[i]), []).append(ranks[i])
-    return [(names(group), text) for text, group in sorted(groups.items(), key=lambda item: len(item[1]))]
+    for rank in which:
+        groups.setdefault(words(rank), []).append(rank)
+    return [
+        (names(group), len(group) == 1, text) for text, group in sorted(groups.items(), key=lambda item: len(item[1]))
+    ]
 
 
 def names(group: Sequence[RankFacts]) -> str:
     """ "rank 3", "ranks 0-2, 5"."""
     if len(group) == 1:
         return group[0].name
+    if any(rank.namesake for rank in group):
+        return ", ".join(rank.name for rank in group)
     kind = group[0].name.partition(" ")[0]
     numbers = sorted(rank.number for rank in group)
     runs: list[list[int]] = []

@@ -20,7 +20,9 @@ from dpmon.stalls.verdict import SECOND, RankFacts, Stall, UsualTimes, sentence,
 
 LOOK_NS = SECOND
 STACKS_AFTER_NS = 5 * SECOND
-"""Stacks are taken when a rank has stood still for this long, and again after the same time."""
+"""Stacks are taken when a rank has stood still for this long, and again after half of the time that it stands there."""
+REST = 50
+"""After taking stacks, this many times the time that it took passes before the next ones are taken."""
 
 
 class StallWatch:
@@ -40,7 +42,7 @@ class StallWatch:
         self._info = info
         self._emit = emit
         self._look = RankLook(directory, info.cwd, adopted=adopted)
-        self._patience = UsualTimes()
+        self._usual = UsualTimes()
         self._look_at = 0
         self._before: dict[int, RankFacts] = {}
         self._stacks_at = 0
@@ -70,15 +72,25 @@ class StallWatch:
         self._look_at = now + LOOK_NS
         ranks = self._look.ranks(steps(), now)
         self._learn(ranks)
-        still = [now - rank.since_ns for rank in ranks if not rank.over and rank.doing != "paused" and rank.since_ns]
-        if max(still, default=0) >= STACKS_AFTER_NS and now >= self._stacks_at and not self._busy():
-            self._stacks_at = now + STACKS_AFTER_NS
-            self._take(None)
-        if max(still, default=0) < DETAILS_NS or waits_since(self._directory) is not None:
+        times = [now - rank.since_ns for rank in ranks if not rank.over and rank.doing != "paused" and rank.since_ns]
+        longest = max(times, default=0)
+        if longest < DETAILS_NS or waits_since(self._directory) is not None:
             self._tell(None, ranks, now)
             return
-        started = any(rank.step is not None for rank in ranks)
-        self._tell(stall(ranks, self._patience, now, started=started), ranks, now)
+        found = stall(ranks, self._usual, now)
+        missing = found is not None and not all(ranks[i].examined for i in (*found.guilty, *found.waiting))
+        if not self._busy() and (missing or (longest >= STACKS_AFTER_NS and now >= self._stacks_at)):
+            self._stacks_at = now + max(STACKS_AFTER_NS, longest // 2)
+            self._take(None)
+        if not missing and not self._unknown(ranks, now):  # without the stacks the wrong rank may be named
+            self._tell(found, ranks, now)
+
+    def _unknown(self, ranks: list[RankFacts], now: int) -> bool:
+        """Whether the stall that an earlier supervisor saw may go on: for some seconds no sign of life is known."""
+        if self._stall is None:
+            return False
+        still = [rank for rank in ranks if not rank.over and rank.since_ns <= self._stall.since_ns + SECOND]
+        return any(rank.busy is None and now - rank.since_ns >= DETAILS_NS for rank in still)
 
     def close(self) -> None:
         """Close the rings. A stall in which the run ended stays open in the record."""
@@ -98,20 +110,25 @@ class StallWatch:
         """Take the stacks in a thread, because py-spy may take long. `asked`: the number of a request."""
 
         def work() -> None:
-            dumps = self._look.take_stacks(native=asked is not None and wants_native(self._directory))
-            if asked is not None:
-                self._taken = asked, dumps
+            begun = time.monotonic_ns()
+            if asked is None:
+                self._look.take_stacks(still_ns=DETAILS_NS)
+                took = time.monotonic_ns() - begun
+                self._stacks_at = max(self._stacks_at, begun + REST * took)
+            else:
+                self._taken = asked, self._look.take_stacks(native=wants_native(self._directory))
 
         self._thread = threading.Thread(target=work, name="dpmon stacks", daemon=True)
         self._thread.start()
 
     def _learn(self, ranks: list[RankFacts]) -> None:
-        """Take note of how long each finished operation took."""
+        """Take note of how long each finished operation took, unless the rank waited there for another one."""
+        before, self._before = self._before, {rank.pid: rank for rank in ranks}
+        working = {rank.job for rank in before.values() if not rank.in_collective}
         for rank in ranks:
-            before = self._before.get(rank.pid)
-            if before is not None and before.since_ns != rank.since_ns and rank.since_ns > before.since_ns > 0:
-                self._patience.learn(before.where, rank.since_ns - before.since_ns)
-            self._before[rank.pid] = rank
+            was = before.get(rank.pid)
+            if was is not None and rank.since_ns > was.since_ns > 0 and not (was.in_collective and was.job in working):
+                self._usual.learn(was.where, rank.since_ns - was.since_ns)
 
     def _tell(self, found: Stall | None, ranks: list[RankFacts], now: int) -> None:
         """Record the beginning, a change, or the end of a stall."""

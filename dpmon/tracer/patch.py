@@ -143,8 +143,9 @@ def install() -> None:
     queued = getattr(torch.cuda, "_queued_calls", None)  # torch runs these when it initialises CUDA
     if isinstance(queued, list):
         queued += [(cuda_starting.set, []), (sites.all_may_move, [])]
-    parts = (session, recorder, optimizers, modes, sites, primitives, memory, loaders, gradients, collectives)
-    _at_the_end(session, recorder, memory, loaders, collectives, [part.reset for part in parts])
+    watch = Watch(session, recorder)
+    parts = (session, recorder, optimizers, modes, sites, primitives, memory, loaders, gradients, collectives, watch)
+    _at_the_end(session, recorder, memory, loaders, collectives, watch, [part.reset for part in parts])
     with session.guarded("torch.compile", fatal=False):  # else it tries a model with graph breaks once more
         hide_from_dynamo()
 
@@ -196,12 +197,13 @@ def _at_the_end(
     memory: Memory,
     loaders: Loaders,
     collectives: Collectives,
+    watch: Watch,
     resets: Sequence[Callable[[], None]],
 ) -> None:
     """Handle the end and the forks of the process. `resets`: functions that reset the parts in a forked child."""
 
     def end() -> None:
-        for part in (collectives, loaders, recorder):
+        for part in (watch, collectives, loaders, recorder):
             with session.guarded("end of the process"):
                 part.at_exit()
         try:
@@ -226,8 +228,6 @@ def _at_the_end(
                     set_handler(SIGINT, default_int_handler)
 
     atexit.register(at_exit)
-
-    watch = Watch(session)
 
     def opened(ring: SpanRing) -> None:
         recorder.opened(ring)

@@ -1,26 +1,38 @@
 """A thread that answers for the training thread while that one is stuck.
 
-Once a second it writes into the ring how many collectives this process has started in each process group. On request it
-notes the stacks of all Python threads. The thread needs the GIL, so it gives no answer while C code holds that.
+While the training stands still, it writes once a second into the ring how many collectives this process has started in
+each process group. On request it notes the stacks of all Python threads. It needs the GIL, so it gives no answer while
+C code holds that. While the training goes on, it makes no objects: the collector of cycles could otherwise run in it,
+and with it finalizers of the script.
 """
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import sys
-import time
-from typing import Any
+from _thread import allocate_lock, get_ident, start_new_thread
+from collections.abc import Callable
+from signal import SIG_BLOCK, SIG_SETMASK, pthread_sigmask, valid_signals
+from sys import _current_frames
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from dpmon.record.names import packed_json, shortened
-from dpmon.span_ring import MAX_GROUPS, SpanRing, Word
+from dpmon.span_ring import MAX_GROUPS, NO_NUMBER, THREADS, SpanRing, Word
 from dpmon.tracer.append import append
 from dpmon.tracer.core.session import Session
+
+if TYPE_CHECKING:
+    from dpmon.tracer.steps.recorder import Recorder
 
 LOOK_S = 0.25
 GROUPS_EVERY = 4
 """The process groups are asked at one look in this many."""
+STILL_NS = 2_000_000_000
+"""And only if the training thread has begun nothing for this long."""
+END_S = 0.5
+"""Longest wait for the end of the thread."""
 MAX_BYTES = 4 << 20
 """Most bytes of noted stacks of a process."""
 INNER, OUTER, MAX_THREADS = 100, 20, 64
@@ -29,54 +41,104 @@ _SET_PTRACER = 0x59616D61
 """PR_SET_PTRACER (linux/prctl.h)."""
 
 
+def start_thread(function: Callable[..., object], *arguments: object) -> None:
+    """Start a thread that the script does not see.
+
+    It is in no list of `threading`, and takes no signal: the kernel would give it those that the script has blocked.
+    """
+    before = pthread_sigmask(SIG_BLOCK, ())
+    try:
+        pthread_sigmask(SIG_BLOCK, valid_signals())
+        start_new_thread(function, arguments)
+    finally:
+        pthread_sigmask(SIG_SETMASK, before)
+
+
 class Watch:
     """The thread of one process."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session
+        self._recorder = recorder
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the thread, also in a forked child, which has none."""
+        self._locks: tuple[Any, Any] | None = None
+        """Released to end the thread, and released at its end."""
 
     def start(self, ring: SpanRing) -> None:
-        """Start the thread for a new ring, also in a forked child."""
-        # Not a threading.Thread: the script must not see it in threading.enumerate(), nor wait for it at its end.
+        """Start the thread for a new ring."""
+        over, ended = allocate_lock(), allocate_lock()
+        over.acquire()
+        ended.acquire()
         with self._session.guarded("the thread that watches", fatal=False):
-            _thread.start_new_thread(self._run, (ring, _thread.get_ident()))
+            start_thread(self._run, ring, get_ident(), over, ended)
+            self._locks = over, ended
 
-    def _run(self, ring: SpanRing, training: int) -> None:
+    def at_exit(self) -> None:
+        """End the thread. In a C++ function, it would abort the process if the interpreter ended meanwhile."""
+        locks, self._locks = self._locks, None
+        if locks is not None:
+            over, ended = locks
+            over.release()
+            ended.acquire(True, END_S)
+
+    def _run(self, ring: SpanRing, opener: int, over: Any, ended: Any) -> None:
         session, words = self._session, ring.words
         answered, allowed, looks = words[Word.STACKS], 0, 0
-        with contextlib.suppress(BaseException):  # a fault here must not end up in the script's output
-            while session.ring is ring and not session.off:
-                time.sleep(LOOK_S)
-                if looks % GROUPS_EVERY == 0:
-                    note_groups(words)
+        try:
+            while not over.acquire(True, LOOK_S) and session.ring is ring and not session.off:
                 looks += 1
-                if words[Word.PTRACER] != allowed:
-                    allowed = words[Word.PTRACER]
-                    _allow(allowed)
-                if words[Word.STACKS] != answered:
-                    answered = words[Word.STACKS]
-                    line = packed_json({"asked": answered, "threads": stacks(training)}) + b"\n"
-                    append(session.config.directory, f"process-{session.process}.stacks", line, MAX_BYTES)
+                try:
+                    if looks % GROUPS_EVERY == 0:
+                        begun = words[Word.SPAN_START + min(words[Word.TRAINING_THREAD], THREADS - 1)]
+                        if monotonic_ns() - begun > STILL_NS:
+                            note_groups(words)
+                        elif words[Word.GROUPS]:
+                            words[Word.GROUPS] = 0
+                    if words[Word.PTRACER] != allowed:
+                        allowed = words[Word.PTRACER]
+                        _allow(allowed)
+                    if words[Word.STACKS] != answered:
+                        answered = words[Word.STACKS]
+                        line = packed_json({"asked": answered, "threads": stacks(self._training(opener))}) + b"\n"
+                        append(session.config.directory, f"process-{session.process}.stacks", line, MAX_BYTES)
+                except OSError:  # the disk: the supervisor says that there is no answer
+                    pass
+                except Exception as error:  # noqa: BLE001 - an error here would be printed
+                    session.fault("the thread that watches", error, fatal=False)
+        except BaseException:  # noqa: BLE001 - likewise
+            pass
+        ended.release()
+
+    def _training(self, opener: int) -> int:
+        """The ident of the training thread. `opener`: the thread that opened the ring, which is that as a rule."""
+        training = self._recorder.training_thread
+        return next((ident for ident, thread in list(self._recorder.threads.items()) if thread is training), opener)
 
 
 def note_groups(words: memoryview) -> None:
     """Write the sequence number of each process group into the ring."""
-    distributed = sys.modules.get("torch.distributed.distributed_c10d")
-    world = getattr(distributed, "_world", None)
+    world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     at = Word.GROUPS
-    for group, name in list(world.pg_names.items())[:MAX_GROUPS] if world is not None else ():
+    for group in tuple(world.pg_names)[:MAX_GROUPS] if world is not None else ():
+        # Groups of different ranks may have the same name: torch counts them in each process.
+        ranks = list(world.pg_group_ranks.get(group, ()))
+        number = NO_NUMBER
         with contextlib.suppress(Exception):  # some backends have no sequence numbers
-            words[at + 1] = group._get_sequence_number_for_group()
-            words[at] = crc32(str(name).encode()) << 32 | min(group.size(), (1 << 31) - 1)
-            at += 2
+            number = group._get_sequence_number_for_group()
+        words[at + 1] = number
+        words[at] = crc32(f"{world.pg_names.get(group)} {ranks}".encode()) << 32 | max(len(ranks), 1)
+        at += 2
     if at < Word.GROUPS + 2 * MAX_GROUPS:
         words[at] = 0
 
 
 def stacks(training: int) -> list[dict[str, Any]]:
     """The stacks of all Python threads but this one, innermost call first. `training`: ident of the training thread."""
-    me, found = _thread.get_ident(), []
-    for ident, frame in list(sys._current_frames().items())[:MAX_THREADS]:
+    me, found = get_ident(), []
+    for ident, frame in list(_current_frames().items())[:MAX_THREADS]:
         if ident == me:
             continue
         frames: list[tuple[str, str, int]] = []

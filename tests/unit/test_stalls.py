@@ -54,15 +54,16 @@ def rank(
         world=2,
         since_ns=NOW - int(for_s * SECOND),
         step=60,
+        busy=False,
         groups=(GroupSeen(1, 2, sequence),),
         stack=Stack(frames) if frames else None,
     )
     return facts._replace(**more)  # type: ignore[arg-type]
 
 
-def told(*ranks: RankFacts, patience: UsualTimes | None = None, started: bool = True) -> str | None:
+def told(*ranks: RankFacts, usual: UsualTimes | None = None) -> str | None:
     """The sentence about these ranks; None if they are not stalled."""
-    found = stall(ranks, patience or UsualTimes(), NOW, started=started)
+    found = stall(ranks, usual or UsualTimes(), NOW)
     return None if found is None else sentence(found, ranks, "/job")
 
 
@@ -124,9 +125,9 @@ def test_the_guilty_rank_comes_first(ranks: tuple[RankFacts, ...], expected: str
         (rank(0, SCRIPT, doing="paused"),),
         (rank(0, doing="ended"), rank(1, doing="gone")),
         # A sign of life: a first compilation, download or checkpoint may take long.
-        (rank(0, BACKWARD, for_s=600), rank(1, SCRIPT, for_s=600, cpu=0.9)),
-        (rank(0, BACKWARD, for_s=600), rank(1, SCRIPT, for_s=600, io_bytes=1e6)),
-        (rank(0, BACKWARD, for_s=600), rank(1, SCRIPT, for_s=600, wakes=100)),
+        (rank(0, BACKWARD, for_s=600), rank(1, SCRIPT, for_s=600, busy=True)),
+        (rank(0, BACKWARD, for_s=600), rank(1, SCRIPT, for_s=600, busy=None)),
+        (rank(0, BACKWARD, for_s=170), rank(1, LOADER, for_s=170, doing="data", busy=True)),
     ],
 )
 def test_no_alarm(ranks: tuple[RankFacts, ...]) -> None:
@@ -134,21 +135,21 @@ def test_no_alarm(ranks: tuple[RankFacts, ...]) -> None:
 
 
 def test_a_rank_that_spins_in_a_collective_shows_no_sign_of_life() -> None:
-    assert told(rank(0, BACKWARD, cpu=1.0), rank(1, BARRIER, cpu=1.0)) is not None
+    assert told(rank(0, BACKWARD, busy=True), rank(1, BARRIER, busy=True)) is not None
 
 
 def test_nothing_is_a_stall_before_the_first_step() -> None:
-    assert told(rank(0, SCRIPT, for_s=300), started=False) is None
+    assert told(rank(0, SCRIPT, for_s=300, step=None)) is None
 
 
 def test_a_place_may_take_as_long_as_before() -> None:
     """A checkpoint of 60 s raises no alarm again; the same time elsewhere does."""
-    patience, here, there = UsualTimes(), rank(0, SCRIPT, for_s=100), rank(0, (SCRIPT[1],), for_s=100)
-    assert told(here, patience=patience) is not None
-    patience.learn(here.where, 60 * SECOND)
-    assert told(here, patience=patience) is None
-    assert told(here._replace(since_ns=NOW - 181 * SECOND), patience=patience) is not None
-    assert told(there, patience=patience) is not None
+    usual, here, there = UsualTimes(), rank(0, SCRIPT, for_s=100), rank(0, (SCRIPT[1],), for_s=100)
+    assert told(here, usual=usual) is not None
+    usual.learn(here.where, 60 * SECOND)
+    assert told(here, usual=usual) is None
+    assert told(here._replace(since_ns=NOW - 181 * SECOND), usual=usual) is not None
+    assert told(there, usual=usual) is not None
 
 
 # ------------------------------------------------------------------------------------------------ stacks
@@ -163,13 +164,13 @@ def frame(name: str, file: str, line: int) -> dict[str, object]:
 
 
 def test_frames_of_the_tracer_are_left_out() -> None:
-    found = parsed(dumped([frame("wrapper", "/x/dpmon/tracer/steps/recorder.py", 3), frame("main", "/job/a.py", 4)]))
+    found = parsed(dumped([frame("wrapper", "/x/dpmon/tracer/steps/recorder.py", 3), frame("main", "/job/a.py", 4)]), 1)
     assert found.main is not None
     assert found.main.frames == (Frame("main", "/job/a.py", 4),)
 
 
 def test_a_deep_stack_keeps_both_ends() -> None:
-    found = parsed(dumped([frame(f"f{i}", "/job/a.py", i) for i in range(10_000)])).main
+    found = parsed(dumped([frame(f"f{i}", "/job/a.py", i) for i in range(10_000)]), 1).main
     assert found is not None
     assert len(found.frames) == stacks.INNER + stacks.OUTER
     assert found.left_out == 10_000 - len(found.frames)
@@ -186,8 +187,8 @@ def test_a_deep_stack_keeps_both_ends() -> None:
     ],
 )
 def test_rubbish_from_py_spy_is_a_reason(out: bytes) -> None:
-    assert parsed(out).stacks == ()
-    assert "py-spy" in (parsed(out).reason or "")
+    assert parsed(out, 1).stacks == ()
+    assert "py-spy" in (parsed(out, 1).reason or "")
 
 
 def test_a_noted_stack_is_checked() -> None:

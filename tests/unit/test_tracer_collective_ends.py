@@ -17,7 +17,7 @@ def test_a_collective_is_recorded_although_the_process_ends_before_a_poll(monkey
     written: list[tuple[int, ...]] = []
     session: Any = None
     recorder: Any = SimpleNamespace(put=lambda *words: written.append(words))
-    monkeypatch.setattr("dpmon.tracer.collectives.ends.start_new_thread", lambda *_: None)
+    monkeypatch.setattr("dpmon.tracer.collectives.ends.start_thread", lambda *_: None)
     ends = Ends(session, recorder, CollectiveSample())
     ends.wait_for(Launched(None, Kind.COLLECTIVE, 5, 40))
     ends.stop()

@@ -7,7 +7,7 @@ callbacks. A recorded end is late by up to 0.1 ms or a twentieth of the collecti
 
 from __future__ import annotations
 
-from _thread import allocate_lock, start_new_thread
+from _thread import allocate_lock
 from collections import deque
 from contextlib import suppress
 from time import monotonic_ns, sleep, thread_time_ns
@@ -17,6 +17,7 @@ from dpmon.record.names import Unended
 from dpmon.record.spans import FLAGS_AT, Flag
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.watch import start_thread
 
 DISPATCH_NS = 15_000
 """Cost of a kernel outside its own code: the dispatcher converts the arguments and waits for the GIL."""
@@ -87,7 +88,7 @@ class Ends:
         if self._polling:
             self._rouse()
         else:  # the thread sets `_polling`: if it were set here, an interrupt could leave it true without a thread
-            start_new_thread(self._poll, (self._life,))
+            start_thread(self._poll, self._life)
 
     def _rouse(self) -> None:
         """Rouse the polling thread, now or when it is about to wait."""

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
-from threading import get_ident
+from threading import get_ident, get_native_id
 from time import monotonic_ns
 from types import CodeType
 from typing import Any
@@ -50,6 +50,7 @@ STALE = 64
 FEW_CALLS = 64
 """A step may begin at a call after this many calls without a fetch or optimizer step, if there was a fetch before."""
 PAUSE, PAUSED, TRAINING_THREAD = Word.PAUSE, Word.PAUSED, Word.TRAINING_THREAD
+TRAINING_TID, LOOP_OVER = Word.TRAINING_TID, Word.LOOP_OVER
 
 
 class Thread:
@@ -154,6 +155,8 @@ class Recorder:
             del self._early[:1]
         if self.training_thread is not None:
             ring.words[TRAINING_THREAD] = self.training_thread.number
+            if self.threads.get(get_ident()) is self.training_thread:
+                ring.words[TRAINING_TID] = get_native_id()
         self.words, self.kinds, self.put = ring.words, ring.kinds, ring.put
         self.ring = ring
 
@@ -186,7 +189,7 @@ class Recorder:
 
     def _found(self, me: Thread) -> None:
         self.training_thread = me
-        self.words[TRAINING_THREAD] = me.number
+        self.words[TRAINING_THREAD], self.words[TRAINING_TID] = me.number, get_native_id()
 
     def heal(self) -> None:
         """Reset this thread's state if an interrupt left a call in it that is no longer running."""
@@ -356,6 +359,7 @@ class Recorder:
                 me.noted = False
                 self.startup.ended(error)
             if me.inside == 0 and (me is self.training_thread or self.training_thread is None):
+                self.words[LOOP_OVER] = monotonic_ns()
                 self.on_loop_over()
         except Exception as fault:  # noqa: BLE001 - the script's exception must be raised
             self._count_fault(fault)

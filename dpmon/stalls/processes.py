@@ -214,14 +214,16 @@ class RankLook:
 
 
 def newest_of_each_rank(found: list[RankFacts]) -> list[RankFacts]:
-    """The processes without those that a restarted job has left behind. Ranks with the same number are marked."""
+    """The processes by rank, without those that a restarted job has left behind. Equal ranks are marked."""
     living: dict[int | None, list[RankFacts]] = {}
     for rank in found:
         before = living.setdefault(rank.rank, [])
         if rank.rank is not None:
             before[:] = [each for each in before if not each.over]
         before.append(rank)
-    kept = [rank for same in living.values() for rank in same]
+    kept = sorted(
+        (rank for same in living.values() for rank in same), key=lambda rank: (rank.rank is None, rank.number)
+    )
     several = {number for number, same in living.items() if number is not None and len(same) > 1}
     over = [rank for rank in kept if rank.rank is None and rank.over]
     return [rank._replace(namesake=rank.rank in several) for rank in kept if len(kept) == len(over) or rank not in over]

@@ -187,7 +187,7 @@ def _of_job(ranks: Sequence[RankFacts], job: Sequence[int], usual: UsualTimes, n
     if now_ns - since < max(_together(ranks, waiting), *(usual.learned(ranks[i]) for i in waiting)):
         return None
     gone = tuple(i for i in job if ranks[i].over)
-    guilty = gone or _behind(ranks, waiting) or _odd(ranks, waiting)
+    guilty = gone or _odd(ranks, waiting) or _behind(ranks, waiting)
     return Stall(since, guilty, tuple(i for i in waiting if i not in guilty))
 
 

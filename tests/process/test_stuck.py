@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Dpmon, wait_for
+from running import LIMIT_S, Dpmon, wait_for
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "scripts" / "stuck.py"
+PAUSES = SCRIPT.with_name("pauses.py")
 LINES = {
     match[1]: number
     for number, line in enumerate(SCRIPT.read_text().splitlines(), 1)
@@ -44,36 +48,73 @@ CAUSES = {
 }
 
 
+PAUSE_S = 16.0
+"""Longer than the threshold."""
+ENDS_WITH = "stopped"
+"""The cause that the test ends."""
+
+
 def stalls(dpmon: Dpmon) -> list[dict[str, Any]]:
     return [record for record in dpmon.records() if record["kind"] == "stall"]
 
 
-@pytest.mark.parametrize("causes", [list(CAUSES)[:4], list(CAUSES)[4:8], list(CAUSES)[8:]], ids=lambda some: some[0])
-def test_the_cause_is_named(causes: list[str], tmp_path: Path) -> None:
-    runs = {}
-    for cause in causes:
-        (tmp_path / cause / "work").mkdir(parents=True)
-        runs[cause] = Dpmon(tmp_path / cause / "state", tmp_path / cause / "work")
-        runs[cause].start("--headless", SCRIPT, cause, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        for cause, dpmon in runs.items():
-            dpmon.info()
-            found = wait_for(lambda dpmon=dpmon: stalls(dpmon), what=f"the stall of {cause}")  # type: ignore[misc]
-            expected = CAUSES[cause].format(here=LINES.get(cause), backward=BACKWARD, loop=LINES["loop"])
-            assert re.fullmatch(expected, found[0]["text"]), found[0]["text"]
-            assert found[0]["t_s"] - found[0]["since_s"] < NOTICED_S
-            now = json.loads(dpmon.run("why", "--json").out)["now"]
-            assert re.fullmatch(expected, now["text"]), now["text"]
-            assert dpmon.run("status").status == 5
-    finally:
-        for dpmon in runs.values():
-            dpmon.clean_up()
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Dpmon]]:
+    """The runs of all tests of this file, by cause. They wait most of the time, so they run at once."""
+    place, found = tmp_path_factory.mktemp("stuck"), {}
+    commands: dict[str, tuple[object, ...]] = {cause: (SCRIPT, cause) for cause in ("input", *CAUSES)}
+    for name, words in {"pauses": (PAUSES, PAUSE_S), **commands}.items():
+        (place / name / "work").mkdir(parents=True)
+        dpmon = found[name] = Dpmon(place / name / "state", place / name / "work")
+        stdin = subprocess.PIPE if name == "input" else subprocess.DEVNULL
+        dpmon.start("--headless", *words, stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    yield found
+    for dpmon in found.values():
+        dpmon.clean_up()
 
 
-def test_a_wait_for_input_is_no_stall(dpmon: Dpmon) -> None:
-    dpmon.start("--headless", SCRIPT, "input", stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_cause_is_named(runs: dict[str, Dpmon], cause: str) -> None:
+    dpmon = runs[cause]
+    dpmon.info()
+    found = wait_for(lambda: stalls(dpmon), what=f"the stall of {cause}")
+    expected = CAUSES[cause].format(here=LINES.get(cause), backward=BACKWARD, loop=LINES["loop"])
+    assert re.fullmatch(expected, found[0]["text"]), found[0]["text"]
+    assert found[0]["t_s"] - found[0]["since_s"] < NOTICED_S
+    if cause == ENDS_WITH:
+        check_the_rest(dpmon, found[0])
+
+
+def check_the_rest(dpmon: Dpmon, first: dict[str, Any]) -> None:
+    """The commands, a new supervisor in the middle of the stall, and its end."""
+    assert dpmon.run("status").status == 5
+    now = json.loads(dpmon.run("why", "--json").out)["now"]
+    assert now["text"] == first["text"]
+    assert now["ranks"][0]["stacks"]
+    dpmon.kill_supervisor()
+    later = json.loads(dpmon.run("why", "--json").out)["now"]  # starts another one
+    assert (later["text"], later["since_s"]) == (first["text"], pytest.approx(first["since_s"]))
+    os.kill(now["ranks"][0]["pid"], signal.SIGCONT)
+    records = wait_for(lambda: [one for one in stalls(dpmon) if "lasted_s" in one], what="the end of the stall")
+    assert (records[0]["text"], records[0]["since_s"]) == (first["text"], pytest.approx(first["since_s"]))
+    assert records[0]["lasted_s"] > first["t_s"] - first["since_s"]
+    assert len(stalls(dpmon)) == 2
+    assert dpmon.run("status").status == 0
+
+
+def test_a_wait_for_input_is_no_stall(runs: dict[str, Dpmon]) -> None:
+    dpmon = runs["input"]
     dpmon.info()
     found = dpmon.run("status", "--wait", "waiting for input", "--timeout", "90", "--json")
     assert found.status == 0, found.text
     assert dpmon.run("status").status == 3
+    assert stalls(dpmon) == []
+
+
+def test_long_pauses_are_no_stalls(runs: dict[str, Dpmon]) -> None:
+    """A checkpoint, a compilation, an evaluation and others, each in a process of its own."""
+    dpmon = runs["pauses"]
+    dpmon.info()
+    (process,) = dpmon.started
+    assert process.wait(LIMIT_S) == 0
     assert stalls(dpmon) == []

@@ -138,6 +138,97 @@ def test_a_rank_that_spins_in_a_collective_shows_no_sign_of_life() -> None:
     assert told(rank(0, BACKWARD, busy=True), rank(1, BARRIER, busy=True)) is not None
 
 
+def test_of_two_ranks_in_backward_the_busy_one_computes() -> None:
+    assert told(rank(0, BACKWARD, busy=True), rank(1, BACKWARD)) is None
+
+
+def test_a_rank_that_is_behind_in_the_same_place_is_named() -> None:
+    assert told(rank(0, BACKWARD, sequence=6), rank(1, BACKWARD)) == (
+        "ranks 0, 1 wait in backward (train.py:90): rank 1 has started fewer collectives"
+    )
+
+
+def test_a_rank_that_is_ahead_waits_though_its_stack_does_not_say_so() -> None:
+    """Under NCCL a rank waits for its GPU, somewhere in the script."""
+    item = (Frame("main", "/job/train.py", 91),)
+    assert told(rank(0, item, sequence=6), rank(1, SCRIPT)) == (
+        "rank 1 in checkpoint (train.py:12); rank 0 waits in main (train.py:91)"
+    )
+    assert told(rank(0, item, sequence=6, busy=True), rank(1, SCRIPT)) == (
+        "rank 1 in checkpoint (train.py:12); rank 0 waits in main (train.py:91)"
+    )
+
+
+def test_numbers_are_compared_within_a_group_only() -> None:
+    own = (GroupSeen(7, 1, 3),), (GroupSeen(8, 1, 9),), (GroupSeen(7, 1, None),)
+    for groups in (own[:2], (own[2], own[0])):
+        ranks = [rank(i, BACKWARD, groups=each) for i, each in enumerate(groups)]
+        assert told(*ranks) == "all 2 ranks wait in backward (train.py:90): no rank is behind"
+
+
+def test_a_rank_alone_on_its_machine_waits_for_others() -> None:
+    assert told(rank(0, BACKWARD)) == "rank 0 waits in backward (train.py:90): no rank of this machine is behind"
+
+
+def test_one_of_64_ranks_is_named() -> None:
+    ranks = [rank(i, BACKWARD, sequence=6, world=64) for i in range(64)]
+    ranks[17] = rank(17, SCRIPT, world=64)
+    assert told(*ranks) == ("rank 17 in checkpoint (train.py:12); the other 63 wait for it in backward (train.py:90)")
+    assert told(*(each._replace(since_ns=NOW - SECOND) if i == 17 else each for i, each in enumerate(ranks))) is None
+
+
+def test_ranks_of_two_jobs_do_not_wait_for_each_other() -> None:
+    """Rank 1 of the second job is stuck; the ranks of the first job are in a slow step."""
+    going = [rank(i, BACKWARD, for_s=4, job=1, namesake=True) for i in (0, 1)]
+    stuck = [rank(0, BACKWARD, pid=200, job=2, namesake=True), rank(1, SCRIPT, pid=201, job=2, namesake=True)]
+    assert told(*going, *stuck) == (
+        "rank 1 (pid 201) in checkpoint (train.py:12); rank 0 (pid 200) waits in backward (train.py:90)"
+    )
+    waits = [each._replace(since_ns=NOW - 30 * SECOND) for each in going]
+    assert told(*waits, *stuck) == (
+        "rank 1 (pid 201) in checkpoint (train.py:12); rank 0 (pid 200) waits in backward (train.py:90);"
+        " all 2 ranks wait in backward (train.py:90): no rank is behind"
+    )
+
+
+def test_one_of_several_trials_is_named() -> None:
+    """A search for parameters runs independent processes."""
+    trials = [rank(i, SCRIPT, for_s=1, rank=None, world=1, job=i) for i in range(3)]
+    assert told(*trials) is None
+    trials[1] = trials[1]._replace(since_ns=NOW - 30 * SECOND)
+    assert told(*trials) == "process 1 in checkpoint (train.py:12)"
+
+
+def test_a_process_that_waits_between_two_loops_is_not_stuck() -> None:
+    """An evaluation beside the training waits for the next checkpoint."""
+    waits = rank(1, SCRIPT, for_s=600, rank=None, world=1, job=1, between_loops=True)
+    training = rank(0, for_s=0.1, rank=None, world=1, job=2)
+    assert told(training, waits) is None
+    assert told(rank(0, BACKWARD), rank(1, SCRIPT, between_loops=True)) is not None
+
+
+@pytest.mark.parametrize(
+    ("frame", "for_s", "more"),
+    [
+        (Frame("save", f"{TORCH}/serialization.py", 900), 600, {"state": "disk wait"}),
+        (Frame("save", f"{TORCH}/serialization.py", 900), 50, {}),
+        (Frame("compile", f"{TORCH}/_inductor/async_compile.py", 400), 600, {}),
+    ],
+)
+def test_a_first_checkpoint_or_compilation_may_take_long(frame: Frame, for_s: float, more: dict[str, object]) -> None:
+    assert told(rank(0, BACKWARD, for_s=for_s), rank(1, (frame, *SCRIPT), for_s=for_s, **more)) is None
+    assert told(rank(0, BACKWARD), rank(1, (frame, *SCRIPT), for_s=1300, **more)) is not None
+
+
+def test_a_phase_is_learned_whatever_its_line() -> None:
+    usual, step = UsualTimes(), rank(0, LOADER, doing="data", for_s=60)
+    usual.learn(step.where, 30 * SECOND)
+    assert told(rank(0, (Frame("f", "/job/data.py", 3),), doing="data", for_s=60), usual=usual) is None
+    assert told(rank(0, SCRIPT, for_s=60), usual=usual) is not None
+    usual.learn(rank(0, LOADER, doing="data", step=None).where, 300 * SECOND)  # the first batch is not usual
+    assert told(step._replace(since_ns=NOW - 100 * SECOND), usual=usual) is not None
+
+
 def test_nothing_is_a_stall_before_the_first_step() -> None:
     assert told(rank(0, SCRIPT, for_s=300, step=None)) is None
 

@@ -1,0 +1,154 @@
+"""What the thread that watches writes: sequence numbers of process groups, and stacks."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dpmon.span_ring import HEADER_BYTES, MAX_GROUPS, NO_NUMBER, Word
+from dpmon.tracer import watch
+
+
+@pytest.fixture
+def words() -> memoryview:
+    """The words of a ring's header."""
+    return memoryview(bytearray(HEADER_BYTES)).cast("Q")
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one rank."""
+    begin()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def begin() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def numbers(words: memoryview) -> list[int]:
+    watch.note_groups(words)
+    found = []
+    for at in range(Word.GROUPS, Word.GROUPS + 2 * MAX_GROUPS, 2):
+        if not words[at]:
+            break
+        found.append(words[at + 1])
+    return found
+
+
+def test_the_numbers_are_those_of_the_collectives_that_were_started(words: memoryview, alone: None) -> None:
+    (first,) = numbers(words)
+    for _ in range(7):
+        dist.all_reduce(torch.ones(2))
+    dist.barrier()
+    assert numbers(words) == [first + 8]
+    group = dist.new_group([0])
+    dist.all_reduce(torch.ones(2), group=group)
+    whole, part = numbers(words)
+    assert part < whole
+    identities = words[Word.GROUPS], words[Word.GROUPS + 2]
+    assert identities[0] != identities[1]
+    assert [identity & 0xFFFFFFFF for identity in identities] == [1, 1]
+
+
+def test_the_number_of_a_group_that_is_made_again_falls(words: memoryview, alone: None) -> None:
+    for _ in range(5):
+        dist.all_reduce(torch.ones(2))
+    (before,) = numbers(words)
+    dist.destroy_process_group()
+    assert numbers(words) == []
+    begin()
+    assert numbers(words)[0] < before
+
+
+def test_without_process_groups_there_is_no_number(words: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert numbers(words) == []
+    monkeypatch.setitem(watch.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace())
+    assert numbers(words) == []
+
+
+class Group:
+    """A process group whose backend has no sequence numbers."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        raise RuntimeError("no support")
+
+
+def test_a_backend_without_numbers_and_more_groups_than_fit(words: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [Group() for _ in range(MAX_GROUPS + 3)]
+    world = SimpleNamespace(
+        pg_names={group: str(i) for i, group in enumerate(groups)},
+        pg_group_ranks={group: {rank: rank for rank in range(i + 1)} for i, group in enumerate(groups)},
+    )
+    monkeypatch.setitem(watch.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world))
+    assert numbers(words) == [NO_NUMBER] * MAX_GROUPS
+    assert words[Word.GROUPS + 4] & 0xFFFFFFFF == 3
+    assert words[Word.GROUPS + 2 * MAX_GROUPS] == 0
+
+
+def test_groups_with_the_same_name_and_other_ranks_are_two(words: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
+    """split_group gives the groups of different ranks the same name."""
+    found = []
+    for ranks in ((0, 1), (2, 3)):
+        group = Group()
+        world = SimpleNamespace(pg_names={group: "1"}, pg_group_ranks={group: dict.fromkeys(ranks, 0)})
+        monkeypatch.setitem(watch.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world))
+        numbers(words)
+        found.append(words[Word.GROUPS])
+    assert found[0] != found[1]
+
+
+def test_noted_stacks_keep_nothing_alive() -> None:
+    class Thing:
+        pass
+
+    inside, over = threading.Event(), threading.Event()
+    alive: list[Any] = []
+
+    def work() -> None:
+        thing = Thing()
+        alive.append(weakref.ref(thing))
+        inside.set()
+        over.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    inside.wait()
+    gc.disable()
+    try:
+        found = watch.stacks(thread.ident or 0)
+        over.set()
+        thread.join()
+        assert alive[0]() is None
+    finally:
+        gc.enable()
+    (stack,) = (one for one in found if one["training"])
+    assert "work" in [name.rpartition(".")[2] for _, name, _ in stack["frames"]]
+
+
+def test_the_thread_is_unknown_to_threading_and_takes_no_signal() -> None:
+    import signal
+
+    seen: list[Any] = []
+    done = threading.Event()
+
+    def work(*_: object) -> None:
+        seen.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        done.set()
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    watch.start_thread(work, 1)
+    assert done.wait(30)
+    assert signal.SIGUSR1 in seen[0]
+    assert signal.SIGINT in seen[0]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before

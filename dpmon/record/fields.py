@@ -228,7 +228,8 @@ RECORDS: Mapping[str, RecordKind] = {
                 last one), doing, for_s (since when), waits (for another rank), words, place (file and line of the
                 script), function, inside (what the script called there), state (of the process), cpu (cores in use),
                 groups (of each process group its identity, its ranks and the number of collectives that the rank has
-                started), why_no_stack; missing at its end [not in CSV]
+                started, null if the backend does not count them), stacks, why_no_stack, gpus (torch's name, util_pct
+                and power_w of each of its GPUs); missing at its end [not in CSV]
         """),
         kind("""
             loader: the start of a DataLoader

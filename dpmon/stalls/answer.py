@@ -14,7 +14,7 @@ from dpmon.record.plainjson import load_json
 from dpmon.run.files import open_file, read_file, remove_file, replace_file
 from dpmon.run.rundir import RunInfo
 from dpmon.stalls.stacks import Dump, Stack
-from dpmon.stalls.verdict import RankFacts, Stall, doing_words, sentence
+from dpmon.stalls.verdict import RankFacts, Stall, doing_words
 
 ASKED_FILE, ANSWER_FILE = "why-asked", "why.json"
 NATIVE = b"native"
@@ -31,22 +31,40 @@ def answer(
     found: Stall | None,
     now_ns: int,
     info: RunInfo,
-    asked: int | None = None,
+    *,
+    text: str = "",
+    gpus: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """What each rank does, those that the others wait for first."""
+    """What each rank does, those that the others wait for first.
+
+    `dumps`: the stacks by pid. `text`: the sentence about the stall. `gpus`: the newest sample of each GPU.
+    """
     first = [] if found is None else [*found.guilty, *found.waiting]
     order = [*first, *(i for i in range(len(ranks)) if i not in first)]
-    since = None if found is None else (found.since_ns - info.start_ns) / 1e9
     return {
         "t_s": (now_ns - info.start_ns) / 1e9,
-        "since_s": since,
-        "text": None if found is None else sentence(found, ranks, info.cwd),
+        "since_s": None if found is None else (found.since_ns - info.start_ns) / 1e9,
+        "text": None if found is None else text,
         "ranks": [
-            _rank(ranks[i], dumps.get(ranks[i].pid, Dump()), now_ns, info, found is not None and i in found.waiting)
+            {
+                **_rank(
+                    ranks[i], dumps.get(ranks[i].pid, Dump()), now_ns, info, found is not None and i in found.waiting
+                ),
+                "gpus": _gpus_of(ranks[i], gpus),
+            }
             for i in order
         ],
-        **({} if asked is None else {"asked": asked}),
     }
+
+
+def _gpus_of(rank: RankFacts, gpus: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Use and power of the GPUs of a rank, by torch's name for them."""
+    return [
+        {"device": use.get("device"), "util_pct": gpu.get("util_pct"), "power_w": gpu.get("power_w")}
+        for gpu in gpus
+        for use in gpu.get("ordinals") or ()
+        if use.get("process") == rank.process
+    ]
 
 
 def _rank(rank: RankFacts, taken: Dump, now_ns: int, info: RunInfo, waits: bool) -> dict[str, Any]:
@@ -61,7 +79,7 @@ def _rank(rank: RankFacts, taken: Dump, now_ns: int, info: RunInfo, waits: bool)
         "doing": rank.doing,
         "for_s": (now_ns - rank.since_ns) / 1e9 if rank.since_ns else None,
         "waits": waits,
-        "words": doing_words(rank, info.cwd, waits=waits),
+        "words": doing_words(rank._replace(stack=stack), info.cwd, waits=waits),
         "place": None if script is None else script.place(info.cwd),
         "function": None if script is None else script.function,
         "inside": None if stack is None else stack.inside,
@@ -69,7 +87,7 @@ def _rank(rank: RankFacts, taken: Dump, now_ns: int, info: RunInfo, waits: bool)
         "cpu": rank.cpu,
         "groups": [{"group": group.name, "ranks": group.ranks, "sequence": group.sequence} for group in rank.groups],
         **({} if not stacks else {"stacks": [_stack(one) for one in stacks]}),
-        "why_no_stack": taken.reason or rank.why_no_stack,
+        "why_no_stack": None if stacks else taken.reason or rank.why_no_stack,
     }
 
 
@@ -107,14 +125,14 @@ def wants_native(directory: Path) -> bool:
     return False
 
 
-def save_answer(directory: Path, found: Mapping[str, Any]) -> None:
-    """Write the answer in one step."""
+def save_answer(directory: Path, number: int, found: Mapping[str, Any]) -> None:
+    """Write the answer to a request in one step."""
     temporary = directory / f".{ANSWER_FILE}"
     with contextlib.suppress(OSError):
         try:
             fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             with open(fd, "w", encoding="utf-8") as file:
-                json.dump(found, file)
+                json.dump({**found, "asked": number}, file)
             replace_file(temporary, directory / ANSWER_FILE)
         except BaseException:
             with contextlib.suppress(OSError):

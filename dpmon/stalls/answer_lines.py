@@ -68,10 +68,14 @@ def _row(rank: Mapping[str, Any], *, stalled: bool) -> tuple[str, ...]:
     number = f"pid {rank['pid']}" if rank["rank"] is None else rank["rank"]
     seconds = "" if rank["for_s"] is None else f"{max(rank['for_s'], 0):.0f} s"
     cpu = "" if rank["cpu"] is None else f", {100 * rank['cpu']:.0f} % CPU"
-    groups = " ".join(str(group["sequence"]) for group in rank["groups"])
+    groups = " ".join("-" if group["sequence"] is None else str(group["sequence"]) for group in rank["groups"])
+    gpus = "".join(
+        f", {clean(gpu['device'])} {_figure(gpu['util_pct'])} % {_figure(gpu['power_w'])} W"
+        for gpu in rank.get("gpus", ())
+    )
     words = ("waits " if rank["waits"] else "") + str(rank["words"])
     step = "" if rank["step"] is None else rank["step"]
-    process = f"{clean(rank['state'])}{cpu}"
+    process = f"{clean(rank['state'])}{cpu}{gpus}"
     return (
         ">" if stalled and not rank["waits"] else "",
         str(number),
@@ -81,6 +85,10 @@ def _row(rank: Mapping[str, Any], *, stalled: bool) -> tuple[str, ...]:
         groups,
         process,
     )
+
+
+def _figure(value: Any) -> str:
+    return "?" if value is None else f"{value:.0f}"
 
 
 def _folded(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any], str | None]]:

@@ -170,6 +170,15 @@ class Drain:
         """Return the number of the last step of each process."""
         return {source.row.process: source.row.last_step for source, _ in self._sources.values()}
 
+    def gpus(self) -> list[Mapping[str, Any]]:
+        """Return the newest sample of each GPU."""
+        found: dict[Any, Mapping[str, Any]] = {}
+        with suppress(HistoryError):
+            for row in self._rows("SELECT json FROM events WHERE kind = 'device' ORDER BY id DESC LIMIT 64"):
+                data = event_in(row).data
+                found.setdefault(data.get("index"), data)
+        return list(found.values())
+
     def last_stall(self) -> Mapping[str, Any] | None:
         """Return the data of the last record of a stall."""
         with suppress(HistoryError):

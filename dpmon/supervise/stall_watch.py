@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,13 @@ class StallWatch:
             self._stall = Stall(info.start_ns + since, (), ())
             self._told = text_in(before, "text") or ""
 
-    def look(self, steps: Callable[[], Mapping[int, int | None]]) -> None:
-        """Look if it is time. `steps`: returns the last step of each process. Never waits."""
+    def look(
+        self, steps: Callable[[], Mapping[int, int | None]], gpus: Callable[[], Sequence[Mapping[str, Any]]]
+    ) -> None:
+        """Look if it is time. Never waits.
+
+        `steps`: returns the last step of each process. `gpus`: returns the newest sample of each GPU.
+        """
         now = time.monotonic_ns()
         asked = self._request()
         if asked != self._asked and not self._busy():
@@ -66,7 +71,8 @@ class StallWatch:
         if self._taken is not None:
             (number, dumps), self._taken = self._taken, None
             ranks = self._look.with_ends(self._look.ranks(steps(), now))
-            save_answer(self._directory, answer(ranks, dumps, self._stall, now, self._info, number))
+            made = answer(ranks, dumps, self._stall, now, self._info, text=self._told, gpus=gpus())
+            save_answer(self._directory, number, made)
         if now < self._look_at:
             return
         self._look_at = now + LOOK_NS
@@ -75,7 +81,7 @@ class StallWatch:
         times = [now - rank.since_ns for rank in ranks if not rank.over and rank.doing != "paused" and rank.since_ns]
         longest = max(times, default=0)
         if longest < DETAILS_NS or waits_since(self._directory) is not None:
-            self._tell(None, ranks, now)
+            self._tell(None, ranks, now, gpus)
             return
         found = stall(ranks, self._usual, now)
         missing = found is not None and not all(ranks[i].examined for i in (*found.guilty, *found.waiting))
@@ -83,7 +89,7 @@ class StallWatch:
             self._stacks_at = now + max(STACKS_AFTER_NS, longest // 2)
             self._take(None)
         if not missing and not self._unknown(ranks, now):  # without the stacks the wrong rank may be named
-            self._tell(found, ranks, now)
+            self._tell(found, ranks, now, gpus)
 
     def _unknown(self, ranks: list[RankFacts], now: int) -> bool:
         """Whether the stall that an earlier supervisor saw may go on: for some seconds no sign of life is known."""
@@ -130,7 +136,13 @@ class StallWatch:
             if was is not None and rank.since_ns > was.since_ns > 0 and not (was.in_collective and was.job in working):
                 self._usual.learn(was.where, rank.since_ns - was.since_ns)
 
-    def _tell(self, found: Stall | None, ranks: list[RankFacts], now: int) -> None:
+    def _tell(
+        self,
+        found: Stall | None,
+        ranks: list[RankFacts],
+        now: int,
+        gpus: Callable[[], Sequence[Mapping[str, Any]]],
+    ) -> None:
         """Record the beginning, a change, or the end of a stall."""
         before = self._stall
         if found is not None and before is not None:  # all its records have the same time
@@ -146,5 +158,5 @@ class StallWatch:
         text = sentence(found, ranks, self._info.cwd)
         if before is None or (text != self._told and found.guilty != before.guilty):
             self._told = text
-            made = answer(ranks, {}, found, now, self._info)
+            made = answer(ranks, {}, found, now, self._info, text=text, gpus=gpus())
             self._emit("stall", made)

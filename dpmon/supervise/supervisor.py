@@ -208,7 +208,7 @@ class Supervisor:
                 ends.look()
             busy = drain.drain(now)
             reads.look(now)
-            stalls.look(drain.last_steps)
+            stalls.look(drain.last_steps, drain.gpus)
             if metrics is not None:
                 metrics.tick(now)
             if ended:

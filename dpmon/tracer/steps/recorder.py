@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
-from threading import get_ident, get_native_id
+from threading import get_ident
 from time import monotonic_ns
 from types import CodeType
 from typing import Any
@@ -156,7 +156,7 @@ class Recorder:
         if self.training_thread is not None:
             ring.words[TRAINING_THREAD] = self.training_thread.number
             if self.threads.get(get_ident()) is self.training_thread:
-                ring.words[TRAINING_TID] = get_native_id()
+                ring.words[TRAINING_TID] = threading.get_native_id()
         self.words, self.kinds, self.put = ring.words, ring.kinds, ring.put
         self.ring = ring
 
@@ -189,7 +189,8 @@ class Recorder:
 
     def _found(self, me: Thread) -> None:
         self.training_thread = me
-        self.words[TRAINING_THREAD], self.words[TRAINING_TID] = me.number, get_native_id()
+        self.words[TRAINING_THREAD] = me.number
+        self.words[TRAINING_TID] = threading.get_native_id()
 
     def heal(self) -> None:
         """Reset this thread's state if an interrupt left a call in it that is no longer running."""

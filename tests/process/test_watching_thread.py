@@ -1,0 +1,164 @@
+"""The thread in the training process that answers while the training is stuck, and what nobody sees of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running import LIMIT_S
+from tracing import Script, traced
+
+from dpmon.stalls import stacks
+from dpmon.stalls.processes import RankLook
+from dpmon.stalls.stacks import Dump
+
+pytestmark = pytest.mark.slow
+
+TRAIN = """
+import os, signal, sys, threading, time, torch
+model = torch.nn.Linear(2, 1)
+model(torch.ones(3, 2)).sum().backward()
+"""
+UNSEEN = """
+import builtins, signal, sys, time
+callers = set()
+def noted(original):
+    def call(*args, **kwargs):
+        callers.add(get_ident())
+        return original(*args, **kwargs)
+    return call
+from threading import get_ident
+time.sleep, time.monotonic_ns = noted(time.sleep), noted(time.monotonic_ns)
+sys._current_frames = noted(sys._current_frames)
+builtins.len, builtins.list, builtins.min = noted(len), noted(list), noted(min)
+class Ring:
+    def __del__(self):
+        callers.add(get_ident())
+import torch
+model = torch.nn.Linear(2, 1)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+import os, threading
+end = time.monotonic() + 1.5
+while time.monotonic() < end:
+    ring = Ring()
+    ring.itself = ring
+    model(torch.ones(3, 2)).sum().backward()
+os.kill(os.getpid(), signal.SIGUSR1)
+print(signal.sigtimedwait({signal.SIGUSR1}, 10).si_signo == signal.SIGUSR1)
+print(threading.enumerate() == [threading.main_thread()], threading.active_count())
+print(callers == {get_ident()})
+"""
+
+
+def test_the_script_sees_nothing_of_it(tmp_path: Path) -> None:
+    """No call of what the script replaced, no signal of the script's, no finalizer in it, no thread in a list."""
+    run = traced(tmp_path, UNSEEN, mode="script")
+    assert (run.status, run.out, run.err) == (0, "True\nTrue 1\nTrue\n", "")
+
+
+FORKS = (
+    TRAIN
+    + """
+def threads():
+    return len(os.listdir("/proc/self/task"))
+before = threads()
+read, write = os.pipe()
+if not os.fork():
+    plain = threads()
+    model(torch.ones(3, 2)).sum().backward()
+    os.write(write, f"{plain} {threads()}".encode())
+    sys.exit(0)
+os.wait()
+print(before, os.read(read, 100).decode())
+"""
+)
+
+
+def test_a_forked_child_has_a_thread_once_it_trains(tmp_path: Path) -> None:
+    run = traced(tmp_path, FORKS)
+    assert (run.status, run.out, run.err) == (0, "2 1 2\n", "")
+
+
+ENDINGS = {
+    "return": ("", 0),
+    "exception": ("raise ValueError('over')", 1),
+    "SystemExit": ("sys.exit(3)", 3),
+    "_exit": ("os._exit(4)", 4),
+    "interrupt": ("os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", 1),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_end_of_the_process_is_its_own(tmp_path: Path, ending: str) -> None:
+    """Also in the moment in which the thread asks a process group: it is ended first."""
+    text, status = ENDINGS[ending]
+    begin = "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)\n"
+    hasten = "sys.modules['dpmon.tracer.watch'].LOOK_S = sys.modules['dpmon.tracer.watch'].STILL_NS = 0\n"
+    started = "import os, signal, sys, time, torch, dpmon.tracer.watch\n" + hasten
+    run = traced(tmp_path, f"{started}{begin}{TRAIN}print('there', flush=True)\n{text}")
+    assert (run.status if ending != "interrupt" else status, run.out) == (status, "there\n")
+    if ending in ("return", "SystemExit", "_exit"):
+        assert run.err == ""
+    else:
+        assert run.err.count("Traceback") == 1
+
+
+STUCK = {
+    "asleep": "time.sleep(600)",
+    "GIL": "import ctypes; ctypes.PyDLL(None).sleep(600)",
+    "deep": "sys.setrecursionlimit(20_000)\ndef f(n):\n    return f(n - 1) if n else time.sleep(600)\nf(10_000)",
+    "hostile": "exec(compile('def f():\\n time.sleep(600)\\nf()', 'a\\x1b]52;c;AAAA\\x07\\u202e.py', 'exec'))",
+    "thread": "t = threading.Thread(target=lambda: 0)\nt.start(); time.sleep(600)",
+}
+
+
+@pytest.fixture(params=STUCK)
+def stuck(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Script]]:
+    """A script that is stuck."""
+    script = Script(tmp_path, f"{TRAIN}print('there', flush=True)\n{STUCK[request.param]}\n")
+    assert script.line() == "there"
+    yield request.param, script
+    script.process.kill()
+    script.process.wait()
+
+
+def taken(script: Script) -> Dump:
+    """The stacks of a script."""
+    look = RankLook(script.directory, str(script.cwd))
+    script.ring().close()
+    look.ranks({}, time.monotonic_ns())
+    until = time.monotonic() + LIMIT_S
+    while True:
+        (found,) = look.take_stacks().values()
+        main = found.main
+        if main is None or (main.script is not None and main.frames[0].function != "<module>"):
+            break
+        if main.script is not None and main.frames[0].line == main.frames[-1].line:
+            break
+        assert time.monotonic() < until
+    look.close()
+    return found
+
+
+def test_without_py_spy_the_process_notes_its_stacks(
+    stuck: tuple[str, Script], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, script = stuck
+    monkeypatch.setattr(stacks, "py_spy", lambda: None)
+    found = taken(script)
+    if name == "GIL":
+        assert found.stacks == ()
+        assert "py-spy is not installed" in (found.reason or "")
+        assert "C code holds the GIL" in (found.reason or "")
+        return
+    assert found.reason is None
+    main = found.main
+    assert main is not None
+    assert (len(main.frames) == 120) == (name == "deep")
+    if name == "deep":
+        assert main.left_out > 9_800
+    elif name != "hostile":
+        assert main.script is not None
+        assert main.script.file.endswith("script.py")

@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import LIMIT_S
 from tracing import Script, traced
 
+from dpmon.cleaning import clean
+from dpmon.run.rundir import RunInfo
 from dpmon.stalls import stacks
+from dpmon.stalls.answer import answer
+from dpmon.stalls.answer_lines import lines_of
 from dpmon.stalls.processes import RankLook
 from dpmon.stalls.stacks import Dump
+from dpmon.stalls.verdict import RankFacts, Stall, doing_words
 
 pytestmark = pytest.mark.slow
 
@@ -129,36 +133,39 @@ def taken(script: Script) -> Dump:
     look = RankLook(script.directory, str(script.cwd))
     script.ring().close()
     look.ranks({}, time.monotonic_ns())
-    until = time.monotonic() + LIMIT_S
-    while True:
+    found, before = Dump(), None
+    while found != before:  # until it stands still
+        before = found
         (found,) = look.take_stacks().values()
-        main = found.main
-        if main is None or (main.script is not None and main.frames[0].function != "<module>"):
-            break
-        if main.script is not None and main.frames[0].line == main.frames[-1].line:
-            break
-        assert time.monotonic() < until
     look.close()
     return found
 
 
-def test_without_py_spy_the_process_notes_its_stacks(
-    stuck: tuple[str, Script], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("by", ["py-spy", "the process"])
+def test_the_stack_of_a_stuck_script(stuck: tuple[str, Script], by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, script = stuck
-    monkeypatch.setattr(stacks, "py_spy", lambda: None)
+    if by == "the process":
+        monkeypatch.setattr(stacks, "py_spy", lambda: None)
+    elif stacks.py_spy() is None:
+        pytest.skip("py-spy is not installed")
     found = taken(script)
-    if name == "GIL":
+    if (name, by) == ("GIL", "the process"):
         assert found.stacks == ()
         assert "py-spy is not installed" in (found.reason or "")
         assert "C code holds the GIL" in (found.reason or "")
         return
-    assert found.reason is None
     main = found.main
+    assert found.reason is None
     assert main is not None
-    assert (len(main.frames) == 120) == (name == "deep")
+    assert main.script is not None
     if name == "deep":
+        assert len(main.frames) == 120
         assert main.left_out > 9_800
-    elif name != "hostile":
-        assert main.script is not None
+    if name == "hostile":
+        assert "\x1b" in main.script.file
+    else:
         assert main.script.file.endswith("script.py")
+    rank = RankFacts(1, 0, since_ns=1, stack=main)
+    info = RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True)
+    shown = lines_of(answer([rank], {1: found}, Stall(1, (0,), ()), 2, info, text=doing_words(rank, "")), every=True)
+    assert all(text == clean(text) for text, _ in shown)

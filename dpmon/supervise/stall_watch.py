@@ -52,6 +52,7 @@ class StallWatch:
         """The number of a request, and the stacks for its answer."""
         self._stall: Stall | None = None
         self._told = ""
+        self._failed = False
         if before is not None and "lasted_s" not in before and (since := ns_in(before, "since_s")) is not None:
             self._stall = Stall(info.start_ns + since, (), ())
             self._told = text_in(before, "text") or ""
@@ -59,10 +60,22 @@ class StallWatch:
     def look(
         self, steps: Callable[[], Mapping[int, int | None]], gpus: Callable[[], Sequence[Mapping[str, Any]]]
     ) -> None:
-        """Look if it is time. Never waits.
+        """Look if it is time. Never waits, never raises.
 
         `steps`: returns the last step of each process. `gpus`: returns the newest sample of each GPU.
         """
+        if self._failed:
+            return
+        try:
+            self._look_now(steps, gpus)
+        except Exception as error:  # noqa: BLE001 - the record of the run must go on
+            self._failed = True
+            text = f"stalls are no longer noticed: {type(error).__name__}: {error}"
+            self._emit("warning", {"process": None, "text": text})
+
+    def _look_now(
+        self, steps: Callable[[], Mapping[int, int | None]], gpus: Callable[[], Sequence[Mapping[str, Any]]]
+    ) -> None:
         now = time.monotonic_ns()
         asked = self._request()
         if asked != self._asked and not self._busy():

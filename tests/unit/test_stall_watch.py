@@ -1,0 +1,138 @@
+"""The records of a stall: its beginning, its end, and the change of the supervisor in between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpmon.run.rundir import RunInfo
+from dpmon.stalls.processes import Counters, newest_of_each_rank
+from dpmon.stalls.stacks import Frame, Stack
+from dpmon.stalls.verdict import SECOND, RankFacts
+from dpmon.supervise import stall_watch
+from dpmon.supervise.stall_watch import StallWatch
+
+START = 1000 * SECOND
+INFO = RunInfo("", "n", ("c",), "s", "/job", None, 1e9, START, "", True)
+STUCK = RankFacts(
+    7, 0, since_ns=START + SECOND, step=3, busy=False, stack=Stack((Frame("save", "/job/train.py", 4),)), job=7
+)
+TEXT = "in save (train.py:4)"
+
+
+class Watched:
+    """A watch over ranks that the test sets, at times that it sets."""
+
+    def __init__(self, place: Path, patch: pytest.MonkeyPatch, before: Mapping[str, Any] | None = None) -> None:
+        self.ranks = [STUCK]
+        self.told: list[tuple[str, Mapping[str, Any]]] = []
+        self.taken = 0
+        self._now = 0
+        patch.setattr(stall_watch.time, "monotonic_ns", lambda: self._now)
+        self.watch = StallWatch(place, INFO, lambda kind, data: self.told.append((kind, data)), before)
+        patch.setattr(self.watch._look, "ranks", lambda steps, now: self.ranks)
+        patch.setattr(self.watch, "_take", self._take)
+
+    def _take(self, asked: int | None) -> None:
+        self.taken += 1
+
+    def look(self, seconds: float) -> None:
+        """Look at a time in seconds since the start."""
+        self._now = START + int(seconds * SECOND)
+        self.watch.look(dict, list)
+
+    def texts(self) -> list[tuple[float, float | None, str]]:
+        return [(data["since_s"], data.get("lasted_s"), data["text"]) for _, data in self.told]
+
+
+def test_a_stall_has_a_record_at_its_beginning_and_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Watched(tmp_path, monkeypatch)
+    for at in range(30):
+        run.look(at)
+    assert run.texts() == [(1.0, None, TEXT)]
+    assert run.told[0][1]["t_s"] == 11.0
+    assert 0 < run.taken < 5
+    run.ranks = [STUCK._replace(since_ns=START + 30 * SECOND)]
+    run.look(31)
+    run.look(32)
+    assert run.texts() == [(1.0, None, TEXT), (1.0, 30.0, TEXT)]
+    for at in range(33, 300):  # it may take three times as long there now
+        run.look(at)
+    assert [since for since, _, _ in run.texts()] == [1.0, 1.0, 30.0]
+    assert run.told[-1][1]["t_s"] == pytest.approx(30 + 3 * 29, abs=1)
+
+
+def test_nothing_is_named_without_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Watched(tmp_path, monkeypatch)
+    run.ranks = [STUCK._replace(stack=None)]
+    for at in range(20):
+        run.look(at)
+    assert run.told == []
+    assert run.taken > 5
+    run.ranks = [STUCK._replace(stack=None, why_no_stack="py-spy is not installed")]
+    run.look(20)
+    assert run.texts() == [(1.0, None, "in the script")]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_new_supervisor_goes_on_with_the_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
+) -> None:
+    run = Watched(tmp_path, monkeypatch, {"since_s": 1.0, "text": TEXT, "ranks": []})
+    run.ranks = [STUCK._replace(busy=None)]  # no sign of life is known yet
+    for at in range(40, 45):
+        run.look(at)
+    assert run.told == []
+    run.ranks = [STUCK._replace(since_ns=START + 45 * SECOND) if resumed else STUCK]
+    run.look(46)
+    assert run.texts() == ([(1.0, 45.0, TEXT)] if resumed else [])
+
+
+def test_a_stall_that_had_ended_is_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Watched(tmp_path, monkeypatch, {"since_s": 1.0, "lasted_s": 5.0, "text": TEXT})
+    run.ranks = [STUCK._replace(since_ns=START + 40 * SECOND)]
+    run.look(41)
+    assert run.told == []
+
+
+def test_what_waited_for_another_rank_is_not_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Watched(tmp_path, monkeypatch)
+    waits = STUCK._replace(pid=8, rank=1, world=2, doing="backward", stack=None, job=0)
+    works = STUCK._replace(pid=9, rank=0, world=2, job=0, busy=True)
+    run.ranks = [waits, works]
+    run.look(60)
+    run.ranks = [each._replace(since_ns=START + 60 * SECOND) for each in run.ranks]
+    run.look(61)
+    assert run.watch._usual.learned(waits) == 0
+    assert run.watch._usual.learned(works) == 3 * 59 * SECOND
+
+
+def test_a_fault_of_the_watch_leaves_the_supervisor_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Watched(tmp_path, monkeypatch)
+    monkeypatch.setattr(run.watch._look, "ranks", lambda steps, now: 1 // 0)
+    for at in range(5):
+        run.look(at)
+    assert [(kind, data["text"]) for kind, data in run.told] == [
+        ("warning", "stalls are no longer noticed: ZeroDivisionError: integer division or modulo by zero")
+    ]
+
+
+def test_a_sign_of_life_is_an_average() -> None:
+    first = Counters(0, 1.0, 10, 0)
+    assert not Counters(10 * SECOND, 1.3, 12, 1000).busy_since(first)
+    assert Counters(10 * SECOND, 1.6, 12, 1000).busy_since(first)
+    assert Counters(10 * SECOND, 1.0, 300, 1000).busy_since(first)
+    assert Counters(10 * SECOND, 1.0, 12, 10 << 20).busy_since(first)
+
+
+def test_a_restarted_job_leaves_no_rank_behind() -> None:
+    gone = [RankFacts(pid, pid, rank, 2, "gone") for pid, rank in ((1, 0), (2, 1))]
+    new = [RankFacts(pid, pid, rank, 2) for pid, rank in ((4, 1), (3, 0))]
+    assert [rank.pid for rank in newest_of_each_rank([*gone, *new])] == [3, 4]
+    both = newest_of_each_rank([*(rank._replace(doing="other") for rank in gone), *new])
+    assert [(rank.pid, rank.namesake) for rank in both] == [(1, True), (3, True), (2, True), (4, True)]
+    alone = newest_of_each_rank([RankFacts(9, 0, doing="ended"), *new])
+    assert [rank.pid for rank in alone] == [3, 4]

@@ -48,7 +48,7 @@ CAUSES = {
 }
 
 
-PAUSE_S = 16.0
+PAUSE_S = 13.0
 """Longer than the threshold."""
 ENDS_WITH = "stopped"
 """The cause that the test ends."""

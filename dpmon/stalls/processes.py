@@ -56,7 +56,7 @@ class Counters(NamedTuple):
         return self.cpu_since(before) >= SIGN_CPU or wakes >= SIGNS_PER_S or io_bytes >= SIGN_BYTES_PER_S
 
 
-class Standing(NamedTuple):
+class LastLook(NamedTuple):
     """A process at the last look: what it did, the start of its last span, and since when it does that."""
 
     doing: str
@@ -75,7 +75,7 @@ class RankLook:
         self.cwd = cwd
         self._rings: dict[str, SpanReader] = {}
         self._parents: dict[int, int] = {}
-        self._standing: dict[int, Standing] = {}
+        self._standing: dict[int, LastLook] = {}
         self._counters: dict[int, list[Counters]] = {}
         self._dumps: dict[int, tuple[int, Dump]] = {}
         """The last stacks of each process, and when they were asked for."""
@@ -113,7 +113,7 @@ class RankLook:
         since, before = span_ns, self._standing.get(pid)
         if before is not None and before.span_ns == span_ns:  # a span may have ended: the ring has only its start
             since = before.since_ns if before.doing == doing else before.at_ns
-        self._standing[pid] = Standing(doing, span_ns, since, now_ns)
+        self._standing[pid] = LastLook(doing, span_ns, since, now_ns)
         rank = RankFacts(pid, ring.process, ring.rank, world, doing, since, step, state="running")
         if now_ns - since < DETAILS_NS:
             self._counters.pop(pid, None)

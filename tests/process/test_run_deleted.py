@@ -202,8 +202,3 @@ def test_stopping_from_the_screen(dpmon: Dpmon) -> None:
     terminal.shows("interrupted SIGINT")
     terminal.type("q")
     assert terminal.wait() == 130
-
-
-def test_started_in_a_directory_that_was_deleted(dpmon: Dpmon) -> None:
-    result = dpmon.run("sh", "-c", "exit 7", before='mkdir gone; cd gone; rmdir "$PWD"')
-    assert result.status == 7, result.errors

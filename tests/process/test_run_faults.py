@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 from running import Dpmon, until_unsupervised, wait_for
@@ -27,19 +26,6 @@ def slow(dpmon: Dpmon, status: int = 0) -> None:
 
 def has_runs(dpmon: Dpmon, count: int) -> bool:
     return len(dpmon.runs()) == count
-
-
-def test_supervisor_killed_the_foreground_takes_over(dpmon: Dpmon) -> None:
-    slow(dpmon, 7)
-    process = dpmon.start("script.py")
-    dpmon.begun()
-    dpmon.kill_supervisor()
-    dpmon.go()
-    out, err = process.communicate(timeout=100)
-    assert (process.returncode, out) == (7, b"end of the training\n")
-    assert b"supervisor was killed" in err
-    assert dpmon.exit()["status"] == 7
-    assert dpmon.exit()["by"] in ("foreground", "supervisor")  # there is a new supervisor
 
 
 def test_a_stopped_supervisor_does_not_block_the_script(dpmon: Dpmon) -> None:
@@ -144,27 +130,6 @@ def test_a_command_that_cannot_be_executed_is_reported(dpmon: Dpmon, detached: l
     result = dpmon.run(*detached, "./tool")
     assert (result.status, result.text) == (2, "")
     assert "./tool cannot be started: Exec format error" in result.errors
-
-
-def test_a_full_disk_costs_the_record_not_the_run(dpmon: Dpmon, tmp_path: Path) -> None:
-    slow(dpmon, 3)
-    # The supervisor's limit on file sizes is below what its files need; the command has its own limit again.
-    dpmon.script(
-        "import resource, sys, runpy, signal\n"
-        "soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))\n"
-        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')\n",
-        "unlimited.py",
-    )
-
-    # No bytecode is written meanwhile, because some Pythons do not notice truncated files, and would always read them.
-    env = {"PYTHONDONTWRITEBYTECODE": "1"}
-    process = dpmon.start("unlimited.py", "script.py", before="ulimit -S -f 6", env=env)
-    dpmon.begun()
-    dpmon.go()
-    out, err = process.communicate(timeout=100)
-    assert process.returncode == 3, err
-    assert out == b"end of the training\n"
 
 
 def test_a_limit_on_files_below_a_ring_is_named_as_the_reason_for_no_record(dpmon: Dpmon) -> None:

@@ -190,18 +190,6 @@ def test_nvml_is_initialised_again_when_it_reports_that_it_is_not(make: Any) -> 
     watch.until(lambda e: of_kind(e, "device")[-1]["util_pct"] is not None, "values")
 
 
-def test_processes_of_the_run_are_distinguished_from_others(make: Any) -> None:
-    nvml = FakeNvml()
-    nvml.processes = [os.getpid(), 1]
-    _, watch = make(nvml, os.getpid)
-    watch.until(lambda e: of_kind(e, "device") and of_kind(e, "device")[-1]["of_run"], "our own process id")
-    device = of_kind(watch._taken, "device")[-1]
-    assert (device["mem_run_bytes"], device["mem_others_bytes"]) == (100, 100)
-    host = of_kind(watch.until(lambda e: len(of_kind(e, "host")) > 2, "host"), "host")[-1]
-    assert host["run_mem_bytes"] > 1 << 20
-    assert host["run_cpu_pct"] >= 0
-
-
 def test_memory_of_a_process_that_has_ended_no_longer_counts(make: Any) -> None:
     sampler, watch = make(FakeNvml())
     ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

@@ -210,22 +210,22 @@ def test_waits_for_input(dpmon: Dpmon) -> None:
     assert len(report(dpmon)["inputs"]) == 2
 
 
-def test_three_ranks(dpmon: Dpmon) -> None:
-    result = dpmon.run("--headless", SCRIPT, "ranks", 3)  # gloo may abort at the end, without dpmon too
-    told = [json.loads((dpmon.cwd / f"told-{rank}").read_text()) for rank in range(3)]
+def test_ranks(dpmon: Dpmon) -> None:
+    result = dpmon.run("--headless", SCRIPT, "ranks")  # gloo may abort at the end, without dpmon too
+    told = [json.loads((dpmon.cwd / f"told-{rank}").read_text()) for rank in range(2)]
     took = told[0]["seconds"]["single"]
     # On few processors, a rank may wait between reading its clock and its first step.
     slack = CLOSE + 0.05 / took
     true = [rates(each)["single"] for each in told]
     with open_store(dpmon.last()) as store:
         window = Window(store)
-        assert len(store.processes) == 3
+        assert len(store.processes) == 2
         for process in store.processes:
             rate = window.rate("single", process=process)
             assert rate is not None
             assert rate.samples_per_s == pytest.approx(true[store.ranks[process] or 0], rel=slack)
             assert window.figures("single", process=process).steps == 60
-        assert window.figures("single").steps == 180
+        assert window.figures("single").steps == 120
         together = window.rate("single")
         assert together is not None
         assert together.samples_per_s == pytest.approx(sum(true), rel=slack)
@@ -237,7 +237,7 @@ def test_three_ranks(dpmon: Dpmon) -> None:
         assert line["samples_per_s_within_steps"] > (
             0.95 * whole / (whole - told[rank]["apart"]["between steps"]) * true[rank]
         )
-    assert len(said["ranks"]) == 3
+    assert len(said["ranks"]) == 2
     assert of_mode(said)["samples_per_s"] == pytest.approx(sum(true), rel=slack)
     assert in_summary(result.errors, "ddp")[0] == pytest.approx(sum(true), rel=slack)
     found = stored_parts(dpmon)

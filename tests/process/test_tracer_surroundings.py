@@ -23,6 +23,19 @@ PIECES = {
     for part in ast.parse(TEXT).body
     if isinstance(part, ast.FunctionDef) and part.name not in HELPERS
 }
+OVER_REPLICAS = (
+    *(
+        "numbers_used_again",
+        "few_descriptors",
+        "little_memory",
+        "recursion",
+        "children",
+        "fork_while_traced",
+        "threads",
+    ),
+    *("traces", "hooks", "collector", "replaced_builtins", "standard_streams_closed", "finalised_calls"),
+)
+"""Pieces in which threads and calls of replicas matter: they also run over two virtual replicas."""
 WITHOUT_RECORD = {"small_files", "replaced_clock"}
 """Pieces in which no ring can be created, for example because the script broke a function that creates it."""
 CRASHED = "child -11"
@@ -43,8 +56,9 @@ def by_itself(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
     return lambda piece, call: dict(found(piece, call if "SPREAD" in PIECES[piece] else "bare"))
 
 
-@pytest.mark.parametrize("piece", PIECES)
-@pytest.mark.parametrize("call", ["bare", "dp"])
+@pytest.mark.parametrize(
+    ("piece", "call"), [*((piece, "bare") for piece in PIECES), *((piece, "dp") for piece in OVER_REPLICAS)]
+)
 def test_the_surroundings_of_a_script_are_the_same_as_without_dpmon(
     tmp_path: Path, by_itself: Callable[[str, str], dict[str, Any]], piece: str, call: str
 ) -> None:

@@ -74,6 +74,10 @@ class Values(NamedTuple):
     """`line` joins all values. `steps` has gaps where values are missing. `bars` stand on those of earlier series."""
 
 
+Marked = tuple[float, float, str]
+"""Begin and end in seconds, and what the training was then: paused, stalled."""
+
+
 class Plot(NamedTuple):
     """One plot, for a page only: its title, a line of explanation, its series and its axes."""
 
@@ -84,8 +88,8 @@ class Plot(NamedTuple):
     unit: str
     rows: Sequence[str] = ()
     """The names of the rows of a plot that is not over time."""
-    spans: Sequence[tuple[float, float]] = ()
-    """Pauses in seconds, to mark."""
+    spans: Sequence[Marked] = ()
+    """Times to mark."""
     top: float | None = None
     """The end of the axis; None: from the values."""
 

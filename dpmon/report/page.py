@@ -221,10 +221,10 @@ class _Canvas:
         for number in range(first, math.floor(self.end / step) + 1) if span else ():
             x = self._x(number * step)
             yield f'<text x="{x:.1f}" y="{bottom + 15:g}" text-anchor="middle">{number * step:g}</text>'
-        for since, until in self.plot.spans:
+        for since, until, word in self.plot.spans:
             x, wide = self._x(since), self._x(until) - self._x(since)
             yield f'<rect class=span x="{x:.1f}" y="{_TOP}" width="{wide:.1f}" height="{bottom - _TOP}">'
-            yield "<title>paused</title></rect>"
+            yield f"<title>{word}</title></rect>"
 
     def _upright(self) -> Iterator[str]:
         """Lines, dots, and bars over a stretch each, stacked in the order of the series."""

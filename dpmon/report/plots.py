@@ -9,7 +9,7 @@ from dpmon.model.history import PARTS, Bin
 from dpmon.model.run_facts import RunFacts
 from dpmon.record.schema import PHASES
 from dpmon.report import sentences
-from dpmon.report.document import Plot, Values
+from dpmon.report.document import Marked, Plot, Values
 from dpmon.text.palettes import LIGHT
 
 # The colours of the screen's light theme, because the page has a light background.
@@ -20,7 +20,7 @@ _LINES = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#00
 _WAIT = "#bbbbbb"
 _MAX_DEVICES = 16
 _MAX_RANKS = 64
-_MAX_PAUSES = 100
+_MAX_SPANS = 100
 
 
 def plots(facts: RunFacts) -> list[Plot]:
@@ -30,12 +30,14 @@ def plots(facts: RunFacts) -> list[Plot]:
     return [plot for plot in every if plot is not None]
 
 
-def _pauses(facts: RunFacts) -> list[tuple[float, float]]:
-    """The pauses of the training in seconds."""
+def _spans(facts: RunFacts) -> list[Marked]:
+    """The pauses and the stalls of the training."""
     until = max((at for device in facts.samples.tracks.values() for at, _, _ in device.points()), default=0)
     until = max([until, *(one.end_ns for one in facts.stretches.bins)])
-    spans = (pause.span(until) for pause in facts.pauses[:_MAX_PAUSES])
-    return [(_seconds(span[0]), _seconds(span[1])) for span in spans if span is not None and span[0] < span[1]]
+    spans = [(pause.span(until), "paused") for pause in facts.pauses[:_MAX_SPANS]]
+    ends = [(one.since_ns, until if one.end_ns is None else min(one.end_ns, until)) for one in facts.announced.stalls]
+    spans += [(span, "stalled") for span in ends]
+    return [(_seconds(s[0]), _seconds(s[1]), word) for s, word in spans if s is not None and s[0] < s[1]]
 
 
 def _modes(facts: RunFacts) -> list[tuple[str, str, list[Bin]]]:
@@ -72,7 +74,7 @@ def _step_time(facts: RunFacts) -> Plot | None:
         series.append(Values(f"{title}: mean", colour, means, "steps"))
         series.append(Values(f"{title}: longest", colour, longest, "dots"))
     note = f"mean over stretches of {_width(facts)}{sentences.of_whom(facts)}; dots: the longest step of each"
-    return Plot("step-time", "Step time", note, series, "ms a step", spans=_pauses(facts))
+    return Plot("step-time", "Step time", note, series, "ms a step", spans=_spans(facts))
 
 
 def _speed(facts: RunFacts) -> Plot | None:
@@ -84,7 +86,7 @@ def _speed(facts: RunFacts) -> Plot | None:
         speeds = _over_time(timed, lambda one: (one.samples or 0) / one.elapsed_ns * 1e9)
         series.append(Values(title, colour, speeds, "steps"))
     note = f"samples per second of elapsed training time{sentences.of_whom(facts)}"
-    return Plot("speed", "Speed", note, series, "samples a second", spans=_pauses(facts))
+    return Plot("speed", "Speed", note, series, "samples a second", spans=_spans(facts))
 
 
 def _parts(places: Sequence[tuple[float, float]], groups: Sequence[Sequence[Bin]]) -> list[Values]:
@@ -114,7 +116,7 @@ def _parts_over_time(facts: RunFacts) -> Plot | None:
         places.append((max(begin, places[-1][1]) if places else begin, _seconds(end)))
     note = f"mean of all steps of a stretch{sentences.of_whom(facts)}, over stretches of {_width(facts)}"
     series = _parts(places, list(stretches.values()))
-    return Plot("phases", "Where a step's time goes", note, series, "ms a step", spans=_pauses(facts))
+    return Plot("phases", "Where a step's time goes", note, series, "ms a step", spans=_spans(facts))
 
 
 def _parts_of_modes(facts: RunFacts) -> Plot | None:
@@ -177,5 +179,5 @@ def _devices(facts: RunFacts, what: Literal[1, 2]) -> Plot | None:
         return None
     where = "the devices" if facts.devices else "the host (there is no GPU)"
     if what == 1:
-        return Plot("use", "Utilisation", f"of {where}", series, "%", spans=_pauses(facts), top=100.0)
-    return Plot("memory", "Memory in use", f"of {where}, other programs included", series, "GiB", spans=_pauses(facts))
+        return Plot("use", "Utilisation", f"of {where}", series, "%", spans=_spans(facts), top=100.0)
+    return Plot("memory", "Memory in use", f"of {where}, other programs included", series, "GiB", spans=_spans(facts))

@@ -147,7 +147,7 @@ class Scene:
     def stall(self) -> StallSeen | None:
         """The stall that the run is in; in the picture of a finished run, the one in which it ended."""
         if not self.over:
-            return self.state.stall if self.run_state.word == STALLED else None
+            return self.state.stall if self.state.stall is not None and self.run_state.word == STALLED else None
         last = self.state.stalls[-1] if self.state.stalls else None
         finished = self.ended is not None and self.ended.status == 0
         return None if finished or last is None or not last.lasts_until_end(self.state.newest_ns) else last

@@ -70,7 +70,8 @@ def test_pauses_are_reported_and_are_in_no_figure_of_steps(state: Path) -> None:
     assert "for 10 min 00 s" in html_page
     for plot in plots(story.facts):
         if plot.name in ("step-time", "speed", "phases", "use", "memory"):
-            begin, end = plot.spans[0]
+            begin, end, word = plot.spans[0]
+            assert word == "paused"
             assert end - begin == pytest.approx(600.0, abs=0.01), plot.name
 
 

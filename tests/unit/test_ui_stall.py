@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from joined import joined_ranks
+from kept import keep
 from situations import INFO, LOOK, MONO_ASCII, exit_of, rows_text, scene_of, text_of
 from stage import stage
 from stored import SUPERVISOR, Recording
@@ -30,6 +31,10 @@ from dpmon.model.announced import Announced
 from dpmon.model.history import pictured
 from dpmon.model.state import StallSeen, State
 from dpmon.record.kinds import Event
+from dpmon.report.collect import collect
+from dpmon.report.page import page
+from dpmon.report.plots import plots
+from dpmon.report.sections import document
 from dpmon.report.sentences import stalls
 from dpmon.run.reader import PauseState
 from dpmon.ui.look import Look
@@ -204,6 +209,21 @@ def test_report_and_summary_say_that_the_run_ended_in_its_stall() -> None:
     ):
         facts: Any = types.SimpleNamespace(announced=Announced(stalls=(stall,)), last_step_ns=last_s * SECOND)
         assert stalls(facts, how, over=how is not None) == [f"stalled at 00:01:40 {expected}: {SENTENCE}"]
+
+
+def test_the_plots_of_the_report_mark_a_stall(state: Path) -> None:
+    training = Training(step_ns=SECOND)
+    rows = [*training.begin(), *training.run(60)]
+    at = training.now
+    training.now += LASTED_S * SECOND
+    over = Event("stall", {"t_s": at / SECOND + LASTED_S, "since_s": at / SECOND, "lasted_s": LASTED_S})
+    directory = keep({0: [*rows, *training.run(60), stall_record(1, at, 60), over]})
+    story = collect(directory)
+    (plot,) = (plot for plot in plots(story.facts) if plot.name == "step-time")
+    assert plot.spans == [(round(at / SECOND, 3), round(at / SECOND + LASTED_S, 3), "stalled")]
+    html = page(document(story))
+    assert "<title>stalled</title>" in html
+    assert "for 35.0 s: in checkpoint (train.py:12)" in html
 
 
 # ------------------------------------------------------------------------------------------------ damaged records

@@ -101,13 +101,13 @@ def batch(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     # Every phase that ran has a column, and the usual phases of this kind of training.
     columns = [phase for phase in numbers.parts if phase.ran or usual(process, phase.name)]
     table = _table(columns, numbers, width, look, height)
-    if scene.stall is not None:
-        table = list(map(dimmed, table))
     if numbers.counted and height >= _TALL:
         texts = (quantity_words(*each, numbers.steps) for each in numbers.counted)
         table.append([(cut(f" {look.glyphs.middot} ".join(texts), width, look.glyphs.more), "")])
     if scene.view.zoom == "batch":
         table.append(_step_count(numbers, width, look))
+    if scene.stall is not None:
+        table = list(map(dimmed, table))
     room = height - len(table)
     below: list[Row] = []
     if timeline is not None and room >= 1 and room != 2:

@@ -239,16 +239,17 @@ def stalls(facts: RunFacts) -> Iterator[Finding]:
     yield Finding(
         "stall",
         text,
-        f"the longest: {_where(worst, facts)}; median {duration_words(median)}{stood and f'; then {stood}'}",
+        f"the longest: {_where(worst, facts)}; median {duration_words(median)}{stood and f'; meanwhile {stood}'}",
         "dpmon why shows the stacks of that time" if stood else _stall_advice(worst, facts),
         lost / (total + lost),
     )
 
 
 def _stood(step: LongRow, facts: RunFacts) -> str:
-    """Which rank stood where during the step, if the run was stalled then; else empty."""
-    end = step.start_ns + step.wall_ns
-    return next((one.text for one in facts.announced.stalls if step.start_ns <= one.since_ns < end), "")
+    """Which rank stood where, if the run was stalled for most of the step; else empty."""
+    begin, end = step.start_ns, step.start_ns + step.wall_ns
+    stalls = [(one.since_ns, one.end_ns or end, one.text) for one in facts.announced.stalls]
+    return next((text for since, until, text in stalls if 2 * (min(until, end) - max(since, begin)) > end - begin), "")
 
 
 def _waits_for_input(step: LongRow, facts: RunFacts) -> bool:

@@ -158,9 +158,11 @@ def ceiling(value: float) -> float:
 def scale_top(columns: Sequence[Column]) -> float:
     """The upper end of a history's scale (ns): a round number above 95 % of the columns; the others are cut.
 
-    Columns of evaluations count only if there are no others: the figures beside the history are of training steps.
+    Columns of evaluations count only if there are no others: the figures beside the history are of training steps. A
+    column after a stall does not count: the stall is in one of its steps.
     """
-    there = [column for column in columns if column.count]
+    pairs = zip(columns, (None, *columns), strict=False)
+    there = [column for column, before in pairs if column.count and not (before is not None and before.stalled)]
     totals = sorted(c.wall_ns / c.count for c in [c for c in there if not c.evaluation] or there)
     return ceiling(totals[max(-(-len(totals) * 95 // 100) - 1, 0)]) if totals else 1.0
 

@@ -209,9 +209,9 @@ def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:
 
 
 def test_a_long_step_in_which_the_run_was_stalled_says_where_its_ranks_stood() -> None:
-    seen = StallSeen(60 * SECOND, 70 * SECOND, 69 * SECOND, {"text": STALL})
+    seen = StallSeen(60 * SECOND - 5 * MS, 70 * SECOND, 69 * SECOND, {"text": STALL})
     (found,) = findings(changed(SHOWN["stall"], announced=Announced(stalls=(seen,))))
-    assert found.ground.endswith(f"; then {STALL}")
+    assert found.ground.endswith(f"; meanwhile {STALL}")
     assert found.advice == "dpmon why shows the stacks of that time"
     (later,) = findings(changed(SHOWN["stall"], announced=Announced(stalls=(seen._replace(since_ns=99 * SECOND),))))
     assert STALL not in later.ground

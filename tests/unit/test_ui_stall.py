@@ -29,7 +29,7 @@ from synthetic import SECOND, Training
 
 from dpmon.model.announced import Announced
 from dpmon.model.history import pictured
-from dpmon.model.state import StallSeen, State
+from dpmon.model.state import Column, StallSeen, State
 from dpmon.record.kinds import Event
 from dpmon.report.collect import collect
 from dpmon.report.page import page
@@ -37,6 +37,7 @@ from dpmon.report.plots import plots
 from dpmon.report.sections import document
 from dpmon.report.sentences import stalls
 from dpmon.run.reader import PauseState
+from dpmon.ui.chart import scale_top
 from dpmon.ui.look import Look
 from dpmon.ui.paint import whole
 from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_standing
@@ -184,6 +185,12 @@ def test_the_gap_stays_in_the_history() -> None:
         hatched = [column for column in columns if column.stalled]
         assert LASTED_S - 2 <= len(hatched) * (2 if span_s == 600 and len(columns) < 50 else 1) <= LASTED_S + 1
         assert not any(column.count for column in hatched)
+
+
+def test_the_step_with_the_stall_does_not_set_the_scale() -> None:
+    usual, gap = Column(0, "single", 1, 10), Column(1, "single", stalled=True)
+    assert scale_top([usual, gap, Column(2, "single", 1, 35_000), usual]) == 10
+    assert scale_top([gap, Column(2, "single", 1, 35_000)]) > 0
 
 
 def test_a_long_stall_fills_the_time_range_and_costs_no_more_columns() -> None:

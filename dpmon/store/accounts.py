@@ -57,15 +57,20 @@ class Accounts:
         """Go on after the events in a history and the last step of each process."""
         query = (
             f"SELECT ifnull(process, -1), t_ns, json FROM events WHERE {LASTING}"
-            " AND kind IN ('process', 'pause', 'input', 'ddp') ORDER BY id"
+            " AND kind IN ('process', 'pause', 'input', 'ddp', 'exit') ORDER BY id"
         )
-        nowhere = Batch()
+        nowhere, ends = Batch(), []
         for process, at, *text in history.rows(query):
             event = event_in(text)
-            self.event(nowhere, process if process >= 0 else None, event.kind, event.data, at)
+            if event.kind == "exit":
+                ends.append(at)
+            else:
+                self.event(nowhere, process if process >= 0 else None, event.kind, event.data, at)
         for ring in history.rings().values():
             for number, mode, start, wall, kind in history.last_step(ring):
                 self.account(ring.process).resume(number, mode, start, wall, bool(kind & EVALUATION))
+        for at in ends:  # the pauses before it are in the history, also those after the last step
+            self.event(nowhere, None, "exit", {}, at)
 
     def _note_process(self, process: int, data: Mapping[str, Any], at_ns: int | None) -> None:
         """Note that a process began to record, paused or resumed."""

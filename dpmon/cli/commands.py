@@ -294,7 +294,8 @@ def _steps(directory: Path) -> tuple[int | None, int | None, int | None, float |
             calls = store.open_calls
             evaluations, samples = window.evaluation_steps(most.process), None if rate is None else rate.samples_per_s
             stalls = stalls_in(event.data for event in store.events("stall", newest=TEXTS_READ))
-            standing = f"stalled: {stalls[-1].text}" if stalls and stalls[-1].end_ns is None else None
+            last_ns = max((step.start_ns + step.wall_ns for step in store.steps(1)), default=0)
+            standing = f"stalled: {stalls[-1].text}" if stalls and stalls[-1].lasts_until_end(last_ns) else None
             return None if calls and not most.steps else most.steps, evaluations, calls, samples, standing
     return None, None, None, None, None
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from kept import keep
-from running import Dpmon, until_unsupervised, wait_for
+from running import Dpmon, Terminal, until_unsupervised, wait_for
 from sizes import reached, size
 from synthetic import Training
 
@@ -27,7 +27,6 @@ pytestmark = pytest.mark.slow
 SOON_S = 5.0
 TRAINING = """
 import sys, time, torch
-from pathlib import Path
 model = torch.nn.Linear(5, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 def step():
@@ -39,8 +38,7 @@ for number in range(50):
 """
 STUCK = """
 def wait_here():
-    while not Path("go").exists():
-        time.sleep(0.05)
+    open("go").read()
 wait_here()
 for number in range(50):
     step()
@@ -83,6 +81,7 @@ def tellers(directory: Path) -> list[int]:
 
 def test_the_events_of_a_run_that_stalls_and_fails_arrive_soon_and_in_order(dpmon: Dpmon) -> None:
     dpmon.script(TRAINING + STUCK)
+    os.mkfifo(dpmon.cwd / "go")
     name = command(dpmon)
     run = dpmon.start("--headless", "--on-event", name, "script.py", env={"DPMON_ALIVE_MINUTES": "1"})
     wait_for(lambda: "stalled" in types(dpmon), what="the event of the stall")
@@ -94,7 +93,7 @@ def test_the_events_of_a_run_that_stalls_and_fails_arrive_soon_and_in_order(dpmo
     assert arrived - stall["t_s"] < SOON_S
     assert stall["text"].startswith("in wait_here (script.py:")
     assert dpmon.run("status").status == 5
-    dpmon.go()
+    (dpmon.cwd / "go").write_text("")
     _, errors = run.communicate(timeout=100)
     assert run.returncode == 3
     # The foreground process waits for the last event.
@@ -122,6 +121,20 @@ def test_a_hanging_command_holds_up_neither_the_run_nor_other_events(dpmon: Dpmo
     assert dpmon.exit()["drained"]
     wait_for(lambda: types(dpmon) == ["failed"], what="the next event")
     assert proc.alive(hangs, None)
+
+
+@pytest.mark.parametrize(("setting", "sent"), [("osc9", "\x1b]9;script.py ended\a"), ("", "")])
+def test_the_terminal_of_the_screen_is_told_only_if_wanted(dpmon: Dpmon, setting: str, sent: str) -> None:
+    dpmon.waiting()
+    terminal = Terminal(dpmon, "script.py", TERM="xterm-256color", DPMON_ALERT=setting)
+    terminal.shows("5 Output")
+    dpmon.begun()
+    dpmon.go()
+    terminal.shows("finished")
+    terminal.writes(sent)
+    terminal.type("q")
+    terminal.wait()
+    assert (b"]9;" in terminal.raw) == bool(sent)
 
 
 @pytest.mark.parametrize("how", ["command", "both"])

@@ -26,6 +26,9 @@ from dpmon.stalls.run_state import STATES
 STALL = Event("stall", {"t_s": 52.0, "since_s": 40.0, "text": "rank 1 in save (t.py:3)", "ranks": [{"rank": 1}]})
 STALL_ENDED = Event("stall", {"t_s": 55.0, "since_s": 40.0, "lasted_s": 15.0, "text": "rank 1 in save (t.py:3)"})
 
+EARLY = Event("stall", {**STALL.data, "t_s": 0.001, "since_s": 0.0})
+EARLY_ENDED = Event("stall", {**STALL_ENDED.data, "t_s": 0.002, "since_s": 0.0})
+
 
 def a_run(*own: Event, steps: int = 40, name: str = "linear", **about: Any) -> Path:
     """A finished run."""
@@ -134,7 +137,9 @@ def test_a_stalled_run_says_which_rank_stands_where(state: Path, capsys: pytest.
     assert listed[2] == "    rank 1 in save (t.py:3)"
 
 
-@pytest.mark.parametrize(("own", "shown"), [((STALL,), True), ((STALL, STALL_ENDED), False)])
+@pytest.mark.parametrize(
+    ("own", "shown"), [((STALL,), True), ((STALL, STALL_ENDED), True), ((EARLY, EARLY_ENDED), False)]
+)
 def test_the_list_says_in_which_stall_a_run_ended(
     state: Path, own: tuple[Event, ...], shown: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

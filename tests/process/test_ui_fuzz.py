@@ -88,7 +88,7 @@ def test_random_bytes_from_the_keyboard(run: Run, terminal: Start, seed: int) ->
     for _ in range(size(5, 200)):
         if seen is None:
             seen = terminal(HARMLESS)
-            seen.shows("● training")
+            seen.shows("linear.py")
         bursts += 1
         with contextlib.suppress(OSError):
             seen.type(burst(chance))
@@ -111,7 +111,7 @@ def test_the_terminal_goes_under_a_dialog(run: Run, terminal: Start, opener: str
     run.train(50)
     os.mkfifo(run.directory / "input.fifo")
     seen = terminal("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SHOW, refresh=60.0)
-    seen.shows("● training")
+    seen.shows("linear.py")
     seen.type(opener or "t")
     seen.shows(" esc " if opener else "theme light")
     seen.hang_up()
@@ -138,7 +138,7 @@ ENDLESS = {
 def test_interrupts_work_in_the_middle_of_anything(run: Run, terminal: Start) -> None:
     run.train(50)
     seen = terminal()
-    seen.shows("● training")
+    seen.shows("linear.py")
     for name, data in ENDLESS.items():
         seen.type(data)
         seen.type("\x03")

@@ -10,6 +10,7 @@ from typing import Any
 
 from dpmon.cleaning import clean, json_text
 from dpmon.cli.speak import speak
+from dpmon.model.announced import stalls_in
 from dpmon.run.condition import goes_on, run_state
 from dpmon.run.rundir import RunError, load_info
 from dpmon.run.runs import find_run, newest_run
@@ -34,10 +35,12 @@ def why(options: argparse.Namespace) -> int:
         print("\n".join(text for text, _ in lines_of(found, every=options.all)))
     else:
         print(f"{info.id} is over ({state})" if how is not None else "no process of the run can be seen")
-    over = [one for one in stalls if "lasted_s" in one]
-    for one in over:
-        at, text = clock(int(one.get("since_s", 0) * 1e9)), clean(one.get("text"))
-        print(f"stalled at {at} for {one.get('lasted_s', 0):.0f} s: {text}")
+    for one in stalls_in(stalls):
+        lasted = "until its end" if one.end_ns is None else f"for {(one.end_ns - one.since_ns) / 1e9:.0f} s"
+        if how is not None or one.end_ns is not None:
+            print(f"stalled at {clock(one.since_ns)} {lasted}: {clean(one.text)}")
+        if how is not None:
+            print("\n".join(text for text, _ in lines_of(one.record, every=options.all)[1:]))
     if found is None and not stalls:
         print("no stall was recorded")
     return 0

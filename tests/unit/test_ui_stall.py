@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import types
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from stuck_ranks import (
 )
 from synthetic import SECOND, Training
 
+from dpmon.cli.why import why
 from dpmon.model.announced import Announced
 from dpmon.model.history import pictured
 from dpmon.model.state import Column, StallSeen, State
@@ -216,6 +218,16 @@ def test_report_and_summary_say_that_the_run_ended_in_its_stall() -> None:
     ):
         facts: Any = types.SimpleNamespace(announced=Announced(stalls=(stall,)), last_step_ns=last_s * SECOND)
         assert stalls(facts, how, over=how is not None) == [f"stalled at 00:01:40 {expected}: {SENTENCE}"]
+
+
+def test_dpmon_why_shows_the_stacks_of_a_run_that_ended_in_a_stall(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = keep({0: [*Training().begin(), stall_record(2, 4 * SECOND, 60)]})
+    why(argparse.Namespace(run=directory.name, json=False, native=False, all=False))
+    said = capsys.readouterr().out
+    assert "stalled at 00:00:04 until its end: rank 1 in checkpoint (train.py:12); rank 0 waits" in said
+    assert "rank 1:\n  checkpoint (/job/train.py:12)\n" in said
 
 
 def test_the_plots_of_the_report_mark_a_stall(state: Path) -> None:

@@ -94,7 +94,9 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     rows = next((above for above in (detailed, brief) if len(above) + len(below) <= height), None)
     rows = [*(rows if rows is not None else _folded(guilty, scene, look)), *below]
     keys = _keys(scene)
-    return [*rows, [], keys] if len(rows) + 2 <= height else [*rows, keys] if len(rows) < height else rows
+    if not keys or len(rows) >= height:
+        return rows
+    return [*rows, [], keys] if len(rows) + 2 <= height else [*rows, keys]
 
 
 def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
@@ -152,7 +154,9 @@ def _folded(ranks: Sequence[_Standing], scene: Scene, look: Look) -> list[Row]:
 def _keys(scene: Scene) -> Row:
     """The keys that help now."""
     live = not scene.over and scene.playing is None
+    here = scene.view.focus == "replicas" and scene.view.zoom is None
+    works = (here, live, live and scene.stopping is None)
     row: Row = []
-    for key, word in _KEYS[: 1 if not live else 2 if scene.stopping else 3]:
+    for key, word in (one for one, now in zip(_KEYS, works, strict=True) if now):
         row += [("  " if row else "", ""), (key, "key"), (f" {word}", "dim")]
     return row

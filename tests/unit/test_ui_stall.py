@@ -138,6 +138,15 @@ def test_a_process_without_ranks_has_the_same_row() -> None:
     assert plain(panel_standing.title(stalled(1), LOOK)[0]) == "2 Replicas"
 
 
+def test_ranks_that_wait_for_each_other_share_a_row() -> None:
+    record = stall_record(2, SECOND, 5).data
+    data = {**record, "ranks": [{**one, "waits": True, "words": "in backward (a.py:1)"} for one in record["ranks"]]}
+    scene = stalled(2)
+    scene = replace(scene, state=replace(scene.state, stalls=(StallSeen(SECOND, 11 * SECOND, record=data),)))
+    assert rows_text(panel_standing.table(scene, 76, 4, LOOK))[0].startswith("  0-1 wait in backward (a.py:1)  ")
+    assert plain(panel_standing.title(scene, LOOK)[1]) == "stalled at step 5"
+
+
 def test_many_guilty_ranks_in_one_place_are_folded_where_rows_are_few() -> None:
     record = stall_record(8, SECOND, 5).data
     data = {**record, "ranks": [{**one, "waits": False, "words": "in wait (a.py:1)"} for one in record["ranks"]]}

@@ -75,7 +75,8 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     """The panel's title, and the step in which the run stalled."""
     stall = scene.stall
     ranks = [] if stall is None else _standings(stall, scene.state)
-    steps = [one.step for one in ranks if one.step is not None and not one.waits]
+    guilty = [one for one in ranks if not one.waits] or ranks
+    steps = [one.step for one in guilty if one.step is not None]
     word = f"stalled at step {group(min(steps))}" if steps else "stalled"
     ranked = any(one.number is not None for one in ranks)
     return [((RANK_NAMES if ranked else NAMES)["replicas"], "title")], [(word, "bad")]

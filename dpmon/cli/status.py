@@ -33,6 +33,8 @@ SCHEMA = 1
 EVERY_S = 1.0
 MOST_FINDINGS = 3
 MOST_PHASES = 5
+MOST_DEVICES = 2
+"""Of more devices only a summary is shown to people."""
 
 
 def status(options: argparse.Namespace) -> int:
@@ -124,10 +126,14 @@ def _lines(now: Health, found: dict[str, Any]) -> list[str]:
     if straggler:
         lines.append(straggler["sentence"])
     lines += [each["text"] for each in found["findings"]]
-    for device in found["devices"]:
+    devices = found["devices"]
+    for device in devices if len(devices) <= MOST_DEVICES else ():
         use = UNKNOWN if device.get("util_pct") is None else f"{device['util_pct']} %"
         memory = memory_of(device.get("mem_used_bytes"), device.get("mem_total_bytes"))
         lines.append(f"GPU {device.get('index')}: {use} used, memory {memory}")
+    uses = [device["util_pct"] for device in devices if device.get("util_pct") is not None]
+    if len(devices) > MOST_DEVICES and uses:
+        lines.append(f"{len(devices)} GPUs: {min(uses)} to {max(uses)} % used")
     return [lines[0], *(f"  {clean(line)}" for line in lines[1:])]
 
 

@@ -41,8 +41,11 @@ SHORT_S = 0.1
 FINDINGS_S = 60.0
 FINDINGS_SHARE = 0.01
 """Most share of the time that the search for findings may take."""
-LOST_S = 10.0
-"""A run without processes and without a record of its end is over after this time: a new supervisor may yet come."""
+ALONE_S = 10.0
+"""After this time no new supervisor is expected: a run without processes, and without a record of its end, is over."""
+ALONE = Finding(
+    "unsupervised", "dpmon's background process was killed: nothing is recorded", "", "dpmon attach starts another", 1.0
+)
 LIMIT_S = 60.0
 """Longest time of a command; then it is killed."""
 IN_TURN_S = 3.0
@@ -185,7 +188,7 @@ def watch(reader: RunReader, log: EventLog) -> None:
     happenings, snapshots, state = Happenings(60.0 * alive if alive else None, log.ids), Snapshots(), State()
     found: list[Finding] = []
     findings_at = time.monotonic() + FINDINGS_S
-    lost_at: float | None = None
+    alone_at: float | None = None
     while directory.is_dir():  # else the user has deleted the run
         began = time.monotonic()
         info, how = reader.refresh(), reader.exit()
@@ -199,11 +202,12 @@ def watch(reader: RunReader, log: EventLog) -> None:
                     found = findings(facts)
                     findings_at = began + max(FINDINGS_S, (time.monotonic() - began) / FINDINGS_SHARE)
         now = health(reader, state)
-        lost_at = None if now.end != LOST else began + LOST_S if lost_at is None else lost_at
-        if lost_at is None or began >= lost_at:
-            over = over or lost_at is not None
-            events = happenings.look(state, now, (time.monotonic_ns() - info.start_ns) / SECOND, found)
-            does = now.fields()
+        alone_at = None if how is not None or supervised(info) else alone_at or began + ALONE_S
+        alone = alone_at is not None and began >= alone_at
+        if now.end != LOST or alone:
+            over = over or now.end == LOST
+            elapsed_s, does = (time.monotonic_ns() - info.start_ns) / SECOND, now.fields()
+            events = happenings.look(state, now, elapsed_s, [*found, ALONE] if alone and not over else found)
             commands.tell(event._replace(data={**event.data, "health": does}) for event in events)
         again_at = began + (EVERY_S if how is None else SHORT_S)
         while commands.busy if over else time.monotonic() < again_at:

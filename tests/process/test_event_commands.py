@@ -137,6 +137,23 @@ def test_the_terminal_of_the_screen_is_told_only_if_wanted(dpmon: Dpmon, setting
     assert (b"]9;" in terminal.raw) == bool(sent)
 
 
+def test_a_run_without_a_supervisor_is_told_and_nothing_listens(dpmon: Dpmon) -> None:
+    name = command(dpmon)
+    dpmon.waiting()
+    dpmon.run("--detach", "--on-event", name, "script.py")
+    dpmon.begun()
+    wait_for(lambda: types(dpmon) == ["started"])
+    (teller,) = tellers(dpmon.last())
+    assert not [fd for fd in Path(f"/proc/{teller}/fd").iterdir() if "socket" in os.readlink(fd)]
+    dpmon.kill_supervisor()
+    wait_for(lambda: len(received(dpmon)) == 2)
+    assert received(dpmon)[1]["id"].endswith("dpmon.finding/unsupervised")
+    dpmon.go()
+    wait_for(lambda: len(received(dpmon)) == 3)
+    assert types(dpmon)[2] == "failed"
+    wait_for(lambda: not tellers(dpmon.last()))
+
+
 @pytest.mark.parametrize("how", ["command", "both"])
 def test_no_teller_stays_behind(dpmon: Dpmon, how: str) -> None:
     name = command(dpmon)

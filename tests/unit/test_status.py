@@ -108,6 +108,8 @@ def test_the_status_of_a_run_that_is_over(
 def test_what_is_unknown_about_a_device_is_a_dash(state: Path) -> None:
     now, members = status.look_at(a_run(device_event(1.0, 0)))
     assert status._lines(now, {**members, "devices": [{"index": 0}]})[-1] == "  GPU 0: – used, memory – / –"
+    many = [{"index": index, "util_pct": use} for index, use in enumerate((40, None, 98))]
+    assert status._lines(now, {**members, "devices": many})[-1] == "  3 GPUs: 40 to 98 % used"
 
 
 def test_a_stalled_run_says_which_rank_stands_where(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,17 +16,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from dpmon.record.names import Untimed
 from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.span_ring import Word
+from dpmon.tracer.core.session import Session
 from dpmon.tracer.devices.events import TorchEvents
-
-if TYPE_CHECKING:
-    from dpmon.tracer.steps.recorder import Recorder, Thread
 
 MAX_FAULTS = 3
 MAX_WAITING = 256
@@ -51,6 +49,15 @@ def gpu_of(device: str) -> int:
 def gpus_of(devices: Sequence[str]) -> tuple[int, ...]:
     """The GPUs among the devices, each once, in order."""
     return tuple(dict.fromkeys(index for index in map(gpu_of, devices) if index >= 0))
+
+
+class SpanWriter(Protocol):
+    """What this module needs of dpmon.tracer.steps.recorder.Recorder, which imports it."""
+
+    session: Session
+    words: Any
+    training_thread: Any
+    put: Callable[[int, int, int, int], int]
 
 
 class DeviceSpan:
@@ -128,7 +135,7 @@ class Mark:
 class Timing:
     """Measures the device times of one process. Its methods never raise."""
 
-    def __init__(self, recorder: Recorder, events: TorchEvents | None = None) -> None:
+    def __init__(self, recorder: SpanWriter, events: TorchEvents | None = None) -> None:
         self._recorder = recorder
         self._events = events or TorchEvents(recorder.session)
         self._free: dict[int, list[object]] = {}
@@ -210,7 +217,7 @@ class Timing:
 
     # ---------------------------------------------------------------- phases
 
-    def begin(self, me: Thread, kind: int, gpus: Sequence[int] | None = None, *, shares: bool = False) -> Mark | None:
+    def begin(self, me: object, kind: int, gpus: Sequence[int] | None = None, *, shares: bool = False) -> Mark | None:
         """Begin a phase on these GPUs, or on all GPUs of the step.
 
         `shares`: it is a phase of a call, which begins on each GPU at the end of the previous phase.
@@ -224,7 +231,7 @@ class Timing:
         last = self.last if shares else {}
         return Mark(self, kind, [self._span(gpu, last.get(gpu)) for gpu in gpus], shares)
 
-    def call_begins(self, me: Thread, gpus: tuple[int, ...]) -> Mark | None:
+    def call_begins(self, me: object, gpus: tuple[int, ...]) -> Mark | None:
         """Begin a call on the GPUs of its model."""
         if me is not self._recorder.training_thread:
             return None
@@ -250,7 +257,7 @@ class Timing:
             return self._not_timed
         return Mark(self, kind, [self._span(gpu)])
 
-    def copy_begins(self, me: Thread, gpu: int) -> Mark | None:
+    def copy_begins(self, me: object, gpu: int) -> Mark | None:
         """Begin a copy to one GPU."""
         self._copies += 1
         return self.begin(me, Kind.COPY, (gpu,)) if self._copies <= MAX_COPIES or self._skips else None

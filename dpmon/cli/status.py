@@ -116,6 +116,8 @@ def _lines(now: Health, found: dict[str, Any]) -> list[str]:
     if found["step"] is not None:
         rates = [f"{compact(found[name])} {unit}" for name, unit in _RATES if found[name] is not None]
         mode = f"{found['mode'] or ''}{' (virtual)' if found['virtual'] else ''}"
+        if found["processes"] > 1:
+            mode = f"{found['processes']} processes"
         why = found["absent"].get("steps_per_s")
         lines.append("  ".join(word for word in (f"step {group(found['step'])}", mode, *(rates or [why])) if word))
     if found["step_ms"]:
@@ -123,7 +125,7 @@ def _lines(now: Health, found: dict[str, Any]) -> list[str]:
         parts = ", ".join(f"{name} {percent(share)}" for share, name in shares[:MOST_PHASES] if share)
         lines.append(f"step median {duration(found['step_ms']['median_ms'] * 1e6)}: {parts}")
     straggler = (found.get("communication") or {}).get("straggler")
-    if straggler:
+    if straggler and not any(each["kind"] == "straggler" for each in found["findings"]):
         lines.append(straggler["sentence"])
     lines += [each["text"] for each in found["findings"]]
     devices = found["devices"]

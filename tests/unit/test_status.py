@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from joined import joined_rows
 from kept import keep
 from synthetic import Training, device_event
 
@@ -103,6 +104,15 @@ def test_the_status_of_a_run_that_is_over(
     assert found["state"] == "ended"
     assert 0 < found["t_s"] <= 60.0
     assert (found["stall"] is None) == (not own)
+
+
+def test_ranks_are_counted(state: Path) -> None:
+    ranked, seconds = joined_rows(3, slow=1, phase="data", steps=100)
+    now, members = status.look_at(keep(ranked, seconds=seconds / 1e9))
+    lines = status._lines(now, members)
+    assert lines[1].startswith("  step 100  3 processes  ")
+    assert lines[-1].startswith("  Rank 1 holds the others up by ")
+    assert status._lines(now, {**members, "findings": []})[-1].startswith("  rank 1 holds the others up by ")
 
 
 def test_what_is_unknown_about_a_device_is_a_dash(state: Path) -> None:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpmon.cleaning import clean
+from dpmon.stalls.verdict import RankFacts, names
 
 Line = tuple[str, str]
 """A line and its style: "", "bold", "bad" or "dim"."""
 _FIRST_TO_GO = (6, 5, 2)
 """Columns that a narrow table leaves out, in this order: PROCESS, COLLECTIVES, STEP."""
-_PACKAGES = ("site-packages/", "dist-packages/")
+_IN, _LEAST_IN = 4, 36
+"""The column IN, and the least width to which a narrow table cuts it."""
+_INSTALLED = re.compile(r"\A.*(/(site|dist)-packages/|/lib/python3\.\d+/)")
 
 
 def lines_of(found: Mapping[str, Any], *, every: bool = False, width: int | None = None) -> list[Line]:
     """The sentence, a table of the ranks, and their stacks; ranks with equal stacks share one.
 
-    `every`: the stacks of all threads, not only of the main one. `width`: most cells of the table; it has fewer columns
-    if it would be wider.
+    `every`: the stacks of all threads, not only of the main one. `width`: most cells of a line; a table that would be
+    wider has fewer columns, and a long path only its last part.
     """
     try:
-        return _lines(found, every, width)
+        return [(clean(text), style) for text, style in _lines(found, every, width)]
     except (KeyError, TypeError, ValueError, AttributeError):  # any program may have written the record
         return [("the record of the stall is damaged", "bad")]
 
@@ -30,38 +34,43 @@ def _lines(found: Mapping[str, Any], every: bool, width: int | None) -> list[Lin
     ranks = found["ranks"]
     lines: list[Line] = [("no stall: the run makes progress, or its pause is plausible", "")]
     if found.get("text") is not None:
-        lines = [(f"stalled for {found['t_s'] - found['since_s']:.0f} s: {clean(found['text'])}", "bad")]
+        lines = [(f"stalled for {found['t_s'] - found['since_s']:.0f} s: {found['text']}", "bad")]
     rows: list[tuple[str, ...]] = [("", "RANK", "STEP", "FOR", "IN", "COLLECTIVES", "PROCESS")]
     rows += [_row(rank, stalled=found.get("text") is not None) for rank in ranks]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     shown = list(range(len(widths)))
-    for column in _FIRST_TO_GO:
-        if width is not None and sum(widths[one] + 2 for one in shown) - 2 > width:
-            shown.remove(column)
+    if width is not None:
+        for column in _FIRST_TO_GO:
+            if sum(min(widths[one], _LEAST_IN) + 2 for one in shown) - 2 > width:
+                shown.remove(column)
+        widths[_IN] = max(min(widths[_IN], width - sum(widths[one] + 2 for one in shown if one != _IN)), _LEAST_IN)
     lines.append(("", ""))
     for row in rows:
-        text = "  ".join(row[column].ljust(widths[column]) for column in shown).rstrip()
+        text = "  ".join(_fitted(row[column], widths[column]) for column in shown).rstrip()
         lines.append((text, "dim" if row is rows[0] else "bold" if row[0] else ""))
-    for names, stacks, reason in _folded(ranks):
-        lines += [("", ""), (f"{names}:", "bold")]
+    for who, stacks, reason in _folded(ranks):
+        lines += [("", ""), (f"{who}:", "bold")]
         if not stacks:
-            lines.append((f"  no stack: {clean(reason or 'none was taken')}", "dim"))
+            lines.append((f"  no stack: {reason or 'none was taken'}", "dim"))
         for stack in stacks if every else stacks[:1]:
-            lines += [(f"  thread {clean(stack['thread'])}", "bold")] if every and stack["thread"] else []
+            lines += [(f"  thread {stack['thread']}", "bold")] if every and stack["thread"] else []
             for function, file, line in stack["frames"]:
-                ours = not any(part in file for part in (*_PACKAGES, "/lib/python3."))
-                lines.append((f"  {clean(function)} ({clean(_short(file))}:{line})", "" if ours else "dim"))
+                place = f"{_short(file)}:{line}"
+                if width is not None and len(function) + len(place) + 5 > width:
+                    place = place.rpartition("/")[2]
+                lines.append((f"  {function} ({place})", "" if _short(file) == file else "dim"))
             if stack["left_out"]:
                 lines.append((f"  {stack['left_out']:,} more between them", "dim"))
     return lines
 
 
+def _fitted(text: str, width: int) -> str:
+    return text.ljust(width) if len(text) <= width else f"{text[: width - 1]}…"
+
+
 def _short(file: str) -> str:
-    """The path of a file without the place of installed packages."""
-    for part in _PACKAGES:
-        if part in file:
-            return file.rpartition(part)[2]
-    return file
+    """The path of a file without the place of installed packages and of Python's own modules."""
+    return _INSTALLED.sub("", file)
 
 
 def _row(rank: Mapping[str, Any], *, stalled: bool) -> tuple[str, ...]:
@@ -70,18 +79,17 @@ def _row(rank: Mapping[str, Any], *, stalled: bool) -> tuple[str, ...]:
     cpu = "" if rank["cpu"] is None else f", {100 * rank['cpu']:.0f} % CPU"
     groups = " ".join("-" if group["sequence"] is None else str(group["sequence"]) for group in rank["groups"])
     gpus = "".join(
-        f", {clean(gpu['device'])} {_figure(gpu['util_pct'])} % {_figure(gpu['power_w'])} W"
-        for gpu in rank.get("gpus", ())
+        f", {gpu['device']} {_figure(gpu['util_pct'])} % {_figure(gpu['power_w'])} W" for gpu in rank.get("gpus", ())
     )
     words = ("waits " if rank["waits"] else "") + str(rank["words"])
     step = "" if rank["step"] is None else rank["step"]
-    process = f"{clean(rank['state'])}{cpu}{gpus}"
+    process = f"{rank['state']}{cpu}{gpus}"
     return (
         ">" if stalled and not rank["waits"] else "",
         str(number),
         str(step),
         seconds,
-        clean(words),
+        words,
         groups,
         process,
     )
@@ -99,7 +107,7 @@ def _folded(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any], st
         groups.setdefault(str(stacks[0]["frames"] if stacks else rank.get("why_no_stack")), []).append(rank)
     return [
         (
-            ", ".join(f"pid {rank['pid']}" if rank["rank"] is None else f"rank {rank['rank']}" for rank in group),
+            names([RankFacts(pid=rank["pid"], rank=rank["rank"]) for rank in group]),
             group[0].get("stacks") or [],
             group[0].get("why_no_stack"),
         )

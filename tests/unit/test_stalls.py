@@ -7,6 +7,7 @@ import json
 import pytest
 
 from dpmon.stalls import stacks
+from dpmon.stalls.answer_lines import lines_of
 from dpmon.stalls.run_state import (
     ENDED,
     EVALUATING,
@@ -321,3 +322,42 @@ def test_only_a_worker_with_work_is_named() -> None:
 )
 def test_the_state_in_a_word(now: Now, expected: str) -> None:
     assert state_of(now).word == expected
+
+
+# ------------------------------------------------------------------------------------------------ the answer in lines
+
+
+def answered_rank(number: int, words: str, *, waits: bool, **more: object) -> dict[str, object]:
+    frames = [["select", "/usr/lib/python3.11/selectors.py", 415], ["main", "/home/me/a/long/way/to/the/train.py", 88]]
+    return {
+        "rank": number, "pid": 7, "step": 60, "for_s": 27.0, "waits": waits, "words": words, "state": "sleeping",
+        "cpu": 0.0, "groups": [{"sequence": 205}], "stacks": [{"thread": "", "left_out": 0, "frames": frames}],
+        **more,
+    }  # fmt: skip
+
+
+def test_a_narrow_answer_keeps_place_and_line() -> None:
+    words = "in DataLoader.__next__ (train.py:88); its worker (pid 7) is in Samples.__getitem__ (train.py:31)"
+    ranks = [answered_rank(1, words, waits=False), answered_rank(0, "in backward (train.py:90)", waits=True)]
+    found = {"text": "rank 1 ...", "t_s": 30.0, "since_s": 3.0, "ranks": ranks}
+    lines = [text for text, _ in lines_of(found, width=76)]
+    assert lines[2:5] == [
+        "   RANK  STEP  FOR   IN                                          COLLECTIVES",
+        ">  1     60    27 s  in DataLoader.__next__ (train.py:88); its…  205",
+        "   0     60    27 s  waits in backward (train.py:90)             205",
+    ]
+    assert lines[6:8] == ["ranks 0, 1:", "  select (selectors.py:415)"]
+    assert "  main (/home/me/a/long/way/to/the/train.py:88)" in lines
+    assert "  main (train.py:88)" in [text for text, _ in lines_of(found, width=40)]
+    whole = [text for text, _ in lines_of(found)]
+    assert words in whole[3]
+    assert whole[3].endswith("sleeping, 0 % CPU")
+
+
+def test_hostile_names_in_an_answer_are_cleaned() -> None:
+    rank = answered_rank(1, "in \x1b[2J (a.py:1)\n", waits=False, state="\x07", rank="\x1b]52;c;x\x07")
+    found = {"text": "\x1b[31m", "t_s": 30.0, "since_s": 3.0, "ranks": [rank]}
+    for width in (None, 40, 76):
+        assert all(text.isprintable() for text, _ in lines_of(found, width=width))
+    for damaged in ({}, {"ranks": 3}, {**found, "ranks": [3]}, {**found, "ranks": [{}]}, {**found, "t_s": "x"}):
+        assert lines_of(damaged) == [("the record of the stall is damaged", "bad")]

@@ -103,8 +103,9 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
 def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel at full size: the table, then the stacks of the recorded stall."""
     stall = scene.stall
-    stacks = [] if stall is None else lines_of(stall.record, width=width)[1:]
-    return [*table(scene, width, height, look), *([(text, style)] for text, style in stacks)]
+    found = [] if stall is None else lines_of(stall.record, width=width)
+    begin = next((index for index, (text, _) in enumerate(found) if index > 1 and not text), len(found))
+    return [*table(scene, width, height, look), *([(text, style)] for text, style in found[begin:])]
 
 
 def _seconds(since_ns: int | None, scene: Scene) -> str:

@@ -166,7 +166,10 @@ def dump(threads: Mapping[int, int], *, native: bool = False) -> dict[int, Dump]
             out, err = process.communicate(timeout=max(end - time.monotonic(), 0.01))
         except subprocess.TimeoutExpired:
             process.kill()
-            process.communicate()
+            process.wait()
+            for stream in (process.stdout, process.stderr):  # not read to their ends: a child may hold them open
+                if stream is not None:
+                    stream.close()
             found[pid] = Dump(reason=f"py-spy gave no answer within {WAIT_S:.0f} s")
             continue
         found[pid] = parsed(out, threads[pid], native) if process.returncode == 0 else Dump(reason=_failure(err))

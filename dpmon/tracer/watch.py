@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from dpmon.record.names import packed_json, shortened
-from dpmon.span_ring import MAX_GROUPS, NO_NUMBER, THREADS, SpanRing, Word
+from dpmon.span_ring import MAX_GROUPS, NO_NUMBER, SpanRing, Word
 from dpmon.tracer.append import append
 from dpmon.tracer.core.session import Session
 
@@ -92,7 +92,7 @@ class Watch:
                 looks += 1
                 try:
                     if looks % GROUPS_EVERY == 0:
-                        begun = words[Word.SPAN_START + min(words[Word.TRAINING_THREAD], THREADS - 1)]
+                        begun = words[Word.SPAN_START + words[Word.TRAINING_THREAD]]
                         if monotonic_ns() - begun > STILL_NS:
                             note_groups(words)
                         elif words[Word.GROUPS]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -281,6 +282,48 @@ def test_a_deep_stack_keeps_both_ends() -> None:
 def test_rubbish_from_py_spy_is_a_reason(out: bytes) -> None:
     assert parsed(out, 1).stacks == ()
     assert "py-spy" in (parsed(out, 1).reason or "")
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (None, "py-spy is not installed; install it beside dpmon: pip install 'dpmon[why]'"),
+        ("echo 'Error: Permission Denied: Try running again with elevated permissions' >&2; exit 1", "--cap-add"),
+        ("echo 'Error: Failed to find python version from target process' >&2; exit 1", "Failed to find python"),
+        ("exit 3", "py-spy failed: without a message"),
+        ("echo '{\"version\": 9}'", "another version?"),
+        ("echo '[]'", "py-spy saw no Python thread"),
+        ("sleep 5", "py-spy gave no answer within 0 s"),
+        ("yes | head -c 40000000", "py-spy printed more than 32 MiB"),
+        ("", "py-spy cannot be started"),
+    ],
+)
+def test_what_py_spy_cannot_do_is_a_reason(
+    program: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "py-spy"
+    path.write_text(f"#!/bin/sh\n{program}\n")
+    path.chmod(0o700 if program else 0o600)
+    monkeypatch.setattr(stacks, "py_spy", lambda: None if program is None else str(path))
+    if "no answer" in expected:
+        monkeypatch.setattr(stacks, "WAIT_S", 0.05)
+    found = stacks.dump({1: 1, 2: 2})
+    assert set(found) == {1, 2}
+    for taken in found.values():
+        assert taken.stacks == ()
+        assert expected in (taken.reason or "")
+
+
+def test_the_training_thread_is_found_by_its_number_or_its_name() -> None:
+    threads = [
+        {"pid": 1, "os_thread_id": number, "thread_name": name, "frames": [frame(f"f{number}", "/job/a.py", 1)]}
+        for number, name in ((1, "MainThread"), (5, "trains"))
+    ]
+    assert [stack.main for stack in parsed(json.dumps(threads).encode(), 5).stacks] == [True, False]
+    assert parsed(json.dumps(threads).encode(), 5).stacks[0].thread == "trains"
+    for thread in threads:
+        thread["os_thread_id"] = None
+    assert parsed(json.dumps(threads).encode(), 5).stacks[0].thread == "MainThread"
 
 
 def test_a_noted_stack_is_checked() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dpmon.cleaning import clean
-from dpmon.model.state import StallSeen, State
+from dpmon.model.state import State
 from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.text.cells import wrapped
@@ -49,7 +49,7 @@ def _standing(one: Mapping[str, Any], noticed_ns: int, state: State) -> _Standin
     return _Standing(
         whole_in(one, "rank"),
         "" if process is None else devices_in_short(process.devices),
-        clean(text_in(one, "words") or "", 300),
+        clean(text_in(one, "words") or UNKNOWN, 300),
         whole_in(one, "step"),
         None if waited is None else noticed_ns - waited,
         clean(text_in(one, "state") or "", 20),
@@ -58,23 +58,24 @@ def _standing(one: Mapping[str, Any], noticed_ns: int, state: State) -> _Standin
     )
 
 
-def _standings(stall: StallSeen, state: State) -> list[_Standing]:
+def _standings(scene: Scene) -> list[_Standing]:
+    stall = scene.stall
+    if stall is None:
+        return []
     noticed_ns = ns_in(stall.record, "t_s") or stall.noticed_ns
-    return [_standing(one, noticed_ns, state) for one in stall.ranks]
+    return [_standing(one, noticed_ns, scene.state) for one in stall.ranks]
 
 
 def wanted_rows(scene: Scene) -> int:
     """Rows that the whole content needs, without the two that the layout reserves for others' headings."""
-    stall = scene.stall
-    ranks = [] if stall is None else _standings(stall, scene.state)
+    ranks = _standings(scene)
     waiting = len({one.words for one in ranks if one.waits})
     return max(2 * sum(not one.waits for one in ranks) + waiting, 2)
 
 
 def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     """The panel's title, and the step in which the run stalled."""
-    stall = scene.stall
-    ranks = [] if stall is None else _standings(stall, scene.state)
+    ranks = _standings(scene)
     guilty = [one for one in ranks if not one.waits] or ranks
     steps = [one.step for one in guilty if one.step is not None]
     word = f"stalled at step {group(min(steps))}" if steps else "stalled"
@@ -84,10 +85,9 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
 
 def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame. What gives way first: the keys, then step, state and CPU of each rank."""
-    stall = scene.stall
-    ranks = [] if stall is None else _standings(stall, scene.state)
-    if stall is None or not any(one.words for one in ranks):
-        text = "" if stall is None else clean(stall.text, 400)
+    ranks = _standings(scene)
+    if not ranks:
+        text = "" if scene.stall is None else clean(scene.stall.text, 400)
         return lines(text or "the record of the stall is damaged", width, "bad", height, look.glyphs.more)
     guilty, waiting = ([one for one in ranks if one.waits is waits] for waits in (False, True))
     below = _folded(waiting, scene, look)
@@ -140,11 +140,9 @@ def _folded(ranks: Sequence[_Standing], scene: Scene, look: Look) -> list[Row]:
     rows: list[Row] = []
     for words, own in groups.items():
         numbers = sorted(one.number for one in own if one.number is not None)
-        named = (
-            in_ranges(list(map(str, numbers))).replace(",", ", ")
-            if len(numbers) == len(own)
-            else f"{group(len(own))} processes"
-        )
+        named = in_ranges(list(map(str, numbers))).replace(",", ", ")
+        if len(numbers) < len(own):
+            named = "1 process" if len(own) == 1 else f"{group(len(own))} processes"
         named = named if len(named) <= _NUMBERS_SHOWN else count_of(len(own), "rank")
         since = max((one.since_ns for one in own if one.since_ns is not None), default=None)
         text = f"{'waits' if len(own) == 1 else 'wait'} {words}" if own[0].waits else words

@@ -11,7 +11,8 @@ from typing import Any
 from dpmon.cleaning import clean, json_text
 from dpmon.cli.speak import speak
 from dpmon.model.announced import stalls_in
-from dpmon.run.condition import goes_on, run_state
+from dpmon.report.health import LOST
+from dpmon.run.condition import ELSEWHERE, goes_on, run_state
 from dpmon.run.rundir import RunError, load_info
 from dpmon.run.runs import find_run, newest_run
 from dpmon.stalls.answer import answer, asked
@@ -26,20 +27,24 @@ def why(options: argparse.Namespace) -> int:
     directory = find_run(options.run, goes_on=goes_on) if options.run else newest_run(goes_on)
     info = load_info(directory)
     state, how = run_state(directory, info)
-    found = None if how is not None else _asked(directory, native=options.native)
+    over = how is not None or state == LOST
+    # Elsewhere, and after its end, other processes may have the numbers of the run's.
+    found = None if over or state == ELSEWHERE else _asked(directory, native=options.native)
     stalls = _recorded(directory)
     if options.json:
         print(json_text({"run": info.id, "state": state, "now": found, "stalls": stalls}, indent=1))
         return 0
     if found is not None:
         print("\n".join(text for text, _ in lines_of(found, every=options.all)))
+    elif state == ELSEWHERE:
+        print(f"{info.id} runs on another machine ({clean(info.host)}): ask there")
     else:
-        print(f"{info.id} is over ({state})" if how is not None else "no process of the run can be seen")
+        print(f"{info.id} is over ({state})")
     for one in stalls_in(stalls):
         lasted = "until its end" if one.end_ns is None else f"for {(one.end_ns - one.since_ns) / 1e9:.0f} s"
-        if how is not None or one.end_ns is not None:
+        if over or one.end_ns is not None:
             print(f"stalled at {clock(one.since_ns)} {lasted}: {clean(one.text)}")
-        if how is not None:
+        if over:
             print("\n".join(text for text, _ in lines_of(one.record, every=options.all)[1:]))
     if found is None and not stalls:
         print("no stall was recorded")

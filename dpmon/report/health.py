@@ -12,7 +12,7 @@ from dpmon.model.snapshot import Snapshots
 from dpmon.model.standing import now_of
 from dpmon.model.state import State, ended_of
 from dpmon.record.schema import SECOND
-from dpmon.run.condition import run_state
+from dpmon.run.condition import ELSEWHERE, run_state
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, load_exit
 from dpmon.run.runs import short_name
@@ -93,7 +93,7 @@ def health(reader: RunReader, state: State) -> Health:
         return Health(ENDED, None if how is None else how.seconds, _end_reason(how), None, word)
     if word == "ending":
         return Health(ENDED, None, "its record is being completed")
-    if word == "elsewhere":
+    if word == ELSEWHERE:
         return Health(STARTING, None, "it runs on another machine", "ask on that machine")
     start, now_ns = info.start_ns, time.monotonic_ns() - info.start_ns
     since = {number: (what, at - start if at else 0) for number, (what, at) in reader.activities().items()}

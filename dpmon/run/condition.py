@@ -16,6 +16,7 @@ from dpmon.run.rundir import ExitInfo, RunInfo, load_exit
 _LOCK_FILE = "supervisor.lock"
 EVENTS_FILE = "events.log"
 """The ids of the events whose command was started; locked by the process that starts them (dpmon.tell)."""
+ELSEWHERE = "elsewhere"
 UNSUPPORTED = -1
 SILENT_S = 86400.0
 """A run of another machine without a write for this many seconds is over: a supervisor writes every second."""
@@ -93,7 +94,7 @@ def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
     if how is not None:
         return outcome(how), how
     if goes_on_elsewhere(directory, info, how):
-        return "elsewhere", None
+        return ELSEWHERE, None
     if alive:
         return "running" if watched else "unsupervised", None
     if alive is None and (watched or time.time() - info.started_unix < YOUNG_S):

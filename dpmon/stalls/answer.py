@@ -50,6 +50,7 @@ def answer(
                 **_rank(
                     ranks[i], dumps.get(ranks[i].pid, Dump()), now_ns, info, found is not None and i in found.waiting
                 ),
+                "apart": found is not None and i not in first,
                 "gpus": _gpus_of(ranks[i], gpus),
             }
             for i in order
@@ -100,7 +101,8 @@ def ask(directory: Path, *, native: bool = False) -> int:
     fd = open_file(directory / ASKED_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         os.write(fd, NATIVE if native else b"")
-        os.utime(fd)
+        now = time.time_ns()  # the kernel's own times are some ms apart: two requests could have the same
+        os.utime(fd, ns=(now, now))
         return os.fstat(fd).st_mtime_ns
     finally:
         os.close(fd)
@@ -108,6 +110,8 @@ def ask(directory: Path, *, native: bool = False) -> int:
 
 def asked(directory: Path, *, native: bool = False) -> dict[str, Any] | None:
     """The supervisor's answer, after a wait for it; None if it does not answer. OSError if it cannot be asked."""
+    with contextlib.suppress(FileNotFoundError):
+        remove_file(directory / ANSWER_FILE)  # after the clock was set back, an old answer could pass for a new one
     serial = ask(directory, native=native)
     end = time.monotonic() + WAIT_S
     while time.monotonic() < end:

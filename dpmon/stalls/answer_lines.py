@@ -85,7 +85,7 @@ def _row(rank: Mapping[str, Any], *, stalled: bool) -> tuple[str, ...]:
     step = "" if rank["step"] is None else rank["step"]
     process = f"{rank['state']}{cpu}{gpus}"
     return (
-        ">" if stalled and not rank["waits"] else "",
+        ">" if stalled and not (rank["waits"] or rank.get("apart")) else "",
         str(number),
         str(step),
         seconds,

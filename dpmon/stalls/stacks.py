@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,6 +20,8 @@ _LONGEST = 1000
 """Most characters of a name in a stack."""
 WAIT_S = 5.0
 """Longest wait for py-spy. One dump takes 11 to 35 ms."""
+KILLED_S = 0.5
+"""Longest wait for the end of a killed py-spy."""
 _NOT_SCRIPT = ("/site-packages/", "/dist-packages/", "/lib/python3.", "/lib64/python3.")
 _OURS = "/dpmon/tracer/"
 _WRAPPERS = ("torch/distributed/c10d_logger.py", "torch/utils/_contextlib.py")
@@ -166,7 +169,8 @@ def dump(threads: Mapping[int, int], *, native: bool = False) -> dict[int, Dump]
             out, err = process.communicate(timeout=max(end - time.monotonic(), 0.01))
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel, it may wait for the process's memory
+                process.wait(KILLED_S)
             for stream in (process.stdout, process.stderr):  # not read to their ends: a child may hold them open
                 if stream is not None:
                     stream.close()

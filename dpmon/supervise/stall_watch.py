@@ -50,7 +50,11 @@ class StallWatch:
         self._thread: threading.Thread | None = None
         self._taken: tuple[int, Mapping[int, Dump]] | None = None
         """The number of a request, and the stacks for its answer."""
+        self._error: Exception | None = None
+        """Why the thread that takes stacks failed."""
         self._stall: Stall | None = None
+        self._pids: list[int] = []
+        """The processes that the indices of `_stall` mean."""
         self._told = ""
         self._failed = False
         if before is not None and "lasted_s" not in before and (since := ns_in(before, "since_s")) is not None:
@@ -76,6 +80,8 @@ class StallWatch:
     def _look_now(
         self, steps: Callable[[], Mapping[int, int | None]], gpus: Callable[[], Sequence[Mapping[str, Any]]]
     ) -> None:
+        if self._error is not None:
+            raise self._error
         now = time.monotonic_ns()
         asked = self._request()
         if asked != self._asked and not self._busy():
@@ -84,13 +90,15 @@ class StallWatch:
         if self._taken is not None:
             (number, dumps), self._taken = self._taken, None
             ranks = self._look.with_ends(self._look.ranks(steps(), now))
-            made = answer(ranks, dumps, self._stall, now, self._info, text=self._told, gpus=gpus())
+            made = answer(ranks, dumps, self._stall_among(ranks), now, self._info, text=self._told, gpus=gpus())
             save_answer(self._directory, number, made)
         if now < self._look_at:
             return
         self._look_at = now + LOOK_NS
         ranks = self._look.ranks(steps(), now)
         self._learn(ranks)
+        if self._stall is not None and self._died(ranks):
+            return
         times = [now - rank.since_ns for rank in ranks if not rank.over and rank.doing != "paused" and rank.since_ns]
         longest = max(times, default=0)
         if longest < DETAILS_NS or waits_since(self._directory) is not None:
@@ -103,6 +111,23 @@ class StallWatch:
             self._take(None)
         if not missing and not self._unknown(ranks, now):  # without the stacks the wrong rank may be named
             self._tell(found, ranks, now, gpus)
+
+    def _died(self, ranks: list[RankFacts]) -> bool:
+        """Whether all processes were killed or failed. That is no progress: the run ends in its stall."""
+        if not all(rank.over for rank in ranks):
+            return False
+        return all(rank.doing != "ended" or rank.raised is not None for rank in self._look.with_ends(ranks))
+
+    def _stall_among(self, ranks: list[RankFacts]) -> Stall | None:
+        """The stall with the indices of these ranks: since the last look, some may have come or gone."""
+        if self._stall is None:
+            return None
+        at = {rank.pid: i for i, rank in enumerate(ranks)}
+        guilty, waiting = (
+            tuple(at[pid] for pid in (self._pids[i] for i in part) if pid in at)
+            for part in (self._stall.guilty, self._stall.waiting)
+        )
+        return Stall(self._stall.since_ns, guilty, waiting)
 
     def _unknown(self, ranks: list[RankFacts], now: int) -> bool:
         """Whether the stall that an earlier supervisor saw may go on: for some seconds no sign of life is known."""
@@ -130,12 +155,15 @@ class StallWatch:
 
         def work() -> None:
             begun = time.monotonic_ns()
-            if asked is None:
-                self._look.take_stacks(still_ns=DETAILS_NS)
-                took = time.monotonic_ns() - begun
-                self._stacks_at = max(self._stacks_at, begun + REST * took)
-            else:
-                self._taken = asked, self._look.take_stacks(native=wants_native(self._directory))
+            try:
+                if asked is None:
+                    self._look.take_stacks(still_ns=DETAILS_NS)
+                    took = time.monotonic_ns() - begun
+                    self._stacks_at = max(self._stacks_at, begun + REST * took)
+                else:
+                    self._taken = asked, self._look.take_stacks(native=wants_native(self._directory))
+            except Exception as error:  # noqa: BLE001 - the next look reports it
+                self._error = error
 
         self._thread = threading.Thread(target=work, name="dpmon stacks", daemon=True)
         self._thread.start()
@@ -160,7 +188,7 @@ class StallWatch:
         before = self._stall
         if found is not None and before is not None:  # all its records have the same time
             found = found._replace(since_ns=before.since_ns)
-        self._stall = found
+        self._stall, self._pids = found, [rank.pid for rank in ranks]
         if found is None:
             if before is not None:
                 seconds = (before.since_ns - self._info.start_ns) / 1e9

@@ -9,6 +9,7 @@ and with it finalizers of the script.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from _thread import allocate_lock, get_ident, start_new_thread
 from collections.abc import Callable
@@ -103,7 +104,7 @@ class Watch:
                     if words[Word.STACKS] != answered:
                         answered = words[Word.STACKS]
                         line = packed_json({"asked": answered, "threads": stacks(self._training(opener))}) + b"\n"
-                        append(session.config.directory, f"process-{session.process}.stacks", line, MAX_BYTES)
+                        _note(session.config.directory, f"process-{session.process}.stacks", line)
                 except OSError:  # the disk: the supervisor says that there is no answer
                     pass
                 except Exception as error:  # noqa: BLE001 - an error here would be printed
@@ -116,6 +117,13 @@ class Watch:
         """The ident of the training thread. `opener`: the thread that opened the ring, which is that as a rule."""
         training = self._recorder.training_thread
         return next((ident for ident, thread in list(self._recorder.threads.items()) if thread is training), opener)
+
+
+def _note(directory: str, file: str, line: bytes) -> None:
+    """Append an answer to a file; begin it anew if it is full, because only the last answer is read."""
+    if not append(directory, file, line, MAX_BYTES):
+        os.unlink(os.path.join(directory, file))
+        append(directory, file, line, MAX_BYTES)
 
 
 def note_groups(words: memoryview) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 
 from dpmon.run.rundir import RunInfo
+from dpmon.stalls import answer
+from dpmon.stalls.answer import answered, ask, save_answer
+from dpmon.stalls.answer_lines import lines_of
 from dpmon.stalls.processes import Counters, newest_of_each_rank
 from dpmon.stalls.stacks import Frame, Stack
 from dpmon.stalls.verdict import SECOND, RankFacts
@@ -35,9 +39,20 @@ class Watched:
         self.watch = StallWatch(place, INFO, lambda kind, data: self.told.append((kind, data)), before)
         patch.setattr(self.watch._look, "ranks", lambda steps, now: self.ranks)
         patch.setattr(self.watch, "_take", self._take)
+        self.place = place
 
     def _take(self, asked: int | None) -> None:
         self.taken += 1
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """The answer to a request, at a time in seconds since the start."""
+        number = ask(self.place)
+        self.look(seconds)
+        self.watch._taken = number, {}
+        self.look(seconds)
+        found = answered(self.place, number)
+        assert found is not None
+        return found
 
     def look(self, seconds: float) -> None:
         """Look at a time in seconds since the start."""
@@ -118,6 +133,58 @@ def test_a_fault_of_the_watch_leaves_the_supervisor_alone(tmp_path: Path, monkey
     assert [(kind, data["text"]) for kind, data in run.told] == [
         ("warning", "stalls are no longer noticed: ZeroDivisionError: integer division or modulo by zero")
     ]
+
+
+def test_a_fault_while_stacks_are_taken_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Watched(tmp_path, monkeypatch)
+    monkeypatch.setattr(run.watch._look, "take_stacks", lambda **how: 1 // 0)
+    StallWatch._take(run.watch, None)
+    assert run.watch._thread is not None
+    run.watch._thread.join()
+    for at in range(5):
+        run.look(at)
+    assert [data["text"].partition(":")[0] for _, data in run.told] == ["stalls are no longer noticed"]
+
+
+def test_an_answer_names_the_same_processes_after_one_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Watched(tmp_path, monkeypatch)
+    goes_on = STUCK._replace(pid=6, process=1, job=6, since_ns=START + 29 * SECOND, busy=True)
+    run.ranks = [goes_on, STUCK]
+    run.look(30)
+    recorded = run.told[0][1]["ranks"]
+    assert [(rank["pid"], rank["apart"]) for rank in recorded] == [(7, False), (6, True)]
+    assert [text.split()[0] for text, _ in lines_of(run.told[0][1])[3:5]] == [">", "pid"]
+    run.ranks = [STUCK]
+    assert [(rank["pid"], rank["apart"]) for rank in run.answer(30.5)["ranks"]] == [(7, False)]
+    run.ranks = [goes_on]
+    assert [(rank["pid"], rank["apart"]) for rank in run.answer(30.6)["ranks"]] == [(6, True)]
+
+
+@pytest.mark.parametrize(
+    ("doing", "raised", "lasted"), [("gone", None, []), ("ended", "KeyboardInterrupt", []), ("ended", None, [49.0])]
+)
+def test_the_death_of_all_processes_is_no_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doing: str, raised: str | None, lasted: list[float]
+) -> None:
+    """A launcher may live on for some seconds: the run has not resumed."""
+    run = Watched(tmp_path, monkeypatch)
+    run.look(30)
+    monkeypatch.setattr(run.watch._look, "with_ends", lambda ranks: [each._replace(raised=raised) for each in ranks])
+    run.ranks = [STUCK._replace(doing=doing)]
+    run.look(50)
+    run.look(51)
+    assert [data["lasted_s"] for _, data in run.told if "lasted_s" in data] == lasted
+
+
+def test_an_old_answer_is_none_after_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_answer(tmp_path, time.time_ns() + 3600 * SECOND, {"text": "old"})
+    monkeypatch.setattr(answer, "WAIT_S", 0.0)
+    assert answer.asked(tmp_path) is None
+    assert answered(tmp_path, ask(tmp_path)) is None
+
+
+def test_two_requests_have_two_numbers(tmp_path: Path) -> None:
+    assert len({ask(tmp_path) for _ in range(100)}) == 100
 
 
 def test_a_sign_of_life_is_an_average() -> None:

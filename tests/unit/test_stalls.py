@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -404,3 +405,26 @@ def test_hostile_names_in_an_answer_are_cleaned() -> None:
         assert all(text.isprintable() for text, _ in lines_of(found, width=width))
     for damaged in ({}, {"ranks": 3}, {**found, "ranks": [3]}, {**found, "ranks": [{}]}, {**found, "t_s": "x"}):
         assert lines_of(damaged) == [("the record of the stall is damaged", "bad")]
+
+
+def test_a_py_spy_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a system call that cannot be interrupted, a signal has no effect."""
+
+    class Stuck:
+        stdout = stderr = None
+        waits: tuple[float, ...] = ()
+
+        def communicate(self, timeout: float) -> tuple[bytes, bytes]:
+            self.waits += (timeout,)
+            raise subprocess.TimeoutExpired("py-spy", timeout)
+
+        wait = communicate
+
+        def kill(self) -> None:
+            pass
+
+    stuck = Stuck()
+    monkeypatch.setattr(stacks, "py_spy", lambda: "/bin/py-spy")
+    monkeypatch.setattr(stacks.subprocess, "Popen", lambda *words, **how: stuck)
+    assert stacks.dump({1: 1})[1].reason == "py-spy gave no answer within 5 s"
+    assert len(stuck.waits) == 2

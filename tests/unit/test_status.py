@@ -21,7 +21,7 @@ from dpmon.record.kinds import Event
 from dpmon.report import health
 from dpmon.report.health import Health
 from dpmon.run import proc
-from dpmon.run.rundir import load_exit, save
+from dpmon.run.rundir import load_exit, load_info, save
 from dpmon.stalls.run_state import STATES
 
 STALL = Event("stall", {"t_s": 52.0, "since_s": 40.0, "text": "rank 1 in save (t.py:3)", "ranks": [{"rank": 1}]})
@@ -249,3 +249,27 @@ def test_the_history_of_a_run_that_is_over_is_not_read_for_its_health(
     directory = a_run()
     monkeypatch.delattr(health, "open_store")
     assert health.health_now(directory).end == "finished"
+
+
+@pytest.mark.parametrize(
+    ("about", "sentence"),
+    [
+        ({"host": "box7"}, "runs on another machine (box7): ask there"),
+        ({"host": proc.host(), "supervisor_pid": 1, "command_pid": 1}, "is over (lost)"),
+    ],
+    ids=["elsewhere", "lost"],
+)
+def test_why_looks_at_no_process_that_has_only_the_number_of_the_runs(
+    about: dict[str, Any],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    directory = a_run(STALL, status=None)
+    save(directory, replace(load_info(directory), boot_id="another", **about))
+    monkeypatch.setattr("dpmon.cli.why.RankLook", None)
+    monkeypatch.setattr("dpmon.cli.why.asked", None)
+    assert main(["why", directory.name]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{directory.name} {sentence}\n")
+    assert ("stalled at 00:00:40 until its end: rank 1 in save" in said) == ("lost" in sentence)

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,6 +135,14 @@ def test_noted_stacks_keep_nothing_alive() -> None:
         gc.enable()
     (stack,) = (one for one in found if one["training"])
     assert "work" in [name.rpartition(".")[2] for _, name, _ in stack["frames"]]
+
+
+def test_a_full_file_of_stacks_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "MAX_BYTES", 10)
+    for line in (b"first\n", b"next\n", b"last\n"):
+        watch._note(str(tmp_path), "process-0.stacks", line)
+        assert (tmp_path / "process-0.stacks").read_bytes().endswith(line)
+    assert (tmp_path / "process-0.stacks").stat().st_size <= 10
 
 
 def test_the_thread_is_unknown_to_threading_and_takes_no_signal() -> None:

@@ -63,7 +63,7 @@ def _standings(scene: Scene) -> list[_Standing]:
     if stall is None:
         return []
     noticed_ns = ns_in(stall.record, "t_s") or stall.noticed_ns
-    return [_standing(one, noticed_ns, scene.state) for one in stall.ranks]
+    return [_standing(one, noticed_ns, scene.state) for one in stall.ranks if one.get("apart") is not True]
 
 
 def wanted_rows(scene: Scene) -> int:

@@ -55,7 +55,7 @@ class Happenings:
         for stall in state.stalls:
             key, data = str(stall.since_ns), {"since_s": stall.since_ns / SECOND, "text": stall.text}
             yield Happened("dpmon.run.stalled", key, {**data, "ranks": stall.ranks}, stall.noticed_ns / SECOND)
-            if stall.end_ns is not None and now.end is None:
+            if stall.end_ns is not None and (now.end is None or not stall.lasts_until_end(state.newest_ns)):
                 lasted_ns = stall.end_ns - stall.since_ns
                 data |= {"lasted_s": lasted_ns / SECOND, "text": f"goes on after {duration_words(lasted_ns)}"}
                 yield Happened("dpmon.run.resumed", key, data, stall.end_ns / SECOND)

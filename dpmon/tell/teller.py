@@ -42,7 +42,7 @@ FINDINGS_S = 60.0
 FINDINGS_SHARE = 0.01
 """Most share of the time that the search for findings may take."""
 ALONE_S = 10.0
-"""After this time no new supervisor is expected: a run without processes, and without a record of its end, is over."""
+"""After this time nobody is expected to complete the record: a run without processes is over, even without an end."""
 ALONE = Finding(
     "unsupervised", "dpmon's background process was killed: nothing is recorded", "", "dpmon attach starts another", 1.0
 )
@@ -202,12 +202,14 @@ def watch(reader: RunReader, log: EventLog) -> None:
                     found = findings(facts)
                     findings_at = began + max(FINDINGS_S, (time.monotonic() - began) / FINDINGS_SHARE)
         now = health(reader, state)
-        alone_at = None if how is not None or supervised(info) else alone_at or began + ALONE_S
+        alone_at = None if how is None and supervised(info) else alone_at or began + ALONE_S
         alone = alone_at is not None and began >= alone_at
-        if now.end != LOST or alone:
+        if now.end is None or over or alone:  # the end is told when its record is complete, or is not going to be
             over = over or now.end == LOST
             elapsed_s, does = (time.monotonic_ns() - info.start_ns) / SECOND, now.fields()
-            events = happenings.look(state, now, elapsed_s, [*found, ALONE] if alone and not over else found)
+            events = happenings.look(
+                state, now, elapsed_s, [*found, ALONE] if alone and how is None and not over else found
+            )
             commands.tell(event._replace(data={**event.data, "health": does}) for event in events)
         again_at = began + (EVERY_S if how is None else SHORT_S)
         while commands.busy if over else time.monotonic() < again_at:

@@ -90,7 +90,7 @@ def test_the_events_of_a_run_that_stalls_and_fails_arrive_soon_and_in_order(dpmo
     began = dpmon.info()["started_unix"]
     arrived = dict(zip(types(dpmon), seen, strict=False))["stalled"] - began
     reached("an event arrives", f"{arrived - stall['t_s']:.1f} s after the record of the stall")
-    assert arrived - stall["t_s"] < SOON_S
+    assert arrived - stall["t_s"] < size(60.0, SOON_S)
     assert stall["text"].startswith("in wait_here (script.py:")
     assert dpmon.run("status").status == 5
     (dpmon.cwd / "go").write_text("")

@@ -164,7 +164,7 @@ def test_every_field_of_an_event_is_described() -> None:
     found = [Finding("data", "text", "ground", "advice", 0.9)]
     happenings, events = Happenings(60.0), []
     for at_s, now in ((0.0, Health("training", 1.0)), (99.0, Health("ended", 99.0, "why", None, "failed"))):
-        seen = SimpleNamespace(stalls=stalls, straggler=slow)
+        seen = SimpleNamespace(stalls=stalls, straggler=slow, newest_ns=0)
         for each in happenings.look(cast(State, seen), now, at_s, found):
             told = each._replace(data={**each.data, "health": now.fields()})
             events.append(envelope(told, told.id_in("run"), draft(id="run")))

@@ -18,7 +18,14 @@ FIRST = (
     *("test_getting_started", "test_ui_fuzz", "test_tracer_compiled", "test_uncaught", "test_stragglers", "test_fsdp"),
     *("test_ring_kept_whole", "test_tracer_containment", "test_warm", "test_run_takeover", "test_contributing"),
     *("test_tracer_injection", "test_run_faults", "test_loops", "test_cut_off"),
-    *("test_gradient_sync", "test_nvml_faults", "test_whom_signalled", "test_ui_terminal", "test_promise_kill"),
+    *(
+        "test_event_commands",
+        "test_gradient_sync",
+        "test_nvml_faults",
+        "test_whom_signalled",
+        "test_ui_terminal",
+        "test_promise_kill",
+    ),
     *("test_run_deleted", "test_run_disk", "test_release", "test_tracer_long", "test_memory", "test_run_headless"),
 )
 """Files that took ten seconds or more; they run first, so that no worker starts a long file at the end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,6 @@ def _asked(directory: Path, *, native: bool) -> dict[str, Any] | None:
 
 def _recorded(directory: Path) -> list[dict[str, Any]]:
     """The stalls in the history, oldest first."""
-    from contextlib import suppress
-
     from dpmon.errors import HistoryError
     from dpmon.store.opened import open_store
 

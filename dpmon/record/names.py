@@ -33,6 +33,8 @@ class Unended:
 MORE = "\u2026"
 """As the path of a size, it stands for all tensors that are not listed; that size has no shape, dtype or bytes. At the
 end of a name or text, it marks a cut."""
+INNER_FRAMES, OUTER_FRAMES, MOST_THREADS = 100, 20, 64
+"""The frames of a deep stack that are listed, and the threads of a process."""
 MAX_NAME = 200
 MAX_JSON = 60_000
 """Most characters of JSON in one line or event."""

@@ -12,9 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-INNER, OUTER = 100, 20
-"""Frames of a deep stack that are kept: the innermost and the outermost."""
-MOST_THREADS = 64
+from dpmon.record.names import INNER_FRAMES, MOST_THREADS, OUTER_FRAMES
+
 _MOST_BYTES = 32 << 20
 _LONGEST = 1000
 """Most characters of a name in a stack."""
@@ -209,7 +208,7 @@ def parsed(out: bytes, main: int, native: bool = False) -> Dump:
 
 def _stack(thread: Mapping[str, Any], main: bool) -> Stack:
     frames = [each for each in thread["frames"] if _OURS not in each["filename"]]
-    kept = frames if len(frames) <= INNER + OUTER else [*frames[:INNER], *frames[-OUTER:]]
+    kept = frames if len(frames) <= INNER_FRAMES + OUTER_FRAMES else [*frames[:INNER_FRAMES], *frames[-OUTER_FRAMES:]]
     return Stack(
         tuple(
             Frame(str(each["name"])[:_LONGEST], str(each["filename"])[:_LONGEST], int(each["line"])) for each in kept
@@ -227,7 +226,7 @@ def noted(answer: Mapping[str, Any]) -> tuple[Stack, ...]:
             Stack(
                 tuple(
                     Frame(str(name), str(file), int(line))
-                    for file, name, line in thread["frames"][: INNER + OUTER]
+                    for file, name, line in thread["frames"][: INNER_FRAMES + OUTER_FRAMES]
                     if _OURS not in str(file)
                 ),
                 "",

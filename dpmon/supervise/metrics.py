@@ -199,7 +199,7 @@ class Metrics:
                 paused_ns=paused,
                 input_ns=reads,
                 stalled_ns=start if stalls else None,
-                stepped=step is not None,
+                stepped=step is not None or bool(store.open_calls),
                 last_end_ns=0 if step is None else start + step.start_ns + step.wall_ns,
                 step_ns=0 if step is None else step.wall_ns,
                 evaluation=step is not None and step.evaluation,

@@ -101,7 +101,10 @@ class StallWatch:
             return
         times = [now - rank.since_ns for rank in ranks if not rank.over and rank.doing != "paused" and rank.since_ns]
         longest = max(times, default=0)
-        if longest < DETAILS_NS or waits_since(self._directory) is not None:
+        reads = longest >= DETAILS_NS and waits_since(self._directory) is not None
+        if reads:
+            self._before = {}  # the time that a person takes is not learned
+        if longest < DETAILS_NS or reads:
             self._tell(None, ranks, now, gpus)
             return
         found = stall(ranks, self._usual, now)
@@ -169,12 +172,17 @@ class StallWatch:
         self._thread.start()
 
     def _learn(self, ranks: list[RankFacts]) -> None:
-        """Take note of how long each finished operation took, unless the rank waited there for another one."""
+        """Take note of how long each finished operation took.
+
+        Not if the rank waited there for another one, or was stopped.
+        """
         before, self._before = self._before, {rank.pid: rank for rank in ranks}
         working = {rank.job for rank in before.values() if not rank.in_collective}
         for rank in ranks:
             was = before.get(rank.pid)
-            if was is not None and rank.since_ns > was.since_ns > 0 and not (was.in_collective and was.job in working):
+            if was is None or was.state == "stopped" or (was.in_collective and was.job in working):
+                continue
+            if rank.since_ns > was.since_ns > 0:
                 self._usual.learn(was.where, rank.since_ns - was.since_ns)
 
     def _tell(

@@ -19,7 +19,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from dpmon.record.names import packed_json, shortened
+from dpmon.record.names import INNER_FRAMES, MOST_THREADS, OUTER_FRAMES, packed_json, shortened
 from dpmon.span_ring import MAX_GROUPS, NO_NUMBER, SpanRing, Word
 from dpmon.tracer.append import append
 from dpmon.tracer.core.session import Session
@@ -36,8 +36,6 @@ END_S = 0.5
 """Longest wait for the end of the thread."""
 MAX_BYTES = 4 << 20
 """Most bytes of noted stacks of a process."""
-INNER, OUTER, MAX_THREADS = 100, 20, 64
-"""The frames of a deep stack that are noted, and the most threads."""
 _SET_PTRACER = 0x59616D61
 """PR_SET_PTRACER (linux/prctl.h)."""
 
@@ -146,7 +144,7 @@ def note_groups(words: memoryview) -> None:
 def stacks(training: int) -> list[dict[str, Any]]:
     """The stacks of all Python threads but this one, innermost call first. `training`: ident of the training thread."""
     me, found = get_ident(), []
-    for ident, frame in list(_current_frames().items())[:MAX_THREADS]:
+    for ident, frame in list(_current_frames().items())[:MOST_THREADS]:
         if ident == me:
             continue
         frames: list[tuple[str, str, int]] = []
@@ -155,9 +153,9 @@ def stacks(training: int) -> list[dict[str, Any]]:
             code = at.f_code
             frames.append((code.co_filename, getattr(code, "co_qualname", code.co_name), at.f_lineno or 0))
             at = at.f_back
-        left_out = max(len(frames) - INNER - OUTER, 0)
+        left_out = max(len(frames) - INNER_FRAMES - OUTER_FRAMES, 0)
         if left_out:
-            frames[INNER:-OUTER] = []
+            frames[INNER_FRAMES:-OUTER_FRAMES] = []
         found.append(
             {
                 "training": ident == training,

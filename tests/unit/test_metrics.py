@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import stat
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,14 @@ def test_the_state_of_the_run_is_one_word(state: Path, tmp_path: Path) -> None:
     )
     assert found_state(written(stalled, tmp_path / "two.prom")) == "stalled"
     assert found_state(written(stalled, tmp_path / "three.prom", exit_of(0))) == "ended"
+
+
+def test_a_run_of_calls_without_steps_has_started(state: Path, tmp_path: Path) -> None:
+    directory = keep({0: Training().begin()}, status=None)
+    assert found_state(written(directory, tmp_path / "it.prom")) == "starting"
+    with closing(sqlite3.connect(directory / "history.sqlite")) as db, db:
+        db.execute("UPDATE rings SET open_calls = 11 WHERE process = 0")
+    assert found_state(written(directory, tmp_path / "it.prom")) == "quiet"
 
 
 def found_state(found: dict[tuple[str, tuple[tuple[str, str], ...]], float]) -> str:

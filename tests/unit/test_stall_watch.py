@@ -125,6 +125,28 @@ def test_what_waited_for_another_rank_is_not_learned(tmp_path: Path, monkeypatch
     assert run.watch._usual.learned(works) == 3 * 59 * SECOND
 
 
+@pytest.mark.parametrize("state", ["sleeping", "stopped"])
+def test_the_time_of_a_stopped_process_is_not_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    run = Watched(tmp_path, monkeypatch)
+    run.ranks = [STUCK._replace(state=state)]
+    run.look(60)
+    run.ranks = [STUCK._replace(since_ns=START + 60 * SECOND)]
+    run.look(61)
+    assert (run.watch._usual.learned(STUCK) > 0) == (state == "sleeping")
+
+
+def test_a_wait_for_a_line_of_input_is_not_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Watched(tmp_path, monkeypatch)
+    monkeypatch.setattr(stall_watch, "waits_since", lambda directory: START)
+    run.look(60)
+    assert run.told == []
+    run.ranks = [STUCK._replace(since_ns=START + 60 * SECOND)]
+    run.look(61)
+    assert run.watch._usual.learned(STUCK) == 0
+
+
 def test_a_fault_of_the_watch_leaves_the_supervisor_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Watched(tmp_path, monkeypatch)
     monkeypatch.setattr(run.watch._look, "ranks", lambda steps, now: 1 // 0)

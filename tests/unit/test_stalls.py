@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dpmon.record.names import INNER_FRAMES, OUTER_FRAMES
 from dpmon.stalls import stacks
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.stalls.run_state import (
@@ -266,7 +267,7 @@ def test_frames_of_the_tracer_are_left_out() -> None:
 def test_a_deep_stack_keeps_both_ends() -> None:
     found = parsed(dumped([frame(f"f{i}", "/job/a.py", i) for i in range(10_000)]), 1).main
     assert found is not None
-    assert len(found.frames) == stacks.INNER + stacks.OUTER
+    assert len(found.frames) == INNER_FRAMES + OUTER_FRAMES
     assert found.left_out == 10_000 - len(found.frames)
     assert found.frames[0].line == 0
     assert found.frames[-1].line == 9_999

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import LIMIT_S, Dpmon, wait_for
+from running import LIMIT_S, Dpmon
+
+from dpmon.stalls.stacks import py_spy
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +49,12 @@ CAUSES = {
     "iterator": r".*in .*\(stuck\.py:{here}\)",
 }
 
-
+WITHOUT_PY_SPY = {
+    "worker": r"rank 1 in DataLoader\.__next__ \(stuck\.py:{loop}\); rank 0 waits in backward \(stuck\.py:{backward}\)",
+    "stopped": r"rank 1 is stopped \(SIGSTOP\), in the script; rank 0 waits in backward \(stuck\.py:{backward}\)",
+    "gil": r"rank 1 in the script; rank 0 waits in backward \(stuck\.py:{backward}\)",
+}
+"""What only py-spy sees is missing: the stacks of other processes, of stopped ones, and of C code with the GIL."""
 PAUSE_S = 13.0
 """Longer than the threshold."""
 ENDS_WITH = "stopped"
@@ -77,8 +84,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Dpmon]]
 def test_the_cause_is_named(runs: dict[str, Dpmon], cause: str) -> None:
     dpmon = runs[cause]
     dpmon.info()
-    found = wait_for(lambda: stalls(dpmon), what=f"the stall of {cause}")
-    expected = CAUSES[cause].format(here=LINES.get(cause), backward=BACKWARD, loop=LINES["loop"])
+    waited = dpmon.run("status", "--wait", "stalled", "--timeout", "90")
+    assert waited.status == 0, waited.text
+    found = stalls(dpmon)
+    causes = CAUSES if py_spy() is not None else {**CAUSES, **WITHOUT_PY_SPY}
+    expected = causes[cause].format(here=LINES.get(cause), backward=BACKWARD, loop=LINES["loop"])
     assert re.fullmatch(expected, found[0]["text"]), found[0]["text"]
     assert found[0]["t_s"] - found[0]["since_s"] < NOTICED_S
     if cause == ENDS_WITH:
@@ -90,16 +100,15 @@ def check_the_rest(dpmon: Dpmon, first: dict[str, Any]) -> None:
     assert dpmon.run("status").status == 5
     now = json.loads(dpmon.run("why", "--json").out)["now"]
     assert now["text"] == first["text"]
-    assert now["ranks"][0]["stacks"]
+    assert now["ranks"][1]["stacks"]
     dpmon.kill_supervisor()
     later = json.loads(dpmon.run("why", "--json").out)["now"]  # starts another one
     assert (later["text"], later["since_s"]) == (first["text"], pytest.approx(first["since_s"]))
     os.kill(now["ranks"][0]["pid"], signal.SIGCONT)
-    records = wait_for(lambda: [one for one in stalls(dpmon) if "lasted_s" in one], what="the end of the stall")
-    assert (records[0]["text"], records[0]["since_s"]) == (first["text"], pytest.approx(first["since_s"]))
-    assert records[0]["lasted_s"] > first["t_s"] - first["since_s"]
-    assert len(stalls(dpmon)) == 2
-    assert dpmon.run("status").status == 0
+    assert dpmon.run("status", "--wait", "training", "--timeout", "90").status == 0
+    _, end = stalls(dpmon)
+    assert (end["text"], end["since_s"]) == (first["text"], pytest.approx(first["since_s"]))
+    assert end["lasted_s"] > first["t_s"] - first["since_s"]
 
 
 def test_a_wait_for_input_is_no_stall(runs: dict[str, Dpmon]) -> None:

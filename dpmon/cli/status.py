@@ -20,7 +20,7 @@ from dpmon.model.state import State, Wanted, ended_of
 from dpmon.record.plainjson import finite
 from dpmon.report.collect import facts_of
 from dpmon.report.health import LOST, NO_RUN, TIMED_OUT, Health, health, health_now
-from dpmon.run.condition import goes_on, run_state
+from dpmon.run.condition import ELSEWHERE, goes_on, run_state
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError
 from dpmon.run.runs import find_run, list_runs, newest_run, short_name
@@ -91,7 +91,8 @@ def look_at(directory: Path) -> tuple[Health, dict[str, Any]]:
             facts.complete()
             listed = [each._asdict() for each in findings(facts)[:MOST_FINDINGS]]
         now = health(reader, state)
-        now_ns = max(state.newest_ns, 0) if over else time.monotonic_ns() - reader.info.start_ns
+        here = not over and word != ELSEWHERE  # another machine has another monotonic clock
+        now_ns = time.monotonic_ns() - reader.info.start_ns if here else max(state.newest_ns, 0)
         now_ns = now_ns if how is None else int(how.seconds * 1e9)
         members = {
             "schema": SCHEMA,

@@ -56,6 +56,15 @@ def line(*processes: Iterable[Row]) -> str:
     return ProgressLines(reader).line()
 
 
+def test_a_stalled_run_says_which_rank_stands_where(state: Path) -> None:
+    stall = Event("stall", {"t_s": 60.0, "since_s": 50.0, "text": "rank 1 in save (t.py:3)", "ranks": []})
+    reader = fake_reader(keep({0: [step(n) for n in range(1, 21)], -1: [stall]}, status=None), {0: ("backward", 1)})
+    reader.info.start_ns = NOW_NS - 80 * _SECOND
+    lines = ProgressLines(reader)
+    assert lines.line().startswith("step 20")
+    assert lines.line() == "stalled for 30 s: rank 1 in save (t.py:3)"
+
+
 def test_step_speed_and_mode(state: Path) -> None:
     assert line([step(n) for n in range(1, 21)]) == "step 20  10.0 steps/s  300 samples/s  dp"
 

@@ -251,6 +251,14 @@ def test_the_history_of_a_run_that_is_over_is_not_read_for_its_health(
     assert health.health_now(directory).end == "finished"
 
 
+def test_the_time_of_a_run_elsewhere_is_that_of_its_record(state: Path) -> None:
+    directory = a_run(status=None)
+    save(directory, replace(load_info(directory), boot_id="another", host="box7", start_ns=time.monotonic_ns() * 2))
+    now, members = status.look_at(directory)
+    assert now.reason == "it runs on another machine"
+    assert 0 < members["t_s"] < 60
+
+
 @pytest.mark.parametrize(
     ("about", "sentence"),
     [

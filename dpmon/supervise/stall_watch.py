@@ -53,13 +53,16 @@ class StallWatch:
         self._error: Exception | None = None
         """Why the thread that takes stacks failed."""
         self._stall: Stall | None = None
-        self._pids: list[int] = []
-        """The processes that the indices of `_stall` mean."""
         self._told = ""
+        self._waits: Mapping[int, bool] = {}
+        """Whether it waits for another one, for each rank of the stall by pid."""
         self._failed = False
         if before is not None and "lasted_s" not in before and (since := ns_in(before, "since_s")) is not None:
             self._stall = Stall(info.start_ns + since, (), ())
             self._told = text_in(before, "text") or ""
+            with contextlib.suppress(TypeError, AttributeError, KeyError):  # any program may have written the record
+                ranks = (rank for rank in before["ranks"] if not rank.get("apart"))
+                self._waits = {rank["pid"]: bool(rank["waits"]) for rank in ranks}
 
     def look(
         self, steps: Callable[[], Mapping[int, int | None]], gpus: Callable[[], Sequence[Mapping[str, Any]]]
@@ -90,7 +93,7 @@ class StallWatch:
         if self._taken is not None:
             (number, dumps), self._taken = self._taken, None
             ranks = self._look.with_ends(self._look.ranks(steps(), now))
-            made = answer(ranks, dumps, self._stall_among(ranks), now, self._info, text=self._told, gpus=gpus())
+            made = answer(ranks, dumps, self._shown(ranks), now, self._info, text=self._told, gpus=gpus())
             save_answer(self._directory, number, made)
         if now < self._look_at:
             return
@@ -121,16 +124,11 @@ class StallWatch:
             return False
         return all(rank.doing != "ended" or rank.raised is not None for rank in self._look.with_ends(ranks))
 
-    def _stall_among(self, ranks: list[RankFacts]) -> Stall | None:
+    def _shown(self, ranks: list[RankFacts]) -> Stall | None:
         """The stall with the indices of these ranks: since the last look, some may have come or gone."""
-        if self._stall is None:
-            return None
-        at = {rank.pid: i for i, rank in enumerate(ranks)}
-        guilty, waiting = (
-            tuple(at[pid] for pid in (self._pids[i] for i in part) if pid in at)
-            for part in (self._stall.guilty, self._stall.waiting)
-        )
-        return Stall(self._stall.since_ns, guilty, waiting)
+        known = [(i, self._waits[rank.pid]) for i, rank in enumerate(ranks) if rank.pid in self._waits]
+        guilty, waiting = (tuple(i for i, waits in known if waits == which) for which in (False, True))
+        return self._stall and self._stall._replace(guilty=guilty, waiting=waiting)
 
     def _unknown(self, ranks: list[RankFacts], now: int) -> bool:
         """Whether the stall that an earlier supervisor saw may go on: for some seconds no sign of life is known."""
@@ -196,16 +194,17 @@ class StallWatch:
         before = self._stall
         if found is not None and before is not None:  # all its records have the same time
             found = found._replace(since_ns=before.since_ns)
-        self._stall, self._pids = found, [rank.pid for rank in ranks]
+        self._stall = found
         if found is None:
             if before is not None:
                 seconds = (before.since_ns - self._info.start_ns) / 1e9
                 lasted = (now - before.since_ns) / 1e9
                 self._emit("stall", {"since_s": seconds, "lasted_s": lasted, "text": self._told})
             return
+        waited, self._waits = self._waits, {ranks[i].pid: i in found.waiting for i in (*found.guilty, *found.waiting)}
         ranks = self._look.with_ends(ranks)
         text = sentence(found, ranks, self._info.cwd)
-        if before is None or (text != self._told and found.guilty != before.guilty):
+        if before is None or (text != self._told and waited != self._waits):
             self._told = text
             made = answer(ranks, {}, found, now, self._info, text=text, gpus=gpus())
             self._emit("stall", made)

@@ -104,6 +104,7 @@ def check_the_rest(dpmon: Dpmon, first: dict[str, Any]) -> None:
     dpmon.kill_supervisor()
     later = json.loads(dpmon.run("why", "--json").out)["now"]  # starts another one
     assert (later["text"], later["since_s"]) == (first["text"], pytest.approx(first["since_s"]))
+    assert [rank["waits"] for rank in later["ranks"]] == [False, True]
     os.kill(now["ranks"][0]["pid"], signal.SIGCONT)
     assert dpmon.run("status", "--wait", "training", "--timeout", "90").status == 0
     _, end = stalls(dpmon)

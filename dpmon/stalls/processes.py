@@ -75,6 +75,8 @@ class RankLook:
         self.cwd = cwd
         self._rings: dict[str, SpanReader] = {}
         self._parents: dict[int, int] = {}
+        self._started: dict[int, float | None] = {}
+        """When each process started. Another one may get its number after its end."""
         self._standing: dict[int, LastLook] = {}
         self._counters: dict[int, list[Counters]] = {}
         self._dumps: dict[int, tuple[int, Dump]] = {}
@@ -94,6 +96,7 @@ class RankLook:
                 ring = self._rings[path.name] = SpanReader(str(path))
                 process = proc.read(ring.pid)
                 self._parents[ring.pid] = 0 if process is None else process.parent
+                self._started[ring.pid] = None if process is None else process.started
                 if self._adopted:
                     ring.allow(os.getpid())
         found: list[RankFacts] = []
@@ -119,7 +122,7 @@ class RankLook:
             self._counters.pop(pid, None)
             return rank
         process = proc.read(pid)
-        if process is None or process.dead:
+        if process is None or process.dead or not proc.same_start(process, self._started.get(pid)):
             return rank._replace(doing=doing if doing == "ended" else "gone", state="gone")
         asked_ns, taken = self._dumps.get(pid, (0, Dump()))
         if asked_ns < since:
@@ -161,7 +164,7 @@ class RankLook:
         rings: dict[int, SpanReader] = {}
         for ring in list(self._rings.values()):
             with contextlib.suppress(RingError, OSError):
-                if proc.alive(ring.pid, None) and now - ring.current_span()[1] >= still_ns:
+                if proc.is_running(ring.pid, self._started.get(ring.pid)) and now - ring.current_span()[1] >= still_ns:
                     rings[ring.pid] = ring
         taken = dump({pid: ring.training_tid() for pid, ring in rings.items()}, native=native)
         asked = {}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dpmon.run import proc
 from dpmon.run.rundir import RunInfo
+from dpmon.span_ring import SpanRing
 from dpmon.stalls import answer
 from dpmon.stalls.answer import answered, ask, save_answer
 from dpmon.stalls.answer_lines import lines_of
-from dpmon.stalls.processes import Counters, newest_of_each_rank
+from dpmon.stalls.processes import Counters, RankLook, newest_of_each_rank
 from dpmon.stalls.stacks import Frame, Stack
 from dpmon.stalls.verdict import SECOND, RankFacts
 from dpmon.supervise import stall_watch
@@ -217,6 +221,18 @@ def test_a_sign_of_life_is_an_average() -> None:
     assert Counters(10 * SECOND, 1.6, 12, 1000).busy_since(first)
     assert Counters(10 * SECOND, 1.0, 300, 1000).busy_since(first)
     assert Counters(10 * SECOND, 1.0, 12, 10 << 20).busy_since(first)
+
+
+def test_another_process_with_the_same_number_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SpanRing(str(tmp_path / "process-0.ring"), process=0, slots=64)
+    look = RankLook(tmp_path, "")
+    assert look.ranks({}, time.monotonic_ns())[0].state != "gone"
+    me = proc.read(os.getpid())
+    assert me is not None
+    monkeypatch.setattr(proc, "read", lambda pid: replace(me, started=me.started + 5))
+    assert look.ranks({}, time.monotonic_ns())[0].state == "gone"
+    assert look.take_stacks() == {}
+    look.close()
 
 
 def test_a_restarted_job_leaves_no_rank_behind() -> None:

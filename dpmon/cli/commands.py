@@ -38,7 +38,7 @@ _COMMAND_CELLS = 12
 
 def attach(options: argparse.Namespace) -> int:
     """Show a run again on a screen; without a terminal, follow its output and print its summary."""
-    directory = find_run(options.run) if options.run else newest_run(goes_on)
+    directory = newest_run(goes_on) if options.run is None else find_run(options.run)
     if goes_on_elsewhere(directory, load_info(directory), load_exit(directory)):
         # This machine cannot see the run's processes or the other machine's clock, so the run would look finished.
         raise RunError(f"{directory.name} runs on another machine; attach to it there (dpmon report also works here)")

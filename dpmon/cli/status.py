@@ -26,7 +26,7 @@ from dpmon.run.rundir import RunError
 from dpmon.run.runs import find_run, list_runs, newest_run, short_name
 from dpmon.store.opened import open_store
 from dpmon.text.cells import in_stream
-from dpmon.text.quantities import UNKNOWN, compact, duration, group, memory_of, percent
+from dpmon.text.quantities import UNKNOWN, clock, compact, duration, group, memory_of, percent
 
 SCHEMA = 1
 """The version of the object of `--json`."""
@@ -42,7 +42,7 @@ def status(options: argparse.Namespace) -> int:
     if options.all:
         return _all(options.json)
     try:
-        directory = find_run(options.run, goes_on=goes_on) if options.run else newest_run(goes_on)
+        directory = newest_run(goes_on) if options.run is None else find_run(options.run, goes_on=goes_on)
         reached = _wait(directory, options.wait, options.timeout) if options.wait is not None else None
         now, members = look_at(directory)
     except RunError as error:
@@ -114,6 +114,8 @@ def _lines(now: Health, found: dict[str, Any]) -> list[str]:
     lines = [_headline(now, found)]
     if now.remedy:
         lines.append(f"try: {now.remedy}")
+    if now.end is not None and found["stall"] is not None:
+        lines.append(f"in a stall since {clock(int(found['stall']['since_s'] * 1e9))}: {found['stall']['text']}")
     if found["step"] is not None:
         rates = [f"{compact(found[name])} {unit}" for name, unit in _RATES if found[name] is not None]
         mode = f"{found['mode'] or ''}{' (virtual)' if found['virtual'] else ''}"

@@ -24,7 +24,7 @@ from dpmon.text.quantities import clock
 
 def why(options: argparse.Namespace) -> int:
     """Print what each rank of a live run does now, or the stalls of a finished run."""
-    directory = find_run(options.run, goes_on=goes_on) if options.run else newest_run(goes_on)
+    directory = newest_run(goes_on) if options.run is None else find_run(options.run, goes_on=goes_on)
     info = load_info(directory)
     state, how = run_state(directory, info)
     over = how is not None or state == LOST

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.record.plainjson import ns_in, text_in
-from dpmon.run.rundir import RunInfo
+from dpmon.run.rundir import RunInfo, stop_asked_unix
 from dpmon.run.standard_input import waits_since
 from dpmon.stalls.answer import ASKED_FILE, answer, save_answer, wants_native
 from dpmon.stalls.processes import DETAILS_NS, RankLook
@@ -100,7 +100,7 @@ class StallWatch:
         self._look_at = now + LOOK_NS
         ranks = self._look.ranks(steps(), now)
         self._learn(ranks)
-        if self._stall is not None and self._died(ranks):
+        if self._stall is not None and (self._died(ranks) or self._stopping(now)):
             return
         times = [now - rank.since_ns for rank in ranks if not rank.over and rank.doing != "paused" and rank.since_ns]
         longest = max(times, default=0)
@@ -117,6 +117,12 @@ class StallWatch:
             self._take(None)
         if not missing and not self._unknown(ranks, now):  # without the stacks the wrong rank may be named
             self._tell(found, ranks, now, gpus)
+
+    def _stopping(self, now: int) -> bool:
+        """Whether the user has asked for the run's end since the stall began. What its ranks do then is no cause."""
+        asked = stop_asked_unix(self._directory)
+        began = time.time() - (now - self._stall.since_ns) / SECOND if self._stall is not None else 0.0
+        return asked is not None and asked > began
 
     def _died(self, ranks: list[RankFacts]) -> bool:
         """Whether all processes were killed or failed. That is no progress: the run ends in its stall."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dpmon.run import proc
-from dpmon.run.rundir import RunInfo
+from dpmon.run.rundir import RunInfo, mark_stop
 from dpmon.span_ring import SpanRing
 from dpmon.stalls import answer
 from dpmon.stalls.answer import answered, ask, save_answer
@@ -82,6 +82,20 @@ def test_a_stall_has_a_record_at_its_beginning_and_at_its_end(tmp_path: Path, mo
         run.look(at)
     assert [since for since, _, _ in run.texts()] == [1.0, 1.0, 30.0]
     assert run.told[-1][1]["t_s"] == pytest.approx(30 + 3 * 29, abs=1)
+
+
+def test_what_the_ranks_do_after_a_stop_ends_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped rank moves, raises and ends; the run still ends in its stall, with its cause."""
+    run = Watched(tmp_path, monkeypatch)
+    for at in range(20):
+        run.look(at)
+    assert run.texts() == [(1.0, None, TEXT)]
+    mark_stop(tmp_path)
+    for moved in ({"since_ns": START + 20 * SECOND}, {"doing": "ended", "raised": "KeyboardInterrupt (train.py:4)"}):
+        run.ranks = [STUCK._replace(**moved), STUCK._replace(pid=8)]  # type: ignore[arg-type]
+        for at in range(20, 25):
+            run.look(at)
+    assert run.texts() == [(1.0, None, TEXT)]
 
 
 def test_nothing_is_named_without_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

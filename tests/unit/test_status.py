@@ -96,8 +96,12 @@ def test_the_status_of_a_run_that_is_over(
     assert main(["status", directory.name]) == expected
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"linear-{directory.name[-4:]}  {says}"
+    if own:
+        assert lines.pop(1) == "  in a stall since 00:00:40: rank 1 in save (t.py:3)"
     assert lines[1].startswith("  step 40  dp")
     assert "samples/s" in lines[1]
+    assert main(["status", ""]) == 4, "an empty name, as after a failed start, is no run"
+    capsys.readouterr()
     assert main(["status", "--json"]) == expected
     found = json.loads(capsys.readouterr().out)
     assert found["health"]["fine"] is False

@@ -60,8 +60,8 @@ def _all(as_json: bool) -> int:
     if as_json:
         print(json_text({"schema": SCHEMA, "runs": [members for _, members in runs]}, indent=1))
     else:
-        for now, members in runs:
-            print(in_stream(_headline(now, members), sys.stdout))
+        lines = [_headline(now, members) for now, members in runs] or ["there are no runs"]
+        print(in_stream("\n".join(lines), sys.stdout))
     return 0
 
 

@@ -370,7 +370,9 @@ def quiet(facts: RunFacts) -> Iterator[Finding]:
             "quiet",
             f"No step ended in the last {duration_words(until - facts.last_step_ns)} of the run{paused}.",
             f"{last}, the end at {clock(facts.end_ns)}{where}",
-            "the end of the script's output says whether it saved, evaluated or hung",
+            "the end of the script's output says whether it saved, evaluated or hung"
+            if stall is None
+            else "dpmon why shows the stack of each process at that time, the odd one first",
             quiet / whole,
         )
 

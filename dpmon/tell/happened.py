@@ -16,7 +16,7 @@ WEIGHTY = 0.3
 """Weight of the findings that are told."""
 STEADY_S = 60
 """A straggler is told when it has been the same for this long, and again when it has been gone for this long."""
-_TOLD_OTHERWISE = ("straggler", "stall", "failed")
+_TOLD_OTHERWISE = ("straggler", "stall", "quiet", "failed")
 """Findings that are events of another type."""
 _STRAGGLER = "straggler/"
 
@@ -67,7 +67,11 @@ class Happenings:
                 yield Happened(kind, finding.kind, finding._asdict())
         if now.end is not None:
             kind = "dpmon.run.failed" if now.status == HAS_FAILED else "dpmon.run.ended"
-            yield Happened(kind, "", {"end": now.end, "text": now.words(elapsed_s)}, now.since_s)
+            text = now.words(elapsed_s)
+            last = state.stalls[-1] if state.stalls else None
+            if last is not None and (last.end_ns is None or last.lasts_until_end(state.newest_ns)):
+                text += f"; in a stall: {last.text}"
+            yield Happened(kind, "", {"end": now.end, "text": text}, now.since_s)
         elif self._alive_s is not None:
             yield Happened("dpmon.run.alive", str(int(elapsed_s // self._alive_s)), {"text": now.words(elapsed_s)})
 

@@ -66,7 +66,7 @@ BEGAN = ("dpmon.run.started", "", 0.0)
         (seen(stalled(70), newest_s=75), ended("killed"), (), [BEGAN, STALLED, RESUMED, FAILED]),
         (seen(), TRAINING, (finding("data"),), [BEGAN, ("dpmon.finding", "data", None)]),
         (seen(), TRAINING, (finding("drift"),), [BEGAN, ("dpmon.run.slowed", "drift", None)]),
-        (seen(), TRAINING, (finding("data", 0.1), finding("straggler"), finding("stall"), finding("failed")), [BEGAN]),
+        (seen(), TRAINING, (finding("data", 0.1), finding("straggler"), finding("quiet"), finding("failed")), [BEGAN]),
         *((seen(), ended(end), (), [BEGAN, FAILED]) for end in ("failed", "lost", "ended")),
         *((seen(), ended(end), (), [BEGAN, ("dpmon.run.ended", "", 99.0)]) for end in ("finished", "stopped")),
     ],
@@ -75,6 +75,13 @@ def test_what_happened(state: State, now: Health, found: tuple[Finding, ...], ex
     events = list(Happenings().look(state, now, 100.0, found))
     assert [(event.type, event.key, event.at_s) for event in events] == expected
     assert all(event.data["text"] for event in events)
+
+
+def test_the_end_of_a_stuck_run_names_its_cause() -> None:
+    for stall in (stalled(), stalled(70)):
+        *_, last = Happenings().look(seen(stall), ended("stopped"), 100.0)
+        assert last.type == "dpmon.run.ended"
+        assert last.data["text"].endswith("; in a stall: rank 1 in save")
 
 
 def test_alive_is_told_once_in_its_time_and_not_after_the_end() -> None:

@@ -252,6 +252,7 @@ def test_a_live_run_is_not_called_quiet(evidence: RunFacts) -> None:
 def test_the_finding_about_a_quiet_end_names_the_place_of_each_process() -> None:
     (found,) = findings(changed(SHOWN["quiet"], announced=Announced(stalls=STALLED)))
     assert found.ground.endswith(f"; {STALL}")
+    assert "dpmon why" in found.advice
 
 
 @pytest.mark.parametrize("kind", ["data", "replicate", "transfer", "drift", "stall", "spread", "quiet"])

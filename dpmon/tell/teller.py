@@ -132,7 +132,8 @@ class EventCommands:
             self._complain(f"not started, because {event.type} cannot be recorded: {error.strerror}")
             return
         try:
-            with open(os.memfd_create("event"), "w+b") as body:  # neither a full pipe nor a full disk stops it
+            fd = os.memfd_create("event")  # neither a full pipe nor a full disk stops it
+            with open(fd, "w+b") as body:
                 body.write(json_text(envelope(event, name, self._info)).encode() + b"\n")
                 body.seek(0)
                 process = subprocess.Popen(

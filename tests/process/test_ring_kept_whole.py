@@ -50,6 +50,8 @@ def test_the_places_in_dpmon_that_can_change_a_files_length() -> None:
         ("supervise/room.py", "ftruncate"),  # the script's output
         ("span_ring.py", "posix_fallocate"),  # a new ring, before anybody has it
         ("supervise/supervisor.py", "posix_fallocate"),  # the spare file
+        ("stalls/answer.py", "O_TRUNC"),  # the answer to why, under another name at first
+        ("tell/teller.py", "ftruncate"),  # an unfinished line of the told events
         ("cli/doctor/machine.py", "posix_fallocate"),  # a temporary file
         ("cli/doctor/trial.py", "script.write_text"),  # in a temporary directory
     }

@@ -33,7 +33,7 @@ def figures(directory: Path) -> dict[str, Any]:
         for mode, evaluation in window.modes:
             for process in (None, *store.processes):
                 one = window.figures(mode, evaluation, process)
-                found[f"{mode} {evaluation} {process}"] = (one[:-1], one.tally)
+                found[f"{mode} {evaluation} {process}"] = one
         return found
 
 

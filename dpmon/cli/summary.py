@@ -258,7 +258,7 @@ def _warnings(warnings: Iterable[str], name: str) -> list[str]:
 
 
 def fitted(lines: list[str], rows: int, columns: int, more: str) -> list[str]:
-    """The lines, if they fit on so many rows; else the first ones, the number of the others, and the last line.
+    """The lines, if they fit in `rows`; else the first ones, the number of the others, and the last line.
 
     `more`: the command that prints all.
     """

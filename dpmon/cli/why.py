@@ -10,6 +10,7 @@ from typing import Any
 
 from dpmon.cleaning import clean, json_text
 from dpmon.cli.speak import speak
+from dpmon.errors import HistoryError
 from dpmon.model.announced import stalls_in
 from dpmon.report.health import LOST
 from dpmon.run.condition import ELSEWHERE, goes_on, run_state
@@ -18,6 +19,7 @@ from dpmon.run.runs import find_run, newest_run
 from dpmon.stalls.answer import answer, asked
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.stalls.processes import RankLook
+from dpmon.store.opened import open_store
 from dpmon.supervise.start import ensure_supervisor
 from dpmon.text.quantities import clock
 
@@ -71,9 +73,6 @@ def _asked(directory: Path, *, native: bool) -> dict[str, Any] | None:
 
 def _recorded(directory: Path) -> list[dict[str, Any]]:
     """The stalls in the history, oldest first."""
-    from dpmon.errors import HistoryError
-    from dpmon.store.opened import open_store
-
     with suppress(HistoryError, RunError), open_store(directory) as store:
         return [dict(event.data) for event in store.events("stall")]
     return []

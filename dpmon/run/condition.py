@@ -15,7 +15,7 @@ from dpmon.run.rundir import ExitInfo, RunInfo, load_exit
 
 _LOCK_FILE = "supervisor.lock"
 EVENTS_FILE = "events.log"
-"""The ids of the events whose command was started; locked by the process that starts them (dpmon.tell)."""
+"""The ids of the told events; locked by the process that tells them (dpmon.tell)."""
 ELSEWHERE = "elsewhere"
 UNSUPPORTED = -1
 SILENT_S = 86400.0

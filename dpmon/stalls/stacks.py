@@ -117,7 +117,6 @@ class Dump(NamedTuple):
 
     stacks: tuple[Stack, ...] = ()
     reason: str | None = None
-    native: bool = False
 
     @property
     def main(self) -> Stack | None:
@@ -175,7 +174,7 @@ def dump(threads: Mapping[int, int], *, native: bool = False) -> dict[int, Dump]
                     stream.close()
             found[pid] = Dump(reason=f"py-spy gave no answer within {WAIT_S:.0f} s")
             continue
-        found[pid] = parsed(out, threads[pid], native) if process.returncode == 0 else Dump(reason=_failure(err))
+        found[pid] = parsed(out, threads[pid]) if process.returncode == 0 else Dump(reason=_failure(err))
     return found
 
 
@@ -188,7 +187,7 @@ def _failure(said: bytes) -> str:
     return f"py-spy failed: {line.removeprefix('Error: ')[:200] or 'without a message'}"
 
 
-def parsed(out: bytes, main: int, native: bool = False) -> Dump:
+def parsed(out: bytes, main: int) -> Dump:
     """The stacks in py-spy's JSON (`dump --json`). `main`: the kernel's number of the main thread."""
     if len(out) > _MOST_BYTES:
         return Dump(reason=f"py-spy printed more than {_MOST_BYTES >> 20} MiB")
@@ -203,7 +202,7 @@ def parsed(out: bytes, main: int, native: bool = False) -> Dump:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return Dump(reason="py-spy printed something else than stacks: another version?")
     stacks = sorted((stack for stack in stacks if stack.frames), key=lambda stack: not stack.main)
-    return Dump(tuple(stacks), None if stacks else "py-spy saw no Python thread", native)
+    return Dump(tuple(stacks), None if stacks else "py-spy saw no Python thread")
 
 
 def _stack(thread: Mapping[str, Any], main: bool) -> Stack:

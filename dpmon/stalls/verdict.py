@@ -92,7 +92,7 @@ class RankFacts(NamedTuple):
 
     @property
     def where(self) -> tuple[str, str | None]:
-        """The place whose usual time is learned: what it does; in the script also the line."""
+        """The place for which a usual time is learned: what it does; in the script also the line."""
         if self.step is None:
             return "starting", None
         script = None if self.stack is None or self.doing in PHASES else self.stack.script

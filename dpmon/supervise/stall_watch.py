@@ -37,7 +37,7 @@ class StallWatch:
         *,
         adopted: bool = False,
     ) -> None:
-        """`adopted`: another supervisor started the command. `before`: the last record of a stall, from that one."""
+        """`adopted`: another supervisor started the command. `before`: the last stall that it recorded."""
         self._directory = directory
         self._info = info
         self._emit = emit

@@ -1,4 +1,4 @@
-"""A thread that answers for the training thread while that one is stuck.
+"""A thread that answers for the training thread while the training is stuck.
 
 While the training stands still, it writes once a second into the ring how many collectives this process has started in
 each process group. On request it notes the stacks of all Python threads. It needs the GIL, so it gives no answer while

@@ -15,11 +15,11 @@ from timed import staged, trained
 from dpmon.model.state import Process, State
 from dpmon.record.kinds import Event, Record
 from dpmon.run.rundir import ExitInfo, RunInfo
+from dpmon.ui.facts import Facts, Toggle, View
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import whole
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import Scene, Toggle, View
 
 LOOK = Look(UNICODE, COLOUR, True)
 
@@ -38,49 +38,49 @@ def exit_of(status: int | None, signal: str | None = None, at_ns: int = 9, **mor
     return ExitInfo(status, signal, 0.0, at_ns, at_ns / 1e9, "supervisor", **more)
 
 
-def scene_of(training: Training, steps: int = 300, more: Sequence[bytes | Record] = (), **changes: Any) -> Scene:
+def facts_of(training: Training, steps: int = 300, more: Sequence[bytes | Record] = (), **changes: Any) -> Facts:
     payloads = [*training.begin(), *training.run(steps), *[host_event(float(i)) for i in range(30)], *more]
     state = state_of(payloads)
-    scene = Scene(state, training.now + SECOND // 10, INFO, alive=True, can_toggle=True, can_type=True)
-    return replace(scene, **changes)
+    facts = Facts(state, training.now + SECOND // 10, INFO, alive=True, can_toggle=True, can_type=True)
+    return replace(facts, **changes)
 
 
-def gpu_scene(count: int, **more: Any) -> Scene:
+def gpu_facts(count: int, **more: Any) -> Facts:
     training = Training(devices=[f"cuda:{i}" for i in range(2)], virtual=False)
     payloads = [*training.begin(), *training.run(20)]
     for index in range(count):
         payloads += [whole_device_event(float(t), index, util_pct=10 * index % 101, **more) for t in range(20)]
-    return Scene(state_of(payloads), training.now, INFO, alive=True)
+    return Facts(state_of(payloads), training.now, INFO, alive=True)
 
 
-def focused(scene: Scene) -> Process:
-    """Return the process that the scene shows."""
-    process = scene.process
+def focused(facts: Facts) -> Process:
+    """Return the process that the facts shows."""
+    process = facts.process
     assert process is not None
     return process
 
 
-def with_process(scene: Scene, **changes: Any) -> Scene:
-    """Return the scene with changes of the process that it shows."""
-    process = replace(focused(scene), **changes)
-    return replace(scene, state=replace(scene.state, processes={**scene.state.processes, process.process: process}))
+def with_process(facts: Facts, **changes: Any) -> Facts:
+    """Return the facts with changes of the process that it shows."""
+    process = replace(focused(facts), **changes)
+    return replace(facts, state=replace(facts.state, processes={**facts.state.processes, process.process: process}))
 
 
-def with_call(scene: Scene, **changes: Any) -> Scene:
-    """Return the scene with changes of the last call."""
-    process = focused(scene)
+def with_call(facts: Facts, **changes: Any) -> Facts:
+    """Return the facts with changes of the last call."""
+    process = focused(facts)
     key, track = next(iter(process.calls.items()))
     changed = replace(track, last=replace(track.last, **changes))
-    return with_process(scene, calls={**process.calls, key: changed})
+    return with_process(facts, calls={**process.calls, key: changed})
 
 
 @cache
-def situations() -> dict[str, Scene]:
+def situations() -> dict[str, Facts]:
     """Return the named situations. They are made once, because a picture changes nothing."""
-    dp = scene_of(Training(devices=[f"cpu:{i}" for i in range(4)]))
+    dp = facts_of(Training(devices=[f"cpu:{i}" for i in range(4)]))
     lacking: dict[str, Any] = {"power_w": None, "absent": {"power_w": "not supported"}}
     samples = [device_event(float(t), i, **lacking) for t in range(20) for i in range(8)]
-    gpus = scene_of(Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False), more=samples)
+    gpus = facts_of(Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False), more=samples)
     hostile = Training(
         root="Net\x1b]52;c;x\x07\u202e漢字" * 20, via="Sub\x9b31m\x00class", devices=["\x1b[2Jcuda:0", "cuda\u200b:1"]
     )
@@ -90,21 +90,21 @@ def situations() -> dict[str, Scene]:
     sizes = {f"{name}_bytes": 2 << 30 for name in ("model", "gradients", "optimizer", "rest", "peak")}
     held = Event("memory", {"process": 0, "t_s": 2.5, "devices": [{"device": f"cuda:{i}", **sizes} for i in range(8)]})
     zoomed = {
-        "gpu memory": scene_of(Training(), 5, [held, *(device_event(2.0, index) for index in range(8))]),
-        "memory": scene_of(Training(), 5, [held]),
-        "device times": Scene(state_of(trained(40)), 3 * SECOND, INFO, alive=True),
-        "stages": Scene(state_of(staged(9, None)), SECOND, INFO, alive=True),
+        "gpu memory": facts_of(Training(), 5, [held, *(device_event(2.0, index) for index in range(8))]),
+        "memory": facts_of(Training(), 5, [held]),
+        "device times": Facts(state_of(trained(40)), 3 * SECOND, INFO, alive=True),
+        "stages": Facts(state_of(staged(9, None)), SECOND, INFO, alive=True),
     }
     for count in (2, 64):
         run, now = joined_ranks(count, slow=1, steps=20)
-        zoomed[f"{count} ranks"] = Scene(run.state(), now, INFO, alive=True)
+        zoomed[f"{count} ranks"] = Facts(run.state(), now, INFO, alive=True)
     return {
-        "nothing": Scene(State(), 0),
-        "importing": Scene(State(), 3 * SECOND, INFO, stage=("importing torch", SECOND), alive=True),
+        "nothing": Facts(State(), 0),
+        "importing": Facts(State(), 3 * SECOND, INFO, stage=("importing torch", SECOND), alive=True),
         "dp": dp,
         "gpus": gpus,
-        "many replicas": scene_of(Training(devices=[f"cuda:{i}" for i in range(64)], batch=48, virtual=False)),
-        "both modes": Scene(state_of(both), single.now, INFO, alive=True, can_toggle=True),
+        "many replicas": facts_of(Training(devices=[f"cuda:{i}" for i in range(64)], batch=48, virtual=False)),
+        "both modes": Facts(state_of(both), single.now, INFO, alive=True, can_toggle=True),
         "pending": replace(dp, toggle=Toggle("single", "pending", dp.now_ns - SECOND)),
         "refused": replace(dp, toggle=Toggle("single", "refused", dp.now_ns, reason="spread over devices " * 20)),
         "frozen": replace(dp, view=View(frozen=True)),
@@ -112,24 +112,24 @@ def situations() -> dict[str, Scene]:
             dp, ended=exit_of(1, None, dp.now_ns), last_line="RuntimeError: " + "no " * 100, can_toggle=False
         ),
         "killed": replace(dp, ended=exit_of(137, "SIGKILL", dp.now_ns), can_toggle=False),
-        "16 GPUs": gpu_scene(16, throttle=["power cap\x1b[2J", "too hot"]),
-        "zoom 8 GPUs": replace(gpu_scene(8, name="漢字" * 30 + "\x07"), view=View("devices", "devices")),
-        "hostile": scene_of(hostile, 20, info=replace(INFO, script="a\x1b[31m/" + "漢" * 100)),
-        "failed call": Scene(state_of([*failed.begin(), *failed.step(failed=True)]), failed.now, INFO, alive=True),
+        "16 GPUs": gpu_facts(16, throttle=["power cap\x1b[2J", "too hot"]),
+        "zoom 8 GPUs": replace(gpu_facts(8, name="漢字" * 30 + "\x07"), view=View("devices", "devices")),
+        "hostile": facts_of(hostile, 20, info=replace(INFO, script="a\x1b[31m/" + "漢" * 100)),
+        "failed call": Facts(state_of([*failed.begin(), *failed.step(failed=True)]), failed.now, INFO, alive=True),
         **{
             f"zoom {name}": replace(dp, view=View(name, name))
             for name in ("devices", "replicas", "batch", "compare", "output")
         },
         **{
-            f"{name}, {zoom}": replace(scene, view=View(zoom=zoom))
-            for name, scene in zoomed.items()
+            f"{name}, {zoom}": replace(facts, view=View(zoom=zoom))
+            for name, facts in zoomed.items()
             for zoom in (None, "devices" if "memory" in name else "replicas", "batch", "compare")
         },
     }
 
 
-def text_of(scene: Scene, width: int, height: int, output: Output | None = None, look: Look = LOOK) -> str:
-    return "\n".join(plain(row) for row in whole(scene, output or Output(), width, height, look))
+def text_of(facts: Facts, width: int, height: int, output: Output | None = None, look: Look = LOOK) -> str:
+    return "\n".join(plain(row) for row in whole(facts, output or Output(), width, height, look))
 
 
 def rows_text(rows: list[Any]) -> list[str]:

@@ -42,7 +42,7 @@ class PauseState(NamedTuple):
     pending: bool = False
     """Whether a process has not yet acted on the last request."""
     since_ns: int | None = None
-    """When the last training process paused (monotonic; in a scene, since the run's start); None while one runs."""
+    """When the last training process paused (monotonic; in `Facts`, since the run's start); None while one runs."""
 
 
 class RunReader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dpmon.cleaning import clean
 from dpmon.stalls.run_state import ENDED, STALLED
-from dpmon.ui.scene import Scene
+from dpmon.ui.facts import Facts
 
 _FORMS = {"bell": "\a", "osc9": "\x1b]9;{}\a", "osc777": "\x1b]777;notify;dpmon;{}\a"}
 """What each value of the setting `alert` sends: a bell, or a notification of the desktop."""
@@ -18,14 +18,14 @@ class Alert:
         self._form = _FORMS[form]
         self._before: str | None = None
 
-    def after(self, scene: Scene) -> str:
+    def after(self, facts: Facts) -> str:
         """What to send to the terminal after this picture; mostly nothing."""
-        if scene.reading:
+        if facts.reading:
             return ""
-        before, self._before = self._before, scene.run_state.word
+        before, self._before = self._before, facts.run_state.word
         if before is None or before == self._before or not {before, self._before} & {STALLED, ENDED}:
             return ""
-        stall = scene.stall
+        stall = facts.stall
         why = f": {stall.text}" if self._before == STALLED and stall is not None else ""
         # The text may have no part that ends the sequence, or begins another field.
-        return self._form.format(clean(f"{scene.title} {self._before}{why}", _MOST).replace(";", ","))
+        return self._form.format(clean(f"{facts.title} {self._before}{why}", _MOST).replace(";", ","))

@@ -80,7 +80,7 @@ def reasons(samples: Sequence[Data], only: Sequence[str] | None = None) -> str:
 # ------------------------------------------------------------------------------------------------ one GPU
 
 
-def facts(index: int, track: DeviceTrack, width: int, tall: int, span: int, look: Look) -> list[Row]:
+def fact_rows(index: int, track: DeviceTrack, width: int, tall: int, span: int, look: Look) -> list[Row]:
     """The rows of one GPU: name and number, histories of `tall` rows, then every figure."""
     data = track.data
     ours = mine(data)

@@ -20,12 +20,12 @@ from dpmon.run.reader import RunReader
 from dpmon.ui.alert import Alert
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.driver import Driver, Leaving, terminal_gone
+from dpmon.ui.facts import PANELS, Facts, View
 from dpmon.ui.feed import Feed, OpenStore
 from dpmon.ui.layout import Slot
 from dpmon.ui.look import Look
 from dpmon.ui.paint import joined, paint, places, rank_room, scroll_room
 from dpmon.ui.rows import Row, plain
-from dpmon.ui.scene import PANELS, Scene, View
 from dpmon.ui.view import PanelView
 
 _PLACES = ("status", *PANELS, "footer", "timeline", "small")
@@ -66,7 +66,7 @@ class Drawing(App[str]):
         """Why the run could not be opened."""
         self.view = View()
         self.slots: dict[str, Slot] = {}
-        self._still: Scene | None = None
+        self._still: Facts | None = None
         self._stopping: str | None = None
         self._ticking: Timer | None = None
         self._panels = {name: PanelView(name, look) for name in _PLACES}
@@ -144,7 +144,7 @@ class Drawing(App[str]):
             self.draw()
         self._was_ready = ready
         if self._alert is not None and self.terminal is not None:
-            self.terminal.write(self._alert.after(self.feed.scene(self.view)))
+            self.terminal.write(self._alert.after(self.feed.facts(self.view)))
         self.after_tick()
 
     @property
@@ -187,25 +187,25 @@ class Drawing(App[str]):
         """Repaint when the terminal becomes visible again."""
         self._repaint()
 
-    def scene(self) -> Scene:
-        """The scene to draw: the live one, or the frozen one."""
+    def facts(self) -> Facts:
+        """The facts to draw: the live one, or the frozen one."""
         screen = self.screen_stack[-1] if self.screen_stack else None  # the stack is empty while the app exits
         view = replace(self.view, dialog=tuple(screen.footer_keys())) if isinstance(screen, Dialog) else self.view
         if self._still is not None:
             self._still = self.feed.still(self._still, view)
             return self._still
-        return self.feed.scene(view, self._stopping)
+        return self.feed.facts(view, self._stopping)
 
     def draw(self) -> None:
         """Draw all panels; only changed rows reach the terminal."""
         width, height = self.size
         if not width or not height:
             return
-        scene = self.scene()
-        slots = places(scene, width, height)
-        if self._still is None and self.feed.set_rank_room(rank_room(scene, slots)):
-            scene = self.scene()
-        painted = paint(scene, self.feed.output, slots, self.look)
+        facts = self.facts()
+        slots = places(facts, width, height)
+        if self._still is None and self.feed.set_rank_room(rank_room(facts, slots)):
+            facts = self.facts()
+        painted = paint(facts, self.feed.output, slots, self.look)
         # Bypass the compositor only while every panel keeps its place and nothing covers it.
         direct = self.terminal is not None and slots == self.slots and not self._dialog_open
         changes: list[str] = []
@@ -238,7 +238,7 @@ class Drawing(App[str]):
         slot = self.slots.get(panel)
         if slot is None:
             return 0
-        return min(wanted, scroll_room(panel, self.scene(), slot, self.look))
+        return min(wanted, scroll_room(panel, self.facts(), slot, self.look))
 
     def from_thread(self, then: Callable[..., object], *arguments: object) -> None:
         """Call `then` on the screen's thread; do nothing if the screen has closed meanwhile."""

@@ -14,8 +14,8 @@ from dpmon.cleaning import clean
 from dpmon.model.state import MOST_RANKS, State, Wanted, ended_of, toggle_refusal
 from dpmon.run.notes import traceback_line
 from dpmon.run.reader import NO_TRAINING, PauseState, RunReader
+from dpmon.ui.facts import Facts, Toggle, View, all_finished
 from dpmon.ui.panels.panel_output import Output, Tail
-from dpmon.ui.scene import Scene, Toggle, View, all_finished
 
 if TYPE_CHECKING:
     from dpmon.model.snapshot import Snapshots
@@ -101,7 +101,7 @@ class Feed:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will come (dpmon.ui.scene.Scene.over)."""
+        """Whether nothing more will come (dpmon.ui.facts.Facts.over)."""
         return self.ended is not None or self._alive is False
 
     def now_ns(self) -> int:
@@ -280,11 +280,11 @@ class Feed:
 
     # ------------------------------------------------------------------------------------------ scenes
 
-    def scene(self, view: View, stopping: str | None = None) -> Scene:
-        """The current scene, for drawing."""
+    def facts(self, view: View, stopping: str | None = None) -> Facts:
+        """The current facts, for drawing."""
         reader = self._reader
         if reader is None:
-            return Scene(self.state, 0, view=view, reading=self._reads)
+            return Facts(self.state, 0, view=view, reading=self._reads)
         wanted = _wanted(view, self._wanted._replace(ranks=max(self._ranks, self._wanted.ranks)))
         if self._wanted != wanted:
             self._wanted, self._rests_until, self._seen = wanted, 0.0, None
@@ -293,7 +293,7 @@ class Feed:
         pausing = self.pausing()
         stage = reader.stage() if self.ended is None else None
         reads = reader.waits_for_input() if self.ended is None else None
-        return Scene(
+        return Facts(
             self.state,
             self.now_ns(),
             reader.info,
@@ -321,14 +321,14 @@ class Feed:
         self._ranks = ranks + _STRIDE
         return self._ranks > self._wanted.ranks
 
-    def still(self, scene: Scene, view: View) -> Scene:
-        """The frozen scene with another view; reads more of the same moment if the view needs it."""
-        before, wanted = (_wanted(each, Wanted(ranks=FROZEN_RANKS), FROZEN_RANKS // 2) for each in (scene.view, view))
+    def still(self, facts: Facts, view: View) -> Facts:
+        """The frozen facts with another view; reads more of the same moment if the view needs it."""
+        before, wanted = (_wanted(each, Wanted(ranks=FROZEN_RANKS), FROZEN_RANKS // 2) for each in (facts.view, view))
         if before != wanted:
-            wanted = wanted._replace(over=scene.over)
-            state = self._taken(self._still, wanted, scene.now_ns)
-            scene = scene if state is None else replace(scene, state=state)
-        return replace(scene, view=view, scrolled_back=self.output.top is not None)
+            wanted = wanted._replace(over=facts.over)
+            state = self._taken(self._still, wanted, facts.now_ns)
+            facts = facts if state is None else replace(facts, state=state)
+        return replace(facts, view=view, scrolled_back=self.output.top is not None)
 
 
 def _wanted(view: View, before: Wanted, stride: int = _STRIDE) -> Wanted:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from dpmon.text.cells import span_width
 from dpmon.text.quantities import clock
+from dpmon.ui.facts import Facts, Playing
 from dpmon.ui.keys import COMMANDS, KeyCommand
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, fit, width_of
-from dpmon.ui.scene import Playing, Scene
 
 _LAST = ("?", "q", ":")
 """Keys shown at every width; "more" lists the keys that do not fit."""
@@ -56,28 +56,28 @@ class KeyHint(NamedTuple):
     """Pieces with higher numbers are left out first."""
 
 
-def _priority(command: KeyCommand, word: str, scene: Scene) -> int:
+def _priority(command: KeyCommand, word: str, facts: Facts) -> int:
     if command.key in _LAST:
         return -3
-    if word in _BACK or (command.key == "i" and scene.input_wait_ns is not None):
+    if word in _BACK or (command.key == "i" and facts.input_wait_ns is not None):
         return -2
-    if scene.over and command.key in _OVER:
+    if facts.over and command.key in _OVER:
         return -1
     return _ORDER.index(command.key) if command.key in _ORDER else len(_ORDER)
 
 
-def hints(scene: Scene) -> list[KeyHint]:
+def hints(facts: Facts) -> list[KeyHint]:
     """Every command that works now and has a place in the footer."""
-    if scene.view.dialog:
-        return [KeyHint(key, word, -3) for key, word in scene.view.dialog]
-    possible = ((command, command.footer_word(scene)) for command in COMMANDS)
-    return [KeyHint(command.key, word, _priority(command, word, scene)) for command, word in possible if word]
+    if facts.view.dialog:
+        return [KeyHint(key, word, -3) for key, word in facts.view.dialog]
+    possible = ((command, command.footer_word(facts)) for command in COMMANDS)
+    return [KeyHint(command.key, word, _priority(command, word, facts)) for command, word in possible if word]
 
 
-def footer(scene: Scene, width: int, look: Look) -> list[Row]:
+def footer(facts: Facts, width: int, look: Look) -> list[Row]:
     """One row of `width` cells; ": more" leads to all keys; a narrow row uses short words."""
     gap = 2 if width >= _ROOMY else 1
-    everything = hints(scene)
+    everything = hints(facts)
     shown = everything
     if _taken(everything, gap) > width:
         shown = _chosen(everything, width - 1, gap)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dpmon.record.schema import PHASES
 from dpmon.text.cells import cut, wrapped
+from dpmon.ui.facts import NAMES, RANK_NAMES
 from dpmon.ui.keys import COMMANDS, PLAYED
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
-from dpmon.ui.scene import NAMES, RANK_NAMES
 
 _PANELS = (
     (NAMES["devices"], "what each GPU does, once a second; without a GPU, this machine's processor, and why."),

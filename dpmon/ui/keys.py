@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from dpmon.ui.facts import NAMES, PANELS, RANGES, RANK_NAMES, Facts, View
 from dpmon.ui.layout import Slot
 from dpmon.ui.panels import panel_communication, panel_ranks
 from dpmon.ui.panels.panel_replicas import choices
-from dpmon.ui.scene import NAMES, PANELS, RANGES, RANK_NAMES, Scene, View
 
 FAR = 1_000_000_000
 PERIODS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -25,7 +25,7 @@ class KeyCommand(NamedTuple):
     key: str
     """The key as people write it."""
     action: str
-    footer_word: Callable[[Scene], str | None]
+    footer_word: Callable[[Facts], str | None]
     """The word for the command in the footer; None if the key does not work now, "" if the footer omits it."""
     description: str
     """The text in the help and the palette."""
@@ -33,61 +33,61 @@ class KeyCommand(NamedTuple):
     """Textual's names of the keys, separated by commas, if they differ from `key`."""
 
 
-def _always(word: str) -> Callable[[Scene], str | None]:
-    return lambda scene: word
+def _always(word: str) -> Callable[[Facts], str | None]:
+    return lambda facts: word
 
 
-def _when(test: Callable[[Scene], bool], word: str) -> Callable[[Scene], str | None]:
-    return lambda scene: word if test(scene) else None
+def _when(test: Callable[[Facts], bool], word: str) -> Callable[[Facts], str | None]:
+    return lambda facts: word if test(facts) else None
 
 
-def _other_mode(scene: Scene) -> str | None:
-    if not scene.can_toggle or scene.process is None:
+def _other_mode(facts: Facts) -> str | None:
+    if not facts.can_toggle or facts.process is None:
         return None
-    return "→ dp" if scene.process.mode == "single" else "→ single"
+    return "→ dp" if facts.process.mode == "single" else "→ single"
 
 
-def _pause(scene: Scene) -> str | None:
-    if not scene.can_pause:
+def _pause(facts: Facts) -> str | None:
+    if not facts.can_pause:
         return None
-    return "resume" if scene.pausing.wanted else "pause"
+    return "resume" if facts.pausing.wanted else "pause"
 
 
-def _freeze(scene: Scene) -> str | None:
-    if scene.view.frozen:
+def _freeze(facts: Facts) -> str | None:
+    if facts.view.frozen:
         return "go on"
-    return None if scene.over or scene.playing is not None else "freeze"
+    return None if facts.over or facts.playing is not None else "freeze"
 
 
-def _stoppable(scene: Scene) -> bool:
-    return not scene.over and scene.stopping is None and scene.playing is None
+def _stoppable(facts: Facts) -> bool:
+    return not facts.over and facts.stopping is None and facts.playing is None
 
 
-def _why(scene: Scene) -> str | None:
-    return "why" if _stoppable(scene) or scene.stall is not None else None
+def _why(facts: Facts) -> str | None:
+    return "why" if _stoppable(facts) or facts.stall is not None else None
 
 
-def _several_roots(scene: Scene) -> bool:
-    return scene.view.focus == "replicas" and len(choices(scene.process)) > 1
+def _several_roots(facts: Facts) -> bool:
+    return facts.view.focus == "replicas" and len(choices(facts.process)) > 1
 
 
-def _finding(scene: Scene) -> bool:
-    return bool(scene.view.search) and scene.view.focus == "output"
+def _finding(facts: Facts) -> bool:
+    return bool(facts.view.search) and facts.view.focus == "output"
 
 
-def _communicates(scene: Scene) -> bool:
-    return len(scene.state.ranks) > 1 and not scene.over and scene.playing is None
+def _communicates(facts: Facts) -> bool:
+    return len(facts.state.ranks) > 1 and not facts.over and facts.playing is None
 
 
-def _ranks(scene: Scene) -> bool:
-    return len(scene.state.ranks) > 1 and scene.playing is None
+def _ranks(facts: Facts) -> bool:
+    return len(facts.state.ranks) > 1 and facts.playing is None
 
 
-def _behind(scene: Scene) -> str | None:
+def _behind(facts: Facts) -> str | None:
     """The word for `end` if the output is scrolled back, for example after a search."""
-    if not scene.scrolled_back or "output" not in (scene.view.focus, scene.view.zoom):
+    if not facts.scrolled_back or "output" not in (facts.view.focus, facts.view.zoom):
         return None
-    return "to the end" if scene.over else "follow"
+    return "to the end" if facts.over else "follow"
 
 
 COMMANDS: tuple[KeyCommand, ...] = (
@@ -97,7 +97,7 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand(
         "esc",
         "unzoom",
-        lambda scene: "all panels" if scene.view.zoom else "end search" if _finding(scene) else None,
+        lambda facts: "all panels" if facts.view.zoom else "end search" if _finding(facts) else None,
         "back to all panels; end a search",
         "escape",
     ),
@@ -107,19 +107,19 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand(
         "1-5",
         "",
-        lambda scene: None if scene.view.zoom else "panel",
+        lambda facts: None if facts.view.zoom else "panel",
         "go to a panel; press again for full screen and back. tab, arrows and the mouse work too",
     ),
     KeyCommand(
         "enter",
         "zoom",
-        lambda scene: None if scene.view.zoom else "zoom",
+        lambda facts: None if facts.view.zoom else "zoom",
         "show the panel in focus on the full screen; a double click does the same",
     ),
     KeyCommand(
         "/",
         "find",
-        lambda scene: "find" if "output" in (scene.view.focus, scene.view.zoom) else "",
+        lambda facts: "find" if "output" in (facts.view.focus, facts.view.zoom) else "",
         "find a word in the script's output, the newest line first",
         "slash",
     ),
@@ -148,14 +148,14 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand(
         "q",
         "leave",
-        lambda scene: "close" if scene.over or scene.playing is not None else "leave",
+        lambda facts: "close" if facts.over or facts.playing is not None else "leave",
         "leave the training running, stop it, or stay; ctrl+c too",
     ),
 )
 
 
 def _played(key: str, action: str, description: str, names: str = "") -> KeyCommand:
-    return KeyCommand(key, action, lambda scene: None if scene.playing is None else "", description, names)
+    return KeyCommand(key, action, lambda facts: None if facts.playing is None else "", description, names)
 
 
 PLAYED: tuple[KeyCommand, ...] = (
@@ -208,20 +208,20 @@ PLAYED_ACTIONS = ACTIONS | {command.names or command.key: command.action for com
 """The action of each key in a playback."""
 
 
-def possible(scene: Scene) -> list[tuple[str, str, str]]:
+def possible(facts: Facts) -> list[tuple[str, str, str]]:
     """Key, sentence and action for everything that can be done now, for the palette."""
     found = [
         (d.key, "close this screen" if word == "close" else d.description, d.action)
         for d in (*PLAYED, *COMMANDS)
-        if d.action not in ("", "palette") and (word := d.footer_word(scene)) is not None
+        if d.action not in ("", "palette") and (word := d.footer_word(facts)) is not None
     ]
     found += [(key, description, action) for key, _, action, description in _PAIRS]
-    return found + [(key, f"go to panel {panel_name(scene, name)}", action) for key, action, name in _PANEL_KEYS]
+    return found + [(key, f"go to panel {panel_name(facts, name)}", action) for key, action, name in _PANEL_KEYS]
 
 
-def panel_name(scene: Scene, panel: str) -> str:
+def panel_name(facts: Facts, panel: str) -> str:
     """The current name of a panel."""
-    ranked = panel_communication.applies(scene) if panel == "compare" else panel_ranks.applies(scene)
+    ranked = panel_communication.applies(facts) if panel == "compare" else panel_ranks.applies(facts)
     return RANK_NAMES.get(panel, NAMES[panel]) if ranked else NAMES[panel]
 
 

@@ -18,11 +18,11 @@ from dpmon.text.cells import cut, wrapped
 from dpmon.text.quantities import clock, range_words
 from dpmon.ui import jobs, keys
 from dpmon.ui.dialogs import Choice, Commands, Dialog, LineDialog, Pages, key_name
+from dpmon.ui.facts import PANELS, View, state_words
 from dpmon.ui.footer import key_at
 from dpmon.ui.help import help_rows
 from dpmon.ui.panels.panel_replicas import choices
 from dpmon.ui.rows import Row
-from dpmon.ui.scene import PANELS, View, state_words
 from dpmon.ui.stopping import Stopping
 
 _ASKS_AGAIN_S = 5.0
@@ -77,8 +77,8 @@ class Monitor(Stopping):
         if isinstance(self.screen, Dialog):
             self.screen.press(key)
             return
-        scene = self.scene()
-        action = next((one.action for one in keys.COMMANDS if one.key == key and one.footer_word(scene)), "")
+        facts = self.facts()
+        action = next((one.action for one in keys.COMMANDS if one.key == key and one.footer_word(facts)), "")
         if action:
             await self.run_action(action)
 
@@ -270,13 +270,13 @@ class Monitor(Stopping):
             if action:
                 self.call_next(self.run_action, action)
 
-        self.push_screen(Commands(lambda: keys.possible(self.scene()), self.look), do)
+        self.push_screen(Commands(lambda: keys.possible(self.facts()), self.look), do)
 
     def action_why(self) -> None:
         """Show what each rank does, and its stack: now (every few seconds), or in the stall of the picture."""
-        scene, directory = self.scene(), self.feed.directory
-        recorded = scene.stall.record if scene.stall is not None and (scene.over or scene.playing is not None) else None
-        if recorded is None and (scene.over or scene.playing is not None):
+        facts, directory = self.facts(), self.feed.directory
+        recorded = facts.stall.record if facts.stall is not None and (facts.over or facts.playing is not None) else None
+        if recorded is None and (facts.over or facts.playing is not None):
             self._say("no stall was recorded at this time")
             return
         asking, last = recorded is None, time.monotonic()
@@ -287,13 +287,13 @@ class Monitor(Stopping):
                 return [[(found, "dim")]]
             (first, style), *rest = lines_of(found, width=width)
             if found.get("text") is None and recorded is None:
-                first = state_words(self.scene()) or first
+                first = state_words(self.facts()) or first
             return [
                 *([(line, style)] for line in wrapped(first, width)),
                 *([(cut(text, width), s)] for text, s in rest),
             ]
 
-        noticed = "" if recorded is None or scene.stall is None else f", as noticed at {clock(scene.stall.noticed_ns)}"
+        noticed = "" if recorded is None or facts.stall is None else f", as noticed at {clock(facts.stall.noticed_ns)}"
         pages = Pages(f"Why{noticed}", rows, self.look)
 
         def ask() -> str | None:
@@ -343,11 +343,11 @@ class Monitor(Stopping):
 
     def action_type_line(self) -> None:
         """Type a line for the script's standard input."""
-        scene = self.scene()
-        if scene.over or scene.playing is not None:
+        facts = self.facts()
+        if facts.over or facts.playing is not None:
             self._say("the run is over: it reads no more input")
             return
-        if scene.ending:
+        if facts.ending:
             self._say("the command has ended: it reads no more input")
             return
         if not self.feed.can_type():
@@ -377,7 +377,7 @@ class Monitor(Stopping):
         rows = self.painted_rows()
         if isinstance(self.screen, Dialog):
             rows[self.screen.row : self.screen.row + len(self.screen.rows)] = self.screen.rows
-        text = svg(rows, self.look, f"dpmon {self.scene().title}")
+        text = svg(rows, self.look, f"dpmon {self.facts().title}")
         directory, name = self.feed.directory, self.feed.file_name()
         self._in_thread(lambda: f"picture: {jobs.save(text, name, 'svg', directory)}", self._say)
 

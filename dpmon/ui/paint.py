@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from dpmon.model.state import MOST_RANKS
 from dpmon.text.cells import wrapped
+from dpmon.ui.facts import BEFORE_STALL, PANELS, Facts
 from dpmon.ui.footer import footer, timeline
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, Slot, arrange
 from dpmon.ui.look import Look
@@ -19,42 +20,41 @@ from dpmon.ui.panels import (
 from dpmon.ui.panels.panel_output import Output, marked
 from dpmon.ui.panels.panel_status import answer, cut_answer, status
 from dpmon.ui.rows import Row, box, cropped, dimmed, fit, plain, width_of
-from dpmon.ui.scene import BEFORE_STALL, PANELS, Scene
-from dpmon.ui.scenes import shown
+from dpmon.ui.scenes import scene_of
 
 _WIDEST = 84
 _SHARE = 2
 """The note covers at most one in this many rows of the screen."""
 
 
-def places(scene: Scene, width: int, height: int) -> dict[str, Slot]:
+def places(facts: Facts, width: int, height: int) -> dict[str, Slot]:
     """The current place of each panel."""
-    line = 1 if scene.playing is not None and height > MIN_HEIGHT else 0
+    line = 1 if facts.playing is not None and height > MIN_HEIGHT else 0
     slots = arrange(
         width,
         height - line,
-        devices=panel_devices.wanted_rows(scene),
-        replicas=shown(scene).second.wanted_rows(scene),
-        batch=panel_batch.wanted_rows(scene),
-        zoom=scene.view.zoom,
+        devices=panel_devices.wanted_rows(facts),
+        replicas=scene_of(facts).second.wanted_rows(facts),
+        batch=panel_batch.wanted_rows(facts),
+        zoom=facts.view.zoom,
     )
     if line:
         slots["timeline"] = Slot(0, height - 1, width, 1)
     return slots
 
 
-def _pinned(panel: str, scene: Scene) -> int:
+def _pinned(panel: str, facts: Facts) -> int:
     """Number of rows of a panel that do not scroll: its column headings, if they are the first row."""
-    return int(panel == "replicas" and shown(scene).second is not panel_standing and not panel_ranks.mapped(scene))
+    return int(panel == "replicas" and scene_of(facts).second is not panel_standing and not panel_ranks.mapped(facts))
 
 
-def paint(scene: Scene, output: Output, slots: Mapping[str, Slot], look: Look) -> dict[str, list[Row]]:
+def paint(facts: Facts, output: Output, slots: Mapping[str, Slot], look: Look) -> dict[str, list[Row]]:
     """The rows of each place, cut or filled to its size."""
-    painted = {panel: _fitted(_one(panel, scene, output, slot, look), slot, look) for panel, slot in slots.items()}
+    painted = {panel: _fitted(_one(panel, facts, output, slot, look), slot, look) for panel, slot in slots.items()}
     head = slots.get("status")
     if head is not None:
         lowest = max(slot.y + slot.height for slot in slots.values())
-        laid_over(painted, slots, toast(scene, head.width, lowest, look), head.y + head.height)
+        laid_over(painted, slots, toast(facts, head.width, lowest, look), head.y + head.height)
     return painted
 
 
@@ -63,16 +63,16 @@ def _fitted(rows: list[Row], slot: Slot, look: Look) -> list[Row]:
     return [fit(row, slot.width, look.glyphs.more) for row in rows]
 
 
-def _one(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -> list[Row]:
+def _one(panel: str, facts: Facts, output: Output, slot: Slot, look: Look) -> list[Row]:
     if panel == "small":
-        return [*status(scene, slot.width, 3, look)[: slot.height - 1], [(f"needs {MIN_WIDTH}x{MIN_HEIGHT}", "wait")]]
+        return [*status(facts, slot.width, 3, look)[: slot.height - 1], [(f"needs {MIN_WIDTH}x{MIN_HEIGHT}", "wait")]]
     if panel == "status":
-        return status(scene, slot.width, slot.height, look)
-    if panel == "timeline" and scene.playing is not None:
-        return timeline(scene.playing, slot.width, look)
+        return status(facts, slot.width, slot.height, look)
+    if panel == "timeline" and facts.playing is not None:
+        return timeline(facts.playing, slot.width, look)
     if panel == "footer":
-        return footer(scene, slot.width, look)
-    title, corner, rows = _content(panel, scene, output, slot, look)
+        return footer(facts, slot.width, look)
+    title, corner, rows = _content(panel, facts, output, slot, look)
     return box(
         title,
         corner,
@@ -80,49 +80,49 @@ def _one(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -> li
         slot.width,
         slot.height,
         look.glyphs,
-        focused=scene.view.focus == panel,
-        first=scene.view.scrolled.get(panel, 0),
-        pinned=_pinned(panel, scene),
+        focused=facts.view.focus == panel,
+        first=facts.view.scrolled.get(panel, 0),
+        pinned=_pinned(panel, facts),
     )
 
 
-def rank_room(scene: Scene, slots: Mapping[str, Slot]) -> int:
+def rank_room(facts: Facts, slots: Mapping[str, Slot]) -> int:
     """The largest number of ranks that a picture can show in these slots."""
-    table = slots["replicas"].height if "replicas" in slots and panel_ranks.applies(scene) else 0
+    table = slots["replicas"].height if "replicas" in slots and panel_ranks.applies(facts) else 0
     last_step = slots["batch"].height - panel_batch.WITHOUT_RANKS if "batch" in slots else 0
     return min(max(table, last_step), MOST_RANKS)
 
 
-def scroll_room(panel: str, scene: Scene, slot: Slot, look: Look) -> int:
+def scroll_room(panel: str, facts: Facts, slot: Slot, look: Look) -> int:
     """How many rows a panel other than the output can scroll in its place."""
     inside = slot.height - 2
-    if slot.folded or panel not in PANELS or panel == "output" or inside <= _pinned(panel, scene):
+    if slot.folded or panel not in PANELS or panel == "output" or inside <= _pinned(panel, facts):
         return 0
-    return max(len(_content(panel, scene, Output(), slot, look)[2]) - inside, 0)
+    return max(len(_content(panel, facts, Output(), slot, look)[2]) - inside, 0)
 
 
-def _content(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -> tuple[Row, Row, list[Row]]:
+def _content(panel: str, facts: Facts, output: Output, slot: Slot, look: Look) -> tuple[Row, Row, list[Row]]:
     width, height = slot.width - 4, max(slot.height - 2, 0)
-    zoomed = scene.view.zoom == panel
+    zoomed = facts.view.zoom == panel
     if panel == "devices":
-        title, corner = panel_devices.title(scene, look)
+        title, corner = panel_devices.title(facts, look)
         drawn = panel_devices.zoomed if zoomed else panel_devices.devices
-        return title, corner, drawn(scene, width, height, look)
+        return title, corner, drawn(facts, width, height, look)
     if panel == "replicas":
-        second = shown(scene).second
-        title, corner = second.title(scene, look)
+        second = scene_of(facts).second
+        title, corner = second.title(facts, look)
         picture = second.zoomed if zoomed else second.table
-        return title, corner, picture(scene, width, height, look)
+        return title, corner, picture(facts, width, height, look)
     if panel == "batch":
-        title, corner = panel_batch.title(scene, look, slot.width)
-        return title, corner, panel_batch.batch(scene, width, height, look)
+        title, corner = panel_batch.title(facts, look, slot.width)
+        return title, corner, panel_batch.batch(facts, width, height, look)
     if panel == "compare":
-        fourth, stale = shown(scene).fourth, shown(scene).stale
-        title, corner = fourth.title(scene, look, slot.folded)
-        rows = fourth.table(scene, width, height, look, advice=not stale)
+        fourth, stale = scene_of(facts).fourth, scene_of(facts).stale
+        title, corner = fourth.title(facts, look, slot.folded)
+        rows = fourth.table(facts, width, height, look, advice=not stale)
         return (title, [BEFORE_STALL], list(map(dimmed, rows))) if stale else (title, corner, rows)
-    title, corner = panel_output.title(output, scene, slot.width, look)
-    search = scene.view.search
+    title, corner = panel_output.title(output, facts, slot.width, look)
+    search = facts.view.search
     more = look.glyphs.more
     lines = output.visible(height)
     if search:
@@ -133,10 +133,10 @@ def _content(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -
     return title, corner, [panel_output.narrowed(line, width, more) for line in lines]
 
 
-def whole(scene: Scene, output: Output, width: int, height: int, look: Look) -> list[Row]:
+def whole(facts: Facts, output: Output, width: int, height: int, look: Look) -> list[Row]:
     """The screen row by row: for tests, and for looking at it without a terminal."""
-    slots = places(scene, width, height)
-    return joined(slots, paint(scene, output, slots, look))
+    slots = places(facts, width, height)
+    return joined(slots, paint(facts, output, slots, look))
 
 
 def joined(slots: Mapping[str, Slot], painted: Mapping[str, list[Row]]) -> list[Row]:
@@ -148,13 +148,13 @@ def joined(slots: Mapping[str, Slot], painted: Mapping[str, list[Row]]) -> list[
     return rows
 
 
-def toast(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+def toast(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """A framed note with the full text of a message that the first rows had to cut; empty if they show everything."""
-    if not cut_answer(scene, width, look):
+    if not cut_answer(facts, width, look):
         return []
     across = min(width, _WIDEST)
     room = max(height // _SHARE - 2, 1)
-    lines = wrapped(plain(answer(scene, look)), across - 4, room, look.glyphs.more)
+    lines = wrapped(plain(answer(facts, look)), across - 4, room, look.glyphs.more)
     rows: list[Row] = [[(line, "")] for line in lines]
     return box([("in full", "wait")], [], rows, across, len(rows) + 2, look.glyphs, focused=True)
 

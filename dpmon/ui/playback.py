@@ -15,12 +15,12 @@ from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, load_exit
 from dpmon.store.opened import open_store
 from dpmon.ui.dialogs import Dialog
+from dpmon.ui.facts import SECOND, Facts, Playing, View
 from dpmon.ui.feed import Feed
 from dpmon.ui.footer import position_at
 from dpmon.ui.keys import PLAYED_ACTIONS
 from dpmon.ui.look import Look
 from dpmon.ui.monitor import Monitor
-from dpmon.ui.scene import SECOND, Playing, Scene, View
 
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0)
 
@@ -152,14 +152,14 @@ class _PlaybackFeed(Feed):
         """False: no process reads input."""
         return False
 
-    def scene(self, view: View, stopping: str | None = None) -> Scene:
-        """The scene, with the position of the playback."""
+    def facts(self, view: View, stopping: str | None = None) -> Facts:
+        """The facts, with the position of the playback."""
         player = self.player
         if player is None:
-            return super().scene(view, stopping)
+            return super().facts(view, stopping)
         here = player.position_ns
         playing = Playing(here, player.length_ns, player.playing, player.speed)
-        return replace(super().scene(view, stopping), now_ns=here, playing=playing, can_type=False)
+        return replace(super().facts(view, stopping), now_ns=here, playing=playing, can_type=False)
 
 
 class Playback(Monitor):

@@ -5,16 +5,16 @@ from __future__ import annotations
 from types import ModuleType
 from typing import NamedTuple
 
+from dpmon.ui.facts import Facts
 from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_standing
-from dpmon.ui.scene import Scene
 
 STARTING, SINGLE, DP, RANKS, STALLED, ENDED = "starting", "single", "dp", "ranks", "stalled", "ended"
 
 
-class Shown(NamedTuple):
+class Scene(NamedTuple):
     """What the screen shows."""
 
-    scene: str
+    name: str
     """starting, single, dp, ranks, stalled or ended."""
     second: ModuleType
     """Draws panel 2: replicas (or stages), ranks, or where each rank stands."""
@@ -24,13 +24,13 @@ class Shown(NamedTuple):
     """Whether figures are of the time before a stall: they are dimmed, and there is no advice."""
 
 
-def shown(scene: Scene) -> Shown:
+def scene_of(facts: Facts) -> Scene:
     """What the screen shows. A run that ended in a stall is shown like the stall."""
-    stalled, process = scene.stall is not None, scene.process
-    ranks = panel_ranks.applies(scene)
+    stalled, process = facts.stall is not None, facts.process
+    ranks = panel_ranks.applies(facts)
     second = panel_standing if stalled else panel_ranks if ranks else panel_replicas
-    fourth = panel_communication if panel_communication.applies(scene) else panel_compare
+    fourth = panel_communication if panel_communication.applies(facts) else panel_compare
     name = RANKS if ranks else DP if process is not None and process.mode == "dp" else SINGLE
     if process is None or process.seen_ns < 0:
         name = STARTING
-    return Shown(ENDED if scene.over else STALLED if stalled else name, second, fourth, stalled)
+    return Scene(ENDED if facts.over else STALLED if stalled else name, second, fourth, stalled)

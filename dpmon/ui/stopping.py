@@ -11,8 +11,8 @@ from textual.timer import Timer
 from dpmon.cleaning import clean
 from dpmon.ui.dialogs import Choice, Dialog
 from dpmon.ui.drawing import Drawing
+from dpmon.ui.facts import View
 from dpmon.ui.feed import FROZEN_RANKS
-from dpmon.ui.scene import View
 
 _STOPS = "stop the training: interrupt, then terminate, then kill"
 
@@ -43,12 +43,12 @@ class Stopping(Drawing):
 
     def action_freeze(self) -> None:
         """Freeze the picture, or let it go on."""
-        if self._still is None and self.scene().over:
+        if self._still is None and self.facts().over:
             self._say("there is nothing to freeze: the run is over; dpmon attach can play it back")
             return
         if self._still is None:
             self.feed.set_rank_room(FROZEN_RANKS)
-            self._still = self.feed.scene(self.view)
+            self._still = self.feed.facts(self.view)
         else:
             self._still = None
         self._see(replace(self.view, frozen=self._still is not None))
@@ -84,7 +84,7 @@ class Stopping(Drawing):
         """Stop the training after a confirmation."""
         if self._stopping is not None:
             return
-        if self.feed.over or self.scene().playing is not None:
+        if self.feed.over or self.facts().playing is not None:
             self._say("there is nothing to stop: the run is over")
         else:
             self._confirm_stop(leaves=False)

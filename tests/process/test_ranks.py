@@ -16,7 +16,7 @@ from stored import state_in
 from torch_aborts import unless_aborted
 
 from dpmon.model.state import toggle_refusal
-from dpmon.ui.scene import mode_words
+from dpmon.ui.facts import mode_words
 
 EXAMPLE, SHARDED = ROOT / "examples" / "ddp.py", ROOT / "examples" / "fsdp.py"
 SPAWNED = Path(__file__).resolve().parent / "scripts" / "spawned_ranks.py"

@@ -35,9 +35,9 @@ from dpmon.report.plots import plots
 from dpmon.report.sections import document
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import load_info
+from dpmon.ui.facts import Facts
 from dpmon.ui.panels import panel_batch, panel_replicas
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import Scene
 
 NEAR = partial(pytest.approx, rel=0.004)
 """Relative error of medians, which come from sketches."""
@@ -92,12 +92,12 @@ def test_a_history_is_read_up_to_damaged_device_times(state: Path, damage: objec
 
 
 def test_the_screen_shows_host_and_device_side_by_side() -> None:
-    scene = Scene(state_of(even(40)), 3 * SECOND, INFO, alive=True)
-    head, first, second, *_ = (plain(row) for row in panel_replicas.table(scene, 100, 10, LOOK))
+    facts = Facts(state_of(even(40)), 3 * SECOND, INFO, alive=True)
+    head, first, second, *_ = (plain(row) for row in panel_replicas.table(facts, 100, 10, LOOK))
     assert "host time on device" in head
     assert "1.50 ms" in first
     assert "1.75 ms" in second
-    rows = [plain(row).split() for row in panel_batch.batch(scene, 120, 14, LOOK)]
+    rows = [plain(row).split() for row in panel_batch.batch(facts, 120, 14, LOOK)]
     assert [row[0] for row in rows[1:5]] == ["share", "median", "device", "p95"]
     # As on the host, forward excludes the phases of the call: 4 - (0.5 + 1 + 2 + 0.25).
     values = " ".join(rows[3][1:])

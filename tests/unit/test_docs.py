@@ -13,10 +13,10 @@ from documented import DOCS, README, ROOT, anchors, code, links, pages, patched,
 
 from dpmon.cli import options
 from dpmon.config import SETTINGS, THEMES
+from dpmon.ui.facts import NAMES as PANEL_NAMES
+from dpmon.ui.facts import PANELS, RANK_NAMES
 from dpmon.ui.keys import ACTIONS, COMMANDS, PLAYED
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange, is_wide
-from dpmon.ui.scene import NAMES as PANEL_NAMES
-from dpmon.ui.scene import PANELS, RANK_NAMES
 
 SCREEN = DOCS / "screen.md"
 MOST_LINES = 150

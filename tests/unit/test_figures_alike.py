@@ -30,12 +30,12 @@ from dpmon.store.figures import Figures, Window, rate_as_fields
 from dpmon.store.opened import open_store
 from dpmon.supervise.metrics import Metrics
 from dpmon.text.quantities import compact, duration, percent, rate_words, samples_rate
+from dpmon.ui.facts import View
 from dpmon.ui.feed import Feed
 from dpmon.ui.panels import panel_batch, panel_compare
 from dpmon.ui.panels.panel_status import status
 from dpmon.ui.playback import Player, _PlaybackFeed
 from dpmon.ui.rows import Row, plain
-from dpmon.ui.scene import View
 
 MODES = (("dp", False), ("dp", True), ("single", False), ("single", True))
 """Modes, each with and without evaluation."""
@@ -200,13 +200,13 @@ def on_screen(directory: Path, feed: Feed) -> tuple[Shown, str]:
     view = View(zoom="batch", span_s=0)
     feed.start()
     for _ in range(2):
-        feed.scene(view)
+        feed.facts(view)
         feed.tick()
-    scene = feed.scene(view)
-    title, corner = panel_batch.title(scene, LOOK, 120)
+    facts = feed.facts(view)
+    title, corner = panel_batch.title(facts, LOOK, 120)
     assert plain(title).endswith("whole run")
     found: Shown = {(*LAST[0], STEP, name): text for name, text in re.findall(rf"(\w+) +{_TIME}", plain(corner))}
-    head, *table = map(plain, panel_batch.batch(scene, 150, 40, LOOK)[:4])
+    head, *table = map(plain, panel_batch.batch(facts, 150, 40, LOOK)[:4])
     columns = [REST if phase.name == "forward" else phase.name for phase in PHASES if not phase.optional]
     assert [name.lower()[:3] for name in head.split()] == [
         "dat",
@@ -226,8 +226,8 @@ def on_screen(directory: Path, feed: Feed) -> tuple[Shown, str]:
         shown = re.findall(r"<?[\d.]+ (?:[µm]?s|%)", rest)
         found |= {(*LAST[0], phase, name): text for phase, text in zip(columns, shown, strict=False)}
     rows: list[Row] = [
-        *status(scene, 180, 2, LOOK),
-        *panel_compare.table(scene, 100, 30, LOOK),
+        *status(facts, 180, 2, LOOK),
+        *panel_compare.table(facts, 100, 30, LOOK),
     ]
     feed.close()
     return found, "\n".join(map(plain, rows))
@@ -316,9 +316,9 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     feed = Feed(directory, lambda: RunReader(directory))
     feed.start()
     feed.tick()
-    scene = feed.scene(View(zoom="batch", span_s=0))
-    numbers = panel_batch.figures(scene)
-    assert "rank 0" in plain(panel_batch.title(scene, LOOK, 120)[0])
+    facts = feed.facts(View(zoom="batch", span_s=0))
+    numbers = panel_batch.figures(facts)
+    assert "rank 0" in plain(panel_batch.title(facts, LOOK, 120)[0])
     assert numbers.phases[0].median_ns == median
     feed.close()
     in_metrics(directory)
@@ -353,16 +353,16 @@ def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:
     feed = Feed(run, lambda: RunReader(run))
     feed.start()
     feed.tick()
-    scene = feed.scene(View(zoom="batch", span_s=0))
-    assert scene.process is not None
-    columns = scene.process.columns
+    facts = feed.facts(View(zoom="batch", span_s=0))
+    assert facts.process is not None
+    columns = facts.process.columns
     with open_store(run) as store:
         window = Window(store)
         training = sum(window.figures(mode).steps for mode in ("dp", "single"))
         evaluations = sum(window.figures(mode, True).steps for mode in ("dp", "single"))
     assert sum(one.count for one in columns if not one.evaluation) == training
     assert sum(one.count for one in columns if one.evaluation) == evaluations > 0
-    drawn = "\n".join(plain(row) for row in panel_batch.batch(scene, 600, 40, LOOK))
+    drawn = "\n".join(plain(row) for row in panel_batch.batch(facts, 600, 40, LOOK))
     feed.close()
     assert "evaluation \u2500" in drawn
     assert f"{training} training and {evaluations} evaluation steps" in " ".join(
@@ -422,9 +422,9 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def judged(feed: Feed) -> tuple[Comparison, str]:
-    scene = feed.scene(View(zoom="compare"))
-    found = panel_compare.figures(scene)
-    return found, " ".join(plain(row) for row in panel_compare.table(scene, 100, 30, LOOK))
+    facts = feed.facts(View(zoom="compare"))
+    found = panel_compare.figures(facts)
+    return found, " ".join(plain(row) for row in panel_compare.table(facts, 100, 30, LOOK))
 
 
 def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long: Path) -> None:

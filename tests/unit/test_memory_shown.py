@@ -12,9 +12,9 @@ from synthetic import SECOND, Training, device_event, host_event
 from dpmon.model.memory import held, held_by, reasons
 from dpmon.model.state import Process
 from dpmon.record.kinds import Event
+from dpmon.ui.facts import Facts, View
 from dpmon.ui.panels import panel_devices
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import Scene, View
 
 NAMES = ("model", "gradients", "optimizer", "rest", "peak")
 WHY = "torch keeps no statistics of this device's allocator"
@@ -85,22 +85,22 @@ def test_processes_that_follow_one_another_are_not_added_up() -> None:
     assert held_by(both, both[3])[0].model == 300, "it ran beside two of them"
 
 
-def scene_of(*devices: dict[str, Any], gpus: int = 0) -> Scene:
+def facts_of(*devices: dict[str, Any], gpus: int = 0) -> Facts:
     training = Training()
     payloads = [*training.begin(), *training.run(5), Event("memory", record(0, *devices))]
     payloads += [device_event(2.0, index) for index in range(gpus)] or [host_event(2.0)]
-    return Scene(state_of(payloads), 3 * SECOND, alive=True)
+    return Facts(state_of(payloads), 3 * SECOND, alive=True)
 
 
 def test_on_the_cpu_the_rest_is_a_dash_with_its_reason() -> None:
-    scene = scene_of(one("cpu", 3 << 20, 1 << 20, 2 << 20, None, None, rest_bytes=WHY, peak_bytes=WHY))
+    facts = facts_of(one("cpu", 3 << 20, 1 << 20, 2 << 20, None, None, rest_bytes=WHY, peak_bytes=WHY))
     for width in (56, 90):
-        text = [plain(row) for row in panel_devices.devices(scene, width, panel_devices.wanted_rows(scene), LOOK)]
+        text = [plain(row) for row in panel_devices.devices(facts, width, panel_devices.wanted_rows(facts), LOOK)]
         (line,) = [line for line in text if line.startswith("cpu ")]
         assert line.split() == ["cpu", "model", "3.00", "MiB", "grads", "1.00", "MiB", "optim", "2.00", "MiB"], (
             "no dashes"
         )
-    text = [plain(row) for row in panel_devices.zoomed(scene, 90, 20, LOOK)]
+    text = [plain(row) for row in panel_devices.zoomed(facts, 90, 20, LOOK)]
     (line,) = [line for line in text if line.startswith("cpu ")]
     assert line.split() == ["cpu", "model", "3.00", "MiB", "grads", "1.00", "MiB", "optim", "2.00", "MiB", "rest", "–",
                             "peak", "–"]  # fmt: skip
@@ -108,8 +108,8 @@ def test_on_the_cpu_the_rest_is_a_dash_with_its_reason() -> None:
 
 
 def test_gpus_have_their_memory_where_there_is_room() -> None:
-    scene = scene_of(*(one(f"cuda:{i}", 1 << 30, 1 << 30, 2 << 30, 5 << 30, 9 << 30) for i in range(8)), gpus=8)
-    rows = text_of(replace(scene, view=View(zoom="devices")), 200, 60).splitlines()
+    facts = facts_of(*(one(f"cuda:{i}", 1 << 30, 1 << 30, 2 << 30, 5 << 30, 9 << 30) for i in range(8)), gpus=8)
+    rows = text_of(replace(facts, view=View(zoom="devices")), 200, 60).splitlines()
     assert any("cuda:7" in row and "peak" in row for row in rows)
 
 

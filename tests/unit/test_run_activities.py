@@ -8,7 +8,7 @@ import pytest
 
 from dpmon.model.state import State
 from dpmon.run.activities import newest_stage, stages
-from dpmon.ui.scene import Scene, life
+from dpmon.ui.facts import Facts, life
 
 SECOND = 1_000_000_000
 NOW = 100 * SECOND
@@ -69,4 +69,4 @@ def test_a_process_that_has_gone_counts_only_if_all_have() -> None:
     ],
 )
 def test_the_screen_says_what_is_under_way_before_the_first_step(stage: str, word: str, detail: str) -> None:
-    assert life(Scene(State(), NOW, stage=(stage, 66 * SECOND), alive=True)) == (word, "wait", detail)
+    assert life(Facts(State(), NOW, stage=(stage, 66 * SECOND), alive=True)) == (word, "wait", detail)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from situations import INFO, LOOK, focused, rows_text, scene_of, text_of, with_call
+from situations import INFO, LOOK, facts_of, focused, rows_text, text_of, with_call
 from stored import state_of
 from synthetic import LEARNS, SECOND, RowReader, Training, call_row
 
@@ -16,9 +16,9 @@ from dpmon.record.history_rows import Definition, Row
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Record, Size
 from dpmon.store.answers import Shape
+from dpmon.ui.facts import Facts
 from dpmon.ui.panels import panel_replicas
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import Scene
 
 ABSENT = {"device_ms": "cpu: host time is all there is; cuda:0: device times are not recorded by this version"}
 DEFINITIONS = [
@@ -65,25 +65,25 @@ def test_a_call_with_stages_has_what_its_row_says() -> None:
     assert record["absent"] == ABSENT
 
 
-def staged(*rows: Row) -> Scene:
-    return Scene(state_of([*DEFINITIONS, *rows]), SECOND, INFO, alive=True)
+def staged(*rows: Row) -> Facts:
+    return Facts(state_of([*DEFINITIONS, *rows]), SECOND, INFO, alive=True)
 
 
 def test_the_screen_has_a_row_a_stage_and_what_could_not_be_measured() -> None:
     slower = [*STAGES[:-1], 7_000_000]
-    scene = staged(call(1, STAGES), call(2, slower), call(3, slower))
-    text = [plain(row) for row in panel_replicas.table(scene, 100, 10, LOOK)]
+    facts = staged(call(1, STAGES), call(2, slower), call(3, slower))
+    text = [plain(row) for row in panel_replicas.table(facts, 100, 10, LOOK)]
     assert text[1].split() == ["0", "cpu", "embedding", "[30,", "8]", "[30,", "8,", "32]", "2.00", "ms"]
     assert text[2].split()[:4] == ["1", "cuda:0", "rnn,", "classes"]
     assert text[2].split()[-4:] == ["30.0", "KiB", "7.00", "ms"], "what crossed, and the median"
     assert "device times are not recorded" in " ".join(text[3:])
-    assert "2 Stages" in text_of(scene, 80, 24)
+    assert "2 Stages" in text_of(facts, 80, 24)
 
 
 def test_a_stage_that_did_not_end_has_a_dash() -> None:
     broken = [*STAGES[:-3], 0, 2_500_000, -1]
-    scene = staged(call(1, broken))
-    text = [plain(row) for row in panel_replicas.table(scene, 100, 10, LOOK)]
+    facts = staged(call(1, broken))
+    text = [plain(row) for row in panel_replicas.table(facts, 100, 10, LOOK)]
     assert text[2].split()[-1] == "–"
 
 
@@ -103,8 +103,8 @@ def test_a_definition_keeps_the_global_shape() -> None:
 
 
 def test_json_csv_report_and_screen_say_both_shapes() -> None:
-    scene = scene_of(Training(), 1)
-    (track,) = focused(scene).calls.values()
+    facts = facts_of(Training(), 1)
+    (track,) = focused(facts).calls.values()
     call = replace(track.last, inputs=SIZES)
     first, second = as_json(call)["inputs"]
     assert first == {"path": "0", "shape": [4, 8], "dtype": "float32", "bytes": 128, "global_shape": [8, 8]}
@@ -118,7 +118,7 @@ def test_json_csv_report_and_screen_say_both_shapes() -> None:
     layouts = Layouts([Shape(0, "single", 0, 1, False, 7, 7, ((7, 7),), (), 0, 5)], {0: resolver.definitions})
     assert layouts.of_process(0)[1] == "[4, 8] of [8, 8], mask [8]"
 
-    scene = with_call(scene, replicas=tuple(each._replace(inputs=SIZES) for each in call.replicas))
-    assert any("[4, 8] of [8, 8] +1" in text for text in rows_text(panel_replicas.table(scene, 100, 9, LOOK)))
-    zoomed = rows_text(panel_replicas.zoomed(scene, 100, 40, LOOK))
+    facts = with_call(facts, replicas=tuple(each._replace(inputs=SIZES) for each in call.replicas))
+    assert any("[4, 8] of [8, 8] +1" in text for text in rows_text(panel_replicas.table(facts, 100, 9, LOOK)))
+    zoomed = rows_text(panel_replicas.zoomed(facts, 100, 40, LOOK))
     assert "   in   0 [4, 8] of [8, 8] float32 128 B" in zoomed

@@ -12,10 +12,10 @@ from synthetic import SECOND, Training
 from dpmon.config import ALERTS
 from dpmon.record.kinds import Event
 from dpmon.ui.alert import _FORMS, Alert
-from dpmon.ui.scene import Scene
+from dpmon.ui.facts import Facts
 
 
-def scenes() -> dict[str, Scene]:
+def scenes() -> dict[str, Facts]:
     """One picture of a run in each state."""
     training = Training()
     rows = [*training.begin(), *training.run(50)]
@@ -24,7 +24,7 @@ def scenes() -> dict[str, Scene]:
     stall = Event("stall", {"t_s": at_s, "since_s": at_s, "text": f"in {name}", "ranks": []})
     info = replace(INFO, script=f"{name}.py", options={})
     doing = {0: ("forward", training.now)}
-    goes_on = Scene(state_of(rows), training.now, info, alive=True, activities=doing)
+    goes_on = Facts(state_of(rows), training.now, info, alive=True, activities=doing)
     return {
         "training": goes_on,
         "reading": replace(goes_on, reading=True),

@@ -17,33 +17,33 @@ from dpmon.model.step_timeline import last_step_timeline
 from dpmon.record.kinds import BUCKET, Collective
 from dpmon.run.reader import PauseState
 from dpmon.store.answers import LastSample
+from dpmon.ui.facts import Facts, Toggle, View, life
 from dpmon.ui.paint import whole
 from dpmon.ui.panels import panel_batch, panel_communication, panel_ranks, panel_standing
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.panels.panel_ranks import rank_map
 from dpmon.ui.panels.panel_status import answer, status
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import Scene, Toggle, View, life
 from dpmon.ui.waterfall import bucket_row, sample_row
 
 
 @lru_cache(maxsize=16)
-def _scene(count: int, **how: Any) -> Scene:
+def _facts(count: int, **how: Any) -> Facts:
     run, now = joined_ranks(count, **how)
-    return Scene(run.state(), now, INFO, alive=True)
+    return Facts(run.state(), now, INFO, alive=True)
 
 
-def scene_of(count: int, slow: int | tuple[int, ...] | None = None, **how: Any) -> Scene:
+def facts_of(count: int, slow: int | tuple[int, ...] | None = None, **how: Any) -> Facts:
     wrapper = how.pop("wrapper", None)
     if wrapper is None:
-        return _scene(count, slow=slow, steps=120, **how)
+        return _facts(count, slow=slow, steps=120, **how)
     run, now = joined_ranks(count, slow=slow, steps=120, wrapper=wrapper, **how)
-    return Scene(run.state(), now, INFO, alive=True)
+    return Facts(run.state(), now, INFO, alive=True)
 
 
-def full(scene: Scene) -> Scene:
-    """Return the scene with panel 2 in full screen, where it has the whole sentence about a slow rank."""
-    return replace(scene, view=View(zoom="replicas"))
+def full(facts: Facts) -> Facts:
+    """Return the facts with panel 2 in full screen, where it has the whole sentence about a slow rank."""
+    return replace(facts, view=View(zoom="replicas"))
 
 
 def rank_lines(text: list[str]) -> dict[int, list[str]]:
@@ -54,105 +54,105 @@ def rank_lines(text: list[str]) -> dict[int, list[str]]:
 
 @pytest.mark.parametrize("phase", ["data", "forward", "backward"])
 def test_the_cause_is_named_in_panel_and_status(phase: str) -> None:
-    scene = scene_of(3, slow=1, phase=phase, noise=0.0)
-    slow = scene.state.straggler
+    facts = facts_of(3, slow=1, phase=phase, noise=0.0)
+    slow = facts.state.straggler
     assert slow is not None
     assert (slow.rank, slow.phase) == (1, phase)
-    said = " ".join(texts(panel_ranks.table(full(scene), 76, 12, LOOK)))
+    said = " ".join(texts(panel_ranks.table(full(facts), 76, 12, LOOK)))
     assert f"rank 1 holds the others up by 6.00 ms a step (34 %): its {phase} takes" in said
-    assert "others wait for rank 1: 6.00 ms (34 %), " + phase in plain(status(scene, 120, 2, LOOK)[1])
+    assert "others wait for rank 1: 6.00 ms (34 %), " + phase in plain(status(facts, 120, 2, LOOK)[1])
 
 
 def test_no_rank_is_named_if_all_are_equal() -> None:
-    scene = scene_of(4)
-    said = texts(panel_ranks.table(scene, 76, 12, LOOK))
+    facts = facts_of(4)
+    said = texts(panel_ranks.table(facts, 76, 12, LOOK))
     assert said[-1] == "no rank holds the others up (last 115 steps)"
     assert not any("▸" in line for line in said)
-    assert "others wait" not in plain(status(scene, 120, 2, LOOK)[1])
+    assert "others wait" not in plain(status(facts, 120, 2, LOOK)[1])
 
 
 STALL = "rank 1 in checkpoint (train.py:12); ranks 0, 2 wait in backward (train.py:90)"
 
 
-def stalled(scene: Scene, since_ns: int) -> Scene:
-    """The scene in a stall."""
+def stalled(facts: Facts, since_ns: int) -> Facts:
+    """The facts in a stall."""
     seen = StallSeen(since_ns, since_ns + 10 * SECOND, record={"text": STALL})
-    return replace(scene, state=replace(scene.state, stalls=(seen,)))
+    return replace(facts, state=replace(facts.state, stalls=(seen,)))
 
 
 @pytest.mark.parametrize(("key", "what"), [("d", "switch to dp"), ("p", "pause")])
 def test_a_request_during_a_stall_says_what_it_waits_for(key: str, what: str) -> None:
-    scene = scene_of(3, slow=1)
-    now = scene.now_ns + 34 * SECOND
+    facts = facts_of(3, slow=1)
+    now = facts.now_ns + 34 * SECOND
     since = now - 27 * SECOND
     doing = {0: ("backward", since + SECOND), 1: ("other", since), 2: ("backward", since + SECOND)}
-    scene = stalled(replace(scene, now_ns=now, activities=doing), since)
+    facts = stalled(replace(facts, now_ns=now, activities=doing), since)
     asked: dict[str, Any] = {"toggle": Toggle("dp", "pending", since)} if key == "d" else {}
     asked |= {"pausing": PauseState(wanted=True, pending=True)} if key == "p" else {}
     said = f"rank 1 has been in the script's own work for 27 s: it will {what} when it comes back"
-    assert plain(answer(replace(scene, **asked), LOOK)) == said
-    assert answer(scene, LOOK) == []
+    assert plain(answer(replace(facts, **asked), LOOK)) == said
+    assert answer(facts, LOOK) == []
 
 
 def test_panel_and_status_of_a_hanging_run_say_where_its_ranks_are() -> None:
     """A straggler of the last steps is not the cause of the hang."""
-    scene = scene_of(3, slow=1)
-    scene = stalled(replace(scene, now_ns=scene.now_ns + 34 * SECOND), scene.now_ns)
-    assert " ".join(texts(panel_standing.table(full(scene), 76, 12, LOOK))) == STALL
-    assert STALL in plain(status(scene, 120, 2, LOOK)[1])
-    pending = replace(scene, toggle=Toggle("dp", "pending", scene.now_ns - SECOND))
+    facts = facts_of(3, slow=1)
+    facts = stalled(replace(facts, now_ns=facts.now_ns + 34 * SECOND), facts.now_ns)
+    assert " ".join(texts(panel_standing.table(full(facts), 76, 12, LOOK))) == STALL
+    assert STALL in plain(status(facts, 120, 2, LOOK)[1])
+    pending = replace(facts, toggle=Toggle("dp", "pending", facts.now_ns - SECOND))
     assert STALL in plain(status(pending, 120, 2, LOOK)[1]), "nobody answers while it hangs"
-    assert life(scene) == ("STALLED", "bad", "34 s")
+    assert life(facts) == ("STALLED", "bad", "34 s")
 
 
 def test_a_small_panel_keeps_the_slow_rank_and_the_cause() -> None:
-    scene = scene_of(8, slow=7)
+    facts = facts_of(8, slow=7)
     for height in (3, 4, 6, 9):
-        text = texts(panel_ranks.table(scene, 76, height, LOOK))
+        text = texts(panel_ranks.table(facts, 76, height, LOOK))
         shown = text[:height]
         assert 7 in rank_lines(shown), height
         assert set(rank_lines(text)) == set(range(8)), "the others are below: they can be scrolled to"
 
 
 def test_several_slow_ranks_are_all_marked_and_stay_in_a_small_panel() -> None:
-    scene = scene_of(8, slow=(5, 7), noise=0.0)
-    text = texts(panel_ranks.table(scene, 76, 20, LOOK))
+    facts = facts_of(8, slow=(5, 7), noise=0.0)
+    text = texts(panel_ranks.table(facts, 76, 20, LOOK))
     assert [line.split()[1] for line in text[1:9] if line[0] == "▸"] == ["5", "7"]
-    text = texts(panel_ranks.table(full(scene), 76, 20, LOOK))
+    text = texts(panel_ranks.table(full(facts), 76, 20, LOOK))
     assert any(line.startswith("ranks 5 and 7 hold the others up by 6.00 ms a step") for line in text)
-    assert "others wait for ranks 5 and 7: 6.00 ms" in plain(status(scene, 120, 2, LOOK)[1])
+    assert "others wait for ranks 5 and 7: 6.00 ms" in plain(status(facts, 120, 2, LOOK)[1])
     for height in (6, 9):
-        text = texts(panel_ranks.table(scene, 76, height, LOOK))
+        text = texts(panel_ranks.table(facts, 76, height, LOOK))
         assert {5, 7} <= rank_lines(text[:height]).keys(), height
         assert set(rank_lines(text)) == set(range(8))
-    assert rank_lines(texts(panel_ranks.table(scene, 76, 4, LOOK))[:4]).keys() == {0, 5, 7}
-    assert rank_lines(texts(panel_ranks.table(scene, 76, 2, LOOK))[:2]).keys() == {5}, "the slowest one"
-    many = texts(panel_ranks.table(scene_of(20, slow=(5, 7), noise=0.0), 56, 40, LOOK))
+    assert rank_lines(texts(panel_ranks.table(facts, 76, 4, LOOK))[:4]).keys() == {0, 5, 7}
+    assert rank_lines(texts(panel_ranks.table(facts, 76, 2, LOOK))[:2]).keys() == {5}, "the slowest one"
+    many = texts(panel_ranks.table(facts_of(20, slow=(5, 7), noise=0.0), 56, 40, LOOK))
     assert many[0].startswith("   0 33333▸3▸ 33333333")
     assert list(rank_lines(many))[:2] == [5, 7]
 
 
 def test_sizes_stand_in_the_table_where_there_is_room_and_in_full_screen() -> None:
-    scene = scene_of(2, slow=1)
-    assert "[30, 5]" not in texts(panel_ranks.table(scene, 56, 12, LOOK))[1]
-    assert texts(panel_ranks.table(scene, 116, 12, LOOK))[1].endswith("[30, 5]  [30, 2]    30")
-    full = texts(panel_ranks.zoomed(scene, 76, 30, LOOK))
+    facts = facts_of(2, slow=1)
+    assert "[30, 5]" not in texts(panel_ranks.table(facts, 56, 12, LOOK))[1]
+    assert texts(panel_ranks.table(facts, 116, 12, LOOK))[1].endswith("[30, 5]  [30, 2]    30")
+    full = texts(panel_ranks.zoomed(facts, 76, 30, LOOK))
     assert sum("[30, 5] float32" in line for line in full) == 2
-    wide = texts(panel_ranks.table(scene, 136, 12, LOOK))
+    wide = texts(panel_ranks.table(facts, 136, 12, LOOK))
     assert "others wait" in wide[2]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 @pytest.mark.parametrize("count", [2, 4, 8, 64])
 def test_the_straggler_is_told_once_and_its_rows_are_visible(size: tuple[int, int], count: int) -> None:
-    scene = scene_of(count, slow=count - 1)
-    text = texts(whole(scene, Output(), *size, LOOK))
+    facts = facts_of(count, slow=count - 1)
+    text = texts(whole(facts, Output(), *size, LOOK))
     name = f"rank {count - 1}"
     assert sum(f"others wait for {name}" in line or f"{name} holds" in line for line in text) == 1
     assert any(f"▸ {count - 1:>3}" in line or f"▸{count - 1:>4}" in line for line in text), text
     if size != (80, 24):
         assert any(f"{name} " in line and line.rstrip("│ ").endswith("ms") for line in text), "its step in panel 3"
-    warned = replace(scene, view=View(message="something else"))
+    warned = replace(facts, view=View(message="something else"))
     text = texts(whole(warned, Output(), *size, LOOK))
     told = sum(f"others wait for {name}" in line or f"{name} holds" in line for line in text)
     assert told == (0 if (count, size) == (64, (80, 24)) else 1), "panel 2 says it while the header says something else"
@@ -160,8 +160,8 @@ def test_the_straggler_is_told_once_and_its_rows_are_visible(size: tuple[int, in
 
 @pytest.mark.parametrize("size", [(60, 20), (80, 24), (80, 44), (120, 24), (120, 40), (200, 60)])
 def test_panel_3_and_its_last_step_name_the_rank(size: tuple[int, int]) -> None:
-    scene = scene_of(4, slow=3)
-    text = texts(whole(scene, Output(), *size, LOOK))
+    facts = facts_of(4, slow=3)
+    text = texts(whole(facts, Output(), *size, LOOK))
     (heading,) = [line for line in text if "3 Batch" in line]
     assert "3 Batch · rank 0 " in heading, heading
     assert ("last 2 min" in heading) == (size not in ((60, 20), (120, 24))), heading
@@ -172,16 +172,16 @@ def test_panel_3_and_its_last_step_name_the_rank(size: tuple[int, int]) -> None:
 
 
 def test_a_rank_that_is_missing_is_blank_in_the_map() -> None:
-    scene = scene_of(20, slow=5)
-    found = scene.state.communication
+    facts = facts_of(20, slow=5)
+    found = facts.state.communication
     assert found is not None
     found = found._replace(ranks=tuple(one for one in found.ranks if one.rank != 7))
-    text = texts(panel_ranks.table(replace(scene, state=replace(scene.state, communication=found)), 56, 40, LOOK))
+    text = texts(panel_ranks.table(replace(facts, state=replace(facts.state, communication=found)), 56, 40, LOOK))
     assert text[0].startswith("   0 33333▸3  33333333")
 
 
 def test_the_map_has_at_most_64_rows() -> None:
-    (one, *_) = scene_of(20, slow=5).state.ranks
+    (one, *_) = facts_of(20, slow=5).state.ranks
     ranks = [one._replace(rank=32 * number) for number in range(64)]
     assert len(rank_map(ranks, None, 56, LOOK)) == 64
     text = texts(rank_map([*ranks, one._replace(rank=10**9)], None, 56, LOOK))
@@ -189,10 +189,10 @@ def test_the_map_has_at_most_64_rows() -> None:
 
 
 def test_a_terminal_of_ascii_gets_no_other_signs() -> None:
-    scene = scene_of(64, slow=1)
+    facts = facts_of(64, slow=1)
     rows = [
-        *panel_ranks.table(scene, 76, 12, MONO_ASCII),
-        *panel_communication.table(scene, 76, 12, MONO_ASCII),
+        *panel_ranks.table(facts, 76, 12, MONO_ASCII),
+        *panel_communication.table(facts, 76, 12, MONO_ASCII),
     ]
     assert not set("▇▤░▸↓") & {char for row in rows for char in plain(row)}
 
@@ -206,53 +206,53 @@ def test_a_terminal_of_ascii_gets_no_other_signs() -> None:
     ],
 )
 def test_unknown_waits_are_shown_with_a_reason(how: dict[str, Any], reason: str) -> None:
-    scene = scene_of(2, **how)
-    text = texts(panel_ranks.table(scene, 76, 12, LOOK))
+    facts = facts_of(2, **how)
+    text = texts(panel_ranks.table(facts, 76, 12, LOOK))
     assert text[0].split() == ["rank", "device", "input", "output", "rows", "forward", "backward", "step"]
     assert any(reason in line for line in text)
-    assert reason in " ".join(line.strip() for line in texts(panel_communication.table(scene, 120, 12, LOOK)))
+    assert reason in " ".join(line.strip() for line in texts(panel_communication.table(facts, 120, 12, LOOK)))
 
 
 def test_waits_in_the_forward_are_shown() -> None:
-    scene = scene_of(2, wrapper={"broadcast_buffers": True, "sync_batch_norm": True})
-    text = " ".join(texts(panel_ranks.table(scene, 56, 12, LOOK)))
+    facts = facts_of(2, wrapper={"broadcast_buffers": True, "sync_batch_norm": True})
+    text = " ".join(texts(panel_ranks.table(facts, 56, 12, LOOK)))
     assert "SyncBatchNorm and broadcast_buffers make the ranks wait for each other in the forward, too" in text
 
 
 def test_the_communication_panel_shows_times_buckets_and_passes() -> None:
-    scene = scene_of(4, slow=2, passes=((0, 1), (1, 0)), wrapper={"comm_hook": "bf16_compress_hook"})
-    text = texts(panel_communication.table(scene, 116, 30, LOOK))
+    facts = facts_of(4, slow=2, passes=((0, 1), (1, 0)), wrapper={"comm_hook": "bf16_compress_hook"})
+    text = texts(panel_communication.table(facts, 116, 30, LOOK))
     found = {line.split()[0]: line for line in text}
     assert found["exposed"].startswith("exposed  1.06 ms a step, "), "half of the steps average nothing"
     assert found["hidden"] == "hidden   74 % of 8.00 ms (torch: iteration 300, rank 0)"
     assert found["buckets"] == "buckets  6: 1.00 MiB, 25.0 MiB ×5"
     assert found["group"] == "group    4 ranks, nccl, communication hook bf16_compress_hook"
     assert found["passes"] == "passes   0.50 synchronised a step, 0.50 under no_sync"
-    title, corner = panel_communication.title(scene, LOOK, False)
+    title, corner = panel_communication.title(facts, LOOK, False)
     assert plain(title) == "4 Communication"
     assert plain(corner).startswith("exposed 1.06 ms")
 
 
 def test_advice_is_below_and_has_room() -> None:
-    scene = scene_of(8, slow=2, phase="data")
+    facts = facts_of(8, slow=2, phase="data")
     for height in (5, 9, 11):
-        text = texts(panel_communication.table(scene, 56, height, LOOK))
+        text = texts(panel_communication.table(facts, 56, height, LOOK))
         assert len(text) <= height
         assert any(line.startswith("try: more loader workers") for line in text)
 
 
 def test_a_rank_alone_has_its_buckets() -> None:
-    scene = scene_of(1)
-    assert panel_communication.applies(scene)
-    text = " ".join(texts(panel_communication.table(scene, 76, 12, LOOK)))
+    facts = facts_of(1)
+    assert panel_communication.applies(facts)
+    text = " ".join(texts(panel_communication.table(facts, 76, 12, LOOK)))
     assert "there is only one rank" in text
-    assert "rank" not in plain(panel_batch.title(scene, LOOK, 120)[0])
+    assert "rank" not in plain(panel_batch.title(facts, LOOK, 120)[0])
     assert "6: 1.00 MiB" in text
 
 
 def test_the_last_step_shows_when_buckets_were_ready_and_what_was_exposed() -> None:
-    scene = scene_of(2, slow=1)
-    process = scene.process
+    facts = facts_of(2, slow=1)
+    process = facts.process
     assert process is not None
     timeline = last_step_timeline(process)
     assert timeline is not None
@@ -269,7 +269,7 @@ def test_the_last_step_shows_when_buckets_were_ready_and_what_was_exposed() -> N
     runs = [(BUCKET, at, 0) for at in (1_000_000, 1_000_001, 5_000_000)]
     several = plain(bucket_row(timeline._replace(step=timeline.step._replace(runs=runs)), 10, 100, 20e6, LOOK))
     assert "2" in several[10:20], "two buckets in one cell"
-    drawn = texts(panel_batch.batch(scene, 116, 16, LOOK))
+    drawn = texts(panel_batch.batch(facts, 116, 16, LOOK))
     assert sum(line.startswith("buckets ") for line in drawn) == 1
 
 
@@ -294,9 +294,9 @@ def test_the_collectives_of_a_sampled_step_are_drawn_from_when_they_could_begin(
 
 
 def test_a_sampled_step_has_a_row_where_there_is_room() -> None:
-    scene = scene_of(2, slow=1)
+    facts = facts_of(2, slow=1)
     sample = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_reduce", 10, 2),))
-    scene = replace(scene, state=replace(scene.state, last_sample=sample))
+    facts = replace(facts, state=replace(facts.state, last_sample=sample))
     for height, rows in ((16, 1), (10, 0)):
-        drawn = texts(panel_batch.batch(scene, 116, height, LOOK))
+        drawn = texts(panel_batch.batch(facts, 116, height, LOOK))
         assert sum(line.startswith("sampled ") for line in drawn) == rows

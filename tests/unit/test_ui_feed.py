@@ -16,11 +16,11 @@ from synthetic import SECOND, Training, decoded
 from dpmon.errors import HistoryError
 from dpmon.run.rundir import ExitInfo
 from dpmon.store.queries import Store
+from dpmon.ui.facts import Facts, View, life
 from dpmon.ui.feed import Feed
 from dpmon.ui.paint import whole
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import Scene, View, life
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def test_the_last_picture_has_all_that_was_recorded_and_how_it_ended(tmp_path: P
     assert process.last_step is not None
     assert (process.last_step.step, process.whole.steps, feed.state.over) == (400, 400, True)
     assert feed.ended is not None
-    assert (feed.ended.status, feed.scene(View()).last_line) == (3, cause)
+    assert (feed.ended.status, feed.facts(View()).last_line) == (3, cause)
 
 
 def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ SILENT = re.compile(r"quiet|no step has ended|first batch|first call|no call yet
 
 
 def drawn(feed: Feed, width: int, height: int) -> str:
-    return "\n".join(plain(row) for row in whole(feed.scene(View()), Output(), width, height, LOOK))
+    return "\n".join(plain(row) for row in whole(feed.facts(View()), Output(), width, height, LOOK))
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
@@ -87,11 +87,11 @@ def test_unread_records_do_not_count_as_silence(tmp_path: Path, size: tuple[int,
     now = reader.info.start_ns + training.now + 67 * SECOND
     feed = feed_of(tmp_path, reader, lambda: now)
     text = drawn(feed, *size)
-    assert life(feed.scene(View())).word == "reading the record"
+    assert life(feed.facts(View())).word == "reading the record"
     assert not SILENT.search(text), text
     feed.start()
     feed.tick()
-    assert life(feed.scene(View())) == ("quiet", "wait", "67 s"), "all is read: now it is true"
+    assert life(feed.facts(View())) == ("quiet", "wait", "67 s"), "all is read: now it is true"
     assert "quiet 67 s" in drawn(feed, *size)
 
 
@@ -116,17 +116,17 @@ def test_a_new_time_range_is_read_immediately(tmp_path: Path) -> None:
     feed.start()
     feed.tick()
 
-    def steps(scene: Scene) -> int:
-        assert scene.process is not None
-        return scene.process.ranged.steps
+    def steps(facts: Facts) -> int:
+        assert facts.process is not None
+        return facts.process.ranged.steps
 
-    assert 29 <= steps(feed.scene(View(span_s=30))) <= 32
-    assert steps(feed.scene(View(span_s=0))) == 100
-    frozen = feed.scene(View(span_s=0))
+    assert 29 <= steps(feed.facts(View(span_s=30))) <= 32
+    assert steps(feed.facts(View(span_s=0))) == 100
+    frozen = feed.facts(View(span_s=0))
     training.defined.clear()
     reader.new = decoded(training.run(50))
     feed.tick()
-    assert steps(feed.scene(View(span_s=0))) == 150
+    assert steps(feed.facts(View(span_s=0))) == 150
     still = feed.still(replace(frozen, now_ns=training.now - 48 * SECOND), View(span_s=30))
     assert 28 <= steps(still) <= 32
     assert still.process is not None
@@ -139,7 +139,7 @@ def test_an_empty_record_is_caught_up_immediately(tmp_path: Path) -> None:
     feed = feed_of(tmp_path, reader, lambda: 9 * SECOND)
     feed.start()
     feed.tick()
-    assert life(feed.scene(View())).word == "starting python"
+    assert life(feed.facts(View())).word == "starting python"
 
 
 def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_path: Path) -> None:
@@ -155,10 +155,10 @@ def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_p
     reader.doing = {0: ("ended", 0)}
     reader.stage = lambda: ("torch imported", reader.info.start_ns + first.now + 8 * SECOND)  # type: ignore[method-assign]
     feed.tick()
-    assert life(feed.scene(View())).word == "waiting for the first step"
+    assert life(feed.facts(View())).word == "waiting for the first step"
     reader.new = decoded([*second.begin(), *second.run(1)], 1)
     reader.doing = {0: ("ended", 0), 1: ("backward", 0)}
     now = reader.info.start_ns + second.now
     feed.tick()
-    assert life(feed.scene(View())).word == "training"
+    assert life(feed.facts(View())).word == "training"
     assert [each.process for each in feed.state.training] == [1]

@@ -24,11 +24,11 @@ from stuck_ranks import after_stall, ended_in_stall, stalled, stalled_in_playbac
 from synthetic import SECOND, Training, decoded, host_event, whole_device_event
 
 from dpmon.record.kinds import Call, Event, Record
+from dpmon.ui.facts import Facts, View
 from dpmon.ui.look import Look
 from dpmon.ui.paint import paint, places
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import Row, plain
-from dpmon.ui.scene import Scene, View
 from dpmon.ui.view import in_ascii
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -39,12 +39,12 @@ def memory(training: Training, peaks: list[dict[str, Any]]) -> bytes:
     return Event("memory", {"process": 0, "rank": None, "t_s": training.now / SECOND, "devices": peaks})
 
 
-def starting() -> Scene:
-    return Scene(state_of([host_event(1.0)]), 3 * SECOND, INFO, stage=("importing torch", SECOND), alive=True)
+def starting() -> Facts:
+    return Facts(state_of([host_event(1.0)]), 3 * SECOND, INFO, stage=("importing torch", SECOND), alive=True)
 
 
 @lru_cache(maxsize=16)
-def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: int = 60) -> Scene:
+def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: int = 60) -> Facts:
     """Return dp over GPUs with all fields known; `both`: after steps in single."""
     devices = [f"cuda:{i}" for i in range(replicas or count)]
     training = Training(devices=devices, virtual=False, batch=batch, features=(512, 10), step_ns=16_000_000)
@@ -74,14 +74,14 @@ def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: 
                     throttle=["power cap"] if index == 1 else [],
                 )
             )
-    return Scene(state_of(payloads), training.now, INFO, alive=True, can_toggle=True)
+    return Facts(state_of(payloads), training.now, INFO, alive=True, can_toggle=True)
 
 
 @lru_cache(maxsize=4)
-def ranks(count: int) -> Scene:
+def ranks(count: int) -> Facts:
     """Return ranks, one of them with long data waits."""
     recording, now = joined_ranks(count, slow=min(5, count - 1), phase="data", steps=160)
-    return Scene(recording.state(), now, INFO, alive=True)
+    return Facts(recording.state(), now, INFO, alive=True)
 
 
 @lru_cache(maxsize=1)
@@ -90,15 +90,15 @@ def _linear() -> tuple[Record, ...]:
 
 
 @lru_cache(maxsize=4)
-def recorded(part: float, span_s: int = 120) -> Scene:
+def recorded(part: float, span_s: int = 120) -> Facts:
     """Return the recorded run after this part of it, with a time range."""
     records = _linear()
     shown = records[: int(len(records) * part)]
     state = state_of(shown, span_s=span_s)
-    return Scene(state, state.newest_ns, INFO, alive=True, can_toggle=True)
+    return Facts(state, state.newest_ns, INFO, alive=True, can_toggle=True)
 
 
-def evaluated() -> Scene:
+def evaluated() -> Facts:
     """Return a script during an evaluation, after dp was refused for its model."""
     training = Training(mode="single", devices=("cpu:0",), via=None)
     payloads = [*training.begin(), *training.run(300)]
@@ -107,10 +107,10 @@ def evaluated() -> Scene:
     records = decoded([*payloads, *training.run(20)])
     seen = [replace(one, training=False, grad=False) if index >= first and isinstance(one, Call) else one
             for index, one in enumerate(records)]  # fmt: skip
-    return Scene(state_of(seen), training.now, INFO, alive=True, can_toggle=True)
+    return Facts(state_of(seen), training.now, INFO, alive=True, can_toggle=True)
 
 
-SITUATIONS: dict[str, tuple[Callable[[], Scene], int, int, Look]] = {
+SITUATIONS: dict[str, tuple[Callable[[], Facts], int, int, Look]] = {
     "starting 120x40": (starting, 120, 40, LOOK),
     "dp over 8 120x40": (lambda: gpus(8), 120, 40, LOOK),
     "dp over 8 200x60": (lambda: gpus(8), 200, 60, LOOK),
@@ -163,10 +163,10 @@ def drawn(rows: list[Row], look: Look, legend: dict[str, str]) -> list[str]:
 
 def picture(name: str) -> str:
     make, width, height, look = SITUATIONS[name]
-    scene = make()
+    facts = make()
     panels = (*PANELS, "status") if name.startswith("stall") else PANELS
-    slots = {panel: slot for panel, slot in places(scene, width, height).items() if panel in panels}
-    painted = paint(scene, Output(), slots, look)
+    slots = {panel: slot for panel, slot in places(facts, width, height).items() if panel in panels}
+    painted = paint(facts, Output(), slots, look)
     legend: dict[str, str] = {}
     lines: list[str] = []
     for panel in slots:

@@ -21,13 +21,13 @@ from textual import events
 from dpmon.record.kinds import Event
 from dpmon.ui import jobs
 from dpmon.ui.dialogs import LINE_MOST, Choice, Commands, Pages
+from dpmon.ui.facts import PANELS, View
 from dpmon.ui.help import help_rows
 from dpmon.ui.keys import ACTIONS, COMMANDS, neighbour
 from dpmon.ui.layout import arrange
 from dpmon.ui.look import look
 from dpmon.ui.panels.panel_output import Tail
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import PANELS, View
 
 
 def test_every_action_that_is_bound_exists() -> None:

@@ -25,27 +25,27 @@ from dpmon.record.kinds import Step
 from dpmon.run.rundir import load_exit
 from dpmon.text.quantities import duration
 from dpmon.ui.dialogs import Commands, Pages
+from dpmon.ui.facts import NAMES, Facts, Playing, View
 from dpmon.ui.keys import COMMANDS, PLAYED, possible
 from dpmon.ui.paint import whole
 from dpmon.ui.panels.panel_compare import table as compare_rows
 from dpmon.ui.panels.panel_output import Output, Tail, narrowed
 from dpmon.ui.panels.panel_output import title as output_title
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import NAMES, Playing, Scene, View
 
 
-def trained(steps: int = 200, *, over: bool = False, **options: object) -> Scene:
+def trained(steps: int = 200, *, over: bool = False, **options: object) -> Facts:
     training = Training(**options)  # type: ignore[arg-type]
     state = state_of([*training.begin(), *training.run(steps)], over=over)
-    return Scene(state, training.now, INFO, alive=True, can_toggle=True)
+    return Facts(state, training.now, INFO, alive=True, can_toggle=True)
 
 
-def screen(scene: Scene, width: int = 80, height: int = 24) -> list[str]:
-    return screen_of(scene, Output(), width, height)
+def screen(facts: Facts, width: int = 80, height: int = 24) -> list[str]:
+    return screen_of(facts, Output(), width, height)
 
 
-def screen_of(scene: Scene, output: Output, width: int, height: int = 24) -> list[str]:
-    return [plain(row) for row in whole(scene, output, width, height, LOOK)]
+def screen_of(facts: Facts, output: Output, width: int, height: int = 24) -> list[str]:
+    return [plain(row) for row in whole(facts, output, width, height, LOOK)]
 
 
 # ------------------------------------------------------------------------------------------------ 80x24
@@ -55,10 +55,10 @@ def screen_of(scene: Scene, output: Output, width: int, height: int = 24) -> lis
 @pytest.mark.parametrize("mode", ["dp", "single"])
 @pytest.mark.parametrize("playing", [False, True])
 def test_panel_3_has_its_medians_and_the_last_step_at_80x24(replicas: int, mode: str, playing: bool) -> None:
-    scene = trained(mode=mode, devices=[f"cpu:{i}" for i in range(replicas)], step_ns=100_000_000)
+    facts = trained(mode=mode, devices=[f"cpu:{i}" for i in range(replicas)], step_ns=100_000_000)
     if playing:
-        scene = replace(scene, playing=Playing(SECOND, 9 * SECOND, False, 1.0))
-    text = "\n".join(screen(scene))
+        facts = replace(facts, playing=Playing(SECOND, 9 * SECOND, False, 1.0))
+    text = "\n".join(screen(facts))
     assert "│ median " in text
     assert "│ last step " in text
     assert "│       0 " in text, "the history is there"
@@ -67,18 +67,18 @@ def test_panel_3_has_its_medians_and_the_last_step_at_80x24(replicas: int, mode:
 
 
 def test_a_part_without_room_in_the_header_is_left_out_entirely() -> None:
-    scene = trained(virtual=True)
-    scene = with_process(scene, info=ProcessFacts(0, python="3.11.7", torch="2.13.0+cpu"))
+    facts = trained(virtual=True)
+    facts = with_process(facts, info=ProcessFacts(0, python="3.11.7", torch="2.13.0+cpu"))
     for width in range(40, 130):
-        row = screen(scene, width, 24)[2 if width < 110 else 1].rstrip()
+        row = screen(facts, width, 24)[2 if width < 110 else 1].rstrip()
         assert not row.endswith("…") or " · " not in row, row
         assert "torch" not in row or row.endswith("torch 2.13.0+cpu")
-    closing_down = replace(scene, activities={0: ("ended", 0)})
+    closing_down = replace(facts, activities={0: ("ended", 0)})
     for width in (80, 120):
         rows = screen(closing_down, width)[:3]
         assert any("the training process is exiting" in row for row in rows)
         assert not any("…" in row for row in rows)
-        asking = replace(closing_down, can_type=True, now_ns=scene.now_ns + 9 * SECOND, reads_since_ns=scene.now_ns)
+        asking = replace(closing_down, can_type=True, now_ns=facts.now_ns + 9 * SECOND, reads_since_ns=facts.now_ns)
         rows = screen(asking, width)
         assert any("press i" in row for row in rows[:3])
         assert "i input" in rows[-1], "the command that started the training reads a line"
@@ -120,10 +120,10 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
             assert shows(app, words), app.text()[1]
         await pilot.press("f")
         assert not shows(app, "does nothing here"), "what was said is of another time"
-        offered = [key for key, _, _ in possible(app.scene())]
+        offered = [key for key, _, _ in possible(app.facts())]
         assert {command.key for command in PLAYED} <= set(offered)
         assert "d" not in offered
-        assert ("q", "close this screen", "leave") in possible(app.scene())
+        assert ("q", "close this screen", "leave") in possible(app.facts())
 
 
 async def test_a_repeated_message_stays_its_full_time(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,12 +187,12 @@ async def test_beside_a_dialog_the_screen_is_blank_and_a_long_list_says_that_mor
 
 
 def test_a_panel_has_one_name() -> None:
-    scene = trained(3)
-    descriptions = [text for _, text, _ in possible(scene)]
+    facts = trained(3)
+    descriptions = [text for _, text, _ in possible(facts)]
     for name in NAMES.values():
         assert f"go to panel {name}" in descriptions
-        assert any(name in row for row in screen(scene, 120, 40))
-    assert "4 dp against single" in "\n".join(screen(scene)), "folded, too"
+        assert any(name in row for row in screen(facts, 120, 40))
+    assert "4 dp against single" in "\n".join(screen(facts)), "folded, too"
     assert not any("compare" in command.description for command in COMMANDS)
 
 
@@ -208,7 +208,7 @@ def test_steps_left_out_of_a_comparison_are_listed_by_kind() -> None:
     steps = [step("single", n, 1_000_000 + n) for n in range(1, 66)]
     steps += [step("single", 66, 1_000_000, samples=7), step("single", 67, 1_000_000, backward=False)]
     steps += [step("dp", n, 2_000_000 + n) for n in range(68, 133)]
-    found = focused(Scene(state_of(steps), 0)).compared
+    found = focused(Facts(state_of(steps), 0)).compared
     assert found is not None
     assert (found.left_out, found.left_other_kind) == (2, 1)
     assert (sentence(found) or "").startswith("DataParallel is 0.50× as fast as one device")
@@ -222,17 +222,17 @@ def test_steps_left_out_of_a_comparison_are_listed_by_kind() -> None:
 
 
 def test_a_run_that_is_over_shows_its_mean_speed() -> None:
-    scene, over = (trained(400, step_ns=1_000_000_000, over=over) for over in (False, True))
+    facts, over = (trained(400, step_ns=1_000_000_000, over=over) for over in (False, True))
     process = focused(over)
     mean = speed(process, over.state, over.now_ns)
     assert process.whole.mean_ns is not None
     walls = 400 * process.whole.mean_ns / 1e9
     assert mean.steps_per_s == pytest.approx(400 / walls)
     assert mean.samples_per_s == pytest.approx(400 * 30 / walls)
-    over = replace(over, ended=exit_of(0, None, scene.now_ns), can_toggle=False)
+    over = replace(over, ended=exit_of(0, None, facts.now_ns), can_toggle=False)
     for width, height in ((80, 24), (120, 40)):
         assert "mean" in " ".join(screen(over, width, height)[:2])
-        assert "mean" not in " ".join(screen(scene, width, height)[:2])
+        assert "mean" not in " ".join(screen(facts, width, height)[:2])
 
 
 def test_after_the_end_a_median_in_the_narrow_header_covers_all_steps() -> None:
@@ -241,17 +241,17 @@ def test_after_the_end_a_median_in_the_narrow_header_covers_all_steps() -> None:
     training.step_ns = 100_000_000
     payloads += training.run(100)
 
-    def over(payloads: list[bytes], seconds: int = 120) -> Scene:
+    def over(payloads: list[bytes], seconds: int = 120) -> Facts:
         state = state_of(payloads, span_s=seconds, over=True)
         view = View(span_s=seconds)
-        return Scene(state, training.now, INFO, view, ended=exit_of(0, None, training.now))
+        return Facts(state, training.now, INFO, view, ended=exit_of(0, None, training.now))
 
-    scene = over(payloads, 10)
-    of_all, of_the_last = focused(scene).whole.median_ns or 0, focused(scene).ranged.median_ns or 0
+    facts = over(payloads, 10)
+    of_all, of_the_last = focused(facts).whole.median_ns or 0, focused(facts).ranged.median_ns or 0
     assert of_the_last < of_all / 5
-    assert screen(scene, 80)[1].rstrip().endswith(f"   median {duration(of_all)}")
+    assert screen(facts, 80)[1].rstrip().endswith(f"   median {duration(of_all)}")
     for width in range(40, 110):
-        row = screen(scene, width)[1].rstrip()
+        row = screen(facts, width)[1].rstrip()
         assert "…" not in row, row
         assert "median" not in row or row.endswith(duration(of_all)), row
     both = over([*payloads, *training.switch("single"), *training.run(9)])

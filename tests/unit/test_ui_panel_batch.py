@@ -13,9 +13,9 @@ from situations import (
     LOOK,
     MONO_ASCII,
     exit_of,
+    facts_of,
     focused,
     rows_text,
-    scene_of,
     state_of,
     text_of,
     with_call,
@@ -29,13 +29,13 @@ from dpmon.model.history import pictured
 from dpmon.model.state import PHASES, Column
 from dpmon.record.names import Untimed
 from dpmon.ui.chart import stacked
+from dpmon.ui.facts import SECOND, Facts, View
 from dpmon.ui.look import MONO as MONO_STYLES
 from dpmon.ui.look import UNICODE, Look
 from dpmon.ui.paint import places
 from dpmon.ui.panels import panel_batch
 from dpmon.ui.panels.panel_batch import missing
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import SECOND, Scene, View
 
 MONO = Look(UNICODE, MONO_STYLES, False)
 
@@ -45,14 +45,14 @@ def test_the_median_of_the_header_is_that_of_panel_3() -> None:
     payloads = [*training.begin(), *training.run(200), *training.switch("single"), *training.run(5)]
     training.step_ns = 40_000_000
     payloads += [*training.switch("dp"), *training.run(20)]
-    scene = Scene(state_of(payloads), training.now, INFO, alive=True)
+    facts = Facts(state_of(payloads), training.now, INFO, alive=True)
     for span in (30, 0):
-        lines = text_of(replace(scene, view=View(span_s=span)), 80, 24).splitlines()
+        lines = text_of(replace(facts, view=View(span_s=span)), 80, 24).splitlines()
         (panel,) = (line for line in lines if "3 Batch" in line)
         assert lines[1].split("median")[1].split()[:2] == panel.split("median")[1].split()[:2], (lines[1], panel)
 
 
-def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> Scene:
+def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> Facts:
     """Return steps with a loader that delivers several batches together: one step waits, the others do not."""
     training = Training(step_ns=1_000_000)
     payloads = training.begin()
@@ -60,26 +60,26 @@ def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> 
     for index in range(steps):
         shares["data"] = long_ns // 10_000 if index % every == 0 else 3
         payloads += training.step()
-    return Scene(state_of(payloads), training.now, INFO, alive=True)
+    return Facts(state_of(payloads), training.now, INFO, alive=True)
 
 
 def test_panel_3_keeps_its_steps_until_the_first_of_another_mode() -> None:
     """For example after a toggle, or when a call that cannot be split runs on one device and also fails there."""
     training = Training()
     payloads = [*training.begin(), *training.run(100), *training.switch("single")]
-    scene = Scene(state_of(payloads), training.now, INFO, alive=True)
-    for seen in (scene, replace(scene, ended=exit_of(1, None, training.now))):
+    facts = Facts(state_of(payloads), training.now, INFO, alive=True)
+    for seen in (facts, replace(facts, ended=exit_of(1, None, training.now))):
         text = text_of(seen, 120, 40)
         assert "3 Batch · dp ×2 · last 2 min" in text
         assert "no step" not in text
-    later = replace(scene, state=state_of([*payloads, *training.run(3)]))
+    later = replace(facts, state=state_of([*payloads, *training.run(3)]))
     assert "3 Batch · single · last 2 min" in text_of(later, 120, 40)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
 def test_if_few_steps_take_most_time_the_mean_comes_first_and_the_median_is_explained(size: tuple[int, int]) -> None:
-    scene = alternating()
-    lines = text_of(scene, *size).splitlines()
+    facts = alternating()
+    lines = text_of(facts, *size).splitlines()
     (panel,) = (line for line in lines if "3 Batch" in line)
     mean, middle = (float(panel.split(word)[1].split()[0]) for word in ("mean ", "median"))
     assert middle < 1.5
@@ -92,7 +92,7 @@ def test_if_few_steps_take_most_time_the_mean_comes_first_and_the_median_is_expl
 
 
 def test_even_steps_have_no_such_word() -> None:
-    assert "uneven" not in text_of(scene_of(Training()), 120, 40)
+    assert "uneven" not in text_of(facts_of(Training()), 120, 40)
     few = alternating(every=50, long_ns=2_000_000).process
     assert few is not None
     assert few.uneven is None
@@ -100,9 +100,9 @@ def test_even_steps_have_no_such_word() -> None:
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 def test_every_dash_of_panel_3_has_its_reason_on_the_last_line(size: tuple[int, int]) -> None:
-    scene = scene_of(Training(mode="single", devices=("cpu",), virtual=False), 100)
-    slot = places(scene, *size)["batch"]
-    lines = text_of(scene, *size).splitlines()[slot.y : slot.y + slot.height]
+    facts = facts_of(Training(mode="single", devices=("cpu",), virtual=False), 100)
+    slot = places(facts, *size)["batch"]
+    lines = text_of(facts, *size).splitlines()[slot.y : slot.y + slot.height]
     assert "–" in "".join(lines)
     assert "no scatter to gather: one device" in lines[-2]
     assert "uneven" not in lines[-2]
@@ -115,20 +115,20 @@ def test_panel_3_says_of_how_many_steps_the_devices_times_are(size: tuple[int, i
     for index in range(64):
         known = (1.0, 1.5, 0.7, 0.1) if index % 8 == 3 else (None,) * 4
         payloads += timed(training.run(1), of_step=known, why=Untimed.SAMPLED)
-    scene = Scene(state_of(payloads), training.now, INFO, alive=True)
-    assert "for 8 of the 64 steps (1 in 8)" in text_of(scene, *size)
+    facts = Facts(state_of(payloads), training.now, INFO, alive=True)
+    assert "for 8 of the 64 steps (1 in 8)" in text_of(facts, *size)
 
 
 def test_the_reason_for_a_dash_is_that_of_the_record() -> None:
-    scene = scene_of(Training(), 40)
-    process = scene.process
+    facts = facts_of(Training(), 40)
+    process = facts.process
     assert process is not None
-    numbers = panel_batch.figures(scene)
+    numbers = panel_batch.figures(facts)
     assert missing(process, numbers.parts) == []
     none = [phase._replace(ran=0, share=None, median_ns=None) for phase in numbers.parts]
 
     def said(**changes: Any) -> str:
-        return " | ".join(missing(focused(with_call(scene, **changes)), none))
+        return " | ".join(missing(focused(with_call(facts, **changes)), none))
 
     own = (
         "no data: no DataLoader | no scatter to gather: {} | no forward: no model was called | no backward: no backward"
@@ -144,12 +144,12 @@ def test_the_reason_for_a_dash_is_that_of_the_record() -> None:
 
 
 def test_the_panel_says_which_parts_the_last_step_lacks() -> None:
-    scene = scene_of(Training(), 40)
-    step = focused(scene).last_step
+    facts = facts_of(Training(), 40)
+    step = focused(facts).last_step
     assert step is not None
 
     def said(**changes: Any) -> str:
-        one = with_process(scene, last_step=step._replace(**changes))
+        one = with_process(facts, last_step=step._replace(**changes))
         rows = rows_text(panel_batch.batch(one, 200, 14, LOOK))
         return rows[-1]
 
@@ -206,19 +206,19 @@ def test_a_chart_of_phases_shows_true_shares(height: int) -> None:
         assert any(shown.values()) == (height >= 6)
 
 
-def ranged(seconds: int, span_s: int, *, over: bool) -> Scene:
+def ranged(seconds: int, span_s: int, *, over: bool) -> Facts:
     """Return a run of even steps over that time, seen over a time range."""
     training = Training(step_ns=SECOND)
     state = state_of([*training.begin(), *training.run(seconds)], span_s=span_s)
-    return Scene(state, training.now, INFO, View(span_s=span_s), ended=exit_of(0, None, training.now) if over else None)
+    return Facts(state, training.now, INFO, View(span_s=span_s), ended=exit_of(0, None, training.now) if over else None)
 
 
 @pytest.mark.parametrize("seconds", [3, 18, 80, 200, 500])
 @pytest.mark.parametrize("span", [30, 120, 600, 0])
 def test_the_columns_of_a_run_that_is_over_fill_the_axis(seconds: int, span: int) -> None:
-    scene = ranged(seconds, span, over=True)
+    facts = ranged(seconds, span, over=True)
     for width in (60, 76, 116, 196):
-        rows = rows_text(panel_batch.batch(scene, width, 14, LOOK))
+        rows = rows_text(panel_batch.batch(facts, width, 14, LOOK))
         at = next(index for index, row in enumerate(rows) if "dp ─" in row)
         assert len(rows[at].rstrip()) == len(rows[at - 1].rstrip()) == width, rows[at]
         assert " " not in rows[at - 1][8:], rows[at - 1]
@@ -230,8 +230,8 @@ def test_a_short_evaluation_has_its_word_in_the_history() -> None:
     for _ in range(3):
         payloads += training.step(evaluates=True)
     payloads += training.run(40)
-    scene = scene_of(training, 0, payloads)
-    rows = rows_text(panel_batch.batch(scene, 116, 14, LOOK))
+    facts = facts_of(training, 0, payloads)
+    rows = rows_text(panel_batch.batch(facts, 116, 14, LOOK))
     assert any("│evaluation" in row for row in rows), rows
 
 
@@ -239,8 +239,8 @@ def test_a_mode_that_has_just_begun_leaves_the_end_on_the_axis() -> None:
     training = Training(step_ns=1_000_000_000)
     payloads = [*training.begin(), *training.run(20), *training.switch("single"), *training.run(3)]
     state = state_of(payloads, span_s=120)
-    scene = Scene(state, training.now, INFO, View(span_s=120))
-    rows = rows_text(panel_batch.batch(scene, 116, 14, LOOK))
+    facts = Facts(state, training.now, INFO, View(span_s=120))
+    rows = rows_text(panel_batch.batch(facts, 116, 14, LOOK))
     (axis,) = [row for row in rows if "dp ─" in row]
     assert re.search(r"│single ─* \d\d:\d\d *$", axis), axis
 

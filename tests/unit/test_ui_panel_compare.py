@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from situations import INFO, LOOK, exit_of, focused, rows_text, scene_of, state_of, with_process
+from situations import INFO, LOOK, exit_of, facts_of, focused, rows_text, state_of, with_process
 from synthetic import SECOND, Training, host_event
 
 from dpmon.model.compare import Interval
 from dpmon.model.memory import HOST
 from dpmon.record.kinds import Event
+from dpmon.ui.facts import Facts, Playing, View
 from dpmon.ui.panels import panel_compare
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import Playing, Scene, View
 
 
-def compare_text(scene: Scene, width: int, height: int) -> list[str]:
-    return rows_text(panel_compare.table(scene, width, height, LOOK))
+def compare_text(facts: Facts, width: int, height: int) -> list[str]:
+    return rows_text(panel_compare.table(facts, width, height, LOOK))
 
 
 def test_steps_of_another_batch_are_left_out_and_counted() -> None:
@@ -27,12 +27,12 @@ def test_steps_of_another_batch_are_left_out_and_counted() -> None:
     payloads += training.run(130)
     training.batch = 30
     payloads += [*training.switch("single"), *training.run(405)]
-    scene = Scene(state_of(payloads), training.now, INFO, alive=True, can_toggle=True)
-    assert compare_text(scene, 60, 14)[-1] == "left out: 130 steps of another batch size"
+    facts = Facts(state_of(payloads), training.now, INFO, alive=True, can_toggle=True)
+    assert compare_text(facts, 60, 14)[-1] == "left out: 130 steps of another batch size"
 
 
 def test_a_comparison_says_what_it_lacks() -> None:
-    one = scene_of(Training())
+    one = facts_of(Training())
     only = compare_text(one, 60, 12)
     assert only[1].split()[2] == "–"
     assert only[-1] == "single was not seen yet: d switches the running job"
@@ -42,7 +42,7 @@ def test_a_comparison_says_what_it_lacks() -> None:
     assert compare_text(played, 62, 12)[-1] == "single was not seen until then"
     training = Training()
     payloads = [*training.begin(), *training.run(60), *training.switch("single"), *training.run(15)]
-    few = compare_text(Scene(state_of(payloads), training.now, INFO, alive=True), 60, 12)
+    few = compare_text(Facts(state_of(payloads), training.now, INFO, alive=True), 60, 12)
     assert any(line.startswith("no verdict yet: it needs 10 more steps in single") for line in few)
     assert not any("×" in line for line in few[1:])
 
@@ -52,16 +52,16 @@ def test_no_ratio_is_shown_without_a_verdict() -> None:
     training = Training(devices=("cuda:0", "cuda:1"), virtual=False, step_ns=10_000_000)
     payloads = [*training.begin(), *training.run(60)]
     payloads += [*training.switch("single"), *training.run(60)]
-    scene = Scene(state_of(payloads), training.now, INFO, alive=True)
-    found = panel_compare.figures(scene)
+    facts = Facts(state_of(payloads), training.now, INFO, alive=True)
+    found = panel_compare.figures(facts)
     assert found.speedup is not None
     found = replace(found, outcome="even", speedup=Interval(0.34, 0.2, 1.2), reason=None, cost=None)
-    scene = with_process(scene, compared=found)
-    rows = rows_text(panel_compare.table(scene, 60, 12, LOOK))
-    title, corner = panel_compare.title(scene, LOOK, folded=False)
+    facts = with_process(facts, compared=found)
+    rows = rows_text(panel_compare.table(facts, 60, 12, LOOK))
+    title, corner = panel_compare.title(facts, LOOK, folded=False)
     assert plain(title) == "4 dp against single"
     assert plain(corner) == "too uncertain"
-    assert plain(panel_compare.title(scene, LOOK, folded=True)[0]) == "4 dp against single"
+    assert plain(panel_compare.title(facts, LOOK, folded=True)[0]) == "4 dp against single"
     text = " ".join(rows)
     assert "0.34" not in text
     assert "efficiency" not in text
@@ -72,10 +72,10 @@ def test_no_ratio_is_shown_without_a_verdict() -> None:
 def test_virtual_replicas_are_no_measure_of_speed() -> None:
     training = Training(step_ns=20_000_000)
     payloads = [*training.begin(), *training.run(300), *training.switch("single"), *training.run(300)]
-    scene = Scene(state_of(payloads), training.now, INFO, alive=True, can_toggle=True)
-    text = " ".join(compare_text(scene, 60, 14))
+    facts = Facts(state_of(payloads), training.now, INFO, alive=True, can_toggle=True)
+    text = " ".join(compare_text(facts, 60, 14))
     assert "virtual replicas show behaviour, not speed" in text
-    zoomed = " ".join(compare_text(replace(scene, view=View(zoom="compare")), 76, 20))
+    zoomed = " ".join(compare_text(replace(facts, view=View(zoom="compare")), 76, 20))
     assert "this shows how dp behaves, not how fast it would be" in zoomed
     assert "without the first 5 steps and the 5 after each switch" in zoomed
     assert "efficiency" not in text
@@ -88,8 +88,8 @@ def test_the_reason_of_a_refusal_stays_on_the_panel() -> None:
     payloads = [*training.begin(), *training.run(60), training.mode_event("user", reason), *training.run(2000)]
 
     def picture(*more: bytes, **changes: object) -> list[str]:
-        scene = Scene(state_of([*payloads, *more]), training.now, INFO, alive=True, can_toggle=True)
-        return compare_text(replace(scene, **changes), 60, 12)  # type: ignore[arg-type]
+        facts = Facts(state_of([*payloads, *more]), training.now, INFO, alive=True, can_toggle=True)
+        return compare_text(replace(facts, **changes), 60, 12)  # type: ignore[arg-type]
 
     lines = picture()
     assert lines[-3].startswith("dp refused: BatchNorm over a chunk")
@@ -105,16 +105,16 @@ def test_the_reason_of_a_refusal_stays_on_the_panel() -> None:
 
 def test_a_refusal_names_its_root_where_there_are_several() -> None:
     refused = Event("mode", {"process": 0, "mode": "single", "refused": "no parameters", "root": "Loss"})
-    scene = scene_of(Training(mode="single"), 40, more=[refused])
-    assert "dp refused: no parameters" in compare_text(scene, 60, 12)
-    (track,) = focused(scene).calls.values()
-    scene = with_process(scene, calls={**focused(scene).calls, ("Other", None): track})
-    assert "dp refused for Loss: no parameters" in compare_text(scene, 60, 12)
-    last = focused(scene).last_step
+    facts = facts_of(Training(mode="single"), 40, more=[refused])
+    assert "dp refused: no parameters" in compare_text(facts, 60, 12)
+    (track,) = focused(facts).calls.values()
+    facts = with_process(facts, calls={**focused(facts).calls, ("Other", None): track})
+    assert "dp refused for Loss: no parameters" in compare_text(facts, 60, 12)
+    last = focused(facts).last_step
     assert last is not None
-    scene = with_process(scene, last_step=last._replace(mode="dp"))
-    assert "refused" not in " ".join(compare_text(scene, 60, 12)), "the others have what was asked for"
-    assert "dp refused for Loss" in " ".join(compare_text(replace(scene, view=View(zoom="compare")), 60, 20))
+    facts = with_process(facts, last_step=last._replace(mode="dp"))
+    assert "refused" not in " ".join(compare_text(facts, 60, 12)), "the others have what was asked for"
+    assert "dp refused for Loss" in " ".join(compare_text(replace(facts, view=View(zoom="compare")), 60, 20))
 
 
 def two_visits(kind: str, later_s: int = 0) -> tuple[list[bytes], Training]:
@@ -147,21 +147,21 @@ def two_visits(kind: str, later_s: int = 0) -> tuple[list[bytes], Training]:
 def test_each_mode_has_its_own_memory(kind: str, name: str, later_s: int) -> None:
     """If its samples are older than the charts, the maximum of each minute is known."""
     events, training = two_visits(kind, later_s)
-    scene = Scene(state_of(events), training.now, INFO, alive=True)
-    found = panel_compare.figures(scene).memory
+    facts = Facts(state_of(events), training.now, INFO, alive=True)
+    found = panel_compare.figures(facts).memory
     assert found["dp"][name].bytes == 799 << 20
     assert found["single"][name].bytes == pytest.approx(399 << 20, rel=0.2)
-    assert "memory" not in compare_text(scene, 60, 14)[-1]
+    assert "memory" not in compare_text(facts, 60, 14)[-1]
 
 
 @pytest.mark.parametrize(("kind", "name"), [("host", HOST), ("device", "cuda:0")])
 def test_a_mode_without_samples_has_no_memory(kind: str, name: str) -> None:
     events, training = two_visits(kind)
     samples = [each for each in events if "peak_bytes" in str(each) or "run_mem_bytes" in str(each)]
-    scene = Scene(state_of([each for each in events if each not in samples[:101]]), training.now, INFO, alive=True)
-    found = panel_compare.figures(scene).memory
+    facts = Facts(state_of([each for each in events if each not in samples[:101]]), training.now, INFO, alive=True)
+    found = panel_compare.figures(facts).memory
     assert found["dp"][name].bytes == 799 << 20
     assert "single" not in found
     for view in (View(), View(zoom="compare")):
-        text = " ".join(compare_text(replace(scene, view=view), 60, 20))
+        text = " ".join(compare_text(replace(facts, view=view), 60, 20))
         assert "single: no sample of its memory was read" in text

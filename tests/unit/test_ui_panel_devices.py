@@ -6,26 +6,26 @@ import re
 from dataclasses import replace
 
 import pytest
-from situations import INFO, LOOK, gpu_scene, rows_text, scene_of, state_of
+from situations import INFO, LOOK, facts_of, gpu_facts, rows_text, state_of
 from synthetic import SECOND, Training, device_event, host_event
 
+from dpmon.ui.facts import Facts
 from dpmon.ui.panels import panel_devices
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import Scene
 
 
 def test_without_a_gpu_the_host_is_shown_and_why() -> None:
     """Two rows, and a row of the memory that torch holds. The run's part stands where there is room."""
     for width in (56, 60, 66):
-        rows = rows_text(panel_devices.devices(scene_of(Training()), width, 8, LOOK))
+        rows = rows_text(panel_devices.devices(facts_of(Training()), width, 8, LOOK))
         assert rows[0].endswith("43 %  mem  2.14 / 23.1 GiB")
         (reason,) = rows[1:]
         assert reason.startswith("no GPU: NVML library not found  ")
         assert reason.endswith("  run 1.80 cores   774 MiB")
-    wide, why = rows_text(panel_devices.devices(scene_of(Training()), 100, 8, LOOK))
+    wide, why = rows_text(panel_devices.devices(facts_of(Training()), 100, 8, LOOK))
     assert wide.endswith("43 %  mem  2.14 / 23.1 GiB  this run 1.80 cores   774 MiB")
     assert why == "no GPU: NVML library not found"
-    more = rows_text(panel_devices.zoomed(scene_of(Training()), 100, 20, LOOK))
+    more = rows_text(panel_devices.zoomed(facts_of(Training()), 100, 20, LOOK))
     assert more[0] == wide
     assert more[-1] == "no GPU: NVML library not found"
 
@@ -33,9 +33,9 @@ def test_without_a_gpu_the_host_is_shown_and_why() -> None:
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("width", [36, 56, 76, 96])
 def test_no_gpu_is_left_out_without_a_sign(count: int, width: int) -> None:
-    scene = gpu_scene(count)
+    facts = gpu_facts(count)
     for height in (3, 5, 8, 12, 20):
-        rows = rows_text(panel_devices.devices(scene, width, height, LOOK))
+        rows = rows_text(panel_devices.devices(facts, width, height, LOOK))
         text = "\n".join(rows)
         shown = [i for i in range(count) if any(row.startswith(f"{i:2d} ") for row in rows) or f"  {i:2d} " in text]
         assert len(shown) == count, "each has its row; those beyond the height are announced by the frame"
@@ -45,36 +45,36 @@ def test_no_gpu_is_left_out_without_a_sign(count: int, width: int) -> None:
 
 
 def test_the_gpus_of_the_run_come_first_and_others_are_dim() -> None:
-    state = gpu_scene(4).state
+    state = gpu_facts(4).state
     others = {
         index: state.devices[index]._replace(data={**state.devices[index].data, "of_run": False, "mem_run_bytes": 0})
         for index in (0, 2)
     }
     state = replace(state, devices={**state.devices, **others})
-    rows = panel_devices.devices(Scene(state, 0, INFO), 60, 6, LOOK)
+    rows = panel_devices.devices(Facts(state, 0, INFO), 60, 6, LOOK)
     assert [plain(row)[:2] for row in rows[:4]] == [" 1", " 3", " 0", " 2"]
     assert "dim" not in {style for text, style in rows[0] if "%" in text}
     assert {style for text, style in rows[2] if "%" in text or "GiB" in text} == {"dim"}
 
 
 def test_a_throttle_reason_names_its_gpu() -> None:
-    scene = gpu_scene(2, throttle=["power cap", "too\x1b hot"])
-    rows = rows_text(panel_devices.devices(scene, 76, 9, LOOK))
+    facts = gpu_facts(2, throttle=["power cap", "too\x1b hot"])
+    rows = rows_text(panel_devices.devices(facts, 76, 9, LOOK))
     assert any(row.startswith("clocks held down power cap:  0  1; too") for row in rows)
     assert "\x1b" not in "".join(rows)
 
 
 def test_a_gpu_is_called_what_the_run_calls_it_where_that_differs() -> None:
-    scene = gpu_scene(1, ordinals=[{"process": 0, "device": "cuda:3"}])
-    assert rows_text(panel_devices.devices(scene, 76, 9, LOOK))[0].startswith(" 0 cuda:3 ")
+    facts = gpu_facts(1, ordinals=[{"process": 0, "device": "cuda:3"}])
+    assert rows_text(panel_devices.devices(facts, 76, 9, LOOK))[0].startswith(" 0 cuda:3 ")
 
 
 @pytest.mark.parametrize("width", [36, 76, 116])
 def test_a_sample_with_members_of_other_types_is_shown(width: int) -> None:
-    scene = gpu_scene(2, processes=[5], absent=[1], ordinals=[7], throttle=[3, 4])
-    rows = rows_text(panel_devices.devices(scene, width, 12, LOOK))
+    facts = gpu_facts(2, processes=[5], absent=[1], ordinals=[7], throttle=[3, 4])
+    rows = rows_text(panel_devices.devices(facts, width, 12, LOOK))
     assert any(row.startswith("clocks held down 3:  0  1; 4:") for row in rows)
-    text = "\n".join(rows_text(panel_devices.zoomed(scene, width, 60, LOOK)))
+    text = "\n".join(rows_text(panel_devices.zoomed(facts, width, 60, LOOK)))
     assert re.search("held down by +3, 4", text)
     assert "processes" in text
 
@@ -88,8 +88,8 @@ def test_a_sample_with_members_of_other_types_is_shown(width: int) -> None:
     ],
 )
 def test_without_an_xid_the_panel_says_none_and_an_unknown_one_is_a_dash(absent: dict[str, str], shown: str) -> None:
-    scene = gpu_scene(1, xid=None, absent=absent)
-    text = "\n".join(rows_text(panel_devices.zoomed(scene, 116, 35, LOOK)))
+    facts = gpu_facts(1, xid=None, absent=absent)
+    text = "\n".join(rows_text(panel_devices.zoomed(facts, 116, 35, LOOK)))
     found = re.search(r"newest XID +(none|–)", text)
     assert found is not None
     assert found.group(1) == shown
@@ -99,20 +99,20 @@ def test_without_an_xid_the_panel_says_none_and_an_unknown_one_is_a_dash(absent:
 
 def test_an_unknown_utilisation_is_a_dash() -> None:
     state = state_of([device_event(1.0, 0, util_pct=None, mem_used_bytes=None, absent={"util_pct": "GPU is lost"})])
-    rows = rows_text(panel_devices.devices(Scene(state, 0, INFO), 80, 6, LOOK))
+    rows = rows_text(panel_devices.devices(Facts(state, 0, INFO), 80, 6, LOOK))
     assert " – " in rows[0]
     assert "– / 141 GiB" in rows[0]
     assert "utilisation: GPU is lost" in rows
 
 
 def test_the_history_of_a_run_that_is_shorter_than_the_range_fills_the_chart() -> None:
-    scene = scene_of(Training(), more=[host_event(float(second), cpu_pct=50.0) for second in range(90)])
+    facts = facts_of(Training(), more=[host_event(float(second), cpu_pct=50.0) for second in range(90)])
 
     def cells(span_s: int, now_s: int = 90) -> int:
-        shown = replace(scene, now_ns=now_s * SECOND, view=replace(scene.view, span_s=span_s))
+        shown = replace(facts, now_ns=now_s * SECOND, view=replace(facts.view, span_s=span_s))
         (row,) = [row for row in rows_text(panel_devices.devices(shown, 60, 8, LOOK)) if row.startswith("host cpu")]
         return len(row[9:40].split()[0])
 
     assert cells(0) == cells(120) == cells(600) >= 20
     assert cells(600, now_s=300) < cells(120, now_s=300), "samples are missing"
-    assert [replace(scene, now_ns=now * SECOND).device_span_s for now in (5, 90, 500)] == [30, 90, 120]
+    assert [replace(facts, now_ns=now * SECOND).device_span_s for now in (5, 90, 500)] == [30, 90, 120]

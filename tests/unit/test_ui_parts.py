@@ -17,39 +17,39 @@ from dpmon.text.cells import cut
 from dpmon.text.palettes import FEW, PALETTES, Palette
 from dpmon.ui.chart import ceiling, filled_bar, range_bar, resampled, spark
 from dpmon.ui.dialogs import LineDialog
+from dpmon.ui.facts import Facts, View
 from dpmon.ui.footer import footer, hints, key_at
 from dpmon.ui.help import help_rows
 from dpmon.ui.look import ASCII, COLOUR, LETTERS, MONO, UNICODE, Look, choose
 from dpmon.ui.panels.panel_output import shifted
 from dpmon.ui.rows import box, fit, plain, width_of
-from dpmon.ui.scene import Scene, View
 from dpmon.ui.waterfall import lane_row, main_row
 
 
-def a_scene() -> Scene:
+def some_facts() -> Facts:
     training = Training()
     state = state_of([*training.begin(), *training.run(20)])
-    return Scene(state, training.now, alive=True, can_toggle=True, can_type=True)
+    return Facts(state, training.now, alive=True, can_toggle=True, can_type=True)
 
 
 def test_the_footer_offers_only_what_works() -> None:
-    scene = a_scene()
+    facts = some_facts()
     said = "d → single space freeze 1-5 panel enter zoom i input w why [ ] range s picture e export r report x stop"
-    assert " ".join(plain(footer(scene, 200, LOOK)[0]).split()) == said + " t theme + - refresh : list ? help q leave"
-    nothing = replace(scene, can_toggle=False, can_type=False, ended=exit_of(0, None, 1))
+    assert " ".join(plain(footer(facts, 200, LOOK)[0]).split()) == said + " t theme + - refresh : list ? help q leave"
+    nothing = replace(facts, can_toggle=False, can_type=False, ended=exit_of(0, None, 1))
     said = "1-5 panel enter zoom [ ] range s picture e export r report t theme + - refresh : list ? help q close"
     assert " ".join(plain(footer(nothing, 200, LOOK)[0]).split()) == said
 
 
 @pytest.mark.parametrize("over", [False, True])
 def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> None:
-    scene = replace(a_scene(), can_pause=True)
+    facts = replace(some_facts(), can_pause=True)
     if over:
-        scene = replace(a_scene(), can_toggle=False, can_type=False, ended=exit_of(1, None, 1))
-    everything = {f"{key} {word}" for key, word in [hint[:2] for hint in hints(scene)]}
+        facts = replace(some_facts(), can_toggle=False, can_type=False, ended=exit_of(1, None, 1))
+    everything = {f"{key} {word}" for key, word in [hint[:2] for hint in hints(facts)]}
     least = len(everything)
     for width in range(200, 39, -1):
-        row = footer(scene, width, LOOK)[0]
+        row = footer(facts, width, LOOK)[0]
         text = plain(row)
         assert "? help" in text
         assert (": more" in text) == (": list" not in text)
@@ -62,13 +62,13 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
             assert key_at(row, text.index(f" {key} ") + 1) == key
     assert least >= 4
     wanted = "r report e export" if over else "d →single p pause space hold 1-5 panel enter zoom x stop"
-    assert set(wanted.split()) <= set(plain(footer(scene, 80, LOOK)[0]).split())
+    assert set(wanted.split()) <= set(plain(footer(facts, 80, LOOK)[0]).split())
 
 
 def test_the_narrowest_footer_keeps_the_keys_that_resume() -> None:
-    scene = replace(a_scene(), can_pause=True, pausing=PauseState(wanted=True), view=View(frozen=True))
-    assert "p resume" in plain(footer(scene, 40, LOOK)[0])
-    assert "space go on" in plain(footer(replace(scene, can_pause=False), 42, LOOK)[0])
+    facts = replace(some_facts(), can_pause=True, pausing=PauseState(wanted=True), view=View(frozen=True))
+    assert "p resume" in plain(footer(facts, 40, LOOK)[0])
+    assert "space go on" in plain(footer(replace(facts, can_pause=False), 42, LOOK)[0])
 
 
 @pytest.mark.parametrize("width", range(1, 20))

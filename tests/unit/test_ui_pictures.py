@@ -7,12 +7,13 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from situations import INFO, LOOK, MONO_ASCII, exit_of, scene_of, situations, state_of, text_of
+from situations import INFO, LOOK, MONO_ASCII, exit_of, facts_of, situations, state_of, text_of
 from synthetic import SECOND, Training, host_event
 
 from dpmon.model.state import PauseChange, State, WarningText
 from dpmon.run.reader import PauseState
 from dpmon.run.rundir import ExitInfo
+from dpmon.ui.facts import Facts, Toggle, View, devices_in_short, life
 from dpmon.ui.footer import hints
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange
 from dpmon.ui.look import Look
@@ -20,7 +21,6 @@ from dpmon.ui.paint import whole
 from dpmon.ui.panels.panel_output import Output, Tail
 from dpmon.ui.panels.panel_status import status
 from dpmon.ui.rows import cropped, plain, width_of
-from dpmon.ui.scene import Scene, Toggle, View, devices_in_short, life
 
 SIZES = [
     (80, 24),
@@ -54,9 +54,9 @@ def output(tmp_path: Path) -> Output:
 @pytest.mark.parametrize("look", [LOOK, MONO_ASCII], ids=["colour", "mono ascii"])
 @pytest.mark.parametrize("name", list(situations()))
 def test_every_row_is_exactly_as_wide_as_the_screen(name: str, look: Look, output: Output) -> None:
-    scene = situations()[name]
+    facts = situations()[name]
     for width, height in SIZES:
-        rows = whole(scene, output, width, height, look)
+        rows = whole(facts, output, width, height, look)
         assert len(rows) == height
         assert {width_of(row) for row in rows} == {width}, f"{width}x{height}"
         text = "\n".join(plain(row) for row in rows)
@@ -81,7 +81,7 @@ def test_places_tile_the_screen(devices: int, replicas: int) -> None:
 
 
 def test_the_first_seconds_tell_what_happens() -> None:
-    before = Scene(State(), 2 * SECOND, INFO)
+    before = Facts(State(), 2 * SECOND, INFO)
     assert life(before) == ("starting", "wait", "2 s")
     assert life(replace(before, alive=True)).word == "starting python"
     importing = replace(before, alive=True, stage=("importing torch", SECOND))
@@ -106,19 +106,19 @@ def test_the_first_seconds_tell_what_happens() -> None:
 
 
 def test_between_two_trainings_the_next_one_is_on_its_way() -> None:
-    scene = scene_of(Training())
-    ended = replace(scene, now_ns=scene.now_ns + 9 * SECOND, activities={0: ("ended", scene.now_ns)})
+    facts = facts_of(Training())
+    ended = replace(facts, now_ns=facts.now_ns + 9 * SECOND, activities={0: ("ended", facts.now_ns)})
     assert life(replace(ended, stage=("torch imported", SECOND))).word == "ending", "its own start was before its end"
-    next_one = replace(ended, stage=("importing torch", scene.now_ns + 7 * SECOND))
+    next_one = replace(ended, stage=("importing torch", facts.now_ns + 7 * SECOND))
     assert life(next_one) == ("importing torch", "wait", "2 s")
     assert life(replace(next_one, ending=True)).word == "ending"
 
 
 def test_a_waiting_script_is_shown_with_the_key_to_type_a_line() -> None:
-    before = Scene(State(), 5 * SECOND, INFO, alive=True, stage=("torch imported", SECOND), reads_since_ns=2 * SECOND)
+    before = Facts(State(), 5 * SECOND, INFO, alive=True, stage=("torch imported", SECOND), reads_since_ns=2 * SECOND)
     assert life(before) == ("waiting for input", "wait", "3 s")
     assert life(replace(before, can_type=True)).detail == "3 s: press i"
-    worked = scene_of(Training())
+    worked = facts_of(Training())
     training = replace(worked, now_ns=worked.now_ns + 3 * SECOND, reads_since_ns=worked.now_ns)
     assert life(training).word == "waiting for input"
     assert "i input" in text_of(training, 80, 24).splitlines()[-1]
@@ -127,20 +127,20 @@ def test_a_waiting_script_is_shown_with_the_key_to_type_a_line() -> None:
 
 def test_a_wait_for_input_is_shown_after_a_second_and_until_the_next_step_ends() -> None:
     """A script that reads line by line often waits for a moment, and a watch that has stopped reports an old wait."""
-    training = scene_of(Training())
+    training = facts_of(Training())
     later = replace(training, now_ns=training.now_ns + 3 * SECOND)
-    for scene, since in ((training, training.now_ns - SECOND // 2), (later, SECOND), (later, later.now_ns + SECOND)):
-        seen = replace(scene, reads_since_ns=since)
+    for facts, since in ((training, training.now_ns - SECOND // 2), (later, SECOND), (later, later.now_ns + SECOND)):
+        seen = replace(facts, reads_since_ns=since)
         assert life(seen).word == "training"
         assert seen.input_wait_ns is None
 
 
 def test_waiting_for_data_is_shown_only_after_a_second() -> None:
-    scene = scene_of(Training())
-    assert life(replace(scene, activities={0: ("data", scene.now_ns - SECOND // 2)})).word == "training"
-    waiting = replace(scene, now_ns=scene.now_ns + 4 * SECOND, activities={0: ("data", scene.now_ns)})
+    facts = facts_of(Training())
+    assert life(replace(facts, activities={0: ("data", facts.now_ns - SECOND // 2)})).word == "training"
+    waiting = replace(facts, now_ns=facts.now_ns + 4 * SECOND, activities={0: ("data", facts.now_ns)})
     assert life(waiting) == ("waiting for data", "wait", "4 s")
-    stuck = replace(scene, now_ns=scene.now_ns + 9 * SECOND, activities={0: ("backward", scene.now_ns)})
+    stuck = replace(facts, now_ns=facts.now_ns + 9 * SECOND, activities={0: ("backward", facts.now_ns)})
     assert life(stuck) == ("training", "good", "in backward 9 s")
 
 
@@ -158,8 +158,8 @@ def test_waiting_for_data_is_shown_only_after_a_second() -> None:
     ],
 )
 def test_the_end_stays_with_its_outcome(ended: ExitInfo, said: str) -> None:
-    scene = replace(scene_of(Training()), ended=ended, can_toggle=False)
-    text = text_of(scene, 160, 50)
+    facts = replace(facts_of(Training()), ended=ended, can_toggle=False)
+    text = text_of(facts, 160, 50)
     assert said in text
     assert "q close" in text
     assert "d → single" not in text
@@ -167,37 +167,37 @@ def test_the_end_stays_with_its_outcome(ended: ExitInfo, said: str) -> None:
 
 
 def test_the_host_panel_of_a_finished_run_has_no_dashes() -> None:
-    scene = scene_of(Training(), more=[host_event(31.0, run_cpu_pct=None, run_mem_bytes=None)])
-    assert "has ended" not in text_of(scene, 160, 40)
-    assert "this run has ended" in text_of(replace(scene, ended=exit_of(0, None, 5)), 160, 40)
+    facts = facts_of(Training(), more=[host_event(31.0, run_cpu_pct=None, run_mem_bytes=None)])
+    assert "has ended" not in text_of(facts, 160, 40)
+    assert "this run has ended" in text_of(replace(facts, ended=exit_of(0, None, 5)), 160, 40)
 
 
 def test_a_failure_shows_the_last_line_of_the_traceback() -> None:
-    scene = replace(scene_of(Training()), ended=exit_of(1), last_line="RuntimeError: no")
-    assert "RuntimeError: no" in text_of(scene, 80, 24)
+    facts = replace(facts_of(Training()), ended=exit_of(1), last_line="RuntimeError: no")
+    assert "RuntimeError: no" in text_of(facts, 80, 24)
 
 
 def test_a_vanished_run_is_shown_without_an_invented_status() -> None:
-    text = text_of(replace(scene_of(Training()), alive=False), 160, 50)
+    text = text_of(replace(facts_of(Training()), alive=False), 160, 50)
     assert "its exit status was not recorded" in text
     assert "ended status unknown" in text
     assert "status 0" not in text
 
 
 def test_a_toggle_is_pending_then_done_or_refused() -> None:
-    scene = scene_of(Training())
-    pending = replace(scene, toggle=Toggle("single", "pending", scene.now_ns - 2 * SECOND))
+    facts = facts_of(Training())
+    pending = replace(facts, toggle=Toggle("single", "pending", facts.now_ns - 2 * SECOND))
     assert "→ single pending 2 s: the training answers at its next call" in text_of(pending, 80, 24)
-    paused = replace(pending, pausing=PauseState(wanted=True, since_ns=scene.now_ns - SECOND))
+    paused = replace(pending, pausing=PauseState(wanted=True, since_ns=facts.now_ns - SECOND))
     assert "→ single pending 2 s: the training answers once it goes on (p)" in text_of(paused, 80, 24)
-    done = replace(scene, toggle=Toggle("single", "done", scene.now_ns, step=12_340))
+    done = replace(facts, toggle=Toggle("single", "done", facts.now_ns, step=12_340))
     assert "single from step 12,340 on" in text_of(done, 80, 24)
-    refused = replace(scene, toggle=Toggle("single", "refused", scene.now_ns, reason="it is DDP"))
+    refused = replace(facts, toggle=Toggle("single", "refused", facts.now_ns, reason="it is DDP"))
     assert "single refused: it is DDP" in text_of(refused, 80, 24)
 
 
 def test_the_status_says_mode_devices_and_that_they_are_virtual_with_the_reason() -> None:
-    text = text_of(scene_of(Training(devices=[f"cpu:{i}" for i in range(4)])), 120, 40)
+    text = text_of(facts_of(Training(devices=[f"cpu:{i}" for i in range(4)])), 120, 40)
     assert "dp ×4  cpu:0-3 virtual" in text
     assert "virtual replicas: no GPU on this machine" in text
     assert "examples" not in text.splitlines()[0]
@@ -206,20 +206,20 @@ def test_the_status_says_mode_devices_and_that_they_are_virtual_with_the_reason(
 
 @pytest.mark.parametrize("width", [120, 160, 200])
 def test_the_status_row_is_not_cut(width: int) -> None:
-    scene = scene_of(Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False))
-    assert "…" not in plain(status(scene, width, 2, LOOK)[0])
+    facts = facts_of(Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False))
+    assert "…" not in plain(status(facts, width, 2, LOOK)[0])
 
 
 def test_dropped_records_are_counted_on_the_screen() -> None:
-    assert "1,234 records dropped" in text_of(missing(scene_of(Training()), 1234), 80, 24)
-    assert "dropped" not in text_of(scene_of(Training()), 80, 24)
+    assert "1,234 records dropped" in text_of(missing(facts_of(Training()), 1234), 80, 24)
+    assert "dropped" not in text_of(facts_of(Training()), 80, 24)
 
 
 def test_warnings_are_shown_and_have_a_key() -> None:
-    scene = warned(scene_of(Training()), "the hook\x1b[2J took itself out")
-    text = text_of(scene, 120, 40)
+    facts = warned(facts_of(Training()), "the hook\x1b[2J took itself out")
+    text = text_of(facts, 120, 40)
     assert "warning: the hook\ufffd[2J took itself out" in text
-    assert ("W", "warnings") in [hint[:2] for hint in hints(scene)]
+    assert ("W", "warnings") in [hint[:2] for hint in hints(facts)]
 
 
 @pytest.mark.parametrize(
@@ -237,12 +237,12 @@ def test_devices_in_short(devices: tuple[str, ...], short: str) -> None:
     assert devices_in_short(devices) == short
 
 
-def warned(scene: Scene, text: str) -> Scene:
-    return replace(scene, state=replace(scene.state, warnings=(WarningText(0, scene.now_ns, text),)))
+def warned(facts: Facts, text: str) -> Facts:
+    return replace(facts, state=replace(facts.state, warnings=(WarningText(0, facts.now_ns, text),)))
 
 
-def missing(scene: Scene, count: int) -> Scene:
-    return replace(scene, state=replace(scene.state, missed=count))
+def missing(facts: Facts, count: int) -> Facts:
+    return replace(facts, state=replace(facts.state, missed=count))
 
 
 LONG = (
@@ -254,52 +254,52 @@ LONG = (
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (160, 50), (81, 30)])
 @pytest.mark.parametrize("which", ["toggle", "pause", "message"])
 def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_below_it(which: str, size: tuple[int, int]) -> None:
-    scene = scene_of(Training())
-    plain_rows = whole(scene, Output(), *size, LOOK)
+    facts = facts_of(Training())
+    plain_rows = whole(facts, Output(), *size, LOOK)
     if which == "toggle":
-        scene = replace(scene, toggle=Toggle("single", "refused", scene.now_ns, None, LONG))
+        facts = replace(facts, toggle=Toggle("single", "refused", facts.now_ns, None, LONG))
     elif which == "pause":
-        pause = PauseChange(0, scene.now_ns, None, False, None, None, LONG)
-        scene = replace(scene, state=replace(scene.state, pauses=(pause,)))
+        pause = PauseChange(0, facts.now_ns, None, False, None, None, LONG)
+        facts = replace(facts, state=replace(facts.state, pauses=(pause,)))
     else:
-        scene = replace(scene, view=View(message=LONG))
-    rows = whole(scene, Output(), *size, LOOK)
+        facts = replace(facts, view=View(message=LONG))
+    rows = whole(facts, Output(), *size, LOOK)
     assert [width_of(row) for row in rows] == [size[0]] * size[1]
     at = next(index for index, row in enumerate(rows) if "in full" in plain(row))
     note = [plain(row).split("│")[1].strip() for row in rows[at + 1 : at + 10] if "│" in plain(row)]
     assert LONG in " ".join(note)
     assert plain(rows[-1]) == plain(plain_rows[-1])
-    later = replace(scene, now_ns=scene.now_ns + 20 * SECOND, view=View())
+    later = replace(facts, now_ns=facts.now_ns + 20 * SECOND, view=View())
     assert "in full" not in "".join(plain(row) for row in whole(later, Output(), *size, LOOK))
 
 
 def test_a_note_too_long_for_the_screen_says_so_and_a_short_answer_makes_none() -> None:
-    scene = scene_of(Training(), toggle=Toggle("single", "refused", 0, None, LONG), now_ns=SECOND)
-    text = text_of(scene, 40, 10)
+    facts = facts_of(Training(), toggle=Toggle("single", "refused", 0, None, LONG), now_ns=SECOND)
+    text = text_of(facts, 40, 10)
     assert "in full" in text
     assert "…" in text.split("in full")[1]
-    short = replace(scene, toggle=Toggle("single", "refused", 0, None, "no"))
+    short = replace(facts, toggle=Toggle("single", "refused", 0, None, "no"))
     assert "in full" not in text_of(short, 80, 24)
 
 
 def test_a_warning_that_is_cut_says_where_all_of_it_is() -> None:
-    scene = warned(scene_of(Training()), LONG)
+    facts = warned(facts_of(Training()), LONG)
     for size in ((80, 24), (120, 40)):
-        row = next(line for line in text_of(scene, *size).splitlines() if "warning:" in line)
+        row = next(line for line in text_of(facts, *size).splitlines() if "warning:" in line)
         assert row.rstrip().endswith("W: all of it")
         assert "…" in row
-    assert "all of it" not in text_of(scene, 250, 70)
+    assert "all of it" not in text_of(facts, 250, 70)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("missed", [0, 7])
 def test_a_warning_stands_beside_the_state_that_had_no_room_above(width: int, missed: int) -> None:
-    scene = missing(warned(scene_of(Training()), LONG), missed)
+    facts = missing(warned(facts_of(Training()), LONG), missed)
     for later, doing, word, detail in (
-        (scene.now_ns + 15 * SECOND, {0: ("data", scene.now_ns)}, "waiting for data", "15 s"),
-        (scene.now_ns + 12 * SECOND, {}, "quiet", "12 s"),
+        (facts.now_ns + 15 * SECOND, {0: ("data", facts.now_ns)}, "waiting for data", "15 s"),
+        (facts.now_ns + 12 * SECOND, {}, "quiet", "12 s"),
     ):
-        rows = text_of(replace(scene, now_ns=later, activities=doing), width, 24).splitlines()
+        rows = text_of(replace(facts, now_ns=later, activities=doing), width, 24).splitlines()
         row = rows[1 if width >= 120 else 2]
         if not (missed and width == 60):  # no room for all of them: the warning comes first
             assert f"{word} {detail}  " in rows[0] or row.startswith(f" {word}: {detail}  warning: "), rows[:3]

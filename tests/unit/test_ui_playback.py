@@ -11,10 +11,10 @@ from situations import LOOK
 from test_run_playback import SECOND, Clock, a_run
 from textual.pilot import Pilot
 
+from dpmon.ui.facts import Playing
 from dpmon.ui.footer import position_at, timeline
 from dpmon.ui.playback import Playback, Player
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import Playing
 
 
 @asynccontextmanager

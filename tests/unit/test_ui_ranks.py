@@ -16,22 +16,22 @@ from dpmon.model.pace import speed
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import MOST_RANKS, ProcessFacts, State, toggle_refusal
 from dpmon.store.figures import Window
+from dpmon.ui.facts import Facts, View, mode_words
 from dpmon.ui.paint import places, rank_room, whole
 from dpmon.ui.panels import panel_ranks
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.panels.panel_status import status
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import Scene, View, mode_words
 
 
-def scene_of(ranks: int, *, world: int | None = None, steps: int = 200, via: str = "DistributedDataParallel") -> Scene:
+def facts_of(ranks: int, *, world: int | None = None, steps: int = 200, via: str = "DistributedDataParallel") -> Facts:
     """Return a run of ranks; the last one has smaller batches and slower steps."""
     return recorded(ranks, world=world, steps=steps, via=via)[1]
 
 
 def recorded(
     ranks: int, *, world: int | None = None, steps: int = 200, via: str = "DistributedDataParallel"
-) -> tuple[Recording, Scene]:
+) -> tuple[Recording, Facts]:
     """Return the same, with its recording."""
     run = Recording()
     now = 0
@@ -44,12 +44,12 @@ def recorded(
         begin = [in_world(row, ranks if world is None else world) for row in one.begin()]
         run.add([*begin, *one.run(steps)], rank + 1, rank)
         now = max(now, one.now)
-    return run, Scene(run.state(), now + SECOND // 10, INFO, alive=True, can_toggle=True)
+    return run, Facts(run.state(), now + SECOND // 10, INFO, alive=True, can_toggle=True)
 
 
 def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
     """Also if another model (a teacher) was called last."""
-    state = scene_of(2).state
+    state = facts_of(2).state
     assert "DistributedDataParallel" in (toggle_refusal(state) or "")
     process = state.focus
     assert process is not None
@@ -59,35 +59,35 @@ def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
     taught = replace(process, calls={("Teacher", None): process.newest, **process.calls})
     assert mode_words(taught, "x")[0] == "ddp x2"
     assert toggle_refusal(replace(state, processes={**state.processes, taught.process: taught})) is not None
-    assert toggle_refusal(scene_of(1, via="DataParallel").state) is None
+    assert toggle_refusal(facts_of(1, via="DataParallel").state) is None
     assert toggle_refusal(State()) is not None
 
 
 def test_ranks_that_average_by_hand_are_not_switched_either() -> None:
     """Each rank has its own device, whatever it calls."""
-    assert "several ranks train" in (toggle_refusal(scene_of(2, world=2, via="DataParallel").state) or "")
-    assert toggle_refusal(scene_of(1, world=1, via="DataParallel").state) is None
+    assert "several ranks train" in (toggle_refusal(facts_of(2, world=2, via="DataParallel").state) or "")
+    assert toggle_refusal(facts_of(1, world=1, via="DataParallel").state) is None
 
 
 def test_a_process_without_a_rank_is_numbered_and_not_counted() -> None:
-    scene = scene_of(2)
+    facts = facts_of(2)
     processes = {
-        number: replace(one, rank=None, info=ProcessFacts(number)) for number, one in scene.state.processes.items()
+        number: replace(one, rank=None, info=ProcessFacts(number)) for number, one in facts.state.processes.items()
     }
-    scene = replace(scene, state=replace(scene.state, processes=processes))
-    text = plain(status(scene, 160, 2, LOOK)[1])
+    facts = replace(facts, state=replace(facts.state, processes=processes))
+    text = plain(status(facts, 160, 2, LOOK)[1])
     assert "process 1, one of 2" in text, "they are numbered from 0: that is the second"
 
 
 def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
-    scene = scene_of(3)
-    assert panel_ranks.applies(scene)
-    ranks = scene.state.training
+    facts = facts_of(3)
+    assert panel_ranks.applies(facts)
+    ranks = facts.state.training
     assert [(each.rank, each.info.world) for each in ranks] == [(0, 3), (1, 3), (2, 3)]
     assert {each.last_step.step for each in ranks if each.last_step is not None} == {200}
     fast, _, slow = (each.figures.median_ns or 0 for each in ranks)
     assert 1.5 < slow / fast < 2.5
-    text = [plain(row) for row in panel_ranks.table(scene, 100, 10, LOOK)]
+    text = [plain(row) for row in panel_ranks.table(facts, 100, 10, LOOK)]
     assert [line.split()[:2] for line in text[1:4]] == [["0", "cuda:0"], ["1", "cuda:1"], ["2", "cuda:2"]]
     assert "[30, 5]" in text[1]
     assert "[20, 5]" in text[3]
@@ -96,25 +96,25 @@ def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
 
 
 @lru_cache
-def seventy(slow: int | None) -> tuple[Recording, Scene]:
+def seventy(slow: int | None) -> tuple[Recording, Facts]:
     """Return a run of many ranks, of which all are alike, or one holds the others up."""
     if slow is None:
         return recorded(70, steps=12)
     run, now = joined_ranks(70, slow=slow, steps=40)
-    return run, Scene(run.state(), now, INFO, alive=True)
+    return run, Facts(run.state(), now, INFO, alive=True)
 
 
 @pytest.mark.parametrize("zoom", [None, "replicas", "batch"])
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (100, 44), (130, 28), (200, 60), (220, 100)])
 @pytest.mark.parametrize("slow", [None, 66])
 def test_ranks_without_room_need_not_be_read(size: tuple[int, int], zoom: str | None, slow: int | None) -> None:
-    run, scene = seventy(slow)
-    scene = replace(scene, view=View(zoom=zoom))
-    room = rank_room(scene, places(scene, *size))
+    run, facts = seventy(slow)
+    facts = replace(facts, view=View(zoom=zoom))
+    room = rank_room(facts, places(facts, *size))
     assert room <= size[1]
-    few = replace(scene, state=run.state(ranks=room))
+    few = replace(facts, state=run.state(ranks=room))
     assert sum(bool(process.calls) for process in few.state.processes.values()) == min(room, MOST_RANKS)
-    assert whole(few, Output(), *size, LOOK) == whole(scene, Output(), *size, LOOK)
+    assert whole(few, Output(), *size, LOOK) == whole(facts, Output(), *size, LOOK)
 
 
 def test_the_rate_of_ranks_is_the_same_whatever_was_read_before() -> None:
@@ -141,8 +141,8 @@ def test_the_rate_of_ranks_is_the_same_whatever_was_read_before() -> None:
 
 
 def test_the_status_says_ddp_and_adds_the_samples_of_all_ranks() -> None:
-    scene = scene_of(2)
-    text = "\n".join(plain(row) for row in status(scene, 160, 2, LOOK))
+    facts = facts_of(2)
+    text = "\n".join(plain(row) for row in status(facts, 160, 2, LOOK))
     assert "ddp ×2" in text
     assert "rank 0 of 2" in text
     shown = float(text.split(" samples/s")[0].split()[-1].removesuffix("k")) * 1000
@@ -208,17 +208,17 @@ def test_the_samples_of_ranks_are_unknown_while_a_step_of_one_has_no_count() -> 
 
 
 def test_ranks_on_other_machines_are_missed_with_a_word() -> None:
-    text = [plain(row) for row in panel_ranks.table(scene_of(2, world=4), 100, 10, LOOK)]
+    text = [plain(row) for row in panel_ranks.table(facts_of(2, world=4), 100, 10, LOOK)]
     assert any("2 of 4 ranks" in line for line in text)
 
 
 def test_one_process_or_replicas_of_its_own_keep_the_replicas_panel() -> None:
-    assert not panel_ranks.applies(scene_of(1))
+    assert not panel_ranks.applies(facts_of(1))
     run = Recording()
     for process in (0, 1):
         one = Training(process=process)
         run.add([*one.begin(), *one.run(5)], process)
-    assert not panel_ranks.applies(Scene(run.state(), 3 * SECOND, INFO))
+    assert not panel_ranks.applies(Facts(run.state(), 3 * SECOND, INFO))
 
 
 def test_a_rank_that_was_started_again_counts_once() -> None:
@@ -229,10 +229,10 @@ def test_a_rank_that_was_started_again_counts_once() -> None:
 
 
 def test_no_time_of_a_rank_is_cut_at_120_columns() -> None:
-    scene = scene_of(4)
+    facts = facts_of(4)
     for width in (56, 60, 76, 100):
-        for row in panel_ranks.table(scene, width, 12, LOOK)[:5]:
+        for row in panel_ranks.table(facts, width, 12, LOOK)[:5]:
             assert width_of(row) <= width, "the frame would cut it"
-    text = [plain(row) for row in panel_ranks.table(scene, 56, 12, LOOK)]
+    text = [plain(row) for row in panel_ranks.table(facts, 56, 12, LOOK)]
     assert [line.split()[-1] for line in text[1:5]] == ["ms"] * 4
     assert text[5].startswith("no DistributedDataParallel averages")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from joined import joined_ranks
 from kept import keep
-from situations import INFO, LOOK, MONO_ASCII, exit_of, rows_text, scene_of, text_of
+from situations import INFO, LOOK, MONO_ASCII, exit_of, facts_of, rows_text, text_of
 from stage import stage
 from stored import SUPERVISOR, Recording
 from stuck_ranks import (
@@ -40,58 +40,58 @@ from dpmon.report.sections import document
 from dpmon.report.sentences import stalls
 from dpmon.run.reader import PauseState
 from dpmon.ui.chart import scale_top
+from dpmon.ui.facts import Facts, View, life
 from dpmon.ui.look import Look
 from dpmon.ui.paint import whole
 from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_standing
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import Scene, View, life
-from dpmon.ui.scenes import DP, ENDED, RANKS, SINGLE, STALLED, STARTING, Shown, shown
+from dpmon.ui.scenes import DP, ENDED, RANKS, SINGLE, STALLED, STARTING, Scene, scene_of
 
 SIZES = [(40, 10), (60, 20), (80, 24), (110, 25), (120, 40), (200, 60)]
 WHEN = [stalled, stalled_in_playback, ended_in_stall]
 SENTENCE = "rank 1 in checkpoint (train.py:12)"
 
 
-def of_ranks() -> Scene:
+def of_ranks() -> Facts:
     run, now = joined_ranks(2, steps=20)
-    return Scene(run.state(), now, INFO, alive=True)
+    return Facts(run.state(), now, INFO, alive=True)
 
 
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda: Scene(State(), 0), Shown(STARTING, panel_replicas, panel_compare, False)),
-        (lambda: scene_of(Training(mode="single"), 5), Shown(SINGLE, panel_replicas, panel_compare, False)),
-        (lambda: scene_of(Training(), 5), Shown(DP, panel_replicas, panel_compare, False)),
-        (of_ranks, Shown(RANKS, panel_ranks, panel_communication, False)),
-        (lambda: stalled(1), Shown(STALLED, panel_standing, panel_compare, True)),
-        (lambda: stalled(2), Shown(STALLED, panel_standing, panel_communication, True)),
-        (lambda: stalled_in_playback(2), Shown(STALLED, panel_standing, panel_communication, True)),
-        (lambda: ended_in_stall(2), Shown(ENDED, panel_standing, panel_communication, True)),
+        (lambda: Facts(State(), 0), Scene(STARTING, panel_replicas, panel_compare, False)),
+        (lambda: facts_of(Training(mode="single"), 5), Scene(SINGLE, panel_replicas, panel_compare, False)),
+        (lambda: facts_of(Training(), 5), Scene(DP, panel_replicas, panel_compare, False)),
+        (of_ranks, Scene(RANKS, panel_ranks, panel_communication, False)),
+        (lambda: stalled(1), Scene(STALLED, panel_standing, panel_compare, True)),
+        (lambda: stalled(2), Scene(STALLED, panel_standing, panel_communication, True)),
+        (lambda: stalled_in_playback(2), Scene(STALLED, panel_standing, panel_communication, True)),
+        (lambda: ended_in_stall(2), Scene(ENDED, panel_standing, panel_communication, True)),
         (
             lambda: replace(of_ranks(), ended=exit_of(0), alive=False),
-            Shown(ENDED, panel_ranks, panel_communication, False),
+            Scene(ENDED, panel_ranks, panel_communication, False),
         ),
         # A pause is more than a stall.
         (
             lambda: stalled(2, pausing=PauseState(wanted=True, since_ns=SECOND)),
-            Shown(RANKS, panel_ranks, panel_communication, False),
+            Scene(RANKS, panel_ranks, panel_communication, False),
         ),
     ],
 )
-def test_the_scene_follows_from_the_facts(make: Callable[[], Scene], expected: Shown) -> None:
-    assert shown(make()) == expected
+def test_the_scene_follows_from_the_facts(make: Callable[[], Facts], expected: Scene) -> None:
+    assert scene_of(make()) == expected
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("make", WHEN)
 @pytest.mark.parametrize("count", [2, 8])
 def test_rank_and_line_stand_on_every_screen_and_no_advice(
-    count: int, make: Callable[[int], Scene], size: tuple[int, int]
+    count: int, make: Callable[[int], Facts], size: tuple[int, int]
 ) -> None:
-    scene = make(count)
-    text = text_of(scene, *size)
+    facts = make(count)
+    text = text_of(facts, *size)
     head = " ".join(line.strip() for line in text.splitlines()[:3])
     assert ("■ STALLED 27 s" in head) == (make is not ended_in_stall)
     assert SENTENCE in head or SENTENCE.removeprefix("rank 1 ") in text
@@ -141,19 +141,19 @@ def test_a_process_without_ranks_has_the_same_row() -> None:
 def test_ranks_that_wait_for_each_other_share_a_row() -> None:
     record = stall_record(2, SECOND, 5).data
     data = {**record, "ranks": [{**one, "waits": True, "words": "in backward (a.py:1)"} for one in record["ranks"]]}
-    scene = stalled(2)
-    scene = replace(scene, state=replace(scene.state, stalls=(StallSeen(SECOND, 11 * SECOND, record=data),)))
-    assert rows_text(panel_standing.table(scene, 76, 4, LOOK))[0].startswith("  0-1 wait in backward (a.py:1)  ")
-    assert plain(panel_standing.title(scene, LOOK)[1]) == "stalled at step 5"
+    facts = stalled(2)
+    facts = replace(facts, state=replace(facts.state, stalls=(StallSeen(SECOND, 11 * SECOND, record=data),)))
+    assert rows_text(panel_standing.table(facts, 76, 4, LOOK))[0].startswith("  0-1 wait in backward (a.py:1)  ")
+    assert plain(panel_standing.title(facts, LOOK)[1]) == "stalled at step 5"
 
 
 def test_many_guilty_ranks_in_one_place_are_folded_where_rows_are_few() -> None:
     record = stall_record(8, SECOND, 5).data
     data = {**record, "ranks": [{**one, "waits": False, "words": "in wait (a.py:1)"} for one in record["ranks"]]}
-    scene = stalled(8)
-    scene = replace(scene, state=replace(scene.state, stalls=(StallSeen(SECOND, 11 * SECOND, record=data),)))
-    assert rows_text(panel_standing.table(scene, 76, 4, LOOK))[0].startswith("▸ 0-7 in wait (a.py:1)  ")
-    assert len(rows_text(panel_standing.table(scene, 76, 8, LOOK))) == 8
+    facts = stalled(8)
+    facts = replace(facts, state=replace(facts.state, stalls=(StallSeen(SECOND, 11 * SECOND, record=data),)))
+    assert rows_text(panel_standing.table(facts, 76, 4, LOOK))[0].startswith("▸ 0-7 in wait (a.py:1)  ")
+    assert len(rows_text(panel_standing.table(facts, 76, 8, LOOK))) == 8
 
 
 def test_the_stacks_stand_on_the_full_screen() -> None:
@@ -170,27 +170,27 @@ def test_the_stacks_stand_on_the_full_screen() -> None:
 def test_a_playback_shows_a_stall_as_it_was_seen(at_s: int, word: str) -> None:
     run, end = stalled_run(2, over=True)
     now = end + at_s * SECOND
-    scene = replace(stalled_in_playback(2), now_ns=now, state=run.state(now))
-    assert life(replace(scene, playing=None)).word == word
+    facts = replace(stalled_in_playback(2), now_ns=now, state=run.state(now))
+    assert life(replace(facts, playing=None)).word == word
 
 
 def test_a_run_that_was_interrupted_ended_in_its_stall_also_if_the_stall_ended_first() -> None:
     run, end = stalled_run(2, over=True)
     at = end + 36 * SECOND
-    scene = Scene(run.state(over=True), at, INFO, alive=False)
-    assert replace(scene, ended=exit_of(137, "SIGKILL", at)).stall is not None
-    assert replace(scene, ended=exit_of(0, None, at)).stall is None, "it went on and finished"
+    facts = Facts(run.state(over=True), at, INFO, alive=False)
+    assert replace(facts, ended=exit_of(137, "SIGKILL", at)).stall is not None
+    assert replace(facts, ended=exit_of(0, None, at)).stall is None, "it went on and finished"
     later = after_stall()
     assert replace(later, ended=exit_of(1, None, later.now_ns)).stall is None, "steps followed"
 
 
 def test_the_gap_stays_in_the_history() -> None:
-    scene = after_stall()
-    assert "│stalled ──" in text_of(scene, 120, 40)
-    assert "//////" in text_of(scene, 120, 40, look=MONO_ASCII)
-    process = scene.process
+    facts = after_stall()
+    assert "│stalled ──" in text_of(facts, 120, 40)
+    assert "//////" in text_of(facts, 120, 40, look=MONO_ASCII)
+    process = facts.process
     assert process is not None
-    (stall,) = scene.state.stalls
+    (stall,) = facts.state.stalls
     for span_s in (120, 600, 0):
         columns = pictured(process, span_s, 110, stalls=[(stall.since_ns, stall.end_ns or 0)]).columns
         hatched = [column for column in columns if column.stalled]
@@ -205,11 +205,11 @@ def test_the_step_with_the_stall_does_not_set_the_scale() -> None:
 
 
 def test_a_long_stall_fills_the_time_range_and_costs_no_more_columns() -> None:
-    scene = stalled(2, now_ns=40_000 * SECOND)
+    facts = stalled(2, now_ns=40_000 * SECOND)
     for span_s in (120, 0):
-        process = scene.process
+        process = facts.process
         assert process is not None
-        columns = pictured(process, span_s, 100, stalls=[(4 * SECOND, scene.now_ns)]).columns
+        columns = pictured(process, span_s, 100, stalls=[(4 * SECOND, facts.now_ns)]).columns
         assert len(columns) <= 100
         assert columns[-1].stalled
 
@@ -280,13 +280,13 @@ def test_a_damaged_record_never_breaks_the_screen(changes: dict[str, Any]) -> No
     run = Recording().add([*training.begin(), *training.run(20)])
     run.add([Event("stall", {**stall_record(2, training.now, 20).data, **changes})], SUPERVISOR)
     now = training.now + 20 * SECOND
-    live = Scene(run.state(), now, INFO, alive=True)
+    live = Facts(run.state(), now, INFO, alive=True)
     over = replace(live, state=run.state(over=True), alive=False, ended=exit_of(137, "SIGKILL", now))
-    for scene in (live, over, replace(live, view=View(zoom="replicas")), replace(live, view=View(zoom="batch"))):
-        assert scene.stall is not None
+    for facts in (live, over, replace(live, view=View(zoom="replicas")), replace(live, view=View(zoom="batch"))):
+        assert facts.stall is not None
         for look in (LOOK, MONO_ASCII):
             for width, height in SIZES:
-                rows = whole(scene, Output(), width, height, look)
+                rows = whole(facts, Output(), width, height, look)
                 assert {width_of(row) for row in rows} == {width}
                 text = "\n".join(map(plain, rows))
                 assert not any((ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 or c == "\u202e" for c in text)

@@ -23,7 +23,7 @@ from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.store.batch import Batch
 from dpmon.store.writer import History
-from dpmon.ui.scene import Scene
+from dpmon.ui.facts import Facts
 
 PID = 4242
 """The process id of a Training."""
@@ -55,7 +55,7 @@ def recorded(payloads: Sequence[bytes], waits: Sequence[Wait], pid: int = PID, s
 
 
 def drawn(state: State) -> str:
-    return " ".join(text_of(Scene(state, state.newest_ns, alive=True), 120, 60).split())
+    return " ".join(text_of(Facts(state, state.newest_ns, alive=True), 120, 60).split())
 
 
 def test_the_batch_panel_names_a_wait_and_not_the_phase_it_fell_into() -> None:

@@ -18,9 +18,9 @@ from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, duration, group, percent, quantity_words, rate_words, span_words
 from dpmon.ui.chart import scale_top, stacked
+from dpmon.ui.facts import BEFORE_STALL, NAMES, SECOND, Facts, mode_words
 from dpmon.ui.look import LETTERS, Look, letter_in
 from dpmon.ui.rows import Row, dimmed, lines, width_of
-from dpmon.ui.scene import BEFORE_STALL, NAMES, SECOND, Scene, mode_words
 from dpmon.ui.waterfall import REST, waterfall
 
 WITHOUT_RANKS = 8
@@ -32,44 +32,44 @@ _TALL = 9
 """From this height on, notes have two rows. Without the notes, quantities need this many rows, and p95 one fewer."""
 
 
-def wanted_rows(scene: Scene) -> int:
+def wanted_rows(facts: Facts) -> int:
     """Rows that the whole content needs: figures, a history, the last step."""
-    timeline = _timeline(scene)
+    timeline = _timeline(facts)
     if timeline is None:
         return 4 + 5 + 3
-    ranks = sum(process.rank is not None for process in scene.state.training) - 1
-    sampled = scene.state.last_sample is not None
+    ranks = sum(process.rank is not None for process in facts.state.training) - 1
+    sampled = facts.state.last_sample is not None
     return 4 + 5 + 1 + bool(timeline.step.buckets) + sampled + min(max(len(timeline.lanes), ranks), 8)
 
 
-def _timeline(scene: Scene) -> StepTimeline | None:
+def _timeline(facts: Facts) -> StepTimeline | None:
     """The last step; None in a stall, in which it would look like the present."""
-    process = scene.process
-    return None if process is None or scene.stall is not None else last_step_timeline(process)
+    process = facts.process
+    return None if process is None or facts.stall is not None else last_step_timeline(process)
 
 
-def figures(scene: Scene) -> Figures:
+def figures(facts: Facts) -> Figures:
     """Figures of the current mode in the time range; of the previous mode until the current one has a step there."""
-    process = scene.process
+    process = facts.process
     return NO_STEPS if process is None else process.ranged
 
 
-def title(scene: Scene, look: Look, width: int) -> tuple[Row, Row]:
+def title(facts: Facts, look: Look, width: int) -> tuple[Row, Row]:
     """The panel's title with the time range, and the main numbers of that range, for a frame of `width` cells.
 
     In a narrow frame the last numbers give way to the mode or rank, then the time range does.
     """
-    process, numbers = scene.process, figures(scene)
+    process, numbers = facts.process, figures(facts)
     if not numbers.steps or process is None:
         return [(NAMES["batch"], "title")], []
-    span = span_words(scene.view.span_s)
+    span = span_words(facts.view.span_s)
     dot = f" {look.glyphs.middot} "
     mode = numbers.mode
     word = mode_words(process, look.glyphs.times)[0]
     if mode != process.mode:
         devices = () if process.compared is None else process.compared.devices
         word = f"dp {look.glyphs.times}{len(devices)}" if mode == "dp" else mode
-    if process.rank is not None and len(scene.state.training) > 1:
+    if process.rank is not None and len(facts.state.training) > 1:
         word = f"rank {process.rank}"  # the other ranks are not in these figures
     corner: Row = [("step", "dim")]
     for name, value, style in (
@@ -80,7 +80,7 @@ def title(scene: Scene, look: Look, width: int) -> tuple[Row, Row]:
         corner += [(f" {name}", "dim"), (right(duration(value), 8), style)]
     kind: Row = [(dot, "dim"), ("evaluation", "wait")] if numbers.evaluation else []
     head: Row = [(NAMES["batch"], "title"), (dot, "dim"), (word, f"mode.{mode}"), *kind]
-    if scene.stall is not None:
+    if facts.stall is not None:
         return [*head, (dot + span, "dim")], [BEFORE_STALL]
     room = width - width_of(head) - 7
     while len(corner) > 3 and width_of(corner) > room:
@@ -88,15 +88,15 @@ def title(scene: Scene, look: Look, width: int) -> tuple[Row, Row]:
     return [*head, (dot + span, "dim")] if width_of(corner) + width_of([(dot + span, "")]) <= room else head, corner
 
 
-def batch(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+def batch(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame: figures, history, the last step, and notes at the end."""
-    process, numbers = scene.process, figures(scene)
+    process, numbers = facts.process, figures(facts)
     if process is None or not numbers.steps:
-        return [[(scene.empty_reason("no step was traced", "no step has ended yet"), "dim")]]
+        return [[(facts.empty_reason("no step was traced", "no step has ended yet"), "dim")]]
     # If not all fit, the order of importance is: shares, medians, a row of notes, then the last step and the history.
-    timeline = _timeline(scene)
+    timeline = _timeline(facts)
     most = 0 if height <= _LEAST else 1 if height < _TALL else 2
-    remarks = notes(scene, process, numbers, timeline, width, most, look)
+    remarks = notes(facts, process, numbers, timeline, width, most, look)
     height -= len(remarks)
     # Every phase that ran has a column, and the usual phases of this kind of training.
     columns = [phase for phase in numbers.parts if phase.ran or usual(process, phase.name)]
@@ -104,34 +104,34 @@ def batch(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     if numbers.counted and height >= _TALL:
         texts = (quantity_words(*each, numbers.steps) for each in numbers.counted)
         table.append([(cut(f" {look.glyphs.middot} ".join(texts), width, look.glyphs.more), "")])
-    if scene.view.zoom == "batch":
+    if facts.view.zoom == "batch":
         table.append(_step_count(numbers, width, look))
-    if scene.stall is not None:
+    if facts.stall is not None:
         table = list(map(dimmed, table))
     room = height - len(table)
     below: list[Row] = []
     if timeline is not None and room >= 1 and room != 2:
-        others = _others(scene)
-        most = 1 if room < 6 else max(room // 2, room - 4 if scene.view.zoom is None else 0)
-        sample = scene.state.last_sample
+        others = _others(facts)
+        most = 1 if room < 6 else max(room // 2, room - 4 if facts.view.zoom is None else 0)
+        sample = facts.state.last_sample
         lanes = len(others) or len(timeline.lanes)
         wanted = min(1 + bool(timeline.step.buckets) + (sample is not None) + lanes, most)
         rank = process.rank if others else None
         below = waterfall(timeline, width, wanted, look, numbers.p95_ns, others, sample, rank)
     above = room - len(below)
-    history = _history(scene, process, width, above, look) if above >= 2 else []
+    history = _history(facts, process, width, above, look) if above >= 2 else []
     blank: list[Row] = [[]] * (height - len(table) - len(history) - len(below)) if remarks else []
     return [*table, *history, *below, *blank, *remarks]
 
 
-def _others(scene: Scene) -> list[Process]:
+def _others(facts: Facts) -> list[Process]:
     """The other ranks with a step, the straggler first; empty for a run of one process."""
-    found = scene.state.straggler
+    found = facts.state.straggler
     slow = found.processes if found is not None else ()
     return [
         process
-        for process in sorted(scene.state.training[:_RANKS_DRAWN], key=lambda one: one.process not in slow)
-        if process is not scene.process and process.rank is not None and process.last_step is not None
+        for process in sorted(facts.state.training[:_RANKS_DRAWN], key=lambda one: one.process not in slow)
+        if process is not facts.process and process.rank is not None and process.last_step is not None
     ]
 
 
@@ -207,13 +207,13 @@ def _has_step(width: int, columns: int) -> bool:
     return (width - label) // (columns + 1) >= 7 or (width - label) // columns < 7
 
 
-def _history(scene: Scene, process: Process, width: int, height: int, look: Look) -> list[Row]:
+def _history(facts: Facts, process: Process, width: int, height: int, look: Look) -> list[Row]:
     """The stacked columns with their scale at the left, and a row below with the start of the range and the modes."""
     gutter = 8
     room = width - gutter
-    now = scene.elapsed_ns
-    stalls = [(one.since_ns, now if one.end_ns is None else min(one.end_ns, now)) for one in scene.state.stalls]
-    picture = pictured(process, scene.view.span_s, room, scene.over, stalls)
+    now = facts.elapsed_ns
+    stalls = [(one.since_ns, now if one.end_ns is None else min(one.end_ns, now)) for one in facts.state.stalls]
+    picture = pictured(process, facts.view.span_s, room, facts.over, stalls)
     axis = height >= 3
     bars = height - 1 if axis else height
     top = scale_top(picture.columns)
@@ -266,12 +266,12 @@ def _modes(picture: Picture, width: int, look: Look, ranks: str | None) -> Row:
 
 
 def notes(
-    scene: Scene, process: Process, numbers: Figures, timeline: StepTimeline | None, width: int, most: int, look: Look
+    facts: Facts, process: Process, numbers: Figures, timeline: StepTimeline | None, width: int, most: int, look: Look
 ) -> list[Row]:
     """At most `most` rows of notes on the figures and the last step."""
     usual = [*_between(numbers), *unevenness(process), *host_waits(numbers.parts)]
     texts = [
-        *(usual if scene.stall is None else []),
+        *(usual if facts.stall is None else []),
         *partly_timed(numbers.parts),
         *missing(process, numbers.parts),
     ]

@@ -7,26 +7,26 @@ from dpmon.model.communication import Communication, communication_facts
 from dpmon.model.found_between_ranks import between_ranks
 from dpmon.text.cells import right, wrapped
 from dpmon.text.quantities import duration, percent
+from dpmon.ui.facts import RANK_NAMES, Facts
 from dpmon.ui.look import Look
 from dpmon.ui.panels import panel_ranks
 from dpmon.ui.rows import Row, lines
-from dpmon.ui.scene import RANK_NAMES, Scene
 
 _LABEL = 9
 _NOTHING = "no rank has reported yet how it averages its gradients"
 
 
-def applies(scene: Scene) -> bool:
+def applies(facts: Facts) -> bool:
     """Whether the training process is a rank, alone or beside others."""
-    process = scene.process
+    process = facts.process
     if process is None:
         return False
-    return process.distributed is not None or (process.rank is not None and panel_ranks.applies(scene))
+    return process.distributed is not None or (process.rank is not None and panel_ranks.applies(facts))
 
 
-def title(scene: Scene, look: Look, folded: bool) -> tuple[Row, Row]:
+def title(facts: Facts, look: Look, folded: bool) -> tuple[Row, Row]:
     """The panel's title, and its main number."""
-    found = scene.state.communication
+    found = facts.state.communication
     corner: Row = []
     if found is not None and found.exposed_ns is not None:
         corner = [("exposed", "dim"), (right(duration(found.exposed_ns), 8), "bold")]
@@ -34,12 +34,12 @@ def title(scene: Scene, look: Look, folded: bool) -> tuple[Row, Row]:
     return [(RANK_NAMES["compare"], "title")], corner
 
 
-def table(scene: Scene, width: int, height: int, look: Look, *, advice: bool = True) -> list[Row]:
+def table(facts: Facts, width: int, height: int, look: Look, *, advice: bool = True) -> list[Row]:
     """The panel's rows, inside its frame: figures, facts, and below them what to try (`advice`)."""
-    found = scene.state.communication
+    found = facts.state.communication
     if found is None:
-        return lines(scene.empty_reason(_NOTHING, _NOTHING), width)
-    zoomed = scene.view.zoom == "compare"
+        return lines(facts.empty_reason(_NOTHING, _NOTHING), width)
+    zoomed = facts.view.zoom == "compare"
     above = _facts(found, width, look)
     room = max(height - len(above), 2)
     below = _advice(found, width, None if zoomed else room, look) if advice else []

@@ -14,9 +14,9 @@ from dpmon.store.figures import Figures
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import UNKNOWN, compact, count_of, duration, group, memory, percent, times
 from dpmon.ui.chart import ceiling
+from dpmon.ui.facts import NAMES, Facts
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, lines, width_of
-from dpmon.ui.scene import NAMES, Scene
 from dpmon.ui.waterfall import main_row
 
 _MODES = ("single", "dp")
@@ -26,15 +26,15 @@ _VIRTUAL_SHORT = "virtual replicas show behaviour, not speed"
 _VIRTUAL = "virtual replicas share one device: this shows how dp behaves, not how fast it would be"
 
 
-def figures(scene: Scene) -> Comparison:
+def figures(facts: Facts) -> Comparison:
     """Both modes of the process that represents the run; empty for ranks, which have no mode."""
-    process = scene.process
+    process = facts.process
     return process.compared or Comparison() if process is not None else Comparison()
 
 
-def title(scene: Scene, look: Look, folded: bool) -> tuple[Row, Row]:
+def title(facts: Facts, look: Look, folded: bool) -> tuple[Row, Row]:
     """The panel's title, and its main numbers."""
-    found = figures(scene)
+    found = figures(facts)
     corner: Row = []
     if found.outcome == "even":
         corner = [("too uncertain" if found.uncertain else "no difference shows", "dim")]
@@ -50,12 +50,12 @@ def title(scene: Scene, look: Look, folded: bool) -> tuple[Row, Row]:
     return [(NAMES["compare"], "title")], corner
 
 
-def table(scene: Scene, width: int, height: int, look: Look, *, advice: bool = True) -> list[Row]:
+def table(facts: Facts, width: int, height: int, look: Look, *, advice: bool = True) -> list[Row]:
     """The panel's rows, inside its frame. The conclusion (`advice`) comes last and always fits."""
-    found = figures(scene)
+    found = figures(facts)
     if not found.sides:
-        return [[(scene.empty_reason("no step was traced", "no step has ended yet"), "dim")]]
-    below = _notes(scene, found, width, look) if advice else []
+        return [[(facts.empty_reason("no step was traced", "no step has ended yet"), "dim")]]
+    below = _notes(facts, found, width, look) if advice else []
     made = _CompareTable(found, width, look)
     room = max(height - len(below), 3)
     first = [made.head(), made.step(), made.samples(), *made.within()]
@@ -220,12 +220,12 @@ def _peak(peak: Peak | None) -> str:
     return memory(peak.bytes) if peak.exact else "≤" + memory(peak.bytes)
 
 
-def _notes(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
+def _notes(facts: Facts, found: Comparison, width: int, look: Look) -> list[Row]:
     """The verdict, or why there is none yet, and the caveats."""
     rows: list[Row] = []
-    whole = scene.view.zoom == "compare"
+    whole = facts.view.zoom == "compare"
     text = sentence(found)
-    refused = _refused(scene)
+    refused = _refused(facts)
     rows += lines(refused, width, "wait", None if whole else _REFUSED_ROWS, look.glyphs.more)
     if text is not None:
         rows += lines(text, width, "bold")
@@ -234,8 +234,8 @@ def _notes(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]
     elif len(found.sides) == 1:
         (other,) = (mode for mode in _MODES if mode not in found.sides)
         hint: Row = [(f"{other} was not seen yet: ", "dim"), ("d", "key"), (" switches the running job", "dim")]
-        if not scene.can_toggle:
-            rows += lines(f"{other} was not seen" + (" until then" if scene.playing else ""), width)
+        if not facts.can_toggle:
+            rows += lines(f"{other} was not seen" + (" until then" if facts.playing else ""), width)
         else:
             rows.append(hint if width_of(hint) <= width else hint[:2])
     elif found.missing:
@@ -249,19 +249,19 @@ def _notes(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]
     return rows
 
 
-def _refused(scene: Scene) -> str:
+def _refused(facts: Facts) -> str:
     """The refused mode with its roots and the reasons, while the refusal is the newest answer.
 
     If other roots run in that mode (a model but not its loss), the refusal appears only on the full screen.
     """
-    process = scene.process
+    process = facts.process
     if process is None or not process.refusals:
         return ""
     several = len(process.calls) > 1
     roots_by_text: dict[str, list[str]] = {}
     for root, refusal in process.refusals.items():
         stepped = process.last_step.mode if process.last_step is not None else process.mode
-        if refusal.mode == stepped and scene.view.zoom != "compare":
+        if refusal.mode == stepped and facts.view.zoom != "compare":
             continue
         roots_by_text.setdefault(f"{refusal.mode} refused{{}}: {clean(refusal.reason, 300)}", []).append(
             clean(root, 60)

@@ -17,10 +17,10 @@ from dpmon.record.plainjson import number_in
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.quantities import UNKNOWN, memory, memory_of
 from dpmon.ui.chart import area, filled_bar, history, resampled
-from dpmon.ui.device_facts import device_name, facts, label, mine, reasons, rounded
+from dpmon.ui.device_facts import device_name, fact_rows, label, mine, reasons, rounded
+from dpmon.ui.facts import NAMES, Facts
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, fit, lines, width_of
-from dpmon.ui.scene import NAMES, Scene
 
 _SHOWN = ("util_pct", "mem_used_bytes", "mem_total_bytes", "temperature_c", "power_w", "sm_clock_mhz", "of_run")
 """The GPU fields of the small panel, which gives the reason if one is missing."""
@@ -38,16 +38,16 @@ _LEAST_REASON = 20
 """Fewest cells for the reason beside the run's part; all of it stands in the full-size panel."""
 
 
-def _tracks(scene: Scene) -> list[tuple[int, DeviceTrack]]:
+def _tracks(facts: Facts) -> list[tuple[int, DeviceTrack]]:
     """The GPUs, the run's own first."""
-    return sorted(scene.state.devices.items(), key=lambda item: (not mine(item[1].data), item[0]))
+    return sorted(facts.state.devices.items(), key=lambda item: (not mine(item[1].data), item[0]))
 
 
-def wanted_rows(scene: Scene) -> int:
+def wanted_rows(facts: Facts) -> int:
     """Rows that the whole content needs."""
-    count = len(scene.state.devices)
+    count = len(facts.state.devices)
     rows = (3 * count if count <= 2 else 2 * count if count <= 4 else count) + 1 if count else 2
-    more = len(_held(scene))
+    more = len(_held(facts))
     return rows + min(more, 8) + (count > 0) if more else rows
 
 
@@ -57,9 +57,9 @@ def _one_name(tracks: Sequence[tuple[int, DeviceTrack]]) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def title(scene: Scene, look: Look) -> tuple[Row, Row]:
+def title(facts: Facts, look: Look) -> tuple[Row, Row]:
     """The panel's title, and its main number."""
-    tracks = _tracks(scene)
+    tracks = _tracks(facts)
     dot = f" {look.glyphs.middot} "
     if tracks:
         name = _one_name(tracks)
@@ -68,7 +68,7 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
             many = f"{len(tracks)} {look.glyphs.times} " if len(tracks) > 1 else ""
             head.append((f"{dot}{many}{cut(name, 24, look.glyphs.more)}", ""))
         return head, [("util ", "dim"), (_uses(tracks), "")]
-    cpu = number_in(scene.state.host.data, "cpu_pct")
+    cpu = number_in(facts.state.host.data, "cpu_pct")
     return [(NAMES["devices"], "title"), (f"{dot}host", "")], [
         ("cpu ", "dim"),
         (right(rounded(cpu, "%"), 5), ""),
@@ -85,20 +85,20 @@ def _uses(tracks: Sequence[tuple[int, DeviceTrack]]) -> str:
     return f"{min(known):3.0f} to {max(known):3.0f} %" if known else UNKNOWN
 
 
-def devices(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+def devices(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame."""
-    tracks = _tracks(scene)
+    tracks = _tracks(facts)
     if not tracks:
-        return [*host(scene, width, height, look), *_memory_rows(scene, width, with_reasons=False)]
+        return [*host(facts, width, height, look), *_memory_rows(facts, width, with_reasons=False)]
     remarks = _below(tracks, width, look)
-    held_rows = _memory_rows(scene, width)
+    held_rows = _memory_rows(facts, width)
     room = height - len(remarks)
     each = next((each for each in (3, 2) if each * len(tracks) <= room - len(held_rows)), 0)
     each = each or (1 if len(tracks) <= room else 0)
     if each == 0 and width >= _GRID:
-        rows = _grid(tracks, width, scene, look)
+        rows = _grid(tracks, width, facts, look)
     else:
-        table = _DeviceTable(tracks, width, scene, look)
+        table = _DeviceTable(tracks, width, facts, look)
         rows = [row for index, track in tracks for row in table.rows(index, track, max(each, 1))]
     left = height - len(rows) - len(remarks)
     if held_rows and left > 0:
@@ -109,31 +109,31 @@ def devices(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     return rows + remarks
 
 
-def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """The panel at full size: everything that is known of each device."""
-    tracks = _tracks(scene)
-    span = scene.device_span_s
-    more = _memory_rows(scene, width)
+    tracks = _tracks(facts)
+    span = facts.device_span_s
+    more = _memory_rows(facts, width)
     if not tracks:
-        return [*host(scene, width, max(height - len(more), 3), look, tall=True), *more]
+        return [*host(facts, width, max(height - len(more), 3), look, tall=True), *more]
     rows: list[Row] = [*more, []] if more else []
     tall = 3 if len(tracks) <= 2 and height >= 20 else 2 if len(tracks) <= 4 else 1
     for index, track in tracks:
-        rows += [*facts(index, track, width, tall, span, look), []]
+        rows += [*fact_rows(index, track, width, tall, span, look), []]
     return rows[:-1]
 
 
 # ------------------------------------------------------------------------------------------------ memory by holder
 
 
-def _held(scene: Scene) -> list[Held]:
-    return held_by(scene.state.training, scene.state.focus)
+def _held(facts: Facts) -> list[Held]:
+    return held_by(facts.state.training, facts.state.focus)
 
 
-def _memory_rows(scene: Scene, width: int, *, with_reasons: bool = True) -> list[Row]:
+def _memory_rows(facts: Facts, width: int, *, with_reasons: bool = True) -> list[Row]:
     """A row for each device with known torch memory: how much models, gradients and optimizers take."""
     rows: list[Row] = []
-    found = _held(scene)
+    found = _held(facts)
     for one in found:
         parts = [("model", one.model), ("grads", one.gradients), ("optim", one.optimizer)]
         parts += [("rest", one.rest), ("peak", one.peak)]
@@ -159,8 +159,8 @@ def _memory_rows(scene: Scene, width: int, *, with_reasons: bool = True) -> list
 class _DeviceTable:
     """Columns of a row per GPU. Their widths depend only on the panel's width and the GPUs' names."""
 
-    def __init__(self, tracks: Sequence[tuple[int, DeviceTrack]], width: int, scene: Scene, look: Look) -> None:
-        self.width, self.look, self.span = width, look, scene.device_span_s
+    def __init__(self, tracks: Sequence[tuple[int, DeviceTrack]], width: int, facts: Facts, look: Look) -> None:
+        self.width, self.look, self.span = width, look, facts.device_span_s
         names = [] if _one_name(tracks) else [device_name(track.data) for _, track in tracks]
         self.head = max(3, *(span_width(label(index, track.data)) for index, track in tracks)) + 1
         self.name = min(max(map(span_width, names), default=0), 20 if width >= 90 else 10)
@@ -257,7 +257,7 @@ def _figures(data: Mapping[str, Any], style: str, widths: tuple[int, int, int], 
     ]
 
 
-def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, scene: Scene, look: Look) -> list[Row]:
+def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, facts: Facts, look: Look) -> list[Row]:
     """Two GPUs in a row: use and memory in per cent."""
     cell = (width - 2) // 2
     head = max(span_width(label(index, track.data)) for index, track in tracks) + 1
@@ -271,7 +271,7 @@ def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, scene: Scene, l
         share = track.mem[-1] if track.mem else None
         return [
             (label(index, track.data).ljust(head), style or "bold"),
-            (history(track.util, track.second, scene.device_span_s, graph, look.glyphs), style or "bar"),
+            (history(track.util, track.second, facts.device_span_s, graph, look.glyphs), style or "bar"),
             (right(rounded(util, "%"), 6), style or "bold"),
             (" ", ""),
             *_memory_bar(track.data, space, look),
@@ -305,9 +305,9 @@ def _below(tracks: Sequence[tuple[int, DeviceTrack]], width: int, look: Look) ->
 # ------------------------------------------------------------------------------------------------ the host
 
 
-def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) -> list[Row]:
+def host(facts: Facts, width: int, height: int, look: Look, tall: bool = False) -> list[Row]:
     """Two rows: the host's load and the run's part, and why there is no GPU; `tall`: at full size, at most `height`."""
-    track = scene.state.host
+    track = facts.state.host
     data = track.data
     if not data:
         return [[("no sample yet", "dim")]]
@@ -316,18 +316,18 @@ def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) 
     load: Row = [(right(rounded(cpu, "%"), 6), "bold")]
     load += [("  mem ", "dim"), (right(memory_of(used, total), 16), "")]
     of_run: Row = [("  this run", "dim")]
-    if scene.over and own is None and held is None:
+    if facts.over and own is None and held is None:
         of_run.append((" has ended", ""))
     else:
         of_run += [(right(UNKNOWN if own is None else f"{own / 100:.2f}", 5), ""), (" cores", "dim")]
         of_run += [(right(memory(held), 10), "")]
     whole = [*load, *of_run] if tall or width >= width_of([*load, *of_run]) + 9 + _LEAST_GRAPH else load
     graph = max(min(width - 9 - width_of(whole), 60), 6)
-    load_so_far = history(track.util, track.second, scene.device_span_s, graph, look.glyphs)
+    load_so_far = history(track.util, track.second, facts.device_span_s, graph, look.glyphs)
     rows: list[Row] = [[("host cpu ", "dim"), (load_so_far, "bar"), *whole]]
     if tall:
         dots = width * (2 if look.glyphs.braille else 1)
-        values = resampled(track.util, track.second + 1, scene.device_span_s, dots)
+        values = resampled(track.util, track.second + 1, facts.device_span_s, dots)
         rows += [[(text, "bar")] for text in area(values, width, min(max(height - 4, 1), 8), 100.0, look.glyphs)]
     reason = data.get("gpu_absent")
     text = reasons([data])
@@ -336,6 +336,6 @@ def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) 
         text = f"{absent}; {text}" if text else absent
     short: Row = [("  run", "dim"), *of_run[1:]]
     left = width - width_of(short)
-    if whole is load and left >= _LEAST_REASON and not scene.over:
+    if whole is load and left >= _LEAST_REASON and not facts.over:
         return [*rows, [*fit([(clean(text, 600), "dim")], left, look.glyphs.more), *short]]
     return rows + lines(clean(text, 600), width, most=max(height - len(rows), 1) if tall else 1, more=look.glyphs.more)

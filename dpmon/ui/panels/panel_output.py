@@ -13,9 +13,9 @@ from dpmon.run.files import open_file
 from dpmon.run.notes import READ_BYTES
 from dpmon.text.cells import span_width
 from dpmon.text.quantities import group
+from dpmon.ui.facts import NAMES, Facts
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, cropped, merged, plain, width_of
-from dpmon.ui.scene import NAMES, Scene
 from dpmon.ui.terminal_text import HEIGHT, TerminalPage
 
 ROWS = 5000
@@ -209,7 +209,7 @@ def marked(row: Row, needle: str) -> Row:
     return merged(cells)
 
 
-def title(output: Output, scene: Scene, width: int, look: Look) -> tuple[Row, Row]:
+def title(output: Output, facts: Facts, width: int, look: Look) -> tuple[Row, Row]:
     """The panel's title and the position in the file, for a frame of `width` cells."""
     tail = output.tail
     name: Row = [(NAMES["output"], "title")]
@@ -219,10 +219,10 @@ def title(output: Output, scene: Scene, width: int, look: Look) -> tuple[Row, Ro
         return name, []
     shift: Row = [(f"column {output.left + 1}  ", "wait")] if output.left else []
     if output.top is None:
-        if scene.playing is not None and not scene.over:  # the output's lines have no times
+        if facts.playing is not None and not facts.over:  # the output's lines have no times
             words = "of the whole run, not only up to this time"
             return name, [*shift, (words if width >= len(words) + 28 else "of the whole run", "wait")]
-        return name, [*shift, ("the end" if scene.over else "following", "dim")]
+        return name, [*shift, ("the end" if facts.over else "following", "dim")]
     return name, [*shift, (place_of(tail, output.top), "wait")]
 
 

@@ -15,11 +15,11 @@ from dpmon.model.stragglers import RankTimes, Straggler, in_short, sentence
 from dpmon.text.cells import right, span_width
 from dpmon.text.quantities import UNKNOWN, count_of, duration, group
 from dpmon.ui.chart import busy_bar, busy_legend
+from dpmon.ui.facts import RANK_NAMES, Facts, devices_in_short
 from dpmon.ui.look import Look
 from dpmon.ui.panels.panel_replicas import every_size, kind, name_of, shown, size_text
 from dpmon.ui.panels.panel_status import reports_straggler
 from dpmon.ui.rows import Row, TableColumn, fit, lines, table_rows, width_of
-from dpmon.ui.scene import RANK_NAMES, Scene, devices_in_short
 
 MAPPED = 16
 """More ranks than this are drawn as a map."""
@@ -46,49 +46,49 @@ class _Rank(NamedTuple):
     times: RankTimes
 
 
-def applies(scene: Scene) -> bool:
+def applies(facts: Facts) -> bool:
     """Whether several processes train side by side, none of them over replicas of its own."""
-    processes = scene.state.training
+    processes = facts.state.training
     if len(processes) < 2:
         return False
-    track = shown(scene)
+    track = shown(facts)
     return track is None or len(track.last.replicas) <= 1
 
 
-def _rows(scene: Scene, room: int) -> list[tuple[Process, CallTrack | None]]:
+def _rows(facts: Facts, room: int) -> list[tuple[Process, CallTrack | None]]:
     """At most `room` processes, each with its chosen or newest call."""
-    processes = scene.state.training
-    track = shown(scene)
+    processes = facts.state.training
+    track = shown(facts)
     key = (track.last.root, track.last.via) if track is not None else ("", None)
     rows = [(process, process.calls.get(key, process.newest)) for process in processes]
     return rows[: max(room, 1)]
 
 
-def _known(scene: Scene) -> Communication | None:
+def _known(facts: Facts) -> Communication | None:
     """The communication of the ranks, if their waits are known."""
-    found = scene.state.communication
+    found = facts.state.communication
     return found if found is not None and found.known else None
 
 
-def mapped(scene: Scene) -> bool:
+def mapped(facts: Facts) -> bool:
     """Whether there are too many ranks for one row each, so that a map is drawn."""
-    return applies(scene) and _known(scene) is not None and len(scene.state.training) > MAPPED
+    return applies(facts) and _known(facts) is not None and len(facts.state.training) > MAPPED
 
 
-def wanted_rows(scene: Scene) -> int:
+def wanted_rows(facts: Facts) -> int:
     """Rows that the whole content needs."""
-    count = len(scene.state.training)
-    found = _known(scene)
+    count = len(facts.state.training)
+    found = _known(facts)
     if found is None:
         return count + 2
     note_rows = 1  # always reserved, so that the panels keep their places
     return (WORST + 4 if count > MAPPED else count) + note_rows
 
 
-def title(scene: Scene, look: Look) -> tuple[Row, Row]:
+def title(facts: Facts, look: Look) -> tuple[Row, Row]:
     """The panel's title, and its main number."""
-    processes = scene.state.training
-    track = shown(scene)
+    processes = facts.state.training
+    track = shown(facts)
     what: Row = []
     if track is not None:
         what = [*kind(track.last, look), (name_of(track.last, f" {look.glyphs.middot} "), "")]
@@ -97,26 +97,26 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     return [(RANK_NAMES["replicas"], "title"), *what], corner
 
 
-def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame.
 
     Rows that do not fit come last, below the lines about all ranks.
     """
-    found = _known(scene)
+    found = _known(facts)
     if found is None:
-        return _sizes_table(scene, width, height, look)
-    head, *rows = _times_table(scene, found, width, height, look)
-    many_ranks = len(scene.state.training) > MAPPED
-    above = [*rank_map(found.ranks, scene.state.straggler, width, look), legend(width, look)] if many_ranks else []
-    if scene.view.zoom is None:  # the slowest rank's row is more important than the whole map
+        return _sizes_table(facts, width, height, look)
+    head, *rows = _times_table(facts, found, width, height, look)
+    many_ranks = len(facts.state.training) > MAPPED
+    above = [*rank_map(found.ranks, facts.state.straggler, width, look), legend(width, look)] if many_ranks else []
+    if facts.view.zoom is None:  # the slowest rank's row is more important than the whole map
         del above[max(height - 2, 1) :]
     room = max(height - len(above) - 1, 1)
-    remarks = _notes(scene, found, width, room, len(rows), look)
+    remarks = _notes(facts, found, width, room, len(rows), look)
     room = max(room - len(remarks), 1)
-    slow = scene.state.straggler
+    slow = facts.state.straggler
     order = list(range(len(rows)))
     if not many_ranks and slow is not None:
-        order = _slow_in_room(_ranks(scene, found), slow, room)
+        order = _slow_in_room(_ranks(facts, found), slow, room)
     drawn = [rows[index] for index in order]
     return [*above, head, *drawn[:room], *remarks, *drawn[room:]]
 
@@ -134,15 +134,15 @@ def _slow_in_room(ranks: Sequence[_Rank], slow: Straggler, room: int) -> list[in
 # ------------------------------------------------------------------------------------------------ who waits
 
 
-def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int, look: Look) -> list[Row]:
+def _notes(facts: Facts, found: Communication, width: int, room: int, ranks: int, look: Look) -> list[Row]:
     """The lines below the ranks: who delays the others, then notes. One row of `room` is left for a rank.
 
     The sentence about a slow rank is short if the full one does not fit below all ranks.
     """
-    slow = scene.state.straggler
+    slow = facts.state.straggler
     most = max(room - 1, 0)
     rows: list[Row] = []
-    if reports_straggler(scene, look) and scene.view.zoom != "replicas":
+    if reports_straggler(facts, look) and facts.view.zoom != "replicas":
         pass
     elif slow is not None:
         whole = lines(sentence(slow, lately=True), width, "wait")
@@ -152,26 +152,26 @@ def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int
         rows += lines(f"no rank holds the others up (last {count_of(found.joined, 'step')})", width)
     for note in found.other_waits():
         rows += lines(note, width)
-    rows += _missing([process for process, _ in _rows(scene, len(found.ranks))], len(scene.state.training))
+    rows += _missing([process for process, _ in _rows(facts, len(found.ranks))], len(facts.state.training))
     return rows[:most]
 
 
-def _ranks(scene: Scene, found: Communication) -> list[_Rank]:
+def _ranks(facts: Facts, found: Communication) -> list[_Rank]:
     """The ranks of the table by number; if there are many, only the slowest ranks, the slowest first."""
-    processes = _rows(scene, len(found.ranks))
+    processes = _rows(facts, len(found.ranks))
     times = {one.process: one for one in found.ranks}
     rows = [_Rank(process, track, times[process.process]) for process, track in processes if process.process in times]
     if len(processes) <= MAPPED:
         return rows
     known = [one for one in rows if one.times.wait_ns is not None]
-    slow = scene.state.straggler
+    slow = facts.state.straggler
     return sorted(known, key=lambda one: (not _is_slow(slow, one), one.times.wait_ns or 0.0))[:WORST]
 
 
-def _times_table(scene: Scene, found: Communication, width: int, height: int, look: Look) -> list[Row]:
+def _times_table(facts: Facts, found: Communication, width: int, height: int, look: Look) -> list[Row]:
     """A header and one row per rank: mean times, and a bar of its step."""
-    ranks = _ranks(scene, found)
-    slow = scene.state.straggler
+    ranks = _ranks(facts, found)
+    slow = facts.state.straggler
     device = min(max([span_width(_device(one)) for one in ranks] + [6]), 10)
     fixed = _LABEL + device + 1
     cell, gap = (9, " ") if width >= fixed + 9 * len(_NAMES) + _LEAST_BAR + 1 else (7, "")
@@ -254,10 +254,10 @@ def _device(one: _Rank) -> str:
 # ------------------------------------------------------------------------------------------------ sizes
 
 
-def _sizes_table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+def _sizes_table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """A header, one row per rank with its sizes and medians, and why the waits are unknown."""
-    count = len(scene.state.training)
-    rows = _rows(scene, max(height, 2) + 1 + scene.view.scrolled.get("replicas", 0))
+    count = len(facts.state.training)
+    rows = _rows(facts, max(height, 2) + 1 + facts.view.scrolled.get("replicas", 0))
     ins = [size_text(track.last.inputs) if track else UNKNOWN for _, track in rows]
     outs = [size_text(track.last.outputs) if track else UNKNOWN for _, track in rows]
     device = min(max([span_width(_of_call(track)) for _, track in rows] + [6]), 10)
@@ -283,7 +283,7 @@ def _sizes_table(scene: Scene, width: int, height: int, look: Look) -> list[Row]
     drawn = table_rows(columns, look.glyphs.more)
     drawn += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
     drawn += _missing([process for process, _ in rows], count)
-    found = scene.state.communication
+    found = facts.state.communication
     if found is not None and found.missing is not None:
         drawn += lines(found.missing, width)
     return drawn
@@ -307,11 +307,11 @@ def _of_call(track: CallTrack | None) -> str:
     return clean(devices[0], 20) if devices else UNKNOWN
 
 
-def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """The panel at full size: the table, then every size of every rank by its path."""
-    drawn = table(scene, width, height, look)
+    drawn = table(facts, width, height, look)
     drawn.append([])
-    for process, track in _rows(scene, height + scene.view.scrolled.get("replicas", 0)):
+    for process, track in _rows(facts, height + facts.view.scrolled.get("replicas", 0)):
         pid, ranks = process.info.pid, process.info.world or UNKNOWN
         who = f"process {process.process}" if process.rank is None else f"rank {process.rank} of {ranks}"
         drawn.append([(f"{who}  {_of_call(track)}", "bold"), (f"  pid {UNKNOWN if pid is None else pid}", "dim")])

@@ -11,9 +11,9 @@ from dpmon.record.kinds import Call, Size, rows_of
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.quantities import UNKNOWN, count_of, duration, group, memory
 from dpmon.ui.chart import filled_bar, range_bar
+from dpmon.ui.facts import NAMES, Facts, mode_words
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, TableColumn, lines, table_rows
-from dpmon.ui.scene import NAMES, Scene, mode_words
 
 
 class CallChoice(NamedTuple):
@@ -41,22 +41,22 @@ def choices(process: Process | None) -> list[CallChoice]:
     return found
 
 
-def chosen(scene: Scene) -> tuple[CallChoice | None, int, int]:
+def chosen(facts: Facts) -> tuple[CallChoice | None, int, int]:
     """The current choice, its number from 1 (0: always the root called last), and the number of choices."""
-    process = scene.process
+    process = facts.process
     if process is None or process.newest is None:
         return None, 0, 0
     all_of_them = choices(process)
     count = len(all_of_them)
-    if scene.view.root and count > 1:
-        index = (scene.view.root - 1) % count
+    if facts.view.root and count > 1:
+        index = (facts.view.root - 1) % count
         return all_of_them[index], index + 1, count
     return CallChoice(process.newest, 1, 1), 0, count
 
 
-def shown(scene: Scene) -> CallTrack | None:
+def shown(facts: Facts) -> CallTrack | None:
     """The root that the panel shows: the one called last, or the one that the user chose."""
-    choice = chosen(scene)[0]
+    choice = chosen(facts)[0]
     return choice.track if choice is not None else None
 
 
@@ -65,18 +65,18 @@ def _staged(call: Call) -> bool:
     return not call.replicas and len(call.devices) > 1 and call.mode != "dp"
 
 
-def wanted_rows(scene: Scene) -> int:
+def wanted_rows(facts: Facts) -> int:
     """Rows that the whole content needs."""
-    track = shown(scene)
+    track = shown(facts)
     if track is None:
         return 3
     call = track.last
     return len(call.stages) + 2 if _staged(call) else max(len(call.devices), len(call.replicas), 1) + 1
 
 
-def title(scene: Scene, look: Look) -> tuple[Row, Row]:
+def title(facts: Facts, look: Look) -> tuple[Row, Row]:
     """The panel's title, and its main number."""
-    choice, which, count = chosen(scene)
+    choice, which, count = chosen(facts)
     if choice is None:
         return [(NAMES["replicas"], "title")], []
     call = choice.track.last
@@ -100,11 +100,11 @@ def kind(call: Call, look: Look) -> Row:
     return [(f" {look.glyphs.middot} ", ""), (word, "wait")] if word else []
 
 
-def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame: a header, a row per replica, idle devices, missing values and why."""
-    track = shown(scene)
+    track = shown(facts)
     if track is None:
-        return [[(scene.empty_reason("no call was traced", "no call yet"), "dim")]]
+        return [[(facts.empty_reason("no call was traced", "no call yet"), "dim")]]
     call = track.last
     staged = _staged(call)
     rows = _stages(track, width, look) if staged else _replicas(track, width, height, look)
@@ -112,7 +112,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
         rows.append([("the forward raised an exception", "bad")])
     for reason in call.absent.values():
         rows += lines(clean(reason, 300), width, most=None if staged else 1, more=look.glyphs.more)
-    process = scene.process
+    process = facts.process
     if process is not None and call.virtual and len(rows) < height:
         shared = "one GPU" if any(device.startswith("cuda") for device in call.devices) else "this machine's processor"
         rows.append([(f"virtual: the replicas share {shared}", "dim")] if process.mode == "dp" else [])
@@ -291,15 +291,15 @@ def _what_times(track: CallTrack) -> str:
     )
 
 
-def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """The panel at full size: the table, then every size of every replica or stage by its path."""
-    rows = table(scene, width, height, look)
-    track = shown(scene)
+    rows = table(facts, width, height, look)
+    track = shown(facts)
     if track is None:
         return rows
     rows.append([])
     if not _staged(track.last):
-        mode, where = mode_words(scene.process, look.glyphs.times)
+        mode, where = mode_words(facts.process, look.glyphs.times)
         rows.append([(f"mode {mode}  {where}", "dim")])
         rows += lines(_what_times(track), width)
         rows.append([])

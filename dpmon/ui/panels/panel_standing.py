@@ -11,9 +11,9 @@ from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.text.cells import wrapped
 from dpmon.text.quantities import UNKNOWN, count_of, group, percent
+from dpmon.ui.facts import NAMES, RANK_NAMES, SECOND, Facts, devices_in_short, in_ranges
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, lines, width_of
-from dpmon.ui.scene import NAMES, RANK_NAMES, SECOND, Scene, devices_in_short, in_ranges
 
 _KEYS = (("enter", "stacks"), ("w", "stacks now"), ("x", "stop"))
 _MOST_CORES = 10_000
@@ -58,24 +58,24 @@ def _standing(one: Mapping[str, Any], noticed_ns: int, state: State) -> _Standin
     )
 
 
-def _standings(scene: Scene) -> list[_Standing]:
-    stall = scene.stall
+def _standings(facts: Facts) -> list[_Standing]:
+    stall = facts.stall
     if stall is None:
         return []
     noticed_ns = ns_in(stall.record, "t_s") or stall.noticed_ns
-    return [_standing(one, noticed_ns, scene.state) for one in stall.ranks if one.get("apart") is not True]
+    return [_standing(one, noticed_ns, facts.state) for one in stall.ranks if one.get("apart") is not True]
 
 
-def wanted_rows(scene: Scene) -> int:
+def wanted_rows(facts: Facts) -> int:
     """Rows that the whole content needs, without the two that the layout reserves for others' headings."""
-    ranks = _standings(scene)
+    ranks = _standings(facts)
     waiting = len({one.words for one in ranks if one.waits})
     return max(2 * sum(not one.waits for one in ranks) + waiting, 2)
 
 
-def title(scene: Scene, look: Look) -> tuple[Row, Row]:
+def title(facts: Facts, look: Look) -> tuple[Row, Row]:
     """The panel's title, and the step in which the run stalled."""
-    ranks = _standings(scene)
+    ranks = _standings(facts)
     guilty = [one for one in ranks if not one.waits] or ranks
     steps = [one.step for one in guilty if one.step is not None]
     word = f"stalled at step {group(min(steps))}" if steps else "stalled"
@@ -83,36 +83,36 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     return [((RANK_NAMES if ranked else NAMES)["replicas"], "title")], [(word, "bad")]
 
 
-def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame. What gives way first: the keys, then step, state and CPU of each rank."""
-    ranks = _standings(scene)
+    ranks = _standings(facts)
     if not ranks:
-        text = "" if scene.stall is None else clean(scene.stall.text, 400)
+        text = "" if facts.stall is None else clean(facts.stall.text, 400)
         return lines(text or "the record of the stall is damaged", width, "bad", height, look.glyphs.more)
     guilty, waiting = ([one for one in ranks if one.waits is waits] for waits in (False, True))
-    below = _folded(waiting, scene, look)
-    detailed, brief = (_guilty(guilty, scene, width, look, details=details) for details in (True, False))
+    below = _folded(waiting, facts, look)
+    detailed, brief = (_guilty(guilty, facts, width, look, details=details) for details in (True, False))
     rows = next((above for above in (detailed, brief) if len(above) + len(below) <= height), None)
-    rows = [*(rows if rows is not None else _folded(guilty, scene, look)), *below]
-    keys = _keys(scene)
+    rows = [*(rows if rows is not None else _folded(guilty, facts, look)), *below]
+    keys = _keys(facts)
     if not keys or len(rows) >= height:
         return rows
     return [*rows, [], keys] if len(rows) + 2 <= height else [*rows, keys]
 
 
-def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """The panel at full size: the table, then the stacks of the recorded stall."""
-    stall = scene.stall
+    stall = facts.stall
     found = [] if stall is None else lines_of(stall.record, width=width)
     begin = next((index for index, (text, _) in enumerate(found) if index > 1 and not text), len(found))
-    return [*table(scene, width, height, look), *([(text, style)] for text, style in found[begin:])]
+    return [*table(facts, width, height, look), *([(text, style)] for text, style in found[begin:])]
 
 
-def _seconds(since_ns: int | None, scene: Scene) -> str:
-    return UNKNOWN if since_ns is None else f"{max(scene.elapsed_ns - since_ns, 0) / SECOND:,.0f} s"
+def _seconds(since_ns: int | None, facts: Facts) -> str:
+    return UNKNOWN if since_ns is None else f"{max(facts.elapsed_ns - since_ns, 0) / SECOND:,.0f} s"
 
 
-def _guilty(ranks: Sequence[_Standing], scene: Scene, width: int, look: Look, *, details: bool) -> list[Row]:
+def _guilty(ranks: Sequence[_Standing], facts: Facts, width: int, look: Look, *, details: bool) -> list[Row]:
     """The rows of the ranks that the others wait for; `details`: also step, state and CPU of each."""
     numbers = ["" if one.number is None else str(one.number) for one in ranks]
     number, device = (max(map(len, texts), default=0) for texts in (numbers, [one.device for one in ranks]))
@@ -120,7 +120,7 @@ def _guilty(ranks: Sequence[_Standing], scene: Scene, width: int, look: Look, *,
     for one, text in zip(ranks, numbers, strict=True):
         head: Row = [(f"{look.glyphs.focus} ", "bad"), (text.rjust(number) + " " * bool(number), "bad")]
         head += [(one.device.ljust(device) + "  ", "")] if device else []
-        head.append((_seconds(one.since_ns, scene).rjust(6) + "  ", "bold"))
+        head.append((_seconds(one.since_ns, facts).rjust(6) + "  ", "bold"))
         indent = width_of(head)
         room = max(width - indent, 10)
         if details and len(one.words) + 2 + len(one.details) <= room:
@@ -132,7 +132,7 @@ def _guilty(ranks: Sequence[_Standing], scene: Scene, width: int, look: Look, *,
     return rows
 
 
-def _folded(ranks: Sequence[_Standing], scene: Scene, look: Look) -> list[Row]:
+def _folded(ranks: Sequence[_Standing], facts: Facts, look: Look) -> list[Row]:
     """A row for all ranks that stand in the same place, with the time since the last one came."""
     groups: dict[str, list[_Standing]] = {}
     for one in ranks:
@@ -147,15 +147,15 @@ def _folded(ranks: Sequence[_Standing], scene: Scene, look: Look) -> list[Row]:
         since = max((one.since_ns for one in own if one.since_ns is not None), default=None)
         text = f"{'waits' if len(own) == 1 else 'wait'} {words}" if own[0].waits else words
         mark, style = ("  ", "") if own[0].waits else (f"{look.glyphs.focus} ", "bad")
-        rows.append([(mark, style), (named, style), (f" {text}  {_seconds(since, scene)}", "dim")])
+        rows.append([(mark, style), (named, style), (f" {text}  {_seconds(since, facts)}", "dim")])
     return rows
 
 
-def _keys(scene: Scene) -> Row:
+def _keys(facts: Facts) -> Row:
     """The keys that help now."""
-    live = not scene.over and scene.playing is None
-    here = scene.view.focus == "replicas" and scene.view.zoom is None
-    works = (here, live, live and scene.stopping is None)
+    live = not facts.over and facts.playing is None
+    here = facts.view.focus == "replicas" and facts.view.zoom is None
+    works = (here, live, live and facts.stopping is None)
     row: Row = []
     for key, word in (one for one, now in zip(_KEYS, works, strict=True) if now):
         row += [("  " if row else "", ""), (key, "key"), (f" {word}", "dim")]

@@ -81,7 +81,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class Facts:
     """One instant of a run. Times are ns since the run's start."""
 
     state: State
@@ -191,54 +191,54 @@ class Life(NamedTuple):
     detail: str = ""
 
 
-def life(scene: Scene) -> Life:
+def life(facts: Facts) -> Life:
     """The run's current activity in everyday words."""
-    if scene.ended is not None:
-        return _outcome(scene.ended)
-    if scene.alive is False:
+    if facts.ended is not None:
+        return _outcome(facts.ended)
+    if facts.alive is False:
         return Life("ended", "bad", "status unknown")
-    process = scene.process
-    activity = scene.activities.get(process.process) if process is not None else None
-    if scene.ending:
+    process = facts.process
+    activity = facts.activities.get(process.process) if process is not None else None
+    if facts.ending:
         return Life("ending", "wait", "the command has ended")
     doing, since = activity if activity is not None else ("", 0)
-    spent = scene.now_ns - since if since > 0 else 0
-    found = scene.run_state
-    lasted = "" if found.since_ns is None else f"{(scene.now_ns - found.since_ns) / 1e9:.0f} s"
+    spent = facts.now_ns - since if since > 0 else 0
+    found = facts.run_state
+    lasted = "" if found.since_ns is None else f"{(facts.now_ns - found.since_ns) / 1e9:.0f} s"
     if found.word == PAUSED:
         return Life(PAUSED, "wait", lasted)
-    if scene.reading:
-        newest = scene.state.newest_ns
-        return Life(READING, "wait", f"{clock(newest)} of {clock(scene.now_ns)}" if newest >= 0 else "")
+    if facts.reading:
+        newest = facts.state.newest_ns
+        return Life(READING, "wait", f"{clock(newest)} of {clock(facts.now_ns)}" if newest >= 0 else "")
     if found.word == WAITING_FOR_INPUT:
-        return Life(WAITING_FOR_INPUT, "wait", f"{lasted}{': press i' if scene.can_type else ''}")
+        return Life(WAITING_FOR_INPUT, "wait", f"{lasted}{': press i' if facts.can_type else ''}")
     if found.word == STALLED:
         return Life(STALLED.upper(), "bad", lasted)
     if process is None or process.seen_ns < 0:
-        return _before_first_batch(scene, doing, spent)
+        return _before_first_batch(facts, doing, spent)
     # An evaluation that has ended while the training waits for it does not count as an end.
-    if doing == "ended" and all_finished(scene.state, scene.activities):
+    if doing == "ended" and all_finished(facts.state, facts.activities):
         # Another training is starting, and none of its steps was seen yet.
-        if scene.stage is not None and scene.stage[1] > max(scene.state.newest_ns, process.seen_ns):
-            return _before_first_batch(scene, "", 0)
+        if facts.stage is not None and facts.stage[1] > max(facts.state.newest_ns, process.seen_ns):
+            return _before_first_batch(facts, "", 0)
         return Life("ending", "wait", "the training process is exiting")
     if found.word in (WAITING_FOR_DATA, QUIET):
         return Life(found.word, "wait", lasted)
-    long = scene.now_ns - process.seen_ns > QUIET_SHOWN_NS and doing in SPAN_PHASES
+    long = facts.now_ns - process.seen_ns > QUIET_SHOWN_NS and doing in SPAN_PHASES
     return Life(found.word, "good", f"in {doing} {spent / 1e9:.0f} s" if long else "")
 
 
-def state_words(scene: Scene) -> str | None:
+def state_words(facts: Facts) -> str | None:
     """Why a run that is not stalled makes no progress; None if it makes some."""
-    found = life(scene)
+    found = life(facts)
     return None if found.style == "good" else f"{found.word}: {found.detail}".rstrip(": ")
 
 
-def _before_first_batch(scene: Scene, doing: str, spent: int) -> Life:
+def _before_first_batch(facts: Facts, doing: str, spent: int) -> Life:
     if doing == "data" and spent > WAIT_SHOWN_NS:
         return Life("waiting for data", "wait", f"first batch, {spent / 1e9:.0f} s")
-    if scene.state.open_calls:
-        word, _, more = calls_so_far(scene.state.open_calls).partition("; ")
+    if facts.state.open_calls:
+        word, _, more = calls_so_far(facts.state.open_calls).partition("; ")
         return Life(word, "wait", more)
     if doing:  # a script without a loader has no visible first batch
         where = "the script" if doing == "other" else clean(doing, 20)
@@ -247,16 +247,16 @@ def _before_first_batch(scene: Scene, doing: str, spent: int) -> Life:
             "wait",
             f"in {where}, {spent / 1e9:.0f} s" if spent >= SECOND else "",
         )
-    if scene.stage is None:
+    if facts.stage is None:
         what, since = ("starting python", 0)
-    elif scene.stage[0] in IDLE:
-        what, since = ("waiting for the first step", scene.stage[1])
+    elif facts.stage[0] in IDLE:
+        what, since = ("waiting for the first step", facts.stage[1])
     else:  # importing torch, joining the process group, waiting for data
-        what, since = (clean(scene.stage[0], 200), scene.stage[1])
-    if scene.alive is None:
+        what, since = (clean(facts.stage[0], 200), facts.stage[1])
+    if facts.alive is None:
         what = "starting"
     word, _, more = what.partition(": ")
-    return Life(word, "wait", f"{more}{', ' if more else ''}{max(scene.now_ns - since, 0) / 1e9:.0f} s")
+    return Life(word, "wait", f"{more}{', ' if more else ''}{max(facts.now_ns - since, 0) / 1e9:.0f} s")
 
 
 def _outcome(ended: ExitInfo) -> Life:

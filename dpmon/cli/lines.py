@@ -25,10 +25,11 @@ from dpmon.model.stragglers import in_short
 from dpmon.record.plainjson import finite
 from dpmon.record.schema import PHASES
 from dpmon.report.health import Health, health
-from dpmon.run.activities import IDLE
+from dpmon.run.activities import why_starting
 from dpmon.run.destination import is_stream, open_stream, open_truncated
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, is_run_directory
+from dpmon.stalls.run_state import STARTING
 from dpmon.store.figures import Figures, counted_as_fields, rate_as_fields
 from dpmon.store.opened import open_store
 from dpmon.text.quantities import calls_so_far, compact, group, within_words
@@ -273,11 +274,9 @@ class ProgressLines:
         last = self._last_ns + self._reader.info.start_ns if self._last_ns else 0
         if last and (stage is None or stage[1] < last):
             return f"{_no_step(now - last)}the training process has ended"
-        if stage is None:
-            return "waiting for the first step"
-        text, at = stage
-        text = f"waiting for the first step, {text}" if text in IDLE else text
-        return f"{text} ({(now - at) / 1e9:.0f} s)"
+        at = self._reader.info.start_ns if stage is None else stage[1]
+        why = why_starting(stage, now - at)
+        return f"{STARTING}: {why} ({(now - at) / 1e9:.0f} s)" if why else STARTING
 
 
 def _no_step(ns: int) -> str:

@@ -12,6 +12,7 @@ from dpmon.model.snapshot import Snapshots
 from dpmon.model.standing import now_of
 from dpmon.model.state import State, ended_of
 from dpmon.record.schema import SECOND
+from dpmon.run.activities import why_starting
 from dpmon.run.condition import ELSEWHERE, run_state
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, load_exit
@@ -28,7 +29,7 @@ from dpmon.stalls.run_state import (
     state_of,
 )
 from dpmon.store.opened import open_store
-from dpmon.text.quantities import duration_words, run_time
+from dpmon.text.quantities import calls_so_far, duration_words, run_time
 
 FINE = (TRAINING, EVALUATING, WAITING_FOR_DATA)
 IS_FINE, NOT_TRAINING, NO_RUN, IS_STALLED, HAS_FAILED, TIMED_OUT = 0, 3, 4, 5, 6, 124
@@ -103,8 +104,7 @@ def health(reader: RunReader, state: State) -> Health:
     if found.word == STALLED and state.stall is not None:
         reason, remedy = state.stall.text, f"dpmon why {name} shows the stacks"
     elif found.word == STARTING:
-        stage = reader.stage()
-        reason = None if stage is None else stage[0]
+        reason = calls_so_far(state.open_calls) if state.open_calls else why_starting(reader.stage(), now_ns) or None
     elif found.word == PAUSED:
         remedy = f"dpmon attach {name}, then p"
     elif found.word == WAITING_FOR_INPUT:

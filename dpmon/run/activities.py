@@ -16,6 +16,8 @@ from dpmon.span_ring import RingError
 IMPORTING, IMPORTED, IN_SCRIPT = "importing torch", "torch imported", "in the script"
 IDLE = (IMPORTED, IN_SCRIPT)
 """Stages without a known operation in progress."""
+NO_TORCH, NO_TORCH_NS = "no PyTorch seen yet", 60_000_000_000
+"""Shown of a run that has not imported torch for this long after its start."""
 _MAX_BYTES = 1 << 16
 
 Stage = tuple[str, int]
@@ -36,6 +38,13 @@ def newest_stage(found: Mapping[int, Stage], alive: Callable[[int], bool] = lamb
     further = [stage for stage in living if stage[0] not in (IMPORTING, IMPORTED)] or living
     busy = [stage for stage in further if stage[0] not in IDLE] or further
     return max(busy, key=lambda stage: stage[1], default=None)
+
+
+def why_starting(stage: Stage | None, age_ns: int) -> str:
+    """What a run without a step waits for; empty if unknown. `age_ns`: how long ago it started."""
+    if stage is None:
+        return NO_TORCH if age_ns > NO_TORCH_NS else ""
+    return "waiting for the first step" if stage[0] in IDLE else stage[0]
 
 
 def ring_activities(directory: Path) -> Iterator[tuple[SpanReader, str, int]]:

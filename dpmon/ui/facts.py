@@ -12,10 +12,19 @@ from dpmon.model.standing import now_of
 from dpmon.model.state import Process, StallSeen, State
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import SPAN_PHASES
-from dpmon.run.activities import IDLE
+from dpmon.run.activities import why_starting
 from dpmon.run.reader import PauseState
 from dpmon.run.rundir import ExitInfo, RunInfo
-from dpmon.stalls.run_state import PAUSED, QUIET, STALLED, WAITING_FOR_DATA, WAITING_FOR_INPUT, RunState, state_of
+from dpmon.stalls.run_state import (
+    PAUSED,
+    QUIET,
+    STALLED,
+    STARTING,
+    WAITING_FOR_DATA,
+    WAITING_FOR_INPUT,
+    RunState,
+    state_of,
+)
 from dpmon.text.quantities import UNKNOWN, calls_so_far, clock
 
 PANELS = ("devices", "replicas", "batch", "compare", "output")
@@ -236,27 +245,16 @@ def state_words(facts: Facts) -> str | None:
 
 def _before_first_batch(facts: Facts, doing: str, spent: int) -> Life:
     if doing == "data" and spent > WAIT_SHOWN_NS:
-        return Life("waiting for data", "wait", f"first batch, {spent / 1e9:.0f} s")
+        return Life(WAITING_FOR_DATA, "wait", f"first batch, {spent / 1e9:.0f} s")
     if facts.state.open_calls:
-        word, _, more = calls_so_far(facts.state.open_calls).partition("; ")
-        return Life(word, "wait", more)
+        return Life(STARTING, "wait", calls_so_far(facts.state.open_calls))
     if doing:  # a script without a loader has no visible first batch
         where = "the script" if doing == "other" else clean(doing, 20)
-        return Life(
-            "first batch" if doing == "data" else "first step",
-            "wait",
-            f"in {where}, {spent / 1e9:.0f} s" if spent >= SECOND else "",
-        )
-    if facts.stage is None:
-        what, since = ("starting python", 0)
-    elif facts.stage[0] in IDLE:
-        what, since = ("waiting for the first step", facts.stage[1])
-    else:  # importing torch, joining the process group, waiting for data
-        what, since = (clean(facts.stage[0], 200), facts.stage[1])
-    if facts.alive is None:
-        what = "starting"
-    word, _, more = what.partition(": ")
-    return Life(word, "wait", f"{more}{', ' if more else ''}{max(facts.now_ns - since, 0) / 1e9:.0f} s")
+        first = "first batch" if doing == "data" else "first step"
+        return Life(STARTING, "wait", f"{first} in {where}, {spent / 1e9:.0f} s" if spent >= SECOND else first)
+    why = clean(why_starting(facts.stage, facts.now_ns), 200)
+    lasted = f"{max(facts.now_ns - (0 if facts.stage is None else facts.stage[1]), 0) / 1e9:.0f} s"
+    return Life(STARTING, "wait", f"{why}, {lasted}" if why else lasted)
 
 
 def _outcome(ended: ExitInfo) -> Life:

@@ -332,9 +332,9 @@ def test_a_line_of_the_script_is_never_cut_by_one_of_ours(dpmon: Dpmon) -> None:
         "    sys.stderr.write(f'begun {n} '); sys.stderr.flush(); time.sleep(0.5)\n"
         "    sys.stderr.write('ended\\n'); sys.stderr.flush(); time.sleep(0.3)\n"
     )
-    lines = often(dpmon, "dpmon: waiting for the first step")
+    lines = often(dpmon, "dpmon: starting")
     assert [line for line in lines if not line.startswith("dpmon: ")] == [f"begun {n} ended" for n in range(2)]
-    assert "dpmon: waiting for the first step" in lines
+    assert "dpmon: starting" in lines
 
 
 def test_no_line_is_empty_behind_a_script_whose_last_line_has_no_end(dpmon: Dpmon) -> None:

@@ -33,7 +33,7 @@ monitor.paint = paint
 
 def test_from_the_first_second_to_the_end(run: Run, terminal: Start) -> None:
     seen = terminal()
-    seen.shows("starting python")
+    seen.shows("starting")
     (run.directory / "stages.log").write_text(f"{os.getpid()} {time.monotonic_ns()} importing torch\n")
     seen.shows("importing torch")
     with (run.directory / "stages.log").open("a") as file:
@@ -266,7 +266,7 @@ def test_direct_drawing_shows_the_same_as_textual(run: Run, terminal: Start) -> 
     )
     fast, slow = terminal(), terminal(stock)
     for seen in (fast, slow):
-        seen.shows("starting python")
+        seen.shows("starting")
     for number in range(12):
         run.train(40)
         run.log.write(

@@ -150,13 +150,13 @@ def test_a_line_after_an_evaluation_has_the_rate_of_the_training(state: Path) ->
 
 
 def test_without_steps_it_says_what_is_waited_for(state: Path) -> None:
-    assert line() == "waiting for the first step"
+    assert line() == "starting"
     reader = fake_reader(keep({}, status=None))
     progress = ProgressLines(reader)
     reader.stage = lambda: ("importing torch", NOW_NS - 3 * 10**9)
-    assert progress.line() == "importing torch (3 s)"
+    assert progress.line() == "starting: importing torch (3 s)"
     reader.stage = lambda: ("torch imported", NOW_NS)
-    assert progress.line() == "waiting for the first step, torch imported (0 s)"
+    assert progress.line() == "starting: waiting for the first step (0 s)"
     since = NOW_NS - 12 * 10**9
     for name, said in (("data", "no step for 12 s, in data"), ("paused", "paused for 12 s")):
         doing = fake_reader(reader.directory, {0: (name, since)})
@@ -173,7 +173,7 @@ def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path
     assert progress.line().startswith("step 96")
     assert progress.line() == "no step for 5 s, the training process has ended"
     reader.stage = lambda: ("importing torch", now)  # the next training of the same command
-    assert progress.line() == "importing torch (0 s)"
+    assert progress.line() == "starting: importing torch (0 s)"
 
 
 def test_a_wait_for_input_is_shown(state: Path) -> None:

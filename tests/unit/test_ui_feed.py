@@ -139,7 +139,7 @@ def test_an_empty_record_is_caught_up_immediately(tmp_path: Path) -> None:
     feed = feed_of(tmp_path, reader, lambda: 9 * SECOND)
     feed.start()
     feed.tick()
-    assert life(feed.facts(View())).word == "starting python"
+    assert life(feed.facts(View())).word == "starting"
 
 
 def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_p
     reader.doing = {0: ("ended", 0)}
     reader.stage = lambda: ("torch imported", reader.info.start_ns + first.now + 8 * SECOND)  # type: ignore[method-assign]
     feed.tick()
-    assert life(feed.facts(View())).word == "waiting for the first step"
+    assert life(feed.facts(View())).detail == "waiting for the first step, 1 s"
     reader.new = decoded([*second.begin(), *second.run(1)], 1)
     reader.doing = {0: ("ended", 0), 1: ("backward", 0)}
     now = reader.info.start_ns + second.now

@@ -83,25 +83,26 @@ def test_places_tile_the_screen(devices: int, replicas: int) -> None:
 def test_the_first_seconds_tell_what_happens() -> None:
     before = Facts(State(), 2 * SECOND, INFO)
     assert life(before) == ("starting", "wait", "2 s")
-    assert life(replace(before, alive=True)).word == "starting python"
+    assert life(replace(before, alive=True)) == ("starting", "wait", "2 s")
+    assert life(replace(before, alive=True, now_ns=75 * SECOND)) == ("starting", "wait", "no PyTorch seen yet, 75 s")
     importing = replace(before, alive=True, stage=("importing torch", SECOND))
-    assert life(importing) == ("importing torch", "wait", "1 s")
+    assert life(importing) == ("starting", "wait", "importing torch, 1 s")
     imported = replace(before, alive=True, stage=("torch imported", SECOND))
-    assert life(imported) == ("waiting for the first step", "wait", "1 s")
-    assert "importing torch 1 s" in text_of(importing, 80, 24)
+    assert life(imported) == ("starting", "wait", "waiting for the first step, 1 s")
+    assert "starting importing torch, 1 s" in text_of(importing, 80, 24)
     # A script without a loader also has steps.
     begun = replace(imported, state=state_of(Training().begin()))
     in_forward = replace(begun, activities={0: ("forward", SECOND // 2)})
-    assert life(in_forward) == ("first step", "wait", "in forward, 2 s")
+    assert life(in_forward) == ("starting", "wait", "first step in forward, 2 s")
     assert life(replace(begun, activities={0: ("data", SECOND // 2)})) == (
         "waiting for data",
         "wait",
         "first batch, 2 s",
     )
-    assert life(replace(begun, activities={0: ("other", SECOND // 2)})).detail == "in the script, 2 s"
-    assert life(replace(begun, activities={0: ("other", begun.now_ns - 1)})) == ("first step", "wait", "")
+    assert life(replace(begun, activities={0: ("other", SECOND // 2)})).detail == "first step in the script, 2 s"
+    assert life(replace(begun, activities={0: ("other", begun.now_ns - 1)})) == ("starting", "wait", "first step")
     learning = replace(begun, state=replace(begun.state, open_calls=11), activities={0: ("other", SECOND // 2)})
-    assert life(learning) == ("11 calls so far", "wait", "the end of a step is not known yet")
+    assert life(learning) == ("starting", "wait", "11 calls so far; the end of a step is not known yet")
     assert "11 calls so far" in text_of(learning, 80, 24)
 
 
@@ -110,7 +111,7 @@ def test_between_two_trainings_the_next_one_is_on_its_way() -> None:
     ended = replace(facts, now_ns=facts.now_ns + 9 * SECOND, activities={0: ("ended", facts.now_ns)})
     assert life(replace(ended, stage=("torch imported", SECOND))).word == "ending", "its own start was before its end"
     next_one = replace(ended, stage=("importing torch", facts.now_ns + 7 * SECOND))
-    assert life(next_one) == ("importing torch", "wait", "2 s")
+    assert life(next_one) == ("starting", "wait", "importing torch, 2 s")
     assert life(replace(next_one, ending=True)).word == "ending"
 
 

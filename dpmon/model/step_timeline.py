@@ -45,6 +45,11 @@ class StepTimeline(NamedTuple):
     staged: bool = False
     """Whether the lanes are stages."""
 
+    @property
+    def idle_ns(self) -> int:
+        """Time of the step outside all phases: the script did something else."""
+        return self.step.wall_ns - sum(piece.end_ns - piece.start_ns for piece in self.main)
+
 
 def last_step_timeline(process: Process) -> StepTimeline | None:
     """The newest step of `process`; None before its first."""

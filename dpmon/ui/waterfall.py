@@ -7,7 +7,7 @@ letter, followed by its name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dpmon.cleaning import clean
 from dpmon.model.state import Process
@@ -24,80 +24,115 @@ REST = ("forward rest", "fwd rest", "fwd")
 """Names, from long to short, for the rest of the forward when the call's phases are shown separately."""
 _LEFT = " ▏▎▍▌▋▊▉█"
 _TOOK = 9
+_SCALED = 3
+"""From this height on, the first row is the scale."""
+_TICK = 16
+"""Cells from one tick of the scale to the next, at least."""
 
 
 def waterfall(
-    timeline: StepTimeline,
+    process: Process,
     width: int,
     height: int,
     look: Look,
-    usual_ns: float | None,
-    others: Sequence[Process] = (),
+    ranks: Sequence[Process] = (),
     sample: LastSample | None = None,
-    rank: int | None = None,
 ) -> list[Row]:
-    """At most `height` rows of `width` cells. `usual_ns`: a step time that few steps exceed; it keeps the scale steady.
+    """At most `height` rows of `width` cells: the scale, then the last step of `process` with a lane a replica.
 
-    `others`: other ranks; their last steps replace the lanes. `sample`: the newest step with known collectives.
-    `rank`: the step's rank, if there are several.
+    `ranks`: all ranks with a step, in the order of their rows, if there are several; they replace the lanes.
+    `sample`: the newest step with known collectives. The longest step fills the width.
     """
-    if height <= 0:
+    own = last_step_timeline(process)
+    if own is None or height <= 0:
         return []
-    ranks = list(others) if height > 1 else []
-    name, label = "last step", 10
+    ranks = ranks if height > 1 else ()
+    with_scale = height >= _SCALED
+    height -= with_scale
+    name = "main" if with_scale else "last step"
+    label = 10
     if not ranks:
-        label = min(max(label, *(5 + span_width(clean(lane.device, 12)) for lane in timeline.lanes), 0), 14)
-        name += "" if rank is None else f", rank {rank}"
-        label = label if rank is None else max(label, len(name) + 1)
+        name = name if process.rank is None else f"last step, rank {process.rank}"
+        label = min(max(label, len(name) + 1, *(5 + span_width(clean(lane.device, 12)) for lane in own.lanes), 0), 18)
     room = width - label - _TOOK
     if room < 8:
         return []
-    least = 1 + min(len(ranks), 2)  # the first of the others may be the straggler
-    with_buckets = bool(timeline.step.buckets) and height > least
-    height -= with_buckets
-    with_sample = bool(ranks) and sample is not None and height > least
-    height -= with_sample
-    fit_in = len(ranks) if len(ranks) < height else max(height - 2, 1)
-    shown = {f"rank {one.rank}": found for one in ranks[:fit_in] if (found := last_step_timeline(one)) is not None}
-    late = {each: _late(timeline, other) for each, other in shown.items()}
-    ends = [late[each] + other.step.wall_ns for each, other in shown.items()]
-    top = ceiling(max(usual_ns or 0, timeline.step.wall_ns, *ends, 0))
-    rows = [_main(name, timeline, label, room, top, look)]
-    if with_buckets:
-        rows.append(bucket_row(timeline, label, room, top, look))
-    if sample is not None and with_sample:
-        rows.append(sample_row(sample, label, room, top, look))
+    least = min(max(len(ranks), 1), 3)
+    with_buckets = bool(own.step.buckets) and height > least
+    with_sample = bool(ranks) and sample is not None and height - with_buckets > least
+    height -= with_buckets + with_sample
+    drawn = ranks if len(ranks) <= height else ranks[: max(height - 1, 1)]
+    shown = [(one, found) for one in drawn or [process] if (found := last_step_timeline(one)) is not None]
+    begins = _aligned([timeline for _, timeline in shown])
+    top = max(begin + timeline.step.wall_ns for begin, (_, timeline) in zip(begins, shown, strict=True))
+    rows = [_scale([timeline for _, timeline in shown], label, room, top, look)] if with_scale else []
+    for (one, timeline), begin in zip(shown, begins, strict=True):
+        rows.append(_main(f"rank {one.rank}" if ranks else name, timeline, label, room, top, look, begin))
+        if one is process and with_buckets:
+            rows.append(bucket_row(timeline, label, room, top, look, begin))
+        if one is process and sample is not None and with_sample:
+            rows.append(sample_row(sample, label, room, top, look))
     if ranks:
-        rows += [_main(each, other, label, room, top, look, late[each]) for each, other in shown.items()]
-        times, idle = [one.last_step.wall_ns for one in ranks[fit_in:] if one.last_step is not None], 0
+        left = ranks[len(drawn) :]
+        times, idle = [one.last_step.wall_ns for one in left if one.last_step is not None], 0
         hidden = height > 1
     else:
-        lanes, left = _chosen(timeline.lanes, height - 1)
-        rows += [_lane(lane, timeline, label, room, top, look) for lane in lanes]
-        times = [lane.took_ns for lane in left if lane.pieces]
-        idle, hidden = len(left) - len(times), True
+        lanes, unseen = _chosen(own.lanes, height - 1)
+        rows += [_lane(lane, own, label, room, top, look) for lane in lanes]
+        times = [lane.took_ns for lane in unseen if lane.pieces]
+        idle, hidden = len(unseen) - len(times), True
     return [*rows, _condensed(times, idle, label, width, look)] if (hidden and times) or idle else rows
 
 
-def _main(name: str, timeline: StepTimeline, label: int, room: int, top: float, look: Look, late: int = 0) -> Row:
-    """The row of a main thread. Its step begins `late` ns after the start of the scale."""
-    pieces = [piece._replace(start_ns=piece.start_ns + late, end_ns=piece.end_ns + late) for piece in timeline.main]
+def _aligned(timelines: Sequence[StepTimeline]) -> list[int]:
+    """Where each step begins (ns) on an axis on which all ranks leave their last synchronised pass together.
+
+    This needs no common clock. A step without a synchronised pass begins at 0.
+    """
+    synced = [max((piece.end_ns for piece in each.main if piece.phase == "sync"), default=None) for each in timelines]
+    last = max((end for end in synced if end is not None), default=0)
+    return [0 if end is None else last - end for end in synced]
+
+
+def _scale(timelines: Iterable[StepTimeline], label: int, room: int, top: float, look: Look) -> Row:
+    """The scale of the rows below, with a tick at round times; at its end, what a dotted row means."""
+    step = max(ceiling(top * _TICK / room), 1.0)
+    tick, line = look.glyphs.span[:2]
+    cells = [line] * room
+    for number in range(int(top / step) + 1):
+        value, unit = duration(number * step).split()
+        text = f"{tick}{float(value):g} {unit} " if number else f"{tick}0 "
+        at = int(number * step / top * room)
+        if at + len(text) <= room:
+            cells[at : at + len(text)] = text
+    rest = any(each.idle_ns for each in timelines)
+    legend = right(f"{_dot(look.glyphs)} script", _TOOK) if rest else " " * _TOOK
+    return [*fit([("last step", "dim")], label, look.glyphs.more), ("".join(cells), "dim"), (legend, "dim")]
+
+
+def _main(name: str, timeline: StepTimeline, label: int, room: int, top: float, look: Look, begin: int) -> Row:
+    """The row of a main thread. Its step begins `begin` ns after the start of the scale."""
     return [
         *fit([(name, "dim")], label, look.glyphs.more),
-        *main_row(pieces, room, top, look, 0 if late else timeline.step.wall_ns),
+        *main_row(_moved(timeline.main, begin), room, top, look, (begin, begin + timeline.step.wall_ns)),
         (right(duration(timeline.step.wall_ns), _TOOK), "bold"),
     ]
 
 
-def bucket_row(timeline: StepTimeline, label: int, room: int, top: float, look: Look) -> Row:
+def _moved(pieces: Iterable[Piece], begin: int) -> list[Piece]:
+    return [piece._replace(start_ns=piece.start_ns + begin, end_ns=piece.end_ns + begin) for piece in pieces]
+
+
+def bucket_row(timeline: StepTimeline, label: int, room: int, top: float, look: Look, step_begin: int = 0) -> Row:
     """When each bucket of gradients was ready, and how long the averaging lasted after the last one.
 
     A digit counts several buckets in one cell. Exposed communication lies at the end of a wait.
     """
     scale = room / top
-    marks = Counter(min(int(at * scale), room - 1) for at in timeline.step.buckets)
+    buckets = [at + step_begin for at in timeline.step.buckets]
+    marks = Counter(min(int(at * scale), room - 1) for at in buckets)
     cells: list[Span] = [(" ", "")] * room
-    syncs = [piece for piece in timeline.main if piece.phase == "sync"]
+    syncs = [piece for piece in _moved(timeline.main, step_begin) if piece.phase == "sync"]
     left = timeline.step.exposed_ns or 0
     (_, exposed, wait) = busy_signs(look.glyphs)
     if timeline.step.exposed_ns is None:
@@ -114,7 +149,7 @@ def bucket_row(timeline: StepTimeline, label: int, room: int, top: float, look: 
     for at, count in marks.items():
         cells[at] = (look.glyphs.down if count == 1 else str(min(count, 9)), "bold")
     waited = sum(piece.end_ns - piece.start_ns for piece in syncs) - (timeline.step.exposed_ns or 0)
-    legend = [(f"{count_of(len(timeline.step.buckets), 'bucket')} ready ", "dim"), (look.glyphs.down, "bold")]
+    legend = [(f"{count_of(len(buckets), 'bucket')} ready ", "dim"), (look.glyphs.down, "bold")]
     if timeline.step.exposed_ns is not None:
         legend += [("  wait ", "dim"), wait, (f" {duration(waited)}  exposed ", "dim"), exposed]
         legend.append((f" {duration(timeline.step.exposed_ns)}", "dim"))
@@ -155,15 +190,6 @@ def sample_row(sample: LastSample, label: int, room: int, top: float, look: Look
     return [*fit([("sampled", "dim")], label, look.glyphs.more), *merged(cells), (took, "dim")]
 
 
-def _late(timeline: StepTimeline, other: StepTimeline) -> int:
-    """How much later (ns) another rank began the same step; the ranks of one machine share a clock.
-
-    0 if it began earlier. Also 0 if it began a whole step later, because then the two ranks are not synchronised.
-    """
-    late = other.step.start_ns - timeline.step.start_ns
-    return late if other.step.step == timeline.step.step and 0 < late < timeline.step.wall_ns else 0
-
-
 def _chosen(lanes: Sequence[Lane], room: int) -> tuple[list[Lane], list[Lane]]:
     """The lanes to draw and the lanes without a row. If not all fit: the first lane and the slowest of the others."""
     if len(lanes) <= room or room <= 0:
@@ -193,10 +219,10 @@ def _condensed(times: Sequence[int], idle: int, label: int, width: int, look: Lo
     return [(" " * label, ""), (cut(text, width - label, look.glyphs.more), "dim")]
 
 
-def main_row(pieces: Sequence[Piece], width: int, top: float, look: Look, until: int) -> Row:
+def main_row(pieces: Sequence[Piece], width: int, top: float, look: Look, step: tuple[int, int]) -> Row:
     """Pieces (in order, not overlapping) on `width` cells that stand for `top` ns, with their names.
 
-    Uncovered time before `until`, the step's end, is dotted.
+    Uncovered time between the begin and the end of `step` is dotted: the script did something else.
     """
     colour, glyphs = look.colour, look.glyphs
     scale = width / top
@@ -211,11 +237,14 @@ def main_row(pieces: Sequence[Piece], width: int, top: float, look: Look, until:
         while last < len(pieces) and pieces[last].start_ns < high:
             last += 1
         cells.append(_cell(pieces[first:last], low, high, blocks, colour, glyphs) if last > first else (" ", ""))
-    end = min(round(until * scale), width)
-    dot = "." if glyphs.ascii else glyphs.middot  # a dash would look like part of a phase's name
-    cells[:end] = [(dot, "dim") if cell[0] == " " else cell for cell in cells[:end]]
+    begin, end = (min(round(at * scale), width) for at in step)
+    cells[begin:end] = [(_dot(glyphs), "dim") if cell[0] == " " else cell for cell in cells[begin:end]]
     _name(cells, blocks, colour)
     return merged(cells)
+
+
+def _dot(glyphs: Glyphs) -> str:
+    return "." if glyphs.ascii else glyphs.middot  # a dash would look like part of a phase's name
 
 
 def lane_row(pieces: Sequence[Piece], width: int, top: float, look: Look) -> Row:

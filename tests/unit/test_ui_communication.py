@@ -273,6 +273,21 @@ def test_the_last_step_shows_when_buckets_were_ready_and_what_was_exposed() -> N
     assert sum(line.startswith("buckets ") for line in drawn) == 1
 
 
+def test_the_last_steps_of_all_ranks_leave_the_synchronised_pass_together_the_straggler_first() -> None:
+    facts = facts_of(4, slow=3)
+    text = texts(panel_batch.batch(facts, 116, 20, LOOK))
+    first = next(at for at, row in enumerate(text) if row.startswith("last step "))
+    scale, *rows = (row for row in text[first:] if not row.startswith("buckets "))
+    assert [row[:6] for row in rows] == ["rank 3", "rank 0", "rank 1", "rank 2"]
+    assert len({row.index("Opt") for row in rows}) == 1, "the optimizer follows the pass"
+    ticks = [float(word.rstrip(" ms─")) for word in scale.split("├")[2:]]
+    assert ticks == [3 * number for number in range(1, len(ticks) + 1)]
+    *_, last = (at for at, cell in enumerate(scale) if cell == "├")
+    begin, room = 10, 116 - 10 - 9
+    longest = max(process.last_step.wall_ns for process in facts.state.training if process.last_step is not None)
+    assert last - begin == int(ticks[-1] * 1e6 / longest * room), "the longest step fills the width"
+
+
 def a_collective(operation: str, start: float, took: float | None, queued: float = 0.0) -> Collective:
     """Return a collective (times in ms) of a sample that begins at 100 ms."""
     ended = None if took is None else int(took * 1e6)

@@ -246,7 +246,7 @@ PIECES = (
 @pytest.mark.parametrize("width", [1, 5, 8, 20, 50, 100, 199])
 @pytest.mark.parametrize("look", [LOOK, MONO_ASCII], ids=["colour", "ascii"])
 def test_a_step_in_time_is_as_wide_as_it_should_be_and_names_what_has_room(width: int, look: Look) -> None:
-    row = main_row(PIECES, width, 100.0, look, 95)
+    row = main_row(PIECES, width, 100.0, look, (0, 95))
     assert width_of(row) == width
     assert width_of(lane_row(PIECES, width, 100.0, look)) == width
     text = plain(row)
@@ -259,10 +259,10 @@ def test_a_step_in_time_is_as_wide_as_it_should_be_and_names_what_has_room(width
 
 
 def test_a_step_in_time_ends_on_eighths_of_a_cell() -> None:
-    row = main_row((Piece("data", 0, 25), Piece("backward", 25, 80)), 10, 100.0, LOOK, 0)
+    row = main_row((Piece("data", 0, 25), Piece("backward", 25, 80)), 10, 100.0, LOOK, (0, 0))
     assert plain(row)[2] == "▌"
     assert row[1][1] == "phase.data/backward"
-    started = main_row((Piece("apply", 25, 100),), 10, 100.0, LOOK, 0)
+    started = main_row((Piece("apply", 25, 100),), 10, 100.0, LOOK, (0, 0))
     assert plain(started).startswith("  ▌ Apply")
     assert started[1][1] == "chip.apply", "the colour behind lies upon the phase's own"
     halves = plain(lane_row((Piece("apply", 25, 75),), 10, 100.0, LOOK))

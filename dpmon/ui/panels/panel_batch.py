@@ -37,9 +37,9 @@ def wanted_rows(facts: Facts) -> int:
     timeline = _timeline(facts)
     if timeline is None:
         return 4 + 5 + 3
-    ranks = sum(process.rank is not None for process in facts.state.training) - 1
+    lanes = len(_ranks(facts)) or 1 + len(timeline.lanes)
     sampled = facts.state.last_sample is not None
-    return 4 + 5 + 1 + bool(timeline.step.buckets) + sampled + min(max(len(timeline.lanes), ranks), 8)
+    return 4 + 5 + 1 + bool(timeline.step.buckets) + sampled + min(lanes, 9)
 
 
 def _timeline(facts: Facts) -> StepTimeline | None:
@@ -111,28 +111,25 @@ def batch(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     room = height - len(table)
     below: list[Row] = []
     if timeline is not None and room >= 1 and room != 2:
-        others = _others(facts)
+        ranks = _ranks(facts)
         most = 1 if room < 6 else max(room // 2, room - 4 if facts.view.zoom is None else 0)
         sample = facts.state.last_sample
-        lanes = len(others) or len(timeline.lanes)
+        lanes = len(ranks) or 1 + len(timeline.lanes)
         wanted = min(1 + bool(timeline.step.buckets) + (sample is not None) + lanes, most)
-        rank = process.rank if others else None
-        below = waterfall(timeline, width, wanted, look, numbers.p95_ns, others, sample, rank)
+        below = waterfall(process, width, wanted, look, ranks, sample)
     above = room - len(below)
     history = _history(facts, process, width, above, look) if above >= 2 else []
     blank: list[Row] = [[]] * (height - len(table) - len(history) - len(below)) if remarks else []
     return [*table, *history, *below, *blank, *remarks]
 
 
-def _others(facts: Facts) -> list[Process]:
-    """The other ranks with a step, the straggler first; empty for a run of one process."""
+def _ranks(facts: Facts) -> list[Process]:
+    """All ranks with a step: the straggler, the rank that panel 3 shows, the others; empty if there is one process."""
     found = facts.state.straggler
     slow = found.processes if found is not None else ()
-    return [
-        process
-        for process in sorted(facts.state.training[:_RANKS_DRAWN], key=lambda one: one.process not in slow)
-        if process is not facts.process and process.rank is not None and process.last_step is not None
-    ]
+    ranks = [one for one in facts.state.training[:_RANKS_DRAWN] if one.rank is not None and one.last_step is not None]
+    ranks.sort(key=lambda one: (one.process not in slow, one is not facts.process))
+    return ranks if len(ranks) > 1 else []
 
 
 def _step_count(numbers: Figures, width: int, look: Look) -> Row:

@@ -196,7 +196,7 @@ class _CompareTable:
             return []
         top = ceiling(max(ends.values()))
         return [
-            [(mode.ljust(label), f"mode.{mode}"), *main_row(laid[mode], room, top, self.look, 0)]
+            [(mode.ljust(label), f"mode.{mode}"), *main_row(laid[mode], room, top, self.look, (0, 0))]
             for mode in _MODES
             if mode in ends
         ]

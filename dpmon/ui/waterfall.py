@@ -25,7 +25,7 @@ REST = ("forward rest", "fwd rest", "fwd")
 _LEFT = " ▏▎▍▌▋▊▉█"
 _TOOK = 9
 _SCALED = 3
-"""From this height on, the first row is the scale."""
+"""From this height on, the first row is the scale; with ranks, one row more."""
 _TICK = 16
 """Cells from one tick of the scale to the next, at least."""
 
@@ -47,7 +47,7 @@ def waterfall(
     if own is None or height <= 0:
         return []
     ranks = ranks if height > 1 else ()
-    with_scale = height >= _SCALED
+    with_scale = height >= _SCALED + bool(ranks)
     height -= with_scale
     name = "main" if with_scale else "last step"
     label = 10

@@ -49,11 +49,13 @@ def waterfall(
     ranks = ranks if height > 1 else ()
     with_scale = height >= _SCALED + bool(ranks)
     height -= with_scale
-    name = "main" if with_scale else "last step"
-    label = 10
+    first = "" if with_scale else "last step, "
+    names = [f"{'' if at else first}rank {one.rank}" for at, one in enumerate(ranks or (process,))]
+    if process.rank is None:
+        names = ["main" if with_scale else "last step"]
+    label = max(10, len(names[0]) + 1)
     if not ranks:
-        name = name if process.rank is None else f"last step, rank {process.rank}"
-        label = min(max(label, len(name) + 1, *(5 + span_width(clean(lane.device, 12)) for lane in own.lanes), 0), 18)
+        label = min(max(label, *(5 + span_width(clean(lane.device, 12)) for lane in own.lanes), 0), 18)
     room = width - label - _TOOK
     if room < 8:
         return []
@@ -66,8 +68,10 @@ def waterfall(
     begins = _aligned([timeline for _, timeline in shown])
     top = max(begin + timeline.step.wall_ns for begin, (_, timeline) in zip(begins, shown, strict=True))
     rows = [_scale([timeline for _, timeline in shown], label, room, top, look)] if with_scale else []
-    for (one, timeline), begin in zip(shown, begins, strict=True):
-        rows.append(_main(f"rank {one.rank}" if ranks else name, timeline, label, room, top, look, begin))
+    for name, (one, timeline), begin in zip(names, shown, begins, strict=False):
+        rows.append(
+            _main(name.rjust(label - 1) if ranks and not with_scale else name, timeline, label, room, top, look, begin)
+        )
         if one is process and with_buckets:
             rows.append(bucket_row(timeline, label, room, top, look, begin))
         if one is process and sample is not None and with_sample:

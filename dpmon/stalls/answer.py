@@ -71,6 +71,8 @@ def _gpus_of(rank: RankFacts, gpus: Sequence[Mapping[str, Any]]) -> list[dict[st
 def _rank(rank: RankFacts, taken: Dump, now_ns: int, info: RunInfo, waits: bool) -> dict[str, Any]:
     stack = taken.main or rank.stack
     stacks = taken.stacks or (() if stack is None else (stack,))
+    if rank.worker is not None and rank.worker.stack is not None:
+        stacks += (rank.worker.stack._replace(thread=f"worker of {rank.name} (pid {rank.worker.pid})"),)
     script = None if stack is None else stack.script
     return {
         "process": rank.process,

@@ -52,10 +52,14 @@ def _lines(found: Mapping[str, Any], every: bool, width: int | None) -> list[Lin
         lines += [("", ""), (f"{who}:", "bold")]
         if not stacks:
             lines.append((f"  no stack: {reason or 'none was taken'}", "dim"))
-        for stack in stacks if every else stacks[:1]:
-            lines += [(f"  thread {stack['thread']}", "bold")] if every and stack["thread"] else []
+        for index, stack in enumerate(stacks):
+            worker = index > 0 and stack["main"]
+            if index and not (every or worker):
+                continue
+            if worker or (every and stack["thread"]):
+                lines.append((f"  {'' if worker else 'thread '}{stack['thread']}:", "bold"))
             for function, file, line in stack["frames"]:
-                place = f"{_short(file)}:{line}"
+                place = f"{_short(file)}:{line}" if line else _short(file)
                 if width is not None and len(function) + len(place) + 5 > width:
                     place = place.rpartition("/")[2]
                 lines.append((f"  {function} ({place})", "" if _short(file) == file else "dim"))
@@ -100,11 +104,15 @@ def _figure(value: Any) -> str:
 
 
 def _folded(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any], str | None]]:
-    """Ranks with equal stacks: their names, the stacks, and why there are none; in the order of the ranks."""
+    """Ranks with equal stacks: their names, the stacks, and why there are none; in the order of the ranks.
+
+    Of C code, the addresses may differ.
+    """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for rank in ranks:
         stacks = rank.get("stacks")
-        groups.setdefault(str(stacks[0]["frames"] if stacks else rank.get("why_no_stack")), []).append(rank)
+        python = [frame for frame in stacks[0]["frames"] if frame[2]] if stacks else rank.get("why_no_stack")
+        groups.setdefault(str(python), []).append(rank)
     return [
         (
             names([RankFacts(pid=rank["pid"], rank=rank["rank"]) for rank in group]),

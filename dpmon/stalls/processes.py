@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +16,8 @@ from dpmon.run.notes import every_uncaught
 from dpmon.run.rundir import ring_paths
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
-from dpmon.stalls.stacks import Dump, Stack, dump, noted, worker_words
-from dpmon.stalls.verdict import SECOND, GroupSeen, RankFacts
+from dpmon.stalls.stacks import Dump, Stack, dump, noted
+from dpmon.stalls.verdict import SECOND, GroupSeen, RankFacts, Worker
 
 DETAILS_NS = 3 * SECOND
 """A process that has stood still for this long is looked at in /proc."""
@@ -81,7 +81,7 @@ class RankLook:
         self._counters: dict[int, list[Counters]] = {}
         self._dumps: dict[int, tuple[int, Dump]] = {}
         """The last stacks of each process, and when they were asked for."""
-        self._workers: Mapping[int, str] = {}
+        self._workers: dict[int, Worker | None] = {}
 
     def close(self) -> None:
         """Close the rings."""
@@ -183,26 +183,23 @@ class RankLook:
         for pid in asked:
             reason = f"{taken[pid].reason}; and the process does not answer: C code holds the GIL, or it is stopped"
             taken[pid] = Dump(reason=reason)
-        self._workers = {**self._workers, **self._look_at_workers(taken)}
+        table = proc.every_process() if any(_waits_for_data(one) for one in taken.values()) else {}
+        for pid, one in taken.items():
+            children = [each for each in table.values() if each.parent == pid and each.pid not in taken]
+            self._workers[pid] = self._worker(children) if _waits_for_data(one) else None
         self._dumps.update((pid, (now, one)) for pid, one in taken.items())
         return taken
 
-    def _look_at_workers(self, taken: Mapping[int, Dump]) -> dict[int, str]:
-        """What a worker of each rank that waits for its data loader does, by the rank's pid."""
-        waiting = [pid for pid, one in taken.items() if one.main is not None and one.main.kind == "data"]
-        if not waiting:
-            return {}
-        table, found = proc.every_process(), {}
-        for pid in waiting:
-            children = [one for one in table.values() if one.parent == pid and one.pid not in taken]
-            bad = next((one for one in children if one.dead or (one.state in _STATES and one.state != "R")), None)
-            if bad is not None:
-                found[pid] = f"its worker (pid {bad.pid}) is {'dead' if bad.dead else _STATES[bad.state]}"
-                continue
-            text = worker_words(dump({one.pid: one.pid for one in children[:MOST_WORKERS]}), self.cwd)
-            if text is not None:
-                found[pid] = text
-        return found
+    def _worker(self, children: Sequence[proc.ProcessEntry]) -> Worker | None:
+        """The first worker of a data loader that is dead, stopped or waits for a disk, else the first one at work."""
+        for one in children:
+            if one.dead or (one.state in _STATES and one.state != "R"):
+                return Worker(one.pid, "dead" if one.dead else _STATES[one.state])
+        for pid, taken in dump({one.pid: one.pid for one in children[:MOST_WORKERS]}).items():
+            stack = taken.main
+            if stack is not None and stack.script is not None and not stack.idle:
+                return Worker(pid, stack.script.words(self.cwd), stack)
+        return None
 
     def _noted(self, process: int, serial: int) -> tuple[Stack, ...]:
         """The stacks that a process noted as the answer to a request; empty if they are not there yet."""
@@ -215,6 +212,10 @@ class RankLook:
             if isinstance(answer, dict) and answer.get("asked") == serial:
                 return noted(answer)
         return ()
+
+
+def _waits_for_data(taken: Dump) -> bool:
+    return taken.main is not None and taken.main.kind == "data"
 
 
 def newest_of_each_rank(found: list[RankFacts]) -> list[RankFacts]:

@@ -21,12 +21,26 @@ WAIT_S = 5.0
 """Longest wait for py-spy. One dump takes 11 to 35 ms."""
 KILLED_S = 0.5
 """Longest wait for the end of a killed py-spy."""
-_NOT_SCRIPT = ("/site-packages/", "/dist-packages/", "/lib/python3.", "/lib64/python3.")
+_NOT_SCRIPT = ("/site-packages/", "/dist-packages/", "/lib/python3.", "/lib64/python3.", "/torchinductor_")
 _OURS = "/dpmon/tracer/"
-_WRAPPERS = ("torch/distributed/c10d_logger.py", "torch/utils/_contextlib.py")
+_WRAPPERS = (
+    "torch/distributed/c10d_logger.py",
+    "torch/distributed/checkpoint/logger.py",
+    "torch/distributed/checkpoint/utils.py",
+    "torch/utils/_contextlib.py",
+)
 """Files whose functions only call another one."""
 _INSTALL = "install it beside dpmon: pip install 'dpmon[why]'"
 _NO_RIGHT = "in a container: start it with --cap-add SYS_PTRACE; elsewhere see /proc/sys/kernel/yama/ptrace_scope"
+
+
+_WAITS = (
+    "multiprocessing/connection.py",
+    "multiprocessing/queues.py",
+    "multiprocessing/synchronize.py",
+    "selectors.py",
+)
+"""Files in which a worker without work waits."""
 
 
 class Frame(NamedTuple):
@@ -35,16 +49,22 @@ class Frame(NamedTuple):
     function: str
     file: str
     line: int
+    """0 in C code."""
 
     @property
     def of_script(self) -> bool:
-        """Whether it belongs to the script, not to an installed package or to Python's library."""
-        return not self.file.startswith("<") and not any(part in self.file for part in _NOT_SCRIPT)
+        """Whether it belongs to the script, not to an installed package, to Python's library, or to C code."""
+        return self.line > 0 and not self.file.startswith("<") and not any(part in self.file for part in _NOT_SCRIPT)
 
     def place(self, directory: str) -> str:
         """File and line, as seen from `directory`: "train.py:88"; for a file elsewhere without its directory."""
         inside = directory and self.file.startswith(directory.rstrip(os.sep) + os.sep)
         return f"{os.path.relpath(self.file, directory) if inside else os.path.basename(self.file)}:{self.line}"
+
+    def words(self, directory: str) -> str:
+        """Function and place: "in save (train.py:88)"; outside of functions "at train.py:88"."""
+        place = self.place(directory)
+        return f"at {place}" if self.function == "<module>" else f"in {self.function} ({place})"
 
 
 class Stack(NamedTuple):
@@ -53,7 +73,7 @@ class Stack(NamedTuple):
     frames: tuple[Frame, ...]
     thread: str = ""
     main: bool = True
-    """Whether it is the training thread; in a process that does not train, the first one."""
+    """Whether it is the training thread, or the main thread of a data loader's worker."""
     left_out: int = 0
     """Frames between the innermost and the outermost that are not listed."""
 
@@ -63,17 +83,27 @@ class Stack(NamedTuple):
         return next((frame for frame in self.frames if frame.of_script), None)
 
     @property
+    def idle(self) -> bool:
+        """Whether a worker with this stack waits for a request."""
+        return self.frames[0].file.endswith(_WAITS)
+
+    @property
     def inside(self) -> str | None:
-        """What the script called there: "DataLoader.__next__", "all_reduce"; None if it runs its own code."""
-        called = None
+        """What the script does there: "DataLoader.__next__", "forward", "all_reduce"; None if it runs its own code.
+
+        That is the outermost function that people know, else what the script called.
+        """
+        if self.kind == "compile":
+            return "torch.compile"
+        found, known = None, False
         for frame in self.frames:
             if frame.of_script:
                 break
-            if not frame.file.endswith(_WRAPPERS):
-                called = frame
-        if called is None:
-            return None
-        return next((name for end, name in _KNOWN if called.file.endswith(end)), called.function)
+            name = next((name for end, name in _KNOWN if frame.file.endswith(end)), None)
+            if name is not None or not (known or frame.line == 0 or frame.file.endswith(_WRAPPERS)):
+                found = name.format(frame.function.rpartition(".")[2]) if name else frame.function
+                known = name is not None
+        return found
 
     @property
     def kind(self) -> str:
@@ -88,28 +118,25 @@ class Stack(NamedTuple):
 
 
 _KNOWN = (
-    ("torch/utils/data/dataloader.py", "DataLoader.__next__"),
+    ("torch/utils/data/dataloader.py", "DataLoader.{}"),
     ("torch/_tensor.py", "backward"),
     ("torch/autograd/__init__.py", "backward"),
+    ("torch/nn/modules/module.py", "forward"),
+    ("torch/optim/optimizer.py", "optimizer.step"),
+    ("torch/serialization.py", "torch.{}"),
+    ("torch/distributed/checkpoint/state_dict_saver.py", "torch.distributed.checkpoint.{}"),
+    ("torch/distributed/checkpoint/state_dict_loader.py", "torch.distributed.checkpoint.{}"),
+    ("torch/distributed/distributed_c10d.py", "{}"),
 )
-"""Names that people know for functions of torch, by the end of the file's path."""
+"""Names that people know for functions of torch, by the end of the file's path; {}: the function's own name."""
 _KINDS: Sequence[tuple[str, Sequence[str], Sequence[str]]] = (
-    ("compile", ("torch/_dynamo/", "torch/_inductor/", "/triton/"), ()),
+    ("compile", ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py", "/triton/compiler/"), ()),
     ("collective", ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py"), ()),
     ("backward", ("torch/autograd/graph.py",), ("_engine_run_backward",)),
     ("data", ("torch/utils/data/dataloader.py",), ()),
     ("save", ("torch/serialization.py", "torch/distributed/checkpoint/", "/safetensors/"), ()),
 )
 """Kinds of work, by parts of a file's path and names of functions (none: all in the file). Inner calls decide first."""
-
-
-_WAITS = (
-    "multiprocessing/connection.py",
-    "multiprocessing/queues.py",
-    "multiprocessing/synchronize.py",
-    "selectors.py",
-)
-"""Files in which a worker without work waits."""
 
 
 class Dump(NamedTuple):
@@ -122,18 +149,6 @@ class Dump(NamedTuple):
     def main(self) -> Stack | None:
         """The main thread's stack."""
         return next((stack for stack in self.stacks if stack.main), None)
-
-
-def worker_words(stacks: Mapping[int, Dump], directory: str) -> str | None:
-    """What the workers of a data loader do, by pid: of the first that works and does not wait for a request."""
-    for pid, taken in stacks.items():
-        stack = taken.main
-        if stack is None or not stack.frames or stack.frames[0].file.endswith(_WAITS):
-            continue
-        if stack.script is not None:
-            place = f"{stack.script.function} ({stack.script.place(directory)})"
-            return f"its worker (pid {pid}) is in {place}"
-    return None
 
 
 def py_spy() -> str | None:
@@ -208,9 +223,12 @@ def parsed(out: bytes, main: int) -> Dump:
 def _stack(thread: Mapping[str, Any], main: bool) -> Stack:
     frames = [each for each in thread["frames"] if _OURS not in each["filename"]]
     kept = frames if len(frames) <= INNER_FRAMES + OUTER_FRAMES else [*frames[:INNER_FRAMES], *frames[-OUTER_FRAMES:]]
+    # py-spy knows the lines of C code only if it has debug information; without them, a line says that it is Python.
+    lines = [0 if each.get("module") else int(each["line"]) for each in kept]
     return Stack(
         tuple(
-            Frame(str(each["name"])[:_LONGEST], str(each["filename"])[:_LONGEST], int(each["line"])) for each in kept
+            Frame(str(each["name"])[:_LONGEST], str(each["filename"])[:_LONGEST], line)
+            for each, line in zip(kept, lines, strict=True)
         ),
         str(thread["thread_name"] or "")[:_LONGEST],
         main,

@@ -35,6 +35,15 @@ class GroupSeen(NamedTuple):
     """Number of collectives that this rank has started in it; None if the backend does not count them."""
 
 
+class Worker(NamedTuple):
+    """A worker of a data loader that the training waits for."""
+
+    pid: int
+    words: str
+    """dead, stopped, disk wait, or its place: "in Samples.__getitem__ (data.py:31)"."""
+    stack: Stack | None = None
+
+
 class RankFacts(NamedTuple):
     """What one training process does now."""
 
@@ -65,8 +74,8 @@ class RankFacts(NamedTuple):
     why_no_stack: str | None = None
     raised: str | None = None
     """The exception that ended it, with its line."""
-    worker: str | None = None
-    """What a worker of its data loader does, if the rank waits for data."""
+    worker: Worker | None = None
+    """A worker of its data loader, if the rank waits for data."""
 
     @property
     def name(self) -> str:
@@ -242,13 +251,13 @@ def doing_words(rank: RankFacts, directory: str, *, waits: bool = False) -> str:
     if inside is not None:
         what = f"in {inside}{place}"
     elif script is not None and not (waits and rank.doing in PHASES):
-        what = f"in {script.function}{place}" if script.function != "<module>" else f"at {script.place(directory)}"
+        what = script.words(directory)
     else:
         what = f"{_DOING.get(rank.doing, f'in {rank.doing}')}{place}"
     if waits:
         return what
     state = _STATES.get(rank.state)
-    worker = f"; {rank.worker}" if rank.worker else ""
+    worker = "" if rank.worker is None else f"; its worker (pid {rank.worker.pid}) is {rank.worker.words}"
     return f"{state}, {what}{worker}" if state else f"{what}{worker}"
 
 

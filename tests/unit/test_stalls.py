@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dpmon.record.names import INNER_FRAMES, OUTER_FRAMES
-from dpmon.stalls import stacks
+from dpmon.run import proc
+from dpmon.run.rundir import RunInfo
+from dpmon.stalls import processes, stacks
+from dpmon.stalls.answer import answer
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.stalls.run_state import (
     ENDED,
@@ -24,8 +28,8 @@ from dpmon.stalls.run_state import (
     Now,
     state_of,
 )
-from dpmon.stalls.stacks import Dump, Frame, Stack, noted, parsed, worker_words
-from dpmon.stalls.verdict import SECOND, GroupSeen, RankFacts, UsualTimes, sentence, stall
+from dpmon.stalls.stacks import Dump, Frame, Stack, noted, parsed
+from dpmon.stalls.verdict import SECOND, GroupSeen, RankFacts, UsualTimes, Worker, sentence, stall
 
 NOW = 1000 * SECOND
 TORCH = "/env/lib/python3.11/site-packages/torch"
@@ -80,7 +84,7 @@ def told(*ranks: RankFacts, usual: UsualTimes | None = None) -> str | None:
             "rank 1 in checkpoint (train.py:12); rank 0 waits in backward (train.py:90)",
         ),
         (
-            (rank(0, BACKWARD, sequence=6), rank(1, LOADER, doing="data", worker="its worker (pid 7) is dead")),
+            (rank(0, BACKWARD, sequence=6), rank(1, LOADER, doing="data", worker=Worker(7, "dead"))),
             "rank 1 in DataLoader.__next__ (train.py:88); its worker (pid 7) is dead; rank 0 waits in backward"
             " (train.py:90)",
         ),
@@ -216,7 +220,7 @@ def test_a_process_that_waits_between_two_loops_is_not_stuck() -> None:
     [
         (Frame("save", f"{TORCH}/serialization.py", 900), 600, {"state": "disk wait"}),
         (Frame("save", f"{TORCH}/serialization.py", 900), 50, {}),
-        (Frame("compile", f"{TORCH}/_inductor/async_compile.py", 400), 600, {}),
+        (Frame("compile_fx", f"{TORCH}/_inductor/compile_fx.py", 400), 600, {}),
     ],
 )
 def test_a_first_checkpoint_or_compilation_may_take_long(frame: Frame, for_s: float, more: dict[str, object]) -> None:
@@ -256,6 +260,94 @@ def dumped(frames: list[dict[str, object]], **more: object) -> bytes:
 
 def frame(name: str, file: str, line: int) -> dict[str, object]:
     return {"name": name, "filename": file, "line": line}
+
+
+FORWARD = (
+    Frame("Linear.forward", f"{TORCH}/nn/modules/linear.py", 125),
+    Frame("Module._call_impl", f"{TORCH}/nn/modules/module.py", 1790),
+    Frame("Module._wrapped_call_impl", f"{TORCH}/nn/modules/module.py", 1779),
+)
+COMPILE = (
+    Frame("AsyncCompile.wait", f"{TORCH}/_inductor/async_compile.py", 400),
+    Frame("_compile_fx_inner", f"{TORCH}/_inductor/compile_fx.py", 900),
+)
+TRAINER = Frame("Trainer.fit", "/env/lib/python3.11/site-packages/lightning/trainer.py", 500)
+
+
+@pytest.mark.parametrize(
+    ("frames", "expected"),
+    [
+        (FORWARD, "forward"),
+        (BACKWARD[:2], "backward"),
+        ((Frame("Adam.step", f"{TORCH}/optim/adam.py", 1),
+          Frame("Optimizer.profile_hook_step.<locals>.wrapper", f"{TORCH}/optim/optimizer.py", 1)), "optimizer.step"),
+        ((Frame("_save", f"{TORCH}/serialization.py", 1), Frame("save", f"{TORCH}/serialization.py", 2)), "torch.save"),
+        ((Frame("save", f"{TORCH}/distributed/checkpoint/state_dict_saver.py", 1),
+          Frame("_api_bc_check.<locals>.inner_func", f"{TORCH}/distributed/checkpoint/utils.py", 1)),
+         "torch.distributed.checkpoint.save"),
+        (BARRIER[:2], "barrier"),
+        (LOADER[:2], "DataLoader.__next__"),
+        ((Frame("DataLoader.__iter__", f"{TORCH}/utils/data/dataloader.py", 500),), "DataLoader.__iter__"),
+        ((*COMPILE, *FORWARD), "torch.compile"),
+        # Within a framework, the function of torch says more than the framework's.
+        ((*BACKWARD[:2], TRAINER), "backward"),
+        ((*FORWARD, TRAINER), "forward"),
+        ((TRAINER,), "Trainer.fit"),
+        ((Frame("{0.x}", "/env/lib/python3.11/site-packages/evil.py", 1),), "{0.x}"),
+        # C code is no place that a user knows.
+        ((Frame("poll", "/usr/lib/libc.so.6", 0), *LOADER[:2]), "DataLoader.__next__"),
+        ((Frame("poll", "/usr/lib/libc.so.6", 0),), None),
+    ],
+)  # fmt: skip
+def test_functions_of_torch_have_the_names_that_people_know(frames: tuple[Frame, ...], expected: str | None) -> None:
+    assert Stack((*frames, SCRIPT[1])).inside == expected
+
+
+def test_a_compiled_model_that_runs_does_not_compile() -> None:
+    """Else it would have the time of a compilation in each step."""
+    call = Frame("_fn", f"{TORCH}/_dynamo/eval_frame.py", 700)
+    code = Frame("call", "/tmp/torchinductor_me/ab/cab.py", 90)
+    assert Stack((code, call, *FORWARD, SCRIPT[1])).kind == ""
+    assert Stack((code, call, *FORWARD, SCRIPT[1])).inside == "forward"
+
+
+def test_c_frames_are_only_in_the_whole_stack() -> None:
+    native = {"name": "poll", "filename": "/build/poll.c", "module": "/usr/lib/libc.so.6", "line": 29}
+    found = parsed(dumped([native, {**frame("save", "/job/train.py", 12), "module": None}]), 1).main
+    assert found is not None
+    assert found.frames == (Frame("poll", "/build/poll.c", 0), Frame("save", "/job/train.py", 12))
+    assert told(rank(0, found.frames, world=1)) == "in save (train.py:12)"
+    ranks = [
+        answered_rank(number, "in save (t.py:1)", waits=False)
+        | {
+            "stacks": [
+                {
+                    "thread": "",
+                    "main": True,
+                    "left_out": 0,
+                    "frames": [[address, "/lib/libc.so.6", 0], ["f", "t.py", 1]],
+                }
+            ]
+        }
+        for number, address in ((0, "0x7f01"), (1, "0x7f02"))
+    ]
+    lines = [text for text, _ in lines_of({"text": None, "ranks": ranks})]
+    assert lines[-3:] == ["ranks 0, 1:", "  0x7f01 (/lib/libc.so.6)", "  f (t.py:1)"]
+
+
+def test_the_stack_of_a_worker_is_shown_whole() -> None:
+    worker = Worker(8, "in Samples.__getitem__ (data.py:3)", Stack((Frame("Samples.__getitem__", "/job/data.py", 3),)))
+    threads = Dump((Stack(LOADER), Stack((Frame("f", "/job/t.py", 1),), "pin memory", False)))
+    facts = rank(1, LOADER, doing="data", worker=worker)
+    found = answer(
+        [facts], {facts.pid: threads}, None, NOW, RunInfo("", "n", ("c",), "s", "/job", None, 1e9, 0, "", True)
+    )
+    whole = ["  Samples.__getitem__ (/job/data.py:3)"]
+    text = [line for line, _ in lines_of(found)]
+    assert text[-2:] == ["  worker of rank 1 (pid 8):", *whole]
+    assert not any("pin memory" in line for line in text)
+    text = [line for line, _ in lines_of(found, every=True)]
+    assert text[-4:] == ["  thread pin memory:", "  f (/job/t.py:1)", "  worker of rank 1 (pid 8):", *whole]
 
 
 def test_frames_of_the_tracer_are_left_out() -> None:
@@ -336,13 +428,16 @@ def test_a_noted_stack_is_checked() -> None:
             noted(bad)
 
 
-def test_only_a_worker_with_work_is_named() -> None:
-    idle = Dump((Stack((Frame("Queue.get", "/usr/lib/python3.11/multiprocessing/queues.py", 1), *SCRIPT)),))
-    assert worker_words({7: idle}, "/job") is None
-    assert (
-        worker_words({7: idle, 8: Dump((Stack(SCRIPT),))}, "/job")
-        == "its worker (pid 8) is in checkpoint (train.py:12)"
-    )
+def test_only_a_worker_with_work_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = (Frame("Queue.get", "/usr/lib/python3.11/multiprocessing/queues.py", 1), *SCRIPT)
+    children = [proc.ProcessEntry(pid, "S", 1, 1, 1, 0.0, None) for pid in (7, 8)]
+    taken = {7: Dump((Stack(idle),)), 8: Dump((Stack(idle),))}
+    monkeypatch.setattr(processes, "dump", lambda pids: taken)
+    look = processes.RankLook(Path("/nowhere"), "/job")
+    assert look._worker(children) is None
+    taken[8] = Dump((Stack(SCRIPT),))
+    assert look._worker(children) == (8, "in checkpoint (train.py:12)", Stack(SCRIPT))
+    assert look._worker([*children, replace(children[0], pid=9, state="T")]) == (9, "stopped", None)
 
 
 # ------------------------------------------------------------------------------------------------ states
@@ -376,8 +471,8 @@ def answered_rank(number: int, words: str, *, waits: bool, **more: object) -> di
     frames = [["select", "/usr/lib/python3.11/selectors.py", 415], ["main", "/home/me/a/long/way/to/the/train.py", 88]]
     return {
         "rank": number, "pid": 7, "step": 60, "for_s": 27.0, "waits": waits, "words": words, "state": "sleeping",
-        "cpu": 0.0, "groups": [{"sequence": 205}], "stacks": [{"thread": "", "left_out": 0, "frames": frames}],
-        **more,
+        "cpu": 0.0, "groups": [{"sequence": 205}],
+        "stacks": [{"thread": "", "main": True, "left_out": 0, "frames": frames}], **more,
     }  # fmt: skip
 
 

@@ -283,6 +283,7 @@ def _steps(directory: Path) -> tuple[int | None, int | None, int | None, float |
     """
     from dpmon.errors import HistoryError
     from dpmon.model.announced import TEXTS_READ, stalls_in
+    from dpmon.model.state import ended_in
     from dpmon.store.figures import Window
     from dpmon.store.opened import open_store  # imported here because it loads sqlite
 
@@ -295,7 +296,8 @@ def _steps(directory: Path) -> tuple[int | None, int | None, int | None, float |
             evaluations, samples = window.evaluation_steps(most.process), None if rate is None else rate.samples_per_s
             stalls = stalls_in(event.data for event in store.events("stall", newest=TEXTS_READ))
             last_ns = max((step.start_ns + step.wall_ns for step in store.steps(1)), default=0)
-            standing = f"stalled: {stalls[-1].text}" if stalls and stalls[-1].lasts_until_end(last_ns) else None
+            stall = ended_in(stalls, last_ns)
+            standing = None if stall is None else f"stalled: {stall.text}"
             return None if calls and not most.steps else most.steps, evaluations, calls, samples, standing
     return None, None, None, None, None
 

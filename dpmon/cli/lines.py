@@ -235,8 +235,8 @@ class ProgressLines:
         step = None if focus is None else focus.last_step
         if focus is None or step is None or step.start_ns + step.wall_ns <= self._last_ns:
             if state.stall is not None:
-                stood_s = (time.monotonic_ns() - self._reader.info.start_ns - state.stall.since_ns) / 1e9
-                return f"stalled for {stood_s:.0f} s: {state.stall.text}"
+                now_ns = time.monotonic_ns() - self._reader.info.start_ns
+                return f"stalled for {state.stall.lasted_ns(now_ns) / 1e9:.0f} s: {state.stall.text}"
             return self._waiting(activities, 0 if self._last_ns else state.open_calls)
         self._last_ns = step.start_ns + step.wall_ns
         return self._stepped(state, focus, step.step)

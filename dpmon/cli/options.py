@@ -41,7 +41,10 @@ The exit status is the script's own, 128+N for a signal; 2 for a wrong command l
 _DESCRIPTIONS = {
     "attach": "Show a run again, live or finished. Without RUN: the newest live run, else the newest one.",
     "status": "Say whether a run is fine. Exit status: 0 fine, 3 not training, 4 no such run, 5 stalled, 6 failed.",
-    "why": "Say which rank stands where, and what the others wait for. Without RUN: the newest live run.",
+    "why": (
+        "Say which rank stands where, and what the others wait for. Without RUN: the newest live run."
+        " Exit status: 0, or 4 if there is no such run."
+    ),
     "ls": "List the runs, the newest last.",
     "stop": "Stop a run and all its processes: SIGINT, SIGTERM, SIGKILL, with a wait after each.",
     "report": "Summarize a run, live or finished. Without RUN: the newest one.",

@@ -16,7 +16,7 @@ from dpmon.errors import HistoryError
 from dpmon.model.findings import findings
 from dpmon.model.json_fields import fields_of
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import State, Wanted, ended_of
+from dpmon.model.state import State, Wanted, ended_in, ended_of
 from dpmon.record.plainjson import finite
 from dpmon.report.collect import facts_of
 from dpmon.report.health import LOST, NO_RUN, TIMED_OUT, Health, health, health_now
@@ -24,9 +24,10 @@ from dpmon.run.condition import ELSEWHERE, goes_on, run_state
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError
 from dpmon.run.runs import find_run, list_runs, newest_run, short_name
+from dpmon.stalls.run_state import QUIET
 from dpmon.store.opened import open_store
 from dpmon.text.cells import in_stream
-from dpmon.text.quantities import UNKNOWN, clock, compact, duration, group, memory_of, percent
+from dpmon.text.quantities import UNKNOWN, compact, duration, group, memory_of, percent
 
 SCHEMA = 1
 """The version of the object of `--json`."""
@@ -94,11 +95,14 @@ def look_at(directory: Path) -> tuple[Health, dict[str, Any]]:
         here = not over and word != ELSEWHERE  # another machine has another monotonic clock
         now_ns = time.monotonic_ns() - reader.info.start_ns if here else max(state.newest_ns, 0)
         now_ns = now_ns if how is None else int(how.seconds * 1e9)
+        finished = how is not None and how.status == 0
+        stall = state.stall if not over else None if finished else ended_in(state.stalls, state.newest_ns)
+        lasted_s = None if stall is None else stall.lasted_ns(now_ns) / 1e9
         members = {
             "schema": SCHEMA,
             "name": short_name(reader.info),
             **status_members(reader, state, now, now_ns),
-            "stall": None if state.stall is None else fields_of(state.stall, "since_ns", "text", "ranks"),
+            "stall": None if stall is None else {**fields_of(stall, "since_ns", "text", "ranks"), "lasted_s": lasted_s},
             "findings": listed,
             "exit": None if how is None else fields_of(how, "status", "signal", "seconds"),
         }
@@ -112,16 +116,18 @@ def _headline(now: Health, found: dict[str, Any]) -> str:
 def _lines(now: Health, found: dict[str, Any]) -> list[str]:
     """About ten lines for people."""
     lines = [_headline(now, found)]
+    standing = found["stall"] is not None or now.state == QUIET  # then the first line says how long
     if now.remedy:
         lines.append(f"try: {now.remedy}")
     if now.end is not None and found["stall"] is not None:
-        lines.append(f"in a stall since {clock(int(found['stall']['since_s'] * 1e9))}: {found['stall']['text']}")
+        stall = found["stall"]
+        lines.append(f"ended in a stall of {duration(stall['lasted_s'] * 1e9)}: {stall['text']}")
     if found["step"] is not None:
         rates = [f"{compact(found[name])} {unit}" for name, unit in _RATES if found[name] is not None]
         mode = f"{found['mode'] or ''}{' (virtual)' if found['virtual'] else ''}"
         if found["processes"] > 1:
             mode = f"{found['processes']} processes"
-        why = found["absent"].get("steps_per_s")
+        why = "" if standing else found["absent"].get("steps_per_s") or ""
         lines.append("  ".join(word for word in (f"step {group(found['step'])}", mode, *(rates or [why])) if word))
     if found["step_ms"]:
         shares = sorted(((each["share"] or 0, name) for name, each in found["phases"].items()), reverse=True)
@@ -130,7 +136,7 @@ def _lines(now: Health, found: dict[str, Any]) -> list[str]:
     straggler = (found.get("communication") or {}).get("straggler")
     if straggler and not any(each["kind"] == "straggler" for each in found["findings"]):
         lines.append(straggler["sentence"])
-    lines += [each["text"] for each in found["findings"]]
+    lines += [each["text"] for each in found["findings"] if not (standing and each["kind"] == "quiet")]
     devices = found["devices"]
     for device in devices if len(devices) <= MOST_DEVICES else ():
         use = UNKNOWN if device.get("util_pct") is None else f"{device['util_pct']} %"

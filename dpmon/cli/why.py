@@ -11,10 +11,13 @@ from typing import Any
 from dpmon.cleaning import clean, json_text
 from dpmon.cli.speak import speak
 from dpmon.errors import HistoryError
-from dpmon.model.announced import stalls_in
-from dpmon.report.health import LOST
+from dpmon.model.json_fields import fields_of
+from dpmon.model.state import StallSeen
+from dpmon.report.collect import facts_of
+from dpmon.report.health import LOST, NO_RUN, health_now
+from dpmon.report.sentences import stalls
 from dpmon.run.condition import ELSEWHERE, goes_on, run_state
-from dpmon.run.rundir import RunError, load_info
+from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_info
 from dpmon.run.runs import find_run, newest_run
 from dpmon.stalls.answer import answer, asked
 from dpmon.stalls.answer_lines import lines_of
@@ -23,37 +26,48 @@ from dpmon.store.opened import open_store
 from dpmon.supervise.start import ensure_supervisor
 from dpmon.text.quantities import clock
 
+_ALLOWED_S = 0.5
+"""After this time, the training processes have let this one look into them: they look four times a second."""
+
 
 def why(options: argparse.Namespace) -> int:
-    """Print what each rank of a live run does now, or the stalls of a finished run."""
-    directory = newest_run(goes_on) if options.run is None else find_run(options.run, goes_on=goes_on)
-    info = load_info(directory)
+    """Print what each rank of a live run does now, or the stalls of a finished run. Return 0, or 4: no such run."""
+    try:
+        directory = newest_run(goes_on) if options.run is None else find_run(options.run, goes_on=goes_on)
+        info = load_info(directory)
+    except RunError as error:
+        speak(str(error))
+        return NO_RUN
     state, how = run_state(directory, info)
     over = how is not None or state == LOST
     # Elsewhere, and after its end, other processes may have the numbers of the run's.
-    found = None if over or state == ELSEWHERE else _asked(directory, native=options.native)
-    stalls = _recorded(directory)
+    found = None if over or state == ELSEWHERE else _asked(directory, info, native=options.native)
+    seen, sentences = _recorded(directory, how, over)
     if options.json:
-        print(json_text({"run": info.id, "state": state, "now": found, "stalls": stalls}, indent=1))
+        members = [{**fields_of(one, "since_ns", "end_ns", "text"), "ranks": one.ranks} for one in seen]
+        print(json_text({"run": info.id, "state": state, "now": found, "stalls": members}, indent=1))
         return 0
     if found is not None:
-        print("\n".join(text for text, _ in lines_of(found, every=options.all)))
+        first, *lines = [text for text, _ in lines_of(found, every=options.all)]
+        if found.get("text") is None:
+            first = f"not stalled, but {health_now(directory).words(found['t_s'])}"
+        print("\n".join((clean(first), *lines)))
     elif state == ELSEWHERE:
         print(f"{info.id} runs on another machine ({clean(info.host)}): ask there")
     else:
         print(f"{info.id} is over ({state})")
-    for one in stalls_in(stalls):
-        lasted = "until its end" if one.end_ns is None else f"for {(one.end_ns - one.since_ns) / 1e9:.0f} s"
+    for one, sentence in zip(seen[-len(sentences) :], sentences, strict=False):
         if over or one.end_ns is not None:
-            print(f"stalled at {clock(one.since_ns)} {lasted}: {clean(one.text)}")
+            print(clean(sentence))
         if over:
-            print("\n".join(text for text, _ in lines_of(one.record, every=options.all)[1:]))
-    if found is None and not stalls:
+            print(f"what each rank did when dpmon noticed it, at {clock(one.noticed_ns)}:")
+            print("\n".join(text for text, _ in lines_of(one.record, every=options.all)[2:]))
+    if found is None and not seen:
         print("no stall was recorded")
     return 0
 
 
-def _asked(directory: Path, *, native: bool) -> dict[str, Any] | None:
+def _asked(directory: Path, info: RunInfo, *, native: bool) -> dict[str, Any] | None:
     """The supervisor's answer; without a supervisor, what this process itself can see."""
     try:
         ensure_supervisor(directory)
@@ -63,16 +77,17 @@ def _asked(directory: Path, *, native: bool) -> dict[str, Any] | None:
         speak("the supervisor does not answer; the stacks are taken from here")
     except (OSError, RunError) as error:
         speak(f"the supervisor cannot be asked: {error}")
-    info = load_info(directory)
-    with closing(RankLook(directory, info.cwd)) as look:
+    with closing(RankLook(directory, info.cwd, adopted=True)) as look:
         look.ranks({}, time.monotonic_ns())
+        time.sleep(_ALLOWED_S)
         dumps = look.take_stacks(native=native)
         now = time.monotonic_ns()
         return answer(look.with_ends(look.ranks({}, now)), dumps, None, now, info)
 
 
-def _recorded(directory: Path) -> list[dict[str, Any]]:
-    """The stalls in the history, oldest first."""
+def _recorded(directory: Path, how: ExitInfo | None, over: bool) -> tuple[tuple[StallSeen, ...], list[str]]:
+    """The stalls in the history, oldest first, and the sentences about the newest ones."""
     with suppress(HistoryError, RunError), open_store(directory) as store:
-        return [dict(event.data) for event in store.events("stall")]
-    return []
+        facts = facts_of(store, directory, how)
+        return facts.announced.stalls, stalls(facts, how, over=over)
+    return (), []

@@ -25,6 +25,7 @@ from dpmon.model.finding import (
     ratio_words,
     restarted,
 )
+from dpmon.model.state import ended_in
 from dpmon.model.stragglers import Straggler
 from dpmon.model.uneven import WAITING_TEXT, waited_ns
 from dpmon.record.schema import STEP, STEP_PHASES
@@ -349,8 +350,8 @@ def quiet(facts: RunFacts) -> Iterator[Finding]:
     paused = f", {duration_words(paused_ns)} of it paused" if paused_ns else ""
     paused += f", {duration_words(waited)} of it {WAITING_TEXT}" if waited else ""
     last = f"the last one at {clock(facts.last_step_ns)}"
-    stall = facts.announced.stalls[-1] if facts.announced.stalls else None
-    if stall is not None and not (stall.lasts_until_end(facts.last_step_ns) if facts.end_ns else stall.end_ns is None):
+    stall = ended_in(facts.announced.stalls, facts.last_step_ns)
+    if stall is not None and facts.end_ns is None and stall.end_ns is not None:
         stall = None
     if facts.end_ns is None:
         usual = max(mode.median_ns or 0 for mode in measured)

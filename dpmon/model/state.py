@@ -96,12 +96,18 @@ class StallSeen(NamedTuple):
         found = self.record.get("ranks")
         return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
 
-    def lasts_until_end(self, newest_ns: int) -> bool:
-        """Whether a run that is over, and did not finish, ended in this stall; `newest_ns`: end of its newest step.
+    def lasted_ns(self, now_ns: int) -> int:
+        """How long (ns) no progress was made: until now, or until the end of the stall."""
+        return max((now_ns if self.end_ns is None else self.end_ns) - self.since_ns, 0)
 
-        The interruption of a stalled run may have ended the stall just before the run.
-        """
-        return self.end_ns is None or newest_ns <= self.noticed_ns
+
+def ended_in(stalls: Sequence[StallSeen], newest_ns: int) -> StallSeen | None:
+    """The stall in which a run ended that is over and did not finish; `newest_ns`: end of its newest step.
+
+    The interruption of a stalled run may have ended the stall just before the run.
+    """
+    last = stalls[-1] if stalls else None
+    return last if last is not None and (last.end_ns is None or newest_ns <= last.noticed_ns) else None
 
 
 class WarningText(NamedTuple):
@@ -307,7 +313,7 @@ class State:
 
     @property
     def stall(self) -> StallSeen | None:
-        """The stall that the run is in; the one that it ended in if it is over. None if there is none."""
+        """The stall that the run is in; None if there is none."""
         last = self.stalls[-1] if self.stalls else None
         return last if last is not None and last.end_ns is None else None
 

@@ -21,6 +21,7 @@ from dpmon.stalls.run_state import (
     ENDED,
     EVALUATING,
     PAUSED,
+    QUIET,
     STALLED,
     STARTING,
     TRAINING,
@@ -29,7 +30,7 @@ from dpmon.stalls.run_state import (
     state_of,
 )
 from dpmon.store.opened import open_store
-from dpmon.text.quantities import calls_so_far, duration_words, run_time
+from dpmon.text.quantities import calls_so_far, duration_words, group, run_time
 
 FINE = (TRAINING, EVALUATING, WAITING_FOR_DATA)
 IS_FINE, NOT_TRAINING, NO_RUN, IS_STALLED, HAS_FAILED, TIMED_OUT = 0, 3, 4, 5, 6, 124
@@ -44,7 +45,7 @@ class Health(NamedTuple):
     """How a run does."""
 
     state: str
-    """One of dpmon.stalls.run_state.STATES."""
+    """One of dpmon.stalls.run_state.STATES; "elsewhere" for a run of another machine."""
     since_s: float | None
     """Since when, in seconds since the run's start; None if unknown."""
     reason: str | None = None
@@ -95,10 +96,11 @@ def health(reader: RunReader, state: State) -> Health:
     if word == "ending":
         return Health(ENDED, None, "its record is being completed")
     if word == ELSEWHERE:
-        return Health(STARTING, None, "it runs on another machine", "ask on that machine")
+        return Health(ELSEWHERE, None, f"it runs on {info.host}", "ask there")
     start, now_ns = info.start_ns, time.monotonic_ns() - info.start_ns
     since = {number: (what, at - start if at else 0) for number, (what, at) in reader.activities().items()}
     paused, reads = reader.paused().since_ns, reader.waits_for_input()
+    doing = since.get(-1 if state.focus is None else state.focus.process, ("", 0))[0]
     found = state_of(now_of(state, now_ns, since, _from(paused, start), _from(reads, start)))
     reason, remedy = None, None
     if found.word == STALLED and state.stall is not None:
@@ -107,11 +109,20 @@ def health(reader: RunReader, state: State) -> Health:
         reason = calls_so_far(state.open_calls) if state.open_calls else why_starting(reader.stage(), now_ns) or None
     elif found.word == PAUSED:
         remedy = f"dpmon attach {name}, then p"
+    elif found.word == QUIET:
+        reason, remedy = _quiet_reason(state, doing), f"dpmon why {name} shows where it is"
     elif found.word == WAITING_FOR_INPUT:
         remedy = f"dpmon attach {name}, then i"
     elif word == "unsupervised":
         reason, remedy = "its supervisor was killed: nothing is recorded", f"dpmon attach {name} starts another one"
     return Health(found.word, None if found.since_ns is None else found.since_ns / SECOND, reason, remedy)
+
+
+def _quiet_reason(state: State, doing: str) -> str:
+    """Why nothing is called any more. `doing`: what the process that represents the run does."""
+    step = None if state.focus is None else state.focus.last_step
+    since = "no call for so long" if step is None else f"no call since step {group(step.step)}"
+    return f"{since}: {'the training process has ended' if doing == 'ended' else 'the script does something else'}"
 
 
 def _from(at_ns: int | None, start_ns: int) -> int | None:

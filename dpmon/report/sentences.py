@@ -10,7 +10,7 @@ from dpmon.model.compare import Comparison, sentence
 from dpmon.model.finding import host_waits, of_process, partly_timed
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.run_facts import ModeFacts, RunFacts
-from dpmon.model.state import ModeChange, ProcessFacts
+from dpmon.model.state import ModeChange, ProcessFacts, ended_in
 from dpmon.record.names import RANK_MODES
 from dpmon.report.collect import Story
 from dpmon.run.rundir import ExitInfo
@@ -96,13 +96,14 @@ def basics(story: Story) -> list[str]:
 
 def stalls(facts: RunFacts, how: ExitInfo | None, *, over: bool) -> list[str]:
     """When the run stalled, for how long, and which rank stood where: the newest stalls."""
+    found = facts.announced.stalls
+    last = None if how is None or how.status == 0 else ended_in(found, facts.last_step_ns or 0)
     texts = []
-    for stall in facts.announced.stalls[-MOST_STALLS:]:
-        last = stall is facts.announced.stalls[-1] and how is not None and how.status != 0
-        lasts = stall.end_ns is None or (last and stall.lasts_until_end(facts.last_step_ns or 0))
-        how_long = f"for {duration_words((stall.end_ns or 0) - stall.since_ns)}"
-        how_long = how_long if not lasts else "until its end" if over else "until now"
-        texts.append(f"stalled at {clock(stall.since_ns)} {how_long}: {stall.text}")
+    for stall in found[-MOST_STALLS:]:
+        lasts = stall.end_ns is None or stall is last
+        until = "" if not lasts else ", until its end" if over else " until now"
+        lasted = duration_words(stall.lasted_ns(facts.until_ns))
+        texts.append(f"stalled at {clock(stall.since_ns)} for {lasted}{until}: {stall.text}")
     return texts
 
 

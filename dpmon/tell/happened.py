@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dpmon.model.finding import Finding
-from dpmon.model.state import State
+from dpmon.model.state import State, ended_in
 from dpmon.model.stragglers import sentence
 from dpmon.record.schema import SECOND
 from dpmon.report.health import HAS_FAILED, Health
@@ -52,11 +52,12 @@ class Happenings:
     def look(self, state: State, now: Health, elapsed_s: float, found: Sequence[Finding] = ()) -> Iterator[Happened]:
         """All events so far, also those that earlier looks have shown, in their order. `found`: the newest findings."""
         yield Happened("dpmon.run.started", "", {"text": "the run began"}, 0.0)
+        last = ended_in(state.stalls, state.newest_ns)
         for stall in state.stalls:
             key, data = str(stall.since_ns), {"since_s": stall.since_ns / SECOND, "text": stall.text}
             yield Happened("dpmon.run.stalled", key, {**data, "ranks": stall.ranks}, stall.noticed_ns / SECOND)
-            if stall.end_ns is not None and (now.end is None or not stall.lasts_until_end(state.newest_ns)):
-                lasted_ns = stall.end_ns - stall.since_ns
+            if stall.end_ns is not None and (now.end is None or stall is not last):
+                lasted_ns = stall.lasted_ns(stall.end_ns)
                 data |= {"lasted_s": lasted_ns / SECOND, "text": f"goes on after {duration_words(lasted_ns)}"}
                 yield Happened("dpmon.run.resumed", key, data, stall.end_ns / SECOND)
         self._look_for_straggler(state, elapsed_s)
@@ -68,9 +69,7 @@ class Happenings:
         if now.end is not None:
             kind = "dpmon.run.failed" if now.status == HAS_FAILED else "dpmon.run.ended"
             text = now.words(elapsed_s)
-            last = state.stalls[-1] if state.stalls else None
-            if last is not None and (last.end_ns is None or last.lasts_until_end(state.newest_ns)):
-                text += f"; in a stall: {last.text}"
+            text += f"; in a stall: {last.text}" if last is not None else ""
             yield Happened(kind, "", {"end": now.end, "text": text}, now.since_s)
         elif self._alive_s is not None:
             yield Happened("dpmon.run.alive", str(int(elapsed_s // self._alive_s)), {"text": now.words(elapsed_s)})

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.model.standing import now_of
-from dpmon.model.state import Process, StallSeen, State
+from dpmon.model.state import Process, StallSeen, State, ended_in
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.run.activities import why_starting
@@ -157,9 +157,8 @@ class Facts:
         """The stall that the run is in; in the picture of a finished run, the one in which it ended."""
         if not self.over:
             return self.state.stall if self.state.stall is not None and self.run_state.word == STALLED else None
-        last = self.state.stalls[-1] if self.state.stalls else None
         finished = self.ended is not None and self.ended.status == 0
-        return None if finished or last is None or not last.lasts_until_end(self.state.newest_ns) else last
+        return None if finished else ended_in(self.state.stalls, self.state.newest_ns)
 
     @property
     def over(self) -> bool:

@@ -97,6 +97,23 @@ class Service:
         return path.read_text() if path.exists() else ""
 
 
+@pytest.mark.parametrize(("status", "logged"), [(0, False), (3, False), (4, False), (5, True), (6, True), (127, False)])
+def test_cron_logs_only_a_stall_or_a_failure(tmp_path: Path, status: int, logged: bool) -> None:
+    (text,) = [text for _, text in blocks(DOCS / "stuck.md") if text.startswith("# cron")]
+    line = text.splitlines()[1].removeprefix("*/10 * * * * ")
+    assert "%" not in line, "cron would end the line there"
+    for name, code in (
+        ("dpmon", f"echo 'train  stalled: $(id)' \"$*\"\nexit {status}"),
+        ("logger", 'echo "$1" >>called'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["/bin/sh", "-c", line], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, timeout=60, check=False)
+    called = tmp_path / "called"
+    assert (called.read_text() if called.exists() else "") == ("train  stalled: $(id) status train\n" if logged else "")
+
+
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
     made = Service(tmp_path)

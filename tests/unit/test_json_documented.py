@@ -149,7 +149,7 @@ STALL = {"t_s": 5.0, "since_s": 1.0, "text": "rank 1 in save", "ranks": [{"rank"
 
 def test_every_field_of_a_status_is_described(state: Path) -> None:
     ranked, _ = joined_rows(2, steps=100)
-    runs = [keep(ranked, status=1), keep({0: Training().begin(), -1: [Event("stall", STALL)]}), keep({})]
+    runs = [keep(ranked, status=1), keep({0: Training().begin(), -1: [Event("stall", STALL)]}, status=1), keep({})]
     found = [look_at(directory)[1] for directory in runs]
     assert found[1]["stall"] is not None
     assert found[0]["findings"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from synthetic import Training, device_event
 from dpmon.cli import status
 from dpmon.cli.main import main
 from dpmon.cli.summary import summary_lines
+from dpmon.model.state import State
 from dpmon.record.kinds import Event
 from dpmon.report import health
 from dpmon.report.health import Health
@@ -97,7 +99,7 @@ def test_the_status_of_a_run_that_is_over(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"linear-{directory.name[-4:]}  {says}"
     if own:
-        assert lines.pop(1) == "  in a stall since 00:00:40: rank 1 in save (t.py:3)"
+        assert lines.pop(1) == "  ended in a stall of 20.0 s: rank 1 in save (t.py:3)"
     assert lines[1].startswith("  step 40  dp")
     assert "samples/s" in lines[1]
     assert main(["status", ""]) == 4, "an empty name, as after a failed start, is no run"
@@ -136,9 +138,11 @@ def test_a_stalled_run_says_which_rank_stands_where(state: Path, capsys: pytest.
     assert lines[1] == f"  try: dpmon why {name} shows the stacks"
     assert "None" not in "".join(lines)
     assert len(lines) <= 10
+    assert not any("No step has ended" in line or "no step has ended" in line for line in lines)
     assert main(["status", "--json"]) == 5
     found = json.loads(capsys.readouterr().out)
     assert found["schema"] == status.SCHEMA
+    assert found["stall"].pop("lasted_s") == pytest.approx(found["t_s"] - 40.0, abs=0.01)
     assert found["stall"] == {"since_s": 40.0, "text": "rank 1 in save (t.py:3)", "ranks": [{"rank": 1}]}
     assert found["health"]["reason"] == "rank 1 in save (t.py:3)"
     assert found["exit"] is None
@@ -166,11 +170,13 @@ def test_the_list_says_in_which_stall_a_run_ended(
     assert ["    stalled: rank 1 in save (t.py:3)" in lines, len(lines)] == [shown, 3 + shown]
 
 
-@pytest.mark.parametrize(("own", "lasted"), [((STALL,), "until its end"), ((STALL, STALL_ENDED), "for 15.0 s")])
+@pytest.mark.parametrize(("own", "lasted"), [((STALL,), "20.0 s"), ((STALL, STALL_ENDED), "15.0 s")])
 def test_the_summary_says_where_a_run_stalled(state: Path, own: tuple[Event, ...], lasted: str) -> None:
     directory = a_run(*own)
     lines = summary_lines(directory, load_exit(directory))
-    assert f"stalled at 00:00:40 {lasted}: rank 1 in save (t.py:3)" in lines
+    assert f"stalled at 00:00:40 for {lasted}: rank 1 in save (t.py:3)" in [
+        line.replace(", until its end", "") for line in lines
+    ]
 
 
 def test_a_run_that_goes_on_after_a_stall_is_no_longer_stalled(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,10 +191,11 @@ def test_without_such_a_run_the_exit_status_is_4(
 ) -> None:
     if words[:1] == ["nothing"]:
         a_run()
-    assert main(["status", *words]) == 4
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("dpmon: there is no run")
+    for command in ("status",) if "--wait" in words else ("status", "why"):
+        assert main([command, *words]) == 4
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err.startswith("dpmon: there is no run")
 
 
 @pytest.mark.parametrize(
@@ -255,12 +262,14 @@ def test_the_history_of_a_run_that_is_over_is_not_read_for_its_health(
     assert health.health_now(directory).end == "finished"
 
 
-def test_the_time_of_a_run_elsewhere_is_that_of_its_record(state: Path) -> None:
+def test_the_time_of_a_run_elsewhere_is_that_of_its_record(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = a_run(status=None)
     save(directory, replace(load_info(directory), boot_id="another", host="box7", start_ns=time.monotonic_ns() * 2))
     now, members = status.look_at(directory)
-    assert now.reason == "it runs on another machine"
+    assert (now.state, now.reason, now.status) == ("elsewhere", "it runs on box7", 3)
     assert 0 < members["t_s"] < 60
+    assert main(["ls"]) == 0
+    assert " elsewhere " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -284,4 +293,28 @@ def test_why_looks_at_no_process_that_has_only_the_number_of_the_runs(
     assert main(["why", directory.name]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{directory.name} {sentence}\n")
-    assert ("stalled at 00:00:40 until its end: rank 1 in save" in said) == ("lost" in sentence)
+    assert ("s, until its end: rank 1 in save" in said) == ("lost" in sentence)
+
+
+def test_why_lists_a_stall_once(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = a_run(EARLY, EARLY_ENDED, STALL, STALL_ENDED)
+    assert main(["why", directory.name, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    own = {"text": "rank 1 in save (t.py:3)", "ranks": [{"rank": 1}]}
+    assert found["stalls"] == [
+        {"since_s": 0.0, "end_s": 15.0, **own},
+        {"since_s": 40.0, "end_s": 55.0, **own},
+    ]
+    assert found["now"] is None
+
+
+def test_a_quiet_run_says_why(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = live()
+    assert main(["status"]) == 3
+    first, remedy, *rest = capsys.readouterr().out.splitlines()
+    assert re.search(r"  quiet for \d\d\.\d s: no call since step 40: the script does something else$", first)
+    assert remedy == f"  try: dpmon why linear-{directory.name[-4:]} shows where it is"
+    assert not any("o step has ended" in line for line in rest), "the first line says it"
+    begun = health.health_now(directory)
+    assert health._quiet_reason(State(), "ended") == "no call for so long: the training process has ended"
+    assert begun.fields()["reason"] == "no call since step 40: the script does something else"

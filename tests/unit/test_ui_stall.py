@@ -218,14 +218,16 @@ def test_report_and_summary_say_that_the_run_ended_in_its_stall() -> None:
     begun = StallSeen(100 * SECOND, 110 * SECOND, record={"text": SENTENCE})
     over = begun._replace(end_ns=135 * SECOND)
     for stall, how, last_s, expected in (
-        (begun, None, 100, "until now"),
+        (begun, None, 100, "for 40.0 s until now"),
         (over, None, 100, "for 35.0 s"),
-        (begun, exit_of(1), 100, "until its end"),
-        (over, exit_of(1), 100, "until its end"),
+        (begun, exit_of(1), 100, "for 40.0 s, until its end"),
+        (over, exit_of(1), 100, "for 35.0 s, until its end"),
         (over, exit_of(1), 136, "for 35.0 s"),
         (over, exit_of(0), 100, "for 35.0 s"),
     ):
-        facts: Any = types.SimpleNamespace(announced=Announced(stalls=(stall,)), last_step_ns=last_s * SECOND)
+        facts: Any = types.SimpleNamespace(
+            announced=Announced(stalls=(stall,)), last_step_ns=last_s * SECOND, until_ns=140 * SECOND
+        )
         assert stalls(facts, how, over=how is not None) == [f"stalled at 00:01:40 {expected}: {SENTENCE}"]
 
 
@@ -235,7 +237,8 @@ def test_dpmon_why_shows_the_stacks_of_a_run_that_ended_in_a_stall(
     directory = keep({0: [*Training().begin(), stall_record(2, 4 * SECOND, 60)]})
     why(argparse.Namespace(run=directory.name, json=False, native=False, all=False))
     said = capsys.readouterr().out
-    assert "stalled at 00:00:04 until its end: rank 1 in checkpoint (train.py:12); rank 0 waits" in said
+    assert "stalled at 00:00:04 for 56.0 s, until its end: rank 1 in checkpoint (train.py:12); rank 0 waits" in said
+    assert "\nwhat each rank did when dpmon noticed it, at 00:00:14:\n   RANK  STEP  FOR" in said
     assert "rank 1:\n  checkpoint (/job/train.py:12)\n" in said
 
 

@@ -230,7 +230,7 @@ def _stalled(facts: Facts, look: Look) -> Row:
     """Which rank stands where; at the end of the run, also its outcome."""
     text = "" if facts.stall is None else clean(facts.stall.text, 400)
     if facts.stall is not None and facts.over:
-        seconds = max(facts.elapsed_ns - facts.stall.since_ns, 0) / SECOND
+        seconds = facts.stall.lasted_ns(facts.elapsed_ns) / SECOND
         last = f"; {facts.last_line}" if facts.last_line else ""
         text = f"the run ended in a stall of {seconds:,.0f} s: {text}{last}"
     return [(f"{look.glyphs.focus} ", "bad"), (text, "bad")]

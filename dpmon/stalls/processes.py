@@ -17,7 +17,7 @@ from dpmon.run.rundir import ring_paths
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
 from dpmon.stalls.stacks import Dump, Stack, dump, noted
-from dpmon.stalls.verdict import SECOND, GroupSeen, RankFacts, Worker
+from dpmon.stalls.verdict import SECOND, GroupSeen, LoaderWorker, RankFacts
 
 DETAILS_NS = 3 * SECOND
 """A process that has stood still for this long is looked at in /proc."""
@@ -81,7 +81,7 @@ class RankLook:
         self._counters: dict[int, list[Counters]] = {}
         self._dumps: dict[int, tuple[int, Dump]] = {}
         """The last stacks of each process, and when they were asked for."""
-        self._workers: dict[int, Worker | None] = {}
+        self._workers: dict[int, LoaderWorker | None] = {}
 
     def close(self) -> None:
         """Close the rings."""
@@ -190,15 +190,15 @@ class RankLook:
         self._dumps.update((pid, (now, one)) for pid, one in taken.items())
         return taken
 
-    def _worker(self, children: Sequence[proc.ProcessEntry]) -> Worker | None:
+    def _worker(self, children: Sequence[proc.ProcessEntry]) -> LoaderWorker | None:
         """The first worker of a data loader that is dead, stopped or waits for a disk, else the first one at work."""
         for one in children:
             if one.dead or (one.state in _STATES and one.state != "R"):
-                return Worker(one.pid, "dead" if one.dead else _STATES[one.state])
+                return LoaderWorker(one.pid, "dead" if one.dead else _STATES[one.state])
         for pid, taken in dump({one.pid: one.pid for one in children[:MOST_WORKERS]}).items():
             stack = taken.main
             if stack is not None and stack.script is not None and not stack.idle:
-                return Worker(pid, stack.script.words(self.cwd), stack)
+                return LoaderWorker(pid, stack.script.words(self.cwd), stack)
         return None
 
     def _noted(self, process: int, serial: int) -> tuple[Stack, ...]:

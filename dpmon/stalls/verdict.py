@@ -35,7 +35,7 @@ class GroupSeen(NamedTuple):
     """Number of collectives that this rank has started in it; None if the backend does not count them."""
 
 
-class Worker(NamedTuple):
+class LoaderWorker(NamedTuple):
     """A worker of a data loader that the training waits for."""
 
     pid: int
@@ -74,7 +74,7 @@ class RankFacts(NamedTuple):
     why_no_stack: str | None = None
     raised: str | None = None
     """The exception that ended it, with its line."""
-    worker: Worker | None = None
+    worker: LoaderWorker | None = None
     """A worker of its data loader, if the rank waits for data."""
 
     @property

@@ -29,7 +29,7 @@ from dpmon.stalls.run_state import (
     state_of,
 )
 from dpmon.stalls.stacks import Dump, Frame, Stack, noted, parsed
-from dpmon.stalls.verdict import SECOND, GroupSeen, RankFacts, UsualTimes, Worker, sentence, stall
+from dpmon.stalls.verdict import SECOND, GroupSeen, LoaderWorker, RankFacts, UsualTimes, sentence, stall
 
 NOW = 1000 * SECOND
 TORCH = "/env/lib/python3.11/site-packages/torch"
@@ -84,7 +84,7 @@ def told(*ranks: RankFacts, usual: UsualTimes | None = None) -> str | None:
             "rank 1 in checkpoint (train.py:12); rank 0 waits in backward (train.py:90)",
         ),
         (
-            (rank(0, BACKWARD, sequence=6), rank(1, LOADER, doing="data", worker=Worker(7, "dead"))),
+            (rank(0, BACKWARD, sequence=6), rank(1, LOADER, doing="data", worker=LoaderWorker(7, "dead"))),
             "rank 1 in DataLoader.__next__ (train.py:88); its worker (pid 7) is dead; rank 0 waits in backward"
             " (train.py:90)",
         ),
@@ -336,7 +336,9 @@ def test_c_frames_are_only_in_the_whole_stack() -> None:
 
 
 def test_the_stack_of_a_worker_is_shown_whole() -> None:
-    worker = Worker(8, "in Samples.__getitem__ (data.py:3)", Stack((Frame("Samples.__getitem__", "/job/data.py", 3),)))
+    worker = LoaderWorker(
+        8, "in Samples.__getitem__ (data.py:3)", Stack((Frame("Samples.__getitem__", "/job/data.py", 3),))
+    )
     threads = Dump((Stack(LOADER), Stack((Frame("f", "/job/t.py", 1),), "pin memory", False)))
     facts = rank(1, LOADER, doing="data", worker=worker)
     found = answer(

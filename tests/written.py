@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 from steps import StepFacts, quantities
 
-from dpmon.record.schema import KINDS, PHASES
+from dpmon.record.schema import EVALUATION, PHASES, SETTLING
 from dpmon.store.batch import Batch
 from dpmon.store.queries import Store
 from dpmon.store.tables import HISTORY_FILE, LARGEST, Door
 from dpmon.store.tally import WIDTHS, Key, Tally
 
 SECOND = 1_000_000_000
+_KINDS = (0, EVALUATION, SETTLING, EVALUATION | SETTLING)
 
 
 class OneStep(NamedTuple):
@@ -59,7 +60,7 @@ def some_steps(
         wall = min(int(chance.lognormvariate(18, 1)), end)
         samples = chance.choice((None, 8, 16))
         batch = -1 if samples is None else samples
-        key = Key(chance.choice(processes), chance.choice(("dp", "single")), chance.choice(KINDS), batch)
+        key = Key(chance.choice(processes), chance.choice(("dp", "single")), chance.choice(_KINDS), batch)
         found.append(OneStep(key, end - wall, some_facts(chance, number, wall, samples)))
     return found
 

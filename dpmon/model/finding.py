@@ -39,8 +39,12 @@ class Finding(NamedTuple):
 
 
 def measured_modes(facts: RunFacts) -> Iterator[ModeFacts]:
-    """The modes of each process with enough steps for findings; the shown processes come first."""
-    yield from (mode for mode in (*facts.modes, *facts.others) if mode.steps >= MIN_STEPS)
+    """The modes of each process with enough steps for findings; the shown processes come first.
+
+    Without the first steps, in which the loader starts and memory is allocated.
+    """
+    usual = (mode.usual for mode in (*facts.modes, *facts.others))
+    yield from (mode for mode in usual if mode.steps >= MIN_STEPS)
 
 
 def most_affected(facts: RunFacts, share: Callable[[ModeFacts], float], least: float) -> Iterator[ModeFacts]:

@@ -6,13 +6,25 @@ from collections.abc import Callable, Iterator
 
 from dpmon.model.finding import Finding
 from dpmon.model.found_between_ranks import between_ranks
-from dpmon.model.found_in_time import between, copies, data, drift, failed, quiet, slower, spread, stalls, transfers
+from dpmon.model.found_in_time import (
+    between,
+    copies,
+    data,
+    drift,
+    failed,
+    quiet,
+    slower,
+    spread,
+    stalled,
+    stalls,
+    transfers,
+)
 from dpmon.model.found_on_devices import busy, fuller, idle, low_use, throttled, uneven
 from dpmon.model.run_facts import RunFacts
 
 _FINDERS: tuple[Callable[[RunFacts], Iterator[Finding]], ...] = (
     *(data, transfers, slower, copies, idle, uneven, fuller, throttled, low_use, busy),
-    *(drift, stalls, spread, between, quiet, failed),
+    *(drift, stalled, stalls, spread, between, quiet, failed),
     lambda facts: between_ranks(facts.communication),
 )
 

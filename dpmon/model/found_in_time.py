@@ -29,7 +29,7 @@ from dpmon.model.state import ended_in
 from dpmon.model.stragglers import Straggler
 from dpmon.model.uneven import WAITING_TEXT, waited_ns
 from dpmon.record.schema import STEP, STEP_PHASES
-from dpmon.text.quantities import clock, duration_words, percent
+from dpmon.text.quantities import clock, count_of, duration_words, percent
 
 if TYPE_CHECKING:
     from dpmon.model.run_facts import ModeFacts, RunFacts
@@ -108,7 +108,7 @@ def _in_how_many(mode: ModeFacts, facts: RunFacts) -> str:
     """The number of processes in which the wait for data reaches DATA_SHARE, in words; empty for one process."""
     if mode.who is None:
         return ""
-    alike = [one for one in (*facts.modes, *facts.others) if one.mode == mode.mode]
+    alike = [one.usual for one in (*facts.modes, *facts.others) if one.mode == mode.mode]
     many = sum(data_share(one) >= DATA_SHARE for one in alike)
     return f"; {percent(DATA_SHARE)} or more in {many:,} of {len(alike):,} processes"
 
@@ -153,7 +153,7 @@ def slower(facts: RunFacts) -> Iterator[Finding]:
 
 def copies(facts: RunFacts) -> Iterator[Finding]:
     """The cost of DataParallel itself: replicate; scatter and gather."""
-    for mode in facts.modes:
+    for mode in (one.usual for one in facts.modes):
         if mode.mode != "dp" or mode.steps < MIN_STEPS:
             continue
         share = mode.share("replicate")
@@ -228,7 +228,6 @@ def stalls(facts: RunFacts) -> Iterator[Finding]:
         return
     worst = stalls[0]
     median = medians[worst.process, worst.mode]
-    stood = _stood(worst, facts)
     # A lower bound if steps were deleted, or if all steps read are stalls.
     least = len(stalls) == len(longest) > 1 or facts.store.pruned > 0
     count = "one" if len(stalls) == 1 else str(len(stalls))
@@ -240,17 +239,28 @@ def stalls(facts: RunFacts) -> Iterator[Finding]:
     yield Finding(
         "stall",
         text,
-        f"the longest: {_where(worst, facts)}; median {duration_words(median)}{stood and f'; meanwhile {stood}'}",
-        "dpmon why shows the stacks of that time" if stood else _stall_advice(worst, facts),
+        f"the longest: {_where(worst, facts)}; median {duration_words(median)}",
+        _stall_advice(worst, facts),
         lost / (total + lost),
     )
 
 
-def _stood(step: LongRow, facts: RunFacts) -> str:
-    """Which rank stood where, if the run was stalled for most of the step; else empty."""
-    begin, end = step.start_ns, step.start_ns + step.wall_ns
-    stalls = [(one.since_ns, one.end_ns or end, one.text) for one in facts.announced.stalls]
-    return next((text for since, until, text in stalls if 2 * (min(until, end) - max(since, begin)) > end - begin), "")
+def stalled(facts: RunFacts) -> Iterator[Finding]:
+    """Stalls after which the run went on."""
+    lost = facts.spent.get("stalled", 0)
+    over = [stall for stall in facts.announced.stalls if stall.end_ns is not None]
+    if not lost or not over:
+        return
+    steps = facts.stalled_steps
+    what = f"{count_of(steps, 'step')} with a stall {'are' if steps > 1 else 'is'}" if steps else "A stall is"
+    longest = max(over, key=lambda stall: (stall.end_ns or 0) - stall.since_ns)
+    yield Finding(
+        "stall",
+        f"{what} left out of the figures: {duration_words(lost)}.",
+        f"{'the longest ' if len(over) > 1 else ''}stall at {clock(longest.since_ns)}: {longest.text}",
+        "dpmon why shows the stacks of that time",
+        lost / (lost + facts.spent.get("training", 0)),
+    )
 
 
 def _waits_for_input(step: LongRow, facts: RunFacts) -> bool:

@@ -6,6 +6,7 @@ shows. Counts of steps and rates cover all processes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,7 +36,7 @@ from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STEP, STEP_PHASES, device_series
 from dpmon.store.accounting import Gap
 from dpmon.store.answers import LongRow
-from dpmon.store.figures import Figures, PhaseFigures, Rate, Window, accounted, thirds
+from dpmon.store.figures import Figures, PhaseFigures, Rate, Window, accounted, figures, thirds
 from dpmon.store.tally import WIDTHS, Tally
 
 if TYPE_CHECKING:
@@ -67,6 +68,13 @@ class ModeFacts(Figures):
     """The first third of the steps; None with too few steps."""
     late: Tally | None = None
     """The last third."""
+    settled: ModeFacts | None = None
+    """The same without the settling steps."""
+
+    @property
+    def usual(self) -> ModeFacts:
+        """The figures without settling steps, if they are known apart."""
+        return self.settled or self
 
     @property
     def all_steps(self) -> int:
@@ -253,12 +261,17 @@ class RunFacts:
     def mode(self, mode: str, evaluation: bool = False, process: int | None = None) -> ModeFacts:
         """The figures of a mode for `process`, or for the shown process; the rate is that of all processes."""
         process = self.shown(mode, evaluation) if process is None else process
-        found = self.window.figures(mode, evaluation, process)
+        whole = self._mode(mode, evaluation, process, self.window.tally(mode, evaluation, process))
+        settled = self.window.tally(mode, evaluation, process, settled=True)
+        return replace(whole, settled=self._mode(mode, evaluation, process, settled))
+
+    def _mode(self, mode: str, evaluation: bool, process: int, tally: Tally) -> ModeFacts:
+        found = figures(mode, evaluation, tally, self.window.rate(mode, evaluation))
         whole = sum(self.window.tally(mode, evaluation, each).steps for each in self.store.processes)
         phases = {phase.name: phase for phase in found.phases if phase.ran}
         ran = tuple(phases[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in phases)
         return ModeFacts(
-            **{**vars(found), "rate": self.window.rate(mode, evaluation), "phases": ran},
+            **{**vars(found), "phases": ran},
             virtual=self.layouts.virtual and mode == "dp",
             distributed=self.layouts.distributed if mode == "single" else None,
             process=process,
@@ -293,8 +306,17 @@ class RunFacts:
 
     @property
     def steps(self) -> int:
-        """Number of steps, including deleted ones."""
-        return sum(mode.all_steps for mode in (*self.modes, *self.evaluations))
+        """Number of steps, including deleted ones, and those that no figure includes because the run stalled."""
+        left_out = sum(tally.steps for tally in self.window.stalled.values())
+        return sum(mode.all_steps for mode in (*self.modes, *self.evaluations)) + left_out
+
+    @property
+    def stalled_steps(self) -> int:
+        """Number of steps in which the run stalled; ranks train in the same steps."""
+        counts: Counter[int] = Counter()
+        for key, tally in self.window.stalled.items():
+            counts[key.process] += tally.steps
+        return max(counts.values(), default=0)
 
     @cached_property
     def others(self) -> tuple[ModeFacts, ...]:

@@ -324,7 +324,9 @@ def _lately(
 
 def _two_steps(rows: Store, process: Process, end_s: int, mode: str, trained: bool) -> Trained:
     """The two newest steps of a process."""
-    newest = rows.steps(2, process=process.process)
+    newest = rows.steps(2, process=process.process, stalled=False)
+    if not newest:
+        return recent_of_steps(newest, (), mode, trained)
     begin_s = newest[-1].start_ns // SECOND
     times = rows.time_rows(begin_s, end_s, process=process.process)
     return recent_of_steps(newest, times, mode, trained)

@@ -200,10 +200,10 @@ computation hides. WAIT: the wait for the slowest rank. HELD: the delay of the s
 slowest, on the slowest rank only."""
 
 
-EVALUATION, SETTLING = 1, 2
+EVALUATION, SETTLING, STALLED = 1, 2, 4
 """Flags of a step's kind. An evaluation step has neither a backward pass nor an optimizer step. Settling steps are the
-first steps after a change of mode, in which caches are filled and algorithms chosen."""
-KINDS = (0, EVALUATION, SETTLING, EVALUATION | SETTLING)
+first steps after a change of mode, in which caches are filled and algorithms chosen. In a stalled step, the run stood
+still; no figure includes it."""
 SETTLING_STEPS = 5
 """Number of settling steps after a change of mode, or after the start."""
 

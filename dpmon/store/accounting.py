@@ -6,6 +6,7 @@ evaluation  within evaluation steps, and between two of them
 between     between two steps that are not both evaluation: starting a loader's workers, a checkpoint, logging
 paused      the user paused the training
 input       the script waited for a line of input
+stalled     in a step, or between two steps, the run stood still: in the whole of that step or gap
 missed      steps that were not recorded, and the time between them
 
 After its last step, a process accounts only for pauses and waits: it may end long before the others. Time without any
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-ACTIVITIES = ("startup", "training", "evaluation", "between", "paused", "input", "missed")
+ACTIVITIES = ("startup", "training", "evaluation", "between", "paused", "input", "stalled", "missed")
 _PIECES = 1024
 """Number of recent pieces that are kept: a wait for input is reported late, and then corrects them."""
 _PIECE_NS = 20_000_000
@@ -84,9 +85,10 @@ class Gap(NamedTuple):
 class Account:
     """The activities of one process."""
 
-    def __init__(self, begin: int = 0, process: int = 0) -> None:
-        """`begin`: start of the process (ns since the run's start)."""
+    def __init__(self, begin: int = 0, process: int = 0, stalls: Sequence[tuple[int, int]] = ()) -> None:
+        """`begin`: start of the process (ns since the run's start). `stalls`: begin of each stall, and a time in it."""
         self._process = process
+        self._stalls = stalls
         self._at = begin
         """End of the time that is accounted for."""
         self._number: int | None = None
@@ -113,6 +115,8 @@ class Account:
             self._at = min(self._at, start)  # a process reports itself within its first step
         elif number != before + 1:
             activity = "missed"
+        elif self.stalled(self._at, start):
+            activity = "stalled"
         elif evaluation and self._evaluation:
             activity = "evaluation"
         else:
@@ -122,11 +126,16 @@ class Account:
         gap = None
         if activity == "between" and left > 0 and before is not None:
             gap = Gap(self._process, before, mode, self._at, start, left)
-        spent += self._stretch("evaluation" if evaluation else "training", mode, max(start, self._at), end)
+        activity = "stalled" if self.stalled(start, end) else "evaluation" if evaluation else "training"
+        spent += self._stretch(activity, mode, max(start, self._at), end)
         self._at, self._number, self._evaluation, self._mode = max(end, self._at), number, evaluation, mode
         if self._apart:
             self._apart = [one for one in self._apart if one[2] > self._at]
         return spent, gap
+
+    def stalled(self, begin: int, end: int) -> bool:
+        """Whether a stall was noticed in a stretch of time that covers most of the stall up to then."""
+        return any(begin <= at <= end and 2 * (at - max(begin, since)) > at - since for since, at in self._stalls)
 
     def pause(self, paused: bool, at: int | None, took: int | None) -> None:
         """Note that a pause began (`paused`) at `at`, or ended at `at` after `took` ns."""

@@ -17,6 +17,9 @@ from dpmon.store.tables import LASTING
 if TYPE_CHECKING:
     from dpmon.store.writer import History
 
+_STALLS = 8
+"""Most records of stalls to keep: the step in which a stall was noticed comes soon after it."""
+
 
 @dataclass
 class Accounts:
@@ -25,6 +28,8 @@ class Accounts:
     by_process: dict[int, Account] = field(default_factory=dict)
     rounds: Rounds = field(default_factory=Rounds)
     """The synchronised passes of all ranks."""
+    stalls: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_STALLS))
+    """The newest records of stalls: when the stall began, and a later time in it."""
     _processes: dict[int, int] = field(default_factory=dict)
     """Processes by pid."""
     _early: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=1000))
@@ -34,7 +39,7 @@ class Accounts:
         """The account of a process; a new one begins with the run."""
         found = self.by_process.get(process)
         if found is None:
-            found = self.by_process[process] = Account(process=process)
+            found = self.by_process[process] = Account(0, process, self.stalls)
         return found
 
     def event(self, batch: Batch, process: int | None, kind: str, data: Mapping[str, Any], at_ns: int | None) -> None:
@@ -50,6 +55,10 @@ class Accounts:
             took, pid = ns_of(data.get("waited_s")), data.get("pid")
             if took is not None and type(pid) is int:
                 self._wait(batch, pid, at_ns, at_ns + took)
+        elif at_ns is not None and kind == "stall" and "lasted_s" not in data:
+            since = ns_of(data.get("since_s"))
+            if since is not None:
+                self.stalls.append((since, at_ns))
         elif at_ns is not None and kind == "exit":
             self._finish(batch, at_ns)
 
@@ -57,7 +66,7 @@ class Accounts:
         """Go on after the events in a history and the last step of each process."""
         query = (
             f"SELECT ifnull(process, -1), t_ns, json FROM events WHERE {LASTING}"
-            " AND kind IN ('process', 'pause', 'input', 'ddp', 'exit') ORDER BY id"
+            " AND kind IN ('process', 'pause', 'input', 'stall', 'ddp', 'exit') ORDER BY id"
         )
         nowhere, ends = Batch(), []
         for process, at, *text in history.rows(query):
@@ -77,7 +86,7 @@ class Accounts:
         if type(data.get("pid")) is int:
             self._processes[data["pid"]] = process
             if process not in self.by_process:
-                self.by_process[process] = Account(at_ns or 0, process)
+                self.by_process[process] = Account(at_ns or 0, process, self.stalls)
         elif isinstance(data.get("paused"), bool) and data.get("refused") is None:
             self.account(process).pause(data["paused"], at_ns, ns_of(data.get("paused_s")))
 

@@ -25,6 +25,7 @@ from dpmon.record.schema import (
     SETTLING,
     SETTLING_STEPS,
     SPAN_PHASES,
+    STALLED,
     STEP_PHASES,
     device_series,
 )
@@ -148,7 +149,8 @@ class Intake:
         step, mode, began, wall = row.step, row.mode, row.start_ns - self._start_ns, row.wall_ns
         _check(began, wall, step, row.samples or 0, *row.phases.values(), *row.counts.values())
         evaluation = row.evaluation and not self._learns(step)
-        kind = self._kind(mode, evaluation)
+        account = self._accounts.account(self.row.process)
+        kind = self._kind(mode, evaluation) | STALLED * account.stalled(began, began + wall)
         calls = self._of_step(batch, step, kind)
         own = [*map(row.phases.get, STEP_PHASES)]
         by_call, rest = _of_calls(own, calls)
@@ -156,7 +158,7 @@ class Intake:
         quantities = [*map(row.counts.get, _COUNTED)]
         quantities.insert(_SAMPLES_AT, row.samples)
         process = self.row.process
-        spent, gap = self._accounts.account(process).step(step, mode, began, wall, evaluation)
+        spent, gap = account.step(step, mode, began, wall, evaluation)
         batch.spend(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append(gap)

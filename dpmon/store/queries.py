@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CallRow, CollectiveRow, Resolver
 from dpmon.record.kinds import BUCKET, Call, Collective, Event, Operation, Record, RecordError, Sampled, Step
-from dpmon.record.schema import EVALUATION, EXPOSED, QUANTITIES, SETTLING, STEP_PHASES, SYNC_NUMBER, WAIT
+from dpmon.record.schema import EVALUATION, EXPOSED, QUANTITIES, SETTLING, STALLED, STEP_PHASES, SYNC_NUMBER, WAIT
 from dpmon.store.accounting import Gap
 from dpmon.store.answers import (
     ChartSample,
@@ -146,22 +146,25 @@ class Store(Sums):
     def longest(
         self, most: int, mode: str, *, trains: bool = False, process: int | None = None, lately: bool = False
     ) -> list[LongRow]:
-        """Return the longest steps of a mode, the longest first, without settling steps.
+        """Return the longest steps of a mode, the longest first, without settling and stalled steps.
 
         `trains`: without evaluation steps. `process`: only its steps up to this time; `lately`: only its newest ones.
         """
         last = min(_LAST_NS if process is None else self._last_id("steps", process), self._newest_id())
         query = (
             f"SELECT {_LONG_COLUMNS} FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND mode = ?"
-            f" AND kind & {SETTLING | EVALUATION * trains} = 0 ORDER BY wall_ns DESC LIMIT ?"
+            f" AND kind & {SETTLING | STALLED | EVALUATION * trains} = 0 ORDER BY wall_ns DESC LIMIT ?"
         )
         rows = self.query(query, (last - _LOOKED_AT if lately else 0, last, process, mode, most))
         return [_long_row(row) for row in rows]
 
-    def steps(self, most: int, *, process: int | None = None) -> list[Step]:
-        """Return the newest steps of a process, the newest first; None: of all processes, as of now."""
+    def steps(self, most: int, *, process: int | None = None, stalled: bool = True) -> list[Step]:
+        """Return the newest steps of a process, the newest first; None: of all processes, as of now.
+
+        `stalled`: with the steps in which the run stalled.
+        """
         last = _LAST_NS if process is None else self._last_id("steps", process)
-        which = "id <= ? AND process = ifnull(?, process)"
+        which = "id <= ? AND process = ifnull(?, process)" + ("" if stalled else f" AND kind & {STALLED} = 0")
         query = f"SELECT {_STEP_COLUMNS} FROM steps WHERE {which} ORDER BY id DESC LIMIT ?"
         return list(self.read(self._step, query, (last, process, most)))
 

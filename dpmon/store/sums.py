@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dpmon.errors import HistoryError
+from dpmon.record.schema import STALLED
 from dpmon.store.accounting import ACTIVITIES, LATEST_NS
 from dpmon.store.answers import TimeRow
 from dpmon.store.tables import ACTIVITY_COLUMNS, Door, rings_in
@@ -132,24 +133,32 @@ class Sums:
         end_s: int,
         process: int | Collection[int] | None,
         widest: int = WIDTHS[-1],
+        *,
+        stalled: bool = False,
     ) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        """Yield (width, columns) of the rows of tallies or times between two seconds, in order of time."""
+        """Yield (width, columns) of the rows of tallies or times between two seconds, in order of time.
+
+        `stalled`: the tallies of stalled steps, which are left out otherwise.
+        """
+        if stalled and not any(key.kind & STALLED for key in self._keys):
+            return
         names = ", ".join(columns)
+        counted = f" AND kind & {STALLED} {'!=' if stalled else '='} 0" if table == "tallies" else ""
         if isinstance(process, Collection) and len(process) == 1:
             (process,) = process
         for width, begin, end in self.stretches(begin_s, end_s, widest):
             values = {"width": width, "begin": begin, "end": end}
             if not isinstance(process, int):
                 which = "" if process is None else f" AND process IN ({', '.join(map(str, process))})"
-                query = f"SELECT {names} FROM {table} WHERE {_BETWEEN}{which} ORDER BY start_s"
+                query = f"SELECT {names} FROM {table} WHERE {_BETWEEN}{counted}{which} ORDER BY start_s"
             elif len(self.processes) < 2:
                 values["process"] = process
-                query = f"SELECT {names} FROM {table} WHERE {_BETWEEN} AND process = :process ORDER BY start_s"
+                query = f"SELECT {names} FROM {table} WHERE {_BETWEEN}{counted} AND process = :process ORDER BY start_s"
             else:  # one look-up per row, because the rows of all processes are interleaved
                 values["process"] = process
                 query = (
                     f"{_STARTS} SELECT {names} FROM starts CROSS JOIN {table}"
-                    " ON width = :width AND start_s = starts.at AND process = :process"
+                    f" ON width = :width AND start_s = starts.at AND process = :process{counted}"
                 )
             for row in self._each(query, values):
                 yield width, row
@@ -162,12 +171,16 @@ class Sums:
         process: int | Collection[int] | None = None,
         sketches: bool = True,
         series: Collection[str] | None = None,
+        stalled: bool = False,
     ) -> dict[Key, Tally]:
-        """Return one tally per key for the time between two seconds. Parameters as in `tally_rows`."""
+        """Return one tally per key for the time between two seconds. Parameters as in `tally_rows`.
+
+        `stalled`: of the steps in which the run stalled, which nothing else includes.
+        """
         found: dict[Key, Tally] = {}
         names = self._named(series)
         with self.until_damage():
-            for _, row in self._rows_between("tallies", TALLY, begin_s, end_s, process):
+            for _, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, stalled=stalled):
                 found.setdefault(Key(*row[1:TALLY_AT]), Tally()).add_row(row[TALLY_AT:], names, sketches=sketches)
         return found
 

@@ -7,7 +7,7 @@
                  history, whether it has ended, and the calls so far while no step has ended
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
     calls        id, process, the fields of CallRow (dpmon.record.history_rows; parts: JSON or NULL)
-    steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
+    steps        id, process, step, mode, start_ns, wall_ns, kind (flags of dpmon.record.schema), calls, each quantity,
                  the ns of each phase (NULL: did not run; phases of its calls are sums), rest_ns (its forward without
                  the phases of its calls), device (NULL, or JSON: `why`, then `times` of Step),
                  spans (JSON: `runs` of Step, flat; NULL: none), missing_spans, sync_number (number of its last
@@ -21,7 +21,7 @@
                  with a known end), timed_bytes and ran_ns (bytes and running time of the ended collectives)
     series       number, name: the series in the sketches of the tallies (dpmon.record.schema; replicas and stages of
                  calls: dpmon.store.answers)
-    keys         process, mode, kind (dpmon.record.schema.KINDS), batch (samples per step): the keys of all tallies,
+    keys         process, mode, kind (as in steps), batch (samples per step): the keys of all tallies,
                  even deleted ones
     tallies      width (dpmon.store.tally.WIDTHS, s), start_s, process, mode, kind, batch, and the columns of
                  dpmon.store.tally.Tally: all steps that ended in that time

@@ -40,7 +40,7 @@ class Key(NamedTuple):
     process: int
     mode: str
     kind: int
-    """A number of dpmon.record.schema.KINDS."""
+    """Flags: EVALUATION, SETTLING, STALLED of dpmon.record.schema."""
     batch: int
     """Samples per step, NO_SAMPLES or OTHER_SIZES."""
 

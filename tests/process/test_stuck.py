@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,25 @@ def check_the_rest(dpmon: Dpmon, first: dict[str, Any]) -> None:
     _, end = stalls(dpmon)
     assert (end["text"], end["since_s"]) == (first["text"], pytest.approx(first["since_s"]))
     assert end["lasted_s"] > first["t_s"] - first["since_s"]
+    check_the_figures(dpmon)
+
+
+def check_the_figures(dpmon: Dpmon) -> None:
+    """No figure includes the step in which the run stalled; the script itself noted when each turn began."""
+    assert dpmon.run("status", "--wait", "finished", "--timeout", "90").status == 0
+    begins = [float(line) for line in (dpmon.cwd / "turns-0").read_text().split()]
+    turns = [after - before for before, after in pairwise(begins)]
+    stood = max(turns)
+    story = json.loads(dpmon.run("report", "--json").out)
+    (mode,) = story["modes"]
+    assert story["steps"] == 2 * len(begins)
+    assert mode["steps"] == 2 * (len(begins) - 1)
+    usual = (sum(turns) - stood) / (len(turns) - 1)
+    assert mode["steps_per_s"] == pytest.approx(1 / usual, rel=0.05)
+    assert story["elapsed"]["stalled_s"] == pytest.approx(stood, rel=0.01)
+    (found,) = (one for one in story["findings"] if one["kind"] == "stall")
+    assert re.fullmatch(r"1 step with a stall is left out of the figures: [\d.]+ s\.", found["text"])
+    assert not [one for one in story["findings"] if one["kind"] in ("straggler", "exposed", "data", "spread")]
 
 
 def test_a_wait_for_input_is_no_stall(runs: dict[str, Dpmon]) -> None:

@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from dpmon.model.run_facts import ModeFacts, RunFacts
 from dpmon.model.state import StallSeen
 from dpmon.store.answers import LongRow
 from dpmon.store.figures import PhaseFigures, Rate
-from dpmon.store.tally import Stat, Tally
+from dpmon.store.tally import Key, Stat, Tally
 
 MS = 1_000_000
 SECOND = 1_000_000_000
@@ -208,13 +209,20 @@ def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:
     assert found.ground.replace(" of rank 3", "") == alone.ground
 
 
-def test_a_long_step_in_which_the_run_was_stalled_says_where_its_ranks_stood() -> None:
-    seen = StallSeen(60 * SECOND - 5 * MS, 70 * SECOND, 69 * SECOND, {"text": STALL})
-    (found,) = findings(changed(SHOWN["stall"], announced=Announced(stalls=(seen,))))
-    assert found.ground.endswith(f"; meanwhile {STALL}")
-    assert found.advice == "dpmon why shows the stacks of that time"
-    (later,) = findings(changed(SHOWN["stall"], announced=Announced(stalls=(seen._replace(since_ns=99 * SECOND),))))
-    assert STALL not in later.ground
+def test_a_stall_is_counted_once_and_its_steps_are_left_out() -> None:
+    seen = StallSeen(60 * SECOND, 70 * SECOND, 100 * SECOND, {"text": STALL})
+    key = Key(0, "dp", 4, 8)
+    window = SimpleNamespace(stalled={key: Tally(steps=1), key._replace(process=1): Tally(steps=1)})
+    spent = {"stalled": 40 * SECOND, "training": 60 * SECOND}
+    stalled = changed(HEALTHY, announced=Announced(stalls=(seen,)), spent=spent, window=window)
+    (found,) = findings(stalled)
+    assert found.text == "1 step with a stall is left out of the figures: 40.0 s."
+    assert found.ground == f"stall at 00:01:00: {STALL}"
+    assert (found.advice, found.weight) == ("dpmon why shows the stacks of that time", 0.4)
+    (between,) = findings(changed(stalled, window=SimpleNamespace(stalled={})))
+    assert between.text == "A stall is left out of the figures: 40.0 s."
+    goes_on = changed(stalled, announced=Announced(stalls=(seen._replace(end_ns=None),)))
+    assert findings(goes_on) == []
 
 
 STALL = "rank 1 in checkpoint (train.py:12); rank 0 waits in backward (train.py:90)"

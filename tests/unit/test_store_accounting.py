@@ -6,11 +6,11 @@ import random
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from kept import keep
-from synthetic import Training
+from synthetic import Training, step_row
 
 from dpmon.record.kinds import Event
 from dpmon.store.accounting import Account, Spent
@@ -234,6 +234,51 @@ def test_processes_that_train_one_after_another_have_ended_when_the_next_one_tra
     assert found["training"] + found["between"] == pytest.approx(now - SECOND, rel=0.01)
     assert found["ending"] == pytest.approx(SECOND, rel=0.05)
     assert sum(found.values()) == pytest.approx(now + SECOND, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("noticed", "spent"),
+    [
+        (13, {"startup": 1, "stalled": 20, "training": 20, "between": 4}),  # in the first step
+        (31, {"startup": 1, "stalled": 20, "training": 20, "between": 4}),  # in the second one
+        (23, {"startup": 1, "stalled": 4, "training": 40}),  # between them
+        (46, {"startup": 1, "training": 40, "between": 4}),  # in none: it was noticed after the last step
+    ],
+)
+def test_a_stall_takes_the_whole_step_or_gap_in_which_it_was_noticed(noticed: int, spent: dict[str, int]) -> None:
+    since = max(end for end in (1, 21, 25, 45) if end <= noticed)
+    account = Account(0, 0, [(since * SECOND, noticed * SECOND)])
+    found = [*account.step(1, "dp", SECOND, 20 * SECOND, False)[0]]
+    found += account.step(2, "dp", 25 * SECOND, 20 * SECOND, False)[0]
+    assert sums(found) == {(name, "dp"): seconds * SECOND for name, seconds in spent.items()}
+
+
+def test_a_short_step_during_the_stall_of_another_process_is_not_stalled() -> None:
+    account = Account(0, 0, [(SECOND, 12 * SECOND)])
+    spent = account.step(1, "dp", 11 * SECOND, 2 * SECOND, False)[0]
+    assert sums(spent) == {("startup", "dp"): 11 * SECOND, ("training", "dp"): 2 * SECOND}
+
+
+def test_no_figure_has_the_step_in_which_the_run_stalled(state: Path) -> None:
+    """The stall is noticed in step 30, by two records; step 31 begins before its end is recorded."""
+    walls = [(20 + number % 7) * MS for number in range(60)]
+    walls[29] = 40 * SECOND
+    starts = [2 * SECOND + sum(walls[:number]) for number in range(60)]
+    body = (2 * MS, 5 * MS, 5 * MS, 1 * MS)
+    steps = [step_row("dp", number + 1, starts[number], walls[number], 8, body) for number in range(60)]
+    since = starts[29] + MS
+    stall: dict[str, Any] = {"since_s": since / SECOND, "text": "rank 1 is stopped", "ranks": []}
+    noted = [Event("stall", {**stall, "t_s": since / SECOND + after}) for after in (11, 12)]
+    with open_store(keep({-1: noted, 0: steps})) as store:
+        window = Window(store)
+        found, rest = window.figures("dp"), walls[:29] + walls[30:]
+        assert (found.steps, found.mean_ns) == (59, sum(rest) / 59)
+        assert found.rate is not None
+        assert found.rate.steps_per_s == pytest.approx(59 * SECOND / sum(rest))
+        assert max(step.wall_ns for step in store.longest(5, "dp")) < 30 * MS
+        assert (window.spent["stalled"], window.spent["training"]) == (walls[29], sum(rest))
+        assert [(tally.steps, tally.last_step) for tally in window.stalled.values()] == [(1, 30)]
+        assert window.spans == {0: (starts[0], starts[59] + walls[59])}
 
 
 def test_steps_that_overlap_count_once() -> None:

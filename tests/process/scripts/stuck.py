@@ -116,7 +116,9 @@ def main():
     dataset = Endless() if CAUSE == "iterator" else Samples()
     loader = DataLoader(dataset, batch_size=8, num_workers=1 if CAUSE == "worker" else 0)
     stuck_rank = 0 if CAUSE in ("checkpoint", "evaluation") else WORLD - 1
+    turns = open(f"turns-{RANK}", "w", encoding="utf-8")  # noqa: SIM115 - the count that dpmon has to agree with
     for step, batch in enumerate(loader):  # stuck: loop
+        print(time.monotonic(), file=turns, flush=True)
         if step == STUCK_AT and stuck_rank == RANK:
             get_stuck(model)
         if CAUSE == "uneven" and RANK == 1 and step == STUCK_AT:

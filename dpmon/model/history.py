@@ -1,13 +1,13 @@
-"""The steps of a process over time: columns of equal duration on the screen, stretches in a report. Pure."""
+"""The steps of a process over time: columns of equal duration for the screen, stretches in a report. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.state import Column, Process
+from dpmon.model.state import Column
 from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import EVALUATION, PHASES, REST, SECOND, STEP, STEP_PHASES
 from dpmon.store.figures import trains
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 COLUMNS = 640
 """Most columns to read."""
-_NICE = (1, 2, 5, 10, 15, 30, 60)
 _WIDTHS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 28800, 86400)
 """Possible durations (s) of a column in a picture of the whole run, and of a stretch in a report."""
 _OPEN_S = 5
@@ -99,128 +98,6 @@ def _column(second: int, mode: str, evaluation: bool, tally: Tally) -> Column:
     phases = tuple(tally.stat(name).total for name in _SERIES)
     first = second * SECOND if tally.first_ns is None else tally.first_ns
     return Column(second, mode, tally.steps, tally.stat(STEP).total, first, phases, evaluation)
-
-
-def _both(one: Column, other: Column) -> Column:
-    return replace(
-        one,
-        count=one.count + other.count,
-        wall_ns=one.wall_ns + other.wall_ns,
-        begin_ns=min(one.begin_ns, other.begin_ns),
-        phases=tuple(a + b for a, b in zip(one.phases, other.phases, strict=True)),
-    )
-
-
-# ------------------------------------------------------------------------------------------------ drawing
-
-
-class Picture(NamedTuple):
-    """A history as the screen draws it: columns of one mode and equal duration, oldest first.
-
-    In the time of a column without steps (count 0), no step ended or was under way.
-    """
-
-    columns: Sequence[Column]
-    places: int
-    """Number of columns for which the chart has room."""
-    seconds: int
-    """Seconds per column."""
-
-
-def pictured(
-    process: Process, span_s: int, width: int, over: bool = False, stalls: Sequence[tuple[int, int]] = ()
-) -> Picture:
-    """The history for `width` cells: about the last `span_s` seconds, or the whole run for 0.
-
-    Columns keep their place until the space is full; then they become narrower, and at last the oldest fifth goes. So
-    columns do not move with every new one. `over`: no columns will follow, so no space is kept free for them. `stalls`:
-    begin and end of each stall (ns); a stall that goes on ends now, and the history with it.
-    """
-    if width <= 0 or not process.columns:
-        return Picture((), 1, 1)
-    columns = process.columns
-    until = max((end for _, end in stalls), default=0) // SECOND
-    if until > max(column.second for column in columns):
-        second = until // process.column_s * process.column_s
-        columns = (*columns, replace(columns[-1], second=second, count=0, begin_ns=until * SECOND, stalled=True))
-    if not span_s:
-        return _whole(columns, process.column_s, width, over, stalls)
-    began = process.began_ns // SECOND if process.began_ns >= 0 else columns[0].second
-    # The newest column is not always the last: a damaged time may be later than all that follow.
-    last = max(column.second for column in columns)
-    least = min(span_s * 0.8, last + 2 - began)
-    seconds = next((n for n in _NICE if n * width >= least), _NICE[-1])
-    room = max(min(span_s // seconds, width), 1)
-    origin = began // seconds
-    newest = last // seconds - origin
-    page = 1 if over else max(room // 5, 1)
-    first = -(-(newest + 1 - room) // page) * page if newest >= room else 0
-    return _filled(_placed(columns, seconds, origin + first, stalls)[-room:], seconds, room, over)
-
-
-def _filled(columns: Sequence[Column], seconds: int, room: int, over: bool) -> Picture:
-    """A picture of `columns`, at most `room`; while more follow, up to a fifth of it is free for them."""
-    places = len(columns) if over else room
-    while len(columns) <= places * 4 // 5:
-        places = places * 4 // 5
-    return Picture(columns, places, seconds)
-
-
-def _whole(
-    columns: Sequence[Column], seconds: int, width: int, over: bool, stalls: Sequence[tuple[int, int]]
-) -> Picture:
-    first = _begin(columns[0]) // seconds
-    newest = max(column.second for column in columns)
-    seconds *= -(-(newest // seconds - first + 1) // width)
-    placed = _placed(columns, seconds, _begin(columns[0]) // seconds, stalls)[-width:]
-    return _filled(placed, seconds, width, over)
-
-
-def _begin(column: Column) -> int:
-    """The second in which the column's first step began."""
-    return min(column.begin_ns // SECOND, column.second)
-
-
-def _placed(
-    columns: Iterable[Column], seconds: int, first: int, stalls: Sequence[tuple[int, int]] = ()
-) -> list[Column]:
-    """One column per slot of `seconds`, starting at slot `first`.
-
-    If a slot has training steps and evaluations of a mode, the column shows the training steps, as the figures do. If a
-    slot has steps of several modes, the column shows another mode than the previous column, so that every change
-    of mode stays visible.
-    """
-    slots: dict[int, dict[str, Column]] = {}
-    for column in columns:
-        slot = column.second // seconds
-        if slot >= first:
-            modes = slots.setdefault(slot, {})
-            known = modes.get(column.mode)
-            if known is not None and known.evaluation == column.evaluation:
-                modes[column.mode] = _both(known, column)
-            elif known is None or known.evaluation:
-                modes[column.mode] = column
-    found: list[Column] = []
-    for slot in sorted(slots):
-        mode = found[-1].mode if found else ""
-        drawn = _of_slot(slots[slot], mode)
-        while first + len(found) < slot:
-            place = first + len(found)
-            begin, end = place * seconds * SECOND, (place + 1) * seconds * SECOND
-            stalled = any(begin < until and end > since for since, until in stalls)
-            if not stalled and end > drawn.begin_ns:  # the column's first step was under way
-                found.append(replace(drawn, second=place * seconds))
-            else:
-                before = found[-1] if found else drawn  # an empty column continues what was before it
-                found.append(Column(place * seconds, before.mode, evaluation=before.evaluation, stalled=stalled))
-        found.append(drawn)
-    return found
-
-
-def _of_slot(modes: Mapping[str, Column], before: str) -> Column:
-    """The column of a slot: preferably of another mode than the one before."""
-    others = sorted((column for mode, column in modes.items() if mode != before), key=lambda column: column.begin_ns)
-    return others[0] if others else modes[before]
 
 
 # ------------------------------------------------------------------------------------------------ of a whole run

@@ -43,49 +43,24 @@ def busy_bar(parts: Sequence[float], top: float, width: int, glyphs: Glyphs) -> 
 
 
 def spark(values: Sequence[float | None], width: int, glyphs: Glyphs, top: float = 100.0) -> str:
-    """The newest `width` values as blocks on a scale up to `top`, newest at the right; unknown values are dots."""
-    shown = list(values)[-width:] if width > 0 else []
+    """The first `width` values as blocks on a scale up to `top`, from the left; unknown values are dots."""
     steps = len(glyphs.blocks) - 1
     text = "".join(
         glyphs.middot if v is None else glyphs.blocks[min(max(round(v / top * steps), 1 if v > 0 else 0), steps)]
-        for v in shown
+        for v in values[: max(width, 0)]
     )
-    return " " * (width - len(text)) + text
-
-
-def resampled(values: Sequence[float | None], count: int, span: int, width: int) -> list[float | None]:
-    """The newest `span` of `values` as at most `width` means, newest last; None where all values are unknown.
-
-    `count`: number of values ever seen. It fixes which values belong together, so that old means do not change.
-    """
-    if width <= 0 or not values:
-        return []
-    each = max(-(-span // width), 1)
-    room = min(width, -(-span // each))
-    first = count - len(values)
-    means: list[float | None] = []
-    last = (count - 1) // each
-    for bucket in range(max(last - room + 1, first // each), last + 1):
-        low, high = max(bucket * each - first, 0), min((bucket + 1) * each - first, len(values))
-        known = [value for index in range(low, high) if (value := values[index]) is not None]
-        means.append(sum(known) / len(known) if known else None)
-    return means
-
-
-def history(values: Sequence[float | None], second: int, span: int, width: int, glyphs: Glyphs) -> str:
-    """The newest `span` of a track's values, one for each second up to `second`, as blocks in `width` cells."""
-    return spark(resampled(values, second + 1, span, width), width, glyphs)
+    return text.ljust(width)
 
 
 def area(values: Sequence[float | None], width: int, height: int, top: float, glyphs: Glyphs) -> list[str]:
-    """`values` as filled columns on a scale up to `top`, newest at the right, in `height` rows of `width` cells.
+    """`values` as filled columns on a scale up to `top`, from the left, in `height` rows of `width` cells.
 
     Two values per cell if the glyphs have braille, else one. An unknown value is a dot on the lowest row.
     """
     each = 2 if glyphs.braille else 1
-    shown: list[float | None] = list(values)[-width * each :] if width > 0 else []
+    shown: list[float | None] = list(values)[: max(width, 0) * each]
     if len(shown) % each:
-        shown.insert(0, 0.0)
+        shown.append(0.0)
     levels = 4 if glyphs.braille else len(glyphs.blocks) - 1
     filled = [None if v is None else min(max(round(v / top * height * levels), 1 if v > 0 else 0), height * levels)
               for v in shown]  # fmt: skip
@@ -100,7 +75,7 @@ def area(values: Sequence[float | None], width: int, height: int, top: float, gl
                 text += chr(0x2800 + _LEFT_DOTS[cell[0] or 0] + _RIGHT_DOTS[cell[1] or 0])
             else:
                 text += glyphs.blocks[cell[0] or 0]
-        rows.append(" " * (width - len(text)) + text)
+        rows.append(text.ljust(width))
     return rows
 
 
@@ -239,7 +214,7 @@ def stacked(columns: Sequence[Column], width: int, height: int, top: float, look
     """
     mono = not look.colour or look.glyphs.ascii
     places = max(places or width, 1)
-    shown = list(columns)[-places:]
+    shown = list(columns)[:places]
     edges = [index * width // places for index in range(len(shown) + 1)]
     signs = look.glyphs
     if height < _ROWS_OF_PHASES:

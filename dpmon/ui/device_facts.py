@@ -11,9 +11,10 @@ from dpmon.model.state import DeviceTrack
 from dpmon.record.plainjson import number_in, whole_in
 from dpmon.text.cells import right, span_width, wrapped
 from dpmon.text.quantities import UNKNOWN, group, memory, memory_of
-from dpmon.ui.chart import area, resampled
+from dpmon.ui.chart import area
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, width_of
+from dpmon.ui.time_axis import TimeAxis, sampled
 
 Data = Mapping[str, Any]
 
@@ -80,7 +81,7 @@ def reasons(samples: Sequence[Data], only: Sequence[str] | None = None) -> str:
 # ------------------------------------------------------------------------------------------------ one GPU
 
 
-def fact_rows(index: int, track: DeviceTrack, width: int, tall: int, span: int, look: Look) -> list[Row]:
+def fact_rows(index: int, track: DeviceTrack, width: int, tall: int, axis: TimeAxis, look: Look) -> list[Row]:
     """The rows of one GPU: name and number, histories of `tall` rows, then every figure."""
     data = track.data
     ours = mine(data)
@@ -92,7 +93,7 @@ def fact_rows(index: int, track: DeviceTrack, width: int, tall: int, span: int, 
     uuid = data.get("uuid")
     if isinstance(uuid, str) and width_of(head) + 2 + span_width(clean(uuid, 60)) <= width:
         head.append((f"  {clean(uuid, 60)}", "dim"))
-    rows = [head, *_charts(track, width, tall, span, look)]
+    rows = [head, *_charts(track, width, tall, axis, look)]
     rows += _topics(data, width)
     rows += _processes(data, width, look)
     why = reasons([data])
@@ -107,7 +108,7 @@ def _whose(data: Data) -> str:
     return {True: "used by this run", False: "not used by this run"}.get(data.get("of_run"), "")  # type: ignore[arg-type]
 
 
-def _charts(track: DeviceTrack, width: int, tall: int, span: int, look: Look) -> list[Row]:
+def _charts(track: DeviceTrack, width: int, tall: int, axis: TimeAxis, look: Look) -> list[Row]:
     """Use, memory and power side by side, each with its newest value in front."""
     data = track.data
     limit = number_in(data, "power_limit_w")
@@ -124,7 +125,7 @@ def _charts(track: DeviceTrack, width: int, tall: int, span: int, look: Look) ->
     rows: list[Row] = [[("   ", "")] for _ in range(tall)]
     for word, values, top, figure in charts:
         dots = graph * (2 if look.glyphs.braille else 1)
-        drawn = area(resampled(values, track.second + 1, span, dots), graph, tall, top or 1.0, look.glyphs)
+        drawn = area(sampled(values, track.second, axis, dots), graph, tall, top or 1.0, look.glyphs)
         heads = [word, figure] if tall > 1 else [figure]
         for row, head, line in zip(rows, [*heads, *[""] * tall], drawn, strict=False):
             row += [(right(head, 6) + " ", "dim"), (line, "bar"), (" ", "")]

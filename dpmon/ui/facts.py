@@ -173,11 +173,6 @@ class Facts:
         return over if self.over else READING if self.reading else yet
 
     @property
-    def device_span_s(self) -> int:
-        """Seconds that histories of devices cover: the time range, but not much more than the run has lasted."""
-        return min(max(self.elapsed_ns // SECOND, RANGES[0]), self.view.span_s or max(RANGES))
-
-    @property
     def elapsed_ns(self) -> int:
         """The run's duration until now or its end (ns); in a playback, until its position."""
         if self.playing is not None:

@@ -21,7 +21,7 @@ from stored import state_in
 from synthetic import LEARNS, SECOND, Training, call_row, device_event, host_event, kind_of, pause_event, step_row
 
 from dpmon.cli.summary import summary_lines
-from dpmon.model.history import BINS, PARTS, pictured
+from dpmon.model.history import BINS, PARTS
 from dpmon.record.history_rows import Definition
 from dpmon.record.kinds import Event
 from dpmon.record.schema import SETTLING_STEPS
@@ -34,6 +34,7 @@ from dpmon.report.sections import document
 from dpmon.report.text import text_lines
 from dpmon.run.rundir import load_exit, load_info, mark_stop
 from dpmon.run.runs import short_name
+from dpmon.ui.time_axis import fitted, pictured
 
 
 def toggled(steps: int = 60, **how: object) -> list[bytes]:
@@ -330,7 +331,8 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     (step_time,) = (plot for plot in plots(story.facts) if plot.name == "step-time")
     places = [(begin, end) for begin, end, _ in step_time.series[0].points]
     assert sum(begin > end for (_, end), (begin, _) in pairwise(places)) == 1
-    shown = pictured(state_in(directory, over=True).processes[0], 120, 120, over=True)
+    process = state_in(directory, over=True).processes[0]
+    shown = pictured(process, fitted(2, training.now // SECOND, 120, over=True), 120)
     assert [column.second for column in shown.columns] == list(range(2, training.now // SECOND + 1))
     empty = [column.second for column in shown.columns if not column.count]
     assert len(empty) in (9, 10), "the chart of the screen has the same gap"

@@ -15,7 +15,7 @@ from dpmon.model.step_timeline import Piece
 from dpmon.run.reader import PauseState
 from dpmon.text.cells import cut
 from dpmon.text.palettes import FEW, PALETTES, Palette
-from dpmon.ui.chart import ceiling, filled_bar, range_bar, resampled, spark
+from dpmon.ui.chart import ceiling, filled_bar, range_bar, spark
 from dpmon.ui.dialogs import LineDialog
 from dpmon.ui.facts import Facts, View
 from dpmon.ui.footer import footer, hints, key_at
@@ -94,7 +94,7 @@ def test_bars_and_lines() -> None:
     assert plain(filled_bar((0.001,), 8, UNICODE)) == "━───────", "something is never nothing"
     assert plain(filled_bar((0.0,), 8, UNICODE)) == "────────"
     assert plain(filled_bar(None, 4, UNICODE)) == "····"
-    assert spark([0, 50, 100, None], 6, UNICODE) == "   ▄█·"
+    assert spark([0, 50, 100, None], 6, UNICODE) == " ▄█·  "
     assert spark([0, 1, 100], 3, ASCII) == " .@"
     assert range_bar(1, 2, 4, 4, 9, UNICODE) == "  ├─┼───┤"
 
@@ -271,17 +271,6 @@ def test_a_step_in_time_ends_on_eighths_of_a_cell() -> None:
 
 def test_a_piece_too_short_for_a_cell_is_not_lost_in_a_lane() -> None:
     assert plain(lane_row((Piece("apply", 500, 501),), 20, 1000.0, LOOK)).strip() == "╸"
-
-
-def test_means_of_a_history_stay_the_same_while_it_grows() -> None:
-    values: list[float | None] = [float(i) for i in range(100)]
-    before = resampled(values, 100, 50, 10)
-    assert before[-1] == pytest.approx(97.0)
-    after = resampled([*values, 1000.0], 101, 50, 10)
-    assert after[:-1] == before[1:]
-    assert resampled([None] * 10, 10, 10, 5) == [None] * 5
-    assert resampled([1.0, None], 2, 2, 1) == [1.0]
-    assert resampled(values, 100, 50, 0) == []
 
 
 def test_a_hidden_line_is_typed_without_echo() -> None:

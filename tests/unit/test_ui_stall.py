@@ -30,7 +30,6 @@ from synthetic import SECOND, Training
 
 from dpmon.cli.why import why
 from dpmon.model.announced import Announced
-from dpmon.model.history import pictured
 from dpmon.model.state import Column, StallSeen, State
 from dpmon.record.kinds import Event
 from dpmon.report.collect import collect
@@ -47,6 +46,7 @@ from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, pan
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scenes import DP, ENDED, RANKS, SINGLE, STALLED, STARTING, Scene, scene_of
+from dpmon.ui.time_axis import axis_of, pictured, stalls_of
 
 SIZES = [(40, 10), (60, 20), (80, 24), (110, 25), (120, 40), (200, 60)]
 WHEN = [stalled, stalled_in_playback, ended_in_stall]
@@ -190,9 +190,8 @@ def test_the_gap_stays_in_the_history() -> None:
     assert "//////" in text_of(facts, 120, 40, look=MONO_ASCII)
     process = facts.process
     assert process is not None
-    (stall,) = facts.state.stalls
     for span_s in (120, 600, 0):
-        columns = pictured(process, span_s, 110, stalls=[(stall.since_ns, stall.end_ns or 0)]).columns
+        columns = pictured(process, axis_of(replace(facts, view=View(span_s=span_s))), 110, stalls_of(facts)).columns
         hatched = [column for column in columns if column.stalled]
         assert LASTED_S - 2 <= len(hatched) * (2 if span_s == 600 and len(columns) < 50 else 1) <= LASTED_S + 1
         assert not any(column.count for column in hatched)
@@ -209,7 +208,9 @@ def test_a_long_stall_fills_the_time_range_and_costs_no_more_columns() -> None:
     for span_s in (120, 0):
         process = facts.process
         assert process is not None
-        columns = pictured(process, span_s, 100, stalls=[(4 * SECOND, facts.now_ns)]).columns
+        columns = pictured(
+            process, axis_of(replace(facts, view=View(span_s=span_s))), 100, [(4 * SECOND, facts.now_ns)]
+        ).columns
         assert len(columns) <= 100
         assert columns[-1].stalled
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 from dpmon.cleaning import clean
 from dpmon.model.finding import host_waits, partly_timed
-from dpmon.model.history import Picture, pictured
 from dpmon.model.state import NO_STEPS, PHASES, Process
 from dpmon.model.step_timeline import StepTimeline, last_step_timeline
 from dpmon.model.uneven import INPUT, WAITING_TEXT
 from dpmon.record.kinds import MAX_SPANS, Call
-from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import phase_shown
 from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.text.cells import cut, right
@@ -21,6 +18,7 @@ from dpmon.ui.chart import scale_top, stacked
 from dpmon.ui.facts import BEFORE_STALL, NAMES, SECOND, Facts, mode_words
 from dpmon.ui.look import LETTERS, Look, letter_in
 from dpmon.ui.rows import Row, dimmed, lines, width_of
+from dpmon.ui.time_axis import axis_of, axis_row, pictured, stalls_of
 from dpmon.ui.waterfall import REST, waterfall
 
 WITHOUT_RANKS = 8
@@ -205,58 +203,24 @@ def _has_step(width: int, columns: int) -> bool:
 
 
 def _history(facts: Facts, process: Process, width: int, height: int, look: Look) -> list[Row]:
-    """The stacked columns with their scale at the left, and a row below with the start of the range and the modes."""
+    """The stacked columns with their scale at the left, and a row below with the axis."""
     gutter = 8
     room = width - gutter
-    now = facts.elapsed_ns
-    stalls = [(one.since_ns, now if one.end_ns is None else min(one.end_ns, now)) for one in facts.state.stalls]
-    picture = pictured(process, facts.view.span_s, room, facts.over, stalls)
-    axis = height >= 3
-    bars = height - 1 if axis else height
+    axis = axis_of(facts)
+    picture = pictured(process, axis, room, stalls_of(facts))
+    labelled = height >= 3
+    bars = height - 1 if labelled else height
     top = scale_top(picture.columns)
     rows = stacked(picture.columns, room, bars, top, look, picture.places)
     out: list[Row] = []
     for index, row in enumerate(rows):
         scale = duration(top) if index == 0 else "0" if index == bars - 1 and bars > 1 else ""
         out.append([(right(scale, gutter - 1) + " ", "dim"), *row])
-    if axis:
-        begin = clock(picture.columns[0].second * SECOND).removeprefix("00:")
-        out.append([(right(begin, gutter - 1) + " ", "dim"), *_modes(picture, room, look, process.distributed)])
+    if labelled:
+        begin = right(clock(axis.begin_s * SECOND).removeprefix("00:"), gutter - 1) + " "
+        word = "end " if facts.over else "now "
+        out.append([(begin, "dim"), *axis_row(axis, picture, room, look, ranks=process.distributed, word=word)])
     return out
-
-
-def _modes(picture: Picture, width: int, look: Look, ranks: str | None) -> Row:
-    """The row under the history: each column's mode by word and colour, with a mark where the mode changed.
-
-    Columns of evaluations have the word "evaluation", and those of a stall the word "stalled".
-    """
-    row: Row = []
-    line = look.glyphs.frame[4]
-    kinds = groupby(picture.columns, key=lambda column: (column.mode, column.evaluation, column.stalled))
-    drawn = 0
-    for index, ((mode, evaluation, stalled), run) in enumerate(kinds):
-        first, drawn = drawn, drawn + sum(1 for _ in run)
-        count = drawn * width // picture.places - first * width // picture.places
-        mark = look.glyphs.frame[5] if index else ""
-        name = RANK_MODES[ranks] if ranks else mode
-        name = "stalled" if stalled else "evaluation" if evaluation else name
-        short = len(mark) + len(name) - count
-        if (evaluation or stalled) and short > 0 and row and row[-1][0].endswith(line * (short + 1)):
-            row[-1] = row[-1][0][:-short], row[-1][1]  # the word ends below its columns
-            count += short
-        word = name if len(mark) + len(name) <= count else name[: max(min(1, count - len(mark)), 0)]
-        text = (mark + word + " ")[:count]
-        row.append((text + line * (count - len(text)), "bad" if stalled else "wait" if evaluation else f"mode.{mode}"))
-    end = clock((picture.columns[-1].second + picture.seconds) * SECOND).removeprefix("00:")
-    text, style = row[-1]
-    for label in (f"{picture.seconds} s a column  {end}" if picture.seconds > 1 else end, end):
-        if text.endswith(line * (len(label) + 1)):
-            row[-1:] = [(text[: -len(label) - 1] + " ", style), (label, "dim")]
-            break
-    else:
-        if width_of(row) + len(end) < width:  # the columns do not fill the chart yet
-            row.append((f" {end}", "dim"))
-    return [*row, (" " * (width - width_of(row)), "")]
 
 
 # ------------------------------------------------------------------------------------------------ notes

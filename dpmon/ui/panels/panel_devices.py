@@ -16,11 +16,12 @@ from dpmon.model.state import DeviceTrack
 from dpmon.record.plainjson import number_in
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.quantities import UNKNOWN, memory, memory_of
-from dpmon.ui.chart import area, filled_bar, history, resampled
+from dpmon.ui.chart import area, filled_bar, spark
 from dpmon.ui.device_facts import device_name, fact_rows, label, mine, reasons, rounded
 from dpmon.ui.facts import NAMES, Facts
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, fit, lines, width_of
+from dpmon.ui.time_axis import TimeAxis, device_axis, sampled
 
 _SHOWN = ("util_pct", "mem_used_bytes", "mem_total_bytes", "temperature_c", "power_w", "sm_clock_mhz", "of_run")
 """The GPU fields of the small panel, which gives the reason if one is missing."""
@@ -112,14 +113,14 @@ def devices(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
 def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """The panel at full size: everything that is known of each device."""
     tracks = _tracks(facts)
-    span = facts.device_span_s
+    axis = device_axis(facts)
     more = _memory_rows(facts, width)
     if not tracks:
         return [*host(facts, width, max(height - len(more), 3), look, tall=True), *more]
     rows: list[Row] = [*more, []] if more else []
     tall = 3 if len(tracks) <= 2 and height >= 20 else 2 if len(tracks) <= 4 else 1
     for index, track in tracks:
-        rows += [*fact_rows(index, track, width, tall, span, look), []]
+        rows += [*fact_rows(index, track, width, tall, axis, look), []]
     return rows[:-1]
 
 
@@ -156,11 +157,16 @@ def _memory_rows(facts: Facts, width: int, *, with_reasons: bool = True) -> list
 # ------------------------------------------------------------------------------------------------ GPUs
 
 
+def _history(track: DeviceTrack, values: Sequence[float | None], axis: TimeAxis, width: int, look: Look) -> str:
+    """A history of percentages in `width` cells."""
+    return spark(sampled(values, track.second, axis, width), width, look.glyphs)
+
+
 class _DeviceTable:
     """Columns of a row per GPU. Their widths depend only on the panel's width and the GPUs' names."""
 
     def __init__(self, tracks: Sequence[tuple[int, DeviceTrack]], width: int, facts: Facts, look: Look) -> None:
-        self.width, self.look, self.span = width, look, facts.device_span_s
+        self.width, self.look, self.axis = width, look, device_axis(facts)
         names = [] if _one_name(tracks) else [device_name(track.data) for _, track in tracks]
         self.head = max(3, *(span_width(label(index, track.data)) for index, track in tracks)) + 1
         self.name = min(max(map(span_width, names), default=0), 20 if width >= 90 else 10)
@@ -192,7 +198,7 @@ class _DeviceTable:
         if self.name:
             row += fit([(device_name(data), "" if ours else "dim")], self.name + 1, self.look.glyphs.more)
         row += [
-            (history(track.util, track.second, self.span, self.graph, self.look.glyphs), "bar" if ours else "dim"),
+            (_history(track, track.util, self.axis, self.graph, self.look), "bar" if ours else "dim"),
             (right(rounded(util, "%"), 6), "bold" if ours else "dim"),
             ("  ", ""),
         ]
@@ -211,7 +217,7 @@ class _DeviceTable:
         lead = self.head + (self.name + 1 if self.name else 0)
         row: Row = [
             (("memory" if lead >= 7 else "mem").ljust(lead), "dim"),
-            (history(track.mem, track.second, self.span, self.graph, self.look.glyphs), "bar" if not ours else "dim"),
+            (_history(track, track.mem, self.axis, self.graph, self.look), "bar" if not ours else "dim"),
             (right(rounded(share, "%"), 6), ours),
         ]
         figures = _figures(data, ours, (11, 7, 9), limited=True)
@@ -264,6 +270,7 @@ def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, facts: Facts, l
     graph = max(min(cell - head - 6 - 1 - 5 - 5, 24), 3)
     space = max(cell - head - graph - 6 - 1 - 5, 0)
     half = -(-len(tracks) // 2)
+    axis = device_axis(facts)
 
     def one(index: int, track: DeviceTrack) -> Row:
         style = "" if mine(track.data) else "dim"
@@ -271,7 +278,7 @@ def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, facts: Facts, l
         share = track.mem[-1] if track.mem else None
         return [
             (label(index, track.data).ljust(head), style or "bold"),
-            (history(track.util, track.second, facts.device_span_s, graph, look.glyphs), style or "bar"),
+            (_history(track, track.util, axis, graph, look), style or "bar"),
             (right(rounded(util, "%"), 6), style or "bold"),
             (" ", ""),
             *_memory_bar(track.data, space, look),
@@ -323,11 +330,12 @@ def host(facts: Facts, width: int, height: int, look: Look, tall: bool = False) 
         of_run += [(right(memory(held), 10), "")]
     whole = [*load, *of_run] if tall or width >= width_of([*load, *of_run]) + 9 + _LEAST_GRAPH else load
     graph = max(min(width - 9 - width_of(whole), 60), 6)
-    load_so_far = history(track.util, track.second, facts.device_span_s, graph, look.glyphs)
+    axis = device_axis(facts)
+    load_so_far = _history(track, track.util, axis, graph, look)
     rows: list[Row] = [[("host cpu ", "dim"), (load_so_far, "bar"), *whole]]
     if tall:
         dots = width * (2 if look.glyphs.braille else 1)
-        values = resampled(track.util, track.second + 1, facts.device_span_s, dots)
+        values = sampled(track.util, track.second, axis, dots)
         rows += [[(text, "bar")] for text in area(values, width, min(max(height - 4, 1), 8), 100.0, look.glyphs)]
     reason = data.get("gpu_absent")
     text = reasons([data])

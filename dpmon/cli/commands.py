@@ -233,8 +233,8 @@ def _describe(directory: Path, info: RunInfo) -> ListedRun:
 
         now = health_now(directory)
         state, standing = now.state, now.reason
-    # The words after the script, module or launcher.
-    skip = 1 if info.python is None else 3 if info.script.startswith("-m ") else 2
+    # The words after Python and the script or module; all of a launcher.
+    skip = 3 if info.script.startswith("-m ") else 2
     return ListedRun(
         info.id,
         short_name(info),
@@ -251,7 +251,7 @@ def _describe(directory: Path, info: RunInfo) -> ListedRun:
         None if how is None else how.unknown,
         None if how is None else how.cause,
         standing,
-        [info.script, *info.command[skip:]],
+        list(info.command) if info.python is None else [info.script, *info.command[skip:]],
         str(directory),
     )
 

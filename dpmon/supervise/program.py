@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from dpmon.errors import DpmonError
@@ -35,7 +36,10 @@ class NotFoundError(CommandError):
 
 @dataclass(frozen=True)
 class Command:
-    """The program to execute (`argv`), its Python (None for a launcher), the script as given, and the run's name."""
+    """The program to execute (`argv`), its Python (None for a launcher), the script as given, and the run's name.
+
+    The script of a launcher is the one that it starts, if its arguments show which.
+    """
 
     argv: tuple[str, ...]
     python: str | None
@@ -52,7 +56,7 @@ def resolve(words: Sequence[str], module: str | None, python: str | None, enviro
         if not module:
             raise CommandError("-m needs the name of a module")
         chosen = choose_python(python, environ)
-        return Command((chosen, "-m", module, *words), chosen, f"-m {module}", _name(module.split(".")[-1]))
+        return Command((chosen, "-m", module, *words), chosen, f"-m {module}", _name(_stem(f"-m {module}")))
     if not words or not words[0]:
         raise CommandError("no script to run")
     first = words[0]
@@ -63,7 +67,37 @@ def resolve(words: Sequence[str], module: str | None, python: str | None, enviro
     if python is not None:
         raise CommandError(f"--python is for a script or -m, and {first} is neither")
     _check_command(first, environ)
-    return Command(tuple(words), None, first, _name(Path(first).stem))
+    script = _launched(words) or first
+    return Command(tuple(words), None, script, _name(_stem(script)))
+
+
+_TAKES_MODULE = re.compile(r"python[0-9.]*|torchrun|accelerate|deepspeed|uv")
+"""Commands with an option -m for a module."""
+_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+"""Modules that start a script, or the module after another -m."""
+
+
+def _launched(words: Sequence[str]) -> str | None:
+    """The script, or "-m" and the module, that a launcher starts: the first one in its arguments; None if none is."""
+    takes_module = False
+    for word, after in pairwise((*words, "-")):
+        if _TAKES_MODULE.fullmatch(os.path.basename(word)):
+            takes_module = True
+        elif takes_module and word == "-c":
+            return None
+        elif takes_module and word in ("-m", "--module"):
+            if after in _LAUNCHERS:
+                continue
+            if not after.startswith("-"):
+                return f"-m {after}"
+        elif word is not words[0] and re.fullmatch(r"[^-\s=][^\s=]*\.pyw?", word):
+            return word
+    return None
+
+
+def _stem(script: str) -> str:
+    """The script without directories and suffix, or the last part of a module."""
+    return script.split(".")[-1].removeprefix("-m ") if script.startswith("-m ") else Path(script).stem
 
 
 def _name(text: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from running import LIMIT_S, Dpmon
 
+from dpmon.record.schema import SETTLING_STEPS
 from dpmon.stalls.stacks import py_spy
 
 pytestmark = pytest.mark.slow
@@ -129,7 +130,9 @@ def check_the_figures(dpmon: Dpmon) -> None:
     assert story["elapsed"]["stalled_s"] == pytest.approx(stood, rel=0.01)
     (found,) = (one for one in story["findings"] if one["kind"] == "stall")
     assert re.fullmatch(r"1 step with a stall is left out of the figures: [\d.]+ s\.", found["text"])
-    assert not [one for one in story["findings"] if one["kind"] in ("straggler", "exposed", "data", "spread")]
+    ranks = story["communication"]
+    assert ranks["joined_steps"] == len(begins) - SETTLING_STEPS - 1
+    assert (ranks["exposed_ms"] + ranks["wait_ms"]) * ranks["joined_steps"] < 500 * stood, "not with the wait of rank 0"
 
 
 def test_a_wait_for_input_is_no_stall(runs: dict[str, Dpmon]) -> None:

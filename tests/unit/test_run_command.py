@@ -58,9 +58,45 @@ def test_a_module_gets_the_python(torch_in: set[str]) -> None:
 
 def test_a_launcher_is_left_alone(here: Path, torch_in: set[str]) -> None:
     python_at(here / "bin", "torchrun")
-    found = resolve(["torchrun", "a.py"], None, None, {"PATH": str(here / "bin")})
-    assert (found.argv, found.python, found.name) == (("torchrun", "a.py"), None, "torchrun")
+    found = resolve(["torchrun", "src/a.py"], None, None, {"PATH": str(here / "bin")})
+    assert (found.argv, found.python) == (("torchrun", "src/a.py"), None)
     assert not torch_in
+
+
+@pytest.mark.parametrize(
+    ("words", "script", "name"),
+    [
+        ("torchrun --nproc-per-node 2 src/train.py --model big.py", "src/train.py", "train"),
+        ("torchrun --standalone -m pkg.train x.py", "-m pkg.train", "train"),
+        ("python -m torch.distributed.run --nproc-per-node=2 train.py", "train.py", "train"),
+        ("python3.11 -m torch.distributed.launch -m pkg.train", "-m pkg.train", "train"),
+        ("accelerate launch --config_file a.yaml train.py", "train.py", "train"),
+        ("accelerate launch --module --num_processes 2 pkg.train", "accelerate", "accelerate"),
+        ("deepspeed --hostfile hosts train.py --deepspeed ds.json", "train.py", "train"),
+        ("python -m pkg.train", "-m pkg.train", "train"),
+        ("python -u -X dev train.py", "train.py", "train"),
+        ("/opt/env/bin/python train.py", "train.py", "train"),
+        ("uv run train.py", "train.py", "train"),
+        ("uv run -m pkg.train", "-m pkg.train", "train"),
+        ("poetry run python train.py", "train.py", "train"),
+        ("env A=b.py python train.py", "train.py", "train"),
+        ("srun --ntasks 2 -m block python train.py", "train.py", "train"),
+        ("tool --config=a.py --other", "tool", "tool"),
+        ("python -c print(1) x.py", "python", "python"),
+        ("/usr/bin/sleep 600", "/usr/bin/sleep", "sleep"),
+    ],
+)
+def test_a_run_is_named_after_the_script_that_a_launcher_starts(
+    monkeypatch: pytest.MonkeyPatch, words: str, script: str, name: str
+) -> None:
+    monkeypatch.setattr(command, "_check_command", lambda *_: None)
+    found = resolve(words.split(), None, None, {})
+    assert (found.argv, found.python, found.script, found.name) == (tuple(words.split()), None, script, name)
+
+
+def test_words_of_a_shell_name_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_check_command", lambda *_: None)
+    assert resolve(["bash", "-c", "python train.py"], None, None, {}).script == "bash"
 
 
 def test_a_launcher_whose_name_ends_like_a_script_is_found_on_path(here: Path) -> None:

@@ -1,9 +1,10 @@
-"""What the rules know about the open step and the loop: its calls, the order of its optimizers, and its pace."""
+"""What the rules know about the open step and the loop: calls, batches, the order of optimizers, and the pace."""
 
 from __future__ import annotations
 
 from dpmon.assemble.nesting import LEARNS
 from dpmon.assemble.step_totals import StepTotals
+from dpmon.record.kinds import Batches
 from dpmon.record.spans import Span
 
 
@@ -115,3 +116,54 @@ class Patience:
     def too_long(self, took: int, made: bool) -> bool:
         """Whether to stop waiting `took` ns after the first call of a step. `made`: whether an optimizer exists."""
         return took > max(LATE_NS if made else SOON_NS, TIMES * self.pace)
+
+
+class Fetches:
+    """The batches fetched since the last step, by loop over a loader."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Batches] = {}
+        """In order of the first fetch."""
+        self._last: Batches | None = None
+        """Those of the last step that fetched any."""
+        self._over = False
+        """Whether the loop of the last step has reached the end of its loader, without another fetch since."""
+
+    def take(self, fetch: Span, failed: bool) -> None:
+        """Note a fetch; `failed`: it found the loader at its end, or raised."""
+        loop, dataset, length = fetch.site, fetch.inputs, fetch.outputs - 1
+        if not loop:
+            return
+        if failed:
+            last = next(iter(self._found), 0 if self._last is None else self._last.loop)
+            self._over = self._over or loop == last
+            return
+        before = self._found.get(loop)
+        fetched = 1 if before is None else before.fetched + 1
+        self._found[loop] = Batches(loop, dataset, length if length >= 0 else None, fetched)
+        self._over = False
+
+    def of_step(self) -> Batches | None:
+        """Take the batches of the step that ends now. Of several loops, one drives the training loop."""
+        found, self._found = self._found, {}
+        if found:
+            last = self._last
+            self._last = found[last.loop if last is not None and last.loop in found else _driver(found)]
+        elif not self._over:
+            return None
+        else:
+            assert self._last is not None
+            self._last = self._last._replace(fetched=0)
+        return self._last
+
+
+def _driver(found: dict[int, Batches]) -> int:
+    """Return the loop that drives a step with batches of several loops.
+
+    It is the newest one if the step begins with it: `for` starts its loader after those that its body reads. Else `zip`
+    may read them in turn, and ends with the shortest.
+    """
+    newest = max(found)
+    if next(iter(found)) == newest:
+        return newest
+    return max(found.values(), key=lambda each: (-(each.length or 1 << 32), each.loop)).loop

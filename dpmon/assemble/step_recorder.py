@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
+from dpmon.assemble.boundaries import Fetches
 from dpmon.assemble.call_rows import FLAGS, Composer, mode_of, unnumbered_call
 from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_times import Pending, Sampling, Waiting
@@ -35,6 +36,7 @@ class StepRecorder:
         self.calls = 0
         self.unmatched_fetches = 0
         """Number of batches fetched directly after another fetch; each may have its own call in the same step."""
+        self.fetches = Fetches()
         self.thread = -1
         """The training thread; -1 while unknown."""
         self.memory_looks = {0: 0}
@@ -56,7 +58,7 @@ class StepRecorder:
     def step(self, totals: StepTotals, start: int, end: int) -> None:
         """Record a step."""
         self.number += 1
-        self.out.append(totals.row(self.number, start, max(end - start, 0)))
+        self.out.append(totals.row(self.number, start, max(end - start, 0), self.fetches.of_step()))
         self._communication.step(self.number, start, end)
         if totals.timed or totals.skipped:
             self.sampling.step(max(end - start, 0), not totals.skipped)

@@ -156,6 +156,7 @@ class StepRules:
         failed = span.flags & (Flag.FAILED | Flag.EXHAUSTED)
         if self._open and self._step.calls:
             self._close_at_fetch(span.start)
+        self._recorder.fetches.take(span, failed != 0)
         if self._open and self._fetched and not failed:
             self._hold(block)
             self._recorder.unmatched_fetches += 1

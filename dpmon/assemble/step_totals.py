@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dpmon.assemble.device_times import Pending, Slots
 from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, PhaseSums
-from dpmon.record.kinds import Step
+from dpmon.record.kinds import Batches, Step
 from dpmon.record.names import Untimed
 from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
 from dpmon.record.spans import Flag, Span
@@ -77,8 +77,8 @@ class StepTotals(PhaseSums):
         self.sum_of_rows += self.batch_rows
         self.batch_models, self.batch_rows = frozenset(), 0
 
-    def row(self, step: int, start: int, wall: int) -> Step | Pending:
-        """Return the row of the step."""
+    def row(self, step: int, start: int, wall: int, batches: Batches | None) -> Step | Pending:
+        """Return the row of the step. `batches`: those that it fetched."""
         samples = self.learned_rows if self.learned_rows >= 0 else self.evaluated_rows
         # Without a loader, the backward passes divide a step into micro-batches. In a GAN they do not, because passes
         # through the discriminator alone alternate with passes through both models.
@@ -89,7 +89,8 @@ class StepTotals(PhaseSums):
         phases = {name: times[at] for name, at in _IN_ORDER if times[at] >= 0}
         phases["other"] = max(0, wall - sum(phases.values()))
         counted = samples if samples >= 0 else None
-        row = Step(0, None, step, self.mode, start, wall, counted, phases, self.counts, spans, self.missing_spans)
+        facts = counted, phases, self.counts, spans, self.missing_spans
+        row = Step(0, None, step, self.mode, start, wall, *facts, batches=batches)
         if self.skipped:
             return row.timed([None] * len(SPAN_PHASES), Untimed.SAMPLED)
         return Pending(row, *self._slots(), DATA) if self.timed else row

@@ -29,6 +29,7 @@ from dpmon.model.layouts import (
 )
 from dpmon.model.memory import Held, held_by
 from dpmon.model.pauses import Paused, PauseTotals, Span, all_paused, any_paused, pause_totals, pauses_of
+from dpmon.model.progress import Progress, progress_of
 from dpmon.model.snapshot import processes_in
 from dpmon.model.state import ProcessFacts
 from dpmon.model.stragglers import RankTimes, ranks_in
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 LONGEST = 64
 """Most long steps to read per mode, and most to pass to the findings."""
 GAPS = 10_000
+MOST_EPOCHS = 10_000
+IN_REPORT = "a report does not estimate it"
 _ALWAYS = 1 << 62
 LEAST_STRETCHES = 60
 """Fewest stretches into which a run of a minute or more is cut to find its first and its last third."""
@@ -328,6 +331,12 @@ class RunFacts:
             if process != one.process
         )
         return tuple(one for one in others if one.steps)
+
+    @cached_property
+    def progress(self) -> Progress:
+        """The epochs of the process that represents the run, and where it is."""
+        last = next(iter(self.store.steps(1, process=self._focus)), None)
+        return progress_of(self.store, self._focus, last, most=MOST_EPOCHS, step_ns=IN_REPORT)
 
     # ------------------------------------------------------------------------------------------ time
 

@@ -18,6 +18,7 @@ from dpmon.model.devices import HostPeaks, Samples, Visit, device_peaks, visits_
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.memory import HOST
 from dpmon.model.pace import WINDOW_S, Trained, rate_together, recent, recent_of_steps
+from dpmon.model.progress import NO_STEP, OTHER_RANK, OVER, progress_of
 from dpmon.model.state import NO_STEPS, Process, ProcessFacts, Recent, State, Wanted, WarningText
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.stragglers import RankTimes, rank_times
@@ -117,7 +118,7 @@ class Snapshots:
         step = process.last_step
         if step is None:
             tracks = call_tracks(SeenCalls(rows, process.process), {}, (), process.mode)
-            return _with_devices(replace(process, calls=tracks))
+            return _with_devices(replace(process, calls=tracks, progress=NO_STEP))
         end_s = figures_end_s(rows, process)
         begin_s = max(end_s - wanted.span_s, 0) if wanted.span_s else 0
         whole = Window(rows, 0, end_s, process.process, self._of_run)
@@ -129,11 +130,13 @@ class Snapshots:
         shown_s = min(2 * wanted.span_s, COLUMNS) if wanted.span_s else length_s + width
         found = _called(rows, process, ranged)
         figures = _figures(ranged, process.process, mode)
+        lately = _recent(rows, process, others, end_s)
         found = replace(
             found,
             ranged=figures,
             uneven=_uneven(rows, figures, process.process, waits),
-            recent=_recent(rows, process, others, end_s),
+            recent=lately,
+            progress=progress_of(rows, process.process, step, step_ns=OVER if wanted.over else lately.step_ns),
             columns=self._columns.read(rows, process.process, max(end_s - shown_s, 0), end_s, width),
             column_s=width,
         )
@@ -228,6 +231,8 @@ def _called(rows: Store, process: Process, ranged: Window | None = None) -> Proc
     mode = process.last_step.mode if process.last_step is not None else process.mode
     if ranged is None:
         tracks = call_tracks(calls, {}, (), mode, most=RANK_CALLS_READ, timed=False)
+        progress = progress_of(rows, process.process, process.last_step, most=1, step_ns=OTHER_RANK)
+        process = replace(process, progress=progress)
     else:
         trained = {key.mode for key in ranged.by_process if ranged.trained(key.mode)}
         tracks = call_tracks(calls, ranged.by_process, trained, mode)

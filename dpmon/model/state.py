@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from dpmon.model.communication import Communication
 from dpmon.model.compare import Comparison
+from dpmon.model.progress import NO_STEP, Progress
 from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.model.uneven import Uneven
 from dpmon.record.kinds import Call, Step
@@ -233,6 +234,8 @@ class Process:
     figures: Figures = NO_STEPS
     """Its last one to two minutes, if several processes train; only step, forward and backward."""
     recent: Recent = field(default_factory=Recent)
+    progress: Progress = NO_STEP
+    """Its epoch and batch; the time left only if it represents the run."""
     columns: tuple[Column, ...] = ()
     """The history in the time range, oldest first."""
     column_s: int = 1

@@ -68,6 +68,9 @@ RECORDS: Mapping[str, RecordKind] = {
             exposed_ms, number: communication of the step's synchronised passes that no computation hid: the shortest
                 `sync` of all ranks; missing if there are no such passes
             wait_ms, number: the rest of the step's `sync`: the wait for the slowest rank (0 on that rank)
+            loop, integer: the number of the loop over a DataLoader that its batches came from (`loop` of a `loader`
+                record); missing if they came from none
+            batch, integer: number of batches of this loop that were used up to the step's end; missing if unknown
             absent
         """,
             *_QUANTITIES,
@@ -240,7 +243,11 @@ RECORDS: Mapping[str, RecordKind] = {
             workers, integer: number of worker processes
             persistent, boolean: whether the workers stay for the next start
             pinned, boolean: whether the loader copies its batches to pinned memory
+            batch_size, integer: rows of a full batch; null if a sampler or the dataset makes the batches
+            distributed, boolean: whether a DistributedSampler gives this rank its part of the dataset
             start, integer: the number of this start of the DataLoader object, from 1
+            loop, integer: the number of this start among those of all loaders of the process, from 1
+            dataset, integer: the number of the dataset object in the process, from 1
             iter_s, number: duration of the loader's __iter__, which starts the workers
             left_out, integer: number of earlier starts that have no record
             left_out_s, number: total duration of these starts

@@ -135,6 +135,7 @@ def _step_json(step: Step) -> dict[str, object]:
             found[name] = None if ns is None else _ms(ns)
             if ns is None:
                 absent[name] = NOT_JOINED
+    found |= {name: value for name, value in (("loop", step.loop), ("batch", step.batch)) if value is not None}
     return {**found, "absent": absent}
 
 

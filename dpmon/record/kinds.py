@@ -139,6 +139,19 @@ class Call:
         return rows_of(self.inputs, self.dim)
 
 
+class Batches(NamedTuple):
+    """The batches that a step fetched from a DataLoader."""
+
+    loop: int
+    """Number of the start of a DataLoader in its process, from 1."""
+    dataset: int
+    """Number of the dataset in its process, from 1."""
+    length: int | None
+    """Number of batches of the loader; None if unknown."""
+    fetched: int
+    """0 if the loader's end was reached before: the batch may have been read ahead."""
+
+
 class Step(NamedTuple):
     """One step of the training loop. Times in ns.
 
@@ -170,6 +183,12 @@ class Step(NamedTuple):
     """Communication of its synchronised passes that no computation hid; None if unknown."""
     wait_ns: int | None = None
     """Wait for the slowest rank in these passes; None if unknown."""
+    loop: int | None = None
+    """In the history: number of the loop over a DataLoader that its batches came from; None if from none."""
+    batch: int | None = None
+    """In the history: number of batches of that loop that were used up to its end; None if unknown."""
+    batches: Batches | None = None
+    """As the assembler makes it: its batches; None if it fetched none."""
 
     def timed(self, times: Sequence[float | None], why: int) -> Step:
         """Return the step with device times."""

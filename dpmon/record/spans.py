@@ -112,6 +112,7 @@ class Span(NamedTuple):
     thread: int
     site: int
     """Depends on the kind: definition of a layout, stage or collective; number of a replica, optimizer or memory look;
+    number of the loop over a loader (FETCH, which has dataset and length + 1 in place of sizes; 0: unknown);
     buckets and wrapper (see WRAPPER_AT); device, number of devices and reason (DEVICE_TIME); or 0."""
     start: int
     took: int

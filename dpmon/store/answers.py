@@ -40,6 +40,22 @@ class LongRow(NamedTuple):
     """ns by phase, without the phases of its calls."""
 
 
+class LoopStep(NamedTuple):
+    """A step with batches of a loop over a loader."""
+
+    step: int
+    loop: int
+    batch: int
+    """Number of batches of the loop that were used up to its end."""
+    start_ns: int
+    wall_ns: int
+
+    @property
+    def end_ns(self) -> int:
+        """When it ended."""
+        return self.start_ns + self.wall_ns
+
+
 class MinuteRow(NamedTuple):
     """One figure of a device (-1: the host) in one minute; `start_s` -1: in all time before the kept minutes."""
 

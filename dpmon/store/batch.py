@@ -9,6 +9,7 @@ from typing import Any
 
 from dpmon.record.history_rows import CollectiveRow
 from dpmon.store.accounting import Gap, Spent
+from dpmon.store.loops import Loop
 from dpmon.store.rounds import Joined
 from dpmon.store.tables import RingRow
 from dpmon.store.tally import Key
@@ -53,6 +54,8 @@ class Batch:
     """Steps by the second they ended in and their tally."""
     spent: dict[tuple[int, int, str, str], int] = field(default_factory=dict)
     """Time (ns) by second, process, mode and activity; negative values subtract."""
+    loops: dict[tuple[int, int], Loop] = field(default_factory=dict)
+    """New and changed loops over loaders, by process and number."""
     gaps: list[Gap] = field(default_factory=list)
     waited: list[tuple[int, int, int]] = field(default_factory=list)
     """Late waits for input, which shorten recorded gaps: process, begin, end."""

@@ -34,6 +34,7 @@ from dpmon.store.accounting import LATEST_NS
 from dpmon.store.accounts import Accounts, ns_of
 from dpmon.store.answers import parts_column, replica_series, stage_series
 from dpmon.store.batch import GAP_NS, Batch, ShapeKey
+from dpmon.store.loops import Loops
 from dpmon.store.rounds import SyncStep, device_tail
 from dpmon.store.tables import RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key
@@ -76,11 +77,13 @@ class Intake:
         """Batch sizes with their own tallies."""
         self._mode: str | None = None
         self._steps_in_mode = 0
+        self._loops = Loops(row.process)
 
     def resume(self, history: History) -> None:
         """Continue after the last step of the ring, which another supervisor wrote. Raises HistoryError."""
         for _, mode, _, _, kind in history.last_step(self.row):
             self._mode, self._steps_in_mode = mode, 0 if kind & SETTLING else SETTLING_STEPS
+        self._loops.resume(history.loops(self.row.process))
 
     def add(self, batch: Batch, number: int, row: Row) -> bool:
         """Put `row` into `batch` under the id `number`; False for a definition, which takes no id.
@@ -162,11 +165,17 @@ class Intake:
         batch.spend(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append(gap)
+        evaluated = sum([one.end - one.begin for one in spent if one.activity == "evaluation"]) if evaluation else 0
+        loop = self._loops.step(step, row.batches, began, began + wall, evaluation, evaluated)
+        if self._loops.changed:
+            batch.loops |= {(process, one): each for one, each in self._loops.changed.items()}
+            self._loops.changed.clear()
+        in_loop = (None, None) if loop is None else (loop.loop, loop.batch)
         named = number, process, step, mode, began, wall, kind, len(calls)
         times = None if row.times is None else json.dumps([row.why, *row.times], separators=(",", ":"))
         spans = f"[{','.join(map(str, chain.from_iterable(row.runs)))}]" if row.runs else None
         sync_number = row.sync_number
-        rest_of = rest, times, spans, row.missing_spans, sync_number, None, None
+        rest_of = rest, times, spans, row.missing_spans, sync_number, None, None, *in_loop
         key = Key(process, mode, kind, self._batch_size(row.samples))
         series = [(device_series(name), ns) for name, ns in _device_times(row, calls, by_call).items()]
         series += chain.from_iterable(map(_series_of, calls))

@@ -27,12 +27,14 @@ from dpmon.store.answers import (
     Communicated,
     LastSample,
     LongRow,
+    LoopStep,
     MinuteRow,
     Shape,
     call_in,
     event_in,
     numbers_in,
 )
+from dpmon.store.loops import LOOP_COLUMNS, Loop
 from dpmon.store.sums import Parameters, Sums
 from dpmon.store.tables import (
     BEFORE_S,
@@ -59,7 +61,9 @@ _LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
 _AT = {name: index for index, name in enumerate(STEP_COLUMNS)}
 _plain_of = itemgetter(*map(_AT.__getitem__, ("process", "step", "mode", "start_ns", "wall_ns", "samples")))
 _phases_of = itemgetter(*(_AT[f"{name}_ns"] for name in STEP_PHASES))
-_rest_of = itemgetter(*map(_AT.__getitem__, ("spans", "missing_spans", "device", f"{EXPOSED}_ns", f"{WAIT}_ns")))
+_rest_of = itemgetter(
+    *map(_AT.__getitem__, ("spans", "missing_spans", "device", f"{EXPOSED}_ns", f"{WAIT}_ns", "loop", "loop_batch"))
+)
 _STEP_COLUMNS = ", ".join(STEP_COLUMNS)
 _TABLES = {
     "calls": f"process, {CALL_ROW}",
@@ -184,7 +188,7 @@ class Store(Sums):
         """Return the record in a row of STEP_COLUMNS. Raises HistoryError if it is damaged."""
         process, number, mode, start, wall, samples = _plain_of(row)
         phases, counts = _phases_of(row), _counts_of(row)
-        spans, missing, device, exposed, wait = _rest_of(row)
+        spans, missing, device, *others = _rest_of(row)
         try:
             flat = [] if spans is None else numbers_in(spans)
             why, *times = [0] if device is None else numbers_in(device)
@@ -197,7 +201,7 @@ class Store(Sums):
             *(process, self.ranks.get(process), number, mode, start, wall, samples),
             {name: took for name, took in zip(STEP_PHASES, phases, strict=True) if took is not None},
             {name: count for name, count in zip(_COUNTED, counts, strict=True) if count is not None},
-            *(runs, missing, None if device is None else times, why, exposed, wait),
+            *(runs, missing, None if device is None else times, why, *others),
         )
 
     def records(self) -> Iterator[Record]:
@@ -408,6 +412,25 @@ class Store(Sums):
         query = "SELECT start_ns + wall_ns AS end_ns FROM steps WHERE process = ? AND id {} ORDER BY id {} LIMIT 1"
         query = query.format("> ?", "") if forward else query.format("<= ?", "DESC")
         return next((end for (end,) in self.query(query, (process, last))), None)
+
+    def epochs(self, process: int, most: int) -> list[Loop]:
+        """Return the newest loops over loaders of a process that are epochs, in order."""
+        query = (
+            f"SELECT {', '.join(LOOP_COLUMNS)} FROM loops WHERE process = ? AND epoch IS NOT NULL AND begin_ns <= ?"
+            " ORDER BY loop DESC LIMIT ?"
+        )
+        return [Loop(*row) for row in self.query(query, (process, self.until_ns, most))][::-1]
+
+    def loop_steps(self, process: int, loops: Sequence[int], most: int, one_in: int = 1) -> list[LoopStep]:
+        """Return the newest steps of some loops, the newest first: one in `one_in`, of the newest rows."""
+        last = min(self._last_id("steps", process), self._newest_id())
+        query = (
+            "SELECT step, loop, loop_batch, start_ns, wall_ns FROM steps WHERE process = ? AND id BETWEEN ? AND ?"
+            f" AND loop IN ({', '.join('?' * len(loops))}) AND loop_batch IS NOT NULL AND step % ? = 0"
+            " ORDER BY id DESC LIMIT ?"
+        )
+        rows = self.query(query, (process, last - _LOOKED_AT, last, *loops, one_in, most))
+        return [LoopStep(*row) for row in rows]
 
     # ------------------------------------------------------------------------------------------ events
 

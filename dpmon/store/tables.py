@@ -12,7 +12,7 @@
                  the phases of its calls), device (NULL, or JSON: `why`, then `times` of Step),
                  spans (JSON: `runs` of Step, flat; NULL: none), missing_spans, sync_number (number of its last
                  synchronised backward pass), exposed_ns and wait_ns (dpmon.store.rounds; NULL: the other ranks' steps
-                 are not known)
+                 are not known), loop and loop_batch (`loop` and `batch` of Step)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     collectives  id, process, number (of its span), definition (0: a sample, with the collectives of one step), phase,
                  unended, step (0: none), start_ns, wall_ns, queued_ns, quantity: see CollectiveRow
@@ -26,6 +26,7 @@
     tallies      width (dpmon.store.tally.WIDTHS, s), start_s, process, mode, kind, batch, and the columns of
                  dpmon.store.tally.Tally: all steps that ended in that time
     times        width, start_s, process, mode, ns of each activity in that time (dpmon.store.accounting)
+    loops        the columns of dpmon.store.loops.Loop: loops over the loaders of the processes, and which are epochs
     gaps         id, process, after_step, mode, begin_ns, end_ns, ns: the longer times between two steps
     shapes       number of calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and
                  outputs of the call, then of each replica, or stage and sizes of each stage) and untimed (why a device
@@ -62,6 +63,7 @@ from dpmon.record.names import MODES
 from dpmon.record.plainjson import load_json
 from dpmon.record.schema import EXPOSED, PHASES, QUANTITIES, SYNC_NUMBER, WAIT
 from dpmon.store.accounting import ACTIVITIES
+from dpmon.store.loops import LOOP_COLUMNS
 from dpmon.store.tally import COLUMNS, PLAIN
 
 BEFORE_S = -1
@@ -80,7 +82,7 @@ STEP_COLUMNS: Mapping[str, str] = {
     "rest_ns": "INTEGER",
     **dict.fromkeys(("device", "spans"), "TEXT"),
     "missing_spans": "INTEGER",
-    **dict.fromkeys((SYNC_NUMBER, *(f"{name}_ns" for name in (EXPOSED, WAIT))), "INTEGER"),
+    **dict.fromkeys((SYNC_NUMBER, *(f"{name}_ns" for name in (EXPOSED, WAIT)), "loop", "loop_batch"), "INTEGER"),
 }
 """The columns of steps and their types."""
 CALL_COLUMNS: Mapping[str, str] = {
@@ -107,6 +109,7 @@ ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 _OPTIONAL = {
     *("rank", "first_id", "last_id", "last_call", "lines", "thread"),
     *("rest_ns", "device", "spans", SYNC_NUMBER, f"{EXPOSED}_ns", f"{WAIT}_ns", "parts", "t_ns"),
+    *("loop", "loop_batch", "length", "ahead", "epoch"),
     *(f"{phase.name}_ns" for phase in PHASES),
     *(f"{quantity.name}{part}" for quantity in QUANTITIES for part in ("", "_sum")),
     *PLAIN[2:],
@@ -144,6 +147,7 @@ CREATE TABLE IF NOT EXISTS tallies (
 CREATE TABLE IF NOT EXISTS times (
     width INTEGER, start_s INTEGER, process INTEGER, mode TEXT, {activities},
     PRIMARY KEY (width, start_s, process, mode)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS loops ({loops}, PRIMARY KEY (process, loop)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS gaps (
     id INTEGER PRIMARY KEY, process INTEGER, after_step INTEGER, mode TEXT, begin_ns INTEGER, end_ns INTEGER,
     ns INTEGER);
@@ -166,6 +170,7 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
     call_columns=", ".join(f"{name} {kind}" for name, kind in CALL_COLUMNS.items()),
     collective_columns=", ".join(f"{name} {kind}" for name, kind in COLLECTIVE_COLUMNS.items()),
     collective_sums=_whole_numbers(COLLECTIVE_SUMS),
+    loops=_whole_numbers(LOOP_COLUMNS),
     tally_columns=_whole_numbers(COLUMNS[:-1]) + ", sketches BLOB",
     activities=_whole_numbers(ACTIVITY_COLUMNS),
 )

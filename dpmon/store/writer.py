@@ -15,6 +15,7 @@ from dpmon.errors import HistoryError
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.run.files import check_database
 from dpmon.store.batch import GAP_NS, Batch
+from dpmon.store.loops import LOOP_COLUMNS, Loop
 from dpmon.store.tables import (
     BEFORE_S,
     CALL_COLUMNS,
@@ -50,6 +51,8 @@ _INTO_STEPS, _INTO_CALLS, _INTO_COLLECTIVES = (
 _RING_NAMES = tuple(member.name for member in fields(RingRow))
 _INTO_RINGS = f"INSERT OR REPLACE INTO rings ({', '.join(_RING_NAMES)}) VALUES ({', '.join('?' * len(_RING_NAMES))})"
 _of_ring = attrgetter(*_RING_NAMES)
+_INTO_LOOPS = f"INSERT OR REPLACE INTO loops VALUES ({', '.join('?' * len(LOOP_COLUMNS))})"
+_of_loop = attrgetter(*LOOP_COLUMNS)
 _INTO_GAPS = "INSERT INTO gaps (process, after_step, mode, begin_ns, end_ns, ns) VALUES (?,?,?,?,?,?)"
 _SHORTEN_GAP = "UPDATE gaps SET ns = max(ns - ?, 0) WHERE process = ? AND begin_ns <= ? AND end_ns >= ?"
 _JOIN_STEP = f"UPDATE steps SET {EXPOSED}_ns = ?, {WAIT}_ns = ? WHERE id = ?"
@@ -149,6 +152,11 @@ class History:
         )
         return self.rows(query, (ring.process, ring.first_id, ring.last_id)) if ring.steps else []
 
+    def loops(self, process: int) -> list[Loop]:
+        """Return the loops of a process, in order. Raises HistoryError."""
+        query = f"SELECT {', '.join(LOOP_COLUMNS)} FROM loops WHERE process = ? ORDER BY loop"
+        return [Loop(*row) for row in self.rows(query, (process,))]
+
     def write(self, batch: Batch) -> None:
         """Write all of `batch` or nothing. After a HistoryError, the same batch may be written again."""
         many = self._db.executemany
@@ -166,6 +174,7 @@ class History:
             many(_add_to(*_COLLECTIVES), [(*key, *values) for key, values in batch.communicated.items()])
             many(_JOIN_STEP, [(joined.exposed_ns, joined.wait_ns, joined.step.id) for joined in batch.joined])
             self._tallies.add(batch)
+            many(_INTO_LOOPS, map(_of_loop, batch.loops.values()))
             many(_INTO_GAPS, batch.gaps)
             for process, begin, end in batch.waited:
                 self._db.execute(_SHORTEN_GAP, (end - begin, process, begin, end))
@@ -220,6 +229,7 @@ class History:
         self._add_up(*_COLLECTIVES, last_s)
         self._tallies.prune(self._limit)
         run("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (_LASTING_KEPT,))
+        run("DELETE FROM loops WHERE loop < (SELECT max(loop) FROM loops) - ?", (_LASTING_KEPT,))
         for kind in ("warning", "input", "loader", "ddp"):  # lasting events of unlimited number
             run(
                 "DELETE FROM events WHERE kind = ? AND id <"

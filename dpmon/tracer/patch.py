@@ -91,7 +91,7 @@ def install() -> None:
     primitives = Primitives(session, recorder, modes, sites, originals)
     roots = Roots(session, recorder, calls)
     memory = Memory(session, recorder, sites)
-    loaders = Loaders(session)
+    loaders = Loaders(session, recorder)
     gradients = GradientSync(session, recorder)
     collectives = Collectives(session, recorder)
 

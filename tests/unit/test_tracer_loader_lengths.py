@@ -37,7 +37,7 @@ class Chatty(SequentialSampler):
         pytest.fail("the script's own code was run")
 
 
-def batches(loader: DataLoader[Any]) -> int | str:
+def batches(loader: DataLoader[Any]) -> int | str | None:
     return _batches(iter(loader).__dict__)
 
 
@@ -67,21 +67,21 @@ def test_the_length_of_torchs_own_loaders(loader: DataLoader[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loader", "name"),
+    "loader",
     [
-        (DataLoader(Own(torch.ones(3, 2))), "Own"),
-        (DataLoader(ROWS, sampler=Chatty(ROWS)), "Chatty"),
-        (DataLoader(ROWS, batch_sampler=iter([[0, 1]])), "list_iterator"),  # type: ignore[arg-type]
+        DataLoader(Own(torch.ones(3, 2))),
+        DataLoader(ROWS, sampler=Chatty(ROWS)),
+        DataLoader(ROWS, batch_sampler=iter([[0, 1]])),  # type: ignore[arg-type]
     ],
 )
-def test_a_length_that_would_run_code_of_the_script_is_not_read(loader: DataLoader[Any], name: str) -> None:
-    assert batches(loader) == f"the length of {name} is computed by the script's code, which dpmon does not run"
+def test_a_length_that_runs_code_of_the_script_is_not_read_again_and_again(loader: DataLoader[Any]) -> None:
+    assert batches(loader) is None
 
 
 def test_a_dataset_within_itself_ends() -> None:
     nested = Subset(ROWS, [0])
     nested.indices = nested  # type: ignore[assignment]
-    assert batches(DataLoader(ROWS, sampler=SequentialSampler(nested))) == "the dataset is nested too deeply"
+    assert batches(DataLoader(ROWS, sampler=SequentialSampler(nested))) is None
 
 
 def test_a_function_mode_of_the_script_sees_nothing() -> None:

@@ -1,7 +1,8 @@
-"""Records how long `DataLoader.__iter__` took, which includes the start of the worker processes.
+"""Numbers the loops over loaders, and records how long `DataLoader.__iter__` took, which starts the worker processes.
 
-While starts are rare, each start becomes a `loader` event. A script may make a loader for every step, so the events are
-limited, and each event counts the starts left out before it. Fetches are recorded by `recorder`.
+A loop is one start of a loader. The spans of its fetches, which `recorder` writes, have its number, the number of the
+dataset and the length of the loader. While starts are rare, each one also becomes a `loader` event. A script may make a
+loader for every step, so the events are limited, and each event counts the starts left out before it.
 
 The ring is opened at the first call, usually after the first loader has started. Events are kept until then.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import count
 from operator import attrgetter
 from time import monotonic_ns
 from typing import Any
@@ -19,9 +21,11 @@ import torch
 from torch.utils import data as torch_data
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
+from dpmon.record.spans import MAX_SITE, SITE_AT
 from dpmon.tracer.core.frames import Function, followed
 from dpmon.tracer.core.module_tables import class_name
 from dpmon.tracer.core.session import Session, raise_from_signal
+from dpmon.tracer.steps.recorder import Recorder
 
 EVERY_NS = 1_000_000_000
 """Shortest time between two events with the same facts."""
@@ -32,20 +36,43 @@ MAX_EARLY = 16
 MAX_DEPTH = 8
 """Deepest nesting of samplers and datasets that is searched for a length."""
 MAX_KNOWN = 64
-"""Most loader objects whose starts are counted; a script may make a loader for every step."""
+"""Most loader and dataset objects that are known by number; a script may make a loader for every step."""
+_LONGEST = (1 << 32) - 2
+"""Largest length that fits into a span."""
 
 _ITERABLE = "dpmon does not ask an IterableDataset for its length: torch would warn if it then yields more"
+
+
+class _Known:
+    """A loader or a dataset that has been seen."""
+
+    __slots__ = ("length", "number", "object", "starts")
+
+    def __init__(self, known: ref[object]) -> None:
+        self.object = known
+        self.number = 0
+        """The number of a dataset, from 1."""
+        self.starts = 0
+        """How often a loader has started."""
+        self.length: int | str | None = None
+        """The answer of a loader's `__len__`, or why there is none; None if it was not asked."""
 
 
 class Loaders:
     """Records the starts of loaders in one process."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, recorder: Recorder) -> None:
         self.session = session
+        self._recorder = recorder
         self.reset()
 
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
+        self._recorder.loops.clear()
+        self._loops, self._datasets = count(1), count(1)
+        """The next numbers of a loop and of a dataset."""
+        self._asks = False
+        """Whether a loader is being asked for its length, which may start the loader again."""
         # Reentrant: a signal handler of the script may start a loader while this thread holds the lock.
         self._lock = threading.RLock()
         self._recent: dict[str, int] = {}
@@ -55,8 +82,8 @@ class Loaders:
         """Number of starts since the last event, and their total time."""
         self._last: dict[str, Any] = {}
         """The last of these starts; it is recorded when the process ends."""
-        self._starts: dict[int, tuple[ref[object], int]] = {}
-        """By id of a loader: the loader, and how often it has started."""
+        self._known: dict[int, _Known] = {}
+        """The loaders and their datasets, by id."""
 
     def iterating(self, original: Function) -> Function:
         """The traced form of DataLoader.__iter__."""
@@ -81,11 +108,18 @@ class Loaders:
         took_ns = monotonic_ns() - began_ns
         if self.session.off or not issubclass(type(iterator), _BaseDataLoaderIter):
             return
-        facts = _facts(iterator.__dict__)
+        with self._lock:
+            known = self._object(loader)
+            known.starts += 1
+            start = known.starts
+        facts = _facts(iterator.__dict__, loader, lambda: self._asked(loader, known))  # may run the script's code
         key = str(facts)
         with self._lock:
+            dataset = self._object(iterator.__dict__.get("_dataset"), known)
+            dataset.number = dataset.number or next(self._datasets)
+            loop = self._numbered(iterator, dataset.number, facts["batches"])
             times = {"t_s": (began_ns - self.session.config.start_ns) / 1e9, "iter_s": took_ns / 1e9}
-            event = {**facts, **times, "start": self._count(loader)}
+            event = {**facts, **times, "start": start, "loop": loop, "dataset": dataset.number}
             if self._is_wanted(key, began_ns):
                 self._recent[key] = began_ns
                 self._write(event)
@@ -93,6 +127,43 @@ class Loaders:
                 self._left_out += 1
                 self._left_out_s += event["iter_s"]
                 self._last = event
+
+    def _numbered(self, iterator: object, dataset: int, length: int | None) -> int:
+        """Give the loop over an iterator a number; from now on, its fetches have it."""
+        loop, key, loops = next(self._loops) & MAX_SITE, id(iterator), self._recorder.loops
+        sizes = dataset | (0 if length is None or not 0 <= length <= _LONGEST else length + 1) << 32
+        loops[key] = loop << SITE_AT, lambda _: sizes, ref(iterator, lambda _: loops.pop(key, None))
+        return loop
+
+    def _object(self, found: object, instead: _Known | None = None) -> _Known:
+        """Return what is known about a loader or a dataset; `instead`: about one without weak references (a list)."""
+        known = self._known.pop(id(found), None)
+        if known is None or known.object() is not found:
+            try:
+                known = _Known(ref(found))
+            except TypeError:
+                if instead is None:
+                    raise
+                return instead
+            if len(self._known) >= MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+        self._known[id(found)] = known
+        return known
+
+    def _asked(self, loader: Any, known: _Known) -> int | str:
+        """Return the length that a loader reports itself, or why it does not. It is asked once."""
+        if known.length is None:
+            if self._asks:
+                return "its length is being computed"
+            self._asks = True
+            try:
+                known.length = len(loader)
+            except Exception as error:  # noqa: BLE001 - the script's own code may fail
+                raise_from_signal(error)
+                known.length = f"its __len__ raised {class_name(error)}"
+            finally:
+                self._asks = False
+        return known.length
 
     def _write(self, event: dict[str, Any]) -> None:
         """Write the event of a start, with the starts left out before it; or keep it until there is a ring."""
@@ -102,16 +173,6 @@ class Loaders:
             self._early.append(event)
         else:
             self.session.event("loader", **event)
-
-    def _count(self, loader: object) -> int:
-        """Count a start of this loader object; return its number, from 1."""
-        known, before = self._starts.pop(id(loader), (None, 0))
-        if known is None or known() is not loader:
-            known, before = ref(loader), 0
-            if len(self._starts) >= MAX_KNOWN:
-                del self._starts[next(iter(self._starts))]
-        self._starts[id(loader)] = known, before + 1
-        return before + 1
 
     def _is_wanted(self, facts: str, began_ns: int) -> bool:
         if self.session.ring is None and len(self._early) >= MAX_EARLY:
@@ -127,50 +188,61 @@ class Loaders:
 # ------------------------------------------------------------------------------------------------ facts
 
 
-def _facts(iterator: dict[str, object]) -> dict[str, Any]:
-    """Return the facts of a loader, which torch copies to the attributes of its iterator."""
+def _facts(iterator: dict[str, object], loader: Any, ask: Callable[[], int | str]) -> dict[str, Any]:
+    """Return the facts of a loader, which torch copies to the attributes of its iterator.
+
+    `ask` returns the length that the loader reports.
+    """
     try:
         batches = _batches(iterator)
+        if batches is None:
+            batches = ask()
     except Exception as error:  # noqa: BLE001 - the script may have changed torch's own objects
         raise_from_signal(error)
         batches = f"it cannot be read ({class_name(error)})"
-    workers, known = iterator.get("_num_workers"), isinstance(batches, int)
+    own = vars(loader)
+    workers, size, sampler = iterator.get("_num_workers"), own.get("batch_size"), own.get("sampler")
+    absent = {"batches": batches} if isinstance(batches, str) else {}
+    if type(size) is not int:
+        absent["batch_size"] = "its batches are made by a sampler or by the dataset"
     return {
         "loader": class_name(iterator.get("_dataset")),
-        "batches": batches if known else None,
+        "batches": None if isinstance(batches, str) else batches,
+        "batch_size": size if type(size) is int else None,
+        "distributed": issubclass(type(sampler), torch_data.DistributedSampler),
         "workers": workers if type(workers) is int else None,
         "persistent": iterator.get("_persistent_workers") is True,
         "pinned": iterator.get("_pin_memory") is True,
-        "absent": {} if known else {"batches": batches},
+        "absent": absent,
     }
 
 
-def _batches(iterator: dict[str, object]) -> int | str:
-    """Return the length of the loader, or why it is unknown. Runs no code of the script."""
+def _batches(iterator: dict[str, object]) -> int | str | None:
+    """Return the length of the loader, or why it has none. None: the script's own code computes it."""
     if iterator.get("_dataset_kind") != _DatasetKind.Map:
         return _ITERABLE
     sampler = iterator.get("_index_sampler")
     if type(sampler) is not torch_data.BatchSampler:
         return _length(sampler)
     rows, size = _length(sampler.sampler), sampler.batch_size
-    if isinstance(rows, str):
-        return rows
+    if rows is None:
+        return None
     return rows // size if sampler.drop_last else -(-rows // size)
 
 
-def _length(value: Any) -> int | str:
-    """Return the length of a sampler or dataset, or why it is unknown. Reads only built-in types and torch's own."""
+def _length(value: Any) -> int | None:
+    """Return the length of a sampler or dataset, which may change. None unless it is a built-in type or torch's own."""
     for _ in range(MAX_DEPTH):
         kind = type(value)
         if kind in _SIZED:
             return len(value)
         inside = _INSIDE.get(kind)
         if inside is None:
-            return f"the length of {class_name(value)} is computed by the script's code, which dpmon does not run"
+            return None
         value = inside(value)
         if type(value) is int:
             return int(value)
-    return "the dataset is nested too deeply"
+    return None
 
 
 def _first_rows(dataset: Any) -> object:

@@ -88,6 +88,9 @@ class Recorder:
         self.startup = Startup(session)
         self.threads: dict[int, Thread] = {}
         """By the ident of a thread. The wrappers refer to this dict: never replace it."""
+        self.loops: dict[int, tuple[int, Callable[[object], int], object]] = {}
+        """By the id of a loader's iterator: its loop, as a part of a span's first word; a function that returns the
+        sizes for the span; a weak reference that removes the entry. The wrapper uses this dict: never replace it."""
         self.timing: Timing | None = None
         """Device timing, once a call runs on a GPU."""
         self.on_idle: Callable[[], None] = lambda: None
@@ -287,7 +290,7 @@ class Recorder:
         session, threads, new = self.session, self.threads, self.thread
         is_compiling, within = torch.compiler.is_dynamo_compiling, self.within
         graph_task = torch._C._current_graph_task_id  # autograd also runs nested backward passes on its own threads
-        fetch = kind == Kind.FETCH
+        fetch, loops = kind == Kind.FETCH, self.loops
 
         def wrapper(*args: object, **kwargs: object) -> object:
             if is_compiling():
@@ -300,10 +303,14 @@ class Recorder:
                     inside = self.still_inside(me)
                 if inside == Kind.BACKWARD or (not fetch and graph_task() != -1):  # recomputation belongs to the pass
                     return original(*args, **kwargs)
-                mark = None
+                mark, sizes, head = None, None, kind | inside << INSIDE_AT | me.head
                 try:
                     if fetch:
                         self._fetch_begins(me, args[0])
+                        loop = loops.get(id(args[0]))
+                        if loop is not None:
+                            head |= loop[0]
+                            sizes = loop[1]
                     elif not self.has_run_backward:
                         self._goes_backward(me)
                     if self.timing is not None:
@@ -312,7 +319,7 @@ class Recorder:
                         self.on_backward_begins(me, args)
                 except Exception as error:  # noqa: BLE001 - our fault must not reach the script
                     session.fault("beginning of a phase", error)
-                result = within(me, kind | inside << INSIDE_AT | me.head, mark, None, original, args, kwargs)
+                result = within(me, head, mark, sizes, original, args, kwargs)
                 try:
                     if me.noted:
                         me.noted = False

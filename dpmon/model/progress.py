@@ -1,0 +1,250 @@
+"""Where the training of a process is: its epoch, batch n of N, and the time left in the epoch. Pure.
+
+An epoch is a loop over a DataLoader with training steps (dpmon.store.loops). How many epochs there will be is not
+guessed.
+
+The time left is that of the recent batches: from the end of one batch to the end of the next one, so that waits for
+data, logging and the like count. These times are cut into up to BLOCKS blocks, one after the other. The median of the
+blocks' means counts what happens in each block, such as a wait for every tenth batch, but not what happens once, such
+as an evaluation or a checkpoint in the middle of the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import sqrt
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from dpmon.record.kinds import Step
+from dpmon.record.plainjson import text_in
+from dpmon.record.schema import SECOND
+from dpmon.store.answers import LoopStep
+from dpmon.store.loops import Loop
+from dpmon.text.quantities import group, minutes
+
+if TYPE_CHECKING:
+    from dpmon.store.queries import Store
+
+EPOCHS = 100
+"""Most epochs in a picture."""
+STEPS_READ = 256
+"""Most steps of which the time left is made."""
+BLOCKS = 16
+OVER = "the run is over"
+OTHER_RANK = "only the process that represents the run has it"
+FEWEST = 3
+"""Fewest batches, and blocks, for the time left."""
+WINDOW_S = 60
+"""The steps reach back this far, if there are enough."""
+MOST_SKIPPED = 32
+"""Of short steps, at most one in this many is read."""
+ALONE_STEPS = 8
+"""After more training steps than this without a batch of the loader, the training goes on without it."""
+LARGE = 0.1
+"""An uncertainty of more than this part of the time left is shown."""
+
+
+class Epoch(NamedTuple):
+    """A loop over a loader with training steps; ns since the run's start."""
+
+    epoch: int
+    """Its number, from 1: of the loops over the same dataset."""
+    begin_ns: int
+    end_ns: int
+    """End of its last batch so far."""
+    batches: int | None
+    """Batches that its steps have used; None until it is known how far the loop reads ahead."""
+    length: int | None
+    """Batches of the loader; None if unknown."""
+    evaluation_ns: int | None
+    """Evaluation in it, and after it up to the next epoch; None in playback, while it is unknown."""
+    pause_ns: int | None
+    """Time since the end of the epoch before, without evaluation; None for the first."""
+
+    @property
+    def took_ns(self) -> int:
+        """How long it took, with the evaluations in it."""
+        return self.end_ns - self.begin_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where the training of a process is. What is None has a reason in `absent`, by name."""
+
+    process: int = 0
+    epoch: int | None = None
+    batch: int | None = None
+    """Number of batches that the steps of this epoch have used."""
+    batches: int | None = None
+    """Number of batches of the loader."""
+    left_ns: float | None = None
+    """Time left in this epoch at `at_ns`, without a further evaluation in it."""
+    error_ns: float | None = None
+    """Uncertainty of the time left: one standard deviation."""
+    at_ns: int = 0
+    """End of the last batch."""
+    epochs: tuple[Epoch, ...] = ()
+    """The newest epochs, in order."""
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+
+_NAMES = ("epoch", "batch", "batches", "left_ns", "error_ns")
+
+
+def progress_of(rows: Store, process: int, last: Step | None, *, most: int = EPOCHS, step_ns: int | str) -> Progress:
+    """The progress of a process as of the time of `rows`.
+
+    `last`: its newest step. `most`: number of epochs to read. `step_ns`: about how long a step takes; a text: why the
+    time left is left out.
+    """
+    if last is None:
+        return replace(NO_STEP, process=process)
+    loops = rows.epochs(process, most + 1)
+    if not loops:
+        return _absent(process, _why_none(last))
+    now = loops[-1]
+    if not last.evaluation and last.loop is None and last.step > now.last_step + ALONE_STEPS:
+        return _absent(process, "the training goes on without a batch of the loader", _epochs(loops[-most:], loops))
+    batch, at_ns = now.batch, now.end_ns
+    if now.end_ns > rows.until_ns:
+        found = [(last.batch, last.start_ns + last.wall_ns)] if last.loop == now.loop else []
+        found = found or [(one.batch, one.end_ns) for one in rows.loop_steps(process, [now.loop], 1)]
+        batch, at_ns = found[0] if found else (None, now.begin_ns)
+    absent = {}
+    if batch is None:
+        absent["batch"] = "it is not known yet how many batches are read ahead"
+    if now.length is None:
+        absent["batches"] = _why_no_length(rows, now)
+    left = step_ns if isinstance(step_ns, str) else _left(rows, process, loops, batch, step_ns)
+    times: tuple[float | None, float | None] = (None, None)
+    if isinstance(left, str):
+        absent |= dict.fromkeys(("left_ns", "error_ns"), left)
+    else:
+        times = left
+    epochs = _epochs(loops[-most:], loops, at_ns, batch)
+    return Progress(process, now.epoch, batch, now.length, *times, at_ns, epochs, absent)
+
+
+def _absent(process: int, why: str, epochs: tuple[Epoch, ...] = ()) -> Progress:
+    return Progress(process, epochs=epochs, absent=dict.fromkeys(_NAMES, why))
+
+
+NO_STEP = _absent(0, "no step has ended yet")
+
+
+def _why_none(last: Step) -> str:
+    if last.loop is None:
+        return "the newest step took no batch from a DataLoader on the training thread"
+    if last.evaluation:
+        return "no step with a batch of a DataLoader has trained yet"
+    return "the script takes only one batch from each start of its DataLoader"
+
+
+def _why_no_length(rows: Store, now: Loop) -> str:
+    """Why the length of the loader is unknown."""
+    for event in reversed(rows.events("loader", newest=64)):
+        absent = event.data.get("absent")
+        if event.data.get("process") == now.process and event.data.get("dataset") == now.dataset:
+            why = text_in(absent, "batches") if isinstance(absent, Mapping) else None
+            if why is not None:
+                return why
+    return "the loader does not tell its length"
+
+
+def _epochs(
+    loops: Sequence[Loop], known: Sequence[Loop], at_ns: int | None = None, batch: int | None = None
+) -> tuple[Epoch, ...]:
+    """The epochs of `loops`. `known`: these, perhaps after an earlier one. `at_ns`: end of the last one's `batch`."""
+    before = {after.loop: one for one, after in pairwise(known)}
+    found = []
+    for loop in loops:
+        end_ns, batches, evaluation = loop.end_ns, loop.batch, loop.evaluation_ns + loop.after_ns
+        if loop is loops[-1] and at_ns is not None and at_ns < end_ns:
+            found.append(_epoch(loop, before.get(loop.loop), at_ns, batch, None))
+        else:
+            found.append(_epoch(loop, before.get(loop.loop), end_ns, batches, evaluation))
+    return tuple(found)
+
+
+def _epoch(loop: Loop, before: Loop | None, end_ns: int, batches: int | None, evaluation_ns: int | None) -> Epoch:
+    pause = None if before is None else max(loop.begin_ns - before.end_ns - before.after_ns, 0)
+    return Epoch(loop.epoch or 0, loop.begin_ns, end_ns, batches, loop.length, evaluation_ns, pause)
+
+
+# ------------------------------------------------------------------------------------------------ time left
+
+
+class Left(NamedTuple):
+    """The time left in an epoch, and its uncertainty (ns)."""
+
+    left_ns: float
+    error_ns: float
+
+
+def _left(rows: Store, process: int, loops: Sequence[Loop], batch: int | None, step_ns: int) -> Left | str:
+    """The time left in the last of `loops`, or why it is unknown."""
+    now, before = loops[-1], loops[-2] if len(loops) > 1 else None
+    if now.length is None:
+        return "the length of the loader is unknown"
+    if batch is None:
+        return "the batch is unknown"
+    if batch >= now.length:
+        return "the epoch has used all batches"
+    if before is not None and before.dataset == now.dataset and before.length == now.length and not before.complete:
+        return f"the epoch before ended after {group(before.batch)} of {group(before.length)} batches"
+    read = [one for one in (before, now) if one is not None]
+    wanted = WINDOW_S * SECOND // (STEPS_READ * max(step_ns, 1))
+    one_in = max(1, min(wanted, MOST_SKIPPED, sum(one.steps for one in read) // (2 * BLOCKS)))
+    steps = rows.loop_steps(process, [one.loop for one in read], STEPS_READ, one_in)
+    found = time_left(steps, now.length - batch)
+    return "too few batches yet" if found is None else found
+
+
+def time_left(steps: Iterable[LoopStep], batches: int) -> Left | None:
+    """The time that `batches` more batches take, from the newest steps (newest first); None with too few steps."""
+    cycles = [
+        (later.end_ns - sooner.end_ns, later.batch - sooner.batch)
+        for later, sooner in pairwise(steps)
+        if later.loop == sooner.loop and later.batch > sooner.batch
+    ]
+    seen = sum(count for _, count in cycles)
+    blocks = min(len(cycles), BLOCKS)
+    if min(seen, blocks) < FEWEST:
+        return None
+    means = []
+    for block in range(blocks):
+        part = cycles[block * len(cycles) // blocks : (block + 1) * len(cycles) // blocks]
+        means.append(sum(took for took, _ in part) / sum(count for _, count in part))
+    middle = median(means)
+    spread = 1.4826 * median(abs(mean - middle) for mean in means)
+    # The batches to come vary as the blocks do, and the median itself is uncertain.
+    return Left(batches * middle, spread * sqrt(batches * seen / blocks + 1.57 * batches**2 / blocks))
+
+
+# ------------------------------------------------------------------------------------------------ words
+
+
+def words(progress: Progress) -> str:
+    """The progress in short: "epoch 3 · 412/1,563 · 2 min 10 s left"; "" if no epoch is known."""
+    if progress.epoch is None:
+        return ""
+    parts = [f"epoch {group(progress.epoch)}"]
+    if progress.batch is not None:
+        number, whole = group(progress.batch), progress.batches
+        parts.append(f"batch {number}" if whole is None else f"{number}/{group(whole)}")
+    if progress.left_ns is not None:
+        parts.append(f"{left_words(progress.left_ns, progress.error_ns)} left")
+    return " · ".join(parts)
+
+
+def left_words(left_ns: float, error_ns: float | None) -> str:
+    """A time left: "2 min 10 s", or "2 min 10 s ± 40 s" if it is uncertain."""
+    large = error_ns is not None and error_ns > LARGE * left_ns and error_ns >= SECOND
+    return _time(left_ns) + (f" ± {_time(error_ns)}" if large and error_ns is not None else "")
+
+
+def _time(ns: float) -> str:
+    return f"{ns / 1e9:.0f} s" if ns < 99.5e9 else minutes(ns / 1e9)

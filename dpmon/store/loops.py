@@ -1,0 +1,156 @@
+"""Follows the loops over the loaders of one process, and finds its epochs. Pure.
+
+A loop is one start of a DataLoader. An epoch is a loop with training steps; its number counts the epochs over the same
+dataset. A loop that is read in turn with the loop of the current epoch is no epoch, and neither is a single batch from
+a loader that is then given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from dpmon.record.kinds import Batches
+
+MAX_AHEAD = 8
+"""Most batches that a loop reads ahead. More batches before its second step are batches that the script skips."""
+_RECENT = 8
+"""Number of loops that a further step may belong to."""
+
+
+@dataclass(slots=True)
+class Loop:
+    """A row of the table `loops`: one loop over a loader. Times in ns since the run's start."""
+
+    process: int
+    loop: int
+    dataset: int
+    length: int | None
+    """Number of batches of the loader; None if unknown."""
+    begin_ns: int
+    """Start of its first step."""
+    end_ns: int = 0
+    """End of its last step."""
+    first_step: int = 0
+    last_step: int = 0
+    fetched: int = 0
+    ahead: int | None = None
+    """Number of fetched batches that no step has used yet; None until its second step."""
+    steps: int = 0
+    trained: int = 0
+    """Number of its training steps."""
+    epoch: int | None = None
+    """Number of the epoch; None if it is none."""
+    evaluation_ns: int = 0
+    """Evaluation between its first and its last step."""
+    after_ns: int = 0
+    """Evaluation after its last step, up to the next epoch."""
+
+    @property
+    def batch(self) -> int | None:
+        """Number of batches that its steps have used; None until it is known how far it reads ahead."""
+        return None if self.ahead is None else self.fetched - self.ahead
+
+    @property
+    def complete(self) -> bool:
+        """Whether all batches were fetched."""
+        return self.length is not None and self.fetched >= self.length
+
+
+LOOP_COLUMNS = tuple(field.name for field in fields(Loop))
+
+
+class Loops:
+    """The loops of one process."""
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._recent: dict[int, Loop] = {}
+        self._epochs: dict[int, int] = {}
+        """By number of a dataset: the last epoch over it."""
+        self._epoch: Loop | None = None
+        """The loop of the current epoch, or of the last one."""
+        self._reads_ahead = True
+        """Whether loops may read ahead: False if one had no step after it had fetched its last batch."""
+        self._single = False
+        """Whether the last loop that trained was given up after one batch."""
+        self.changed: dict[int, Loop] = {}
+        """The loops that have changed since the last write."""
+
+    def resume(self, loops: Iterable[Loop]) -> None:
+        """Continue after the loops in a history, in order."""
+        for loop in loops:
+            self._keep(loop)
+            if loop.epoch is not None:
+                self._epochs[loop.dataset] = loop.epoch
+                self._epoch = loop
+
+    def step(
+        self, number: int, batches: Batches | None, begin_ns: int, end_ns: int, evaluation: bool, evaluated_ns: int
+    ) -> Loop | None:
+        """Add a step; return its loop, or None if it used no batch. `evaluated_ns`: evaluation up to its end."""
+        if evaluated_ns and self._epoch is not None:
+            self._epoch.after_ns += evaluated_ns
+            self.changed[self._epoch.loop] = self._epoch
+        loop = None if batches is None else self._of(batches, begin_ns, evaluation)
+        if loop is None:
+            return None
+        assert batches is not None
+        loop.steps += 1
+        loop.fetched += batches.fetched
+        if not batches.fetched:
+            loop.ahead = 0
+        elif loop.steps == 1:
+            loop.first_step = number
+            loop.ahead = 0 if batches.fetched == 1 else None
+        elif loop.ahead is None:
+            ahead = loop.fetched - 2 * batches.fetched  # as many as the first step fetched more than this one
+            loop.ahead = ahead if self._reads_ahead and 0 < ahead <= MAX_AHEAD else 0
+        loop.last_step, loop.end_ns = number, end_ns
+        self.changed[loop.loop] = loop
+        if not evaluation:
+            loop.trained += 1
+            if loop is self._epoch:
+                loop.evaluation_ns += loop.after_ns
+                loop.after_ns = 0
+            elif loop.epoch is None:
+                self._drives(loop)
+        return loop
+
+    def _of(self, batches: Batches, begin_ns: int, evaluation: bool) -> Loop | None:
+        """Return the loop of a step with these batches."""
+        loop = self._recent.get(batches.loop)
+        if not batches.fetched:  # the loader is at its end: the step may use a batch that was read ahead
+            return None if loop is None or loop.ahead == 0 or evaluation == (loop.trained > 0) else loop
+        if loop is None:
+            before = next(reversed(self._recent.values()), None)
+            if before is not None and before.complete and before.ahead != 0:
+                before.ahead, self._reads_ahead = 0, self._reads_ahead and before.ahead is None
+                self.changed[before.loop] = before
+            loop = Loop(self._process, batches.loop, batches.dataset, batches.length, begin_ns)
+            self._keep(loop)
+        return loop
+
+    def _keep(self, loop: Loop) -> None:
+        self._recent[loop.loop] = loop
+        if len(self._recent) > _RECENT:
+            del self._recent[next(iter(self._recent))]
+
+    def _drives(self, loop: Loop) -> None:
+        """Make a loop with a training step the current epoch, if it is one."""
+        before = self._epoch
+        several = loop.fetched > 1 or loop.complete
+        if before is not None:
+            if before.last_step > loop.first_step:
+                return  # both are read in turn, and the earlier one drives the training
+            if before.fetched == 1 and not before.complete:
+                self._epochs[before.dataset] -= 1
+                before.epoch, self._epoch, self._single = None, None, True
+                self.changed[before.loop] = before
+            elif not (several or before.complete or before.dataset == loop.dataset):
+                return  # the earlier one may go on
+        if self._single and not several:
+            return
+        self._single = False
+        loop.epoch = self._epochs[loop.dataset] = self._epochs.get(loop.dataset, 0) + 1
+        self._epoch = loop

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from dpmon.model.finding import Finding
+from dpmon.model.finding import OF_RUN, Finding
 from dpmon.model.found_between_ranks import between_ranks
 from dpmon.model.found_in_time import (
     between,
     copies,
     data,
     drift,
+    evaluation,
     failed,
     quiet,
     slower,
@@ -22,14 +23,35 @@ from dpmon.model.found_in_time import (
 from dpmon.model.found_on_devices import busy, fuller, idle, low_use, throttled, uneven
 from dpmon.model.run_facts import RunFacts
 
+LEAST_SAVED = 0.02
+"""Smallest share of the time that an advice can save, for its finding to be told."""
 _FINDERS: tuple[Callable[[RunFacts], Iterator[Finding]], ...] = (
     *(data, transfers, slower, copies, idle, uneven, fuller, throttled, low_use, busy),
-    *(drift, stalled, stalls, spread, between, quiet, failed),
+    *(drift, stalled, stalls, spread, between, evaluation, quiet, failed),
     lambda facts: between_ranks(facts.communication),
 )
 
 
 def findings(facts: RunFacts) -> list[Finding]:
-    """All findings, the most important first; empty if there is nothing to report, or too little was seen."""
+    """All findings, the most important first; empty if there is nothing to report, or too little was seen.
+
+    A finding whose advice can bring almost nothing is left out.
+    """
     found = [finding for find in _FINDERS for finding in find(facts)]
-    return sorted(found, key=lambda finding: -finding.weight)
+    found = [finding for finding in found if finding.saves is None or finding.saves >= LEAST_SAVED]
+    return sorted(found, key=lambda finding: -(finding.weight if finding.saves is None else finding.saves))
+
+
+def together(found: Iterable[Finding], facts: RunFacts) -> float | None:
+    """The share of the run's time (0 to 1) that goes at most if all causes go; None without two advices that save time.
+
+    Each stretch of time is counted once. Findings about the same time count as the largest of them.
+    """
+    whole = sum(facts.spent.get(name, 0) for name in ("training", "between", "evaluation"))
+    training = facts.spent.get("training", 0) / whole if whole else 0.0
+    saved: dict[str, float] = {}
+    for finding in found:
+        if finding.saves is not None:
+            kind = "exposed" if finding.kind == "accumulation" else finding.kind
+            saved[kind] = max(saved.get(kind, 0.0), finding.saves * (1 if kind in OF_RUN else training))
+    return sum(saved.values()) if len(saved) > 1 else None

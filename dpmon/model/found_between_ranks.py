@@ -13,6 +13,8 @@ EXPOSED_SHARE = 0.2
 """Smallest share of the step to report. Some communication is always exposed: nothing can hide the last bucket."""
 OWN_SHARE = 0.2
 """Smallest share of phase `other` in the step, on every rank, to mention the script's own collectives."""
+TURN_SHARE = 0.1
+"""Smallest mean wait as a share of the step to report, if no rank stands out: less is the noise of equal work."""
 BUCKET_SHARE, BUCKET_EXPOSED = 0.5, 0.1
 """Smallest share of the last bucket in all bytes, and of exposed communication in the step, to report."""
 BUCKET_BYTES = 8 << 20
@@ -47,6 +49,7 @@ def between_ranks(found: Communication | None) -> Iterator[Finding]:
     """All findings about ranks."""
     if found is not None:
         yield from _straggler(found)
+        yield from _in_turn(found)
         yield from _own_collectives(found)
         yield from _exposed(found)
         yield from _bucket(found)
@@ -65,6 +68,26 @@ def _straggler(found: Communication) -> Iterator[Finding]:
             f"{often}; {mean}" if often else mean,
             _NO_PHASE if slow.phase is None else _SLOW_PHASE.get(slow.phase, _NO_PHASE),
             min(slow.share, 1.0),
+            min(slow.share, 1.0),
+        )
+
+
+def _in_turn(found: Communication) -> Iterator[Finding]:
+    """Waits for a rank that is another one each time. With equal work, all ranks would take the mean of their times."""
+    waits = [one.wait_ns or 0.0 for one in found.known]
+    if found.straggler is not None or len(waits) < 2 or found.joined < MIN_STEPS or not found.step_ns:
+        return
+    share = sum(waits) / len(waits) / found.step_ns
+    if share >= TURN_SHARE:
+        yield Finding(
+            "in turn",
+            f"The ranks wait for each other for {percent(share)} of the time of the steps, each time for another one.",
+            f"wait mean {duration_words(share * found.step_ns)}, step mean {duration_words(found.step_ns)} over"
+            f" {count_of(found.joined, 'step')} of {len(waits)} ranks; no rank is the slowest unusually often",
+            "batches of equal work on all ranks: group samples of similar length, or pack them; leave each rank a"
+            " processor of its own",
+            min(share, 1.0),
+            min(share, 1.0),
         )
 
 
@@ -109,6 +132,7 @@ def _exposed(found: Communication) -> Iterator[Finding]:
         f" {count_of(found.joined, 'step')} of {len(found.known)} ranks",
         "; ".join(advice),
         min(share, 1.0),
+        min(share, 1.0),
     )
 
 
@@ -146,14 +170,15 @@ def _accumulation(found: Communication) -> Iterator[Finding]:
     if len(found.wrappers) != 1 or each < MIN_STEPS or synced < AVERAGED_TIMES * optimized:
         return
     times = synced / optimized
-    lost = (found.exposed_share or 0.0) + (found.wait_share or 0.0)
+    lost = ((found.exposed_share or 0.0) + (found.wait_share or 0.0)) * (1 - 1 / times)
     yield Finding(
         "accumulation",
         f"Gradients are averaged {times:.1f} times for each step of the optimizer.",
         f"{group(synced)} synchronised backward passes, {group(unsynced)} under no_sync, {group(optimized)} steps with"
         " an optimizer step",
         "if gradients accumulate: no_sync() around all backward passes but the last before the optimizer's step",
-        min(max(lost * (1 - 1 / times), _SMALL), 1.0),
+        min(max(lost, _SMALL), 1.0),
+        min(lost, 1.0) if found.joined >= MIN_STEPS else None,
     )
 
 

@@ -51,6 +51,8 @@ STALLS_SHARE, STALLS_NS = 0.02, 5_000_000_000
 BETWEEN_SHARE, BETWEEN_NS = 0.1, 1_000_000_000
 """Smallest share of the time, and shortest total, between steps. The end of an epoch or a checkpoint costs some per
 cent; a tenth matters as much as a tenth of every step."""
+EVALUATION_SHARE = 0.2
+"""Smallest share of the time to report."""
 WORKERS_SHARE = 0.5
 """If starting workers takes at least this share of the gaps, the finding names it."""
 QUIET_NS, QUIET_SHARE = 30_000_000_000, 0.1
@@ -101,7 +103,14 @@ def data(facts: RunFacts) -> Iterator[Finding]:
             f"data {phase_times(mode, 'data')}{on_device}; {basis(mode)}{_in_how_many(mode, facts)}",
             for_data(mode, facts),
             share,
+            share if mode.who is None else _slowest_fetch(mode, facts),
         )
+
+
+def _slowest_fetch(mode: ModeFacts, facts: RunFacts) -> float | None:
+    """The share of the step for which the rank with the longest fetch of each step waits, of the newest steps."""
+    longest = facts.longest_fetches.get(mode.mode)
+    return None if longest is None or not mode.mean_ns else longest / mode.mean_ns
 
 
 def _in_how_many(mode: ModeFacts, facts: RunFacts) -> str:
@@ -129,6 +138,7 @@ def transfers(facts: RunFacts) -> Iterator[Finding]:
             f"copy on the device median {duration_words(figures.device_ns)}, on the host"
             f" {phase_times(mode, 'copy')}; {basis(mode)}",
             for_copies(facts, mode.process),
+            share,
             share,
         )
 
@@ -168,6 +178,7 @@ def copies(facts: RunFacts) -> Iterator[Finding]:
                 else "DistributedDataParallel copies nothing in a step; under DataParallel larger batches mean fewer"
                 " copies, but change the training itself (learning rate)",
                 share,
+                None if mode.virtual else share,
             )
         share = mode.share("scatter", "gather")
         if share >= COPY_SHARE:
@@ -180,6 +191,7 @@ def copies(facts: RunFacts) -> Iterator[Finding]:
                 else "compute the loss inside the forward, so that one number is gathered instead of the outputs;"
                 " pinned memory; DistributedDataParallel",
                 share,
+                None if mode.virtual else share,
             )
 
 
@@ -242,6 +254,7 @@ def stalls(facts: RunFacts) -> Iterator[Finding]:
         f"the longest: {_where(worst, facts)}; median {duration_words(median)}",
         _stall_advice(worst, facts),
         lost / (total + lost),
+        (lost - sum(medians[step.process, step.mode] or 0 for step in stalls)) / (total + lost),
     )
 
 
@@ -293,7 +306,7 @@ def _stall_advice(step: LongRow, facts: RunFacts) -> str:
 def between(facts: RunFacts) -> Iterator[Finding]:
     """Time between the steps: loaders that start, checkpoints, logging."""
     lost = facts.spent.get("between", 0)
-    whole = lost + facts.spent.get("training", 0)
+    whole = lost + facts.spent.get("training", 0) + facts.spent.get("evaluation", 0)
     if not facts.gaps or lost < BETWEEN_NS or lost < BETWEEN_SHARE * whole or not list(measured_modes(facts)):
         return
     worst = facts.gaps[0]
@@ -317,7 +330,25 @@ def between(facts: RunFacts) -> Iterator[Finding]:
         else "look at the script's own work there: a checkpoint, logging"
         + (", a loader that starts its workers again (persistent_workers=True keeps them)" if again else ""),
         lost / whole,
+        lost / whole * (share if by else 1),
     )
+
+
+def evaluation(facts: RunFacts) -> Iterator[Finding]:
+    """Evaluations that take much of the time."""
+    took = facts.spent.get("evaluation", 0)
+    whole = sum(facts.spent.get(name, 0) for name in ("training", "between", "evaluation"))
+    if took and took >= EVALUATION_SHARE * whole and list(measured_modes(facts)):
+        steps = sum(mode.all_steps for mode in facts.evaluations)
+        yield Finding(
+            "evaluation",
+            f"Evaluations take {percent(took / whole)} of the time.",
+            f"training {duration_words(facts.spent.get('training', 0))}, evaluation {duration_words(took)}"
+            f" in {steps:,} steps",
+            "evaluate less often or on fewer samples; larger batches: an evaluation keeps no gradients",
+            took / whole,
+            took / whole,
+        )
 
 
 def _spread_ratio(mode: ModeFacts) -> float:

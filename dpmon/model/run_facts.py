@@ -450,6 +450,15 @@ class RunFacts:
         return self._longest[:LONGEST]
 
     @cached_property
+    def longest_fetches(self) -> Mapping[str, float]:
+        """By mode, the mean over steps of the longest wait for data (ns) on any process; empty for one process."""
+        found = {
+            mode: self.store.mean_longest("data", mode, trains=self.window.trained(mode))
+            for mode in {one.mode for one in self.others}
+        }
+        return {mode: longest for mode, longest in found.items() if longest is not None}
+
+    @cached_property
     def compared(self) -> Comparison | None:
         """dp against single; None unless both modes were seen."""
         changes = self.announced.changes

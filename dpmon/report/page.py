@@ -133,7 +133,7 @@ def _findings(part: Findings) -> Iterable[str]:
     yield "<ol>\n"
     for finding in part.findings:
         yield f"<li><b>{escaped(finding.text)}</b><br><span class=soft>Evidence: {escaped(finding.ground)}.</span><br>"
-        yield f"Try: {escaped(finding.advice)}.</li>\n"
+        yield f"{escaped(finding.advised[0].upper() + finding.advised[1:])}.</li>\n"
     yield "</ol>\n"
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dpmon.cleaning import clean
 from dpmon.model.communication import communication_facts
 from dpmon.model.devices import DeviceFacts
-from dpmon.model.finding import MIN_STEPS, measured_modes, of_process
+from dpmon.model.finding import MIN_STEPS, faster, measured_modes, of_process
+from dpmon.model.findings import together
 from dpmon.model.layouts import flow
 from dpmon.model.memory import reasons
 from dpmon.model.pauses import Paused
@@ -91,7 +92,9 @@ def _entries(rows: Sequence[Sequence[str]], most: int, indent: int, head: Sequen
 
 def _findings(story: Story) -> list[Part]:
     if story.findings:
-        return [Findings(story.findings)]
+        saves = together(story.findings, story.facts)
+        more = [] if saves is None else [Paragraph(f"all of it together: the run {faster(saves)}")]
+        return [Findings(story.findings), *more]
     few = f"too few steps for findings ({MIN_STEPS} in one mode are needed)"
     usual = story.state in ("finished", "running") and not story.facts.announced.stalls
     nothing = "nothing stands out" if usual else "nothing else stands out"

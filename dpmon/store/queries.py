@@ -162,6 +162,17 @@ class Store(Sums):
         rows = self.query(query, (last - _LOOKED_AT if lately else 0, last, process, mode, most))
         return [_long_row(row) for row in rows]
 
+    def mean_longest(self, phase: str, mode: str, *, trains: bool) -> float | None:
+        """Return the mean over the newest steps of the longest time (ns) of a phase on any rank.
+
+        `trains`: without evaluation steps.
+        """
+        which = f"id > ? AND id <= ? AND mode = ? AND kind & {SETTLING | STALLED | EVALUATION * trains} = 0"
+        longest = f"SELECT max(ifnull({phase}_ns, 0)) AS longest FROM steps WHERE {which} GROUP BY step"
+        query = f"SELECT sum(longest), count(*) FROM ({longest})"
+        last = self._newest_id()
+        return next((sum_ns / n for sum_ns, n in self.query(query, (last - _LOOKED_AT, last, mode)) if n), None)
+
     def steps(self, most: int, *, process: int | None = None, stalled: bool = True) -> list[Step]:
         """Return the newest steps of a process, the newest first; None: of all processes, as of now.
 

@@ -14,7 +14,7 @@ from dpmon.model.finding import MIN_STEPS, Finding
 from dpmon.model.findings import findings
 from dpmon.model.found_between_ranks import between_ranks
 from dpmon.model.json_fields import communication_fields
-from dpmon.model.run_facts import ModeFacts
+from dpmon.model.run_facts import ModeFacts, RunFacts
 from dpmon.model.stragglers import RankTimes, Straggler, held_up, in_short, rank_times, sentence, straggler
 from dpmon.store.answers import Communicated
 from dpmon.store.figures import PhaseFigures
@@ -420,3 +420,14 @@ def test_a_slow_forward_names_nobody_where_ranks_wait_in_it() -> None:
     ranks = [slow, with_phases(1, 20.0, forward=3.0)]
     assert of(ranks, wrapped(sync_batch_norm=True)).straggler is None
     assert of(ranks, wrapped()).straggler is not None
+
+
+def test_the_longest_fetch_of_each_step_is_a_mean_over_steps_of_the_most_over_ranks() -> None:
+    run, _ = joined_ranks(4, slow=2, phase="data", steps=60)
+    longest: dict[int, int] = {}
+    for step in run.store().steps(10_000):
+        if step.step > 5:  # the first ones settle
+            longest[step.step] = max(longest.get(step.step, 0), step.phases["data"])
+    found = RunFacts(run.store()).longest_fetches
+    assert set(found) == {"single"}
+    assert found["single"] == pytest.approx(sum(longest.values()) / len(longest))

@@ -15,8 +15,8 @@ from known import changed, known
 from dpmon.model.announced import Announced
 from dpmon.model.compare import Comparison, Interval
 from dpmon.model.devices import DeviceFacts, HostFacts
-from dpmon.model.finding import MIN_STEPS
-from dpmon.model.findings import findings
+from dpmon.model.finding import MIN_STEPS, Finding
+from dpmon.model.findings import findings, together
 from dpmon.model.layouts import BatchFacts, ReplicaFacts
 from dpmon.model.memory import Held
 from dpmon.model.run_facts import ModeFacts, RunFacts
@@ -200,6 +200,45 @@ def test_a_run_with_a_problem_has_its_finding(kind: str) -> None:
     assert any(char.isdigit() for char in found.ground), "a ground is figures"
     assert found.advice
     assert 0 < found.weight <= 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "saves"),
+    [
+        ("data", 0.43),
+        ("replicate", 0.48),
+        ("transfer", 0.3),
+        ("slower", None),
+        ("drift", None),
+        ("uneven", None),
+    ],
+)
+def test_the_most_that_an_advice_can_bring_is_the_time_of_its_cause(kind: str, saves: float | None) -> None:
+    (found,) = findings(SHOWN[kind])
+    assert found.saves == (saves if saves is None else pytest.approx(saves))
+    words = "" if saves is None else f"steps at most {round(100 * saves / (1 - saves))} % faster"
+    assert found.ceiling == words
+    assert found.advised.startswith(f"try ({words}): " if words else "try: ")
+
+
+def test_evaluations_that_take_much_of_the_time_are_found() -> None:
+    spent = {"training": 60 * SECOND, "evaluation": 30 * SECOND, "between": 10 * SECOND}
+    evaluated = changed(HEALTHY, spent=spent, evaluations=[replace(GOOD, evaluation=True)], gaps=[])
+    (found,) = findings(evaluated)
+    assert (found.kind, found.ceiling) == ("evaluation", "run at most 43 % faster")
+    assert not findings(changed(evaluated, spent={**spent, "evaluation": 10 * SECOND}))
+
+
+def test_together_each_stretch_of_time_counts_once() -> None:
+    spent = {"training": 50 * SECOND, "between": 50 * SECOND}
+
+    def found(kind: str, saves: float | None) -> Finding:
+        return Finding(kind, "", "", "", 0.5, saves)
+
+    run = changed(HEALTHY, spent=spent)
+    assert together([found("data", 0.4), found("drift", None)], run) is None, "one advice needs no sum"
+    assert together([found("data", 0.4), found("between", 0.5)], run) == pytest.approx(0.7)
+    assert together([found("data", 0.4), found("exposed", 0.2), found("accumulation", 0.1)], run) == pytest.approx(0.3)
 
 
 def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:
@@ -430,11 +469,18 @@ def test_many_stalls_are_counted_and_the_longest_is_placed() -> None:
 
 def test_the_process_that_waits_most_for_data_is_named() -> None:
     each = [
-        replace(mode(data=share), process=number, who=f"rank {number}") for number, share in enumerate((0.05, 0.7, 0.3))
+        replace(mode(data=share), mean_ns=20.0 * MS, process=number, who=f"rank {number}")
+        for number, share in enumerate((0.05, 0.7, 0.3))
     ]
     (found,) = findings(
-        known(modes=(each[0],), others=tuple(each[1:]), names={number: f"rank {number}" for number in range(3)})
+        known(
+            modes=(each[0],),
+            others=tuple(each[1:]),
+            names={number: f"rank {number}" for number in range(3)},
+            longest_fetches={"dp": 15.0 * MS},
+        )
     )
+    assert found.saves == pytest.approx(15 / 20), "each step waits for the longest fetch"
     assert found.text == "Rank 1 waits for data: 70 % of the time of its steps."
     assert found.ground.endswith("step median 20.0 ms over 1,000 steps of rank 1; 20 % or more in 2 of 3 processes")
 

@@ -239,7 +239,8 @@ def test_advice_is_below_and_has_room() -> None:
     for height in (5, 9, 11):
         text = texts(panel_communication.table(facts, 56, height, LOOK))
         assert len(text) <= height
-        assert any(line.startswith("try: more loader workers") for line in text)
+        assert any(line.startswith("try (steps at most") for line in text)
+        assert "more loader workers" in " ".join(text)
 
 
 def test_a_rank_alone_has_its_buckets() -> None:

@@ -66,7 +66,7 @@ def _advice(found: Communication, width: int, most: int | None, look: Look) -> l
     for finding in sorted(between_ranks(found), key=lambda one: -one.weight):
         # The first rows of the screen and panel 2 name the straggler.
         text = "" if finding.kind == "straggler" else clean(finding.text, 400)
-        advice = f"try: {clean(finding.advice, 400)}"
+        advice = clean(finding.advised, 400)
         own = [*lines(text, width, "wait"), *lines(advice, width, "")]
         if most is not None and len(rows) + len(own) > most:
             return rows or lines(advice, width, "", most, look.glyphs.more)

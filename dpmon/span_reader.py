@@ -18,6 +18,7 @@ from dpmon.span_ring import (
     MAGIC,
     MAX_GROUPS,
     NO_NUMBER,
+    OF_NCCL,
     SLOT,
     SLOT_BYTES,
     THREADS,
@@ -193,8 +194,8 @@ class SpanReader:
         """Ask the training process to let `pid` look into it."""
         self._set(Word.PTRACER, pid)
 
-    def groups(self) -> list[tuple[int, int, int | None]]:
-        """Return identity, number of ranks and sequence number (None: the backend has none) of each process group.
+    def groups(self) -> list[tuple[int, int, int | None, bool]]:
+        """Return facts of each process group: identity, ranks, sequence number (None: none), whether it has NCCL.
 
         Empty unless the training thread has stood still for some seconds.
         """
@@ -202,8 +203,9 @@ class SpanReader:
         for at in range(Word.GROUPS, Word.GROUPS + 2 * MAX_GROUPS, 2):
             if not words[at]:
                 break
-            number = words[at + 1]
-            found.append((words[at] >> 32, words[at] & 0xFFFFFFFF, None if number == NO_NUMBER else number))
+            identity, ranks, number = words[at] >> 32, words[at] & 0xFFFFFFFF, words[at + 1]
+            nccl = bool(ranks & OF_NCCL)
+            found.append((identity, ranks & ~OF_NCCL, None if number == NO_NUMBER else number, nccl))
         return found
 
     def training_tid(self) -> int:

@@ -51,6 +51,8 @@ MAX_GROUPS = 8
 """Most process groups with a sequence number in the ring."""
 NO_NUMBER = (1 << 64) - 1
 """Sequence number of a process group whose backend has none."""
+OF_NCCL = 1 << 31
+"""This bit of the number of ranks marks a process group that has the backend NCCL."""
 KINDS_AT = 3584
 """Offset of the kind of thread 0's current span (one byte; 0: none); the other threads follow."""
 MAGIC, VERSION = b"DPMSPANS", 1

@@ -82,7 +82,7 @@ def _asked(directory: Path, info: RunInfo, *, native: bool) -> dict[str, Any] | 
         time.sleep(_ALLOWED_S)
         dumps = look.take_stacks(native=native)
         now = time.monotonic_ns()
-        return answer(look.with_ends(look.ranks({}, now)), dumps, None, now, info)
+        return answer(look.with_ends(look.ranks({}, now)), dumps, None, now, info, nccl=look.nccl)
 
 
 def _recorded(directory: Path, how: ExitInfo | None, over: bool) -> tuple[tuple[StallSeen, ...], list[str]]:

@@ -34,10 +34,12 @@ def answer(
     *,
     text: str = "",
     gpus: Sequence[Mapping[str, Any]] = (),
+    nccl: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What each rank does, those that the others wait for first.
 
     `dumps`: the stacks by pid. `text`: the sentence about the stall. `gpus`: the newest sample of each GPU.
+    `nccl`: what NCCL says about its ranks.
     """
     first = [] if found is None else [*found.guilty, *found.waiting]
     order = [*first, *(i for i in range(len(ranks)) if i not in first)]
@@ -45,6 +47,7 @@ def answer(
         "t_s": (now_ns - info.start_ns) / 1e9,
         "since_s": None if found is None else (found.since_ns - info.start_ns) / 1e9,
         "text": None if found is None else text,
+        "nccl": list(nccl),
         "ranks": [
             {
                 **_rank(

@@ -65,6 +65,8 @@ def _lines(found: Mapping[str, Any], every: bool, width: int | None) -> list[Lin
                 lines.append((f"  {function} ({place})", "" if _short(file) == file else "dim"))
             if stack["left_out"]:
                 lines.append((f"  {stack['left_out']:,} more between them", "dim"))
+    if found.get("nccl"):
+        lines += [("", ""), ("NCCL says:", "bold"), *((f"  {text}", "") for text in found["nccl"])]
     return lines
 
 

@@ -16,6 +16,7 @@ from dpmon.run.notes import every_uncaught
 from dpmon.run.rundir import ring_paths
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
+from dpmon.stalls.nccl import nccl_report
 from dpmon.stalls.stacks import Dump, Stack, dump, noted
 from dpmon.stalls.verdict import SECOND, GroupSeen, LoaderWorker, RankFacts
 
@@ -81,6 +82,9 @@ class RankLook:
         self._counters: dict[int, list[Counters]] = {}
         self._dumps: dict[int, tuple[int, Dump]] = {}
         """The last stacks of each process, and when they were asked for."""
+        self._of_nccl = False
+        self.nccl: tuple[str, ...] = ()
+        """What NCCL said about the ranks when their stacks were taken."""
         self._workers: dict[int, LoaderWorker | None] = {}
 
     def close(self) -> None:
@@ -105,6 +109,7 @@ class RankLook:
             with contextlib.suppress(RingError, OSError):
                 found.append(self._facts(ring, steps.get(ring.process), now_ns))
         found = newest_of_each_rank(found)
+        self._of_nccl = any(group.nccl for rank in found for group in rank.groups)
         several = any(rank.namesake for rank in found)
         return [
             rank._replace(job=rank.pid if rank.world < 2 else self._job(rank.pid) if several else 0) for rank in found
@@ -187,6 +192,7 @@ class RankLook:
         for pid, one in taken.items():
             children = [each for each in table.values() if each.parent == pid and each.pid not in taken]
             self._workers[pid] = self._worker(children) if _waits_for_data(one) else None
+        self.nccl = nccl_report(rings) if self._of_nccl else ()
         self._dumps.update((pid, (now, one)) for pid, one in taken.items())
         return taken
 

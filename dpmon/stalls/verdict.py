@@ -33,6 +33,8 @@ class GroupSeen(NamedTuple):
     ranks: int
     sequence: int | None
     """Number of collectives that this rank has started in it; None if the backend does not count them."""
+    nccl: bool = False
+    """Whether one of its backends is NCCL."""
 
 
 class LoaderWorker(NamedTuple):

@@ -93,7 +93,9 @@ class StallWatch:
         if self._taken is not None:
             (number, dumps), self._taken = self._taken, None
             ranks = self._look.with_ends(self._look.ranks(steps(), now))
-            made = answer(ranks, dumps, self._shown(ranks), now, self._info, text=self._told, gpus=gpus())
+            made = answer(
+                ranks, dumps, self._shown(ranks), now, self._info, text=self._told, gpus=gpus(), nccl=self._look.nccl
+            )
             save_answer(self._directory, number, made)
         if now < self._look_at:
             return
@@ -212,5 +214,5 @@ class StallWatch:
         text = sentence(found, ranks, self._info.cwd)
         if before is None or (text != self._told and waited != self._waits):
             self._told = text
-            made = answer(ranks, {}, found, now, self._info, text=text, gpus=gpus())
+            made = answer(ranks, {}, found, now, self._info, text=text, gpus=gpus(), nccl=self._look.nccl)
             self._emit("stall", made)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from dpmon.record.names import INNER_FRAMES, MOST_THREADS, OUTER_FRAMES, packed_json, shortened
-from dpmon.span_ring import MAX_GROUPS, NO_NUMBER, SpanRing, Word
+from dpmon.span_ring import MAX_GROUPS, NO_NUMBER, OF_NCCL, SpanRing, Word
 from dpmon.tracer.append import append
 from dpmon.tracer.core.session import Session
 
@@ -135,7 +135,9 @@ def note_groups(words: memoryview) -> None:
         with contextlib.suppress(Exception):  # some backends have no sequence numbers
             number = group._get_sequence_number_for_group()
         words[at + 1] = number
-        words[at] = crc32(f"{world.pg_names.get(group)} {ranks}".encode()) << 32 | max(len(ranks), 1)
+        backends = getattr(world, "pg_backend_config", {}).get(group, "")
+        nccl = OF_NCCL if "nccl" in backends else 0
+        words[at] = crc32(f"{world.pg_names.get(group)} {ranks}".encode()) << 32 | nccl | max(len(ranks), 1)
         at += 2
     if at < Word.GROUPS + 2 * MAX_GROUPS:
         words[at] = 0

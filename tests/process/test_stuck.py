@@ -93,6 +93,10 @@ def test_the_cause_is_named(runs: dict[str, Dpmon], cause: str) -> None:
     expected = causes[cause].format(here=LINES.get(cause), backward=BACKWARD, loop=LINES["loop"])
     assert re.fullmatch(expected, found[0]["text"]), found[0]["text"]
     assert found[0]["t_s"] - found[0]["since_s"] < NOTICED_S
+    if cause == "worker" and py_spy() is not None:
+        _, _, stack = dpmon.run("why").out.decode().partition("  worker of rank 1 (pid ")
+        assert re.search(rf"^  Samples\.__getitem__ \(.*/stuck\.py:{LINES[cause]}\)$", stack, re.M)
+        assert "\n  _worker_loop (torch/utils/data/_utils/worker.py:" in stack
     if cause == ENDS_WITH:
         check_the_rest(dpmon, found[0])
 
@@ -107,6 +111,8 @@ def check_the_rest(dpmon: Dpmon, first: dict[str, Any]) -> None:
     later = json.loads(dpmon.run("why", "--json").out)["now"]  # starts another one
     assert (later["text"], later["since_s"]) == (first["text"], pytest.approx(first["since_s"]))
     assert [rank["waits"] for rank in later["ranks"]] == [False, True]
+    if py_spy() is not None:  # the new supervisor is no ancestor of the ranks, one of which is stopped
+        assert all(rank["why_no_stack"] is None and rank["stacks"] for rank in later["ranks"])
     os.kill(now["ranks"][0]["pid"], signal.SIGCONT)
     assert dpmon.run("status", "--wait", "training", "--timeout", "90").status == 0
     _, end = stalls(dpmon)

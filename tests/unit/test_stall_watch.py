@@ -13,21 +13,21 @@ import pytest
 
 from dpmon.run import proc
 from dpmon.run.rundir import RunInfo, mark_stop
+from dpmon.span_reader import SpanReader
 from dpmon.span_ring import SpanRing
-from dpmon.stalls import answer
+from dpmon.stalls import answer, processes
 from dpmon.stalls.answer import answered, ask, save_answer
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.stalls.processes import Counters, RankLook, newest_of_each_rank
-from dpmon.stalls.stacks import Frame, Stack
+from dpmon.stalls.stacks import Dump, Frame, Stack
 from dpmon.stalls.verdict import SECOND, RankFacts
 from dpmon.supervise import stall_watch
 from dpmon.supervise.stall_watch import StallWatch
 
 START = 1000 * SECOND
 INFO = RunInfo("", "n", ("c",), "s", "/job", None, 1e9, START, "", True)
-STUCK = RankFacts(
-    7, 0, since_ns=START + SECOND, step=3, busy=False, stack=Stack((Frame("save", "/job/train.py", 4),)), job=7
-)
+SAVES = Stack((Frame("save", "/job/train.py", 4),))
+STUCK = RankFacts(7, 0, since_ns=START + SECOND, step=3, busy=False, stack=SAVES, job=7)
 TEXT = "in save (train.py:4)"
 
 
@@ -247,6 +247,24 @@ def test_another_process_with_the_same_number_is_not_looked_at(tmp_path: Path, m
     assert look.ranks({}, time.monotonic_ns())[0].state == "gone"
     assert look.take_stacks() == {}
     look.close()
+
+
+@pytest.mark.parametrize("nccl", [True, False])
+def test_nccl_is_asked_with_the_stacks_and_only_in_its_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nccl: bool
+) -> None:
+    asked: list[set[int]] = []
+    monkeypatch.setattr(processes, "nccl_report", lambda pids: asked.append(set(pids)) or ("rank 1 is behind",))
+    monkeypatch.setattr(processes, "dump", lambda threads, native: {pid: Dump((SAVES,)) for pid in threads})
+    monkeypatch.setattr(SpanReader, "groups", lambda ring: [(1, 2, 5, nccl)])
+    SpanRing(str(tmp_path / "process-0.ring"), process=0, slots=64)
+    look = RankLook(tmp_path, "")
+    ranks = look.ranks({}, time.monotonic_ns() + 10 * SECOND)
+    dumps = look.take_stacks()
+    look.close()
+    assert asked == ([{os.getpid()}] if nccl else [])
+    text = [line for line, _ in lines_of(answer.answer(ranks, dumps, None, START, INFO, nccl=look.nccl))]
+    assert text[-2:] == (["NCCL says:", "  rank 1 is behind"] if nccl else [text[-2], "  save (/job/train.py:4)"])
 
 
 def test_a_restarted_job_leaves_no_rank_behind() -> None:

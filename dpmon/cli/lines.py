@@ -17,8 +17,9 @@ from pathlib import Path
 
 from dpmon.cleaning import json_text
 from dpmon.errors import HistoryError
-from dpmon.model.json_fields import communication_fields, fields_of, phase_fields, rank_fields
+from dpmon.model.json_fields import communication_fields, fields_of, phase_fields, progress_fields, rank_fields
 from dpmon.model.pace import speed
+from dpmon.model.progress import NO_STEP, words
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import Process, State, Wanted, ended_of
 from dpmon.model.stragglers import in_short
@@ -135,6 +136,7 @@ def status_members(reader: RunReader, state: State, now: Health, now_ns: int) ->
     members["state"], members["health"] = now.state, now.fields()
     progress, absent = _progress(state.focus, state, now_ns)
     members |= progress
+    members["progress"] = progress_fields(NO_STEP if state.focus is None else state.focus.progress)
     trained = state.training
     members["processes"] = len(trained)
     if len(trained) > 1:
@@ -208,6 +210,7 @@ def _rank(process: Process) -> dict[str, object]:
         "process": process.process,
         "rank": process.rank,
         "step": step,
+        "progress": progress_fields(process.progress),
         **fields_of(figures, "median_ns", "p95_ns"),
     }
 
@@ -242,7 +245,8 @@ class ProgressLines:
         return self._stepped(state, focus, step.step)
 
     def _stepped(self, state: State, focus: Process, step: int) -> str:
-        parts = [f"step {group(step)}"]
+        where = words(focus.progress)
+        parts = [f"step {group(step)}", *([where] if where else [])]
         if (count := len(state.training)) > 1:
             parts.append(f"{count} processes")
         found = speed(focus, state, time.monotonic_ns() - self._reader.info.start_ns)

@@ -128,7 +128,8 @@ def _lines(now: Health, found: dict[str, Any]) -> list[str]:
         if found["processes"] > 1:
             mode = f"{found['processes']} processes"
         why = "" if standing else found["absent"].get("steps_per_s") or ""
-        lines.append("  ".join(word for word in (f"step {group(found['step'])}", mode, *(rates or [why])) if word))
+        step = f"step {group(found['step'])}"
+        lines.append("  ".join(word for word in (step, found["progress"]["text"], mode, *(rates or [why])) if word))
     if found["step_ms"]:
         shares = sorted(((each["share"] or 0, name) for name, each in found["phases"].items()), reverse=True)
         parts = ", ".join(f"{name} {percent(share)}" for share, name in shares[:MOST_PHASES] if share)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dpmon.model.communication import Communication, Wrapper
+from dpmon.model.progress import Progress, words
 from dpmon.model.stragglers import RankTimes, Straggler, sentence
 from dpmon.record.kinds import Operation
 from dpmon.store.figures import PhaseFigures
@@ -17,6 +18,7 @@ _SECONDS = {
     "end_ns": "end_s",
     "ns": "seconds",
     "took_ns": "seconds",
+    **{f"{name}_ns": f"{name}_s" for name in ("left", "error", "evaluation", "pause")},
 }
 """The members with a time since the run's start, or with a long duration; other times are in ms."""
 _UNITS = {
@@ -67,6 +69,12 @@ def rank_fields(times: RankTimes | None) -> dict[str, object]:
         "slowest": None if times is None or not times.joined else times.slowest,
         "joined_steps": 0 if times is None else times.joined,
     }
+
+
+def progress_fields(progress: Progress) -> dict[str, object]:
+    """Epoch and batch of a process, and the time left in the epoch."""
+    found = fields_of(progress, "epoch", "batch", "batches", "left_ns", "error_ns", "absent")
+    return {**found, "text": words(progress) or None}
 
 
 def communication_fields(communication: Communication | None) -> dict[str, object] | None:

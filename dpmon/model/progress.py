@@ -2,27 +2,19 @@
 
 An epoch is a loop over a DataLoader with training steps (dpmon.store.loops). How many epochs there will be is not
 guessed.
-
-The time left is that of the recent batches: from the end of one batch to the end of the next one, so that waits for
-data, logging and the like count. These times are cut into up to BLOCKS blocks, one after the other. The median of the
-blocks' means counts what happens in each block, such as a wait for every tenth batch, but not what happens once, such
-as an evaluation or a checkpoint in the middle of the epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import sqrt
-from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.kinds import Step
 from dpmon.record.plainjson import text_in
 from dpmon.record.schema import SECOND
-from dpmon.store.answers import LoopStep
-from dpmon.store.loops import Loop
+from dpmon.store.loops import Loop, left_in
 from dpmon.text.quantities import group, minutes
 
 if TYPE_CHECKING:
@@ -30,17 +22,8 @@ if TYPE_CHECKING:
 
 EPOCHS = 100
 """Most epochs in a picture."""
-STEPS_READ = 256
-"""Most steps of which the time left is made."""
-BLOCKS = 16
 OVER = "the run is over"
 OTHER_RANK = "only the process that represents the run has it"
-FEWEST = 3
-"""Fewest batches, and blocks, for the time left."""
-WINDOW_S = 60
-"""The steps reach back this far, if there are enough."""
-MOST_SKIPPED = 32
-"""Of short steps, at most one in this many is read."""
 ALONE_STEPS = 8
 """After more training steps than this without a batch of the loader, the training goes on without it."""
 LARGE = 0.1
@@ -72,7 +55,7 @@ class Epoch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where the training of a process is. What is None has a reason in `absent`, by name."""
+    """Where the training of a process is. `absent` has reasons for None, by the name in JSON."""
 
     process: int = 0
     epoch: int | None = None
@@ -81,7 +64,7 @@ class Progress:
     batches: int | None = None
     """Number of batches of the loader."""
     left_ns: float | None = None
-    """Time left in this epoch at `at_ns`, without a further evaluation in it."""
+    """Time left in this epoch at `at_ns` (dpmon.store.loops.left_in)."""
     error_ns: float | None = None
     """Uncertainty of the time left: one standard deviation."""
     at_ns: int = 0
@@ -91,14 +74,15 @@ class Progress:
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
-_NAMES = ("epoch", "batch", "batches", "left_ns", "error_ns")
+_NAMES = ("epoch", "batch", "batches", "left_s", "error_s")
 
 
-def progress_of(rows: Store, process: int, last: Step | None, *, most: int = EPOCHS, step_ns: int | str) -> Progress:
+def progress_of(
+    rows: Store, process: int, last: Step | None, *, most: int = EPOCHS, no_time: str | None = None
+) -> Progress:
     """The progress of a process as of the time of `rows`.
 
-    `last`: its newest step. `most`: number of epochs to read. `step_ns`: about how long a step takes; a text: why the
-    time left is left out.
+    `last`: its newest step. `most`: number of epochs to read. `no_time`: why the time left is left out.
     """
     if last is None:
         return replace(NO_STEP, process=process)
@@ -118,10 +102,10 @@ def progress_of(rows: Store, process: int, last: Step | None, *, most: int = EPO
         absent["batch"] = "it is not known yet how many batches are read ahead"
     if now.length is None:
         absent["batches"] = _why_no_length(rows, now)
-    left = step_ns if isinstance(step_ns, str) else _left(rows, process, loops, batch, step_ns)
+    left = no_time or left_in(rows, loops, batch)
     times: tuple[float | None, float | None] = (None, None)
     if isinstance(left, str):
-        absent |= dict.fromkeys(("left_ns", "error_ns"), left)
+        absent |= dict.fromkeys(("left_s", "error_s"), left)
     else:
         times = left
     epochs = _epochs(loops[-most:], loops, at_ns, batch)
@@ -172,56 +156,6 @@ def _epochs(
 def _epoch(loop: Loop, before: Loop | None, end_ns: int, batches: int | None, evaluation_ns: int | None) -> Epoch:
     pause = None if before is None else max(loop.begin_ns - before.end_ns - before.after_ns, 0)
     return Epoch(loop.epoch or 0, loop.begin_ns, end_ns, batches, loop.length, evaluation_ns, pause)
-
-
-# ------------------------------------------------------------------------------------------------ time left
-
-
-class Left(NamedTuple):
-    """The time left in an epoch, and its uncertainty (ns)."""
-
-    left_ns: float
-    error_ns: float
-
-
-def _left(rows: Store, process: int, loops: Sequence[Loop], batch: int | None, step_ns: int) -> Left | str:
-    """The time left in the last of `loops`, or why it is unknown."""
-    now, before = loops[-1], loops[-2] if len(loops) > 1 else None
-    if now.length is None:
-        return "the length of the loader is unknown"
-    if batch is None:
-        return "the batch is unknown"
-    if batch >= now.length:
-        return "the epoch has used all batches"
-    if before is not None and before.dataset == now.dataset and before.length == now.length and not before.complete:
-        return f"the epoch before ended after {group(before.batch)} of {group(before.length)} batches"
-    read = [one for one in (before, now) if one is not None]
-    wanted = WINDOW_S * SECOND // (STEPS_READ * max(step_ns, 1))
-    one_in = max(1, min(wanted, MOST_SKIPPED, sum(one.steps for one in read) // (2 * BLOCKS)))
-    steps = rows.loop_steps(process, [one.loop for one in read], STEPS_READ, one_in)
-    found = time_left(steps, now.length - batch)
-    return "too few batches yet" if found is None else found
-
-
-def time_left(steps: Iterable[LoopStep], batches: int) -> Left | None:
-    """The time that `batches` more batches take, from the newest steps (newest first); None with too few steps."""
-    cycles = [
-        (later.end_ns - sooner.end_ns, later.batch - sooner.batch)
-        for later, sooner in pairwise(steps)
-        if later.loop == sooner.loop and later.batch > sooner.batch
-    ]
-    seen = sum(count for _, count in cycles)
-    blocks = min(len(cycles), BLOCKS)
-    if min(seen, blocks) < FEWEST:
-        return None
-    means = []
-    for block in range(blocks):
-        part = cycles[block * len(cycles) // blocks : (block + 1) * len(cycles) // blocks]
-        means.append(sum(took for took, _ in part) / sum(count for _, count in part))
-    middle = median(means)
-    spread = 1.4826 * median(abs(mean - middle) for mean in means)
-    # The batches to come vary as the blocks do, and the median itself is uncertain.
-    return Left(batches * middle, spread * sqrt(batches * seen / blocks + 1.57 * batches**2 / blocks))
 
 
 # ------------------------------------------------------------------------------------------------ words

@@ -336,7 +336,7 @@ class RunFacts:
     def progress(self) -> Progress:
         """The epochs of the process that represents the run, and where it is."""
         last = next(iter(self.store.steps(1, process=self._focus)), None)
-        return progress_of(self.store, self._focus, last, most=MOST_EPOCHS, step_ns=IN_REPORT)
+        return progress_of(self.store, self._focus, last, most=MOST_EPOCHS, no_time=IN_REPORT)
 
     # ------------------------------------------------------------------------------------------ time
 

@@ -130,13 +130,12 @@ class Snapshots:
         shown_s = min(2 * wanted.span_s, COLUMNS) if wanted.span_s else length_s + width
         found = _called(rows, process, ranged)
         figures = _figures(ranged, process.process, mode)
-        lately = _recent(rows, process, others, end_s)
         found = replace(
             found,
             ranged=figures,
             uneven=_uneven(rows, figures, process.process, waits),
-            recent=lately,
-            progress=progress_of(rows, process.process, step, step_ns=OVER if wanted.over else lately.step_ns),
+            recent=_recent(rows, process, others, end_s),
+            progress=progress_of(rows, process.process, step, no_time=OVER if wanted.over else None),
             columns=self._columns.read(rows, process.process, max(end_s - shown_s, 0), end_s, width),
             column_s=width,
         )
@@ -231,7 +230,7 @@ def _called(rows: Store, process: Process, ranged: Window | None = None) -> Proc
     mode = process.last_step.mode if process.last_step is not None else process.mode
     if ranged is None:
         tracks = call_tracks(calls, {}, (), mode, most=RANK_CALLS_READ, timed=False)
-        progress = progress_of(rows, process.process, process.last_step, most=1, step_ns=OTHER_RANK)
+        progress = progress_of(rows, process.process, process.last_step, most=1, no_time=OTHER_RANK)
         process = replace(process, progress=progress)
     else:
         trained = {key.mode for key in ranged.by_process if ranged.trained(key.mode)}

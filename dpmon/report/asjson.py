@@ -5,8 +5,9 @@ from __future__ import annotations
 from dpmon.model.compare import sentence
 from dpmon.model.devices import DeviceFacts, HostFacts
 from dpmon.model.history import PARTS, Bin
-from dpmon.model.json_fields import communication_fields, fields_of, ms, phase_fields, rank_fields
+from dpmon.model.json_fields import communication_fields, fields_of, ms, phase_fields, progress_fields, rank_fields
 from dpmon.model.pauses import PauseTotals
+from dpmon.model.progress import Epoch
 from dpmon.model.run_facts import ModeFacts, RunFacts
 from dpmon.report.collect import Story
 from dpmon.store.figures import counted_as_fields, rate_as_fields
@@ -41,6 +42,8 @@ def as_object(story: Story) -> dict[str, object]:
         "modes": [_mode(facts, mode) for mode in facts.modes],
         "evaluations": [_mode(facts, mode) for mode in facts.evaluations],
         "elapsed": _elapsed(facts),
+        "progress": progress_fields(facts.progress),
+        "epochs": [{**fields_of(one, *Epoch._fields), "seconds": one.took_ns / 1e9} for one in facts.progress.epochs],
         "findings": [finding._asdict() for finding in story.findings],
         "replicas": [
             {

@@ -26,6 +26,7 @@ from dpmon.text.quantities import (
     clock,
     duration,
     duration_words,
+    group,
     memory,
     memory_of,
     percent,
@@ -33,6 +34,7 @@ from dpmon.text.quantities import (
 )
 
 MAX_ROWS = 40
+MAX_EPOCHS = 12
 _MAX_WARNINGS = 8
 _MAX_CHANGES = 12
 _ON_DEVICE = "on device"
@@ -51,6 +53,7 @@ def document(story: Story) -> Document:
         Section("Findings", _findings(story)),
         Section("Time", _paragraphs(sentences.time_spent(story))),
         Section("Steps", [*_steps(story.facts), *step_plots]),
+        Section("Epochs", _epochs(story.facts)),
         *(Section("Phases", _phases(mode), f" of a step, {title}") for title, mode in _phase_titles(story.facts)),
         Section("dp against single", _paragraphs(sentences.comparison(compared)) if compared is not None else ()),
         Section("Replicas", [*_replicas(story.facts), *replica_plots]),
@@ -125,6 +128,25 @@ def _steps(facts: RunFacts) -> list[Part]:
     bins = [one for one in facts.stretches.bins if not one.evaluation]
     bars = [Bars(bins, facts.stretches.width_ns, sentences.of_whom(facts))] if rows and len(bins) > 1 else []
     return [*_table(head, rows), *bars]
+
+
+def _epochs(facts: RunFacts) -> list[Part]:
+    """One row per epoch of the process that represents the run; in the middle of many, rows are left out."""
+    rows: list[Sequence[str]] = []
+    for one in facts.progress.epochs:
+        batches = (
+            group(one.batches) if one.length in (None, one.batches) else f"{group(one.batches)}/{group(one.length)}"
+        )
+        times = duration_words(one.took_ns), duration_words(one.evaluation_ns or None), duration_words(one.pause_ns)
+        rows.append((group(one.epoch), clock(one.begin_ns), batches, *times))
+    if not rows:
+        return []
+    left_out = len(rows) - MAX_EPOCHS
+    if left_out > 0:
+        rows[MAX_EPOCHS // 2 : -MAX_EPOCHS // 2] = [("…", *[""] * 5)]
+    head = ("epoch", "from", "batches", "took", "evaluation", "pause before")
+    notes = [f"{group(left_out)} epochs are left out; --json has them"] if left_out > 0 else []
+    return [*_table(head, rows), *_paragraphs(notes, soft=True)]
 
 
 def _phases(mode: ModeFacts) -> list[Part]:

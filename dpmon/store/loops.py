@@ -1,21 +1,43 @@
-"""Follows the loops over the loaders of one process, and finds its epochs. Pure.
+"""Follows the loops over the loaders of one process, finds its epochs, and the time left in one. Pure.
 
 A loop is one start of a DataLoader. An epoch is a loop with training steps; its number counts the epochs over the same
 dataset. A loop that is read in turn with the loop of the current epoch is no epoch, and neither is a single batch from
 a loader that is then given up.
+
+The time left is that of the recent batches, each from its end to the end of the next one, so that waits for data,
+logging and the like count. These times are cut into up to BLOCKS blocks, one after the other. The median of the blocks'
+means counts what happens in each block, such as a wait for every tenth batch, but not what happens once, such as an
+evaluation or a checkpoint in the middle of the epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
+from math import sqrt
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.kinds import Batches
+from dpmon.store.answers import LoopStep
+
+if TYPE_CHECKING:
+    from dpmon.store.queries import Store
 
 MAX_AHEAD = 8
 """Most batches that a loop reads ahead. More batches before its second step are batches that the script skips."""
 _RECENT = 8
 """Number of loops that a further step may belong to."""
+STEPS_READ = 256
+"""Most steps of which the time left is made."""
+BLOCKS = 16
+FEWEST = 3
+"""Fewest batches, and blocks, for the time left."""
+WINDOW_NS = 60_000_000_000
+"""The steps reach back this far, if they are enough."""
+MOST_SKIPPED = 32
+"""Of short steps, at most one in this many is read."""
 
 
 @dataclass(slots=True)
@@ -154,3 +176,53 @@ class Loops:
         self._single = False
         loop.epoch = self._epochs[loop.dataset] = self._epochs.get(loop.dataset, 0) + 1
         self._epoch = loop
+
+
+# ------------------------------------------------------------------------------------------------ time left
+
+
+class Left(NamedTuple):
+    """The time left in an epoch, and its uncertainty as a standard deviation (ns)."""
+
+    left_ns: float
+    error_ns: float
+
+
+def left_in(rows: Store, epochs: Sequence[Loop], batch: int | None) -> Left | str:
+    """Return the time left after `batch` of the last of `epochs`, or why it is unknown."""
+    now, before = epochs[-1], epochs[-2] if len(epochs) > 1 else None
+    if now.length is None:
+        return "the length of the loader is unknown"
+    if batch is None:
+        return "the batch is unknown"
+    if batch >= now.length:
+        return "the epoch has used all batches"
+    if before is not None and before.dataset == now.dataset and before.length == now.length and not before.complete:
+        return f"the epoch before ended after {before.fetched:,} of {before.length:,} batches"
+    read = [one for one in (before, now) if one is not None]
+    steps = sum(one.steps for one in read)
+    often = WINDOW_NS * steps // (STEPS_READ * max(sum(one.end_ns - one.begin_ns for one in read), 1))
+    one_in = max(1, min(often, MOST_SKIPPED, steps // (2 * BLOCKS)))
+    found = time_left(rows.loop_steps(now.process, [one.loop for one in read], STEPS_READ, one_in), now.length - batch)
+    return "too few batches yet" if found is None else found
+
+
+def time_left(steps: Iterable[LoopStep], batches: int) -> Left | None:
+    """Return the time that `batches` more batches take, from steps (newest first); None with too few steps."""
+    cycles = [
+        (later.end_ns - sooner.end_ns, later.batch - sooner.batch)
+        for later, sooner in pairwise(steps)
+        if later.loop == sooner.loop and later.batch > sooner.batch
+    ]
+    seen = sum(count for _, count in cycles)
+    blocks = min(len(cycles), BLOCKS)
+    if min(seen, blocks) < FEWEST:
+        return None
+    means = []
+    for block in range(blocks):
+        part = cycles[block * len(cycles) // blocks : (block + 1) * len(cycles) // blocks]
+        means.append(sum(took for took, _ in part) / sum(count for _, count in part))
+    middle = median(means)
+    spread = 1.4826 * median(abs(mean - middle) for mean in means)
+    # The batches to come vary as the blocks do, and the median itself is uncertain.
+    return Left(batches * middle, spread * sqrt(batches * seen / blocks + 1.57 * batches**2 / blocks))

@@ -26,6 +26,7 @@ from dpmon.run.runs import short_name
 from dpmon.stalls.run_state import ENDED, Now, state_of
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.figures import Figures, PhaseFigures, Window, elapsed
+from dpmon.store.loops import left_in
 from dpmon.store.opened import open_store
 from dpmon.store.quantiles import between
 from dpmon.store.queries import Store
@@ -183,6 +184,7 @@ class Metrics:
             state = ENDED if how is not None else self._state(store)
             record.gauge("run_state", "1 for the state that the run is in.", {**run, "state": state}, 1)
             self._add_record(record, store)
+            self._add_progress(record, store, live=how is None)
             self._recorded = str(record)
         return f"{text}{self._recorded}"
 
@@ -285,6 +287,19 @@ class Metrics:
             ended = self._info.started_unix + at_ns / 1e9
             text.gauge("last_step", "Number of the newest step.", labels, number)
             text.gauge("last_step_time_seconds", "When the newest step ended, since 1970.", labels, ended)
+
+    def _add_progress(self, text: MetricsText, store: Store, *, live: bool) -> None:
+        """The current or last epoch of each process."""
+        for process in store.processes[:MAX_PROCESSES]:
+            if not (epochs := store.epochs(process, 2)):
+                continue
+            labels, now = self._of_process(process), epochs[-1]
+            text.gauge("epoch", "Number of the current or the last epoch.", labels, now.epoch)
+            text.gauge("epoch_batch", "Batches that the steps of this epoch have used.", labels, now.batch)
+            text.gauge("epoch_batches", "Batches of the loader of this epoch.", labels, now.length)
+            left = left_in(store, epochs, now.batch) if live else ""
+            if not isinstance(left, str):
+                text.gauge("epoch_left_seconds", "Time left in this epoch.", labels, left.left_ns / 1e9)
 
     def _by_mode(self, window: Window, *, evaluation: bool = True) -> list[tuple[_Labels, int, str, Tally]]:
         """The steps of each process and mode, with or without evaluations: labels, process, mode, tally."""

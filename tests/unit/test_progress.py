@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from dpmon.assemble.boundaries import Fetches
-from dpmon.model.progress import Progress, left_words, time_left, words
+from dpmon.model.progress import Progress, left_words, words
 from dpmon.record.kinds import Batches
 from dpmon.record.spans import Kind, Span
 from dpmon.store.answers import LoopStep
-from dpmon.store.loops import Loop, Loops
+from dpmon.store.loops import Loop, Loops, time_left
 
 SECOND = 1_000_000_000
 MINUTE = 60 * SECOND
@@ -220,9 +222,13 @@ def test_too_few_batches_give_no_time() -> None:
 
 
 def test_uneven_batches_make_the_time_uncertain() -> None:
-    errors = [time_left(steps([SECOND, 3 * SECOND, 2 * SECOND] * count), 100) for count in (2, 30)]
-    few, many = (found.error_ns for found in errors if found is not None)
-    assert few > many > 0
+    chance = random.Random(3)
+    times = [int(chance.uniform(1, 3) * SECOND) for _ in range(250)]
+    few, many = (time_left(steps(times[:count]), 100) for count in (8, 250))
+    assert few is not None
+    assert many is not None
+    assert few.error_ns > many.error_ns > 0
+    assert abs(many.left_ns - 200 * SECOND) < 3 * many.error_ns
 
 
 @pytest.mark.parametrize(

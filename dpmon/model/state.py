@@ -6,7 +6,7 @@ Times are ns since the run's start; unknown values are None.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.model.uneven import Uneven
 from dpmon.record.kinds import Call, Step
 from dpmon.record.names import RANK_MODES
+from dpmon.record.plainjson import number_in
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.store.answers import LastSample
 from dpmon.store.figures import Figures, Rate, figures
@@ -132,6 +133,12 @@ class DeviceTrack(NamedTuple):
     """Used memory, per cent of all."""
     power: tuple[float | None, ...] = ()
     """Watts."""
+
+    @property
+    def mem_pct(self) -> float | None:
+        """Used memory in the newest sample, per cent of all."""
+        used, total = number_in(self.data, "mem_used_bytes"), number_in(self.data, "mem_total_bytes")
+        return used / total * 100 if used is not None and total else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +320,20 @@ class State:
         """
         chosen = next((process for process in self.training if process.process == self.chosen), None)
         return chosen or next(iter(self.training), next(iter(self.processes.values()), None))
+
+    def with_histories(self, later: State) -> State:
+        """This state with the histories of a later one."""
+        processes = {
+            number: replace(process, columns=then.columns, column_s=then.column_s)
+            if (then := later.processes.get(number)) is not None and then.columns
+            else process
+            for number, process in self.processes.items()
+        }
+        devices = {
+            index: now._replace(data=self.devices[index].data) if index in self.devices else now._replace(data={})
+            for index, now in later.devices.items()
+        }
+        return replace(self, processes=processes, devices=devices, host=later.host._replace(data=self.host.data))
 
     @property
     def stall(self) -> StallSeen | None:

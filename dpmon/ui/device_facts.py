@@ -115,7 +115,7 @@ def _charts(track: DeviceTrack, width: int, tall: int, axis: TimeAxis, look: Loo
     top_power = limit or max((p for p in track.power if p is not None), default=0.0)
     charts = [
         ("util", track.util, 100.0, rounded(number_in(data, "util_pct"), "%")),
-        ("mem", track.mem, 100.0, rounded(track.mem[-1] if track.mem else None, "%")),
+        ("mem", track.mem, 100.0, rounded(track.mem_pct, "%")),
         ("power", track.power, top_power, rounded(number_in(data, "power_w"), "W")),
     ]
     each = (width - 3) // len(charts)

@@ -193,7 +193,7 @@ class Drawing(App[str]):
         view = replace(self.view, dialog=tuple(screen.footer_keys())) if isinstance(screen, Dialog) else self.view
         if self._still is not None:
             self._still = self.feed.still(self._still, view)
-            return self._still
+            return self.feed.past(self._still)
         return self.feed.facts(view, self._stopping)
 
     def draw(self) -> None:

@@ -57,6 +57,15 @@ class Playing(NamedTuple):
     speed: float
 
 
+class Past(NamedTuple):
+    """The time from which the user looks back (ns since the run's start)."""
+
+    until_ns: int
+    """When the picture was frozen: the histories go on until then."""
+    now_ns: int
+    """The present."""
+
+
 class Toggle(NamedTuple):
     """A requested mode: pending, done or refused, and when (ns since the run's start)."""
 
@@ -74,6 +83,8 @@ class View:
     focus: str = "replicas"
     zoom: str | None = None
     frozen: bool = False
+    at_ns: int | None = None
+    """The earlier time that a frozen picture shows (ns since the run's start); None: when it was frozen."""
     root: int = 0
     """Number of the root, or call of a step, that the replicas panel shows; 0: always the one called last."""
     span_s: int = 120
@@ -123,6 +134,8 @@ class Facts:
     """Whether older records are still being read, so that the age of the last step means nothing."""
     playing: Playing | None = None
     """The position of the playback; None for a live run."""
+    past: Past | None = None
+    """From when the user looks back to `now_ns`; None if the picture shows the present, or was frozen at `now_ns`."""
 
     @property
     def title(self) -> str:
@@ -159,6 +172,11 @@ class Facts:
             return self.state.stall if self.state.stall is not None and self.run_state.word == STALLED else None
         finished = self.ended is not None and self.ended.status == 0
         return None if finished else ended_in(self.state.stalls, self.state.newest_ns)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the picture shows an earlier time, so that nothing can be asked of the training about it."""
+        return self.playing is not None or self.past is not None
 
     @property
     def over(self) -> bool:

@@ -14,7 +14,7 @@ from dpmon.cleaning import clean
 from dpmon.model.state import MOST_RANKS, State, Wanted, ended_of, toggle_refusal
 from dpmon.run.notes import traceback_line
 from dpmon.run.reader import NO_TRAINING, PauseState, RunReader
-from dpmon.ui.facts import Facts, Toggle, View, all_finished
+from dpmon.ui.facts import Facts, Past, Toggle, View, all_finished
 from dpmon.ui.panels.panel_output import Output, Tail
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class Feed:
     _snapshots: Snapshots
     _still: Snapshots
     """Takes snapshots for a frozen picture."""
+    _earlier: Snapshots
+    """Takes snapshots of the time that the user looks back to."""
 
     def __init__(
         self,
@@ -75,6 +77,8 @@ class Feed:
         self._toggle: Toggle | None = None
         self._asked_at_change = 0
         self._rests_until = 0.0
+        self._looked: tuple[int | None, Wanted, State] | None = None
+        """The time that the user looks back to, and its state."""
         self._seen: object = None
         """The stamp of the last read, which shows whether anything is new."""
 
@@ -82,7 +86,7 @@ class Feed:
         """Open the run. Raises the reader's error if the directory is not a run."""
         from dpmon.model.snapshot import Snapshots
 
-        self._snapshots, self._still = Snapshots(), Snapshots()
+        self._snapshots, self._still, self._earlier = Snapshots(), Snapshots(), Snapshots()
         self._reader = self._open_reader()
         self.output.tails = [Tail(path) for path in self._reader.output_paths]
 
@@ -110,9 +114,13 @@ class Feed:
 
     # ------------------------------------------------------------------------------------------ reading
 
-    def tick(self) -> None:
-        """Read the run again. Check for its end first, so that everything written before the end is read."""
+    def tick(self, *, at_once: bool = False) -> None:
+        """Read the run again, `at_once` even after a slow read.
+
+        Check for its end first, so that everything written before the end is read.
+        """
         reader = self._reader
+        self._rests_until = 0.0 if at_once else self._rests_until
         if reader is None:
             return
         reader.refresh()
@@ -329,6 +337,31 @@ class Feed:
             state = self._taken(self._still, wanted, facts.now_ns)
             facts = facts if state is None else replace(facts, state=state)
         return replace(facts, view=view, scrolled_back=self.output.top is not None)
+
+    def past(self, facts: Facts) -> Facts:
+        """The facts as of the earlier time of their view; the histories stay those of the frozen `facts`."""
+        at_ns, wanted = facts.view.at_ns, _wanted(facts.view, Wanted(ranks=FROZEN_RANKS), FROZEN_RANKS // 2)
+        if at_ns is None:
+            return facts
+        if self._looked is None or self._looked[:2] != (at_ns, wanted):
+            state = self._taken(self._earlier, wanted, at_ns)
+            self._looked = self._looked if state is None else (at_ns, wanted, state)
+        if self._looked is None:
+            return facts
+        return Facts(
+            self._looked[2].with_histories(facts.state),
+            at_ns,
+            facts.info,
+            facts.view,
+            alive=True,
+            can_pause=facts.can_pause,
+            can_toggle=facts.can_toggle,
+            can_type=facts.can_type,
+            outputs=facts.outputs,
+            scrolled_back=facts.scrolled_back,
+            stopping=facts.stopping,
+            past=Past(facts.now_ns if facts.ended is None else facts.elapsed_ns, self.now_ns()),
+        )
 
 
 def _wanted(view: View, before: Wanted, stride: int = _STRIDE) -> Wanted:

@@ -17,12 +17,33 @@ from dpmon.ui.rows import Row, fit, width_of
 
 _LAST = ("?", "q", ":")
 """Keys shown at every width; "more" lists the keys that do not fit."""
-_ORDER = ("esc", "d", "p", "end", "space", "n", "N", "/", "x", "enter", "1-5", "w", "i", "[ ]", "r", "e", "s", "t", "o")
+_ORDER = (
+    "esc",
+    "d",
+    "p",
+    "end",
+    "space",
+    "n",
+    "N",
+    "/",
+    "x",
+    "enter",
+    "1-5",
+    "w",
+    "i",
+    "< >",
+    "[ ]",
+    "r",
+    "e",
+    "s",
+    "t",
+    "o",
+)
 """The most useful keys first; the others follow."""
 _OVER = ("r", "e")
 """The main keys after the end of a run."""
-_BACK = ("resume", "go on")
-"""Words of keys that end a state (a pause, a frozen picture) which no other key ends."""
+_BACK = ("resume", "go on", "now")
+"""Words of keys that end a state (a pause, a frozen picture, an earlier time) which no other key ends."""
 _ALL = "list"
 """The word of `:` if nothing is left out; as long as "more"."""
 _SHORT = {
@@ -41,7 +62,7 @@ _SHORT = {
 """Short forms of words for a row that is too narrow."""
 _ROOMY = 100
 """From this many cells on, keys stand two cells apart."""
-_KEYS = (("space", "play"), (", .", "step"), ("b f", "10 s"), ("< >", "speed"), ("g G", "ends"))
+_KEYS = (("space", "play"), (", .", "step"), ("< >", "time"), ("{ }", "speed"), ("g G", "ends"))
 _DONE, _REST = "━", "─"
 _LEAST, _PREFERRED = 7, 20
 """Least and preferred number of cells of the line; keys are left out to make room for it."""

@@ -55,7 +55,7 @@ def _pause(facts: Facts) -> str | None:
 
 def _freeze(facts: Facts) -> str | None:
     if facts.view.frozen:
-        return "go on"
+        return "go on" if facts.past is None else None
     return None if facts.over or facts.playing is not None else "freeze"
 
 
@@ -64,11 +64,25 @@ def _stoppable(facts: Facts) -> bool:
 
 
 def _why(facts: Facts) -> str | None:
-    return "why" if _stoppable(facts) or facts.stall is not None else None
+    return "why" if (_stoppable(facts) and facts.past is None) or facts.stall is not None else None
 
 
 def _several_roots(facts: Facts) -> bool:
     return facts.view.focus == "replicas" and len(choices(facts.process)) > 1
+
+
+def _time(facts: Facts) -> str | None:
+    """The word for `<` and `>`; the time line of a playback has its own."""
+    if facts.process is None or facts.process.last_step is None:
+        return None
+    return "time" if facts.playing is None else ""
+
+
+def _back(facts: Facts) -> str | None:
+    """The word for `esc`."""
+    if facts.past is not None:
+        return "now"
+    return "all panels" if facts.view.zoom else "end search" if _finding(facts) else None
 
 
 def _finding(facts: Facts) -> bool:
@@ -97,8 +111,8 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand(
         "esc",
         "unzoom",
-        lambda facts: "all panels" if facts.view.zoom else "end search" if _finding(facts) else None,
-        "back to all panels; end a search",
+        _back,
+        "back to now; back to all panels; end a search",
         "escape",
     ),
     KeyCommand("n", "next(1)", _when(_finding, "older"), "during a search: the next older line"),
@@ -136,6 +150,7 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand("w", "why", _why, "what each rank does now, with its stack, and who waits for whom"),
     KeyCommand("W", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "show the newest warnings"),
     KeyCommand("[ ]", "", _always("range"), "a shorter or longer time range for histories and figures"),
+    KeyCommand("< >", "", _time, "look back in time, and forward again; all panels show that time"),
     KeyCommand("s", "picture", _always("picture"), "save a picture of the screen (SVG); ctrl+s while typing"),
     KeyCommand("e", "export", _always("export"), "export all records: JSON, CSV, Perfetto; in the background"),
     KeyCommand("r", "report", _always("report"), "the report: what happened in the run so far"),
@@ -166,8 +181,8 @@ PLAYED: tuple[KeyCommand, ...] = (
     _played("b", "seek(-10)", "10 seconds back"),
     _played("F", "seek(60)", "a minute on"),
     _played("B", "seek(-60)", "a minute back"),
-    _played(">", "change_speed(1)", "play faster, up to 100 times", "greater_than_sign"),
-    _played("<", "change_speed(-1)", "play slower, down to 0.1 times", "less_than_sign"),
+    _played("}", "change_speed(1)", "play faster, up to 100 times", "right_curly_bracket"),
+    _played("{", "change_speed(-1)", "play slower, down to 0.1 times", "left_curly_bracket"),
     _played("g", "seek_to(0.0)", "to the beginning"),
     _played("G", "seek_to(1.0)", "to the end"),
 )
@@ -175,6 +190,8 @@ PLAYED: tuple[KeyCommand, ...] = (
 _PAIRS: tuple[tuple[str, str, str, str], ...] = (
     ("[", "left_square_bracket", "range(-1)", "a shorter time range"),
     ("]", "right_square_bracket", "range(1)", "a longer time range"),
+    ("<", "less_than_sign", "time(-1)", "look back in time"),
+    (">", "greater_than_sign", "time(1)", "forward in time, at last to now"),
     ("+", "plus,equals_sign", "refresh(-1)", "draw the screen more often"),
     ("-", "minus,underscore", "refresh(1)", "draw the screen less often"),
 )

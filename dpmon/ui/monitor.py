@@ -19,11 +19,13 @@ from dpmon.text.quantities import clock, range_words
 from dpmon.ui import jobs, keys
 from dpmon.ui.dialogs import Choice, Commands, Dialog, LineDialog, Pages, key_name
 from dpmon.ui.facts import PANELS, View, state_words
+from dpmon.ui.feed import FROZEN_RANKS
 from dpmon.ui.footer import key_at
 from dpmon.ui.help import help_rows
 from dpmon.ui.panels.panel_replicas import choices
 from dpmon.ui.rows import Row
 from dpmon.ui.stopping import Stopping
+from dpmon.ui.time_axis import moved
 
 _ASKS_AGAIN_S = 5.0
 _FORMS = [
@@ -133,8 +135,10 @@ class Monitor(Stopping):
         self._see(replace(self.view, zoom=None if self.view.zoom is not None else self.view.focus))
 
     def action_unzoom(self) -> None:
-        """Go back to all panels; if they are shown already, end the search."""
-        if self.view.zoom is not None:
+        """Go back to now; else to all panels; if they are shown already, end the search."""
+        if self.view.at_ns is not None:
+            self._thaw()
+        elif self.view.zoom is not None:
             self._see(replace(self.view, zoom=None))
         else:
             self._see(replace(self.view, search=""))
@@ -215,6 +219,24 @@ class Monitor(Stopping):
             chosen = slow.process
         self._see(replace(self.view, process=chosen))
 
+    def action_time(self, by: int) -> None:
+        """Look back in time, or (`by` 1) go forward again, at last to now; the training and its record go on."""
+        self._look_at(moved(self.facts(), by))
+
+    def _look_at(self, at_ns: int) -> None:
+        """Show the run as it was at a time (ns since its start)."""
+        facts, process = self.facts(), self.feed.state.focus
+        present = facts.elapsed_ns if facts.past is None else facts.past.until_ns
+        if process is None or process.last_step is None:
+            self._say("no step has ended yet: there is nothing to look back to")
+        elif at_ns >= present:
+            self._thaw()
+        else:
+            if self._still is None:
+                self.feed.set_rank_room(FROZEN_RANKS)
+                self._still = self.feed.facts(self.view)
+            self._see(replace(self.view, frozen=True, at_ns=max(at_ns, process.began_ns)))
+
     def action_range(self, by: int) -> None:
         """Choose a longer or shorter time range."""
         view = keys.other_range(self.view, by)
@@ -275,8 +297,8 @@ class Monitor(Stopping):
     def action_why(self) -> None:
         """Show what each rank does, and its stack: now (every few seconds), or in the stall of the picture."""
         facts, directory = self.facts(), self.feed.directory
-        recorded = facts.stall.record if facts.stall is not None and (facts.over or facts.playing is not None) else None
-        if recorded is None and (facts.over or facts.playing is not None):
+        recorded = facts.stall.record if facts.stall is not None and (facts.over or facts.looks_back) else None
+        if recorded is None and (facts.over or facts.looks_back):
             self._say("no stall was recorded at this time")
             return
         asking, last = recorded is None, time.monotonic()

@@ -133,12 +133,12 @@ class _PlaybackFeed(Feed):
         player = self.player
         return None if player is None or player.position_ns >= player.length_ns else player.position_ns
 
-    def tick(self) -> None:
+    def tick(self, *, at_once: bool = False) -> None:
         """Read the state as if the run were live: before the playback reaches its end, the run has not ended."""
         player = self.player
         if player is not None and player.position_ns < player.length_ns:
             self.ended = self._last_line = self._gone_ns = None
-        super().tick()
+        super().tick(at_once=at_once)
 
     def toggle_refusal(self) -> str | None:
         """Why no other mode can be requested."""
@@ -189,7 +189,7 @@ class Playback(Monitor):
         if player is not None:
             do(player)
             self.view = replace(self.view, message=None)
-            self.feed.tick()
+            self.feed.tick(at_once=True)
             self.draw()
 
     async def clicked(self, panel: str, x: int, nth: int) -> None:
@@ -210,6 +210,9 @@ class Playback(Monitor):
     def action_change_speed(self, by: int) -> None:
         """Play faster or slower."""
         self._control(lambda player: player.change_speed(by))
+
+    def _look_at(self, at_ns: int) -> None:
+        self._control(lambda player: player.seek(at_ns))
 
     def action_seek(self, seconds: int) -> None:
         """Go this many seconds forward, or back."""

@@ -51,7 +51,7 @@ class Stopping(Drawing):
             self._still = self.feed.facts(self.view)
         else:
             self._still = None
-        self._see(replace(self.view, frozen=self._still is not None))
+        self._see(replace(self.view, frozen=self._still is not None, at_ns=None))
 
     def _thaw(self) -> None:
         if self._still is not None:

@@ -17,6 +17,7 @@ from dpmon.ui.rows import Row, merged, width_of
 
 _FREE = 8
 """While more will come, at most one in this many parts of the axis is free for it."""
+_STEPS = 60
 _PAGE = 10
 """When the range is full, its oldest tenth goes at once: columns do not move with every new one."""
 
@@ -58,7 +59,7 @@ def axis_of(facts: Facts) -> TimeAxis:
     """
     process, state = facts.process, facts.state
     began_s = process.began_ns // SECOND if process is not None and process.began_ns >= 0 else 0
-    now_ns = max(facts.elapsed_ns, state.newest_ns)
+    now_ns = max(facts.elapsed_ns if facts.past is None else facts.past.until_ns, state.newest_ns)
     if facts.over and state.newest_ns >= 0:
         now_ns = max(state.newest_ns, *(end for _, end in stalls_of(facts)), 0)
     return fitted(
@@ -86,6 +87,12 @@ def device_axis(facts: Facts) -> TimeAxis:
     """The axis of the devices: that of the picture; of a longer run only the last minutes, which have samples."""
     axis = axis_of(facts)
     return axis if axis.now_s - axis.begin_s < HISTORY_S else fitted(0, axis.now_s, HISTORY_S, 1, facts.over)
+
+
+def moved(facts: Facts, by: int) -> int:
+    """The time (ns) `by` parts of the axis later than that of the picture: a part is a sixtieth, at least a second."""
+    axis = axis_of(facts)
+    return facts.elapsed_ns + by * max((axis.end_s - axis.begin_s) // _STEPS, 1) * SECOND
 
 
 def stalls_of(facts: Facts) -> list[tuple[int, int]]:
@@ -215,11 +222,13 @@ def axis_row(
     ranks: str | None,
     word: str,
     marks: Iterable[TimeMark] = (),
+    cursor_ns: int | None = None,
 ) -> Row:
     """The row below a chart: each column's mode by word and colour, and the time at the newest one, after `word`.
 
     A line marks each change. Columns of evaluations have the word "evaluation", and those of a stall "stalled". A
     stretch of `marks` has its own word; an event has it where no other word is. `ranks`: how ranks train together.
+    `cursor_ns`: the time that the picture shows, if it is not the newest one.
     """
     line, change = look.glyphs.frame[4], look.glyphs.frame[5]
     kinds: list[tuple[str, str]] = []
@@ -269,5 +278,11 @@ def axis_row(
         put(f" {fitting}", len(cells) - len(fitting) - 1, "dim")
     elif len(cells) + len(end_text) < width:  # the columns do not fill the chart yet
         cells += [(sign, "dim") for sign in f" {end_text}"]
+    if cursor_ns is not None:
+        at = min(max(axis.cell(cursor_ns // SECOND, width), 0), width - 1)
+        text, pointer = clock(cursor_ns).removeprefix("00:"), look.glyphs.cut_top
+        text, first = (pointer + text, at) if at + len(text) < width else (text + pointer, at - len(text))
+        cells += [(" ", "")] * (first + len(text) - len(cells))
+        put(text, first, "found")
     row = merged(cells)
     return [*row, (" " * (width - width_of(row)), "")]

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from situations import exit_of
 from stage import LOOK, FakeReader, Stage, stage, until
 from synthetic import SECOND, Training, decoded
 from textual.events import MouseScrollUp
 
 from dpmon.record.kinds import Event
 from dpmon.ui.dialogs import Choice, Pages
+from dpmon.ui.facts import View
 from dpmon.ui.monitor import Monitor
 
 
@@ -345,3 +347,48 @@ async def test_a_fault_in_the_reader_ends_the_screen_with_an_error(tmp_path: Pat
         await until(lambda: app.problem, "the error")
     assert isinstance(app.problem, OSError)
     assert app.return_code == 2
+
+
+async def test_the_cursor_shows_an_earlier_time_while_the_record_goes_on(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.shows("step       200")
+        end_ns = on.app.feed.state.newest_ns
+        on.app.feed._clock = lambda: end_ns + 18 * SECOND // 10
+        await on.press("less_than_sign")
+        await on.shows(" ago")
+        facts = on.app.facts()
+        process = facts.process
+        assert process is not None
+        assert process.last_step is not None
+        assert process.last_step.step < 200
+        assert process.seen_ns <= facts.now_ns < end_ns
+        assert process.columns == on.app.feed.state.processes[0].columns, "the histories stay"
+        await on.shows("▲")
+        await on.shows("esc now")
+        on.training.defined.clear()
+        on.reader.new = decoded(on.training.run(50), origin_ns=SECOND)
+        await on.until(lambda: last_step(on) == 250, "the records behind the picture")
+        assert on.app.facts().process == process, "it stays at its time"
+        await on.press("greater_than_sign", "greater_than_sign")
+        await on.shows("step       250")
+        assert " ago" not in on.text()
+        await on.press("less_than_sign", "escape")
+        await on.shows("step       250")
+        assert on.app.view == View(focus=on.app.view.focus)
+
+
+async def test_an_ended_run_is_looked_back_to_as_it_was(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.shows("step       200")
+        end_ns = on.app.feed.state.newest_ns
+        on.app.feed._clock = lambda: end_ns + 18 * SECOND // 10
+        on.reader.ended = exit_of(1, None, end_ns + SECOND)
+        await on.shows("failed")
+        await on.press("less_than_sign")
+        await on.shows(" ago")
+        assert "failed" not in on.text()
+        assert not on.app.facts().over
+        await on.press("w")
+        await on.shows("no stall was recorded at this time")
+        await on.press("escape")
+        await on.shows("failed")

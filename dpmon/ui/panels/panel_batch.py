@@ -219,7 +219,9 @@ def _history(facts: Facts, process: Process, width: int, height: int, look: Look
     if labelled:
         begin = right(clock(axis.begin_s * SECOND).removeprefix("00:"), gutter - 1) + " "
         word = "end " if facts.over else "now "
-        out.append([(begin, "dim"), *axis_row(axis, picture, room, look, ranks=process.distributed, word=word)])
+        cursor = None if facts.past is None else facts.now_ns
+        modes = axis_row(axis, picture, room, look, ranks=process.distributed, word=word, cursor_ns=cursor)
+        out.append([(begin, "dim"), *modes])
     return out
 
 

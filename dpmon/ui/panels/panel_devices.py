@@ -213,7 +213,7 @@ class _DeviceTable:
         """The history of memory under the history of use, then power, temperature and clock."""
         data = track.data
         ours = "" if mine(data) else "dim"
-        share = track.mem[-1] if track.mem else None
+        share = track.mem_pct
         lead = self.head + (self.name + 1 if self.name else 0)
         row: Row = [
             (("memory" if lead >= 7 else "mem").ljust(lead), "dim"),
@@ -275,7 +275,7 @@ def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, facts: Facts, l
     def one(index: int, track: DeviceTrack) -> Row:
         style = "" if mine(track.data) else "dim"
         util = number_in(track.data, "util_pct")
-        share = track.mem[-1] if track.mem else None
+        share = track.mem_pct
         return [
             (label(index, track.data).ljust(head), style or "bold"),
             (_history(track, track.util, axis, graph, look), style or "bar"),

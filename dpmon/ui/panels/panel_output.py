@@ -219,7 +219,7 @@ def title(output: Output, facts: Facts, width: int, look: Look) -> tuple[Row, Ro
         return name, []
     shift: Row = [(f"column {output.left + 1}  ", "wait")] if output.left else []
     if output.top is None:
-        if facts.playing is not None and not facts.over:  # the output's lines have no times
+        if facts.looks_back and not facts.over:  # the output's lines have no times
             words = "of the whole run, not only up to this time"
             return name, [*shift, (words if width >= len(words) + 28 else "of the whole run", "wait")]
         return name, [*shift, ("the end" if facts.over else "following", "dim")]

@@ -153,7 +153,7 @@ def _folded(ranks: Sequence[_Standing], facts: Facts, look: Look) -> list[Row]:
 
 def _keys(facts: Facts) -> Row:
     """The keys that help now."""
-    live = not facts.over and facts.playing is None
+    live = not facts.over and not facts.looks_back
     here = facts.view.focus == "replicas" and facts.view.zoom is None
     works = (here, live, live and facts.stopping is None)
     row: Row = []

@@ -9,7 +9,7 @@ from dpmon.model.stragglers import in_short
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.stalls.run_state import STALLED
 from dpmon.text.cells import cut, right, span_width, wrapped
-from dpmon.text.quantities import clock, compact, duration, group, within_words
+from dpmon.text.quantities import clock, compact, duration, group, minutes, within_words
 from dpmon.ui.facts import READING, SECOND, Facts, Life, life, mode_words
 from dpmon.ui.look import Look
 from dpmon.ui.panels.panel_batch import figures
@@ -63,6 +63,10 @@ def _speed(facts: Facts) -> Speed:
 
 def _state(facts: Facts, alive: Life, width: int, look: Look) -> Row:
     frozen: Row = [("FROZEN ", "wait")] if facts.view.frozen else []
+    if facts.past is not None:
+        since = max(facts.past.now_ns - facts.now_ns, 0) / SECOND
+        ago = f"{since:.0f} s" if since < 59.5 else minutes(since)
+        frozen = [(f"at {clock(facts.now_ns)}, {ago} ago ", "wait")]
     sign = {"good": look.glyphs.dot, "bad": look.glyphs.cross}.get(alive.style, look.glyphs.ring)
     sign = look.glyphs.square if alive.word == STALLED.upper() else sign
     row: Row = [*frozen, (f"{sign} {alive.word}", alive.style)]

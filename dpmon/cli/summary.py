@@ -15,7 +15,7 @@ from dpmon.model.stragglers import sentence
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import EVALUATION, STEP
 from dpmon.report.collect import facts_of, output_end
-from dpmon.report.sentences import ACTIVITY_NAMES, how_it_ended, stalls, times_paused, waited
+from dpmon.report.sentences import ACTIVITY_NAMES, how_it_ended, slow_start, stalls, times_paused, waited
 from dpmon.run.activities import why_nothing
 from dpmon.run.notes import clean_traceback_line
 from dpmon.run.reader import RunReader
@@ -100,7 +100,7 @@ class _SummaryLines:
         """The gaps in the figures, and warnings."""
         facts = self._facts
         paused = facts.pause_totals
-        lacks: list[str] = []
+        lacks = slow_start(facts)
         if paused.times:
             lacks.append(f"{times_paused(paused, self._how is not None)}: that time is in no step and no phase")
         if facts.announced.inputs:

@@ -117,7 +117,8 @@ def speed(process: Process, state: State, now_ns: int) -> Speed:
     All ranks together have one rate. If there is no rate, the reason is given: too few steps, or none for a long time.
     """
     if state.over:
-        return Speed(process.mean, "no step has ended yet" if process.mean is None else None)
+        why = "no step has ended yet" if process.last_step is None else "no step is in the figures"
+        return Speed(process.mean, why if process.mean is None else None)
     last, found = process.last_step, process.recent
     if last is None:
         return Speed(None, "no step has ended yet")

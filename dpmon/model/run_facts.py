@@ -34,7 +34,7 @@ from dpmon.model.snapshot import processes_in
 from dpmon.model.state import ProcessFacts
 from dpmon.model.stragglers import RankTimes, ranks_in
 from dpmon.record.names import CALL_PHASES
-from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STEP, STEP_PHASES, device_series
+from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STALLED, STARTUP, STEP, STEP_PHASES, device_series
 from dpmon.store.accounting import Gap
 from dpmon.store.answers import LongRow
 from dpmon.store.figures import Figures, PhaseFigures, Rate, Window, accounted, figures, thirds
@@ -309,16 +309,22 @@ class RunFacts:
 
     @property
     def steps(self) -> int:
-        """Number of steps, including deleted ones, and those that no figure includes because the run stalled."""
-        left_out = sum(tally.steps for tally in self.window.stalled.values())
+        """Number of steps, including deleted ones, and those that no figure includes."""
+        left_out = sum(tally.steps for tally in self.window.left_out.values())
         return sum(mode.all_steps for mode in (*self.modes, *self.evaluations)) + left_out
+
+    @property
+    def slow_start_ns(self) -> int:
+        """The longest first step of a process that counts as start-up; 0 if none does."""
+        first = [tally for key, tally in self.window.left_out.items() if key.kind & STARTUP]
+        return max((tally.stat(STEP).total for tally in first), default=0)
 
     @property
     def stalled_steps(self) -> int:
         """Number of steps in which the run stalled; ranks train in the same steps."""
         counts: Counter[int] = Counter()
-        for key, tally in self.window.stalled.items():
-            counts[key.process] += tally.steps
+        for key, tally in self.window.left_out.items():
+            counts[key.process] += tally.steps * bool(key.kind & STALLED)
         return max(counts.values(), default=0)
 
     @cached_property

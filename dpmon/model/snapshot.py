@@ -328,7 +328,7 @@ def _lately(
 
 def _two_steps(rows: Store, process: Process, end_s: int, mode: str, trained: bool) -> Trained:
     """The two newest steps of a process."""
-    newest = rows.steps(2, process=process.process, stalled=False)
+    newest = rows.steps(2, process=process.process, left_out=False)
     if not newest:
         return recent_of_steps(newest, (), mode, trained)
     begin_s = newest[-1].start_ns // SECOND

@@ -200,10 +200,12 @@ computation hides. WAIT: the wait for the slowest rank. HELD: the delay of the s
 slowest, on the slowest rank only."""
 
 
-EVALUATION, SETTLING, STALLED = 1, 2, 4
+EVALUATION, SETTLING, STALLED, STARTUP = 1, 2, 4, 8
 """Flags of a step's kind. An evaluation step has neither a backward pass nor an optimizer step. Settling steps are the
 first steps after a change of mode, in which caches are filled and algorithms chosen. In a stalled step, the run stood
-still; no figure includes it."""
+still. The first step of a process is start-up if it waits long for its first batch or for other ranks."""
+LEFT_OUT = STALLED | STARTUP
+"""Steps that no figure includes."""
 SETTLING_STEPS = 5
 """Number of settling steps after a change of mode, or after the start."""
 

@@ -78,7 +78,7 @@ def basics(story: Story) -> list[str]:
         texts.append(calls_so_far(facts.open_calls))
     if story.nothing is not None:
         texts.append(f"nothing was traced: {story.nothing}")
-    texts += stalls(facts, story.exit, over=is_over(story))
+    texts += [*slow_start(facts), *stalls(facts, story.exit, over=is_over(story))]
     pauses = paused(story)
     if pauses is not None:
         texts.append(pauses)
@@ -92,6 +92,12 @@ def basics(story: Story) -> list[str]:
     if facts.store.dropped:
         texts.append(f"{facts.store.dropped:,} records were lost; the figures cover the rest")
     return texts
+
+
+def slow_start(facts: RunFacts) -> list[str]:
+    """That the first step is in no figure, because it waited long; empty if it is."""
+    took = facts.slow_start_ns
+    return [f"the first step took {duration_words(took)}: it counts as start-up, and no figure has it"] if took else []
 
 
 def stalls(facts: RunFacts, how: ExitInfo | None, *, over: bool) -> list[str]:

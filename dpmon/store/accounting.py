@@ -1,6 +1,6 @@
 """Divides the time of a process into activities: each moment up to its last step belongs to one activity.
 
-startup     before the process's first step
+startup     before the process's first step, and in that step if it waits long
 training    within training steps
 evaluation  within evaluation steps, and between two of them
 between     between two steps that are not both evaluation: starting a loader's workers, a checkpoint, logging
@@ -23,6 +23,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from dpmon.record.schema import STALLED, STARTUP
+
 ACTIVITIES = ("startup", "training", "evaluation", "between", "paused", "input", "stalled", "missed")
 _PIECES = 1024
 """Number of recent pieces that are kept: a wait for input is reported late, and then corrects them."""
@@ -31,6 +33,9 @@ _PIECE_NS = 20_000_000
 _SECOND = 1_000_000_000
 _LONG = (86_400 * _SECOND, 3600 * _SECOND, 60 * _SECOND)
 _LONG_NS = 600 * _SECOND
+_STARTS_NS = 10 * _SECOND
+"""A process's first step is start-up if it waits for its first batch, or for other ranks, for this long."""
+_LEFT_OUT = {STALLED: "stalled", STARTUP: "startup"}
 LATEST_NS = 10 * 365 * 86_400 * _SECOND
 """Latest possible time of a run; a later one comes from damaged data."""
 
@@ -106,8 +111,13 @@ class Account:
         self._end_pause(start)
         self._apart = [one for one in self._apart if one[2] > self._at]
 
-    def step(self, number: int, mode: str, start: int, wall: int, evaluation: bool) -> tuple[list[Spent], Gap | None]:
-        """Add a step. Return the time since the previous step, including this one, and the gap before it or None."""
+    def step(
+        self, number: int, mode: str, start: int, wall: int, evaluation: bool, left_out: int = 0
+    ) -> tuple[list[Spent], Gap | None]:
+        """Add a step. Return the time since the previous step, including this one, and the gap before it or None.
+
+        `left_out`: of `left_out`.
+        """
         end = start + wall
         before = self._number
         if before is None:
@@ -126,12 +136,18 @@ class Account:
         gap = None
         if activity == "between" and left > 0 and before is not None:
             gap = Gap(self._process, before, mode, self._at, start, left)
-        activity = "stalled" if self.stalled(start, end) else "evaluation" if evaluation else "training"
+        activity = _LEFT_OUT.get(left_out, "evaluation" if evaluation else "training")
         spent += self._stretch(activity, mode, max(start, self._at), end)
         self._at, self._number, self._evaluation, self._mode = max(end, self._at), number, evaluation, mode
         if self._apart:
             self._apart = [one for one in self._apart if one[2] > self._at]
         return spent, gap
+
+    def left_out(self, begin: int, end: int, waited: int) -> int:
+        """The flag of a step that no figure includes; 0 if figures include it. `waited`: for data and other ranks."""
+        if self.stalled(begin, end):
+            return STALLED
+        return STARTUP if self._number is None and waited >= _STARTS_NS else 0
 
     def stalled(self, begin: int, end: int) -> bool:
         """Whether a stall was noticed in a stretch of time that covers most of the stall up to then."""

@@ -3,7 +3,7 @@
 A rate is a number of steps or samples divided by the elapsed training time. That time runs from the start of the first
 step to the end of the last one, without pauses, evaluations, stalls and waits for input (dpmon.store.accounting). The
 time between two steps counts, for example to start workers, write a checkpoint or log an epoch. Steps in which the run
-stalled are in no figure.
+stalled, and a first step that waits long, are in no figure.
 
 Figures come from tallies (dpmon.store.tally), which the store adds up for any time. Evaluation steps are separate from
 training steps. A mode that never trains has the figures of its evaluation steps.
@@ -279,9 +279,9 @@ class Window:
         return self._source.tallies(self._begin_s, self._end_s, process=self._process)
 
     @cached_property
-    def stalled(self) -> dict[Key, Tally]:
-        """Tallies of the steps in which the run stalled, which no figure includes."""
-        return self._source.tallies(self._begin_s, self._end_s, process=self._process, sketches=False, stalled=True)
+    def left_out(self) -> dict[Key, Tally]:
+        """Tallies of the steps that no figure includes (dpmon.record.schema.LEFT_OUT)."""
+        return self._source.tallies(self._begin_s, self._end_s, process=self._process, sketches=False, left_out=True)
 
     @cached_property
     def times(self) -> list[TimeRow]:
@@ -373,7 +373,7 @@ class Window:
     def spans(self) -> dict[int, tuple[int, int]]:
         """By process: the time from its first step to its last, as (begin, end) in ns."""
         found: dict[int, tuple[int, int]] = {}
-        for key, tally in (*self.by_process.items(), *self.stalled.items()):
+        for key, tally in (*self.by_process.items(), *self.left_out.items()):
             if tally.first_ns is not None and tally.last_ns is not None:
                 begin, end = found.get(key.process, (tally.first_ns, tally.last_ns))
                 found[key.process] = min(begin, tally.first_ns), max(end, tally.last_ns)

@@ -25,7 +25,6 @@ from dpmon.record.schema import (
     SETTLING,
     SETTLING_STEPS,
     SPAN_PHASES,
-    STALLED,
     STEP_PHASES,
     device_series,
 )
@@ -153,7 +152,9 @@ class Intake:
         _check(began, wall, step, row.samples or 0, *row.phases.values(), *row.counts.values())
         evaluation = row.evaluation and not self._learns(step)
         account = self._accounts.account(self.row.process)
-        kind = self._kind(mode, evaluation) | STALLED * account.stalled(began, began + wall)
+        waited = row.phases.get("data", 0) + row.phases.get("sync", 0)
+        left_out = account.left_out(began, began + wall, waited)
+        kind = self._kind(mode, evaluation) | left_out
         calls = self._of_step(batch, step, kind)
         own = [*map(row.phases.get, STEP_PHASES)]
         by_call, rest = _of_calls(own, calls)
@@ -161,7 +162,7 @@ class Intake:
         quantities = [*map(row.counts.get, _COUNTED)]
         quantities.insert(_SAMPLES_AT, row.samples)
         process = self.row.process
-        spent, gap = account.step(step, mode, began, wall, evaluation)
+        spent, gap = account.step(step, mode, began, wall, evaluation, left_out)
         batch.spend(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append(gap)

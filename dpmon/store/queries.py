@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CallRow, CollectiveRow, Resolver
 from dpmon.record.kinds import BUCKET, Call, Collective, Event, Operation, Record, RecordError, Sampled, Step
-from dpmon.record.schema import EVALUATION, EXPOSED, QUANTITIES, SETTLING, STALLED, STEP_PHASES, SYNC_NUMBER, WAIT
+from dpmon.record.schema import EVALUATION, EXPOSED, LEFT_OUT, QUANTITIES, SETTLING, STEP_PHASES, SYNC_NUMBER, WAIT
 from dpmon.store.accounting import Gap
 from dpmon.store.answers import (
     ChartSample,
@@ -150,14 +150,14 @@ class Store(Sums):
     def longest(
         self, most: int, mode: str, *, trains: bool = False, process: int | None = None, lately: bool = False
     ) -> list[LongRow]:
-        """Return the longest steps of a mode, the longest first, without settling and stalled steps.
+        """Return the longest steps of a mode, the longest first, without settling steps and those left out of figures.
 
         `trains`: without evaluation steps. `process`: only its steps up to this time; `lately`: only its newest ones.
         """
         last = min(_LAST_NS if process is None else self._last_id("steps", process), self._newest_id())
         query = (
             f"SELECT {_LONG_COLUMNS} FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND mode = ?"
-            f" AND kind & {SETTLING | STALLED | EVALUATION * trains} = 0 ORDER BY wall_ns DESC LIMIT ?"
+            f" AND kind & {SETTLING | LEFT_OUT | EVALUATION * trains} = 0 ORDER BY wall_ns DESC LIMIT ?"
         )
         rows = self.query(query, (last - _LOOKED_AT if lately else 0, last, process, mode, most))
         return [_long_row(row) for row in rows]
@@ -167,19 +167,19 @@ class Store(Sums):
 
         `trains`: without evaluation steps.
         """
-        which = f"id > ? AND id <= ? AND mode = ? AND kind & {SETTLING | STALLED | EVALUATION * trains} = 0"
+        which = f"id > ? AND id <= ? AND mode = ? AND kind & {SETTLING | LEFT_OUT | EVALUATION * trains} = 0"
         longest = f"SELECT max(ifnull({phase}_ns, 0)) AS longest FROM steps WHERE {which} GROUP BY step"
         query = f"SELECT sum(longest), count(*) FROM ({longest})"
         last = self._newest_id()
         return next((sum_ns / n for sum_ns, n in self.query(query, (last - _LOOKED_AT, last, mode)) if n), None)
 
-    def steps(self, most: int, *, process: int | None = None, stalled: bool = True) -> list[Step]:
+    def steps(self, most: int, *, process: int | None = None, left_out: bool = True) -> list[Step]:
         """Return the newest steps of a process, the newest first; None: of all processes, as of now.
 
-        `stalled`: with the steps in which the run stalled.
+        `left_out`: with the steps that no figure includes.
         """
         last = _LAST_NS if process is None else self._last_id("steps", process)
-        which = "id <= ? AND process = ifnull(?, process)" + ("" if stalled else f" AND kind & {STALLED} = 0")
+        which = "id <= ? AND process = ifnull(?, process)" + ("" if left_out else f" AND kind & {LEFT_OUT} = 0")
         query = f"SELECT {_STEP_COLUMNS} FROM steps WHERE {which} ORDER BY id DESC LIMIT ?"
         return list(self.read(self._step, query, (last, process, most)))
 

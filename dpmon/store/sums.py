@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dpmon.errors import HistoryError
-from dpmon.record.schema import STALLED
+from dpmon.record.schema import LEFT_OUT
 from dpmon.store.accounting import ACTIVITIES, LATEST_NS
 from dpmon.store.answers import TimeRow
 from dpmon.store.tables import ACTIVITY_COLUMNS, Door, rings_in
@@ -134,16 +134,16 @@ class Sums:
         process: int | Collection[int] | None,
         widest: int = WIDTHS[-1],
         *,
-        stalled: bool = False,
+        left_out: bool = False,
     ) -> Iterator[tuple[int, tuple[Any, ...]]]:
         """Yield (width, columns) of the rows of tallies or times between two seconds, in order of time.
 
-        `stalled`: the tallies of stalled steps, which are left out otherwise.
+        `left_out`: the tallies of the steps that no figure includes, and only these.
         """
-        if stalled and not any(key.kind & STALLED for key in self._keys):
+        if left_out and not any(key.kind & LEFT_OUT for key in self._keys):
             return
         names = ", ".join(columns)
-        counted = f" AND kind & {STALLED} {'!=' if stalled else '='} 0" if table == "tallies" else ""
+        counted = f" AND kind & {LEFT_OUT} {'!=' if left_out else '='} 0" if table == "tallies" else ""
         if isinstance(process, Collection) and len(process) == 1:
             (process,) = process
         for width, begin, end in self.stretches(begin_s, end_s, widest):
@@ -171,16 +171,16 @@ class Sums:
         process: int | Collection[int] | None = None,
         sketches: bool = True,
         series: Collection[str] | None = None,
-        stalled: bool = False,
+        left_out: bool = False,
     ) -> dict[Key, Tally]:
         """Return one tally per key for the time between two seconds. Parameters as in `tally_rows`.
 
-        `stalled`: of the steps in which the run stalled, which nothing else includes.
+        `left_out`: of the steps that no figure includes, and no other method.
         """
         found: dict[Key, Tally] = {}
         names = self._named(series)
         with self.until_damage():
-            for _, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, stalled=stalled):
+            for _, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, left_out=left_out):
                 found.setdefault(Key(*row[1:TALLY_AT]), Tally()).add_row(row[TALLY_AT:], names, sketches=sketches)
         return found
 

@@ -251,14 +251,14 @@ def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:
 def test_a_stall_is_counted_once_and_its_steps_are_left_out() -> None:
     seen = StallSeen(60 * SECOND, 70 * SECOND, 100 * SECOND, {"text": STALL})
     key = Key(0, "dp", 4, 8)
-    window = SimpleNamespace(stalled={key: Tally(steps=1), key._replace(process=1): Tally(steps=1)})
+    window = SimpleNamespace(left_out={key: Tally(steps=1), key._replace(process=1): Tally(steps=1)})
     spent = {"stalled": 40 * SECOND, "training": 60 * SECOND}
     stalled = changed(HEALTHY, announced=Announced(stalls=(seen,)), spent=spent, window=window)
     (found,) = findings(stalled)
     assert found.text == "1 step with a stall is left out of the figures: 40.0 s."
     assert found.ground == f"stall at 00:01:00: {STALL}"
     assert (found.advice, found.weight) == ("dpmon why shows the stacks of that time", 0.4)
-    (between,) = findings(changed(stalled, window=SimpleNamespace(stalled={})))
+    (between,) = findings(changed(stalled, window=SimpleNamespace(left_out={})))
     assert between.text == "A stall is left out of the figures: 40.0 s."
     goes_on = changed(stalled, announced=Announced(stalls=(seen._replace(end_ns=None),)))
     assert findings(goes_on) == []

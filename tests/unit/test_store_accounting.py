@@ -236,6 +236,15 @@ def test_processes_that_train_one_after_another_have_ended_when_the_next_one_tra
     assert sum(found.values()) == pytest.approx(now + SECOND, rel=0.001)
 
 
+def stalled_steps(account: Account, *steps: tuple[int, int]) -> list[Spent]:
+    """Add steps (start, duration in s) that the account may leave out."""
+    spent: list[Spent] = []
+    for number, (start, wall) in enumerate(steps, 1):
+        left_out = account.left_out(start * SECOND, (start + wall) * SECOND, 0)
+        spent += account.step(number, "dp", start * SECOND, wall * SECOND, False, left_out)[0]
+    return spent
+
+
 @pytest.mark.parametrize(
     ("noticed", "spent"),
     [
@@ -248,14 +257,13 @@ def test_processes_that_train_one_after_another_have_ended_when_the_next_one_tra
 def test_a_stall_takes_the_whole_step_or_gap_in_which_it_was_noticed(noticed: int, spent: dict[str, int]) -> None:
     since = max(end for end in (1, 21, 25, 45) if end <= noticed)
     account = Account(0, 0, [(since * SECOND, noticed * SECOND)])
-    found = [*account.step(1, "dp", SECOND, 20 * SECOND, False)[0]]
-    found += account.step(2, "dp", 25 * SECOND, 20 * SECOND, False)[0]
+    found = stalled_steps(account, (1, 20), (25, 20))
     assert sums(found) == {(name, "dp"): seconds * SECOND for name, seconds in spent.items()}
 
 
 def test_a_short_step_during_the_stall_of_another_process_is_not_stalled() -> None:
     account = Account(0, 0, [(SECOND, 12 * SECOND)])
-    spent = account.step(1, "dp", 11 * SECOND, 2 * SECOND, False)[0]
+    spent = stalled_steps(account, (11, 2))
     assert sums(spent) == {("startup", "dp"): 11 * SECOND, ("training", "dp"): 2 * SECOND}
 
 
@@ -277,8 +285,27 @@ def test_no_figure_has_the_step_in_which_the_run_stalled(state: Path) -> None:
         assert found.rate.steps_per_s == pytest.approx(59 * SECOND / sum(rest))
         assert max(step.wall_ns for step in store.longest(5, "dp")) < 30 * MS
         assert (window.spent["stalled"], window.spent["training"]) == (walls[29], sum(rest))
-        assert [(tally.steps, tally.last_step) for tally in window.stalled.values()] == [(1, 30)]
+        assert [(tally.steps, tally.last_step) for tally in window.left_out.values()] == [(1, 30)]
         assert window.spans == {0: (starts[0], starts[59] + walls[59])}
+
+
+@pytest.mark.parametrize("waits", [{}, {"sync": 20 * SECOND}])
+def test_a_first_step_that_waits_long_is_start_up(state: Path, waits: dict[str, int]) -> None:
+    """For its first batch, or for the first batch of another rank."""
+    walls = [20 * SECOND + 30 * MS, *[(20 + number % 7) * MS for number in range(40)]]
+    starts = [2 * SECOND + sum(walls[:number]) for number in range(41)]
+    first = (5 * MS if waits else 20 * SECOND, 5 * MS, 5 * MS, 1 * MS)
+    steps = [step_row("dp", 1, starts[0], walls[0], 8, first, **waits)]
+    steps += [
+        step_row("dp", number + 1, starts[number], walls[number], 8, (5 * MS,) * 3 + (MS,)) for number in range(1, 41)
+    ]
+    with open_store(keep({0: steps})) as store:
+        window = Window(store)
+        found = window.figures("dp")
+        assert (found.steps, found.mean_ns) == (40, sum(walls[1:]) / 40)
+        assert found.rate is not None
+        assert found.rate.steps_per_s == pytest.approx(40 * SECOND / sum(walls[1:]))
+        assert (window.spent["startup"], window.spent["training"]) == (2 * SECOND + walls[0], sum(walls[1:]))
 
 
 def test_steps_that_overlap_count_once() -> None:

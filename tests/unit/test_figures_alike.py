@@ -341,10 +341,9 @@ def test_rates_of_all_modes_and_of_each(run: Path) -> None:
     assert {name: said[name] for name in rate_as_fields(None)} == rate_as_fields(together)
     for feed in (Feed(run, lambda: RunReader(run)), _PlaybackFeed(run, lambda: Player(run))):
         text = on_screen(run, feed)[1]
-        assert (
-            f"mean {compact(together.steps_per_s)} steps/s  {samples_rate(together).replace(' (', ' samples/s (', 1)}"
-            in text
-        )
+        rate, *within = samples_rate(together).split(" (")
+        parts = [f"mean {rate:>5} samples/s", f"{compact(together.steps_per_s):>5} steps/s", *(f"({w}" for w in within)]
+        assert "  ".join(parts) in text
         (shown,) = re.findall(r"^samples/s +(\S+) +(\S+)", text, re.M)
         assert shown == tuple(compact(rate.samples_per_s) for rate in each.values() if rate is not None)
 

@@ -23,7 +23,6 @@ from dpmon.model.pace import speed
 from dpmon.model.state import ProcessFacts
 from dpmon.record.kinds import Step
 from dpmon.run.rundir import load_exit
-from dpmon.text.quantities import duration
 from dpmon.ui.dialogs import Commands, Pages
 from dpmon.ui.facts import NAMES, Facts, Playing, View
 from dpmon.ui.keys import COMMANDS, PLAYED, possible
@@ -235,27 +234,14 @@ def test_a_run_that_is_over_shows_its_mean_speed() -> None:
         assert "mean" not in " ".join(screen(facts, width, height)[:2])
 
 
-def test_after_the_end_a_median_in_the_narrow_header_covers_all_steps() -> None:
-    training = Training(devices=("cpu:0", "cpu:1"), step_ns=900_000_000)
-    payloads = [*training.begin(), *training.run(200)]
-    training.step_ns = 100_000_000
-    payloads += training.run(100)
-
-    def over(payloads: list[bytes], seconds: int = 120) -> Facts:
-        state = state_of(payloads, span_s=seconds, over=True)
-        view = View(span_s=seconds)
-        return Facts(state, training.now, INFO, view, ended=exit_of(0, None, training.now))
-
-    facts = over(payloads, 10)
-    of_all, of_the_last = focused(facts).whole.median_ns or 0, focused(facts).ranged.median_ns or 0
-    assert of_the_last < of_all / 5
-    assert screen(facts, 80)[1].rstrip().endswith(f"   median {duration(of_all)}")
+def test_no_figure_of_the_header_is_cut() -> None:
+    """A part without room is left out, the least important first: the others are in full."""
+    over = trained(400, step_ns=1_000_000_000, over=True)
+    over = replace(over, ended=exit_of(0, None, 400 * SECOND), can_toggle=False)
     for width in range(40, 110):
-        row = screen(facts, width)[1].rstrip()
+        row = screen(over, width)[1].rstrip()
         assert "…" not in row, row
-        assert "median" not in row or row.endswith(duration(of_all)), row
-    both = over([*payloads, *training.switch("single"), *training.run(9)])
-    assert screen(both, 90)[1].rstrip().endswith(" (single)"), "the means are of both"
+        assert "steps/s" not in row or "samples/s" in row, row
 
 
 def test_a_brief_summary_has_only_the_first_line(state: Path) -> None:

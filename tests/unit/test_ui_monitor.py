@@ -131,7 +131,7 @@ async def test_after_the_end_the_last_picture_has_everything_and_q_just_closes(t
         on.reader.new = decoded(on.training.run(50), origin_ns=SECOND)
         on.end(1)
         await on.shows("✗ failed status 1")
-        await on.shows("step 250   mean ")
+        await on.shows("step 250      mean ")
         await on.shows("RuntimeError: boom")
         await on.shows("q close")
         assert "d → single" not in on.text()
@@ -195,7 +195,7 @@ async def test_leaving_waits_until_all_processes_are_stopped(
 
 async def test_freeze_holds_the_picture_while_records_are_taken_in(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
-        await on.shows("step       200")
+        await on.shows("step 200 ")
         await on.press("space")
         await on.shows("FROZEN")
         still = on.text()
@@ -206,7 +206,7 @@ async def test_freeze_holds_the_picture_while_records_are_taken_in(tmp_path: Pat
         await on.press("3", "3")
         assert on.app.view.zoom == "batch", "it can still be looked at"
         await on.press("escape", "space")
-        await on.shows("step       250")
+        await on.shows("step 250 ")
         assert "FROZEN" not in on.text()
 
 
@@ -351,7 +351,7 @@ async def test_a_fault_in_the_reader_ends_the_screen_with_an_error(tmp_path: Pat
 
 async def test_the_cursor_shows_an_earlier_time_while_the_record_goes_on(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
-        await on.shows("step       200")
+        await on.shows("step 200 ")
         end_ns = on.app.feed.state.newest_ns
         on.app.feed._clock = lambda: end_ns + 18 * SECOND // 10
         await on.press("less_than_sign")
@@ -370,16 +370,16 @@ async def test_the_cursor_shows_an_earlier_time_while_the_record_goes_on(tmp_pat
         await on.until(lambda: last_step(on) == 250, "the records behind the picture")
         assert on.app.facts().process == process, "it stays at its time"
         await on.press("greater_than_sign", "greater_than_sign")
-        await on.shows("step       250")
+        await on.shows("step 250 ")
         assert " ago" not in on.text()
         await on.press("less_than_sign", "escape")
-        await on.shows("step       250")
+        await on.shows("step 250 ")
         assert on.app.view == View(focus=on.app.view.focus)
 
 
 async def test_an_ended_run_is_looked_back_to_as_it_was(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
-        await on.shows("step       200")
+        await on.shows("step 200 ")
         end_ns = on.app.feed.state.newest_ns
         on.app.feed._clock = lambda: end_ns + 18 * SECOND // 10
         on.reader.ended = exit_of(1, None, end_ns + SECOND)

@@ -40,18 +40,6 @@ from dpmon.ui.time_axis import axis_of, pictured
 MONO = Look(UNICODE, MONO_STYLES, False)
 
 
-def test_the_median_of_the_header_is_that_of_panel_3() -> None:
-    training = Training(step_ns=2_000_000)
-    payloads = [*training.begin(), *training.run(200), *training.switch("single"), *training.run(5)]
-    training.step_ns = 40_000_000
-    payloads += [*training.switch("dp"), *training.run(20)]
-    facts = Facts(state_of(payloads), training.now, INFO, alive=True)
-    for span in (30, 0):
-        lines = text_of(replace(facts, view=View(span_s=span)), 80, 24).splitlines()
-        (panel,) = (line for line in lines if "3 Batch" in line)
-        assert lines[1].split("median")[1].split()[:2] == panel.split("median")[1].split()[:2], (lines[1], panel)
-
-
 def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> Facts:
     """Return steps with a loader that delivers several batches together: one step waits, the others do not."""
     training = Training(step_ns=1_000_000)

@@ -1,55 +1,114 @@
-"""The first rows: the run, its state, speed and mode; below them the newest event."""
+"""The first rows: the run, its state, how far it is and how fast; below them the most important message now."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from dpmon.cleaning import clean
 from dpmon.model.pace import Speed, speed
-from dpmon.model.state import NO_STEPS
 from dpmon.model.stragglers import in_short
 from dpmon.record.schema import SPAN_PHASES
-from dpmon.stalls.run_state import STALLED
+from dpmon.stalls.run_state import STALLED, STARTING, WAITING_FOR_DATA
 from dpmon.text.cells import cut, right, span_width, wrapped
-from dpmon.text.quantities import clock, compact, duration, group, minutes, within_words
+from dpmon.text.quantities import clock, compact, group, minutes, within_words
 from dpmon.ui.facts import READING, SECOND, Facts, Life, life, mode_words
 from dpmon.ui.look import Look
-from dpmon.ui.panels.panel_batch import figures
 from dpmon.ui.rows import Row, columns, fit, plain, width_of
 
 WARNING_SHOWN_NS = 60 * SECOND
 DONE_SHOWN_NS = 15 * SECOND
 _ALL_OF_IT = "  W: all of it "
-_WIDE = 140
-"""Width (cells) from which the first row shows the rate within steps next to the rate."""
-_WARNING_BEGINS = 16
-"""Fewest cells for a warning beside the state."""
+_NAME, _STATE = 10, len(WAITING_FOR_DATA) + 2
+"""Fewest cells for the run's name and for its state, whatever they are, so that the figures beside them stand still."""
+_BRANDED = 140
+"""Width (cells) from which the first row begins with the word dpmon."""
+_BEGINNING = 16
+"""Fewest cells for a message beside the state."""
+
+
+class _Part(NamedTuple):
+    """Figures in a fixed width, never cut."""
+
+    row: Row
+    rank: int
+    """Parts with a higher rank are left out first."""
 
 
 def status(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """`height` rows of `width` cells: two where panels stand side by side, three on a narrow screen."""
-    alive = life(facts)
-    rows = _narrow(facts, alive, width, look) if height >= 3 else [_wide(facts, alive, width, look)]
-    fact = _message(facts, look, width - 2)
+    alive, more = life(facts), look.glyphs.more
+    figures, about = _figures(facts, look), [_Part([(clock(facts.elapsed_ns), "")], 1), *_mode(facts, look)]
+    if height >= 3:
+        first, _ = _first(facts, alive, about, width, look)
+        second, left_out = _fitting(figures, width - 2)
+        rows: list[Row] = [first, [(" ", ""), *second]]
+    else:
+        first, left_out = _first(facts, alive, [about[0], *figures, *about[1:]], width, look)
+        rows = [first]
+    told = answer(facts, look)
+    before: Row = []
+    if alive.detail not in plain(first) and facts.stopping is None and not told:
+        before = [(f"{alive.word}: ", alive.style), (alive.detail, ""), ("  ", "")]
+    room = width - 2 - width_of(before)
+    message = _message(facts, look, room, left_out)
     if height >= 3 and facts.stall is not None:  # the sentence needs more room than the rates, which are unknown
-        first, *rest = wrapped(plain(_stalled(facts, look)), width - 2, 2, look.glyphs.more)
-        rows[1:] = [[(" ", ""), (first, "bad")]]
-        if fact == _stalled(facts, look):
-            fact = [(rest[0], "bad")] if rest else _warning(facts)
-    warned = bool(fact) and fact == _warning(facts)
-    message: Row = [(" ", ""), *fact]
-    if alive.detail not in plain(rows[0]) and facts.stopping is None and not answer(facts, look):
-        state: Row = [(" ", ""), (f"{alive.word}: ", alive.style), (alive.detail, ""), ("  ", "")]
-        if warned:  # show both; a row that is too narrow shows the warning's beginning
-            room = width - width_of(_missed(facts)) - span_width(_ALL_OF_IT)
-            message = [*state, *fact] if width_of(state) + _WARNING_BEGINS <= room else message
-        else:
-            whole = facts.over or facts.stall is not None or width_of(state) + width_of(fact) <= width
-            message = [*state, *(fact if whole else [])]
-    corner = _missed(facts) or _next(facts, width - width_of(message), look)
-    if warned and width_of(message) > width - width_of(corner):
+        sentence, *rest = wrapped(plain(_stalled(facts, look)), width - 2, 2, more)
+        rows[1] = [(" ", ""), (sentence, "bad")]
+        if message == _stalled(facts, look):
+            message = [(rest[0], "bad")] if rest else _warning(facts)
+    corner = _missed(facts)
+    warned = bool(message) and message == _warning(facts)
+    if warned and 1 + width_of(before) + width_of(message) + width_of(corner) > width:
         corner = [(_ALL_OF_IT, "dim"), *corner]
-    rows.append(columns(message, corner, width, look.glyphs.more))
+    if before and width_of(message) > room - width_of(corner):
+        if not message or message[0][1] == "dim":
+            message = []
+        elif room - width_of(corner) < _BEGINNING:
+            before = []
+    message = [(" ", ""), *before, *message]
+    rows.append(columns(message, corner or _next(facts, width - width_of(message), look), width, more))
     blank: Row = [(" " * width, "")]
-    return [*(fit(row, width, look.glyphs.more) for row in rows), *[blank] * height][:height]
+    return [*(fit(row, width, more) for row in rows), *[blank] * height][:height]
+
+
+def _fitting(parts: Sequence[_Part], room: int) -> tuple[Row, list[_Part]]:
+    """The parts that fit in `room` cells, two cells apart, in their order; and the others."""
+    shown: set[int] = set()
+    for index in sorted(range(len(parts)), key=lambda at: parts[at].rank):
+        needed = width_of(parts[index].row) + 2 * bool(shown)
+        if needed <= room:
+            shown.add(index)
+            room -= needed
+    row: Row = []
+    for index in sorted(shown):
+        row += [*([("  ", "")] if row else []), *parts[index].row]
+    return row, [part for index, part in enumerate(parts) if index not in shown]
+
+
+def _first(facts: Facts, alive: Life, parts: Sequence[_Part], width: int, look: Look) -> tuple[Row, list[_Part]]:
+    """The first row: name and state at the left, these parts at the right; and the parts without room."""
+    brand = " dpmon  " if width >= _BRANDED else " "
+    head: Row = [("FROZEN ", "wait")] if facts.view.frozen else []
+    if facts.past is not None:
+        since = max(facts.past.now_ns - facts.now_ns, 0) / SECOND
+        ago = f"{since:.0f} s" if since < 59.5 else minutes(since)
+        head = [(f"at {clock(facts.now_ns)}, {ago} ago ", "wait")]
+    sign = {"good": look.glyphs.dot, "bad": look.glyphs.cross}.get(alive.style, look.glyphs.ring)
+    sign = look.glyphs.square if alive.word == STALLED.upper() else sign
+    state: Row = [*head, (f"{sign} {alive.word}", alive.style)]
+    detail: Row = [(f"{':' if alive.word == STARTING else ''} {alive.detail}", "dim")] if alive.detail else []
+    if facts.stall is not None:
+        state, detail = [*state, *detail], []
+    room = width - len(brand) - min(span_width(facts.title), _NAME) - 4
+    figures, left_out = _fitting(parts, room - max(width_of(state), min(_STATE, room // 3)))
+    room = width - len(brand) - width_of(figures) - 4
+    name = cut(facts.title, max(room - width_of(state), _NAME), look.glyphs.more)
+    # Show the detail in full or not at all: if it does not fit here, the row below shows it.
+    if span_width(name) + width_of(state) + width_of(detail) <= room:
+        state += detail
+    left: Row = [(brand, "dim"), (name + "  ", "title"), *state]
+    return columns(left, [*figures, (" ", "")] if figures else [], width, look.glyphs.more), left_out
 
 
 def _speed(facts: Facts) -> Speed:
@@ -61,135 +120,30 @@ def _speed(facts: Facts) -> Speed:
     return speed(process, facts.state, facts.now_ns)
 
 
-def _state(facts: Facts, alive: Life, width: int, look: Look) -> Row:
-    frozen: Row = [("FROZEN ", "wait")] if facts.view.frozen else []
-    if facts.past is not None:
-        since = max(facts.past.now_ns - facts.now_ns, 0) / SECOND
-        ago = f"{since:.0f} s" if since < 59.5 else minutes(since)
-        frozen = [(f"at {clock(facts.now_ns)}, {ago} ago ", "wait")]
-    sign = {"good": look.glyphs.dot, "bad": look.glyphs.cross}.get(alive.style, look.glyphs.ring)
-    sign = look.glyphs.square if alive.word == STALLED.upper() else sign
-    row: Row = [*frozen, (f"{sign} {alive.word}", alive.style)]
-    # Show the detail in full or not at all: if it does not fit here, the row below shows it.
-    detail: Row = [(f" {alive.detail}", "dim")] if alive.detail else []
-    return fit([*row, *detail] if width_of(row) + width_of(detail) <= width else row, width, look.glyphs.more)
-
-
-def _mode(facts: Facts, look: Look) -> Row:
+def _mode(facts: Facts, look: Look) -> list[_Part]:
     process = facts.process
     mode, where = mode_words(process, look.glyphs.times)
-    style = f"mode.{process.mode}" if process is not None and process.mode else "dim"
-    return [(mode, style), ("  " + where if where else "", "")]
-
-
-def _numbers(facts: Facts) -> tuple[str, str, str]:
-    process = facts.process
-    rates = _speed(facts)
-    step = group(process.last_step.step if process is not None and process.last_step is not None else None)
-    return step, compact(rates.steps_per_s), compact(rates.samples_per_s)
-
-
-def _wide(facts: Facts, alive: Life, width: int, look: Look) -> Row:
-    numbers = [*_rates(facts), *_within(facts, width >= _WIDE), ("   ", ""), *_mode(facts, look), (" ", "")]
-    clock_text = clock(facts.elapsed_ns)
-    brand = " dpmon  " if width >= _WIDE else " "
-    rest = width - width_of(numbers) - span_width(clock_text) - len(brand) - 4
-    needed = span_width(alive.word) + span_width(alive.detail) + 3
-    name = cut(facts.title, max(rest - max(needed, 18), 10), look.glyphs.more)
-    return [
-        (brand, "dim"),
-        (name + "  ", "title"),
-        *_state(facts, alive, max(rest - span_width(name), 12), look),
-        ("  " + clock_text, ""),
-        *numbers,
-    ]
-
-
-def _rates(facts: Facts) -> Row:
-    """Step and rates in a fixed width; empty before the first step, to leave room for the state.
-
-    In a stall, only the step.
-    """
-    if facts.over:
-        return _means(facts)
-    if facts.process is None or facts.process.last_step is None:
+    if process is None or not process.mode:
         return []
-    counts = _counting(facts, "  step", 8)
-    return counts if facts.stall is None else counts[:2]
+    return [_Part([(mode, f"mode.{process.mode}")], 5), *([_Part([(where, "")], 8)] if where else [])]
 
 
-def _counting(facts: Facts, head: str, width: int) -> Row:
-    step, steps, samples = _numbers(facts)
-    return [
-        (head, "dim"),
-        (right(step, 10), "bold"),
-        (right(steps, width), "bold"),
-        (" steps/s", "dim"),
-        (right(samples, width), "bold"),
-        (" samples/s", "dim"),
-    ]
-
-
-def _within(facts: Facts, room: bool) -> Row:
-    """The rate within steps, if it differs from the overall rate and there is room."""
-    return [(within_words(_speed(facts).rate), "dim")] if room else []
-
-
-def _means(facts: Facts) -> Row:
-    """The means of a finished run: its numbers no longer change."""
-    step, steps, samples = _numbers(facts)
-    if facts.process is None or facts.process.last_step is None:
+def _figures(facts: Facts, look: Look) -> list[_Part]:
+    """How far the training is, and how fast; after the end, the means. Nothing before the first step."""
+    process, rates = facts.process, _speed(facts)
+    if process is None or process.last_step is None:
         return []
-    pairs = (("  step ", step), ("   mean ", steps), (" steps/s  ", samples), (" samples/s", ""))
-    return [span for word, number in pairs for span in ((word, "dim"), (number, "bold"))]
-
-
-def _narrow_means(facts: Facts, width: int) -> Row:
-    """A run's means and its median, each in full or not at all."""
-    means, middle = _means(facts), _median(facts)
-    within = _within(facts, bool(means))
-    if width_of(means) + width_of(within) <= width:
-        means = [*means, *within]
-    if not means or width_of(means) + width_of(middle) <= width:
-        return [*means, *middle] if means else []
-    return means if width_of(means) <= width else [*means[:4], (" steps/s", "dim")]
-
-
-def _median(facts: Facts) -> Row:
-    """The median step of a finished run in one mode, with the mode's name if there were several."""
-    process = facts.process
-    whole = process.whole if process is not None else NO_STEPS
-    several = process is not None and process.compared is not None and len(process.compared.sides) > 1
-    mode = f" ({whole.mode})" if several else ""
-    return [("   median ", "dim"), (duration(whole.median_ns), "bold"), (mode, "dim")]
-
-
-def _narrow(facts: Facts, alive: Life, width: int, look: Look) -> list[Row]:
-    mode: Row = [*_mode(facts, look), (" ", "")]
-    clock_text = "  " + clock(facts.elapsed_ns) + "  "
-    needed = span_width(alive.word) + 14
-    room = width - width_of(mode) - span_width(clock_text) - 1
-    if room < needed:  # the state is more important than the devices, the mode and the clock
-        mode = [mode[0], (" ", "")]
-        room = width - width_of(mode) - span_width(clock_text) - 1
-    if room < needed:
-        mode, clock_text = [], ""
-        room = width - 1
-    name = cut(facts.title, max(room // 3, 8), look.glyphs.more)
-    first: Row = [
-        (" ", ""),
-        (name + "  ", "title"),
-        *_state(facts, alive, max(room - span_width(name) - 2, 3), look),
-        (clock_text, ""),
-        *mode,
-    ]
-    if facts.over:
-        return [first, _narrow_means(facts, width)]
-    second = _counting(facts, " step", 9)
-    step_time: Row = [("   median", "dim"), (right(duration(figures(facts).median_ns), 9), "bold")]
-    for more in (_within(facts, True), step_time):  # each one complete or not at all
-        second = [*second, *more] if width_of(second) + width_of(more) <= width else second
-    return [first, second]
+    parts = [_Part([("step ", "dim"), (group(process.last_step.step).ljust(7), "bold")], 2)]
+    if facts.stall is not None and not facts.over:  # the rates are of the time before the stall
+        return parts
+    rates_shown = [(rates.samples_per_s, " samples/s", 4), (rates.steps_per_s, " steps/s", 9)]
+    if rates.rate is not None and rates.samples_per_s is None:
+        rates_shown = [(rates.steps_per_s, " steps/s", 4)]
+    for number, unit, rank in rates_shown:
+        mean = "mean " if facts.over and len(parts) == 1 else ""
+        parts.append(_Part([(mean, "dim"), (right(compact(number), 5), "bold"), (unit, "dim")], rank))
+    within = within_words(rates.rate).strip()
+    return [*parts, _Part([(within, "dim")], 11)] if within else parts
 
 
 def _missed(facts: Facts) -> Row:
@@ -206,8 +160,8 @@ def reports_straggler(facts: Facts, look: Look) -> bool:
     return not other and facts.stall is None and facts.state.straggler is not None
 
 
-def _message(facts: Facts, look: Look, width: int) -> Row:
-    """The most important event now: the end, an answer, a warning; else plain facts."""
+def _message(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) -> Row:
+    """The most important event now: the end, an answer, a warning; else the figures left out above, and plain facts."""
     if facts.stopping is not None:  # also after the command has ended, while it has processes left
         return [("stopping: ", "wait"), (clean(facts.stopping, 200), "")]
     reply = answer(facts, look)
@@ -227,7 +181,7 @@ def _message(facts: Facts, look: Look, width: int) -> Row:
     rates = _speed(facts)
     if rates.reason not in (None, READING) and process is not None and process.last_step is not None:
         return [(rates.reason, "dim")]
-    return _facts(facts, look, width)
+    return _facts(facts, look, width, left_out)
 
 
 def _stalled(facts: Facts, look: Look) -> Row:
@@ -270,13 +224,10 @@ def _next(facts: Facts, room: int, look: Look) -> Row:
     return [("  " + hint, "dim")] if len(hint) + 4 <= room else []
 
 
-def _facts(facts: Facts, look: Look, width: int) -> Row:
-    """Facts that do not change, each in full or not at all, except the first and most important one."""
+def _facts(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) -> Row:
+    """The figures without room above, then facts that do not change; each in full, or not at all except the first."""
     process = facts.process
-    parts: list[str] = []
-    within = within_words(_speed(facts).rate).strip(" ()")
-    if within and width < _WIDE - 2:  # the row above shows it if it is wide enough
-        parts.append(within)
+    parts: list[str] = [plain(part.row).strip(" ()") for part in left_out]
     if process is not None:
         if process.virtual and process.mode == "dp":
             parts.append("virtual replicas: " + clean(process.mode_reason or "devices are shared", 200))

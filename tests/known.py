@@ -9,9 +9,8 @@ from dpmon.model.announced import Announced
 from dpmon.model.run_facts import RunFacts
 
 _NOTHING: dict[str, Any] = {
-    **dict.fromkeys(
-        ("modes", "others", "batches", "replicas", "devices", "memory", "longest", "gaps", "loaders", "paused"), ()
-    ),
+    **dict.fromkeys(("modes", "others", "batches", "replicas", "devices", "memory", "longest", "gaps"), ()),
+    **dict.fromkeys(("loaders", "paused", "losses", "unfit"), ()),
     **dict.fromkeys(("host", "compared", "communication", "last_step_ns", "end_ns", "death")),
     "spent": {}, "names": {}, "processes": [], "announced": Announced(), "until_ns": 0,
     "store": SimpleNamespace(pruned=0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from synthetic import RowReader
 
 from dpmon.assemble import Assembler
 from dpmon.assemble.assembler import Predecessor
-from dpmon.record.history_rows import CollectiveRow, Definition, Row
+from dpmon.record.history_rows import CollectiveRow, Definition, LossRow, Row
 from dpmon.record.kinds import Call, Collective, Event, Sampled, Step
 from dpmon.record.spans import Flag, Kind, Span
 from dpmon.span_ring import SpanRing
@@ -192,6 +193,15 @@ class Script:
         took, flags = (why, Flag.UNENDED) if why else (round(ms * MS), 0)
         return self.write(Kind.COLLECTIVE, start, took, flags, group, inside=inside, inputs=size)
 
+    def loss_line(self, place: str, why: str | None = None) -> int:
+        """Define a line that calls backward."""
+        return self.define({"place": place, "why": why})
+
+    def loss(self, line: int, start: int, value: float) -> Span:
+        """Write the loss of a backward pass that began at `start`."""
+        (bits,) = struct.unpack("=Q", struct.pack("=d", value))
+        return self.write(Kind.LOSS, start, 0, 0, line, inside=0, inputs=bits & 0xFFFFFFFF, outputs=bits >> 32)
+
     def sampled(self, start: int, collectives: int, discarded: bool = False) -> Span:
         """Write the end of a sample that began at `start`."""
         flags = Flag.FAILED if discarded else 0
@@ -321,12 +331,14 @@ def decoded(rows: Sequence[Row]) -> Result:
 
 
 def apart(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """Separate rows of steps from those of collectives, which can be anywhere among them if read in portions."""
+    """Separate rows of steps from those of collectives and losses, which can be anywhere among them."""
     return [row for row in rows if not _is_free(row)], sorted(str(row) for row in rows if _is_free(row))
 
 
 def _is_free(row: Row) -> bool:
-    return isinstance(row, CollectiveRow) or (isinstance(row, Definition) and "operation" in row.value)
+    if isinstance(row, Definition):
+        return "operation" in row.value or "place" in row.value
+    return isinstance(row, (CollectiveRow, LossRow))
 
 
 def in_portions(script: Script, cuts: Sequence[int], lines: Sequence[int] | None = None) -> list[Row]:

@@ -44,7 +44,7 @@ class Recording:
         self._accounts = Accounts()
         self._intakes: dict[int, Intake] = {}
         self._makers: dict[int, _Maker] = {}
-        self._next_id = 1
+        self._next_id = self._history.next_id
         self._snapshots = Snapshots()
 
     def add(

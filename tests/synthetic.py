@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dpmon.record.history_rows import CallParts, CallRow, Definition, Resolver, Row
+from dpmon.record.history_rows import CallParts, CallRow, Definition, LossRow, Resolver, Row
 from dpmon.record.kinds import Event, Record, Step
 from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
@@ -17,7 +17,7 @@ LEARNS = Flag.TRAINING | Flag.GRAD
 """The flags of a call that trains."""
 BODY = SPAN_PHASES[:4]
 """The phases of `step_row`."""
-_KINDS = {CallRow: "call", Step: "step", Event: "event", Definition: "definition"}
+_KINDS = {CallRow: "call", Step: "step", Event: "event", Definition: "definition", LossRow: "loss"}
 
 
 class RowReader(Resolver):
@@ -38,6 +38,8 @@ class RowReader(Resolver):
         if isinstance(row, Step):
             return row._replace(**self._who, start_ns=row.start_ns - self._origin)
         row = row._replace(start=row.start - self._origin)
+        if isinstance(row, LossRow):
+            return self.loss(row)
         return self.call(row) if isinstance(row, CallRow) else self.collective(row)
 
 
@@ -48,7 +50,7 @@ def decoded(rows: Iterable[Row], process: int = 0, rank: int | None = None, orig
 
 
 def kind_of(row: Row) -> str:
-    """Return the kind of a row: call, step, event, definition or collective."""
+    """Return the kind of a row: call, step, event, definition, loss or collective."""
     return _KINDS.get(type(row), "collective")
 
 

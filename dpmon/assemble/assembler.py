@@ -188,8 +188,9 @@ class Assembler:
             self._waits.time(span)
             self._recorder.sampling.time()
             return
-        if kind == Kind.COLLECTIVE:
-            if number >= self._caught_up and not self._communication.take(span):
+        if kind in (Kind.COLLECTIVE, Kind.LOSS):
+            take = self._communication.take if kind == Kind.COLLECTIVE else self._communication.loss
+            if number >= self._caught_up and not take(span):
                 self._dropped += 1
             return
         before = self._seen.get(thread)

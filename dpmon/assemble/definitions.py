@@ -1,4 +1,4 @@
-"""Reads definitions from the lines beside a ring: sizes, stages, layouts and collectives.
+"""Reads definitions from the lines beside a ring: sizes, stages, layouts, collectives and losses.
 
 The assembler's own definitions have numbers from OWN on. The number is derived from the value, so that a successor uses
 the same number for the same value.

@@ -1,4 +1,4 @@
-"""Finds, for each collective of a sampled step, when it could begin and in which step it ran.
+"""Finds, for each collective of a sampled step, when it could begin and in which step it ran; for a loss, its step.
 
 The span of a sample arrives at the end of the sample. Its flags show whether the sample is discarded because it holds
 an evaluation. The collectives are held until then.
@@ -10,12 +10,13 @@ once it was launched and all earlier ones had ended.
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
 
 from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.record.history_rows import CollectiveRow, Definition
+from dpmon.record.history_rows import CollectiveRow, Definition, LossRow
 from dpmon.record.spans import Flag, Span
 
 MAX_STEPS = 32
@@ -51,11 +52,11 @@ class SampledCollectives:
         """Collectives of the unfinished sample."""
         self._sampled: deque[_Sample] = deque(maxlen=MAX_SAMPLES)
         """The last samples."""
-        self._waiting: list[CollectiveRow] = []
-        """Collectives that wait until a step ends after their launch."""
+        self._waiting: list[CollectiveRow | LossRow] = []
+        """Collectives and losses that wait until a step ends after their start."""
         self._before: dict[str, list[tuple[int, int]]] = {}
         """Start and end of the last collectives by group."""
-        self._ready: list[CollectiveRow] = []
+        self._ready: list[CollectiveRow | LossRow] = []
         self.skips = False
         """Whether to discard the next sample, because a predecessor may have read a part of it."""
 
@@ -86,6 +87,14 @@ class SampledCollectives:
             self._place(one)
         return True
 
+    def loss(self, span: Span) -> bool:
+        """Take the span of a loss; False if its definition is unknown."""
+        (value,) = struct.unpack("=d", struct.pack("=Q", span.inputs | span.outputs << 32))
+        if span.site not in self._known.losses:
+            return False
+        self._place(LossRow(span.site, 0, span.start, value))
+        return True
+
     def _hold(self, one: CollectiveRow) -> None:
         """Hold a collective until its sample is over. If the sample is over already, place or discard it now."""
         sample = next((each for each in self._sampled if one.start < each.end), None)
@@ -113,7 +122,7 @@ class SampledCollectives:
             del self._before[next(iter(self._before))]
         return max(ends, default=span.start) - span.start
 
-    def _place(self, one: CollectiveRow) -> None:
+    def _place(self, one: CollectiveRow | LossRow) -> None:
         if self._steps and self._steps[-1][1] > one.time_of_step:
             self._ready.append(one._replace(step=self._step_at(one.time_of_step)))
         else:
@@ -130,7 +139,7 @@ class SampledCollectives:
         return number if time < end else 0
 
     def step(self, number: int, start: int, end: int) -> None:
-        """Note the end of a step, and place the collectives that waited for it."""
+        """Note the end of a step, and place what waited for it."""
         self._steps.append((start, end, number))
         if self._waiting:
             waiting, self._waiting = self._waiting, []
@@ -145,9 +154,9 @@ class SampledCollectives:
         self._held.clear()
         self._waiting.clear()
 
-    def rows(self) -> list[CollectiveRow | Definition]:
-        """Return the collectives with known steps, each once, with their definitions."""
-        found: list[CollectiveRow | Definition] = []
+    def rows(self) -> list[CollectiveRow | LossRow | Definition]:
+        """Return the collectives and losses with known steps, each once, with their definitions."""
+        found: list[CollectiveRow | LossRow | Definition] = []
         for one in self._ready:
             found += self._known.rows((one.definition,))
             found.append(one)

@@ -32,8 +32,8 @@ class Finding(NamedTuple):
 
     kind: str
     """data, copy, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, low use, drift, stall,
-    spread, between, evaluation, quiet, failed, busy, crowded, straggler, in turn, own collectives, exposed, bucket,
-    accumulation, unused."""
+    spread, between, evaluation, quiet, failed, loss, busy, crowded, straggler, in turn, own collectives, exposed,
+    bucket, accumulation, unused."""
     text: str
     """The fact, in one sentence."""
     ground: str

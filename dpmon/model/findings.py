@@ -13,6 +13,7 @@ from dpmon.model.found_in_time import (
     drift,
     evaluation,
     failed,
+    losses,
     quiet,
     slower,
     spread,
@@ -27,7 +28,7 @@ LEAST_SAVED = 0.02
 """Smallest share of the time that an advice can save, for its finding to be told."""
 _FINDERS: tuple[Callable[[RunFacts], Iterator[Finding]], ...] = (
     *(data, transfers, slower, copies, idle, uneven, fuller, throttled, low_use, busy),
-    *(drift, stalled, stalls, spread, between, evaluation, quiet, failed),
+    *(drift, stalled, stalls, spread, between, evaluation, quiet, failed, losses),
     lambda facts: between_ranks(facts.communication),
 )
 

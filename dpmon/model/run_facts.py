@@ -16,7 +16,7 @@ from dpmon.model.announced import Announced, LoaderStart, loader_start
 from dpmon.model.communication import Communication, communication
 from dpmon.model.compare import Comparison, compare_modes, first_with_both
 from dpmon.model.devices import DeviceFacts, DeviceTotals, HostFacts
-from dpmon.model.history import Stretches, stretches
+from dpmon.model.history import Stretches, stretches, width_of_columns
 from dpmon.model.layouts import (
     BatchFacts,
     Layouts,
@@ -27,6 +27,7 @@ from dpmon.model.layouts import (
     most_common,
     replica_facts,
 )
+from dpmon.model.loss import LossCurve, loss_curves
 from dpmon.model.memory import Held, held_by
 from dpmon.model.pauses import Paused, PauseTotals, Span, all_paused, any_paused, pause_totals, pauses_of
 from dpmon.model.progress import Progress, progress_of
@@ -36,7 +37,7 @@ from dpmon.model.stragglers import RankTimes, ranks_in
 from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STALLED, STARTUP, STEP, STEP_PHASES, device_series
 from dpmon.store.accounting import Gap
-from dpmon.store.answers import LongRow
+from dpmon.store.answers import LongRow, UnfitLoss
 from dpmon.store.figures import Figures, PhaseFigures, Rate, Window, accounted, figures, thirds
 from dpmon.store.tally import WIDTHS, Tally
 
@@ -411,6 +412,19 @@ class RunFacts:
         """Time in which one process was paused and another was not."""
         of_any = any_paused(self.pauses, self.until_ns)
         return sum(end - begin for begin, end in of_any) - sum(end - begin for begin, end in self.paused)
+
+    # ------------------------------------------------------------------------------------------ losses
+
+    @cached_property
+    def losses(self) -> tuple[LossCurve, ...]:
+        """The losses of the process that represents the run, over the whole run."""
+        end_s = (self.last_step_ns or 0) // SECOND + 1
+        return loss_curves(self.store, self._focus, 0, end_s, width_of_columns(0, end_s))
+
+    @cached_property
+    def unfit(self) -> list[UnfitLoss]:
+        """The first NaN or infinite loss of each process and line, in order of time."""
+        return self.store.unfit_losses()
 
     # ------------------------------------------------------------------------------------------ devices
 

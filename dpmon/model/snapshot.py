@@ -16,6 +16,7 @@ from dpmon.model.communication import Wrapper, communication
 from dpmon.model.compare import MODES_COMPARED, Comparison, compare_modes
 from dpmon.model.devices import HostPeaks, Samples, Visit, device_peaks, visits_of
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
+from dpmon.model.loss import LossCurve, loss_curves
 from dpmon.model.memory import HOST
 from dpmon.model.pace import WINDOW_S, Trained, rate_together, recent, recent_of_steps
 from dpmon.model.progress import NO_STEP, OTHER_RANK, OVER, progress_of
@@ -96,6 +97,7 @@ class Snapshots:
         others = _other_processes(state, focus, wanted)
         ranks = [one for one in state.training if one.rank is not None and one.process != focus.process]
         found = self._with_figures(rows, focus, ranks if focus.rank is not None else [], wanted, events)
+        state = replace(state, losses=_losses(rows, found, wanted), unfit=next(iter(rows.unfit_losses()), None))
         shown = {process.process: process for process in (found, *(_called(rows, process) for process in others))}
         if others:
             shown.update({process.process: process for process in rank_figures(rows, shown.values())})
@@ -125,9 +127,7 @@ class Snapshots:
         ranged = Window(rows, begin_s, end_s, process.process, self._of_range) if begin_s else whole
         mode = process.mode if any(key.mode == process.mode for key in ranged.by_process) else step.mode
         waits = events.waits_of(process.process)
-        length_s = end_s - max(process.began_ns, 0) // SECOND
-        width = width_of_columns(wanted.span_s, length_s)
-        shown_s = min(2 * wanted.span_s, COLUMNS) if wanted.span_s else length_s + width
+        shown_s, width = _shown(process, end_s, wanted)
         found = _called(rows, process, ranged)
         figures = _figures(ranged, process.process, mode)
         found = replace(
@@ -300,6 +300,22 @@ def _recent(rows: Store, process: Process, others: Sequence[Process], end_s: int
     if last_ns is None and trained:
         last_ns = rows.last_training_ns(process.process)
     return Recent(rate_together(found) if own.enough else None, last_ns, step_ns)
+
+
+def _shown(process: Process, end_s: int, wanted: Wanted) -> tuple[int, int]:
+    """How many seconds up to `end_s` the history shows, and the seconds per column."""
+    length_s = end_s - max(process.began_ns, 0) // SECOND
+    width = width_of_columns(wanted.span_s, length_s)
+    return min(2 * wanted.span_s, COLUMNS) if wanted.span_s else length_s + width, width
+
+
+def _losses(rows: Store, process: Process, wanted: Wanted) -> tuple[LossCurve, ...]:
+    """The losses of the process that represents the run, in points that match the columns of its history."""
+    if process.last_step is None:
+        return ()
+    end_s = figures_end_s(rows, process)
+    shown_s, width = _shown(process, end_s, wanted)
+    return loss_curves(rows, process.process, max(end_s - shown_s, 0), end_s, width)
 
 
 def _of_run(rows: Store) -> Window:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from dpmon.model.communication import Communication
 from dpmon.model.compare import Comparison
+from dpmon.model.loss import LossCurve
 from dpmon.model.progress import NO_STEP, Progress
 from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.model.uneven import Uneven
@@ -19,7 +20,7 @@ from dpmon.record.kinds import Call, Step
 from dpmon.record.names import RANK_MODES
 from dpmon.record.plainjson import number_in
 from dpmon.record.schema import PHASES as SCHEMA
-from dpmon.store.answers import LastSample
+from dpmon.store.answers import LastSample, UnfitLoss
 from dpmon.store.figures import Figures, Rate, figures
 from dpmon.store.tally import Tally
 
@@ -299,6 +300,10 @@ class State:
     """The process that the user has chosen to see."""
     communication: Communication | None = None
     """The communication of the ranks over their last steps; None if they do not train together."""
+    losses: tuple[LossCurve, ...] = ()
+    """The losses of the process in focus, over the time of its columns."""
+    unfit: UnfitLoss | None = None
+    """The first loss of any process that was NaN or infinite."""
     last_sample: LastSample | None = None
     """The newest sampled step of the process in focus."""
 

@@ -108,6 +108,15 @@ RECORDS: Mapping[str, RecordKind] = {
             absent
         """),
         kind("""
+            loss: the value from which a backward pass began, at most once a second for each line that calls backward
+            process rank
+            step, integer: the step of the pass
+            t_s
+            place, text: file and line of the call, the innermost one outside torch
+            loss, number: the value, before a GradScaler multiplied it -> loss
+            absent
+        """),
+        kind("""
             device: one GPU, each second, as reported by NVML
             t_s
             index, integer: NVML's number, which may differ from CUDA's: see ordinals

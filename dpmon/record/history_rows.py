@@ -7,6 +7,7 @@ refer to it by number. A `Resolver` knows the definitions and turns rows into re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any, NamedTuple
 
 from dpmon.record.kinds import (
@@ -159,7 +160,23 @@ class CollectiveRow(NamedTuple):
         return self.start if self.definition else self.start + self.took // 2
 
 
-Row = CallRow | Step | CollectiveRow | Definition | Event
+class LossRow(NamedTuple):
+    """The value from which a backward pass began."""
+
+    definition: int
+    """The place of the call. If it says why there is no value, `loss` is NaN."""
+    step: int
+    """The step of the pass; 0 if unknown."""
+    start: int
+    loss: float
+
+    @property
+    def time_of_step(self) -> int:
+        """The time that decides to which step it belongs."""
+        return self.start
+
+
+Row = CallRow | Step | CollectiveRow | LossRow | Definition | Event
 """A row that the assembler makes."""
 
 # ------------------------------------------------------------------------------------------------ records
@@ -198,7 +215,14 @@ class CollectiveFacts(NamedTuple):
     why: str | None = None
 
 
-Defined = Layout | StageParts | CollectiveFacts | tuple[Size, ...]
+class LossPlace(NamedTuple):
+    """A line that calls backward, or `why` the losses there cannot be read."""
+
+    place: str
+    why: str | None = None
+
+
+Defined = Layout | StageParts | CollectiveFacts | LossPlace | tuple[Size, ...]
 
 
 def defined(value: Any) -> Defined:
@@ -209,6 +233,8 @@ def defined(value: Any) -> Defined:
         return StageParts(str(value["device"]), tuple(map(str, value["parts"])))
     if "operation" in value:
         return _facts(value)
+    if "place" in value:
+        return LossPlace(str(value["place"]), _text(value["why"]))
     absent = {str(key): str(reason) for key, reason in value["absent"].items()}
     devices, module = tuple(map(str, value["devices"])), value.get("module")
     if len(devices) > _MAX_DEVICES:
@@ -219,7 +245,7 @@ def defined(value: Any) -> Defined:
 
 def value_of(known: Defined) -> Any:
     """Return the value of a definition."""
-    if isinstance(known, (Layout, StageParts, CollectiveFacts)):
+    if isinstance(known, (Layout, StageParts, CollectiveFacts, LossPlace)):
         return known._asdict()
     return [
         [size.path, size.shape, size.dtype, size.bytes, *(() if size.global_shape is None else [size.global_shape])]
@@ -265,11 +291,13 @@ class Definitions:
         self.sizes: dict[int, tuple[Size, ...]] = {}
         self.stages: dict[int, StageParts] = {}
         self.collectives: dict[int, CollectiveFacts] = {}
+        self.losses: dict[int, LossPlace] = {}
 
     def keep(self, number: int, known: Defined) -> None:
         """Remember a definition, and forget the oldest of its sort if there are too many."""
         tables: dict[type, dict[int, Any]]
         tables = {Layout: self.layouts, StageParts: self.stages, CollectiveFacts: self.collectives}
+        tables[LossPlace] = self.losses
         table = tables.get(type(known), self.sizes)
         table.pop(number, None)
         table[number] = known
@@ -278,7 +306,13 @@ class Definitions:
 
     def get(self, number: int) -> Defined | None:
         """Return a definition; None if it is unknown."""
-        tables: tuple[Mapping[int, Defined], ...] = (self.layouts, self.sizes, self.stages, self.collectives)
+        tables: tuple[Mapping[int, Defined], ...] = (
+            self.layouts,
+            self.sizes,
+            self.stages,
+            self.collectives,
+            self.losses,
+        )
         return next((table[number] for table in tables if number in table), None)
 
 
@@ -310,6 +344,18 @@ class Resolver:
             return self._collective(row)
         except _DAMAGE as error:
             raise RecordError(f"damaged collective: {type(error).__name__}: {error}") from None
+
+    def loss(self, row: LossRow) -> Event:
+        """Return the record of a loss. Raises RecordError if its place is unknown."""
+        place = self.definitions.losses.get(row.definition)
+        if place is None:
+            raise RecordError("a loss without a place")
+        absent = {} if row.step else {"step": "it is not known in which step the pass ran"}
+        if not isfinite(row.loss):
+            absent["loss"] = place.why or repr(row.loss)
+        data = {"process": self._process, "rank": self._rank, "step": row.step or None, "t_s": row.start / 1e9}
+        value = row.loss if isfinite(row.loss) else None
+        return Event("loss", {**data, "place": place.place, "loss": value, "absent": absent})
 
     def _sizes(self, number: int) -> tuple[Size, ...] | None:
         return self.definitions.sizes[number] if number else None

@@ -45,6 +45,8 @@ class Kind:
     SYNC = 18
     BUCKETS = 19
     COLLECTIVE = 20
+    LOSS = 21
+    """The value from which a backward pass began: a 64-bit float in place of sizes. It starts with the pass."""
 
 
 DOING = {
@@ -68,6 +70,7 @@ DOING = {
     Kind.SYNC: "sync",
     Kind.BUCKETS: "other",
     Kind.COLLECTIVE: "other",
+    Kind.LOSS: "other",
 }
 """Activity of a process during a span, by kind. Phases of a step have the same names as in records."""
 COUNTED = {Kind.COPY: "copied_bytes"}
@@ -111,8 +114,8 @@ class Span(NamedTuple):
     """Kind of the enclosing span; 0 for none."""
     thread: int
     site: int
-    """Depends on the kind: definition of a layout, stage or collective; number of a replica, optimizer or memory look;
-    number of the loop over a loader (FETCH, which has dataset and length + 1 in place of sizes; 0: unknown);
+    """Depends on the kind: definition of a layout, stage, collective or loss; number of a replica, optimizer or memory
+    look; number of the loop over a loader (FETCH, which has dataset and length + 1 in place of sizes; 0: unknown);
     buckets and wrapper (see WRAPPER_AT); device, number of devices and reason (DEVICE_TIME); or 0."""
     start: int
     took: int

@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
+from math import nan
 from types import NoneType
 from typing import Any, NamedTuple
 
 from dpmon.errors import HistoryError
-from dpmon.record.history_rows import CallParts, CallRow
+from dpmon.record.history_rows import CallParts, CallRow, LossRow
 from dpmon.record.kinds import Collective, Event, Operation
 from dpmon.record.names import CALL_PHASES
 from dpmon.record.plainjson import load_event, load_json
@@ -126,6 +127,30 @@ class ChartSample(NamedTuple):
     """Bytes of the host's memory in use by the run's processes."""
 
 
+class LossBin(NamedTuple):
+    """The losses of one line in one stretch of time."""
+
+    second: int
+    """Its start (s since the run's start)."""
+    values: int
+    """Number of finite values; if it is 0, the next three are None."""
+    low: float | None
+    mean: float | None
+    high: float | None
+    unfit: int
+    """Number of values that are NaN or infinite."""
+
+
+class UnfitLoss(NamedTuple):
+    """The first loss of a process and a line that is NaN or infinite."""
+
+    process: int
+    place: str
+    step: int | None
+    t_ns: int
+    loss: float
+
+
 # ------------------------------------------------------------------------------------------------ columns of JSON
 
 _json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
@@ -176,6 +201,13 @@ def call_in(columns: Sequence[Any]) -> CallRow:
     row = CallRow._make(columns)
     text: Any = row.parts
     return row if text is None else row._replace(parts=_parts_in(text))
+
+
+def loss_in(columns: Sequence[Any]) -> LossRow:
+    """Return the loss in its columns: definition, step, t_ns, loss."""
+    row = LossRow._make(columns)
+    value: Any = row.loss
+    return row if value is not None else row._replace(loss=nan)  # SQLite has no NaN
 
 
 _MOST_MS = 1e12

@@ -44,6 +44,8 @@ class Batch:
     """Rows of STEP_COLUMNS."""
     collectives: list[tuple[int, ...]] = field(default_factory=list)
     """Rows of COLLECTIVE_COLUMNS."""
+    losses: list[tuple[Any, ...]] = field(default_factory=list)
+    """Rows of LOSS_COLUMNS."""
     communicated: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
     """Values of COLLECTIVE_SUMS by second, process and definition."""
     events: list[tuple[Any, ...]] = field(default_factory=list)
@@ -69,7 +71,7 @@ class Batch:
     @property
     def rows(self) -> int:
         """The number of rows of records."""
-        return sum(map(len, (self.definitions, self.calls, self.steps, self.collectives, self.events)))
+        return sum(map(len, (self.definitions, self.calls, self.steps, self.collectives, self.events, self.losses)))
 
     def event(self, number: int, process: int | None, kind: str, t_ns: int | None, text: str) -> None:
         """Add an event; `text`: its JSON."""

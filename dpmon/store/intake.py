@@ -13,7 +13,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from dpmon.record.history_rows import CallRow, CollectiveRow, Definition, Row
+from dpmon.record.history_rows import CallRow, CollectiveRow, Definition, LossRow, Row
 from dpmon.record.kinds import Event, RecordError, Step
 from dpmon.record.names import CALL_PHASES, packed_json
 from dpmon.record.plainjson import load_json
@@ -100,6 +100,10 @@ class Intake:
                 raise RecordError(f"damaged event: {type(error).__name__}") from None
         elif isinstance(row, CollectiveRow):
             self._collective(batch, number, row)
+        elif isinstance(row, LossRow):
+            began = row.start - self._start_ns
+            _check(began, 0, row.definition, row.step)
+            batch.losses.append((number, self.row.process, row.definition, row.step, began, row.loss))
         else:
             self._define(batch, row)
             return False

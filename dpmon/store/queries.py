@@ -14,11 +14,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import lru_cache
+from math import exp, isfinite
 from operator import itemgetter
 from typing import Any, TypeVar
 
 from dpmon.errors import HistoryError
-from dpmon.record.history_rows import CallRow, CollectiveRow, Resolver
+from dpmon.record.history_rows import CallRow, CollectiveRow, LossPlace, LossRow, Resolver
 from dpmon.record.kinds import BUCKET, Call, Collective, Event, Operation, Record, RecordError, Sampled, Step
 from dpmon.record.schema import EVALUATION, EXPOSED, LEFT_OUT, QUANTITIES, SETTLING, STEP_PHASES, SYNC_NUMBER, WAIT
 from dpmon.store.accounting import Gap
@@ -28,10 +29,13 @@ from dpmon.store.answers import (
     LastSample,
     LongRow,
     LoopStep,
+    LossBin,
     MinuteRow,
     Shape,
+    UnfitLoss,
     call_in,
     event_in,
+    loss_in,
     numbers_in,
 )
 from dpmon.store.loops import LOOP_COLUMNS, Loop
@@ -43,8 +47,10 @@ from dpmon.store.tables import (
     COLLECTIVE_SUMS,
     LASTING,
     LASTING_KINDS,
+    LOSS_COLUMNS,
     OWN,
     STEP_COLUMNS,
+    UNFIT,
     Door,
     definition_in,
 )
@@ -55,6 +61,7 @@ _LAST_NS = (1 << 63) - 1
 _SECOND = 1_000_000_000
 COLLECTED = ", ".join(tuple(COLLECTIVE_COLUMNS)[1:])
 """Columns of a row for `collective`."""
+LOSSES = ", ".join(LOSS_COLUMNS[1:])
 _AT_ONCE = 5000
 """Number of ids read in one transaction."""
 _LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
@@ -70,6 +77,7 @@ _TABLES = {
     "steps": _STEP_COLUMNS,
     "events": "json",
     "collectives": COLLECTED,
+    "losses": LOSSES,
 }
 """Columns of each table with records."""
 _COUNTED = (*(quantity.name for quantity in QUANTITIES if quantity.name != "samples"), SYNC_NUMBER)
@@ -87,6 +95,13 @@ MOST_DRAWN = 128
 MOST_OWN = 100
 """Most of the script's own collectives to read, the newest."""
 _SUMS = ", ".join(f"sum({name}) AS {name}" for name in COLLECTIVE_SUMS)
+_NEWEST_LOSSES = (
+    "SELECT definition, step, t_ns, loss FROM losses WHERE process = ? AND definition = ? AND t_ns <= ?"
+    " ORDER BY t_ns DESC LIMIT ?"
+)
+SMOOTHED, _FOR_SMOOTHED = 20.0, 200
+"""In a smoothed loss, a value weighs e times as much as the value this many before it. Of more than 200 values, the
+oldest weigh less than 1 in 20,000."""
 _LOOKED_AT = 20_000
 """A search for single steps reads only this many of the newest ids."""
 
@@ -252,7 +267,8 @@ class Store(Sums):
     def _arrived(self, table: str, query: str, values: tuple[int, ...]) -> Iterator[tuple[int, Record]]:
         """Yield the id and the record of each row of a table."""
         decoders: Mapping[str, Callable[[Sequence[Any]], Record]] = {
-            "calls": self._call, "steps": self._step, "collectives": self.collective, "events": event_in
+            "calls": self._call, "steps": self._step, "collectives": self.collective, "events": event_in,
+            "losses": self._loss,
         }  # fmt: skip
         decode = decoders[table]
         for number, *row in self._door.rows(query, values):
@@ -270,6 +286,11 @@ class Store(Sums):
         """Return the record in a row of COLLECTED. Raises RecordError for a lost definition."""
         process, *numbers = row
         return self.resolver(process).collective(CollectiveRow(*numbers))
+
+    def _loss(self, row: Sequence[Any]) -> Event:
+        """Return the record in a row of LOSSES. Raises RecordError for a lost definition."""
+        process, *columns = row
+        return self.resolver(process).loss(loss_in(columns))
 
     def newest_ns(self) -> int:
         """Return the end of the last record (ns); 0 if there is none."""
@@ -514,6 +535,59 @@ class Store(Sums):
         newest = self.read(self.collective, query, (begin_ns, end_ns, *who, MOST_OWN))
         own = {one.operation for one in newest if isinstance(one, Collective)}
         return Communicated(tuple(operations), samples, why, tuple(sorted(own)))
+
+    # ------------------------------------------------------------------------------------------ losses
+
+    def loss_places(self, process: int) -> dict[int, LossPlace]:
+        """Return the lines of a process with losses, by definition, in order of their first loss."""
+        query = "SELECT DISTINCT definition FROM losses WHERE process = ? AND t_ns <= ? ORDER BY definition"
+        numbers = [number for (number,) in self.query(query, (process, self.until_ns))]
+        resolver = Resolver(process)
+        for number, value in self.definitions(process, numbers).items() if numbers else ():
+            with suppress(RecordError):  # a process may write any value
+                resolver.define(number, value)
+        return resolver.definitions.losses
+
+    def loss_bins(self, process: int, definition: int, begin_s: int, end_s: int, width_s: int) -> list[LossBin]:
+        """Return the losses of a line from `begin_s` up to `end_s`, in stretches of `width_s` that begin at multiples.
+
+        Stretches without a loss are left out.
+        """
+        query = (
+            "SELECT t_ns / :width AS at, count(fit), min(fit) AS loss, avg(fit) AS loss, max(fit) AS loss,"
+            f" count(*) - count(fit) FROM (SELECT t_ns, CASE WHEN {UNFIT} THEN NULL ELSE loss END AS fit FROM losses"
+            " WHERE process = :process AND definition = :line AND t_ns >= :begin AND t_ns < :end)"
+            " GROUP BY at ORDER BY at"
+        )
+        begin, end = begin_s * _SECOND, min(end_s * _SECOND, self.until_ns + 1)
+        values = {"process": process, "line": definition, "begin": begin, "end": end, "width": width_s * _SECOND}
+        return [LossBin(at * width_s, *rest) for at, *rest in self.query(query, values)]
+
+    def newest_losses(self, process: int, definition: int) -> tuple[LossRow | None, float | None]:
+        """Return the newest loss of a line, and the smoothed one: a weighted mean of its last finite values.
+
+        The weight of a value falls by e for every SMOOTHED values after it. Values are at least a second apart.
+        """
+        values = process, definition, self.until_ns, _FOR_SMOOTHED
+        rows = [loss_in(row) for row in self.query(_NEWEST_LOSSES, values)]
+        weights = [(exp(-at / SMOOTHED), row.loss) for at, row in enumerate(rows) if isfinite(row.loss)]
+        whole = sum(weight for weight, _ in weights)
+        smoothed = sum(weight * value for weight, value in weights) / whole if weights else None
+        return next(iter(rows), None), smoothed
+
+    def unfit_losses(self) -> list[UnfitLoss]:
+        """Return the first loss of each process and line that is NaN or infinite, in order of time."""
+        query = (
+            f"SELECT process, definition, step, min(t_ns), loss FROM losses WHERE {UNFIT} AND t_ns <= ?"
+            " GROUP BY process, definition"
+        )
+        found = []
+        for process, *columns in self.query(query, (self.until_ns,)):
+            row = loss_in(columns)
+            place = self.loss_places(process).get(row.definition)
+            if place is not None and place.why is None:
+                found.append(UnfitLoss(process, place.place, row.step or None, row.start, row.loss))
+        return sorted(found, key=lambda one: one.t_ns)
 
     # ------------------------------------------------------------------------------------------ samples
 

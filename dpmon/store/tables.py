@@ -16,6 +16,7 @@
     events       id, process (NULL: the supervisor), kind, t_ns, json
     collectives  id, process, number (of its span), definition (0: a sample, with the collectives of one step), phase,
                  unended, step (0: none), start_ns, wall_ns, queued_ns, quantity: see CollectiveRow
+    losses       id, process, definition (a line that calls backward), step (0: none), t_ns, loss (NULL: NaN)
     collective_sums  start_s (one second; -1: see below), process, definition, count (collectives that began in that
                  second; definition 0: samples), bytes (definition 0: collectives of the samples), ended (collectives
                  with a known end), timed_bytes and ran_ns (bytes and running time of the ended collectives)
@@ -39,7 +40,8 @@ deleted. Late records are added to all existing tallies that cover their time.
 
 When the database reaches its size limit, the oldest rows are deleted: calls, steps, collectives and events first,
 except events of LASTING_KINDS. Tallies stay longer: each width has its share of the limit. The oldest rows of
-device_rollups and collective_sums are merged into rows that start at -1.
+device_rollups and collective_sums are merged into rows that start at -1. Losses are not deleted at the limit: all but
+the newest are thinned, so that there are at most some thousand for each line that calls backward.
 
 Times are ns since the run's start. Ids come from one counter, so they give the order across the tables. A ring's
 position is written in the transaction that writes its records, so a reader that continues from there misses and
@@ -101,13 +103,18 @@ COLLECTIVE_COLUMNS: Mapping[str, str] = {
     **dict.fromkeys(("start_ns", "wall_ns", "queued_ns", "quantity"), "INTEGER"),
 }
 """The columns of collectives and their types."""
+LOSS_COLUMNS = ("id", "process", "definition", "step", "t_ns", "loss")
+UNFIT = "loss - loss IS NULL"
+"""Whether a loss is NaN or infinite."""
+SHARE_IDS = ("calls", "steps", "events", "collectives", "losses")
+"""The tables with ids from the common counter."""
 OWN = "definition > 0 AND phase = 0 AND step > 0"
 """Collectives that the script launched in a step, outside the phases."""
 COLLECTIVE_SUMS = ("count", "bytes", "ended", "timed_bytes", "ran_ns")
 """The sums of collectives."""
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 _OPTIONAL = {
-    *("rank", "first_id", "last_id", "last_call", "lines", "thread"),
+    *("rank", "first_id", "last_id", "last_call", "lines", "thread", "loss"),
     *("rest_ns", "device", "spans", SYNC_NUMBER, f"{EXPOSED}_ns", f"{WAIT}_ns", "parts", "t_ns"),
     *("loop", "loop_batch", "length", "ahead", "epoch"),
     *(f"{phase.name}_ns" for phase in PHASES),
@@ -133,6 +140,8 @@ CREATE TABLE IF NOT EXISTS definitions (
 CREATE TABLE IF NOT EXISTS calls ({call_columns});
 CREATE TABLE IF NOT EXISTS steps ({step_columns});
 CREATE TABLE IF NOT EXISTS collectives ({collective_columns});
+CREATE TABLE IF NOT EXISTS losses (
+    id INTEGER PRIMARY KEY, process INTEGER, definition INTEGER, step INTEGER, t_ns INTEGER, loss REAL);
 CREATE TABLE IF NOT EXISTS collective_sums (
     start_s INTEGER, process INTEGER, definition INTEGER, {collective_sums},
     PRIMARY KEY (start_s, process, definition)) WITHOUT ROWID;
@@ -158,6 +167,8 @@ CREATE TABLE IF NOT EXISTS device_rollups (
     start_s INTEGER, device INTEGER, name TEXT, count INTEGER, total REAL, high REAL,
     PRIMARY KEY (start_s, device, name)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {lasting};
+CREATE INDEX IF NOT EXISTS curves ON losses (process, definition, t_ns);
+CREATE INDEX IF NOT EXISTS unfit ON losses (process, definition, t_ns) WHERE {unfit};
 CREATE INDEX IF NOT EXISTS collected ON collectives (start_ns);
 CREATE INDEX IF NOT EXISTS sampled ON collectives (process, start_ns) WHERE definition = 0;
 CREATE INDEX IF NOT EXISTS own ON collectives (start_ns) WHERE {own};
@@ -166,6 +177,7 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
 """.format(
     lasting=LASTING,
     own=OWN,
+    unfit=UNFIT,
     step_columns=", ".join(f"{name} {kind}" for name, kind in STEP_COLUMNS.items()),
     call_columns=", ".join(f"{name} {kind}" for name, kind in CALL_COLUMNS.items()),
     collective_columns=", ".join(f"{name} {kind}" for name, kind in COLLECTIVE_COLUMNS.items()),
@@ -350,7 +362,7 @@ def version_of(db: sqlite3.Connection) -> int:
 
 def last_ids(db: sqlite3.Connection) -> list[int]:
     """Return the highest id in each of the tables that share ids."""
-    query = " UNION ALL ".join(f"SELECT max(id) FROM {table}" for table in ("calls", "steps", "events", "collectives"))
+    query = " UNION ALL ".join(f"SELECT max(id) FROM {table}" for table in SHARE_IDS)
     return [row[0] or 0 for row in db.execute(query)]
 
 

@@ -23,9 +23,11 @@ from dpmon.store.tables import (
     COLLECTIVE_SUMS,
     HISTORY_FILE,
     LASTING,
+    LOSS_COLUMNS,
     SCHEMA,
     SCHEMA_VERSION,
     STEP_COLUMNS,
+    UNFIT,
     Door,
     RingRow,
     check_schema,
@@ -44,10 +46,22 @@ _SUMS_PART = 3
 """Each table of sums may take a third of the size limit."""
 _ROW_BYTES = 180
 """Approximate size of a row of sums."""
-_INTO_STEPS, _INTO_CALLS, _INTO_COLLECTIVES = (
+_INTO_STEPS, _INTO_CALLS, _INTO_COLLECTIVES, _INTO_LOSSES = (
     f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
-    for table, names in (("steps", STEP_COLUMNS), ("calls", CALL_COLUMNS), ("collectives", COLLECTIVE_COLUMNS))
+    for table, names in (
+        ("steps", STEP_COLUMNS),
+        ("calls", CALL_COLUMNS),
+        ("collectives", COLLECTIVE_COLUMNS),
+        ("losses", LOSS_COLUMNS),
+    )
 )
+KEPT_LOSSES, KEPT_OLDER = 1024, 2048
+"""The newest losses of a line that are all kept, and how many of its older ones are kept, in equal distances."""
+_THIN_LOSSES = f"""\
+DELETE FROM losses WHERE process = :process AND definition = :line AND t_ns < :until AND id NOT IN (
+    SELECT min(id) FROM losses WHERE process = :process AND definition = :line GROUP BY t_ns / :slot
+    UNION ALL SELECT * FROM (
+        SELECT id FROM losses WHERE process = :process AND definition = :line AND {UNFIT} ORDER BY t_ns LIMIT 1))"""
 _RING_NAMES = tuple(member.name for member in fields(RingRow))
 _INTO_RINGS = f"INSERT OR REPLACE INTO rings ({', '.join(_RING_NAMES)}) VALUES ({', '.join('?' * len(_RING_NAMES))})"
 _of_ring = attrgetter(*_RING_NAMES)
@@ -85,6 +99,8 @@ class History:
         self._limit = limit_bytes
         self._path = path
         self._db = db
+        self._until_thin: dict[tuple[int, int], int] = {}
+        """By process and definition of a loss: how many losses until the line is thinned."""
         try:
             self._page_bytes: int = db.execute("PRAGMA page_size").fetchone()[0]
             self._door = Door(db, self._file_bytes() if path is None else size_of(path))
@@ -168,6 +184,7 @@ class History:
             many(_INTO_CALLS, batch.calls)
             many(_INTO_STEPS, batch.steps)
             many(_INTO_COLLECTIVES, batch.collectives)
+            many(_INTO_LOSSES, batch.losses)
             many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
             many(_INTO_RINGS, map(_of_ring, batch.rings))
             many(_add_to(*_DEVICES), [(*key, *values) for key, values in batch.devices.items()])
@@ -181,6 +198,7 @@ class History:
             if batch.waited:
                 self._db.execute("DELETE FROM gaps WHERE ns < ?", (GAP_NS,))
             many(_ADD_SHAPE, [(*key, count) for key, count in batch.shapes.items()])
+            self._thin_losses(batch)
             if self._used_bytes() > self._limit:
                 self._prune()
             self._db.execute("COMMIT")
@@ -189,6 +207,27 @@ class History:
                 self._db.execute("ROLLBACK")
             self._tallies.forget()
             raise HistoryError(str(error)) from None
+
+    def _thin_losses(self, batch: Batch) -> None:
+        """Thin the losses of a line after every KEPT_LOSSES of them. Never delete the first one that is not finite."""
+        for _, process, definition, *_ in batch.losses:
+            line = process, definition
+            self._until_thin[line] = self._until_thin.get(line, 1) - 1
+            if not self._until_thin[line]:
+                self._until_thin[line] = KEPT_LOSSES
+                self._thin_line(process, definition)
+
+    def _thin_line(self, process: int, definition: int) -> None:
+        query = "SELECT t_ns FROM losses WHERE process = ? AND definition = ? ORDER BY t_ns {} LIMIT 1 OFFSET ?"
+        first = self._db.execute(query.format(""), (process, definition, 0)).fetchone()
+        until = self._db.execute(query.format("DESC"), (process, definition, KEPT_LOSSES)).fetchone()
+        if first is None or until is None:
+            return
+        slot = 1_000_000_000
+        while (until[0] - first[0]) // slot > KEPT_OLDER:
+            slot *= 2  # so that a slot is always a pair of earlier slots
+        values = {"process": process, "line": definition, "until": until[0], "slot": slot}
+        self._db.execute(_THIN_LOSSES, values)
 
     def _used_bytes(self) -> int:
         free: int = self._db.execute("PRAGMA freelist_count").fetchone()[0]

@@ -12,6 +12,7 @@
 | _BaseDataLoaderIter.__next__ | steps, waits for data |
 | DataLoader.__iter__ | the start of a loader |
 | torch.autograd._engine_run_backward | backward, however the script calls it |
+| GradScaler.scale | the loss before it was scaled |
 | torch.distributed.autograd.backward | backward across RPC, which has its own entry point |
 | the global optimizer step hooks | optimizer |
 | Optimizer.__init__ | memory of optimizer states |
@@ -55,6 +56,7 @@ from dpmon.tracer.modes.decision import Modes
 from dpmon.tracer.modes.virtual import PRIMITIVE_NAMES, Originals
 from dpmon.tracer.steps.copies import Copies
 from dpmon.tracer.steps.loaders import Loaders
+from dpmon.tracer.steps.losses import Losses
 from dpmon.tracer.steps.optimizers import OptimizerSteps
 from dpmon.tracer.steps.pause import Pauser
 from dpmon.tracer.steps.recorder import Recorder
@@ -92,6 +94,7 @@ def install() -> None:
     roots = Roots(session, recorder, calls)
     memory = Memory(session, recorder, sites)
     loaders = Loaders(session, recorder)
+    losses = Losses(session, recorder)
     gradients = GradientSync(session, recorder)
     collectives = Collectives(session, recorder)
 
@@ -136,6 +139,7 @@ def install() -> None:
     optimizer.Optimizer.__init__ = memory.constructing(optimizer.Optimizer.__init__)
     Copies(session, recorder).install()
     gradients.install()
+    losses.install()
     roots.listen()
     with session.guarded("startup of the process", fatal=False):
         recorder.startup.install()
@@ -144,8 +148,21 @@ def install() -> None:
     if isinstance(queued, list):
         queued += [(cuda_starting.set, []), (sites.all_may_move, [])]
     watch = Watch(session, recorder)
-    parts = (session, recorder, optimizers, modes, sites, primitives, memory, loaders, gradients, collectives, watch)
-    _at_the_end(session, recorder, memory, loaders, collectives, watch, [part.reset for part in parts])
+    parts = (
+        session,
+        recorder,
+        optimizers,
+        modes,
+        sites,
+        primitives,
+        memory,
+        loaders,
+        losses,
+        gradients,
+        collectives,
+        watch,
+    )
+    _at_the_end(session, recorder, memory, loaders, losses, collectives, watch, [part.reset for part in parts])
     with session.guarded("torch.compile", fatal=False):  # else it tries a model with graph breaks once more
         hide_from_dynamo()
 
@@ -196,6 +213,7 @@ def _at_the_end(
     recorder: Recorder,
     memory: Memory,
     loaders: Loaders,
+    losses: Losses,
     collectives: Collectives,
     watch: Watch,
     resets: Sequence[Callable[[], None]],
@@ -203,7 +221,7 @@ def _at_the_end(
     """Handle the end and the forks of the process. `resets`: functions that reset the parts in a forked child."""
 
     def end() -> None:
-        for part in (watch, collectives, loaders, recorder):
+        for part in (watch, collectives, loaders, losses, recorder):
             with session.guarded("end of the process"):
                 part.at_exit()
         try:

@@ -55,6 +55,8 @@ class Config:
     replicas: int | None
     devices: tuple[str, ...]
     batch_dim: int = 0
+    loss: bool = True
+    """Whether the losses are read."""
 
     @classmethod
     def from_environment(cls) -> Config:
@@ -68,6 +70,7 @@ class Config:
             replicas=int(replicas) if replicas else None,
             devices=tuple(name.strip() for name in devices.split(",")) if devices else (),
             batch_dim=int(os.environ.get("DPMON_BATCH_DIM", 0)),
+            loss=os.environ.get("DPMON_LOSS") != "0",
         )
 
     @property

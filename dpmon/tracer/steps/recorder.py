@@ -108,6 +108,10 @@ class Recorder:
         span of the pass. Arguments: the first word of these spans; start and end of the pass (monotonic ns)."""
         self.on_backward_begins: Callable[[Thread, object], None] | None = None
         """Called before a backward pass of the training thread, with the thread and the arguments of the pass."""
+        self.loss_due = 1 << 62
+        """When to call `on_loss` after a backward pass (monotonic ns)."""
+        self.on_loss: Callable[[Thread, int, Any, Any], None] = lambda me, began, args, kwargs: None
+        """Called with the thread, the start and the arguments of a backward pass."""
         self._parents: list[object] = []
         """Timings of the parent process, which a forked child must keep alive."""
         self.reset()
@@ -276,8 +280,11 @@ class Recorder:
             self.kinds[me.number] = inside
             if mark is not None:
                 head |= mark.end()
-            if kind == Kind.BACKWARD and self.on_gradients is not None and me is self.training_thread:
-                self.on_gradients(me.head | kind << INSIDE_AT, began, began + took)
+            if kind == Kind.BACKWARD:
+                if self.on_gradients is not None and me is self.training_thread:
+                    self.on_gradients(me.head | kind << INSIDE_AT, began, began + took)
+                if began >= self.loss_due:
+                    self.on_loss(me, began, args, kwargs)
             number = self.put(head, began, took, 0 if sizes is None else sizes(result))
             if mark is not None:
                 mark.written(number)

@@ -1,0 +1,59 @@
+"""The losses of a process over time: one curve for each line of the script that calls backward. Pure.
+
+A line of a GAN's discriminator and one of its generator have a curve each. In a library's training loop (transformers,
+Lightning) it is the library's line. A curve has at most one value a second, so a step may lie between two values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dpmon.store.answers import LossBin
+
+if TYPE_CHECKING:
+    from dpmon.store.queries import Store
+
+
+@dataclass(frozen=True, slots=True)
+class LossCurve:
+    """The losses of one line that calls backward."""
+
+    process: int
+    place: str
+    """File and line, such as "train.py:88"."""
+    points: tuple[LossBin, ...] = ()
+    """The values in stretches of equal duration, oldest first; a stretch without a value is left out."""
+    point_s: int = 1
+    """Seconds per point."""
+    last: float | None = None
+    """The newest value, which may be NaN or infinite; None if there is none: see `why`."""
+    smoothed: float | None = None
+    """A mean of the last finite values, in which newer ones weigh more (dpmon.store.queries.SMOOTHED)."""
+    step: int | None = None
+    """The step of the newest value; None if unknown."""
+    t_ns: int = 0
+    """The time of the newest value."""
+    why: str | None = None
+    """Why there are no values."""
+
+
+def loss_curves(store: Store, process: int, begin_s: int, end_s: int, width_s: int) -> tuple[LossCurve, ...]:
+    """The curves of a process, in order of their first value. Their points lie between two times (s).
+
+    A point covers `width_s` seconds from a multiple of this number on, as a column of the history does.
+    """
+    places = store.loss_places(process)
+    read = {place for place, why in places.values() if why is None}
+    found = []
+    for number, (place, why) in places.items():
+        if why is not None:
+            if place not in read:
+                found.append(LossCurve(process, place, why=why))
+            continue
+        newest, smoothed = store.newest_losses(process, number)
+        if newest is not None:
+            points = tuple(store.loss_bins(process, number, begin_s, end_s, width_s))
+            last = newest.loss, smoothed, newest.step or None, newest.start
+            found.append(LossCurve(process, place, points, width_s, *last))
+    return tuple(found)

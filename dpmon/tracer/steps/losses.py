@@ -1,0 +1,226 @@
+"""Reads the loss: the one value from which a backward pass began, at most once a second for each line that calls it.
+
+On the CPU, the value is read from memory after the pass. On a GPU it is copied to pinned memory behind the pass, and a
+later pass reads the copy if its event has completed: nothing waits for the GPU, and no tensor of the script is kept.
+Modes of the script see neither.
+
+A line is the innermost one outside torch. All lines of a step are read together: in every second, dpmon looks at the
+next PASSES passes. Under a GradScaler a pass begins at a scaled loss, so `GradScaler.scale` notes what it has scaled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+
+from dpmon.record.names import shortened
+from dpmon.record.spans import SITE_AT, Kind
+from dpmon.tracer.core.frames import followed, outwards
+from dpmon.tracer.core.session import Session
+from dpmon.tracer.devices.events import TorchEvents
+from dpmon.tracer.steps.recorder import Recorder, Thread
+
+EVERY_NS = 1_000_000_000
+PASSES = 8
+MAX_LINES = 16
+"""Most lines of a process with losses."""
+MAX_COPIES = 8
+"""Most copies from a GPU that are under way."""
+NEVER = 1 << 62
+_set_eval_frame: Any = torch._C._dynamo.eval_frame.set_eval_frame
+"""Sets what dynamo does with the frames that this thread enters; returns what it did before."""
+_HIDDEN = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(os.path.abspath(__file__))))
+_BYTES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
+
+
+class Line:
+    """A line that calls backward."""
+
+    __slots__ = ("next_ns", "numbers", "place")
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self.numbers: dict[str | None, int] = {}
+        """Numbers of its definitions, by the reason why there is no loss; None: there is one."""
+        self.next_ns = 0
+        """When the next loss may be read (monotonic ns)."""
+
+
+class Copy:
+    """Pinned memory for a loss and its scale, and the event after they were copied there."""
+
+    __slots__ = ("cells", "copied", "event", "line", "started")
+
+    def __init__(self, cells: torch.Tensor, event: object) -> None:
+        self.cells = cells
+        self.event: Any = event
+        self.copied: list[torch.Tensor] = []
+        """The loss, and its scale if it must be divided by it."""
+        self.line: Any = None
+        self.started = 0
+
+
+class Losses:
+    """The losses of one process."""
+
+    def __init__(self, session: Session, recorder: Recorder, events: TorchEvents | None = None) -> None:
+        self._session = session
+        self._recorder = recorder
+        self._events = events
+        self.reset()
+
+    def reset(self) -> None:
+        """Set the initial state, also in a forked child."""
+        self._lines: dict[tuple[str, int], Line] = {}
+        self._began = -EVERY_NS
+        """When the first pass of this second began (monotonic ns)."""
+        self._left = 0
+        """How many passes of this second dpmon still looks at."""
+        self._copies: deque[Copy] = deque()
+        self._free: list[Copy] | None = None
+        """None: no pinned memory was allocated yet."""
+        self._scaled: deque[tuple[Any, Any, Any]] = deque(maxlen=4)
+        """References to the last scaled losses, to what was scaled, and to its scaler."""
+        self._recorder.loss_due = 0 if self._session.config.loss else NEVER
+        self._recorder.on_loss = self.look
+
+    def install(self) -> None:
+        """Wrap GradScaler.scale."""
+        if self._session.config.loss:
+            kind: Any = torch.amp.GradScaler
+            kind.scale = followed(kind.scale, self._session.guarded("loss", fatal=False), self._scales)
+
+    def _scales(self, result: object, _: int, scaler: object, outputs: object) -> None:
+        if result is not outputs and type(result) is torch.Tensor:
+            self._scaled.append((weakref.ref(result), weakref.ref(outputs), weakref.ref(scaler)))
+
+    def look(self, me: Thread, began: int, args: Any, kwargs: Any) -> None:
+        """Look at a backward pass that has just ended. `began`: its start; `args`, `kwargs`: of autograd's engine."""
+        recorder = self._recorder
+        if me is not recorder.training_thread or recorder.ring is None:
+            return
+        compiles = _set_eval_frame(None)  # else dynamo would try to compile functions that are called below
+        try:
+            with torch._C.DisableTorchFunction():  # a mode of the script would see our reads
+                self._read_copies()
+                if began - self._began >= EVERY_NS:
+                    self._began, self._left = began, PASSES
+                # Other passes are torch.autograd.grad, or a pass across RPC.
+                if self._left and kwargs.get("accumulate_grad") and type(args[0]) is tuple:
+                    self._left -= 1
+                    line = self._line()
+                    if line is not None and began >= line.next_ns:
+                        line.next_ns = began + EVERY_NS
+                        self._take(line, began, args[0])
+        except Exception as error:  # noqa: BLE001 - a loss is lost, the training is not
+            self._left = 0
+            self._session.fault("loss", error, fatal=False)
+        finally:
+            _set_eval_frame(compiles)
+        recorder.loss_due = 0 if self._copies or self._left else self._began + EVERY_NS
+
+    def _line(self) -> Line | None:
+        """Return the line that called the pass; None beyond MAX_LINES."""
+        for frame in outwards(sys._getframe(1)):
+            if not frame.f_code.co_filename.startswith(_HIDDEN):
+                break
+        else:
+            return None
+        key = frame.f_code.co_filename, frame.f_lineno
+        line = self._lines.get(key)
+        if line is None and len(self._lines) < MAX_LINES:
+            line = self._lines[key] = Line(shortened(f"{os.path.basename(key[0])}:{key[1]}"))
+        return line
+
+    def _take(self, line: Line, began: int, roots: tuple[Any, ...]) -> None:
+        """Read the loss from which a pass began, or copy it."""
+        loss, scale = roots[0], None
+        for scaled, source, scaler in self._scaled:
+            if scaled() is roots[0]:
+                loss = source()
+                if loss is None:  # the script has freed it already
+                    loss, scale = roots[0], getattr(scaler(), "_scale", None)
+        why = "the pass begins at several tensors" if len(roots) > 1 else _why_not(loss)
+        if why is not None:
+            self._write(line, began, 0.0, why)
+        elif loss.is_cuda:
+            self._copy(line, began, loss, scale)
+        else:
+            self._write(line, began, _value(loss) / (1.0 if scale is None else _value(scale)))
+
+    def _write(self, line: Line, began: int, value: float, why: str | None = None) -> None:
+        """Write a loss, or, once for each line, `why` it cannot be read."""
+        if why is not None and why in line.numbers:
+            return
+        number = self._session.define((line, why), lambda: {"place": line.place, "why": why})
+        line.numbers[why] = number
+        if number:
+            (bits,) = struct.unpack("=Q", struct.pack("=d", value))
+            self._recorder.put(Kind.LOSS | number << SITE_AT, began, 0, bits)
+
+    # ---------------------------------------------------------------- on a GPU
+
+    def _copy(self, line: Line, began: int, loss: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """Begin to copy a loss, unless a CUDA graph is being captured or too many copies are under way."""
+        events = self._events = self._events or TorchEvents(self._session)
+        if events.capturing():
+            return
+        if self._free is None:
+            memory = torch.empty((MAX_COPIES, 2, 8), dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._free = [Copy(cells, events.make()) for cells in memory]
+        if not self._free:
+            return
+        copy = self._free.pop()
+        copy.line, copy.started, copy.copied = line, began, []
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            for cell, tensor in zip(copy.cells, (loss, scale), strict=True):
+                if tensor is not None:
+                    target = cell[: _BYTES[tensor.dtype]].view(tensor.dtype)
+                    target.copy_(tensor.view(1), non_blocking=True)
+                    copy.copied.append(target)
+        events.record(copy.event, loss.get_device())
+        self._copies.append(copy)
+
+    def _read_copies(self) -> None:
+        """Write the losses that have arrived."""
+        events = self._events
+        while self._copies and events is not None and not events.capturing() and events.done(self._copies[0].event):
+            copy = self._copies.popleft()
+            value, *scale = map(_value, copy.copied)
+            self._write(copy.line, copy.started, value / (scale[0] if scale else 1.0))
+            if self._free is not None:
+                self._free.append(copy)
+
+    def at_exit(self) -> None:
+        """Write the losses that have arrived, because the process ends."""
+        self._read_copies()
+
+
+def _why_not(loss: Any) -> str | None:
+    """Why a loss cannot be read; None if it can."""
+    if type(loss).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"the pass begins at a {shortened(type(loss).__name__)}, which is no plain tensor"
+    if loss.numel() != 1:
+        return f"the pass begins at a tensor of {loss.numel():,} values, not at one value"
+    if loss.dtype not in _BYTES or loss.layout is not torch.strided:
+        return "the pass begins at a tensor of an unusual type"
+    if loss.device.type not in ("cpu", "cuda"):
+        return f"dpmon does not read values on a device of type {loss.device.type}"
+    return None
+
+
+def _value(tensor: torch.Tensor) -> float:
+    """Return the value of a tensor with one element in the host's memory."""
+    raw = ctypes.string_at(tensor.data_ptr(), _BYTES[tensor.dtype])
+    if tensor.dtype == torch.bfloat16:  # the upper half of a float32
+        raw = b"\0\0" + raw
+    form = {2: "=e", 4: "=f", 8: "=d"}[len(raw)]
+    value: float = struct.unpack(form, raw)[0]
+    return value

@@ -1,0 +1,181 @@
+"""Losses: their steps, their curves, what is kept of them, and the finding about one that is no finite number."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from itertools import pairwise
+from math import exp, inf, isnan, nan
+from pathlib import Path
+
+import pytest
+from pretend import MS, Script, assembled
+from stored import Recording
+from synthetic import SECOND, Training
+
+from dpmon.export.table import Tables
+from dpmon.model.findings import findings
+from dpmon.model.run_facts import RunFacts
+from dpmon.record.history_rows import Definition, LossRow, Row
+from dpmon.record.jsonl import as_json
+from dpmon.store.answers import LossBin, UnfitLoss
+from dpmon.store.queries import SMOOTHED
+from dpmon.store.writer import KEPT_LOSSES, KEPT_OLDER
+
+LINE, OTHER = 3000, 3001
+LINES = [
+    Definition(LINE, {"place": "train.py:88", "why": None}),
+    Definition(OTHER, {"place": "train.py:91", "why": None}),
+]
+
+
+def losses(*values: float, every_s: float = 1.0, first: int = 1) -> list[Row]:
+    """Return losses of the steps from `first` on, one step every `every_s`."""
+    return [LossRow(LINE, step, int(step * every_s * SECOND), value) for step, value in enumerate(values, start=first)]
+
+
+def recorded(*rows: Row, process: int = 0) -> Recording:
+    """Return a run of one process with these rows."""
+    return Recording().add([*LINES, *rows], process)
+
+
+def trained(training: Training, steps: int) -> list[Row]:
+    """Return the rows of steps."""
+    return [*training.begin(), *training.run(steps)]
+
+
+# ------------------------------------------------------------------------------------------------ steps
+
+
+def test_a_loss_belongs_to_the_step_in_which_its_pass_began() -> None:
+    script = Script()
+    line, starts = script.loss_line("train.py:88"), []
+    for _ in range(3):
+        starts.append(script.now)
+        script.play("d l")
+    for start, value in zip(starts, (0.25, nan, -inf), strict=True):
+        script.loss(line, start + MS, value)  # the third belongs to the open step
+    script.fetch(over=True)
+    script.loss(line, starts[0] - 5 * MS, 4.0)  # before the loop
+    found = [event.data for event in assembled(script).events if event.kind == "loss"]
+    assert sorted((each["step"] or 0, each["loss"]) for each in found if each["loss"]) == [(0, 4.0), (1, 0.25)]
+    assert sorted((each["step"], each["absent"]["loss"]) for each in found if each["loss"] is None) == [
+        (2, "nan"),
+        (3, "-inf"),
+    ]
+    assert {each["place"] for each in found} == {"train.py:88"}
+    assert next(each for each in found if each["loss"] == 4.0)["absent"].keys() == {"step"}
+
+
+# ------------------------------------------------------------------------------------------------ queries
+
+
+def test_a_curve_has_points_of_equal_duration() -> None:
+    store = recorded(*losses(4.0, 2.0, nan, 1.0, 8.0, every_s=0.5)).store()
+    assert store.loss_bins(0, LINE, 0, 10, 1) == [
+        LossBin(0, 1, 4.0, 4.0, 4.0, 0),
+        LossBin(1, 1, 2.0, 2.0, 2.0, 1),
+        LossBin(2, 2, 1.0, 4.5, 8.0, 0),
+    ]
+    assert store.loss_bins(0, LINE, 1, 2, 2) == [LossBin(0, 1, 2.0, 2.0, 2.0, 1)]
+    assert store.at(SECOND).loss_bins(0, LINE, 0, 10, 10) == [LossBin(0, 2, 2.0, 3.0, 4.0, 0)]
+
+
+def test_the_smoothed_value_is_a_mean_in_which_newer_values_weigh_more() -> None:
+    store = recorded(*losses(5.0, nan, 3.0, 1.0)).store()
+    newest, smoothed = store.newest_losses(0, LINE)
+    assert newest == LossRow(LINE, 4, 4 * SECOND, 1.0)
+    weights = [1.0, exp(-1 / SMOOTHED), exp(-3 / SMOOTHED)]
+    assert smoothed == pytest.approx((weights[0] * 1 + weights[1] * 3 + weights[2] * 5) / sum(weights))
+    newest, smoothed = store.at(2 * SECOND).newest_losses(0, LINE)
+    assert newest is not None
+    assert isnan(newest.loss)
+    assert smoothed == 5.0
+
+
+def test_all_new_losses_are_kept_and_old_ones_in_equal_distances(tmp_path: Path) -> None:
+    count, part = 12_000, 500
+    for begin in range(0, count, part):  # a new writer for each part, as after a kill of the supervisor
+        recording = Recording(directory=tmp_path)
+        values = [nan if step in (4001, 7001) else 1.0 for step in range(begin + 1, begin + part + 1)]
+        recording.add(([] if begin else LINES) + losses(*values, first=begin + 1))
+        recording.close()
+    recording = Recording(directory=tmp_path)
+    store = recording.store()
+    steps = [step for (step,) in store.query("SELECT step FROM losses ORDER BY t_ns")]
+    assert [one.step for one in store.unfit_losses()] == [4001]
+    recording.close()
+    assert len(steps) <= KEPT_OLDER + 2 * KEPT_LOSSES
+    assert steps[-KEPT_LOSSES:] == list(range(count - KEPT_LOSSES + 1, count + 1))
+    assert max(after - before for before, after in pairwise(steps)) <= 8
+
+
+def test_the_limit_of_the_history_does_not_delete_losses() -> None:
+    recording = Recording(limit_bytes=400_000)
+    training = Training()
+    rows = [*LINES, *losses(*([1.0] * 50))]
+    recording.add([*rows, *trained(training, 3000)])
+    store = recording.store()
+    assert store.pruned
+    assert store.query("SELECT count(*) FROM losses") == [(50,)]
+
+
+# ------------------------------------------------------------------------------------------------ state and facts
+
+
+def test_the_state_has_a_curve_for_each_line_of_the_process_in_focus() -> None:
+    training = Training()
+    steps = trained(training, 20)
+    rows = [*LINES, *losses(3.0, 2.0), LossRow(OTHER, 2, 2 * SECOND + 5, 9.0)]
+    recording = Recording().add([*steps, *rows])
+    first, second = recording.state().losses
+    assert (first.place, first.last, first.step, first.t_ns) == ("train.py:88", 2.0, 2, 2 * SECOND)
+    assert (second.place, second.last, second.smoothed) == ("train.py:91", 9.0, 9.0)
+    facts = RunFacts(recording.store())
+    assert [curve.place for curve in facts.losses] == ["train.py:88", "train.py:91"]
+    assert [point.mean for point in facts.losses[0].points] == [3.0, 2.0]
+    assert recording.state().unfit is None
+
+
+def test_a_line_without_a_loss_has_a_reason_and_is_not_unfit() -> None:
+    why = "the pass begins at a tensor of 5 values, not at one value"
+    rows = [Definition(OTHER, {"place": "train.py:91", "why": why}), LossRow(OTHER, 1, SECOND, nan)]
+    recording = Recording().add([*trained(Training(), 5), *rows])
+    (curve,) = recording.state().losses
+    assert (curve.place, curve.why, curve.last, curve.points) == ("train.py:91", why, None, ())
+    assert recording.store().unfit_losses() == []
+    (record,) = [record for record in recording.store().records() if getattr(record, "kind", "") == "loss"]
+    assert record.data["absent"] == {"loss": why}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("value", "words"), [(nan, "not a number (NaN)"), (inf, "infinite")])
+def test_a_loss_that_is_no_finite_number_is_the_first_finding(value: float, words: str) -> None:
+    recording = Recording().add([*trained(Training(rank=0), 40), *LINES, *losses(1.0, 2.0)], 0, 0)
+    assert [finding.kind for finding in findings(RunFacts(recording.store())) if finding.kind == "loss"] == []
+    other = Training(process=1, rank=1)
+    recording.add([*trained(other, 40), *LINES, *losses(1.0, value, value)], 1, 1)
+    assert recording.store().unfit_losses()[0][:4] == UnfitLoss(1, "train.py:88", 2, 2 * SECOND, value)[:4]
+    first = findings(RunFacts(recording.store()))[0]
+    assert first.kind == "loss"
+    assert first.text == f"The loss of rank 1 is {words}: seen at step 2 (train.py:88)."
+    assert first.weight == 1.0
+    assert recording.state().unfit is not None
+
+
+# ------------------------------------------------------------------------------------------------ exports
+
+
+def test_a_loss_is_a_json_line_and_a_row_of_csv() -> None:
+    store = recorded(*losses(0.5, inf)).store()
+    records = list(store.records())
+    lines = [json.loads(json.dumps(as_json(record), allow_nan=False)) for record in records]
+    common = {"kind": "loss", "process": 0, "rank": None, "place": "train.py:88"}
+    assert lines == [
+        {**common, "step": 1, "t_s": 1.0, "loss": 0.5, "absent": {}},
+        {**common, "step": 2, "t_s": 2.0, "loss": None, "absent": {"loss": "inf"}},
+    ]
+    table = io.StringIO()
+    Tables(lambda kind: table).write(records)
+    first, second = csv.DictReader(io.StringIO(table.getvalue()))
+    assert (first["place"], first["loss"], second["loss"]) == ("train.py:88", "0.5", "")

@@ -50,7 +50,7 @@ def why(options: argparse.Namespace) -> int:
     if found is not None:
         first, *lines = [text for text, _ in lines_of(found, every=options.all)]
         if found.get("text") is None:
-            first = f"not stalled, but {health_now(directory).words(found['t_s'])}"
+            first = f"not stalled: {health_now(directory).words(found['t_s'])}"
         print("\n".join((clean(first), *lines)))
     elif state == ELSEWHERE:
         print(f"{info.id} runs on another machine ({clean(info.host)}): ask there")

@@ -122,7 +122,7 @@ def _quiet_reason(state: State, doing: str) -> str:
     """Why nothing is called any more. `doing`: what the process that represents the run does."""
     step = None if state.focus is None else state.focus.last_step
     since = "no call for so long" if step is None else f"no call since step {group(step.step)}"
-    return f"{since}: {'the training process has ended' if doing == 'ended' else 'the script does something else'}"
+    return f"{since}; {'the training process has ended' if doing == 'ended' else 'the script does something else'}"
 
 
 def _from(at_ns: int | None, start_ns: int) -> int | None:

@@ -171,7 +171,10 @@ class RankLook:
             with contextlib.suppress(RingError, OSError):
                 if proc.is_running(ring.pid, self._started.get(ring.pid)) and now - ring.current_span()[1] >= still_ns:
                     rings[ring.pid] = ring
-        taken = dump({pid: ring.training_tid() for pid, ring in rings.items()}, native=native)
+        threads = {pid: ring.training_tid() for pid, ring in rings.items()}
+        taken = dump(threads, native=native)
+        if native:  # py-spy cannot see the C frames of a process that is stopped
+            taken |= dump({pid: threads[pid] for pid, one in taken.items() if one.reason is not None})
         asked = {}
         for pid, one in taken.items():
             if one.reason is not None:

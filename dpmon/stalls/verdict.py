@@ -288,7 +288,10 @@ def _sentence_of_job(found: Stall, ranks: Sequence[RankFacts], job: int, directo
         who = names(guilty)
         return f"{named[0]}: {who} {'has' if len(guilty) == 1 else 'have'} started fewer collectives"
     stuck = _grouped(guilty, lambda rank: doing_words(rank, directory))
-    text = "; ".join(words if len(ranks) == 1 else f"{who} {words}" for who, _, words in stuck)
+    if len(ranks) == 1:
+        (_, _, words), *_ = stuck
+        return words if words.startswith(("in ", "at ", "waiting ")) else f"it {words}"
+    text = "; ".join(f"{who} {words}" for who, _, words in stuck)
     if not waiting:
         return text
     named = waits(waiting)

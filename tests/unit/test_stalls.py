@@ -79,6 +79,7 @@ def told(*ranks: RankFacts, usual: UsualTimes | None = None) -> str | None:
     ("ranks", "expected"),
     [
         ((rank(0, SCRIPT, world=1),), "in checkpoint (train.py:12)"),
+        ((rank(0, SCRIPT, world=1, state="stopped"),), "it is stopped (SIGSTOP), in checkpoint (train.py:12)"),
         (
             (rank(0, BACKWARD, sequence=6), rank(1, SCRIPT)),
             "rank 1 in checkpoint (train.py:12); rank 0 waits in backward (train.py:90)",

@@ -312,9 +312,9 @@ def test_a_quiet_run_says_why(state: Path, capsys: pytest.CaptureFixture[str]) -
     directory = live()
     assert main(["status"]) == 3
     first, remedy, *rest = capsys.readouterr().out.splitlines()
-    assert re.search(r"  quiet for \d\d\.\d s: no call since step 40: the script does something else$", first)
+    assert re.search(r"  quiet for \d\d\.\d s: no call since step 40; the script does something else$", first)
     assert remedy == f"  try: dpmon why linear-{directory.name[-4:]} shows where it is"
     assert not any("o step has ended" in line for line in rest), "the first line says it"
     begun = health.health_now(directory)
-    assert health._quiet_reason(State(), "ended") == "no call for so long: the training process has ended"
-    assert begun.fields()["reason"] == "no call since step 40: the script does something else"
+    assert health._quiet_reason(State(), "ended") == "no call for so long; the training process has ended"
+    assert begun.fields()["reason"] == "no call since step 40; the script does something else"

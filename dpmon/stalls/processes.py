@@ -17,7 +17,7 @@ from dpmon.run.rundir import ring_paths
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
 from dpmon.stalls.nccl import nccl_report
-from dpmon.stalls.stacks import Dump, Stack, dump, noted
+from dpmon.stalls.stacks import Dump, Stack, dump, stacks_in
 from dpmon.stalls.verdict import SECOND, GroupSeen, LoaderWorker, RankFacts
 
 DETAILS_NS = 3 * SECOND
@@ -219,7 +219,7 @@ class RankLook:
                 lines = file.read(_LAST_BYTES).splitlines()
             answer = load_json(lines[-1]) if lines else None
             if isinstance(answer, dict) and answer.get("asked") == serial:
-                return noted(answer)
+                return stacks_in(answer.get("threads"))
         return ()
 
 

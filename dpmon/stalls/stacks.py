@@ -207,17 +207,22 @@ def parsed(out: bytes, main: int) -> Dump:
     if len(out) > _MOST_BYTES:
         return Dump(reason=f"py-spy printed more than {_MOST_BYTES >> 20} MiB")
     try:
-        threads = json.loads(out)
-        if not isinstance(threads, list):
-            raise TypeError
+        stacks = stacks_in(json.loads(out), main)
+    except (ValueError, RecursionError):
+        return Dump(reason="py-spy printed something else than stacks: another version?")
+    return Dump(stacks, None if stacks else "py-spy saw no Python thread")
+
+
+def stacks_in(threads: Any, main: int | None = None) -> tuple[Stack, ...]:
+    """The stacks of threads in the form of py-spy, the main thread's first; ValueError if they have another one."""
+    try:
         # Older Pythons do not know the kernel's numbers.
-        known = any(thread["os_thread_id"] == main for thread in threads)
+        known = any(main is not None and thread["os_thread_id"] == main for thread in threads)
         key, value = ("os_thread_id", main) if known else ("thread_name", "MainThread")
         stacks = [_stack(thread, thread[key] == value) for thread in threads[:MOST_THREADS]]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return Dump(reason="py-spy printed something else than stacks: another version?")
-    stacks = sorted((stack for stack in stacks if stack.frames), key=lambda stack: not stack.main)
-    return Dump(tuple(stacks), None if stacks else "py-spy saw no Python thread")
+    except (TypeError, KeyError, AttributeError, ValueError):
+        raise ValueError("not stacks") from None
+    return tuple(sorted((stack for stack in stacks if stack.frames), key=lambda stack: not stack.main))
 
 
 def _stack(thread: Mapping[str, Any], main: bool) -> Stack:
@@ -232,26 +237,5 @@ def _stack(thread: Mapping[str, Any], main: bool) -> Stack:
         ),
         str(thread["thread_name"] or "")[:_LONGEST],
         main,
-        len(frames) - len(kept),
+        len(frames) - len(kept) + int(thread.get("left_out") or 0),
     )
-
-
-def noted(answer: Mapping[str, Any]) -> tuple[Stack, ...]:
-    """The stacks in a line that a training process noted (dpmon.tracer.watch). Raises ValueError for anything else."""
-    try:
-        stacks = [
-            Stack(
-                tuple(
-                    Frame(str(name), str(file), int(line))
-                    for file, name, line in thread["frames"][: INNER_FRAMES + OUTER_FRAMES]
-                    if _OURS not in str(file)
-                ),
-                "",
-                thread["training"] is True,
-                int(thread["left_out"]),
-            )
-            for thread in answer["threads"][:MOST_THREADS]
-        ]
-    except (TypeError, KeyError, ValueError):
-        raise ValueError("not stacks") from None
-    return tuple(sorted(stacks, key=lambda stack: not stack.main))

@@ -144,7 +144,7 @@ def note_groups(words: memoryview) -> None:
 
 
 def stacks(training: int) -> list[dict[str, Any]]:
-    """The stacks of all Python threads but this one, innermost call first. `training`: ident of the training thread."""
+    """The stacks of all Python threads but this one, in the form of py-spy. `training`: ident of the training thread."""
     me, found = get_ident(), []
     for ident, frame in list(_current_frames().items())[:MOST_THREADS]:
         if ident == me:
@@ -160,9 +160,12 @@ def stacks(training: int) -> list[dict[str, Any]]:
             frames[INNER_FRAMES:-OUTER_FRAMES] = []
         found.append(
             {
-                "training": ident == training,
+                "thread_name": "MainThread" if ident == training else "",
+                "os_thread_id": None,
                 "left_out": left_out,
-                "frames": [(shortened(file), shortened(name), line) for file, name, line in frames],
+                "frames": [
+                    {"filename": shortened(file), "name": shortened(name), "line": line} for file, name, line in frames
+                ],
             }
         )
     return found

@@ -28,7 +28,7 @@ from dpmon.stalls.run_state import (
     Now,
     state_of,
 )
-from dpmon.stalls.stacks import Dump, Frame, Stack, noted, parsed
+from dpmon.stalls.stacks import Dump, Frame, Stack, parsed, stacks_in
 from dpmon.stalls.verdict import SECOND, GroupSeen, LoaderWorker, RankFacts, UsualTimes, sentence, stall
 
 NOW = 1000 * SECOND
@@ -424,11 +424,21 @@ def test_the_training_thread_is_found_by_its_number_or_its_name() -> None:
 
 
 def test_a_noted_stack_is_checked() -> None:
-    line = {"threads": [{"training": True, "left_out": 0, "frames": [["/job/a.py", "main", 4]]}]}
-    assert noted(line)[0].frames == (Frame("main", "/job/a.py", 4),)
-    for bad in ({}, {"threads": 3}, {"threads": [{"training": True}]}, {"threads": [{"frames": [["a"]]}]}):
+    thread = {"thread_name": "", "os_thread_id": None, "left_out": 7, "frames": [frame("main", "/job/a.py", 4)]}
+    other, training = stacks_in([thread, {**thread, "thread_name": "MainThread"}])[::-1]
+    assert (training.main, other.main, other.left_out) == (True, False, 7)
+    assert training.frames == (Frame("main", "/job/a.py", 4),)
+    for bad in (
+        {},
+        None,
+        3,
+        [3],
+        [{"thread_name": ""}],
+        [{**thread, "frames": [["a"]]}],
+        [{**thread, "left_out": "x"}],
+    ):
         with pytest.raises(ValueError, match="not stacks"):
-            noted(bad)
+            stacks_in(bad)
 
 
 def test_only_a_worker_with_work_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,8 +150,8 @@ def test_noted_stacks_keep_nothing_alive() -> None:
         assert alive[0]() is None
     finally:
         gc.enable()
-    (stack,) = (one for one in found if one["training"])
-    assert "work" in [name.rpartition(".")[2] for _, name, _ in stack["frames"]]
+    (stack,) = (one for one in found if one["thread_name"] == "MainThread")
+    assert "work" in [frame["name"].rpartition(".")[2] for frame in stack["frames"]]
 
 
 def test_a_full_file_of_stacks_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

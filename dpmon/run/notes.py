@@ -111,17 +111,15 @@ class Uncaught(NamedTuple):
         Of the exception's message, the first line without a place in C++ code, cut if it is long.
         """
         who = "" if self.rank is None else f"rank {self.rank}: "
-        place = self.place(cwd)
         message = _PLACE_IN_C.sub("", self.message.strip().partition("\n")[0])
         text = f"{self.kind}: {textwrap.shorten(message, _MOST, placeholder=' ...')}" if message else self.kind
-        return who + text + (f" ({place})" if place is not None else "")
+        return who + text + (f" ({place_in(cwd, self.file, self.line or 0)})" if self.file is not None else "")
 
-    def place(self, cwd: str) -> str | None:
-        """File and line of the script, as seen from the directory of the run: "train.py:12"."""
-        if self.file is None:
-            return None
-        inside = cwd and self.file.startswith(cwd.rstrip(os.sep) + os.sep)
-        return f"{os.path.relpath(self.file, cwd) if inside else self.file}:{self.line}"
+
+def place_in(directory: str, file: str, line: int) -> str:
+    """File and line as seen from `directory`: "src/train.py:88"; of a file elsewhere only the name."""
+    inside = directory and file.startswith(directory.rstrip(os.sep) + os.sep)
+    return f"{os.path.relpath(file, directory) if inside else os.path.basename(file)}:{line}"
 
 
 def uncaught_in(directory: Path, pid: int | None) -> str | None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dpmon.record.names import INNER_FRAMES, MOST_THREADS, OUTER_FRAMES
+from dpmon.run.notes import place_in
 
 _MOST_BYTES = 32 << 20
 _LONGEST = 1000
@@ -57,9 +58,8 @@ class Frame(NamedTuple):
         return self.line > 0 and not self.file.startswith("<") and not any(part in self.file for part in _NOT_SCRIPT)
 
     def place(self, directory: str) -> str:
-        """File and line, as seen from `directory`: "train.py:88"; for a file elsewhere without its directory."""
-        inside = directory and self.file.startswith(directory.rstrip(os.sep) + os.sep)
-        return f"{os.path.relpath(self.file, directory) if inside else os.path.basename(self.file)}:{self.line}"
+        """File and line, as seen from `directory`."""
+        return place_in(directory, self.file, self.line)
 
     def words(self, directory: str) -> str:
         """Function and place: "in save (train.py:88)"; outside of functions "at train.py:88"."""

@@ -144,7 +144,7 @@ def note_groups(words: memoryview) -> None:
 
 
 def stacks(training: int) -> list[dict[str, Any]]:
-    """The stacks of all Python threads but this one, in the form of py-spy. `training`: ident of the training thread."""
+    """The stacks of all Python threads but this one, in py-spy's form. `training`: ident of the training thread."""
     me, found = get_ident(), []
     for ident, frame in list(_current_frames().items())[:MOST_THREADS]:
         if ident == me:

@@ -187,17 +187,16 @@ def ratio(above: Interval, below: Interval) -> Interval | None:
 # ------------------------------------------------------------------------------------------------ comparing
 
 
-class _StepKind(NamedTuple):
+class StepKind(NamedTuple):
+    """The steps that can be compared with each other: the same number of samples, all training or all evaluation."""
+
     batch: int
     trains: bool
 
 
-def _kind(key: Key) -> _StepKind:
-    return _StepKind(key.batch, not key.kind & EVALUATION)
-
-
-def _is_settled(key: Key) -> bool:
-    return not key.kind & SETTLING
+def settled_kind(key: Key) -> StepKind | None:
+    """The kind of the steps of a tally; None for the first ones after the start or after a change of mode."""
+    return None if key.kind & SETTLING else StepKind(key.batch, not key.kind & EVALUATION)
 
 
 def compare_modes(
@@ -216,12 +215,13 @@ def compare_modes(
     """
     tallies = {key: tally for key, tally in window.by_process.items() if key.process == process and tally.steps}
     there = [mode for mode in MODES_COMPARED if any(key.mode == mode for key in tallies)]
-    kinds: dict[str, Counter[_StepKind]] = {mode: Counter() for mode in there}
+    kinds: dict[str, Counter[StepKind]] = {mode: Counter() for mode in there}
     for key, tally in tallies.items():
-        if key.mode in kinds and _is_settled(key):
-            kinds[key.mode][_kind(key)] += tally.steps
+        found = settled_kind(key)
+        if key.mode in kinds and found is not None:
+            kinds[key.mode][found] += tally.steps
     both = len(there) == 2
-    kind = _common(kinds) if both else None
+    kind = common_kind(kinds.values()) if both else None
     evaluation, batch = (False, None) if kind is None else (not kind.trains, kind.batch)
     taken = {mode: window.tally(mode, evaluation, process, settled=both, batch=batch) for mode in there}
     sides = {mode: figures(mode, False, taken[mode], window.rate(mode, process=process)) for mode in there}
@@ -242,7 +242,7 @@ def compare_modes(
     )
     parts: dict[str, list[Tally]] = {mode: [] for mode in there}
     for key, tally in window.rows(process):
-        if key.mode in parts and _is_settled(key) and _kind(key) == kind:
+        if key.mode in parts and settled_kind(key) == kind:
             parts[key.mode].append(tally)
     long = [step for step in longest if step.process == process and bool(step.kind & EVALUATION) == evaluation]
     return _judged(base, taken, parts, long, waits)
@@ -257,19 +257,24 @@ def first_with_both(window: Window) -> int:
     return next(both, min(modes, default=0))
 
 
-def _common(kinds: Mapping[str, Counter[_StepKind]]) -> _StepKind | None:
-    """The kind of step to compare; None if the modes share none.
+def common_kind(sides: Iterable[Counter[StepKind]]) -> StepKind | None:
+    """The kind of step to compare; None if the sides share none. `sides`: number of settled steps by kind.
 
-    A kind with enough steps in both modes comes first, then training, then the most frequent kind. If one mode has no
-    settled steps yet, this is the most frequent kind of the other.
+    A kind with enough steps on all sides comes first, then training, then the most frequent kind. If a side has no
+    settled steps yet, this is the most frequent kind of the others.
     """
-    one, other = kinds.values()
-    both = {kind: min(count, other[kind]) for kind, count in one.items() if other[kind] and kind.batch != OTHER_SIZES}
-    if both:
-        return max(both, key=lambda kind: (both[kind] >= MIN_STEPS, kind.trains, both[kind], kind.batch))
-    if one and other:
+    sides = list(sides)
+    shared = {
+        kind: min(side[kind] for side in sides)
+        for kind in sides[0]
+        if kind.batch != OTHER_SIZES and all(side[kind] for side in sides)
+    }
+    if shared:
+        return max(shared, key=lambda kind: (shared[kind] >= MIN_STEPS, kind.trains, shared[kind], kind.batch))
+    if all(sides):
         return None
-    return next(iter((one or other).most_common(1)), (_StepKind(NO_SAMPLES, True), 0))[0]
+    whole = sum(sides, Counter[StepKind]())
+    return next(iter(whole.most_common(1)), (StepKind(NO_SAMPLES, True), 0))[0]
 
 
 def _lacking(there: Sequence[str], lacking: Mapping[str, int]) -> str:
@@ -281,7 +286,7 @@ def _lacking(there: Sequence[str], lacking: Mapping[str, int]) -> str:
     return f"no verdict yet: it needs {' and '.join(parts)}"
 
 
-def _unlike(kinds: Mapping[str, Counter[_StepKind]]) -> str:
+def _unlike(kinds: Mapping[str, Counter[StepKind]]) -> str:
     """Why no step of one mode can be compared with a step of the other."""
     usual = {mode: max(found, key=lambda kind: found[kind]) for mode, found in kinds.items()}
     trains = {mode: kind.trains for mode, kind in usual.items()}
@@ -345,20 +350,23 @@ def _largest(sides: Mapping[str, Figures], outcome: str) -> Reason | None:
     if outcome == "even":  # the copying, if its share is large enough to mention
         cost = _cost(sides["dp"])
         return cost if cost is not None and (cost.share or 0) >= WORTH else None
-    took = {mode: _by_phase(side, lambda phase: phase.median_ns) for mode, side in sides.items()}
-    sign = 1 if outcome == "slower" else -1
-    changes = {
-        name: sign * (took["dp"].get(name, 0.0) - took["single"].get(name, 0.0))
-        for name in took["dp"].keys() | took["single"].keys()
-    }
-    name = max(sorted(changes), key=lambda each: changes[each], default=None)
-    if name is None or changes[name] <= 0:
+    took = {mode: by_phase(side, lambda phase: phase.median_ns) for mode, side in sides.items()}
+    name = most_changed(took["single"], took["dp"], slower=outcome == "slower")
+    if name is None:
         return None
-    shares = _by_phase(sides["dp"], lambda phase: phase.share)
+    shares = by_phase(sides["dp"], lambda phase: phase.share)
     return Reason(name, shares.get(name), took["dp"].get(name), took["single"].get(name))
 
 
-def _by_phase(side: Figures, figure: Callable[[PhaseFigures], float | None]) -> dict[str, float]:
+def most_changed(before: Mapping[str, float], after: Mapping[str, float], *, slower: bool) -> str | None:
+    """The phase whose time grew most (or, unless `slower`, fell most); None if none did."""
+    sign = 1 if slower else -1
+    changes = {name: sign * (after.get(name, 0.0) - before.get(name, 0.0)) for name in after.keys() | before.keys()}
+    name = max(sorted(changes), key=lambda each: changes[each], default=None)
+    return None if name is None or changes[name] <= 0 else name
+
+
+def by_phase(side: Figures, figure: Callable[[PhaseFigures], float | None]) -> dict[str, float]:
     """A figure of each phase that ran. `forward` is the replicas' forward plus the rest of the forward."""
     found: dict[str, float] = {}
     for phase in side.phases:

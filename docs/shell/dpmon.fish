@@ -57,8 +57,8 @@ function _shtab_dpmon_using
   test "$_shtab_dpmon_cmdpath" = "$argv"
 end
 
-set -g _shtab_dpmon_commands attach status why ls stop report export doctor keep rm
-set -g _shtab_dpmon_opts_with_value --batch-dim --devices --format --kind --metrics --mode --name --on-event --output --python --refresh --replicas --timeout --wait -m -o
+set -g _shtab_dpmon_commands attach status why ls stop report compare export doctor keep rm
+set -g _shtab_dpmon_opts_with_value --batch-dim --devices --fail-if-slower --format --kind --memory --metrics --mode --name --on-event --output --phase --python --refresh --replicas --timeout --wait -m -o
 
 complete -c dpmon -e
 complete -c dpmon -f
@@ -107,12 +107,22 @@ complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a 
 complete -c dpmon -n '_shtab_dpmon_using report' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using report' -l json -d 'one JSON object, for programs'
 complete -c dpmon -n '_shtab_dpmon_using report' -l html -d 'a self-contained page with plots'
-complete -c dpmon -n '_shtab_dpmon_using report' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'output file (default: standard output, or RUN.html with --html)'
+complete -c dpmon -n '_shtab_dpmon_using report' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'output file (default: standard output; of --html, RUN.html)'
 complete -c dpmon -n '_shtab_dpmon_using report; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
+complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a compare -d 'Say what differs between runs, and how their figures changed. Several runs a side: A1 A2 A3 -- B1 B2 B3. Exit status with a threshold: 0 not slower, 4 slower, 3 inconclusive.'
+complete -c dpmon -n '_shtab_dpmon_using compare' -s h -l help -d 'show this help message and exit'
+complete -c dpmon -n '_shtab_dpmon_using compare' -l fail-if-slower -x -d 'exit with 4 if a step takes longer by more than this, such as 5%'
+complete -c dpmon -n '_shtab_dpmon_using compare' -l phase -x -d 'apply --fail-if-slower to this phase instead (repeatable)'
+complete -c dpmon -n '_shtab_dpmon_using compare' -l memory -x -d 'exit with 4 if the peak of memory grew by more than this'
+complete -c dpmon -n '_shtab_dpmon_using compare' -l anyway -d 'judge runs that differ in arguments, mode, ranks, devices or batch'
+complete -c dpmon -n '_shtab_dpmon_using compare' -l json -d 'one JSON object, for programs'
+complete -c dpmon -n '_shtab_dpmon_using compare' -l html -d 'a self-contained page with plots'
+complete -c dpmon -n '_shtab_dpmon_using compare' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'output file (default: standard output; of --html, RUN.html)'
+complete -c dpmon -n '_shtab_dpmon_using compare; and test $_shtab_dpmon_npos -ge 0' -ka "(_dpmon_runs)" -d 'the run before and the run after; -- separates several of each'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a export -d 'Write the records of a run, live or finished. Without RUN: the newest one.'
 complete -c dpmon -n '_shtab_dpmon_using export' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using export' -l format -xka "jsonl csv perfetto" -d 'jsonl: one JSON object per line; csv: one table per kind; perfetto: a trace for ui.perfetto.dev'
-complete -c dpmon -n '_shtab_dpmon_using export' -l kind -xka "call step collective sampled device host memory mode pause input stall loader ddp process warning oom dropped exit" -d 'only this kind of record (jsonl and csv)'
+complete -c dpmon -n '_shtab_dpmon_using export' -l kind -xka "call step collective sampled loss device host memory mode pause input stall loader ddp process warning oom dropped exit" -d 'only this kind of record (jsonl and csv)'
 complete -c dpmon -n '_shtab_dpmon_using export' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'output file (default: standard output); for csv, a directory'
 complete -c dpmon -n '_shtab_dpmon_using export; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a doctor -d 'Check whether dpmon works here, with a remedy for each fault.'

@@ -118,26 +118,32 @@ def report(options: argparse.Namespace) -> int:
     elif options.json:
         text = json_text(as_object(story), indent=1) + "\n"
     else:
-        text = _report_text(document(story), on_terminal=output is None and sys.stdout.isatty())
+        text = as_text(document(story), output)
+    written(text, output, say=options.html)
+    return 0
+
+
+def written(text: str, output: str | None, *, say: bool = False) -> None:
+    """Write to a file, or to standard output (None or "-"). `say`: print the file's name. RunError if that fails."""
     if output in (None, "-"):
         with stdout() as out:
             out.write(text)
-        return 0
+        return
     path = Path(output)
     try:
         with opened(path) as file:
             file.write(text)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror or error}") from None
-    if options.html:
+    if say:
         print(path)
-    return 0
 
 
-def _report_text(report: Document, *, on_terminal: bool) -> str:
+def as_text(report: Document, output: str | None) -> str:
+    """A document as text; on a terminal with its width and colours."""
     from dpmon.report.text import text_lines
 
-    if not on_terminal:
+    if output is not None or not sys.stdout.isatty():
         return "\n".join(text_lines(report, WIDTH_NO_TERMINAL)) + "\n"
     lines = text_lines(report, min(get_terminal_size((WIDTH_NO_TERMINAL, 24)).columns, WIDEST))
     if has_colours(sys.stdout, os.environ):
@@ -233,8 +239,6 @@ def _describe(directory: Path, info: RunInfo) -> ListedRun:
 
         now = health_now(directory)
         state, standing = now.state, now.reason
-    # The words after Python and the script or module; all of a launcher.
-    skip = 3 if info.script.startswith("-m ") else 2
     return ListedRun(
         info.id,
         short_name(info),
@@ -251,7 +255,7 @@ def _describe(directory: Path, info: RunInfo) -> ListedRun:
         None if how is None else how.unknown,
         None if how is None else how.cause,
         standing,
-        list(info.command) if info.python is None else [info.script, *info.command[skip:]],
+        [*([] if info.python is None else [info.script]), *info.arguments],
         str(directory),
     )
 

@@ -32,6 +32,10 @@ def main(words: Sequence[str]) -> int:
             from dpmon.cli.why import why
 
             return why(options)
+        if command == "compare":
+            from dpmon.cli.comparing import compare
+
+            return compare(options)
         if command == "status":
             from dpmon.cli.status import status
 

@@ -6,14 +6,14 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import dpmon
 from dpmon.config import SETTINGS
 from dpmon.errors import DpmonError
 from dpmon.stalls.run_state import STATES
 
-COMMANDS = ("run", "attach", "status", "why", "ls", "stop", "report", "export", "doctor", "keep", "rm")
+COMMANDS = ("run", "attach", "status", "why", "ls", "stop", "report", "compare", "export", "doctor", "keep", "rm")
 MAX_REPLICAS = 4096
 WAITED = ("fine", *STATES, "finished", "stopped", "interrupted", "failed", "killed")
 """The words of `status --wait`: states, and ends."""
@@ -28,6 +28,7 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon ls                                list the runs
        dpmon stop RUN                          stop a run: SIGINT, SIGTERM, SIGKILL
        dpmon report [RUN] [--json | --html]    summarize a run
+       dpmon compare A B                       say what differs between runs, and which are faster
        dpmon export [RUN] [--format FORMAT]    write the records: jsonl, csv, perfetto
        dpmon doctor                            check whether dpmon works here
        dpmon keep [--not] [RUN]                protect a run from automatic deletion; --not: unprotect it
@@ -48,6 +49,10 @@ _DESCRIPTIONS = {
     "ls": "List the runs, the newest last.",
     "stop": "Stop a run and all its processes: SIGINT, SIGTERM, SIGKILL, with a wait after each.",
     "report": "Summarize a run, live or finished. Without RUN: the newest one.",
+    "compare": (
+        "Say what differs between runs, and how their figures changed. Several runs a side: A1 A2 A3 -- B1 B2 B3."
+        " Exit status with a threshold: 0 not slower, 4 slower, 3 inconclusive."
+    ),
     "export": "Write the records of a run, live or finished. Without RUN: the newest one.",
     "doctor": "Check whether dpmon works here, with a remedy for each fault.",
     "keep": "Protect a run from automatic deletion. Without RUN: the newest one.",
@@ -97,6 +102,22 @@ def _timeout(text: str) -> float:
     if not 0 <= seconds < 1e9:
         raise argparse.ArgumentTypeError(f"expected a number of seconds, not {text!r}")
     return seconds
+
+
+def _percent(text: str) -> float:
+    """A limit such as 5% as a fraction."""
+    found = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,6})?) ?%", text)
+    if found is None or not 0 < float(found[1]) <= 500:
+        raise argparse.ArgumentTypeError(f"expected a percentage such as 5%, not {text!r}")
+    return float(found[1]) / 100
+
+
+def _phase(text: str) -> str:
+    from dpmon.model.compare_gate import PHASES_GATED  # expensive
+
+    if text not in PHASES_GATED:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(PHASES_GATED)}, not {text!r}")
+    return text
 
 
 def _devices(text: str) -> str:
@@ -159,6 +180,8 @@ def command_parser(command: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     if command == "rm":
         add("runs", metavar="RUN", nargs="+", help="an id, the unique start of an id, or a name that only one run has")
+    elif command == "compare":
+        add("runs", metavar="RUN", nargs="+", help="the run before and the run after; -- separates several of each")
     elif command not in ("doctor", "ls"):
         # Without a RUN, attach shows a live one.
         default = None if command in ("attach", "status", "why") else "last"
@@ -184,11 +207,22 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         add("--native", action="store_true", help="also C frames; py-spy then stops each process for about 50 ms")
     if command == "keep":
         add("--not", dest="kept", action="store_false", help="end the protection")
-    if command == "report":
+    if command == "compare":
+        limit: dict[str, Any] = {"type": _percent, "metavar": "PERCENT"}
+        add("--fail-if-slower", **limit, help="exit with 4 if a step takes longer by more than this, such as 5%%")
+        add("--phase", type=_phase, action="append", help="apply --fail-if-slower to this phase instead (repeatable)")
+        add("--memory", **limit, help="exit with 4 if the peak of memory grew by more than this")
+        add("--anyway", action="store_true", help="judge runs that differ in arguments, mode, ranks, devices or batch")
+    if command in ("report", "compare"):
         form = parser.add_mutually_exclusive_group()
         form.add_argument("--json", action="store_true", help="one JSON object, for programs")
         form.add_argument("--html", action="store_true", help="a self-contained page with plots")
-        add("-o", "--output", metavar="FILE", help="output file (default: standard output, or RUN.html with --html)")
+        add(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="output file (default: standard output; of --html, RUN.html)",
+        )
     if command == "export":
         from dpmon.record.fields import RECORDS
 
@@ -259,6 +293,8 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
         else:
             # A word after --json is the run, not the output file.
             rest = ["--json=-" if word == "--json" and command == "attach" else word for word in rest]
+            if command == "compare":
+                return command, _sides(rest)
             found = command_parser(command).parse_args(rest)
             if command == "status":
                 _check_status(found)
@@ -271,6 +307,24 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
         return "help", options
     _check(options)
     return command, options
+
+
+def _sides(words: list[str]) -> argparse.Namespace:
+    """The options of compare, with the runs `before` and `after`; options may be on both sides of the --."""
+    parser = command_parser("compare")
+    at = words.index("--") if "--" in words else len(words)
+    found = parser.parse_args(words[:at])
+    found.before = found.runs
+    if at < len(words):
+        parser.parse_args(words[at + 1 :], found)
+    elif len(found.runs) == 2:
+        found.before, found.runs = found.runs[:1], found.runs[1:]
+    else:
+        raise UsageError("compare takes two runs, or several on each side of -- (A1 A2 A3 -- B1 B2 B3)")
+    found.after = found.runs
+    if found.phase and found.fail_if_slower is None:
+        raise UsageError("--phase needs --fail-if-slower")
+    return found
 
 
 def _check_status(options: argparse.Namespace) -> None:

@@ -231,7 +231,7 @@ def compare_modes(
     if not both or lacking:
         return replace(base, missing=_lacking(there, lacking))
     if kind is None:
-        return replace(base, missing=_unlike(kinds))
+        return replace(base, missing=unlike(kinds))
     passes = sum(count for each in kinds.values() for other, count in each.items() if other.trains != kind.trains)
     base = replace(
         base,
@@ -286,7 +286,7 @@ def _lacking(there: Sequence[str], lacking: Mapping[str, int]) -> str:
     return f"no verdict yet: it needs {' and '.join(parts)}"
 
 
-def _unlike(kinds: Mapping[str, Counter[StepKind]]) -> str:
+def unlike(kinds: Mapping[str, Counter[StepKind]]) -> str:
     """Why no step of one mode can be compared with a step of the other."""
     usual = {mode: max(found, key=lambda kind: found[kind]) for mode, found in kinds.items()}
     trains = {mode: kind.trains for mode, kind in usual.items()}

@@ -35,6 +35,7 @@ POINTS = 400
 _HIGHEST = {
     "mem_used_bytes": "mem_used_max",
     "mem_run_bytes": "mem_run_max",
+    "run_mem_bytes": "mem_run_max",  # of the host
     "mem_total_bytes": "mem_total",
     "temperature_c": "temperature_max",
     "power_w": "power_max",
@@ -238,6 +239,8 @@ class DeviceFacts:
     samples: int = 0
     util: array[float] = field(default_factory=lambda: array("d"))
     """Without the samples in pauses."""
+    clocks: array[float] = field(default_factory=lambda: array("d"))
+    """Clocks of the GPU (MHz), without the samples in pauses."""
     mem_used_max: float | None = None
     mem_run_max: float | None = None
     mem_total: float | None = None
@@ -347,6 +350,8 @@ class DeviceTotals:
         util, paused = number_in(data, "util_pct" if kind == "device" else "cpu_pct"), self._in_pause(t_ns)
         if util is not None and not paused:
             track.util.append(util)
+        if (clock := number_in(data, "sm_clock_mhz")) is not None and not paused:
+            track.clocks.append(clock)
         for key in _HIGHEST:
             if (value := number_in(data, key)) is not None:
                 track.raise_to(key, float(value))

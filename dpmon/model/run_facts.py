@@ -295,12 +295,10 @@ class RunFacts:
 
     def _with_thirds(self, facts: ModeFacts) -> ModeFacts:
         """Add the first and the last third of the steps, if there are enough steps."""
-        seconds = ((self.last_step_ns or 0) - self.first_step_ns) / SECOND
-        width = max((width for width in WIDTHS if width * LEAST_STRETCHES <= seconds), default=1)
         trained = self.window.trained(facts.mode)
         rows = [
             (at, tally)
-            for at, _, key, tally in self.store.tally_rows(process=facts.process, widest=width)
+            for at, _, key, tally in self.store.tally_rows(process=facts.process, widest=self.stretch_s)
             if key.mode == facts.mode and not key.kind & SETTLING and bool(key.kind & EVALUATION) != trained
         ]
         first, last = thirds(rows, sum(tally.steps for _, tally in rows))
@@ -356,6 +354,12 @@ class RunFacts:
     def last_step_ns(self) -> int | None:
         """The end of the last step."""
         return max((last for _, last in self.window.spans.values()), default=None)
+
+    @cached_property
+    def stretch_s(self) -> int:
+        """The widest stretch of tallies (s) that cuts the time of the steps into LEAST_STRETCHES; at least 1 s."""
+        seconds = ((self.last_step_ns or 0) - self.first_step_ns) / SECOND
+        return max((width for width in WIDTHS if width * LEAST_STRETCHES <= seconds), default=1)
 
     @cached_property
     def until_ns(self) -> int:

@@ -128,6 +128,21 @@ def _parts_of_modes(facts: RunFacts) -> Plot | None:
     return Plot("modes", "The step by mode", note, series, "ms a step (mean)", [title for title, _, _ in modes])
 
 
+def plots_of_runs(runs: Sequence[tuple[str, int, Sequence[Bin]]]) -> list[Plot]:
+    """Several runs in one plot over time, and one by phase. `runs`: label, side (0 or 1) and stretches of each."""
+    runs = [run for run in runs if run[2]]
+    if not runs:
+        return []
+    series = [
+        Values(label, _LINES[side], _over_time(bins, lambda one: one.wall_ns / one.steps / 1e6), "steps")
+        for label, side, bins in runs
+    ]
+    over_time = Plot("step-time", "Step time", "mean over stretches of each run", series, "ms a step")
+    parts = _parts([(row, row) for row in range(len(runs))], [bins for _, _, bins in runs])
+    note, labels = "mean over all steps of each run", [label for label, _, _ in runs]
+    return [over_time, Plot("runs", "Where a step's time goes", note, parts, "ms a step (mean)", labels)]
+
+
 def _in_rows(name: str, colour: str, times_ns: Iterable[float | None], kind: Literal["bars", "whisker"]) -> Values:
     points = [(row, row, round((ns or 0.0) / 1e6, 6)) for row, ns in enumerate(times_ns)]
     return Values(name, colour, points, kind)

@@ -59,6 +59,11 @@ class RunInfo:
     host: str = ""
     """The machine of the run; other machines may share the directory."""
 
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The words after Python and the script or module; all words of a launcher."""
+        return self.command[0 if self.python is None else 3 if self.script.startswith("-m ") else 2 :]
+
 
 @dataclass(frozen=True)
 class ExitInfo:

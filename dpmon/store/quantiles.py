@@ -18,6 +18,8 @@ Packed: TypeAlias = "array[int]"
 """The stored form: buckets and counts in turn (see `pack`)."""
 _BITS = 7
 _EXACT = 1 << _BITS + 1
+RELATIVE_WIDTH = 1 / (1 << _BITS)
+"""Largest relative difference of two values in one bucket."""
 _MASK = (1 << _BITS) - 1
 _MOST = 0xFFFF
 LAST_BUCKET = (63 - _BITS << _BITS) | _MASK
@@ -141,3 +143,17 @@ def median(counts: Mapping[int, int]) -> float | None:
     if total % 2 or below is None or above is None:
         return below
     return (below + above) / 2
+
+
+def fine_median(counts: Mapping[int, int]) -> float | None:
+    """Return the median as if the values of a bucket lay evenly in it; None without values.
+
+    It is finer than the buckets if the values cover several of them, so it is for ratios of similar values.
+    """
+    half, below = sum(counts.values()) / 2, 0
+    for number in sorted(counts):
+        if below + counts[number] >= half > 0:
+            low, high = bounds(number)
+            return low + (half - below) / counts[number] * (high - low + (number >= _EXACT))
+        below += counts[number]
+    return None

@@ -264,6 +264,7 @@ def test_these_tests_find_what_they_check() -> None:
         "why",
         "ls",
         "report",
+        "compare",
         "export",
         "doctor",
         "keep",

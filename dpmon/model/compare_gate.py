@@ -1,0 +1,67 @@
+"""Judges a comparison of runs by thresholds: the text, the JSON and the exit status come from these judgements. Pure.
+
+Slower: the ratio is above the threshold, and certainly above 1 (its lower 95 % bound is). Not slower: the ratio is
+certainly below the threshold (its upper 95 % bound is). Anything else is inconclusive: a small number of runs never
+passes by showing nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from dpmon.model.compare_runs import RUN_FIGURES, STEP_FIGURES, RunComparison, signed
+
+SLOWER, NOT_SLOWER, INCONCLUSIVE = 4, 0, 3
+"""Exit statuses."""
+PHASES_GATED = tuple(figure.name for figure in STEP_FIGURES if not figure.name.endswith("_device"))
+Outcome = Literal["slower", "not slower", "inconclusive"]
+_STATUS: dict[Outcome, int] = {"slower": SLOWER, "not slower": NOT_SLOWER, "inconclusive": INCONCLUSIVE}
+
+
+class Threshold(NamedTuple):
+    """A figure that may grow by at most `limit` (0.05: 5 %)."""
+
+    figure: str
+    limit: float
+
+
+class Judgement(NamedTuple):
+    """What a comparison says about one threshold."""
+
+    threshold: Threshold
+    outcome: Outcome
+    text: str
+
+
+def judge(found: RunComparison, threshold: Threshold, unlike: Sequence[str] = ()) -> Judgement:
+    """Judge one figure. `unlike`: the differences that make the runs not comparable."""
+    name = "memory" if threshold.figure == "memory" else threshold.figure
+    if name == "memory" and name not in found.compared:
+        name = "host_memory"
+    label = next(figure.label.strip() for figure in (*STEP_FIGURES, *RUN_FIGURES) if figure.name == name)
+    limit = signed(1 + threshold.limit)
+
+    def judgement(outcome: Outcome, why: str) -> Judgement:
+        word = outcome if name not in ("memory", "host_memory") else outcome.replace("slower", "larger")
+        return Judgement(threshold, outcome, f"{word} ({label}, limit {limit}): {why}")
+
+    if unlike:
+        return judgement("inconclusive", f"not comparable: {', '.join(unlike)}; --anyway compares them")
+    row = found.compared.get(name)
+    if found.missing is not None or row is None:
+        return judgement("inconclusive", found.missing or "it is unknown in these runs")
+    told = row.change
+    if told is None or told.least is None or told.most is None:
+        return judgement("inconclusive", row.missing or "it has no interval")
+    bounds = f"{signed(told.ratio)}, at least {signed(told.least)} and at most {signed(told.most)} (95 % each)"
+    if told.least > 1 and told.ratio > 1 + threshold.limit:
+        return judgement("slower", bounds)
+    if told.most < 1 + threshold.limit:
+        return judgement("not slower", bounds)
+    return judgement("inconclusive", f"{bounds}; more or longer runs would narrow this")
+
+
+def status_of(judgements: Sequence[Judgement]) -> int:
+    """The exit status: 4 if a figure grew too much, else 3 if one is inconclusive, else 0."""
+    return max((_STATUS[one.outcome] for one in judgements), default=0)

@@ -1,0 +1,105 @@
+"""The ratio between two small groups of values, with its interval: of runs, or of stretches of one run. Pure.
+
+The ratio is the estimate of Hodges and Lehmann: the median of the ratios of all pairs. Its interval inverts the
+Mann-Whitney test, which is a permutation test of ranks: exact for any distribution, and hardly moved by a value that is
+far off. Stretches of one run depend on each other. The correlation of neighbours, as it shows in the stretches
+themselves, widens the interval: the variance of a mean of such a series is (1 + r) / (1 - r) times as large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import comb, exp, log, sqrt
+from statistics import NormalDist, fmean, median
+from typing import NamedTuple
+
+from dpmon.store.quantiles import RELATIVE_WIDTH
+
+DOUBT = 0.05
+"""Chance that an interval misses the truth: half of it on each side, or all of it at a single bound."""
+_MOST_CORRELATED = 0.8
+"""Stretches that depend on each other more than this are too few to tell how much."""
+
+
+class Change(NamedTuple):
+    """The ratio of the values after to those before; no bounds if the values are too few."""
+
+    ratio: float
+    low: float | None = None
+    high: float | None = None
+    """The 95 % interval."""
+    least: float | None = None
+    most: float | None = None
+    """Bounds of which each alone holds with 95 %: the ratio is at least `least`, and it is at most `most`."""
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 if the interval lies above or below a ratio of 1; 0 if it includes it, or is unknown."""
+        return (self.low is not None and self.low > 1) - (self.high is not None and self.high < 1)
+
+
+def change(before: Sequence[float], after: Sequence[float], *, in_order: bool = False, exact: bool = True) -> Change:
+    """How positive values changed. `in_order`: they are stretches of two runs, in order of time.
+
+    `exact`: they are not from sketches, which cannot distinguish values closer than RELATIVE_WIDTH.
+    """
+    before, after = [log(value) for value in before], [log(value) for value in after]
+    apart = sorted(b - a for a in before for b in after)
+    middle, spread = median(apart), _dependence(before, after) if in_order else 1.0
+    blur = 0.0 if exact else log(1 + RELATIVE_WIDTH)
+
+    def ends(doubt: float) -> tuple[float | None, float | None]:
+        outside = _outside(len(before), len(after), doubt, spread)
+        if not outside:
+            return None, None
+        return exp(min(apart[outside - 1], middle - blur)), exp(max(apart[-outside], middle + blur))
+
+    return Change(exp(middle), *ends(DOUBT / 2), *ends(DOUBT))
+
+
+def least_chance(before: int, after: int) -> float:
+    """The chance that the largest values of equal groups are all on one given side: no test of ranks says more."""
+    return 1 / comb(before + after, before)
+
+
+def _outside(before: int, after: int, doubt: float, spread: float) -> int:
+    """How many of the sorted differences lie outside an interval on each side, and 1: its end is there; 0: no end."""
+    chances = _chances(before, after)
+    outside = sum(chance <= doubt for chance in chances)
+    if spread > 1 and outside:
+        pairs = before * after
+        reach = NormalDist().inv_cdf(1 - doubt) * sqrt(spread * pairs * (before + after + 1) / 12)
+        outside = min(outside, max(int(pairs / 2 - reach), 1))
+    return outside
+
+
+@lru_cache(64)
+def _chances(before: int, after: int) -> list[float]:
+    """The chance, for equal groups, that at most 0, 1, 2 ... pairs have the larger value before."""
+    pairs = before * after
+    ways = [1] + [0] * pairs  # coefficients of the Gaussian binomial
+    for one in range(1, before + 1):
+        for at in range(pairs, after + one - 1, -1):
+            ways[at] -= ways[at - after - one]
+        for at in range(one, pairs + 1):
+            ways[at] += ways[at - one]
+    return [upto / comb(before + after, before) for upto in accumulate(ways)]
+
+
+def _dependence(before: Sequence[float], after: Sequence[float]) -> float:
+    """The factor (at least 1) by which the correlation of neighbours increases the variance of a mean."""
+    count = (len(before) + len(after)) / 2
+    correlated = sum(_correlation(series) * len(series) for series in (before, after)) / count / 2
+    # Without its bias (Marriott and Pope, 1954).
+    correlated = (correlated + 1 / count) / max(1 - 4 / count, 0.5)
+    correlated = min(max(correlated, 0.0), _MOST_CORRELATED)
+    return (1 + correlated) / (1 - correlated)
+
+
+def _correlation(series: Sequence[float]) -> float:
+    """The correlation of values with their successors; 0 for equal values."""
+    mean = fmean(series)
+    squares = sum((value - mean) ** 2 for value in series)
+    return sum((a - mean) * (b - mean) for a, b in pairwise(series)) / squares if squares else 0.0

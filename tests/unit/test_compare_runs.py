@@ -1,0 +1,302 @@
+"""Runs compared: what differs, how much each figure changed, for whom that holds, and when a gate fails."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from math import comb, exp, sqrt
+from pathlib import Path
+
+import pytest
+from kept import keep
+from synthetic import SECOND, Training, device_event, host_event, pause_event
+from test_json_documented import check
+
+from dpmon.cli.main import main
+from dpmon.model.compare_gate import Threshold
+from dpmon.model.compare_runs import sentence
+from dpmon.model.compare_samples import _chances, change
+from dpmon.record.kinds import Event
+from dpmon.report.comparison import RunsCompared, as_object, compare, document, read
+from dpmon.report.page import page
+from dpmon.report.text import text_lines
+from dpmon.run.runs import short_name
+
+# ------------------------------------------------------------------------------------------------ statistics
+
+
+def by_hand(before: int, after: int) -> list[float]:
+    """Return the chances of `_chances`, counted over all orders."""
+    counts = [0] * (before * after + 1)
+    for order in range(1 << (before + after)):
+        if order.bit_count() == before:
+            firsts = pairs = 0
+            for place in range(before + after):
+                if order >> place & 1:
+                    pairs += place - firsts
+                    firsts += 1
+            counts[pairs] += 1
+    return [sum(counts[: upto + 1]) / comb(before + after, before) for upto in range(len(counts))]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 4), (2, 2), (3, 3), (3, 5), (5, 5)])
+def test_the_chances_of_all_orders_are_exact(before: int, after: int) -> None:
+    assert _chances(before, after) == pytest.approx(by_hand(before, after))
+
+
+def test_two_against_two_have_no_bound_and_three_against_three_only_single_bounds() -> None:
+    two = change([1.0, 1.1], [5.0, 5.1])
+    assert (two.low, two.high, two.least, two.most) == (None,) * 4
+    assert two.sign == 0
+    three = change([1.0, 1.1, 1.2], [2.0, 2.1, 2.2])
+    assert (three.low, three.high) == (None, None)
+    assert three.least == pytest.approx(2.0 / 1.2)
+    assert three.most == pytest.approx(2.2)
+    five = change([1.0] * 5, [2.0, 2.1, 2.2, 2.3, 2.4])
+    assert five.low == pytest.approx(2.0)
+    assert (five.ratio, five.sign) == (pytest.approx(2.2), 1)
+
+
+def test_equal_values_from_sketches_may_differ_by_what_a_sketch_cannot_distinguish() -> None:
+    same = change([7.0] * 6, [7.0] * 6, exact=False)
+    assert same.low is not None
+    assert same.high is not None
+    assert 0.99 < same.low < 0.993
+    assert 1.007 < same.high < 1.01
+
+
+def autoregressive(chance: random.Random, count: int, rho: float) -> list[float]:
+    at, found = chance.gauss(0, 1), []
+    for _ in range(count):
+        at = rho * at + chance.gauss(0, sqrt(1 - rho * rho))
+        found.append(exp(0.05 * at))
+    return found
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.8])
+def test_stretches_that_depend_on_each_other_seldom_give_a_false_alarm(rho: float) -> None:
+    chance = random.Random(3)
+    alarms = [
+        change(autoregressive(chance, 20, rho), autoregressive(chance, 20, rho), in_order=True).sign for _ in range(300)
+    ]
+    assert sum(map(abs, alarms)) / 300 <= 0.08
+
+
+def test_five_runs_a_side_find_ten_percent_and_seldom_more_than_there_is() -> None:
+    chance = random.Random(4)
+
+    def runs(centre: float) -> list[float]:
+        return [centre * exp(chance.gauss(0, 0.02)) for _ in range(5)]
+
+    assert sum(abs(change(runs(1), runs(1)).sign) for _ in range(400)) / 400 <= 0.05
+    assert sum(change(runs(1), runs(1.1)).sign for _ in range(200)) / 200 >= 0.95
+
+
+# ------------------------------------------------------------------------------------------------ runs
+
+
+def a_run(
+    seed: int = 1, *, slow: float = 1.0, steps: int = 400, data: float = 5, batch: int = 30, **about: object
+) -> Path:
+    """Make a run of 20 s in steps of 50 ms: `slow` times as long, or with another share of `data`."""
+    training = Training(mode="single", step_ns=int(SECOND / 20 * slow), seed=seed, batch=batch)
+    training.shares["single"]["data"] = data
+    events = about.pop("events", [])
+    rows = {0: [*training.begin(), *training.run(steps)], -1: [host_event(float(t)) for t in range(15)] + list(events)}
+    return keep(rows, seconds=training.now / SECOND, **about)  # type: ignore[arg-type]
+
+
+def compared(before: list[Path], after: list[Path], *limits: Threshold, anyway: bool = False) -> RunsCompared:
+    return compare([read(one) for one in before], [read(one) for one in after], limits, anyway=anyway)
+
+
+def test_a_pair_tells_how_much_which_phase_and_for_whom(state: Path) -> None:
+    found = compared([a_run(1)], [a_run(2, data=25)])
+    step = found.found.compared["step"]
+    assert step.change is not None
+    assert step.change.low is not None
+    assert step.change.high is not None
+    assert step.change.low < 1.2 < step.change.high
+    assert step.change.high - step.change.low < 0.06
+    assert found.found.reason is not None
+    assert found.found.reason[0] == "data"
+    assert re.fullmatch(
+        r"B is slower: 6\d\.\d ms against 5\d\.\d ms a step, \+(19|20|21) % \(95 % interval \+1\d % to \+2\d %\);"
+        r" most of the change is in data: 1\d\.\d ms against 2\.\d\d ms",
+        found.outcome,
+    )
+    text = "\n".join(text_lines(document(found), 100))
+    assert "this speaks for this pair only" in text
+    assert "WHAT DIFFERS\n  nothing that dpmon knows" in text
+    assert re.search(r"\n    optimizer .* ms +~ ", text)
+
+
+def test_several_runs_a_side_tell_how_much_equal_runs_differ(state: Path) -> None:
+    a = [a_run(seed, started_unix=1.7e9 + 2 * seed) for seed in range(5)]
+    b = [a_run(seed + 9, slow=1.1, started_unix=1.7e9 + 2 * seed + 1) for seed in range(5)]
+    found = compared(a, b)
+    assert found.outcome.startswith("B is slower")
+    text = " ".join(" ".join(text_lines(document(found))).split())
+    assert re.search(r"Equal runs differ \(slowest against fastest median step\): A by [01]\.\d %, B by [01]\.", text)
+    assert "pair only" not in text
+    assert "in turn" not in text
+    later = compared(a[:3], [a_run(9, started_unix=1.8e9)])
+    assert "run them in turn" in " ".join(" ".join(text_lines(document(later))).split())
+    assert later.outcome.startswith("inconclusive: 3 against 1 runs are too few")
+    equal = compared(a[::2], b[:0] + a[1::2])
+    assert equal.outcome.startswith("inconclusive: 3 against 2 runs are too few: by chance alone, one order in 10")
+
+
+def test_the_same_runs_give_the_same_answer(state: Path) -> None:
+    a, b = a_run(1), a_run(2)
+    found = compared([a], [b])
+    assert json.dumps(as_object(found)) == json.dumps(as_object(compared([a], [b])))
+    assert found.outcome.startswith("no difference shows")
+    assert found.status == 0
+
+
+def test_settling_steps_and_those_near_a_pause_or_a_stall_are_left_out(state: Path) -> None:
+    stall = {"t_s": 9.0, "since_s": 8.2, "lasted_s": 1.2, "text": "rank 0 stands", "ranks": []}
+    quiet, disturbed = (
+        read(a_run(1)),
+        read(a_run(1, events=[Event("stall", stall), pause_event(5.2, 60), pause_event(5.8, 60, 0.6)])),
+    )
+    assert quiet.run.interrupted == 0
+    assert sum(quiet.run.kinds.values()) == 400 - 5
+    left = sum(disturbed.run.kinds.values())
+    assert 60 <= disturbed.run.interrupted <= 120  # 4 to 5 seconds with 20 steps
+    assert left + disturbed.run.interrupted == 400 - 5
+    assert "steps near a pause or a stall are left out" in "\n".join(
+        text_lines(document(compare([quiet], [disturbed])), 100)
+    )
+
+
+def test_differences_come_first(state: Path) -> None:
+    device = [device_event(float(t), 0, throttle=["power cap"], sm_clock_mhz=1200) for t in range(15)]
+    usual = [device_event(float(t), 0, throttle=[]) for t in range(15)]
+    one = a_run(1, events=usual)
+    other = a_run(2, events=device, command=("python", "linear.py", "--big"), versions={"dpmon": "9"}, status=1)
+    found = compared([one], [other])
+    assert found.differences == [
+        ("arguments", "none", "--big"),
+        ("dpmon", "0", "9"),
+        ("state", "finished", "failed"),
+        ("clock of the GPUs", "1980 MHz", "1200 MHz"),
+        ("throttled", "0 %", "100 %"),
+    ]
+    text = "\n".join(text_lines(document(found), 100))
+    assert text.index("WHAT DIFFERS") < text.index("TIME OF A STEP")
+
+
+def test_other_batches_are_not_compared_by_their_steps(state: Path) -> None:
+    found = compared([a_run(1)], [a_run(2, batch=60)], Threshold("step", 0.05))
+    assert found.status == 3
+    assert "not comparable: samples a step (30, 60)" in found.outcome
+    anyway = compared([a_run(1)], [a_run(2, batch=60)], Threshold("step", 0.05), anyway=True)
+    assert "the batches are not of the same size" in anyway.outcome
+    assert "step" not in anyway.found.compared
+    assert anyway.found.compared["samples_per_s"].change is not None
+
+
+def test_runs_without_steps_or_with_few(state: Path) -> None:
+    empty, short, run = keep({}), a_run(1, steps=12), a_run(2)
+    assert "has no step to compare" in compared([empty], [run]).outcome
+    assert "has only 7 steps to compare, fewer than 20" in compared([short], [run]).outcome
+    assert compared([short], [run], Threshold("step", 0.05)).status == 3
+    text_lines(document(compared([empty], [run])))
+
+
+# ------------------------------------------------------------------------------------------------ gate
+
+
+def sides(state: Path, slow: float) -> tuple[list[Path], list[Path]]:
+    return [a_run(seed) for seed in range(3)], [a_run(seed + 9, slow=slow) for seed in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("slow", "limit", "status", "words"),
+    [
+        (1.1, 0.05, 4, "slower (step, limit +5.0 %): +"),
+        (1.0, 0.05, 0, "not slower (step, limit +5.0 %): "),
+        (0.8, 0.05, 0, "not slower"),
+        (1.03, 0.036, 3, "inconclusive (step, limit +3.6 %): "),
+    ],
+)
+def test_three_runs_a_side_pass_fail_or_neither(
+    state: Path, slow: float, limit: float, status: int, words: str
+) -> None:
+    before, after = sides(state, slow)
+    found = compared(before, after, Threshold("step", limit))
+    assert found.status == status
+    assert found.outcome.startswith(words)
+    (gate,) = as_object(found)["gate"]  # type: ignore[misc]
+    assert gate["outcome"] == found.judgements[0].outcome  # type: ignore[call-overload]
+    assert found.outcome in " ".join(" ".join(text_lines(document(found), 400)).split())
+
+
+def test_two_runs_a_side_are_inconclusive_with_the_reason(state: Path) -> None:
+    before, after = sides(state, 2.0)
+    found = compared(before[:2], after[:2], Threshold("step", 0.05))
+    assert found.status == 3
+    assert "2 against 2 runs are too few: by chance alone, one order in 6 puts a whole side on top" in found.outcome
+
+
+def test_a_gate_on_a_phase_and_on_memory(state: Path) -> None:
+    a = [a_run(seed) for seed in range(3)]
+    grown = [a_run(9 + n, events=[host_event(16.0, run_mem_bytes=2**30)]) for n in range(3)]
+    memory = compared(a, grown, Threshold("memory", 0.05))
+    assert memory.status == 4
+    assert memory.outcome.startswith("larger (peak memory of the host, limit +5.0 %): +32 %")
+    waits = [a_run(9 + n, data=6) for n in range(3)]
+    found = compared(a, waits, Threshold("data", 0.05), Threshold("step", 0.05), Threshold("sync", 0.05))
+    assert [one.outcome for one in found.judgements] == ["slower", "not slower", "inconclusive"]
+    assert "it is unknown in these runs" in found.judgements[2].text
+    assert found.status == 4
+
+
+# ------------------------------------------------------------------------------------------------ command
+
+
+def name(directory: Path) -> str:
+    return short_name(read(directory).info)
+
+
+def test_the_command_line(state: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    before, after = ([name(one) for one in side] for side in sides(state, 1.3))
+    assert main(["compare", before[0], after[0]]) == 0
+    assert "B is slower" in capsys.readouterr().out
+    assert main(["compare", *before, "--", *after, "--fail-if-slower", "5%", "--json"]) == 4
+    assert json.loads(capsys.readouterr().out)["status"] == 4
+    assert main(["compare", "--fail-if-slower=5%", *after, "--", *before]) == 0
+    capsys.readouterr()
+    assert main(["compare", before[0], after[0], "--html", "-o", str(tmp_path / "both.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'both.html'}\n"
+    html = (tmp_path / "both.html").read_text()
+    assert html.count('<path class=line stroke="') == 2
+    for words, why in (
+        ([*before], "compare takes two runs, or several on each side of --"),
+        ([before[0], before[0]], "is given twice"),
+        ([*before[:2], "--phase", "data"], "--phase needs --fail-if-slower"),
+        ([*before[:2], "--fail-if-slower", "0.05"], "expected a percentage such as 5%"),
+        ([*before[:2], "--fail-if-slower", "5%", "--phase", "lunch"], "expected one of step, data"),
+        ([before[0], "--"], "required"),
+    ):
+        assert main(["compare", *words]) == 2
+        assert why in capsys.readouterr().err
+
+
+def test_every_field_is_described(state: Path) -> None:
+    before, after = sides(state, 1.3)
+    limits = (Threshold("step", 0.05),)
+    other = compared([a_run(1)], [a_run(2, command=("python", "linear.py", "-x"))], *limits)
+    found = [as_object(each) for each in (compared(before, after, *limits), other, compared([before[0]], [after[0]]))]
+    check("dpmon compare --json", *json.loads(json.dumps(found)))
+
+
+def test_hostile_names_do_no_harm(state: Path) -> None:
+    script = "<b>\x1b[31mx"
+    found = compared([a_run(1, script=script)], [a_run(2, script="y")])
+    assert "\x1b" not in "\n".join(text_lines(document(found)))
+    assert "<b>" not in page(document(found))
+    assert sentence(found.found)

@@ -60,8 +60,10 @@ class Playing(NamedTuple):
 class Past(NamedTuple):
     """The time from which the user looks back (ns since the run's start)."""
 
+    state: State
+    """The state when the picture was frozen: the histories go on until then."""
     until_ns: int
-    """When the picture was frozen: the histories go on until then."""
+    """When it was frozen."""
     now_ns: int
     """The present."""
 

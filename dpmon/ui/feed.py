@@ -360,7 +360,7 @@ class Feed:
             outputs=facts.outputs,
             scrolled_back=facts.scrolled_back,
             stopping=facts.stopping,
-            past=Past(facts.now_ns if facts.ended is None else facts.elapsed_ns, self.now_ns()),
+            past=Past(facts.state, facts.now_ns if facts.ended is None else facts.elapsed_ns, self.now_ns()),
         )
 
 

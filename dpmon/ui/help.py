@@ -73,6 +73,8 @@ def _signs(look: Look, lettered: bool) -> tuple[str, ...]:
         "A capital letter in a name stands for the phase where there is no room for the name, such as Y for sYnc.",
         f"A column of {little} only: its steps are too short for a full cell. It shows their longest phase.",
         f"{look.glyphs.hatch * 3}: the run was stalled, and no step ended.",
+        f"Below the columns: e2 is where epoch 2 begins, {look.glyphs.cut_top} the time that you look back to.",
+        "A gap in the line: no step was under way, as while a checkpoint is saved.",
         f"{look.glyphs.cut_top} on top: longer than the scale, which covers 95 % of the columns.",
     )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from dpmon.model.devices import HISTORY_S
-from dpmon.model.state import Column, Process
+from dpmon.model.state import Column, Process, State
 from dpmon.record.names import RANK_MODES
 from dpmon.text.quantities import clock, duration
 from dpmon.ui.facts import SECOND, Facts
@@ -18,6 +18,11 @@ from dpmon.ui.rows import Row, merged, width_of
 _FREE = 8
 """While more will come, at most one in this many parts of the axis is free for it."""
 _STEPS = 60
+_EACH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+"""Every epoch is marked, or every second one, ..."""
+_SHORT = {"evaluation": "eval"}
+_APART = 3
+"""Fewest cells between two marked epochs."""
 _PAGE = 10
 """When the range is full, its oldest tenth goes at once: columns do not move with every new one."""
 
@@ -57,9 +62,9 @@ def axis_of(facts: Facts) -> TimeAxis:
 
     It covers the chosen range once the run has lasted so long.
     """
-    process, state = facts.process, facts.state
+    process, (state, until_ns) = facts.process, _until(facts)
     began_s = process.began_ns // SECOND if process is not None and process.began_ns >= 0 else 0
-    now_ns = max(facts.elapsed_ns if facts.past is None else facts.past.until_ns, state.newest_ns)
+    now_ns = max(until_ns, state.newest_ns)
     if facts.over and state.newest_ns >= 0:
         now_ns = max(state.newest_ns, *(end for _, end in stalls_of(facts)), 0)
     return fitted(
@@ -95,10 +100,48 @@ def moved(facts: Facts, by: int) -> int:
     return facts.elapsed_ns + by * max((axis.end_s - axis.begin_s) // _STEPS, 1) * SECOND
 
 
+def _until(facts: Facts) -> tuple[State, int]:
+    """The state and the time (ns) until which the histories go."""
+    return (facts.state, facts.elapsed_ns) if facts.past is None else (facts.past.state, facts.past.until_ns)
+
+
 def stalls_of(facts: Facts) -> list[tuple[int, int]]:
     """Begin and end of each stall (ns); a stall that goes on ends now."""
-    now = facts.elapsed_ns
-    return [(one.since_ns, now if one.end_ns is None else min(one.end_ns, now)) for one in facts.state.stalls]
+    state, now = _until(facts)
+    return [(one.since_ns, now if one.end_ns is None else min(one.end_ns, now)) for one in state.stalls]
+
+
+class TimeMark(NamedTuple):
+    """What the row below a chart names: an event, or (`end_ns`) a stretch of time. ns since the run's start."""
+
+    begin_ns: int
+    end_ns: int | None
+    word: str
+    style: str
+
+
+def marks_of(facts: Facts, axis: TimeAxis, width: int) -> list[TimeMark]:
+    """The pauses and the starts of epochs, as many as can be told apart on the axis in `width` cells."""
+    state, now = _until(facts)
+    process = state.processes.get(facts.process.process) if facts.process is not None else None
+    if process is None:
+        return []
+    found: list[TimeMark] = []
+    since: int | None = None
+    for change in state.pauses:
+        if change.process == process.process and change.refused is None:
+            if not change.paused and since is not None:
+                found.append(TimeMark(since, change.t_ns, "paused", "wait"))
+            since = change.t_ns if change.paused else None
+    if process.paused_since_ns is not None:
+        found.append(TimeMark(process.paused_since_ns, now, "paused", "wait"))
+    begun = {epoch.epoch: epoch.begin_ns for epoch in process.progress.epochs if epoch.epoch}
+    for each in _EACH:
+        shown = [TimeMark(at, None, f"e{number}", "bold") for number, at in begun.items() if number % each == 0]
+        cells = [(axis.cell(mark.begin_ns // SECOND, width), len(mark.word)) for mark in shown]
+        if all(after - before >= length + _APART for (before, length), (after, _) in pairwise(cells)):
+            return found + shown
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ samples
@@ -204,13 +247,38 @@ def _of_part(modes: Mapping[str, Column], before: str) -> Column:
 # ------------------------------------------------------------------------------------------------ the row below
 
 
-class TimeMark(NamedTuple):
-    """What the row below a chart names: an event, or (`end_ns`) a stretch of time. ns since the run's start."""
+class _AxisCells:
+    """The cells of the row below a chart while words are put on it."""
 
-    begin_ns: int
-    end_ns: int | None
-    word: str
-    style: str
+    def __init__(self, kinds: Sequence[tuple[str, str]], line: str) -> None:
+        self.line = line
+        self.cells = [(line if name else " ", style) for name, style in kinds]
+
+    def free(self, at: int, count: int) -> bool:
+        """Whether cells have no word, mark or gap yet."""
+        return at >= 0 and [sign for sign, _ in self.cells[at : at + count]] == [self.line] * count
+
+    def put(self, text: str, at: int, style: str) -> None:
+        """Put a text on the line; the line becomes longer if necessary."""
+        self.cells += [(" ", "")] * (at + len(text) - len(self.cells))
+        self.cells[at : at + len(text)] = [(sign, style) for sign in text]
+
+    def name(self, begin: int, end: int, name: str, style: str, change: str) -> None:
+        """Put the name of the cells from `begin` to `end` where there is room, after a mark at `begin`."""
+        inner, short = begin + (begin > 0), _SHORT.get(name, name)
+        name = short if len(short) <= end - inner < len(name) else name
+        left = end - len(name) - 1
+        if begin and self.free(begin, 1):
+            self.put(change, begin, style)
+        for at in range(inner, end - len(name) + 1):
+            if self.free(at, len(name)) and (at == inner or self.cells[at - 1][0] in (self.line, " ")):
+                ends = at + len(name) < end and self.free(at + len(name), 1)
+                self.put(f"{name} " if ends else name, at, style)
+                return
+        if not style.startswith("mode.") and self.free(left - 1, begin - left + 1) and self.free(inner, end - inner):
+            self.put(change + name, left, style)  # the name ends below its columns
+        elif inner < end and self.free(inner, 1):
+            self.put(name[: end - inner] if self.free(inner, end - inner) else name[0], inner, style)
 
 
 def axis_row(
@@ -226,63 +294,54 @@ def axis_row(
 ) -> Row:
     """The row below a chart: each column's mode by word and colour, and the time at the newest one, after `word`.
 
-    A line marks each change. Columns of evaluations have the word "evaluation", and those of a stall "stalled". A
-    stretch of `marks` has its own word; an event has it where no other word is. `ranks`: how ranks train together.
-    `cursor_ns`: the time that the picture shows, if it is not the newest one.
+    A line marks each change. Columns of evaluations have the word "evaluation", those of a stall "stalled"; the line
+    has a gap where no step was under way. A stretch of `marks` has its own word, and an event too. `ranks`: how ranks
+    train together. `cursor_ns`: the time that the picture shows, if it is not the newest one.
     """
-    line, change = look.glyphs.frame[4], look.glyphs.frame[5]
     kinds: list[tuple[str, str]] = []
     for index, column in enumerate(picture.columns):
-        mode = RANK_MODES[ranks] if ranks else column.mode
-        kind = (mode, f"mode.{column.mode}")
-        kind = ("stalled", "bad") if column.stalled else ("evaluation", "wait") if column.evaluation else kind
-        kinds += [kind] * ((index + 1) * width // picture.places - index * width // picture.places)
-    places = [(mark, axis.cell(mark.begin_ns // SECOND, width)) for mark in marks]
-    for mark, first in places:
-        if mark.end_ns is not None:
-            last = max(axis.cell(mark.end_ns // SECOND, width), first + 1)
-            for cell in range(max(first, 0), min(last, len(kinds))):
-                kinds[cell] = (mark.word, mark.style)
-    cells = [(line, style) for _, style in kinds]
-
-    def free(at: int, count: int) -> bool:
-        return at >= 0 and at + count <= len(cells) and all(sign == line for sign, _ in cells[at : at + count])
-
-    def put(text: str, at: int, style: str) -> None:
-        cells[at : at + len(text)] = [(sign, style) for sign in text]
-
-    for mark, first in places:
-        if mark.end_ns is None and free(first, len(mark.word)):
-            put(mark.word, first, mark.style)
-    begin = 0
+        first, end = index * width // picture.places, (index + 1) * width // picture.places
+        kind = (RANK_MODES[ranks] if ranks else column.mode, f"mode.{column.mode}")
+        kind = ("", "") if not column.count else ("evaluation", "wait") if column.evaluation else kind
+        kinds += [("stalled", "bad") if column.stalled else kind] * (end - first)
+    events: list[tuple[int, TimeMark]] = []
+    for mark in marks:
+        first = axis.cell(mark.begin_ns // SECOND, width)
+        if mark.end_ns is None:
+            events.append((first, mark))
+            continue
+        for cell in range(max(first, 0), min(max(axis.cell(mark.end_ns // SECOND, width), first + 1), len(kinds))):
+            kinds[cell] = (mark.word, mark.style)
+    line = _AxisCells(kinds, look.glyphs.frame[4])
+    for at, mark in events:
+        if line.free(at, len(mark.word)):
+            line.put(f"{mark.word} " if line.free(at, len(mark.word) + 1) else mark.word, at, mark.style)
+    last = len(kinds) - next((sum(1 for _ in run) for _, run in groupby(reversed(kinds))), 0)
+    _put_end(line, axis, picture.places, width, word, len(kinds) - last - len(kinds[-1][0]) - 2 if kinds else 0)
+    end, before = 0, ""
     for (name, style), run in groupby(kinds):
-        end = begin + sum(1 for _ in run)
-        inner, left = begin + (begin > 0), end - len(name) - 1
-        if begin and free(begin, 1):
-            put(change, begin, style)
-        room = next((at for at in range(inner, end - len(name) + 1) if free(at, len(name))), None)
-        if room is not None:
-            put(f"{name} " if room + len(name) < end and free(room, len(name) + 1) else name, room, style)
-        elif not style.startswith("mode.") and free(left - 1, begin - left + 1) and free(inner, end - inner):
-            put(change + name, left, style)  # the word ends below its columns
-        elif inner < end and free(inner, 1):
-            put(name[: end - inner] if free(inner, end - inner) else name[0], inner, style)
-        begin = end
-    each = (axis.end_s - axis.begin_s) / picture.places
-    short = clock(axis.now_s * SECOND).removeprefix("00:")
-    end_text = word + short
-    texts = [f"{duration(each * SECOND)} a column  {end_text}"] if each >= 2 else []
-    texts += [end_text, short]
-    fitting = next((text for text in texts if free(len(cells) - len(text) - 1, len(text) + 1)), None)
-    if fitting is not None:
-        put(f" {fitting}", len(cells) - len(fitting) - 1, "dim")
-    elif len(cells) + len(end_text) < width:  # the columns do not fill the chart yet
-        cells += [(sign, "dim") for sign in f" {end_text}"]
+        begin, end = end, end + sum(1 for _ in run)
+        if name not in ("", before):
+            line.name(begin, end, name, style, look.glyphs.frame[5])
+        before = name or before
     if cursor_ns is not None:
         at = min(max(axis.cell(cursor_ns // SECOND, width), 0), width - 1)
         text, pointer = clock(cursor_ns).removeprefix("00:"), look.glyphs.cut_top
-        text, first = (pointer + text, at) if at + len(text) < width else (text + pointer, at - len(text))
-        cells += [(" ", "")] * (first + len(text) - len(cells))
-        put(text, first, "found")
-    row = merged(cells)
+        fits = at + len(text) < width
+        line.put(pointer + text if fits else text + pointer, at if fits else at - len(text), "found")
+    row = merged(line.cells)
     return [*row, (" " * (width - width_of(row)), "")]
+
+
+def _put_end(line: _AxisCells, axis: TimeAxis, places: int, width: int, word: str, room: int) -> None:
+    """Put the time of the newest column below it, if `room` cells are enough, else beside it."""
+    each = (axis.end_s - axis.begin_s) / places
+    short = clock(axis.now_s * SECOND).removeprefix("00:")
+    texts = [f"{duration(each * SECOND)} a column  {word}{short}"] if each >= 2 else []
+    drawn = len(line.cells)
+    for text in (*texts, word + short, short):
+        if len(text) < room:
+            line.put(f" {text}", drawn - len(text) - 1, "dim")
+            return
+    text = next((text for text in (f" {word}{short}", f" {short}") if drawn + len(text) <= width), f" {short}")
+    line.put(text, min(drawn, width - len(text)), "dim")

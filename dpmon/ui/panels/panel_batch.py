@@ -18,7 +18,7 @@ from dpmon.ui.chart import scale_top, stacked
 from dpmon.ui.facts import BEFORE_STALL, NAMES, SECOND, Facts, mode_words
 from dpmon.ui.look import LETTERS, Look, letter_in
 from dpmon.ui.rows import Row, dimmed, lines, width_of
-from dpmon.ui.time_axis import axis_of, axis_row, pictured, stalls_of
+from dpmon.ui.time_axis import axis_of, axis_row, marks_of, pictured, stalls_of
 from dpmon.ui.waterfall import REST, waterfall
 
 WITHOUT_RANKS = 8
@@ -220,7 +220,8 @@ def _history(facts: Facts, process: Process, width: int, height: int, look: Look
         begin = right(clock(axis.begin_s * SECOND).removeprefix("00:"), gutter - 1) + " "
         word = "end " if facts.over else "now "
         cursor = None if facts.past is None else facts.now_ns
-        modes = axis_row(axis, picture, room, look, ranks=process.distributed, word=word, cursor_ns=cursor)
+        marks = marks_of(facts, axis, room)
+        modes = axis_row(axis, picture, room, look, ranks=process.distributed, word=word, marks=marks, cursor_ns=cursor)
         out.append([(begin, "dim"), *modes])
     return out
 

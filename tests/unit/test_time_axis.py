@@ -1,0 +1,114 @@
+"""The row below a history: modes, marks, gaps, the cursor and the time of the newest column."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from situations import INFO, LOOK, MONO_ASCII, facts_of, focused, with_process
+from stored import state_of
+from synthetic import SECOND, Training, pause_event
+
+from dpmon.model.progress import Epoch, Progress
+from dpmon.model.state import Column
+from dpmon.ui.facts import Facts, Past
+from dpmon.ui.look import Look
+from dpmon.ui.rows import plain, width_of
+from dpmon.ui.time_axis import Picture, TimeAxis, TimeMark, axis_of, axis_row, marks_of, moved
+
+AXIS = TimeAxis(10, 70, 65)
+
+
+def column(second: int, count: int = 5, mode: str = "single", **more: bool) -> Column:
+    return Column(second, mode, count, count * 10, **more)
+
+
+def drawn(
+    columns: list[Column], *marks: TimeMark, width: int = 60, look: Look = LOOK, cursor_s: int | None = None
+) -> str:
+    cursor_ns = None if cursor_s is None else cursor_s * SECOND
+    row = axis_row(AXIS, Picture(columns, 60), width, look, ranks=None, word="now ", marks=marks, cursor_ns=cursor_ns)
+    assert width_of(row) == width
+    return plain(row)
+
+
+def epoch_at(second: int, number: int) -> TimeMark:
+    return TimeMark(second * SECOND, None, f"e{number}", "bold")
+
+
+def test_marks_stand_below_their_time_and_words_beside_them() -> None:
+    columns = [column(second) for second in range(10, 66)]
+    text = drawn(columns, epoch_at(10, 1), epoch_at(40, 2), TimeMark(50 * SECOND, 58 * SECOND, "paused", "wait"))
+    assert text.startswith("e1 single ─")
+    assert text.index("e2") == 30
+    assert text.index("│paused") == 40
+    assert text.index("│", 48) == 48
+    assert text.rstrip().endswith("01:05")
+    assert "now" not in drawn(columns, TimeMark(58 * SECOND, 66 * SECOND, "paused", "wait")), "the word is more"
+
+
+def test_a_gap_breaks_the_line_and_no_word_stands_in_it() -> None:
+    columns = [column(second, 0 if 30 <= second < 36 else 5) for second in range(10, 66)]
+    text = drawn(columns)
+    assert text[20:26] == " " * 6
+    assert text[19] == text[26] == "─"
+    assert "----  " in drawn(columns, look=MONO_ASCII)
+
+
+@pytest.mark.parametrize("width", [8, 20, 47, 60, 188])
+def test_the_cursor_points_to_its_column(width: int) -> None:
+    columns = [column(second) for second in range(10, 66)]
+    for second in (10, 31, 63, 65):
+        text = drawn(columns, width=width, cursor_s=second)
+        at = AXIS.cell(second, width)
+        assert text[at] == "▲"
+        assert f"{second // 60:02d}:{second % 60:02d}" in text
+    assert "▲" not in drawn(columns, width=width)
+
+
+def test_every_change_of_mode_is_marked_even_in_one_column() -> None:
+    modes = ["dp"] * 20 + ["single"] + ["dp"] * 35
+    text = drawn([column(at, mode=mode) for at, mode in enumerate(modes, 10)])
+    assert text.startswith("dp ──")
+    assert text[20:22] == "││"
+
+
+def with_epochs(facts: Facts, seconds: list[int]) -> Facts:
+    epochs = (Epoch(n, at * SECOND, (at + 1) * SECOND, 1, 1, None, None) for n, at in enumerate(seconds, start=1))
+    return with_process(facts, progress=Progress(epochs=tuple(epochs)))
+
+
+def test_of_many_epochs_only_so_many_are_marked_that_each_can_be_read() -> None:
+    facts = with_epochs(facts_of(Training(step_ns=SECOND // 5)), list(range(1, 60)))
+    axis = axis_of(facts)
+    for width, each in ((420, 1), (108, 5), (30, 20)):
+        words = [mark.word for mark in marks_of(facts, axis, width)]
+        assert words == [f"e{number}" for number in range(each, 60, each)]
+
+
+def test_a_pause_is_marked_from_its_record_until_the_training_goes_on() -> None:
+    training = Training(step_ns=SECOND // 5)
+    payloads = [*training.begin(), *training.run(50)]
+    begin = training.now
+    payloads.append(pause_event(begin / SECOND, 50))
+    paused = Facts(state_of(payloads), begin + 9 * SECOND, INFO, alive=True)
+    assert [(m.word, m.end_ns) for m in marks_of(paused, axis_of(paused), 100)] == [("paused", paused.now_ns)]
+    payloads.append(pause_event(begin / SECOND + 3, 50, 3.0))
+    training.now += 3 * SECOND
+    later = Facts(state_of([*payloads, *training.run(5)]), training.now, INFO, alive=True)
+    (mark,) = marks_of(later, axis_of(later), 100)
+    assert mark.end_ns is not None
+    assert mark.end_ns - mark.begin_ns == pytest.approx(3 * SECOND, abs=1000)
+
+
+def test_the_histories_of_an_earlier_time_are_those_of_the_present() -> None:
+    now = with_epochs(facts_of(Training(step_ns=SECOND // 5)), [2, 9, 40])
+    then = with_epochs(facts_of(Training(step_ns=SECOND // 5), 30), [2])
+    past = Past(now.state, now.now_ns, now.now_ns + 3 * SECOND)
+    looked = replace(then, state=then.state.with_histories(now.state), now_ns=5 * SECOND, past=past)
+    assert axis_of(looked) == axis_of(now)
+    assert marks_of(looked, axis_of(now), 100) == marks_of(now, axis_of(now), 100)
+    assert focused(looked).columns == focused(now).columns
+    assert focused(looked).last_step == focused(then).last_step
+    assert moved(looked, 1) == looked.now_ns + SECOND
+    assert INFO is looked.info

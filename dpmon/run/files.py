@@ -75,10 +75,18 @@ def remove_file(path: Path) -> None:
         os.unlink(path.name, dir_fd=place)
 
 
-def replace_file(new: Path, path: Path) -> None:
-    """Rename the file `new` to `path`, in the same directory, atomically; OSError if that fails."""
-    with _parent(path) as place:
-        os.replace(new.name, path.name, src_dir_fd=place, dst_dir_fd=place)
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of a run in one step: a reader gets the old one or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
+            file.write(text)
+        with _parent(path) as place:
+            os.replace(temporary.name, path.name, src_dir_fd=place, dst_dir_fd=place)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove_file(temporary)
+        raise
 
 
 def _check(path: Path, info: os.stat_result, flags: int, anyone: bool) -> None:

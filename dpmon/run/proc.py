@@ -6,6 +6,7 @@ a reused id is never mistaken for the old process.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import struct
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-TICK_S = 1 / _TICKS
 """Resolution of processor times and of start times, in seconds."""
 _RUN = b"DPMON_RUN="
 _MAX_ENVIRON_BYTES = 1 << 23
@@ -36,6 +36,8 @@ class ProcessEntry:
     started: float
     exit_code: int | None
     """As waitpid would return it; the kernel shows it to the owner, and only once the process has ended."""
+    cpu_s: float = 0.0
+    """Time that it has used on processors."""
 
     @property
     def dead(self) -> bool:
@@ -55,7 +57,18 @@ def read(pid: int) -> ProcessEntry | None:
         return None
     state = fields[0]
     code = int(fields[49]) if state in "ZXx" and len(fields) > 49 else None
-    return ProcessEntry(pid, state, int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]) / _TICKS, code)
+    parent, group, session = map(int, fields[1:4])
+    cpu_s, started = (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[19]) / _TICKS
+    return ProcessEntry(pid, state, parent, group, session, started, code, cpu_s)
+
+
+def sleeps(pid: int, thread: int) -> int | None:
+    """How often a thread of a process has gone to sleep by itself; None if unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/task/{thread}/status").read_text("ascii", "replace").splitlines():
+            if line.startswith("voluntary_ctxt_switches:"):
+                return int(line.split()[1])
+    return None
 
 
 def started(pid: int) -> float | None:

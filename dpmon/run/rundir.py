@@ -14,7 +14,7 @@ from typing import Any
 
 from dpmon.errors import DpmonError
 from dpmon.record.plainjson import load_json
-from dpmon.run.files import open_file, read_file, remove_file, replace_file
+from dpmon.run.files import open_file, read_file, write_whole
 
 INFO_FILE = "run.json"
 EXIT_FILE = "exit.json"
@@ -171,19 +171,9 @@ def stop_asked_unix(directory: Path) -> float | None:
 
 
 def save(directory: Path, what: RunInfo | ExitInfo) -> None:
-    """Write run.json or exit.json in one step: a reader gets the old one or the new one, never half of it."""
+    """Write run.json or exit.json in one step; OSError if that fails."""
     name = INFO_FILE if isinstance(what, RunInfo) else EXIT_FILE
-    temporary = directory / f".{name}.{os.getpid()}"
-    try:
-        fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        with open(fd, "w", encoding="utf-8") as file:
-            json.dump(asdict(what), file, indent=1)
-            file.write("\n")
-        replace_file(temporary, directory / name)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            remove_file(temporary)
-        raise
+    write_whole(directory / name, json.dumps(asdict(what), indent=1) + "\n")
 
 
 def check_directory(directory: Path) -> None:

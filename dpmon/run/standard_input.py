@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from dpmon.run import proc
 from dpmon.run.files import open_fifo, open_file, read_file, remove_file
 
 INPUT_FIFO = "input.fifo"
@@ -166,15 +167,6 @@ def waits_since(directory: Path) -> int | None:
     return since if since <= seen and 0 <= time.monotonic_ns() - seen < _VALID_NS else None
 
 
-def _sleeps(pid: int) -> str | None:
-    """The kernel's line that counts how often the process's first thread has gone to sleep; None if unknown."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text("ascii", "replace").splitlines():
-            if line.startswith("voluntary_ctxt_switches"):
-                return line
-    return None
-
-
 class InputWatch:
     """Maintains the file WAITS_FILE; calls `tell` with start and end (ns) of each finished wait that is long enough."""
 
@@ -186,7 +178,7 @@ class InputWatch:
         self._seen = self._asked = 0
         """When the process was last seen waiting, and when it was last checked (monotonic ns)."""
         self._began = 0
-        self._sleeps: str | None = None
+        self._sleeps: int | None = None
         self._next = 0.0
         self.close()  # remove the file of a killed supervisor
 
@@ -195,7 +187,7 @@ class InputWatch:
         if now < self._next:
             return
         reads = reads_input(self._pid) is True
-        sleeps, asked = _sleeps(self._pid) if reads else None, time.monotonic_ns()
+        sleeps, asked = proc.sleeps(self._pid, self._pid) if reads else None, time.monotonic_ns()
         before, self._asked = self._asked or asked, asked
         if not reads:
             if self._since is not None:

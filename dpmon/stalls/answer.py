@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.record.plainjson import load_json
-from dpmon.run.files import open_file, read_file, remove_file, replace_file
+from dpmon.run.files import open_file, read_file, remove_file, write_whole
 from dpmon.run.rundir import RunInfo
 from dpmon.stalls.stacks import Dump, Stack
 from dpmon.stalls.verdict import RankFacts, Stall, doing_words
@@ -136,17 +136,8 @@ def wants_native(directory: Path) -> bool:
 
 def save_answer(directory: Path, number: int, found: Mapping[str, Any]) -> None:
     """Write the answer to a request in one step."""
-    temporary = directory / f".{ANSWER_FILE}"
     with contextlib.suppress(OSError):
-        try:
-            fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            with open(fd, "w", encoding="utf-8") as file:
-                json.dump({**found, "asked": number}, file)
-            replace_file(temporary, directory / ANSWER_FILE)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                remove_file(temporary)
-            raise
+        write_whole(directory / ANSWER_FILE, json.dumps({**found, "asked": number}))
 
 
 def answered(directory: Path, asked: int) -> dict[str, Any] | None:

@@ -245,17 +245,11 @@ def newest_of_each_rank(found: list[RankFacts]) -> list[RankFacts]:
 
 def _counted(pid: int, tid: int, table: Mapping[int, proc.ProcessEntry], now_ns: int) -> Counters:
     """The counters of a process and its children. `tid`: its training thread."""
-    cpu, wakes, io = 0.0, 0, 0
-    for one in proc.with_descendants({pid}, table):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = Path(f"/proc/{one}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
-            cpu += (int(fields[11]) + int(fields[12])) * proc.TICK_S
+    family, io = proc.with_descendants({pid}, table), 0
+    for one in family:
         with contextlib.suppress(OSError, ValueError, IndexError):
             for line in Path(f"/proc/{one}/io").read_text().splitlines():
                 if line.startswith(("rchar:", "wchar:")):
                     io += int(line.split()[1])
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path(f"/proc/{pid}/task/{tid}/status").read_text("utf-8", "replace").splitlines():
-            if line.startswith("voluntary_ctxt_switches:"):
-                wakes = int(line.split()[1])
-    return Counters(now_ns, cpu, wakes, io)
+    cpu_s = sum(table[one].cpu_s for one in family if one in table)
+    return Counters(now_ns, cpu_s, proc.sleeps(pid, tid) or 0, io)

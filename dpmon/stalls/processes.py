@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.record.plainjson import load_json
+from dpmon.record.schema import SECOND
 from dpmon.run import proc
 from dpmon.run.files import open_file
 from dpmon.run.notes import every_uncaught
@@ -18,7 +19,7 @@ from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
 from dpmon.stalls.nccl import nccl_report
 from dpmon.stalls.stacks import Dump, Stack, dump, stacks_in
-from dpmon.stalls.verdict import SECOND, GroupSeen, LoaderWorker, RankFacts
+from dpmon.stalls.verdict import GroupSeen, LoaderWorker, RankFacts
 
 DETAILS_NS = 3 * SECOND
 """A process that has stood still for this long is looked at in /proc."""

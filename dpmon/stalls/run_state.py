@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SECOND = 1_000_000_000
+from dpmon.record.schema import SECOND
+
 STARTING, TRAINING, EVALUATING = "starting", "training", "evaluating"
 WAITING_FOR_DATA, WAITING_FOR_INPUT, PAUSED = "waiting for data", "waiting for input", "paused"
 QUIET, STALLED, ENDED = "quiet", "stalled", "ended"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from dpmon.record.schema import SECOND
 from dpmon.stalls.stacks import Stack
 
-SECOND = 1_000_000_000
 LEAST_NS = 10 * SECOND
 """No lack of progress is called a stall before this time."""
 BUSY_NS = 1200 * SECOND

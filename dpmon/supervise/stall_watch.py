@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.record.plainjson import ns_in, text_in
+from dpmon.record.schema import SECOND
 from dpmon.run.rundir import RunInfo, stop_asked_unix
 from dpmon.run.standard_input import waits_since
 from dpmon.stalls.answer import ASKED_FILE, answer, save_answer, wants_native
 from dpmon.stalls.processes import DETAILS_NS, RankLook
 from dpmon.stalls.stacks import Dump
-from dpmon.stalls.verdict import SECOND, RankFacts, Stall, UsualTimes, sentence, stall
+from dpmon.stalls.verdict import RankFacts, Stall, UsualTimes, sentence, stall
 
 LOOK_NS = SECOND
 STACKS_AFTER_NS = 5 * SECOND

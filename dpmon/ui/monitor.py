@@ -307,9 +307,12 @@ class Monitor(Stopping):
         def rows(width: int) -> list[Row]:
             if isinstance(found, str):
                 return [[(found, "dim")]]
-            (first, style), *rest = lines_of(found, width=width)
+            now = self.facts()
+            alike = recorded is None and now.stall is not None and found.get("text") is not None
+            # The first line counts on, like the screen's, while the answer grows old.
+            (first, style), *rest = lines_of({**found, "t_s": now.now_ns / 1e9} if alike else found, width=width)
             if found.get("text") is None and recorded is None:
-                first = state_words(self.facts()) or first
+                first = state_words(now) or first
             return [
                 *([(line, style)] for line in wrapped(first, width)),
                 *([(cut(text, width), s)] for text, s in rest),

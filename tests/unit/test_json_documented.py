@@ -19,6 +19,7 @@ from timed import staged
 
 from dpmon.cli.commands import _describe
 from dpmon.cli.lines import Lines
+from dpmon.cli.main import main
 from dpmon.cli.status import look_at
 from dpmon.model.finding import Finding
 from dpmon.model.state import StallSeen, State
@@ -29,6 +30,9 @@ from dpmon.report.health import Health
 from dpmon.run.condition import outcome
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import load_exit, load_info
+from dpmon.stalls.answer import answer
+from dpmon.stalls.stacks import Frame, Stack
+from dpmon.stalls.verdict import GroupSeen, RankFacts, Stall
 from dpmon.tell.happened import Happenings
 from dpmon.tell.teller import envelope
 
@@ -142,6 +146,20 @@ def test_every_field_of_a_status_line_is_described(state: Path) -> None:
         assert set(said[-1]) == {"run", "t_s", "status", "signal", "skipped"}
         found += [{key: value for key, value in each.items() if key != "skipped"} for each in said[:-1]]
     check("dpmon --json", *found)
+
+
+def test_every_field_of_why_is_described(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = keep({0: Training().begin(), -1: [Event("stall", STALL)]}, status=1)
+    stack = Stack((Frame("save", "t.py", 3),))
+    rank = RankFacts(7, 0, 1, since_ns=1, step=3, groups=(GroupSeen(1, 2, 5),), stack=stack)
+    gpu = {"util_pct": 3.0, "power_w": 60.0, "ordinals": [{"process": 0, "device": "cuda:0"}]}
+    now = answer([rank], {}, Stall(1, (0,), ()), 2, load_info(directory), gpus=[gpu], nccl=["DEAD"])
+    monkeypatch.setattr("dpmon.cli.why.run_state", lambda *_: ("running", None))
+    monkeypatch.setattr("dpmon.cli.why._asked", lambda *_, **how: now)
+    assert main(["why", directory.name, "--json"]) == 0
+    check("dpmon why --json", json.loads(capsys.readouterr().out))
 
 
 STALL = {"t_s": 5.0, "since_s": 1.0, "text": "rank 1 in save", "ranks": [{"rank": 1}]}

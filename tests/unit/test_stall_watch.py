@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dpmon.record.schema import SECOND
 from dpmon.run import proc
 from dpmon.run.rundir import RunInfo, mark_stop
 from dpmon.span_reader import SpanReader
@@ -20,7 +21,7 @@ from dpmon.stalls.answer import answered, ask, save_answer
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.stalls.processes import Counters, RankLook, newest_of_each_rank
 from dpmon.stalls.stacks import Dump, Frame, Stack
-from dpmon.stalls.verdict import SECOND, RankFacts
+from dpmon.stalls.verdict import RankFacts
 from dpmon.supervise import stall_watch
 from dpmon.supervise.stall_watch import StallWatch
 

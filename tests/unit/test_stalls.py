@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.record.names import INNER_FRAMES, OUTER_FRAMES
+from dpmon.record.schema import SECOND
 from dpmon.run import proc
 from dpmon.run.rundir import RunInfo
 from dpmon.stalls import processes, stacks
@@ -29,7 +30,7 @@ from dpmon.stalls.run_state import (
     state_of,
 )
 from dpmon.stalls.stacks import Dump, Frame, Stack, parsed, stacks_in
-from dpmon.stalls.verdict import SECOND, GroupSeen, LoaderWorker, RankFacts, UsualTimes, sentence, stall
+from dpmon.stalls.verdict import GroupSeen, LoaderWorker, RankFacts, UsualTimes, sentence, stall
 
 NOW = 1000 * SECOND
 TORCH = "/env/lib/python3.11/site-packages/torch"

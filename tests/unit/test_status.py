@@ -296,6 +296,23 @@ def test_why_looks_at_no_process_that_has_only_the_number_of_the_runs(
     assert ("s, until its end: rank 1 in save" in said) == ("lost" in sentence)
 
 
+@pytest.mark.parametrize(("own", "lasted"), [((STALL,), "20.0 s"), ((STALL, STALL_ENDED), "15.0 s")])
+def test_a_stall_at_the_end_has_the_same_length_everywhere(
+    state: Path, own: tuple[Event, ...], lasted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second one was ended by the signal that ended the run."""
+    directory = a_run(*own, status=130)
+    for command, expected in (
+        ("status", f"  ended in a stall of {lasted}: rank 1 in save (t.py:3)"),
+        ("why", f"stalled at 00:00:40 for {lasted}, until its end: rank 1 in save (t.py:3)"),
+        ("report", f"stalled at 00:00:40 for {lasted}, until its end: rank 1 in save (t.py:3)"),
+    ):
+        main([command, directory.name])
+        assert expected in capsys.readouterr().out, command
+    assert any(f" for {lasted}, until its end: " in line for line in summary_lines(directory, load_exit(directory)))
+    assert status.look_at(directory)[1]["stall"]["lasted_s"] == float(lasted.removesuffix(" s"))
+
+
 def test_why_lists_a_stall_once(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = a_run(EARLY, EARLY_ENDED, STALL, STALL_ENDED)
     assert main(["why", directory.name, "--json"]) == 0

@@ -19,6 +19,7 @@ from stored import SUPERVISOR, Recording
 from stuck_ranks import (
     LASTED_S,
     NOTICED_S,
+    NOW_S,
     after_stall,
     ended_in_stall,
     stall_record,
@@ -317,6 +318,17 @@ async def test_the_dialog_says_why_and_asks_again(tmp_path: Path, monkeypatch: p
         assert "PROCESS" not in rows, "no room"
         await on.until(lambda: len(asked) > 1, "another question")
         assert "as of " in dialog(on.app)
+
+
+async def test_the_dialog_counts_on_while_the_answer_grows_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = stalled(2)
+    assert facts.stall is not None
+    monkeypatch.setattr("dpmon.ui.monitor.asked", lambda _: stall_record(2, facts.stall.since_ns, 160).data)
+    async with stage(tmp_path, (80, 24)) as on:
+        monkeypatch.setattr(on.app, "facts", lambda: facts)
+        await on.press("w")
+        await on.until(lambda: "RANK" in dialog(on.app), "the answer")
+        assert f"stalled for {NOW_S} s: rank 1 in checkpoint (train.py:12)" in dialog(on.app)
 
 
 async def test_the_dialog_says_that_the_run_is_paused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

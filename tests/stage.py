@@ -15,6 +15,7 @@ from kept import draft
 from running import LIMIT_S
 from stored import Recording
 from synthetic import SECOND, Training, decoded, host_event
+from textual.geometry import Region
 from textual.pilot import Pilot
 
 from dpmon.record.kinds import Event, Record
@@ -132,6 +133,11 @@ class Stage:
         self.reader.is_alive = False
 
 
+def placed(app: Monitor) -> bool:
+    """Return whether every panel is where the picture has it, so that it can be clicked."""
+    return bool(app.slots) and all(app.query_one(f"#{name}").region == Region(*at) for name, at in app.slots.items())
+
+
 @asynccontextmanager
 async def stage(
     directory: Path, size: tuple[int, int] = (120, 40), steps: int = 200, **options: Any
@@ -144,6 +150,7 @@ async def stage(
     async with app.run_test(size=size) as pilot:
         on = Stage(app, pilot, reader, training)
         await on.until(lambda: reader.looks > 1, "the first looks")
+        await on.until(lambda: placed(app) and (not steps or "batch" in app.slots), "the panels of the scene")
         yield on
     app.feed.close()
     assert reader.closed

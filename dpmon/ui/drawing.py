@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from dpmon.ui.layout import Slot
 from dpmon.ui.look import Look
 from dpmon.ui.paint import joined, paint, places, rank_room, scroll_room
 from dpmon.ui.rows import Row, plain
+from dpmon.ui.scenes import scene_of
 from dpmon.ui.view import PanelView
 
 _PLACES = ("status", *PANELS, "footer", "timeline", "small")
@@ -65,6 +66,8 @@ class Drawing(App[str]):
         self.problem: Exception | None = None
         """Why the run could not be opened."""
         self.view = View()
+        self._lent = ("", "")
+        """A panel in focus that is not on the screen, and the one that has the focus meanwhile."""
         self.slots: dict[str, Slot] = {}
         self._still: Facts | None = None
         self._stopping: str | None = None
@@ -205,6 +208,9 @@ class Drawing(App[str]):
         slots = places(facts, width, height)
         if self._still is None and self.feed.set_rank_room(rank_room(facts, slots)):
             facts = self.facts()
+        self._lend_focus(facts, slots)
+        if facts.view.focus != self.view.focus:
+            facts = self.facts()
         painted = paint(facts, self.feed.output, slots, self.look)
         # Bypass the compositor only while every panel keeps its place and nothing covers it.
         direct = self.terminal is not None and slots == self.slots and not self._dialog_open
@@ -220,6 +226,16 @@ class Drawing(App[str]):
         self.slots = slots
         if self.terminal is not None and changes:
             self.terminal.write("".join(changes))
+
+    def _lend_focus(self, facts: Facts, slots: Mapping[str, Slot]) -> None:
+        """While the panel in focus is not on the screen, the most important panel has the focus."""
+        focus, (home, lent) = self.view.focus, self._lent
+        if focus == lent and home in slots:
+            self.view, self._lent = replace(self.view, focus=home), ("", "")
+        elif focus not in slots and self.view.zoom is None:
+            lent = next((panel for panel in scene_of(facts).panels if panel in slots), focus)
+            self._lent = (focus, lent)
+            self.view = replace(self.view, focus=lent)
 
     def painted_rows(self) -> list[Row]:
         """The rows on the screen, without dialogs."""

@@ -1,13 +1,27 @@
-"""The place of each panel on a screen of a given size: open, or folded to its title."""
+"""The place of each panel on a screen of a given size: open, folded to its title, or left out.
+
+A scene names its panels in a `Plan`. The short forms are placed first, by importance. Then all panels grow evenly
+towards the rows that their content needs, and those that can use more rows share the rest.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 MIN_WIDTH, MIN_HEIGHT = 40, 10
-_WIDE = 110
-_BATCH = 9
-"""Rows that panel 3 needs for its figures, a history with its axis and the last step."""
+_WIDE, _WIDER = 110, 180
+"""Widths (cells) from which there are two columns, and three."""
+_FRAME = 2
+_SMALLEST, _LEAST_PART = 3, 4
+"""Rows of a panel with one row inside; fewest rows in which a panel shows a part of its short form."""
+_TITLE = 26
+"""Cells of a folded panel, which shares a row with others."""
+_MOST = 50
+"""No panel of several grows beyond this part of the screen (per cent) because of its content."""
+
+Tree: TypeAlias = "str | tuple[Tree, ...]"
+"""A panel; or parts one below the other, inside them side by side, inside them one below the other, and so on."""
 
 
 class Slot(NamedTuple):
@@ -24,17 +38,45 @@ class Slot(NamedTuple):
         return self.height == 1
 
 
+class Part(NamedTuple):
+    """A panel of a scene."""
+
+    panel: str
+    least: int
+    """Rows of its short form, with its frame."""
+    grows: int = 0
+    """Its share of the rows that no content needs."""
+    titled: bool = True
+    """Whether it folds to its title; if not, it is left out when its short form does not fit."""
+
+
+class Plan(NamedTuple):
+    """The panels of a scene, the most important first, and where they stand in one, two and three columns."""
+
+    parts: tuple[Part, ...]
+    one: Tree
+    two: Tree
+    three: Tree
+
+    def only(self, panels: Sequence[str]) -> Plan:
+        """The plan without the other panels."""
+        return self._replace(parts=tuple(part for part in self.parts if part.panel in panels))
+
+    @property
+    def panels(self) -> tuple[str, ...]:
+        """The panels, the most important first."""
+        return tuple(part.panel for part in self.parts)
+
+
 def is_wide(width: int) -> bool:
     """Whether panels stand side by side."""
     return width >= _WIDE
 
 
-def arrange(
-    width: int, height: int, *, devices: int = 2, replicas: int = 2, batch: int = 11, zoom: str | None = None
-) -> dict[str, Slot]:
+def arrange(width: int, height: int, plan: Plan, wanted: Mapping[str, int], zoom: str | None = None) -> dict[str, Slot]:
     """Places of "status", "footer" and the panels, which fill the screen; only "small" if the screen is too small.
 
-    `devices`, `replicas` and `batch`: rows that the content of these panels needs. Panels without a place are hidden.
+    `wanted`: rows that the content of each panel needs. Panels without a place are left out.
     """
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         return {"small": Slot(0, 0, width, height)}
@@ -43,67 +85,120 @@ def arrange(
         "status": Slot(0, 0, width, head),
         "footer": Slot(0, height - 1, width, 1),
     }
-    body = height - head - 1
+    body = Slot(0, head, width, height - head - 1)
     if zoom is not None:
-        slots[zoom] = Slot(0, head, width, body)
-    elif is_wide(width):
-        slots.update(_two_columns(width, head, body, devices, replicas, batch))
-    else:
-        slots.update(_one_column(width, head, body, devices, replicas))
-    return slots
+        return {**slots, zoom: body}
+    tree = plan.three if width >= _WIDER else plan.two if is_wide(width) else plan.one
+    return slots | _Arrangement(plan, wanted, body).stack(tree, body)
 
 
-def _two_columns(width: int, top: int, body: int, devices: int, replicas: int, batch: int) -> dict[str, Slot]:
-    half = width // 2
-    if body < 24:
-        upper = min(max(devices, replicas) + 3, body // 2)
-        lower = body - upper
-        return {
-            "devices": Slot(0, top, half, upper),
-            "replicas": Slot(half, top, width - half, upper),
-            "batch": Slot(0, top + upper, half, lower),
-            "output": Slot(half, top + upper, width - half, lower),
-        }
-    upper = min(max(devices + 2, replicas + 3, 5), max(body // 3, 7))
-    middle = min(max(body * 3 // 8, min(batch + 2, body - upper - 11), 11), 24)
-    lower = body - upper - middle
-    return {
-        "devices": Slot(0, top, half, upper),
-        "replicas": Slot(half, top, width - half, upper),
-        "batch": Slot(0, top + upper, width, middle),
-        "compare": Slot(0, top + upper + middle, half, lower),
-        "output": Slot(half, top + upper + middle, width - half, lower),
-    }
+class _Size(NamedTuple):
+    """What a part of the screen needs: the rank of its most important panel, and rows."""
+
+    rank: int
+    least: int
+    full: int
+    grows: int
+    titled: bool
+    columns: int
 
 
-def _one_column(width: int, top: int, body: int, devices: int, replicas: int) -> dict[str, Slot]:
-    slots: dict[str, Slot] = {}
-    y = top
+class _Arrangement:
+    """Divides the screen between the panels of a plan."""
 
-    def put(panel: str, height: int) -> None:
-        nonlocal y
-        if height > 0:
-            slots[panel] = Slot(0, y, width, height)
-            y += height
+    def __init__(self, plan: Plan, wanted: Mapping[str, int], body: Slot) -> None:
+        self._most = body.height * _MOST // 100
+        self._sizes = {part.panel: self._of(rank, part, wanted) for rank, part in enumerate(plan.parts)}
 
-    wished = min(max(replicas + 3, 5), 11)
-    if body >= 27:
-        tall = body >= 40
-        put("devices", min(max(devices + 2, 4), 10 if tall else 6))
-        put("replicas", wished if tall else min(wished, 8))
-        put("batch", min(body // 4, 12) if tall else min(body // 3, 9))
-        put("compare", 8 if tall else 0)
-    elif body >= 18:
-        half = width // 2
-        slots["devices"] = Slot(0, y, half, 1)
-        slots["compare"] = Slot(half, y, width - half, 1)
-        y += 1
-        put("replicas", max(min(wished, body - 1 - _BATCH - 4), 5))
-        put("batch", min(max(top + body - y - 4, _BATCH), _BATCH + 1))
-    elif body >= 11:
-        put("replicas", min(wished, 5))
-        put("batch", body - min(wished, 5) - 4)
-    else:
-        put("replicas", body // 2)
-    put("output", top + body - y)
-    return slots
+    def _of(self, rank: int, part: Part, wanted: Mapping[str, int]) -> _Size:
+        full = wanted.get(part.panel, part.least - _FRAME) + _FRAME
+        least = min(part.least, max(full, _SMALLEST))
+        return _Size(rank, least, max(min(full, self._most), least), part.grows, part.titled, 1)
+
+    def _size(self, tree: Tree, across: bool) -> _Size:
+        """`across`: whether the members of `tree` stand side by side."""
+        if isinstance(tree, str):
+            return self._sizes[tree]
+        inside = sorted(self._size(each, not across) for each in tree)
+        full, columns = [one.full for one in inside], [one.columns for one in inside]
+        grows = max(one.grows for one in inside)
+        if across:
+            return _Size(inside[0].rank, inside[0].least, max(full), grows, False, sum(columns))
+        return _Size(inside[0].rank, inside[0].least, sum(full), grows, False, max(columns))
+
+    def _shown(self, tree: Tree) -> Tree | None:
+        """The tree without panels that the plan lacks."""
+        if isinstance(tree, str):
+            return tree if tree in self._sizes else None
+        inside = tuple(found for each in tree if (found := self._shown(each)) is not None)
+        return inside or None
+
+    def stack(self, tree: Tree, room: Slot) -> dict[str, Slot]:
+        """Places one below the other; folded panels share a row, at the place of the first one."""
+        shown = self._shown(tree)
+        if isinstance(shown, str):
+            return {shown: room}
+        trees = shown or ()
+        heights = _heights([self._size(each, across=True) for each in trees], room)
+        titles = [each for each, height in zip(trees, heights, strict=True) if height == 1 and isinstance(each, str)]
+        slots: dict[str, Slot] = {}
+        y = room.y
+        for each, height in zip(trees, heights, strict=True):
+            if height == 1 and isinstance(each, str):
+                for index, title in enumerate(titles):
+                    begin, end = (room.width * i // len(titles) for i in (index, index + 1))
+                    slots[title] = Slot(room.x + begin, y, end - begin, 1)
+                y += len(titles) > 0
+                titles = []
+            elif height:
+                slots |= self._row(each, Slot(room.x, y, room.width, height))
+                y += height
+        return slots
+
+    def _row(self, tree: Tree, room: Slot) -> dict[str, Slot]:
+        """Places side by side, in widths after the number of columns inside."""
+        if isinstance(tree, str):
+            return {tree: room}
+        columns = [self._size(each, across=False).columns for each in tree]
+        slots: dict[str, Slot] = {}
+        for index, each in enumerate(tree):
+            begin, end = (room.width * sum(columns[:i]) // sum(columns) for i in (index, index + 1))
+            slots |= self.stack(
+                each if isinstance(each, tuple) else (each,), Slot(begin + room.x, room.y, end - begin, room.height)
+            )
+        return slots
+
+
+def _heights(sizes: Sequence[_Size], room: Slot) -> list[int]:
+    """Rows of parts that stand one below the other; 0: left out, 1: a title in the row that all titles share."""
+    order = sorted(range(len(sizes)), key=lambda index: sizes[index].rank)
+    rows = [0] * len(sizes)
+    left, titles = room.height, max(room.width // _TITLE, 1)
+    for index in order[:2]:  # the two most important are open on every screen
+        rows[index] = left if len(order) == 1 else _SMALLEST if left >= _SMALLEST else 0
+        left -= rows[index]
+    fits = True
+    for index in order:
+        size = sizes[index]
+        reserved = 0 if index == order[-1] else 1  # for the titles of those that are not open
+        fits = fits and rows[index] + left >= size.least + reserved
+        if fits:
+            left -= size.least - rows[index]
+            rows[index] = size.least
+        elif not rows[index] and size.titled and rows.count(1) < titles and (left or 1 in rows):
+            left -= 1 not in rows
+            rows[index] = 1
+    if (part := next((index for index in order if rows[index] == 1), None)) is not None and left >= _LEAST_PART:
+        rows[part], left = left, 0
+    open_ones = [index for index in order if rows[index] > 1]
+    while left and (small := [index for index in open_ones if rows[index] < sizes[index].full]):
+        grown = min(small, key=lambda index: rows[index] / sizes[index].full)
+        rows[grown] += 1
+        left -= 1
+    growing = [index for index in open_ones if sizes[index].grows] or open_ones[-1:]
+    shares = sum(max(sizes[index].grows, 1) for index in growing)
+    for index in growing:
+        share = max(sizes[index].grows, 1)
+        extra = left * share // shares
+        rows[index], left, shares = rows[index] + extra, left - extra, shares - share
+    return rows

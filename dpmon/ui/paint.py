@@ -30,14 +30,14 @@ _SHARE = 2
 def places(facts: Facts, width: int, height: int) -> dict[str, Slot]:
     """The current place of each panel."""
     line = 1 if facts.playing is not None and height > MIN_HEIGHT else 0
-    slots = arrange(
-        width,
-        height - line,
-        devices=panel_devices.wanted_rows(facts),
-        replicas=scene_of(facts).second.wanted_rows(facts),
-        batch=panel_batch.wanted_rows(facts),
-        zoom=facts.view.zoom,
-    )
+    scene = scene_of(facts)
+    wanted = {
+        "devices": panel_devices.wanted_rows(facts),
+        "replicas": scene.second.wanted_rows(facts) + 1,
+        "batch": panel_batch.wanted_rows(facts),
+        "compare": scene.fourth.wanted_rows(facts),
+    }
+    slots = arrange(width, height - line, scene.plan, wanted, facts.view.zoom)
     if line:
         slots["timeline"] = Slot(0, height - 1, width, 1)
     return slots

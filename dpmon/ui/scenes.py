@@ -2,20 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 from typing import NamedTuple
 
 from dpmon.ui.facts import Facts
+from dpmon.ui.layout import Part, Plan
 from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_standing
 
-STARTING, SINGLE, DP, RANKS, STALLED, ENDED = "starting", "single", "dp", "ranks", "stalled", "ended"
+STARTING, SINGLE, DP, RANKS, MANY = "starting", "single", "dp", "ranks", "many ranks"
+STALLED, ENDED = "stalled", "ended"
+
+_OUTPUT, _BATCH = Part("output", 4, grows=1), Part("batch", 9, grows=1)
+"""Nine rows show the figures of panel 3, a history with its axis and the last step."""
+_DEVICES, _COMPARE = Part("devices", 4), Part("compare", 6)
+_REPLICAS, _RANKS, _STANDING = Part("replicas", 5), Part("replicas", 7), Part("replicas", 7)
+
+PLANS: Mapping[str, Plan] = {
+    STARTING: Plan((_OUTPUT, _DEVICES), ("devices", "output"), ("devices", "output"), ("devices", "output")),
+    SINGLE: Plan(
+        (_BATCH, _OUTPUT, _DEVICES, _REPLICAS, _COMPARE),
+        one=("devices", "compare", "replicas", "batch", "output"),
+        two=("replicas", "batch", (("devices", "compare"), "output")),
+        three=((("replicas", "batch", "devices"), ("compare", "output")),),
+    ),
+    DP: Plan(
+        (_REPLICAS, _OUTPUT, _BATCH, _COMPARE, _DEVICES),
+        one=("devices", "replicas", "batch", "compare", "output"),
+        two=(("devices", "replicas"), "batch", ("compare", "output")),
+        three=(((("devices", "replicas"), "batch"), ("compare", "output")),),
+    ),
+    RANKS: Plan(
+        (_RANKS, _OUTPUT, _BATCH, _COMPARE, _DEVICES),
+        one=("devices", "compare", "replicas", "batch", "output"),
+        two=("replicas", "batch", (("devices", "compare"), "output")),
+        three=((("replicas", "batch"), ("devices", "compare", "output")),),
+    ),
+    MANY: Plan(
+        (_RANKS, _OUTPUT, _BATCH, _COMPARE, _DEVICES),
+        one=("devices", "compare", "replicas", "batch", "output"),
+        two=("replicas", "batch", (("devices", "compare"), "output")),
+        three=((("replicas", "batch"), ("devices", "compare", "output")),),
+    ),
+    STALLED: Plan(
+        (_STANDING, _OUTPUT, _BATCH, _DEVICES),
+        one=("devices", "replicas", "batch", "output"),
+        two=("replicas", "batch", ("devices", "output")),
+        three=((("replicas", "batch"), ("devices", "output")),),
+    ),
+    ENDED: Plan(
+        (_BATCH, _OUTPUT, _REPLICAS, _COMPARE, _DEVICES),
+        one=("devices", "compare", "replicas", "batch", "output"),
+        two=(("devices", "replicas"), "batch", ("compare", "output")),
+        three=(((("devices", "replicas"), "batch"), ("compare", "output")),),
+    ),
+}
+"""The panels of each scene. A scene leaves out those that can have no value in a run."""
 
 
 class Scene(NamedTuple):
     """What the screen shows."""
 
     name: str
-    """starting, single, dp, ranks, stalled or ended."""
+    """A key of PLANS."""
+    panels: tuple[str, ...]
+    """The panels that can have values, the most important first."""
     second: ModuleType
     """Draws panel 2: replicas (or stages), ranks, or where each rank stands."""
     fourth: ModuleType
@@ -23,14 +74,26 @@ class Scene(NamedTuple):
     stale: bool
     """Whether figures are of the time before a stall: they are dimmed, and there is no advice."""
 
+    @property
+    def plan(self) -> Plan:
+        """The panels and their places."""
+        return PLANS[self.name].only(self.panels)
+
 
 def scene_of(facts: Facts) -> Scene:
     """What the screen shows. A run that ended in a stall is shown like the stall."""
     stalled, process = facts.stall is not None, facts.process
-    ranks = panel_ranks.applies(facts)
+    ranks, modes = panel_ranks.applies(facts), panel_compare.applies(facts)
     second = panel_standing if stalled else panel_ranks if ranks else panel_replicas
     fourth = panel_communication if panel_communication.applies(facts) else panel_compare
-    name = RANKS if ranks else DP if process is not None and process.mode == "dp" else SINGLE
+    name = (MANY if panel_ranks.mapped(facts) else RANKS) if ranks else DP if modes else SINGLE
     if process is None or process.seen_ns < 0:
         name = STARTING
-    return Scene(ENDED if facts.over else STALLED if stalled else name, second, fourth, stalled)
+    name = STALLED if stalled else ENDED if facts.over else name
+    gone = set()
+    if not (stalled or ranks or modes or panel_replicas.staged(process)):
+        gone.add("replicas")
+    if fourth is panel_compare and not modes:
+        gone.add("compare")
+    panels = tuple(panel for panel in PLANS[name].panels if panel not in gone)
+    return Scene(name, panels, second, fourth, stalled)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from dpmon.run.reader import PauseState
 from dpmon.run.rundir import ExitInfo
 from dpmon.ui.facts import Facts, Toggle, View, devices_in_short, life
 from dpmon.ui.footer import hints
-from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange
 from dpmon.ui.look import Look
 from dpmon.ui.paint import whole
 from dpmon.ui.panels.panel_output import Output, Tail
@@ -61,23 +59,6 @@ def test_every_row_is_exactly_as_wide_as_the_screen(name: str, look: Look, outpu
         assert {width_of(row) for row in rows} == {width}, f"{width}x{height}"
         text = "\n".join(plain(row) for row in rows)
         assert not any((ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 or c == "\u202e" for c in text)
-
-
-@pytest.mark.parametrize("devices", [0, 1, 2, 8, 16])
-@pytest.mark.parametrize("replicas", [1, 2, 8, 64])
-def test_places_tile_the_screen(devices: int, replicas: int) -> None:
-    for width in range(20, 251, 13):
-        for height in range(5, 71):
-            for zoom in (None, "batch"):
-                slots = arrange(width, height, devices=devices, replicas=replicas, zoom=zoom)
-                areas = [(s.x, s.y, s.x + s.width, s.y + s.height) for s in slots.values()]
-                assert all(0 <= x < right <= width and 0 <= y < low <= height for x, y, right, low in areas)
-                assert sum((right - x) * (low - y) for x, y, right, low in areas) == width * height, "no gap"
-                for one, other in combinations(areas, 2):
-                    apart_x = one[2] <= other[0] or other[2] <= one[0]
-                    assert apart_x or one[3] <= other[1] or other[3] <= one[1], f"{width}x{height}: overlap"
-                if width >= MIN_WIDTH and height >= MIN_HEIGHT:
-                    assert {"status", "footer"} < set(slots)
 
 
 def test_the_first_seconds_tell_what_happens() -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from joined import joined_ranks
 from kept import keep
-from situations import INFO, LOOK, MONO_ASCII, exit_of, facts_of, rows_text, text_of
+from situations import INFO, LOOK, MONO_ASCII, exit_of, rows_text, text_of
 from stage import stage
 from stored import SUPERVISOR, Recording
 from stuck_ranks import (
@@ -31,58 +30,25 @@ from synthetic import SECOND, Training
 
 from dpmon.cli.why import why
 from dpmon.model.announced import Announced
-from dpmon.model.state import Column, StallSeen, State
+from dpmon.model.state import Column, StallSeen
 from dpmon.record.kinds import Event
 from dpmon.report.collect import collect
 from dpmon.report.page import page
 from dpmon.report.plots import plots
 from dpmon.report.sections import document
 from dpmon.report.sentences import stalls
-from dpmon.run.reader import PauseState
 from dpmon.ui.chart import scale_top
 from dpmon.ui.facts import Facts, View, life
 from dpmon.ui.look import Look
 from dpmon.ui.paint import whole
-from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_standing
+from dpmon.ui.panels import panel_standing
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scenes import DP, ENDED, RANKS, SINGLE, STALLED, STARTING, Scene, scene_of
 from dpmon.ui.time_axis import axis_of, pictured, stalls_of
 
 SIZES = [(40, 10), (60, 20), (80, 24), (110, 25), (120, 40), (200, 60)]
 WHEN = [stalled, stalled_in_playback, ended_in_stall]
 SENTENCE = "rank 1 in checkpoint (train.py:12)"
-
-
-def of_ranks() -> Facts:
-    run, now = joined_ranks(2, steps=20)
-    return Facts(run.state(), now, INFO, alive=True)
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda: Facts(State(), 0), Scene(STARTING, panel_replicas, panel_compare, False)),
-        (lambda: facts_of(Training(mode="single"), 5), Scene(SINGLE, panel_replicas, panel_compare, False)),
-        (lambda: facts_of(Training(), 5), Scene(DP, panel_replicas, panel_compare, False)),
-        (of_ranks, Scene(RANKS, panel_ranks, panel_communication, False)),
-        (lambda: stalled(1), Scene(STALLED, panel_standing, panel_compare, True)),
-        (lambda: stalled(2), Scene(STALLED, panel_standing, panel_communication, True)),
-        (lambda: stalled_in_playback(2), Scene(STALLED, panel_standing, panel_communication, True)),
-        (lambda: ended_in_stall(2), Scene(ENDED, panel_standing, panel_communication, True)),
-        (
-            lambda: replace(of_ranks(), ended=exit_of(0), alive=False),
-            Scene(ENDED, panel_ranks, panel_communication, False),
-        ),
-        # A pause is more than a stall.
-        (
-            lambda: stalled(2, pausing=PauseState(wanted=True, since_ns=SECOND)),
-            Scene(RANKS, panel_ranks, panel_communication, False),
-        ),
-    ],
-)
-def test_the_scene_follows_from_the_facts(make: Callable[[], Facts], expected: Scene) -> None:
-    assert scene_of(make()) == expected
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -270,10 +270,12 @@ def unevenness(process: Process) -> list[str]:
 def usual(process: Process, phase: str) -> bool:
     """Whether `phase` is expected in this training, so that a step without it needs a reason.
 
-    A rank has one device: the phases of a DataParallel call are not expected of it.
+    The phases of a DataParallel call are expected only of a process that trains, or has trained, in dp.
     """
     known = phase_shown(phase)
-    return not known.optional and not (known.of_call and process.distributed is not None)
+    compared = process.compared
+    dp = process.mode == "dp" or (compared is not None and "dp" in compared.seen)
+    return not known.optional and not (known.of_call and (process.distributed is not None or not dp))
 
 
 def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:

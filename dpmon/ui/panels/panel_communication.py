@@ -24,6 +24,12 @@ def applies(facts: Facts) -> bool:
     return process.distributed is not None or (process.rank is not None and panel_ranks.applies(facts))
 
 
+def wanted_rows(facts: Facts) -> int:
+    """Rows that the whole content needs, with two rows of advice."""
+    found = facts.state.communication
+    return 1 if found is None else len(communication_facts(found)) + 2
+
+
 def title(facts: Facts, look: Look, folded: bool) -> tuple[Row, Row]:
     """The panel's title, and its main number."""
     found = facts.state.communication

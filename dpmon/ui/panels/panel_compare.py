@@ -32,6 +32,20 @@ def figures(facts: Facts) -> Comparison:
     return process.compared or Comparison() if process is not None else Comparison()
 
 
+def applies(facts: Facts) -> bool:
+    """Whether the process trains in dp, or has: a script on one device has nothing to compare."""
+    process = facts.process
+    return process is not None and (process.mode == "dp" or "dp" in figures(facts).seen)
+
+
+def wanted_rows(facts: Facts) -> int:
+    """Rows that the whole content needs, with a verdict of two rows."""
+    found = figures(facts)
+    devices = len({device for peaks in found.memory.values() for device in peaks if device != HOST})
+    phases = sum(not phase_shown(name).optional for name in PHASES)
+    return 5 + max(devices, 1) + phases + len(found.sides) + 2
+
+
 def title(facts: Facts, look: Look, folded: bool) -> tuple[Row, Row]:
     """The panel's title, and its main numbers."""
     found = figures(facts)

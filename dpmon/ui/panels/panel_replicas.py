@@ -65,6 +65,11 @@ def _staged(call: Call) -> bool:
     return not call.replicas and len(call.devices) > 1 and call.mode != "dp"
 
 
+def staged(process: Process | None) -> bool:
+    """Whether a model of the process is split over several devices."""
+    return process is not None and any(_staged(track.last) for track in process.calls.values())
+
+
 def wanted_rows(facts: Facts) -> int:
     """Rows that the whole content needs."""
     track = shown(facts)

@@ -1,0 +1,127 @@
+"""The scene of a run, as a table; and the places of each scene's panels on screens of all sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
+from types import ModuleType
+
+import pytest
+from joined import joined_ranks
+from situations import INFO, exit_of, facts_of, situations
+from stored import state_of
+from stuck_ranks import ended_in_stall, stalled, stalled_in_playback
+from synthetic import SECOND, Training
+
+from dpmon.model.state import State
+from dpmon.run.reader import PauseState
+from dpmon.ui.facts import PANELS, Facts, Playing
+from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, Tree, arrange
+from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_standing
+from dpmon.ui.scenes import DP, ENDED, MANY, PLANS, RANKS, SINGLE, STALLED, STARTING, Scene, scene_of
+
+
+def of_ranks(count: int = 2) -> Facts:
+    run, now = joined_ranks(count, slow=1, steps=20)
+    return Facts(run.state(), now, INFO, alive=True)
+
+
+def single() -> Facts:
+    return facts_of(Training(mode="single", devices=("cpu:0",)), 5)
+
+
+def toggled(first: str) -> Facts:
+    training = Training(mode=first)
+    other = {"dp": "single", "single": "dp"}[first]
+    payloads = [*training.begin(), *training.run(5), *training.switch(other), *training.run(5)]
+    return Facts(state_of(payloads), training.now, INFO, alive=True, can_toggle=True)
+
+
+def played(facts: Facts) -> Facts:
+    return replace(facts, playing=Playing(facts.now_ns, facts.now_ns + SECOND, False, 1.0))
+
+
+def over(facts: Facts) -> Facts:
+    return replace(facts, ended=exit_of(0), alive=False)
+
+
+ALL = ("batch", "compare", "devices", "output", "replicas")
+ONE_DEVICE = ("batch", "devices", "output")
+REPLICAS, RANK_TABLE, STANDING = panel_replicas, panel_ranks, panel_standing
+MODES, TALK = panel_compare, panel_communication
+TABLE: dict[str, tuple[Callable[[], Facts], str, tuple[str, ...], ModuleType, ModuleType]] = {
+    "nothing known": (lambda: Facts(State(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
+    "no step yet": (lambda: facts_of(Training(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
+    "one device": (single, SINGLE, ONE_DEVICE, REPLICAS, MODES),
+    "stages": (lambda: situations()["stages, None"], SINGLE, (*ONE_DEVICE, "replicas"), REPLICAS, MODES),
+    "dp": (lambda: facts_of(Training(), 5), DP, ALL, REPLICAS, MODES),
+    "dp, then single": (lambda: toggled("dp"), DP, ALL, REPLICAS, MODES),
+    "single, then dp": (lambda: toggled("single"), DP, ALL, REPLICAS, MODES),
+    "2 ranks": (of_ranks, RANKS, ALL, RANK_TABLE, TALK),
+    "16 ranks": (lambda: of_ranks(16), RANKS, ALL, RANK_TABLE, TALK),
+    "17 ranks": (lambda: of_ranks(17), MANY, ALL, RANK_TABLE, TALK),
+    "stall of one process": (lambda: stalled(1), STALLED, (*ONE_DEVICE, "replicas"), STANDING, MODES),
+    "stall of ranks": (lambda: stalled(2), STALLED, (*ONE_DEVICE, "replicas"), STANDING, TALK),
+    "stall in a playback": (lambda: stalled_in_playback(2), STALLED, (*ONE_DEVICE, "replicas"), STANDING, TALK),
+    "end in a stall": (lambda: ended_in_stall(2), STALLED, (*ONE_DEVICE, "replicas"), STANDING, TALK),
+    # A pause is more than a stall.
+    "pause in a stall": (
+        lambda: stalled(2, pausing=PauseState(wanted=True, since_ns=SECOND)), RANKS, ALL, RANK_TABLE, TALK,
+    ),
+    "end of one device": (lambda: over(single()), ENDED, ONE_DEVICE, REPLICAS, MODES),
+    "end of dp": (lambda: over(facts_of(Training(), 5)), ENDED, ALL, REPLICAS, MODES),
+    "end of ranks": (lambda: over(of_ranks()), ENDED, ALL, RANK_TABLE, TALK),
+    "playback of one device": (lambda: played(single()), SINGLE, ONE_DEVICE, REPLICAS, MODES),
+    "playback of ranks": (lambda: played(of_ranks()), RANKS, ALL, RANK_TABLE, TALK),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(TABLE))
+def test_the_scene_follows_from_the_facts(name: str) -> None:
+    make, scene, panels, second, fourth = TABLE[name]
+    found = scene_of(make())
+    assert found._replace(panels=tuple(sorted(found.panels))) == Scene(
+        scene, tuple(sorted(panels)), second, fourth, scene == STALLED
+    )
+
+
+def panels_in(tree: Tree) -> list[str]:
+    return [tree] if isinstance(tree, str) else [panel for each in tree for panel in panels_in(each)]
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_every_panel_of_a_scene_has_one_place_in_each_number_of_columns(name: str) -> None:
+    plan = PLANS[name]
+    for tree in (plan.one, plan.two, plan.three):
+        assert sorted(panels_in(tree)) == sorted(plan.panels)
+    assert set(plan.panels) <= set(PANELS)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 64])
+@pytest.mark.parametrize("name", list(PLANS))
+def test_places_tile_the_screen(name: str, rows: int) -> None:
+    plan = PLANS[name]
+    for width in range(20, 251, 13):
+        for height in range(5, 71, 2):
+            for zoom in (None, "batch"):
+                slots = arrange(width, height, plan, dict.fromkeys(("devices", "replicas", "compare"), rows), zoom)
+                areas = [(s.x, s.y, s.x + s.width, s.y + s.height) for s in slots.values()]
+                assert all(0 <= x < right <= width and 0 <= y < low <= height for x, y, right, low in areas)
+                assert sum((right - x) * (low - y) for x, y, right, low in areas) == width * height, "no gap"
+                for one, other in combinations(areas, 2):
+                    apart_x = one[2] <= other[0] or other[2] <= one[0]
+                    assert apart_x or one[3] <= other[1] or other[3] <= one[1], f"{width}x{height}: overlap"
+                if width >= MIN_WIDTH and height >= MIN_HEIGHT:
+                    assert {"status", "footer"} < set(slots)
+                    first = zoom or plan.panels[0]
+                    assert slots[first].height >= 3, "the most important panel is open on every screen"
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_the_two_most_important_panels_have_their_short_form_on_every_usual_screen(name: str) -> None:
+    plan = PLANS[name]
+    for width in (60, 80, 120, 200):
+        for height in range(24, 71):
+            slots = arrange(width, height, plan, dict.fromkeys(plan.panels, 64))
+            assert all(slots[part.panel].height >= part.least for part in plan.parts[:2]), f"{width}x{height}"

@@ -88,12 +88,22 @@ def test_even_steps_have_no_such_word() -> None:
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 def test_every_dash_of_panel_3_has_its_reason_on_the_last_line(size: tuple[int, int]) -> None:
-    facts = facts_of(Training(mode="single", devices=("cpu",), virtual=False), 100)
+    training = Training(devices=("cpu",), virtual=False)
+    payloads = [*training.begin(), *training.run(20), *training.switch("single"), *training.run(100)]
+    facts = Facts(state_of(payloads), training.now, INFO, alive=True)
     slot = places(facts, *size)["batch"]
-    lines = text_of(facts, *size).splitlines()[slot.y : slot.y + slot.height]
+    rows = [row[slot.x : slot.x + slot.width] for row in text_of(facts, *size).splitlines()]
+    lines = rows[slot.y : slot.y + slot.height]
     assert "–" in "".join(lines)
     assert "no scatter to gather: one device" in lines[-2]
     assert "uneven" not in lines[-2]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+def test_a_script_that_never_was_in_dp_has_no_columns_for_its_phases(size: tuple[int, int]) -> None:
+    text = text_of(facts_of(Training(mode="single", devices=("cpu",), virtual=False), 100), *size)
+    assert "Forward" in text
+    assert not any(word in text for word in ("–", "catter", "eplicate", "ather", "one device"))
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])

@@ -1,7 +1,7 @@
 """The place of each panel on a screen of a given size: open, folded to its title, or left out.
 
-A scene names its panels in a `Plan`. The short forms are placed first, by importance. Then all panels grow evenly
-towards the rows that their content needs, and those that can use more rows share the rest.
+A scene names its panels in an `Arrangement`. The short forms are placed first, by importance. Then all panels grow
+evenly towards the rows that their content needs, and those that can use more rows share the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Slot(NamedTuple):
         return self.height == 1
 
 
-class Part(NamedTuple):
+class Member(NamedTuple):
     """A panel of a scene."""
 
     panel: str
@@ -50,16 +50,16 @@ class Part(NamedTuple):
     """Whether it folds to its title; if not, it is left out when its short form does not fit."""
 
 
-class Plan(NamedTuple):
+class Arrangement(NamedTuple):
     """The panels of a scene, the most important first, and where they stand in one, two and three columns."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[Member, ...]
     one: Tree
     two: Tree
     three: Tree
 
-    def only(self, panels: Sequence[str]) -> Plan:
-        """The plan without the other panels."""
+    def only(self, panels: Sequence[str]) -> Arrangement:
+        """The arrangement without the other panels."""
         return self._replace(parts=tuple(part for part in self.parts if part.panel in panels))
 
     @property
@@ -73,7 +73,9 @@ def is_wide(width: int) -> bool:
     return width >= _WIDE
 
 
-def arrange(width: int, height: int, plan: Plan, wanted: Mapping[str, int], zoom: str | None = None) -> dict[str, Slot]:
+def arrange(
+    width: int, height: int, arrangement: Arrangement, wanted: Mapping[str, int], zoom: str | None = None
+) -> dict[str, Slot]:
     """Places of "status", "footer" and the panels, which fill the screen; only "small" if the screen is too small.
 
     `wanted`: rows that the content of each panel needs. Panels without a place are left out.
@@ -88,11 +90,11 @@ def arrange(width: int, height: int, plan: Plan, wanted: Mapping[str, int], zoom
     body = Slot(0, head, width, height - head - 1)
     if zoom is not None:
         return {**slots, zoom: body}
-    tree = plan.three if width >= _WIDER else plan.two if is_wide(width) else plan.one
-    return slots | _Arrangement(plan, wanted, body).stack(tree, body)
+    tree = arrangement.three if width >= _WIDER else arrangement.two if is_wide(width) else arrangement.one
+    return slots | _Places(arrangement, wanted, body).stack(tree, body)
 
 
-class _Size(NamedTuple):
+class _Need(NamedTuple):
     """What a part of the screen needs: the rank of its most important panel, and rows."""
 
     rank: int
@@ -103,19 +105,19 @@ class _Size(NamedTuple):
     columns: int
 
 
-class _Arrangement:
-    """Divides the screen between the panels of a plan."""
+class _Places:
+    """Divides the screen between the panels of a arrangement."""
 
-    def __init__(self, plan: Plan, wanted: Mapping[str, int], body: Slot) -> None:
+    def __init__(self, arrangement: Arrangement, wanted: Mapping[str, int], body: Slot) -> None:
         self._most = body.height * _MOST // 100
-        self._sizes = {part.panel: self._of(rank, part, wanted) for rank, part in enumerate(plan.parts)}
+        self._sizes = {part.panel: self._of(rank, part, wanted) for rank, part in enumerate(arrangement.parts)}
 
-    def _of(self, rank: int, part: Part, wanted: Mapping[str, int]) -> _Size:
+    def _of(self, rank: int, part: Member, wanted: Mapping[str, int]) -> _Need:
         full = wanted.get(part.panel, part.least - _FRAME) + _FRAME
         least = min(part.least, max(full, _SMALLEST))
-        return _Size(rank, least, max(min(full, self._most), least), part.grows, part.titled, 1)
+        return _Need(rank, least, max(min(full, self._most), least), part.grows, part.titled, 1)
 
-    def _size(self, tree: Tree, across: bool) -> _Size:
+    def _size(self, tree: Tree, across: bool) -> _Need:
         """`across`: whether the members of `tree` stand side by side."""
         if isinstance(tree, str):
             return self._sizes[tree]
@@ -123,11 +125,11 @@ class _Arrangement:
         full, columns = [one.full for one in inside], [one.columns for one in inside]
         grows = max(one.grows for one in inside)
         if across:
-            return _Size(inside[0].rank, inside[0].least, max(full), grows, False, sum(columns))
-        return _Size(inside[0].rank, inside[0].least, sum(full), grows, False, max(columns))
+            return _Need(inside[0].rank, inside[0].least, max(full), grows, False, sum(columns))
+        return _Need(inside[0].rank, inside[0].least, sum(full), grows, False, max(columns))
 
     def _shown(self, tree: Tree) -> Tree | None:
-        """The tree without panels that the plan lacks."""
+        """The tree without panels that the arrangement lacks."""
         if isinstance(tree, str):
             return tree if tree in self._sizes else None
         inside = tuple(found for each in tree if (found := self._shown(each)) is not None)
@@ -169,7 +171,7 @@ class _Arrangement:
         return slots
 
 
-def _heights(sizes: Sequence[_Size], room: Slot) -> list[int]:
+def _heights(sizes: Sequence[_Need], room: Slot) -> list[int]:
     """Rows of parts that stand one below the other; 0: left out, 1: a title in the row that all titles share."""
     order = sorted(range(len(sizes)), key=lambda index: sizes[index].rank)
     rows = [0] * len(sizes)
@@ -189,7 +191,7 @@ def _heights(sizes: Sequence[_Size], room: Slot) -> list[int]:
             left -= 1 not in rows
             rows[index] = 1
     if (part := next((index for index in order if rows[index] == 1), None)) is not None and left >= _LEAST_PART:
-        rows[part], left = left, 0
+        rows[part], left = left + (rows.count(1) == 1), 0  # if no other title is left, their row is free
     open_ones = [index for index in order if rows[index] > 1]
     while left and (small := [index for index in open_ones if rows[index] < sizes[index].full]):
         grown = min(small, key=lambda index: rows[index] / sizes[index].full)

@@ -37,7 +37,7 @@ def places(facts: Facts, width: int, height: int) -> dict[str, Slot]:
         "batch": panel_batch.wanted_rows(facts),
         "compare": scene.fourth.wanted_rows(facts),
     }
-    slots = arrange(width, height - line, scene.plan, wanted, facts.view.zoom)
+    slots = arrange(width, height - line, scene.arrangement, wanted, facts.view.zoom)
     if line:
         slots["timeline"] = Slot(0, height - 1, width, 1)
     return slots

@@ -7,50 +7,50 @@ from types import ModuleType
 from typing import NamedTuple
 
 from dpmon.ui.facts import Facts
-from dpmon.ui.layout import Part, Plan
+from dpmon.ui.layout import Arrangement, Member
 from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_standing
 
 STARTING, SINGLE, DP, RANKS, MANY = "starting", "single", "dp", "ranks", "many ranks"
 STALLED, ENDED = "stalled", "ended"
 
-_OUTPUT, _BATCH = Part("output", 4, grows=1), Part("batch", 9, grows=1)
+_OUTPUT, _BATCH = Member("output", 4, grows=1), Member("batch", 9, grows=1)
 """Nine rows show the figures of panel 3, a history with its axis and the last step."""
-_DEVICES, _COMPARE = Part("devices", 4), Part("compare", 6)
-_REPLICAS, _RANKS, _STANDING = Part("replicas", 5), Part("replicas", 7), Part("replicas", 7)
+_DEVICES, _COMPARE = Member("devices", 4), Member("compare", 6)
+_REPLICAS, _RANKS, _STANDING = Member("replicas", 5), Member("replicas", 7), Member("replicas", 7)
 
-PLANS: Mapping[str, Plan] = {
-    STARTING: Plan((_OUTPUT, _DEVICES), ("devices", "output"), ("devices", "output"), ("devices", "output")),
-    SINGLE: Plan(
+ARRANGEMENTS: Mapping[str, Arrangement] = {
+    STARTING: Arrangement((_OUTPUT, _DEVICES), ("devices", "output"), ("devices", "output"), ("devices", "output")),
+    SINGLE: Arrangement(
         (_BATCH, _OUTPUT, _DEVICES, _REPLICAS, _COMPARE),
         one=("devices", "compare", "replicas", "batch", "output"),
         two=("replicas", "batch", (("devices", "compare"), "output")),
         three=((("replicas", "batch", "devices"), ("compare", "output")),),
     ),
-    DP: Plan(
+    DP: Arrangement(
         (_REPLICAS, _OUTPUT, _BATCH, _COMPARE, _DEVICES),
         one=("devices", "replicas", "batch", "compare", "output"),
         two=(("devices", "replicas"), "batch", ("compare", "output")),
         three=(((("devices", "replicas"), "batch"), ("compare", "output")),),
     ),
-    RANKS: Plan(
+    RANKS: Arrangement(
         (_RANKS, _OUTPUT, _BATCH, _COMPARE, _DEVICES),
         one=("devices", "compare", "replicas", "batch", "output"),
         two=("replicas", "batch", (("devices", "compare"), "output")),
         three=((("replicas", "batch"), ("devices", "compare", "output")),),
     ),
-    MANY: Plan(
+    MANY: Arrangement(
         (_RANKS, _OUTPUT, _BATCH, _COMPARE, _DEVICES),
         one=("devices", "compare", "replicas", "batch", "output"),
         two=("replicas", "batch", (("devices", "compare"), "output")),
         three=((("replicas", "batch"), ("devices", "compare", "output")),),
     ),
-    STALLED: Plan(
+    STALLED: Arrangement(
         (_STANDING, _OUTPUT, _BATCH, _DEVICES),
         one=("devices", "replicas", "batch", "output"),
         two=("replicas", "batch", ("devices", "output")),
         three=((("replicas", "batch"), ("devices", "output")),),
     ),
-    ENDED: Plan(
+    ENDED: Arrangement(
         (_BATCH, _OUTPUT, _REPLICAS, _COMPARE, _DEVICES),
         one=("devices", "compare", "replicas", "batch", "output"),
         two=(("devices", "replicas"), "batch", ("compare", "output")),
@@ -64,7 +64,7 @@ class Scene(NamedTuple):
     """What the screen shows."""
 
     name: str
-    """A key of PLANS."""
+    """A key of ARRANGEMENTS."""
     panels: tuple[str, ...]
     """The panels that can have values, the most important first."""
     second: ModuleType
@@ -75,9 +75,9 @@ class Scene(NamedTuple):
     """Whether figures are of the time before a stall: they are dimmed, and there is no advice."""
 
     @property
-    def plan(self) -> Plan:
+    def arrangement(self) -> Arrangement:
         """The panels and their places."""
-        return PLANS[self.name].only(self.panels)
+        return ARRANGEMENTS[self.name].only(self.panels)
 
 
 def scene_of(facts: Facts) -> Scene:
@@ -95,5 +95,5 @@ def scene_of(facts: Facts) -> Scene:
         gone.add("replicas")
     if fourth is panel_compare and not modes:
         gone.add("compare")
-    panels = tuple(panel for panel in PLANS[name].panels if panel not in gone)
+    panels = tuple(panel for panel in ARRANGEMENTS[name].panels if panel not in gone)
     return Scene(name, panels, second, fourth, stalled)

@@ -17,7 +17,7 @@ from dpmon.ui.facts import NAMES as PANEL_NAMES
 from dpmon.ui.facts import PANELS, RANK_NAMES
 from dpmon.ui.keys import ACTIONS, COMMANDS, PLAYED
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange, is_wide
-from dpmon.ui.scenes import DP, PLANS
+from dpmon.ui.scenes import ARRANGEMENTS, DP
 
 SCREEN = DOCS / "screen.md"
 MOST_LINES = 150
@@ -180,7 +180,7 @@ def test_the_page_names_the_panels_and_when_they_have_room() -> None:
         for width in (int(low), int(high or 300)):
             assert is_wide(width) == ("columns" in says)
             for height in (int(least), int(most or 100)):
-                slots = arrange(width, height, PLANS[DP], {})
+                slots = arrange(width, height, ARRANGEMENTS[DP], {})
                 opened = {panel for panel in PANELS if panel in slots and not slots[panel].folded}
                 folded = 1 if "only the title" in says else 0
                 assert len(opened) == (

@@ -28,7 +28,7 @@ from dpmon.ui.layout import arrange
 from dpmon.ui.look import look
 from dpmon.ui.panels.panel_output import Tail
 from dpmon.ui.rows import plain
-from dpmon.ui.scenes import DP, PLANS
+from dpmon.ui.scenes import ARRANGEMENTS, DP
 
 
 def test_every_action_that_is_bound_exists() -> None:
@@ -41,7 +41,7 @@ def test_every_action_that_is_bound_exists() -> None:
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 def test_arrows_reach_every_panel_that_is_on_the_screen(size: tuple[int, int]) -> None:
-    slots = arrange(*size, PLANS[DP], {})
+    slots = arrange(*size, ARRANGEMENTS[DP], {})
     seen = {"replicas"}
     while True:
         more = {neighbour(View(panel), slots, way).focus for panel in seen for way in ("up", "down", "left", "right")}

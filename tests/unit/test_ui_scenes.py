@@ -19,7 +19,7 @@ from dpmon.run.reader import PauseState
 from dpmon.ui.facts import PANELS, Facts, Playing
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, Tree, arrange
 from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_standing
-from dpmon.ui.scenes import DP, ENDED, MANY, PLANS, RANKS, SINGLE, STALLED, STARTING, Scene, scene_of
+from dpmon.ui.scenes import ARRANGEMENTS, DP, ENDED, MANY, RANKS, SINGLE, STALLED, STARTING, Scene, scene_of
 
 
 def of_ranks(count: int = 2) -> Facts:
@@ -90,22 +90,24 @@ def panels_in(tree: Tree) -> list[str]:
     return [tree] if isinstance(tree, str) else [panel for each in tree for panel in panels_in(each)]
 
 
-@pytest.mark.parametrize("name", list(PLANS))
+@pytest.mark.parametrize("name", list(ARRANGEMENTS))
 def test_every_panel_of_a_scene_has_one_place_in_each_number_of_columns(name: str) -> None:
-    plan = PLANS[name]
-    for tree in (plan.one, plan.two, plan.three):
-        assert sorted(panels_in(tree)) == sorted(plan.panels)
-    assert set(plan.panels) <= set(PANELS)
+    arrangement = ARRANGEMENTS[name]
+    for tree in (arrangement.one, arrangement.two, arrangement.three):
+        assert sorted(panels_in(tree)) == sorted(arrangement.panels)
+    assert set(arrangement.panels) <= set(PANELS)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 64])
-@pytest.mark.parametrize("name", list(PLANS))
+@pytest.mark.parametrize("name", list(ARRANGEMENTS))
 def test_places_tile_the_screen(name: str, rows: int) -> None:
-    plan = PLANS[name]
+    arrangement = ARRANGEMENTS[name]
     for width in range(20, 251, 13):
         for height in range(5, 71, 2):
             for zoom in (None, "batch"):
-                slots = arrange(width, height, plan, dict.fromkeys(("devices", "replicas", "compare"), rows), zoom)
+                slots = arrange(
+                    width, height, arrangement, dict.fromkeys(("devices", "replicas", "compare"), rows), zoom
+                )
                 areas = [(s.x, s.y, s.x + s.width, s.y + s.height) for s in slots.values()]
                 assert all(0 <= x < right <= width and 0 <= y < low <= height for x, y, right, low in areas)
                 assert sum((right - x) * (low - y) for x, y, right, low in areas) == width * height, "no gap"
@@ -114,14 +116,14 @@ def test_places_tile_the_screen(name: str, rows: int) -> None:
                     assert apart_x or one[3] <= other[1] or other[3] <= one[1], f"{width}x{height}: overlap"
                 if width >= MIN_WIDTH and height >= MIN_HEIGHT:
                     assert {"status", "footer"} < set(slots)
-                    first = zoom or plan.panels[0]
+                    first = zoom or arrangement.panels[0]
                     assert slots[first].height >= 3, "the most important panel is open on every screen"
 
 
-@pytest.mark.parametrize("name", list(PLANS))
+@pytest.mark.parametrize("name", list(ARRANGEMENTS))
 def test_the_two_most_important_panels_have_their_short_form_on_every_usual_screen(name: str) -> None:
-    plan = PLANS[name]
+    arrangement = ARRANGEMENTS[name]
     for width in (60, 80, 120, 200):
         for height in range(24, 71):
-            slots = arrange(width, height, plan, dict.fromkeys(plan.panels, 64))
-            assert all(slots[part.panel].height >= part.least for part in plan.parts[:2]), f"{width}x{height}"
+            slots = arrange(width, height, arrangement, dict.fromkeys(arrangement.panels, 64))
+            assert all(slots[part.panel].height >= part.least for part in arrangement.parts[:2]), f"{width}x{height}"

@@ -128,6 +128,8 @@ class Fetches:
         """Those of the last step that fetched any."""
         self._over = False
         """Whether the loop of the last step has reached the end of its loader, without another fetch since."""
+        self._dataset = 0
+        """The dataset of the loop that drove the last step with batches of several loops."""
 
     def take(self, fetch: Span, failed: bool) -> None:
         """Note a fetch; `failed`: it found the loader at its end, or raised."""
@@ -147,8 +149,7 @@ class Fetches:
         """Take the batches of the step that ends now. Of several loops, one drives the training loop."""
         found, self._found = self._found, {}
         if found:
-            last = self._last
-            self._last = found[last.loop if last is not None and last.loop in found else _driver(found)]
+            self._last = found[next(iter(found)) if len(found) == 1 else self._driver(found)]
         elif not self._over:
             return None
         else:
@@ -156,14 +157,18 @@ class Fetches:
             self._last = self._last._replace(fetched=0)
         return self._last
 
+    def _driver(self, found: dict[int, Batches]) -> int:
+        """Return the loop that drives a step with batches of several loops: at first the newest one or the shortest.
 
-def _driver(found: dict[int, Batches]) -> int:
-    """Return the loop that drives a step with batches of several loops.
-
-    It is the newest one if the step begins with it: `for` starts its loader after those that its body reads. Else `zip`
-    may read them in turn, and ends with the shortest.
-    """
-    newest = max(found)
-    if next(iter(found)) == newest:
-        return newest
-    return max(found.values(), key=lambda each: (-(each.length or 1 << 32), each.loop)).loop
+        It is the newest one if the step begins with it: `for` starts its loader after those that its body reads. Else
+        `zip` may read them in turn, and ends with the shortest.
+        """
+        newest = max(found)
+        driver = max(found.values(), key=lambda each: (-(each.length or 1 << 32), each.loop))
+        if next(iter(found)) == newest:
+            driver = found[newest]
+        driver = next((each for each in found.values() if each.dataset == self._dataset), driver)
+        if self._last is not None:
+            driver = found.get(self._last.loop, driver)
+        self._dataset = driver.dataset
+        return driver.loop

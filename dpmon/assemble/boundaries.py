@@ -127,7 +127,7 @@ class Fetches:
         self._last: Batches | None = None
         """Those of the last step that fetched any."""
         self._over = False
-        """Whether the loop of the last step has reached the end of its loader, without another fetch since."""
+        """Whether the loop has reached the end of its loader, without another fetch since."""
         self._dataset = 0
         """The dataset of the loop that drove the last step with batches of several loops."""
 
@@ -150,12 +150,11 @@ class Fetches:
         found, self._found = self._found, {}
         if found:
             self._last = found[next(iter(found)) if len(found) == 1 else self._driver(found)]
-        elif not self._over:
-            return None
-        else:
-            assert self._last is not None
+        elif self._over and self._last is not None:
             self._last = self._last._replace(fetched=0)
-        return self._last
+        else:
+            return None
+        return self._last._replace(over=True) if self._over else self._last
 
     def _driver(self, found: dict[int, Batches]) -> int:
         """Return the loop that drives a step with batches of several loops: at first the newest one or the shortest.

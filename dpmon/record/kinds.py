@@ -149,7 +149,8 @@ class Batches(NamedTuple):
     length: int | None
     """Number of batches of the loader; None if unknown."""
     fetched: int
-    """0 if the loader's end was reached before: the batch may have been read ahead."""
+    over: bool = False
+    """Whether the loader's end was reached before the step ended: no batch is left that was read ahead."""
 
 
 class Step(NamedTuple):

@@ -94,6 +94,8 @@ class Loops:
         """The loop of the current epoch, or of the last one."""
         self._reads_ahead = True
         """Whether loops may read ahead: False if one had no step after it had fetched its last batch."""
+        self._ahead: dict[int, tuple[int, int]] = {}
+        """By number of a dataset: how many batches the first step of its last loop fetched, and how many were ahead."""
         self._single = False
         """Whether the last loop that trained was given up after one batch."""
         self.changed: dict[int, Loop] = {}
@@ -120,14 +122,17 @@ class Loops:
         assert batches is not None
         loop.steps += 1
         loop.fetched += batches.fetched
-        if not batches.fetched:
+        if batches.over:
             loop.ahead = 0
         elif loop.steps == 1:
-            loop.first_step = number
-            loop.ahead = 0 if batches.fetched == 1 else None
+            before, ahead = self._ahead.get(loop.dataset, (1, 0))
+            loop.ahead = ahead if batches.fetched == before else 0 if batches.fetched == 1 else None
         elif loop.ahead is None:
-            ahead = loop.fetched - 2 * batches.fetched  # as many as the first step fetched more than this one
+            first = loop.fetched - batches.fetched
+            ahead = first - batches.fetched
             loop.ahead = ahead if self._reads_ahead and 0 < ahead <= MAX_AHEAD else 0
+            self._ahead[loop.dataset] = first, loop.ahead
+        loop.first_step = loop.first_step or number
         loop.last_step, loop.end_ns = number, end_ns
         self.changed[loop.loop] = loop
         if not evaluation:
@@ -142,12 +147,14 @@ class Loops:
     def _of(self, batches: Batches, begin_ns: int, evaluation: bool) -> Loop | None:
         """Return the loop of a step with these batches."""
         loop = self._recent.get(batches.loop)
-        if not batches.fetched:  # the loader is at its end: the step may use a batch that was read ahead
+        if not batches.fetched:  # it may use a batch that was read ahead
             return None if loop is None or loop.ahead == 0 or evaluation == (loop.trained > 0) else loop
         if loop is None:
             before = next(reversed(self._recent.values()), None)
             if before is not None and before.complete and before.ahead != 0:
-                before.ahead, self._reads_ahead = 0, self._reads_ahead and before.ahead is None
+                if before.ahead:
+                    self._reads_ahead, self._ahead = False, {}
+                before.ahead = 0
                 self.changed[before.loop] = before
             loop = Loop(self._process, batches.loop, batches.dataset, batches.length, begin_ns)
             self._keep(loop)

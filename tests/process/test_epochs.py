@@ -11,7 +11,7 @@ from tracing import BESIDE, Traced, text_of, traced
 from dpmon.store.loops import Loop, Loops
 
 NAMES = re.findall(r"^@loop\ndef (\w+)", text_of("epochs"), re.M)
-UNKNOWN = {"one_ahead": (0, 5, 10), "resumed": (0,)}
+UNKNOWN = {"one_ahead": (0,), "in_groups": (0,), "resumed": (0,)}
 """By loop: the steps after which it is not known yet how many batches were read ahead."""
 
 

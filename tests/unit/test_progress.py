@@ -32,12 +32,12 @@ class Process:
         self.rows[self.loop] = Loop(0, self.loop, dataset, length, 0)
         return self.loop
 
-    def step(self, loop: int | None, fetched: int = 1, *, evaluation: bool = False) -> int | None:
+    def step(self, loop: int | None, fetched: int = 1, *, evaluation: bool = False, over: bool = False) -> int | None:
         """Add a step with batches of a loop; return how many batches of it are used."""
         self.number += 1
         batches = None
         if loop is not None:
-            batches = Batches(loop, self.rows[loop].dataset, self.rows[loop].length, fetched)
+            batches = Batches(loop, self.rows[loop].dataset, self.rows[loop].length, fetched, over or not fetched)
         begin = self.number * SECOND
         found = self.loops.step(self.number, batches, begin, begin + SECOND, evaluation, SECOND * evaluation)
         self.rows.update(self.loops.changed)
@@ -73,23 +73,20 @@ def test_each_loop_that_trains_is_an_epoch_and_evaluations_belong_to_the_epoch_b
 
 def test_a_loop_that_reads_ahead_uses_its_last_batch_after_the_loaders_end() -> None:
     process = Process()
-    for _ in range(2):  # as accelerate does
+    for first in (None, 1):  # as accelerate does
         loop = process.start(4)
         used = [process.step(loop, 2), process.step(loop), process.step(loop), process.step(loop, 0)]
-        assert used == [None, 2, 3, 4]
+        assert used == [first, 2, 3, 4]
         assert process.step(loop, 0) is None  # later steps use no batch of it
     assert process.epochs == [(1, 1), (2, 2)]
 
 
 def test_batches_read_in_groups() -> None:
     process = Process()
-    loop = process.start(12)  # as transformers' Trainer does with gradient accumulation
-    assert [process.step(loop, 5), process.step(loop, 4), process.step(loop, 3), process.step(loop, 0)] == [
-        None,
-        8,
-        11,
-        12,
-    ]
+    for first in (None, 4):  # as transformers' Trainer does with gradient accumulation
+        loop = process.start(11)
+        assert [process.step(loop, 5), process.step(loop, 4), process.step(loop, 2, over=True)] == [first, 8, 11]
+    assert process.epochs == [(1, 1), (2, 2)]
 
 
 def test_skipped_batches_count_and_a_skipped_first_one_is_not_taken_for_one_read_ahead_twice() -> None:
@@ -188,7 +185,10 @@ def test_only_the_end_of_the_loop_itself_lets_a_step_without_a_batch_belong_to_i
     fetch(fetches, 2, failed=True)
     assert fetches.of_step() is None
     fetch(fetches, 1, failed=True)
-    assert fetches.of_step() == Batches(1, 1, 10, 0)
+    assert fetches.of_step() == Batches(1, 1, 10, 0, over=True)
+    fetch(fetches, 3)
+    fetch(fetches, 3, failed=True)
+    assert fetches.of_step() == Batches(3, 3, 10, 1, over=True)
 
 
 # ------------------------------------------------------------------------------------------------ time left

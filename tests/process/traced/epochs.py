@@ -171,19 +171,34 @@ def accumulated():
     return found.said
 
 
+def ahead(loader):
+    """Read as accelerate's loaders, which must know the last batch."""
+    batches = iter(loader)
+    batch = next(batches)
+    for following in batches:
+        yield batch
+        batch = following
+    yield batch
+
+
+@loop
+def in_groups():
+    """Accumulate as transformers' Trainer, which first reads all batches of a step of its optimizer."""
+    loader, found = DataLoader(rows(44), batch_size=4), Training()
+    for epoch in range(1, 4):
+        batches = ahead(loader)
+        for used in (4, 8, 11):
+            group = list(itertools.islice(batches, used - (used - 1) // 4 * 4))
+            for batch in group:
+                found.model(batch[0]).mean().backward()
+            found.optimizer.step()
+            found.said.append([epoch, used])
+    return found.said
+
+
 @loop
 def one_ahead():
-    """As accelerate's loaders read, which must know the last batch."""
     loader, other, found = DataLoader(rows(20), batch_size=4), DataLoader(rows(8), batch_size=4), Training()
-
-    def ahead(loader):
-        batches = iter(loader)
-        batch = next(batches)
-        for following in batches:
-            yield batch
-            batch = following
-        yield batch
-
     for epoch in range(1, 4):
         for number, batch in enumerate(ahead(loader), 1):
             found.learn(batch, epoch, number)

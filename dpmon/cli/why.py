@@ -81,6 +81,7 @@ def _asked(directory: Path, info: RunInfo, *, native: bool) -> dict[str, Any] | 
         look.ranks({}, time.monotonic_ns())
         time.sleep(_ALLOWED_S)
         dumps = look.take_stacks(native=native)
+        look.ask_nccl()
         now = time.monotonic_ns()
         return answer(look.with_ends(look.ranks({}, now)), dumps, None, now, info, nccl=look.nccl)
 

@@ -85,7 +85,7 @@ class RankLook:
         """The last stacks of each process, and when they were asked for."""
         self._of_nccl = False
         self.nccl: tuple[str, ...] = ()
-        """What NCCL said about the ranks when their stacks were taken."""
+        """What NCCL said about the ranks when it was asked last."""
         self._workers: dict[int, LoaderWorker | None] = {}
 
     def close(self) -> None:
@@ -196,9 +196,12 @@ class RankLook:
         for pid, one in taken.items():
             children = [each for each in table.values() if each.parent == pid and each.pid not in taken]
             self._workers[pid] = self._worker(children) if _waits_for_data(one) else None
-        self.nccl = nccl_report(rings) if self._of_nccl else ()
         self._dumps.update((pid, (now, one)) for pid, one in taken.items())
         return taken
+
+    def ask_nccl(self) -> None:
+        """Ask NCCL which ranks are missing or behind, if a rank uses it; takes up to some seconds. From any thread."""
+        self.nccl = nccl_report({ring.pid for ring in list(self._rings.values())}) if self._of_nccl else ()
 
     def _worker(self, children: Sequence[proc.ProcessEntry]) -> LoaderWorker | None:
         """The first worker of a data loader that is dead, stopped or waits for a disk, else the first one at work."""

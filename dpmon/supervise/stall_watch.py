@@ -6,9 +6,9 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpmon.record.plainjson import ns_in, text_in
 from dpmon.record.schema import SECOND
@@ -18,6 +18,9 @@ from dpmon.stalls.answer import ASKED_FILE, answer, save_answer, wants_native
 from dpmon.stalls.processes import DETAILS_NS, RankLook
 from dpmon.stalls.stacks import Dump
 from dpmon.stalls.verdict import RankFacts, Stall, UsualTimes, sentence, stall
+
+if TYPE_CHECKING:
+    from dpmon.store.drain import Drain
 
 LOOK_NS = SECOND
 STACKS_AFTER_NS = 5 * SECOND
@@ -29,19 +32,11 @@ REST = 50
 class StallWatch:
     """Looks at the ranks once a second."""
 
-    def __init__(
-        self,
-        directory: Path,
-        info: RunInfo,
-        emit: Callable[[str, Mapping[str, Any]], None],
-        before: Mapping[str, Any] | None = None,
-        *,
-        adopted: bool = False,
-    ) -> None:
-        """`adopted`: another supervisor started the command. `before`: the last stall that it recorded."""
+    def __init__(self, directory: Path, info: RunInfo, drain: Drain, *, adopted: bool = False) -> None:
+        """`adopted`: another supervisor started the command, and may have recorded the beginning of a stall."""
         self._directory = directory
         self._info = info
-        self._emit = emit
+        self._drain = drain
         self._look = RankLook(directory, info.cwd, adopted=adopted)
         self._usual = UsualTimes()
         self._look_at = 0
@@ -58,6 +53,7 @@ class StallWatch:
         self._waits: Mapping[int, bool] = {}
         """Whether it waits for another one, for each rank of the stall by pid."""
         self._failed = False
+        before = drain.last_stall() if adopted else None
         if before is not None and "lasted_s" not in before and (since := ns_in(before, "since_s")) is not None:
             self._stall = Stall(info.start_ns + since, (), ())
             self._told = text_in(before, "text") or ""
@@ -65,25 +61,18 @@ class StallWatch:
                 ranks = (rank for rank in before["ranks"] if not rank.get("apart"))
                 self._waits = {rank["pid"]: bool(rank["waits"]) for rank in ranks}
 
-    def look(
-        self, steps: Callable[[], Mapping[int, int | None]], gpus: Callable[[], Sequence[Mapping[str, Any]]]
-    ) -> None:
-        """Look if it is time. Never waits, never raises.
-
-        `steps`: returns the last step of each process. `gpus`: returns the newest sample of each GPU.
-        """
+    def look(self) -> None:
+        """Look if it is time. Never waits, never raises."""
         if self._failed:
             return
         try:
-            self._look_now(steps, gpus)
+            self._look_now()
         except Exception as error:  # noqa: BLE001 - the record of the run must go on
             self._failed = True
             text = f"stalls are no longer noticed: {type(error).__name__}: {error}"
-            self._emit("warning", {"process": None, "text": text})
+            self._drain.emit("warning", {"process": None, "text": text})
 
-    def _look_now(
-        self, steps: Callable[[], Mapping[int, int | None]], gpus: Callable[[], Sequence[Mapping[str, Any]]]
-    ) -> None:
+    def _look_now(self) -> None:
         if self._error is not None:
             raise self._error
         now = time.monotonic_ns()
@@ -93,15 +82,12 @@ class StallWatch:
             self._take(asked)
         if self._taken is not None:
             (number, dumps), self._taken = self._taken, None
-            ranks = self._look.with_ends(self._look.ranks(steps(), now))
-            made = answer(
-                ranks, dumps, self._shown(ranks), now, self._info, text=self._told, gpus=gpus(), nccl=self._look.nccl
-            )
-            save_answer(self._directory, number, made)
+            ranks = self._look.with_ends(self._look.ranks(self._drain.last_steps(), now))
+            save_answer(self._directory, number, self._answer(ranks, dumps, self._shown(ranks), now))
         if now < self._look_at:
             return
         self._look_at = now + LOOK_NS
-        ranks = self._look.ranks(steps(), now)
+        ranks = self._look.ranks(self._drain.last_steps(), now)
         self._learn(ranks)
         if self._stall is not None and (self._died(ranks) or self._stopping(now)):
             return
@@ -111,7 +97,7 @@ class StallWatch:
         if reads:
             self._before = {}  # the time that a person takes is not learned
         if longest < DETAILS_NS or reads:
-            self._tell(None, ranks, now, gpus)
+            self._tell(None, ranks, now)
             return
         found = stall(ranks, self._usual, now)
         missing = found is not None and not all(ranks[i].examined for i in (*found.guilty, *found.waiting))
@@ -119,7 +105,7 @@ class StallWatch:
             self._stacks_at = now + max(STACKS_AFTER_NS, longest // 2)
             self._take(None)
         if not missing and not self._unknown(ranks, now):  # without the stacks the wrong rank may be named
-            self._tell(found, ranks, now, gpus)
+            self._tell(found, ranks, now)
 
     def _stopping(self, now: int) -> bool:
         """Whether the user has asked for the run's end since the stall began. What its ranks do then is no cause."""
@@ -170,8 +156,11 @@ class StallWatch:
                     self._look.take_stacks(still_ns=DETAILS_NS)
                     took = time.monotonic_ns() - begun
                     self._stacks_at = max(self._stacks_at, begun + REST * took)
+                    self._look.ask_nccl()
                 else:
-                    self._taken = asked, self._look.take_stacks(native=wants_native(self._directory))
+                    dumps = self._look.take_stacks(native=wants_native(self._directory))
+                    self._look.ask_nccl()
+                    self._taken = asked, dumps
             except Exception as error:  # noqa: BLE001 - the next look reports it
                 self._error = error
 
@@ -192,13 +181,7 @@ class StallWatch:
             if rank.since_ns > was.since_ns > 0:
                 self._usual.learn(was.where, rank.since_ns - was.since_ns)
 
-    def _tell(
-        self,
-        found: Stall | None,
-        ranks: list[RankFacts],
-        now: int,
-        gpus: Callable[[], Sequence[Mapping[str, Any]]],
-    ) -> None:
+    def _tell(self, found: Stall | None, ranks: list[RankFacts], now: int) -> None:
         """Record the beginning, a change, or the end of a stall."""
         before = self._stall
         if found is not None and before is not None:  # all its records have the same time
@@ -208,12 +191,17 @@ class StallWatch:
             if before is not None:
                 seconds = (before.since_ns - self._info.start_ns) / 1e9
                 lasted = (now - before.since_ns) / 1e9
-                self._emit("stall", {"since_s": seconds, "lasted_s": lasted, "text": self._told})
+                self._drain.emit("stall", {"since_s": seconds, "lasted_s": lasted, "text": self._told})
             return
         waited, self._waits = self._waits, {ranks[i].pid: i in found.waiting for i in (*found.guilty, *found.waiting)}
         ranks = self._look.with_ends(ranks)
         text = sentence(found, ranks, self._info.cwd)
         if before is None or (text != self._told and waited != self._waits):
             self._told = text
-            made = answer(ranks, {}, found, now, self._info, text=text, gpus=gpus(), nccl=self._look.nccl)
-            self._emit("stall", made)
+            self._drain.emit("stall", self._answer(ranks, {}, found, now))
+
+    def _answer(
+        self, ranks: list[RankFacts], dumps: Mapping[int, Dump], found: Stall | None, now: int
+    ) -> dict[str, Any]:
+        gpus, nccl = self._drain.gpus(), self._look.nccl
+        return answer(ranks, dumps, found, now, self._info, text=self._told, gpus=gpus, nccl=nccl)

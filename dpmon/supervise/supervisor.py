@@ -192,8 +192,7 @@ class Supervisor:
         poller = self._poller(command.pid)
         reads = InputWatch(self._directory, command.pid, lambda *wait: self._record_wait(drain, command.pid, *wait))
         ends = ProcessEnds(self._directory, command.pid, poller)
-        before = drain.last_stall() if late else None
-        stalls = StallWatch(self._directory, self._info, drain.emit, before, adopted=late)
+        stalls = StallWatch(self._directory, self._info, drain, adopted=late)
         drain.on_memory_event = sampler.take_memory
         ended, look_at = False, 0.0
         while self._leave_at is None or time.monotonic() < self._leave_at:
@@ -208,7 +207,7 @@ class Supervisor:
                 ends.look()
             busy = drain.drain(now)
             reads.look(now)
-            stalls.look(drain.last_steps, drain.gpus)
+            stalls.look()
             if metrics is not None:
                 metrics.tick(now)
             if ended:

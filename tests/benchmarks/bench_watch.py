@@ -17,6 +17,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 RANKS, LOOKS, IDLE_S = 64, 30, 10.0
@@ -83,14 +85,17 @@ def look(directory: str) -> None:
     ]
     info = RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True)
     for name in ("train", "stand still"):
-        watch = StallWatch(Path(directory), info, lambda kind, data: None)
+        drain: Any = SimpleNamespace(
+            emit=lambda kind, data: None, last_steps=lambda: dict.fromkeys(range(RANKS), 5), gpus=list
+        )
+        watch = StallWatch(Path(directory), info, drain)
         watch._take = lambda asked: None  # type: ignore[method-assign]
         begun = time.process_time()
         for _ in range(LOOKS):
             for ring in rings:
                 ring.words[Word.SPAN_START] = time.monotonic_ns() if name == "train" else 1
             watch._look_at = 0
-            watch.look(lambda: dict.fromkeys(range(RANKS), 5), list)
+            watch.look()
         took = (time.process_time() - begun) / LOOKS
         print(f"a look once a second at {RANKS} ranks that {name}: {took * 1e3:.2f} ms of a processor")
         watch.close()

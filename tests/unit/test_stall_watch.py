@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +42,13 @@ class Watched:
         self.taken = 0
         self._now = 0
         patch.setattr(stall_watch.time, "monotonic_ns", lambda: self._now)
-        self.watch = StallWatch(place, INFO, lambda kind, data: self.told.append((kind, data)), before)
+        drain: Any = SimpleNamespace(
+            emit=lambda kind, data: self.told.append((kind, data)),
+            last_steps=dict,
+            gpus=list,
+            last_stall=lambda: before,
+        )
+        self.watch = StallWatch(place, INFO, drain, adopted=True)
         patch.setattr(self.watch._look, "ranks", lambda steps, now: self.ranks)
         patch.setattr(self.watch, "_take", self._take)
         self.place = place
@@ -62,7 +69,7 @@ class Watched:
     def look(self, seconds: float) -> None:
         """Look at a time in seconds since the start."""
         self._now = START + int(seconds * SECOND)
-        self.watch.look(dict, list)
+        self.watch.look()
 
     def texts(self) -> list[tuple[float, float | None, str]]:
         return [(data["since_s"], data.get("lasted_s"), data["text"]) for _, data in self.told]
@@ -262,6 +269,8 @@ def test_nccl_is_asked_with_the_stacks_and_only_in_its_jobs(
     look = RankLook(tmp_path, "")
     ranks = look.ranks({}, time.monotonic_ns() + 10 * SECOND)
     dumps = look.take_stacks()
+    assert asked == []
+    look.ask_nccl()
     look.close()
     assert asked == ([{os.getpid()}] if nccl else [])
     text = [line for line, _ in lines_of(answer.answer(ranks, dumps, None, START, INFO, nccl=look.nccl))]

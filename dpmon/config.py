@@ -10,6 +10,7 @@ The file is `$XDG_CONFIG_HOME/dpmon/config.toml` (`~/.config` if that is not set
                             # runs, nor runs of at most keep_bytes / keep_runs)
     on_event = ["command", "argument"]   # DPMON_ON_EVENT: the command to start for each event of a run
     alive_minutes = 10      # DPMON_ALIVE_MINUTES: minutes between two events that say that the machine is alive
+    loss = false            # DPMON_LOSS: whether the losses are read (default: true)
     alert = "bell"          # DPMON_ALERT: how the screen's terminal says that a run stalls or ends (default: not)
 
 Options on the command line take precedence over both.
@@ -64,6 +65,8 @@ class Settings:
     """The command to start for each event of a run."""
     alive_minutes: int | None = None
     """Minutes between two events `alive`."""
+    loss: bool | None = None
+    """Whether the losses are read."""
     alert: str | None = None
     """How the terminal of the screen alerts the user, one of ALERTS."""
 
@@ -122,6 +125,12 @@ def _minutes(value: Any) -> int:
     return minutes
 
 
+def _switch(value: Any) -> bool:
+    if str(value).lower() not in ("true", "false"):
+        raise ValueError("true or false")
+    return str(value).lower() == "true"
+
+
 def _alert(value: Any) -> str:
     if value not in ALERTS:
         raise ValueError(f"one of {', '.join(ALERTS)}")
@@ -144,6 +153,7 @@ SETTINGS: Mapping[str, Callable[[Any], Any]] = {
     "batch_dim": _dimension,
     "on_event": _command,
     "alive_minutes": _minutes,
+    "loss": _switch,
     "alert": _alert,
 }
 """Returns the value of a setting; raises ValueError, with the form that is expected, for anything else."""

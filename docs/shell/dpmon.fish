@@ -70,6 +70,7 @@ complete -c dpmon -n _shtab_dpmon_using -l replicas -x -d 'use N GPUs, or N virt
 complete -c dpmon -n _shtab_dpmon_using -l devices -x -d 'the replicas'"'"' devices: cuda:0,cuda:1 or cpu,cpu'
 complete -c dpmon -n _shtab_dpmon_using -l mode -xka "auto script dp single" -d 'initial mode; script: leave the computation exactly as written; auto: follow the script and the options'
 complete -c dpmon -n _shtab_dpmon_using -l batch-dim -x -d 'the batch'"'"'s dimension in a model'"'"'s first input (default: 0)'
+complete -c dpmon -n _shtab_dpmon_using -l no-loss -d 'do not read the losses of the training'
 complete -c dpmon -n _shtab_dpmon_using -l headless -d 'no screen (the default without a terminal)'
 complete -c dpmon -n _shtab_dpmon_using -l detach -d 'start in the background and return at once'
 complete -c dpmon -n _shtab_dpmon_using -l json -d 'without a screen: one JSON line per second on stderr, or in FILE (--json=/dev/fd/3)'

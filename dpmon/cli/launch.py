@@ -144,6 +144,7 @@ def _describe(
             "replicas": options.replicas,
             "devices": options.devices,
             "batch_dim": options.settings.batch_dim if options.batch_dim is None else options.batch_dim,
+            "loss": options.loss and options.settings.loss is not False,
             "stdin": "inherit" if inherit else "terminal",
             "window": [size.lines, size.columns],
             "metrics": _metrics(options.metrics),

@@ -157,6 +157,7 @@ def run_parser() -> argparse.ArgumentParser:
         help="initial mode; script: leave the computation exactly as written; auto: follow the script and the options",
     )
     add("--batch-dim", type=_batch_dim, metavar="N", help="the batch's dimension in a model's first input (default: 0)")
+    add("--no-loss", dest="loss", action="store_false", help="do not read the losses of the training")
     add("--headless", action="store_true", help="no screen (the default without a terminal)")
     add("--detach", action="store_true", help="start in the background and return at once")
     add(

@@ -32,6 +32,13 @@ def test_a_command_for_events_is_a_list_or_a_line_of_a_shell(tmp_path: Path) -> 
     assert load({**environ, "DPMON_ON_EVENT": "tell 'two words' three"}).on_event == ("tell", "two words", "three")
 
 
+@pytest.mark.parametrize(("text", "found"), [("", None), ("loss = false", False), ("loss = true", True)])
+def test_whether_losses_are_read_is_a_switch(tmp_path: Path, text: str, found: bool | None) -> None:
+    environ = written(tmp_path, text)
+    assert load(environ).loss is found
+    assert load({**environ, "DPMON_LOSS": "false"}).loss is False
+
+
 def test_the_file_and_the_variables_before_it(tmp_path: Path) -> None:
     environ = written(tmp_path, 'theme = "light"\nrefresh = 0.5\nkeep_runs = 20\nkeep_bytes = "1.5 GiB"\n')
     assert load(environ) == Settings("light", 0.5, 20, 3 << 29)
@@ -57,6 +64,7 @@ def test_the_file_and_the_variables_before_it(tmp_path: Path) -> None:
         ('on_event = ["tell", 1]', "on_event is a command such as"),
         ('on_event = ["tell", "\\u0000"]', "on_event is a command such as"),
         ('on_event = "tell \'me"', "on_event is a command such as"),
+        ("loss = 0", "loss is true or false, not '0'"),
         ("alive_minutes = 0", "alive_minutes is a number of minutes from 1, not '0'"),
         ("alive_minutes = 0.5", "alive_minutes is a whole number, not '0.5'"),
         ('alert = "gong"', "alert is one of bell, osc9, osc777, not 'gong'"),

@@ -70,7 +70,7 @@ class Config:
             replicas=int(replicas) if replicas else None,
             devices=tuple(name.strip() for name in devices.split(",")) if devices else (),
             batch_dim=int(os.environ.get("DPMON_BATCH_DIM", 0)),
-            loss=os.environ.get("DPMON_LOSS") != "0",
+            loss=os.environ.get("DPMON_LOSS") != "False",
         )
 
     @property

@@ -17,7 +17,14 @@ from pathlib import Path
 
 from dpmon.cleaning import json_text
 from dpmon.errors import HistoryError
-from dpmon.model.json_fields import communication_fields, fields_of, phase_fields, progress_fields, rank_fields
+from dpmon.model.json_fields import (
+    communication_fields,
+    fields_of,
+    loss_fields,
+    phase_fields,
+    progress_fields,
+    rank_fields,
+)
 from dpmon.model.pace import speed
 from dpmon.model.progress import NO_STEP, words
 from dpmon.model.snapshot import Snapshots
@@ -137,6 +144,10 @@ def status_members(reader: RunReader, state: State, now: Health, now_ns: int) ->
     progress, absent = _progress(state.focus, state, now_ns)
     members |= progress
     members["progress"] = progress_fields(NO_STEP if state.focus is None else state.focus.progress)
+    members["losses"] = [loss_fields(curve) for curve in state.losses]
+    if not state.losses:
+        off = reader.info.options.get("loss") is False
+        absent["losses"] = "dpmon was told not to read losses" if off else "no backward pass from one value was seen"
     trained = state.training
     members["processes"] = len(trained)
     if len(trained) > 1:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 
 from dpmon.model.communication import Communication, Wrapper
+from dpmon.model.loss import LossCurve
 from dpmon.model.progress import Progress, words
 from dpmon.model.stragglers import RankTimes, Straggler, sentence
 from dpmon.record.kinds import Operation
@@ -75,6 +77,16 @@ def progress_fields(progress: Progress) -> dict[str, object]:
     """Epoch and batch of a process, and the time left in the epoch."""
     found = fields_of(progress, "epoch", "batch", "batches", "left_ns", "error_ns", "absent")
     return {**found, "text": words(progress) or None}
+
+
+def loss_fields(curve: LossCurve) -> dict[str, object]:
+    """The newest loss of a line that calls backward; null, with a reason, if it is no finite number."""
+    known = curve.last is not None and isfinite(curve.last)
+    return {
+        **fields_of(curve, "place", "step", "t_ns", "smoothed"),
+        "loss": curve.last if known else None,
+        "absent": {} if known else {"loss": curve.why or repr(curve.last)},
+    }
 
 
 def communication_fields(communication: Communication | None) -> dict[str, object] | None:

@@ -32,7 +32,7 @@ class LossCurve:
     """A mean of the last finite values, in which newer ones weigh more (dpmon.store.queries.SMOOTHED)."""
     step: int | None = None
     """The step of the newest value; None if unknown."""
-    t_ns: int = 0
+    t_ns: int | None = None
     """The time of the newest value."""
     why: str | None = None
     """Why there are no values."""

@@ -350,12 +350,11 @@ class Resolver:
         place = self.definitions.losses.get(row.definition)
         if place is None:
             raise RecordError("a loss without a place")
+        known = place.why is None and isfinite(row.loss)
         absent = {} if row.step else {"step": "it is not known in which step the pass ran"}
-        if not isfinite(row.loss):
-            absent["loss"] = place.why or repr(row.loss)
+        absent |= {} if known else {"loss": place.why or repr(row.loss)}
         data = {"process": self._process, "rank": self._rank, "step": row.step or None, "t_s": row.start / 1e9}
-        value = row.loss if isfinite(row.loss) else None
-        return Event("loss", {**data, "place": place.place, "loss": value, "absent": absent})
+        return Event("loss", {**data, "place": place.place, "loss": row.loss if known else None, "absent": absent})
 
     def _sizes(self, number: int) -> tuple[Size, ...] | None:
         return self.definitions.sizes[number] if number else None

@@ -5,11 +5,21 @@ from __future__ import annotations
 from dpmon.model.compare import sentence
 from dpmon.model.devices import DeviceFacts, HostFacts
 from dpmon.model.history import PARTS, Bin
-from dpmon.model.json_fields import communication_fields, fields_of, ms, phase_fields, progress_fields, rank_fields
+from dpmon.model.json_fields import (
+    communication_fields,
+    fields_of,
+    loss_fields,
+    ms,
+    phase_fields,
+    progress_fields,
+    rank_fields,
+)
+from dpmon.model.loss import LossCurve
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.progress import Epoch
 from dpmon.model.run_facts import ModeFacts, RunFacts
 from dpmon.report.collect import Story
+from dpmon.store.answers import LossBin
 from dpmon.store.figures import counted_as_fields, rate_as_fields
 from dpmon.store.tally import Stat
 
@@ -57,6 +67,10 @@ def as_object(story: Story) -> dict[str, object]:
         "sizes": [line._asdict() for line in facts.sizes],
         "ranks": _ranks(facts),
         "communication": communication_fields(facts.communication),
+        "losses": [
+            {**loss_fields(curve), "process": curve.process, "width_s": curve.point_s, "points": _points(curve)}
+            for curve in facts.losses
+        ],
         "stages": [
             {
                 **fields_of(line, "root", "stage", "device", "parts", "inputs", "outputs", "calls"),
@@ -99,6 +113,10 @@ def as_object(story: Story) -> dict[str, object]:
         "warnings": list(story.warnings),
         "time": {"width_s": facts.stretches.width_ns / 1e9, "stretches": [_bin(one) for one in facts.stretches.bins]},
     }
+
+
+def _points(curve: LossCurve) -> list[dict[str, object]]:
+    return [{"t_s": point.second, **fields_of(point, *LossBin._fields[1:])} for point in curve.points]
 
 
 def _mode(facts: RunFacts, mode: ModeFacts) -> dict[str, object]:

@@ -164,7 +164,9 @@ class _Canvas:
         usual = sorted(values)[int(_USUAL * (len(values) - 1))] if values else 0.0
         many = len(values) >= (_FEWEST_ROWS if plot.rows else _FEWEST)
         self.cut = plot.top is None and many and usual > 0 and self.largest > _CUT * usual
-        self.step, self.top = _scale(plot.top or (1.5 * usual if self.cut else self.largest))
+        lowest = min([0.0, *values])
+        self.step, self.top = _scale(plot.top or max(1.5 * usual if self.cut else self.largest, -lowest))
+        self.low = math.floor(lowest / self.step) * self.step
         xs = [x for one in plot.series for begin, end, _ in one.points for x in (begin, end)]
         self.begin, self.end = (min(xs), max(xs)) if xs and not plot.rows else (0.0, 1.0)
 
@@ -191,11 +193,12 @@ class _Canvas:
         return self.left + (x - self.begin) / span * self.room if span else self.left
 
     def _y(self, y: float) -> float:
-        return self.height - _BOTTOM - y / self.top * (self.height - _TOP - _BOTTOM)
+        part = (y - self.low) / (self.top - self.low)
+        return self.height - _BOTTOM - part * (self.height - _TOP - _BOTTOM)
 
     def _axes(self) -> Iterator[str]:
         bottom = self.height - _BOTTOM
-        for number in range(round(self.top / self.step) + 1):
+        for number in range(round(self.low / self.step), round(self.top / self.step) + 1):
             value = number * self.step
             if self.plot.rows:
                 x = self.left + value / self.top * self.room

@@ -26,7 +26,7 @@ _MAX_SPANS = 100
 def plots(facts: RunFacts) -> list[Plot]:
     """The plots for which the run has data."""
     every = [_step_time(facts), _speed(facts), _parts_over_time(facts), _parts_of_modes(facts), _replicas(facts)]
-    every += [_ranks(facts), _devices(facts, 1), _devices(facts, 2)]
+    every += [_losses(facts), _ranks(facts), _devices(facts, 1), _devices(facts, 2)]
     return [plot for plot in every if plot is not None]
 
 
@@ -75,6 +75,20 @@ def _step_time(facts: RunFacts) -> Plot | None:
         series.append(Values(f"{title}: longest", colour, longest, "dots"))
     note = f"mean over stretches of {_width(facts)}{sentences.of_whom(facts)}; dots: the longest step of each"
     return Plot("step-time", "Step time", note, series, "ms a step", spans=_spans(facts))
+
+
+def _losses(facts: RunFacts) -> Plot | None:
+    series = []
+    for number, curve in enumerate(facts.losses):
+        points = [
+            (at, at, round(mean, 6)) for at, mean in ((p.second, p.mean) for p in curve.points) if mean is not None
+        ]
+        series.append(Values(curve.place, _LINES[number % len(_LINES)], points, "line"))
+    if not any(len(one.points) >= 2 for one in series):
+        return None
+    width = f", means over {facts.losses[0].point_s} s" if facts.losses[0].point_s > 1 else ""
+    note = f"at most one value a second{width}{sentences.of_whom(facts)}"
+    return Plot("loss", "Loss", note, series, "loss", spans=_spans(facts))
 
 
 def _speed(facts: RunFacts) -> Plot | None:

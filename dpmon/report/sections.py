@@ -27,6 +27,7 @@ from dpmon.text.quantities import (
     duration,
     duration_words,
     group,
+    loss_words,
     memory,
     memory_of,
     percent,
@@ -44,9 +45,15 @@ _FLOW = "received -> returned"
 def document(story: Story) -> Document:
     """The report on the run of `story`; parts without data are omitted."""
     drawn = {plot.name: plot for plot in plots(story.facts)}
-    step_plots, replica_plots, rank_plots, device_plots = (
+    step_plots, loss_plots, replica_plots, rank_plots, device_plots = (
         [drawn[name] for name in names if name in drawn]
-        for names in (("step-time", "speed", "phases", "modes"), ("replicas",), ("ranks",), ("use", "memory"))
+        for names in (
+            ("step-time", "speed", "phases", "modes"),
+            ("loss",),
+            ("replicas",),
+            ("ranks",),
+            ("use", "memory"),
+        )
     )
     info, compared, name = story.info, story.facts.compared, short_name(story.info)
     sections = (
@@ -54,6 +61,7 @@ def document(story: Story) -> Document:
         Section("Time", _paragraphs(sentences.time_spent(story))),
         Section("Steps", [*_steps(story.facts), *step_plots]),
         Section("Epochs", _epochs(story.facts)),
+        Section("Loss", [*_losses(story.facts), *loss_plots]),
         *(Section("Phases", _phases(mode), f" of a step, {title}") for title, mode in _phase_titles(story.facts)),
         Section("dp against single", _paragraphs(sentences.comparison(compared)) if compared is not None else ()),
         Section("Replicas", [*_replicas(story.facts), *replica_plots]),
@@ -147,6 +155,19 @@ def _epochs(facts: RunFacts) -> list[Part]:
     head = ("epoch", "from", "batches", "took", "evaluation", "pause before")
     notes = [f"{group(left_out)} epochs are left out; --json has them"] if left_out > 0 else []
     return [*_table(head, rows), *_paragraphs(notes, soft=True)]
+
+
+def _losses(facts: RunFacts) -> list[Part]:
+    """One row for each line that calls backward: its first, lowest and newest loss."""
+    rows = []
+    for curve in facts.losses:
+        first = next((point.mean for point in curve.points if point.mean is not None), None)
+        lowest = min((point.low for point in curve.points if point.low is not None), default=None)
+        values = map(loss_words, (first, lowest, curve.last, curve.smoothed))
+        rows.append((curve.place, *values, group(curve.step)))
+    whys = [f"{curve.place}: {curve.why}" for curve in facts.losses if curve.why is not None]
+    head = ("backward called at", "first", "lowest", "last", "smoothed", "at step")
+    return [*_table(head, rows), *_paragraphs(whys, soft=True)]
 
 
 def _phases(mode: ModeFacts) -> list[Part]:

@@ -222,6 +222,12 @@ class Metrics:
         for data in devices.values():
             about = {key: str(data[key]) for key in ("index", "uuid", "name") if data.get(key) is not None}
             _add_gauges(text, "device", {**run, **about}, data)
+        for number in sorted(self._ranks)[:MAX_PROCESSES]:
+            for definition, line in store.loss_places(number).items():
+                newest, _ = store.newest_losses(number, definition)
+                if newest is not None and line.why is None:
+                    labels = {**self._of_process(number), "place": line.place}
+                    _add_gauges(text, "loss", labels, {"loss": newest.loss})
         wrappers: dict[tuple[int, int], Mapping[str, object]] = {}
         for event in store.events("ddp"):
             process, wrapper = event.data.get("process"), event.data.get("wrapper")

@@ -57,6 +57,13 @@ def times(value: float, sign: str = "×") -> str:
     return (f"{value:.2f}" if value < 9.995 else f"{value:.1f}") + sign
 
 
+def loss_words(loss: float | None) -> str:
+    """A loss with four digits: "2.303", "0.05995", "1.2e-05", "NaN", "inf"."""
+    if loss is None:
+        return UNKNOWN
+    return "NaN" if loss != loss else f"{loss:.4g}"
+
+
 def calls_so_far(calls: int) -> str:
     """The words for a run whose calls are not divided into steps yet."""
     return f"{count_of(calls, 'call')} so far; the end of a step is not known yet"

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,6 +24,7 @@ from dpmon.cli.main import main
 from dpmon.cli.status import look_at
 from dpmon.model.finding import Finding
 from dpmon.model.state import StallSeen, State
+from dpmon.record.history_rows import Definition, LossRow
 from dpmon.record.kinds import Event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
@@ -93,6 +95,7 @@ def objects(state: Path) -> list[dict[str, Any]]:
         *(pause_event(5.0, 20), pause_event(6.0, 20, 1.0)),
         event("memory", t_s=2.5, step=9, absent={}, devices=[{"device": "cuda:0", "absent": {"rest_bytes": "x"}}]),
         event("warning", t_s=1.0, text="careful"),
+        *LOSSES,
     ]
     own = [host_event(float(t)) for t in range(15)]
     own += [device_event(float(t), 0, throttle=["power cap"]) for t in range(15)]
@@ -134,7 +137,12 @@ def test_every_way_to_end_is_described_for_a_listed_run(state: Path) -> None:
 
 def test_every_field_of_a_status_line_is_described(state: Path) -> None:
     ranked, _ = joined_rows(2, steps=100)
-    made = [keep(ranked), keep({0: staged(4, None), -1: [host_event(1.0), device_event(1.0, 0)]}), keep({})]
+    made = [
+        keep(ranked),
+        keep({0: [*staged(4, None), *LOSSES]}),
+        keep({0: staged(4, None), -1: [host_event(1.0), device_event(1.0, 0)]}),
+        keep({}),
+    ]
     found = []
     for directory in made:
         out = io.BytesIO()
@@ -162,6 +170,10 @@ def test_every_field_of_why_is_described(
     check("dpmon why --json", json.loads(capsys.readouterr().out))
 
 
+LOSSES = [
+    Definition(3000, {"place": "train.py:88", "why": None}),
+    *(LossRow(3000, step, 2 * SECOND + step, value) for step, value in enumerate((1.0, nan), start=1)),
+]
 STALL = {"t_s": 5.0, "since_s": 1.0, "text": "rank 1 in save", "ranks": [{"rank": 1}]}
 
 

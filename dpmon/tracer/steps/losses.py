@@ -16,6 +16,7 @@ import struct
 import sys
 import weakref
 from collections import deque
+from math import nan
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ class Losses:
                     loss, scale = roots[0], getattr(scaler(), "_scale", None)
         why = "the pass begins at several tensors" if len(roots) > 1 else _why_not(loss)
         if why is not None:
-            self._write(line, began, 0.0, why)
+            self._write(line, began, nan, why)
         elif loss.is_cuda:
             self._copy(line, began, loss, scale)
         else:

@@ -1,0 +1,177 @@
+"""Trains in the way that its argument names; prints each loss with its line as the script itself sees it.
+
+Every backward pass is read, not one a second. Prints also a hash of the final state as it would be saved, the state of
+the random numbers, and the operators that a mode of the script has seen.
+"""
+
+import hashlib
+import io
+import json
+import sys
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+tracer = sys.modules.get("dpmon.tracer.steps.losses")
+if tracer is not None:
+    tracer.EVERY_NS = 0
+STEPS = 6
+seen = []
+mine = []
+torch.manual_seed(3)
+x, y = torch.randn(8, 4), torch.randn(8, 1)
+model, other = nn.Linear(4, 1), nn.Linear(1, 1)
+optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.05)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+ways = {}
+
+
+def way(function):
+    ways[function.__name__] = function
+    return function
+
+
+def note(loss):
+    """Note the value of a loss, and the line after the one that calls this."""
+    mine.append([sys._getframe(1).f_lineno + 1, loss.item()])
+
+
+def error():
+    return (model(x) - y).pow(2).mean()
+
+
+@way
+def plain():
+    loss = error()
+    note(loss)
+    loss.backward()
+
+
+@way
+def accumulated():
+    for _ in range(3):
+        loss = error() / 3
+        note(loss)
+        loss.backward()
+
+
+@way
+def of_a_gan():
+    real, fake = other(y).mean(), -other(model(x).detach()).mean()
+    note(real)
+    real.backward()
+    note(fake)
+    fake.backward()
+    both = error() + other(model(x)).mean()
+    note(both)
+    both.backward()
+
+
+@way
+def scaled():
+    loss = error()
+    note(loss)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+@way
+def scaled_and_freed():
+    mine.append([sys._getframe().f_lineno + 1, error().item()])
+    scaler.scale(error()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+def of_type(dtype):
+    def run():
+        loss = error().to(dtype)
+        note(loss)
+        loss.backward()
+
+    return run
+
+
+for name in ("float64", "float16", "bfloat16"):
+    ways[name] = of_type(getattr(torch, name))
+
+
+@way
+def of_one_element():
+    loss = error().reshape(1, 1)
+    note(loss)
+    torch.autograd.backward(loss)
+
+
+@way
+def a_subclass():
+    class Own(torch.Tensor):
+        pass
+
+    loss = error().as_subclass(Own)
+    note(loss.as_subclass(torch.Tensor))
+    loss.backward()
+
+
+@way
+def not_finite():
+    loss = error() * (float("nan") if len(mine) == 3 else 1.0)
+    note(loss)
+    loss.backward()
+    if len(mine) == 4:
+        optimizer.zero_grad()
+
+
+@way
+def a_vector():
+    (model(x) - y).pow(2).backward(torch.ones(8, 1))
+
+
+@way
+def several():
+    torch.autograd.backward([error(), other(y).mean()])
+
+
+@way
+def gradients_only():
+    (gradient,) = torch.autograd.grad(error(), [model.weight])
+    model.weight.grad = gradient
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        seen.append(getattr(function, "__name__", str(function)))
+        return function(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@way
+def under_modes():
+    with Functions(), Operators():
+        loss = error()
+        loss.backward()
+
+
+def main():
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        ways[sys.argv[1]]()
+        optimizer.step()
+    saved = io.BytesIO()
+    parts = (model, other, optimizer, scaler)
+    torch.save([part.state_dict() for part in parts], saved)
+    state = hashlib.sha256(saved.getvalue()).hexdigest(), hashlib.sha256(torch.get_rng_state().numpy()).hexdigest()
+    print(json.dumps({"losses": mine, "state": state, "seen": seen}))
+
+
+main()

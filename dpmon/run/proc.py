@@ -48,14 +48,14 @@ class ProcessEntry:
 def read(pid: int) -> ProcessEntry | None:
     """The process with this number, even a zombie; None if it does not exist."""
     try:
-        raw = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+        raw = fact(pid, "stat")
     except (OSError, ValueError):  # ValueError: a number of thousands of digits
         return None
     # The name in parentheses may itself contain blanks and parentheses.
-    fields = raw.rpartition(")")[2].split()
+    fields = raw.rpartition(b")")[2].split()
     if len(fields) < 20:
         return None
-    state = fields[0]
+    state = fields[0].decode("ascii", "replace")
     code = int(fields[49]) if state in "ZXx" and len(fields) > 49 else None
     parent, group, session = map(int, fields[1:4])
     cpu_s, started = (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[19]) / _TICKS
@@ -69,6 +69,15 @@ def sleeps(pid: int, thread: int) -> int | None:
             if line.startswith("voluntary_ctxt_switches:"):
                 return int(line.split()[1])
     return None
+
+
+def fact(pid: int, name: str) -> bytes:
+    """The start of /proc/PID/NAME. Raises OSError. Often called, so without a Path or a file object."""
+    fd = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 4096)
+    finally:
+        os.close(fd)
 
 
 def started(pid: int) -> float | None:

@@ -149,10 +149,10 @@ def reads_input(pid: int) -> bool | None:
     if _READ_CALL is None:
         return None
     try:
-        fields = Path(f"/proc/{pid}/syscall").read_text("ascii", "replace").split()
+        fields = proc.fact(pid, "syscall").split()
     except OSError:
         return None
-    return len(fields) > 2 and fields[0] == str(_READ_CALL) and fields[1] == "0x0"
+    return len(fields) > 2 and fields[0] == b"%d" % _READ_CALL and fields[1] == b"0x0"
 
 
 def waits_since(directory: Path) -> int | None:

@@ -151,7 +151,9 @@ class Account:
 
     def stalled(self, begin: int, end: int) -> bool:
         """Whether a stall was noticed in a stretch of time that covers most of the stall up to then."""
-        return any(begin <= at <= end and 2 * (at - max(begin, since)) > at - since for since, at in self._stalls)
+        return bool(self._stalls) and any(
+            begin <= at <= end and 2 * (at - max(begin, since)) > at - since for since, at in self._stalls
+        )
 
     def pause(self, paused: bool, at: int | None, took: int | None) -> None:
         """Note that a pause began (`paused`) at `at`, or ended at `at` after `took` ns."""

@@ -26,8 +26,8 @@ from dpmon.store.sources import SpanSource
 from dpmon.store.tables import RingRow
 from dpmon.store.writer import LIMIT_BYTES, History
 
-COMMIT_S = 0.2
-"""Time between two commits while records arrive."""
+COMMIT_S = 0.5
+"""Time between two commits while records arrive: each packs the tallies of its second again."""
 MANY_RINGS = 16
 """With more rings than this, there is one commit per second of the run, so that each tally is written once."""
 TAKE_S = 0.2

@@ -35,6 +35,7 @@ class StallWatch:
     def __init__(self, directory: Path, info: RunInfo, drain: Drain, *, adopted: bool = False) -> None:
         """`adopted`: another supervisor started the command, and may have recorded the beginning of a stall."""
         self._directory = directory
+        self._asked_path = str(directory / ASKED_FILE)
         self._info = info
         self._drain = drain
         self._look = RankLook(directory, info.cwd, adopted=adopted)
@@ -140,7 +141,7 @@ class StallWatch:
 
     def _request(self) -> int:
         with contextlib.suppress(OSError):
-            return os.lstat(self._directory / ASKED_FILE).st_mtime_ns
+            return os.lstat(self._asked_path).st_mtime_ns
         return 0
 
     def _busy(self) -> bool:

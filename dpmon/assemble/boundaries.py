@@ -166,7 +166,7 @@ class Fetches:
         driver = max(found.values(), key=lambda each: (-(each.length or 1 << 32), each.loop))
         if next(iter(found)) == newest:
             driver = found[newest]
-        driver = next((each for each in found.values() if each.dataset == self._dataset), driver)
+        driver = max((each for each in found.values() if each.dataset == self._dataset), default=driver)
         if self._last is not None:
             driver = found.get(self._last.loop, driver)
         self._dataset = driver.dataset

@@ -58,7 +58,7 @@ function _shtab_dpmon_using
 end
 
 set -g _shtab_dpmon_commands attach status why ls stop report compare export doctor keep rm
-set -g _shtab_dpmon_opts_with_value --batch-dim --devices --fail-if-slower --format --kind --memory --metrics --mode --name --on-event --output --phase --python --refresh --replicas --timeout --wait -m -o
+set -g _shtab_dpmon_opts_with_value --batch-dim --devices --fail-if-slower --format --kind --memory --metrics --mode --name --on-event --output --phase --python --refresh --replicas --script --timeout --wait -m -o
 
 complete -c dpmon -e
 complete -c dpmon -f
@@ -101,6 +101,7 @@ complete -c dpmon -n '_shtab_dpmon_using why; and test $_shtab_dpmon_npos -eq 0'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a ls -d 'List the runs, the newest last.'
 complete -c dpmon -n '_shtab_dpmon_using ls' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using ls' -l json -d 'one JSON object per line'
+complete -c dpmon -n '_shtab_dpmon_using ls' -l script -x -d 'the figures of this script over its runs, oldest to newest'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a stop -d 'Stop a run and all its processes: SIGINT, SIGTERM, SIGKILL, with a wait after each.'
 complete -c dpmon -n '_shtab_dpmon_using stop' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using stop; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'

@@ -155,7 +155,19 @@ def as_text(report: Document, output: str | None) -> str:
 
 
 def ls(options: argparse.Namespace) -> int:
-    """List the runs, the newest last: name, state, age, duration, steps, samples/s, exit status, command."""
+    """List the runs, the newest last: name, state, age, duration, steps, samples/s, exit status, command.
+
+    With a script, show the figures of its runs instead.
+    """
+    if options.script is not None:
+        from dpmon.report import drift
+
+        found = drift.drift(options.script)
+        text = (
+            json_text(drift.as_object(found), indent=1) + "\n" if options.json else as_text(drift.document(found), None)
+        )
+        written(text, None)
+        return 0
     unreadable: list[str] = []
     runs = [_describe(directory, info) for directory, info in list_runs(unreadable)]
     if unreadable:

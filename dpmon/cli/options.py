@@ -197,6 +197,7 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         add("--python", metavar="PYTHON", help="the Python that would run the script")
     if command == "ls":
         add("--json", action="store_true", help="one JSON object per line")
+        add("--script", metavar="SCRIPT", help="the figures of this script over its runs, oldest to newest")
     if command == "status":
         add("--json", action="store_true", help="one JSON object, for programs")
         add("--all", action="store_true", help="all runs")

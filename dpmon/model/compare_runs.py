@@ -9,7 +9,7 @@ pause or a stall, are left out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from dpmon.model.compare import CERTAIN, MIN_STEPS, StepKind, by_phase, common_kind, most_changed, settled_kind, unlike
 from dpmon.model.compare_samples import Change, change, least_chance
+from dpmon.model.json_fields import ms
 from dpmon.model.pauses import any_paused
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.stragglers import sentence as straggler_sentence
@@ -38,6 +39,12 @@ class Figure(NamedTuple):
     label: str
     unit: str = "ns"
     series: str | None = None
+
+    def as_fields(self, **values: Sequence[float | None]) -> dict[str, object]:
+        """The unit and lists of values for JSON, with times in ms."""
+        if self.unit != "ns":
+            return {"unit": self.unit, **values}
+        return {"unit": "ms", **{name: [ms(value) for value in each] for name, each in values.items()}}
 
     def text(self, value: float | None) -> str:
         """A value in words."""
@@ -83,7 +90,7 @@ class ComparedRun:
     """The tallies of the steps of its representative process, without those left out, in order of time."""
     stretch_s: int
     """Seconds in each of `rows`."""
-    interrupted: int
+    interrupted_steps: int
     """Steps left out because of a pause or a stall in the same stretch."""
     values: Mapping[str, float]
     """The known ones of RUN_FIGURES."""
@@ -97,6 +104,14 @@ class ComparedRun:
         for kind, tally in self.rows:
             found[kind] += tally.steps
         return found
+
+    def steps(self, kind: StepKind | None) -> Tally:
+        """All steps of one kind; None: no step."""
+        whole = Tally()
+        for each, tally in self.rows:
+            if each == kind:
+                whole.merge(tally)
+        return whole
 
     def stretches(self, kind: StepKind) -> list[Tally]:
         """The steps of one kind in order of time: up to _STRETCHES tallies with about as many steps each."""
@@ -145,7 +160,7 @@ def _values(facts: RunFacts, mode: str | None) -> dict[str, float]:
     steps = [one.median_ns for one in facts.evaluations if one.mode == mode]
     found = {
         "samples_per_s": None if rate is None else rate.samples_per_s,
-        "steps_per_s": None if rate is None else rate.steps_per_s,
+        "steps_per_s": None if rate is None or rate.samples_per_s is not None else rate.steps_per_s,
         "memory": max(peaks, default=None),
         "host_memory": None if host is None else host.mem_run_max,
         "exposed": None if communicated is None else communicated.exposed_ns,
@@ -203,24 +218,29 @@ def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) ->
     kind = common_kind(run.kinds for run in runs)
     missing = _missing(runs, kind)
     stretches = [run.stretches(kind) if kind is not None and missing is None else [] for run in runs]
-    wholes = [_merged(each) for each in stretches]
+    wholes = [run.steps(None if missing else kind) for run in runs]
     pair, split = len(runs) == 2, len(before)
+    groups = stretches if pair else (wholes[:split], wholes[split:])
     found: dict[str, ComparedFigure] = {}
+    for figure, values in known_figures(runs, wholes):
+        medians = None if figure.series is None else [_medians(each, figure.series) for each in groups]
+        sides = values[:split], values[split:]
+        found[figure.name] = _compared(figure, sides, medians, runs[0].stretch_s if pair else None)
+    reason = _reason(found.get(STEP), wholes[:split], wholes[split:])
+    return RunComparison((before, after), kind, missing, found, reason)
+
+
+def known_figures(
+    runs: Sequence[ComparedRun], wholes: Sequence[Tally]
+) -> Iterator[tuple[Figure, Sequence[float | None]]]:
+    """Each figure that is known of a run, with its value for each run. `wholes`: the steps of each run."""
     for figure in (*STEP_FIGURES, *RUN_FIGURES):
         if figure.series is None:
-            values: list[float | None] = [run.values.get(figure.name) for run in runs]
+            values = [run.values.get(figure.name) for run in runs]
         else:
             values = [whole.median(figure.series) for whole in wholes]
         if any(value is not None for value in values):
-            known = None
-            if figure.series is not None:
-                groups = stretches if pair else (wholes[:split], wholes[split:])
-                known = [_medians(each, figure.series) for each in groups]
-            found[figure.name] = _compared(
-                figure, (values[:split], values[split:]), known, runs[0].stretch_s if pair else None
-            )
-    reason = _reason(found.get(STEP), wholes[:split], wholes[split:])
-    return RunComparison((before, after), kind, missing, found, reason)
+            yield figure, values
 
 
 def _missing(runs: Sequence[ComparedRun], kind: StepKind | None) -> str | None:
@@ -233,13 +253,6 @@ def _missing(runs: Sequence[ComparedRun], kind: StepKind | None) -> str | None:
     if few.kinds[kind] < MIN_STEPS:
         return f"{few.name} has only {count_of(few.kinds[kind], 'step')} to compare, fewer than {MIN_STEPS}"
     return None
-
-
-def _merged(tallies: Sequence[Tally]) -> Tally:
-    whole = Tally()
-    for tally in tallies:
-        whole.merge(tally)
-    return whole
 
 
 def _medians(tallies: Sequence[Tally], series: str) -> list[float]:

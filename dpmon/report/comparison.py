@@ -23,7 +23,9 @@ from dpmon.model.compare_runs import (
     sentence,
     signed,
 )
+from dpmon.model.compare_samples import Change
 from dpmon.model.history import Bin
+from dpmon.model.json_fields import fields_of, ms
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.state import ProcessFacts
 from dpmon.record.names import RANK_MODES
@@ -190,7 +192,7 @@ def _notes(comparison: RunsCompared) -> list[str]:
     before, after = comparison.sides
     counts = [group(sum(_steps(one, comparison.found) for one in side)) for side in comparison.sides]
     texts = [f"Compared steps: {counts[0]} in A, {counts[1]} in B."]
-    interrupted = sum(one.run.interrupted for one in (*before, *after))
+    interrupted = sum(one.run.interrupted_steps for one in (*before, *after))
     if interrupted:
         texts.append(f"{count_of(interrupted, 'step')} near a pause or a stall are left out.")
     times = [[one.info.started_unix for one in side] for side in comparison.sides]
@@ -243,41 +245,23 @@ def as_object(comparison: RunsCompared) -> dict[str, object]:
         "pair": found.pair,
         "missing": found.missing if found.missing or step is None else step.missing,
         "sides": [
-            {
-                "side": SIDES[side],
-                "spread": found.spread(side),
-                "runs": [_run(one, found) for one in comparison.sides[side]],
-            }
-            for side in (0, 1)
+            {"side": name, "spread": found.spread(side), "runs": [_run(one, found) for one in comparison.sides[side]]}
+            for side, name in enumerate(SIDES)
         ],
         "differences": [{"what": what, "a": a, "b": b} for what, a, b in comparison.differences],
-        "most_changed": None if told is None else {"phase": told[0], "a": _ms(told[1]), "b": _ms(told[2])},
+        "most_changed": None if told is None else {"phase": told[0], "a": ms(told[1]), "b": ms(told[2])},
         "figures": {name: _figure(row) for name, row in found.compared.items()},
         "gate": [
-            {"figure": one.threshold.figure, "limit": one.threshold.limit, "outcome": one.outcome, "text": one.text}
-            for one in comparison.judgements
+            {**one.threshold._asdict(), "outcome": one.outcome, "text": one.text} for one in comparison.judgements
         ],
     }
-
-
-def _ms(ns: float | None) -> float | None:
-    return None if ns is None else ns / 1e6
 
 
 def _run(one: ReadRun, found: RunComparison) -> dict[str, object]:
-    return {
-        "id": one.info.id,
-        "name": one.run.name,
-        "directory": str(one.directory),
-        "steps": _steps(one, found),
-        "interrupted_steps": one.run.interrupted,
-        "straggler": one.run.straggler,
-    }
+    own = fields_of(one.run, "name", "interrupted_steps", "straggler")
+    return {"id": one.info.id, "directory": str(one.directory), "steps": _steps(one, found), **own}
 
 
 def _figure(row: ComparedFigure) -> dict[str, object]:
-    unit = "ms" if row.figure.unit == "ns" else row.figure.unit
-    sides = [[_ms(value) if unit == "ms" else value for value in side] for side in row.values]
-    told = row.change
-    bounds = {name: getattr(told, name, None) for name in ("ratio", "low", "high", "least", "most")}
-    return {"unit": unit, "a": sides[0], "b": sides[1], **bounds, "missing": row.missing}
+    bounds = {name: getattr(row.change, name, None) for name in Change._fields}
+    return {**row.figure.as_fields(a=row.values[0], b=row.values[1]), **bounds, "missing": row.missing}

@@ -14,7 +14,7 @@ from dpmon.text.cells import cut
 from dpmon.text.quantities import clock, duration
 
 NARROWEST = 40
-_BARS = "▁▂▃▄▅▆▇█"
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def report_text(directory: Path, width: int = 80) -> list[str]:
@@ -122,7 +122,7 @@ def _bars(part: Bars, width: int) -> list[str]:
             sums[at][1] += one.steps
     means = [wall / steps if steps else None for wall, steps in sums]
     top = max(mean for mean in means if mean is not None)
-    bars = "".join(" " if mean is None else _BARS[min(int(mean / top * 8), 7)] for mean in means)
+    bars = "".join(" " if mean is None else BARS[min(int(mean / top * 8), 7)] for mean in means)
     scale = f"time of a step{part.whose}, mean over each {duration((last - first) / cells)}"
     scale += f"; the highest bar is {duration(top)}" + ("; no bar where no step ran" if None in means else "")
     ends = clock(first) + clock(last).rjust(max(cells - 8, 9))

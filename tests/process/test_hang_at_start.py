@@ -82,7 +82,7 @@ def test_a_run_that_hangs_before_its_first_step(
     reader = until_stage(dpmon, under_way)
     assert plain(ProgressLines(reader).line()) == f"starting: {under_way} (N s)"
     capsys.readouterr()
-    assert ls(Namespace(json=False)) == 0
+    assert ls(Namespace(json=False, script=None)) == 0
     assert plain(capsys.readouterr().out).endswith(under_way)
     said = f"no model was called; the process is {under_way}, for N s"
     assert said in plain("\n".join(report_text(dpmon.last())))

@@ -35,7 +35,7 @@ def a_run(name: str = "linear", **about: object) -> Path:
 
 
 def listed(capsys: pytest.CaptureFixture[str], **options: bool) -> tuple[list[str], str]:
-    assert ls(Namespace(json=options.get("json", False))) == 0
+    assert ls(Namespace(json=options.get("json", False), script=None)) == 0
     said = capsys.readouterr()
     return said.out.splitlines(), said.err
 

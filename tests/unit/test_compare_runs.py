@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import sqlite3
+from contextlib import closing
 from math import comb, exp, sqrt
 from pathlib import Path
 
@@ -162,11 +164,11 @@ def test_settling_steps_and_those_near_a_pause_or_a_stall_are_left_out(state: Pa
         read(a_run(1)),
         read(a_run(1, events=[Event("stall", stall), pause_event(5.2, 60), pause_event(5.8, 60, 0.6)])),
     )
-    assert quiet.run.interrupted == 0
+    assert quiet.run.interrupted_steps == 0
     assert sum(quiet.run.kinds.values()) == 400 - 5
     left = sum(disturbed.run.kinds.values())
-    assert 60 <= disturbed.run.interrupted <= 120  # 4 to 5 seconds with 20 steps
-    assert left + disturbed.run.interrupted == 400 - 5
+    assert 60 <= disturbed.run.interrupted_steps <= 120  # 4 to 5 seconds with 20 steps
+    assert left + disturbed.run.interrupted_steps == 400 - 5
     assert "steps near a pause or a stall are left out" in "\n".join(
         text_lines(document(compare([quiet], [disturbed])), 100)
     )
@@ -292,6 +294,34 @@ def test_every_field_is_described(state: Path) -> None:
     other = compared([a_run(1)], [a_run(2, command=("python", "linear.py", "-x"))], *limits)
     found = [as_object(each) for each in (compared(before, after, *limits), other, compared([before[0]], [after[0]]))]
     check("dpmon compare --json", *json.loads(json.dumps(found)))
+
+
+# ------------------------------------------------------------------------------------------------ over all runs
+
+
+def test_the_figures_of_a_script_over_its_runs(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(4):
+        a_run(number, slow=1 + number / 10, started_unix=1.7e9 + 100 * number, script="jobs/linear.py")
+    keep({}, script="jobs/linear.py", started_unix=1.7e9)
+    older = a_run(7, started_unix=1.6e9, script="jobs/linear.py") / "history.sqlite"
+    with closing(sqlite3.connect(older)) as db, db:
+        db.execute("UPDATE meta SET value = value - 1 WHERE key = 'schema'")
+    a_run(8, started_unix=1.6e9, script="jobs/linear.py", command=("python", "linear.py", "-x"))
+    a_run(9, script="other.py")
+    assert main(["ls", "--script", "linear.py"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("linear.py (4 runs): 2023-11-1")
+    left = " ".join(re.findall(r"left out: (.*?)\n\n", out, re.S)[0].split())
+    assert sorted(left.split(", ")) == ["1 unreadable", "1 with fewer than 20 steps", "1 with other arguments"]
+    (row,) = re.findall(r"^  step  .*$", out, re.M)
+    assert re.fullmatch(r"  step +5\d\.\d ms  5\d\.\d ms  6\d\.\d ms +\+(29|30|31) % +▁▃▆█", row)
+    assert re.search(r"^  start-up .* \+0\.0 % +▅▅▅▅$", out, re.M), "equal values do not look like a drift"
+    assert main(["ls", "--script", "jobs/linear.py", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    check("dpmon ls --script --json", found)
+    assert [len(one["values"]) for one in found["figures"].values()] == [4] * len(found["figures"])
+    assert main(["ls", "--script", "none.py"]) == 2
+    assert "there is no run of none.py" in capsys.readouterr().err
 
 
 def test_hostile_names_do_no_harm(state: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,12 +32,10 @@ from dpmon.model.state import Process, State, Wanted, ended_of
 from dpmon.model.stragglers import in_short
 from dpmon.record.plainjson import finite
 from dpmon.record.schema import PHASES
-from dpmon.report.health import Health, health
-from dpmon.run.activities import why_starting
+from dpmon.report.health import Health, health, standing
 from dpmon.run.destination import is_stream, open_stream, open_truncated
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, is_run_directory
-from dpmon.stalls.run_state import STARTING
 from dpmon.store.figures import Figures, counted_as_fields, rate_as_fields
 from dpmon.store.opened import open_store
 from dpmon.text.quantities import calls_so_far, compact, group, within_words
@@ -228,8 +226,6 @@ def _rank(process: Process) -> dict[str, object]:
 
 # ------------------------------------------------------------------------------------------------ progress
 
-_SHOWN_NS = 1_000_000_000
-
 
 class ProgressLines:
     """Makes lines of progress, with the figures that a screen would show."""
@@ -245,13 +241,10 @@ class ProgressLines:
         activities, state = self._reader.activities(), State()
         with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
             state = self._snapshots.take(store, Wanted(), ended_of(activities))
-        focus = state.focus
+        focus, now_ns = state.focus, time.monotonic_ns() - self._reader.info.start_ns
         step = None if focus is None else focus.last_step
         if focus is None or step is None or step.start_ns + step.wall_ns <= self._last_ns:
-            if state.stall is not None:
-                now_ns = time.monotonic_ns() - self._reader.info.start_ns
-                return f"stalled for {state.stall.lasted_ns(now_ns) / 1e9:.0f} s: {state.stall.text}"
-            return self._waiting(activities, 0 if self._last_ns else state.open_calls)
+            return standing(self._reader, state, now_ns).words(now_ns / 1e9)
         self._last_ns = step.start_ns + step.wall_ns
         return self._stepped(state, focus, step.step)
 
@@ -273,27 +266,3 @@ class ProgressLines:
             parts.append(focus.mode + (" (virtual)" if focus.virtual and focus.mode == "dp" else ""))
         slow = state.straggler
         return "  ".join(parts if slow is None else [*parts, in_short(slow)])
-
-    def _waiting(self, activities: Mapping[int, tuple[str, int]], calls: int) -> str:
-        """The line if no step has ended since the last line. `calls`: calls so far if no step has ended at all."""
-        now = time.monotonic_ns()
-        reads = self._reader.waits_for_input()
-        if reads is not None and now - reads > _SHOWN_NS:
-            return f"waiting for input for {(now - reads) / 1e9:.0f} s"
-        for name, since in activities.values():
-            if name == "paused":
-                return f"paused for {(now - since) / 1e9:.0f} s"
-            if since and name != "ended":
-                return calls_so_far(calls) if calls else f"{_no_step(now - since)}in {name}"
-        stage = self._reader.stage()
-        last = self._last_ns + self._reader.info.start_ns if self._last_ns else 0
-        if last and (stage is None or stage[1] < last):
-            return f"{_no_step(now - last)}the training process has ended"
-        at = self._reader.info.start_ns if stage is None else stage[1]
-        why = why_starting(stage, now - at)
-        return f"{STARTING}: {why} ({(now - at) / 1e9:.0f} s)" if why else STARTING
-
-
-def _no_step(ns: int) -> str:
-    """The words "no step for 5 s, "; empty for less than a second."""
-    return f"no step for {ns / 1e9:.0f} s, " if ns >= 1_000_000_000 else ""

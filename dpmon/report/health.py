@@ -22,11 +22,13 @@ from dpmon.stalls.run_state import (
     EVALUATING,
     PAUSED,
     QUIET,
+    QUIET_NS,
     STALLED,
     STARTING,
     TRAINING,
     WAITING_FOR_DATA,
     WAITING_FOR_INPUT,
+    RunState,
     state_of,
 )
 from dpmon.store.opened import open_store
@@ -90,31 +92,42 @@ def health(reader: RunReader, state: State) -> Health:
     """How a run does; `state`: what its history says."""
     directory, info = reader.directory, reader.info
     word, how = run_state(directory, info)
-    name = short_name(info)
     if how is not None or word == LOST:
         return Health(ENDED, None if how is None else how.seconds, _end_reason(how), None, word)
     if word == "ending":
         return Health(ENDED, None, "its record is being completed")
     if word == ELSEWHERE:
         return Health(ELSEWHERE, None, f"it runs on {info.host}", "ask there")
-    start, now_ns = info.start_ns, time.monotonic_ns() - info.start_ns
+    now = standing(reader, state, time.monotonic_ns() - info.start_ns)
+    if word == "unsupervised" and now.remedy is None:
+        remedy = f"dpmon attach {short_name(info)} starts another one"
+        return now._replace(reason="its supervisor was killed: nothing is recorded", remedy=remedy)
+    return now
+
+
+def standing(reader: RunReader, state: State, now_ns: int) -> Health:
+    """How a run does that goes on here; `now_ns`: the time since its start."""
+    start, name = reader.info.start_ns, short_name(reader.info)
     since = {number: (what, at - start if at else 0) for number, (what, at) in reader.activities().items()}
     paused, reads = reader.paused().since_ns, reader.waits_for_input()
-    doing = since.get(-1 if state.focus is None else state.focus.process, ("", 0))[0]
+    doing, began_ns = since.get(-1 if state.focus is None else state.focus.process, ("", 0))
     found = state_of(now_of(state, now_ns, since, _from(paused, start), _from(reads, start)))
-    reason, remedy = None, None
+    stage, reason, remedy = reader.stage(), None, None
+    over = doing == "ended" and found.word in (QUIET, *FINE)
+    if over and stage is not None and stage[1] - start > state.newest_ns:
+        found = RunState(STARTING)  # the command starts another training
     if found.word == STALLED and state.stall is not None:
         reason, remedy = state.stall.text, f"dpmon why {name} shows the stacks"
     elif found.word == STARTING:
-        reason = calls_so_far(state.open_calls) if state.open_calls else why_starting(reader.stage(), now_ns) or None
+        reason = calls_so_far(state.open_calls) if state.open_calls else why_starting(stage, now_ns) or None
     elif found.word == PAUSED:
         remedy = f"dpmon attach {name}, then p"
     elif found.word == QUIET:
         reason, remedy = _quiet_reason(state, doing), f"dpmon why {name} shows where it is"
     elif found.word == WAITING_FOR_INPUT:
         remedy = f"dpmon attach {name}, then i"
-    elif word == "unsupervised":
-        reason, remedy = "its supervisor was killed: nothing is recorded", f"dpmon attach {name} starts another one"
+    elif found.word in FINE[:2] and doing not in ("", "other", "ended") and now_ns - began_ns > QUIET_NS:
+        reason = f"in {doing} for {duration_words(now_ns - began_ns)}"
     return Health(found.word, None if found.since_ns is None else found.since_ns / SECOND, reason, remedy)
 
 

@@ -80,7 +80,7 @@ def test_a_run_that_hangs_before_its_first_step(
 ) -> None:
     process = dpmon.start(*dpmon.warm(), "--headless", dpmon.script(text))
     reader = until_stage(dpmon, under_way)
-    assert plain(ProgressLines(reader).line()) == f"starting: {under_way} (N s)"
+    assert plain(ProgressLines(reader).line()) == f"starting: {under_way}"
     capsys.readouterr()
     assert ls(Namespace(json=False, script=None)) == 0
     assert plain(capsys.readouterr().out).endswith(under_way)

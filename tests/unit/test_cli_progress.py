@@ -15,6 +15,7 @@ from synthetic import step_row
 from dpmon.cli.lines import ProgressLines
 from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event, Step
+from dpmon.run.reader import PauseState
 
 _SECOND = 10**9
 NOW_NS = 10**15
@@ -28,7 +29,8 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fake_reader(directory: Path, activities: Mapping[int, tuple[str, int]] | None = None) -> Any:
     """Return the part of a reader that the lines need."""
-    nothing = {"stage": lambda: None, "waits_for_input": lambda: None, "info": SimpleNamespace(start_ns=0)}
+    info = SimpleNamespace(start_ns=0, id="20261125-213000-train-3f2a", name="train")
+    nothing = {"stage": lambda: None, "waits_for_input": lambda: None, "paused": lambda: PauseState(), "info": info}
     return SimpleNamespace(directory=directory, activities=lambda: activities or {}, **nothing)
 
 
@@ -62,7 +64,7 @@ def test_a_stalled_run_says_which_rank_stands_where(state: Path) -> None:
     reader.info.start_ns = NOW_NS - 80 * _SECOND
     lines = ProgressLines(reader)
     assert lines.line().startswith("step 20")
-    assert lines.line() == "stalled for 30 s: rank 1 in save (t.py:3)"
+    assert lines.line() == "stalled for 30.0 s: rank 1 in save (t.py:3)"
 
 
 def test_step_speed_and_mode(state: Path) -> None:
@@ -111,7 +113,7 @@ class Going:
 def test_each_line_has_the_rate_of_the_last_ten_seconds(state: Path) -> None:
     run = Going({0: ("data", NOW_NS)})
     assert run.takes(*[step(n) for n in range(1, 11)]).startswith("step 10  10.0 steps/s")
-    assert run.progress.line() == "in data"
+    assert run.progress.line() == "training"
     slow = [step(n, start_ns=_SECOND + (n - 10) * _SECOND // 2, every_ms=500) for n in range(11, 41)]
     assert run.takes(*slow).startswith("step 40  2.00 steps/s")
 
@@ -154,29 +156,40 @@ def test_without_steps_it_says_what_is_waited_for(state: Path) -> None:
     reader = fake_reader(keep({}, status=None))
     progress = ProgressLines(reader)
     reader.stage = lambda: ("importing torch", NOW_NS - 3 * 10**9)
-    assert progress.line() == "starting: importing torch (3 s)"
+    assert progress.line() == "starting: importing torch"
     reader.stage = lambda: ("torch imported", NOW_NS)
-    assert progress.line() == "starting: waiting for the first step (0 s)"
+    assert progress.line() == "starting: waiting for the first step"
     since = NOW_NS - 12 * 10**9
-    for name, said in (("data", "no step for 12 s, in data"), ("paused", "paused for 12 s")):
-        doing = fake_reader(reader.directory, {0: (name, since)})
-        assert ProgressLines(doing).line() == said
+    doing = fake_reader(reader.directory, {0: ("data", since)})
+    doing.paused = lambda: PauseState(since_ns=since)
+    assert ProgressLines(doing).line() == "paused for 12.0 s"
+
+
+def test_a_long_step_says_where_it_is(state: Path) -> None:
+    doing: dict[int, tuple[str, int]] = {0: ("data", NOW_NS - 12 * _SECOND)}
+    reader = fake_reader(keep({0: [step(1), step(2)]}, status=None), doing)
+    reader.info.start_ns = NOW_NS - 15 * _SECOND
+    progress = ProgressLines(reader)
+    assert progress.line().startswith("step 2")
+    assert progress.line() == "waiting for data for 12.0 s"
+    doing[0] = ("backward", NOW_NS - 12 * _SECOND)
+    assert progress.line() == "training: in backward for 12.0 s"
 
 
 def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path) -> None:
     now = NOW_NS
     last = step(96, mode="single", start_ns=6 * _SECOND, every_ms=1000)
     reader = fake_reader(keep({0: [last]}, status=None), {0: ("ended", 0), 1: ("ended", 0)})
-    reader.info.start_ns = now - 12 * _SECOND
+    reader.info.start_ns = now - 13 * _SECOND
     reader.stage = lambda: ("torch imported", now - 60 * 10**9)
     progress = ProgressLines(reader)
     assert progress.line().startswith("step 96")
-    assert progress.line() == "no step for 5 s, the training process has ended"
+    assert progress.line() == "quiet for 6.00 s: no call since step 96; the training process has ended"
     reader.stage = lambda: ("importing torch", now)  # the next training of the same command
-    assert progress.line() == "starting: importing torch (0 s)"
+    assert progress.line() == "starting: importing torch"
 
 
 def test_a_wait_for_input_is_shown(state: Path) -> None:
     reader = fake_reader(keep({}, status=None), {0: ("backward", NOW_NS - 12 * 10**9)})
     reader.waits_for_input = lambda: NOW_NS - 11 * 10**9
-    assert ProgressLines(reader).line() == "waiting for input for 11 s"
+    assert ProgressLines(reader).line() == "waiting for input for 11.0 s"

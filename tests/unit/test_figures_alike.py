@@ -395,7 +395,7 @@ def test_a_loop_whose_steps_are_not_known_yet_has_calls_everywhere(state: Path) 
     assert (listed.steps, listed.open_calls, listed.row()[4]) == (None, 11, "11 calls")
     reader = RunReader(directory)
     reader.activities = lambda: {0: ("other", 1)}  # type: ignore[method-assign]
-    assert ProgressLines(reader).line() == so_far
+    assert ProgressLines(reader).line() == f"starting: {so_far}"
     lines: list[bytes] = []
     watched = Lines(reader, lambda line: lines.append(line) is None)
     watched.tick(1.0)

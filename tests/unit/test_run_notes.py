@@ -35,7 +35,7 @@ def test_a_line_that_is_no_note_hides_no_other(tmp_path: Path, damage: str) -> N
     assert WarningsLog(tmp_path).new() == ["First {}", "Second {}"]
     reader = fake_reader(tmp_path)
     reader.stage = lambda: newest_stage(stages(tmp_path))
-    assert ProgressLines(reader).line() == "Second {} (0 s)"
+    assert ProgressLines(reader).line() == "starting: Second {}"
 
 
 def test_a_note_is_of_three_parts() -> None:

@@ -21,7 +21,17 @@ from typing import Any, TypeVar
 from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CallRow, CollectiveRow, LossPlace, LossRow, Resolver
 from dpmon.record.kinds import BUCKET, Call, Collective, Event, Operation, Record, RecordError, Sampled, Step
-from dpmon.record.schema import EVALUATION, EXPOSED, LEFT_OUT, QUANTITIES, SETTLING, STEP_PHASES, SYNC_NUMBER, WAIT
+from dpmon.record.schema import (
+    EVALUATION,
+    EXPOSED,
+    LEFT_OUT,
+    PHASES,
+    QUANTITIES,
+    SETTLING,
+    STEP_PHASES,
+    SYNC_NUMBER,
+    WAIT,
+)
 from dpmon.store.accounting import Gap
 from dpmon.store.answers import (
     ChartSample,
@@ -82,6 +92,10 @@ _TABLES = {
 """Columns of each table with records."""
 _COUNTED = (*(quantity.name for quantity in QUANTITIES if quantity.name != "samples"), SYNC_NUMBER)
 _counts_of = itemgetter(*map(_AT.__getitem__, _COUNTED))
+_SLOW_COLUMNS = ", ".join(
+    ("process", "step", "mode", "kind", "start_ns", "wall_ns", *(f"{phase.name}_ns" for phase in PHASES))
+)
+"""Columns of a step with all phases."""
 _LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_ns", *_LONG_PHASES))
 """Columns of a step for `_long_row`."""
 _SAMPLED = ", ".join(
@@ -176,6 +190,37 @@ class Store(Sums):
         )
         rows = self.query(query, (last - _LOOKED_AT if lately else 0, last, process, mode, most))
         return [_long_row(row) for row in rows]
+
+    def slowest(self, most: int, processes: Collection[int], begin_ns: int) -> list[LongRow]:
+        """Return the longest training steps that end after `begin_ns`, up to this time, the longest first.
+
+        Without settling steps. `processes` train together: of the steps of one synchronised pass, only the one of the
+        process that the others waited for. With all phases, also those of calls.
+        """
+        which = ", ".join(map(str, sorted(processes)))
+        last = max((self._last_id("steps", process) for process in processes), default=0)
+        before = self.at(begin_ns)
+        first = min((before._last_id("steps", process) for process in processes), default=0)
+        together = (
+            (", min(ifnull(wait_ns, 0))", f"GROUP BY ifnull({SYNC_NUMBER}, -id)") if len(processes) > 1 else ("",) * 2
+        )
+        query = (
+            f"SELECT {_SLOW_COLUMNS}{together[0]} FROM steps WHERE id > ? AND id <= ? AND process IN ({which})"
+            f" AND kind & {SETTLING | EVALUATION} = 0 {together[1]} ORDER BY wall_ns DESC LIMIT ?"
+        )
+        names = [phase.name for phase in PHASES]
+        return [
+            LongRow._make(
+                (*row[:6], {name: took for name, took in zip(names, row[6:], strict=False) if took is not None})
+            )
+            for row in self.query(query, (first, last, most))
+            if row[4] + row[5] <= self.until_ns
+        ]
+
+    def oldest_step_ns(self, processes: Collection[int]) -> int | None:
+        """Return the start of the oldest step of some processes that was not deleted; None without steps."""
+        query = f"SELECT start_ns FROM steps WHERE process IN ({', '.join(map(str, processes))}) ORDER BY id LIMIT 1"
+        return next((at for (at,) in self.query(query)), None)
 
     def mean_longest(self, phase: str, mode: str, *, trains: bool) -> float | None:
         """Return the mean over the newest steps of the longest time (ns) of a phase on any rank.

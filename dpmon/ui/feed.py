@@ -8,21 +8,23 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dpmon.cleaning import clean
 from dpmon.model.state import MOST_RANKS, State, Wanted, ended_of, toggle_refusal
 from dpmon.run.notes import traceback_line
 from dpmon.run.reader import NO_TRAINING, PauseState, RunReader
-from dpmon.ui.facts import Facts, Past, Toggle, View, all_finished
+from dpmon.ui.facts import SECOND, Facts, Past, Toggle, View, all_finished
 from dpmon.ui.panels.panel_output import Output, Tail
 
 if TYPE_CHECKING:
+    from dpmon.model.slow_steps import SlowSteps
     from dpmon.model.snapshot import Snapshots
     from dpmon.run.rundir import ExitInfo, RunInfo
     from dpmon.store.queries import Store
 
 
+_Found = TypeVar("_Found")
 OpenStore = Callable[[], "AbstractContextManager[Store]"]
 """Opens the records written so far."""
 
@@ -159,13 +161,17 @@ class Feed:
         return None
 
     def _taken(self, snapshots: Snapshots, wanted: Wanted, t_ns: int | None) -> State | None:
+        return self._read(t_ns, lambda rows: snapshots.take(rows, wanted, ended_of(self._activities)))
+
+    def _read(self, t_ns: int | None, read: Callable[[Store], _Found]) -> _Found | None:
+        """What `read` finds in the records as of a time; None if they cannot be read."""
         from dpmon.errors import HistoryError
         from dpmon.run.rundir import RunError
         from dpmon.store.opened import open_store
 
         opened = open_store(self.directory) if self._open_given is None else self._open_given()
         with suppress(HistoryError, RunError), opened as store:
-            return snapshots.take(store.at(t_ns), wanted, ended_of(self._activities))
+            return read(store.at(t_ns))
         return None
 
     def _look_alive(self, reader: RunReader) -> None:
@@ -337,6 +343,19 @@ class Feed:
             state = self._taken(self._still, wanted, facts.now_ns)
             facts = facts if state is None else replace(facts, state=state)
         return replace(facts, view=view, scrolled_back=self.output.top is not None)
+
+    def slow_steps(self, facts: Facts, most: int) -> SlowSteps | None:
+        """The longest steps of the time range of a picture; None if the record cannot be read. May take a second."""
+        from dpmon.model.slow_steps import slow_steps
+
+        state, span_s = facts.state, facts.view.span_s
+        ranks = [one.process for one in state.training if one.rank is not None and one.last_step is not None]
+        processes = ranks or ([] if state.focus is None else [state.focus.process])
+        now_ns = facts.elapsed_ns if facts.looks_back else state.newest_ns
+        begin_ns = max(now_ns - span_s * SECOND, 0) if span_s else 0
+        return self._read(
+            now_ns if facts.looks_back else None, lambda rows: slow_steps(rows, processes, begin_ns, most)
+        )
 
     def past(self, facts: Facts) -> Facts:
         """The facts as of the earlier time of their view; the histories stay those of the frozen `facts`."""

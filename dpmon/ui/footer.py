@@ -32,6 +32,7 @@ _ORDER = (
     "w",
     "i",
     "< >",
+    "l",
     "[ ]",
     "r",
     "e",
@@ -56,6 +57,7 @@ _SHORT = {
     "warnings": "warn",
     "freeze": "hold",
     "picture": "svg",
+    "slow steps": "slow",
     "refresh": "rate",
     "output file": "file",
 }

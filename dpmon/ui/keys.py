@@ -148,6 +148,12 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand(".", "rank(1)", _when(_ranks, "rank"), "panel 3 of the straggler, then of the next rank", "full_stop"),
     KeyCommand(",", "rank(-1)", _when(_ranks, ""), "panel 3 of the rank before", "comma"),
     KeyCommand("w", "why", _why, "what each rank does now, with its stack, and who waits for whom"),
+    KeyCommand(
+        "l",
+        "slowest",
+        lambda facts: "slow steps" if _time(facts) is not None else None,
+        "the longest steps of the time range, and what was long in them; enter goes there",
+    ),
     KeyCommand("W", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "show the newest warnings"),
     KeyCommand("[ ]", "", _always("range"), "a shorter or longer time range for histories and figures"),
     KeyCommand("< >", "", _time, "look back in time, and forward again; all panels show that time"),

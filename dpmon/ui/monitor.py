@@ -15,7 +15,7 @@ from dpmon.run.reader import NO_TRAINING
 from dpmon.stalls.answer import asked
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.text.cells import cut, wrapped
-from dpmon.text.quantities import clock, range_words
+from dpmon.text.quantities import clock, range_words, span_words
 from dpmon.ui import jobs, keys
 from dpmon.ui.dialogs import Choice, Commands, Dialog, LineDialog, Pages, key_name
 from dpmon.ui.facts import PANELS, View, state_words
@@ -24,10 +24,12 @@ from dpmon.ui.footer import key_at
 from dpmon.ui.help import help_rows
 from dpmon.ui.panels.panel_replicas import choices
 from dpmon.ui.rows import Row
+from dpmon.ui.step_list import StepList
 from dpmon.ui.stopping import Stopping
 from dpmon.ui.time_axis import moved
 
 _ASKS_AGAIN_S = 5.0
+_SLOWEST = 50
 _FORMS = [
     ("j", "jsonl", "JSON, one object a line: every record"),
     ("c", "csv", "CSV: a directory with one table per kind"),
@@ -344,6 +346,35 @@ class Monitor(Stopping):
         if recorded is None:
             self._in_thread(ask, show)
             pages.set_interval(1.0, again)
+
+    def action_slowest(self) -> None:
+        """List the longest steps of the time range; go to the time of the chosen one."""
+        facts = self.facts()
+        process = facts.process
+        if process is None or process.last_step is None:
+            self._say("no step has ended yet")
+            return
+        steps = StepList(f"The longest steps {self.look.glyphs.middot} {span_words(facts.view.span_s)}", self.look)
+
+        def read() -> str | None:
+            steps.found = self.feed.slow_steps(facts, _SLOWEST)
+            return None
+
+        def show(problem: str | None) -> None:
+            if steps.answered:
+                return
+            if problem is not None or steps.found is None:
+                steps.settle(None)
+                self._say(problem or "the record cannot be read")
+            else:
+                steps.draw()
+
+        def go(end_ns: str | None) -> None:
+            if end_ns is not None:
+                self._look_at(int(end_ns))
+
+        self.push_screen(steps, go)
+        self._in_thread(read, show)
 
     def action_warnings(self) -> None:
         """Show the newest warnings, as many as the state has."""

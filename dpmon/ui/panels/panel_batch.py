@@ -204,25 +204,26 @@ def _has_step(width: int, columns: int) -> bool:
 
 def _history(facts: Facts, process: Process, width: int, height: int, look: Look) -> list[Row]:
     """The stacked columns with their scale at the left, and a row below with the axis."""
-    gutter = 8
-    room = width - gutter
     axis = axis_of(facts)
+    begin = clock(axis.begin_s * SECOND).removeprefix("00:")
+    gutter = max(len(begin) + 1, 8)
+    room = width - gutter
     picture = pictured(process, axis, room, stalls_of(facts))
     labelled = height >= 3
     bars = height - 1 if labelled else height
     top = scale_top(picture.columns)
+    known = any(column.count for column in picture.columns)
     rows = stacked(picture.columns, room, bars, top, look, picture.places)
     out: list[Row] = []
     for index, row in enumerate(rows):
-        scale = duration(top) if index == 0 else "0" if index == bars - 1 and bars > 1 else ""
+        scale = "" if not known else duration(top) if index == 0 else "0" if index == bars - 1 and bars > 1 else ""
         out.append([(right(scale, gutter - 1) + " ", "dim"), *row])
     if labelled:
-        begin = right(clock(axis.begin_s * SECOND).removeprefix("00:"), gutter - 1) + " "
         word = "end " if facts.over else "now "
         cursor = None if facts.past is None else facts.now_ns
         marks = marks_of(facts, axis, room)
         modes = axis_row(axis, picture, room, look, ranks=process.distributed, word=word, marks=marks, cursor_ns=cursor)
-        out.append([(begin, "dim"), *modes])
+        out.append([(right(begin, gutter - 1) + " ", "dim"), *modes])
     return out
 
 

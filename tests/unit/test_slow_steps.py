@@ -1,0 +1,106 @@
+"""The longest steps of a time range: which they are, and what was long in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from joined import MS, joined_ranks
+from situations import LOOK, rows_text
+from stage import stage
+from stored import store_of
+from synthetic import SECOND
+
+from dpmon.model.slow_steps import SlowSteps, slow_steps
+from dpmon.model.uneven import INPUT
+from dpmon.record.kinds import Event, Step
+from dpmon.record.schema import SETTLING_STEPS
+from dpmon.ui.rows import width_of
+from dpmon.ui.step_list import StepList, step_rows
+
+USUAL = {"data": 2 * MS, "forward": 20 * MS, "backward": 60 * MS, "optimizer": 10 * MS, "other": 8 * MS}
+LONG = {40: {"data": 900 * MS}, 70: {"other": 400 * MS}, 71: {"backward": 360 * MS}, 90: {"forward": 120 * MS}}
+
+
+def steps(count: int = 100, long: dict[int, dict[str, int]] = LONG) -> list[Step]:
+    found, now = [], SECOND
+    for number in range(1, count + 1):
+        phases = {**USUAL, **long.get(number, {})}
+        wall = sum(phases.values())
+        found.append(Step(0, None, number, "single", now, wall, 4, phases))
+        now += wall
+    return found
+
+
+def found_in(records: list[Step], begin_ns: int = 0, most: int = 3, t_ns: int | None = None) -> SlowSteps:
+    return slow_steps(store_of(records).at(t_ns), [0], begin_ns, most)
+
+
+def test_the_longest_steps_come_first_with_the_phase_that_made_them_long() -> None:
+    made = steps()
+    found = found_in(made, most=4)
+    assert [(one.step, one.phase) for one in found.steps] == [
+        (40, "data"), (70, "other"), (71, "backward"), (90, "forward"),
+    ]  # fmt: skip
+    for one in found.steps:
+        own = made[one.step - 1]
+        assert (one.start_ns, one.wall_ns, one.rank) == (own.start_ns, own.wall_ns, None)
+        assert one.excess_ns == pytest.approx(own.wall_ns - 100 * MS, rel=0.02)
+    assert found.complete
+
+
+def test_only_steps_of_the_range_up_to_the_time_of_the_picture_count() -> None:
+    made = steps()
+    end_of = {step.step: step.start_ns + step.wall_ns for step in made}
+    assert [one.step for one in found_in(made, begin_ns=end_of[40]).steps] == [70, 71, 90]
+    assert [one.step for one in found_in(made, begin_ns=end_of[40] - 1).steps] == [40, 70, 71]
+    before = found_in(made, t_ns=end_of[71] - 1).steps
+    assert {40, 70} < {one.step for one in before}
+    assert all(one.end_ns < end_of[71] for one in before)
+
+
+def test_steps_that_settle_do_not_count_and_a_wait_for_input_is_named() -> None:
+    made = steps(long={SETTLING_STEPS: {"forward": 900 * MS}, 30: {"data": 700 * MS}})
+    assert [(one.step, one.phase) for one in found_in(made, most=1).steps] == [(30, "data")]
+    wait = Event("input", {"pid": 4242, "t_s": made[29].start_ns / SECOND, "waited_s": 0.6})
+    waited = store_of([Event("process", {"process": 0, "pid": 4242}), *made, wait])
+    (one,) = slow_steps(waited, [0], 0, 1).steps
+    assert (one.step, one.phase, one.excess_ns) == (30, INPUT, pytest.approx(600 * MS, rel=0.01))
+
+
+def test_of_the_steps_of_one_synchronised_pass_the_rank_that_delayed_the_others_counts() -> None:
+    run, _ = joined_ranks(4, slow=2, phase="data", steps=60)
+    found = slow_steps(run.store(), range(4), 0, 10)
+    assert {one.rank for one in found.steps} == {2}
+    assert {one.phase for one in found.steps} == {"data"}
+    assert len({one.step for one in found.steps}) == 10
+
+
+@pytest.mark.parametrize("width", [40, 60, 96])
+def test_the_rows_fit_and_say_when_how_long_and_what(width: int) -> None:
+    rows = step_rows(found_in(steps()), width, LOOK)
+    assert max(width_of(row) for row in rows) <= max(width, 49)
+    text = rows_text(rows)
+    assert "40" in text[1]
+    assert "998 ms  data +898 ms" in text[1]
+
+
+async def test_a_step_is_chosen_and_the_picture_goes_there(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.shows("step 200")
+        end_ns = on.app.feed.state.newest_ns
+        on.app.feed._clock = lambda: end_ns + 18 * SECOND // 10
+        await on.press("l")
+        await on.until(lambda: isinstance(on.app.screen, StepList) and on.app.screen.found is not None, "the steps")
+        listed = on.app.screen
+        assert isinstance(listed, StepList)
+        assert listed.found is not None
+        second = listed.found.steps[1]
+        await on.press("down", "enter")
+        await on.shows(" ago")
+        process = on.app.facts().process
+        assert process is not None
+        assert process.last_step is not None
+        assert process.last_step.step == second.step
+        await on.press("escape")
+        await on.shows("step 200")

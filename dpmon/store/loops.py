@@ -36,6 +36,8 @@ FEWEST = 3
 """Fewest batches, and blocks, for the time left."""
 WINDOW_NS = 60_000_000_000
 """The steps reach back this far, if they are enough."""
+LONGEST_NS = 100 * 86_400_000_000_000
+"""A sampler may have billions of batches, so that the training stops for another reason."""
 MOST_SKIPPED = 32
 """Of short steps, at most one in this many is read."""
 
@@ -211,7 +213,9 @@ def left_in(rows: Store, epochs: Sequence[Loop], batch: int | None) -> Left | st
     often = WINDOW_NS * steps // (STEPS_READ * max(sum(one.end_ns - one.begin_ns for one in read), 1))
     one_in = max(1, min(often, MOST_SKIPPED, steps // (2 * BLOCKS)))
     found = time_left(rows.loop_steps(now.process, [one.loop for one in read], STEPS_READ, one_in), now.length - batch)
-    return "too few batches yet" if found is None else found
+    if found is None:
+        return "too few batches yet"
+    return "more than 100 days" if found.left_ns > LONGEST_NS else found
 
 
 def time_left(steps: Iterable[LoopStep], batches: int) -> Left | None:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
+from kept import keep
+from stored import Recording, state_of
+from synthetic import Training
 
 from dpmon.assemble.boundaries import Fetches
-from dpmon.model.progress import Progress, left_words, words
-from dpmon.record.kinds import Batches
+from dpmon.cli.lines import ProgressLines
+from dpmon.cli.main import main
+from dpmon.model.progress import ALONE_STEPS, Epoch, Progress, left_words, words
+from dpmon.record.history_rows import Row
+from dpmon.record.kinds import Batches, Event, Step
 from dpmon.record.spans import Kind, Span
+from dpmon.run.reader import RunReader
 from dpmon.store.answers import LoopStep
 from dpmon.store.loops import Loop, Loops, time_left
+from dpmon.supervise.metrics import Metrics
 
 SECOND = 1_000_000_000
 MINUTE = 60 * SECOND
@@ -252,3 +262,177 @@ def test_the_words_of_a_time_left() -> None:
     assert left_words(0, 0) == "0 s"
     assert left_words(99.4 * SECOND, None) == "99 s"
     assert left_words(3 * 60 * MINUTE, 11 * MINUTE) == "3 h 00 min"
+
+
+# ------------------------------------------------------------------------------------------------ a run
+
+
+class Run:
+    """The rows of a process whose steps have batches."""
+
+    def __init__(self) -> None:
+        self.training = Training(step_ns=SECOND)
+        self.rows: list[Row] = self.training.begin()
+        self.loops = 0
+
+    def steps(self, count: int, batches: Batches | None, *, evaluation: bool = False) -> Run:
+        """Add steps."""
+        for _ in range(count):
+            for row in self.training.step(evaluates=evaluation):
+                self.rows.append(row._replace(batches=batches) if isinstance(row, Step) else row)
+        return self
+
+    def read(
+        self, count: int, length: int | None, dataset: int = 1, *, evaluation: bool = False, again: bool = False
+    ) -> Run:
+        """Add steps with batches of a loader; `again`: of the loop before the last one."""
+        self.loops += not again
+        return self.steps(count, Batches(self.loops - again, dataset, length, 1), evaluation=evaluation)
+
+    def progress(self, t_ns: int | None = None, **wanted: bool) -> Progress:
+        """Return the progress now, or at a time."""
+        focus = state_of(self.rows, t_ns, **wanted).focus
+        assert focus is not None
+        return focus.progress
+
+    @property
+    def now(self) -> int:
+        return self.training.now
+
+
+def test_a_run_without_a_step_or_a_loader_has_no_progress() -> None:
+    assert set(Run().progress().absent.values()) == {"no step has ended yet"}
+    found = Run().steps(5, None).progress()
+    assert set(found.absent.values()) == {"the newest step took no batch from a DataLoader on the training thread"}
+    assert words(found) == ""
+    found = Run().read(5, 10, evaluation=True).progress()
+    assert found.absent["epoch"] == "no step with a batch of a DataLoader has trained yet"
+    run = Run()
+    for _ in range(5):
+        run.read(1, 10)
+    assert run.progress().absent["epoch"] == "the script takes only one batch from each start of its DataLoader"
+
+
+def test_the_progress_of_an_epoch_now_and_at_a_time() -> None:
+    run = Run().read(20, 20)
+    end = run.now
+    found = run.read(3, 5, 2, evaluation=True).read(12, 20).progress()
+    assert (found.epoch, found.batch, found.batches, found.at_ns) == (2, 12, 20, run.now)
+    assert found.left_ns is not None
+    assert found.error_ns is not None
+    assert abs(found.left_ns - 8 * SECOND) < SECOND
+    assert 0 < found.error_ns < SECOND
+    first, second = found.epochs
+    assert first == Epoch(1, 2 * SECOND, end, 20, 20, first.evaluation_ns, None)
+    assert (second.epoch, second.batches, second.pause_ns) == (2, 12, 0)
+    assert first.evaluation_ns is not None
+    assert first.evaluation_ns == pytest.approx(second.begin_ns - end, rel=0.01)
+    before = run.progress(2 * SECOND + (end - 2 * SECOND) // 2)
+    assert (before.epoch, before.batches) == (1, 20)
+    assert before.batch is not None
+    assert 8 <= before.batch <= 12
+    assert before.left_ns == pytest.approx((20 - before.batch) * SECOND, rel=0.1)
+    assert before.epochs == (first._replace(end_ns=before.at_ns, batches=before.batch, evaluation_ns=None),)
+    assert run.progress(end + SECOND).absent["left_s"] == "the epoch has used all batches"
+
+
+def test_the_progress_in_an_evaluation_is_that_of_the_epoch() -> None:
+    run = Run().read(12, 20).read(3, 5, 2, evaluation=True)
+    during, found = run.progress(), run.read(2, 20, again=True).progress()
+    assert (during.epoch, during.batch) == (1, 12)
+    assert (found.epoch, found.batch) == (1, 14)
+    assert during.left_ns == pytest.approx(8 * SECOND, rel=0.1)
+    assert run.progress(during.at_ns + SECOND).batch == 12
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        (Run().read(3, 20), "too few batches yet"),
+        (Run().read(8, None), "the length of the loader is unknown"),
+        (Run().read(8, 10**9), "more than 100 days"),
+        (Run().read(8, 20).read(6, 20), "the epoch before ended after 8 of 20 batches"),
+    ],
+)
+def test_the_time_left_is_unknown_with_a_reason(run: Run, why: str) -> None:
+    found = run.progress()
+    assert (found.left_ns, found.error_ns) == (None, None)
+    assert found.absent["left_s"] == found.absent["error_s"] == why
+    assert run.progress(over=True).absent["left_s"] == "the run is over"
+
+
+def test_the_reason_for_an_unknown_length_is_that_of_the_loader() -> None:
+    run = Run().read(8, None)
+    assert run.progress().absent["batches"] == "the loader does not tell its length"
+    run.rows.append(Event("loader", {"process": 0, "t_s": 1.0, "dataset": 1, "absent": {"batches": "it raised"}}))
+    assert run.progress().absent["batches"] == "it raised"
+
+
+def test_a_training_that_goes_on_without_the_loader_has_left_its_epoch() -> None:
+    run = Run().read(20, 20).steps(ALONE_STEPS, None)
+    assert run.progress().epoch == 1
+    found = run.steps(1, None).progress()
+    assert found.absent["epoch"] == "the training goes on without a batch of the loader"
+    assert [one.epoch for one in found.epochs] == [1]
+
+
+def test_each_rank_has_its_progress() -> None:
+    recording = Recording()
+    for rank in range(2):
+        run = Run()
+        run.training.process, run.training.rank = rank, rank
+        recording.add(run.read(6 + rank, 20).rows, rank, rank)
+    found = recording.state().processes
+    assert [found[rank].progress.batch for rank in range(2)] == [6, 7]
+    assert found[1].progress.absent["left_s"] == "only the process that represents the run has it"
+
+
+# ------------------------------------------------------------------------------------------------ places
+
+
+def test_every_place_tells_the_same(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run().read(20, 20).read(3, 5, 2, evaluation=True).read(12, 20)
+    directory = keep({0: run.rows}, status=None)
+    progress = run.progress()
+    said = words(progress)
+    assert said.startswith("epoch 2 · 12/20 · 8 s")
+
+    metrics = Metrics(directory / "it.prom", directory, print).text(None).splitlines()
+    values = {line.split("{")[0]: line.split()[-1] for line in metrics if line.startswith("dpmon_epoch")}
+    assert (values["dpmon_epoch"], values["dpmon_epoch_batch"], values["dpmon_epoch_batches"]) == ("2", "12", "20")
+    assert progress.left_ns is not None
+    assert float(values["dpmon_epoch_left_seconds"]) == progress.left_ns / 1e9
+
+    assert said in ProgressLines(RunReader(directory)).line()
+
+    def told(*command: str) -> str:
+        capsys.readouterr()
+        main([*command, directory.name])
+        return capsys.readouterr().out
+
+    status = json.loads(told("status", "--json"))["progress"]  # the run is lost: nothing is left
+    assert (status["text"], status["epoch"], status["left_s"]) == ("epoch 2 · 12/20", 2, None)
+    assert "epoch 2 · 12/20" in told("status")
+    report = json.loads(told("report", "--json"))
+    assert [(one["epoch"], one["batches"], one["length"]) for one in report["epochs"]] == [(1, 20, 20), (2, 12, 20)]
+    table = told("report")
+    at = table.index("EPOCHS")
+    rows = [line.split()[:3] for line in table[at:].splitlines()[2:4]]
+    assert rows == [["1", "00:00:02", "20"], ["2", "00:00:24", "12/20"]]
+    steps = [json.loads(line) for line in told("export", "--kind", "step").splitlines()]
+    assert [(one["loop"], one["batch"]) for one in steps[18:26]] == [
+        (1, 19), (1, 20), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3),
+    ]  # fmt: skip
+
+
+def test_of_many_epochs_the_report_shows_the_first_and_the_last(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run()
+    for _ in range(30):
+        run.read(2, 2)
+    main(["report", keep({0: run.rows}).name])
+    text = capsys.readouterr().out
+    rows = [line.split()[0] for line in text[text.index("EPOCHS") :].splitlines()[2:15]]
+    assert rows == ["1", "2", "3", "4", "5", "6", "…", "25", "26", "27", "28", "29", "30"]
+    assert "18 epochs are left out" in text

@@ -70,7 +70,7 @@ DARK = Palette(
         *("#a9d6f2", "#3f8fd6", "#b39ddb", "#009e73", "#7d8590"),
     ),
     spare=("#c5b358", "#e8a0a0"),
-    ansi=("#5c6370", "#ff7b72", "#7ee787", "#e3b341", "#79c0ff", "#d2a8ff", "#76e3ea", "#c9d1d9"),
+    ansi=("#767f8f", "#ff7b72", "#7ee787", "#e3b341", "#79c0ff", "#d2a8ff", "#76e3ea", "#c9d1d9"),
     bright=("#8b949e", "#ffa198", "#a5f3b5", "#f2cc60", "#a5d6ff", "#e2c5ff", "#b3f0ff", "#ffffff"),
 )
 LIGHT = Palette(
@@ -84,12 +84,12 @@ LIGHT = Palette(
     good="#1a7f37",
     wait="#8f5f00",
     bad="#c01c28",
-    bar="#4a7fb5",
+    bar="#4576a8",
     dp="#6d28d9",
     single="#0b6e66",
     phases=(
-        *("#b0568c", "#5f4b32", "#8f7d00", "#c45500", "#2385c4", "#b87400"),
-        *("#6ea8cf", "#0b5cab", "#6a51a3", "#007a58", "#6e7781"),
+        *("#af538a", "#5f4b32", "#837200", "#be5200", "#1277bd", "#a26600"),
+        *("#1b7a8e", "#0b4f9e", "#6a51a3", "#007a58", "#6b747e"),
     ),
     spare=("#7a6a1f", "#a8505a"),
     ansi=("#24292f", "#c01c28", "#116329", "#7d4e00", "#0969da", "#8250df", "#1b7c83", "#57606a"),
@@ -105,9 +105,9 @@ COLOUR_BLIND = replace(
     single="#56b4e9",
     phases=(
         *("#cc79a7", "#e8dcc0", "#f0e442", "#d55e00", "#56b4e9", "#e69f00"),
-        *("#b9e0f7", "#2a7fd4", "#b39ddb", "#009e73", "#8b949e"),
+        *("#b9e0f7", "#2d81d5", "#b39ddb", "#009e73", "#8b949e"),
     ),
-    ansi=("#5c6370", "#ee7733", "#33b899", "#f0e442", "#56b4e9", "#cc79a7", "#99ddff", "#c9d1d9"),
+    ansi=("#767f8f", "#ee7733", "#33b899", "#f0e442", "#56b4e9", "#cc79a7", "#99ddff", "#c9d1d9"),
     bright=("#8b949e", "#ff9e66", "#66d9bd", "#f7ef86", "#8dd0f5", "#e3a6c8", "#c2ebff", "#ffffff"),
 )
 PALETTES: Mapping[str, Palette] = {palette.name: palette for palette in (DARK, LIGHT, COLOUR_BLIND)}

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.model.state import DeviceTrack
 from dpmon.record.plainjson import number_in, whole_in
 from dpmon.text.cells import right, span_width, wrapped
-from dpmon.text.quantities import UNKNOWN, group, memory, memory_of
+from dpmon.text.quantities import UNKNOWN, clock, group, memory, memory_of
 from dpmon.ui.chart import area
+from dpmon.ui.facts import SECOND
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, width_of
+from dpmon.ui.rows import Row, fit, width_of
 from dpmon.ui.time_axis import TimeAxis, sampled
 
 Data = Mapping[str, Any]
@@ -108,28 +109,79 @@ def _whose(data: Data) -> str:
     return {True: "used by this run", False: "not used by this run"}.get(data.get("of_run"), "")  # type: ignore[arg-type]
 
 
+class _Chart(NamedTuple):
+    """One figure of a device over time."""
+
+    head: str
+    values: Sequence[float | None]
+    top: float
+    unit: str
+
+
+_GUTTER = 8
+"""Cells for a chart's scale."""
+_PLOT = 3
+"""From this many rows on, a chart has a scale and a time axis."""
+
+
+def plots(charts: Sequence[_Chart], second: int, width: int, height: int, axis: TimeAxis, look: Look) -> list[Row]:
+    """Charts side by side in `height` rows: each has its newest value above it, a scale and a time axis."""
+    each = width // len(charts)
+    graph = each - _GUTTER - 1
+    if graph < _GUTTER or height < _PLOT + 2:
+        return []
+    rows: list[Row] = [[] for _ in range(height)]
+    for head, values, top, unit in charts:
+        dots = graph * (2 if look.glyphs.braille else 1)
+        drawn = area(sampled(values, second, axis, dots), graph, height - 2, top or 1.0, look.glyphs)
+        scales = [f"{top:.0f} {unit}", *[""] * (height - 4), "0"]
+        begin, now = (clock(at * SECOND).removeprefix("00:") for at in (axis.begin_s, axis.now_s))
+        ends = f"now {now}" if len(begin) + len(now) + 6 <= graph else now
+        rows[0] += fit([(" " * _GUTTER, ""), (head, "bold")], each, look.glyphs.more)
+        for row, scale, line in zip(rows[1:-1], scales, drawn, strict=True):
+            row += fit([(right(scale, _GUTTER - 1) + " ", "dim"), (line, "bar")], each)
+        rows[-1] += fit([(" " * _GUTTER, ""), (begin + ends.rjust(graph - len(begin)), "dim")], each)
+    return rows
+
+
 def _charts(track: DeviceTrack, width: int, tall: int, axis: TimeAxis, look: Look) -> list[Row]:
-    """Use, memory and power side by side, each with its newest value in front."""
+    """Use, memory and power side by side, each with its newest value; in few rows without scale and axis."""
     data = track.data
     limit = number_in(data, "power_limit_w")
     top_power = limit or max((p for p in track.power if p is not None), default=0.0)
     charts = [
-        ("util", track.util, 100.0, rounded(number_in(data, "util_pct"), "%")),
-        ("mem", track.mem, 100.0, rounded(track.mem_pct, "%")),
-        ("power", track.power, top_power, rounded(number_in(data, "power_w"), "W")),
+        _Chart("util", track.util, 100.0, "%"),
+        _Chart("mem", track.mem, 100.0, "%"),
+        _Chart("power", track.power, top_power, "W"),
     ]
+    newest = (
+        rounded(number_in(data, "util_pct"), "%"),
+        rounded(track.mem_pct, "%"),
+        rounded(number_in(data, "power_w"), "W"),
+    )
+    if tall >= _PLOT + 2:
+        named = [one._replace(head=f"{one.head} {figure}") for one, figure in zip(charts, newest, strict=True)]
+        return plots(named, track.second, width, tall, axis, look)
     each = (width - 3) // len(charts)
     graph = each - 8
     if graph < 8:
         return []
     rows: list[Row] = [[("   ", "")] for _ in range(tall)]
-    for word, values, top, figure in charts:
+    for (word, values, top, _), figure in zip(charts, newest, strict=True):
         dots = graph * (2 if look.glyphs.braille else 1)
         drawn = area(sampled(values, track.second, axis, dots), graph, tall, top or 1.0, look.glyphs)
         heads = [word, figure] if tall > 1 else [figure]
         for row, head, line in zip(rows, [*heads, *[""] * tall], drawn, strict=False):
             row += [(right(head, 6) + " ", "dim"), (line, "bar"), (" ", "")]
     return rows
+
+
+def host_plots(track: DeviceTrack, width: int, height: int, axis: TimeAxis, look: Look) -> list[Row]:
+    """The host's processor and memory over time."""
+    cpu, used, total = (number_in(track.data, key) for key in ("cpu_pct", "mem_used_bytes", "mem_total_bytes"))
+    heads = f"cpu {rounded(cpu, '%')}", f"memory {memory_of(used, total)}"
+    charts = [_Chart(heads[0], track.util, 100.0, "%"), _Chart(heads[1], track.mem, 100.0, "%")]
+    return plots(charts, track.second, width, height, axis, look)
 
 
 _TOPICS = {

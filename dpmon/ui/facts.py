@@ -169,8 +169,8 @@ class Facts:
 
     @property
     def stall(self) -> StallSeen | None:
-        """The stall that the run is in; in the picture of a finished run, the one in which it ended."""
-        if not self.over:
+        """The stall that the run is in; once the command has ended, the one in which it ended."""
+        if not (self.over or self.ending):
             return self.state.stall if self.state.stall is not None and self.run_state.word == STALLED else None
         finished = self.ended is not None and self.ended.status == 0
         return None if finished else ended_in(self.state.stalls, self.state.newest_ns)

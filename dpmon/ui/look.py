@@ -23,8 +23,11 @@ def letter_in(phase: str, word: str) -> int:
     return max(word.upper().find(LETTERS[phase]), 0)
 
 
-def styles_of(palette: Palette) -> dict[str, Style]:
-    """The styles by name, each with a background, so that the terminal's own colours are never seen."""
+def styles_of(palette: Palette, *, filled: bool = True) -> dict[str, Style]:
+    """The styles by name, each with a background, so that the terminal's own colours are never seen.
+
+    `filled`: whether a phase's letters stand on its colour; if not, they have it.
+    """
 
     def on(colour: str, bold: bool = False) -> Style:
         return Style(color=colour, bgcolor=palette.background, bold=bold or None)
@@ -48,7 +51,8 @@ def styles_of(palette: Palette) -> dict[str, Style]:
     }
     for name, colour in palette.by_phase.items():
         styles[f"phase.{name}"] = on(colour)
-        styles[f"chip.{name}"] = Style(color=palette.background, bgcolor=colour, bold=True)
+        chip = Style(color=palette.background, bgcolor=colour, bold=True)
+        styles[f"chip.{name}"] = chip if filled else on(colour, bold=True)
     return styles
 
 
@@ -61,7 +65,7 @@ def _mono_styles() -> dict[str, Style]:
     styles["found"] = Style(reverse=True)
     styles["frame.focus"] = Style(bold=True)
     for name in LETTERS:
-        styles[f"chip.{name}"] = Style(reverse=True)
+        styles[f"chip.{name}"] = Style(bold=True, underline=True)
     return styles
 
 
@@ -236,7 +240,7 @@ def look(theme: str, *, only_ascii: bool = False, only_mono: bool = False, few: 
     """The look of a theme on a terminal, which may have only ASCII, no colours or only sixteen (`few`)."""
     mono = theme == "mono" or only_mono
     glyphs = ASCII if only_ascii or theme == "ascii" else UNICODE
-    styles = MONO if mono else styles_of(named(theme, few))
+    styles = MONO if mono else styles_of(named(theme, few), filled=not glyphs.ascii)
     return Look(glyphs, styles, not mono, theme, only_ascii, only_mono, few)
 
 

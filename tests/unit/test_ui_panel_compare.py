@@ -34,7 +34,8 @@ def test_steps_of_another_batch_are_left_out_and_counted() -> None:
 def test_a_comparison_says_what_it_lacks() -> None:
     one = facts_of(Training())
     only = compare_text(one, 60, 12)
-    assert only[1].split()[2] == "–"
+    assert only[0].split() == ["dp", "×2"], "no column of a mode that was not seen"
+    assert only[1].split() == ["median", "step", "2.47", "ms"]
     assert only[-1] == "single was not seen yet: d switches the running job"
     over = replace(one, ended=exit_of(0, None, 9), can_toggle=False)
     assert compare_text(over, 60, 12)[-1] == "single was not seen"

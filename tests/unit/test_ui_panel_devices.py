@@ -15,20 +15,36 @@ from dpmon.ui.rows import plain, width_of
 from dpmon.ui.time_axis import axis_of, device_axis
 
 
-def test_without_a_gpu_the_host_is_shown_and_why() -> None:
-    """Two rows, and a row of the memory that torch holds. The run's part stands where there is room."""
+def test_without_a_gpu_the_host_is_shown_in_one_row_or_two_and_why_on_the_full_screen() -> None:
+    facts = facts_of(Training())
     for width in (56, 60, 66):
-        rows = rows_text(panel_devices.devices(facts_of(Training()), width, 8, LOOK))
-        assert rows[0].endswith("43 %  mem  2.14 / 23.1 GiB")
-        (reason,) = rows[1:]
-        assert reason.startswith("no GPU: NVML library not found  ")
-        assert reason.endswith("  run 1.80 cores   774 MiB")
-    wide, why = rows_text(panel_devices.devices(facts_of(Training()), 100, 8, LOOK))
-    assert wide.endswith("43 %  mem  2.14 / 23.1 GiB  this run 1.80 cores   774 MiB")
-    assert why == "no GPU: NVML library not found"
-    more = rows_text(panel_devices.zoomed(facts_of(Training()), 100, 20, LOOK))
+        load, own = rows_text(panel_devices.devices(facts, width, 3, LOOK))
+        assert load.endswith("43 %  mem  2.14 / 23.1 GiB")
+        assert own == "this run  1.80 cores   774 MiB"
+    (wide,) = rows_text(panel_devices.devices(facts, 100, 3, LOOK))
+    assert wide.endswith("43 %  mem  2.14 / 23.1 GiB  this run  1.80 cores   774 MiB")
+    more = rows_text(panel_devices.zoomed(facts, 100, 20, LOOK))
     assert more[0] == wide
     assert more[-1] == "no GPU: NVML library not found"
+
+
+@pytest.mark.parametrize("height", [8, 14, 30])
+def test_free_rows_of_the_panel_show_the_hosts_history_with_scale_and_axis(height: int) -> None:
+    facts = facts_of(Training(), 4000)
+    rows = rows_text(panel_devices.devices(facts, 100, height, LOOK))
+    assert "cpu 43 %" in rows[1]
+    assert "memory 2.14 / 23.1 GiB" in rows[1]
+    assert rows[2].startswith("  100 % ")
+    assert rows[-2].startswith("      0 ")
+    assert "now 00:11" in rows[-1]
+    assert len(rows) == min(height, 15)
+
+
+def test_the_full_screen_of_gpus_has_charts_with_scale_and_axis_where_there_is_room() -> None:
+    tall, low = (rows_text(panel_devices.zoomed(gpu_facts(2), 116, height, LOOK)) for height in (50, 20))
+    assert any(all(word in row for word in ("util 10 %", "mem ", "power ")) for row in tall)
+    assert sum("now" in row for row in tall) == 2
+    assert not any("now" in row for row in low)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])

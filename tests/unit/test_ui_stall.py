@@ -313,3 +313,17 @@ def test_the_recorded_stall_is_noticed_after_ten_seconds() -> None:
     stall = stalled(2).stall
     assert stall is not None
     assert stall.noticed_ns - stall.since_ns == NOTICED_S * SECOND
+
+
+def test_the_full_screen_says_when_the_stacks_were_recorded() -> None:
+    rows = rows_text(panel_standing.zoomed(stalled(2), 100, 30, LOOK))
+    assert rows[rows.index("as noticed at 00:00:14") + 1] == "rank 1:"
+
+
+def test_figures_stay_dimmed_while_the_command_that_ended_in_a_stall_has_no_exit_yet() -> None:
+    facts = replace(stalled(2), ending=True)
+    text = text_of(facts, 120, 40)
+    assert "ending" in text
+    assert "before the stall" in text
+    assert "stalled at step 160" in text
+    assert "try:" not in text

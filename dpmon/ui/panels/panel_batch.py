@@ -17,6 +17,8 @@ from dpmon.text.quantities import clock, duration, group, percent, quantity_word
 from dpmon.ui.chart import scale_top, stacked
 from dpmon.ui.facts import BEFORE_STALL, NAMES, SECOND, Facts, mode_words
 from dpmon.ui.look import LETTERS, Look, letter_in
+from dpmon.ui.panels.panel_compare import dp_seen
+from dpmon.ui.panels.panel_replicas import size_text
 from dpmon.ui.rows import Row, dimmed, lines, width_of
 from dpmon.ui.time_axis import axis_of, axis_row, marks_of, pictured, stalls_of
 from dpmon.ui.waterfall import REST, waterfall
@@ -80,10 +82,21 @@ def title(facts: Facts, look: Look, width: int) -> tuple[Row, Row]:
     head: Row = [(NAMES["batch"], "title"), (dot, "dim"), (word, f"mode.{mode}"), *kind]
     if facts.stall is not None:
         return [*head, (dot + span, "dim")], [BEFORE_STALL]
+    sizes = _sizes(process, dot, look)
+    if width_of(head) + width_of(sizes) + width_of(corner[:-2]) + 7 <= width:
+        head += sizes
     room = width - width_of(head) - 7
     while len(corner) > 3 and width_of(corner) > room:
         del corner[-2:]
     return [*head, (dot + span, "dim")] if width_of(corner) + width_of([(dot + span, "")]) <= room else head, corner
+
+
+def _sizes(process: Process, dot: str, look: Look) -> Row:
+    """The sizes that the last forward received and returned, of a process without a table of them in panel 2."""
+    if dp_seen(process) or process.distributed is not None or process.newest is None:
+        return []
+    call = process.newest.last
+    return [(f"{dot}{size_text(call.inputs)} {look.glyphs.arrow} {size_text(call.outputs)}", "")]
 
 
 def batch(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
@@ -274,9 +287,8 @@ def usual(process: Process, phase: str) -> bool:
     The phases of a DataParallel call are expected only of a process that trains, or has trained, in dp.
     """
     known = phase_shown(phase)
-    compared = process.compared
-    dp = process.mode == "dp" or (compared is not None and "dp" in compared.seen)
-    return not known.optional and not (known.of_call and (process.distributed is not None or not dp))
+    dp = process.distributed is None and dp_seen(process)
+    return not known.optional and (dp or not known.of_call)
 
 
 def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:

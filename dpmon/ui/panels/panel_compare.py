@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dpmon.cleaning import clean
 from dpmon.model.compare import Comparison, Peak, sentence
 from dpmon.model.memory import HOST
-from dpmon.model.state import PHASES
+from dpmon.model.state import PHASES, Process
 from dpmon.model.step_timeline import Piece
 from dpmon.record.schema import REST, SETTLING_STEPS, phase_named, phase_shown
 from dpmon.store.figures import Figures
@@ -33,9 +33,13 @@ def figures(facts: Facts) -> Comparison:
 
 
 def applies(facts: Facts) -> bool:
-    """Whether the process trains in dp, or has: a script on one device has nothing to compare."""
-    process = facts.process
-    return process is not None and (process.mode == "dp" or "dp" in figures(facts).seen)
+    """Whether there can be two modes: a script on one device has nothing to compare."""
+    return facts.process is not None and dp_seen(facts.process)
+
+
+def dp_seen(process: Process) -> bool:
+    """Whether the process trains in dp, or has done so."""
+    return process.mode == "dp" or (process.compared is not None and "dp" in process.compared.seen)
 
 
 def wanted_rows(facts: Facts) -> int:
@@ -102,7 +106,8 @@ class _CompareTable:
         apart = any(side.rate is not None and side.rate.apart for side in found.sides.values())
         self.label = 14 if apart else 12  # for "within steps"
         self.cell = 11 if width >= 52 else 10
-        self.room = width - self.label - 2 * self.cell - 2
+        self.modes = [mode for mode in _MODES if mode in found.sides]
+        self.room = width - self.label - len(self.modes) * self.cell - 2
         self.rest = any(
             phase.ran and phase_named(phase.name).of_call
             for side in found.sides.values()
@@ -113,17 +118,15 @@ class _CompareTable:
 
     def line(self, word: str, values: Mapping[str, str], style: str = "", note: Row | None = None) -> Row:
         row: Row = [(cut(word, self.label - 1).ljust(self.label), "dim")]
-        row += [(right(values.get(mode, UNKNOWN), self.cell), style) for mode in _MODES]
+        row += [(right(values.get(mode, UNKNOWN), self.cell), style) for mode in self.modes]
         return [*row, ("  ", ""), *note] if note and width_of(note) <= self.room else row
 
     def head(self) -> Row:
         count = len(self.found.devices)
         dp = f"dp {self.look.glyphs.times}{count}" if count else "dp"
-        row: Row = [
-            (" " * self.label, ""),
-            (right("single", self.cell), "mode.single"),
-            (right(dp, self.cell), "mode.dp"),
-        ]
+        words = {"single": "single", "dp": dp}
+        row: Row = [(" " * self.label, "")]
+        row += [(right(words[mode], self.cell), f"mode.{mode}") for mode in self.modes]
         return [*row, ("  speed-up (95 %)", "dim")] if self.found.speedup is not None else row
 
     def step(self) -> Row:

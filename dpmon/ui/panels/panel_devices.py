@@ -16,8 +16,8 @@ from dpmon.model.state import DeviceTrack
 from dpmon.record.plainjson import number_in
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.quantities import UNKNOWN, memory, memory_of
-from dpmon.ui.chart import area, filled_bar, spark
-from dpmon.ui.device_facts import device_name, fact_rows, label, mine, reasons, rounded
+from dpmon.ui.chart import filled_bar, spark
+from dpmon.ui.device_facts import device_name, fact_rows, host_plots, label, mine, reasons, rounded
 from dpmon.ui.facts import NAMES, Facts
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, fit, lines, width_of
@@ -35,8 +35,9 @@ _GRID = 52
 """Cells that two GPUs in a row need."""
 _LEAST_GRAPH = 10
 """Fewest cells for the history of the load beside the run's part of it."""
-_LEAST_REASON = 20
-"""Fewest cells for the reason beside the run's part; all of it stands in the full-size panel."""
+_MOST_REASONS = 4
+_FACTS, _TALLEST = 12, 14
+"""At full size: the rows of a GPU's facts, and most rows of its charts."""
 
 
 def _tracks(facts: Facts) -> list[tuple[int, DeviceTrack]]:
@@ -90,7 +91,8 @@ def devices(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame."""
     tracks = _tracks(facts)
     if not tracks:
-        return [*host(facts, width, height, look), *_memory_rows(facts, width, with_reasons=False)]
+        held_rows = _memory_rows(facts, width, with_reasons=False)
+        return [*host(facts, width, height - len(held_rows), look), *held_rows]
     remarks = _below(tracks, width, look)
     held_rows = _memory_rows(facts, width)
     room = height - len(remarks)
@@ -118,7 +120,7 @@ def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     if not tracks:
         return [*host(facts, width, max(height - len(more), 3), look, tall=True), *more]
     rows: list[Row] = [*more, []] if more else []
-    tall = 3 if len(tracks) <= 2 and height >= 20 else 2 if len(tracks) <= 4 else 1
+    tall = min(max(height // len(tracks) - _FACTS, 1 + (len(tracks) <= 4)), _TALLEST)
     for index, track in tracks:
         rows += [*fact_rows(index, track, width, tall, axis, look), []]
     return rows[:-1]
@@ -313,7 +315,10 @@ def _below(tracks: Sequence[tuple[int, DeviceTrack]], width: int, look: Look) ->
 
 
 def host(facts: Facts, width: int, height: int, look: Look, tall: bool = False) -> list[Row]:
-    """Two rows: the host's load and the run's part, and why there is no GPU; `tall`: at full size, at most `height`."""
+    """The host's load and the run's part in one row or two, and their history where more of `height` rows are free.
+
+    `tall`: at full size, also why there is no GPU.
+    """
     track = facts.state.host
     data = track.data
     if not data:
@@ -322,28 +327,26 @@ def host(facts: Facts, width: int, height: int, look: Look, tall: bool = False) 
     own, held = number_in(data, "run_cpu_pct"), number_in(data, "run_mem_bytes")
     load: Row = [(right(rounded(cpu, "%"), 6), "bold")]
     load += [("  mem ", "dim"), (right(memory_of(used, total), 16), "")]
-    of_run: Row = [("  this run", "dim")]
+    of_run: Row = [("this run ", "dim")]
     if facts.over and own is None and held is None:
-        of_run.append((" has ended", ""))
+        of_run.append(("has ended", ""))
     else:
         of_run += [(right(UNKNOWN if own is None else f"{own / 100:.2f}", 5), ""), (" cores", "dim")]
         of_run += [(right(memory(held), 10), "")]
-    whole = [*load, *of_run] if tall or width >= width_of([*load, *of_run]) + 9 + _LEAST_GRAPH else load
-    graph = max(min(width - 9 - width_of(whole), 60), 6)
+    whole = [*load, ("  ", ""), *of_run]
+    rows = [] if tall or width >= width_of(whole) + 9 + _LEAST_GRAPH else [of_run]
+    whole = load if rows else whole
     axis = device_axis(facts)
-    load_so_far = _history(track, track.util, axis, graph, look)
-    rows: list[Row] = [[("host cpu ", "dim"), (load_so_far, "bar"), *whole]]
-    if tall:
-        dots = width * (2 if look.glyphs.braille else 1)
-        values = sampled(track.util, track.second, axis, dots)
-        rows += [[(text, "bar")] for text in area(values, width, min(max(height - 4, 1), 8), 100.0, look.glyphs)]
-    reason = data.get("gpu_absent")
-    text = reasons([data])
+    load_so_far = _history(track, track.util, axis, max(min(width - 9 - width_of(whole), 60), 6), look)
+    rows = [[("host cpu ", "dim"), (load_so_far, "bar"), *whole], *rows]
+    why = _why_no_gpu(data, width, look) if tall else []
+    drawn = host_plots(track, width, min(height - len(rows) - len(why), _TALLEST), axis, look)
+    return [*rows, *drawn, *why]
+
+
+def _why_no_gpu(data: Mapping[str, Any], width: int, look: Look) -> list[Row]:
+    reason, text = data.get("gpu_absent"), reasons([data])
     if isinstance(reason, str):
         absent = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"
         text = f"{absent}; {text}" if text else absent
-    short: Row = [("  run", "dim"), *of_run[1:]]
-    left = width - width_of(short)
-    if whole is load and left >= _LEAST_REASON and not facts.over:
-        return [*rows, [*fit([(clean(text, 600), "dim")], left, look.glyphs.more), *short]]
-    return rows + lines(clean(text, 600), width, most=max(height - len(rows), 1) if tall else 1, more=look.glyphs.more)
+    return lines(clean(text, 600), width, most=_MOST_REASONS, more=look.glyphs.more)

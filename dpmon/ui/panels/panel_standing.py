@@ -10,7 +10,7 @@ from dpmon.model.state import State
 from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.text.cells import wrapped
-from dpmon.text.quantities import UNKNOWN, count_of, group, percent
+from dpmon.text.quantities import UNKNOWN, clock, count_of, group, percent
 from dpmon.ui.facts import NAMES, RANK_NAMES, SECOND, Facts, devices_in_short, in_ranges
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, lines, width_of
@@ -105,7 +105,8 @@ def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     stall = facts.stall
     found = [] if stall is None else lines_of(stall.record, width=width)
     begin = next((index for index, (text, _) in enumerate(found) if index > 1 and not text), len(found))
-    return [*table(facts, width, height, look), *([(text, style)] for text, style in found[begin:])]
+    noticed: list[Row] = [] if stall is None else [[(f"as noticed at {clock(stall.noticed_ns)}", "dim")]]
+    return [*table(facts, width, height, look), [], *noticed, *([(text, style)] for text, style in found[begin + 1 :])]
 
 
 def _seconds(since_ns: int | None, facts: Facts) -> str:
@@ -153,7 +154,7 @@ def _folded(ranks: Sequence[_Standing], facts: Facts, look: Look) -> list[Row]:
 
 def _keys(facts: Facts) -> Row:
     """The keys that help now."""
-    live = not facts.over and not facts.looks_back
+    live = not (facts.over or facts.ending or facts.looks_back)
     here = facts.view.focus == "replicas" and facts.view.zoom is None
     works = (here, live, live and facts.stopping is None)
     row: Row = []

@@ -311,6 +311,8 @@ def signed(ratio: float | None) -> str:
     if ratio is None:
         return UNKNOWN
     part = (ratio - 1) * 100
+    if abs(part) < 0.05:
+        return "0.0 %"
     return times(ratio) if part >= 100 else f"{part:+.0f} %" if abs(part) >= 9.95 else f"{part:+.1f} %"
 
 
@@ -318,7 +320,7 @@ def range_of(found: Change) -> str:
     """The 95 % interval: "+1.2 % to +3.4 %"; if there is none, that of 90 %, with this addition."""
     if found.low is not None:
         return f"{signed(found.low)} to {signed(found.high)}"
-    return UNKNOWN if found.least is None else f"{signed(found.least)} to {signed(found.most)} (90 %)"
+    return "no interval" if found.least is None else f"{signed(found.least)} to {signed(found.most)} (90 %)"
 
 
 def sentence(found: RunComparison) -> str:
@@ -329,7 +331,9 @@ def sentence(found: RunComparison) -> str:
     told = step.change
     if told is None or told.low is None:
         why = step.missing or " against ".join(str(len(side)) for side in found.sides) + " runs have no 95 % interval"
-        return f"inconclusive: {why}" + ("" if told is None else f"; a step takes {signed(told.ratio)} {_braced(told)}")
+        return f"inconclusive: {why}" + (
+            "" if told is None else f"; B's step takes {signed(told.ratio)}, {range_of(told)}"
+        )
     a, b = (step.figure.text(step.typical(side)) for side in (0, 1))
     if not told.sign:
         wide = told.low < 1 / CERTAIN or (told.high or 0) > CERTAIN
@@ -343,10 +347,6 @@ def sentence(found: RunComparison) -> str:
     return text
 
 
-def _braced(found: Change) -> str:
-    return "" if found.least is None else f"(90 % interval {signed(found.least)} to {signed(found.most)})"
-
-
 def scope(found: RunComparison) -> list[str]:
     """For what the interval speaks, and how much equal runs differ."""
     if found.pair:
@@ -355,5 +355,5 @@ def scope(found: RunComparison) -> list[str]:
             " does not include that; give several runs a side (A1 A2 A3 -- B1 B2 B3)."
         ]
     known = [(side, found.spread(place)) for place, side in enumerate(SIDES)]
-    texts = [f"{side} by {part * 100:.1f} %" for side, part in known if part is not None]
+    texts = [f"{side} by {part * 100:.{int(part < 0.1)}f} %" for side, part in known if part is not None]
     return [f"Equal runs differ (slowest against fastest median step): {', '.join(texts)}."] if texts else []

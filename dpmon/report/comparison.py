@@ -60,8 +60,8 @@ class ReadRun:
     run: ComparedRun
     info: RunInfo
     directory: Path
-    set_up: Mapping[str, str]
-    """What was run, and on what."""
+    set_up: Mapping[str, str | None]
+    """What was run, and on what; None if unknown."""
     measured: Mapping[str, float]
     """The known ones of _MEASURED."""
     bins: Sequence[Bin]
@@ -79,27 +79,26 @@ def read(directory: Path) -> ReadRun:
         return ReadRun(run, info, directory, set_up, _measured(facts), bins)
 
 
-def _set_up(info: RunInfo, facts: RunFacts, run: ComparedRun, state: str) -> dict[str, str]:
+def _set_up(info: RunInfo, facts: RunFacts, run: ComparedRun, state: str) -> dict[str, str | None]:
     process = next(iter(facts.announced.info.values()), ProcessFacts(0))
-    mode, by = run.mode or UNKNOWN, facts.layouts.distributed
+    by = facts.layouts.distributed
     began = next((one for one in facts.announced.changes if one.refused is None and one.mode == run.mode), None)
     names = [device.name or "GPU" for device in facts.devices if device.of_run]
     gpus = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
-    processors = "" if facts.host is None else count_of(facts.host.cpus, "processor")
     usual = run.kinds.most_common(1)[0][0].batch if run.kinds else NO_SAMPLES
     return {
         "script": info.script,
-        "arguments": " ".join(info.arguments),
+        "arguments": " ".join(info.arguments) or "none",
         "directory": info.cwd,
-        "mode": RANK_MODES[by] if by and mode == "single" else mode,
+        "mode": RANK_MODES[by] if by and run.mode == "single" else run.mode,
         "ranks": str(process.world or 1),
-        "devices": UNKNOWN if began is None else " ".join(began.devices),
-        "hardware": ", ".join([*gpus, processors]),
+        "devices": None if began is None else " ".join(began.devices),
+        "hardware": None if facts.host is None else ", ".join([*gpus, count_of(facts.host.cpus, "processor")]),
         "samples a step": {NO_SAMPLES: "unknown", OTHER_SIZES: "changing"}.get(usual, str(usual)),
-        "machine": info.host,
-        "Python": process.python or UNKNOWN,
-        "torch": process.torch or UNKNOWN,
-        "dpmon": info.versions.get("dpmon", UNKNOWN),
+        "machine": info.host or None,
+        "Python": process.python,
+        "torch": process.torch,
+        "dpmon": info.versions.get("dpmon"),
         "state": state,
         "record": facts.store.damaged or "complete",
     }
@@ -152,10 +151,9 @@ def compare(
 def _differences(before: Sequence[ReadRun], after: Sequence[ReadRun]) -> list[tuple[str, str, str]]:
     found = []
     for what in before[0].set_up:
-        sides = [list(dict.fromkeys(one.set_up[what] for one in side)) for side in (before, after)]
-        if len({*sides[0], *sides[1]}) > 1 or (what == "state" and sides[0] != [_FINISHED]):
-            a, b = (", ".join(text or "none" for text in side) for side in sides)
-            found.append((what, a, b))
+        sides = [dict.fromkeys(value for one in side if (value := one.set_up[what])) for side in (before, after)]
+        if len(sides[0] | sides[1]) > 1 or (what == "state" and [*sides[0]] != [_FINISHED]):
+            found.append((what, ", ".join(sides[0]) or UNKNOWN, ", ".join(sides[1]) or UNKNOWN))
     for what, (least, words) in _MEASURED.items():
         values = [[one.measured[what] for one in side if what in one.measured] for side in (before, after)]
         if all(values) and abs(median(values[0]) - median(values[1])) >= least:
@@ -221,7 +219,7 @@ def _row(row: ComparedFigure) -> tuple[str, ...]:
         return (row.figure.label, *values, UNKNOWN, row.missing or "")
     # As in benchstat, a tilde stands for a change that may be none.
     shown = signed(told.ratio) if told.sign or told.least is None else "~"
-    return (row.figure.label, *values, shown, range_of(told) if told.least is not None else UNKNOWN)
+    return (row.figure.label, *values, shown, range_of(told))
 
 
 def _stragglers(comparison: RunsCompared) -> list[Paragraph]:

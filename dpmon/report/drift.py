@@ -51,7 +51,7 @@ def drift(script: str) -> Drift:
         if one is None or max(one.run.kinds.values(), default=0) < MIN_STEPS:
             left_out["unreadable" if one is None else f"with fewer than {MIN_STEPS} steps"] += 1
             continue
-        unlike = [what for what in NOT_COMPARABLE if runs and one.set_up[what] != runs[0].set_up[what]]
+        unlike = [what for what in NOT_COMPARABLE if runs and one.set_up[what] not in (None, runs[0].set_up[what])]
         if unlike:
             left_out[f"with other {unlike[0]}"] += 1
         else:

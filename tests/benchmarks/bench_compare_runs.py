@@ -1,11 +1,12 @@
 """How often `dpmon compare` is wrong with real runs: groups of five are drawn from many short runs of one script.
 
-    python tests/benchmarks/bench_compare_runs.py [--runs 24] [--slower 12] [--factor 1.1] [--state DIRECTORY]
+    python tests/benchmarks/bench_compare_runs.py [--work wait] [--runs 24] [--slower 12] [--state DIRECTORY]
 
-Runs of the script, and runs in which each step does `factor` times the work, take turns. Then pairs of groups are
-drawn: both of equal runs (a difference is a false alarm), and one of each (no difference is a miss). A group has runs
-from any time, as if its runs had taken turns with those of the other. The draws overlap, so they are not independent.
-With --state, the runs are kept there, and those that are already there are not run again.
+Runs of the script, and runs in which each step does `factor` times the work, take turns. The work of a step is a wait
+of 10 ms, as for a GPU, or multiplications, which other programs on the same processors slow down. Then pairs of groups
+are drawn: both of equal runs (a difference is a false alarm), and one of each (no difference is a miss). A group has
+runs from any time, as if its runs had taken turns with those of the other. The draws overlap, so they are not
+independent. With --state, the runs are kept there, and those that are there already are not run again.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ from dpmon.run.runs import list_runs
 
 SCRIPT = """\
 import os
+import time
 import torch
 torch.set_num_threads(1)
-work = round(40 * float(os.environ["WORK"]))
+work = float(os.environ["WORK"])
 model, weight = torch.nn.Linear(64, 64), torch.randn(256, 256)
 optimizer = torch.optim.SGD(model.parameters(), 0.001)
 for step in range(int(os.environ["STEPS"])):
     optimizer.zero_grad()
     found = torch.randn(64, 256)
-    for _ in range(work):
-        found = torch.tanh(found @ weight)
+    if os.environ["KIND"] == "wait":
+        time.sleep(0.01 * work)
+    else:
+        for _ in range(round(40 * work)):
+            found = torch.tanh(found @ weight)
     model(found[:, :64]).mean().backward()
     optimizer.step()
 """
@@ -43,7 +48,7 @@ SIDE = 5
 LIMIT = 0.05
 
 
-def make(place: Path, runs: int, slower: int, factor: float, steps: int) -> None:
+def make(place: Path, kind: str, runs: int, slower: int, factor: float, steps: int) -> None:
     """Run the script `runs` times, and `slower` times with more work, in turn; those that exist are not run again."""
     script = place / "train.py"
     script.write_text(SCRIPT)
@@ -56,7 +61,7 @@ def make(place: Path, runs: int, slower: int, factor: float, steps: int) -> None
         for name, work, at in turns:
             if there[f"{name}-{at}"]:
                 continue
-            environment = {**os.environ, "WORK": str(work), "STEPS": str(steps)}
+            environment = {**os.environ, "KIND": kind, "WORK": str(work), "STEPS": str(steps)}
             command = [sys.executable, "-m", "dpmon", "--headless", "--name", f"{name}-{at}", str(script)]
             subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
         print(f"\r{number + 1} of {runs}", end="", file=sys.stderr, flush=True)
@@ -84,6 +89,7 @@ def main() -> None:
     """Run, draw, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    add("--work", choices=("wait", "multiply"), default="wait", help="the work of a step (default: wait)")
     add("--runs", type=int, default=24, help="equal runs (default: 24)")
     add("--slower", type=int, default=12, help="slower runs (default: 12)")
     add("--factor", type=float, default=1.1, help="work of a step of the slower runs (default: 1.1)")
@@ -95,7 +101,7 @@ def main() -> None:
         place = (options.state or Path(temporary)).resolve()
         place.mkdir(parents=True, exist_ok=True)
         os.environ["XDG_STATE_HOME"] = str(place)
-        make(place, options.runs, options.slower, options.factor, options.steps)
+        make(place, options.work, options.runs, options.slower, options.factor, options.steps)
         every = [read(directory) for directory, _ in list_runs()]
         equal, slow = ([one for one in every if one.info.name.startswith(name)] for name in ("equal", "slow"))
         chance = random.Random(1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
 from dpmon.cleaning import clean
+from dpmon.model.finding import Finding
 from dpmon.model.standing import now_of
 from dpmon.model.state import Process, StallSeen, State, ended_in
 from dpmon.record.names import RANK_MODES
@@ -27,13 +28,14 @@ from dpmon.stalls.run_state import (
 )
 from dpmon.text.quantities import UNKNOWN, calls_so_far, clock
 
-PANELS = ("devices", "replicas", "batch", "compare", "output")
+PANELS = ("devices", "replicas", "batch", "compare", "output", "progress")
 NAMES = {
     "devices": "1 Devices",
     "replicas": "2 Replicas",
     "batch": "3 Batch",
     "compare": "4 dp against single",
     "output": "5 Output",
+    "progress": "6 Progress",
 }
 """The panels' names in titles, in the help and in the palette."""
 RANK_NAMES = {"replicas": "2 Ranks", "compare": "4 Communication"}
@@ -138,6 +140,9 @@ class Facts:
     """The position of the playback; None for a live run."""
     past: Past | None = None
     """From when the user looks back to `now_ns`; None if the picture shows the present, or was frozen at `now_ns`."""
+
+    findings: Sequence[Finding] | None = None
+    """What is worth a look in a finished run, the most important first; None while it is not known."""
 
     @property
     def title(self) -> str:

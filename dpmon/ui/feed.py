@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from dpmon.ui.facts import SECOND, Facts, Past, Toggle, View, all_finished
 from dpmon.ui.panels.panel_output import Output, Tail
 
 if TYPE_CHECKING:
+    from dpmon.model.finding import Finding
     from dpmon.model.slow_steps import SlowSteps
     from dpmon.model.snapshot import Snapshots
     from dpmon.run.rundir import ExitInfo, RunInfo
@@ -66,6 +67,8 @@ class Feed:
         self.ended: ExitInfo | None = None
         """How the run ended; None while it runs or while its end is unknown."""
         self._last_line: str | None = None
+        self.findings: Sequence[Finding] | None = None
+        """The findings of the finished run; None while they are not known."""
         self._alive: bool | None = None
         self._gone_ns: int | None = None
         self.ending = False
@@ -318,6 +321,7 @@ class Feed:
             alive=self._alive,
             ended=self.ended,
             last_line=self._last_line,
+            findings=self.findings if self.over else None,
             toggle=self._toggle,
             pausing=pausing,
             can_pause=self.pause_refusal(pausing.wanted) is None,

@@ -7,6 +7,7 @@ into the run's directory.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from dpmon.errors import DpmonError
+from dpmon.model.finding import Finding
 
 _Made = TypeVar("_Made")
 
@@ -36,6 +38,13 @@ os.nice(10)
 from dpmon.report import report_text
 sys.stdout.reconfigure(encoding="utf-8", errors="replace")
 print("\\n".join(report_text(Path(sys.argv[1]), int(sys.argv[2]))))
+"""
+_FINDINGS = """\
+import json, os, sys
+from pathlib import Path
+os.nice(10)
+from dpmon.report.collect import collect
+print(json.dumps(collect(Path(sys.argv[1])).findings))
 """
 ENDINGS = {"jsonl": "jsonl", "csv": "csv", "perfetto": "trace.json"}
 """The ending of an export's file name, by format; csv is a directory of tables."""
@@ -107,6 +116,11 @@ def export(directory: Path, name: str, form: str) -> str:
 def report(directory: Path, width: int) -> list[str]:
     """The report on the run so far, in lines of at most `width` cells."""
     return _in_subprocess(_REPORT, "the report", str(directory.absolute()), str(width)).splitlines()
+
+
+def findings(directory: Path) -> list[Finding]:
+    """What is worth a look in the run, the most important first."""
+    return [Finding(*each) for each in json.loads(_in_subprocess(_FINDINGS, "the findings", str(directory.absolute())))]
 
 
 def _in_subprocess(code: str, what: str, *arguments: str) -> str:

@@ -119,7 +119,7 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand("N", "next(-1)", _when(_finding, "newer"), "during a search: the next newer line"),
     KeyCommand("end", f"scroll({FAR})", _behind, "to the end of the output, and follow it"),
     KeyCommand(
-        "1-5",
+        "1-6",
         "",
         lambda facts: None if facts.view.zoom else "panel",
         "go to a panel; press again for full screen and back. tab, arrows and the mouse work too",

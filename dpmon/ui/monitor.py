@@ -473,6 +473,16 @@ class Monitor(Stopping):
         self.push_screen(pages)
         self._in_thread(make, show)
 
+    def at_end(self) -> None:
+        """Show the whole run, and look for what is worth a look in it."""
+        self._see(replace(self.view, span_s=0))
+
+        def look() -> str | None:
+            self.feed.findings = jobs.findings(self.feed.directory)
+            return None
+
+        self._in_thread(look, lambda problem: self.draw())
+
     def _in_thread(self, job: Callable[[], str | None], then: Callable[[str | None], None]) -> None:
         """Run `job` on another thread; pass its result or its error to `then` on the screen's thread."""
 

@@ -14,6 +14,7 @@ from dpmon.ui.panels import (
     panel_batch,
     panel_devices,
     panel_output,
+    panel_progress,
     panel_ranks,
     panel_standing,
 )
@@ -121,6 +122,9 @@ def _content(panel: str, facts: Facts, output: Output, slot: Slot, look: Look) -
         title, corner = fourth.title(facts, look, slot.folded)
         rows = fourth.table(facts, width, height, look, advice=not stale)
         return (title, [BEFORE_STALL], list(map(dimmed, rows))) if stale else (title, corner, rows)
+    if panel == "progress":
+        title, corner = panel_progress.title(facts, look)
+        return title, corner, panel_progress.table(facts, width, height, look)
     title, corner = panel_output.title(output, facts, slot.width, look)
     search = facts.view.search
     more = look.glyphs.more

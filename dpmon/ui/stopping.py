@@ -139,6 +139,7 @@ class Stopping(Drawing):
         over = self.feed.over
         if over and not self._told_of_end:
             self._told_of_end = True
+            self.at_end()
             for screen in self.screen_stack:
                 if isinstance(screen, Dialog):
                     screen.over()
@@ -151,6 +152,9 @@ class Stopping(Drawing):
         elif not self.feed.ending:
             self._stop_done = False
             self._stop_failed(self._stopping or "it still runs")
+
+    def at_end(self) -> None:
+        """Called once after the end of the run."""
 
     def _stop_failed(self, text: str) -> None:
         self._stopping = None

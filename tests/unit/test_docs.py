@@ -120,7 +120,7 @@ KEYS = {name for names in binding_names() for name in names}
 
 
 def written(text: str) -> set[str]:
-    """Return the keys in a span of code: `d`, `[ ]`, `1-5`, `ctrl+c`, `page up`."""
+    """Return the keys in a span of code: `d`, `[ ]`, `1-6`, `ctrl+c`, `page up`."""
     if text in KEYS:
         return {text}
     plain = ALIASES.get(text.lower(), text.lower())
@@ -134,7 +134,7 @@ def written(text: str) -> set[str]:
 
 
 def keys_in(cell: str) -> set[str]:
-    """Return the keys that a cell or a page names as code; `1-5` stands for all keys from 1 to 5."""
+    """Return the keys that a cell or a page names as code; `1-6` stands for all keys from 1 to 6."""
     spans = re.findall(r"`([^`]+)`", re.sub(r"`(\d)`\s*(?:-|–|to)\s*`(\d)`", r"`\1-\2`", cell))
     return {key for span in spans for key in written(span)}
 

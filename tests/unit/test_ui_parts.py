@@ -34,10 +34,10 @@ def some_facts() -> Facts:
 
 def test_the_footer_offers_only_what_works() -> None:
     facts = some_facts()
-    said = "d → single space freeze 1-5 panel enter zoom i input w why [ ] range s picture e export r report x stop"
+    said = "d → single space freeze 1-6 panel enter zoom i input w why [ ] range s picture e export r report x stop"
     assert " ".join(plain(footer(facts, 200, LOOK)[0]).split()) == said + " t theme + - refresh : list ? help q leave"
     nothing = replace(facts, can_toggle=False, can_type=False, ended=exit_of(0, None, 1))
-    said = "1-5 panel enter zoom [ ] range s picture e export r report t theme + - refresh : list ? help q close"
+    said = "1-6 panel enter zoom [ ] range s picture e export r report t theme + - refresh : list ? help q close"
     assert " ".join(plain(footer(nothing, 200, LOOK)[0]).split()) == said
 
 
@@ -61,7 +61,7 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
         for key in named:
             assert key_at(row, text.index(f" {key} ") + 1) == key
     assert least >= 4
-    wanted = "r report e export" if over else "d →single p pause space hold 1-5 panel enter zoom x stop"
+    wanted = "r report e export" if over else "d →single p pause space hold 1-6 panel enter zoom x stop"
     assert set(wanted.split()) <= set(plain(footer(facts, 80, LOOK)[0]).split())
 
 

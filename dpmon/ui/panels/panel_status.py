@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dpmon.cleaning import clean
+from dpmon.model.found_in_time import LOSS_WORDS
 from dpmon.model.pace import Speed, speed
+from dpmon.model.progress import left_words
 from dpmon.model.stragglers import in_short
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.stalls.run_state import STALLED, STARTING, WAITING_FOR_DATA
 from dpmon.text.cells import cut, right, span_width, wrapped
-from dpmon.text.quantities import clock, compact, group, minutes, within_words
+from dpmon.text.quantities import clock, compact, duration_words, group, minutes, within_words
 from dpmon.ui.facts import READING, SECOND, Facts, Life, life, mode_words
 from dpmon.ui.look import Look
+from dpmon.ui.panels.panel_progress import loss_span, losses_in, of_batches, progress_in
 from dpmon.ui.rows import Row, columns, fit, plain, width_of
 
 WARNING_SHOWN_NS = 60 * SECOND
@@ -21,6 +24,8 @@ DONE_SHOWN_NS = 15 * SECOND
 _ALL_OF_IT = "  W: all of it "
 _NAME, _STATE = 10, len(WAITING_FOR_DATA) + 2
 """Fewest cells for the run's name and for its state, whatever they are, so that the figures beside them stand still."""
+_LEFT = 19
+"""Cells for the time left: " · 59 min 59 s left"."""
 _BRANDED = 140
 """Width (cells) from which the first row begins with the word dpmon."""
 _BEGINNING = 16
@@ -33,6 +38,8 @@ class _Part(NamedTuple):
     row: Row
     rank: int
     """Parts with a higher rank are left out first."""
+    short: Row | None = None
+    """The form for less room."""
 
 
 def status(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
@@ -74,15 +81,16 @@ def status(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
 
 def _fitting(parts: Sequence[_Part], room: int) -> tuple[Row, list[_Part]]:
     """The parts that fit in `room` cells, two cells apart, in their order; and the others."""
-    shown: set[int] = set()
+    shown: dict[int, Row] = {}
     for index in sorted(range(len(parts)), key=lambda at: parts[at].rank):
-        needed = width_of(parts[index].row) + 2 * bool(shown)
-        if needed <= room:
-            shown.add(index)
-            room -= needed
+        for form in (parts[index].row, parts[index].short):
+            if form is not None and width_of(form) + 2 * bool(shown) <= room:
+                room -= width_of(form) + 2 * bool(shown)
+                shown[index] = form
+                break
     row: Row = []
     for index in sorted(shown):
-        row += [*([("  ", "")] if row else []), *parts[index].row]
+        row += [*([("  ", "")] if row else []), *shown[index]]
     return row, [part for index, part in enumerate(parts) if index not in shown]
 
 
@@ -133,7 +141,19 @@ def _figures(facts: Facts, look: Look) -> list[_Part]:
     process, rates = facts.process, _speed(facts)
     if process is None or process.last_step is None:
         return []
-    parts = [_Part([("step ", "dim"), (group(process.last_step.step).ljust(7), "bold")], 2)]
+    step = _Part([("step ", "dim"), (group(process.last_step.step).ljust(7), "bold")], 2)
+    found = progress_in(facts)
+    parts = [step]
+    if found.epoch is not None:
+        batches: Row = [
+            (f"epoch {group(found.epoch)}", ""),
+            (f" {look.glyphs.middot} ", "dim"),
+            (of_batches(found), "bold"),
+        ]
+        left = "" if found.left_ns is None else f" {look.glyphs.middot} {left_words(found.left_ns, None)} left"
+        if found.batch is not None and found.batch == found.batches:
+            left = f" {look.glyphs.middot} took {duration_words(found.epochs[-1].took_ns)}"
+        parts = [_Part([*batches, (left.ljust(_LEFT), "")] if found.batches else batches, 2, batches)]
     if facts.stall is not None and not facts.over:  # the rates are of the time before the stall
         return parts
     rates_shown = [(rates.samples_per_s, " samples/s", 4), (rates.steps_per_s, " steps/s", 9)]
@@ -142,8 +162,12 @@ def _figures(facts: Facts, look: Look) -> list[_Part]:
     for number, unit, rank in rates_shown:
         mean = "mean " if facts.over and len(parts) == 1 else ""
         parts.append(_Part([(mean, "dim"), (right(compact(number), 5), "bold"), (unit, "dim")], rank))
+    values = [loss_span(one.last, 7) for one in losses_in(facts)[:2]]
+    if values:
+        parts.insert(2, _Part([("loss ", "dim"), *values], 6))
     within = within_words(rates.rate).strip()
-    return [*parts, _Part([(within, "dim")], 11)] if within else parts
+    parts += [step._replace(rank=10)] if found.epoch is not None else []
+    return [*parts[:2], _Part([(within, "dim")], 11), *parts[2:]] if within else parts
 
 
 def _missed(facts: Facts) -> Row:
@@ -156,7 +180,7 @@ def _missed(facts: Facts) -> Row:
 
 def reports_straggler(facts: Facts, look: Look) -> bool:
     """Whether the message is about a straggler, so that no panel has to repeat it."""
-    other = facts.stopping is not None or facts.over or answer(facts, look) or _warning(facts)
+    other = facts.stopping is not None or facts.over or answer(facts, look) or _warning(facts) or facts.state.unfit
     return not other and facts.stall is None and facts.state.straggler is not None
 
 
@@ -174,6 +198,12 @@ def _message(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) ->
     warned = _warning(facts)
     if warned:
         return warned
+    unfit = facts.state.unfit
+    if unfit is not None:
+        when = "" if unfit.step is None else f" in step {group(unfit.step)}"
+        rank = facts.state.processes[unfit.process].rank if unfit.process in facts.state.processes else None
+        who = "" if rank is None else f" of rank {rank}"
+        return [(f"the loss{who} was {LOSS_WORDS[repr(unfit.loss)]}{when} ({clean(unfit.place, 80)})", "bad")]
     slow = facts.state.straggler
     if slow is not None:  # see reports_straggler
         return [(f"{look.glyphs.focus} ", "wait"), (in_short(slow), "")]

@@ -1,0 +1,219 @@
+"""Panel 6: how far the training is, and its losses; at the start what dpmon will do, after the end what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+
+from dpmon.cleaning import clean
+from dpmon.model.loss import LossCurve
+from dpmon.model.progress import Epoch, Progress, left_words
+from dpmon.text.cells import cut, right
+from dpmon.text.quantities import clock, count_of, duration_words, group, percent
+from dpmon.ui.chart import curve, filled_bar
+from dpmon.ui.facts import NAMES, SECOND, Facts
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Row, TableColumn, columns, lines, table_rows, width_of
+from dpmon.ui.time_axis import axis_of
+
+_GUTTER = 8
+_BAR = 10
+"""Fewest cells for a bar."""
+_EPOCHS, _CURVE = 4, 5
+"""Rows for past epochs with their heads, and for a chart of a loss, that the panel asks for."""
+_MODES = {
+    "auto": "auto: follows the script and the options",
+    "dp": "dp: replicas on several devices",
+    "single": "single: one device",
+    "script": "script: leaves the computation as written",
+}
+
+
+def _starts(facts: Facts) -> bool:
+    """Whether no training process has made a step or a call yet."""
+    return facts.process is None or facts.process.seen_ns < 0
+
+
+def progress_in(facts: Facts) -> Progress:
+    """The progress of the process that represents the run."""
+    return Progress() if facts.process is None else facts.process.progress
+
+
+def losses_in(facts: Facts) -> list[LossCurve]:
+    """The curves with values."""
+    return [one for one in facts.state.losses if one.last is not None]
+
+
+def applies(facts: Facts) -> bool:
+    """Whether there are findings of a finished run, epochs or losses; before the first step, what dpmon will do."""
+    if facts.over and facts.findings is not None:
+        return True
+    return not facts.over if _starts(facts) else bool(progress_in(facts).epochs or losses_in(facts))
+
+
+def wanted_rows(facts: Facts) -> int:
+    """Rows that the whole content needs."""
+    if _starts(facts):
+        return len(_plan(facts))
+    past = progress_in(facts).epochs[:-1]
+    below = 1 + min(len(past) + 1, _EPOCHS) * bool(past) + (1 + _CURVE) * min(len(losses_in(facts)), 2)
+    return below + 4 * min(len(facts.findings or ()) if facts.over else 0, 3)
+
+
+def title(facts: Facts, look: Look) -> tuple[Row, Row]:
+    """The panel's title, and its main number."""
+    name: Row = [(NAMES["progress"], "title")]
+    found, dot = progress_in(facts), f" {look.glyphs.middot} "
+    if facts.over and facts.findings is not None:
+        count = len(facts.findings)
+        corner: Row = [(count_of(count, "finding"), "wait")] if count else []
+        return [(NAMES["progress"][:2] + "What happened", "title")], corner
+    if found.epoch is None:
+        return name, [part for one in losses_in(facts)[:1] for part in (("loss ", "dim"), loss_span(one.last, 7))]
+    return [*name, (f"{dot}epoch {group(found.epoch)}", "dim")], [(of_batches(found), "bold")]
+
+
+def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+    """The panel's rows, inside its frame."""
+    if _starts(facts):
+        return [row for label, text in _plan(facts) for row in _labelled(label, text, width)]
+    rows = _findings(facts, width) if facts.over else []
+    room = height - len(rows) - bool(rows)
+    if rows and room > 2:
+        rows.append([])
+    return [*rows, *_progress(facts, width, max(room, 2), look)] if room > 2 or not rows else rows
+
+
+def of_batches(found: Progress) -> str:
+    """Batch n of N in a width that stays while n grows: "  412/1,563", "batch 412"."""
+    if found.batch is None:
+        return ""
+    if found.batches is None:
+        return f"batch {group(found.batch)}"
+    whole = group(found.batches)
+    return f"{right(group(found.batch), len(whole))}/{whole}"
+
+
+def loss_span(value: float | None, width: int) -> tuple[str, str]:
+    """A loss, left-aligned; NaN and infinite ones stand out."""
+    if value is None or not isfinite(value):
+        return ("–" if value is None else str(value).replace("nan", "NaN")).ljust(width), "bad"
+    size = abs(value)
+    form = ".1e" if size >= 99_999.5 or 0 < size < 0.0005 else ".3f" if size < 10 else ".2f" if size < 100 else ".1f"
+    return f"{value:{form}}".ljust(width), "bold"
+
+
+# ------------------------------------------------------------------------------------------------ before and after
+
+
+def _plan(facts: Facts) -> list[tuple[str, str]]:
+    """What dpmon will do with the run, as far as it is known before the first step."""
+    if facts.info is None:
+        return []
+    options = facts.info.options
+    asked = [str(options[name]) for name in ("devices", "replicas") if options.get(name)]
+    names = {str(track.data.get("name") or "GPU") for track in facts.state.devices.values()}
+    rows = [("mode", _MODES.get(str(options.get("mode")), "")), ("python", facts.info.python or "")]
+    rows += [("replicas", ", ".join(asked))]
+    rows += [("GPUs", f"{len(facts.state.devices)} × {', '.join(sorted(names))}" if names else "")]
+    return [(label, clean(text, 200)) for label, text in rows if text]
+
+
+def _labelled(label: str, text: str, width: int) -> list[Row]:
+    return [
+        [((label if index == 0 else "").ljust(9), "dim"), *row] for index, row in enumerate(lines(text, width - 9, ""))
+    ]
+
+
+def _findings(facts: Facts, width: int) -> list[Row]:
+    """What was worth a look, the most important first, each with what to try."""
+    rows: list[Row] = [] if facts.findings is None or facts.findings else [[("nothing stands out", "dim")]]
+    for number, found in enumerate(facts.findings or (), start=1):
+        for index, row in enumerate(lines(clean(found.text, 400), width - 2, "wait")):
+            rows.append([(f"{number} " if index == 0 else "  ", "dim"), *row])
+        rows += [[("  ", ""), *row] for row in lines(clean(found.advised, 400), width - 2, "")]
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------ epochs and losses
+
+
+def _progress(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+    """The bar of the epoch, the losses with a chart each, and the past epochs as far as there is room."""
+    found, curves = progress_in(facts), losses_in(facts)[: max((height - 1) // 2, 1)]
+    rows = _bar(found, width, look)
+    room = height - len(rows) - len(curves)
+    past = found.epochs[:-1]
+    listed = min(len(past) + 1, max(_EPOCHS, room // 3) if curves else room) if past and room > 2 else 0
+    each = max(room - listed, 0) // max(len(curves), 1)
+    for one in curves:
+        rows += _loss(facts, one, len(curves) > 1, width, each, look)
+    return [*rows, *_epochs(past, listed, look)] if listed > 1 else rows
+
+
+def _bar(found: Progress, width: int, look: Look) -> list[Row]:
+    """How much of the epoch is done, and the time left; or why this is unknown."""
+    if found.epoch is None or found.batch is None or not found.batches:
+        name = "epoch" if found.epoch is None else "batch" if found.batch is None else "batches"
+        why = clean(found.absent.get(name, ""), 200)
+        return (
+            [[(cut(f"no length: {why}" if name == "batches" else why, width, look.glyphs.more), "dim")]] if why else []
+        )
+    done = found.batch / found.batches
+    share: Row = [(right(percent(done), 6), "bold")]
+    left: Row = (
+        [("  ", ""), (f"{left_words(found.left_ns, found.error_ns)} left".ljust(16), "")]
+        if found.left_ns is not None
+        else []
+    )
+    if width - width_of(share) - width_of(left) < _BAR:
+        left = []
+    bar = filled_bar((min(done, 1.0),), width - width_of(share) - width_of(left), look.glyphs)
+    return [[*bar, *share, *left]]
+
+
+def _epochs(past: Sequence[Epoch], height: int, look: Look) -> list[Row]:
+    """The newest past epochs, the newest first; a column without a value is left out."""
+    shown = [*reversed(past)][: height - 1]
+    parts = [
+        ("epoch", 5, [group(one.epoch) for one in shown]),
+        ("time", 12, [duration_words(one.took_ns) for one in shown]),
+        ("evaluation", 12, [duration_words(one.evaluation_ns) if one.evaluation_ns else "" for one in shown]),
+        ("between", 12, [duration_words(one.pause_ns) if one.pause_ns is not None else "" for one in shown]),
+    ]
+    return table_rows([TableColumn(head, size, cells) for head, size, cells in parts if any(cells)], look.glyphs.more)
+
+
+def _loss(facts: Facts, one: LossCurve, several: bool, width: int, height: int, look: Look) -> list[Row]:
+    """The newest and the smoothed loss, and their curve: in `height` rows below, or in the same row."""
+    head: Row = [("loss ", "dim"), loss_span(one.last, 8)]
+    if one.smoothed is not None:
+        head += [("smoothed ", "dim"), loss_span(one.smoothed, 8)]
+    if several:
+        head.append((cut(clean(one.place, 200), 24, look.glyphs.more) + " ", "dim"))
+    beside = height < 2
+    room = width - (width_of(head) if beside else _GUTTER)
+    if room < _BAR:
+        return [head]
+    axis, known = axis_of(facts), [(point.second, point.mean) for point in one.points if point.mean is not None]
+    length = max(axis.end_s - axis.begin_s, 1)
+    places = [((second - axis.begin_s + 0.5) / length, mean) for second, mean in known if second >= axis.begin_s]
+    if not places:
+        return [head]
+    values = sorted(mean for _, mean in places)
+    low, top = values[0], values[(len(values) - 1) * 49 // 50]  # a few high ones are cut
+    unfit = [
+        (point.second - axis.begin_s) / length for point in one.points if point.unfit and point.second >= axis.begin_s
+    ]
+    drawn = curve(places, unfit, room, 1 if beside else height, low, top, look.glyphs)
+    if beside:
+        return [[*head, *drawn[0]]]
+    marks = {0: loss_span(top, 0)[0], len(drawn) - 1: loss_span(low, 0)[0]}
+    rows: list[Row] = [
+        [(right(marks.get(index, ""), _GUTTER - 1) + " ", "dim"), *row] for index, row in enumerate(drawn)
+    ]
+    since = f"since {clock(axis.begin_s * SECOND)}"
+    return [
+        columns(head, [(since, "dim")] if width_of(head) + len(since) < width else [], width, look.glyphs.more),
+        *rows,
+    ]

@@ -37,6 +37,7 @@ def places(facts: Facts, width: int, height: int) -> dict[str, Slot]:
         "replicas": scene.second.wanted_rows(facts) + 1,
         "batch": panel_batch.wanted_rows(facts),
         "compare": scene.fourth.wanted_rows(facts),
+        "progress": panel_progress.wanted_rows(facts),
     }
     slots = arrange(width, height - line, scene.arrangement, wanted, facts.view.zoom)
     if line:

@@ -8,42 +8,51 @@ from typing import NamedTuple
 
 from dpmon.ui.facts import Facts
 from dpmon.ui.layout import Arrangement, Member
-from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_standing
+from dpmon.ui.panels import (
+    panel_communication,
+    panel_compare,
+    panel_progress,
+    panel_ranks,
+    panel_replicas,
+    panel_standing,
+)
 
 STARTING, SINGLE, DP, RANKS, MANY = "starting", "single", "dp", "ranks", "many ranks"
 STALLED, ENDED = "stalled", "ended"
 
 _OUTPUT, _BATCH = Member("output", 4, grows=1), Member("batch", 9, grows=1)
 """Nine rows show the figures of panel 3, a history with its axis and the last step."""
-_DEVICES, _COMPARE = Member("devices", 4), Member("compare", 6)
+_DEVICES, _COMPARE, _PROGRESS = Member("devices", 4), Member("compare", 6), Member("progress", 4)
 _REPLICAS, _RANKS, _STANDING = Member("replicas", 5), Member("replicas", 7), Member("replicas", 7)
+_HAPPENED = Member("progress", 7, grows=1)
 
+_OF_RANKS = Arrangement(
+    (_RANKS, _OUTPUT, _BATCH, _PROGRESS, _COMPARE, _DEVICES),
+    one=("devices", "compare", "replicas", "progress", "batch", "output"),
+    two=("replicas", "batch", (("devices", "compare", "progress"), "output")),
+    three=((("replicas", "batch"), ("progress", "devices", "compare", "output")),),
+)
 ARRANGEMENTS: Mapping[str, Arrangement] = {
-    STARTING: Arrangement((_OUTPUT, _DEVICES), ("devices", "output"), ("devices", "output"), ("devices", "output")),
+    STARTING: Arrangement(
+        (_OUTPUT, _PROGRESS, _DEVICES),
+        one=("progress", "devices", "output"),
+        two=(("progress", "devices"), "output"),
+        three=(("progress", "devices"), "output"),
+    ),
     SINGLE: Arrangement(
-        (_BATCH, _OUTPUT, _DEVICES, _REPLICAS, _COMPARE),
-        one=("devices", "compare", "replicas", "batch", "output"),
-        two=("replicas", "batch", (("devices", "compare"), "output")),
-        three=((("replicas", "batch", "devices"), ("compare", "output")),),
+        (_BATCH, _OUTPUT, _PROGRESS, _DEVICES, _REPLICAS, _COMPARE),
+        one=("devices", "compare", "replicas", "progress", "batch", "output"),
+        two=("replicas", "batch", (("devices", "compare", "progress"), "output")),
+        three=((("replicas", "batch", "devices"), ("progress", "compare", "output")),),
     ),
     DP: Arrangement(
-        (_REPLICAS, _OUTPUT, _BATCH, _COMPARE, _DEVICES),
-        one=("devices", "replicas", "batch", "compare", "output"),
-        two=(("devices", "replicas"), "batch", ("compare", "output")),
-        three=(((("devices", "replicas"), "batch"), ("compare", "output")),),
+        (_REPLICAS, _OUTPUT, _BATCH, _PROGRESS, _COMPARE, _DEVICES),
+        one=("devices", "replicas", "progress", "batch", "compare", "output"),
+        two=(("devices", "replicas"), "batch", ("compare", ("progress", "output"))),
+        three=(((("devices", "replicas"), "batch"), ("progress", "compare", "output")),),
     ),
-    RANKS: Arrangement(
-        (_RANKS, _OUTPUT, _BATCH, _COMPARE, _DEVICES),
-        one=("devices", "compare", "replicas", "batch", "output"),
-        two=("replicas", "batch", (("devices", "compare"), "output")),
-        three=((("replicas", "batch"), ("devices", "compare", "output")),),
-    ),
-    MANY: Arrangement(
-        (_RANKS, _OUTPUT, _BATCH, _COMPARE, _DEVICES),
-        one=("devices", "compare", "replicas", "batch", "output"),
-        two=("replicas", "batch", (("devices", "compare"), "output")),
-        three=((("replicas", "batch"), ("devices", "compare", "output")),),
-    ),
+    RANKS: _OF_RANKS,
+    MANY: _OF_RANKS,
     STALLED: Arrangement(
         (_STANDING, _OUTPUT, _BATCH, _DEVICES),
         one=("devices", "replicas", "batch", "output"),
@@ -51,10 +60,10 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
         three=((("replicas", "batch"), ("devices", "output")),),
     ),
     ENDED: Arrangement(
-        (_BATCH, _OUTPUT, _REPLICAS, _COMPARE, _DEVICES),
-        one=("devices", "compare", "replicas", "batch", "output"),
-        two=(("devices", "replicas"), "batch", ("compare", "output")),
-        three=(((("devices", "replicas"), "batch"), ("compare", "output")),),
+        (_HAPPENED, _OUTPUT, _BATCH, _REPLICAS, _COMPARE, _DEVICES),
+        one=("progress", "devices", "compare", "replicas", "batch", "output"),
+        two=(("progress", "output"), "batch", (("devices", "replicas"), "compare")),
+        three=((("progress", "batch"), ("output", "devices", "replicas", "compare")),),
     ),
 }
 """The panels of each scene. A scene leaves out those that can have no value in a run."""
@@ -95,5 +104,7 @@ def scene_of(facts: Facts) -> Scene:
         gone.add("replicas")
     if fourth is panel_compare and not modes:
         gone.add("compare")
+    if not panel_progress.applies(facts):
+        gone.add("progress")
     panels = tuple(panel for panel in ARRANGEMENTS[name].panels if panel not in gone)
     return Scene(name, panels, second, fourth, stalled)

@@ -51,8 +51,8 @@ ONE_DEVICE = ("batch", "devices", "output")
 REPLICAS, RANK_TABLE, STANDING = panel_replicas, panel_ranks, panel_standing
 MODES, TALK = panel_compare, panel_communication
 TABLE: dict[str, tuple[Callable[[], Facts], str, tuple[str, ...], ModuleType, ModuleType]] = {
-    "nothing known": (lambda: Facts(State(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
-    "no step yet": (lambda: facts_of(Training(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
+    "nothing known": (lambda: Facts(State(), 0), STARTING, ("devices", "output", "progress"), REPLICAS, MODES),
+    "no step yet": (lambda: facts_of(Training(), 0), STARTING, ("devices", "output", "progress"), REPLICAS, MODES),
     "one device": (single, SINGLE, ONE_DEVICE, REPLICAS, MODES),
     "stages": (lambda: situations()["stages, None"], SINGLE, (*ONE_DEVICE, "replicas"), REPLICAS, MODES),
     "dp": (lambda: facts_of(Training(), 5), DP, ALL, REPLICAS, MODES),

@@ -34,7 +34,7 @@ def some_facts() -> Facts:
 
 def test_the_footer_offers_only_what_works() -> None:
     facts = some_facts()
-    view = "[ ] range < > time s picture e export r report"
+    view = "l slow steps [ ] range < > time s picture e export r report"
     said = f"d → single space freeze 1-6 panel enter zoom i input w why {view} x stop"
     assert " ".join(plain(footer(facts, 200, LOOK)[0]).split()) == said + " t theme + - refresh : list ? help q leave"
     nothing = replace(facts, can_toggle=False, can_type=False, ended=exit_of(0, None, 1))

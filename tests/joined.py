@@ -73,11 +73,13 @@ def joined_rows(
     wrapper: Mapping[str, Any] | None = None,
     exposed_ms: float = EXPOSED_MS,
     noise: float = 0.02,
+    then: tuple[int, int] | None = None,
 ) -> tuple[dict[int, list[Row]], int]:
     """Return the rows of each rank, and the end (ns).
 
     `slow`: the rank or ranks that need `extra_ms` more for `phase` in each step. `passes`: numbers of synchronised and
-    other backward passes of a step, repeated over the steps. `wrapper`: fields of the `ddp` record.
+    other backward passes of a step, repeated over the steps. `wrapper`: fields of the `ddp` record. `then`: a
+    step, and the rank that is slow from there on.
     """
     chance = random.Random(count)
     slow_ones = (slow,) if isinstance(slow, int) else slow or ()
@@ -87,6 +89,8 @@ def joined_rows(
     for rank, own in enumerate(rows):
         own.append(ddp_event(rank, world or count, **(wrapper or {})))
     for number in range(steps):
+        if then is not None and number == then[0]:
+            slow_ones = (then[1],)
         for rank, one in enumerate(ranks):
             took = {name: ms + (extra_ms if rank in slow_ones and name == phase else 0) for name, ms in USUAL.items()}
             one.times = {name: int(ms * MS * chance.gauss(1, noise)) for name, ms in took.items()}

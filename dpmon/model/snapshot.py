@@ -20,6 +20,7 @@ from dpmon.model.loss import LossCurve, loss_curves
 from dpmon.model.memory import HOST
 from dpmon.model.pace import WINDOW_S, Trained, rate_together, recent, recent_of_steps
 from dpmon.model.progress import NO_STEP, OTHER_RANK, OVER, progress_of
+from dpmon.model.rank_waits import RankWaitReader
 from dpmon.model.state import NO_STEPS, Process, ProcessFacts, Recent, State, Wanted, WarningText
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.stragglers import RankTimes, rank_times
@@ -63,6 +64,7 @@ class Snapshots:
     _compared: _Compared | None = None
     _of_run: KeptTallies = field(default_factory=KeptTallies)
     _of_range: KeptTallies = field(default_factory=KeptTallies)
+    _waits: RankWaitReader = field(default_factory=RankWaitReader)
 
     def take(self, rows: Store, wanted: Wanted = _USUAL, ended: frozenset[int] = frozenset()) -> State:
         """The state as of the time of `rows`. `ended`: processes that are known to have ended."""
@@ -105,8 +107,18 @@ class Snapshots:
         there = {process.process for process in state.training}
         wrappers = [one for one in events.wrappers if one.process in there]
         if ranks:
-            return with_ranks(rows, state, found, ranks, wrappers)
+            state = with_ranks(rows, state, found, ranks, wrappers)
+            return self._with_waits(rows, state, found, wanted) if wanted.waits else state
         return replace(state, communication=communication((), wrappers, lately=True))
+
+    def _with_waits(self, rows: Store, state: State, focus: Process, wanted: Wanted) -> State:
+        """Add over time which ranks the others waited for."""
+        if focus.last_step is None or state.communication is None or not state.communication.known:
+            return state
+        ranks = {one.process: one.rank for one in state.training if one.rank is not None}
+        end_s = figures_end_s(rows, focus)
+        begin_s = max(end_s - wanted.span_s, 0) if wanted.span_s else max(focus.began_ns, 0) // SECOND
+        return replace(state, rank_waits=self._waits.read(rows, ranks, begin_s, end_s))
 
     def _with_figures(
         self,

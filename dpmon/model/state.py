@@ -14,6 +14,7 @@ from dpmon.model.communication import Communication
 from dpmon.model.compare import Comparison
 from dpmon.model.loss import LossCurve
 from dpmon.model.progress import NO_STEP, Progress
+from dpmon.model.rank_waits import RankWaits
 from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.model.uneven import Uneven
 from dpmon.record.kinds import Call, Step
@@ -45,6 +46,8 @@ class Wanted(NamedTuple):
     """Whether the run is over."""
     process: int | None = None
     """The process whose figures the user wants to see; None for the one that represents the run."""
+    waits: bool = False
+    """Whether the picture shows over time which ranks the others waited for."""
 
 
 class ModeChange(NamedTuple):
@@ -304,6 +307,8 @@ class State:
     """The losses of the process in focus, over the time of its columns."""
     unfit: UnfitLoss | None = None
     """The first loss of any process that was NaN or infinite."""
+    rank_waits: RankWaits | None = None
+    """Which ranks the others waited for in the time range; None if it is not wanted, or not known."""
     last_sample: LastSample | None = None
     """The newest sampled step of the process in focus."""
 
@@ -338,7 +343,8 @@ class State:
             index: now._replace(data=self.devices[index].data) if index in self.devices else now._replace(data={})
             for index, now in later.devices.items()
         }
-        return replace(self, processes=processes, devices=devices, host=later.host._replace(data=self.host.data))
+        host = later.host._replace(data=self.host.data)
+        return replace(self, processes=processes, devices=devices, host=host, rank_waits=later.rank_waits)
 
     @property
     def stall(self) -> StallSeen | None:

@@ -390,4 +390,5 @@ class Feed:
 def _wanted(view: View, before: Wanted, stride: int = _STRIDE) -> Wanted:
     """The parts of the state that a view needs; `stride`: how many ranks the user scrolls before more are read."""
     first = view.scrolled.get("replicas", 0) // stride * stride
-    return before._replace(span_s=view.span_s, first_rank=first, process=view.process)
+    waits = view.zoom == "replicas"
+    return before._replace(span_s=view.span_s, first_rank=first, process=view.process, waits=waits)

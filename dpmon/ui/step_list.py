@@ -37,7 +37,7 @@ def step_rows(found: SlowSteps, width: int, look: Look) -> list[Row]:
         if room >= _LEAST_BAR:
             part = step.excess_ns / longest
             style = f"phase.{step.phase}" if step.phase not in (None, INPUT) else "wait"
-            signs = (look.glyphs.bar[0], "dim"), (look.glyphs.blocks[4], style)
+            signs = (look.glyphs.bar[1], "dim"), (look.glyphs.bar[0], style)
             row += [("  ", ""), *bar((step.wall_ns / longest - part, part), signs, room, (" ", ""))]
         rows.append(row)
     return rows

@@ -57,19 +57,18 @@ class TimeAxis(NamedTuple):
         return self.place(second, places) * width // places
 
 
-def axis_of(facts: Facts) -> TimeAxis:
+def axis_of(facts: Facts, least_s: int = 1) -> TimeAxis:
     """The axis of a picture: from the first step (before it, from the run's start) until now, or until the run's end.
 
-    It covers the chosen range once the run has lasted so long.
+    It covers the chosen range once the run has lasted so long. `least_s`: fewest seconds of a column.
     """
     process, (state, until_ns) = facts.process, _until(facts)
     began_s = process.began_ns // SECOND if process is not None and process.began_ns >= 0 else 0
     now_ns = max(until_ns, state.newest_ns)
     if facts.over and state.newest_ns >= 0:
         now_ns = max(state.newest_ns, *(end for _, end in stalls_of(facts)), 0)
-    return fitted(
-        began_s, now_ns // SECOND, facts.view.span_s, process.column_s if process is not None else 1, facts.over
-    )
+    column_s = max(process.column_s if process is not None else 1, least_s)
+    return fitted(began_s, now_ns // SECOND, facts.view.span_s, column_s, facts.over)
 
 
 def fitted(began_s: int, now_s: int, span_s: int, column_s: int = 1, over: bool = False) -> TimeAxis:
@@ -318,17 +317,17 @@ def axis_row(
             line.put(f"{mark.word} " if line.free(at, len(mark.word) + 1) else mark.word, at, mark.style)
     last = len(kinds) - next((sum(1 for _ in run) for _, run in groupby(reversed(kinds))), 0)
     _put_end(line, axis, picture.places, width, word, len(kinds) - last - len(kinds[-1][0]) - 2 if kinds else 0)
+    if cursor_ns is not None:
+        at = min(max(axis.cell(cursor_ns // SECOND, width), 0), width - 1)
+        text, pointer = clock(cursor_ns).removeprefix("00:"), look.glyphs.cut_top
+        fits = at + len(text) < width
+        line.put(pointer + text if fits else text + pointer, at if fits else at - len(text), "found")
     end, before = 0, ""
     for (name, style), run in groupby(kinds):
         begin, end = end, end + sum(1 for _ in run)
         if name not in ("", before):
             line.name(begin, end, name, style, look.glyphs.frame[5])
         before = name or before
-    if cursor_ns is not None:
-        at = min(max(axis.cell(cursor_ns // SECOND, width), 0), width - 1)
-        text, pointer = clock(cursor_ns).removeprefix("00:"), look.glyphs.cut_top
-        fits = at + len(text) < width
-        line.put(pointer + text if fits else text + pointer, at if fits else at - len(text), "found")
     row = merged(line.cells)
     return [*row, (" " * (width - width_of(row)), "")]
 

@@ -84,6 +84,13 @@ def ranks(count: int) -> Facts:
     return Facts(recording.state(), now, INFO, alive=True)
 
 
+def changing_ranks() -> Facts:
+    """Return eight ranks on the full screen; another one becomes the slowest after half of the time."""
+    recording, now = joined_ranks(8, slow=2, steps=500, then=(250, 5))
+    state = recording.state(waits=True)
+    return Facts(state, now, INFO, View("replicas", "replicas"), alive=True)
+
+
 @lru_cache(maxsize=1)
 def _linear() -> tuple[Record, ...]:
     return tuple(linear_run())
@@ -135,6 +142,8 @@ SITUATIONS: dict[str, tuple[Callable[[], Facts], int, int, Look]] = {
     "ranks 120x40": (lambda: ranks(4), 120, 40, LOOK),
     "ranks 80x24": (lambda: ranks(4), 80, 24, LOOK),
     "ranks 8 200x60": (lambda: ranks(8), 200, 60, LOOK),
+    "ranks over time 120x40": (changing_ranks, 120, 40, LOOK),
+    "ranks over time 80x24 ascii": (changing_ranks, 80, 24, MONO_ASCII),
     "ranks 64 120x40": (lambda: ranks(64), 120, 40, LOOK),
     "evaluated and refused 120x40": (evaluated, 120, 40, LOOK),
     **{

@@ -19,6 +19,7 @@ from dpmon.ui.facts import RANK_NAMES, Facts, devices_in_short
 from dpmon.ui.look import Look
 from dpmon.ui.panels.panel_replicas import every_size, kind, name_of, shown, size_text
 from dpmon.ui.panels.panel_status import reports_straggler
+from dpmon.ui.panels.ranks_over_time import over_time
 from dpmon.ui.rows import Row, TableColumn, fit, lines, table_rows, width_of
 
 MAPPED = 16
@@ -308,9 +309,10 @@ def _of_call(track: CallTrack | None) -> str:
 
 
 def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
-    """The panel at full size: the table, then every size of every rank by its path."""
-    drawn = table(facts, width, height, look)
-    drawn.append([])
+    """The panel at full size: the table, the ranks over time, then every size of every rank by its path."""
+    drawn = [*table(facts, width, height, look), []]
+    if times := over_time(facts, width, look):
+        drawn += [*times, []]
     for process, track in _rows(facts, height + facts.view.scrolled.get("replicas", 0)):
         pid, ranks = process.info.pid, process.info.world or UNKNOWN
         who = f"process {process.process}" if process.rank is None else f"rank {process.rank} of {ranks}"

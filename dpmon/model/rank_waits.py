@@ -1,0 +1,89 @@
+"""Which rank the others waited for, and how long, over time. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from dpmon.record.schema import EVALUATION, STEP, WAIT
+from dpmon.store.tally import WIDTHS
+
+if TYPE_CHECKING:
+    from dpmon.store.queries import Store
+
+MOST_READ = 4000
+"""Most tallies to read: more ranks or a longer time are read in wider stretches."""
+_OPEN_S = 5
+"""Stretches of this many seconds before the newest step are read again: steps may still be added to them."""
+
+
+class RankWaits(NamedTuple):
+    """For each stretch of time, how much longer the others waited than each rank: as a part of its step, 0 to 1.
+
+    The others: their median, as for a straggler (dpmon.model.stragglers). 0: they did not wait for this rank.
+    """
+
+    width_s: int = 1
+    """Length of a stretch."""
+    shares: Mapping[int, Mapping[int, float]] = {}
+    """By rank and start of the stretch (s); without those whose waits are unknown."""
+
+
+@dataclass(slots=True)
+class RankWaitReader:
+    """Reads the waits of ranks, and caches the stretches that can no longer change."""
+
+    _of: tuple[object, ...] = ()
+    _closed: dict[int, dict[int, float]] = field(default_factory=dict)
+    """By start (s) and rank."""
+    _until: int = 0
+    """All stretches before this second are complete."""
+
+    def read(self, rows: Store, ranks: Mapping[int, int], begin_s: int, end_s: int) -> RankWaits:
+        """The waits between two seconds; `ranks`: rank by process."""
+        needed = len(ranks) * max(end_s - begin_s, 1) // MOST_READ
+        width = next((width for width in WIDTHS if width > needed), WIDTHS[-1])
+        begin_s -= begin_s % width
+        key = width, tuple(sorted(ranks.items()))
+        first = min(self._closed, default=self._until)
+        if key != self._of or begin_s < first or end_s < self._until:
+            self._of, self._closed, self._until = key, {}, begin_s
+        self._closed = {start: shares for start, shares in self._closed.items() if start >= begin_s}
+        fresh = _shares(rows, ranks, max(self._until, begin_s), end_s, width)
+        until = max((end_s - _OPEN_S) // width * width, self._until)
+        self._closed |= {start: shares for start, shares in fresh.items() if start < until}
+        self._until = until
+        found: dict[int, dict[int, float]] = {rank: {} for rank in ranks.values()}
+        for start, shares in {**self._closed, **fresh}.items():
+            for rank, share in shares.items():
+                found[rank][start] = share
+        return RankWaits(width, found)
+
+
+def _shares(rows: Store, ranks: Mapping[int, int], begin_s: int, end_s: int, width: int) -> dict[int, dict[int, float]]:
+    """How long the others waited, by stretch and rank, in training steps with known waits."""
+    sums: dict[int, dict[int, list[int]]] = {}
+    read = rows.tally_rows(begin_s, end_s, process=tuple(ranks), sketches=False, widest=width, series=(STEP, WAIT))
+    for start, _, key, tally in read:
+        wait = tally.stat(WAIT)
+        if wait.count and not key.kind & EVALUATION:
+            whole = sums.setdefault(start // width * width, {}).setdefault(ranks[key.process], [0, 0, 0])
+            for at, value in enumerate((wait.total, tally.stat(STEP).total, tally.steps)):
+                whole[at] += value
+    found: dict[int, dict[int, float]] = {}
+    for start, times in sums.items():
+        waits = sorted(waited / steps for waited, _, steps in times.values())
+        for rank, (waited, took, steps) in times.items():
+            if took and len(waits) > 1:
+                longer = _median_without(waits, waited / steps) - waited / steps
+                found.setdefault(start, {})[rank] = min(max(longer * steps / took, 0.0), 1.0)
+    return found
+
+
+def _median_without(ordered: Sequence[float], one: float) -> float:
+    """The median of sorted values without one of them."""
+    at, half = bisect_left(ordered, one), (len(ordered) - 1) // 2
+    upper = ordered[half + (at <= half)]
+    return upper if len(ordered) % 2 == 0 else (ordered[half - 1 + (at < half)] + upper) / 2

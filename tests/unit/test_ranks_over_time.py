@@ -1,0 +1,99 @@
+"""Which rank the others waited for, and when."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+from joined import joined_rows
+from situations import INFO, LOOK, MONO_ASCII, rows_text
+from stored import Recording
+from synthetic import SECOND
+
+from dpmon.model.rank_waits import RankWaitReader, RankWaits, _median_without
+from dpmon.ui.facts import Facts, View
+from dpmon.ui.look import Look
+from dpmon.ui.panels.panel_ranks import zoomed
+
+
+def changing(count: int = 4, steps: int = 600) -> tuple[Recording, int]:
+    """Return ranks of which rank 1 is the slowest in the first half, and the last one in the second half."""
+    run = Recording()
+    rows, end = joined_rows(count, slow=1, steps=steps, then=(steps // 2, count - 1))
+    for rank, own in rows.items():
+        run.add(own, rank, rank)
+    return run, end
+
+
+def waits(run: Recording, count: int, end: int, reader: RankWaitReader | None = None, begin_s: int = 0) -> RankWaits:
+    ranks = {rank: rank for rank in range(count)}
+    return (reader or RankWaitReader()).read(run.store(), ranks, begin_s, end // SECOND + 1)
+
+
+def test_the_slowest_rank_changes_half_way() -> None:
+    run, end = changing()
+    found = waits(run, 4, end)
+    assert found.width_s == 1
+    seconds = sorted(found.shares[1])
+    early, late = seconds[: len(seconds) // 2 - 1], seconds[len(seconds) // 2 + 1 :]
+    assert len(early) >= 3
+    for second in early:
+        assert found.shares[1][second] == pytest.approx(6 / 17.6, abs=0.02), "6 ms of a step of 17.6 ms"
+        assert found.shares[3][second] < 0.01
+    for second in late:
+        assert found.shares[3][second] == pytest.approx(6 / 17.6, abs=0.02)
+        assert found.shares[1][second] < 0.01
+    assert max(found.shares[0].values()) < 0.01
+
+
+def test_what_is_cached_equals_what_is_read_again() -> None:
+    run, end = changing()
+    reader = RankWaitReader()
+    for end_s in range(3, end // SECOND + 2):
+        for begin_s in (0, max(end_s - 4, 0)):
+            kept = waits(run, 4, end_s * SECOND, reader, begin_s)
+            assert kept == waits(run, 4, end_s * SECOND, None, begin_s)
+
+
+def test_many_ranks_over_a_long_time_are_read_in_wider_stretches() -> None:
+    run, end = changing(16, 60)
+    reader = RankWaitReader()
+    assert reader.read(run.store(), dict.fromkeys(range(64), 0), 0, 120).width_s == 10
+    assert reader.read(run.store(), dict.fromkeys(range(16), 0), 0, 120).width_s == 1
+    assert reader.read(run.store(), dict.fromkeys(range(64), 0), 0, 86_400).width_s == 3600
+    assert end > 0
+
+
+def test_the_median_without_one() -> None:
+    for values in ([1.0, 2.0], [0.0, 0.0, 5.0], [1.0, 3.0, 4.0, 9.0], [0.0, 2.0, 2.0, 7.0, 8.0]):
+        for at, one in enumerate(values):
+            assert _median_without(values, one) == median(values[:at] + values[at + 1 :])
+
+
+@pytest.mark.parametrize("look", [LOOK, MONO_ASCII])
+@pytest.mark.parametrize("width", [60, 116])
+def test_the_zoomed_panel_has_a_row_for_each_rank_on_the_time_axis(look: Look, width: int) -> None:
+    run, end = changing()
+    facts = Facts(run.state(waits=True), end, INFO, View("replicas", "replicas"), alive=True)
+    text = rows_text(zoomed(facts, width, 40, look))
+    first = next(at for at, row in enumerate(text) if row.startswith("over time"))
+    rows = {row[1:9].strip(): row for row in text[first + 1 : first + 5]}
+    assert list(rows) == ["0", "1", "2", "3"]
+    cells = {rank: row[9 : width - 7] for rank, row in rows.items()}
+    dot = "." if look.glyphs.ascii else "·"
+    assert set(cells["0"].strip()) == {dot}
+    half = len(cells["1"].rstrip()) // 2
+    assert set(cells["1"][: half - 20]) == {"3"}
+    assert set(cells["1"][half + 20 :].strip()) == {dot}
+    assert set(cells["3"][: half - 20]) == {dot}
+    assert set(cells["3"][half + 20 :].strip()) == {"3"}
+    assert "16 %" in rows["1"]
+    assert "now" in text[first + 5]
+    assert rows_text(zoomed(Facts(run.state(), end, INFO, alive=True), width, 40, look)) != text
+
+
+def test_it_is_read_only_if_the_picture_shows_it() -> None:
+    run, end = changing(4, 60)
+    assert run.state().rank_waits is None
+    assert run.state(waits=True).rank_waits is not None
+    assert end > 0

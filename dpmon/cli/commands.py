@@ -28,6 +28,7 @@ from dpmon.text.quantities import clock, compact, count_of
 
 if TYPE_CHECKING:
     from dpmon.report.document import Document
+    from dpmon.store.queries import Store
 
 WIDTH_NO_TERMINAL, WIDEST = 80, 120
 """Width of a report without a terminal, and its largest width on a terminal."""
@@ -243,13 +244,19 @@ class ListedRun(NamedTuple):
 
 def _describe(directory: Path, info: RunInfo) -> ListedRun:
     state, how = run_state(directory, info)
-    steps, evaluation_steps, open_calls, samples_per_s, standing = _steps(directory)
+    from dpmon.errors import HistoryError
+    from dpmon.report.health import health_in
+    from dpmon.store.opened import open_store  # imported here because it loads sqlite
+
+    live, now, counts = state == "running", None, _NO_STEPS
+    with suppress(HistoryError, RunError), open_store(directory) as store:
+        counts = _steps(store)
+        now = health_in(directory, store) if live else None
+    steps, evaluation_steps, open_calls, samples_per_s, standing = counts
     if state == "finished":
         standing = None  # whatever it was, it went on
-    if state == "running":
-        from dpmon.report.health import health_now
-
-        now = health_now(directory)
+    if live:
+        now = now or health_in(directory, None)
         state, standing = now.state, now.reason
     return ListedRun(
         info.id,
@@ -292,30 +299,31 @@ def rm(options: argparse.Namespace) -> int:
     return 0
 
 
-def _steps(directory: Path) -> tuple[int | None, int | None, int | None, float | None, str | None]:
+_Counts = tuple[int | None, int | None, int | None, float | None, str | None]
+_NO_STEPS: _Counts = (None, None, None, None, None)
+
+
+def _steps(store: Store) -> _Counts:
     """Steps, evaluation steps, open calls, samples/s, and the stall in which the run ended, if it did.
 
-    None if the record has no rings, or cannot be read.
+    None if the record has no rings.
     """
-    from dpmon.errors import HistoryError
     from dpmon.model.announced import TEXTS_READ, stalls_in
     from dpmon.model.state import ended_in
     from dpmon.store.figures import Window
-    from dpmon.store.opened import open_store  # imported here because it loads sqlite
 
-    with suppress(HistoryError, RunError), open_store(directory) as store:
-        most = max(store.rings.values(), key=lambda row: row.steps, default=None)
-        if most is not None:
-            window = Window(store)
-            rate = window.rate()
-            calls = store.open_calls
-            evaluations, samples = window.evaluation_steps(most.process), None if rate is None else rate.samples_per_s
-            stalls = stalls_in(event.data for event in store.events("stall", newest=TEXTS_READ))
-            last_ns = max((step.start_ns + step.wall_ns for step in store.steps(1)), default=0)
-            stall = ended_in(stalls, last_ns)
-            standing = None if stall is None else f"stalled: {stall.text}"
-            return None if calls and not most.steps else most.steps, evaluations, calls, samples, standing
-    return None, None, None, None, None
+    most = max(store.rings.values(), key=lambda row: row.steps, default=None)
+    if most is None:
+        return _NO_STEPS
+    window = Window(store)
+    rate = window.rate()
+    calls = store.open_calls
+    evaluations, samples = window.evaluation_steps(most.process), None if rate is None else rate.samples_per_s
+    stalls = stalls_in(event.data for event in store.events("stall", newest=TEXTS_READ))
+    last_ns = max((step.start_ns + step.wall_ns for step in store.steps(1)), default=0)
+    stall = ended_in(stalls, last_ns)
+    standing = None if stall is None else f"stalled: {stall.text}"
+    return None if calls and not most.steps else most.steps, evaluations, calls, samples, standing
 
 
 def _age(seconds: float) -> str:

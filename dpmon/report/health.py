@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.errors import HistoryError
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.standing import now_of
+from dpmon.model.standing import now_in
 from dpmon.model.state import State, ended_of
 from dpmon.record.schema import SECOND
 from dpmon.run.activities import why_starting
@@ -33,6 +33,9 @@ from dpmon.stalls.run_state import (
 )
 from dpmon.store.opened import open_store
 from dpmon.text.quantities import calls_so_far, duration_words, group, run_time
+
+if TYPE_CHECKING:
+    from dpmon.store.queries import Store
 
 FINE = (TRAINING, EVALUATING, WAITING_FOR_DATA)
 IS_FINE, NOT_TRAINING, NO_RUN, IS_STALLED, HAS_FAILED, TIMED_OUT = 0, 3, 4, 5, 6, 124
@@ -80,11 +83,16 @@ class Health(NamedTuple):
 
 def health_now(directory: Path) -> Health:
     """How the run in `directory` does now."""
+    if load_exit(directory) is None:  # else nothing in the history changes the answer
+        with suppress(HistoryError, RunError), open_store(directory) as store:
+            return health_in(directory, store)
+    return health_in(directory, None)
+
+
+def health_in(directory: Path, store: Store | None) -> Health:
+    """How the run in `directory` does now. `store`: its history; None if it cannot be read."""
     with closing(RunReader(directory)) as reader:
-        state = State()
-        if load_exit(directory) is None:  # else nothing in the history changes the answer
-            with suppress(HistoryError, RunError), open_store(directory) as store:
-                state = Snapshots().take(store, ended=ended_of(reader.activities()))
+        state = State() if store is None else Snapshots().take(store, ended=ended_of(reader.activities()))
         return health(reader, state)
 
 
@@ -111,7 +119,7 @@ def standing(reader: RunReader, state: State, now_ns: int) -> Health:
     since = {number: (what, at - start if at else 0) for number, (what, at) in reader.activities().items()}
     paused, reads = reader.paused().since_ns, reader.waits_for_input()
     doing, began_ns = since.get(-1 if state.focus is None else state.focus.process, ("", 0))
-    found = state_of(now_of(state, now_ns, since, _from(paused, start), _from(reads, start)))
+    found = state_of(now_in(state, now_ns, since, _from(paused, start), _from(reads, start)))
     stage, reason, remedy = reader.stage(), None, None
     over = doing == "ended" and found.word in (QUIET, *FINE)
     if over and stage is not None and stage[1] - start > state.newest_ns:
@@ -119,7 +127,7 @@ def standing(reader: RunReader, state: State, now_ns: int) -> Health:
     if found.word == STALLED and state.stall is not None:
         reason, remedy = state.stall.text, f"dpmon why {name} shows the stacks"
     elif found.word == STARTING:
-        reason = calls_so_far(state.open_calls) if state.open_calls else why_starting(stage, now_ns) or None
+        reason = why_starting(stage, now_ns) or None
     elif found.word == PAUSED:
         remedy = f"dpmon attach {name}, then p"
     elif found.word == QUIET:
@@ -128,6 +136,8 @@ def standing(reader: RunReader, state: State, now_ns: int) -> Health:
         remedy = f"dpmon attach {name}, then i"
     elif found.word in FINE[:2] and doing not in ("", "other", "ended") and now_ns - began_ns > QUIET_NS:
         reason = f"in {doing} for {duration_words(now_ns - began_ns)}"
+    if state.open_calls and reason is None:
+        reason = calls_so_far(state.open_calls)
     return Health(found.word, None if found.since_ns is None else found.since_ns / SECOND, reason, remedy)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dpmon.record.kinds import Step
 from dpmon.record.schema import SECOND
 
 STARTING, TRAINING, EVALUATING = "starting", "training", "evaluating"
@@ -39,6 +40,38 @@ class Now(NamedTuple):
     """Since when; 0 if unknown."""
 
 
+def now_of(
+    now_ns: int,
+    step: Step | None,
+    seen_ns: int,
+    calls: int,
+    activity: tuple[str, int],
+    *,
+    paused_ns: int | None,
+    input_ns: int | None,
+    stalled_ns: int | None,
+    over: bool = False,
+) -> Now:
+    """The facts at a time. Times are ns since the run's start.
+
+    `step`: the last one of the process that represents the run; `activity`: what that process does, and since when.
+    `seen_ns`: end of the newest step or call of any process; negative without one. `calls`: calls so far in open
+    steps of processes without a step.
+    """
+    return Now(
+        now_ns,
+        over,
+        paused_ns,
+        None if input_ns is None or seen_ns > input_ns else input_ns,
+        stalled_ns,
+        seen_ns >= 0 or calls > 0,
+        max(seen_ns, 0),
+        0 if step is None else step.wall_ns,
+        step is not None and step.evaluation,
+        *activity,
+    )
+
+
 class RunState(NamedTuple):
     """One of STATES, and since when (None: unknown)."""
 
@@ -62,5 +95,5 @@ def state_of(run: Now) -> RunState:
         return RunState(STARTING)
     usual = max(QUIET_NS, QUIET_STEPS * run.step_ns)
     if run.doing in ("", "other", "ended") and run.now_ns - max(run.last_end_ns, run.since_ns) > usual:
-        return RunState(QUIET, run.last_end_ns)
+        return RunState(QUIET, run.last_end_ns or run.since_ns or None)
     return RunState(EVALUATING if run.evaluation else TRAINING)

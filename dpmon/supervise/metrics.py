@@ -23,7 +23,7 @@ from dpmon.run.files import read_file
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.runs import short_name
-from dpmon.stalls.run_state import ENDED, Now, state_of
+from dpmon.stalls.run_state import ENDED, now_of, state_of
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.figures import Figures, PhaseFigures, Window, elapsed
 from dpmon.store.loops import left_in
@@ -191,24 +191,23 @@ class Metrics:
     def _state(self, store: Store) -> str:
         """The state of the live run in a word."""
         start, step = self._info.start_ns, next(iter(store.steps(1)), None)
+        calls = [] if step is not None else [call for one in store.ranks for call in store.call_rows(one, 1)]
+        seen = [call.end for call in calls] if step is None else [step.start_ns + step.wall_ns]
         stalls = [event.data for event in store.events("stall", newest=1) if "lasted_s" not in event.data]
         with contextlib.closing(RunReader(self._directory)) as reader:
             paused, reads, activities = reader.paused().since_ns, reader.waits_for_input(), reader.activities()
         doing, since = activities.get(step.process if step is not None else 0, ("", 0))
-        return state_of(
-            Now(
-                time.monotonic_ns(),
-                paused_ns=paused,
-                input_ns=reads,
-                stalled_ns=start if stalls else None,
-                stepped=step is not None or bool(store.open_calls),
-                last_end_ns=0 if step is None else start + step.start_ns + step.wall_ns,
-                step_ns=0 if step is None else step.wall_ns,
-                evaluation=step is not None and step.evaluation,
-                doing=doing,
-                since_ns=since,
-            )
-        ).word
+        now = now_of(
+            time.monotonic_ns() - start,
+            step,
+            max(seen, default=-1),
+            store.open_calls,
+            (doing, max(since - start, 0)),
+            paused_ns=None if paused is None else paused - start,
+            input_ns=None if reads is None else reads - start,
+            stalled_ns=0 if stalls else None,
+        )
+        return state_of(now).word
 
     def _add_record(self, text: MetricsText, store: Store) -> None:
         window, run = Window(store), self._run

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.model.finding import Finding
-from dpmon.model.standing import now_of
+from dpmon.model.standing import now_in
 from dpmon.model.state import Process, StallSeen, State, ended_in
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import SPAN_PHASES
@@ -170,7 +170,7 @@ class Facts:
         """The state of the run in a word, and since when (ns since the run's start)."""
         waited = self.input_wait_ns
         reads = None if waited is None else self.now_ns - waited
-        return state_of(now_of(self.state, self.now_ns, self.activities, self.pausing.since_ns, reads, over=self.over))
+        return state_of(now_in(self.state, self.now_ns, self.activities, self.pausing.since_ns, reads, over=self.over))
 
     @property
     def stall(self) -> StallSeen | None:
@@ -266,7 +266,7 @@ def _before_first_batch(facts: Facts, doing: str, spent: int) -> Life:
     if doing == "data" and spent > WAIT_SHOWN_NS:
         return Life(WAITING_FOR_DATA, "wait", f"first batch, {spent / 1e9:.0f} s")
     if facts.state.open_calls:
-        return Life(STARTING, "wait", calls_so_far(facts.state.open_calls))
+        return Life(facts.run_state.word, "wait", calls_so_far(facts.state.open_calls))
     if doing:  # a script without a loader has no visible first batch
         where = "the script" if doing == "other" else clean(doing, 20)
         first = "first batch" if doing == "data" else "first step"

@@ -83,7 +83,7 @@ def test_the_first_seconds_tell_what_happens() -> None:
     assert life(replace(begun, activities={0: ("other", SECOND // 2)})).detail == "first step in the script, 2 s"
     assert life(replace(begun, activities={0: ("other", begun.now_ns - 1)})) == ("starting", "wait", "first step")
     learning = replace(begun, state=replace(begun.state, open_calls=11), activities={0: ("other", SECOND // 2)})
-    assert life(learning) == ("starting", "wait", "11 calls so far; the end of a step is not known yet")
+    assert life(learning) == ("training", "wait", "11 calls so far; the end of a step is not known yet")
     assert "11 calls so far" in text_of(learning, 80, 24)
 
 

@@ -135,7 +135,7 @@ def _why_no_length(rows: Store, now: Loop) -> str:
             why = text_in(absent, "batches") if isinstance(absent, Mapping) else None
             if why is not None:
                 return why
-    return "the loader does not tell its length"
+    return "the loader does not tell its length, or gave more batches"
 
 
 def _epochs(

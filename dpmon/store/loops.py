@@ -124,6 +124,8 @@ class Loops:
         assert batches is not None
         loop.steps += 1
         loop.fetched += batches.fetched
+        if loop.length is not None and loop.fetched > loop.length:
+            loop.length = None  # it was not the length, or has changed
         if batches.over:
             loop.ahead = 0
         elif loop.steps == 1:

@@ -151,6 +151,13 @@ def test_a_step_after_the_end_of_the_loader_belongs_to_no_epoch() -> None:
     assert process.rows[1].batch == 3
 
 
+def test_a_loader_that_gives_more_batches_than_its_length_has_none() -> None:
+    process = Process()
+    loop = process.start(2)
+    assert [process.step(loop) for _ in range(3)] == [1, 2, 3]
+    assert process.rows[loop].length is None
+
+
 def test_another_supervisor_goes_on() -> None:
     process = Process()
     process.read(4)
@@ -363,7 +370,7 @@ def test_the_time_left_is_unknown_with_a_reason(run: Run, why: str) -> None:
 
 def test_the_reason_for_an_unknown_length_is_that_of_the_loader() -> None:
     run = Run().read(8, None)
-    assert run.progress().absent["batches"] == "the loader does not tell its length"
+    assert run.progress().absent["batches"] == "the loader does not tell its length, or gave more batches"
     run.rows.append(Event("loader", {"process": 0, "t_s": 1.0, "dataset": 1, "absent": {"batches": "it raised"}}))
     assert run.progress().absent["batches"] == "it raised"
 

@@ -35,7 +35,7 @@ MAX_EARLY = 16
 """Most events that are kept until the ring is open."""
 MAX_DEPTH = 8
 """Deepest nesting of samplers and datasets that is searched for a length."""
-MAX_KNOWN = 64
+MAX_KNOWN = 128
 """Most loader and dataset objects that are known by number; a script may make a loader for every step."""
 _LONGEST = (1 << 32) - 2
 """Largest length that fits into a span."""
@@ -145,8 +145,10 @@ class Loaders:
                 if instead is None:
                     raise
                 return instead
-            if len(self._known) >= MAX_KNOWN:
-                del self._known[next(iter(self._known))]
+            if len(self._known) >= MAX_KNOWN:  # the live ones may start again
+                dead = [key for key, one in self._known.items() if one.object() is None]
+                for key in dead or [next(iter(self._known))]:
+                    del self._known[key]
         self._known[id(found)] = known
         return known
 

@@ -141,6 +141,17 @@ def evaluations_of_the_training_data():
 
 
 @loop
+def evaluations_by_many_loaders():
+    loader, found = DataLoader(rows(20), batch_size=4), Training()
+    for epoch in range(1, 4):
+        for number, batch in enumerate(loader, 1):
+            found.learn(batch, epoch, number)
+        for _ in range(150):
+            found.evaluate(DataLoader(rows(2), batch_size=2))
+    return found.said
+
+
+@loop
 def broken_off():
     loader, found = DataLoader(rows(40), batch_size=4), Training()
     for epoch in range(1, 4):

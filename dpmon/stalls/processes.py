@@ -80,6 +80,8 @@ class RankLook:
         self._started: dict[int, float | None] = {}
         """When each process started. Another one may get its number after its end."""
         self._standing: dict[int, LastLook] = {}
+        self._loops: dict[int, tuple[int, int | None]] = {}
+        """When the last loop over a loader was over, and the last step when this was seen."""
         self._counters: dict[int, list[Counters]] = {}
         self._dumps: dict[int, tuple[int, Dump]] = {}
         """The last stacks of each process, and when they were asked for."""
@@ -117,13 +119,17 @@ class RankLook:
         ]
 
     def _facts(self, ring: SpanReader, step: int | None, now_ns: int) -> RankFacts:
-        pid, world = ring.pid, ring.world or 1
+        pid, world, loop_over = ring.pid, ring.world or 1, ring.loop_over()
         doing, span_ns = ring.activity()
         since, before = span_ns, self._standing.get(pid)
         if before is not None and before.span_ns == span_ns:  # a span may have ended: the ring has only its start
             since = before.since_ns if before.doing == doing else before.at_ns
         self._standing[pid] = LastLook(doing, span_ns, since, now_ns)
-        rank = RankFacts(pid, ring.process, ring.rank, world, doing, since, step, state="running")
+        if self._loops.get(pid, (-1,))[0] != loop_over:
+            self._loops[pid] = loop_over, step
+        # The loop's last step may be recorded just after the end of the loop was seen.
+        begins = loop_over > 0 and (step or 0) - (self._loops[pid][1] or 0) <= 1
+        rank = RankFacts(pid, ring.process, ring.rank, world, doing, since, step, state="running", loop_begins=begins)
         if now_ns - since < DETAILS_NS:
             self._counters.pop(pid, None)
             return rank
@@ -146,7 +152,7 @@ class RankLook:
             stack=taken.main,
             why_no_stack=taken.reason if taken.main is None else None,
             worker=self._workers.get(pid) if taken.main is not None else None,
-            between_loops=doing == "other" and ring.loop_over() > span_ns,
+            between_loops=doing == "other" and loop_over > span_ns,
             cpu=last.cpu_since(counters[-2]) if len(counters) > 1 else None,
             busy=last.busy_since(first) if last.at_ns - first.at_ns >= SIGNS_AFTER_NS else None,
         )

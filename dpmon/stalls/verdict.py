@@ -25,6 +25,10 @@ PHASES = ("data", "copy", "forward", "backward", "optimizer")
 """Activities that are learned as a whole. In the script, each line is learned: else a checkpoint would hide a stall."""
 
 
+FIRST_BATCH = ("first batch", None)
+"""The place of a wait for the first batch of a loop."""
+
+
 class GroupSeen(NamedTuple):
     """A process group as one rank sees it."""
 
@@ -68,6 +72,8 @@ class RankFacts(NamedTuple):
     """Whether it has shown a sign of life in the last seconds (see dpmon.stalls.processes); None: not known yet."""
     between_loops: bool = False
     """Whether its last loop over a loader is over and it has begun nothing since."""
+    loop_begins: bool = False
+    """Whether it has made no step, or only one, since its last loop over a loader was over."""
     job: int = 0
     """The same number for all ranks that may wait for each other."""
     namesake: bool = False
@@ -104,6 +110,8 @@ class RankFacts(NamedTuple):
     @property
     def where(self) -> tuple[str, str | None]:
         """The place for which a usual time is learned: what it does; in the script also the line."""
+        if self.doing == "data" and (self.step is None or self.loop_begins):
+            return FIRST_BATCH
         if self.step is None:
             return "starting", None
         script = None if self.stack is None or self.doing in PHASES else self.stack.script

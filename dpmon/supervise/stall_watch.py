@@ -7,17 +7,20 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpmon.record.plainjson import ns_in, text_in
 from dpmon.record.schema import SECOND
+from dpmon.run.notes import read_notes
 from dpmon.run.rundir import RunInfo, stop_asked_unix
 from dpmon.run.standard_input import waits_since
 from dpmon.stalls.answer import ASKED_FILE, answer, save_answer, wants_native
 from dpmon.stalls.processes import DETAILS_NS, RankLook
+from dpmon.stalls.run_state import WAITING_FOR_DATA
 from dpmon.stalls.stacks import Dump
-from dpmon.stalls.verdict import RankFacts, Stall, UsualTimes, sentence, stall
+from dpmon.stalls.verdict import FIRST_BATCH, RankFacts, Stall, UsualTimes, sentence, stall
 
 if TYPE_CHECKING:
     from dpmon.store.drain import Drain
@@ -177,7 +180,13 @@ class StallWatch:
         working = {rank.job for rank in before.values() if not rank.in_collective}
         for rank in ranks:
             was = before.get(rank.pid)
-            if was is None or was.state == "stopped" or (was.in_collective and was.job in working):
+            if was is None:  # before the first call, a process has no ring, only stages
+                notes = [note for note in read_notes(self._directory / "stages.log", 1 << 16) if note.pid == rank.pid]
+                for note, after in pairwise(notes):
+                    if note.text.startswith(WAITING_FOR_DATA):
+                        self._usual.learn(FIRST_BATCH, after.at_ns - note.at_ns)
+                continue
+            if was.state == "stopped" or (was.in_collective and was.job in working):
                 continue
             if rank.since_ns > was.since_ns > 0:
                 self._usual.learn(was.where, rank.since_ns - was.since_ns)

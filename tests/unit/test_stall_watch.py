@@ -16,7 +16,7 @@ from dpmon.record.schema import SECOND
 from dpmon.run import proc
 from dpmon.run.rundir import RunInfo, mark_stop
 from dpmon.span_reader import SpanReader
-from dpmon.span_ring import SpanRing
+from dpmon.span_ring import SpanRing, Word
 from dpmon.stalls import answer, processes
 from dpmon.stalls.answer import answered, ask, save_answer
 from dpmon.stalls.answer_lines import lines_of
@@ -165,6 +165,23 @@ def test_the_time_of_a_stopped_process_is_not_learned(
     assert (run.watch._usual.learned(STUCK) > 0) == (state == "sleeping")
 
 
+def test_the_wait_for_the_first_batch_is_learned_before_there_is_a_ring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = [
+        (7, -12, "waiting for data: the first batch of Samples"),
+        (8, 0, "importing torch"),
+        (7, 1, "in the script"),
+    ]
+    lines = [f"{pid} {START + seconds * SECOND} {text}\n" for pid, seconds, text in notes]
+    (tmp_path / "stages.log").write_text("".join(lines))
+    run = Watched(tmp_path, monkeypatch)
+    run.look(1)
+    first = STUCK._replace(doing="data", loop_begins=True)
+    assert run.watch._usual.learned(first) == 3 * 13 * SECOND
+    assert run.watch._usual.learned(first._replace(loop_begins=False)) == 0
+
+
 def test_a_wait_for_a_line_of_input_is_not_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Watched(tmp_path, monkeypatch)
     monkeypatch.setattr(stall_watch, "waits_since", lambda directory: START)
@@ -275,6 +292,17 @@ def test_nccl_is_asked_with_the_stacks_and_only_in_its_jobs(
     assert asked == ([{os.getpid()}] if nccl else [])
     text = [line for line, _ in lines_of(answer.answer(ranks, dumps, None, START, INFO, nccl=look.nccl))]
     assert text[-2:] == (["NCCL says:", "  rank 1 is behind"] if nccl else [text[-2], "  save (/job/train.py:4)"])
+
+
+def test_a_loop_begins_until_its_second_step(tmp_path: Path) -> None:
+    ring = SpanRing(str(tmp_path / "process-0.ring"), process=0, slots=64)
+    look = RankLook(tmp_path, "")
+    begins = []
+    for step, over in ((None, 0), (3, 0), (59, 5), (60, 5), (61, 5), (61, 9), (62, 9), (63, 9)):
+        ring.words[Word.LOOP_OVER] = over
+        begins.append(look.ranks({0: step}, time.monotonic_ns())[0].loop_begins)
+    look.close()
+    assert begins == [False, False, True, True, False, True, True, False]
 
 
 def test_a_restarted_job_leaves_no_rank_behind() -> None:

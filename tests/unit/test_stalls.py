@@ -239,6 +239,15 @@ def test_a_phase_is_learned_whatever_its_line() -> None:
     assert told(step._replace(since_ns=NOW - 100 * SECOND), usual=usual) is not None
 
 
+def test_the_first_batch_of_a_loop_is_learned_by_itself() -> None:
+    """A loader that takes 13 s for its first batch does so in each epoch."""
+    usual, first = UsualTimes(), rank(0, LOADER, doing="data", for_s=13)
+    usual.learn(first._replace(step=None).where, 13 * SECOND)
+    assert told(first._replace(loop_begins=True), usual=usual) is None
+    assert told(first._replace(loop_begins=True, since_ns=NOW - 40 * SECOND), usual=usual) is not None
+    assert told(first, usual=usual) is not None
+
+
 def test_nothing_is_a_stall_before_the_first_step() -> None:
     assert told(rank(0, SCRIPT, for_s=300, step=None)) is None
 

@@ -57,8 +57,8 @@ function _shtab_dpmon_using
   test "$_shtab_dpmon_cmdpath" = "$argv"
 end
 
-set -g _shtab_dpmon_commands attach status why ls stop report compare export doctor keep rm
-set -g _shtab_dpmon_opts_with_value --batch-dim --devices --fail-if-slower --format --kind --memory --metrics --mode --name --on-event --output --phase --python --refresh --replicas --script --timeout --wait -m -o
+set -g _shtab_dpmon_commands attach status why ls stop report compare export try doctor keep rm
+set -g _shtab_dpmon_opts_with_value --batch-dim --devices --fail-if-slower --format --kind --memory --metrics --mode --name --on-event --only --output --phase --python --refresh --replay --replicas --rounds --script --steps --timeout --wait -m -o
 
 complete -c dpmon -e
 complete -c dpmon -f
@@ -71,6 +71,7 @@ complete -c dpmon -n _shtab_dpmon_using -l devices -x -d 'the replicas'"'"' devi
 complete -c dpmon -n _shtab_dpmon_using -l mode -xka "auto script dp single" -d 'initial mode; script: leave the computation exactly as written; auto: follow the script and the options'
 complete -c dpmon -n _shtab_dpmon_using -l batch-dim -x -d 'the batch'"'"'s dimension in a model'"'"'s first input (default: 0)'
 complete -c dpmon -n _shtab_dpmon_using -l no-loss -d 'do not read the losses of the training'
+complete -c dpmon -n _shtab_dpmon_using -l replay -x -d 'give the first N batches of each loader again and again'
 complete -c dpmon -n _shtab_dpmon_using -l headless -d 'no screen (the default without a terminal)'
 complete -c dpmon -n _shtab_dpmon_using -l detach -d 'start in the background and return at once'
 complete -c dpmon -n _shtab_dpmon_using -l json -d 'without a screen: one JSON line per second on stderr, or in FILE (--json=/dev/fd/3)'
@@ -127,6 +128,17 @@ complete -c dpmon -n '_shtab_dpmon_using export' -l format -xka "jsonl csv perfe
 complete -c dpmon -n '_shtab_dpmon_using export' -l kind -xka "call step collective sampled loss device host memory mode pause input stall loader ddp process warning oom dropped exit" -d 'only this kind of record (jsonl and csv)'
 complete -c dpmon -n '_shtab_dpmon_using export' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'output file (default: standard output); for csv, a directory'
 complete -c dpmon -n '_shtab_dpmon_using export; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
+complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a try -d 'Run a script for some steps, several times: as it is, and with one thing changed, such as batches that are loaded already. Say what each change brings.'
+complete -c dpmon -n '_shtab_dpmon_using try' -s h -l help -d 'show this help message and exit'
+complete -c dpmon -n '_shtab_dpmon_using try' -s m -x -d 'try a module instead of a script'
+complete -c dpmon -n '_shtab_dpmon_using try' -l steps -x -d 'end each run after N steps (default: 200)'
+complete -c dpmon -n '_shtab_dpmon_using try' -l rounds -x -d 'runs of each trial (default: 3)'
+complete -c dpmon -n '_shtab_dpmon_using try' -l only -x -d 'only this trial: cached-batches, single, one-rank, threads-N'
+complete -c dpmon -n '_shtab_dpmon_using try' -l timeout -x -d 'longest run (default: 600)'
+complete -c dpmon -n '_shtab_dpmon_using try' -l json -d 'one JSON object, for programs'
+complete -c dpmon -n '_shtab_dpmon_using try' -l replicas -x -d 'as for a run'
+complete -c dpmon -n '_shtab_dpmon_using try' -l devices -x -d 'as for a run'
+complete -c dpmon -n '_shtab_dpmon_using try' -l python -xka "(__fish_complete_path (commandline -ct))" -d 'the Python that runs the script (default: the first that has torch)'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a doctor -d 'Check whether dpmon works here, with a remedy for each fault.'
 complete -c dpmon -n '_shtab_dpmon_using doctor' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using doctor' -l json -d 'one JSON object, for programs'

@@ -143,6 +143,7 @@ def _describe(
             "mode": options.mode,
             "replicas": options.replicas,
             "devices": options.devices,
+            "replay": options.replay,
             "batch_dim": options.settings.batch_dim if options.batch_dim is None else options.batch_dim,
             "loss": options.loss and options.settings.loss is not False,
             "stdin": "inherit" if inherit else "terminal",

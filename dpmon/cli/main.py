@@ -28,6 +28,10 @@ def main(words: Sequence[str]) -> int:
             from dpmon.cli.doctor import doctor
 
             return doctor(options)
+        if command == "try":
+            from dpmon.cli.trials import try_changes
+
+            return try_changes(options)
         if command == "why":
             from dpmon.cli.why import why
 

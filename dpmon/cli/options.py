@@ -13,7 +13,21 @@ from dpmon.config import SETTINGS
 from dpmon.errors import DpmonError
 from dpmon.stalls.run_state import STATES
 
-COMMANDS = ("run", "attach", "status", "why", "ls", "stop", "report", "compare", "export", "doctor", "keep", "rm")
+COMMANDS = (
+    "run",
+    "try",
+    "attach",
+    "status",
+    "why",
+    "ls",
+    "stop",
+    "report",
+    "compare",
+    "export",
+    "doctor",
+    "keep",
+    "rm",
+)
 MAX_REPLICAS = 4096
 WAITED = ("fine", *STATES, "finished", "stopped", "interrupted", "failed", "killed")
 """The words of `status --wait`: states, and ends."""
@@ -30,6 +44,7 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon report [RUN] [--json | --html]    summarize a run
        dpmon compare A B                       say what differs between runs, and which are faster
        dpmon export [RUN] [--format FORMAT]    write the records: jsonl, csv, perfetto
+       dpmon try [--steps N] SCRIPT.py ...     run a script shortly, several times, to see what a change can bring
        dpmon doctor                            check whether dpmon works here
        dpmon keep [--not] [RUN]                protect a run from automatic deletion; --not: unprotect it
        dpmon rm RUN [RUN ...]                  delete runs"""
@@ -54,6 +69,10 @@ _DESCRIPTIONS = {
         " Exit status with a threshold: 0 not slower, 4 slower, 3 inconclusive."
     ),
     "export": "Write the records of a run, live or finished. Without RUN: the newest one.",
+    "try": (
+        "Run a script for some steps, several times: as it is, and with one thing changed, such as batches that are"
+        " loaded already. Say what each change brings."
+    ),
     "doctor": "Check whether dpmon works here, with a remedy for each fault.",
     "keep": "Protect a run from automatic deletion. Without RUN: the newest one.",
     "rm": "Delete finished runs that are not protected by `dpmon keep`.",
@@ -92,6 +111,12 @@ def _setting(name: str) -> Callable[[str], object]:
 
 
 _batch_dim, _seconds = _setting("batch_dim"), _setting("refresh")
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, not {text!r}")
+    return int(text)
 
 
 def _timeout(text: str) -> float:
@@ -158,6 +183,7 @@ def run_parser() -> argparse.ArgumentParser:
     )
     add("--batch-dim", type=_batch_dim, metavar="N", help="the batch's dimension in a model's first input (default: 0)")
     add("--no-loss", dest="loss", action="store_false", help="do not read the losses of the training")
+    add("--replay", type=_count, metavar="N", help="give the first N batches of each loader again and again")
     add("--headless", action="store_true", help="no screen (the default without a terminal)")
     add("--detach", action="store_true", help="start in the background and return at once")
     add(
@@ -175,8 +201,29 @@ def run_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def try_parser() -> argparse.ArgumentParser:
+    """The parser of the options of `try`, before the script's name."""
+    parser = _Parser(
+        prog="dpmon try", usage="dpmon try [OPTIONS] SCRIPT.py [ARGS...]", description=_DESCRIPTIONS["try"],
+        allow_abbrev=False,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("-m", dest="module", metavar="MODULE", help="try a module instead of a script")
+    add("--steps", type=_count, default=200, metavar="N", help="end each run after N steps (default: 200)")
+    add("--rounds", type=_count, default=3, metavar="N", help="runs of each trial (default: 3)")
+    add("--only", action="append", metavar="TRIAL", help="only this trial: cached-batches, single, one-rank, threads-N")
+    add("--timeout", type=_timeout, default=600.0, metavar="SECONDS", help="longest run (default: 600)")
+    add("--json", action="store_true", help="one JSON object, for programs")
+    add("--replicas", type=_replicas, metavar="N", help="as for a run")
+    add("--devices", type=_devices, metavar="LIST", help="as for a run")
+    add("--python", metavar="PYTHON", help="the Python that runs the script (default: the first that has torch)")
+    return parser
+
+
 def command_parser(command: str) -> argparse.ArgumentParser:
     """The parser of the words after one of COMMANDS."""
+    if command == "try":
+        return try_parser()
     parser = _Parser(prog=f"dpmon {command}", description=_DESCRIPTIONS[command], allow_abbrev=False)
     add = parser.add_argument
     if command == "rm":
@@ -290,6 +337,14 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
         if command == "run":
             own, rest, _ = _split(parser, rest)
             options = parser.parse_args(own, options)
+        elif command == "try" and not own:
+            parser = try_parser()
+            own, rest, _ = _split(parser, rest)
+            options = parser.parse_args(own)
+            if options.module is None and not rest:
+                raise UsageError("no script to try")
+            options.words = rest
+            return command, options
         elif own:
             raise UsageError(f"{own[0]} is an option of a run, not of {command}")
         else:

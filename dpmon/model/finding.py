@@ -59,8 +59,12 @@ class Finding(NamedTuple):
 
 def faster(saves: float) -> str:
     """The most that is gained without this share of the time: "at most 31 % faster", "at most 4.0 times as fast"."""
-    times = 1 / (1 - min(saves, MOST_SAVED))
-    return f"at most {percent(times - 1)} faster" if times < 2 else f"at most {times:.1f} times as fast"
+    return f"at most {gained(1 / (1 - min(saves, MOST_SAVED)))}"
+
+
+def gained(times: float) -> str:
+    """A rate against another one (1 or more): "31 % faster", "4.0 times as fast"."""
+    return f"{percent(times - 1)} faster" if times < 2 else f"{times:.1f} times as fast"
 
 
 def measured_modes(facts: RunFacts) -> Iterator[ModeFacts]:

@@ -49,7 +49,7 @@ def environment(info: RunInfo, directory: Path, outer: Mapping[str, str]) -> dic
     env["DPMON_RUN"] = str(directory)
     env["DPMON_START_NS"] = str(info.start_ns)
     env["DPMON_MODE"] = str(info.options.get("mode") or "auto")
-    for option in ("replicas", "devices", "batch_dim", "loss"):
+    for option in ("replicas", "devices", "batch_dim", "loss", "replay"):
         value = info.options.get(option)
         if value is not None:
             env[f"DPMON_{option.upper()}"] = str(value)

@@ -86,6 +86,10 @@ def install() -> None:
     session = Session(Config.from_environment())
     _installed = True
     recorder = Recorder(session)
+    if session.config.replay:
+        from dpmon.tracer.steps.replay import replaying
+
+        fetch = replaying(fetch, session.config.replay)
     optimizers = OptimizerSteps(recorder)
     modes = Modes(session, originals)
     sites = Sites(session, modes)

@@ -269,6 +269,7 @@ def test_these_tests_find_what_they_check() -> None:
         "why",
         "ls",
         "report",
+        "try",
         "compare",
         "export",
         "doctor",

@@ -57,6 +57,8 @@ class Config:
     batch_dim: int = 0
     loss: bool = True
     """Whether the losses are read."""
+    replay: int = 0
+    """Batches of each loader to give to the training again and again; 0: none."""
 
     @classmethod
     def from_environment(cls) -> Config:
@@ -71,6 +73,7 @@ class Config:
             devices=tuple(name.strip() for name in devices.split(",")) if devices else (),
             batch_dim=int(os.environ.get("DPMON_BATCH_DIM", 0)),
             loss=os.environ.get("DPMON_LOSS") != "False",
+            replay=int(os.environ.get("DPMON_REPLAY", 0)),
         )
 
     @property

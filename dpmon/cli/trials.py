@@ -1,0 +1,242 @@
+"""`dpmon try`: short runs of a script, one after the other, that show what a change can bring.
+
+Each trial changes one thing of the command. Its runs alternate with runs of the unchanged command, so that a change of
+the machine's load meets both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dpmon.cleaning import clean, json_text
+from dpmon.cli.commands import as_text, written
+from dpmon.cli.speak import speak
+from dpmon.errors import HistoryError
+from dpmon.model.compare_runs import ComparedFigure, range_of
+from dpmon.model.finding import data_share, faster, gained
+from dpmon.model.run_facts import RunFacts
+from dpmon.report.collect import facts_of
+from dpmon.report.comparison import ReadRun, compare, read
+from dpmon.report.document import Document, Paragraph, Section, Table
+from dpmon.run.condition import run_state
+from dpmon.run.rundir import RunError, load_info
+from dpmon.run.runs import find_run, short_name
+from dpmon.run.signalling import stop_run, wait_for_record
+from dpmon.store.opened import open_store
+from dpmon.text.quantities import UNKNOWN, percent
+
+SCHEMA = 1
+"""Version of the JSON."""
+REPLAYED = 8
+"""Batches of each loader that are loaded, and then given again and again."""
+_LOOK_S = 0.2
+_RANKS = re.compile(r"--nproc[-_]per[-_]node(=|$)")
+_OVER = ("running", "starting", "ending", "unsupervised")
+_BASE = "as-is"
+
+
+class Trial(NamedTuple):
+    """One change of the command."""
+
+    name: str
+    changes: str
+    """What it changes in the computation."""
+    own: tuple[str, ...] = ()
+    """Options of dpmon."""
+    words: tuple[str, ...] | None = None
+    """The command; None for the unchanged one."""
+    threads: int | None = None
+    """OMP_NUM_THREADS."""
+    figure: str = "step"
+    saves: float | None = None
+    """The share of the steps' time (0 to 1) that the change saves at most; None if no bound is known."""
+
+
+def try_changes(options: argparse.Namespace) -> int:
+    """Run the trials and print what each of them brought. Returns 1 if the unchanged command has no step."""
+    bench = _Bench(options)
+    base = Trial(_BASE, "nothing")
+    runs: dict[str, list[ReadRun]] = {_BASE: []}
+    first = bench.run(base, 1)
+    with open_store(first) as store:
+        facts = facts_of(store, first, run_state(first, load_info(first))[1])
+        trials, absent = plan(facts, tuple(options.words), os.environ.get("OMP_NUM_THREADS"))
+    runs[_BASE].append(read(first))
+    if runs[_BASE][0].run.mode is None:
+        raise RunError(f"no step was traced in {runs[_BASE][0].run.name}: there is nothing to try")
+    asked = options.only or [trial.name for trial in trials]
+    for name in asked:
+        if name not in {trial.name for trial in trials}:
+            speak(f"{name} is not tried: {absent.get(name, 'there is no such trial')}")
+    trials = [trial for trial in trials if trial.name in asked]
+    for trial in trials:
+        speak(f"trial {trial.name}: changes {trial.changes}")
+    for turn in range(1, options.rounds + 1):
+        order = [*([base] if turn > 1 else []), *trials]
+        for trial in order if turn % 2 else reversed(order):
+            runs.setdefault(trial.name, []).append(read(bench.run(trial, turn)))
+    found = [Result(trial, compare(runs[_BASE], runs[trial.name]).found.compared.get(trial.figure)) for trial in trials]
+    written(
+        _json(found, runs, absent) if options.json else as_text(_document(found, runs, absent, options), None), None
+    )
+    return 0
+
+
+class _Bench:
+    """Starts short runs and ends them after a number of steps."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._name = f"try-{os.getpid()}"
+
+    def run(self, trial: Trial, turn: int) -> Path:
+        """Run the command once; return the run's directory."""
+        options = self._options
+        name = f"{self._name}-{trial.name}-{turn}"
+        given = [f"--{each}={value}" for each in ("python", "replicas", "devices") if (value := getattr(options, each))]
+        own = [*given, *trial.own, "--no-loss", "--name", name, "--detach"]
+        own += ["--"] if options.module is None else ["-m", options.module]
+        environ = dict(os.environ)
+        if trial.threads is not None:
+            environ["OMP_NUM_THREADS"] = str(trial.threads)
+        command = [sys.executable, "-m", "dpmon", *own, *(options.words if trial.words is None else trial.words)]
+        started = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environ, check=False
+        )
+        if started.returncode:
+            raise RunError(clean(started.stderr.strip().rpartition("\n")[2].removeprefix("dpmon: "), 500))
+        directory = find_run(started.stdout.strip())
+        speak(f"{trial.name}, run {turn} of {options.rounds}: {short_name(load_info(directory))}")
+        try:
+            self._wait(directory)
+        finally:
+            for _ in stop_run(directory):
+                pass
+            wait_for_record(directory)
+        return directory
+
+    def _wait(self, directory: Path) -> None:
+        info, until = load_info(directory), time.monotonic() + self._options.timeout
+        while run_state(directory, info)[0] in _OVER and time.monotonic() < until:
+            with suppress(HistoryError, RunError), open_store(directory) as store:
+                if max((ring.last_step or 0 for ring in store.rings.values()), default=0) >= self._options.steps:
+                    return
+            time.sleep(_LOOK_S)
+
+
+def plan(facts: RunFacts, words: tuple[str, ...], threads: str | None) -> tuple[list[Trial], dict[str, str]]:
+    """The trials that make sense for a run, and why the others do not, by name. `threads`: OMP_NUM_THREADS."""
+    found: list[Trial] = []
+    absent: dict[str, str] = {}
+    mode = max(facts.modes, key=lambda mode: mode.steps, default=None)
+    ranks = len(facts.names) or 1
+    if mode is None or mode.phase("data") is None:
+        absent["cached-batches"] = "no DataLoader was used"
+    else:
+        changes = f"the data: the first {REPLAYED} batches of each loader again and again"
+        saves = data_share(mode) if ranks == 1 else (facts.longest_fetches.get(mode.mode, 0.0) / (mode.mean_ns or 1))
+        found.append(Trial("cached-batches", changes, ("--replay", str(REPLAYED)), saves=saves))
+    if mode is None or mode.mode != "dp":
+        absent["single"] = "the script does not run under DataParallel"
+    else:
+        found.append(Trial("single", "the devices: one device computes the whole batch", ("--mode", "single")))
+    alone = _one_rank(words) if ranks > 1 else None
+    if alone is None:
+        absent["one-rank"] = "no torchrun with --nproc-per-node and several ranks"
+    else:
+        changes = f"the ranks: 1 instead of {ranks}, so a step has a smaller batch in all"
+        found.append(Trial("one-rank", changes, words=alone, figure="samples_per_s"))
+    cpus = len(os.sched_getaffinity(0))
+    for count in sorted({1, max(cpus // ranks, 1)} - {int(threads) if threads and threads.isdecimal() else 0}):
+        found.append(Trial(f"threads-{count}", "OMP_NUM_THREADS", threads=count))
+    return found, absent
+
+
+def _one_rank(words: Sequence[str]) -> tuple[str, ...] | None:
+    """The command of a launcher with one rank; None if it does not name a number of ranks."""
+    for at, word in enumerate(words):
+        if _RANKS.match(word):
+            name, sign, _ = word.partition("=")
+            return (*words[:at], f"{name}=1", *words[at + (1 if sign else 2) :])
+    return None
+
+
+class Result(NamedTuple):
+    """What a trial brought."""
+
+    trial: Trial
+    row: ComparedFigure | None
+    """Its figure, unchanged and changed; None if it is unknown."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The row of the table."""
+        promised = "" if self.trial.saves is None else faster(self.trial.saves)
+        row = self.row
+        if row is None or row.change is None:
+            return (self.trial.name, UNKNOWN, UNKNOWN, UNKNOWN, promised)
+        values = [row.figure.text(row.typical(side)) for side in (0, 1)]
+        times = row.change.ratio if row.figure.unit == "/s" else 1 / row.change.ratio
+        came = gained(times) if times >= 1 else f"{percent(1 - times)} slower"
+        return (self.trial.name, *values, came, promised)
+
+    @property
+    def note(self) -> str:
+        """What the trial changes, and how sure its result is."""
+        row = self.row
+        if row is None or row.change is None or row.change.least is None:
+            sure = f"no interval: {'its steps were not timed' if row is None else row.missing}"
+        else:
+            sure = f"{row.figure.label} {range_of(row.change)}"
+        return f"{self.trial.name} changes {self.trial.changes}; {sure}"
+
+
+def _document(
+    found: Sequence[Result], runs: dict[str, list[ReadRun]], absent: dict[str, str], options: argparse.Namespace
+) -> Document:
+    base = runs[_BASE][0]
+    head = ("trial", _BASE, "changed", "rate", "promised")
+    notes = [f"{name}: {why}" for name, why in absent.items()]
+    for each in found:
+        if each.trial.name == "one-rank" and each.row is not None and each.row.change is not None:
+            many = base.set_up["ranks"] or "1"
+            part = percent(1 / each.row.change.ratio / int(many))
+            notes.append(
+                f"scaling efficiency: {many} ranks make {part} of the samples/s that {many} times one rank would"
+            )
+    sections = [
+        Section("What each trial brought", [Table(head, [each.words for each in found])] if found else []),
+        Section("What each trial changes", [Paragraph(one.note) for one in found], ", and its 95 % interval"),
+        Section("Not tried", [Paragraph(text) for text in notes]),
+    ]
+    facts = [
+        f"{options.rounds} runs of {options.steps} steps for each, in turn; dpmon ls lists them.",
+        "These runs changed the computation: their results are not those of the training.",
+    ]
+    title = f"trials of {clean(base.info.script, 200)}"
+    return Document(title, base.run.name, "tried", "", facts, tuple(one for one in sections if one.parts))
+
+
+def _json(found: Sequence[Result], runs: dict[str, list[ReadRun]], absent: dict[str, str]) -> str:
+    def row(each: Result) -> dict[str, Any]:
+        told = None if each.row is None else each.row.change
+        return {
+            "trial": each.trial.name,
+            "changes": each.trial.changes,
+            "figure": each.trial.figure,
+            "saves": each.trial.saves,
+            "runs": [one.run.name for one in runs[each.trial.name]],
+            **{name: getattr(told, name, None) for name in ("ratio", "low", "high", "least", "most")},
+        }
+
+    names = [one.run.name for one in runs[_BASE]]
+    return json_text({"schema": SCHEMA, "runs": names, "trials": [*map(row, found)], "absent": absent}, indent=1) + "\n"

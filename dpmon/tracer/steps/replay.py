@@ -1,0 +1,50 @@
+"""Gives the training the first batches of each loader again and again, as from a loader that costs nothing.
+
+Only `dpmon try` asks for this. Epochs keep their lengths, as far as torch knows them. The training sees few samples, so
+what it learns is worthless.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from dpmon.tracer.core.frames import Function
+
+
+class _KeptBatches:
+    def __init__(self, iterator: Any) -> None:
+        self.batches: list[Any] = []
+        self.length: int | None = None
+        """Batches in an epoch; None for an IterableDataset whose end was not seen."""
+        with suppress(TypeError):
+            self.length = len(iterator)
+
+
+def replaying(fetch: Function, most: int) -> Function:
+    """The form of `_BaseDataLoaderIter.__next__` that loads at most `most` batches of each loader."""
+    loaders: WeakKeyDictionary[object, _KeptBatches] = WeakKeyDictionary()
+    taken: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+
+    def __next__(iterator: Any) -> Any:
+        # All iterators of a loader share its sampler.
+        known = loaders.get(iterator._index_sampler)
+        if known is None:
+            known = loaders[iterator._index_sampler] = _KeptBatches(iterator)
+        number = taken.get(iterator, 0)
+        if number == known.length:
+            raise StopIteration
+        if number < len(known.batches) or len(known.batches) >= most:
+            batch = known.batches[number % len(known.batches)]
+        else:
+            try:
+                batch = fetch(iterator)
+            except StopIteration:
+                known.length = number
+                raise
+            known.batches.append(batch)
+        taken[iterator] = number + 1
+        return batch
+
+    return __next__

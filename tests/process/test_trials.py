@@ -1,0 +1,52 @@
+"""`dpmon try` on a script with a slow loader: what it says, what it leaves, and that each run ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from running import Dpmon
+
+SCRIPT = """\
+import time
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+torch.set_num_threads(1)
+
+class Slow(Dataset):
+    def __len__(self):
+        return 100_000
+
+    def __getitem__(self, index):
+        time.sleep(0.005)
+        open("loaded", "a").write(".")
+        return torch.ones(4)
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in DataLoader(Slow(), batch_size=2):
+    optimizer.zero_grad()
+    model(batch).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_cached_batches_are_loaded_once_and_make_a_slow_loader_fast(dpmon: Dpmon, tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(SCRIPT)
+    done = dpmon.run("try", "--steps", "60", "--rounds", "2", "--only", "cached-batches", "--json", str(script))
+    found = json.loads(done.out)
+    (trial,) = found["trials"]
+    assert trial["ratio"] < 0.5, "a step without the sleeps of its two samples"
+    assert trial["saves"] > 0.3
+    assert set(found["absent"]) == {"single", "one-rank"}
+    runs = [json.loads(line) for line in dpmon.run("ls", "--json").out.splitlines()]
+    assert len(runs) == 4
+    assert {run["state"] for run in runs} <= {"stopped"}
+    assert {run["name"] for run in runs} == {*found["runs"], *trial["runs"]}
+    loaded = len((dpmon.cwd / "loaded").read_text())
+    unchanged = sum(run["steps"] for run in runs if "as-is" in run["name"])
+    assert loaded <= 2 * (unchanged + 2 + 2 * 8), "each run with cached batches loads 8 of them"

@@ -1,0 +1,78 @@
+"""Which trials make sense for a run, and the command of each."""
+
+from __future__ import annotations
+
+import pytest
+from joined import joined_ranks
+from stored import store_of
+from synthetic import Training
+
+from dpmon.cli.options import UsageError, parse
+from dpmon.cli.trials import REPLAYED, Result, Trial, _one_rank, plan
+from dpmon.model.compare_runs import STEP_FIGURES, ComparedFigure
+from dpmon.model.compare_samples import Change
+from dpmon.model.run_facts import RunFacts
+
+MS = 1e6
+
+
+def names(trials: list[Trial]) -> list[str]:
+    return [trial.name for trial in trials]
+
+
+def test_a_run_under_dp_is_tried_with_cached_batches_and_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    training = Training(mode="dp")
+    facts = RunFacts(store_of([*training.begin(), *training.run(60)]))
+    trials, absent = plan(facts, ("train.py",), "8")
+    assert names(trials) == ["cached-batches", "single", "threads-1"], "8 threads are what it has"
+    assert trials[0].own == ("--replay", str(REPLAYED))
+    assert trials[0].saves == pytest.approx(facts.modes[0].share("data"))
+    assert absent == {"one-rank": "no torchrun with --nproc-per-node and several ranks"}
+
+
+def test_ranks_are_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    run, _ = joined_ranks(4, slow=2, phase="data", steps=60)
+    facts = RunFacts(run.store())
+    trials, absent = plan(facts, ("torchrun", "--nproc-per-node", "4", "train.py"), None)
+    assert names(trials) == ["cached-batches", "one-rank", "threads-1", "threads-2"]
+    assert trials[1].words == ("torchrun", "--nproc-per-node=1", "train.py")
+    assert trials[0].saves == pytest.approx(facts.longest_fetches["single"] / (facts.modes[0].mean_ns or 0))
+    assert set(absent) == {"single"}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("torchrun --nproc_per_node=4 a.py 4", "torchrun --nproc_per_node=1 a.py 4"),
+        ("launch --nproc-per-node gpu a.py", "launch --nproc-per-node=1 a.py"),
+        ("python a.py", None),
+    ],
+)  # fmt: skip
+def test_the_number_of_ranks_is_replaced(words: str, expected: str | None) -> None:
+    assert _one_rank(words.split()) == (None if expected is None else tuple(expected.split()))
+
+
+def test_a_result_says_what_came_and_what_was_promised() -> None:
+    figure = next(figure for figure in STEP_FIGURES if figure.name == "step")
+    row = ComparedFigure(figure, ([10 * MS, 12 * MS], [5 * MS, 6 * MS]), Change(0.5))
+    assert Result(Trial("cached-batches", "the data", saves=0.4), row).words == (
+        "cached-batches", "11.0 ms", "5.50 ms", "2.0 times as fast", "at most 67 % faster",
+    )  # fmt: skip
+    slower = Result(Trial("threads-1", "OMP_NUM_THREADS"), row._replace(change=Change(1.25)))
+    assert slower.words[3:] == ("20 % slower", "")
+    assert Result(Trial("single", "the devices"), None).words == ("single", "–", "–", "–", "")
+
+
+def test_the_words_after_the_script_are_the_scripts() -> None:
+    command, options = parse(["try", "--steps", "50", "--only", "single", "train.py", "--steps", "7"])
+    assert (command, options.steps, options.only, options.words) == (
+        "try",
+        50,
+        ["single"],
+        ["train.py", "--steps", "7"],
+    )
+    for wrong in (["try"], ["try", "--steps", "0", "a.py"], ["try", "--rounds", "x", "a.py"]):
+        with pytest.raises(UsageError):
+            parse(wrong)

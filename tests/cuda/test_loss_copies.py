@@ -1,0 +1,38 @@
+"""A loss on a GPU is copied behind its pass and read later; nothing waits, and nothing is allocated on the GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from simulated import WAITING, Simulated
+from tracing import alone, traced
+
+pytestmark = pytest.mark.simulated
+
+TEXT = (Path(__file__).parent / "scripts" / "losing.py").read_text()
+STEPS = 30
+
+
+@pytest.mark.parametrize("words", [(), ("scaled",)])
+@pytest.mark.parametrize("kernel_us", [1, 200])
+def test_the_losses_are_those_on_the_gpu(
+    tmp_path: Path, gpus: Simulated, words: tuple[str, ...], kernel_us: int
+) -> None:
+    run = traced(tmp_path, TEXT, *words, env=gpus.environment(1, kernel_us=kernel_us))
+    assert run.status == 0, run.err
+    assert run.complaints == []
+    found = [(event.data["step"], event.data["loss"]) for event in run.events("loss")]
+    assert len(found) >= STEPS // 3  # at most eight copies are under way
+    assert found == [(step, step - 0.5) for step, _ in found]
+
+
+def test_no_function_waits_for_the_device(tmp_path: Path, gpus: Simulated) -> None:
+    counts, printed = [], []
+    for run in (traced, alone):
+        done = run(tmp_path, TEXT, env=gpus.environment(1, kernel_us=200))
+        assert done.status == 0, done.err
+        counts.append({name: gpus.counts().get(name, 0) for name in WAITING})
+        printed.append(done.out)
+    assert counts[0] == counts[1]
+    assert printed[0] == printed[1]

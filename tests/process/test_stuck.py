@@ -155,5 +155,5 @@ def test_long_pauses_are_no_stalls(runs: dict[str, Dpmon]) -> None:
     dpmon = runs["pauses"]
     dpmon.info()
     (process,) = dpmon.started
-    assert process.wait(LIMIT_S) == 0
+    assert process.wait(3 * LIMIT_S) == 0  # a minute on an idle machine, and it runs beside all others
     assert stalls(dpmon) == []

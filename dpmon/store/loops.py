@@ -5,9 +5,8 @@ dataset. A loop that is read in turn with the loop of the current epoch is no ep
 a loader that is then given up.
 
 The time left is that of the recent batches, each from its end to the end of the next one, so that waits for data,
-logging and the like count. These times are cut into up to BLOCKS blocks, one after the other. The median of the blocks'
-means counts what happens in each block, such as a wait for every tenth batch, but not what happens once, such as an
-evaluation or a checkpoint in the middle of the epoch.
+logging and the like count. These times are cut into up to BLOCKS blocks, one after the other. If one block is much
+longer than all others, it is left out: something happened only once, such as an evaluation or a pause.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from math import sqrt
-from statistics import median
+from statistics import stdev
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.kinds import Batches
@@ -32,6 +31,8 @@ _RECENT = 8
 STEPS_READ = 256
 """Most steps of which the time left is made."""
 BLOCKS = 16
+LONGER = 2.0
+"""The longest block is left out if a batch in it took this many times as long as in the second longest."""
 FEWEST = 3
 """Fewest batches, and blocks, for the time left."""
 WINDOW_NS = 60_000_000_000
@@ -231,11 +232,13 @@ def time_left(steps: Iterable[LoopStep], batches: int) -> Left | None:
     blocks = min(len(cycles), BLOCKS)
     if min(seen, blocks) < FEWEST:
         return None
-    means = []
-    for block in range(blocks):
-        part = cycles[block * len(cycles) // blocks : (block + 1) * len(cycles) // blocks]
-        means.append(sum(took for took, _ in part) / sum(count for _, count in part))
-    middle = median(means)
-    spread = 1.4826 * median(abs(mean - middle) for mean in means)
-    # The batches to come vary as the blocks do, and the median itself is uncertain.
-    return Left(batches * middle, spread * sqrt(batches * seen / blocks + 1.57 * batches**2 / blocks))
+    parts = [cycles[at * len(cycles) // blocks : (at + 1) * len(cycles) // blocks] for at in range(blocks)]
+    sums = [(sum(took for took, _ in part), sum(count for _, count in part)) for part in parts]
+    sums.sort(key=lambda block: block[0] / block[1])
+    means = [took / count for took, count in sums]
+    if means[-1] > LONGER * means[-2]:
+        del sums[-1], means[-1]
+    took, count = sum(took for took, _ in sums), sum(count for _, count in sums)
+    # The batches to come vary as the blocks do, and the mean itself is uncertain.
+    error = stdev(means) * sqrt(batches * count / len(means) + batches**2 / len(means))
+    return Left(batches * took / count, error)

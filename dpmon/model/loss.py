@@ -29,7 +29,7 @@ class LossCurve:
     last: float | None = None
     """The newest value, which may be NaN or infinite; None if there is none: see `why`."""
     smoothed: float | None = None
-    """A mean of the last finite values, in which newer ones weigh more (dpmon.store.queries.SMOOTHED)."""
+    """A mean of the last finite values, in which newer ones weigh more (dpmon.store.answers.SMOOTHED)."""
     step: int | None = None
     """The step of the newest value; None if unknown."""
     t_ns: int | None = None

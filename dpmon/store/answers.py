@@ -127,6 +127,10 @@ class ChartSample(NamedTuple):
     """Bytes of the host's memory in use by the run's processes."""
 
 
+SMOOTHED = 20.0
+"""In a smoothed loss, a value weighs e times as much as the value this many before it."""
+
+
 class LossBin(NamedTuple):
     """The losses of one line in one stretch of time."""
 

@@ -20,6 +20,7 @@ from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CollectiveRow, LossPlace, LossRow, Resolver
 from dpmon.record.kinds import Collective, Event, Operation, Record, RecordError, Sampled
 from dpmon.store.answers import (
+    SMOOTHED,
     ChartSample,
     Communicated,
     LastSample,
@@ -73,9 +74,8 @@ _NEWEST_LOSSES = (
     "SELECT definition, step, t_ns, loss FROM losses WHERE process = ? AND definition = ? AND t_ns <= ?"
     " ORDER BY t_ns DESC LIMIT ?"
 )
-SMOOTHED, _FOR_SMOOTHED = 20.0, 200
-"""In a smoothed loss, a value weighs e times as much as the value this many before it. Of more than 200 values, the
-oldest weigh less than 1 in 20,000."""
+_FOR_SMOOTHED = 200
+"""Of more values, the oldest weigh less than 1 in 20,000."""
 
 
 class Store(Steps):

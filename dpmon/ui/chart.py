@@ -239,8 +239,8 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The dots of a braille character, by column, from the top (Unicode 15, 2800 to 28FF)."""
 
 
-def curve(
-    points: Sequence[tuple[float, float]],
+def curves(
+    lines: Sequence[tuple[Sequence[tuple[float, float]], str]],
     marked: Sequence[float],
     width: int,
     height: int,
@@ -248,16 +248,32 @@ def curve(
     top: float,
     glyphs: Glyphs,
 ) -> list[Row]:
-    """A line through `points` (place from 0 to 1, value) from `low` to `top`, in `height` rows of `width` cells.
+    """Lines through points (place from 0 to 1, value) from `low` to `top`, in `height` rows of `width` cells.
 
-    Values outside are drawn at the edge. `marked`: places with a cross on the lowest row.
+    `lines`: points and style of each; a cell has the style of the last one in it. Values outside are drawn at the edge.
+    `marked`: places with a cross on the lowest row.
     """
     across, up = (2, 4) if glyphs.braille else (1, 1)
+    cells = [[(" ", "")] * width for _ in range(height)]
+    for points, style in lines:
+        for x, y in _dots_of(points, width * across, height * up, low, top):
+            sign = cells[y // up][x // across][0]
+            dot = _DOTS[x % across][y % up] if glyphs.braille else 0
+            cells[y // up][x // across] = (chr((0x2800 if sign == " " else ord(sign)) | dot) if dot else "*", style)
+    for at in marked:
+        cells[-1][min(max(int(at * width), 0), width - 1)] = (glyphs.cross, "bad")
+    return [merged(row) for row in cells]
+
+
+def _dots_of(
+    points: Sequence[tuple[float, float]], width: int, height: int, low: float, top: float
+) -> set[tuple[int, int]]:
+    """The dots of a line through `points`, of `width` x `height` dots, from the top left."""
     dots: set[tuple[int, int]] = set()
     before: tuple[int, int] | None = None
     for at, value in points:
         share = 0.0 if top <= low else min(max((value - low) / (top - low), 0.0), 1.0)
-        x, y = min(int(at * width * across), width * across - 1), round((1 - share) * (height * up - 1))
+        x, y = min(int(at * width), width - 1), round((1 - share) * (height - 1))
         begin_x, begin_y = before or (x, y)
         last_y = begin_y
         for column in range(begin_x, x + 1):
@@ -265,11 +281,4 @@ def curve(
             dots.update((column, row) for row in range(min(last_y, here), max(last_y, here) + 1))
             last_y = here
         before = x, y
-    cells = [[(" ", "")] * width for _ in range(height)]
-    for x, y in dots:
-        sign = cells[y // up][x // across][0]
-        dot = _DOTS[x % across][y % up] if glyphs.braille else 0
-        cells[y // up][x // across] = (chr((0x2800 if sign == " " else ord(sign)) | dot) if dot else "*", "bar")
-    for at in marked:
-        cells[-1][min(max(int(at * width), 0), width - 1)] = (glyphs.cross, "bad")
-    return [merged(row) for row in cells]
+    return dots

@@ -22,7 +22,7 @@ STALLED, ENDED = "stalled", "ended"
 
 _OUTPUT, _BATCH = Member("output", 4, grows=1), Member("batch", 9, grows=1)
 """Nine rows show the figures of panel 3, a history with its axis and the last step."""
-_DEVICES, _COMPARE, _PROGRESS = Member("devices", 4), Member("compare", 6), Member("progress", 4)
+_DEVICES, _COMPARE, _PROGRESS = Member("devices", 4), Member("compare", 6), Member("progress", 4, grows=1)
 _REPLICAS, _RANKS, _STANDING = Member("replicas", 5), Member("replicas", 7), Member("replicas", 7)
 _HAPPENED = Member("progress", 7, grows=1)
 
@@ -34,7 +34,7 @@ _OF_RANKS = Arrangement(
 )
 ARRANGEMENTS: Mapping[str, Arrangement] = {
     STARTING: Arrangement(
-        (_OUTPUT, _PROGRESS, _DEVICES),
+        (_OUTPUT, _PROGRESS._replace(grows=0), _DEVICES),
         one=("progress", "devices", "output"),
         two=(("progress", "devices"), "output"),
         three=(("progress", "devices"), "output"),

@@ -19,8 +19,7 @@ from dpmon.model.findings import findings
 from dpmon.model.run_facts import RunFacts
 from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.jsonl import as_json
-from dpmon.store.answers import LossBin, UnfitLoss
-from dpmon.store.queries import SMOOTHED
+from dpmon.store.answers import SMOOTHED, LossBin, UnfitLoss
 from dpmon.store.writer import KEPT_LOSSES, KEPT_OLDER
 
 LINE, OTHER = 3000, 3001

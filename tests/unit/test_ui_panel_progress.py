@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from situations import INFO, LOOK, MONO_ASCII, exit_of, facts_of, rows_text, text_of, with_process
+from stuck_ranks import stalled
 from synthetic import SECOND, Training
 
 from dpmon.model.finding import Finding
@@ -15,7 +16,7 @@ from dpmon.model.loss import LossCurve
 from dpmon.model.progress import Epoch, Progress
 from dpmon.model.state import State
 from dpmon.store.answers import LossBin, UnfitLoss
-from dpmon.ui.chart import curve
+from dpmon.ui.chart import curves
 from dpmon.ui.facts import Facts, View
 from dpmon.ui.look import ASCII, UNICODE
 from dpmon.ui.panels import panel_progress
@@ -145,9 +146,9 @@ def test_a_gan_has_a_curve_for_each_line() -> None:
 
 def test_a_curve_goes_through_its_points() -> None:
     points = [(0.0, 0.0), (0.5, 1.0), (0.99, 0.5)]
-    assert rows_text(curve(points, (), 4, 2, 0.0, 1.0, UNICODE)) == [" ⢠⠟⣆", "⣰⠋ ⠈"]
-    assert rows_text(curve(points, [0.25], 5, 3, 0.0, 1.0, ASCII)) == ["  ***", " ** *", "*x"]
-    assert rows_text(curve([(0.5, 7.0)], (), 5, 1, 7.0, 7.0, ASCII)) == ["  *"]
+    assert rows_text(curves([(points, "")], (), 4, 2, 0.0, 1.0, UNICODE)) == [" ⢠⠟⣆", "⣰⠋ ⠈"]
+    assert rows_text(curves([(points, "")], [0.25], 5, 3, 0.0, 1.0, ASCII)) == ["  ***", " ** *", "*x"]
+    assert rows_text(curves([([(0.5, 7.0)], "")], (), 5, 1, 7.0, 7.0, ASCII)) == ["  *"]
 
 
 # ------------------------------------------------------------------------------------------------ the header
@@ -164,6 +165,11 @@ def test_the_header_says_how_far_it_is_and_the_loss() -> None:
     assert narrow[1].startswith(" epoch 3 ·   412/1,563 · 2 min 10 s left ")
     assert "loss 0.412" in narrow[1]
     assert plain(status(found, 40, 3, LOOK)[1]).startswith(" epoch 3 ·   412/1,563  ")
+
+
+def test_the_header_of_a_stall_has_no_time_left() -> None:
+    found = with_process(stalled(2), progress=epochs())
+    assert "epoch 3 ·   412/1,563  ddp ×2" in plain(status(found, 140, 2, LOOK)[0])
 
 
 def test_the_figures_of_the_header_stand_still() -> None:

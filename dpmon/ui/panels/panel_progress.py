@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
+from math import exp, isfinite
 
 from dpmon.cleaning import clean
 from dpmon.model.loss import LossCurve
 from dpmon.model.progress import Epoch, Progress, left_words
+from dpmon.store.answers import SMOOTHED
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, count_of, duration_words, group, percent
-from dpmon.ui.chart import curve, filled_bar
+from dpmon.ui.chart import curves, filled_bar
 from dpmon.ui.facts import NAMES, SECOND, Facts
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, TableColumn, columns, lines, table_rows, width_of
@@ -21,6 +22,8 @@ _BAR = 10
 """Fewest cells for a bar."""
 _EPOCHS, _CURVE = 4, 5
 """Rows for past epochs with their heads, and for a chart of a loss, that the panel asks for."""
+_LOWEST = 3
+"""Past epochs leave this many rows for the chart of each loss."""
 _MODES = {
     "auto": "auto: follows the script and the options",
     "dp": "dp: replicas on several devices",
@@ -78,10 +81,10 @@ def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     if _starts(facts):
         return [row for label, text in _plan(facts) for row in _labelled(label, text, width)]
     rows = _findings(facts, width) if facts.over else []
-    room = height - len(rows) - bool(rows)
-    if rows and room > 2:
+    if rows and height - len(rows) > 1:
         rows.append([])
-    return [*rows, *_progress(facts, width, max(room, 2), look)] if room > 2 or not rows else rows
+    room = height - len(rows)
+    return [*rows, *_progress(facts, width, max(room, 2), look)] if room > 0 else rows
 
 
 def of_batches(found: Progress) -> str:
@@ -141,14 +144,15 @@ def _findings(facts: Facts, width: int) -> list[Row]:
 def _progress(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """The bar of the epoch, the losses with a chart each, and the past epochs as far as there is room."""
     found, curves = progress_in(facts), losses_in(facts)[: max((height - 1) // 2, 1)]
-    rows = _bar(found, width, look)
+    rows = [] if facts.over else _bar(found, width, look)
     room = height - len(rows) - len(curves)
     past = found.epochs[:-1]
-    listed = min(len(past) + 1, max(_EPOCHS, room // 3) if curves else room) if past and room > 2 else 0
+    listed = min(len(past) + 1, max(_EPOCHS, room // 3), room - _LOWEST * len(curves)) if past else 0
+    listed = listed if listed > 1 else 0
     each = max(room - listed, 0) // max(len(curves), 1)
     for one in curves:
         rows += _loss(facts, one, len(curves) > 1, width, each, look)
-    return [*rows, *_epochs(past, listed, look)] if listed > 1 else rows
+    return [*rows, *_epochs(past, listed, look)] if listed else rows
 
 
 def _bar(found: Progress, width: int, look: Look) -> list[Row]:
@@ -205,7 +209,8 @@ def _loss(facts: Facts, one: LossCurve, several: bool, width: int, height: int, 
     unfit = [
         (point.second - axis.begin_s) / length for point in one.points if point.unfit and point.second >= axis.begin_s
     ]
-    drawn = curve(places, unfit, room, 1 if beside else height, low, top, look.glyphs)
+    both = ((places, "dim"), (_smoothed(places), "bar"))
+    drawn = curves(both[beside:], unfit, room, 1 if beside else height, low, top, look.glyphs)
     if beside:
         return [[*head, *drawn[0]]]
     marks = {0: loss_span(top, 0)[0], len(drawn) - 1: loss_span(low, 0)[0]}
@@ -217,3 +222,13 @@ def _loss(facts: Facts, one: LossCurve, several: bool, width: int, height: int, 
         columns(head, [(since, "dim")] if width_of(head) + len(since) < width else [], width, look.glyphs.more),
         *rows,
     ]
+
+
+def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same places, each with the mean of the values up to it, in which newer ones weigh more."""
+    found: list[tuple[float, float]] = []
+    weights = total = 0.0
+    for at, value in points:
+        weights, total = weights * exp(-1 / SMOOTHED) + 1, total * exp(-1 / SMOOTHED) + value
+        found.append((at, total / weights))
+    return found

@@ -105,7 +105,8 @@ def _first(facts: Facts, alive: Life, parts: Sequence[_Part], width: int, look: 
     sign = {"good": look.glyphs.dot, "bad": look.glyphs.cross}.get(alive.style, look.glyphs.ring)
     sign = look.glyphs.square if alive.word == STALLED.upper() else sign
     state: Row = [*head, (f"{sign} {alive.word}", alive.style)]
-    detail: Row = [(f"{':' if alive.word == STARTING else ''} {alive.detail}", "dim")] if alive.detail else []
+    colon = ":" if alive.word in (STARTING, "ending") else ""
+    detail: Row = [(f"{colon} {alive.detail}", "dim")] if alive.detail else []
     if facts.stall is not None:
         state, detail = [*state, *detail], []
     room = width - len(brand) - min(span_width(facts.title), _NAME) - 4
@@ -153,7 +154,8 @@ def _figures(facts: Facts, look: Look) -> list[_Part]:
         left = "" if found.left_ns is None else f" {look.glyphs.middot} {left_words(found.left_ns, None)} left"
         if found.batch is not None and found.batch == found.batches:
             left = f" {look.glyphs.middot} took {duration_words(found.epochs[-1].took_ns)}"
-        parts = [_Part([*batches, (left.ljust(_LEFT), "")] if found.batches else batches, 2, batches)]
+        timed = found.batches is not None and facts.stall is None
+        parts = [_Part([*batches, (left.ljust(_LEFT), "")] if timed else batches, 2, batches)]
     if facts.stall is not None and not facts.over:  # the rates are of the time before the stall
         return parts
     rates_shown = [(rates.samples_per_s, " samples/s", 4), (rates.steps_per_s, " steps/s", 9)]

@@ -8,9 +8,9 @@ from itertools import chain
 
 from dpmon.cleaning import json_text
 from dpmon.cli.commands import as_text, written
-from dpmon.model.compare_gate import Threshold
+from dpmon.model.compare_gate import Threshold, judge, status_of
+from dpmon.model.compare_runs import compare_runs
 from dpmon.report.comparison import as_object, document, read
-from dpmon.report.comparison import compare as compare_sides
 from dpmon.report.page import page
 from dpmon.run.rundir import RunError
 from dpmon.run.runs import find_run
@@ -28,12 +28,13 @@ def compare(options: argparse.Namespace) -> int:
     if again:
         raise RunError(f"{again[0]} is given twice: a run counts once, on one side")
     before, after = ([read(directory) for directory in side] for side in directories)
-    found = compare_sides(before, after, thresholds, anyway=options.anyway)
+    found = compare_runs(before, after)
+    judgements = [judge(found, threshold, anyway=options.anyway) for threshold in thresholds]
     if options.html:
-        output = options.output or f"{before[0].run.name}-{after[0].run.name}.html"
-        written(page(document(found)), output, say=True)
+        output = options.output or f"{before[0].name}-{after[0].name}.html"
+        written(page(document(found, judgements)), output, say=True)
     elif options.json:
-        written(json_text(as_object(found), indent=1) + "\n", options.output)
+        written(json_text(as_object(found, judgements), indent=1) + "\n", options.output)
     else:
-        written(as_text(document(found), options.output), options.output)
-    return found.status
+        written(as_text(document(found, judgements), options.output), options.output)
+    return status_of(judgements)

@@ -21,11 +21,12 @@ from dpmon.cleaning import clean, json_text
 from dpmon.cli.commands import as_text, written
 from dpmon.cli.speak import speak
 from dpmon.errors import HistoryError
-from dpmon.model.compare_runs import ComparedFigure, range_of
+from dpmon.model.compare_runs import ComparedFigure, compare_runs, range_of
+from dpmon.model.compared_run import ComparedRun
 from dpmon.model.finding import data_share, faster, gained
 from dpmon.model.run_facts import RunFacts
 from dpmon.report.collect import facts_of
-from dpmon.report.comparison import ReadRun, compare, read
+from dpmon.report.comparison import read
 from dpmon.report.document import Document, Paragraph, Section, Table
 from dpmon.run.condition import run_state
 from dpmon.run.rundir import RunError, load_info
@@ -65,14 +66,14 @@ def try_changes(options: argparse.Namespace) -> int:
     """Run the trials and print what each of them brought. Returns 1 if the unchanged command has no step."""
     bench = _Bench(options)
     base = Trial(_BASE, "nothing")
-    runs: dict[str, list[ReadRun]] = {_BASE: []}
+    runs: dict[str, list[ComparedRun]] = {_BASE: []}
     first = bench.run(base, 1)
     with open_store(first) as store:
         facts = facts_of(store, first, run_state(first, load_info(first))[1])
         trials, absent = plan(facts, tuple(options.words), os.environ.get("OMP_NUM_THREADS"))
     runs[_BASE].append(read(first))
-    if runs[_BASE][0].run.mode is None:
-        raise RunError(f"no step was traced in {runs[_BASE][0].run.name}: there is nothing to try")
+    if runs[_BASE][0].mode is None:
+        raise RunError(f"no step was traced in {runs[_BASE][0].name}: there is nothing to try")
     asked = options.only or [trial.name for trial in trials]
     for name in asked:
         if name not in {trial.name for trial in trials}:
@@ -84,7 +85,7 @@ def try_changes(options: argparse.Namespace) -> int:
         order = [*([base] if turn > 1 else []), *trials]
         for trial in order if turn % 2 else reversed(order):
             runs.setdefault(trial.name, []).append(read(bench.run(trial, turn)))
-    found = [Result(trial, compare(runs[_BASE], runs[trial.name]).found.compared.get(trial.figure)) for trial in trials]
+    found = [Result(trial, compare_runs(runs[_BASE], runs[trial.name]).compared.get(trial.figure)) for trial in trials]
     written(
         _json(found, runs, absent) if options.json else as_text(_document(found, runs, absent, options), None), None
     )
@@ -201,7 +202,7 @@ class Result(NamedTuple):
 
 
 def _document(
-    found: Sequence[Result], runs: dict[str, list[ReadRun]], absent: dict[str, str], options: argparse.Namespace
+    found: Sequence[Result], runs: dict[str, list[ComparedRun]], absent: dict[str, str], options: argparse.Namespace
 ) -> Document:
     base = runs[_BASE][0]
     head = ("trial", _BASE, "changed", "rate", "promised")
@@ -222,11 +223,11 @@ def _document(
         f"{options.rounds} runs of {options.steps} steps for each, in turn; dpmon ls lists them.",
         "These runs changed the computation: their results are not those of the training.",
     ]
-    title = f"trials of {clean(base.info.script, 200)}"
-    return Document(title, base.run.name, "tried", "", facts, tuple(one for one in sections if one.parts))
+    title = f"trials of {clean(base.set_up['script'] or '', 200)}"
+    return Document(title, base.name, "tried", "", facts, tuple(one for one in sections if one.parts))
 
 
-def _json(found: Sequence[Result], runs: dict[str, list[ReadRun]], absent: dict[str, str]) -> str:
+def _json(found: Sequence[Result], runs: dict[str, list[ComparedRun]], absent: dict[str, str]) -> str:
     def row(each: Result) -> dict[str, Any]:
         told = None if each.row is None else each.row.change
         return {
@@ -234,9 +235,9 @@ def _json(found: Sequence[Result], runs: dict[str, list[ReadRun]], absent: dict[
             "changes": each.trial.changes,
             "figure": each.trial.figure,
             "saves": each.trial.saves,
-            "runs": [one.run.name for one in runs[each.trial.name]],
+            "runs": [one.name for one in runs[each.trial.name]],
             **{name: getattr(told, name, None) for name in ("ratio", "low", "high", "least", "most")},
         }
 
-    names = [one.run.name for one in runs[_BASE]]
+    names = [one.name for one in runs[_BASE]]
     return json_text({"schema": SCHEMA, "runs": names, "trials": [*map(row, found)], "absent": absent}, indent=1) + "\n"

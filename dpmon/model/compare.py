@@ -414,7 +414,7 @@ def _reason_text(found: Comparison) -> str:
         return ""
     if reason.phase in COPIES:
         return f"{reason.phase} takes {_of_step(found, reason)}"
-    dp, single = _duration_or_none(reason.dp_ns), _duration_or_none(reason.single_ns)
+    dp, single = duration_or_none(reason.dp_ns), duration_or_none(reason.single_ns)
     if reason.phase == "forward":
         # The names in panel 3. This includes starting the threads, so it is more than the forward of any replica.
         text = f"parallel_apply and the forward rest take {dp} against {single} of forward on one device"
@@ -436,5 +436,6 @@ def _of_step(found: Comparison, reason: Reason) -> str:
 _PHRASES = {"data": "waiting for data", "other": "the script's own work"}
 
 
-def _duration_or_none(ns: float | None) -> str:
+def duration_or_none(ns: float | None) -> str:
+    """A duration; "none" for a phase that did not run."""
     return "none" if ns is None else duration(ns)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from dpmon.model.compare_runs import RUN_FIGURES, STEP_FIGURES, RunComparison, signed
+from dpmon.model.compare_runs import NOT_COMPARABLE, RunComparison, sentence, signed
+from dpmon.model.compared_run import RUN_FIGURES, STEP_FIGURES
 
 SLOWER, NOT_SLOWER, INCONCLUSIVE = 4, 0, 3
 """Exit statuses."""
@@ -34,9 +35,9 @@ class Judgement(NamedTuple):
     text: str
 
 
-def judge(found: RunComparison, threshold: Threshold, unlike: Sequence[str] = ()) -> Judgement:
-    """Judge one figure. `unlike`: the differences that make the runs not comparable."""
-    name = "memory" if threshold.figure == "memory" else threshold.figure
+def judge(found: RunComparison, threshold: Threshold, *, anyway: bool = False) -> Judgement:
+    """Judge one figure. `anyway`: also of runs that are not comparable."""
+    name = threshold.figure
     if name == "memory" and name not in found.compared:
         name = "host_memory"
     label = next(figure.label.strip() for figure in (*STEP_FIGURES, *RUN_FIGURES) if figure.name == name)
@@ -46,7 +47,8 @@ def judge(found: RunComparison, threshold: Threshold, unlike: Sequence[str] = ()
         word = outcome if name not in ("memory", "host_memory") else outcome.replace("slower", "larger")
         return Judgement(threshold, outcome, f"{word} ({label}, limit {limit}): {why}")
 
-    if unlike:
+    unlike = [f"{what} ({a}, {b})" for what, a, b in found.differences if what in NOT_COMPARABLE]
+    if unlike and not anyway:
         return judgement("inconclusive", f"not comparable: {', '.join(unlike)}; --anyway compares them")
     row = found.compared.get(name)
     if found.missing is not None or row is None:
@@ -65,3 +67,8 @@ def judge(found: RunComparison, threshold: Threshold, unlike: Sequence[str] = ()
 def status_of(judgements: Sequence[Judgement]) -> int:
     """The exit status: 4 if a figure grew too much, else 3 if one is inconclusive, else 0."""
     return max((_STATUS[one.outcome] for one in judgements), default=0)
+
+
+def outcome(found: RunComparison, judgements: Sequence[Judgement]) -> str:
+    """The judgements, or without any the result of the comparison, in a sentence."""
+    return "; ".join(one.text for one in judgements) or sentence(found)

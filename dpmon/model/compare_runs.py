@@ -8,172 +8,42 @@ pause or a stall, are left out.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from statistics import median
 from typing import NamedTuple
 
-from dpmon.model.compare import CERTAIN, MIN_STEPS, StepKind, by_phase, common_kind, most_changed, settled_kind, unlike
+from dpmon.model.compare import (
+    CERTAIN,
+    MIN_STEPS,
+    StepKind,
+    by_phase,
+    common_kind,
+    duration_or_none,
+    most_changed,
+    unlike,
+)
 from dpmon.model.compare_samples import Change, change, least_chance
-from dpmon.model.json_fields import ms
-from dpmon.model.pauses import any_paused
-from dpmon.model.run_facts import RunFacts
-from dpmon.model.stragglers import sentence as straggler_sentence
-from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_PHASES, device_series
+from dpmon.model.compared_run import RUN_FIGURES, STEP_FIGURES, ComparedRun, Figure
+from dpmon.record.schema import STEP
 from dpmon.store.figures import figures
 from dpmon.store.quantiles import fine_median
 from dpmon.store.tally import Tally
-from dpmon.text.quantities import UNKNOWN, compact, count_of, duration, memory, times
+from dpmon.text.quantities import UNKNOWN, count_of, percent, times
 
 SIDES = ("A", "B")
-_STRETCHES = 20
-"""Most stretches into which the steps of a run are divided."""
-
-
-class Figure(NamedTuple):
-    """What is compared: its name in JSON, its name in a table, its unit (ns, bytes or "/s"), its series in tallies."""
-
-    name: str
-    label: str
-    unit: str = "ns"
-    series: str | None = None
-
-    def as_fields(self, **values: Sequence[float | None]) -> dict[str, object]:
-        """The unit and lists of values for JSON, with times in ms."""
-        if self.unit != "ns":
-            return {"unit": self.unit, **values}
-        return {"unit": "ms", **{name: [ms(value) for value in each] for name, each in values.items()}}
-
-    def text(self, value: float | None) -> str:
-        """A value in words."""
-        return duration(value) if self.unit == "ns" else memory(value) if self.unit == "bytes" else compact(value)
-
-
-def _of_step() -> list[Figure]:
-    found = [Figure(STEP, STEP, series=STEP)]
-    for name in STEP_PHASES:
-        parts = [phase.name for phase in PHASES if phase.of_call] if name == "forward" else []
-        for each in (name, *parts):
-            indent = "  " * (1 + (each != name))
-            found.append(Figure(each, indent + each, series=each))
-            found.append(Figure(f"{each}_device", f"{indent}  on device", series=device_series(each)))
-    return found
-
-
-STEP_FIGURES = tuple(_of_step())
-"""Medians of times."""
-RUN_FIGURES = (
-    Figure("samples_per_s", "samples/s", "/s"),
-    Figure("steps_per_s", "steps/s", "/s"),
-    Figure("memory", "peak memory of torch", "bytes"),
-    Figure("host_memory", "peak memory of the host", "bytes"),
-    Figure("exposed", "exposed communication"),
-    Figure("wait", "wait for the slowest rank"),
-    Figure("evaluation_step", "step of evaluation"),
-    Figure("evaluation", "evaluation in all"),
-    Figure("startup", "start-up"),
-)
-"""A number for each run, all of its steps included."""
-_SERIES = (REST, *(figure.series for figure in STEP_FIGURES if figure.series is not None))
-
-
-@dataclass(frozen=True)
-class ComparedRun:
-    """What a comparison needs of one run."""
-
-    name: str
-    mode: str | None
-    """The mode with most steps; None without steps."""
-    rows: Sequence[tuple[StepKind, Tally]]
-    """The tallies of the steps of its representative process, without those left out, in order of time."""
-    stretch_s: int
-    """Seconds in each of `rows`."""
-    interrupted_steps: int
-    """Steps left out because of a pause or a stall in the same stretch."""
-    values: Mapping[str, float]
-    """The known ones of RUN_FIGURES."""
-    straggler: str | None
-    """The rank that the others wait for, in a sentence."""
-
-    @cached_property
-    def kinds(self) -> Counter[StepKind]:
-        """Number of comparable steps by kind."""
-        found: Counter[StepKind] = Counter()
-        for kind, tally in self.rows:
-            found[kind] += tally.steps
-        return found
-
-    def steps(self, kind: StepKind | None) -> Tally:
-        """All steps of one kind; None: no step."""
-        whole = Tally()
-        for each, tally in self.rows:
-            if each == kind:
-                whole.merge(tally)
-        return whole
-
-    def stretches(self, kind: StepKind) -> list[Tally]:
-        """The steps of one kind in order of time: up to _STRETCHES tallies with about as many steps each."""
-        found: list[Tally] = []
-        for tally in (tally for each, tally in self.rows if each == kind):
-            if not found or found[-1].steps >= self.kinds[kind] / _STRETCHES:
-                found.append(Tally())
-            found[-1].merge(tally)
-        if len(found) > 1 and found[-1].steps < self.kinds[kind] / _STRETCHES:
-            last = found.pop()
-            found[-1].merge(last)
-        return found
-
-
-def read_run(name: str, facts: RunFacts) -> ComparedRun:
-    """Read a run while its store is open."""
-    there = [mode for mode, evaluation in facts.window.modes if not evaluation]
-    usual = max(there, key=lambda mode: facts.window.tally(mode, settled=True).steps, default=None)
-    rows: list[tuple[StepKind, Tally]] = []
-    interrupted = 0
-    if usual is not None:
-        until = facts.until_ns
-        # A step ends, and counts, up to a second after its stall.
-        apart = [
-            (one.since_ns, (until if one.end_ns is None else one.end_ns) + SECOND) for one in facts.announced.stalls
-        ]
-        apart += any_paused(facts.pauses, until)
-        read = facts.store.tally_rows(process=facts.shown(usual, False), widest=facts.stretch_s, series=_SERIES)
-        for at, width, key, tally in read:
-            kind = settled_kind(key)
-            if kind is None or key.mode != usual:
-                continue
-            if any(begin < (at + width) * SECOND and at * SECOND < end for begin, end in apart):
-                interrupted += tally.steps
-            else:
-                rows.append((kind, tally))
-    slow = None if facts.communication is None else facts.communication.straggler
-    told = None if slow is None else straggler_sentence(slow, lately=False)
-    return ComparedRun(name, usual, rows, facts.stretch_s, interrupted, _values(facts, usual), told)
-
-
-def _values(facts: RunFacts, mode: str | None) -> dict[str, float]:
-    rate = None if mode is None else facts.window.rate(mode)
-    peaks = [row.peak for row in facts.memory if row.peak is not None]
-    host, communicated = facts.samples.host, facts.communication
-    steps = [one.median_ns for one in facts.evaluations if one.mode == mode]
-    found = {
-        "samples_per_s": None if rate is None else rate.samples_per_s,
-        "steps_per_s": None if rate is None or rate.samples_per_s is not None else rate.steps_per_s,
-        "memory": max(peaks, default=None),
-        "host_memory": None if host is None else host.mem_run_max,
-        "exposed": None if communicated is None else communicated.exposed_ns,
-        "wait": None if communicated is None else communicated.wait_ns,
-        "evaluation_step": next(iter(steps), None),
-        "evaluation": facts.spent.get("evaluation") or None,
-        "startup": facts.spent.get("startup"),
-    }
-    return {name: float(value) for name, value in found.items() if value is not None}
+NOT_COMPARABLE = ("arguments", "mode", "ranks", "devices", "hardware", "samples a step")
+"""Differences with which a threshold does not judge runs."""
+MEASURED: Mapping[str, tuple[float, Callable[[float], str]]] = {
+    "clock of the GPUs": (30.0, "{:.0f} MHz".format),
+    "throttled": (0.05, percent),
+    "processors busy with other work": (0.5, "{:.1f}".format),
+}
+"""Conditions that were measured: the smallest difference to show, and its words."""
 
 
 class ComparedFigure(NamedTuple):
-    """One figure on both sides, with a value for each run; `missing`: why there is no ratio, or no bound for it."""
+    """One figure on both sides, with a value for each run; `missing`: why there is no ratio, or no interval."""
 
     figure: Figure
     values: tuple[Sequence[float | None], Sequence[float | None]]
@@ -195,6 +65,8 @@ class RunComparison:
     """The compared steps."""
     missing: str | None
     """Why steps are not compared."""
+    differences: Sequence[tuple[str, str, str]]
+    """What differs, and how it is on both sides."""
     compared: Mapping[str, ComparedFigure]
     """By name, those of STEP_FIGURES and RUN_FIGURES that are known on a side."""
     reason: tuple[str, float | None, float | None] | None
@@ -227,7 +99,7 @@ def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) ->
         sides = values[:split], values[split:]
         found[figure.name] = _compared(figure, sides, medians, runs[0].stretch_s if pair else None)
     reason = _reason(found.get(STEP), wholes[:split], wholes[split:])
-    return RunComparison((before, after), kind, missing, found, reason)
+    return RunComparison((before, after), kind, missing, differences(before, after), found, reason)
 
 
 def known_figures(
@@ -241,6 +113,20 @@ def known_figures(
             values = [whole.median(figure.series) for whole in wholes]
         if any(value is not None for value in values):
             yield figure, values
+
+
+def differences(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) -> list[tuple[str, str, str]]:
+    """What differs between two sides, and how it is on each."""
+    found = []
+    for what in before[0].set_up:
+        sides = [dict.fromkeys(value for one in side if (value := one.set_up[what])) for side in (before, after)]
+        if len(sides[0] | sides[1]) > 1 or (what == "state" and [*sides[0]] != ["finished"]):
+            found.append((what, ", ".join(sides[0]) or UNKNOWN, ", ".join(sides[1]) or UNKNOWN))
+    for what, (least, words) in MEASURED.items():
+        values = [[one.measured[what] for one in side if what in one.measured] for side in (before, after)]
+        if all(values) and abs(median(values[0]) - median(values[1])) >= least:
+            found.append((what, words(median(values[0])), words(median(values[1]))))
+    return found
 
 
 def _missing(runs: Sequence[ComparedRun], kind: StepKind | None) -> str | None:
@@ -269,23 +155,25 @@ def _compared(
     for side, each in zip(SIDES, values, strict=True):
         unknown = sum(value is None for value in each)
         if unknown:
-            which = "" if len(each) == 1 else f" of {unknown} of {len(each)} runs"
-            return ComparedFigure(figure, values, None, f"unknown{which} in {side}")
+            which = "" if len(each) == 1 else f"{unknown} of {len(each)} runs of "
+            return ComparedFigure(figure, values, None, f"none in {which}{side}")
     before, after = medians or [[value or 0.0 for value in side] for side in values]
     if min(*before, *after) <= 0:
         return ComparedFigure(figure, values, None, "there is no ratio to nothing")
     stretched = medians is not None and stretch_s is not None
     found = change(before, after, in_order=stretched, exact=medians is None)
     missing = None
-    if found.least is None:
-        counts = f"{len(before)} against {len(after)}"
-        if stretched:
-            missing = f"the runs are too short: {counts} stretches of {stretch_s} s"
+    if found.low is None:
+        counts, of = f"{len(before)} against {len(after)}", f"stretches of {stretch_s} s" if stretched else "runs"
+        if found.least is not None:
+            missing = f"{counts} {of} have no 95 % interval"
+        elif stretched:
+            missing = f"the runs are too short: {counts} {of}"
         elif len(before) == len(after) == 1:
             missing = "one value a side has no interval"
         else:
             often = round(1 / least_chance(len(before), len(after)))
-            missing = f"{counts} runs are too few: by chance alone, one order in {often} puts a whole side on top"
+            missing = f"{counts} {of} are too few: by chance alone, one order in {often} puts a whole side on top"
     return ComparedFigure(figure, values, found, missing)
 
 
@@ -330,8 +218,7 @@ def sentence(found: RunComparison) -> str:
         return f"inconclusive: {found.missing or 'no step was timed'}"
     told = step.change
     if told is None or told.low is None:
-        why = step.missing or " against ".join(str(len(side)) for side in found.sides) + " runs have no 95 % interval"
-        return f"inconclusive: {why}" + (
+        return f"inconclusive: {step.missing}" + (
             "" if told is None else f"; B's step takes {signed(told.ratio)}, {range_of(told)}"
         )
     a, b = (step.figure.text(step.typical(side)) for side in (0, 1))
@@ -343,7 +230,7 @@ def sentence(found: RunComparison) -> str:
     text += f" (95 % interval {range_of(told)})"
     if found.reason is not None:
         name, old, new = found.reason
-        text += f"; most of the change is in {name}: {duration(new)} against {duration(old)}"
+        text += f"; most of the change is in {name}: {duration_or_none(new)} against {duration_or_none(old)}"
     return text
 
 

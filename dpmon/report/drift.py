@@ -12,8 +12,9 @@ from statistics import median
 
 from dpmon.errors import HistoryError
 from dpmon.model.compare import MIN_STEPS, common_kind
-from dpmon.model.compare_runs import Figure, known_figures, signed
-from dpmon.report.comparison import NOT_COMPARABLE, SCHEMA, ReadRun, read
+from dpmon.model.compare_runs import NOT_COMPARABLE, known_figures, signed
+from dpmon.model.compared_run import ComparedRun, Figure
+from dpmon.report.comparison import SCHEMA, read
 from dpmon.report.document import Document, Section, Table
 from dpmon.report.text import BARS
 from dpmon.run.rundir import RunError
@@ -31,7 +32,7 @@ class Drift:
     """The comparable runs of a script, oldest first, with the values of each known figure."""
 
     script: str
-    runs: Sequence[ReadRun]
+    runs: Sequence[ComparedRun]
     figures: Sequence[tuple[Figure, Sequence[float | None]]]
     left_out: Counter[str]
     """Number of runs left out, by reason."""
@@ -43,12 +44,12 @@ def drift(script: str) -> Drift:
     if not found:
         raise RunError(f"there is no run of {script}; `dpmon ls` lists the runs")
     left_out: Counter[str] = Counter({"older": max(len(found) - MOST_RUNS, 0)})
-    runs: list[ReadRun] = []
+    runs: list[ComparedRun] = []
     for directory in reversed(found[-MOST_RUNS:]):
         one = None
         with suppress(HistoryError, RunError):
             one = read(directory)
-        if one is None or max(one.run.kinds.values(), default=0) < MIN_STEPS:
+        if one is None or max(one.kinds.values(), default=0) < MIN_STEPS:
             left_out["unreadable" if one is None else f"with fewer than {MIN_STEPS} steps"] += 1
             continue
         unlike = [what for what in NOT_COMPARABLE if runs and one.set_up[what] not in (None, runs[0].set_up[what])]
@@ -57,8 +58,8 @@ def drift(script: str) -> Drift:
         else:
             runs.append(one)
     runs.reverse()
-    kind = common_kind(one.run.kinds for one in runs) if runs else None
-    known = known_figures([one.run for one in runs], [one.run.steps(kind) for one in runs])
+    kind = common_kind(one.kinds for one in runs) if runs else None
+    known = known_figures(runs, [one.steps(kind) for one in runs])
     return Drift(script, runs, list(known), +left_out)
 
 
@@ -70,7 +71,7 @@ def document(found: Drift) -> Document:
         ends = [figure.text(value) for value in (median(known), values[0], values[-1])]
         change = signed(values[-1] / values[0]) if values[0] and values[-1] else UNKNOWN
         rows.append((figure.label, *ends, change, bars(values)))
-    days = [time.strftime("%Y-%m-%d %H:%M", time.localtime(one.info.started_unix)) for one in found.runs]
+    days = [time.strftime("%Y-%m-%d %H:%M", time.localtime(one.started_unix)) for one in found.runs]
     outcome = f"{days[0]} to {days[-1]}" if days else "no run has enough steps"
     facts = [f"left out: {', '.join(f'{count} {why}' for why, count in found.left_out.items())}"]
     head = ("", "median", "oldest", "newest", "change", "oldest to newest")
@@ -95,7 +96,7 @@ def as_object(found: Drift) -> dict[str, object]:
     return {
         "schema": SCHEMA,
         "script": found.script,
-        "runs": [{"id": one.info.id, "started_unix": one.info.started_unix} for one in found.runs],
+        "runs": [{"id": one.id, "started_unix": one.started_unix} for one in found.runs],
         "left_out": dict(found.left_out),
         "figures": {figure.name: figure.as_fields(values=values) for figure, values in found.figures},
     }

@@ -21,8 +21,9 @@ from pathlib import Path
 from statistics import median
 
 from dpmon.model.compare_gate import Threshold, judge
-from dpmon.model.compare_runs import STEP_FIGURES, ComparedFigure, RunComparison
+from dpmon.model.compare_runs import ComparedFigure, RunComparison
 from dpmon.model.compare_samples import change
+from dpmon.model.compared_run import STEP_FIGURES
 
 NOISE, SLOW_STEPS, STRETCHES, RESAMPLED = 0.05, 0.02, 20, 400
 
@@ -97,7 +98,7 @@ def of_groups(chance: random.Random, times: int) -> None:
         for _ in range(times):
             told = change(runs(chance, count, spread, 1.0), runs(chance, count, spread, 1 + slower))
             row = ComparedFigure(STEP_FIGURES[0], ([1.0], [1.0]), told)
-            found = RunComparison(([], []), None, None, {"step": row}, None)
+            found = RunComparison(([], []), None, None, [], {"step": row}, None)
             outcomes[judge(found, Threshold("step", 0.05)).outcome] += 1
             signs += told.sign != 0
         shares = [f"{outcomes[name] / times:.1%}" for name in ("slower", "not slower", "inconclusive")]
@@ -113,14 +114,15 @@ def of_time(count: int) -> None:
         from kept import keep
         from synthetic import SECOND, Training
 
-        from dpmon.report.comparison import as_object, compare, read
+        from dpmon.model.compare_runs import compare_runs
+        from dpmon.report.comparison import as_object, read
 
         directories = []
         for seed in (1, 2):
             training = Training(mode="single", step_ns=SECOND // 100, seed=seed)
             directories.append(keep({0: [*training.begin(), *training.run(count)]}, seconds=training.now / SECOND))
         began = time.perf_counter()
-        as_object(compare(*([read(directory)] for directory in directories)))
+        as_object(compare_runs(*([read(directory)] for directory in directories)))
         print(f"comparing two runs of {count:,} steps takes {time.perf_counter() - began:.2f} s")
 
 

@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_compare_runs.py [--work wait] [--runs 24] [--slower 12] [--state DIRECTORY]
 
 Runs of the script, and runs in which each step does `factor` times the work, take turns. The work of a step is a wait
-of 10 ms, as for a GPU, or multiplications, which other programs on the same processors slow down. Then pairs of groups
+of 50 ms, as for a GPU, or multiplications, which other programs on the same processors slow down. Then pairs of groups
 are drawn: both of equal runs (a difference is a false alarm), and one of each (no difference is a miss). A group has
 runs from any time, as if its runs had taken turns with those of the other. The draws overlap, so they are not
 independent. With --state, the runs are kept there, and those that are there already are not run again.
@@ -21,8 +21,10 @@ from collections import Counter
 from pathlib import Path
 from statistics import median
 
-from dpmon.model.compare_gate import Threshold
-from dpmon.report.comparison import ReadRun, compare, read
+from dpmon.model.compare_gate import Threshold, judge
+from dpmon.model.compare_runs import compare_runs
+from dpmon.model.compared_run import ComparedRun
+from dpmon.report.comparison import read
 from dpmon.run.runs import list_runs
 
 SCRIPT = """\
@@ -37,7 +39,7 @@ for step in range(int(os.environ["STEPS"])):
     optimizer.zero_grad()
     found = torch.randn(64, 256)
     if os.environ["KIND"] == "wait":
-        time.sleep(0.01 * work)
+        time.sleep(0.05 * work)
     else:
         for _ in range(round(40 * work)):
             found = torch.tanh(found @ weight)
@@ -68,7 +70,9 @@ def make(place: Path, kind: str, runs: int, slower: int, factor: float, steps: i
     print(file=sys.stderr)
 
 
-def drawn(chance: random.Random, first: list[ReadRun], second: list[ReadRun] | None, times: int) -> Counter[str]:
+def drawn(
+    chance: random.Random, first: list[ComparedRun], second: list[ComparedRun] | None, times: int
+) -> Counter[str]:
     """Return the outcomes of comparisons of groups; `second` None: both groups are of `first`."""
     found: Counter[str] = Counter()
     for _ in range(times):
@@ -77,10 +81,10 @@ def drawn(chance: random.Random, first: list[ReadRun], second: list[ReadRun] | N
             before, after = both[:SIDE], both[SIDE:]
         else:
             before, after = chance.sample(first, SIDE), chance.sample(second, SIDE)
-        result = compare(before, after, [Threshold("step", LIMIT)])
-        step = result.found.compared["step"]
+        result = compare_runs(before, after)
+        step = result.compared["step"]
         assert step.change is not None
-        found[result.judgements[0].outcome] += 1
+        found[judge(result, Threshold("step", LIMIT)).outcome] += 1
         found[{1: "shown slower", -1: "shown faster", 0: "not shown"}[step.change.sign]] += 1
     return found
 
@@ -93,8 +97,8 @@ def main() -> None:
     add("--runs", type=int, default=24, help="equal runs (default: 24)")
     add("--slower", type=int, default=12, help="slower runs (default: 12)")
     add("--factor", type=float, default=1.1, help="work of a step of the slower runs (default: 1.1)")
-    add("--steps", type=int, default=500, help="steps of a run (default: 500)")
-    add("--draws", type=int, default=200, help="pairs of groups (default: 200)")
+    add("--steps", type=int, default=100, help="steps of a run (default: 100)")
+    add("--draws", type=int, default=1000, help="pairs of groups (default: 1000)")
     add("--state", type=Path, help="where the runs are kept")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -103,13 +107,13 @@ def main() -> None:
         os.environ["XDG_STATE_HOME"] = str(place)
         make(place, options.work, options.runs, options.slower, options.factor, options.steps)
         every = [read(directory) for directory, _ in list_runs()]
-        equal, slow = ([one for one in every if one.info.name.startswith(name)] for name in ("equal", "slow"))
+        equal, slow = ([one for one in every if one.name.startswith(name)] for name in ("equal", "slow"))
         chance = random.Random(1)
         for title, sides in (("equal runs", (equal, None)), (f"work times {options.factor:g}", (equal, slow))):
             found = drawn(chance, *sides, options.draws)
             print(f"{title}, five against five, {options.draws} draws: {dict(sorted(found.items()))}")
         for title, group in (("equal", equal), ("slower", slow)):
-            steps = [compare([one], [one]).found.compared["step"].typical(0) or 0.0 for one in group]
+            steps = [compare_runs([one], [one]).compared["step"].typical(0) or 0.0 for one in group]
             print(f"{title}: {len(steps)} runs, median step {min(steps) / 1e6:.2f} to {max(steps) / 1e6:.2f} ms,")
             print(f"  median of all {median(steps) / 1e6:.2f} ms; load {os.getloadavg()[0]:.1f} now")
 

@@ -9,20 +9,23 @@ import sqlite3
 from contextlib import closing
 from math import comb, exp, sqrt
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from joined import joined_rows
 from kept import keep
 from synthetic import SECOND, Training, device_event, host_event, pause_event
 from test_json_documented import check
 
 from dpmon.cli.main import main
-from dpmon.model.compare_gate import Threshold
-from dpmon.model.compare_runs import sentence
+from dpmon.model.compare_gate import Judgement, Threshold, judge, outcome, status_of
+from dpmon.model.compare_runs import RunComparison, compare_runs, sentence
 from dpmon.model.compare_samples import _chances, change
 from dpmon.record.kinds import Event
-from dpmon.report.comparison import RunsCompared, as_object, compare, document, read
+from dpmon.report.comparison import as_object, document, read
 from dpmon.report.page import page
 from dpmon.report.text import text_lines
+from dpmon.run.rundir import load_info
 from dpmon.run.runs import short_name
 
 # ------------------------------------------------------------------------------------------------ statistics
@@ -109,8 +112,28 @@ def a_run(
     return keep(rows, seconds=training.now / SECOND, **about)  # type: ignore[arg-type]
 
 
-def compared(before: list[Path], after: list[Path], *limits: Threshold, anyway: bool = False) -> RunsCompared:
-    return compare([read(one) for one in before], [read(one) for one in after], limits, anyway=anyway)
+class Judged(NamedTuple):
+    """A comparison with its judgements."""
+
+    found: RunComparison
+    judgements: list[Judgement]
+
+    @property
+    def outcome(self) -> str:
+        return outcome(*self)
+
+    @property
+    def status(self) -> int:
+        return status_of(self.judgements)
+
+
+def compared(before: list[Path], after: list[Path], *limits: Threshold, anyway: bool = False) -> Judged:
+    found = compare_runs([read(one) for one in before], [read(one) for one in after])
+    return Judged(found, [judge(found, limit, anyway=anyway) for limit in limits])
+
+
+def text_of(found: Judged, width: int = 100) -> str:
+    return "\n".join(text_lines(document(*found), width))
 
 
 def test_a_pair_tells_how_much_which_phase_and_for_whom(state: Path) -> None:
@@ -128,7 +151,7 @@ def test_a_pair_tells_how_much_which_phase_and_for_whom(state: Path) -> None:
         r" most of the change is in data: 1\d\.\d ms against 2\.\d\d ms",
         found.outcome,
     )
-    text = "\n".join(text_lines(document(found), 100))
+    text = text_of(found)
     assert "this speaks for this pair only" in text
     assert "WHAT DIFFERS\n  nothing that dpmon knows" in text
     assert re.search(r"\n    optimizer .* ms +~ ", text)
@@ -139,12 +162,12 @@ def test_several_runs_a_side_tell_how_much_equal_runs_differ(state: Path) -> Non
     b = [a_run(seed + 9, slow=1.1, started_unix=1.7e9 + 2 * seed + 1) for seed in range(5)]
     found = compared(a, b)
     assert found.outcome.startswith("B is slower")
-    text = " ".join(" ".join(text_lines(document(found))).split())
+    text = " ".join(" ".join(text_lines(document(*found))).split())
     assert re.search(r"Equal runs differ \(slowest against fastest median step\): A by [01]\.\d %, B by [01]\.", text)
     assert "pair only" not in text
     assert "in turn" not in text
     later = compared(a[:3], [a_run(9, started_unix=1.8e9)])
-    assert "run them in turn" in " ".join(" ".join(text_lines(document(later))).split())
+    assert "run them in turn" in " ".join(" ".join(text_lines(document(*later))).split())
     assert later.outcome.startswith("inconclusive: 3 against 1 runs are too few")
     equal = compared(a[::2], b[:0] + a[1::2])
     assert equal.outcome.startswith("inconclusive: 3 against 2 runs are too few: by chance alone, one order in 10")
@@ -153,7 +176,7 @@ def test_several_runs_a_side_tell_how_much_equal_runs_differ(state: Path) -> Non
 def test_the_same_runs_give_the_same_answer(state: Path) -> None:
     a, b = a_run(1), a_run(2)
     found = compared([a], [b])
-    assert json.dumps(as_object(found)) == json.dumps(as_object(compared([a], [b])))
+    assert json.dumps(as_object(*found)) == json.dumps(as_object(*compared([a], [b])))
     assert found.outcome.startswith("no difference shows")
     assert found.status == 0
 
@@ -164,13 +187,13 @@ def test_settling_steps_and_those_near_a_pause_or_a_stall_are_left_out(state: Pa
         read(a_run(1)),
         read(a_run(1, events=[Event("stall", stall), pause_event(5.2, 60), pause_event(5.8, 60, 0.6)])),
     )
-    assert quiet.run.interrupted_steps == 0
-    assert sum(quiet.run.kinds.values()) == 400 - 5
-    left = sum(disturbed.run.kinds.values())
-    assert 60 <= disturbed.run.interrupted_steps <= 120  # 4 to 5 seconds with 20 steps
-    assert left + disturbed.run.interrupted_steps == 400 - 5
+    assert quiet.interrupted_steps == 0
+    assert sum(quiet.kinds.values()) == 400 - 5
+    left = sum(disturbed.kinds.values())
+    assert 60 <= disturbed.interrupted_steps <= 120  # 4 to 5 seconds with 20 steps
+    assert left + disturbed.interrupted_steps == 400 - 5
     assert "steps near a pause or a stall are left out" in "\n".join(
-        text_lines(document(compare([quiet], [disturbed])), 100)
+        text_lines(document(compare_runs([quiet], [disturbed])), 100)
     )
 
 
@@ -180,14 +203,14 @@ def test_differences_come_first(state: Path) -> None:
     one = a_run(1, events=usual)
     other = a_run(2, events=device, command=("python", "linear.py", "--big"), versions={"dpmon": "9"}, status=1)
     found = compared([one], [other])
-    assert found.differences == [
+    assert found.found.differences == [
         ("arguments", "none", "--big"),
         ("dpmon", "0", "9"),
         ("state", "finished", "failed"),
         ("clock of the GPUs", "1980 MHz", "1200 MHz"),
         ("throttled", "0 %", "100 %"),
     ]
-    text = "\n".join(text_lines(document(found), 100))
+    text = text_of(found)
     assert text.index("WHAT DIFFERS") < text.index("TIME OF A STEP")
 
 
@@ -201,12 +224,39 @@ def test_other_batches_are_not_compared_by_their_steps(state: Path) -> None:
     assert anyway.found.compared["samples_per_s"].change is not None
 
 
+def test_ranks_tell_their_communication_and_whom_they_wait_for(state: Path) -> None:
+    runs = [joined_rows(3, slow=slow, phase="data", steps=600, noise=0.02) for slow in (None, 1)]
+    found = compared(*([keep(rows, seconds=end / SECOND)] for rows, end in runs))
+    assert "most of the change is in sync" in found.outcome
+    assert {"exposed", "wait"} <= found.found.compared.keys()
+    text = text_of(found, 200)
+    assert ": no rank stands out\n" in text
+    assert ": rank 1 holds the others up by " in text
+
+
+def test_phases_of_dp_only_and_another_mode(state: Path) -> None:
+    training = Training(step_ns=SECOND // 20)
+    split = keep({0: [*training.begin(), *training.run(100)]}, seconds=10)
+    found = compared([split], [a_run(1)], Threshold("replicate", 0.05), anyway=True)
+    assert [what for what, _, _ in found.found.differences] == ["mode", "devices"]
+    assert found.outcome == "inconclusive (replicate, limit +5.0 %): none in B"
+
+
+def test_short_runs_have_no_interval(state: Path) -> None:
+    found = compared([a_run(1, steps=45)], [a_run(2, steps=45, slow=1.2)])
+    assert re.match(
+        r"inconclusive: [34] against [34] stretches of 1 s have no 95 % interval; B's step takes \+[12]\d %, \+1\d %",
+        found.outcome,
+    )
+    assert "the runs are too short: " in compared([a_run(1, steps=30)], [a_run(2, steps=30)]).outcome
+
+
 def test_runs_without_steps_or_with_few(state: Path) -> None:
     empty, short, run = keep({}), a_run(1, steps=12), a_run(2)
     assert "has no step to compare" in compared([empty], [run]).outcome
     assert "has only 7 steps to compare, fewer than 20" in compared([short], [run]).outcome
     assert compared([short], [run], Threshold("step", 0.05)).status == 3
-    text_lines(document(compared([empty], [run])))
+    text_lines(document(*compared([empty], [run])))
 
 
 # ------------------------------------------------------------------------------------------------ gate
@@ -232,9 +282,9 @@ def test_three_runs_a_side_pass_fail_or_neither(
     found = compared(before, after, Threshold("step", limit))
     assert found.status == status
     assert found.outcome.startswith(words)
-    (gate,) = as_object(found)["gate"]  # type: ignore[misc]
+    (gate,) = as_object(*found)["gate"]  # type: ignore[misc]
     assert gate["outcome"] == found.judgements[0].outcome  # type: ignore[call-overload]
-    assert found.outcome in " ".join(" ".join(text_lines(document(found), 400)).split())
+    assert found.outcome in " ".join(" ".join(text_lines(document(*found), 400)).split())
 
 
 def test_two_runs_a_side_are_inconclusive_with_the_reason(state: Path) -> None:
@@ -261,7 +311,7 @@ def test_a_gate_on_a_phase_and_on_memory(state: Path) -> None:
 
 
 def name(directory: Path) -> str:
-    return short_name(read(directory).info)
+    return short_name(load_info(directory))
 
 
 def test_the_command_line(state: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -292,7 +342,7 @@ def test_every_field_is_described(state: Path) -> None:
     before, after = sides(state, 1.3)
     limits = (Threshold("step", 0.05),)
     other = compared([a_run(1)], [a_run(2, command=("python", "linear.py", "-x"))], *limits)
-    found = [as_object(each) for each in (compared(before, after, *limits), other, compared([before[0]], [after[0]]))]
+    found = [as_object(*each) for each in (compared(before, after, *limits), other, compared([before[0]], [after[0]]))]
     check("dpmon compare --json", *json.loads(json.dumps(found)))
 
 
@@ -327,6 +377,6 @@ def test_the_figures_of_a_script_over_its_runs(state: Path, capsys: pytest.Captu
 def test_hostile_names_do_no_harm(state: Path) -> None:
     script = "<b>\x1b[31mx"
     found = compared([a_run(1, script=script)], [a_run(2, script="y")])
-    assert "\x1b" not in "\n".join(text_lines(document(found)))
-    assert "<b>" not in page(document(found))
+    assert "\x1b" not in "\n".join(text_lines(document(*found)))
+    assert "<b>" not in page(document(*found))
     assert sentence(found.found)

@@ -1,0 +1,212 @@
+"""What a comparison needs of one run: its set-up, its comparable steps, and its figures. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+from dpmon.model.compare import StepKind, settled_kind
+from dpmon.model.history import Bin
+from dpmon.model.json_fields import ms
+from dpmon.model.pauses import any_paused
+from dpmon.model.run_facts import RunFacts
+from dpmon.model.state import ProcessFacts
+from dpmon.model.stragglers import sentence as straggler_sentence
+from dpmon.record.names import RANK_MODES
+from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_PHASES, device_series
+from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Tally
+from dpmon.text.quantities import compact, count_of, duration, memory
+
+_STRETCHES = 20
+"""Most stretches into which the steps of a run are divided."""
+
+
+class Figure(NamedTuple):
+    """What is compared: its name in JSON, its name in a table, its unit (ns, bytes or "/s"), its series in tallies."""
+
+    name: str
+    label: str
+    unit: str = "ns"
+    series: str | None = None
+
+    def as_fields(self, **values: Sequence[float | None]) -> dict[str, object]:
+        """The unit and lists of values for JSON, with times in ms."""
+        if self.unit != "ns":
+            return {"unit": self.unit, **values}
+        return {"unit": "ms", **{name: [ms(value) for value in each] for name, each in values.items()}}
+
+    def text(self, value: float | None) -> str:
+        """A value in words."""
+        return duration(value) if self.unit == "ns" else memory(value) if self.unit == "bytes" else compact(value)
+
+
+def _of_step() -> list[Figure]:
+    found = [Figure(STEP, STEP, series=STEP)]
+    for name in STEP_PHASES:
+        parts = [phase.name for phase in PHASES if phase.of_call] if name == "forward" else []
+        for each in (name, *parts):
+            indent = "  " * (1 + (each != name))
+            found.append(Figure(each, indent + each, series=each))
+            found.append(Figure(f"{each}_device", f"{indent}  on device", series=device_series(each)))
+    return found
+
+
+STEP_FIGURES = tuple(_of_step())
+"""Medians of times."""
+RUN_FIGURES = (
+    Figure("samples_per_s", "samples/s", "/s"),
+    Figure("steps_per_s", "steps/s", "/s"),
+    Figure("memory", "peak memory of torch", "bytes"),
+    Figure("host_memory", "peak memory of the host", "bytes"),
+    Figure("exposed", "exposed communication"),
+    Figure("wait", "wait for the slowest rank"),
+    Figure("evaluation_step", "step of evaluation"),
+    Figure("evaluation", "evaluation in all"),
+    Figure("startup", "start-up"),
+)
+"""A number for each run, all of its steps included."""
+_SERIES = (REST, *(figure.series for figure in STEP_FIGURES if figure.series is not None))
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """What a comparison needs of one run."""
+
+    id: str
+    name: str
+    directory: str
+    started_unix: float
+    set_up: Mapping[str, str | None]
+    """What was run, and on what; None if unknown."""
+    measured: Mapping[str, float]
+    """The known ones of dpmon.model.compare_runs.MEASURED."""
+    bins: Sequence[Bin]
+    """Its steps over time."""
+    mode: str | None
+    """The mode with most steps; None without steps."""
+    rows: Sequence[tuple[StepKind, Tally]]
+    """The tallies of the steps of its representative process, without those left out, in order of time."""
+    kinds: Counter[StepKind]
+    """Number of these steps by kind."""
+    stretch_s: int
+    """Seconds in each of `rows`."""
+    interrupted_steps: int
+    """Steps left out because of a pause or a stall in the same stretch."""
+    values: Mapping[str, float]
+    """The known ones of RUN_FIGURES."""
+    straggler: str | None
+    """The rank that the others wait for, in a sentence."""
+
+    def steps(self, kind: StepKind | None) -> Tally:
+        """All steps of one kind; None: no step."""
+        whole = Tally()
+        for each, tally in self.rows:
+            if each == kind:
+                whole.merge(tally)
+        return whole
+
+    def stretches(self, kind: StepKind) -> list[Tally]:
+        """The steps of one kind in order of time: up to _STRETCHES tallies with about as many steps each."""
+        found: list[Tally] = []
+        for tally in (tally for each, tally in self.rows if each == kind):
+            if not found or found[-1].steps >= self.kinds[kind] / _STRETCHES:
+                found.append(Tally())
+            found[-1].merge(tally)
+        if len(found) > 1 and found[-1].steps < self.kinds[kind] / _STRETCHES:
+            last = found.pop()
+            found[-1].merge(last)
+        return found
+
+
+def read_run(facts: RunFacts, given: Mapping[str, str | None], **about: Any) -> ComparedRun:
+    """Read a run while its store is open. `given`: the set-up that is not in the store; `about`: id to started_unix."""
+    there = [mode for mode, evaluation in facts.window.modes if not evaluation]
+    usual = max(there, key=lambda mode: facts.window.tally(mode, settled=True).steps, default=None)
+    rows: list[tuple[StepKind, Tally]] = []
+    kinds: Counter[StepKind] = Counter()
+    interrupted = 0
+    if usual is not None:
+        until = facts.until_ns
+        # A step ends, and counts, up to a second after its stall.
+        apart = [
+            (one.since_ns, (until if one.end_ns is None else one.end_ns) + SECOND) for one in facts.announced.stalls
+        ]
+        apart += any_paused(facts.pauses, until)
+        read = facts.store.tally_rows(process=facts.shown(usual, False), widest=facts.stretch_s, series=_SERIES)
+        for at, width, key, tally in read:
+            kind = settled_kind(key)
+            if kind is None or key.mode != usual:
+                continue
+            if any(begin < (at + width) * SECOND and at * SECOND < end for begin, end in apart):
+                interrupted += tally.steps
+            else:
+                rows.append((kind, tally))
+                kinds[kind] += tally.steps
+    slow = None if facts.communication is None else facts.communication.straggler
+    told = None if slow is None else straggler_sentence(slow, lately=False)
+    bins = [one for one in facts.stretches.bins if one.mode == usual and not one.evaluation]
+    return ComparedRun(
+        **about,
+        set_up={**given, **_set_up(facts, usual, kinds)},
+        measured=_measured(facts),
+        bins=bins,
+        mode=usual,
+        rows=rows,
+        kinds=kinds,
+        stretch_s=facts.stretch_s,
+        interrupted_steps=interrupted,
+        values=_values(facts, usual),
+        straggler=told,
+    )
+
+
+def _values(facts: RunFacts, mode: str | None) -> dict[str, float]:
+    rate = None if mode is None else facts.window.rate(mode)
+    peaks = [row.peak for row in facts.memory if row.peak is not None]
+    host, communicated = facts.samples.host, facts.communication
+    steps = [one.median_ns for one in facts.evaluations if one.mode == mode]
+    found = {
+        "samples_per_s": None if rate is None else rate.samples_per_s,
+        "steps_per_s": None if rate is None or rate.samples_per_s is not None else rate.steps_per_s,
+        "memory": max(peaks, default=None),
+        "host_memory": None if host is None else host.mem_run_max,
+        "exposed": None if communicated is None else communicated.exposed_ns,
+        "wait": None if communicated is None else communicated.wait_ns,
+        "evaluation_step": next(iter(steps), None),
+        "evaluation": facts.spent.get("evaluation") or None,
+        "startup": facts.spent.get("startup"),
+    }
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _set_up(facts: RunFacts, mode: str | None, kinds: Counter[StepKind]) -> dict[str, str | None]:
+    process, by = next(iter(facts.announced.info.values()), ProcessFacts(0)), facts.layouts.distributed
+    began = next((one for one in facts.announced.changes if one.refused is None and one.mode == mode), None)
+    names = [device.name or "GPU" for device in facts.devices if device.of_run]
+    gpus = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
+    usual = kinds.most_common(1)[0][0].batch if kinds else NO_SAMPLES
+    return {
+        "mode": RANK_MODES[by] if by and mode == "single" else mode,
+        "ranks": str(process.world or 1),
+        "devices": None if began is None else " ".join(began.devices),
+        "hardware": None if facts.host is None else ", ".join([*gpus, count_of(facts.host.cpus, "processor")]),
+        "samples a step": {NO_SAMPLES: "unknown", OTHER_SIZES: "changing"}.get(usual, str(usual)),
+        "Python": process.python,
+        "torch": process.torch,
+        "record": facts.store.damaged or "complete",
+    }
+
+
+def _measured(facts: RunFacts) -> dict[str, float]:
+    own = [device for device in facts.devices if device.of_run]
+    clocks = [clock for device in own for clock in device.clocks]
+    seen = sum(device.throttle_samples for device in own)
+    found = {
+        "clock of the GPUs": median(clocks) if clocks else None,
+        "throttled": sum(device.throttled.total() for device in own) / seen if seen else None,
+        "processors busy with other work": None if facts.host is None else facts.host.others,
+    }
+    return {name: value for name, value in found.items() if value is not None}

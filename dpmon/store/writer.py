@@ -268,7 +268,8 @@ class History:
         self._add_up(*_COLLECTIVES, last_s)
         self._tallies.prune(self._limit)
         run("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (_LASTING_KEPT,))
-        run("DELETE FROM loops WHERE loop < (SELECT max(loop) FROM loops) - ?", (_LASTING_KEPT,))
+        newest = "SELECT max(other.loop) FROM loops AS other WHERE other.process = loops.process"
+        run(f"DELETE FROM loops WHERE loop <= ({newest}) - ?", (_LASTING_KEPT,))
         for kind in ("warning", "input", "loader", "ddp"):  # lasting events of unlimited number
             run(
                 "DELETE FROM events WHERE kind = ? AND id <"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ from dpmon.record.kinds import Batches, Event, Step
 from dpmon.record.spans import Kind, Span
 from dpmon.run.reader import RunReader
 from dpmon.store.answers import LoopStep
+from dpmon.store.batch import Batch
 from dpmon.store.loops import Loop, Loops, time_left
+from dpmon.store.writer import History
 from dpmon.supervise.metrics import Metrics
 
 SECOND = 1_000_000_000
@@ -444,3 +447,12 @@ def test_of_many_epochs_the_report_shows_the_first_and_the_last(
     rows = [line.split()[0] for line in text[text.index("EPOCHS") :].splitlines()[2:15]]
     assert rows == ["1", "2", "3", "4", "5", "6", "…", "25", "26", "27", "28", "29", "30"]
     assert "18 epochs are left out" in text
+
+
+def test_a_full_history_keeps_the_newest_loops_of_each_process() -> None:
+    """A script may start a loader for every step."""
+    history = History(sqlite3.connect(":memory:", isolation_level=None), {"run": "test", "start_ns": 0}, 1 << 16)
+    numbers = [(0, number) for number in range(1, 10_021)] + [(1, 1), (1, 2)]
+    history.write(Batch(loops={key: Loop(*key, 1, 10, 0, ahead=0, epoch=1) for key in numbers}))
+    assert [len(history.loops(process)) for process in (0, 1)] == [10_000, 2]
+    assert history.loops(0)[0].loop == 21

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.announced import Announced
 from dpmon.model.uneven import INPUT, waited_ns
-from dpmon.record.schema import PHASES, REST, SECOND
-from dpmon.store.figures import Window
+from dpmon.record.schema import PHASES, REST
 
 if TYPE_CHECKING:
+    from dpmon.store.answers import SlowRow
+    from dpmon.store.figures import Figures
     from dpmon.store.queries import Store
+
+_SPARE = 4
+"""Times as many steps are kept as are shown: when the longest leave the range, others are there."""
+_LATE = 4096
+"""Ids that are read again: the rows of one synchronised pass arrive one after the other."""
+_SHOWN = {**{phase.name: phase.shown for phase in PHASES}, REST: "forward"}
 
 
 class SlowStep(NamedTuple):
-    """A long step; of a step of several ranks, the part of the rank that the others waited for."""
+    """A long step; of the steps of a synchronised pass, that of the rank that the others waited for."""
 
     process: int
     rank: int | None
@@ -36,46 +43,79 @@ class SlowStep(NamedTuple):
 class SlowSteps(NamedTuple):
     """The longest steps of a time range, the longest first."""
 
-    steps: tuple[SlowStep, ...]
-    since_ns: int
-    """The start of the range, or of the oldest step that is still in the record."""
-    complete: bool
-    """Whether no older steps of the range were deleted."""
+    steps: tuple[SlowStep, ...] = ()
+    since_ns: int | None = None
+    """The start of the oldest step that was looked at, if older ones of the range were deleted or left out."""
 
 
-def slow_steps(rows: Store, processes: Collection[int], begin_ns: int, most: int) -> SlowSteps:
-    """At most `most` steps of processes that train together, from `begin_ns` to the time of `rows`.
+@dataclass(slots=True)
+class SlowStepReader:
+    """Reads the longest steps, and keeps them: the next picture reads only the steps since then."""
 
-    Steps that settle, just after the start or a change of mode, and evaluations do not count.
-    """
-    found = rows.slowest(most, processes, begin_ns)
-    until_s = rows.until_s if rows.until_s is not None else 1 << 40
-    window = Window(rows, max(begin_ns, 0) // SECOND, until_s)
-    waits = Announced.read(rows).inputs
-    medians: dict[str, dict[str, float]] = {}
-    steps = []
-    for row in found:
-        if row.mode not in medians:
-            figures = window.figures(row.mode)
-            medians[row.mode] = {phase.name: phase.median_ns or 0.0 for phase in figures.phases if phase.ran}
-        usual = medians[row.mode]
-        of_call = sum(row.phases.get(phase.name, 0) for phase in PHASES if phase.of_call)
-        times = {phase: took for phase, took in row.phases.items() if phase != "forward"}
-        if "forward" in row.phases:
-            times[REST] = row.phases["forward"] - of_call
-        excess = {phase: took - usual.get(phase, 0.0) for phase, took in times.items()}
-        name = max(excess, key=lambda phase: excess[phase], default=None)
-        longer = 0.0 if name is None else excess[name]
-        waited = waited_ns(
-            [(a, b) for of, a, b in waits if of == row.process], row.start_ns, row.start_ns + row.wall_ns
-        )
-        if waited and 2 * waited > longer:
-            name, longer = INPUT, float(waited)
-        shown = {phase.name: phase.shown for phase in PHASES} | {REST: "forward"}
-        phase = None if name is None or longer <= 0 else shown.get(name, name)
-        steps.append(
-            SlowStep(row.process, rows.ranks.get(row.process), row.step, row.start_ns, row.wall_ns, phase, longer)
-        )
-    oldest = rows.oldest_step_ns(processes)
-    complete = not rows.pruned or oldest is None or oldest <= begin_ns
-    return SlowSteps(tuple(steps), begin_ns if complete or oldest is None else oldest, complete)
+    bound: int | None = None
+    """Most ids to look at; None: all."""
+    _of: object = None
+    _kept: dict[object, SlowRow] = field(default_factory=dict)
+    """By the number of the synchronised pass, or by process and step."""
+    _complete: bool = True
+    """Whether all steps of the range are kept."""
+    _last_id: int = 0
+    _begin_ns: int = 0
+    _since_ns: int | None = None
+
+    def read(
+        self,
+        rows: Store,
+        processes: Sequence[int],
+        begin_ns: int,
+        usual: Figures,
+        waits: Sequence[tuple[int | None, int, int]],
+        most: int,
+    ) -> SlowSteps:
+        """At most `most` steps of processes that train together, from `begin_ns` to the time of `rows`.
+
+        Of the mode of the figures `usual`, without settling steps and evaluations. `waits`: for input, by process.
+        """
+        key = tuple(processes), usual.mode, most
+        last_id = rows.last_step_id(processes)
+        self._kept = {each: row for each, row in self._kept.items() if row.start_ns + row.wall_ns > begin_ns}
+        fewer = len(self._kept) < most and not self._complete
+        if key != self._of or last_id < self._last_id or begin_ns < self._begin_ns or fewer:
+            first_id = rows.at(begin_ns).last_step_id(processes[:1])
+            if self.bound is not None:
+                first_id = max(first_id, last_id - self.bound)
+            oldest = rows.first_step_ns(processes, first_id)
+            left_out = first_id > rows.at(begin_ns).last_step_id(processes[:1]) or rows.pruned
+            self._since_ns = oldest if left_out and oldest is not None and oldest > begin_ns else None
+            self._of, self._kept, self._complete = key, {}, True
+        else:
+            first_id = self._last_id - _LATE * (len(processes) > 1)
+        self._last_id, self._begin_ns = last_id, begin_ns
+        for row in rows.slowest(most * _SPARE, processes, usual.mode, first_id, last_id, begin_ns):
+            each = (row.process, row.step) if row.sync_number is None else row.sync_number
+            known = self._kept.get(each)
+            if known is None or (row.wait_ns or 0) <= (known.wait_ns or 0):
+                self._kept[each] = row
+        longest = sorted(self._kept.items(), key=lambda item: -item[1].wall_ns)[: most * _SPARE]
+        self._complete = self._complete and len(longest) < most * _SPARE
+        self._kept = dict(longest)
+        medians = {phase.name: phase.median_ns or 0.0 for phase in usual.phases if phase.ran}
+        steps = (_slow_step(rows, row, medians, waits) for _, row in longest[:most])
+        return SlowSteps(tuple(steps), self._since_ns)
+
+
+def _slow_step(
+    rows: Store, row: SlowRow, medians: dict[str, float], waits: Sequence[tuple[int | None, int, int]]
+) -> SlowStep:
+    times = dict(row.phases)
+    if "forward" in times:
+        times[REST] = times.pop("forward") - sum(times.get(phase.name, 0) for phase in PHASES if phase.of_call)
+    excess = {name: took - medians.get(name, 0.0) for name, took in times.items()}
+    name = max(excess, key=lambda each: excess[each], default=None)
+    longer = 0.0 if name is None else excess[name]
+    own = [(begin, end) for of, begin, end in waits if of == row.process]
+    waited = waited_ns(own, row.start_ns, row.start_ns + row.wall_ns)
+    if waited and 2 * waited > longer:
+        name, longer = INPUT, float(waited)
+    phase = None if name is None or longer <= 0 else _SHOWN.get(name, name)
+    return SlowStep(row.process, rows.ranks.get(row.process), row.step, row.start_ns, row.wall_ns, phase, longer)

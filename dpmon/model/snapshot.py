@@ -21,6 +21,7 @@ from dpmon.model.memory import HOST
 from dpmon.model.pace import WINDOW_S, Trained, rate_together, recent, recent_of_steps
 from dpmon.model.progress import NO_STEP, OTHER_RANK, OVER, progress_of
 from dpmon.model.rank_waits import RankWaitReader
+from dpmon.model.slow_steps import SlowStepReader, SlowSteps
 from dpmon.model.state import NO_STEPS, Process, ProcessFacts, Recent, State, Wanted, WarningText
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.stragglers import RankTimes, rank_times
@@ -43,6 +44,8 @@ _RANK_SERIES = (STEP, "forward", "backward")
 _LONG_READ = 64
 _COMPARED_PART = 60
 """The modes are compared again when the run has become longer by this fraction (1/60)."""
+_SLOW_IDS = 100_000
+"""Most ids that are searched for the longest steps of a picture."""
 _USUAL = Wanted()
 
 
@@ -65,6 +68,7 @@ class Snapshots:
     _of_run: KeptTallies = field(default_factory=KeptTallies)
     _of_range: KeptTallies = field(default_factory=KeptTallies)
     _waits: RankWaitReader = field(default_factory=RankWaitReader)
+    _slowest: SlowStepReader = field(default_factory=lambda: SlowStepReader(_SLOW_IDS))
 
     def take(self, rows: Store, wanted: Wanted = _USUAL, ended: frozenset[int] = frozenset()) -> State:
         """The state as of the time of `rows`. `ended`: processes that are known to have ended."""
@@ -104,6 +108,9 @@ class Snapshots:
         if others:
             shown.update({process.process: process for process in rank_figures(rows, shown.values())})
         state = replace(state, processes={**state.processes, **shown})
+        if wanted.slowest:
+            slowest = slow_steps_of(rows, state, wanted.span_s, wanted.slowest, events.inputs, self._slowest)
+            state = replace(state, slowest=slowest)
         there = {process.process for process in state.training}
         wrappers = [one for one in events.wrappers if one.process in there]
         if ranks:
@@ -400,6 +407,23 @@ def _rank_times(rows: Store, focus: Process, others: Sequence[Process]) -> tuple
         rank_times(process, rank, merged(found, mode, False, trained, process=process, settled=True))
         for rank, process in ranks
     )
+
+
+def slow_steps_of(
+    rows: Store,
+    state: State,
+    span_s: int,
+    most: int,
+    waits: Sequence[tuple[int | None, int, int]],
+    reader: SlowStepReader,
+) -> SlowSteps:
+    """The longest steps of the state's processes in its time range. `waits`: for input; `reader`: reads the steps."""
+    focus = state.focus
+    if focus is None or focus.last_step is None or not focus.ranged.steps:
+        return SlowSteps()
+    ranks = [one.process for one in state.training if one.rank is not None and one.last_step is not None]
+    begin_ns = max(figures_end_s(rows, focus) - span_s, 0) * SECOND if span_s else 0
+    return reader.read(rows, ranks or [focus.process], begin_ns, focus.ranged, waits, most)
 
 
 def rank_figures(rows: Store, processes: Iterable[Process]) -> Iterator[Process]:

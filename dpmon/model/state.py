@@ -15,6 +15,7 @@ from dpmon.model.compare import Comparison
 from dpmon.model.loss import LossCurve
 from dpmon.model.progress import NO_STEP, Progress
 from dpmon.model.rank_waits import RankWaits
+from dpmon.model.slow_steps import SlowSteps
 from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.model.uneven import Uneven
 from dpmon.record.kinds import Call, Step
@@ -46,6 +47,8 @@ class Wanted(NamedTuple):
     """Whether the run is over."""
     process: int | None = None
     """The process whose figures the user wants to see; None for the one that represents the run."""
+    slowest: int = 0
+    """Number of the longest steps in the picture."""
     waits: bool = False
     """Whether the picture shows over time which ranks the others waited for."""
 
@@ -307,6 +310,8 @@ class State:
     """The losses of the process in focus, over the time of its columns."""
     unfit: UnfitLoss | None = None
     """The first loss of any process that was NaN or infinite."""
+    slowest: SlowSteps = field(default_factory=SlowSteps)
+    """The longest steps of the current mode in the time range."""
     rank_waits: RankWaits | None = None
     """Which ranks the others waited for in the time range; None if it is not wanted, or not known."""
     last_sample: LastSample | None = None

@@ -41,6 +41,21 @@ class LongRow(NamedTuple):
     """ns by phase, without the phases of its calls."""
 
 
+class SlowRow(NamedTuple):
+    """A long step of one of several processes that train together."""
+
+    process: int
+    step: int
+    start_ns: int
+    wall_ns: int
+    sync_number: int | None
+    """Number of its last synchronised backward pass, the same on all ranks."""
+    wait_ns: int | None
+    """Its wait for the slowest rank."""
+    phases: Mapping[str, int]
+    """ns by phase, also those of calls."""
+
+
 class LoopStep(NamedTuple):
     """A step with batches of a loop over a loader."""
 

@@ -29,6 +29,7 @@ from dpmon.store.accounting import Gap
 from dpmon.store.answers import (
     LongRow,
     LoopStep,
+    SlowRow,
     call_in,
     numbers_in,
 )
@@ -57,9 +58,9 @@ _STEP_COLUMNS = ", ".join(STEP_COLUMNS)
 _COUNTED = (*(quantity.name for quantity in QUANTITIES if quantity.name != "samples"), SYNC_NUMBER)
 _counts_of = itemgetter(*map(_AT.__getitem__, _COUNTED))
 _SLOW_COLUMNS = ", ".join(
-    ("process", "step", "mode", "kind", "start_ns", "wall_ns", *(f"{phase.name}_ns" for phase in PHASES))
+    ("process", "step", "start_ns", "wall_ns", SYNC_NUMBER, f"{WAIT}_ns", *(f"{phase.name}_ns" for phase in PHASES))
 )
-"""Columns of a step with all phases."""
+"""Columns of a step for a SlowRow."""
 _LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_ns", *_LONG_PHASES))
 """Columns of a step for `_long_row`."""
 _LOOKED_AT = 20_000
@@ -130,36 +131,39 @@ class Steps(Sums):
         rows = self.query(query, (last - _LOOKED_AT if lately else 0, last, process, mode, most))
         return [_long_row(row) for row in rows]
 
-    def slowest(self, most: int, processes: Collection[int], begin_ns: int) -> list[LongRow]:
-        """Return the longest training steps that end after `begin_ns`, up to this time, the longest first.
+    def slowest(
+        self, most: int, processes: Collection[int], mode: str, first_id: int, last_id: int, begin_ns: int
+    ) -> list[SlowRow]:
+        """Return the longest training steps of a mode that end after `begin_ns`, the longest first.
 
-        Without settling steps. `processes` train together: of the steps of one synchronised pass, only the one of the
-        process that the others waited for. With all phases, also those of calls.
+        Of ids above `first_id`, up to `last_id`, without settling steps. `processes` train together: of the steps of
+        one synchronised pass, only the one of the process that the others waited for.
         """
-        which = ", ".join(map(str, sorted(processes)))
-        last = max((self._last_id("steps", process) for process in processes), default=0)
-        before = self.at(begin_ns)
-        first = min((before._last_id("steps", process) for process in processes), default=0)
-        together = (
-            (", min(ifnull(wait_ns, 0))", f"GROUP BY ifnull({SYNC_NUMBER}, -id)") if len(processes) > 1 else ("",) * 2
-        )
+        together = ("", "")
+        if len(processes) > 1:
+            together = (", min(ifnull(wait_ns, 0))", f"GROUP BY ifnull({SYNC_NUMBER}, -id)")
         query = (
-            f"SELECT {_SLOW_COLUMNS}{together[0]} FROM steps WHERE id > ? AND id <= ? AND process IN ({which})"
+            f"SELECT {_SLOW_COLUMNS}{together[0]} FROM steps WHERE id > ? AND id <= ?"
+            f" AND process IN ({', '.join(map(str, processes))}) AND mode = ? AND start_ns + wall_ns > ?"
             f" AND kind & {SETTLING | EVALUATION} = 0 {together[1]} ORDER BY wall_ns DESC LIMIT ?"
         )
         names = [phase.name for phase in PHASES]
         return [
-            LongRow._make(
+            SlowRow._make(
                 (*row[:6], {name: took for name, took in zip(names, row[6:], strict=False) if took is not None})
             )
-            for row in self.query(query, (first, last, most))
-            if row[4] + row[5] <= self.until_ns
+            for row in self.query(query, (first_id, last_id, mode, begin_ns, most))
         ]
 
-    def oldest_step_ns(self, processes: Collection[int]) -> int | None:
-        """Return the start of the oldest step of some processes that was not deleted; None without steps."""
-        query = f"SELECT start_ns FROM steps WHERE process IN ({', '.join(map(str, processes))}) ORDER BY id LIMIT 1"
-        return next((at for (at,) in self.query(query)), None)
+    def last_step_id(self, processes: Collection[int]) -> int:
+        """Return the id of the newest step of some processes."""
+        return max((self._last_id("steps", process) for process in processes), default=0)
+
+    def first_step_ns(self, processes: Collection[int], after_id: int) -> int | None:
+        """Return the start of the first step of some processes after an id; None if there is none."""
+        which = f"id > ? AND process IN ({', '.join(map(str, processes))})"
+        rows = self.query(f"SELECT start_ns FROM steps WHERE {which} ORDER BY id LIMIT 1", (after_id,))
+        return next((at for (at,) in rows), None)
 
     def mean_longest(self, phase: str, mode: str, *, trains: bool) -> float | None:
         """Return the mean over the newest steps of the longest time (ns) of a phase on any rank.

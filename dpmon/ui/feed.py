@@ -14,7 +14,7 @@ from dpmon.cleaning import clean
 from dpmon.model.state import MOST_RANKS, State, Wanted, ended_of, toggle_refusal
 from dpmon.run.notes import traceback_line
 from dpmon.run.reader import NO_TRAINING, PauseState, RunReader
-from dpmon.ui.facts import SECOND, Facts, Past, Toggle, View, all_finished
+from dpmon.ui.facts import Facts, Past, Toggle, View, all_finished
 from dpmon.ui.panels.panel_output import Output, Tail
 
 if TYPE_CHECKING:
@@ -35,8 +35,11 @@ _SLOW_S, _RESTS = 0.1, 10
 """After a read that took over `_SLOW_S` s, the next one waits `_RESTS` times as long, so that keys are answered."""
 _STRIDE = 4
 """Ranks read beyond the visible ones, so that the user can scroll before more are read."""
+_SLOWEST = 8
+"""Number of the longest steps that a picture can show."""
 FROZEN_RANKS = 2 * MOST_RANKS
 """Ranks that are read for a frozen picture: the user can zoom and scroll it without a new read."""
+_FROZEN = Wanted(ranks=FROZEN_RANKS, slowest=_SLOWEST)
 
 
 class Feed:
@@ -63,7 +66,7 @@ class Feed:
         self._open_given = open_store
         self._clock = clock
         self._reader: RunReader | None = None
-        self._wanted = Wanted()
+        self._wanted = Wanted(slowest=_SLOWEST)
         self.ended: ExitInfo | None = None
         """How the run ended; None while it runs or while its end is unknown."""
         self._last_line: str | None = None
@@ -341,7 +344,7 @@ class Feed:
 
     def still(self, facts: Facts, view: View) -> Facts:
         """The frozen facts with another view; reads more of the same moment if the view needs it."""
-        before, wanted = (_wanted(each, Wanted(ranks=FROZEN_RANKS), FROZEN_RANKS // 2) for each in (facts.view, view))
+        before, wanted = (_wanted(each, _FROZEN, FROZEN_RANKS // 2) for each in (facts.view, view))
         if before != wanted:
             wanted = wanted._replace(over=facts.over)
             state = self._taken(self._still, wanted, facts.now_ns)
@@ -349,21 +352,26 @@ class Feed:
         return replace(facts, view=view, scrolled_back=self.output.top is not None)
 
     def slow_steps(self, facts: Facts, most: int) -> SlowSteps | None:
-        """The longest steps of the time range of a picture; None if the record cannot be read. May take a second."""
-        from dpmon.model.slow_steps import slow_steps
+        """The longest steps of a picture's time range and mode; None if the record cannot be read. May take a second.
 
-        state, span_s = facts.state, facts.view.span_s
-        ranks = [one.process for one in state.training if one.rank is not None and one.last_step is not None]
-        processes = ranks or ([] if state.focus is None else [state.focus.process])
-        now_ns = facts.elapsed_ns if facts.looks_back else state.newest_ns
-        begin_ns = max(now_ns - span_s * SECOND, 0) if span_s else 0
-        return self._read(
-            now_ns if facts.looks_back else None, lambda rows: slow_steps(rows, processes, begin_ns, most)
-        )
+        Without the bounds of a picture.
+        """
+        from dpmon.model.announced import Announced
+        from dpmon.model.slow_steps import SlowStepReader
+        from dpmon.model.snapshot import slow_steps_of
+
+        def read(rows: Store) -> SlowSteps:
+            waits = Announced.read(rows).inputs
+            return slow_steps_of(rows, facts.state, facts.view.span_s, most, waits, SlowStepReader())
+
+        return self._read(facts.elapsed_ns if facts.looks_back else None, read)
 
     def past(self, facts: Facts) -> Facts:
         """The facts as of the earlier time of their view; the histories stay those of the frozen `facts`."""
-        at_ns, wanted = facts.view.at_ns, _wanted(facts.view, Wanted(ranks=FROZEN_RANKS), FROZEN_RANKS // 2)
+        at_ns, wanted = (
+            facts.view.at_ns,
+            _wanted(facts.view, _FROZEN, FROZEN_RANKS // 2),
+        )
         if at_ns is None:
             return facts
         if self._looked is None or self._looked[:2] != (at_ns, wanted):

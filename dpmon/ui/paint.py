@@ -24,6 +24,8 @@ from dpmon.ui.rows import Row, box, cropped, dimmed, fit, plain, width_of
 from dpmon.ui.scenes import scene_of
 
 _WIDEST = 84
+_TALL = 50
+"""From this many rows on, panel 6 has room for the longest steps."""
 _SHARE = 2
 """The note covers at most one in this many rows of the screen."""
 
@@ -37,7 +39,7 @@ def places(facts: Facts, width: int, height: int) -> dict[str, Slot]:
         "replicas": scene.second.wanted_rows(facts) + 1,
         "batch": panel_batch.wanted_rows(facts),
         "compare": scene.fourth.wanted_rows(facts),
-        "progress": panel_progress.wanted_rows(facts),
+        "progress": panel_progress.wanted_rows(facts, height >= _TALL),
     }
     slots = arrange(width, height - line, scene.arrangement, wanted, facts.view.zoom)
     if line:

@@ -8,15 +8,19 @@ import pytest
 from joined import MS, joined_ranks
 from situations import LOOK, rows_text
 from stage import stage
-from stored import store_of
+from stored import Recording, store_of
 from synthetic import SECOND
 
-from dpmon.model.slow_steps import SlowSteps, slow_steps
+from dpmon.model.announced import Announced
+from dpmon.model.slow_steps import SlowStepReader, SlowSteps
 from dpmon.model.uneven import INPUT
 from dpmon.record.kinds import Event, Step
 from dpmon.record.schema import SETTLING_STEPS
+from dpmon.store.figures import Window
+from dpmon.store.queries import Store
+from dpmon.ui.panels.longest_steps import step_rows
 from dpmon.ui.rows import width_of
-from dpmon.ui.step_list import StepList, step_rows
+from dpmon.ui.step_list import StepList
 
 USUAL = {"data": 2 * MS, "forward": 20 * MS, "backward": 60 * MS, "optimizer": 10 * MS, "other": 8 * MS}
 LONG = {40: {"data": 900 * MS}, 70: {"other": 400 * MS}, 71: {"backward": 360 * MS}, 90: {"forward": 120 * MS}}
@@ -32,8 +36,16 @@ def steps(count: int = 100, long: dict[int, dict[str, int]] = LONG) -> list[Step
     return found
 
 
+def read(
+    rows: Store, processes: list[int], begin_ns: int, most: int, reader: SlowStepReader | None = None
+) -> SlowSteps:
+    figures = Window(rows).figures("single")
+    waits = Announced.read(rows).inputs
+    return (reader or SlowStepReader()).read(rows, processes, begin_ns, figures, waits, most)
+
+
 def found_in(records: list[Step], begin_ns: int = 0, most: int = 3, t_ns: int | None = None) -> SlowSteps:
-    return slow_steps(store_of(records).at(t_ns), [0], begin_ns, most)
+    return read(store_of(records).at(t_ns), [0], begin_ns, most)
 
 
 def test_the_longest_steps_come_first_with_the_phase_that_made_them_long() -> None:
@@ -46,7 +58,7 @@ def test_the_longest_steps_come_first_with_the_phase_that_made_them_long() -> No
         own = made[one.step - 1]
         assert (one.start_ns, one.wall_ns, one.rank) == (own.start_ns, own.wall_ns, None)
         assert one.excess_ns == pytest.approx(own.wall_ns - 100 * MS, rel=0.02)
-    assert found.complete
+    assert found.since_ns is None
 
 
 def test_only_steps_of_the_range_up_to_the_time_of_the_picture_count() -> None:
@@ -64,16 +76,37 @@ def test_steps_that_settle_do_not_count_and_a_wait_for_input_is_named() -> None:
     assert [(one.step, one.phase) for one in found_in(made, most=1).steps] == [(30, "data")]
     wait = Event("input", {"pid": 4242, "t_s": made[29].start_ns / SECOND, "waited_s": 0.6})
     waited = store_of([Event("process", {"process": 0, "pid": 4242}), *made, wait])
-    (one,) = slow_steps(waited, [0], 0, 1).steps
+    (one,) = read(waited, [0], 0, 1).steps
     assert (one.step, one.phase, one.excess_ns) == (30, INPUT, pytest.approx(600 * MS, rel=0.01))
 
 
 def test_of_the_steps_of_one_synchronised_pass_the_rank_that_delayed_the_others_counts() -> None:
     run, _ = joined_ranks(4, slow=2, phase="data", steps=60)
-    found = slow_steps(run.store(), range(4), 0, 10)
+    found = read(run.store(), list(range(4)), 0, 10)
     assert {one.rank for one in found.steps} == {2}
     assert {one.phase for one in found.steps} == {"data"}
     assert len({one.step for one in found.steps}) == 10
+
+
+def test_what_is_kept_equals_what_is_read_again() -> None:
+    run, reader = Recording(), SlowStepReader()
+    long = {number: {"data": (number * 37 % 900) * MS} for number in range(20, 400, 7)}
+    made = steps(400, {number: {"other": number * 1000, **long.get(number, {})} for number in range(400)})
+    for first in range(0, 400, 10):
+        part = made[first : first + 10]
+        run.add(part)
+        end_ns = part[-1].start_ns + part[-1].wall_ns
+        for begin_ns in (0, max(end_ns - 5 * SECOND, 0)):
+            found = [(one.step, one.wall_ns) for one in read(run.store(), [0], begin_ns, 5, reader).steps]
+            assert found == [(one.step, one.wall_ns) for one in read(run.store(), [0], begin_ns, 5).steps]
+
+
+def test_steps_that_were_left_out_are_said() -> None:
+    made = steps()
+    found = read(store_of(made), [0], 0, 2, SlowStepReader(bound=20))
+    assert found.steps[0].step == 90
+    assert found.since_ns is not None
+    assert made[75].start_ns < found.since_ns < made[85].start_ns
 
 
 @pytest.mark.parametrize("width", [40, 60, 96])

@@ -14,6 +14,7 @@ from dpmon.text.quantities import clock, count_of, duration_words, group, percen
 from dpmon.ui.chart import curves, filled_bar
 from dpmon.ui.facts import NAMES, SECOND, Facts
 from dpmon.ui.look import Look
+from dpmon.ui.panels.longest_steps import step_rows
 from dpmon.ui.rows import Row, TableColumn, columns, lines, table_rows, width_of
 from dpmon.ui.time_axis import axis_of
 
@@ -24,6 +25,8 @@ _EPOCHS, _CURVE = 4, 5
 """Rows for past epochs with their heads, and for a chart of a loss, that the panel asks for."""
 _LOWEST = 3
 """Past epochs leave this many rows for the chart of each loss."""
+_STEPS, _TALL = 6, 18
+"""The longest steps in the panel, and the fewest rows of a panel that has them."""
 _MODES = {
     "auto": "auto: follows the script and the options",
     "dp": "dp: replicas on several devices",
@@ -54,13 +57,14 @@ def applies(facts: Facts) -> bool:
     return not facts.over if _starts(facts) else bool(progress_in(facts).epochs or losses_in(facts))
 
 
-def wanted_rows(facts: Facts) -> int:
-    """Rows that the whole content needs."""
+def wanted_rows(facts: Facts, tall: bool = False) -> int:
+    """Rows that the whole content needs; `tall`: on a screen with room for the longest steps."""
     if _starts(facts):
         return len(_plan(facts))
+    slow = _STEPS + 3 if tall and facts.process is not None and facts.process.last_step is not None else 0
     past = progress_in(facts).epochs[:-1]
     below = 1 + min(len(past) + 1, _EPOCHS) * bool(past) + (1 + _CURVE) * min(len(losses_in(facts)), 2)
-    return below + 4 * min(len(facts.findings or ()) if facts.over else 0, 3)
+    return slow + below + 4 * min(len(facts.findings or ()) if facts.over else 0, 3)
 
 
 def title(facts: Facts, look: Look) -> tuple[Row, Row]:
@@ -77,7 +81,17 @@ def title(facts: Facts, look: Look) -> tuple[Row, Row]:
 
 
 def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
-    """The panel's rows, inside its frame."""
+    """The panel's rows, inside its frame; in a tall one, the longest steps at its end."""
+    slow = step_rows(facts.state.slowest, width, look) if height >= _TALL and facts.state.slowest.steps else []
+    if not slow:
+        return _above(facts, width, height, look)
+    slow = [[("longest steps", "title")], *slow[: _STEPS + 1]]
+    rows = _above(facts, width, height - len(slow) - 1, look)
+    return [*rows, *[[]] * (height - len(rows) - len(slow)), *slow]
+
+
+def _above(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+    """Findings, progress, losses."""
     if _starts(facts):
         return [row for label, text in _plan(facts) for row in _labelled(label, text, width)]
     rows = _findings(facts, width) if facts.over else []

@@ -1,0 +1,40 @@
+"""The longest steps of the time range as rows."""
+
+from __future__ import annotations
+
+from dpmon.model.slow_steps import SlowSteps
+from dpmon.model.uneven import INPUT, WAITING_TEXT
+from dpmon.text.cells import cut, right
+from dpmon.text.quantities import clock, duration, group
+from dpmon.ui.chart import bar
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Row, width_of
+
+_LEAST_BAR = 8
+
+
+def step_rows(found: SlowSteps, width: int, look: Look) -> list[Row]:
+    """A heading, and a row of `width` cells for each step: when, how long, and which phase was how much longer."""
+    ranks = any(step.rank is not None for step in found.steps)
+    head: Row = [("    step     when   length  longer than usual in".ljust(49), "dim"), ("   rank" * ranks, "dim")]
+    rows: list[Row] = [head]
+    longest = max((step.wall_ns for step in found.steps), default=1)
+    for step in found.steps:
+        word = WAITING_TEXT if step.phase == INPUT else step.phase or "no single phase"
+        more = f" +{duration(step.excess_ns)}" if step.phase is not None else ""
+        row: Row = [
+            (right(group(step.step), 8), "bold"),
+            (right(clock(step.start_ns).removeprefix("00:"), 9), ""),
+            (right(duration(step.wall_ns), 9), "bold"),
+            ("  " + cut(word + more, 21).ljust(21), "" if step.phase is None else "wait"),
+        ]
+        if ranks:
+            row.append((right("" if step.rank is None else str(step.rank), 7), ""))
+        room = width - width_of(row) - 2
+        if room >= _LEAST_BAR:
+            part = step.excess_ns / longest
+            style = f"phase.{step.phase}" if step.phase not in (None, INPUT) else "wait"
+            signs = (look.glyphs.bar[1], "dim"), (look.glyphs.bar[0], style)
+            row += [("  ", ""), *bar((step.wall_ns / longest - part, part), signs, room, (" ", ""))]
+        rows.append(row)
+    return rows

@@ -219,7 +219,7 @@ def _loss(facts: Facts, one: LossCurve, several: bool, width: int, height: int, 
     if not places:
         return [head]
     values = sorted(mean for _, mean in places)
-    low, top = values[0], values[(len(values) - 1) * 49 // 50]  # a few high ones are cut
+    low, top = values[0], values[len(values) - 1 - len(values) // 50]  # a few high ones are cut
     unfit = [
         (point.second - axis.begin_s) / length for point in one.points if point.unfit and point.second >= axis.begin_s
     ]

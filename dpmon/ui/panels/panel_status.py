@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dpmon.cleaning import clean
 from dpmon.model.found_in_time import LOSS_WORDS
 from dpmon.model.pace import Speed, speed
-from dpmon.model.progress import left_words
+from dpmon.model.progress import Progress, left_words
 from dpmon.model.stragglers import in_short
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.stalls.run_state import STALLED, STARTING, WAITING_FOR_DATA
@@ -24,8 +24,8 @@ DONE_SHOWN_NS = 15 * SECOND
 _ALL_OF_IT = "  W: all of it "
 _NAME, _STATE = 10, len(WAITING_FOR_DATA) + 2
 """Fewest cells for the run's name and for its state, whatever they are, so that the figures beside them stand still."""
-_LEFT = 19
-"""Cells for the time left: " · 59 min 59 s left"."""
+_LEFT = len(" · took 9.99 s")
+"""Fewest cells for the time left."""
 _BRANDED = 140
 """Width (cells) from which the first row begins with the word dpmon."""
 _BEGINNING = 16
@@ -155,7 +155,7 @@ def _figures(facts: Facts, look: Look) -> list[_Part]:
         if found.batch is not None and found.batch == found.batches:
             left = f" {look.glyphs.middot} took {duration_words(found.epochs[-1].took_ns)}"
         timed = found.batches is not None and facts.stall is None
-        parts = [_Part([*batches, (left.ljust(_LEFT), "")] if timed else batches, 2, batches)]
+        parts = [_Part([*batches, (left.ljust(_room_for_left(found)), "")] if timed else batches, 2, batches)]
     if facts.stall is not None and not facts.over:  # the rates are of the time before the stall
         return parts
     rates_shown = [(rates.samples_per_s, " samples/s", 4), (rates.steps_per_s, " steps/s", 9)]
@@ -170,6 +170,12 @@ def _figures(facts: Facts, look: Look) -> list[_Part]:
     within = within_words(rates.rate).strip()
     parts += [step._replace(rank=10)] if found.epoch is not None else []
     return [*parts[:2], _Part([(within, "dim")], 11), *parts[2:]] if within else parts
+
+
+def _room_for_left(found: Progress) -> int:
+    """Cells for the time left at the beginning of the epoch, so that what follows stands still."""
+    begun_ns = found.epochs[-1].begin_ns if found.epochs else found.at_ns
+    return max(len(f" · {left_words(found.at_ns - begun_ns + (found.left_ns or 0), None)} left"), _LEFT)
 
 
 def _missed(facts: Facts) -> Row:

@@ -196,10 +196,9 @@ def test_before_the_first_step_it_tells_what_dpmon_will_do() -> None:
     assert panel_progress.applies(found)
     assert drawn(found) == [
         "mode     dp: replicas on several devices",
-        "python   /usr/bin/python3",
         "replicas 4",
     ]
-    assert panel_progress.wanted_rows(found) == 3
+    assert panel_progress.wanted_rows(found) == 2
     assert not panel_progress.applies(replace(found, alive=False, ended=exit_of(1)))
     assert drawn(Facts(State(), 0)) == []
 

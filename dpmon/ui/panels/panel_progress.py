@@ -130,8 +130,7 @@ def _plan(facts: Facts) -> list[tuple[str, str]]:
     options = facts.info.options
     asked = [str(options[name]) for name in ("devices", "replicas") if options.get(name)]
     names = {str(track.data.get("name") or "GPU") for track in facts.state.devices.values()}
-    rows = [("mode", _MODES.get(str(options.get("mode")), "")), ("python", facts.info.python or "")]
-    rows += [("replicas", ", ".join(asked))]
+    rows = [("mode", _MODES.get(str(options.get("mode")), "")), ("replicas", ", ".join(asked))]
     rows += [("GPUs", f"{len(facts.state.devices)} × {', '.join(sorted(names))}" if names else "")]
     return [(label, clean(text, 200)) for label, text in rows if text]
 
@@ -227,7 +226,7 @@ def _loss(facts: Facts, one: LossCurve, several: bool, width: int, height: int, 
     drawn = curves(both[beside:], unfit, room, 1 if beside else height, low, top, look.glyphs)
     if beside:
         return [[*head, *drawn[0]]]
-    marks = {0: loss_span(top, 0)[0], len(drawn) - 1: loss_span(low, 0)[0]}
+    marks = {0: loss_span(top, 0)[0] if top > low else "", len(drawn) - 1: loss_span(low, 0)[0]}
     rows: list[Row] = [
         [(right(marks.get(index, ""), _GUTTER - 1) + " ", "dim"), *row] for index, row in enumerate(drawn)
     ]

@@ -44,7 +44,9 @@ def with_and_without(
 def test_examples_wait_no_more_than_without_dpmon(tmp_path: Path, gpus: Simulated, name: str, count: int) -> None:
     text = (NO_CUDNN if name == "model_parallel" else "") + (EXAMPLES / f"{name}.py").read_text()
     run, ours, theirs = with_and_without(tmp_path, gpus, text, STEPS[name], count, kernel_us=5)
-    for function in (*WAITING, *WORK):
+    losses, copies = len(run.events("loss")), "cudaMemcpyAsync"  # a loss is copied, and read a pass later
+    assert losses <= ours[copies] - theirs.get(copies, 0) <= losses + 1
+    for function in {*WAITING, *WORK} - {copies}:
         assert ours.get(function, 0) == theirs.get(function, 0), function
     assert sum(ours.get(function, 0) for function in WORK) >= 8  # otherwise there is nothing to compare
     extra = {name: ours.get(name, 0) - theirs.get(name, 0) for name in (*EVENTS, "cudaEventElapsedTime")}

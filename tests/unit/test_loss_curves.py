@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from itertools import pairwise
 from math import exp, inf, isnan, nan
 from pathlib import Path
 
 import pytest
+from kept import keep
 from pretend import MS, Script, assembled
+from prometheus_client.parser import text_string_to_metric_families
 from stored import Recording
 from synthetic import SECOND, Training
 
@@ -19,8 +22,14 @@ from dpmon.model.findings import findings
 from dpmon.model.run_facts import RunFacts
 from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.jsonl import as_json
+from dpmon.report.collect import collect
+from dpmon.report.page import HEIGHT, drawn
+from dpmon.report.plots import plots
+from dpmon.report.sections import document
+from dpmon.report.text import text_lines
 from dpmon.store.answers import SMOOTHED, LossBin, UnfitLoss
 from dpmon.store.writer import KEPT_LOSSES, KEPT_OLDER
+from dpmon.supervise.metrics import Metrics
 
 LINE, OTHER = 3000, 3001
 LINES = [
@@ -178,3 +187,28 @@ def test_a_loss_is_a_json_line_and_a_row_of_csv() -> None:
     Tables(lambda kind: table).write(records)
     first, second = csv.DictReader(io.StringIO(table.getvalue()))
     assert (first["place"], first["loss"], second["loss"]) == ("train.py:88", "0.5", "")
+
+
+def test_metrics_have_the_newest_loss_of_each_line_and_process(state: Path, tmp_path: Path) -> None:
+    rows = [*LINES, *losses(3.0, 0.5), LossRow(OTHER, 2, 2 * SECOND, nan)]
+    directory = keep({0: [*trained(Training(), 5), *rows], 1: [*trained(Training(process=1), 5), *LINES, *losses(7.0)]})
+    text = Metrics(tmp_path / "file", directory, print).text(None)
+    families = {family.name: family.samples for family in text_string_to_metric_families(text)}
+    found = {(one.labels["process"], one.labels["place"]): one.value for one in families["dpmon_loss"]}
+    assert isnan(found.pop(("0", "train.py:91")))
+    assert found == {("0", "train.py:88"): 0.5, ("1", "train.py:88"): 7.0}
+
+
+def test_the_report_has_a_row_and_a_curve_for_each_line(state: Path) -> None:
+    rows = [*LINES, *losses(3.0, -0.5, nan), LossRow(OTHER, 2, 2 * SECOND, 1.1), LossRow(OTHER, 3, 3 * SECOND, 1.2)]
+    story = collect(keep({0: [*trained(Training(step_ns=SECOND), 4), *rows]}))
+    text = text_lines(document(story), 100)
+    (at,) = [number for number, line in enumerate(text) if "backward called at" in line]
+    assert text[at + 1].split() == ["train.py:88", "3", "-0.5", "NaN", "1.206", "3"]
+    assert text[at + 2].split() == ["train.py:91", "1.1", "1.1", "1.2", "1.151", "3"]
+    (plot,) = [plot for plot in plots(story.facts) if plot.name == "loss"]
+    assert [[y for _, _, y in one.points] for one in plot.series] == [[3.0, -0.5], [1.1, 1.2]]
+    heights = [float(y) for y in re.findall(r'cy="([-0-9.]+)"', drawn(plot))]
+    assert len(heights) == 4
+    assert [y for y in heights if not 0 <= y <= HEIGHT] == []
+    assert max(heights) == heights[1], "the negative value is the lowest"

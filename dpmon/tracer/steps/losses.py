@@ -137,7 +137,9 @@ class Losses:
         key = frame.f_code.co_filename, frame.f_lineno
         line = self._lines.get(key)
         if line is None and len(self._lines) < MAX_LINES:
-            line = self._lines[key] = Line(shortened(f"{os.path.basename(key[0])}:{key[1]}"))
+            place = f"{os.path.basename(key[0])}:{key[1]}"
+            again = any(one.place == place for one in self._lines.values())
+            line = self._lines[key] = Line(shortened(f"{key[0]}:{key[1]}" if again else place))
         return line
 
     def _take(self, line: Line, began: int, roots: tuple[Any, ...]) -> None:
@@ -158,10 +160,12 @@ class Losses:
 
     def _write(self, line: Line, began: int, value: float, why: str | None = None) -> None:
         """Write a loss, or, once for each line, `why` it cannot be read."""
-        if why is not None and why in line.numbers:
+        number = line.numbers.get(why, 0)
+        if number and why is not None:
             return
-        number = self._session.define((line, why), lambda: {"place": line.place, "why": why})
-        line.numbers[why] = number
+        if not number:
+            number = self._session.define((line, why), lambda: {"place": line.place, "why": why})
+            line.numbers[why] = number
         if number:
             (bits,) = struct.unpack("=Q", struct.pack("=d", value))
             self._recorder.put(Kind.LOSS | number << SITE_AT, began, 0, bits)

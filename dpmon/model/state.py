@@ -266,6 +266,11 @@ class Process:
     """Its dp steps against its single steps."""
 
     @property
+    def had_dp(self) -> bool:
+        """Whether it trains in dp, or has done so."""
+        return self.mode == "dp" or (self.compared is not None and "dp" in self.compared.seen)
+
+    @property
     def newest(self) -> CallTrack | None:
         """The root called last; None without a call."""
         return next(iter(self.calls.values()), None)

@@ -167,14 +167,15 @@ def _cells(phases: tuple[int, ...], count: int, top: float, height: int, cut_top
     return tuple(cells)
 
 
-def _plain(mean: float, count: int, top: float, height: int, cut_top: str, blocks: str) -> tuple[Span, ...]:
+def _plain(column: Column, top: float, height: int, signs: Glyphs, style: str) -> tuple[Span, ...]:
     """One column of one colour, from the bottom up: in few rows, a cell would show a small phase as a large one."""
-    steps = len(blocks) - 1
-    filled = max(round(mean / top * height * steps), 1) if count else 0
-    signs = [blocks[min(max(filled - row * steps, 0), steps)] for row in range(height)]
+    steps = len(signs.blocks) - 1
+    mean = sum(column.phases) / max(column.count, 1)
+    filled = max(round(mean / top * height * steps), 1) if column.count else 0
+    cells = [signs.blocks[min(max(filled - row * steps, 0), steps)] for row in range(height)]
     if filled > height * steps:
-        signs[-1] = cut_top
-    return tuple((sign, "bar" if sign != " " else "") for sign in signs)
+        cells[-1] = signs.cut_top
+    return tuple((cell, style if cell != " " else "") for cell in cells)
 
 
 def _least(phases: tuple[int, ...], mono: bool) -> Span:
@@ -202,7 +203,16 @@ def _cell(parts: list[tuple[float, int, str]], mono: bool) -> Span:
     return (blocks[lower], f"phase.{two[0][2]}/{two[1][2]}")
 
 
-def stacked(columns: Sequence[Column], width: int, height: int, top: float, look: Look, places: int = 0) -> list[Row]:
+def stacked(
+    columns: Sequence[Column],
+    width: int,
+    height: int,
+    top: float,
+    look: Look,
+    places: int = 0,
+    *,
+    by_mode: bool = False,
+) -> list[Row]:
     """`columns` from left to right, in `height` rows (top row first) on a scale up to `top` ns.
 
     The width has room for `places` columns, by default one per cell.
@@ -210,16 +220,16 @@ def stacked(columns: Sequence[Column], width: int, height: int, top: float, look
     Each column is the mean step of its time range. From `_ROWS_OF_PHASES` rows on, its phases are stacked from below in
     the order of PHASES, shown by colour, or by letter without colour or in ASCII. Steps too short for the scale show
     the lowest block, or the lower-case letter of their largest phase; only a column without steps is blank, or hatched
-    if the run was stalled.
+    if the run was stalled. `by_mode`: columns in the colours of their modes, without phases.
     """
     mono = not look.colour or look.glyphs.ascii
     places = max(places or width, 1)
     shown = list(columns)[:places]
     edges = [index * width // places for index in range(len(shown) + 1)]
     signs = look.glyphs
-    if height < _ROWS_OF_PHASES:
-        means = ((sum(column.phases) / max(column.count, 1), column.count) for column in shown)
-        drawn = [_plain(mean, count, top, height, signs.cut_top, signs.blocks) for mean, count in means]
+    if by_mode or height < _ROWS_OF_PHASES:
+        styles = (f"mode.{column.mode}" if by_mode else "bar" for column in shown)
+        drawn = [_plain(column, top, height, signs, style) for column, style in zip(shown, styles, strict=True)]
     else:
         drawn = [_cells(tuple(c.phases), c.count, top, height, signs.cut_top, mono) for c in shown]
     drawn = [((signs.hatch, "dim"),) * height if c.stalled else d for c, d in zip(shown, drawn, strict=True)]

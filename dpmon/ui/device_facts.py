@@ -82,9 +82,22 @@ def reasons(samples: Sequence[Data], only: Sequence[str] | None = None) -> str:
 # ------------------------------------------------------------------------------------------------ one GPU
 
 
-def fact_rows(index: int, track: DeviceTrack, width: int, tall: int, axis: TimeAxis, look: Look) -> list[Row]:
-    """The rows of one GPU: name and number, histories of `tall` rows, then every figure."""
+def chart_rows(index: int, track: DeviceTrack, width: int, tall: int, axis: TimeAxis, look: Look) -> list[Row]:
+    """The name and number of one GPU, and its histories in `tall` rows."""
+    return [_head(index, track.data, width), *_charts(track, width, tall, axis, look)]
+
+
+def fact_rows(index: int, track: DeviceTrack, width: int, look: Look) -> list[Row]:
+    """The name and number of one GPU, then every figure."""
     data = track.data
+    rows = [_head(index, data, width), *_topics(data, width), *_processes(data, width, look)]
+    why = reasons([data])
+    if why:
+        rows += [[("   ", ""), (line, "dim")] for line in wrapped(why, width - 3, 4, look.glyphs.more)]
+    return rows
+
+
+def _head(index: int, data: Data, width: int) -> Row:
     ours = mine(data)
     head: Row = [
         (f"{label(index, data)} ", "bold" if ours else "dim"),
@@ -94,13 +107,7 @@ def fact_rows(index: int, track: DeviceTrack, width: int, tall: int, axis: TimeA
     uuid = data.get("uuid")
     if isinstance(uuid, str) and width_of(head) + 2 + span_width(clean(uuid, 60)) <= width:
         head.append((f"  {clean(uuid, 60)}", "dim"))
-    rows = [head, *_charts(track, width, tall, axis, look)]
-    rows += _topics(data, width)
-    rows += _processes(data, width, look)
-    why = reasons([data])
-    if why:
-        rows += [[("   ", ""), (line, "dim")] for line in wrapped(why, width - 3, 4, look.glyphs.more)]
-    return rows
+    return head
 
 
 def _whose(data: Data) -> str:
@@ -178,8 +185,7 @@ def _charts(track: DeviceTrack, width: int, tall: int, axis: TimeAxis, look: Loo
 
 def host_plots(track: DeviceTrack, width: int, height: int, axis: TimeAxis, look: Look) -> list[Row]:
     """The host's processor and memory over time."""
-    cpu, used, total = (number_in(track.data, key) for key in ("cpu_pct", "mem_used_bytes", "mem_total_bytes"))
-    heads = f"cpu {rounded(cpu, '%')}", f"memory {memory_of(used, total)}"
+    heads = f"cpu {rounded(number_in(track.data, 'cpu_pct'), '%')}", f"memory {rounded(track.mem_pct, '%')}"
     charts = [_Chart(heads[0], track.util, 100.0, "%"), _Chart(heads[1], track.mem, 100.0, "%")]
     return plots(charts, track.second, width, height, axis, look)
 

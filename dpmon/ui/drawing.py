@@ -230,12 +230,12 @@ class Drawing(App[str]):
     def _lend_focus(self, facts: Facts, slots: Mapping[str, Slot]) -> None:
         """While the panel in focus is not on the screen, the most important panel has the focus."""
         focus, (home, lent) = self.view.focus, self._lent
-        if focus == lent and home in slots:
-            self.view, self._lent = replace(self.view, focus=home), ("", "")
-        elif focus not in slots and self.view.zoom is None:
-            lent = next((panel for panel in scene_of(facts).panels if panel in slots), focus)
-            self._lent = (focus, lent)
-            self.view = replace(self.view, focus=lent)
+        if self.view.zoom is not None or (focus in slots and focus != lent):
+            return
+        home = home if focus == lent else focus
+        focus = home if home in slots else next((panel for panel in scene_of(facts).panels if panel in slots), home)
+        self._lent = ("", "") if focus == home else (home, focus)
+        self.view = replace(self.view, focus=focus)
 
     def painted_rows(self) -> list[Row]:
         """The rows on the screen, without dialogs."""

@@ -123,10 +123,11 @@ class _Places:
             return self._sizes[tree]
         inside = sorted(self._size(each, not across) for each in tree)
         full, columns = [one.full for one in inside], [one.columns for one in inside]
+        most = max(self._most, inside[0].least)
         grows = max(one.grows for one in inside)
         if across:
-            return _Need(inside[0].rank, inside[0].least, max(full), grows, False, sum(columns))
-        return _Need(inside[0].rank, inside[0].least, sum(full), grows, False, max(columns))
+            return _Need(inside[0].rank, inside[0].least, min(max(full), most), grows, False, sum(columns))
+        return _Need(inside[0].rank, inside[0].least, min(sum(full), most), grows, False, max(columns))
 
     def _shown(self, tree: Tree) -> Tree | None:
         """The tree without panels that the arrangement lacks."""
@@ -182,7 +183,7 @@ def _heights(sizes: Sequence[_Need], room: Slot) -> list[int]:
     fits = True
     for index in order:
         size = sizes[index]
-        reserved = 0 if index == order[-1] else 1  # for the titles of those that are not open
+        reserved = 0 if index in (order[0], order[-1]) else 1  # for the titles of those that are not open
         fits = fits and rows[index] + left >= size.least + reserved
         if fits:
             left -= size.least - rows[index]

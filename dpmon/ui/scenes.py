@@ -30,7 +30,7 @@ _OF_RANKS = Arrangement(
     (_RANKS, _OUTPUT, _BATCH, _PROGRESS, _COMPARE, _DEVICES),
     one=("devices", "compare", "replicas", "progress", "batch", "output"),
     two=("replicas", "batch", (("devices", "compare", "progress"), "output")),
-    three=((("replicas", "batch"), ("progress", "devices", "compare", "output")),),
+    three=((("replicas", "batch", ("devices", "output")), ("progress", "compare")),),
 )
 ARRANGEMENTS: Mapping[str, Arrangement] = {
     STARTING: Arrangement(
@@ -43,13 +43,13 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
         (_BATCH, _OUTPUT, _PROGRESS, _DEVICES, _REPLICAS, _COMPARE),
         one=("devices", "compare", "replicas", "progress", "batch", "output"),
         two=("replicas", "batch", (("devices", "compare", "progress"), "output")),
-        three=((("replicas", "batch", "devices"), ("progress", "compare", "output")),),
+        three=((("replicas", "batch", ("devices", "output")), ("progress", "compare")),),
     ),
     DP: Arrangement(
         (_REPLICAS, _OUTPUT, _BATCH, _PROGRESS, _COMPARE, _DEVICES),
         one=("devices", "replicas", "progress", "batch", "compare", "output"),
         two=(("devices", "replicas"), "batch", ("compare", ("progress", "output"))),
-        three=(((("devices", "replicas"), "batch"), ("progress", "compare", "output")),),
+        three=(((("devices", "replicas"), "batch", "output"), ("progress", "compare")),),
     ),
     RANKS: _OF_RANKS,
     MANY: _OF_RANKS,
@@ -57,13 +57,13 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
         (_STANDING, _OUTPUT, _BATCH, _DEVICES),
         one=("devices", "replicas", "batch", "output"),
         two=("replicas", "batch", ("devices", "output")),
-        three=((("replicas", "batch"), ("devices", "output")),),
+        three=("replicas", "batch", ("devices", "output")),
     ),
     ENDED: Arrangement(
         (_HAPPENED, _OUTPUT, _BATCH, _REPLICAS, _COMPARE, _DEVICES),
         one=("progress", "devices", "compare", "replicas", "batch", "output"),
         two=(("progress", "output"), "batch", (("devices", "replicas"), "compare")),
-        three=((("progress", "batch"), ("output", "devices", "replicas", "compare")),),
+        three=((("progress", ("devices", "replicas"), "batch"), ("compare", "output")),),
     ),
 }
 """The panels of each scene. A scene leaves out those that can have no value in a run."""

@@ -32,7 +32,7 @@ from dpmon.ui.rows import Row, plain
 from dpmon.ui.view import in_ascii
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-PANELS = ("devices", "replicas", "batch", "compare")
+PANELS = ("devices", "replicas", "batch", "compare", "progress")
 
 
 def memory(training: Training, peaks: list[dict[str, Any]]) -> bytes:
@@ -105,6 +105,13 @@ def recorded(part: float, span_s: int = 120) -> Facts:
     return Facts(state, state.newest_ns, INFO, alive=True, can_toggle=True)
 
 
+def one_device() -> Facts:
+    """Return a script that never trained in dp."""
+    training = Training(mode="single", devices=("cpu:0",), via=None)
+    samples = [host_event(float(t), cpu_pct=40.0 + t * 7 % 50) for t in range(10)]
+    return Facts(state_of([*training.begin(), *training.run(3000), *samples]), training.now, INFO, alive=True)
+
+
 def evaluated() -> Facts:
     """Return a script during an evaluation, after dp was refused for its model."""
     training = Training(mode="single", devices=("cpu:0",), via=None)
@@ -124,6 +131,8 @@ SITUATIONS: dict[str, tuple[Callable[[], Facts], int, int, Look]] = {
     "dp over 8 80x24": (lambda: gpus(8), 80, 24, LOOK),
     "dp over 64 120x40": (lambda: gpus(8, replicas=64), 120, 40, LOOK),
     "single 120x40": (lambda: recorded(0.6), 120, 40, LOOK),
+    "one device 120x40": (one_device, 120, 40, LOOK),
+    "one device 80x24": (one_device, 80, 24, LOOK),
     "comparison 120x40": (lambda: gpus(2, both=True), 120, 40, LOOK),
     "comparison 80x24 zoomed": (
         lambda: replace(gpus(4, both=True), view=View("compare", "compare")), 80, 24, LOOK,
@@ -144,6 +153,7 @@ SITUATIONS: dict[str, tuple[Callable[[], Facts], int, int, Look]] = {
     "ranks 8 200x60": (lambda: ranks(8), 200, 60, LOOK),
     "ranks over time 120x40": (changing_ranks, 120, 40, LOOK),
     "ranks over time 80x24 ascii": (changing_ranks, 80, 24, MONO_ASCII),
+    "ranks 64 80x24": (lambda: ranks(64), 80, 24, LOOK),
     "ranks 64 120x40": (lambda: ranks(64), 120, 40, LOOK),
     "evaluated and refused 120x40": (evaluated, 120, 40, LOOK),
     **{

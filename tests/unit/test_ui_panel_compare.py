@@ -166,3 +166,16 @@ def test_a_mode_without_samples_has_no_memory(kind: str, name: str) -> None:
     for view in (View(), View(zoom="compare")):
         text = " ".join(compare_text(replace(facts, view=view), 60, 20))
         assert "single: no sample of its memory was read" in text
+
+
+def test_the_full_screen_shows_the_mean_step_over_time_in_the_colours_of_the_modes() -> None:
+    training = Training()
+    payloads = [*training.begin(), *training.run(800), *training.switch("single"), *training.run(800)]
+    facts = Facts(state_of(payloads), training.now, INFO, alive=True, view=View(zoom="compare"))
+    rows = panel_compare.table(facts, 100, 36, LOOK)
+    at = rows_text(rows).index("mean step, last 2 min")
+    styles = [style for row in rows[at + 1 : -1] for text, style in row if "█" in text]
+    assert set(styles) == {"mode.single", "mode.dp"}
+    assert "single" in plain(rows[-1])
+    assert "dp" in plain(rows[-1])
+    assert "mean step" not in "".join(rows_text(panel_compare.table(replace(facts, view=View()), 100, 36, LOOK)))

@@ -17,7 +17,6 @@ from dpmon.text.quantities import clock, duration, group, percent, quantity_word
 from dpmon.ui.chart import scale_top, stacked
 from dpmon.ui.facts import BEFORE_STALL, NAMES, SECOND, Facts, mode_words
 from dpmon.ui.look import LETTERS, Look, letter_in
-from dpmon.ui.panels.panel_compare import dp_seen
 from dpmon.ui.panels.panel_replicas import size_text
 from dpmon.ui.rows import Row, dimmed, lines, width_of
 from dpmon.ui.time_axis import axis_of, axis_row, marks_of, pictured, stalls_of
@@ -39,7 +38,7 @@ def wanted_rows(facts: Facts) -> int:
         return 4 + 5 + 3
     lanes = len(_ranks(facts)) or 1 + len(timeline.lanes)
     sampled = facts.state.last_sample is not None
-    return 4 + 5 + 1 + bool(timeline.step.buckets) + sampled + min(lanes, 9)
+    return 4 + bool(figures(facts).counted) + 5 + 1 + bool(timeline.step.buckets) + sampled + min(lanes, 9)
 
 
 def _timeline(facts: Facts) -> StepTimeline | None:
@@ -93,7 +92,7 @@ def title(facts: Facts, look: Look, width: int) -> tuple[Row, Row]:
 
 def _sizes(process: Process, dot: str, look: Look) -> Row:
     """The sizes that the last forward received and returned, of a process without a table of them in panel 2."""
-    if dp_seen(process) or process.distributed is not None or process.newest is None:
+    if process.had_dp or process.distributed is not None or process.newest is None:
         return []
     call = process.newest.last
     return [(f"{dot}{size_text(call.inputs)} {look.glyphs.arrow} {size_text(call.outputs)}", "")]
@@ -129,7 +128,7 @@ def batch(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
         wanted = min(1 + bool(timeline.step.buckets) + (sample is not None) + lanes, most)
         below = waterfall(process, width, wanted, look, ranks, sample)
     above = room - len(below)
-    history = _history(facts, process, width, above, look) if above >= 2 else []
+    history = history_rows(facts, process, width, above, look) if above >= 2 else []
     blank: list[Row] = [[]] * (height - len(table) - len(history) - len(below)) if remarks else []
     return [*table, *history, *below, *blank, *remarks]
 
@@ -215,8 +214,10 @@ def _has_step(width: int, columns: int) -> bool:
     return (width - label) // (columns + 1) >= 7 or (width - label) // columns < 7
 
 
-def _history(facts: Facts, process: Process, width: int, height: int, look: Look) -> list[Row]:
-    """The stacked columns with their scale at the left, and a row below with the axis."""
+def history_rows(
+    facts: Facts, process: Process, width: int, height: int, look: Look, *, by_mode: bool = False
+) -> list[Row]:
+    """The columns with their scale at the left, and a row below with the axis; `by_mode`: without their phases."""
     axis = axis_of(facts)
     begin = clock(axis.begin_s * SECOND).removeprefix("00:")
     gutter = max(len(begin) + 1, 8)
@@ -226,7 +227,7 @@ def _history(facts: Facts, process: Process, width: int, height: int, look: Look
     bars = height - 1 if labelled else height
     top = scale_top(picture.columns)
     known = any(column.count for column in picture.columns)
-    rows = stacked(picture.columns, room, bars, top, look, picture.places)
+    rows = stacked(picture.columns, room, bars, top, look, picture.places, by_mode=by_mode)
     out: list[Row] = []
     for index, row in enumerate(rows):
         scale = "" if not known else duration(top) if index == 0 else "0" if index == bars - 1 and bars > 1 else ""
@@ -287,7 +288,7 @@ def usual(process: Process, phase: str) -> bool:
     The phases of a DataParallel call are expected only of a process that trains, or has trained, in dp.
     """
     known = phase_shown(phase)
-    dp = process.distributed is None and dp_seen(process)
+    dp = process.distributed is None and process.had_dp
     return not known.optional and (dp or not known.of_call)
 
 

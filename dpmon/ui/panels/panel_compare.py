@@ -7,21 +7,24 @@ from collections.abc import Mapping
 from dpmon.cleaning import clean
 from dpmon.model.compare import Comparison, Peak, sentence
 from dpmon.model.memory import HOST
-from dpmon.model.state import PHASES, Process
+from dpmon.model.state import PHASES
 from dpmon.model.step_timeline import Piece
 from dpmon.record.schema import REST, SETTLING_STEPS, phase_named, phase_shown
 from dpmon.store.figures import Figures
 from dpmon.text.cells import cut, right
-from dpmon.text.quantities import UNKNOWN, compact, count_of, duration, group, memory, percent, times
+from dpmon.text.quantities import UNKNOWN, compact, count_of, duration, group, memory, percent, span_words, times
 from dpmon.ui.chart import ceiling
 from dpmon.ui.facts import NAMES, Facts
 from dpmon.ui.look import Look
+from dpmon.ui.panels.panel_batch import history_rows
 from dpmon.ui.rows import Row, lines, width_of
 from dpmon.ui.waterfall import main_row
 
 _MODES = ("single", "dp")
 _REFUSED_ROWS = 3
 """Most rows for refusals, unless the panel is on the full screen."""
+_LEAST_CHART, _MOST_CHART = 4, 16
+"""Rows of the chart at full size."""
 _VIRTUAL_SHORT = "virtual replicas show behaviour, not speed"
 _VIRTUAL = "virtual replicas share one device: this shows how dp behaves, not how fast it would be"
 
@@ -34,12 +37,7 @@ def figures(facts: Facts) -> Comparison:
 
 def applies(facts: Facts) -> bool:
     """Whether there can be two modes: a script on one device has nothing to compare."""
-    return facts.process is not None and dp_seen(facts.process)
-
-
-def dp_seen(process: Process) -> bool:
-    """Whether the process trains in dp, or has done so."""
-    return process.mode == "dp" or (process.compared is not None and "dp" in process.compared.seen)
+    return facts.process is not None and facts.process.had_dp
 
 
 def wanted_rows(facts: Facts) -> int:
@@ -95,7 +93,16 @@ def table(facts: Facts, width: int, height: int, look: Look, *, advice: bool = T
             left = 0
     for name in ("p95", "memory", "steps", "phases", "bars"):
         more += taken.get(name, [])
-    return [*first, *more, *below]
+    rows = [*first, *more, *below]
+    return [*rows, *_over_time(facts, width, height - len(rows) - 2, look)]
+
+
+def _over_time(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+    """At full size, the mean step over time in the colour of its mode, if there are rows for it."""
+    if facts.process is None or facts.view.zoom != "compare" or height < _LEAST_CHART:
+        return []
+    drawn = history_rows(facts, facts.process, width, min(height, _MOST_CHART), look, by_mode=True)
+    return [[], [(f"mean step, {span_words(facts.view.span_s)}", "bold")], *drawn]
 
 
 class _CompareTable:

@@ -17,7 +17,7 @@ from dpmon.record.plainjson import number_in
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.quantities import UNKNOWN, memory, memory_of
 from dpmon.ui.chart import filled_bar, spark
-from dpmon.ui.device_facts import device_name, fact_rows, host_plots, label, mine, reasons, rounded
+from dpmon.ui.device_facts import chart_rows, device_name, fact_rows, host_plots, label, mine, reasons, rounded
 from dpmon.ui.facts import NAMES, Facts
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, fit, lines, width_of
@@ -36,8 +36,8 @@ _GRID = 52
 _LEAST_GRAPH = 10
 """Fewest cells for the history of the load beside the run's part of it."""
 _MOST_REASONS = 4
-_FACTS, _TALLEST = 12, 14
-"""At full size: the rows of a GPU's facts, and most rows of its charts."""
+_TALLEST = 14
+"""Most rows of a device's charts."""
 
 
 def _tracks(facts: Facts) -> list[tuple[int, DeviceTrack]]:
@@ -113,17 +113,19 @@ def devices(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
 
 
 def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
-    """The panel at full size: everything that is known of each device."""
+    """The panel at full size: memory by holder, the charts of all devices, then everything that is known of each."""
     tracks = _tracks(facts)
     axis = device_axis(facts)
     more = _memory_rows(facts, width)
     if not tracks:
         return [*host(facts, width, max(height - len(more), 3), look, tall=True), *more]
     rows: list[Row] = [*more, []] if more else []
-    tall = min(max(height // len(tracks) - _FACTS, 1 + (len(tracks) <= 4)), _TALLEST)
+    tall = min(max((height - len(rows)) // len(tracks) - 1, 1), _TALLEST)
     for index, track in tracks:
-        rows += [*fact_rows(index, track, width, tall, axis, look), []]
-    return rows[:-1]
+        rows += chart_rows(index, track, width, tall, axis, look)
+    for index, track in tracks:
+        rows += [[], *fact_rows(index, track, width, look)]
+    return rows
 
 
 # ------------------------------------------------------------------------------------------------ memory by holder

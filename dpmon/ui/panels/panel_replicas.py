@@ -151,7 +151,7 @@ def _replicas(track: CallTrack, width: int, height: int, look: Look) -> list[Row
     given = min(max(map(span_width, [*ins, "input"])), max(room * 3 // 5, room - longest))
     gave = min(longest, room - given)
     left = room - given - gave - 3  # a gap before the bar, two before the spread
-    bar = min(left * 2 // 5, 16) if left * 2 // 5 >= len("share") else 0
+    bar = min(left * 2 // 5, 24) if left * 2 // 5 >= len("share") else 0
     counts = [rows_of(replica.inputs, call.dim) for replica in call.replicas]
     columns = [
         TableColumn("#", 2, [str(number) for number in numbers], "bold", gap=1),
@@ -166,7 +166,7 @@ def _replicas(track: CallTrack, width: int, height: int, look: Look) -> list[Row
         columns.append(TableColumn(" " + "share".ljust(bar), bar + 1, bars))
     columns += times
     if left >= len("spread"):
-        columns.append(_spreads(track, numbers, min(left - bar, 20), look))
+        columns.append(_spreads(track, numbers, min(left - bar, 48), look))
     rows = table_rows(columns, look.glyphs.more)[0 if height > 1 else 1 :] + _idle(call, look)
     return rows if call.replicas else [*rows, [("the replicas of this call were not seen", "dim")]]
 

@@ -1,7 +1,7 @@
 """The place of each panel on a screen of a given size: open, folded to its title, or left out.
 
-A scene names its panels in an `Arrangement`. The short forms are placed first, by importance. Then all panels grow
-evenly towards the rows that their content needs, and those that can use more rows share the rest.
+A scene names its panels in an `Arrangement`. The short forms are placed first, by importance. Then the most important
+panel grows to the rows that its content needs, the others evenly, and those that can use more rows share the rest.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _SMALLEST, _LEAST_PART = 3, 4
 """Rows of a panel with one row inside; fewest rows in which a panel shows a part of its short form."""
 _TITLE = 26
 """Cells of a folded panel, which shares a row with others."""
-_MOST = 50
-"""No panel of several grows beyond this part of the screen (per cent) because of its content."""
+_FIRST, _MOST = 40, 50
+"""The part of the screen (per cent) up to which the most important panel grows before others, and any panel at all."""
 
 Tree: TypeAlias = "str | tuple[Tree, ...]"
 """A panel; or parts one below the other, inside them side by side, inside them one below the other, and so on."""
@@ -99,6 +99,8 @@ class _Need(NamedTuple):
 
     rank: int
     least: int
+    first: int
+    """Rows that the content of its most important panel needs."""
     full: int
     grows: int
     titled: bool
@@ -106,16 +108,17 @@ class _Need(NamedTuple):
 
 
 class _Places:
-    """Divides the screen between the panels of a arrangement."""
+    """Divides the screen between the panels of an arrangement."""
 
     def __init__(self, arrangement: Arrangement, wanted: Mapping[str, int], body: Slot) -> None:
-        self._most = body.height * _MOST // 100
+        self._first, self._most = (body.height * share // 100 for share in (_FIRST, _MOST))
         self._sizes = {part.panel: self._of(rank, part, wanted) for rank, part in enumerate(arrangement.parts)}
 
     def _of(self, rank: int, part: Member, wanted: Mapping[str, int]) -> _Need:
         full = wanted.get(part.panel, part.least - _FRAME) + _FRAME
         least = min(part.least, max(full, _SMALLEST))
-        return _Need(rank, least, max(min(full, self._most), least), part.grows, part.titled, 1)
+        full = max(min(full, self._most), least)
+        return _Need(rank, least, min(full, self._first), full, part.grows, part.titled, 1)
 
     def _size(self, tree: Tree, across: bool) -> _Need:
         """`across`: whether the members of `tree` stand side by side."""
@@ -126,8 +129,10 @@ class _Places:
         most = max(self._most, inside[0].least)
         grows = max(one.grows for one in inside)
         if across:
-            return _Need(inside[0].rank, inside[0].least, min(max(full), most), grows, False, sum(columns))
-        return _Need(inside[0].rank, inside[0].least, min(sum(full), most), grows, False, max(columns))
+            return _Need(
+                inside[0].rank, inside[0].least, inside[0].first, min(max(full), most), grows, False, sum(columns)
+            )
+        return _Need(inside[0].rank, inside[0].least, inside[0].first, min(sum(full), most), grows, False, max(columns))
 
     def _shown(self, tree: Tree) -> Tree | None:
         """The tree without panels that the arrangement lacks."""
@@ -194,6 +199,8 @@ def _heights(sizes: Sequence[_Need], room: Slot) -> list[int]:
     if (part := next((index for index in order if rows[index] == 1), None)) is not None and left >= _LEAST_PART:
         rows[part], left = left + (rows.count(1) == 1), 0  # if no other title is left, their row is free
     open_ones = [index for index in order if rows[index] > 1]
+    grown = min(max(sizes[order[0]].first - rows[order[0]], 0), left)
+    rows[order[0]], left = rows[order[0]] + grown, left - grown
     while left and (small := [index for index in open_ones if rows[index] < sizes[index].full]):
         grown = min(small, key=lambda index: rows[index] / sizes[index].full)
         rows[grown] += 1

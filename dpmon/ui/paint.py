@@ -126,7 +126,7 @@ def _content(panel: str, facts: Facts, output: Output, slot: Slot, look: Look) -
         rows = fourth.table(facts, width, height, look, advice=not stale)
         return (title, [BEFORE_STALL], list(map(dimmed, rows))) if stale else (title, corner, rows)
     if panel == "progress":
-        title, corner = panel_progress.title(facts, look)
+        title, corner = panel_progress.title(facts, look, slot.folded)
         return title, corner, panel_progress.table(facts, width, height, look)
     title, corner = panel_output.title(output, facts, slot.width, look)
     search = facts.view.search

@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 from joined import joined_ranks
 from recorded import linear_run
-from situations import INFO, LOOK, MONO_ASCII, exit_of
+from situations import INFO, LOOK, MONO_ASCII, exit_of, with_process
 from stored import state_of
 from stuck_ranks import after_stall, ended_in_stall, stalled, stalled_in_playback
 from synthetic import SECOND, Training, decoded, host_event, whole_device_event
+from test_ui_panel_progress import FINDINGS, epochs, losses
 
+from dpmon.model.progress import Progress
 from dpmon.record.kinds import Call, Event, Record
 from dpmon.ui.facts import Facts, View
 from dpmon.ui.look import Look
@@ -124,6 +126,23 @@ def evaluated() -> Facts:
     return Facts(state_of(seen), training.now, INFO, alive=True, can_toggle=True)
 
 
+def learning(progress: Progress | None = None, **changes: Any) -> Facts:
+    """Return a run with epochs and a loss that was NaN once."""
+    facts = with_process(recorded(0.3), progress=progress or epochs())
+    found = losses(bad=20)
+    points = tuple(point._replace(second=point.second + 14) for point in found.points)
+    return replace(facts, state=replace(facts.state, losses=(replace(found, points=points),)), **changes)
+
+
+def happened() -> Facts:
+    """Return such a run after its end."""
+    over = exit_of(1, None, 107 * SECOND)
+    why = "RuntimeError: no such token: 17 (train.py:88)"
+    return learning(
+        epochs(left_ns=None, error_ns=None), ended=over, alive=False, can_toggle=False, last_line=why, findings=FINDINGS
+    )
+
+
 SITUATIONS: dict[str, tuple[Callable[[], Facts], int, int, Look]] = {
     "starting 120x40": (starting, 120, 40, LOOK),
     "dp over 8 120x40": (lambda: gpus(8), 120, 40, LOOK),
@@ -148,6 +167,12 @@ SITUATIONS: dict[str, tuple[Callable[[], Facts], int, int, Look]] = {
     "16 GPUs 120x40": (lambda: gpus(16, replicas=8), 120, 40, LOOK),
     "devices zoomed 120x40": (lambda: replace(gpus(2), view=View("devices", "devices")), 120, 40, LOOK),
     "devices zoomed 80x24 ascii": (lambda: replace(gpus(2), view=View("devices", "devices")), 80, 24, MONO_ASCII),
+    "progress 80x24": (learning, 80, 24, LOOK),
+    "progress 120x40": (learning, 120, 40, LOOK),
+    "progress 200x60": (learning, 200, 60, LOOK),
+    "progress 80x24 ascii": (learning, 80, 24, MONO_ASCII),
+    "happened 120x40": (happened, 120, 40, LOOK),
+    "happened 80x24": (happened, 80, 24, LOOK),
     "ranks 120x40": (lambda: ranks(4), 120, 40, LOOK),
     "ranks 80x24": (lambda: ranks(4), 80, 24, LOOK),
     "ranks 8 200x60": (lambda: ranks(8), 200, 60, LOOK),
@@ -183,7 +208,7 @@ def drawn(rows: list[Row], look: Look, legend: dict[str, str]) -> list[str]:
 def picture(name: str) -> str:
     make, width, height, look = SITUATIONS[name]
     facts = make()
-    panels = (*PANELS, "status") if name.startswith("stall") else PANELS
+    panels = (*PANELS, "status") if name.startswith(("stall", "progress", "happened")) else PANELS
     slots = {panel: slot for panel, slot in places(facts, width, height).items() if panel in panels}
     painted = paint(facts, Output(), slots, look)
     legend: dict[str, str] = {}

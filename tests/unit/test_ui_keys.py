@@ -19,6 +19,7 @@ from synthetic import SECOND, Training
 from textual import events
 
 from dpmon.record.kinds import Event
+from dpmon.report.collect import collect
 from dpmon.ui import jobs
 from dpmon.ui.dialogs import LINE_MOST, Choice, Commands, Pages
 from dpmon.ui.facts import PANELS, View
@@ -179,6 +180,16 @@ def test_an_export_makes_new_files(state: Path) -> None:
     jobs.export(run, "trace", "perfetto")
     (path,) = Path.cwd().glob("trace-*.trace.json")
     assert json.loads(path.read_text())
+
+
+def test_the_findings_are_those_of_the_report(state: Path) -> None:
+    training = Training()
+    training.shares["dp"]["data"] = 3_000
+    run = keep({0: [*training.begin(), *training.run(200)]})
+    found = jobs.findings(run)
+    assert found == list(collect(run).findings)
+    assert "data" in [each.kind for each in found]
+    assert all(each.advised for each in found)
 
 
 def test_a_picture_goes_into_the_file_that_was_made(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from stage import LOOK, FakeReader, Stage, stage, until
 from synthetic import SECOND, Training, decoded
 from textual.events import MouseScrollUp
 
+from dpmon.model.finding import Finding
 from dpmon.record.kinds import Event
 from dpmon.ui.dialogs import Choice, Pages
 from dpmon.ui.facts import View
@@ -139,6 +140,20 @@ async def test_after_the_end_the_last_picture_has_everything_and_q_just_closes(t
         assert on.reader.asked == []
         await on.press("q")
         await on.until(lambda: on.app.return_value == "ended", "the end of the screen")
+
+
+async def test_after_the_end_it_shows_what_happened_in_the_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Finding("data", "The steps wait for data.", "34 %", "more workers", 0.3)
+    monkeypatch.setattr("dpmon.ui.jobs.findings", lambda directory: [found])
+    async with stage(tmp_path) as on:
+        await on.shows("last 2 min")
+        assert "6 What happened" not in on.text()
+        on.end(0)
+        await on.shows("6 What happened")
+        await on.shows("1 The steps wait for data.")
+        await on.shows("whole run")
 
 
 async def test_stop_stops_the_run_in_the_background_or_says_why_it_fails(

@@ -59,7 +59,8 @@ def drawn(found: Facts, width: int = 56, height: int = 12) -> list[str]:
 
 def test_the_bar_has_the_time_left_and_the_epochs_are_listed_newest_first() -> None:
     found = facts(epochs())
-    assert [plain(row) for row in panel_progress.title(found, LOOK)] == ["6 Progress · epoch 3", "  412/1,563"]
+    assert [plain(row) for row in panel_progress.title(found, LOOK, False)] == ["6 Progress · epoch 3", "  412/1,563"]
+    assert [plain(row) for row in panel_progress.title(found, LOOK, True)] == ["6 Progress", "412/1,563"]
     assert drawn(found) == [
         "━━━━━━━━────────────────────────  26 %  2 min 10 s left",
         "epoch        time  evaluation     between",
@@ -211,7 +212,7 @@ FINDINGS = (
 
 def test_after_the_end_the_findings_come_first_each_with_its_advice() -> None:
     found = facts(epochs(left_ns=None), losses(), ended=exit_of(1), alive=False, findings=FINDINGS)
-    assert [plain(row) for row in panel_progress.title(found, LOOK)] == ["6 What happened", "2 findings"]
+    assert [plain(row) for row in panel_progress.title(found, LOOK, False)] == ["6 What happened", "2 findings"]
     rows = drawn(found, 70, 16)
     assert rows[0] == "1 The steps wait for data for 34 % of their time."
     assert rows[1].startswith("  try (steps at most ")
@@ -220,7 +221,7 @@ def test_after_the_end_the_findings_come_first_each_with_its_advice() -> None:
     assert panel_progress.applies(replace(found, state=replace(found.state, losses=())))
     nothing = replace(found, findings=())
     assert drawn(nothing)[0] == "nothing stands out"
-    assert plain(panel_progress.title(replace(found, findings=None), LOOK)[0]).startswith("6 Progress")
+    assert plain(panel_progress.title(replace(found, findings=None), LOOK, False)[0]).startswith("6 Progress")
 
 
 @pytest.mark.parametrize("look", [LOOK, MONO_ASCII], ids=["colour", "mono ascii"])

@@ -9,11 +9,12 @@ from types import ModuleType
 
 import pytest
 from joined import joined_ranks
-from situations import INFO, exit_of, facts_of, situations
+from situations import INFO, exit_of, facts_of, situations, with_process
 from stored import state_of
 from stuck_ranks import ended_in_stall, stalled, stalled_in_playback
 from synthetic import SECOND, Training
 
+from dpmon.model.progress import Epoch, Progress
 from dpmon.model.state import State
 from dpmon.run.reader import PauseState
 from dpmon.ui.facts import PANELS, Facts, Playing
@@ -29,6 +30,15 @@ def of_ranks(count: int = 2) -> Facts:
 
 def single() -> Facts:
     return facts_of(Training(mode="single", devices=("cpu:0",)), 5)
+
+
+def asked() -> Facts:
+    return Facts(State(), SECOND, replace(INFO, options={"mode": "dp"}), alive=True)
+
+
+def learning() -> Facts:
+    facts = single()
+    return with_process(facts, progress=Progress(0, 1, epochs=(Epoch(1, 0, SECOND, 5, 9, 0, None),)))
 
 
 def toggled(first: str) -> Facts:
@@ -51,9 +61,12 @@ ONE_DEVICE = ("batch", "devices", "output")
 REPLICAS, RANK_TABLE, STANDING = panel_replicas, panel_ranks, panel_standing
 MODES, TALK = panel_compare, panel_communication
 TABLE: dict[str, tuple[Callable[[], Facts], str, tuple[str, ...], ModuleType, ModuleType]] = {
-    "nothing known": (lambda: Facts(State(), 0), STARTING, ("devices", "output", "progress"), REPLICAS, MODES),
-    "no step yet": (lambda: facts_of(Training(), 0), STARTING, ("devices", "output", "progress"), REPLICAS, MODES),
+    "nothing known": (lambda: Facts(State(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
+    "no step yet": (lambda: facts_of(Training(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
+    "a mode asked for": (asked, STARTING, ("devices", "output", "progress"), REPLICAS, MODES),
     "one device": (single, SINGLE, ONE_DEVICE, REPLICAS, MODES),
+    "an epoch": (learning, SINGLE, (*ONE_DEVICE, "progress"), REPLICAS, MODES),
+    "end of an epoch": (lambda: over(learning()), ENDED, (*ONE_DEVICE, "progress"), REPLICAS, MODES),
     "stages": (lambda: situations()["stages, None"], SINGLE, (*ONE_DEVICE, "replicas"), REPLICAS, MODES),
     "dp": (lambda: facts_of(Training(), 5), DP, ALL, REPLICAS, MODES),
     "dp, then single": (lambda: toggled("dp"), DP, ALL, REPLICAS, MODES),

@@ -54,7 +54,9 @@ def applies(facts: Facts) -> bool:
     """Whether there are findings of a finished run, epochs or losses; before the first step, what dpmon will do."""
     if facts.over and facts.findings is not None:
         return True
-    return not facts.over if _starts(facts) else bool(progress_in(facts).epochs or losses_in(facts))
+    if _starts(facts):
+        return not facts.over and bool(_plan(facts))
+    return bool(progress_in(facts).epochs or losses_in(facts))
 
 
 def wanted_rows(facts: Facts, tall: bool = False) -> int:
@@ -67,7 +69,7 @@ def wanted_rows(facts: Facts, tall: bool = False) -> int:
     return slow + below + 4 * min(len(facts.findings or ()) if facts.over else 0, 3)
 
 
-def title(facts: Facts, look: Look) -> tuple[Row, Row]:
+def title(facts: Facts, look: Look, folded: bool) -> tuple[Row, Row]:
     """The panel's title, and its main number."""
     name: Row = [(NAMES["progress"], "title")]
     found, dot = progress_in(facts), f" {look.glyphs.middot} "
@@ -77,6 +79,8 @@ def title(facts: Facts, look: Look) -> tuple[Row, Row]:
         return [(NAMES["progress"][:2] + "What happened", "title")], corner
     if found.epoch is None:
         return name, [part for one in losses_in(facts)[:1] for part in (("loss ", "dim"), loss_span(one.last, 7))]
+    if folded:
+        return name, [(of_batches(found).strip(), "bold")]
     return [*name, (f"{dot}epoch {group(found.epoch)}", "dim")], [(of_batches(found), "bold")]
 
 

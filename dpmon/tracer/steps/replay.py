@@ -18,33 +18,31 @@ class _KeptBatches:
         self.batches: list[Any] = []
         self.length: int | None = None
         """Batches in an epoch; None for an IterableDataset whose end was not seen."""
-        with suppress(TypeError):
+        with suppress(Exception):  # the script's own sampler may fail
             self.length = len(iterator)
 
 
 def replaying(fetch: Function, most: int) -> Function:
     """The form of `_BaseDataLoaderIter.__next__` that loads at most `most` batches of each loader."""
     loaders: WeakKeyDictionary[object, _KeptBatches] = WeakKeyDictionary()
-    taken: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
     def __next__(iterator: Any) -> Any:
         # All iterators of a loader share its sampler.
         known = loaders.get(iterator._index_sampler)
         if known is None:
             known = loaders[iterator._index_sampler] = _KeptBatches(iterator)
-        number = taken.get(iterator, 0)
+        number = iterator._num_yielded  # torch sets it to 0 at a new epoch of workers that stay
         if number == known.length:
             raise StopIteration
         if number < len(known.batches) or len(known.batches) >= most:
-            batch = known.batches[number % len(known.batches)]
-        else:
-            try:
-                batch = fetch(iterator)
-            except StopIteration:
-                known.length = number
-                raise
-            known.batches.append(batch)
-        taken[iterator] = number + 1
+            iterator._num_yielded += 1
+            return known.batches[number % len(known.batches)]
+        try:
+            batch = fetch(iterator)
+        except StopIteration:
+            known.length = number
+            raise
+        known.batches.append(batch)
         return batch
 
     return __next__

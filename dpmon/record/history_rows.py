@@ -292,13 +292,17 @@ class Definitions:
         self.stages: dict[int, StageParts] = {}
         self.collectives: dict[int, CollectiveFacts] = {}
         self.losses: dict[int, LossPlace] = {}
+        self._tables: dict[type, dict[int, Any]] = {
+            Layout: self.layouts,
+            tuple: self.sizes,
+            StageParts: self.stages,
+            CollectiveFacts: self.collectives,
+            LossPlace: self.losses,
+        }
 
     def keep(self, number: int, known: Defined) -> None:
         """Remember a definition, and forget the oldest of its sort if there are too many."""
-        tables: dict[type, dict[int, Any]]
-        tables = {Layout: self.layouts, StageParts: self.stages, CollectiveFacts: self.collectives}
-        tables[LossPlace] = self.losses
-        table = tables.get(type(known), self.sizes)
+        table = self._tables[type(known)]
         table.pop(number, None)
         table[number] = known
         if len(table) > self._most:
@@ -306,14 +310,7 @@ class Definitions:
 
     def get(self, number: int) -> Defined | None:
         """Return a definition; None if it is unknown."""
-        tables: tuple[Mapping[int, Defined], ...] = (
-            self.layouts,
-            self.sizes,
-            self.stages,
-            self.collectives,
-            self.losses,
-        )
-        return next((table[number] for table in tables if number in table), None)
+        return next((table[number] for table in self._tables.values() if number in table), None)
 
 
 class Resolver:

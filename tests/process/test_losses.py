@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tracing import Script, Traced, text_of
 
 READ = (
@@ -16,6 +17,9 @@ READ = (
     *("of_one_element", "a_subclass"),
 )
 STEPS = 6
+needs_edges = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7), reason="a pass begins at an edge from torch 2.7 on"
+)
 
 
 def run(place: Path, way: str, **how: Any) -> Traced:
@@ -55,10 +59,15 @@ def test_a_loss_that_is_not_finite_is_recorded_as_such(tmp_path: Path) -> None:
     [
         ("a_vector", "the pass begins at a tensor of 8 values, not at one value"),
         ("several", "the pass begins at several tensors"),
+        pytest.param("at_an_edge", "the pass begins at a GradientEdge, which is no plain tensor", marks=needs_edges),
+        ("without_memory", "the pass begins at a tensor of an unusual type"),
+        ("negated", "the pass begins at a tensor of an unusual type"),
     ],
 )
 def test_a_pass_without_a_loss_says_why_once(tmp_path: Path, way: str, why: str) -> None:
-    (record,) = run(tmp_path, way).events("loss")
+    found = run(tmp_path, way)
+    assert not found.complaints
+    (record,) = found.events("loss")
     assert (record.data["loss"], record.data["absent"]) == (None, {"loss": why})
 
 

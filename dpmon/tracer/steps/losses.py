@@ -48,8 +48,8 @@ class Line:
 
     def __init__(self, place: str) -> None:
         self.place = place
-        self.numbers: dict[str | None, int] = {}
-        """Numbers of its definitions, by the reason why there is no loss; None: there is one."""
+        self.numbers: dict[bool, int] = {}
+        """Numbers of its definitions, by whether there is a loss. Only the first reason why there is none counts."""
         self.next_ns = 0
         """When the next loss may be read (monotonic ns)."""
 
@@ -57,11 +57,12 @@ class Line:
 class Copy:
     """Pinned memory for a loss and its scale, and the event after they were copied there."""
 
-    __slots__ = ("cells", "copied", "event", "line", "started")
+    __slots__ = ("cells", "copied", "device", "event", "line", "started")
 
-    def __init__(self, cells: torch.Tensor, event: object) -> None:
+    def __init__(self, cells: torch.Tensor) -> None:
         self.cells = cells
-        self.event: Any = event
+        self.event: Any = None
+        self.device: int | None = None
         self.copied: list[torch.Tensor] = []
         """The loss, and its scale if it must be divided by it."""
         self.line: Any = None
@@ -75,6 +76,11 @@ class Losses:
         self._session = session
         self._recorder = recorder
         self._events = events
+        self._copies: deque[Copy] = deque()
+        self._free: list[Copy] | None = None
+        """None: no pinned memory was allocated yet."""
+        self._parents: list[object] = []
+        """Copies of the parent process, which a forked child must keep alive."""
         self.reset()
 
     def reset(self) -> None:
@@ -84,9 +90,9 @@ class Losses:
         """When the first pass of this second began (monotonic ns)."""
         self._left = 0
         """How many passes of this second dpmon still looks at."""
-        self._copies: deque[Copy] = deque()
-        self._free: list[Copy] | None = None
-        """None: no pinned memory was allocated yet."""
+        if self._free is not None:  # this process must not return the parent's events and memory to the driver
+            self._parents.append((self._free, self._copies))
+            self._free, self._copies = None, deque()
         self._scaled: deque[tuple[Any, Any, Any]] = deque(maxlen=4)
         """References to the last scaled losses, to what was scaled, and to its scaler."""
         self._recorder.loss_due = 0 if self._session.config.loss else NEVER
@@ -114,7 +120,7 @@ class Losses:
                 if began - self._began >= EVERY_NS:
                     self._began, self._left = began, PASSES
                 # Other passes are torch.autograd.grad, or a pass across RPC.
-                if self._left and kwargs.get("accumulate_grad") and type(args[0]) is tuple:
+                if self._left and kwargs.get("accumulate_grad") and type(args[0]) is tuple and args[0]:
                     self._left -= 1
                     line = self._line()
                     if line is not None and began >= line.next_ns:
@@ -160,12 +166,12 @@ class Losses:
 
     def _write(self, line: Line, began: int, value: float, why: str | None = None) -> None:
         """Write a loss, or, once for each line, `why` it cannot be read."""
-        number = line.numbers.get(why, 0)
+        number = line.numbers.get(why is None, 0)
         if number and why is not None:
             return
         if not number:
             number = self._session.define((line, why), lambda: {"place": line.place, "why": why})
-            line.numbers[why] = number
+            line.numbers[why is None] = number
         if number:
             (bits,) = struct.unpack("=Q", struct.pack("=d", value))
             self._recorder.put(Kind.LOSS | number << SITE_AT, began, 0, bits)
@@ -177,21 +183,24 @@ class Losses:
         events = self._events = self._events or TorchEvents(self._session)
         if events.capturing():
             return
-        if self._free is None:
-            memory = torch.empty((MAX_COPIES, 2, 8), dtype=torch.uint8, device="cpu", pin_memory=True)
-            self._free = [Copy(cells, events.make()) for cells in memory]
-        if not self._free:
-            return
-        copy = self._free.pop()
-        copy.line, copy.started, copy.copied = line, began, []
         with torch.no_grad(), torch._C._DisableTorchDispatch():
+            if self._free is None:
+                memory = torch.empty((MAX_COPIES, 2, 8), dtype=torch.uint8, device="cpu", pin_memory=True)
+                self._free = list(map(Copy, memory))
+            if not self._free:
+                return
+            copy = self._free[-1]
+            copy.line, copy.started, copy.copied = line, began, []
             for cell, tensor in zip(copy.cells, (loss, scale), strict=True):
                 if tensor is not None:
                     target = cell[: _BYTES[tensor.dtype]].view(tensor.dtype)
                     target.copy_(tensor.view(1), non_blocking=True)
                     copy.copied.append(target)
-        events.record(copy.event, loss.get_device())
-        self._copies.append(copy)
+        device = loss.get_device()
+        if copy.device != device:  # an event belongs to one device
+            copy.event, copy.device = events.make(), device
+        events.record(copy.event, device)
+        self._copies.append(self._free.pop())
 
     def _read_copies(self) -> None:
         """Write the losses that have arrived."""
@@ -210,14 +219,14 @@ class Losses:
 
 def _why_not(loss: Any) -> str | None:
     """Why a loss cannot be read; None if it can."""
-    if type(loss).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if getattr(type(loss), "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:  # or a GradientEdge
         return f"the pass begins at a {shortened(type(loss).__name__)}, which is no plain tensor"
     if loss.numel() != 1:
         return f"the pass begins at a tensor of {loss.numel():,} values, not at one value"
-    if loss.dtype not in _BYTES or loss.layout is not torch.strided:
-        return "the pass begins at a tensor of an unusual type"
     if loss.device.type not in ("cpu", "cuda"):
         return f"dpmon does not read values on a device of type {loss.device.type}"
+    if loss.dtype not in _BYTES or loss.layout is not torch.strided or loss.is_neg() or not loss.data_ptr():
+        return "the pass begins at a tensor of an unusual type"
     return None
 
 

@@ -8,9 +8,11 @@ import hashlib
 import io
 import json
 import sys
+from itertools import count
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +28,7 @@ model, other = nn.Linear(4, 1), nn.Linear(1, 1)
 optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.05)
 scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 ways = {}
+turns = count()
 
 
 def way(function):
@@ -129,7 +132,26 @@ def not_finite():
 
 @way
 def a_vector():
-    (model(x) - y).pow(2).backward(torch.ones(8, 1))
+    rows = 8 - next(turns)
+    (model(x[:rows]) - y[:rows]).pow(2).backward(torch.ones(rows, 1))
+
+
+@way
+def at_an_edge():
+    torch.autograd.backward(())
+    torch.autograd.backward(get_gradient_edge(error()), torch.ones(()))
+
+
+@way
+def without_memory():
+    loss = error()
+    loss.untyped_storage().resize_(0)
+    loss.backward(torch.ones(()))
+
+
+@way
+def negated():
+    torch.complex(error(), error()).conj().imag.backward()
 
 
 @way

@@ -1,0 +1,90 @@
+"""The copies of losses from a GPU: to which device their events belong, what a mode sees, and what a fork keeps."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpmon.tracer.core.session import Config, Session
+from dpmon.tracer.steps.losses import Line, Losses
+from dpmon.tracer.steps.recorder import Recorder
+
+
+class Event:
+    device: int | None = None
+
+
+class Events:
+    """Like those of CUDA, an event belongs to the device on which it was first recorded."""
+
+    def make(self) -> Event:
+        return Event()
+
+    def record(self, event: Event, device: int) -> None:
+        assert event.device in (None, device)
+        event.device = device
+
+    def done(self, event: Event) -> bool:
+        return True
+
+    def capturing(self) -> bool:
+        return False
+
+
+class OnGpu(torch.Tensor):
+    device_number = 0
+
+    def get_device(self) -> int:
+        return self.device_number
+
+
+def loss_on(device: int) -> torch.Tensor:
+    found = torch.tensor(device + 0.5).as_subclass(OnGpu)
+    found.device_number = device
+    return found
+
+
+@pytest.fixture
+def losses(monkeypatch: pytest.MonkeyPatch) -> Losses:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **how: empty(*sizes, **how))  # needs CUDA
+    session = Session(Config("", 0, "auto", None, ()))
+    return Losses(session, Recorder(session), Events())  # type: ignore[arg-type]
+
+
+def test_losses_of_several_devices_have_events_of_their_own(losses: Losses) -> None:
+    for device in (0, 1, 1, 0):
+        losses._copy(Line("train.py:1"), 0, loss_on(device), None)
+        losses._read_copies()
+    assert len(losses._free or ()) == 8
+
+
+def test_a_mode_of_the_script_does_not_see_the_memory_for_copies(losses: Losses) -> None:
+    seen: list[Any] = []
+
+    class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    loss = loss_on(0)
+    with torch._C.DisableTorchFunction(), Operators():  # type: ignore[no-untyped-call]
+        losses._copy(Line("train.py:1"), 0, loss, None)
+    assert seen == []
+
+
+def test_a_forked_child_does_not_return_events_and_memory_of_its_parent(losses: Losses) -> None:
+    for _ in range(2):
+        losses._copy(Line("train.py:1"), 0, loss_on(0), None)
+    under_way = [weakref.ref(copy.event) for copy in losses._copies]
+    memory = [weakref.ref(copy.cells) for copy in losses._free or ()]
+    losses.reset()
+    gc.collect()
+    assert None not in [one() for one in (*under_way, *memory)]
+    assert len(under_way) + len(memory) == 8
+    assert not losses._copies

@@ -354,7 +354,15 @@ class State:
             for index, now in later.devices.items()
         }
         host = later.host._replace(data=self.host.data)
-        return replace(self, processes=processes, devices=devices, host=host, rank_waits=later.rank_waits)
+        points = {(one.process, one.place): one for one in later.losses}
+        losses = tuple(
+            replace(one, points=known.points, point_s=known.point_s)
+            if (known := points.get((one.process, one.place))) is not None
+            else one
+            for one in self.losses
+        )
+        waits = later.rank_waits
+        return replace(self, processes=processes, devices=devices, host=host, losses=losses, rank_waits=waits)
 
     @property
     def stall(self) -> StallSeen | None:

@@ -15,8 +15,10 @@ from dpmon.ui.facts import SECOND, Facts
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, merged, width_of
 
-_FREE = 8
-"""While more will come, at most one in this many parts of the axis is free for it."""
+_LEAST_S = 16
+"""A growing axis is at least this long."""
+_GROWS = 4
+"""A growing axis becomes longer by up to a fourth at once: each time, the whole history is drawn again."""
 _STEPS = 60
 _EACH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 """Every epoch is marked, or every second one, ..."""
@@ -81,7 +83,8 @@ def fitted(began_s: int, now_s: int, span_s: int, column_s: int = 1, over: bool 
         begin_s += -(-(columns - most) // page) * page * column_s
         columns = most
     elif not over:
-        step = 1 << max((columns // _FREE).bit_length() - 1, 0)
+        columns = max(columns, _LEAST_S // column_s)
+        step = 1 << max((columns // _GROWS).bit_length() - 1, 0)
         columns = -(-columns // step) * step
         columns = min(columns, most) if most else columns
     return TimeAxis(begin_s, begin_s + columns * column_s, now_s, column_s)

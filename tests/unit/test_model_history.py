@@ -63,11 +63,11 @@ def test_a_picture_has_room_and_loses_no_step_of_its_range(span: int) -> None:
 
 @pytest.mark.parametrize("span", [120, 600, 0])
 def test_a_run_that_is_shorter_than_its_range_fills_the_chart(span: int) -> None:
-    for seconds in (2, 9, 18, 53, 71, 115):
+    for seconds in (17, 20, 31, 53, 71, 115):
         process = process_of([200_000_000] * 5 * seconds, span)
         for width in (60, 108, 188):
             live, over = (pictured(process, axis_for(process, span, ended), width) for ended in (False, True))
-            assert live.places * 7 // 8 <= len(live.columns) <= live.places, "an eighth is free at most"
+            assert live.places * 4 // 5 <= len(live.columns) <= live.places, "a fifth is free at most"
             assert len(over.columns) == over.places
 
 
@@ -78,7 +78,8 @@ def test_an_axis_grows_in_steps_and_then_moves_by_pages() -> None:
         assert before.begin_s <= after.begin_s <= after.now_s < after.end_s
     grown = {axis.end_s for axis in axes if axis.begin_s == 7}
     assert max(grown) == 127
-    assert len(grown) < 45
+    assert len(grown) < 15
+    assert min(grown) == 7 + 16
     assert {axis.begin_s for axis in axes} == set(range(7, 403, 12))
 
 

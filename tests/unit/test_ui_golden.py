@@ -26,7 +26,7 @@ from test_ui_panel_progress import FINDINGS, epochs, losses
 
 from dpmon.model.progress import Progress
 from dpmon.record.kinds import Call, Event, Record
-from dpmon.ui.facts import Facts, View
+from dpmon.ui.facts import Facts, Past, View
 from dpmon.ui.look import Look
 from dpmon.ui.paint import paint, places
 from dpmon.ui.panels.panel_output import Output
@@ -86,9 +86,17 @@ def ranks(count: int) -> Facts:
     return Facts(recording.state(), now, INFO, alive=True)
 
 
+def looked_back() -> Facts:
+    """Return the recorded run at an earlier time, with the histories of its end."""
+    now, then = recorded(1.0), recorded(0.8)
+    past = Past(now.state, now.now_ns, now.now_ns + 3 * SECOND)
+    state = then.state.with_histories(now.state)
+    return replace(then, state=state, past=past, view=View(frozen=True, at_ns=then.now_ns))
+
+
 def changing_ranks() -> Facts:
     """Return eight ranks on the full screen; another one becomes the slowest after half of the time."""
-    recording, now = joined_ranks(8, slow=2, steps=500, then=(250, 5))
+    recording, now = joined_ranks(8, slow=2, steps=1000, then=(500, 5))
     state = recording.state(waits=True)
     return Facts(state, now, INFO, View("replicas", "replicas"), alive=True)
 
@@ -176,6 +184,7 @@ SITUATIONS: dict[str, tuple[Callable[[], Facts], int, int, Look]] = {
     "ranks 120x40": (lambda: ranks(4), 120, 40, LOOK),
     "ranks 80x24": (lambda: ranks(4), 80, 24, LOOK),
     "ranks 8 200x60": (lambda: ranks(8), 200, 60, LOOK),
+    "looked back 120x40": (looked_back, 120, 40, LOOK),
     "ranks over time 120x40": (changing_ranks, 120, 40, LOOK),
     "ranks over time 80x24 ascii": (changing_ranks, 80, 24, MONO_ASCII),
     "ranks 64 80x24": (lambda: ranks(64), 80, 24, LOOK),

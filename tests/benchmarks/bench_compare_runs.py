@@ -2,8 +2,8 @@
 
     python tests/benchmarks/bench_compare_runs.py [--work wait] [--runs 24] [--slower 12] [--state DIRECTORY]
 
-Runs of the script, and runs in which each step does `factor` times the work, take turns. The work of a step is a wait
-of 50 ms, as for a GPU, or multiplications, which other programs on the same processors slow down. Then pairs of groups
+Runs of the script, and runs in which each step does `factor` times the work, take turns. The work of a step is a wait,
+as for a GPU, or multiplications, which other programs on the same processors slow down. Then pairs of groups
 are drawn: both of equal runs (a difference is a false alarm), and one of each (no difference is a miss). A group has
 runs from any time, as if its runs had taken turns with those of the other. The draws overlap, so they are not
 independent. With --state, the runs are kept there, and those that are there already are not run again.
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
@@ -39,7 +40,7 @@ for step in range(int(os.environ["STEPS"])):
     optimizer.zero_grad()
     found = torch.randn(64, 256)
     if os.environ["KIND"] == "wait":
-        time.sleep(0.05 * work)
+        time.sleep(float(os.environ["WAIT"]) * work)
     else:
         for _ in range(round(40 * work)):
             found = torch.tanh(found @ weight)
@@ -50,7 +51,7 @@ SIDE = 5
 LIMIT = 0.05
 
 
-def make(place: Path, kind: str, runs: int, slower: int, factor: float, steps: int) -> None:
+def make(place: Path, kind: Mapping[str, str], runs: int, slower: int, factor: float) -> None:
     """Run the script `runs` times, and `slower` times with more work, in turn; those that exist are not run again."""
     script = place / "train.py"
     script.write_text(SCRIPT)
@@ -63,7 +64,7 @@ def make(place: Path, kind: str, runs: int, slower: int, factor: float, steps: i
         for name, work, at in turns:
             if there[f"{name}-{at}"]:
                 continue
-            environment = {**os.environ, "KIND": kind, "WORK": str(work), "STEPS": str(steps)}
+            environment = {**os.environ, **kind, "WORK": str(work)}
             command = [sys.executable, "-m", "dpmon", "--headless", "--name", f"{name}-{at}", str(script)]
             subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
         print(f"\r{number + 1} of {runs}", end="", file=sys.stderr, flush=True)
@@ -94,6 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--work", choices=("wait", "multiply"), default="wait", help="the work of a step (default: wait)")
+    add("--wait", type=float, default=0.05, help="seconds of the wait in a step (default: 0.05)")
     add("--runs", type=int, default=24, help="equal runs (default: 24)")
     add("--slower", type=int, default=12, help="slower runs (default: 12)")
     add("--factor", type=float, default=1.1, help="work of a step of the slower runs (default: 1.1)")
@@ -105,7 +107,8 @@ def main() -> None:
         place = (options.state or Path(temporary)).resolve()
         place.mkdir(parents=True, exist_ok=True)
         os.environ["XDG_STATE_HOME"] = str(place)
-        make(place, options.work, options.runs, options.slower, options.factor, options.steps)
+        kind = {"KIND": options.work, "WAIT": str(options.wait), "STEPS": str(options.steps)}
+        make(place, kind, options.runs, options.slower, options.factor)
         every = [read(directory) for directory, _ in list_runs()]
         equal, slow = ([one for one in every if one.name.startswith(name)] for name in ("equal", "slow"))
         chance = random.Random(1)

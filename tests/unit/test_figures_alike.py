@@ -342,7 +342,7 @@ def test_rates_of_all_modes_and_of_each(run: Path) -> None:
     for feed in (Feed(run, lambda: RunReader(run)), _PlaybackFeed(run, lambda: Player(run))):
         text = on_screen(run, feed)[1]
         rate, *within = samples_rate(together).split(" (")
-        parts = [f"mean {rate:>5} samples/s", *(f"({w}" for w in within), f"{compact(together.steps_per_s):>5} steps/s"]
+        parts = [f"mean {rate} samples/s", *(f"({w}" for w in within), f"{compact(together.steps_per_s)} steps/s"]
         assert "  ".join(parts) in text
         (shown,) = re.findall(r"^samples/s +(\S+) +(\S+)", text, re.M)
         assert shown == tuple(compact(rate.samples_per_s) for rate in each.values() if rate is not None)

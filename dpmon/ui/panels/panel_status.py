@@ -162,8 +162,8 @@ def _figures(facts: Facts, look: Look) -> list[_Part]:
     if rates.rate is not None and rates.samples_per_s is None:
         rates_shown = [(rates.steps_per_s, " steps/s", 4)]
     for number, unit, rank in rates_shown:
-        mean = "mean " if facts.over and len(parts) == 1 else ""
-        parts.append(_Part([(mean, "dim"), (right(compact(number), 5), "bold"), (unit, "dim")], rank))
+        mean, text = "mean " if facts.over and len(parts) == 1 else "", compact(number)
+        parts.append(_Part([(mean, "dim"), (text if facts.over else right(text, 5), "bold"), (unit, "dim")], rank))
     values = [loss_span(one.last, 7) for one in losses_in(facts)[:2]]
     if values:
         parts.insert(2, _Part([("loss ", "dim"), *values], 6))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from math import sqrt
 from statistics import stdev
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.record.kinds import Batches
 from dpmon.store.answers import LoopStep
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 MAX_AHEAD = 8
 """Most batches that a loop reads ahead. More batches before its second step are batches that the script skips."""
+MAX_DATASETS = 128
+"""Datasets that are remembered; a script may make one for every few steps."""
 _RECENT = 8
 """Number of loops that a further step may belong to."""
 STEPS_READ = 256
@@ -109,7 +111,7 @@ class Loops:
         for loop in loops:
             self._keep(loop)
             if loop.epoch is not None:
-                self._epochs[loop.dataset] = loop.epoch
+                _remember(self._epochs, loop.dataset, loop.epoch)
                 self._epoch = loop
 
     def step(
@@ -136,7 +138,7 @@ class Loops:
             first = loop.fetched - batches.fetched
             ahead = first - batches.fetched
             loop.ahead = ahead if self._reads_ahead and 0 < ahead <= MAX_AHEAD else 0
-            self._ahead[loop.dataset] = first, loop.ahead
+            _remember(self._ahead, loop.dataset, (first, loop.ahead))
         loop.first_step = loop.first_step or number
         loop.last_step, loop.end_ns = number, end_ns
         self.changed[loop.loop] = loop
@@ -186,8 +188,17 @@ class Loops:
         if self._single and not several:
             return
         self._single = False
-        loop.epoch = self._epochs[loop.dataset] = self._epochs.get(loop.dataset, 0) + 1
+        loop.epoch = self._epochs.get(loop.dataset, 0) + 1
+        _remember(self._epochs, loop.dataset, loop.epoch)
         self._epoch = loop
+
+
+def _remember(of_datasets: dict[int, Any], dataset: int, value: object) -> None:
+    """Set the value of a dataset, and forget the oldest of more than MAX_DATASETS."""
+    of_datasets.pop(dataset, None)
+    of_datasets[dataset] = value
+    if len(of_datasets) > MAX_DATASETS:
+        del of_datasets[next(iter(of_datasets))]
 
 
 # ------------------------------------------------------------------------------------------------ time left

@@ -22,7 +22,7 @@ from dpmon.record.spans import Kind, Span
 from dpmon.run.reader import RunReader
 from dpmon.store.answers import LoopStep
 from dpmon.store.batch import Batch
-from dpmon.store.loops import Loop, Loops, time_left
+from dpmon.store.loops import MAX_DATASETS, Loop, Loops, time_left
 from dpmon.store.writer import History
 from dpmon.supervise.metrics import Metrics
 
@@ -144,6 +144,16 @@ def test_a_loader_of_few_batches_has_epochs(length: int) -> None:
     for _ in range(3):
         process.read(length)
     assert process.epochs == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_a_script_that_makes_a_dataset_for_each_epoch_does_not_fill_the_memory() -> None:
+    process = Process()
+    for dataset in range(1, 400):
+        loop = process.start(9, dataset)
+        for fetched in (2, 1, 1):  # reads a batch ahead
+            process.step(loop, fetched)
+    assert process.epochs[-1] == (399, 1)
+    assert len(process.loops._epochs) == len(process.loops._ahead) == MAX_DATASETS
 
 
 def test_a_step_after_the_end_of_the_loader_belongs_to_no_epoch() -> None:

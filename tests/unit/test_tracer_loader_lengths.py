@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
+from weakref import ref
 
+import numpy
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -22,7 +25,9 @@ from torch.utils.data import (
     random_split,
 )
 
-from dpmon.tracer.steps.loaders import _batches
+from dpmon.tracer.core.session import Config, Session
+from dpmon.tracer.steps.loaders import Loaders, _batches, _Known
+from dpmon.tracer.steps.recorder import Recorder
 
 ROWS = TensorDataset(torch.ones(23, 2))
 
@@ -35,6 +40,12 @@ class Own(TensorDataset):
 class Chatty(SequentialSampler):
     def __len__(self) -> int:
         pytest.fail("the script's own code was run")
+
+
+class Shuffled(Chatty):
+    def __len__(self) -> int:
+        random.shuffle(numbers := torch.randperm(8).tolist())
+        return len(numpy.random.permutation(numbers))
 
 
 def batches(loader: DataLoader[Any]) -> int | str | None:
@@ -96,3 +107,13 @@ def test_a_function_mode_of_the_script_sees_nothing() -> None:
     with Watching():
         assert _batches(found.__dict__) == 23
     assert seen == []
+
+
+def test_a_sampler_that_shuffles_to_count_changes_no_random_numbers() -> None:
+    def states() -> list[str]:
+        return [str(random.getstate()), str(torch.get_rng_state().tolist()), str(numpy.random.get_state())]
+
+    session = Session(Config("", 0, "auto", None, ()))
+    loader, before = DataLoader(ROWS, batch_size=2, sampler=Shuffled(ROWS)), states()
+    assert Loaders(session, Recorder(session))._asked(loader, _Known(ref(loader))) == 4
+    assert states() == before

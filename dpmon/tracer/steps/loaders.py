@@ -9,8 +9,11 @@ The ring is opened at the first call, usually after the first loader has started
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from operator import attrgetter
 from time import monotonic_ns
@@ -159,7 +162,8 @@ class Loaders:
                 return "its length is being computed"
             self._asks = True
             try:
-                known.length = len(loader)
+                with _random_numbers_kept():
+                    known.length = len(loader)
             except Exception as error:  # noqa: BLE001 - the script's own code may fail
                 raise_from_signal(error)
                 known.length = f"its __len__ raised {class_name(error)}"
@@ -188,6 +192,20 @@ class Loaders:
 
 
 # ------------------------------------------------------------------------------------------------ facts
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Undo what a block does to the usual random generators: a sampler may shuffle to count its batches."""
+    numpy, state = sys.modules.get("numpy"), random.getstate()
+    numpys = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpys)
 
 
 def _facts(iterator: dict[str, object], loader: Any, ask: Callable[[], int | str]) -> dict[str, Any]:

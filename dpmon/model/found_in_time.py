@@ -436,13 +436,13 @@ def losses(facts: RunFacts) -> Iterator[Finding]:
     """A loss that is NaN or infinite. Only one value a second is read, so it may have begun before."""
     for first in facts.unfit[:1]:
         step = "a step" if first.step is None else f"step {first.step:,}"
-        alike = [of_process(one.process, facts).removeprefix(" of ") for one in facts.unfit if facts.names]
-        others = f"; also seen in {', '.join(sorted({*alike[1:]} - {alike[0]}))}" if {*alike[1:]} - {*alike[:1]} else ""
+        others = {of_process(one.process, facts) for one in facts.unfit} - {of_process(first.process, facts)}
+        also = f"; also seen in losses{','.join(sorted(others))}" if others else ""
         yield Finding(
             "loss",
             f"The loss{of_process(first.process, facts)} is {LOSS_WORDS[repr(first.loss)]}: seen at {step}"
             f" ({first.place}).",
-            f"at {clock(first.t_ns)}; at most one loss a second is read, so an earlier step may be the first{others}",
+            f"at {clock(first.t_ns)}; at most one loss a second is read, so an earlier step may be the first{also}",
             "look at the last steps before it: the learning rate, a division by zero or log(0), half precision without"
             " a GradScaler; torch.autograd.set_detect_anomaly(True) names the operation",
             1.0,

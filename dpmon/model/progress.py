@@ -91,7 +91,7 @@ def progress_of(
         return _absent(process, _why_none(last))
     now = loops[-1]
     if not last.evaluation and last.loop is None and last.step > now.last_step + ALONE_STEPS:
-        return _absent(process, "the training goes on without a batch of the loader", _epochs(loops[-most:], loops))
+        return _absent(process, "the training goes on without a batch of the loader", _epochs(loops, most))
     batch, at_ns = now.batch, now.end_ns
     if now.end_ns > rows.until_ns:
         found = [(last.batch, last.start_ns + last.wall_ns)] if last.loop == now.loop else []
@@ -108,7 +108,7 @@ def progress_of(
         absent |= dict.fromkeys(("left_s", "error_s"), left)
     else:
         times = left
-    epochs = _epochs(loops[-most:], loops, at_ns, batch)
+    epochs = _epochs(loops, most, at_ns, batch)
     return Progress(process, now.epoch, batch, now.length, *times, at_ns, epochs, absent)
 
 
@@ -138,24 +138,18 @@ def _why_no_length(rows: Store, now: Loop) -> str:
     return "the loader does not tell its length, or gave more batches"
 
 
-def _epochs(
-    loops: Sequence[Loop], known: Sequence[Loop], at_ns: int | None = None, batch: int | None = None
-) -> tuple[Epoch, ...]:
-    """The epochs of `loops`. `known`: these, perhaps after an earlier one. `at_ns`: end of the last one's `batch`."""
-    before = {after.loop: one for one, after in pairwise(known)}
+def _epochs(loops: Sequence[Loop], most: int, at_ns: int | None = None, batch: int | None = None) -> tuple[Epoch, ...]:
+    """The newest epochs, at most `most`. `at_ns`: end of the last one's `batch`."""
     found = []
-    for loop in loops:
-        end_ns, batches, evaluation = loop.end_ns, loop.batch, loop.evaluation_ns + loop.after_ns
+    for before, loop in pairwise((None, *loops)):
+        assert loop is not None
+        pause = None if before is None else max(loop.begin_ns - before.end_ns - before.after_ns, 0)
+        evaluation: int | None = loop.evaluation_ns + loop.after_ns
+        end_ns, batches = loop.end_ns, loop.batch
         if loop is loops[-1] and at_ns is not None and at_ns < end_ns:
-            found.append(_epoch(loop, before.get(loop.loop), at_ns, batch, None))
-        else:
-            found.append(_epoch(loop, before.get(loop.loop), end_ns, batches, evaluation))
-    return tuple(found)
-
-
-def _epoch(loop: Loop, before: Loop | None, end_ns: int, batches: int | None, evaluation_ns: int | None) -> Epoch:
-    pause = None if before is None else max(loop.begin_ns - before.end_ns - before.after_ns, 0)
-    return Epoch(loop.epoch or 0, loop.begin_ns, end_ns, batches, loop.length, evaluation_ns, pause)
+            end_ns, batches, evaluation = at_ns, batch, None
+        found.append(Epoch(loop.epoch or 0, loop.begin_ns, end_ns, batches, loop.length, evaluation, pause))
+    return tuple(found[-most:])
 
 
 # ------------------------------------------------------------------------------------------------ words

@@ -285,7 +285,7 @@ class Metrics:
                     about = "Time of a process by activity, since it began to record."
                     text.counter("time_seconds_total", about, labels, ns / 1e9)
         last: dict[int, tuple[int, int]] = {}
-        for key, tally in window.by_process.items():
+        for key, tally in (*window.by_process.items(), *window.left_out.items()):
             last[key.process] = max(last.get(key.process, (0, 0)), (tally.last_ns or 0, tally.last_step or 0))
         for process, (at_ns, number) in sorted(last.items())[:MAX_PROCESSES]:
             labels = {**self._run, "process": str(process)}

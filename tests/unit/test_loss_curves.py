@@ -169,6 +169,9 @@ def test_a_loss_that_is_no_finite_number_is_the_first_finding(value: float, word
     assert first.text == f"The loss of rank 1 is {words}: seen at step 2 (train.py:88)."
     assert first.weight == 1.0
     assert recording.state().unfit is not None
+    assert "also" not in first.ground
+    recording.add([*trained(Training(process=2, rank=2), 40), *LINES, *losses(1.0, 2.0, value)], 2, 2)
+    assert findings(RunFacts(recording.store()))[0].ground.endswith("; also seen in losses of rank 2")
 
 
 # ------------------------------------------------------------------------------------------------ exports

@@ -73,6 +73,13 @@ def test_a_run_of_calls_without_steps_has_started(state: Path, tmp_path: Path) -
     assert found_state(written(directory, tmp_path / "it.prom")) == "quiet"
 
 
+def test_a_step_without_figures_is_the_newest_one(state: Path, tmp_path: Path) -> None:
+    body = (20 * SECOND, SECOND, SECOND, SECOND)  # it waits for its first batch
+    first = step_row("dp", 1, SECOND, 30 * SECOND, 8, body)
+    found = written(keep({0: [first]}, status=None), tmp_path / "it.prom")
+    assert found["last_step", (("process", "0"),)] == 1
+
+
 def found_state(found: dict[tuple[str, tuple[tuple[str, str], ...]], float]) -> str:
     ((state, value),) = [
         (dict(labels)["state"], value) for (name, labels), value in found.items() if name == "run_state"

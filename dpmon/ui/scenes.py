@@ -30,7 +30,7 @@ _OF_RANKS = Arrangement(
     (_RANKS, _OUTPUT, _BATCH, _PROGRESS, _COMPARE, _DEVICES),
     one=("devices", "compare", "replicas", "progress", "batch", "output"),
     two=("replicas", "batch", (("devices", "compare", "progress"), "output")),
-    three=((("replicas", "batch", ("devices", "output")), ("progress", "compare")),),
+    three=((("replicas", "batch", ("devices", "compare")), ("progress", "output")),),
 )
 ARRANGEMENTS: Mapping[str, Arrangement] = {
     STARTING: Arrangement(

@@ -54,10 +54,10 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
     RANKS: _OF_RANKS,
     MANY: _OF_RANKS,
     STALLED: Arrangement(
-        (_STANDING, _OUTPUT, _BATCH, _DEVICES),
-        one=("devices", "replicas", "batch", "output"),
-        two=("replicas", "batch", ("devices", "output")),
-        three=("replicas", "batch", ("devices", "output")),
+        (_STANDING, _OUTPUT, _BATCH, _PROGRESS, _DEVICES),
+        one=("devices", "replicas", "progress", "batch", "output"),
+        two=("replicas", "batch", (("devices", "progress"), "output")),
+        three=("replicas", "batch", (("devices", "progress"), "output")),
     ),
     ENDED: Arrangement(
         (_HAPPENED, _OUTPUT, _BATCH, _REPLICAS, _COMPARE, _DEVICES),
@@ -104,7 +104,7 @@ def scene_of(facts: Facts) -> Scene:
         gone.add("replicas")
     if fourth is panel_compare and not modes:
         gone.add("compare")
-    if not panel_progress.applies(facts):
+    if not panel_progress.applies(facts) or (stalled and not facts.over):
         gone.add("progress")
     panels = tuple(panel for panel in ARRANGEMENTS[name].panels if panel not in gone)
     return Scene(name, panels, second, fourth, stalled)

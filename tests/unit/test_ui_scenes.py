@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 from joined import joined_ranks
-from situations import INFO, exit_of, facts_of, situations, with_process
+from situations import INFO, exit_of, facts_of, situations, text_of, with_process
 from stored import state_of
 from stuck_ranks import ended_in_stall, stalled, stalled_in_playback
 from synthetic import SECOND, Training
@@ -142,3 +142,21 @@ def test_the_most_important_panel_has_its_short_form_on_every_usual_screen_and_t
             first, second = arrangement.parts[:2]
             assert slots[first.panel].height >= first.least, f"{width}x{height}"
             assert slots[second.panel].height >= 3, f"{width}x{height}"
+
+
+@pytest.mark.parametrize("size", [(40, 10), (60, 20), (80, 24), (110, 24), (120, 40), (200, 60)])
+@pytest.mark.parametrize("make", [stalled, stalled_in_playback, ended_in_stall])
+@pytest.mark.parametrize("count", [2, 8])
+def test_the_rank_that_the_others_wait_for_has_its_row_in_a_stall_on_every_screen(
+    count: int, make: Callable[[int], Facts], size: tuple[int, int]
+) -> None:
+    assert any(line.startswith("│ ▸ 1 ") for line in text_of(make(count), *size).splitlines())
+
+
+@pytest.mark.parametrize("count", [2, 16, 64])
+def test_the_straggler_has_its_row_on_every_screen(count: int) -> None:
+    run, now = joined_ranks(count, slow=1, phase="data", steps=120)
+    facts = Facts(run.state(), now, INFO, alive=True)
+    for size in ((60, 20), (80, 24), (110, 24), (120, 40), (200, 60)):
+        rows = text_of(facts, *size).splitlines()
+        assert any(line.startswith("│ ▸   1 ") for line in rows), rows

@@ -26,6 +26,8 @@ def changed(before: RunFacts, **facts: Any) -> RunFacts:
     """Return the facts of a run with some of them replaced."""
     found = object.__new__(RunFacts)
     vars(found).update({**vars(before), **facts})
+    if "spent" in facts:
+        found.spent_by_process = facts.get("spent_by_process", {0: facts["spent"]})
     if facts.get("end_ns") is not None:
         found.until_ns = facts["end_ns"]
     return found

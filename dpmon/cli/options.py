@@ -119,6 +119,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _trial(text: str) -> str:
+    if not re.fullmatch(r"cached-batches|single|one-rank|threads-[1-9]\d{0,3}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of cached-batches, single, one-rank, threads-N")
+    return text
+
+
 def _timeout(text: str) -> float:
     try:
         seconds = float(text)
@@ -211,7 +217,13 @@ def try_parser() -> argparse.ArgumentParser:
     add("-m", dest="module", metavar="MODULE", help="try a module instead of a script")
     add("--steps", type=_count, default=200, metavar="N", help="end each run after N steps (default: 200)")
     add("--rounds", type=_count, default=3, metavar="N", help="runs of each trial (default: 3)")
-    add("--only", action="append", metavar="TRIAL", help="only this trial: cached-batches, single, one-rank, threads-N")
+    add(
+        "--only",
+        action="append",
+        type=_trial,
+        metavar="TRIAL",
+        help="only this trial: cached-batches, single, one-rank, threads-N",
+    )
     add("--timeout", type=_timeout, default=600.0, metavar="SECONDS", help="longest run (default: 600)")
     add("--json", action="store_true", help="one JSON object, for programs")
     add("--replicas", type=_replicas, metavar="N", help="as for a run")

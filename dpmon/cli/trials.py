@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -23,17 +24,18 @@ from dpmon.cli.speak import speak
 from dpmon.errors import HistoryError
 from dpmon.model.compare_runs import ComparedFigure, compare_runs, range_of
 from dpmon.model.compared_run import ComparedRun
-from dpmon.model.finding import data_share, faster, gained
+from dpmon.model.finding import data_ceiling, faster, gained
 from dpmon.model.run_facts import RunFacts
-from dpmon.report.collect import facts_of
+from dpmon.report.collect import collect, facts_of
 from dpmon.report.comparison import read
 from dpmon.report.document import Document, Paragraph, Section, Table
+from dpmon.report.sentences import how_it_ended
 from dpmon.run.condition import run_state
 from dpmon.run.rundir import RunError, load_info
 from dpmon.run.runs import find_run, short_name
 from dpmon.run.signalling import stop_run, wait_for_record
 from dpmon.store.opened import open_store
-from dpmon.text.quantities import UNKNOWN, percent
+from dpmon.text.quantities import UNKNOWN, count_of, percent
 
 SCHEMA = 1
 """Version of the JSON."""
@@ -41,7 +43,8 @@ REPLAYED = 8
 """Batches of each loader that are loaded, and then given again and again."""
 _LOOK_S = 0.2
 _RANKS = re.compile(r"--nproc[-_]per[-_]node(=|$)")
-_OVER = ("running", "starting", "ending", "unsupervised")
+_THREADS = "threads-"
+_GOES_ON = ("running", "starting", "ending", "unsupervised")
 _BASE = "as-is"
 
 
@@ -63,33 +66,54 @@ class Trial(NamedTuple):
 
 
 def try_changes(options: argparse.Namespace) -> int:
-    """Run the trials and print what each of them brought. Returns 1 if the unchanged command has no step."""
+    """Run the trials and print what each of them brought. RunError if the unchanged command fails or has no step."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _leave)
+    speak(f"each run ends after {options.steps} steps: what the script writes (checkpoints, results) is worthless")
     bench = _Bench(options)
     base = Trial(_BASE, "nothing")
     runs: dict[str, list[ComparedRun]] = {_BASE: []}
     first = bench.run(base, 1)
     with open_store(first) as store:
         facts = facts_of(store, first, run_state(first, load_info(first))[1])
-        trials, absent = plan(facts, tuple(options.words), os.environ.get("OMP_NUM_THREADS"))
+        counts = [int(name.removeprefix(_THREADS)) for name in options.only or () if name.startswith(_THREADS)]
+        trials, absent = plan(facts, tuple(options.words), os.environ.get("OMP_NUM_THREADS"), counts)
     runs[_BASE].append(read(first))
     if runs[_BASE][0].mode is None:
         raise RunError(f"no step was traced in {runs[_BASE][0].name}: there is nothing to try")
     asked = options.only or [trial.name for trial in trials]
     for name in asked:
-        if name not in {trial.name for trial in trials}:
-            speak(f"{name} is not tried: {absent.get(name, 'there is no such trial')}")
+        if name in absent:
+            speak(f"{name} is not tried: {absent[name]}")
     trials = [trial for trial in trials if trial.name in asked]
+    if not trials:
+        raise RunError("nothing is left to try")
     for trial in trials:
         speak(f"trial {trial.name}: changes {trial.changes}")
     for turn in range(1, options.rounds + 1):
         order = [*([base] if turn > 1 else []), *trials]
         for trial in order if turn % 2 else reversed(order):
-            runs.setdefault(trial.name, []).append(read(bench.run(trial, turn)))
+            if trial.name in absent:
+                continue
+            try:
+                runs.setdefault(trial.name, []).append(read(bench.run(trial, turn)))
+            except RunError as error:
+                if trial is base:
+                    raise
+                absent[trial.name] = str(error)
+                speak(f"{trial.name} is not tried any more: {error}")
+    trials = [trial for trial in trials if trial.name not in absent]
     found = [Result(trial, compare_runs(runs[_BASE], runs[trial.name]).compared.get(trial.figure)) for trial in trials]
     written(
         _json(found, runs, absent) if options.json else as_text(_document(found, runs, absent, options), None), None
     )
     return 0
+
+
+def _leave(number: int, _: object) -> None:
+    """End as by this signal, after the run in progress has been stopped."""
+    raise SystemExit(128 + number)
 
 
 class _Bench:
@@ -100,7 +124,7 @@ class _Bench:
         self._name = f"try-{os.getpid()}"
 
     def run(self, trial: Trial, turn: int) -> Path:
-        """Run the command once; return the run's directory."""
+        """Run the command once; return the run's directory. RunError if the command fails."""
         options = self._options
         name = f"{self._name}-{trial.name}-{turn}"
         given = [f"--{each}={value}" for each in ("python", "replicas", "devices") if (value := getattr(options, each))]
@@ -110,32 +134,63 @@ class _Bench:
         if trial.threads is not None:
             environ["OMP_NUM_THREADS"] = str(trial.threads)
         command = [sys.executable, "-m", "dpmon", *own, *(options.words if trial.words is None else trial.words)]
-        started = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environ, check=False
-        )
-        if started.returncode:
-            raise RunError(clean(started.stderr.strip().rpartition("\n")[2].removeprefix("dpmon: "), 500))
-        directory = find_run(started.stdout.strip())
-        speak(f"{trial.name}, run {turn} of {options.rounds}: {short_name(load_info(directory))}")
         try:
+            started = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environ, check=False
+            )
+            if started.returncode:
+                raise RunError(clean(started.stderr.strip().rpartition("\n")[2].removeprefix("dpmon: "), 500))
+            directory = find_run(name)
+            speak(f"{trial.name}, run {turn} of {options.rounds}: {short_name(load_info(directory))}")
             self._wait(directory)
         finally:
-            for _ in stop_run(directory):
-                pass
-            wait_for_record(directory)
+            _stop(name)
+        self._check(directory)
         return directory
 
     def _wait(self, directory: Path) -> None:
         info, until = load_info(directory), time.monotonic() + self._options.timeout
-        while run_state(directory, info)[0] in _OVER and time.monotonic() < until:
-            with suppress(HistoryError, RunError), open_store(directory) as store:
-                if max((ring.last_step or 0 for ring in store.rings.values()), default=0) >= self._options.steps:
-                    return
+        while run_state(directory, info)[0] in _GOES_ON and time.monotonic() < until:
+            if _steps(directory) >= self._options.steps:
+                return
             time.sleep(_LOOK_S)
 
+    def _check(self, directory: Path) -> None:
+        """Say if a run has ended with fewer steps; RunError if the command has failed."""
+        info = load_info(directory)
+        how, steps = run_state(directory, info)[1], _steps(directory)
+        if how is not None and how.status and not how.stopped:
+            last = collect(directory).last_output
+            line = f": {clean(last[-1], 300)}" if last else ""
+            raise RunError(f"{short_name(info)} {how_it_ended(how, '')}{line}")
+        if steps < self._options.steps:
+            why = "ended by itself" if how is not None and not how.stopped else "was stopped by --timeout"
+            speak(f"{short_name(info)} {why} after {count_of(steps, 'step')}")
 
-def plan(facts: RunFacts, words: tuple[str, ...], threads: str | None) -> tuple[list[Trial], dict[str, str]]:
-    """The trials that make sense for a run, and why the others do not, by name. `threads`: OMP_NUM_THREADS."""
+
+def _steps(directory: Path) -> int:
+    """The number of steps so far of the process that is furthest."""
+    with suppress(HistoryError, RunError), open_store(directory) as store:
+        return max((ring.last_step or 0 for ring in store.rings.values()), default=0)
+    return 0
+
+
+def _stop(name: str) -> None:
+    """Stop the run of this name, if there is one, also if the command that started it was interrupted."""
+    with suppress(RunError):
+        directory = find_run(name)
+        for _ in stop_run(directory):
+            pass
+        wait_for_record(directory)
+
+
+def plan(
+    facts: RunFacts, words: tuple[str, ...], threads: str | None, counts: Sequence[int] = ()
+) -> tuple[list[Trial], dict[str, str]]:
+    """The trials that make sense for a run, and why the others do not, by name.
+
+    `threads`: OMP_NUM_THREADS. `counts`: numbers of threads that the user asks for.
+    """
     found: list[Trial] = []
     absent: dict[str, str] = {}
     mode = max(facts.modes, key=lambda mode: mode.steps, default=None)
@@ -144,8 +199,8 @@ def plan(facts: RunFacts, words: tuple[str, ...], threads: str | None) -> tuple[
         absent["cached-batches"] = "no DataLoader was used"
     else:
         changes = f"the data: the first {REPLAYED} batches of each loader again and again"
-        saves = data_share(mode) if ranks == 1 else (facts.longest_fetches.get(mode.mode, 0.0) / (mode.mean_ns or 1))
-        found.append(Trial("cached-batches", changes, ("--replay", str(REPLAYED)), saves=saves))
+        saves = data_ceiling(mode.usual, facts)
+        found.append(Trial("cached-batches", changes, ("--replay", str(REPLAYED)), figure="mean_step", saves=saves))
     if mode is None or mode.mode != "dp":
         absent["single"] = "the script does not run under DataParallel"
     else:
@@ -157,8 +212,11 @@ def plan(facts: RunFacts, words: tuple[str, ...], threads: str | None) -> tuple[
         changes = f"the ranks: 1 instead of {ranks}, so a step has a smaller batch in all"
         found.append(Trial("one-rank", changes, words=alone, figure="samples_per_s"))
     cpus = len(os.sched_getaffinity(0))
-    for count in sorted({1, max(cpus // ranks, 1)} - {int(threads) if threads and threads.isdecimal() else 0}):
-        found.append(Trial(f"threads-{count}", "OMP_NUM_THREADS", threads=count))
+    for count in sorted({1, max(cpus // ranks, 1), *counts}):
+        if str(count) == threads:
+            absent[f"{_THREADS}{count}"] = f"OMP_NUM_THREADS is {count}"
+        else:
+            found.append(Trial(f"{_THREADS}{count}", "OMP_NUM_THREADS", threads=count))
     return found, absent
 
 
@@ -195,7 +253,7 @@ class Result(NamedTuple):
         """What the trial changes, and how sure its result is."""
         row = self.row
         if row is None or row.change is None or row.change.least is None:
-            sure = f"no interval: {'its steps were not timed' if row is None else row.missing}"
+            sure = f"no interval: {'this figure is unknown in its runs' if row is None else row.missing}"
         else:
             sure = f"{row.figure.label} {range_of(row.change)}"
         return f"{self.trial.name} changes {self.trial.changes}; {sure}"
@@ -220,8 +278,8 @@ def _document(
         Section("Not tried", [Paragraph(text) for text in notes]),
     ]
     facts = [
-        f"{options.rounds} runs of {options.steps} steps for each, in turn; dpmon ls lists them.",
-        "These runs changed the computation: their results are not those of the training.",
+        f"{count_of(options.rounds, 'run')} of up to {options.steps} steps for each, in turn; dpmon ls lists them.",
+        "The losses and checkpoints of these runs are worthless: they are short, and trials change the computation.",
     ]
     title = f"trials of {clean(base.set_up['script'] or '', 200)}"
     return Document(title, base.name, "tried", "", facts, tuple(one for one in sections if one.parts))

@@ -57,6 +57,7 @@ def _of_step() -> list[Figure]:
 STEP_FIGURES = tuple(_of_step())
 """Medians of times."""
 RUN_FIGURES = (
+    Figure("mean_step", "mean step"),
     Figure("samples_per_s", "samples/s", "/s"),
     Figure("steps_per_s", "steps/s", "/s"),
     Figure("memory", "peak memory of torch", "bytes"),
@@ -158,9 +159,19 @@ def read_run(facts: RunFacts, given: Mapping[str, str | None], **about: Any) -> 
         kinds=kinds,
         stretch_s=facts.stretch_s,
         interrupted_steps=interrupted,
-        values=_values(facts, usual),
+        values={**_mean_step(rows, kinds), **_values(facts, usual)},
         straggler=told,
     )
+
+
+def _mean_step(rows: Sequence[tuple[StepKind, Tally]], kinds: Counter[StepKind]) -> dict[str, float]:
+    """The mean of the most frequent kind of step; nothing without steps."""
+    whole = Tally()
+    for kind, tally in rows:
+        if kind == max(kinds, key=kinds.__getitem__):
+            whole.merge(tally)
+    mean = whole.stat(STEP).mean
+    return {} if mean is None else {"mean_step": mean}
 
 
 def _values(facts: RunFacts, mode: str | None) -> dict[str, float]:

@@ -182,6 +182,11 @@ def data_share(mode: ModeFacts) -> float:
     return figures.device_share or 0.0
 
 
+def data_ceiling(mode: ModeFacts, facts: RunFacts) -> float | None:
+    """The share of the steps' time that goes at most if no process waits for data; None if unknown."""
+    return data_share(mode) if mode.who is None else facts.longest_fetches.get(mode.mode)
+
+
 def for_data(mode: ModeFacts, facts: RunFacts) -> str:
     """Advice where the training waits for its loader."""
     fetch = mode.phase("data")

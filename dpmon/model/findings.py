@@ -26,6 +26,8 @@ from dpmon.model.run_facts import RunFacts
 
 LEAST_SAVED = 0.02
 """Smallest share of the time that an advice can save, for its finding to be told."""
+_SAME_TIME = {"accumulation": "exposed", "between": "evaluation"}
+"""Kinds of findings about (part of) the time of another kind."""
 _FINDERS: tuple[Callable[[RunFacts], Iterator[Finding]], ...] = (
     *(data, transfers, slower, copies, idle, uneven, fuller, throttled, low_use, busy),
     *(drift, stalled, stalls, spread, between, evaluation, quiet, failed, losses),
@@ -46,13 +48,13 @@ def findings(facts: RunFacts) -> list[Finding]:
 def together(found: Iterable[Finding], facts: RunFacts) -> float | None:
     """The share of the run's time (0 to 1) that goes at most if all causes go; None without two advices that save time.
 
-    Each stretch of time is counted once. Findings about the same time count as the largest of them.
+    Findings that can be about the same time count as the largest of them.
     """
     whole = sum(facts.spent.get(name, 0) for name in ("training", "between", "evaluation"))
     training = facts.spent.get("training", 0) / whole if whole else 0.0
     saved: dict[str, float] = {}
     for finding in found:
         if finding.saves is not None:
-            kind = "exposed" if finding.kind == "accumulation" else finding.kind
-            saved[kind] = max(saved.get(kind, 0.0), finding.saves * (1 if kind in OF_RUN else training))
-    return sum(saved.values()) if len(saved) > 1 else None
+            kind = _SAME_TIME.get(finding.kind, finding.kind)
+            saved[kind] = max(saved.get(kind, 0.0), finding.saves * (1 if finding.kind in OF_RUN else training))
+    return min(sum(saved.values()), 1.0) if len(saved) > 1 else None

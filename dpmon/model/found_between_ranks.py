@@ -84,8 +84,7 @@ def _in_turn(found: Communication) -> Iterator[Finding]:
             f"The ranks wait for each other for {percent(share)} of the time of the steps, each time for another one.",
             f"wait mean {duration_words(share * found.step_ns)}, step mean {duration_words(found.step_ns)} over"
             f" {count_of(found.joined, 'step')} of {len(waits)} ranks; no rank is the slowest unusually often",
-            "batches of equal work on all ranks: group samples of similar length, or pack them; leave each rank a"
-            " processor of its own",
+            "batches of equal work on all ranks: group samples of similar length, or pack them",
             min(share, 1.0),
             min(share, 1.0),
         )
@@ -170,7 +169,9 @@ def _accumulation(found: Communication) -> Iterator[Finding]:
     if len(found.wrappers) != 1 or each < MIN_STEPS or synced < AVERAGED_TIMES * optimized:
         return
     times = synced / optimized
-    lost = ((found.exposed_share or 0.0) + (found.wait_share or 0.0)) * (1 - 1 / times)
+    # A rank that is always slow stays slow; waits for changing ranks may even out over the passes.
+    waits = 0.0 if found.straggler is not None else found.wait_share or 0.0
+    lost = (found.exposed_share or 0.0) * (1 - 1 / times) + waits
     yield Finding(
         "accumulation",
         f"Gradients are averaged {times:.1f} times for each step of the optimizer.",

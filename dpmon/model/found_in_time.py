@@ -11,6 +11,7 @@ from dpmon.model.finding import (
     MIN_STEPS,
     Finding,
     basis,
+    data_ceiling,
     data_share,
     for_copies,
     for_data,
@@ -103,14 +104,8 @@ def data(facts: RunFacts) -> Iterator[Finding]:
             f"data {phase_times(mode, 'data')}{on_device}; {basis(mode)}{_in_how_many(mode, facts)}",
             for_data(mode, facts),
             share,
-            share if mode.who is None else _slowest_fetch(mode, facts),
+            data_ceiling(mode, facts),
         )
-
-
-def _slowest_fetch(mode: ModeFacts, facts: RunFacts) -> float | None:
-    """The share of the step for which the rank with the longest fetch of each step waits, of the newest steps."""
-    longest = facts.longest_fetches.get(mode.mode)
-    return None if longest is None or not mode.mean_ns else longest / mode.mean_ns
 
 
 def _in_how_many(mode: ModeFacts, facts: RunFacts) -> str:
@@ -175,8 +170,8 @@ def copies(facts: RunFacts) -> Iterator[Finding]:
                 f"replicate {phase_times(mode, 'replicate')}; {basis(mode)}",
                 _ON_GPUS
                 if mode.virtual
-                else "DistributedDataParallel copies nothing in a step; under DataParallel larger batches mean fewer"
-                " copies, but change the training itself (learning rate)",
+                else "larger batches mean fewer copies, but change the training itself (learning rate);"
+                " DistributedDataParallel copies nothing in a step, and may bring more than that: try it",
                 share,
                 None if mode.virtual else share,
             )
@@ -189,7 +184,7 @@ def copies(facts: RunFacts) -> Iterator[Finding]:
                 _ON_GPUS
                 if mode.virtual
                 else "compute the loss inside the forward, so that one number is gathered instead of the outputs;"
-                " pinned memory; DistributedDataParallel",
+                " pinned memory; DistributedDataParallel, which may bring more than that",
                 share,
                 None if mode.virtual else share,
             )
@@ -254,7 +249,7 @@ def stalls(facts: RunFacts) -> Iterator[Finding]:
         f"the longest: {_where(worst, facts)}; median {duration_words(median)}",
         _stall_advice(worst, facts),
         lost / (total + lost),
-        (lost - sum(medians[step.process, step.mode] or 0 for step in stalls)) / (total + lost),
+        None if least else (lost - sum(medians[step.process, step.mode] or 0 for step in stalls)) / (total + lost),
     )
 
 
@@ -330,7 +325,8 @@ def between(facts: RunFacts) -> Iterator[Finding]:
         else "look at the script's own work there: a checkpoint, logging"
         + (", a loader that starts its workers again (persistent_workers=True keeps them)" if again else ""),
         lost / whole,
-        lost / whole * (share if by else 1),
+        # Workers that start again also end, and load their first batch, which a step waits for.
+        _most_spent(facts, "between") + (max(map(data_share, measured_modes(facts)), default=0.0) if again else 0.0),
     )
 
 
@@ -347,8 +343,18 @@ def evaluation(facts: RunFacts) -> Iterator[Finding]:
             f" in {steps:,} steps",
             "evaluate less often or on fewer samples; larger batches: an evaluation keeps no gradients",
             took / whole,
-            took / whole,
+            # The times before and after an evaluation lie between steps.
+            _most_spent(facts, "evaluation", "between"),
         )
+
+
+def _most_spent(facts: RunFacts, *activities: str) -> float:
+    """The largest share of its time (0 to 1) that any process spent on activities: others may wait for it in a step."""
+    found = 0.0
+    for spent in facts.spent_by_process.values():
+        whole = sum(spent.get(name, 0) for name in ("training", "between", "evaluation"))
+        found = max(found, sum(spent.get(name, 0) for name in activities) / (whole or 1))
+    return found
 
 
 def _spread_ratio(mode: ModeFacts) -> float:

@@ -376,6 +376,14 @@ class RunFacts:
         return self.spent_until(self.until_ns)
 
     @cached_property
+    def spent_by_process(self) -> Mapping[int, Mapping[str, int]]:
+        """The time of each activity of each process in the whole run, ns."""
+        found: dict[int, Counter[str]] = {}
+        for row in self.window.times:
+            found.setdefault(row.process, Counter()).update(row.spent)
+        return found
+
+    @cached_property
     def gaps(self) -> list[Gap]:
         """The longer times between two steps, the longest first."""
         return self.store.gaps(GAPS)
@@ -475,9 +483,12 @@ class RunFacts:
 
     @cached_property
     def longest_fetches(self) -> Mapping[str, float]:
-        """By mode, the mean over steps of the longest wait for data (ns) on any process; empty for one process."""
+        """By mode, the share of the newest steps (0 to 1) for which some process waits for data; empty for one process.
+
+        In each step, the process that waits longest counts.
+        """
         found = {
-            mode: self.store.mean_longest("data", mode, trains=self.window.trained(mode))
+            mode: self.store.longest_share("data", mode, trains=self.window.trained(mode))
             for mode in {one.mode for one in self.others}
         }
         return {mode: longest for mode, longest in found.items() if longest is not None}

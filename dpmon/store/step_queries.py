@@ -165,16 +165,17 @@ class Steps(Sums):
         rows = self.query(f"SELECT start_ns FROM steps WHERE {which} ORDER BY id LIMIT 1", (after_id,))
         return next((at for (at,) in rows), None)
 
-    def mean_longest(self, phase: str, mode: str, *, trains: bool) -> float | None:
-        """Return the mean over the newest steps of the longest time (ns) of a phase on any rank.
+    def longest_share(self, phase: str, mode: str, *, trains: bool) -> float | None:
+        """Return the share of the newest steps (0 to 1) that a phase takes on the rank where it takes longest in each.
 
         `trains`: without evaluation steps.
         """
         which = f"id > ? AND id <= ? AND mode = ? AND kind & {SETTLING | LEFT_OUT | EVALUATION * trains} = 0"
-        longest = f"SELECT max(ifnull({phase}_ns, 0)) AS longest FROM steps WHERE {which} GROUP BY step"
-        query = f"SELECT sum(longest), count(*) FROM ({longest})"
+        on_all = f"max(ifnull({phase}_ns, 0)) * count(*) AS longest, sum(wall_ns) AS wall"
+        query = f"SELECT sum(longest), sum(wall) FROM (SELECT {on_all} FROM steps WHERE {which} GROUP BY step)"
         last = self._newest_id()
-        return next((sum_ns / n for sum_ns, n in self.query(query, (last - _LOOKED_AT, last, mode)) if n), None)
+        found = self.query(query, (last - _LOOKED_AT, last, mode))
+        return next((min(longest_ns / wall_ns, 1.0) for longest_ns, wall_ns in found if wall_ns), None)
 
     def steps(self, most: int, *, process: int | None = None, left_out: bool = True) -> list[Step]:
         """Return the newest steps of a process, the newest first; None: of all processes, as of now.

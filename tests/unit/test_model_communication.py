@@ -342,6 +342,9 @@ def test_several_averages_for_one_step_of_the_optimizer_are_found() -> None:
     assert found.text == "Gradients are averaged 4.0 times for each step of the optimizer."
     assert found.ground == "400 synchronised backward passes, 0 under no_sync, 100 steps with an optimizer step"
     assert "no_sync" in found.advice
+    waiting = [rank(number, 5.0, exposed_ms=2.0, synced=200, optimized=50) for number in range(2)]
+    (found,) = [one for one in found_in(waiting) if one.kind == "accumulation"]
+    assert found.saves == pytest.approx((2.0 * 3 / 4 + 5.0) / 20), "all waits may even out over the passes"
     assert found_in(ranks, wrapped(), wrapped(wrapper=1)) == [], "two models average twice"
     assert found_in([rank(number, 0.1, synced=50, unsynced=150, optimized=50) for number in range(2)]) == []
 
@@ -422,12 +425,14 @@ def test_a_slow_forward_names_nobody_where_ranks_wait_in_it() -> None:
     assert of(ranks, wrapped()).straggler is not None
 
 
-def test_the_longest_fetch_of_each_step_is_a_mean_over_steps_of_the_most_over_ranks() -> None:
+def test_a_step_waits_for_the_rank_whose_fetch_takes_longest() -> None:
     run, _ = joined_ranks(4, slow=2, phase="data", steps=60)
     longest: dict[int, int] = {}
+    walls: list[int] = []
     for step in run.store().steps(10_000):
         if step.step > 5:  # the first ones settle
             longest[step.step] = max(longest.get(step.step, 0), step.phases["data"])
+            walls.append(step.wall_ns)
     found = RunFacts(run.store()).longest_fetches
     assert set(found) == {"single"}
-    assert found["single"] == pytest.approx(sum(longest.values()) / len(longest))
+    assert found["single"] == pytest.approx(sum(longest.values()) / (sum(walls) / 4))

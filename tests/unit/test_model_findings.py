@@ -21,6 +21,7 @@ from dpmon.model.layouts import BatchFacts, ReplicaFacts
 from dpmon.model.memory import Held
 from dpmon.model.run_facts import ModeFacts, RunFacts
 from dpmon.model.state import StallSeen
+from dpmon.store.accounting import Gap
 from dpmon.store.answers import LongRow
 from dpmon.store.figures import PhaseFigures, Rate
 from dpmon.store.tally import Key, Stat, Tally
@@ -225,7 +226,8 @@ def test_evaluations_that_take_much_of_the_time_are_found() -> None:
     spent = {"training": 60 * SECOND, "evaluation": 30 * SECOND, "between": 10 * SECOND}
     evaluated = changed(HEALTHY, spent=spent, evaluations=[replace(GOOD, evaluation=True)], gaps=[])
     (found,) = findings(evaluated)
-    assert (found.kind, found.ceiling) == ("evaluation", "run at most 43 % faster")
+    assert (found.kind, found.text) == ("evaluation", "Evaluations take 30 % of the time.")
+    assert found.saves == pytest.approx(0.4), "without evaluations, their loaders do not start either"
     assert not findings(changed(evaluated, spent={**spent, "evaluation": 10 * SECOND}))
 
 
@@ -239,6 +241,21 @@ def test_together_each_stretch_of_time_counts_once() -> None:
     assert together([found("data", 0.4), found("drift", None)], run) is None, "one advice needs no sum"
     assert together([found("data", 0.4), found("between", 0.5)], run) == pytest.approx(0.7)
     assert together([found("data", 0.4), found("exposed", 0.2), found("accumulation", 0.1)], run) == pytest.approx(0.3)
+    assert together([found("data", 0.4), found("between", 0.5), found("evaluation", 0.6)], run) == pytest.approx(0.8)
+    assert together([found("data", 1.0), found("between", 0.7)], run) == 1.0
+
+
+def test_time_between_steps_is_that_of_the_process_that_has_most() -> None:
+    """While rank 0 saves a checkpoint, rank 1 waits for it within a step."""
+    each = {
+        0: {"training": 50 * SECOND, "between": 50 * SECOND},
+        1: {"training": 98 * SECOND, "between": 2 * SECOND},
+    }
+    gap = Gap(0, 100, "dp", 0, 50 * SECOND, 50 * SECOND)
+    spent = {"training": 74 * SECOND, "between": 26 * SECOND}
+    (found,) = findings(changed(HEALTHY, spent=spent, spent_by_process=each, gaps=[gap]))
+    assert found.kind == "between"
+    assert found.ceiling == "run at most 2.0 times as fast"
 
 
 def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:
@@ -464,7 +481,9 @@ def test_many_stalls_are_counted_and_the_longest_is_placed() -> None:
     assert "step 77 at 00:01:00, 9.00 s, 8.10 s in other; median 20.0 ms" in found.ground
     assert "checkpoint" in found.advice
     every = changed(evidence, longest=tuple(long_step(9000, step=n) for n in range(64)))
-    assert findings(every)[0].text.startswith("At least 64 steps")
+    (found,) = findings(every)
+    assert found.text.startswith("At least 64 steps")
+    assert found.saves is None, "nobody knows how many more there are"
 
 
 def test_the_process_that_waits_most_for_data_is_named() -> None:
@@ -477,10 +496,10 @@ def test_the_process_that_waits_most_for_data_is_named() -> None:
             modes=(each[0],),
             others=tuple(each[1:]),
             names={number: f"rank {number}" for number in range(3)},
-            longest_fetches={"dp": 15.0 * MS},
+            longest_fetches={"dp": 0.75},
         )
     )
-    assert found.saves == pytest.approx(15 / 20), "each step waits for the longest fetch"
+    assert found.saves == 0.75, "each step waits for the longest fetch"
     assert found.text == "Rank 1 waits for data: 70 % of the time of its steps."
     assert found.ground.endswith("step median 20.0 ms over 1,000 steps of rank 1; 20 % or more in 2 of 3 processes")
 

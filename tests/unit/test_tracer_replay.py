@@ -74,3 +74,25 @@ def test_a_stream_ends_where_it_was_seen_to_end() -> None:
     assert epoch(loader) == epoch(loader) == [0, 1]
     endless = iter(DataLoader(Stream(5), batch_size=None))
     assert [int(next(endless)[0]) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_persistent_workers_give_every_epoch_its_length() -> None:
+    loader = DataLoader(Rows(5), batch_size=1, num_workers=1, persistent_workers=True)
+    whole = [0, 1, 2, 0, 1]
+    assert epoch(loader) == whole
+    assert int(next(iter(loader))[0]) == 0, "an epoch that is left early"
+    assert epoch(loader) == epoch(loader) == whole
+
+
+def test_a_list_of_batches_is_replayed_too() -> None:
+    rows = Rows(4)
+    loader = DataLoader(rows, batch_sampler=[[0], [1], [2], [3]])
+    assert epoch(loader) == [0, 1, 2, 0]
+    assert rows.loaded == 3
+
+
+def test_a_loader_made_again_for_each_epoch_keeps_few_batches() -> None:
+    rows = Rows(4)
+    for _ in range(20):
+        assert epoch(DataLoader(rows, batch_size=1)) == [0, 1, 2, 0]
+    assert rows.loaded == 20 * 3

@@ -27,8 +27,12 @@ def test_a_run_under_dp_is_tried_with_cached_batches_and_on_one_device(monkeypat
     trials, absent = plan(facts, ("train.py",), "8")
     assert names(trials) == ["cached-batches", "single", "threads-1"], "8 threads are what it has"
     assert trials[0].own == ("--replay", str(REPLAYED))
-    assert trials[0].saves == pytest.approx(facts.modes[0].share("data"))
-    assert absent == {"one-rank": "no torchrun with --nproc-per-node and several ranks"}
+    assert trials[0].saves == pytest.approx(facts.modes[0].usual.share("data"))
+    assert absent == {
+        "one-rank": "no torchrun with --nproc-per-node and several ranks",
+        "threads-8": "OMP_NUM_THREADS is 8",
+    }
+    assert names(plan(facts, ("train.py",), None, [3])[0])[2:] == ["threads-1", "threads-3", "threads-8"]
 
 
 def test_ranks_are_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +42,7 @@ def test_ranks_are_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     trials, absent = plan(facts, ("torchrun", "--nproc-per-node", "4", "train.py"), None)
     assert names(trials) == ["cached-batches", "one-rank", "threads-1", "threads-2"]
     assert trials[1].words == ("torchrun", "--nproc-per-node=1", "train.py")
-    assert trials[0].saves == pytest.approx(facts.longest_fetches["single"] / (facts.modes[0].mean_ns or 0))
+    assert trials[0].saves == facts.longest_fetches["single"]
     assert set(absent) == {"single"}
 
 
@@ -73,6 +77,11 @@ def test_the_words_after_the_script_are_the_scripts() -> None:
         ["single"],
         ["train.py", "--steps", "7"],
     )
-    for wrong in (["try"], ["try", "--steps", "0", "a.py"], ["try", "--rounds", "x", "a.py"]):
+    for wrong in (
+        ["try"],
+        ["try", "--steps", "0", "a.py"],
+        ["try", "--rounds", "x", "a.py"],
+        ["try", "--only", "cached-batchs", "a.py"],
+    ):
         with pytest.raises(UsageError):
             parse(wrong)

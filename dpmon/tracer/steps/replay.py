@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from dpmon.tracer.core.frames import Function
+
+_LOADERS = 8
+"""Most loaders to keep batches of: a script may make a new one for each epoch."""
 
 
 class _KeptBatches:
@@ -18,20 +20,24 @@ class _KeptBatches:
         self.batches: list[Any] = []
         self.length: int | None = None
         """Batches in an epoch; None for an IterableDataset whose end was not seen."""
+        self.sampler = iterator._index_sampler
+        """All iterators of a loader share it. Kept alive, so that no other loader gets its id."""
         with suppress(Exception):  # the script's own sampler may fail
             self.length = len(iterator)
 
 
 def replaying(fetch: Function, most: int) -> Function:
     """The form of `_BaseDataLoaderIter.__next__` that loads at most `most` batches of each loader."""
-    loaders: WeakKeyDictionary[object, _KeptBatches] = WeakKeyDictionary()
+    loaders: dict[int, _KeptBatches] = {}
 
     def __next__(iterator: Any) -> Any:
-        # All iterators of a loader share its sampler.
-        known = loaders.get(iterator._index_sampler)
+        key = id(iterator._index_sampler)  # a list has no weak reference and no hash
+        known = loaders.get(key)
         if known is None:
-            known = loaders[iterator._index_sampler] = _KeptBatches(iterator)
-        number = iterator._num_yielded  # torch sets it to 0 at a new epoch of workers that stay
+            if len(loaders) == _LOADERS:
+                del loaders[next(iter(loaders))]
+            known = loaders[key] = _KeptBatches(iterator)
+        number = iterator._num_yielded  # torch sets it to 0 when a loader with persistent workers starts again
         if number == known.length:
             raise StopIteration
         if number < len(known.batches) or len(known.batches) >= most:

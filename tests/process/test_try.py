@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
-from running import Dpmon
+from running import Dpmon, wait_for
 
 SCRIPT = """\
 import time
@@ -50,3 +51,26 @@ def test_cached_batches_are_loaded_once_and_make_a_slow_loader_fast(dpmon: Dpmon
     loaded = len((dpmon.cwd / "loaded").read_text())
     unchanged = sum(run["steps"] for run in runs if "as-is" in run["name"])
     assert loaded <= 2 * (unchanged + 2 + 2 * 8), "each run with cached batches loads 8 of them"
+
+
+def test_a_script_that_fails_at_once_is_not_tried(dpmon: Dpmon) -> None:
+    script = dpmon.script("raise ValueError('no such data set')")
+    done = dpmon.run("try", "--steps", "5", script)
+    assert done.status == 2
+    assert done.out == b""
+    last = done.err.decode().splitlines()[-1]
+    assert " failed with exit status 1 after " in last
+    assert last.endswith(": ValueError: no such data set")
+    assert len(dpmon.runs()) == 1
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_run_in_progress_is_stopped_with_its_trials(dpmon: Dpmon, number: int, status: int) -> None:
+    script = dpmon.script("import time\ntime.sleep(600)")
+    process = dpmon.start("try", script)
+    # Once it has said that the run is there, it waits for its steps.
+    assert process.stderr is not None
+    wait_for(lambda: b"as-is, run 1" in process.stderr.readline(), what="the first run")
+    process.send_signal(number)
+    assert process.wait(60) == status
+    assert dpmon.exit()["by"] == "supervisor", "it saw the command end, which would sleep on otherwise"

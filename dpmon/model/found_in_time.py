@@ -326,8 +326,16 @@ def between(facts: RunFacts) -> Iterator[Finding]:
         + (", a loader that starts its workers again (persistent_workers=True keeps them)" if again else ""),
         lost / whole,
         # Workers that start again also end, and load their first batch, which a step waits for.
-        _most_spent(facts, "between") + (max(map(data_share, measured_modes(facts)), default=0.0) if again else 0.0),
+        _most_spent(facts, "between") + (max(map(_first_fetches, measured_modes(facts))) if again else 0.0),
     )
+
+
+def _first_fetches(mode: ModeFacts) -> float:
+    """The share of the steps' time (0 to 1) that fetches take beyond the usual one, as the first of an epoch do."""
+    fetch = mode.phase("data")
+    if fetch is None or not fetch.mean_ns or fetch.median_ns is None:
+        return 0.0
+    return mode.share("data") * max(1 - fetch.median_ns / fetch.mean_ns, 0.0)
 
 
 def evaluation(facts: RunFacts) -> Iterator[Finding]:

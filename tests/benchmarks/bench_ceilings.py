@@ -85,7 +85,7 @@ if ranks > 1:
 elif case == "replicate":
     model = torch.nn.DataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), 0.001)
-BATCH, EVERY = 2, 4
+BATCH, EVERY = 2, 3
 epoch = {"checkpoint": 20, "workers": 10}.get(case, steps)
 workers = {"num_workers": 2, "persistent_workers": not cause} if case == "workers" else {}
 loader = DataLoader(Rows(epoch * BATCH), batch_size=BATCH, **workers)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from known import changed, known
 
-from dpmon.model.announced import Announced
+from dpmon.model.announced import Announced, LoaderStart
 from dpmon.model.compare import Comparison, Interval
 from dpmon.model.devices import DeviceFacts, HostFacts
 from dpmon.model.finding import MIN_STEPS, Finding
@@ -256,6 +256,23 @@ def test_time_between_steps_is_that_of_the_process_that_has_most() -> None:
     (found,) = findings(changed(HEALTHY, spent=spent, spent_by_process=each, gaps=[gap]))
     assert found.kind == "between"
     assert found.ceiling == "run at most 2.0 times as fast"
+
+
+def test_workers_that_start_again_also_cost_the_first_fetch_of_an_epoch() -> None:
+    spent = {"training": 80 * SECOND, "between": 20 * SECOND}
+    fetch = mode(data=0.15)
+    phases = [one._replace(mean_ns=3.0 * MS, median_ns=1.0 * MS) if one.name == "data" else one for one in fetch.phases]
+    starts = [LoaderStart(0, at * SECOND, SECOND, 2, False, start=number) for number, at in ((1, 0), (2, 40))]
+    run = changed(
+        HEALTHY,
+        modes=(replace(fetch, phases=tuple(phases)),),
+        spent=spent,
+        gaps=[Gap(0, 100, "dp", 38 * SECOND, 58 * SECOND, 20 * SECOND)],
+        loaders=starts,
+    )
+    (found,) = findings(run)
+    assert found.kind == "between"
+    assert found.saves == pytest.approx(0.2 + 0.15 * 2 / 3)
 
 
 def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:

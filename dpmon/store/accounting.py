@@ -116,7 +116,7 @@ class Account:
     ) -> tuple[list[Spent], Gap | None]:
         """Add a step. Return the time since the previous step, including this one, and the gap before it or None.
 
-        `left_out`: of `left_out`.
+        `left_out`: the flag that the method of this name returned for the step.
         """
         end = start + wall
         before = self._number

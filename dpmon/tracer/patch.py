@@ -12,7 +12,7 @@
 | _BaseDataLoaderIter.__next__ | steps, waits for data |
 | DataLoader.__iter__ | the start of a loader |
 | torch.autograd._engine_run_backward | backward, however the script calls it |
-| GradScaler.scale | the loss before it was scaled |
+| GradScaler.scale and .__init__ | the loss before it was scaled |
 | torch.distributed.autograd.backward | backward across RPC, which has its own entry point |
 | the global optimizer step hooks | optimizer |
 | Optimizer.__init__ | memory of optimizer states |

@@ -13,8 +13,8 @@ import torch
 from tracing import Script, Traced, text_of
 
 READ = (
-    *("plain", "accumulated", "of_a_gan", "scaled", "scaled_and_freed", "float64", "float16", "bfloat16"),
-    *("of_one_element", "a_subclass"),
+    *("plain", "accumulated", "of_a_gan", "scaled", "scaled_and_freed", "scaled_by_a_subclass"),
+    *("float64", "float16", "bfloat16", "of_one_element", "a_subclass"),
 )
 STEPS = 6
 needs_edges = pytest.mark.skipif(

@@ -79,6 +79,9 @@ class Losses:
         self._copies: deque[Copy] = deque()
         self._free: list[Copy] | None = None
         """None: no pinned memory was allocated yet."""
+        self._guard = session.guarded("loss", fatal=False)
+        self._followed: set[type] = set()
+        """Classes of which `scale` is wrapped."""
         self._parents: list[object] = []
         """Copies of the parent process, which a forked child must keep alive."""
         self.reset()
@@ -99,10 +102,18 @@ class Losses:
         self._recorder.on_loss = self.look
 
     def install(self) -> None:
-        """Wrap GradScaler.scale."""
+        """Wrap GradScaler.scale, and that of a subclass (FSDP has one) once a scaler of it is made."""
         if self._session.config.loss:
             kind: Any = torch.amp.GradScaler
-            kind.scale = followed(kind.scale, self._session.guarded("loss", fatal=False), self._scales)
+            self._follow(kind)
+            kind.__init__ = followed(kind.__init__, self._guard, lambda _, __, me, *___, **____: self._follow(type(me)))
+
+    def _follow(self, scaler: type) -> None:
+        kinds: Any = scaler.__mro__
+        for kind in kinds:
+            if "scale" in vars(kind) and kind not in self._followed:
+                self._followed.add(kind)
+                kind.scale = followed(kind.scale, self._guard, self._scales)
 
     def _scales(self, result: object, _: int, scaler: object, outputs: object) -> None:
         if result is not outputs and type(result) is torch.Tensor:

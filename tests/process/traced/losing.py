@@ -91,6 +91,28 @@ def scaled_and_freed():
     optimizer.zero_grad()
 
 
+class Own(torch.amp.GradScaler):
+    """Does not use the `scale` of its base, like that of FSDP."""
+
+    def scale(self, outputs):
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(outputs.device)
+        return outputs * self._scale
+
+
+@way
+def scaled_by_a_subclass():
+    global scaler
+    if type(scaler) is not Own:
+        scaler = Own("cpu", init_scale=1024.0)
+    loss = error()
+    note(loss)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
 def of_type(dtype):
     def run():
         loss = error().to(dtype)

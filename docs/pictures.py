@@ -1,4 +1,4 @@
-"""Makes the pictures of the documentation, each from a real run on this machine, in about four minutes.
+"""Makes the pictures of the documentation, each from a real run on this machine, in about five minutes.
 
     python docs/pictures.py                 all of docs/pictures/*.svg
     python docs/pictures.py main-job        one of them
@@ -29,6 +29,7 @@ from textual.pilot import Pilot
 
 from dpmon.run.runs import find_run
 from dpmon.text.cells import span_width
+from dpmon.ui.facts import Facts
 from dpmon.ui.look import Look, look
 from dpmon.ui.monitor import Monitor
 from dpmon.ui.picture import SvgPage, svg
@@ -53,12 +54,12 @@ class Stage:
         self.app, self.pilot = app, pilot
         self.frames: list[list[Row]] = []
 
-    async def shows(self, *words: str) -> None:
-        """Wait until all of `words` are on the screen."""
+    async def until(self, holds: Callable[[Facts], bool]) -> None:
+        """Wait until the facts of the screen are as wanted. The words on it may change, so they are not waited for."""
         until = asyncio.get_running_loop().time() + PATIENCE_S
-        while not all(word in "\n".join(self.app.text()) for word in words):
+        while not holds(self.app.facts()):
             if asyncio.get_running_loop().time() > until:
-                raise SystemExit(f"never on the screen: {words}\n" + "\n".join(self.app.text()))
+                raise SystemExit(f"it never came to {holds.__name__}:\n" + "\n".join(self.app.text()))
             await asyncio.sleep(0.1)
 
     def take(self, *caption: Row) -> None:
@@ -83,29 +84,57 @@ class Picture(NamedTuple):
     command: tuple[str, ...]
     act: Act
     size: tuple[int, int] = SIZE
+    script: str = ""
+    """A script that is no example, as train.py in the command's working directory."""
+
+
+def _trains(facts: Facts) -> bool:
+    """Whether a step has ended."""
+    return facts.process is not None and facts.process.seen_ns >= 0
+
+
+def _in_single(facts: Facts) -> bool:
+    """Whether steps ran on one device."""
+    return facts.process is not None and any(column.mode == "single" for column in facts.process.columns)
+
+
+def _compares(facts: Facts) -> bool:
+    """Whether the speed-up is known."""
+    compared = facts.process.compared if facts.process is not None else None
+    return compared is not None and compared.speedup is not None
+
+
+def _has_straggler(facts: Facts) -> bool:
+    """Whether a rank is named that the others wait for."""
+    return facts.state.straggler is not None
+
+
+def _is_stalled(facts: Facts) -> bool:
+    """Whether the run is stalled."""
+    return facts.stall is not None
 
 
 async def _both_modes(stage: Stage) -> None:
     """dp, single, and dp again, long enough for a verdict."""
-    await stage.shows("● training", "step")
+    await stage.until(_trains)
     await asyncio.sleep(20)
     await stage.pilot.press("d")
-    await stage.shows("single")
+    await stage.until(_in_single)
     await asyncio.sleep(15)
     await stage.pilot.press("d")
-    await stage.shows("as fast as one device", "virtual replicas show behaviour")
+    await stage.until(_compares)
     await asyncio.sleep(20)
     stage.take()
 
 
 async def _toggle(stage: Stage) -> None:
     """The main job as a user sees it: it runs, `d` switches it to one device and back, panel 3 fills the screen."""
-    await stage.shows("● training", "step")
+    await stage.until(_trains)
     await stage.film(3, 4.0, "$ dpmon examples/linear.py", "your command, with dpmon in front")
     await stage.pilot.press("d")
     await stage.film(4, 3.0, "d", "the running job switches to one device")
     await stage.pilot.press("d")
-    await stage.shows("× as fast")
+    await stage.until(_compares)
     await stage.film(3, 3.0, "d", "and back: now panel 4 compares both modes")
     await stage.pilot.press("4")
     await stage.film(2, 2.0, "4", "panel 4 on the whole screen: what two replicas are worth, and why")
@@ -117,12 +146,78 @@ async def _toggle(stage: Stage) -> None:
 
 async def _slow_rank(stage: Stage) -> None:
     """Wait until the slow rank is named, then record the collectives of one step."""
-    await stage.shows("● training", "holds the others up")
+    await stage.until(_has_straggler)
     await asyncio.sleep(20)
     await stage.pilot.press("c")
     await asyncio.sleep(stage.app.said_s + 2)  # until the answer to the key has gone
-    await stage.shows("holds the others up")
+    await stage.until(_has_straggler)
     stage.take()
+
+
+async def _stall(stage: Stage) -> None:
+    """Wait until dpmon says that the run is stalled and where each rank stands."""
+    await stage.until(_trains)
+    await stage.until(_is_stalled)
+    await asyncio.sleep(12)
+    stage.take()
+
+
+STUCK = '''"""Trains on two ranks. After a while, rank 1 waits for a lock on a file that nobody gives back."""
+
+import fcntl
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+STUCK_AT = 2400
+
+
+class Samples(Dataset):
+    """Points and their sums; a real dataset reads a file here."""
+
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        time.sleep(0.0005)
+        point = torch.ones(16) * index / len(self)
+        return point, point.sum()
+
+
+def read_cache():
+    if dist.get_rank() == 1:
+        with open("cache.lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def train(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    step = 0
+    while True:
+        for points, sums in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(points).squeeze(1), sums)
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if step % 200 == 0 and dist.get_rank() == 0:
+                print(f"step {step:,}: loss {loss.item():.4f}", flush=True)
+            if step == STUCK_AT:
+                read_cache()
+
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    holder = open("cache.lock", "w")
+    fcntl.flock(holder, fcntl.LOCK_EX)
+dist.barrier()
+train(DistributedDataParallel(nn.Linear(16, 1)), DataLoader(Samples(), batch_size=16, shuffle=True))
+'''
 
 
 PICTURES = (
@@ -136,6 +231,13 @@ PICTURES = (
             *("--slow-rank", "1"),
         ),
         _slow_rank,
+    ),
+    Picture(
+        "stall",
+        "dpmon torchrun --nproc-per-node 2 train.py",
+        ("torchrun", "--nproc-per-node", "2", "train.py"),
+        _stall,
+        script=STUCK,
     ),
 )
 
@@ -186,9 +288,9 @@ def _shown(first: int, end: int, frames: int) -> str:
     )
 
 
-def _dpmon(*words: str, check: bool = True) -> None:
+def _dpmon(*words: str, where: Path = ROOT, check: bool = True) -> None:
     subprocess.run(
-        [sys.executable, "-m", "dpmon", *words], cwd=ROOT, stdin=subprocess.DEVNULL, check=check, timeout=PATIENCE_S
+        [sys.executable, "-m", "dpmon", *words], cwd=where, stdin=subprocess.DEVNULL, check=check, timeout=PATIENCE_S
     )
 
 
@@ -209,8 +311,13 @@ def make(picture: Picture) -> Path:
     os.environ["XDG_STATE_HOME"] = state
     os.environ["OMP_NUM_THREADS"] = "1"  # else torchrun prints three lines about it
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    where = ROOT
     try:
-        _dpmon("--detach", *picture.command)
+        if picture.script:
+            where = Path(state, "work")
+            where.mkdir()
+            (where / "train.py").write_text(picture.script, encoding="utf-8")
+        _dpmon("--detach", *picture.command, where=where)
         try:
             text = asyncio.run(_take(picture, find_run()))
         finally:

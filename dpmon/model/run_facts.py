@@ -31,6 +31,7 @@ from dpmon.model.loss import LossCurve, loss_curves
 from dpmon.model.memory import Held, held_by
 from dpmon.model.pauses import Paused, PauseTotals, Span, all_paused, any_paused, pause_totals, pauses_of
 from dpmon.model.progress import Progress, progress_of
+from dpmon.model.rank_waits import RankWaitReader, RankWaits
 from dpmon.model.snapshot import processes_in
 from dpmon.model.state import ProcessFacts
 from dpmon.model.stragglers import RankTimes, ranks_in
@@ -224,6 +225,15 @@ class RunFacts:
         ranks = ranks_in(self.window, {process: facts.rank for process, facts in self.announced.info.items()})
         steps = sum(one.steps for one in ranks)
         return communication(ranks, self.announced.wrappers, self.store.communicated(), steps, lately=False)
+
+    @cached_property
+    def rank_waits(self) -> RankWaits:
+        """Which ranks the others waited for, over the whole run; of each rank the newest process."""
+        if self.communication is None or not self.communication.known:
+            return RankWaits()
+        ranks = {one.process: one.rank for one in self._state.training if one.rank is not None}
+        last_s = (self.last_step_ns or 0) // SECOND
+        return RankWaitReader().read(self.store, ranks, self.first_step_ns // SECOND, last_s + 1)
 
     @cached_property
     def ranks(self) -> list[RankLine]:

@@ -65,17 +65,29 @@ class Bars(NamedTuple):
 
 
 class Values(NamedTuple):
-    """The values of one colour: begin, end and value of each. In a plot of rows, they begin and end at their row."""
+    """The values of one colour: begin, end and value of each. Bars in rows begin and end at their row.
+
+    `cells` are a row of their own over time, whose colour is stronger for a larger value, from 0 to 1.
+    """
 
     name: str
     colour: str
     points: Sequence[tuple[float, float, float]]
-    kind: Literal["line", "steps", "dots", "bars", "whisker"]
+    kind: Literal["line", "steps", "dots", "bars", "whisker", "cells"]
     """`line` joins all values. `steps` has gaps where values are missing. `bars` stand on those of earlier series."""
 
 
-Marked = tuple[float, float, str]
-"""Begin and end in seconds, and what the training was then: paused, stalled."""
+Marked = tuple[float, float | None, str]
+"""Begin and end (s) and what was then: "paused", "stalled", "evaluation". None: an event, such as another mode."""
+
+
+class TimeSpan(NamedTuple):
+    """The time axis that all plots of a run have, in seconds since its start."""
+
+    begin: float
+    end: float
+    marks: Sequence[Marked] = ()
+    """The most important first: there may not be room for the words of all."""
 
 
 class Plot(NamedTuple):
@@ -87,9 +99,9 @@ class Plot(NamedTuple):
     series: Sequence[Values]
     unit: str
     rows: Sequence[str] = ()
-    """The names of the rows of a plot that is not over time."""
-    spans: Sequence[Marked] = ()
-    """Times to mark."""
+    """The names of the rows, if it has rows."""
+    time: TimeSpan | None = None
+    """The time axis; None: from the values."""
     top: float | None = None
     """The end of the axis; None: from the values."""
 

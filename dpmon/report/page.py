@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from dpmon.cleaning import clean
+from dpmon.record.schema import SECOND
 from dpmon.report.document import (
     Document,
     Entries,
@@ -24,17 +25,24 @@ from dpmon.report.document import (
     Verbatim,
 )
 from dpmon.report.sections import MAX_ROWS
-from dpmon.text.quantities import three
+from dpmon.text.quantities import clock, percent, three
 
 WIDTH, HEIGHT, ROW = 960.0, 300.0, 34.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 14.0, 16.0, 42.0
+_CELLS, _MARKS, _MEAN, _LETTER = 16.0, 16.0, 46.0, 6.5
+_PALEST = 0.2
+_HOVERED = 2000
+"""Most values of lines with a tooltip in a plot: of more, only every second one has it, or every third, ..."""
+"""The height of a row of cells and of the words of marks, the width of a row's mean, and about that of a letter."""
 _USUAL, _CUT, _FEWEST, _FEWEST_ROWS = 0.95, 4.0, 4, 10
 """An axis ends at 1.5 times the quantile _USUAL of its values if the largest value is more than _CUT times this
 quantile: one long step, such as an interrupted one, must not flatten the rest. This needs _FEWEST values (the mean and
 the longest step of two stretches). A plot with rows needs _FEWEST_ROWS, because it must show one slow rank among a
 few."""
 _TICKS = 6
-_TIME = "seconds since the run's start"
+_TIME = "time since the run's start"
+_TIMES = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400, 21_600, 43_200, 86_400)
+"""Seconds between two times on an axis; of a longer run, some days."""
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; margin: 0 auto; max-width: 1100px;
@@ -56,7 +64,10 @@ th:first-child, td:first-child, .text { text-align: left; }
 pre { background: #f6f8fa; padding: .8rem; overflow-x: auto; }
 nav { margin: 1rem 0; } nav a { white-space: nowrap; }
 svg { font: 12px system-ui, sans-serif; fill: #57606a; display: block; }
-svg .grid { stroke: #d0d7de; } svg .line { fill: none; stroke-width: 1.5; } svg .span { fill: #999; opacity: .25; }
+svg .grid { stroke: #d0d7de; } svg .line { fill: none; stroke-width: 1.5; }
+svg .event { stroke: #57606a; stroke-dasharray: 2 3; } svg .paused, svg .evaluation { fill: #8f5f00; opacity: .15; }
+svg .stalled { fill: #c01c28; opacity: .2; } svg .none { fill: #eef1f4; }
+svg .strong { font-weight: 600; fill: #24292f; }
 .legend { font-size: .85rem; } .legend span { margin-right: 1rem; white-space: nowrap; }
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .3em; }
 @media print { h3, svg { break-inside: avoid; } }
@@ -143,7 +154,9 @@ def _findings(part: Findings) -> Iterable[str]:
 def drawn(plot: Plot) -> str:
     """The legend and the drawing of a plot, as HTML."""
     legend = "".join(
-        f'<span><i style="background:{one.colour}"></i>{escaped(one.name)}</span>' for one in plot.series if one.name
+        f'<span><i style="background:{one.colour}"></i>{escaped(one.name)}</span>'
+        for one in plot.series
+        if one.name and one.kind != "cells"
     )
     return f"<p class=legend>{legend}</p>\n{_Canvas(plot).text()}\n"
 
@@ -156,9 +169,14 @@ def escaped(text: str) -> str:
 class _Canvas:
     def __init__(self, plot: Plot) -> None:
         self.plot = plot
-        self.left = _LEFT if not plot.rows else min(_LEFT + 6.5 * max(map(len, plot.rows)), WIDTH / 3)
-        self.height = HEIGHT if not plot.rows else _TOP + _BOTTOM + ROW * len(plot.rows)
-        self.room = WIDTH - self.left - _RIGHT
+        self.cells = any(one.kind == "cells" for one in plot.series)
+        self.across = bool(plot.rows) and not self.cells
+        self.marks = () if plot.time is None else plot.time.marks
+        self.above = _TOP + (_MARKS if self.marks else 0.0)
+        self.left = min(_LEFT + _LETTER * max(map(len, plot.rows)), WIDTH / 3) if self.across else _LEFT
+        rows = (_CELLS if self.cells else ROW) * len(plot.rows)
+        self.height = self.above + _BOTTOM + rows if plot.rows else HEIGHT
+        self.room = WIDTH - self.left - (_MEAN if self.cells else _RIGHT)
         values = list(_tops(plot))
         self.largest = max(values, default=0.0)
         usual = sorted(values)[int(_USUAL * (len(values) - 1))] if values else 0.0
@@ -169,17 +187,25 @@ class _Canvas:
         self.low = math.floor(lowest / self.step) * self.step
         xs = [x for one in plot.series for begin, end, _ in one.points for x in (begin, end)]
         self.begin, self.end = (min(xs), max(xs)) if xs and not plot.rows else (0.0, 1.0)
+        if plot.time is not None and plot.time.begin < plot.time.end:
+            self.begin, self.end = plot.time.begin, plot.time.end
 
     def text(self) -> str:
         """The SVG element."""
         size = f'viewBox="0 0 {WIDTH:g} {self.height:g}" width="100%" role="img"'
-        area = f'x="{self.left:g}" y="{_TOP:g}" width="{self.room:g}" height="{self.height - _TOP - _BOTTOM:g}"'
+        area = f'x="{self.left:g}" y="{self.above:g}" width="{self.room:g}" height="{self._tall:g}"'
         name = f"area-{self.plot.name}"
-        rows = self._across() if self.plot.rows else self._upright()
+        rows = self._rows_of_cells() if self.cells else self._across() if self.across else self._upright()
+        axes = self._axis_across() if self.across else (*self._axis_up(), *self._time_axis())
+        marks, words = ("", "") if self.across else map("".join, zip(("", ""), *self._marks(), strict=True))
         return (
             f'<svg {size} aria-label="{escaped(self.plot.title)}"><clipPath id="{name}"><rect {area}/></clipPath>'
-            f'{"".join(self._axes())}<g clip-path="url(#{name})">{"".join(rows)}</g>{self._cut_note()}</svg>'
+            f'{"".join(axes)}<g clip-path="url(#{name})">{"".join(rows)}{marks}</g>{words}{self._cut_note()}</svg>'
         )
+
+    @property
+    def _tall(self) -> float:
+        return self.height - self.above - _BOTTOM
 
     def _cut_note(self) -> str:
         if not self.cut:
@@ -194,55 +220,102 @@ class _Canvas:
 
     def _y(self, y: float) -> float:
         part = (y - self.low) / (self.top - self.low)
-        return self.height - _BOTTOM - part * (self.height - _TOP - _BOTTOM)
+        return self.height - _BOTTOM - part * self._tall
 
-    def _axes(self) -> Iterator[str]:
+    def _ticks(self) -> list[float]:
+        return [number * self.step for number in range(round(self.low / self.step), round(self.top / self.step) + 1)]
+
+    def _names(self, tall: float) -> Iterator[str]:
+        """The names of the rows."""
+        for row, name in enumerate(self.plot.rows):
+            place = f'x="{self.left - 6:g}" y="{self.above + (row + 0.5) * tall + 4:g}" text-anchor="end"'
+            yield f"<text {place}>{escaped(name)}</text>"
+
+    def _axis_across(self) -> Iterator[str]:
         bottom = self.height - _BOTTOM
-        for number in range(round(self.low / self.step), round(self.top / self.step) + 1):
-            value = number * self.step
-            if self.plot.rows:
-                x = self.left + value / self.top * self.room
-                yield f'<path class=grid d="M{x:.1f} {_TOP}V{bottom}"/>'
-                yield f'<text x="{x:.1f}" y="{bottom + 15:g}" text-anchor="middle">{three(value)}</text>'
-            else:
-                y = self._y(value)
-                yield f'<path class=grid d="M{self.left} {y:.1f}H{WIDTH - _RIGHT}"/>'
-                yield f'<text x="{self.left - 6:g}" y="{y + 4:.1f}" text-anchor="end">{three(value)}</text>'
-        unit = escaped(self.plot.unit)
-        if self.plot.rows:
-            yield f'<text x="{self.left:g}" y="{self.height - 6:g}">{unit}</text>'
-            for row, name in enumerate(self.plot.rows):
-                place = f'x="{self.left - 6:g}" y="{_TOP + (row + 0.5) * ROW + 4:g}" text-anchor="end"'
-                yield f"<text {place}>{escaped(name)}</text>"
+        for value in self._ticks():
+            x = self.left + value / self.top * self.room
+            yield f'<path class=grid d="M{x:.1f} {self.above}V{bottom}"/>'
+            yield f'<text x="{x:.1f}" y="{bottom + 15:g}" text-anchor="middle">{three(value)}</text>'
+        yield f'<text x="{self.left:g}" y="{self.height - 6:g}">{escaped(self.plot.unit)}</text>'
+        yield from self._names(ROW)
+
+    def _axis_up(self) -> Iterator[str]:
+        if self.cells:
+            yield from self._names(_CELLS)
+            for row, one in enumerate(self.plot.series):
+                length = sum(end - begin for begin, end, _ in one.points)
+                mean = sum((end - begin) * share for begin, end, share in one.points) / length if length else 0.0
+                place = f'x="{WIDTH}" y="{self.above + (row + 0.5) * _CELLS + 4:g}" text-anchor="end"'
+                yield f"<text {place}>{percent(mean)}</text>"
             return
-        middle = (self.height - _BOTTOM + _TOP) / 2
+        for value in self._ticks():
+            y = self._y(value)
+            yield f'<path class=grid d="M{self.left} {y:.1f}H{WIDTH - _RIGHT}"/>'
+            yield f'<text x="{self.left - 6:g}" y="{y + 4:.1f}" text-anchor="end">{three(value)}</text>'
+        middle = (self.height - _BOTTOM + self.above) / 2
+        unit = escaped(self.plot.unit)
         yield f'<text transform="translate(12 {middle:g}) rotate(-90)" text-anchor="middle">{unit}</text>'
+
+    def _time_axis(self) -> Iterator[str]:
+        bottom, span = self.height - _BOTTOM, self.end - self.begin
         yield f'<text x="{self.left + self.room / 2:g}" y="{self.height - 6:g}" text-anchor="middle">{_TIME}</text>'
-        span = self.end - self.begin
-        step = _scale(span)[0]
-        first = math.ceil(self.begin / step)
-        for number in range(first, math.floor(self.end / step) + 1) if span else ():
+        days = math.ceil(span / _TICKS / _TIMES[-1]) * _TIMES[-1]
+        step = next((step for step in _TIMES if step * _TICKS >= span), days)
+        for number in range(math.ceil(self.begin / step), math.floor(self.end / step) + 1):
             x = self._x(number * step)
-            yield f'<text x="{x:.1f}" y="{bottom + 15:g}" text-anchor="middle">{number * step:g}</text>'
-        for since, until, word in self.plot.spans:
-            x, wide = self._x(since), self._x(until) - self._x(since)
-            yield f'<rect class=span x="{x:.1f}" y="{_TOP}" width="{wide:.1f}" height="{bottom - _TOP}">'
-            yield f"<title>{word}</title></rect>"
+            yield f'<path class=grid d="M{x:.1f} {bottom}v4"/>'
+            at = clock(number * step * SECOND).removeprefix("00:")
+            yield f'<text x="{x:.1f}" y="{bottom + 15:g}" text-anchor="middle">{at}</text>'
+
+    def _marks(self) -> Iterator[tuple[str, str]]:
+        """Each mark of the time, and its word above the plot, where no other word is."""
+        bottom, used = self.height - _BOTTOM, [(-math.inf, self.left - 1)]
+
+        def word(x: float, text: str) -> str:
+            end = x + len(text) * _LETTER
+            if end > WIDTH or any(begin < end + 4 and x < until + 4 for begin, until in used):
+                return ""
+            used.append((x, end))
+            return f'<text class=strong x="{x:.1f}" y="{self.above - 4:g}">{escaped(text)}</text>'
+
+        for since, until, what in self.marks:
+            x = self._x(since)
+            if until is None:
+                line = f'<path class=event d="M{x:.1f} {self.above:g}V{bottom:g}"><title>{escaped(what)}</title></path>'
+            else:
+                size = f'width="{self._x(until) - x:.1f}" height="{self._tall:g}"'
+                place = f'x="{x:.1f}" y="{self.above:g}" {size}'
+                line = f"<rect class={what} {place}><title>{what}</title></rect>"
+            yield line, word(x, what)
+
+    def _rows_of_cells(self) -> Iterator[str]:
+        """A row for each series."""
+        for row, one in enumerate(self.plot.series):
+            yield f'<g fill="{one.colour}" transform="translate(0 {self.above + row * _CELLS + 1:g})">'
+            for begin, end, share in one.points:
+                x, wide = self._x(begin), self._x(end) - self._x(begin)
+                colour = f'fill-opacity="{min(share + _PALEST, 1):.1f}"' if share else 'class="none"'
+                text = f"{100 * share:.0f} % until {clock(int(end * SECOND))}"
+                place = f'x="{x:.1f}" width="{wide:.1f}" height="{_CELLS - 2:g}"'
+                yield f"<rect {place} {colour}><title>{text}</title></rect>"
+            yield "</g>"
 
     def _upright(self) -> Iterator[str]:
         """Lines, dots, and bars over a stretch each, stacked in the order of the series."""
         below: dict[float, float] = {}
+        each = sum(len(one.points) for one in self.plot.series if one.kind != "bars") // _HOVERED + 1
         for one in self.plot.series:
             if one.kind == "bars":
                 for begin, end, y in one.points:
                     below[begin] = below.get(begin, 0.0) + y
-                    tall = y / self.top * (self.height - _TOP - _BOTTOM)
+                    tall = y / self.top * self._tall
                     yield self._bar(self._x(begin), self._y(below[begin]), self._x(end) - self._x(begin), tall, one, y)
                 continue
             dots = one.kind == "dots"
             if not dots:
                 yield f'<path class=line stroke="{one.colour}" d="{self._line(one)}"/>'
-            for x, _, y in one.points if dots or len(one.points) <= 500 else ():
+            for x, _, y in one.points if dots else one.points[::each]:
                 look = f'cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="{2 if dots else 3}" fill="{one.colour}"'
                 faint = ' opacity=".4"' if dots else ' opacity="0"'
                 yield f"<circle {look}{faint}><title>{escaped(one.name)}: {three(y)} at {x:g} s</title></circle>"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from dpmon.model.history import PARTS, Bin
 from dpmon.model.run_facts import RunFacts
+from dpmon.model.state import ModeChange
+from dpmon.model.time_marks import EVALUATION, STALLED, TimeMark, epoch_marks, pause_marks, stall_spans
 from dpmon.record.schema import PHASES
 from dpmon.report import sentences
-from dpmon.report.document import Marked, Plot, Values
+from dpmon.report.document import Marked, Plot, TimeSpan, Values
 from dpmon.text.palettes import LIGHT
 
 # The colours of the screen's light theme, because the page has a light background.
@@ -20,24 +22,52 @@ _LINES = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#00
 _WAIT = "#bbbbbb"
 _MAX_DEVICES = 16
 _MAX_RANKS = 64
-_MAX_SPANS = 100
+_MAX_MARKS = 100
+_LETTERS = 130
+"""So many letters fit below each other's marks in the width of a plot."""
 
 
 def plots(facts: RunFacts) -> list[Plot]:
     """The plots for which the run has data."""
-    every = [_step_time(facts), _speed(facts), _parts_over_time(facts), _parts_of_modes(facts), _replicas(facts)]
-    every += [_losses(facts), _ranks(facts), _devices(facts, 1), _devices(facts, 2)]
-    return [plot for plot in every if plot is not None]
+    time = _time(facts)
+    over_time = [_step_time(facts), _losses(facts), _speed(facts), _parts_over_time(facts), _rank_waits(facts)]
+    over_time += [_devices(facts, 1), _devices(facts, 2)]
+    every = [_parts_of_modes(facts), _replicas(facts), _ranks(facts)]
+    return [plot._replace(time=time) for plot in over_time if plot is not None] + [one for one in every if one]
 
 
-def _spans(facts: RunFacts) -> list[Marked]:
-    """The pauses and the stalls of the training."""
+def _time(facts: RunFacts) -> TimeSpan:
+    """The time from the first step to the end of the last, of a stall or of a pause, with the marks of the screen."""
     until = max((at for device in facts.samples.tracks.values() for at, _, _ in device.points()), default=0)
     until = max([until, *(one.end_ns for one in facts.stretches.bins)])
-    spans = [(pause.span(until), "paused") for pause in facts.pauses[:_MAX_SPANS]]
-    ends = [(one.since_ns, until if one.end_ns is None else min(one.end_ns, until)) for one in facts.announced.stalls]
-    spans += [(span, "stalled") for span in ends]
-    return [(_seconds(s[0]), _seconds(s[1]), word) for s, word in spans if s is not None and s[0] < s[1]]
+    marks = pause_marks(facts.pauses[:_MAX_MARKS], until) + [
+        TimeMark(begin, end, STALLED, STALLED) for begin, end in stall_spans(facts.announced.stalls, until)
+    ]
+    end = max([facts.last_step_ns or until, *(mark.end_ns or 0 for mark in marks)])
+    end = max(end, until) if facts.end_ns is None else end
+    begin, trained = facts.first_step_ns, {one.end_ns for one in facts.stretches.bins if not one.evaluation}
+    marks += _evaluations([one for one in facts.stretches.bins if one.evaluation and one.end_ns not in trained])
+    length, toggles = max(end - begin, 1), filter(_toggled, facts.announced.changes)
+    drawn: list[Marked] = [(_seconds(each.t_ns or 0), None, each.mode) for each in toggles][:_MAX_MARKS]
+    drawn += [(_seconds(one.begin_ns), _seconds(one.end_ns or end), one.word) for one in marks]
+    for one in epoch_marks(facts.progress.epochs, lambda at: (at - begin) * _LETTERS // length):
+        drawn.append((_seconds(max(one.begin_ns, begin)), None, one.word))
+    return TimeSpan(_seconds(begin), _seconds(end), drawn)
+
+
+def _evaluations(bins: Sequence[Bin]) -> list[TimeMark]:
+    """The times of evaluations: neighbouring stretches become one."""
+    found: list[TimeMark] = []
+    for one in sorted(bins, key=lambda each: each.start_ns):
+        if found and one.start_ns <= (found[-1].end_ns or 0):
+            found[-1] = found[-1]._replace(end_ns=max(found[-1].end_ns or 0, one.end_ns))
+        else:
+            found.append(TimeMark(one.start_ns, one.end_ns, EVALUATION, EVALUATION))
+    return found[:_MAX_MARKS]
+
+
+def _toggled(change: ModeChange) -> bool:
+    return change.t_ns is not None and change.requested_by != "start" and change.refused is None
 
 
 def _modes(facts: RunFacts) -> list[tuple[str, str, list[Bin]]]:
@@ -74,7 +104,7 @@ def _step_time(facts: RunFacts) -> Plot | None:
         series.append(Values(f"{title}: mean", colour, means, "steps"))
         series.append(Values(f"{title}: longest", colour, longest, "dots"))
     note = f"mean over stretches of {_width(facts)}{sentences.of_whom(facts)}; dots: the longest step of each"
-    return Plot("step-time", "Step time", note, series, "ms a step", spans=_spans(facts))
+    return Plot("step-time", "Step time", note, series, "ms a step")
 
 
 def _losses(facts: RunFacts) -> Plot | None:
@@ -88,7 +118,7 @@ def _losses(facts: RunFacts) -> Plot | None:
         return None
     width = f", means over {facts.losses[0].point_s} s" if facts.losses[0].point_s > 1 else ""
     note = f"at most one value a second{width}{sentences.of_whom(facts)}"
-    return Plot("loss", "Loss", note, series, "loss", spans=_spans(facts))
+    return Plot("loss", "Loss", note, series, "loss")
 
 
 def _speed(facts: RunFacts) -> Plot | None:
@@ -100,7 +130,7 @@ def _speed(facts: RunFacts) -> Plot | None:
         speeds = _over_time(timed, lambda one: (one.samples or 0) / one.elapsed_ns * 1e9)
         series.append(Values(title, colour, speeds, "steps"))
     note = f"samples per second of elapsed training time{sentences.of_whom(facts)}"
-    return Plot("speed", "Speed", note, series, "samples a second", spans=_spans(facts))
+    return Plot("speed", "Speed", note, series, "samples a second")
 
 
 def _parts(places: Sequence[tuple[float, float]], groups: Sequence[Sequence[Bin]]) -> list[Values]:
@@ -130,7 +160,7 @@ def _parts_over_time(facts: RunFacts) -> Plot | None:
         places.append((max(begin, places[-1][1]) if places else begin, _seconds(end)))
     note = f"mean of all steps of a stretch{sentences.of_whom(facts)}, over stretches of {_width(facts)}"
     series = _parts(places, list(stretches.values()))
-    return Plot("phases", "Where a step's time goes", note, series, "ms a step", spans=_spans(facts))
+    return Plot("phases", "Where a step's time goes", note, series, "ms a step")
 
 
 def _parts_of_modes(facts: RunFacts) -> Plot | None:
@@ -193,6 +223,29 @@ def _ranks(facts: RunFacts) -> Plot | None:
     return Plot("ranks", "Where a step of each rank goes", note, series, "ms a step (mean)", labels)
 
 
+def _rank_waits(facts: RunFacts) -> Plot | None:
+    """A row for each rank: how long the others waited for it."""
+    width, shares = facts.rank_waits
+    ranks = sorted(rank for rank, known in shares.items() if known)[:_MAX_RANKS]
+    series = [Values(f"rank {rank}", LIGHT.bad, _cells(shares[rank], width), "cells") for rank in ranks]
+    if not any(value for one in series for _, _, value in one.points):
+        return None
+    note = "how long the others waited for each rank, as a part of its step: 0 to 100 %; right: the mean"
+    return Plot("waits", "Who was slowest, when", note, series, "", [one.name for one in series])
+
+
+def _cells(shares: Mapping[int, float], width: int) -> list[tuple[float, float, float]]:
+    """The shares in tenths; neighbours with the same one become one cell."""
+    found: list[tuple[float, float, float]] = []
+    for begin, share in sorted(shares.items()):
+        tenth = round(share, 1)
+        if found and found[-1][1:] == (begin, tenth):
+            found[-1] = found[-1][0], begin + width, tenth
+        else:
+            found.append((begin, begin + width, tenth))
+    return found
+
+
 def _devices(facts: RunFacts, what: Literal[1, 2]) -> Plot | None:
     """The use (1) or the memory (2) of the GPUs, or of the host if there are none."""
     host = [] if facts.samples.host is None else [facts.samples.host]
@@ -208,5 +261,5 @@ def _devices(facts: RunFacts, what: Literal[1, 2]) -> Plot | None:
         return None
     where = "the devices" if facts.devices else "the host (there is no GPU)"
     if what == 1:
-        return Plot("use", "Utilisation", f"of {where}", series, "%", spans=_spans(facts), top=100.0)
-    return Plot("memory", "Memory in use", f"of {where}, other programs included", series, "GiB", spans=_spans(facts))
+        return Plot("use", "Utilisation", f"of {where}", series, "%", top=100.0)
+    return Plot("memory", "Memory in use", f"of {where}, other programs included", series, "GiB")

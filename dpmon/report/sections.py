@@ -51,23 +51,27 @@ def document(story: Story) -> Document:
             ("step-time", "speed", "phases", "modes"),
             ("loss",),
             ("replicas",),
-            ("ranks",),
+            ("waits", "ranks"),
             ("use", "memory"),
         )
     )
     info, compared, name = story.info, story.facts.compared, short_name(story.info)
-    sections = (
-        Section("Findings", _findings(story)),
-        Section("Time", _paragraphs(sentences.time_spent(story))),
-        Section("Steps", [*_steps(story.facts), *step_plots]),
-        Section("Epochs", _epochs(story.facts)),
-        Section("Loss", [*_losses(story.facts), *loss_plots]),
-        *(Section("Phases", _phases(mode), f" of a step, {title}") for title, mode in _phase_titles(story.facts)),
-        Section("dp against single", _paragraphs(sentences.comparison(compared)) if compared is not None else ()),
-        Section("Replicas", [*_replicas(story.facts), *replica_plots]),
+    ranks = (
         Section("Ranks", [*_ranks(story.facts), *rank_plots]),
         Section("Ranks", _rank_times(story.facts), ": where a step goes"),
         Section("Communication", _communication(story.facts)),
+    )
+    split = any(line.mode == "dp" for line in story.facts.sizes)
+    sections = (
+        Section("Findings", _findings(story)),
+        Section("Time", _paragraphs(sentences.time_spent(story))),
+        Section("Epochs", _epochs(story.facts)),
+        Section("Loss", [*_losses(story.facts), *loss_plots]),
+        *ranks,
+        Section("Steps", [*_steps(story.facts), *step_plots]),
+        *(Section("Phases", _phases(mode), f" of a step, {title}") for title, mode in _phase_titles(story.facts)),
+        Section("dp against single", _paragraphs(sentences.comparison(compared)) if compared is not None else ()),
+        Section("Replicas" if split else "Calls", [*_replicas(story.facts), *replica_plots]),
         Section("Stages", _stages(story.facts), " (parts of the model on several devices)"),
         Section("Devices", [*_devices(story.facts), *device_plots]),
         Section("Memory", _memory(story.facts), " as torch holds it"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import NamedTuple
 
 from dpmon.model.devices import HISTORY_S
+from dpmon.model.pauses import pauses_of
 from dpmon.model.state import Column, Process, State
+from dpmon.model.time_marks import EPOCH, PAUSED, TimeMark, epoch_marks, pause_marks, stall_spans
 from dpmon.record.names import RANK_MODES
 from dpmon.text.quantities import clock, duration
 from dpmon.ui.facts import SECOND, Facts
@@ -20,11 +22,8 @@ _LEAST_S = 16
 _GROWS = 4
 """A growing axis becomes longer by up to a fourth at once: each time, the whole history is drawn again."""
 _STEPS = 60
-_EACH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-"""Every epoch is marked, or every second one, ..."""
 _SHORT = {"evaluation": "eval"}
-_APART = 3
-"""Fewest cells between two marked epochs."""
+_STYLES = {EPOCH: "bold", PAUSED: "wait"}
 _PAGE = 10
 """When the range is full, its oldest tenth goes at once: columns do not move with every new one."""
 
@@ -110,16 +109,7 @@ def _until(facts: Facts) -> tuple[State, int]:
 def stalls_of(facts: Facts) -> list[tuple[int, int]]:
     """Begin and end of each stall (ns); a stall that goes on ends now."""
     state, now = _until(facts)
-    return [(one.since_ns, now if one.end_ns is None else min(one.end_ns, now)) for one in state.stalls]
-
-
-class TimeMark(NamedTuple):
-    """What the row below a chart names: an event, or (`end_ns`) a stretch of time. ns since the run's start."""
-
-    begin_ns: int
-    end_ns: int | None
-    word: str
-    style: str
+    return stall_spans(state.stalls, now)
 
 
 def marks_of(facts: Facts, axis: TimeAxis, width: int) -> list[TimeMark]:
@@ -128,22 +118,10 @@ def marks_of(facts: Facts, axis: TimeAxis, width: int) -> list[TimeMark]:
     process = state.processes.get(facts.process.process) if facts.process is not None else None
     if process is None:
         return []
-    found: list[TimeMark] = []
-    since: int | None = None
-    for change in state.pauses:
-        if change.process == process.process and change.refused is None:
-            if not change.paused and since is not None:
-                found.append(TimeMark(since, change.t_ns, "paused", "wait"))
-            since = change.t_ns if change.paused else None
-    if process.paused_since_ns is not None:
-        found.append(TimeMark(process.paused_since_ns, now, "paused", "wait"))
-    begun = {epoch.epoch: epoch.begin_ns for epoch in process.progress.epochs if epoch.epoch}
-    for each in _EACH:
-        shown = [TimeMark(at, None, f"e{number}", "bold") for number, at in begun.items() if number % each == 0]
-        cells = [(axis.cell(mark.begin_ns // SECOND, width), len(mark.word)) for mark in shown]
-        if all(after - before >= length + _APART for (before, length), (after, _) in pairwise(cells)):
-            return found + shown
-    return found
+    own = (change for change in state.pauses if change.process == process.process)
+    pauses = pauses_of(own, lambda _process, _at: None)
+    found = pause_marks(pauses, None if process.paused_since_ns is None else now)
+    return found + epoch_marks(process.progress.epochs, lambda at: axis.cell(at // SECOND, width))
 
 
 # ------------------------------------------------------------------------------------------------ samples
@@ -313,11 +291,12 @@ def axis_row(
             events.append((first, mark))
             continue
         for cell in range(max(first, 0), min(max(axis.cell(mark.end_ns // SECOND, width), first + 1), len(kinds))):
-            kinds[cell] = (mark.word, mark.style)
+            kinds[cell] = (mark.word, _STYLES[mark.kind])
     line = _AxisCells(kinds, look.glyphs.frame[4])
     for at, mark in events:
         if line.free(at, len(mark.word)):
-            line.put(f"{mark.word} " if line.free(at, len(mark.word) + 1) else mark.word, at, mark.style)
+            text = f"{mark.word} " if line.free(at, len(mark.word) + 1) else mark.word
+            line.put(text, at, _STYLES[mark.kind])
     last = len(kinds) - next((sum(1 for _ in run) for _, run in groupby(reversed(kinds))), 0)
     _put_end(line, axis, picture.places, width, word, len(kinds) - last - len(kinds[-1][0]) - 2 if kinds else 0)
     if cursor_ns is not None:

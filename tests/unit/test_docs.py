@@ -220,7 +220,7 @@ def test_getting_started_has_every_option_and_setting() -> None:
     assert [name for name in SETTINGS if f"`DPMON_{name.upper()}`" not in page] == []
 
 
-@pytest.mark.parametrize("picture", ["main-job", "ranks", "toggle"])
+@pytest.mark.parametrize("picture", ["main-job", "ranks", "stall", "toggle"])
 def test_pictures_are_small_and_ask_for_nothing(picture: str) -> None:
     text = text_of(f"docs/pictures/{picture}.svg")
     assert len(text.encode()) < 500_000

@@ -22,7 +22,7 @@ from synthetic import LEARNS, SECOND, Training, call_row, device_event, host_eve
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.history import BINS, PARTS
-from dpmon.record.history_rows import Definition
+from dpmon.record.history_rows import Definition, LossRow
 from dpmon.record.kinds import Event
 from dpmon.record.schema import SETTLING_STEPS
 from dpmon.report import collect, report_text
@@ -263,6 +263,65 @@ def test_the_page_has_its_plots_and_works_offline(state: Path) -> None:
     check_offline(found)
 
 
+def test_all_plots_over_time_have_one_axis_with_the_marks_of_the_run(state: Path) -> None:
+    training = Training(step_ns=SECOND // 10)
+    rows = [*training.begin(), *training.run(200)]
+    single = training.now
+    rows += [*training.switch("single"), *training.run(200)]
+    rows += (row for _ in range(200) for row in training.step(evaluates=True))
+    dp = training.now
+    rows += [*training.switch("dp"), *training.run(200)]
+    own = [host_event(float(t)) for t in range(1, 80)]
+    made = plots(collect(keep({0: rows, -1: own}, seconds=200.0)).facts)
+    timed = [plot for plot in made if plot.time is not None]
+    assert [plot.name for plot in timed] == ["step-time", "speed", "phases", "use", "memory"]
+    (time_of,) = {id(plot.time): plot.time for plot in timed}.values()
+    assert time_of is not None
+    assert (time_of.begin, time_of.end) == (2.0, pytest.approx(training.now / SECOND, abs=0.01))
+    single_mark, dp_mark, evaluation = time_of.marks
+    assert single_mark == (pytest.approx(single / SECOND, abs=0.01), None, "single")
+    assert dp_mark == (pytest.approx(dp / SECOND, abs=0.01), None, "dp")
+    begin, end, word = evaluation
+    assert word == "evaluation"
+    assert end is not None
+    assert single / SECOND < begin < end <= dp / SECOND + 1
+    for plot in timed:
+        drawn_plot = svg_of(plot)
+        words = [one.text for one in drawn_plot.iter("text") if one.attrib.get("class") == "strong"]
+        assert words == ["single", "dp", "evaluation"]
+        ticks = [one.text for one in drawn_plot.iter("text") if re.fullmatch(r"\d\d:\d\d", one.text or "")]
+        assert ticks == ["00:20", "00:40", "01:00"], plot.name
+
+
+def test_the_page_shows_when_which_rank_was_the_slowest(state: Path) -> None:
+    made, end = joined_rows(3, slow=1, phase="data", steps=2000, then=(1000, 2))
+    (plot,) = [plot for plot in plots(collect(keep(made)).facts) if plot.name == "waits"]
+    assert plot.rows == ["rank 0", "rank 1", "rank 2"]
+    half = end / SECOND / 2
+    for rank, one in enumerate(plot.series):
+        for begin, until, share in one.points:
+            slow = rank == 1 if until < half else rank == 2 if begin > half + 1 else None
+            if slow is not None:
+                assert share == (pytest.approx(0.3, abs=0.1) if slow else 0.0), (rank, begin, until)
+    cells = [one for one in svg_of(plot).iter("rect") if one.find("title") is not None]
+    assert {cell.attrib.get("class") for cell in cells} == {None, "none"}
+    assert all(0 <= float(cell.attrib["x"]) <= WIDTH for cell in cells)
+    even, _ = joined_rows(3, steps=300, noise=0.0)
+    assert not [plot for plot in plots(collect(keep(even)).facts) if plot.name == "waits"], "nobody waited"
+
+
+def test_the_page_of_a_day_is_small(state: Path) -> None:
+    slow = {"slow": 1, "phase": "data", "extra_ms": 170_000, "then": (250, 0)}
+    made, end = joined_rows(2, steps=500, noise=0.4, **slow)
+    assert end / SECOND > 80_000
+    places = [Definition(3000 + line, {"place": f"train.py:{line}", "why": None}) for line in (0, 1)]
+    losses = [LossRow(3000 + at % 2, at, at * 170 * SECOND, 1 / at) for at in range(1, 500)]
+    own = [device_event(float(t), index) for t in range(100, 86_400, 200) for index in range(8)]
+    text = page(document(collect(keep({**made, 0: [*made[0], *places, *losses], -1: own}, seconds=end / SECOND))))
+    assert text.count("<svg") == 9
+    assert len(text.encode()) < 1_500_000
+
+
 def test_text_and_page_have_the_same_sections_and_cells(both: Path) -> None:
     made = document(collect(both))
     names = [section.title + section.about for section in made.sections]
@@ -371,7 +430,7 @@ def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> No
     }  # fmt: skip
     (replica,) = said["replicas"]
     assert (replica["calls"], replica["median_ms"]) == (60, pytest.approx(4.0, rel=0.004))
-    assert section(report_text(directory, 80), "REPLICAS")[1].split()[3] == "60", "as many as the median is of"
+    assert section(report_text(directory, 80), "CALLS")[1].split()[3] == "60", "as many as the median is of"
     lines = report_text(directory, 80)
     assert [line.split()[:3] for line in section(lines, "STEPS")[1:3]] == [
         ["single", "60", "10.0"], ["single,", "evaluation", "200"],

@@ -70,8 +70,10 @@ def test_pauses_are_reported_and_are_in_no_figure_of_steps(state: Path) -> None:
     assert "for 10 min 00 s" in html_page
     for plot in plots(story.facts):
         if plot.name in ("step-time", "speed", "phases", "use", "memory"):
-            begin, end, word = plot.spans[0]
+            assert plot.time is not None
+            begin, end, word = plot.time.marks[0]
             assert word == "paused"
+            assert end is not None
             assert end - begin == pytest.approx(600.0, abs=0.01), plot.name
 
 

@@ -11,10 +11,11 @@ from synthetic import SECOND, Training, pause_event
 
 from dpmon.model.progress import Epoch, Progress
 from dpmon.model.state import Column
+from dpmon.model.time_marks import EPOCH, PAUSED, TimeMark
 from dpmon.ui.facts import Facts, Past
 from dpmon.ui.look import Look
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.time_axis import Picture, TimeAxis, TimeMark, axis_of, axis_row, marks_of, moved
+from dpmon.ui.time_axis import Picture, TimeAxis, axis_of, axis_row, marks_of, moved
 
 AXIS = TimeAxis(10, 70, 65)
 
@@ -33,18 +34,18 @@ def drawn(
 
 
 def epoch_at(second: int, number: int) -> TimeMark:
-    return TimeMark(second * SECOND, None, f"e{number}", "bold")
+    return TimeMark(second * SECOND, None, EPOCH, f"e{number}")
 
 
 def test_marks_stand_below_their_time_and_words_beside_them() -> None:
     columns = [column(second) for second in range(10, 66)]
-    text = drawn(columns, epoch_at(10, 1), epoch_at(40, 2), TimeMark(50 * SECOND, 58 * SECOND, "paused", "wait"))
+    text = drawn(columns, epoch_at(10, 1), epoch_at(40, 2), TimeMark(50 * SECOND, 58 * SECOND, PAUSED, PAUSED))
     assert text.startswith("e1 single ─")
     assert text.index("e2") == 30
     assert text.index("│paused") == 40
     assert text.index("│", 48) == 48
     assert text.rstrip().endswith("01:05")
-    assert "now" not in drawn(columns, TimeMark(58 * SECOND, 66 * SECOND, "paused", "wait")), "the word is more"
+    assert "now" not in drawn(columns, TimeMark(58 * SECOND, 66 * SECOND, PAUSED, PAUSED)), "the word is more"
 
 
 def test_a_gap_breaks_the_line_and_no_word_stands_in_it() -> None:

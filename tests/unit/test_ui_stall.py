@@ -219,7 +219,8 @@ def test_the_plots_of_the_report_mark_a_stall(state: Path) -> None:
     directory = keep({0: [*rows, *training.run(60), stall_record(1, at, 60), over]})
     story = collect(directory)
     (plot,) = (plot for plot in plots(story.facts) if plot.name == "step-time")
-    assert plot.spans == [(round(at / SECOND, 3), round(at / SECOND + LASTED_S, 3), "stalled")]
+    assert plot.time is not None
+    assert plot.time.marks == [(round(at / SECOND, 3), round(at / SECOND + LASTED_S, 3), "stalled")]
     html = page(document(story))
     assert "<title>stalled</title>" in html
     assert "for 35.0 s: in checkpoint (train.py:12)" in html

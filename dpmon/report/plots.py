@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Literal
 
 from dpmon.model.history import PARTS, Bin
@@ -38,18 +39,17 @@ def plots(facts: RunFacts) -> list[Plot]:
 
 def _time(facts: RunFacts) -> TimeSpan:
     """The time from the first step to the end of the last, of a stall or of a pause, with the marks of the screen."""
-    until = max((at for device in facts.samples.tracks.values() for at, _, _ in device.points()), default=0)
-    until = max([until, *(one.end_ns for one in facts.stretches.bins)])
-    marks = pause_marks(facts.pauses[:_MAX_MARKS], until) + [
-        TimeMark(begin, end, STALLED, STALLED) for begin, end in stall_spans(facts.announced.stalls, until)
-    ]
-    end = max([facts.last_step_ns or until, *(mark.end_ns or 0 for mark in marks)])
-    end = max(end, until) if facts.end_ns is None else end
+    last = facts.last_step_ns or 0
+    until = max(facts.until_ns, last)
+    stalls = (span for span in stall_spans(facts.announced.stalls, until) if span[0] < span[1])
+    marks = pause_marks(facts.pauses[:_MAX_MARKS], until) + [TimeMark(*span, STALLED, STALLED) for span in stalls]
+    end = max([last, *(mark.end_ns or 0 for mark in marks)]) if last and facts.end_ns is not None else until
     begin, trained = facts.first_step_ns, {one.end_ns for one in facts.stretches.bins if not one.evaluation}
     marks += _evaluations([one for one in facts.stretches.bins if one.evaluation and one.end_ns not in trained])
     length, toggles = max(end - begin, 1), filter(_toggled, facts.announced.changes)
-    drawn: list[Marked] = [(_seconds(each.t_ns or 0), None, each.mode) for each in toggles][:_MAX_MARKS]
-    drawn += [(_seconds(one.begin_ns), _seconds(one.end_ns or end), one.word) for one in marks]
+    drawn: list[Marked] = []
+    drawn += ((_seconds(each.t_ns or 0), None, each.mode) for each in islice(toggles, _MAX_MARKS))
+    drawn += ((_seconds(one.begin_ns), _seconds(one.end_ns), one.word) for one in marks if one.end_ns)
     for one in epoch_marks(facts.progress.epochs, lambda at: (at - begin) * _LETTERS // length):
         drawn.append((_seconds(max(one.begin_ns, begin)), None, one.word))
     return TimeSpan(_seconds(begin), _seconds(end), drawn)

@@ -270,7 +270,7 @@ class _Canvas:
 
     def _marks(self) -> Iterator[tuple[str, str]]:
         """Each mark of the time, and its word above the plot, where no other word is."""
-        bottom, used = self.height - _BOTTOM, [(-math.inf, self.left - 1)]
+        bottom, used = self.height - _BOTTOM, [(-math.inf, self.left - 5)]
 
         def word(x: float, text: str) -> str:
             end = x + len(text) * _LETTER

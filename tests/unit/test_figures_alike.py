@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -394,8 +395,8 @@ def test_a_loop_whose_steps_are_not_known_yet_has_calls_everywhere(state: Path) 
     listed = _describe(directory, load_info(directory))
     assert (listed.steps, listed.open_calls, listed.row()[4]) == (None, 11, "11 calls")
     reader = RunReader(directory)
-    reader.activities = lambda: {0: ("other", 1)}  # type: ignore[method-assign]
-    assert ProgressLines(reader).line() == f"starting: {so_far}"
+    reader.activities = lambda: {0: ("other", time.monotonic_ns())}  # type: ignore[method-assign]
+    assert ProgressLines(reader).line() == f"training: {so_far}"
     lines: list[bytes] = []
     watched = Lines(reader, lambda line: lines.append(line) is None)
     watched.tick(1.0)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-"""Resolution of processor times and of start times, in seconds."""
+"""Units of processor times and start times in a second."""
 _RUN = b"DPMON_RUN="
 _MAX_ENVIRON_BYTES = 1 << 23
 # ioctl PIDFD_GET_INFO, struct pidfd_info and PIDFD_INFO_EXIT: linux/pidfd.h; Linux 6.15 and later provide the exit.

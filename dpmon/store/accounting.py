@@ -6,7 +6,7 @@ evaluation  within evaluation steps, and between two of them
 between     between two steps that are not both evaluation: starting a loader's workers, a checkpoint, logging
 paused      the user paused the training
 input       the script waited for a line of input
-stalled     in a step, or between two steps, the run stood still: in the whole of that step or gap
+stalled     the whole of a step, or between two steps, in which the run stood still
 missed      steps that were not recorded, and the time between them
 
 After its last step, a process accounts only for pauses and waits: it may end long before the others. Time without any
@@ -23,20 +23,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from dpmon.record.schema import STALLED, STARTUP
+from dpmon.record.schema import SECOND, STALLED, STARTUP
 
 ACTIVITIES = ("startup", "training", "evaluation", "between", "paused", "input", "stalled", "missed")
 _PIECES = 1024
 """Number of recent pieces that are kept: a wait for input is reported late, and then corrects them."""
 _PIECE_NS = 20_000_000
 """Shortest piece that is kept. A wait lies within one long step, or between two steps."""
-_SECOND = 1_000_000_000
-_LONG = (86_400 * _SECOND, 3600 * _SECOND, 60 * _SECOND)
-_LONG_NS = 600 * _SECOND
-_STARTS_NS = 10 * _SECOND
+_LONG = (86_400 * SECOND, 3600 * SECOND, 60 * SECOND)
+_LONG_NS = 600 * SECOND
+_STARTS_NS = 10 * SECOND
 """A process's first step is start-up if it waits for its first batch, or for other ranks, for this long."""
 _LEFT_OUT = {STALLED: "stalled", STARTUP: "startup"}
-LATEST_NS = 10 * 365 * 86_400 * _SECOND
+LATEST_NS = 10 * 365 * 86_400 * SECOND
 """Latest possible time of a run; a later one comes from damaged data."""
 
 
@@ -58,9 +57,9 @@ class Spent(NamedTuple):
         at = self.begin
         widths = _LONG if self.end - at >= _LONG_NS else ()
         while at < self.end:
-            width = next((width for width in widths if at % width == 0 and at + width <= self.end), _SECOND)
+            width = next((width for width in widths if at % width == 0 and at + width <= self.end), SECOND)
             until = min((at // width + 1) * width, self.end)
-            yield at // _SECOND, self.sign * (until - at)
+            yield at // SECOND, self.sign * (until - at)
             at = until
 
 

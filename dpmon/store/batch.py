@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpmon.record.history_rows import CollectiveRow
+from dpmon.record.schema import SECOND
 from dpmon.store.accounting import Gap, Spent
 from dpmon.store.loops import Loop
 from dpmon.store.rounds import Joined
@@ -16,7 +17,6 @@ from dpmon.store.tally import Key
 
 GAP_NS = 20_000_000
 """Shortest gap between two steps that gets a row."""
-_SECOND = 1_000_000_000
 _MOST = (1 << 63) - 1
 """Largest number in a column."""
 ShapeKey = tuple[int, str, int, int, int, str, int]
@@ -84,7 +84,7 @@ class Batch:
         ended, timed = collected.took >= 0, collected.took >= 0 and collected.definition > 0
         ran = max(collected.took - max(collected.queued, 0), 0) if timed else 0
         values = 1, collected.quantity, int(ended), collected.quantity if timed else 0, ran
-        key = max(collected.start // _SECOND, 0), process, collected.definition
+        key = max(collected.start // SECOND, 0), process, collected.definition
         found = self.communicated.get(key)
         if found is None:
             self.communicated[key] = list(values)
@@ -94,7 +94,7 @@ class Batch:
     def step(self, key: Key, end_ns: int, row: tuple[Any, ...], series: Iterable[tuple[str, int]]) -> None:
         """Add a step, also to its tally. `row`: of STEP_COLUMNS; `series`: values of further series."""
         self.steps.append(row)
-        ended = self.tallied[end_ns // _SECOND, key]
+        ended = self.tallied[end_ns // SECOND, key]
         ended.rows.append(row)
         ended.series += series
 
@@ -111,8 +111,8 @@ class Batch:
             activity, mode, begin, end, sign = part
             if sign < 0 and activity == "between":
                 self.waited.append((process, begin, end))
-            second = begin // _SECOND
-            if end <= (second + 1) * _SECOND:  # the usual case
+            second = begin // SECOND
+            if end <= (second + 1) * SECOND:  # the usual case
                 key = second, process, mode, activity
                 sums[key] = sums.get(key, 0) + sign * (end - begin)
                 continue

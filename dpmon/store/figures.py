@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SETTLING, STEP, Quantity, device_series
+from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SECOND, SETTLING, STEP, Quantity, device_series
 from dpmon.store.accounting import ACTIVITIES, union
 from dpmon.store.answers import TimeRow
 from dpmon.store.tally import KeptTallies, Key, Sum, Tally
@@ -28,7 +28,6 @@ from dpmon.store.tally import KeptTallies, Key, Sum, Tally
 if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
-_SECOND = 1_000_000_000
 SAME_RATE = 0.03
 """Up to this relative difference of the two rates, only the first one is shown."""
 Counted = tuple[tuple[Quantity, Sum], ...]
@@ -390,7 +389,7 @@ def shared_out(rows: Iterable[TimeRow], lives: Sequence[tuple[int, int]]) -> dic
     for row in rows:
         stretches[row.start_s, row.width_s].append(row)
     for (start_s, width_s), together in stretches.items():
-        begin, end = start_s * _SECOND, (start_s + width_s) * _SECOND
+        begin, end = start_s * SECOND, (start_s + width_s) * SECOND
         lived = sum(max(min(end, until) - max(begin, since), 0) for since, until in lives)
         own: Counter[int] = Counter()
         for row in together:

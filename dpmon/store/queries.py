@@ -19,6 +19,7 @@ from typing import Any
 from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CollectiveRow, LossPlace, LossRow, Resolver
 from dpmon.record.kinds import Collective, Event, Operation, Record, RecordError, Sampled
+from dpmon.record.schema import SECOND
 from dpmon.store.answers import (
     SMOOTHED,
     ChartSample,
@@ -32,7 +33,7 @@ from dpmon.store.answers import (
     loss_in,
     numbers_in,
 )
-from dpmon.store.step_queries import _LAST_NS, _SECOND, _STEP_COLUMNS, Steps
+from dpmon.store.step_queries import LAST_NS, WHOLE_STEP, Steps
 from dpmon.store.tables import (
     BEFORE_S,
     CALL_ROW,
@@ -53,7 +54,7 @@ _AT_ONCE = 5000
 """Number of ids read in one transaction."""
 _TABLES = {
     "calls": f"process, {CALL_ROW}",
-    "steps": _STEP_COLUMNS,
+    "steps": WHOLE_STEP,
     "events": "json",
     "collectives": COLLECTED,
     "losses": LOSSES,
@@ -100,9 +101,9 @@ class Store(Steps):
         """
         self._unreadable = 0
         first, newest = self._ids(0)
-        while first <= newest and first < _LAST_NS:
+        while first <= newest and first < LAST_NS:
             found: list[Record] = []
-            until = _LAST_NS
+            until = LAST_NS
             with self.until_damage():
                 for record in self._part(first, first + _AT_ONCE):
                     found.append(record)
@@ -116,7 +117,7 @@ class Store(Steps):
         queries = (f"SELECT min(id), max(id) FROM {table} WHERE id >= ?" for table in _TABLES)
         found = [row for query in queries for row in self.query(query, (least,))]
         known = [row for row in found if row[0] is not None]
-        return min((low for low, _ in known), default=_LAST_NS), max((high for _, high in known), default=0)
+        return min((low for low, _ in known), default=LAST_NS), max((high for _, high in known), default=0)
 
     def _part(self, first: int, end: int) -> Iterator[Record]:
         """Yield the records with ids from `first` up to, not including, `end`."""
@@ -177,12 +178,12 @@ class Store(Steps):
         if not self.pruned:
             return []
         query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
-        first = next((at for (at,) in self.query(query)), _LAST_NS)
+        first = next((at for (at,) in self.query(query)), LAST_NS)
         query = (
             "SELECT start_s, device AS number, name, count, total, high FROM device_rollups"
             " WHERE (start_s + 60) * ? <= ? ORDER BY start_s, device, name"
         )
-        return [MinuteRow(*row) for row in self.query(query, (_SECOND, first))]
+        return [MinuteRow(*row) for row in self.query(query, (SECOND, first))]
 
     def shapes(self) -> list[Shape]:
         """Return the sizes of inputs and outputs of all calls so far, with their number of calls."""
@@ -222,7 +223,7 @@ class Store(Steps):
         return LastSample(sample.step, sample.start_ns, sample.wall_ns, collectives) if collectives else None
 
     def communicated(
-        self, begin_ns: int = 0, end_ns: int = _LAST_NS, processes: Collection[int] | None = None
+        self, begin_ns: int = 0, end_ns: int = LAST_NS, processes: Collection[int] | None = None
     ) -> Communicated:
         """Return the sampled collectives between two times by operation, of all processes or only of `processes`.
 
@@ -231,7 +232,7 @@ class Store(Steps):
         end_ns = min(end_ns, self.until_ns)
         who = tuple(processes or ())
         only = "" if processes is None else f" AND process IN ({', '.join('?' * len(who))})"
-        values = (begin_ns // _SECOND if begin_ns > 0 else BEFORE_S, -(-end_ns // _SECOND), *who)
+        values = (begin_ns // SECOND if begin_ns > 0 else BEFORE_S, -(-end_ns // SECOND), *who)
         query = (
             f"SELECT process, definition, {_SUMS} FROM collective_sums WHERE start_s >= ? AND start_s < ?{only}"
             " GROUP BY process, definition"
@@ -284,8 +285,8 @@ class Store(Steps):
             " WHERE process = :process AND definition = :line AND t_ns >= :begin AND t_ns < :end)"
             " GROUP BY at ORDER BY at"
         )
-        begin, end = begin_s * _SECOND, min(end_s * _SECOND, self.until_ns + 1)
-        values = {"process": process, "line": definition, "begin": begin, "end": end, "width": width_s * _SECOND}
+        begin, end = begin_s * SECOND, min(end_s * SECOND, self.until_ns + 1)
+        values = {"process": process, "line": definition, "begin": begin, "end": end, "width": width_s * SECOND}
         return [LossBin(at * width_s, *rest) for at, *rest in self.query(query, values)]
 
     def newest_losses(self, process: int, definition: int) -> tuple[LossRow | None, float | None]:
@@ -345,11 +346,11 @@ class Store(Steps):
             " SELECT start_s, high FROM starts CROSS JOIN device_rollups"
             " ON start_s = starts.at AND device = :host AND name = 'run_mem_bytes'"
         )
-        begin, end = -(-begin_ns // (60 * _SECOND)) * 60, min(end_ns, self.until_ns) // _SECOND
+        begin, end = -(-begin_ns // (60 * SECOND)) * 60, min(end_ns, self.until_ns) // SECOND
         if begin >= end:
             return []
         rows = self.query(query, {"begin": begin, "end": end, "host": _HOST})
-        return [(start * _SECOND, int(high)) for start, high in rows]
+        return [(start * SECOND, int(high)) for start, high in rows]
 
 
 def _shape_in(row: Sequence[Any]) -> Shape:

@@ -20,33 +20,23 @@ from dpmon.record.schema import (
     LEFT_OUT,
     PHASES,
     QUANTITIES,
+    SECOND,
     SETTLING,
     STEP_PHASES,
     SYNC_NUMBER,
     WAIT,
 )
 from dpmon.store.accounting import Gap
-from dpmon.store.answers import (
-    LongRow,
-    LoopStep,
-    SlowRow,
-    call_in,
-    numbers_in,
-)
+from dpmon.store.answers import LongRow, LoopStep, SlowRow, call_in, numbers_in
 from dpmon.store.loops import LOOP_COLUMNS, Loop
 from dpmon.store.sums import Parameters, Sums
-from dpmon.store.tables import (
-    CALL_ROW,
-    STEP_COLUMNS,
-    Door,
-    definition_in,
-)
+from dpmon.store.tables import CALL_ROW, STEP_COLUMNS, Door, definition_in
 
 _Decoded = TypeVar("_Decoded")
 _Same = TypeVar("_Same", bound="Steps")
 
-_LAST_NS = (1 << 63) - 1
-_SECOND = 1_000_000_000
+LAST_NS = (1 << 63) - 1
+"""After every possible time and id."""
 _LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
 _AT = {name: index for index, name in enumerate(STEP_COLUMNS)}
 _plain_of = itemgetter(*map(_AT.__getitem__, ("process", "step", "mode", "start_ns", "wall_ns", "samples")))
@@ -54,7 +44,8 @@ _phases_of = itemgetter(*(_AT[f"{name}_ns"] for name in STEP_PHASES))
 _rest_of = itemgetter(
     *map(_AT.__getitem__, ("spans", "missing_spans", "device", f"{EXPOSED}_ns", f"{WAIT}_ns", "loop", "loop_batch"))
 )
-_STEP_COLUMNS = ", ".join(STEP_COLUMNS)
+WHOLE_STEP = ", ".join(STEP_COLUMNS)
+"""The columns of a step for a record."""
 _COUNTED = (*(quantity.name for quantity in QUANTITIES if quantity.name != "samples"), SYNC_NUMBER)
 _counts_of = itemgetter(*map(_AT.__getitem__, _COUNTED))
 _SLOW_COLUMNS = ", ".join(
@@ -79,20 +70,20 @@ class Steps(Sums):
         """Rank by process, for all processes with records."""
         self.open_calls = sum(ring.open_calls for ring in self._rings.values())
         """Calls so far of processes without a step."""
-        self.until_ns = _LAST_NS
+        self.until_ns = LAST_NS
         """Methods that return the newest rows leave out those after this time (ns since the run's start)."""
         self._last_ids: dict[tuple[str, int], int] = {}
 
     def at(self: _Same, t_ns: int | None) -> _Same:
         """Return this store as of an earlier time (ns since the run's start); None: as of now."""
         found = copy(self)
-        found.until_ns, found._last_ids = _LAST_NS if t_ns is None else t_ns, {}
+        found.until_ns, found._last_ids = LAST_NS if t_ns is None else t_ns, {}
         return found
 
     @property
     def until_s(self) -> int | None:
         """The first unfinished second as of this time; None as of now."""
-        return None if self.until_ns == _LAST_NS else self.until_ns // _SECOND
+        return None if self.until_ns == LAST_NS else self.until_ns // SECOND
 
     def definitions(self, process: int, numbers: Collection[int] | None = None) -> dict[int, Any]:
         """Return the definitions of a process by number, all or those in `numbers`."""
@@ -123,7 +114,7 @@ class Steps(Sums):
 
         `trains`: without evaluation steps. `process`: only its steps up to this time; `lately`: only its newest ones.
         """
-        last = min(_LAST_NS if process is None else self._last_id("steps", process), self._newest_id())
+        last = min(LAST_NS if process is None else self._last_id("steps", process), self._newest_id())
         query = (
             f"SELECT {_LONG_COLUMNS} FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND mode = ?"
             f" AND kind & {SETTLING | LEFT_OUT | EVALUATION * trains} = 0 ORDER BY wall_ns DESC LIMIT ?"
@@ -182,9 +173,9 @@ class Steps(Sums):
 
         `left_out`: with the steps that no figure includes.
         """
-        last = _LAST_NS if process is None else self._last_id("steps", process)
+        last = LAST_NS if process is None else self._last_id("steps", process)
         which = "id <= ? AND process = ifnull(?, process)" + ("" if left_out else f" AND kind & {LEFT_OUT} = 0")
-        query = f"SELECT {_STEP_COLUMNS} FROM steps WHERE {which} ORDER BY id DESC LIMIT ?"
+        query = f"SELECT {WHOLE_STEP} FROM steps WHERE {which} ORDER BY id DESC LIMIT ?"
         return list(self.read(self._step, query, (last, process, most)))
 
     def read(
@@ -300,7 +291,7 @@ class Steps(Sums):
         found = self._last_ids.get(key)
         if found is None:
             low, high = self._bounds(process)
-            found = self._last_ids[key] = high if self.until_ns == _LAST_NS else self._search(table, process, low, high)
+            found = self._last_ids[key] = high if self.until_ns == LAST_NS else self._search(table, process, low, high)
         return found
 
     def _bounds(self, process: int) -> tuple[int, int]:
@@ -308,7 +299,7 @@ class Steps(Sums):
         ring = self._rings.get(process)
         if ring is None:
             return 0, 0
-        return ring.first_id or 0, _LAST_NS if ring.last_id is None else ring.last_id
+        return ring.first_id or 0, LAST_NS if ring.last_id is None else ring.last_id
 
     def _search(self, table: str, process: int, low: int, high: int) -> int:
         """Return the highest id (`low` to `high`) of a process's rows that ended by `until_ns`; `low` - 1 if none."""

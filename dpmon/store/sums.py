@@ -175,7 +175,7 @@ class Sums:
     ) -> dict[Key, Tally]:
         """Return one tally per key for the time between two seconds. Parameters as in `tally_rows`.
 
-        `left_out`: of the steps that no figure includes, and no other method.
+        `left_out`: only of the steps that no figure includes; no other method has them.
         """
         found: dict[Key, Tally] = {}
         names = self._named(series)

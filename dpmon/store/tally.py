@@ -40,7 +40,7 @@ class Key(NamedTuple):
     process: int
     mode: str
     kind: int
-    """Flags: EVALUATION, SETTLING, STALLED of dpmon.record.schema."""
+    """Flags: EVALUATION, SETTLING, STALLED and STARTUP of dpmon.record.schema."""
     batch: int
     """Samples per step, NO_SAMPLES or OTHER_SIZES."""
 

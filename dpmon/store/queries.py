@@ -267,7 +267,9 @@ class Store(Steps):
     def loss_places(self, process: int) -> dict[int, LossPlace]:
         """Return the lines of a process with losses, by definition, in order of their first loss."""
         query = "SELECT DISTINCT definition FROM losses WHERE process = ? AND t_ns <= ? ORDER BY definition"
-        numbers = [number for (number,) in self.query(query, (process, self.until_ns))]
+        return self._places(process, [number for (number,) in self.query(query, (process, self.until_ns))])
+
+    def _places(self, process: int, numbers: Sequence[int]) -> dict[int, LossPlace]:
         resolver = Resolver(process)
         for number, value in self.definitions(process, numbers).items() if numbers else ():
             with suppress(RecordError):  # a process may write any value
@@ -310,7 +312,7 @@ class Store(Steps):
         found = []
         for process, *columns in self.query(query, (self.until_ns,)):
             row = loss_in(columns)
-            place = self.loss_places(process).get(row.definition)
+            place = self._places(process, [row.definition]).get(row.definition)
             if place is not None and place.why is None:
                 found.append(UnfitLoss(process, place.place, row.step or None, row.start, row.loss))
         return sorted(found, key=lambda one: one.t_ns)

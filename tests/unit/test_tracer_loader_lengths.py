@@ -48,6 +48,16 @@ class Shuffled(Chatty):
         return len(numpy.random.permutation(numbers))
 
 
+class Watching(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
 def batches(loader: DataLoader[Any]) -> int | str | None:
     return _batches(iter(loader).__dict__)
 
@@ -96,17 +106,10 @@ def test_a_dataset_within_itself_ends() -> None:
 
 
 def test_a_function_mode_of_the_script_sees_nothing() -> None:
-    seen = []
-
-    class Watching(TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
     found: Iterator[Any] = iter(DataLoader(ROWS))
-    with Watching():
+    with Watching() as mode:
         assert _batches(found.__dict__) == 23
-    assert seen == []
+    assert mode.seen == []
 
 
 def test_a_sampler_that_shuffles_to_count_changes_no_random_numbers() -> None:
@@ -115,5 +118,7 @@ def test_a_sampler_that_shuffles_to_count_changes_no_random_numbers() -> None:
 
     session = Session(Config("", 0, "auto", None, ()))
     loader, before = DataLoader(ROWS, batch_size=2, sampler=Shuffled(ROWS)), states()
-    assert Loaders(session, Recorder(session))._asked(loader, _Known(ref(loader))) == 4
+    with Watching() as mode:
+        assert Loaders(session, Recorder(session))._asked(loader, _Known(ref(loader))) == 4
     assert states() == before
+    assert mode.seen == ["randperm", "tolist"]

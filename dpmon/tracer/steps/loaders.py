@@ -197,13 +197,13 @@ class Loaders:
 @contextmanager
 def _random_numbers_kept() -> Iterator[None]:
     """Undo what a block does to the usual random generators: a sampler may shuffle to count its batches."""
-    numpy, state = sys.modules.get("numpy"), random.getstate()
+    numpy, state, torchs = sys.modules.get("numpy"), random.getstate(), torch.default_generator.get_state()
     numpys = None if numpy is None else numpy.random.get_state()
     try:
-        with torch.random.fork_rng(devices=()):
-            yield
+        yield
     finally:
         random.setstate(state)
+        torch.default_generator.set_state(torchs)
         if numpy is not None:
             numpy.random.set_state(numpys)
 

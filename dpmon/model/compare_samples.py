@@ -1,9 +1,10 @@
 """The ratio between two small groups of values, with its interval: of runs, or of stretches of one run. Pure.
 
 The ratio is the estimate of Hodges and Lehmann: the median of the ratios of all pairs. Its interval inverts the
-Mann-Whitney test, which is a permutation test of ranks: exact for any distribution, and hardly moved by a value that is
-far off. Stretches of one run depend on each other. The correlation of neighbours, as it shows in the stretches
-themselves, widens the interval: the variance of a mean of such a series is (1 + r) / (1 - r) times as large.
+Mann-Whitney test, which is a permutation test of ranks: exact for any distribution that differs only by this ratio, and
+hardly moved by a value that is far off. Groups of unequal sizes that also spread unequally give more false alarms.
+Stretches of one run depend on each other. The correlation of neighbours, as it shows in the stretches themselves,
+widens the interval: the variance of a mean of such a series is (1 + r) / (1 - r) times as large.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class ChartSample(NamedTuple):
     """Bytes of the host's memory in use by the run's processes."""
 
 
-SMOOTHED = 20.0
+SMOOTHED = 8.0
 """In a smoothed loss, a value weighs e times as much as the value this many before it."""
 
 

@@ -270,7 +270,7 @@ class History:
         run("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (_LASTING_KEPT,))
         newest = "SELECT max(other.loop) FROM loops AS other WHERE other.process = loops.process"
         run(f"DELETE FROM loops WHERE loop <= ({newest}) - ?", (_LASTING_KEPT,))
-        for kind in ("warning", "input", "loader", "ddp"):  # lasting events of unlimited number
+        for kind in ("warning", "input", "stall", "loader", "ddp"):  # lasting events of unlimited number
             run(
                 "DELETE FROM events WHERE kind = ? AND id <"
                 " (SELECT id FROM events WHERE kind = ? ORDER BY id DESC LIMIT 1 OFFSET ?)",

@@ -150,8 +150,8 @@ def test_a_launcher_waits_in_no_step(state: Path) -> None:
     assert "steps" not in line
 
 
-@pytest.mark.parametrize("kind", ["input", "loader"])
-def test_a_script_that_waits_all_day_does_not_fill_its_history(
+@pytest.mark.parametrize("kind", ["input", "stall", "loader"])
+def test_a_script_that_waits_or_stalls_all_day_does_not_fill_its_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr("dpmon.store.writer._LASTING_KEPT", 50)

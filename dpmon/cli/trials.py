@@ -22,13 +22,13 @@ from dpmon.cleaning import clean, json_text
 from dpmon.cli.commands import as_text, written
 from dpmon.cli.speak import speak
 from dpmon.errors import HistoryError
-from dpmon.model.compare_runs import ComparedFigure, compare_runs, range_of
+from dpmon.model.compare_runs import ComparedFigure, compare_runs, range_of, signed
 from dpmon.model.compared_run import ComparedRun
-from dpmon.model.finding import data_ceiling, faster, gained
+from dpmon.model.finding import data_ceiling
 from dpmon.model.run_facts import RunFacts
 from dpmon.report.collect import collect, facts_of
 from dpmon.report.comparison import read
-from dpmon.report.document import Document, Paragraph, Section, Table
+from dpmon.report.document import Document, Paragraph, Part, Section, Table
 from dpmon.report.sentences import how_it_ended
 from dpmon.run.condition import run_state
 from dpmon.run.rundir import RunError, load_info
@@ -46,6 +46,9 @@ _RANKS = re.compile(r"--nproc[-_]per[-_]node(=|$)")
 _THREADS = "threads-"
 _GOES_ON = ("running", "starting", "ending", "unsupervised")
 _BASE = "as-is"
+_PROMISED = (
+    "promised: the largest part of a step's time that the change can save, by the times of the first unchanged run."
+)
 
 
 class Trial(NamedTuple):
@@ -239,14 +242,12 @@ class Result(NamedTuple):
     @property
     def words(self) -> tuple[str, ...]:
         """The row of the table."""
-        promised = "" if self.trial.saves is None else faster(self.trial.saves)
+        promised = "" if self.trial.saves is None else f"at most {signed(1 - self.trial.saves)}"
         row = self.row
         if row is None or row.change is None:
-            return (self.trial.name, UNKNOWN, UNKNOWN, UNKNOWN, promised)
+            return (self.trial.name, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, promised)
         values = [row.figure.text(row.typical(side)) for side in (0, 1)]
-        times = row.change.ratio if row.figure.unit == "/s" else 1 / row.change.ratio
-        came = gained(times) if times >= 1 else f"{percent(1 - times)} slower"
-        return (self.trial.name, *values, came, promised)
+        return (self.trial.name, row.figure.label.strip(), *values, signed(row.change.ratio), promised)
 
     @property
     def note(self) -> str:
@@ -255,7 +256,7 @@ class Result(NamedTuple):
         if row is None or row.change is None or row.change.least is None:
             sure = f"no interval: {'this figure is unknown in its runs' if row is None else row.missing}"
         else:
-            sure = f"{row.figure.label} {range_of(row.change)}"
+            sure = f"{row.figure.label.strip()} {range_of(row.change)}"
         return f"{self.trial.name} changes {self.trial.changes}; {sure}"
 
 
@@ -263,7 +264,7 @@ def _document(
     found: Sequence[Result], runs: dict[str, list[ComparedRun]], absent: dict[str, str], options: argparse.Namespace
 ) -> Document:
     base = runs[_BASE][0]
-    head = ("trial", _BASE, "changed", "rate", "promised")
+    head = ("trial", "figure", _BASE, "changed", "change", "promised")
     notes = [f"{name}: {why}" for name, why in absent.items()]
     for each in found:
         if each.trial.name == "one-rank" and each.row is not None and each.row.change is not None:
@@ -272,17 +273,21 @@ def _document(
             notes.append(
                 f"scaling efficiency: {many} ranks make {part} of the samples/s that {many} times one rank would"
             )
+    brought: list[Part] = [Table(head, [each.words for each in found])] if found else []
+    if any(each.trial.saves is not None for each in found):
+        brought.append(Paragraph(_PROMISED))
     sections = [
-        Section("What each trial brought", [Table(head, [each.words for each in found])] if found else []),
-        Section("What each trial changes", [Paragraph(one.note) for one in found], ", and its 95 % interval"),
+        Section("What each trial brought", brought),
+        Section("What each trial changes", [Paragraph(one.note) for one in found], ", and its interval"),
         Section("Not tried", [Paragraph(text) for text in notes]),
     ]
     facts = [
-        f"{count_of(options.rounds, 'run')} of up to {options.steps} steps for each, in turn; dpmon ls lists them.",
         "The losses and checkpoints of these runs are worthless: they are short, and trials change the computation.",
     ]
     title = f"trials of {clean(base.set_up['script'] or '', 200)}"
-    return Document(title, base.name, "tried", "", facts, tuple(one for one in sections if one.parts))
+    how = f"{count_of(options.rounds, 'run')} of up to {options.steps} steps for each, in turn"
+    there = tuple(one for one in sections if one.parts)
+    return Document(title, how, "tried", "dpmon ls lists them", facts, there)
 
 
 def _json(found: Sequence[Result], runs: dict[str, list[ComparedRun]], absent: dict[str, str]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from dpmon.model.compare_runs import NOT_COMPARABLE, RunComparison, sentence, signed
+from dpmon.model.compare_runs import NOT_COMPARABLE, RunComparison, bounds, sentence, signed
 from dpmon.model.compared_run import RUN_FIGURES, STEP_FIGURES
 
 SLOWER, NOT_SLOWER, INCONCLUSIVE = 4, 0, 3
@@ -56,12 +56,12 @@ def judge(found: RunComparison, threshold: Threshold, *, anyway: bool = False) -
     told = row.change
     if told is None or told.least is None or told.most is None:
         return judgement("inconclusive", row.missing or "it has no interval")
-    bounds = f"{signed(told.ratio)}, at least {signed(told.least)} and at most {signed(told.most)} (95 % each)"
+    sure = f"{signed(told.ratio)} (one-sided bounds: {bounds(told)})"
     if told.least > 1 and told.ratio > 1 + threshold.limit:
-        return judgement("slower", bounds)
+        return judgement("slower", sure)
     if told.most < 1 + threshold.limit:
-        return judgement("not slower", bounds)
-    return judgement("inconclusive", f"{bounds}; more or longer runs would narrow this")
+        return judgement("not slower", sure)
+    return judgement("inconclusive", f"{sure}; more or longer runs would narrow this")
 
 
 def status_of(judgements: Sequence[Judgement]) -> int:

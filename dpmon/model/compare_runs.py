@@ -164,7 +164,7 @@ def _compared(
     found = change(before, after, in_order=stretched, exact=medians is None)
     missing = None
     if found.low is None:
-        counts, of = f"{len(before)} against {len(after)}", f"stretches of {stretch_s} s" if stretched else "runs"
+        counts, of = f"{len(before)} against {len(after)}", f"parts of {stretch_s} s" if stretched else "runs"
         if found.least is not None:
             missing = f"{counts} {of} have no 95 % interval"
         elif stretched:
@@ -205,10 +205,16 @@ def signed(ratio: float | None) -> str:
 
 
 def range_of(found: Change) -> str:
-    """The 95 % interval: "+1.2 % to +3.4 %"; if there is none, that of 90 %, with this addition."""
-    if found.low is not None:
-        return f"{signed(found.low)} to {signed(found.high)}"
-    return "no interval" if found.least is None else f"{signed(found.least)} to {signed(found.most)} (90 %)"
+    """The interval with its level: "+1.2 % to +3.4 % (95 %)"."""
+    if found.interval is None:
+        return "no interval"
+    low, high = found.interval
+    return f"{signed(low)} to {signed(high)} ({'90' if found.low is None else '95'} %)"
+
+
+def bounds(found: Change) -> str:
+    """The single bounds: "at least +1.2 %, at most +3.4 %, 95 % each"."""
+    return f"at least {signed(found.least)}, at most {signed(found.most)}, 95 % each"
 
 
 def sentence(found: RunComparison) -> str:
@@ -217,20 +223,33 @@ def sentence(found: RunComparison) -> str:
     if found.missing is not None or step is None:
         return f"inconclusive: {found.missing or 'no step was timed'}"
     told = step.change
-    if told is None or told.low is None:
-        return f"inconclusive: {step.missing}" + (
-            "" if told is None else f"; B's step takes {signed(told.ratio)}, {range_of(told)}"
-        )
+    if told is None:
+        return f"inconclusive: {step.missing}"
+    if told.sign:
+        return f"B is {'slower' if told.sign > 0 else 'faster'}: {times_of(found)}"
+    if told.low is None or told.high is None:
+        return f"inconclusive: {step.missing}; {times_of(found)}"
+    wide = told.low < 1 / CERTAIN or told.high > CERTAIN
+    return f"{'inconclusive, the interval is too wide' if wide else 'no difference shows'}: {times_of(found)}"
+
+
+def times_of(found: RunComparison) -> str:
+    """The time of a step on both sides, how sure its change is, and where most of it is; without a verdict."""
+    step = found.compared.get(STEP)
+    if step is None or step.change is None:
+        return ""
+    told = step.change
     a, b = (step.figure.text(step.typical(side)) for side in (0, 1))
-    if not told.sign:
-        wide = told.low < 1 / CERTAIN or (told.high or 0) > CERTAIN
-        head = "inconclusive, the interval is too wide" if wide else "no difference shows"
-        return f"{head}: {b} against {a} a step (95 % interval {range_of(told)})"
-    text = f"B is {'slower' if told.sign > 0 else 'faster'}: {b} against {a} a step, {signed(told.ratio)}"
-    text += f" (95 % interval {range_of(told)})"
+    if told.interval is None:
+        sure = "no interval"
+    elif told.low is None:
+        sure = f"one-sided bounds: {bounds(told)}"
+    else:
+        sure = f"95 % interval {signed(told.low)} to {signed(told.high)}"
+    text = f"from {a} to {b} a step, {signed(told.ratio)} ({sure})"
     if found.reason is not None:
         name, old, new = found.reason
-        text += f"; most of the change is in {name}: {duration_or_none(new)} against {duration_or_none(old)}"
+        text += f"; most of the change is in {name}: from {duration_or_none(old)} to {duration_or_none(new)}"
     return text
 
 

@@ -36,9 +36,18 @@ class Change(NamedTuple):
     """Bounds of which each alone holds with 95 %: the ratio is at least `least`, and it is at most `most`."""
 
     @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval, or without it that of 90 % between the single bounds."""
+        for low, high in ((self.low, self.high), (self.least, self.most)):
+            if low is not None and high is not None:
+                return low, high
+        return None
+
+    @property
     def sign(self) -> int:
         """1 or -1 if the interval lies above or below a ratio of 1; 0 if it includes it, or is unknown."""
-        return (self.low is not None and self.low > 1) - (self.high is not None and self.high < 1)
+        low, high = self.interval or (1.0, 1.0)
+        return (low > 1) - (high < 1)
 
 
 def change(before: Sequence[float], after: Sequence[float], *, in_order: bool = False, exact: bool = True) -> Change:

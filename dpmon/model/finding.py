@@ -206,9 +206,9 @@ def for_data(mode: ModeFacts, facts: RunFacts) -> str:
     if host is not None and room(host) < ROOM:
         if host.own < WORKING * mode.share("data") * max(len(facts.processes), 1):
             return (
-                f"the run uses only {host.own:.1f} of {host.cpus} processors, so its fetches mostly wait: if for a disk"
-                f" or network, more workers (DataLoader num_workers){_keeping(facts, mode.process)}; if for the"
-                f" processors, which are {percent(host.cpu_pct / 100)} in use, end other work"
+                f"more workers (DataLoader num_workers){_keeping(facts, mode.process)} if the fetches wait for a disk"
+                f" or network; otherwise end other work: the processors are {percent(host.cpu_pct / 100)} in use, but"
+                f" this run uses only {host.own:.1f} of {host.cpus}"
             )
         return (
             "less work for each sample (decoding, augmentation), or data prepared beforehand: the processors are"

@@ -42,7 +42,13 @@ def findings(facts: RunFacts) -> list[Finding]:
     """
     found = [finding for find in _FINDERS for finding in find(facts)]
     found = [finding for finding in found if finding.saves is None or finding.saves >= LEAST_SAVED]
-    return sorted(found, key=lambda finding: -(finding.weight if finding.saves is None else finding.saves))
+    return sorted(found, key=_size, reverse=True)
+
+
+def _size(finding: Finding) -> float:
+    """What findings are sorted by. Other work counts half: the user can seldom end it, but can change the script."""
+    size = finding.weight if finding.saves is None else finding.saves
+    return size / 2 if finding.kind == "busy" else size
 
 
 def together(found: Iterable[Finding], facts: RunFacts) -> float | None:

@@ -190,6 +190,18 @@ def copies(facts: RunFacts) -> Iterator[Finding]:
             )
 
 
+_GROWS = (
+    "look for lists or graphs that grow (losses kept with their graph), memory that fills up, heat, a fuller disk,"
+    " other work on the machine"
+)
+_DRIFT_ADVICE = {
+    "data": "look at the loader: samples that take longer, a colder cache, a slower disk or network, other work on the"
+    " machine",
+    "sync": "look at the other ranks, for which these steps wait: one of them may have become slower; or the network",
+}
+"""Advice by the phase that grew most; _GROWS for the others."""
+
+
 def drift(facts: RunFacts) -> Iterator[Finding]:
     """Steps that became slower."""
     for mode in facts.modes:
@@ -214,8 +226,7 @@ def drift(facts: RunFacts) -> Iterator[Finding]:
             " long as at first.",
             f"median {duration_words(early)} over the first third of {mode.steps:,} steps, {duration_words(late)}"
             f" over the last{where}",
-            "look for lists or graphs that grow (losses kept with their graph), memory that fills up, heat, a fuller"
-            " disk, other work on the machine",
+            _DRIFT_ADVICE.get(phase, _GROWS),
             1 - early / late,
         )
 

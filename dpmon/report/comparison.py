@@ -12,8 +12,8 @@ from dpmon.model.compare_runs import (
     RunComparison,
     range_of,
     scope,
-    sentence,
     signed,
+    times_of,
 )
 from dpmon.model.compare_samples import Change
 from dpmon.model.compared_run import RUN_FIGURES, STEP_FIGURES, ComparedRun, Figure, read_run
@@ -71,7 +71,9 @@ def document(found: RunComparison, judgements: Sequence[Judgement] = ()) -> Docu
         Section("The runs", _table(found, RUN_FIGURES)),
         Section("Ranks", _stragglers(found)),
     )
-    facts = [*([sentence(found)] if judgements else []), *scope(found), *_notes(found)]
+    # The judgements are the verdict, so the times come without another one.
+    times = times_of(found) if judgements else ""
+    facts = [*([f"Time: {times}"] if times else []), *scope(found), *_notes(found)]
     there = [section for section in sections if section.parts]
     title, told = " against ".join(scripts), outcome(found, judgements)
     return Document(title, "; ".join(names), "compared", told, facts, there)
@@ -100,7 +102,7 @@ def _steps(one: ComparedRun, found: RunComparison) -> int:
 
 def _table(found: RunComparison, figures: Sequence[Figure]) -> list[Table]:
     rows = [_row(found.compared[figure.name]) for figure in figures if figure.name in found.compared]
-    return [Table(("", *SIDES, "change", "95 % interval"), rows)] if rows else []
+    return [Table(("", *SIDES, "change", "interval"), rows)] if rows else []
 
 
 def _row(row: ComparedFigure) -> tuple[str, ...]:
@@ -109,7 +111,7 @@ def _row(row: ComparedFigure) -> tuple[str, ...]:
     if told is None:
         return (row.figure.label, *values, UNKNOWN, row.missing or "")
     # As in benchstat, a tilde stands for a change that may be none.
-    shown = signed(told.ratio) if told.sign or told.least is None else "~"
+    shown = signed(told.ratio) if told.sign or told.interval is None else "~"
     return (row.figure.label, *values, shown, range_of(told))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +16,9 @@ from dpmon.text.quantities import clock, duration
 
 NARROWEST = 40
 BARS = "▁▂▃▄▅▆▇█"
+_KEPT = "\N{NO-BREAK SPACE}"
+_UNIT = re.compile(r"(?<=\d) (?=(?:%|[nµm]?s|[KMGT]iB)(?!\w))")
+"""The space between a number and its unit, at which no line is broken."""
 
 
 def report_text(directory: Path, width: int = 80) -> list[str]:
@@ -54,9 +58,9 @@ def _part(part: Part, width: int) -> Iterable[str]:
 
 def _wrap(text: str, width: int, first: str = "  ", rest: str | None = None) -> list[str]:
     rest = first if rest is None else rest
-    return textwrap.wrap(clean(text), width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False) or [
-        first.rstrip()
-    ]
+    kept = _UNIT.sub(_KEPT, clean(text))
+    lines = textwrap.wrap(kept, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+    return [line.replace(_KEPT, " ") for line in lines] or [first.rstrip()]
 
 
 def _more(rows: Sequence[object], shown: int) -> list[str]:

@@ -31,7 +31,7 @@ _WRAPPERS = (
     "torch/utils/_contextlib.py",
 )
 """Files whose functions only call another one."""
-_INSTALL = "install it beside dpmon: pip install 'dpmon[why]'"
+_INSTALL = "install it beside dpmon: pip install py-spy"
 _NO_RIGHT = "in a container: start it with --cap-add SYS_PTRACE; elsewhere see /proc/sys/kernel/yama/ptrace_scope"
 
 

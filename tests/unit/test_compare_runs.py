@@ -147,8 +147,8 @@ def test_a_pair_tells_how_much_which_phase_and_for_whom(state: Path) -> None:
     assert found.found.reason is not None
     assert found.found.reason[0] == "data"
     assert re.fullmatch(
-        r"B is slower: 6\d\.\d ms against 5\d\.\d ms a step, \+(19|20|21) % \(95 % interval \+1\d % to \+2\d %\);"
-        r" most of the change is in data: 1\d\.\d ms against 2\.\d\d ms",
+        r"B is slower: from 5\d\.\d ms to 6\d\.\d ms a step, \+(19|20|21) % \(95 % interval \+1\d % to \+2\d %\);"
+        r" most of the change is in data: from 2\.\d\d ms to 1\d\.\d ms",
         found.outcome,
     )
     text = text_of(found)
@@ -245,8 +245,13 @@ def test_phases_of_dp_only_and_another_mode(state: Path) -> None:
 def test_short_runs_have_no_interval(state: Path) -> None:
     found = compared([a_run(1, steps=45)], [a_run(2, steps=45, slow=1.2)])
     assert re.match(
-        r"inconclusive: [34] against [34] stretches of 1 s have no 95 % interval; B's step takes \+[12]\d %, \+1\d %",
+        r"B is slower: from .* a step, \+[12]\d % \(one-sided bounds: at least \+1\d %, at most \+\d\d %, 95 % each\)",
         found.outcome,
+    )
+    equal = compared([a_run(1, steps=45)], [a_run(1, steps=45)]).outcome
+    assert re.match(
+        r"inconclusive: [34] against [34] parts of 1 s have no 95 % interval; from .* \(one-sided bounds: at least -",
+        equal,
     )
     assert "the runs are too short: " in compared([a_run(1, steps=30)], [a_run(2, steps=30)]).outcome
 
@@ -287,6 +292,26 @@ def test_three_runs_a_side_pass_fail_or_neither(
     assert found.outcome in " ".join(" ".join(text_lines(document(*found), 400)).split())
 
 
+def test_three_runs_a_side_have_one_verdict_by_their_one_sided_bounds(state: Path) -> None:
+    before, after = sides(state, 1.1)
+    sure = r"\+\d+(\.\d)? % \(one-sided bounds: at least \+\S+ %, at most \+\S+ %, 95 % each\)"
+    plain = compared(before, after)
+    assert re.match(rf"B is slower: from 5\d\.\d ms to 5\d\.\d ms a step, {sure}; most of the change", plain.outcome)
+    gated = " ".join(text_of(compared(before, after, Threshold("step", 0.05))).split())
+    assert re.search(rf": slower \(step, limit \+5.0 %\): {sure} Time: from 5\S+ ms to 5\S+ ms a step, {sure}", gated)
+    assert "inconclusive" not in gated
+    assert re.search(r" step +\S+ ms +\S+ ms +\+\S+ % +\+\S+ % to \+\S+ % \(90 %\)\n", text_of(plain))
+    assert "95 % interval" not in text_of(plain)
+    same = text_of(compared(before, after[:0] + [a_run(seed + 20) for seed in range(3)]))
+    assert re.search(r" step +\S+ ms +\S+ ms +~ +-\S+ % to \+\S+ % \(90 %\)\n", same)
+
+
+def test_a_line_never_ends_between_a_number_and_its_unit(state: Path) -> None:
+    found = compared(*sides(state, 1.1), Threshold("step", 0.05))
+    for width in range(40, 100):
+        assert not [line for line in text_of(found, width).splitlines() if re.match(r" *(%|ms)\b|  %", line)]
+
+
 def test_two_runs_a_side_are_inconclusive_with_the_reason(state: Path) -> None:
     before, after = sides(state, 2.0)
     found = compared(before[:2], after[:2], Threshold("step", 0.05))
@@ -322,6 +347,10 @@ def test_the_command_line(state: Path, capsys: pytest.CaptureFixture[str], tmp_p
     assert json.loads(capsys.readouterr().out)["status"] == 4
     assert main(["compare", "--fail-if-slower=5%", *after, "--", *before]) == 0
     capsys.readouterr()
+    for seed in (1, 2):
+        a_run(seed, name="twice")
+    assert main(["compare", "twice", before[0]]) == 2
+    assert "'twice' could be any of 2 runs" in capsys.readouterr().err, "a gate does not guess"
     assert main(["compare", before[0], after[0], "--html", "-o", str(tmp_path / "both.html")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'both.html'}\n"
     html = (tmp_path / "both.html").read_text()

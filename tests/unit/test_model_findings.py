@@ -121,6 +121,24 @@ def test_a_busy_machine(facts: HostFacts | None, kinds: list[str]) -> None:
         assert found[0].ground == "processors 97 % in use, 4.9 of 8 by this run, load 12.0 (medians of 60 samples)"
 
 
+def test_what_the_script_can_change_comes_before_other_work_on_the_machine() -> None:
+    waits = mode(data=0.3, forward=0.4, backward=0.3)
+    both = findings(changed(HEALTHY, modes=(waits,), host=host(others=7.0)))
+    assert [finding.kind for finding in both] == ["data", "busy"]
+    assert (both[0].saves or 0) < both[1].weight
+
+
+@pytest.mark.parametrize(
+    ("phase", "said"), [("data", "look at the loader"), ("sync", "the other ranks"), ("other", "lists or graphs")]
+)
+def test_the_advice_on_drift_follows_the_phase_that_grew_most(phase: str, said: str) -> None:
+    first, last = third(20, 22, **{phase: 1}), third(32, 30, **{phase: 13})
+    (found,) = findings(changed(HEALTHY, modes=(replace(GOOD, steps=1000, early=first, late=last),)))
+    assert found.kind == "drift"
+    assert f"; {phase} grew most: " in found.ground
+    assert said in found.advice
+
+
 WAITING = mode(data=0.43, forward=0.3, backward=0.27)
 FAST = mode(median_ms=0.3, data=0.43, forward=0.3, backward=0.27)
 STARTING = replace(
@@ -139,7 +157,7 @@ STARTING = replace(
             "the processors are 97 % in use, so more workers help only if the fetches wait for a disk or network",
             "num_workers",
         ),
-        (WAITING, host(own=0.1), "the run uses only 0.1 of 8 processors, so its fetches mostly wait", "less work"),
+        (WAITING, host(own=0.1), "this run uses only 0.1 of 8", "less work"),
         (WAITING, host(own=0.3), "less work for each sample", "num_workers"),
         (FAST, host(cpu_pct=40.0), "passing a batch between processes costs more than a fetch of 129 µs", "num_"),
         (STARTING, host(cpu_pct=40.0), "a few fetches take most of the time (mean 36.0 ms", "more workers"),

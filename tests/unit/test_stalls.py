@@ -394,7 +394,7 @@ def test_rubbish_from_py_spy_is_a_reason(out: bytes) -> None:
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        (None, "py-spy is not installed; install it beside dpmon: pip install 'dpmon[why]'"),
+        (None, "py-spy is not installed; install it beside dpmon: pip install py-spy"),
         ("echo 'Error: Permission Denied: Try running again with elevated permissions' >&2; exit 1", "--cap-add"),
         ("echo 'Error: Failed to find python version from target process' >&2; exit 1", "Failed to find python"),
         ("exit 3", "py-spy failed: without a message"),

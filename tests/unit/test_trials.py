@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from joined import joined_ranks
 from stored import store_of
 from synthetic import Training
 
 from dpmon.cli.options import UsageError, parse
-from dpmon.cli.trials import REPLAYED, Result, Trial, _one_rank, plan
+from dpmon.cli.trials import REPLAYED, Result, Trial, _document, _one_rank, plan
 from dpmon.model.compare_runs import STEP_FIGURES, ComparedFigure
 from dpmon.model.compare_samples import Change
 from dpmon.model.run_facts import RunFacts
+from dpmon.report.text import text_lines
 
 MS = 1e6
 
@@ -62,11 +65,22 @@ def test_a_result_says_what_came_and_what_was_promised() -> None:
     figure = next(figure for figure in STEP_FIGURES if figure.name == "step")
     row = ComparedFigure(figure, ([10 * MS, 12 * MS], [5 * MS, 6 * MS]), Change(0.5))
     assert Result(Trial("cached-batches", "the data", saves=0.4), row).words == (
-        "cached-batches", "11.0 ms", "5.50 ms", "2.0 times as fast", "at most 67 % faster",
+        "cached-batches", "step", "11.0 ms", "5.50 ms", "-50 %", "at most -40 %",
     )  # fmt: skip
-    slower = Result(Trial("threads-1", "OMP_NUM_THREADS"), row._replace(change=Change(1.25)))
-    assert slower.words[3:] == ("20 % slower", "")
-    assert Result(Trial("single", "the devices"), None).words == ("single", "–", "–", "–", "")
+    slower = Result(Trial("threads-1", "OMP_NUM_THREADS"), row._replace(change=Change(1.25, None, None, 1.19, 1.31)))
+    assert slower.words[4:] == ("+25 %", "")
+    assert slower.note == "threads-1 changes OMP_NUM_THREADS; step +19 % to +31 % (90 %)", "a time, as in the table"
+    assert Result(Trial("single", "the devices"), None).words == ("single", "–", "–", "–", "–", "")
+    base = [SimpleNamespace(name="try-1-as-is-1", set_up={"script": "train.py", "ranks": None})]
+    options = SimpleNamespace(rounds=2, steps=200)
+    lines = text_lines(_document([slower], {"as-is": base}, {}, options))  # type: ignore[dict-item, arg-type]
+    assert " ".join(" ".join(lines[:2]).split()).startswith(
+        "trials of train.py (2 runs of up to 200 steps for each, in turn): dpmon ls lists them"
+    )
+    assert "promised:" not in "\n".join(lines), "nothing is promised"
+    told = Result(Trial("cached-batches", "the data", saves=0.4), row)
+    lines = text_lines(_document([told], {"as-is": base}, {}, options))  # type: ignore[dict-item, arg-type]
+    assert "promised: the largest part of a step's time" in "\n".join(lines)
 
 
 def test_the_words_after_the_script_are_the_scripts() -> None:

@@ -265,21 +265,22 @@ def _document(
 ) -> Document:
     base = runs[_BASE][0]
     head = ("trial", "figure", _BASE, "changed", "change", "promised")
-    notes = [f"{name}: {why}" for name, why in absent.items()]
+    scaling = []
     for each in found:
         if each.trial.name == "one-rank" and each.row is not None and each.row.change is not None:
             many = base.set_up["ranks"] or "1"
             part = percent(1 / each.row.change.ratio / int(many))
-            notes.append(
+            scaling.append(
                 f"scaling efficiency: {many} ranks make {part} of the samples/s that {many} times one rank would"
             )
     brought: list[Part] = [Table(head, [each.words for each in found])] if found else []
+    brought += map(Paragraph, scaling)
     if any(each.trial.saves is not None for each in found):
         brought.append(Paragraph(_PROMISED))
     sections = [
         Section("What each trial brought", brought),
         Section("What each trial changes", [Paragraph(one.note) for one in found], ", and its interval"),
-        Section("Not tried", [Paragraph(text) for text in notes]),
+        Section("Not tried", [Paragraph(f"{name}: {why}") for name, why in absent.items()]),
     ]
     facts = [
         "The losses and checkpoints of these runs are worthless: they are short, and trials change the computation.",

@@ -29,8 +29,8 @@ LEAST_SAVED = 0.02
 _SAME_TIME = {"accumulation": "exposed", "between": "evaluation"}
 """Kinds of findings about (part of) the time of another kind."""
 _FINDERS: tuple[Callable[[RunFacts], Iterator[Finding]], ...] = (
-    *(data, transfers, slower, copies, idle, uneven, fuller, throttled, low_use, busy),
-    *(drift, stalled, stalls, spread, between, evaluation, quiet, failed, losses),
+    *(failed, data, transfers, slower, copies, idle, uneven, fuller, throttled, low_use, busy),
+    *(drift, stalled, stalls, spread, between, evaluation, quiet, losses),
     lambda facts: between_ranks(facts.communication),
 )
 

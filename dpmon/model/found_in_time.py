@@ -445,7 +445,7 @@ def quiet(facts: RunFacts) -> Iterator[Finding]:
 
 
 def failed(facts: RunFacts) -> Iterator[Finding]:
-    """A rank that ended the run without an exception."""
+    """The exception that ended the run, or a rank that ended it without one."""
     if facts.death is not None:
         yield Finding(
             "failed",
@@ -453,6 +453,14 @@ def failed(facts: RunFacts) -> Iterator[Finding]:
             "the status that the kernel gave; another rank's exception at that time is mostly a consequence",
             "read what this rank wrote before its end: gloo, NCCL and CUDA give a reason before they abort a process;"
             " after SIGKILL, look for a lack of memory (dmesg)",
+            1.0,
+        )
+    elif facts.raised is not None:
+        yield Finding(
+            "failed",
+            f"An exception ended the run: {facts.raised}.",
+            "the first exception that was not caught; those of other ranks after it are mostly consequences",
+            "read the traceback at the end of the output",
             1.0,
         )
 

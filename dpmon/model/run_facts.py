@@ -141,6 +141,7 @@ class RunFacts:
         *,
         stop_asked_ns: int | None = None,
         death: str | None = None,
+        raised: str | None = None,
     ) -> None:
         """`ended`: processes that have ended. `stop_asked_ns`: when the user asked the run to stop."""
         self.store = store
@@ -149,6 +150,8 @@ class RunFacts:
         self._stop_asked_ns = stop_asked_ns
         self.death = death
         """The end of a rank that noted no exception, if it is the first failure: "rank 1 was ended by SIGABRT"."""
+        self.raised = raised
+        """The first exception, if the run failed: "rank 1: RuntimeError: no such token (train.py:12)"."""
         self.announced = Announced.read(store, every=True)
         self.open_calls = store.open_calls
         self._state = state = processes_in(store, self.announced, ended)

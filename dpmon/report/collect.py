@@ -59,6 +59,7 @@ def collect(directory: Path) -> Story:
             how,
             stop_asked_ns=None if asked is None else int((asked - info.started_unix) * 1e9),
             death=None if why is None or why.death is None else why.death.text,
+            raised=None if why is None or why.raised is None else why.raised.sentence(info.cwd),
         )
         facts.complete()
     warnings = [*([] if store.damaged is None else [store.damaged]), *(one.text for one in facts.announced.warnings)]
@@ -78,12 +79,13 @@ def facts_of(
     how: ExitInfo | None,
     stop_asked_ns: int | None = None,
     death: str | None = None,
+    raised: str | None = None,
 ) -> RunFacts:
     """The facts of the run in `directory`. `how`: how it ended; None while it runs, or if unknown."""
     with closing(RunReader(directory)) as reader:
         ended = ended_of(reader.activities())
     end_ns = None if how is None or how.by != "supervisor" else int(how.seconds * 1e9)
-    return RunFacts(store, ended, end_ns, stop_asked_ns=stop_asked_ns, death=death)
+    return RunFacts(store, ended, end_ns, stop_asked_ns=stop_asked_ns, death=death, raised=raised)
 
 
 def output_end(reader: RunReader) -> bytes:

@@ -58,7 +58,9 @@ def test_a_rank_that_raises_under_torchrun(dpmon: Dpmon) -> None:
     (entry,) = [json.loads(line) for line in dpmon.run("ls", "--json").text.splitlines()]
     assert (entry["state"], entry["cause"]) == ("failed", SENTENCE)
     report = json.loads(dpmon.run("report", "--json").text)
-    assert not [one for one in report["findings"] if one["kind"] == "failed"]
+    (first, *others) = report["findings"]
+    assert (first["kind"], first["text"]) == ("failed", f"An exception ended the run: {SENTENCE}.")
+    assert not [one for one in others if one["kind"] == "failed"]
     text = dpmon.run("report").text
     assert "): failed with exit status 1 after " in " ".join(text.split())
     assert "RuntimeError: rank 1 broke on purpose\n" in text, "the last line of the output"

@@ -128,6 +128,16 @@ def test_what_the_script_can_change_comes_before_other_work_on_the_machine() -> 
     assert (both[0].saves or 0) < both[1].weight
 
 
+def test_the_exception_that_ended_a_run_comes_first() -> None:
+    run = changed(HEALTHY, raised="rank 1: ValueError: no data (train.py:12)", end_ns=200 * SECOND)
+    (first, *others) = findings(run)
+    assert (first.kind, first.weight) == ("failed", 1)
+    assert first.text == "An exception ended the run: rank 1: ValueError: no data (train.py:12)."
+    assert "failed" not in [one.kind for one in others]
+    (first, *_) = findings(changed(run, death="rank 1 was ended by SIGABRT"))
+    assert "without an exception" in first.text, "the exception is a consequence"
+
+
 @pytest.mark.parametrize(
     ("phase", "said"), [("data", "look at the loader"), ("sync", "the other ranks"), ("other", "lists or graphs")]
 )

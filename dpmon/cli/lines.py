@@ -26,7 +26,7 @@ from dpmon.model.json_fields import (
     rank_fields,
 )
 from dpmon.model.pace import speed
-from dpmon.model.progress import NO_STEP, words
+from dpmon.model.progress import NO_STEP, without_time, words
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import Process, State, Wanted, ended_of
 from dpmon.model.stragglers import in_short
@@ -36,6 +36,7 @@ from dpmon.report.health import Health, health, standing
 from dpmon.run.destination import is_stream, open_stream, open_truncated
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, is_run_directory
+from dpmon.stalls.run_state import ENDED, STALLED
 from dpmon.store.figures import Figures, counted_as_fields, rate_as_fields
 from dpmon.store.opened import open_store
 from dpmon.text.quantities import calls_so_far, compact, group, within_words
@@ -44,6 +45,8 @@ EVERY_S = 1.0
 _RATES = tuple(rate_as_fields(None))
 _FIGURES = ("step_ms", "phases", "call_phases", "quantities")
 _MAX_RANKS = 64
+_STILL = {STALLED: "the run is stalled", ENDED: "the run is ending"}
+"""States in which no time is left, and no rank holds the others up."""
 
 
 class LineFile:
@@ -141,7 +144,9 @@ def status_members(reader: RunReader, state: State, now: Health, now_ns: int) ->
     members["state"], members["health"] = now.state, now.fields()
     progress, absent = _progress(state.focus, state, now_ns)
     members |= progress
-    members["progress"] = progress_fields(NO_STEP if state.focus is None else state.focus.progress)
+    found = NO_STEP if state.focus is None else state.focus.progress
+    still = _STILL.get(now.state) if now.end is None else None
+    members["progress"] = progress_fields(found if still is None else without_time(found, still))
     members["losses"] = [loss_fields(curve) for curve in state.losses]
     if not state.losses:
         off = reader.info.options.get("loss") is False
@@ -155,7 +160,10 @@ def status_members(reader: RunReader, state: State, now: Health, now_ns: int) ->
         ]
     communicated = state.communication
     if communicated is not None:
-        members["communication"] = communication_fields(communicated)
+        waits = communication_fields(communicated) or {}
+        if still is not None:
+            waits["straggler"], absent["straggler"] = None, still
+        members["communication"] = waits
     members["devices"] = [dict(track.data) for _, track in sorted(state.devices.items())]
     members["host"] = dict(state.host.data) or None
     members["warnings"] = state.warning_count

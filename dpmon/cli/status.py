@@ -24,7 +24,7 @@ from dpmon.run.condition import ELSEWHERE, goes_on, run_state
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError
 from dpmon.run.runs import find_run, list_runs, newest_run, short_name
-from dpmon.stalls.run_state import QUIET
+from dpmon.stalls.run_state import ENDED, QUIET, STALLED
 from dpmon.store.opened import open_store
 from dpmon.text.cells import in_stream
 from dpmon.text.quantities import UNKNOWN, compact, duration, group, memory_of, percent
@@ -117,6 +117,8 @@ def _lines(now: Health, found: dict[str, Any]) -> list[str]:
     """About ten lines for people."""
     lines = [_headline(now, found)]
     standing = found["stall"] is not None or now.state == QUIET  # then the first line says how long
+    past = {"quiet"} if standing else set()
+    past |= {"straggler"} if now.end is None and now.state in (STALLED, ENDED) else set()
     if now.remedy:
         lines.append(f"try: {now.remedy}")
     if now.end is not None and found["stall"] is not None:
@@ -137,7 +139,7 @@ def _lines(now: Health, found: dict[str, Any]) -> list[str]:
     straggler = (found.get("communication") or {}).get("straggler")
     if straggler and not any(each["kind"] == "straggler" for each in found["findings"]):
         lines.append(straggler["sentence"])
-    lines += [each["text"] for each in found["findings"] if not (standing and each["kind"] == "quiet")]
+    lines += [each["text"] for each in found["findings"] if each["kind"] not in past]
     devices = found["devices"]
     for device in devices if len(devices) <= MOST_DEVICES else ():
         use = UNKNOWN if device.get("util_pct") is None else f"{device['util_pct']} %"

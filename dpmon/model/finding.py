@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.run_facts import ModeFacts, RunFacts
 from dpmon.record.schema import STEP_PHASES
-from dpmon.store.figures import PhaseFigures
+from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.text.quantities import count_of, duration_words, percent
 
 if TYPE_CHECKING:
@@ -174,12 +174,12 @@ def is_timed(phase: PhaseFigures) -> bool:
     return phase.device_share is not None and phase.device_count >= MIN_STEPS
 
 
-def data_share(mode: ModeFacts) -> float:
+def data_share(steps: Figures) -> float:
     """The share of the steps' time spent waiting for data; by device times if they are known."""
-    figures = mode.phase("data")
-    if figures is None or not is_timed(figures):
-        return mode.share("data")
-    return figures.device_share or 0.0
+    figures = steps.phase("data")
+    if figures is None:
+        return 0.0
+    return (figures.device_share if is_timed(figures) else figures.share) or 0.0
 
 
 def data_ceiling(mode: ModeFacts, facts: RunFacts) -> float | None:

@@ -71,6 +71,10 @@ class Progress:
     """End of the last batch."""
     epochs: tuple[Epoch, ...] = ()
     """The newest epochs, in order."""
+    evaluated: int | None = None
+    """While the newest step is an evaluation: number of batches that its loop has used."""
+    evaluated_of: int | None = None
+    """Number of batches of that loop's loader."""
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -109,7 +113,18 @@ def progress_of(
     else:
         times = left
     epochs = _epochs(loops, most, at_ns, batch)
-    return Progress(process, now.epoch, batch, now.length, *times, at_ns, epochs, absent)
+    own: tuple[int | None, int | None] = (None, None)
+    if last.evaluation and last.loop is not None:
+        own = last.batch, rows.loop_length(process, last.loop)
+    return Progress(process, now.epoch, batch, now.length, *times, at_ns, epochs, *own, absent)
+
+
+def without_time(progress: Progress, why: str) -> Progress:
+    """The progress without the time left, which holds only while steps follow each other; `why`: the reason."""
+    if progress.left_ns is None:
+        return progress
+    absent = {**progress.absent, **dict.fromkeys(("left_s", "error_s"), why)}
+    return replace(progress, left_ns=None, error_ns=None, absent=absent)
 
 
 def _absent(process: int, why: str, epochs: tuple[Epoch, ...] = ()) -> Progress:

@@ -26,7 +26,7 @@ from dpmon.model.state import NO_STEPS, Process, ProcessFacts, Recent, State, Wa
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.stragglers import RankTimes, rank_times
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
-from dpmon.record.schema import SECOND, STEP
+from dpmon.record.schema import SECOND, SETTLING, STEP
 from dpmon.store.answers import TimeRow
 from dpmon.store.figures import Figures, Window, figures, merged, trains
 from dpmon.store.tally import KeptTallies, Key, Tally
@@ -152,6 +152,7 @@ class Snapshots:
         found = replace(
             found,
             ranged=figures,
+            settled=_settled(ranged, figures, process.process),
             uneven=_uneven(rows, figures, process.process, waits),
             recent=_recent(rows, process, others, end_s),
             progress=progress_of(rows, process.process, step, no_time=OVER if wanted.over else None),
@@ -284,6 +285,15 @@ def _figures(window: Window, process: int, mode: str) -> Figures:
     if not found.steps and window.trained(mode):
         found = window.figures(mode, True, process)
     return found if found.steps else NO_STEPS
+
+
+def _settled(window: Window, ranged: Figures, process: int) -> Figures:
+    """The figures `ranged` without the settling steps; none if they are of evaluations."""
+    if ranged.evaluation or not ranged.steps:
+        return NO_STEPS
+    if not any(key.kind & SETTLING for key in window.by_process):
+        return ranged
+    return figures(ranged.mode, False, window.tally(ranged.mode, process=process, settled=True), None)
 
 
 def _uneven(rows: Store, figures: Figures, process: int, waits: Sequence[tuple[int, int]]) -> Uneven | None:

@@ -256,6 +256,8 @@ class Process:
     """Seconds per column."""
     ranged: Figures = NO_STEPS
     """The steps of the current mode in the time range; of the last step's mode if there are none."""
+    settled: Figures = NO_STEPS
+    """The same without the settling steps and without a rate; none if these steps are evaluations."""
     uneven: Uneven | None = None
     """How uneven these steps are, if the median does not represent their speed."""
     whole: Figures = NO_STEPS

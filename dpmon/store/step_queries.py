@@ -334,6 +334,11 @@ class Steps(Sums):
         )
         return [Loop(*row) for row in self.query(query, (process, self.until_ns, most))][::-1]
 
+    def loop_length(self, process: int, loop: int) -> int | None:
+        """Return the number of batches of the loader of a loop; None if unknown."""
+        found = self.query("SELECT length FROM loops WHERE process = ? AND loop = ?", (process, loop))
+        return next((length for (length,) in found), None)
+
     def loop_steps(self, process: int, loops: Sequence[int], most: int, one_in: int = 1) -> list[LoopStep]:
         """Return the newest steps of some loops, the newest first: one in `one_in`, of the newest rows."""
         last = min(self._last_id("steps", process), self._newest_id())

@@ -11,6 +11,7 @@ from dpmon.cleaning import clean
 from dpmon.model.finding import Finding
 from dpmon.model.standing import now_in
 from dpmon.model.state import Process, StallSeen, State, ended_in
+from dpmon.model.stragglers import Straggler
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.run.activities import why_starting
@@ -66,8 +67,8 @@ class Past(NamedTuple):
     """The state when the picture was frozen: the histories go on until then."""
     until_ns: int
     """When it was frozen."""
-    now_ns: int
-    """The present."""
+    now_ns: int | None
+    """The present; None if the run is over."""
 
 
 class Toggle(NamedTuple):
@@ -190,6 +191,18 @@ class Facts:
         """Whether nothing more will come."""
         return self.ended is not None or self.alive is False
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the figures of the last steps hold now: the run is neither stalled nor at its end."""
+        if self.over or self.ending or self.stall is not None:
+            return False
+        return not all_finished(self.state, self.activities)
+
+    @property
+    def straggler(self) -> Straggler | None:
+        """The ranks that the others wait for now; None if no rank stands out, or if the run does not go on."""
+        return self.state.straggler if self.goes_on else None
+
     def empty_reason(self, over: str, yet: str) -> str:
         """Why there is nothing to show: `over` after the end, READING while older records are read, else `yet`."""
         calls = self.state.open_calls
@@ -253,7 +266,10 @@ def life(facts: Facts) -> Life:
     if found.word in (WAITING_FOR_DATA, QUIET):
         return Life(found.word, "wait", lasted)
     long = facts.now_ns - process.seen_ns > QUIET_SHOWN_NS and doing in SPAN_PHASES
-    return Life(found.word, "good", f"in {doing} {spent / 1e9:.0f} s" if long else "")
+    where = f"in {doing} {spent / 1e9:.0f} s"
+    if len(facts.state.training) > 1:  # where this rank is may only be where it waits for another one
+        where = f"no step for {(facts.now_ns - process.seen_ns) / 1e9:.0f} s"
+    return Life(found.word, "good", where if long else "")
 
 
 def state_words(facts: Facts) -> str | None:

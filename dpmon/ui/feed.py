@@ -391,7 +391,11 @@ class Feed:
             outputs=facts.outputs,
             scrolled_back=facts.scrolled_back,
             stopping=facts.stopping,
-            past=Past(facts.state, facts.now_ns if facts.ended is None else facts.elapsed_ns, self.now_ns()),
+            past=Past(
+                facts.state,
+                facts.now_ns if facts.ended is None else facts.elapsed_ns,
+                None if facts.over else self.now_ns(),
+            ),
         )
 
 

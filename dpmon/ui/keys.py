@@ -59,8 +59,13 @@ def _freeze(facts: Facts) -> str | None:
     return None if facts.over or facts.playing is not None else "freeze"
 
 
+def _finished(facts: Facts) -> bool:
+    """Whether the run is over, whatever time the picture shows."""
+    return facts.over or facts.playing is not None or (facts.past is not None and facts.past.now_ns is None)
+
+
 def _stoppable(facts: Facts) -> bool:
-    return not facts.over and facts.stopping is None and facts.playing is None
+    return not _finished(facts) and facts.stopping is None
 
 
 def _why(facts: Facts) -> str | None:
@@ -169,7 +174,7 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand(
         "q",
         "leave",
-        lambda facts: "close" if facts.over or facts.playing is not None else "leave",
+        lambda facts: "close" if _finished(facts) else "leave",
         "leave the training running, stop it, or stay; ctrl+c too",
     ),
 )

@@ -301,7 +301,7 @@ class Monitor(Stopping):
         facts, directory = self.facts(), self.feed.directory
         recorded = facts.stall.record if facts.stall is not None and (facts.over or facts.looks_back) else None
         if recorded is None and (facts.over or facts.looks_back):
-            self._say("no stall was recorded at this time")
+            self._say(f"no stall was recorded {'until this time' if facts.looks_back else 'in this run'}")
             return
         asking, last = recorded is None, time.monotonic()
         found: Mapping[str, Any] | str = recorded if recorded is not None else "asking the training processes ..."

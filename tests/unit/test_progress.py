@@ -361,6 +361,8 @@ def test_the_progress_in_an_evaluation_is_that_of_the_epoch() -> None:
     run = Run().read(12, 20).read(3, 5, 2, evaluation=True)
     during, found = run.progress(), run.read(2, 20, again=True).progress()
     assert (during.epoch, during.batch) == (1, 12)
+    assert (during.evaluated, during.evaluated_of) == (3, 5), "those of the evaluation's own loader"
+    assert (found.evaluated, found.evaluated_of) == (None, None)
     assert (found.epoch, found.batch) == (1, 14)
     assert during.left_ns == pytest.approx(8 * SECOND, rel=0.1)
     assert run.progress(during.at_ns + SECOND).batch == 12

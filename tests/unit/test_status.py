@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,22 @@ from typing import Any
 import pytest
 from joined import joined_rows
 from kept import keep
-from synthetic import Training, device_event
+from synthetic import SECOND, Training, device_event
 
 from dpmon.cli import status
+from dpmon.cli.lines import status_members
 from dpmon.cli.main import main
 from dpmon.cli.summary import summary_lines
+from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State
 from dpmon.record.kinds import Event
 from dpmon.report import health
 from dpmon.report.health import Health
 from dpmon.run import proc
+from dpmon.run.reader import RunReader
 from dpmon.run.rundir import load_exit, load_info, save
 from dpmon.stalls.run_state import STATES
+from dpmon.store.opened import open_store
 
 STALL = Event("stall", {"t_s": 52.0, "since_s": 40.0, "text": "rank 1 in save (t.py:3)", "ranks": [{"rank": 1}]})
 STALL_ENDED = Event("stall", {"t_s": 55.0, "since_s": 40.0, "lasted_s": 15.0, "text": "rank 1 in save (t.py:3)"})
@@ -335,3 +340,32 @@ def test_a_quiet_run_says_why(state: Path, capsys: pytest.CaptureFixture[str]) -
     begun = health.health_now(directory)
     assert health._quiet_reason(State(), "ended") == "no call for so long; the training process has ended"
     assert begun.fields()["reason"] == "no call since step 40; the script does something else"
+
+
+@pytest.mark.parametrize("stands", [False, True])
+def test_in_a_stall_no_time_is_left_and_no_rank_holds_the_others_up(state: Path, stands: bool) -> None:
+    ranked, seconds = joined_rows(3, slow=1, phase="data", steps=100)
+    directory = keep(ranked, seconds=seconds / 1e9)
+    with closing(RunReader(directory)) as reader, open_store(directory) as store:
+        taken = Snapshots().take(store)
+        assert taken.focus is not None
+        progress = replace(taken.focus.progress, epoch=1, batch=99, batches=200, left_ns=5e9, error_ns=1e8)
+        process = replace(taken.focus, progress=progress)
+        taken = replace(taken, processes={**taken.processes, process.process: process})
+        now = Health("stalled", 1.0, "rank 1 in save (t.py:3)") if stands else Health("training", 1.0)
+        members: dict[str, Any] = status_members(reader, taken, now, 60 * SECOND)
+    slow, found = members["communication"]["straggler"], members["progress"]
+    finding = {"kind": "straggler", "text": "Rank 1 holds the others up by 6 ms a step"}
+    members |= {"name": "linear", "stall": {"lasted_s": 9.0} if stands else None, "findings": [finding], "exit": None}
+    text = "\n".join(status._lines(now, members))
+    if stands:
+        assert (slow, members["absent"]["straggler"]) == (None, "the run is stalled")
+        assert (found["left_s"], found["absent"]["left_s"]) == (None, "the run is stalled")
+        assert "left" not in text
+        assert "holds the others up" not in text
+        assert "epoch 1 · 99/200" in text
+    else:
+        assert slow["rank"] == 1
+        assert found["left_s"] == 5.0
+        assert "epoch 1 · 99/200 · 5 s left" in text
+        assert "Rank 1 holds the others up" in text

@@ -126,7 +126,9 @@ def test_a_loss_that_is_no_number_stands_out(value: float, text: str) -> None:
     assert any(("✗", "bad") in row for row in rows)
     header = [plain(row) for row in status(found, 120, 2, LOOK)]
     assert f"loss {text}" in header[0]
-    assert "in step 212 (train.py:88)" in header[1]
+    assert "first seen in step 212 (train.py:88)" in header[1]
+    over = replace(found, ended=exit_of(0, None, 40 * SECOND), alive=False)
+    assert "first seen in step 212" in plain(status(over, 120, 2, LOOK)[1]), "no less after the end"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from math import exp, isfinite
 
 from dpmon.cleaning import clean
 from dpmon.model.loss import LossCurve
-from dpmon.model.progress import Epoch, Progress, left_words
+from dpmon.model.progress import Epoch, Progress, left_words, without_time
 from dpmon.store.answers import SMOOTHED
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, count_of, duration_words, group, percent
@@ -41,8 +41,9 @@ def _starts(facts: Facts) -> bool:
 
 
 def progress_in(facts: Facts) -> Progress:
-    """The progress of the process that represents the run."""
-    return Progress() if facts.process is None else facts.process.progress
+    """The progress of the process that represents the run; no time left where it does not go on."""
+    found = Progress() if facts.process is None else facts.process.progress
+    return found if facts.goes_on else without_time(found, "")
 
 
 def losses_in(facts: Facts) -> list[LossCurve]:

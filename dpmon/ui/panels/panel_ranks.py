@@ -140,10 +140,10 @@ def _notes(facts: Facts, found: Communication, width: int, room: int, ranks: int
 
     The sentence about a slow rank is short if the full one does not fit below all ranks.
     """
-    slow = facts.state.straggler
+    slow = facts.straggler
     most = max(room - 1, 0)
     rows: list[Row] = []
-    if reports_straggler(facts, look) and facts.view.zoom != "replicas":
+    if not facts.goes_on or (reports_straggler(facts, look) and facts.view.zoom != "replicas"):
         pass
     elif slow is not None:
         whole = lines(sentence(slow, lately=True), width, "wait")

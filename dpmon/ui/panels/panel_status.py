@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from dpmon.cleaning import clean
+from dpmon.model.finding import DATA_SHARE, MIN_STEPS, data_share
 from dpmon.model.found_in_time import LOSS_WORDS
 from dpmon.model.pace import Speed, speed
 from dpmon.model.progress import Progress, left_words
 from dpmon.model.stragglers import in_short
 from dpmon.record.schema import SPAN_PHASES
-from dpmon.stalls.run_state import STALLED, STARTING, WAITING_FOR_DATA
+from dpmon.stalls.run_state import EVALUATING, STALLED, STARTING, WAITING_FOR_DATA
 from dpmon.text.cells import cut, right, span_width, wrapped
-from dpmon.text.quantities import clock, compact, duration_words, group, minutes, within_words
+from dpmon.text.quantities import clock, compact, duration_words, group, minutes, percent, within_words
 from dpmon.ui.facts import READING, SECOND, Facts, Life, life, mode_words
 from dpmon.ui.look import Look
 from dpmon.ui.panels.panel_progress import loss_span, losses_in, of_batches, progress_in
@@ -63,7 +65,8 @@ def status(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
         sentence, *rest = wrapped(plain(_stalled(facts, look)), width - 2, 2, more)
         rows[1] = [(" ", ""), (sentence, "bad")]
         if message == _stalled(facts, look):
-            message = [(rest[0], "bad")] if rest else _warning(facts)
+            known = second if progress_in(facts).epoch is not None and not facts.over else []
+            message = [(rest[0], "bad")] if rest else _warning(facts) or known
     corner = _missed(facts)
     warned = bool(message) and message == _warning(facts)
     if warned and 1 + width_of(before) + width_of(message) + width_of(corner) > width:
@@ -99,9 +102,11 @@ def _first(facts: Facts, alive: Life, parts: Sequence[_Part], width: int, look: 
     brand = " dpmon  " if width >= _BRANDED else " "
     head: Row = [("FROZEN ", "wait")] if facts.view.frozen else []
     if facts.past is not None:
-        since = max(facts.past.now_ns - facts.now_ns, 0) / SECOND
-        ago = f"{since:.0f} s" if since < 59.5 else minutes(since)
-        head = [(f"at {clock(facts.now_ns)}, {ago} ago ", "wait")]
+        ago = ""
+        if facts.past.now_ns is not None:
+            since = max(facts.past.now_ns - facts.now_ns, 0) / SECOND
+            ago = f", {since:.0f} s ago" if since < 59.5 else f", {minutes(since)} ago"
+        head = [(f"at {clock(facts.now_ns)}{ago} ", "wait")]
     sign = {"good": look.glyphs.dot, "bad": look.glyphs.cross}.get(alive.style, look.glyphs.ring)
     sign = look.glyphs.square if alive.word == STALLED.upper() else sign
     state: Row = [*head, (f"{sign} {alive.word}", alive.style)]
@@ -156,6 +161,9 @@ def _figures(facts: Facts, look: Look) -> list[_Part]:
             left = f" {look.glyphs.middot} took {duration_words(found.epochs[-1].took_ns)}"
         timed = found.batches is not None and facts.stall is None
         parts = [_Part([*batches, (left.ljust(_room_for_left(found)), "")] if timed else batches, 2, batches)]
+    if found.epoch is not None and facts.goes_on and facts.run_state.word == EVALUATING:  # the rates are of training
+        own = replace(found, batch=found.evaluated, batches=found.evaluated_of)
+        return [_Part([*batches[:2], ("evaluating ", ""), (of_batches(own), "bold")], 2)]
     if facts.stall is not None and not facts.over:  # the rates are of the time before the stall
         return parts
     rates_shown = [(rates.samples_per_s, " samples/s", 4), (rates.steps_per_s, " steps/s", 9)]
@@ -188,8 +196,8 @@ def _missed(facts: Facts) -> Row:
 
 def reports_straggler(facts: Facts, look: Look) -> bool:
     """Whether the message is about a straggler, so that no panel has to repeat it."""
-    other = facts.stopping is not None or facts.over or answer(facts, look) or _warning(facts) or facts.state.unfit
-    return not other and facts.stall is None and facts.state.straggler is not None
+    other = facts.stopping is not None or answer(facts, look) or _warning(facts) or facts.state.unfit
+    return not other and facts.straggler is not None
 
 
 def _message(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) -> Row:
@@ -206,16 +214,16 @@ def _message(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) ->
     warned = _warning(facts)
     if warned:
         return warned
-    unfit = facts.state.unfit
-    if unfit is not None:
-        when = "" if unfit.step is None else f" in step {group(unfit.step)}"
-        rank = facts.state.processes[unfit.process].rank if unfit.process in facts.state.processes else None
-        who = "" if rank is None else f" of rank {rank}"
-        return [(f"the loss{who} was {LOSS_WORDS[repr(unfit.loss)]}{when} ({clean(unfit.place, 80)})", "bad")]
-    slow = facts.state.straggler
-    if slow is not None:  # see reports_straggler
-        return [(f"{look.glyphs.focus} ", "wait"), (in_short(slow), "")]
+    if facts.state.unfit is not None:
+        return _unfit(facts)
+    if facts.straggler is not None:  # see reports_straggler
+        return [(f"{look.glyphs.focus} ", "wait"), (in_short(facts.straggler), "")]
     process = facts.process
+    if facts.goes_on and process is not None and process.settled.steps >= MIN_STEPS:
+        share, who = data_share(process.settled), "" if process.rank is None else f"rank {process.rank} "
+        if share >= DATA_SHARE:
+            words = f"{who}waits for data: {percent(share)} of the time of its steps"
+            return [(f"{look.glyphs.focus} ", "wait"), (words, "")]
     rates = _speed(facts)
     if rates.reason not in (None, READING) and process is not None and process.last_step is not None:
         return [(rates.reason, "dim")]
@@ -246,12 +254,25 @@ def _warning(facts: Facts) -> Row:
     return [("warning: ", "wait"), (clean(warning.text, 300), "")]
 
 
+def _unfit(facts: Facts) -> Row:
+    """The first loss that was no finite number, as far as losses were read: about one in a second."""
+    unfit = facts.state.unfit
+    if unfit is None:
+        return []
+    when = "" if unfit.step is None else f", first seen in step {group(unfit.step)}"
+    rank = facts.state.processes[unfit.process].rank if unfit.process in facts.state.processes else None
+    who = "" if rank is None else f" of rank {rank}"
+    return [(f"the loss{who} was {LOSS_WORDS[repr(unfit.loss)]}{when} ({clean(unfit.place, 80)})", "bad")]
+
+
 def _afterwards(facts: Facts) -> Row:
     if facts.last_line:
         return [(facts.last_line, "bad")]
     if facts.ended is None:
         return [("the command is gone; its exit status was not recorded", "wait")]
-    return [("the run is over" if facts.playing is not None else "the run is over; this picture stays", "dim")]
+    return _unfit(facts) or [
+        ("the run is over" if facts.playing is not None else "the run is over; this picture stays", "dim")
+    ]
 
 
 def _next(facts: Facts, room: int, look: Look) -> Row:

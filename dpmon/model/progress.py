@@ -115,7 +115,7 @@ def progress_of(
     epochs = _epochs(loops, most, at_ns, batch)
     own: tuple[int | None, int | None] = (None, None)
     if last.evaluation and last.loop is not None:
-        own = last.batch, rows.loop_length(process, last.loop)
+        own = last.batch, rows.epoch_of(process, last.loop)[1]
     return Progress(process, now.epoch, batch, now.length, *times, at_ns, epochs, *own, absent)
 
 

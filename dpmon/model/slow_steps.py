@@ -33,6 +33,10 @@ class SlowStep(NamedTuple):
     """The phase that exceeds its median most, by its name on the screen; INPUT if waits for input explain it."""
     excess_ns: float
     """How much longer that phase was than its median."""
+    epoch: int | None = None
+    """Number of its epoch; None if unknown, as `batch` (batches used up to its end) and `batches` (of the loader)."""
+    batch: int | None = None
+    batches: int | None = None
 
     @property
     def end_ns(self) -> int:
@@ -118,4 +122,6 @@ def _slow_step(
     if waited and 2 * waited > longer:
         name, longer = INPUT, float(waited)
     phase = None if name is None or longer <= 0 else _SHOWN.get(name, name)
-    return SlowStep(row.process, rows.ranks.get(row.process), row.step, row.start_ns, row.wall_ns, phase, longer)
+    rank, (epoch, batches) = rows.ranks.get(row.process), rows.epoch_of(row.process, row.loop)
+    batch = row.batch if epoch is not None else None
+    return SlowStep(row.process, rank, row.step, row.start_ns, row.wall_ns, phase, longer, epoch, batch, batches)

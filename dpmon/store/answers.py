@@ -52,6 +52,10 @@ class SlowRow(NamedTuple):
     """Number of its last synchronised backward pass, the same on all ranks."""
     wait_ns: int | None
     """Its wait for the slowest rank."""
+    loop: int | None
+    """Number of the loop over a loader that its batches came from; None if from none."""
+    batch: int | None
+    """Number of batches of that loop that were used up to its end; None if unknown."""
     phases: Mapping[str, int]
     """ns by phase, also those of calls."""
 

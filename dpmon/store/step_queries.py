@@ -49,7 +49,17 @@ WHOLE_STEP = ", ".join(STEP_COLUMNS)
 _COUNTED = (*(quantity.name for quantity in QUANTITIES if quantity.name != "samples"), SYNC_NUMBER)
 _counts_of = itemgetter(*map(_AT.__getitem__, _COUNTED))
 _SLOW_COLUMNS = ", ".join(
-    ("process", "step", "start_ns", "wall_ns", SYNC_NUMBER, f"{WAIT}_ns", *(f"{phase.name}_ns" for phase in PHASES))
+    (
+        "process",
+        "step",
+        "start_ns",
+        "wall_ns",
+        SYNC_NUMBER,
+        f"{WAIT}_ns",
+        "loop",
+        "loop_batch",
+        *(f"{phase.name}_ns" for phase in PHASES),
+    )
 )
 """Columns of a step for a SlowRow."""
 _LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_ns", *_LONG_PHASES))
@@ -141,7 +151,7 @@ class Steps(Sums):
         names = [phase.name for phase in PHASES]
         return [
             SlowRow._make(
-                (*row[:6], {name: took for name, took in zip(names, row[6:], strict=False) if took is not None})
+                (*row[:8], {name: took for name, took in zip(names, row[8:], strict=False) if took is not None})
             )
             for row in self.query(query, (first_id, last_id, mode, begin_ns, most))
         ]
@@ -334,10 +344,10 @@ class Steps(Sums):
         )
         return [Loop(*row) for row in self.query(query, (process, self.until_ns, most))][::-1]
 
-    def loop_length(self, process: int, loop: int) -> int | None:
-        """Return the number of batches of the loader of a loop; None if unknown."""
-        found = self.query("SELECT length FROM loops WHERE process = ? AND loop = ?", (process, loop))
-        return next((length for (length,) in found), None)
+    def epoch_of(self, process: int, loop: int | None) -> tuple[int | None, int | None]:
+        """Return the epoch of a loop, and the number of batches of its loader; None if unknown."""
+        found = self.query("SELECT epoch, length FROM loops WHERE process = ? AND loop = ?", (process, loop))
+        return next(iter(found), (None, None))
 
     def loop_steps(self, process: int, loops: Sequence[int], most: int, one_in: int = 1) -> list[LoopStep]:
         """Return the newest steps of some loops, the newest first: one in `one_in`, of the newest rows."""

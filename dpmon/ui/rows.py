@@ -144,7 +144,10 @@ def box(
     """
     if height <= 1 or width < 8:
         mark = glyphs.focus if focused else " "
-        return [fit([(mark, "frame.focus"), *title, ("  ", ""), *corner], width, glyphs.more)][:height]
+        number: Row = [("  ", ""), *corner] if corner else []
+        forms = ([*title, *number], [*title[:1], *number], title[:1])  # a number is never cut
+        shown = next((form for form in forms if width_of(form) + 2 <= width), title[:1])
+        return [fit([(mark, "frame.focus"), *shown], width, glyphs.more)][:height]
     style = "frame.focus" if focused else "frame"
     tl, tr, bl, br, line, side = glyphs.frame
     mark = glyphs.focus if focused else " "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import NamedTuple
 
 from dpmon.model.devices import HISTORY_S
@@ -230,35 +230,55 @@ def _of_part(modes: Mapping[str, Column], before: str) -> Column:
 class _AxisCells:
     """The cells of the row below a chart while words are put on it."""
 
-    def __init__(self, kinds: Sequence[tuple[str, str]], line: str) -> None:
-        self.line = line
+    def __init__(self, kinds: Sequence[tuple[str, str]], line: str, change: str) -> None:
+        self.line, self.change = line, change
         self.cells = [(line if name else " ", style) for name, style in kinds]
 
     def free(self, at: int, count: int) -> bool:
         """Whether cells have no word, mark or gap yet."""
         return at >= 0 and [sign for sign, _ in self.cells[at : at + count]] == [self.line] * count
 
+    def apart(self, at: int, count: int) -> bool:
+        """Whether no other word stands directly beside a word in these cells."""
+        beside = self.cells[max(at - 1, 0) : at] + self.cells[at + count : at + count + 1]
+        return all(sign in (self.line, " ", self.change) for sign, _ in beside)
+
+    def put_over(self, text: str, at: int, style: str) -> None:
+        """Put a text over others: those that it cuts or touches go."""
+        end, free = at + len(text), (self.line, " ", self.change)
+        separate = text[0] == " " and (at >= len(self.cells) or self.cells[at][0] in free)
+        left = [] if separate or at > len(self.cells) else [*reversed(self.cells[:at])]
+        for step, beside in ((-1, left), (1, self.cells[end:])):
+            word = list(takewhile(lambda cell: cell[0] not in free, beside))
+            for index, (_, kept) in enumerate(word):
+                self.cells[(at - 1 if step < 0 else end) + step * index] = (self.line, kept)
+        self.put(text, at, style)
+
     def put(self, text: str, at: int, style: str) -> None:
         """Put a text on the line; the line becomes longer if necessary."""
         self.cells += [(" ", "")] * (at + len(text) - len(self.cells))
         self.cells[at : at + len(text)] = [(sign, style) for sign in text]
 
-    def name(self, begin: int, end: int, name: str, style: str, change: str) -> None:
+    def name(self, begin: int, end: int, name: str, style: str) -> None:
         """Put the name of the cells from `begin` to `end` where there is room, after a mark at `begin`."""
         inner, short = begin + (begin > 0), _SHORT.get(name, name)
         name = short if len(short) <= end - inner < len(name) else name
         left = end - len(name) - 1
         if begin and self.free(begin, 1):
-            self.put(change, begin, style)
+            self.put(self.change, begin, style)
         for at in range(inner, end - len(name) + 1):
-            if self.free(at, len(name)) and (at == inner or self.cells[at - 1][0] in (self.line, " ")):
+            known = at == inner or self.cells[at - 1][0] in (self.line, " ")
+            if known and self.free(at, len(name)) and self.apart(at, len(name)):
                 ends = at + len(name) < end and self.free(at + len(name), 1)
                 self.put(f"{name} " if ends else name, at, style)
                 return
         if not style.startswith("mode.") and self.free(left - 1, begin - left + 1) and self.free(inner, end - inner):
-            self.put(change + name, left, style)  # the name ends below its columns
+            if self.apart(left, end - left):
+                self.put(self.change + name, left, style)  # the name ends below its columns
         elif inner < end and self.free(inner, 1):
-            self.put(name[: end - inner] if self.free(inner, end - inner) else name[0], inner, style)
+            short = name[: end - inner] if self.free(inner, end - inner) else name[0]
+            if self.apart(inner, len(short)):
+                self.put(short, inner, style)
 
 
 def axis_row(
@@ -292,37 +312,43 @@ def axis_row(
             continue
         for cell in range(max(first, 0), min(max(axis.cell(mark.end_ns // SECOND, width), first + 1), len(kinds))):
             kinds[cell] = (mark.word, _STYLES[mark.kind])
-    line = _AxisCells(kinds, look.glyphs.frame[4])
+    line = _AxisCells(kinds, look.glyphs.frame[4], look.glyphs.frame[5])
     for at, mark in events:
-        if line.free(at, len(mark.word)):
+        if line.free(at, len(mark.word)) and line.apart(at, len(mark.word)):
             text = f"{mark.word} " if line.free(at, len(mark.word) + 1) else mark.word
             line.put(text, at, _STYLES[mark.kind])
-    last = len(kinds) - next((sum(1 for _ in run) for _, run in groupby(reversed(kinds))), 0)
-    _put_end(line, axis, picture.places, width, word, len(kinds) - last - len(kinds[-1][0]) - 2 if kinds else 0)
     if cursor_ns is not None:
         at = min(max(axis.cell(cursor_ns // SECOND, width), 0), width - 1)
         text, pointer = clock(cursor_ns).removeprefix("00:"), look.glyphs.cut_top
         fits = at + len(text) < width
-        line.put(pointer + text if fits else text + pointer, at if fits else at - len(text), "found")
+        line.put_over(pointer + text if fits else text + pointer, at if fits else at - len(text), "found")
+    last = len(kinds) - next((sum(1 for _ in run) for _, run in groupby(reversed(kinds))), 0)
+    room = len(kinds) - last - len(kinds[-1][0]) - 2 if kinds else 0
+    _put_end(line, axis, picture.places, width, word, len(kinds), room)
     end, before = 0, ""
     for (name, style), run in groupby(kinds):
         begin, end = end, end + sum(1 for _ in run)
         if name not in ("", before):
-            line.name(begin, end, name, style, look.glyphs.frame[5])
+            line.name(begin, end, name, style)
         before = name or before
     row = merged(line.cells)
     return [*row, (" " * (width - width_of(row)), "")]
 
 
-def _put_end(line: _AxisCells, axis: TimeAxis, places: int, width: int, word: str, room: int) -> None:
-    """Put the time of the newest column below it, if `room` cells are enough, else beside it."""
+def _put_end(line: _AxisCells, axis: TimeAxis, places: int, width: int, word: str, drawn: int, room: int) -> None:
+    """Put the time of the newest column, which ends at the cell `drawn`, below it, if `room` cells are enough.
+
+    Else it stands beside it, and over other words but the cursor's where there is no room.
+    """
     each = (axis.end_s - axis.begin_s) / places
     short = clock(axis.now_s * SECOND).removeprefix("00:")
     texts = [f"{duration(each * SECOND)} a column  {word}{short}"] if each >= 2 else []
-    drawn = len(line.cells)
     for text in (*texts, word + short, short):
-        if len(text) < room:
-            line.put(f" {text}", drawn - len(text) - 1, "dim")
+        at = drawn - len(text) - 1
+        if len(text) < room and at >= 0 and {sign for sign, _ in line.cells[at:]} <= {line.line, " "}:
+            line.put(f" {text}", at, "dim")
             return
     text = next((text for text in (f" {word}{short}", f" {short}") if drawn + len(text) <= width), f" {short}")
-    line.put(text, min(drawn, width - len(text)), "dim")
+    at = min(drawn, width - len(text))
+    if not any(style == "found" for _, style in line.cells[max(at, 0) :]):
+        line.put_over(text, at, "dim")

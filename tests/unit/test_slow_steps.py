@@ -14,7 +14,7 @@ from synthetic import SECOND
 from dpmon.model.announced import Announced
 from dpmon.model.slow_steps import SlowStepReader, SlowSteps
 from dpmon.model.uneven import INPUT
-from dpmon.record.kinds import Event, Step
+from dpmon.record.kinds import Batches, Event, Step
 from dpmon.record.schema import SETTLING_STEPS
 from dpmon.store.figures import Window
 from dpmon.store.queries import Store
@@ -137,3 +137,21 @@ async def test_a_step_is_chosen_and_the_picture_goes_there(tmp_path: Path) -> No
         assert process.last_step.step == second.step
         await on.press("escape")
         await on.shows("step 200")
+
+
+def test_a_step_of_an_epoch_says_which_batch_it_used() -> None:
+    def of_epochs(step: Step) -> Step:
+        return step._replace(batches=Batches((step.step - 1) // 50, 1, 50, 1))
+
+    made = [of_epochs(step) for step in steps()]
+    found = found_in(made, most=4)
+    assert [(one.step, one.epoch, one.batch, one.batches) for one in found.steps] == [
+        (40, 1, 40, 50), (70, 2, 20, 50), (71, 2, 21, 50), (90, 2, 40, 50),
+    ]  # fmt: skip
+    rows = rows_text(step_rows(found, 76, LOOK))
+    assert rows[0].endswith("batch")
+    assert [row.split()[-2:] for row in rows_text(step_rows(found, 59, LOOK))[1:]] == [
+        ["e1", "40/50"], ["e2", "20/50"], ["e2", "21/50"], ["e2", "40/50"],
+    ]  # fmt: skip
+    assert not any("e2" in row for row in rows_text(step_rows(found, 58, LOOK))), "there is no room"
+    assert {one.epoch for one in found_in(steps()).steps} == {None}

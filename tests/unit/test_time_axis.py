@@ -113,3 +113,42 @@ def test_the_histories_of_an_earlier_time_are_those_of_the_present() -> None:
     assert focused(looked).last_step == focused(then).last_step
     assert moved(looked, 1) == looked.now_ns + SECOND
     assert INFO is looked.info
+
+
+WORDS = {"single", "evaluation", "eval", "dp", "stalled", "paused", "now", "01:05"}
+
+
+@pytest.mark.parametrize("look", [LOOK, MONO_ASCII])
+@pytest.mark.parametrize("width", [20, 33, 47, 60, 120])
+def test_two_words_never_run_together_and_none_is_cut_by_another(width: int, look: Look) -> None:
+    """Each word below a history is whole, with a blank, a line or a change of mode on both sides."""
+    for begin in range(12, 64, 3):
+        for length in (4, 11, 12, 25):
+            columns = [column(at, evaluation=begin <= at < begin + length) for at in range(10, 66)]
+            marks = [epoch_at(begin + length, 2), epoch_at(begin + length + 2, 3), epoch_at(63, 14)]
+            for cursor_s in (None, begin, begin + length - 5, 58, 64):
+                text = drawn(columns, *marks, width=width, look=look, cursor_s=cursor_s)
+                pointer, shown = (
+                    look.glyphs.cut_top,
+                    "" if cursor_s is None else f"{cursor_s // 60:02}:{cursor_s % 60:02}",
+                )
+                known = WORDS | {"e2", "e3", "e14", f"{pointer}{shown}", f"{shown}{pointer}"}
+                for sign in (look.glyphs.frame[4], look.glyphs.frame[5]):
+                    text = text.replace(sign, " ")
+                cut = {"single"[:n] for n in range(1, 6)} | {"eval"[:n] for n in range(1, 4)}
+                assert set(text.split()) <= known | cut | {f"{n}" for n in range(2, 9)} | {"s", "a", "column"}, text
+                assert cursor_s is None or pointer in text
+
+
+def test_the_word_of_an_evaluation_leaves_a_cell_before_a_new_epoch() -> None:
+    columns = [column(at, evaluation=20 <= at < 31) for at in range(10, 66)]
+    text = drawn(columns, epoch_at(31, 2))
+    assert "e2 single" in text
+    assert "evaluatione2" not in text
+
+
+def test_the_time_gives_way_to_the_cursor() -> None:
+    columns = [column(at) for at in range(10, 66)]
+    text = drawn(columns, cursor_s=58)
+    assert "▲00:58" in text
+    assert "ow 01:05" not in text

@@ -88,6 +88,15 @@ def test_a_frame_says_what_it_left_out() -> None:
     assert {width_of(row) for row in rows} == {30}
     folded = box([("Title", "")], [("42 %", "")], [], 30, 1, UNICODE)
     assert plain(folded[0]).split() == ["Title", "42", "%"]
+    title = [("1 Devices", ""), (" · host", "")]
+    for width in range(8, 40):
+        (row,) = box(title, [("cpu 100 %", "")], [], width, 1, UNICODE)
+        assert width_of(row) == width
+        text = plain(row).rstrip()
+        assert "cpu" not in text or text.endswith("cpu 100 %"), "the whole number, or none"
+        assert width < 11 or text.startswith(" 1 Devices")
+        assert ("cpu" in text) == (width >= 22)
+        assert not text or width < 12 or plain(row).endswith(" "), "the next title does not touch it"
 
 
 def test_bars_and_lines() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpmon.model.slow_steps import SlowSteps
+from dpmon.model.slow_steps import SlowStep, SlowSteps
 from dpmon.model.uneven import INPUT, WAITING_TEXT
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, duration, group
@@ -13,13 +13,25 @@ from dpmon.ui.rows import Row, width_of
 _LEAST_BAR = 8
 
 
+def _place(step: SlowStep) -> str:
+    """Epoch and batch of a step in short: "e2 1/200"; empty if unknown."""
+    if step.epoch is None or step.batch is None:
+        return ""
+    whole = "" if step.batches is None else f"/{group(step.batches)}"
+    return f"e{step.epoch} {group(step.batch)}{whole}"
+
+
 def step_rows(found: SlowSteps, width: int, look: Look) -> list[Row]:
     """A heading, and a row of `width` cells for each step: when, how long, and which phase was how much longer."""
     ranks = any(step.rank is not None for step in found.steps)
+    places = [_place(step) for step in found.steps]
+    size = max(map(len, places), default=0)
+    size = size if 49 + 7 * ranks + 2 + size <= width else 0
     head: Row = [("    step     when   length  longer than usual in".ljust(49), "dim"), ("   rank" * ranks, "dim")]
+    head += [("  " + ("epoch, batch" if size >= 12 else "batch").ljust(size), "dim")] if size else []
     rows: list[Row] = [head]
     longest = max((step.wall_ns for step in found.steps), default=1)
-    for step in found.steps:
+    for step, place in zip(found.steps, places, strict=True):
         word = WAITING_TEXT if step.phase == INPUT else step.phase or "no single phase"
         more = f" +{duration(step.excess_ns)}" if step.phase is not None else ""
         row: Row = [
@@ -30,6 +42,8 @@ def step_rows(found: SlowSteps, width: int, look: Look) -> list[Row]:
         ]
         if ranks:
             row.append((right("" if step.rank is None else str(step.rank), 7), ""))
+        if size:
+            row.append(("  " + place.ljust(size), "dim"))
         room = width - width_of(row) - 2
         if room >= _LEAST_BAR:
             part = step.excess_ns / longest

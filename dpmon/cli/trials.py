@@ -1,7 +1,7 @@
-"""`dpmon try`: short runs of a script, one after the other, that show what a change can bring.
+"""`dpmon try`: short runs of a script, one after the other, that measure what a change brings.
 
-Each trial changes one thing of the command. Its runs alternate with runs of the unchanged command, so that a change of
-the machine's load meets both.
+Each trial changes one thing in the command. Its runs alternate with runs of the unchanged command, so that a change of
+the machine's load affects both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dpmon.text.quantities import UNKNOWN, count_of, percent
 SCHEMA = 1
 """Version of the JSON."""
 REPLAYED = 8
-"""Batches of each loader that are loaded, and then given again and again."""
+"""Batches of each loader that are loaded and then repeated."""
 _LOOK_S = 0.2
 _RANKS = re.compile(r"--nproc[-_]per[-_]node(=|$)")
 _THREADS = "threads-"
@@ -65,7 +65,7 @@ class Trial(NamedTuple):
     """OMP_NUM_THREADS."""
     figure: str = "step"
     saves: float | None = None
-    """The share of the steps' time (0 to 1) that the change saves at most; None if no bound is known."""
+    """The largest share of the steps' time (0 to 1) that the change can save; None if no bound is known."""
 
 
 def try_changes(options: argparse.Namespace) -> int:
@@ -115,7 +115,7 @@ def try_changes(options: argparse.Namespace) -> int:
 
 
 def _leave(number: int, _: object) -> None:
-    """End as by this signal, after the run in progress has been stopped."""
+    """End with the status of this signal. The run in progress is stopped on the way."""
     raise SystemExit(128 + number)
 
 
@@ -159,7 +159,7 @@ class _Bench:
             time.sleep(_LOOK_S)
 
     def _check(self, directory: Path) -> None:
-        """Say if a run has ended with fewer steps; RunError if the command has failed."""
+        """Print a line if a run has fewer steps than asked for; RunError if the command has failed."""
         info = load_info(directory)
         how, steps = run_state(directory, info)[1], _steps(directory)
         if how is not None and how.status and not how.stopped:
@@ -172,14 +172,14 @@ class _Bench:
 
 
 def _steps(directory: Path) -> int:
-    """The number of steps so far of the process that is furthest."""
+    """The largest number of steps of a process so far."""
     with suppress(HistoryError, RunError), open_store(directory) as store:
         return max((ring.last_step or 0 for ring in store.rings.values()), default=0)
     return 0
 
 
 def _stop(name: str) -> None:
-    """Stop the run of this name, if there is one, also if the command that started it was interrupted."""
+    """Stop the run of this name, if there is one. The command that started it may have been interrupted."""
     with suppress(RunError):
         directory = find_run(name)
         for _ in stop_run(directory):
@@ -190,9 +190,9 @@ def _stop(name: str) -> None:
 def plan(
     facts: RunFacts, words: tuple[str, ...], threads: str | None, counts: Sequence[int] = ()
 ) -> tuple[list[Trial], dict[str, str]]:
-    """The trials that make sense for a run, and why the others do not, by name.
+    """The trials that make sense for a run, and by name why the others do not.
 
-    `threads`: OMP_NUM_THREADS. `counts`: numbers of threads that the user asks for.
+    `threads`: the current OMP_NUM_THREADS. `counts`: further numbers of threads to try.
     """
     found: list[Trial] = []
     absent: dict[str, str] = {}
@@ -224,7 +224,7 @@ def plan(
 
 
 def _one_rank(words: Sequence[str]) -> tuple[str, ...] | None:
-    """The command of a launcher with one rank; None if it does not name a number of ranks."""
+    """The launcher's command with one rank; None if it has no option for the number of ranks."""
     for at, word in enumerate(words):
         if _RANKS.match(word):
             name, sign, _ = word.partition("=")
@@ -251,7 +251,7 @@ class Result(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What the trial changes, and how sure its result is."""
+        """What the trial changes, and the interval of its result."""
         row = self.row
         if row is None or row.change is None or row.change.least is None:
             sure = f"no interval: {'this figure is unknown in its runs' if row is None else row.missing}"

@@ -1,8 +1,7 @@
 """Judges a comparison of runs by thresholds: the text, the JSON and the exit status come from these judgements. Pure.
 
-Slower: the ratio is above the threshold, and certainly above 1 (its lower 95 % bound is). Not slower: the ratio is
-certainly below the threshold (its upper 95 % bound is). Anything else is inconclusive: a small number of runs never
-passes by showing nothing.
+Slower: the ratio is above the threshold, and its lower 95 % bound is above 1. Not slower: the upper 95 % bound of the
+ratio is below the threshold. Anything else is inconclusive: a few runs that show nothing do not pass.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Judgement(NamedTuple):
 
 
 def judge(found: RunComparison, threshold: Threshold, *, anyway: bool = False) -> Judgement:
-    """Judge one figure. `anyway`: also of runs that are not comparable."""
+    """Judge one figure. `anyway`: also if the runs are not comparable."""
     name = threshold.figure
     if name == "memory" and name not in found.compared:
         name = "host_memory"

@@ -1,9 +1,9 @@
-"""Compares runs: what each figure was on both sides, how it changed, and which phase explains most of it. Pure.
+"""Compares runs: each figure on both sides, how it changed, and which phase explains most of the change. Pure.
 
-With one run on each side, the stretches of the two runs are compared, so the interval is that of these two runs only:
-it does not include how much equal runs differ from each other. With several runs on a side, each run counts as one
-value, its median. Steps of one kind are compared, as for dp and single. The settling steps, and the stretches with a
-pause or a stall, are left out.
+With one run on each side, stretches of the two runs are compared. The interval is then about these two runs only: it
+does not include how much equal runs differ. With several runs on a side, each run counts as one value, its median. Only
+steps of one kind are compared, as for dp and single. Settling steps, and stretches with a pause or a stall, are left
+out.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from dpmon.text.quantities import UNKNOWN, count_of, percent, times
 
 SIDES = ("A", "B")
 NOT_COMPARABLE = ("arguments", "mode", "ranks", "devices", "hardware", "samples a step")
-"""Differences with which a threshold does not judge runs."""
+"""Runs that differ in one of these are not judged by a threshold."""
 MEASURED: Mapping[str, tuple[float, Callable[[float], str]]] = {
     "clock of the GPUs": (30.0, "{:.0f} MHz".format),
     "throttled": (0.05, percent),
     "processors busy with other work": (0.5, "{:.1f}".format),
 }
-"""Conditions that were measured: the smallest difference to show, and its words."""
+"""Measured conditions: the smallest difference to show, and how to write a value."""
 
 
 class ComparedFigure(NamedTuple):
@@ -66,9 +66,9 @@ class RunComparison:
     missing: str | None
     """Why steps are not compared."""
     differences: Sequence[tuple[str, str, str]]
-    """What differs, and how it is on both sides."""
+    """What differs, and its value on both sides."""
     compared: Mapping[str, ComparedFigure]
-    """By name, those of STEP_FIGURES and RUN_FIGURES that are known on a side."""
+    """By name: the figures of STEP_FIGURES and RUN_FIGURES that are known of a run."""
     reason: tuple[str, float | None, float | None] | None
     """The phase that changed most in the direction of the step, with its time (ns) on both sides."""
 
@@ -78,7 +78,7 @@ class RunComparison:
         return len(self.sides[0]) == len(self.sides[1]) == 1
 
     def spread(self, side: int) -> float | None:
-        """How much slower the slowest run of a side is than its fastest (0.02: 2 %); None for a single run."""
+        """How much slower the slowest run of a side is than its fastest one (0.02: 2 %); None for a single run."""
         step = self.compared.get(STEP)
         known = [value for value in step.values[side] if value] if step is not None else []
         return max(known) / min(known) - 1 if len(known) > 1 else None
@@ -116,7 +116,7 @@ def known_figures(
 
 
 def differences(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) -> list[tuple[str, str, str]]:
-    """What differs between two sides, and how it is on each."""
+    """What differs between two sides, and its value on each."""
     found = []
     for what in before[0].set_up:
         sides = [dict.fromkeys(value for one in side if (value := one.set_up[what])) for side in (before, after)]
@@ -151,7 +151,7 @@ def _compared(
     medians: Sequence[Sequence[float]] | None,
     stretch_s: int | None,
 ) -> ComparedFigure:
-    """`medians`: the values to compare, if they are medians of runs, or of stretches of `stretch_s` of single runs."""
+    """`medians`: the values to compare, if they are medians: of runs, or of stretches of `stretch_s` seconds."""
     for side, each in zip(SIDES, values, strict=True):
         unknown = sum(value is None for value in each)
         if unknown:
@@ -234,7 +234,7 @@ def sentence(found: RunComparison) -> str:
 
 
 def times_of(found: RunComparison) -> str:
-    """The time of a step on both sides, how sure its change is, and where most of it is; without a verdict."""
+    """The time of a step on both sides, its change with the interval, and the phase with most of it; no verdict."""
     step = found.compared.get(STEP)
     if step is None or step.change is None:
         return ""
@@ -254,7 +254,7 @@ def times_of(found: RunComparison) -> str:
 
 
 def scope(found: RunComparison) -> list[str]:
-    """For what the interval speaks, and how much equal runs differ."""
+    """Which runs the interval is about, and how much equal runs differ."""
     if found.pair:
         return [
             "One run on each side: this speaks for this pair only. Equal runs differ from each other, and the interval"

@@ -1,10 +1,10 @@
-"""The ratio between two small groups of values, with its interval: of runs, or of stretches of one run. Pure.
+"""The ratio between two small groups of values (of runs, or of stretches of one run) with its interval. Pure.
 
-The ratio is the estimate of Hodges and Lehmann: the median of the ratios of all pairs. Its interval inverts the
-Mann-Whitney test, which is a permutation test of ranks: exact for any distribution that differs only by this ratio, and
-hardly moved by a value that is far off. Groups of unequal sizes that also spread unequally give more false alarms.
-Stretches of one run depend on each other. The correlation of neighbours, as it shows in the stretches themselves,
-widens the interval: the variance of a mean of such a series is (1 + r) / (1 - r) times as large.
+The ratio is the Hodges-Lehmann estimate: the median of the ratios of all pairs. Its interval inverts the Mann-Whitney
+test, which is a permutation test of ranks. It is exact if the two distributions differ only by this ratio, and one
+outlier hardly moves it. Groups of unequal sizes that also spread unequally give more false alarms. Stretches of one run
+are correlated. The interval is widened by the correlation of neighbours: it makes the variance of a mean of such a
+series (1 + r) / (1 - r) times as large.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import NamedTuple
 from dpmon.store.quantiles import RELATIVE_WIDTH
 
 DOUBT = 0.05
-"""Chance that an interval misses the truth: half of it on each side, or all of it at a single bound."""
+"""Chance that an interval misses the true ratio: half on each side, or all of it at a one-sided bound."""
 _MOST_CORRELATED = 0.8
-"""Stretches that depend on each other more than this are too few to tell how much."""
+"""Largest correlation of neighbours: the stretches are too few to measure a larger one."""
 
 
 class Change(NamedTuple):
@@ -33,11 +33,11 @@ class Change(NamedTuple):
     """The 95 % interval."""
     least: float | None = None
     most: float | None = None
-    """Bounds of which each alone holds with 95 %: the ratio is at least `least`, and it is at most `most`."""
+    """One-sided 95 % bounds: the ratio is at least `least`; the ratio is at most `most`."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval, or without it that of 90 % between the single bounds."""
+        """The 95 % interval, or without it the 90 % interval between the one-sided bounds."""
         for low, high in ((self.low, self.high), (self.least, self.most)):
             if low is not None and high is not None:
                 return low, high
@@ -45,7 +45,7 @@ class Change(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """1 or -1 if the interval lies above or below a ratio of 1; 0 if it includes it, or is unknown."""
+        """1 if the interval lies above a ratio of 1, -1 if below; 0 if it includes 1 or is unknown."""
         low, high = self.interval or (1.0, 1.0)
         return (low > 1) - (high < 1)
 
@@ -70,12 +70,12 @@ def change(before: Sequence[float], after: Sequence[float], *, in_order: bool = 
 
 
 def least_chance(before: int, after: int) -> float:
-    """The chance that the largest values of equal groups are all on one given side: no test of ranks says more."""
+    """The smallest chance in a test of ranks: that all values of one group are larger than those of an equal group."""
     return 1 / comb(before + after, before)
 
 
 def _outside(before: int, after: int, doubt: float, spread: float) -> int:
-    """How many of the sorted differences lie outside an interval on each side, and 1: its end is there; 0: no end."""
+    """The place, from 1, of each end of an interval in the sorted differences, from outside; 0: no end."""
     chances = _chances(before, after)
     outside = sum(chance <= doubt for chance in chances)
     if spread > 1 and outside:
@@ -87,7 +87,7 @@ def _outside(before: int, after: int, doubt: float, spread: float) -> int:
 
 @lru_cache(64)
 def _chances(before: int, after: int) -> list[float]:
-    """The chance, for equal groups, that at most 0, 1, 2 ... pairs have the larger value before."""
+    """The chance, for equal groups, that the value before is the larger one in at most 0, 1, 2 ... pairs."""
     pairs = before * after
     ways = [1] + [0] * pairs  # coefficients of the Gaussian binomial
     for one in range(1, before + 1):
@@ -102,7 +102,7 @@ def _dependence(before: Sequence[float], after: Sequence[float]) -> float:
     """The factor (at least 1) by which the correlation of neighbours increases the variance of a mean."""
     count = (len(before) + len(after)) / 2
     correlated = sum(_correlation(series) * len(series) for series in (before, after)) / count / 2
-    # Without its bias (Marriott and Pope, 1954).
+    # Corrects the bias of the estimate (Marriott and Pope, 1954).
     correlated = (correlated + 1 / count) / max(1 - 4 / count, 0.5)
     correlated = min(max(correlated, 0.0), _MOST_CORRELATED)
     return (1 + correlated) / (1 - correlated)

@@ -1,7 +1,7 @@
 """The losses of a process over time: one curve for each line of the script that calls backward. Pure.
 
-A line of a GAN's discriminator and one of its generator have a curve each. In a library's training loop (transformers,
-Lightning) it is the library's line. A curve has at most one value a second, so a step may lie between two values.
+A GAN has a curve for its discriminator and one for its generator. With a library (transformers, Lightning), the line is
+in the library. A curve has at most one value a second, so many steps have no value.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class LossCurve:
     place: str
     """File and line, such as "train.py:88"."""
     points: tuple[LossBin, ...] = ()
-    """The values in stretches of equal duration, oldest first; a stretch without a value is left out."""
+    """One for each stretch of `point_s` seconds with a value, oldest first."""
     point_s: int = 1
-    """Seconds per point."""
+    """Duration of a point."""
     last: float | None = None
     """The newest value, which may be NaN or infinite; None if there is none: see `why`."""
     smoothed: float | None = None
@@ -39,9 +39,9 @@ class LossCurve:
 
 
 def loss_curves(store: Store, process: int, begin_s: int, end_s: int, width_s: int) -> tuple[LossCurve, ...]:
-    """The curves of a process, in order of their first value. Their points lie between two times (s).
+    """The curves of a process between two times (s), in order of their first value.
 
-    A point covers `width_s` seconds from a multiple of this number on, as a column of the history does.
+    A point covers `width_s` seconds and starts at a multiple of it, as a column of the history does.
     """
     places = store.loss_places(process)
     read = {place for place, why in places.values() if why is None}

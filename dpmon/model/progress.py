@@ -1,7 +1,6 @@
-"""Where the training of a process is: its epoch, batch n of N, and the time left in the epoch. Pure.
+"""How far the training of a process is: its epoch, batch n of N, and the time left in the epoch. Pure.
 
-An epoch is a loop over a DataLoader with training steps (dpmon.store.loops). How many epochs there will be is not
-guessed.
+An epoch is a loop over a DataLoader with training steps (dpmon.store.loops). The number of epochs to come is unknown.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ class Epoch(NamedTuple):
     """A loop over a loader with training steps; ns since the run's start."""
 
     epoch: int
-    """Its number, from 1: of the loops over the same dataset."""
+    """Its number, from 1, among the epochs over the same dataset."""
     begin_ns: int
     end_ns: int
     """End of its last batch so far."""
     batches: int | None
-    """Batches that its steps have used; None until it is known how far the loop reads ahead."""
+    """Batches that its steps have used; None until it is known how many batches the loop prefetches."""
     length: int | None
     """Batches of the loader; None if unknown."""
     evaluation_ns: int | None
@@ -55,7 +54,7 @@ class Epoch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where the training of a process is. `absent` has reasons for None, by the name in JSON."""
+    """How far the training of a process is. `absent` has the reason for each None, by the name in JSON."""
 
     process: int = 0
     epoch: int | None = None
@@ -120,7 +119,7 @@ def progress_of(
 
 
 def without_time(progress: Progress, why: str) -> Progress:
-    """The progress without the time left, which holds only while steps follow each other; `why`: the reason."""
+    """The progress without the time left, which is valid only while steps go on; `why`: the reason."""
     if progress.left_ns is None:
         return progress
     absent = {**progress.absent, **dict.fromkeys(("left_s", "error_s"), why)}

@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
 MOST_READ = 4000
-"""Most tallies to read: more ranks or a longer time are read in wider stretches."""
+"""Most tallies to read. For more ranks or a longer time, the stretches are wider."""
 _OPEN_S = 5
-"""Stretches of this many seconds before the newest step are read again: steps may still be added to them."""
+"""Stretches in the last seconds are read again, because steps may still be added to them."""
 
 
 class RankWaits(NamedTuple):
-    """For each stretch of time, how much longer the others waited than each rank: as a part of its step, 0 to 1.
+    """How much longer the others waited than each rank, in each stretch of time: as a share of its step, 0 to 1.
 
-    The others: their median, as for a straggler (dpmon.model.stragglers). 0: they did not wait for this rank.
+    The wait of the others is their median, as for a straggler (dpmon.model.stragglers). 0: they did not wait for it.
     """
 
     width_s: int = 1
     """Length of a stretch."""
     shares: Mapping[int, Mapping[int, float]] = {}
-    """By rank and start of the stretch (s); without those whose waits are unknown."""
+    """By rank and start of the stretch (s). Stretches with unknown waits are left out."""
 
 
 @dataclass(slots=True)
 class RankWaitReader:
-    """Reads the waits of ranks, and caches the stretches that can no longer change."""
+    """Reads the waits of ranks, and caches the stretches that no longer change."""
 
     _of: tuple[object, ...] = ()
     _closed: dict[int, dict[int, float]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class RankWaitReader:
 
 
 def _shares(rows: Store, ranks: Mapping[int, int], begin_s: int, end_s: int, width: int) -> dict[int, dict[int, float]]:
-    """How long the others waited, by stretch and rank, in training steps with known waits."""
+    """The shares by stretch and rank, of training steps with known waits."""
     sums: dict[int, dict[int, list[int]]] = {}
     read = rows.tally_rows(begin_s, end_s, process=tuple(ranks), sketches=False, widest=width, series=(STEP, WAIT))
     for start, _, key, tally in read:

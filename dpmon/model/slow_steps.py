@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
 _SPARE = 4
-"""Times as many steps are kept as are shown: when the longest leave the range, others are there."""
+"""How many times as many steps are kept as shown: they replace the longest steps when these leave the range."""
 _LATE = 4096
-"""Ids that are read again: the rows of one synchronised pass arrive one after the other."""
+"""Ids to read again, because the rows of a synchronised pass arrive one after the other."""
 _SHOWN = {**{phase.name: phase.shown for phase in PHASES}, REST: "forward"}
 
 
 class SlowStep(NamedTuple):
-    """A long step; of the steps of a synchronised pass, that of the rank that the others waited for."""
+    """A long step. Of a synchronised pass, it is the step of the rank that the others waited for."""
 
     process: int
     rank: int | None
@@ -30,13 +30,15 @@ class SlowStep(NamedTuple):
     start_ns: int
     wall_ns: int
     phase: str | None
-    """The phase that exceeds its median most, by its name on the screen; INPUT if waits for input explain it."""
+    """Screen name of the phase that exceeds its median most; INPUT if waits for input explain most of it."""
     excess_ns: float
     """How much longer that phase was than its median."""
     epoch: int | None = None
-    """Number of its epoch; None if unknown, as `batch` (batches used up to its end) and `batches` (of the loader)."""
+    """Number of its epoch; None if unknown."""
     batch: int | None = None
+    """Batches used up to its end; None if unknown."""
     batches: int | None = None
+    """Batches of the loader; None if unknown."""
 
     @property
     def end_ns(self) -> int:
@@ -49,15 +51,15 @@ class SlowSteps(NamedTuple):
 
     steps: tuple[SlowStep, ...] = ()
     since_ns: int | None = None
-    """The start of the oldest step that was looked at, if older ones of the range were deleted or left out."""
+    """The start of the oldest step that was read, if older steps of the range were deleted or left out."""
 
 
 @dataclass(slots=True)
 class SlowStepReader:
-    """Reads the longest steps, and keeps them: the next picture reads only the steps since then."""
+    """Reads the longest steps and keeps them, so that the next picture reads only newer steps."""
 
     bound: int | None = None
-    """Most ids to look at; None: all."""
+    """Most ids to read; None: all."""
     _of: object = None
     _kept: dict[object, SlowRow] = field(default_factory=dict)
     """By the number of the synchronised pass, or by process and step."""
@@ -78,7 +80,8 @@ class SlowStepReader:
     ) -> SlowSteps:
         """At most `most` steps of processes that train together, from `begin_ns` to the time of `rows`.
 
-        Of the mode of the figures `usual`, without settling steps and evaluations. `waits`: for input, by process.
+        Only training steps in the mode of the figures `usual`, without settling steps. `waits`: process, start and end
+        (ns) of each wait for input.
         """
         key = tuple(processes), usual.mode, most
         last_id = rows.last_step_id(processes)

@@ -1,4 +1,4 @@
-"""What is marked on a picture over time, by the screen and by a report: pauses, stalls and epochs. Pure."""
+"""The marks on a time axis, on the screen and in a report: pauses, stalls and epochs. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dpmon.model.state import StallSeen
 
 EPOCH, PAUSED, STALLED, EVALUATION = "epoch", "paused", "stalled", "evaluation"
 _EACH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
-"""Every epoch is marked, or every second one, ..."""
+"""Every epoch is marked, or every second one, every fifth one, and so on."""
 _APART = 3
 """Fewest cells between two marked epochs."""
 
 
 class TimeMark(NamedTuple):
-    """An event, or (`end_ns`) a stretch of time. ns since the run's start."""
+    """An event, or a stretch of time if it has an end (`end_ns`). ns since the run's start."""
 
     begin_ns: int
     end_ns: int | None
@@ -27,18 +27,18 @@ class TimeMark(NamedTuple):
 
 
 def pause_marks(pauses: Iterable[Paused], until_ns: int | None) -> list[TimeMark]:
-    """The pauses. One that has not ended goes on until `until_ns`; None: leave it out."""
+    """The pauses. A pause that goes on ends at `until_ns`; None: it is left out."""
     spans = [span for pause in pauses if (span := pause.span(until_ns)) is not None]
     return [TimeMark(begin, end, PAUSED, PAUSED) for begin, end in spans if begin < end]
 
 
 def stall_spans(stalls: Iterable[StallSeen], until_ns: int) -> list[Span]:
-    """Begin and end of each stall; one that goes on ends at `until_ns`."""
+    """Start and end of each stall. A stall that goes on ends at `until_ns`."""
     return [(one.since_ns, until_ns if one.end_ns is None else min(one.end_ns, until_ns)) for one in stalls]
 
 
 def epoch_marks(epochs: Iterable[Epoch], cell: Callable[[int], int]) -> list[TimeMark]:
-    """The starts of epochs, as many as can be told apart. `cell`: the place of a time, in widths of a letter."""
+    """The starts of epochs, as many as have room. `cell`: the place of a time, in widths of a letter."""
     begun = {epoch.epoch: epoch.begin_ns for epoch in epochs if epoch.epoch}
     for each in _EACH:
         shown = [TimeMark(at, None, EPOCH, f"e{number}") for number, at in begun.items() if number % each == 0]

@@ -1,12 +1,13 @@
 """Follows the loops over the loaders of one process, finds its epochs, and the time left in one. Pure.
 
 A loop is one start of a DataLoader. An epoch is a loop with training steps; its number counts the epochs over the same
-dataset. A loop that is read in turn with the loop of the current epoch is no epoch, and neither is a single batch from
-a loader that is then given up.
+dataset. A loop that is read in turn with the loop of the current epoch is not an epoch. Nor is a loop that is left
+after a single batch.
 
-The time left is that of the recent batches, each from its end to the end of the next one, so that waits for data,
-logging and the like count. These times are cut into up to BLOCKS blocks, one after the other. If one block is much
-longer than all others, it is left out: something happened only once, such as an evaluation or a pause.
+The time left follows from the mean time of the recent batches. The time of a batch runs from the end of the one before
+to its own end, so waits for data, logging and the like count. These times are divided into up to BLOCKS consecutive
+blocks. If one block is much longer than all others, it is left out: something happened only once, such as an evaluation
+or a pause.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
 MAX_AHEAD = 8
-"""Most batches that a loop reads ahead. More batches before its second step are batches that the script skips."""
+"""Most batches that a loop prefetches. If more were fetched before its second step, the script skipped them."""
 MAX_DATASETS = 128
-"""Datasets that are remembered; a script may make one for every few steps."""
+"""Most datasets to remember: a script may make a new one every few steps."""
 _RECENT = 8
-"""Number of loops that a further step may belong to."""
+"""Number of newest loops to which a new step may belong."""
 STEPS_READ = 256
-"""Most steps of which the time left is made."""
+"""Most steps to read for the time left."""
 BLOCKS = 16
 LONGER = 2.0
-"""The longest block is left out if a batch in it took this many times as long as in the second longest."""
+"""The longest block is left out if its batches took more than this many times as long as in the second longest."""
 FEWEST = 3
 """Fewest batches, and blocks, for the time left."""
 WINDOW_NS = 60_000_000_000
-"""The steps reach back this far, if they are enough."""
+"""If steps are short, only one in several is read, so that STEPS_READ of them reach back this far."""
 LONGEST_NS = 100 * 86_400_000_000_000
-"""A sampler may have billions of batches, so that the training stops for another reason."""
+"""A longer time left is not shown: with billions of batches in a sampler, the training stops for another reason."""
 MOST_SKIPPED = 32
-"""Of short steps, at most one in this many is read."""
+"""If steps are short, at least one in this many is read."""
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ class Loop:
     trained: int = 0
     """Number of its training steps."""
     epoch: int | None = None
-    """Number of the epoch; None if it is none."""
+    """Number of the epoch; None if it is not an epoch."""
     evaluation_ns: int = 0
     """Evaluation between its first and its last step."""
     after_ns: int = 0
@@ -75,7 +76,7 @@ class Loop:
 
     @property
     def batch(self) -> int | None:
-        """Number of batches that its steps have used; None until it is known how far it reads ahead."""
+        """Number of batches that its steps have used; None until it is known how many it prefetches."""
         return None if self.ahead is None else self.fetched - self.ahead
 
     @property
@@ -98,11 +99,11 @@ class Loops:
         self._epoch: Loop | None = None
         """The loop of the current epoch, or of the last one."""
         self._reads_ahead = True
-        """Whether loops may read ahead: False if one had no step after it had fetched its last batch."""
+        """Whether loops may prefetch: False after a loop that had no step after it had fetched its last batch."""
         self._ahead: dict[int, tuple[int, int]] = {}
-        """By number of a dataset: how many batches the first step of its last loop fetched, and how many were ahead."""
+        """By number of a dataset: batches that the first step of its last loop fetched, and how many of them ahead."""
         self._single = False
-        """Whether the last loop that trained was given up after one batch."""
+        """Whether the script left the last training loop after one batch."""
         self.changed: dict[int, Loop] = {}
         """The loops that have changed since the last write."""
 
@@ -173,7 +174,7 @@ class Loops:
             del self._recent[next(iter(self._recent))]
 
     def _drives(self, loop: Loop) -> None:
-        """Make a loop with a training step the current epoch, if it is one."""
+        """Make a loop with a training step the current epoch, if it is an epoch."""
         before = self._epoch
         several = loop.fetched > 1 or loop.complete
         if before is not None:

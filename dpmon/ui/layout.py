@@ -1,7 +1,7 @@
 """The place of each panel on a screen of a given size: open, folded to its title, or left out.
 
 A scene names its panels in an `Arrangement`. The short forms are placed first, by importance. Then the most important
-panel grows to the rows that its content needs, the others evenly, and those that can use more rows share the rest.
+panel grows to the rows that its content needs, then the others evenly. Panels that can use more rows share the rest.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _WIDE, _WIDER = 110, 180
 """Widths (cells) from which there are two columns, and three."""
 _FRAME = 2
 _SMALLEST, _LEAST_PART = 3, 4
-"""Rows of a panel with one row inside; fewest rows in which a panel shows a part of its short form."""
+"""Rows of a panel with one row inside its frame; fewest rows in which a panel shows a part of its short form."""
 _TITLE = 26
 """Cells of a folded panel, which shares a row with others."""
 _FIRST, _MOST = 40, 50
-"""The part of the screen (per cent) up to which the most important panel grows before others, and any panel at all."""
+"""Shares of the screen (per cent): how far the most important panel grows before the others, and how far any does."""
 
 Tree: TypeAlias = "str | tuple[Tree, ...]"
-"""A panel; or parts one below the other, inside them side by side, inside them one below the other, and so on."""
+"""A panel, or trees one below the other. At each further level, trees are side by side or stacked in turn."""
 
 
 class Slot(NamedTuple):
@@ -45,13 +45,13 @@ class Member(NamedTuple):
     least: int
     """Rows of its short form, with its frame."""
     grows: int = 0
-    """Its share of the rows that no content needs."""
+    """Its weight when the rows that no content needs are shared."""
     titled: bool = True
-    """Whether it folds to its title; if not, it is left out when its short form does not fit."""
+    """Whether it folds to its title if its short form does not fit. If not, it is left out."""
 
 
 class Arrangement(NamedTuple):
-    """The panels of a scene, the most important first, and where they stand in one, two and three columns."""
+    """The panels of a scene, the most important first, and their places in one, two and three columns."""
 
     parts: tuple[Member, ...]
     one: Tree
@@ -95,7 +95,7 @@ def arrange(
 
 
 class _Need(NamedTuple):
-    """What a part of the screen needs: the rank of its most important panel, and rows."""
+    """What a part of the screen needs, in rows, and the rank of its most important panel."""
 
     rank: int
     least: int
@@ -142,7 +142,7 @@ class _Places:
         return inside or None
 
     def stack(self, tree: Tree, room: Slot) -> dict[str, Slot]:
-        """Places one below the other; folded panels share a row, at the place of the first one."""
+        """Places one below the other. Folded panels share the row of the first one."""
         shown = self._shown(tree)
         if isinstance(shown, str):
             return {shown: room}
@@ -164,7 +164,7 @@ class _Places:
         return slots
 
     def _row(self, tree: Tree, room: Slot) -> dict[str, Slot]:
-        """Places side by side, in widths after the number of columns inside."""
+        """Places side by side. Widths are proportional to the number of columns inside."""
         if isinstance(tree, str):
             return {tree: room}
         columns = [self._size(each, across=False).columns for each in tree]
@@ -178,7 +178,7 @@ class _Places:
 
 
 def _heights(sizes: Sequence[_Need], room: Slot) -> list[int]:
-    """Rows of parts that stand one below the other; 0: left out, 1: a title in the row that all titles share."""
+    """Rows of parts that stand one below the other. 0: left out; 1: a title in the row that all titles share."""
     order = sorted(range(len(sizes)), key=lambda index: sizes[index].rank)
     rows = [0] * len(sizes)
     left, titles = room.height, max(room.width // _TITLE, 1)

@@ -1,4 +1,4 @@
-"""What the screen shows, for what the run is: from the facts of a picture to its scene."""
+"""Chooses what the screen shows: from the facts of a picture to its scene."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STARTING, SINGLE, DP, RANKS, MANY = "starting", "single", "dp", "ranks", "many r
 STALLED, ENDED = "stalled", "ended"
 
 _OUTPUT, _BATCH = Member("output", 4, grows=1), Member("batch", 9, grows=1)
-"""Nine rows show the figures of panel 3, a history with its axis and the last step."""
+"""Nine rows have room for the figures of panel 3, a history with its axis, and the last step."""
 _DEVICES, _COMPARE, _PROGRESS = Member("devices", 4), Member("compare", 6), Member("progress", 4, grows=1)
 _REPLICAS, _RANKS, _STANDING = Member("replicas", 5), Member("replicas", 7), Member("replicas", 7)
 _HAPPENED = Member("progress", 7, grows=1)
@@ -81,7 +81,7 @@ class Scene(NamedTuple):
     fourth: ModuleType
     """Draws panel 4: the comparison of the modes, or communication."""
     stale: bool
-    """Whether figures are of the time before a stall: they are dimmed, and there is no advice."""
+    """Whether the figures are from before a stall: then they are dimmed, and there is no advice."""
 
     @property
     def arrangement(self) -> Arrangement:

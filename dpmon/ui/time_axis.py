@@ -1,4 +1,4 @@
-"""The time axis of a picture: what time its histories cover, and the steps and samples in each part of it. Pure."""
+"""The time axis of a picture: the time that its histories cover, and the steps and samples in each part. Pure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dpmon.ui.rows import Row, merged, width_of
 _LEAST_S = 16
 """A growing axis is at least this long."""
 _GROWS = 4
-"""A growing axis becomes longer by up to a fourth at once: each time, the whole history is drawn again."""
+"""A growing axis becomes longer by up to a fourth at once, because each time the whole history is drawn again."""
 _STEPS = 60
 _SHORT = {"evaluation": "eval"}
 _STYLES = {EPOCH: "bold", PAUSED: "wait"}
 _PAGE = 10
-"""When the range is full, its oldest tenth goes at once: columns do not move with every new one."""
+"""When the range is full, its oldest tenth goes at once, so that columns do not move with every new one."""
 
 
 class TimeAxis(NamedTuple):
@@ -35,16 +35,16 @@ class TimeAxis(NamedTuple):
     end_s: int
     """The first second after it."""
     now_s: int
-    """The newest second; what follows is free for the time to come."""
+    """The newest second; the rest of the axis is free for the time to come."""
     column_s: int = 1
-    """Seconds of one column as it was read."""
+    """Seconds of a column of the history."""
 
     def places(self, most: int) -> int:
         """The number of equal parts in which the axis is drawn, at most `most`."""
         return max(min(most, (self.end_s - self.begin_s) // self.column_s), 1)
 
     def place(self, second: int, places: int) -> int:
-        """The part in which a second lies, of `places`; negative or too large outside the axis."""
+        """The part of `places` parts in which a second lies; negative or too large outside the axis."""
         return (second - self.begin_s) // self.column_s * places // ((self.end_s - self.begin_s) // self.column_s)
 
     def begin_of(self, place: int, places: int) -> int:
@@ -53,15 +53,15 @@ class TimeAxis(NamedTuple):
         return self.begin_s + -(-place * columns // places) * self.column_s
 
     def cell(self, second: int, width: int) -> int:
-        """The first cell, of `width`, of the part in which a second lies."""
+        """The first of the cells (`width` in all) of the part in which a second lies."""
         places = self.places(width)
         return self.place(second, places) * width // places
 
 
 def axis_of(facts: Facts, least_s: int = 1) -> TimeAxis:
-    """The axis of a picture: from the first step (before it, from the run's start) until now, or until the run's end.
+    """The axis of a picture: from the first step, or without one the run's start, until now or the run's end.
 
-    It covers the chosen range once the run has lasted so long. `least_s`: fewest seconds of a column.
+    In a longer run, it covers only the chosen range. `least_s`: fewest seconds of a column.
     """
     process, (state, until_ns) = facts.process, _until(facts)
     began_s = process.began_ns // SECOND if process is not None and process.began_ns >= 0 else 0
@@ -90,7 +90,7 @@ def fitted(began_s: int, now_s: int, span_s: int, column_s: int = 1, over: bool 
 
 
 def device_axis(facts: Facts) -> TimeAxis:
-    """The axis of the devices: that of the picture; of a longer run only the last minutes, which have samples."""
+    """The axis of the devices: that of the picture, or in a longer run the last HISTORY_S, which have samples."""
     axis = axis_of(facts)
     return axis if axis.now_s - axis.begin_s < HISTORY_S else fitted(0, axis.now_s, HISTORY_S, 1, facts.over)
 
@@ -107,13 +107,13 @@ def _until(facts: Facts) -> tuple[State, int]:
 
 
 def stalls_of(facts: Facts) -> list[tuple[int, int]]:
-    """Begin and end of each stall (ns); a stall that goes on ends now."""
+    """Start and end of each stall (ns). A stall that goes on ends now."""
     state, now = _until(facts)
     return stall_spans(state.stalls, now)
 
 
 def marks_of(facts: Facts, axis: TimeAxis, width: int) -> list[TimeMark]:
-    """The pauses and the starts of epochs, as many as can be told apart on the axis in `width` cells."""
+    """The pauses, and as many starts of epochs as have room on an axis of `width` cells."""
     state, now = _until(facts)
     process = state.processes.get(facts.process.process) if facts.process is not None else None
     if process is None:
@@ -128,9 +128,9 @@ def marks_of(facts: Facts, axis: TimeAxis, width: int) -> list[TimeMark]:
 
 
 def sampled(values: Sequence[float | None], second: int, axis: TimeAxis, width: int) -> list[float | None]:
-    """A value for each of `width` parts of the axis until now: the mean of its known values; None without one.
+    """For each cell of the axis until now (of `width`), the mean of the known values in its part; None without one.
 
-    `values`: one a second, the last one of `second`.
+    `values`: one a second; the last one is that of `second`.
     """
     if width <= 0:
         return []
@@ -156,22 +156,22 @@ def sampled(values: Sequence[float | None], second: int, axis: TimeAxis, width: 
 
 
 class Picture(NamedTuple):
-    """A history as the screen draws it: columns of one mode for equal parts of the axis, oldest first, until now.
+    """A history as the screen draws it: a column for each equal part of the axis until now, oldest first.
 
-    In the time of a column without steps (count 0), no step ended or was under way.
+    Each column has one mode. During a column without steps (count 0), no step ended or was under way.
     """
 
     columns: Sequence[Column]
     places: int
-    """Number of columns for which the chart has room."""
+    """Number of columns of the whole axis."""
 
 
 def pictured(process: Process, axis: TimeAxis, width: int, stalls: Sequence[tuple[int, int]] = ()) -> Picture:
-    """The steps of a process on the axis, drawn in `width` cells. `stalls`: begin and end of each stall (ns).
+    """The steps of a process on an axis of `width` cells. `stalls`: start and end of each stall (ns).
 
     If a part has training steps and evaluations of a mode, the column shows the training steps, as the figures do. If
-    a part has steps of several modes, the column shows another mode than the previous column, so that every change
-    of mode stays visible.
+    a part has steps of several modes, the column shows a mode other than that of the previous column, so that every
+    change of mode stays visible.
     """
     places = axis.places(width)
     if width <= 0 or not process.columns:
@@ -189,7 +189,7 @@ def pictured(process: Process, axis: TimeAxis, width: int, stalls: Sequence[tupl
     found: list[Column] = []
 
     def fill(until: int, drawn: Column | None) -> None:
-        """Add columns without steps; `drawn`: the next column, whose first step may be under way in them."""
+        """Add columns in which no step ended. The first step of the next column (`drawn`) may be under way in them."""
         while len(found) < until:
             second = axis.begin_of(len(found), places)
             begin, end = second * SECOND, axis.begin_of(len(found) + 1, places) * SECOND
@@ -219,7 +219,7 @@ def _both(one: Column, other: Column) -> Column:
 
 
 def _of_part(modes: Mapping[str, Column], before: str) -> Column:
-    """The column of a part: preferably of another mode than the one before."""
+    """The column of a part, if possible of another mode than the column before."""
     others = sorted((column for mode, column in modes.items() if mode != before), key=lambda column: column.begin_ns)
     return others[0] if others else modes[before]
 
@@ -239,12 +239,12 @@ class _AxisCells:
         return at >= 0 and [sign for sign, _ in self.cells[at : at + count]] == [self.line] * count
 
     def apart(self, at: int, count: int) -> bool:
-        """Whether no other word stands directly beside a word in these cells."""
+        """Whether a word in these cells would touch no other word."""
         beside = self.cells[max(at - 1, 0) : at] + self.cells[at + count : at + count + 1]
         return all(sign in (self.line, " ", self.change) for sign, _ in beside)
 
     def put_over(self, text: str, at: int, style: str) -> None:
-        """Put a text over others: those that it cuts or touches go."""
+        """Put a text over others. Words that it cuts or touches go."""
         end, free = at + len(text), (self.line, " ", self.change)
         separate = text[0] == " " and (at >= len(self.cells) or self.cells[at][0] in free)
         left = [] if separate or at > len(self.cells) else [*reversed(self.cells[:at])]
@@ -260,7 +260,7 @@ class _AxisCells:
         self.cells[at : at + len(text)] = [(sign, style) for sign in text]
 
     def name(self, begin: int, end: int, name: str, style: str) -> None:
-        """Put the name of the cells from `begin` to `end` where there is room, after a mark at `begin`."""
+        """Mark the change at `begin`, and put the name of the cells from `begin` to `end` where there is room."""
         inner, short = begin + (begin > 0), _SHORT.get(name, name)
         name = short if len(short) <= end - inner < len(name) else name
         left = end - len(name) - 1
@@ -294,9 +294,9 @@ def axis_row(
 ) -> Row:
     """The row below a chart: each column's mode by word and colour, and the time at the newest one, after `word`.
 
-    A line marks each change. Columns of evaluations have the word "evaluation", those of a stall "stalled"; the line
-    has a gap where no step was under way. A stretch of `marks` has its own word, and an event too. `ranks`: how ranks
-    train together. `cursor_ns`: the time that the picture shows, if it is not the newest one.
+    A line marks each change. Columns of evaluations have the word "evaluation", and those of a stall "stalled". The
+    line has a gap where no step was under way. Each of `marks` has its own word. `ranks`: how ranks train together.
+    `cursor_ns`: the time that the picture shows, if it is not the newest one.
     """
     kinds: list[tuple[str, str]] = []
     for index, column in enumerate(picture.columns):
@@ -336,9 +336,9 @@ def axis_row(
 
 
 def _put_end(line: _AxisCells, axis: TimeAxis, places: int, width: int, word: str, drawn: int, room: int) -> None:
-    """Put the time of the newest column, which ends at the cell `drawn`, below it, if `room` cells are enough.
+    """Put the time of the newest column below this column, which ends at the cell `drawn`, if `room` cells are enough.
 
-    Else it stands beside it, and over other words but the cursor's where there is no room.
+    Otherwise the time stands beside the column. It replaces other words, except the cursor's.
     """
     each = (axis.end_s - axis.begin_s) / places
     short = clock(axis.now_s * SECOND).removeprefix("00:")

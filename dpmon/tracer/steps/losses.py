@@ -1,11 +1,12 @@
-"""Reads the loss: the one value from which a backward pass began, at most once a second for each line that calls it.
+"""Reads the loss: the single value from which a backward pass began, at most once a second for each calling line.
 
-On the CPU, the value is read from memory after the pass. On a GPU it is copied to pinned memory behind the pass, and a
-later pass reads the copy if its event has completed: nothing waits for the GPU, and no tensor of the script is kept.
-Modes of the script see neither.
+On the CPU, the value is read from memory after the pass. On a GPU, it is copied to pinned memory after the pass, and a
+later pass reads the copy if its event has completed. Nothing waits for the GPU, and no tensor of the script is kept.
+Dispatch and function modes of the script see neither.
 
-A line is the innermost one outside torch. All lines of a step are read together: in every second, dpmon looks at the
-next PASSES passes. Under a GradScaler a pass begins at a scaled loss, so `GradScaler.scale` notes what it has scaled.
+The line is the innermost one outside torch. Once a second, dpmon looks at PASSES passes in a row, so that all lines of
+a step are read together. Under a GradScaler, a pass begins at a scaled loss, so a wrapper of `GradScaler.scale` notes
+what was scaled.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from dpmon.tracer.steps.recorder import Recorder, Thread
 EVERY_NS = 1_000_000_000
 PASSES = 8
 MAX_LINES = 16
-"""Most lines of a process with losses."""
+"""Most lines of a process that have losses."""
 MAX_COPIES = 8
 """Most copies from a GPU that are under way."""
 NEVER = 1 << 62
 _set_eval_frame: Any = torch._C._dynamo.eval_frame.set_eval_frame
-"""Sets what dynamo does with the frames that this thread enters; returns what it did before."""
+"""Sets how dynamo treats the frames that this thread enters; returns the previous setting."""
 _HIDDEN = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(os.path.abspath(__file__))))
 _BYTES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 
@@ -49,13 +50,13 @@ class Line:
     def __init__(self, place: str) -> None:
         self.place = place
         self.numbers: dict[bool, int] = {}
-        """Numbers of its definitions, by whether there is a loss. Only the first reason why there is none counts."""
+        """Number of its definition for losses (True), and of that for the first reason why there is none (False)."""
         self.next_ns = 0
         """When the next loss may be read (monotonic ns)."""
 
 
 class Copy:
-    """Pinned memory for a loss and its scale, and the event after they were copied there."""
+    """Pinned memory for a loss and its scale, and the event that completes after they were copied there."""
 
     __slots__ = ("cells", "copied", "device", "event", "line", "started")
 
@@ -64,7 +65,7 @@ class Copy:
         self.event: Any = None
         self.device: int | None = None
         self.copied: list[torch.Tensor] = []
-        """The loss, and its scale if it must be divided by it."""
+        """The loss, and its scale if the loss must be divided by it."""
         self.line: Any = None
         self.started = 0
 
@@ -78,21 +79,21 @@ class Losses:
         self._events = events
         self._copies: deque[Copy] = deque()
         self._free: list[Copy] | None = None
-        """None: no pinned memory was allocated yet."""
+        """None until pinned memory is allocated."""
         self._guard = session.guarded("loss", fatal=False)
         self._followed: set[type] = set()
-        """Classes of which `scale` is wrapped."""
+        """Classes with a wrapped `scale`."""
         self._parents: list[object] = []
-        """Copies of the parent process, which a forked child must keep alive."""
+        """`Copy` objects of the parent process, which a forked child must keep alive."""
         self.reset()
 
     def reset(self) -> None:
-        """Set the initial state, also in a forked child."""
+        """Set the initial state, at first and in a forked child."""
         self._lines: dict[tuple[str, int], Line] = {}
         self._began = -EVERY_NS
         """When the first pass of this second began (monotonic ns)."""
         self._left = 0
-        """How many passes of this second dpmon still looks at."""
+        """Passes of this second that are still to be looked at."""
         if self._free is not None:  # this process must not return the parent's events and memory to the driver
             self._parents.append((self._free, self._copies))
             self._free, self._copies = None, deque()
@@ -102,7 +103,7 @@ class Losses:
         self._recorder.on_loss = self.look
 
     def install(self) -> None:
-        """Wrap GradScaler.scale, and that of a subclass (FSDP has one) once a scaler of it is made."""
+        """Wrap GradScaler.scale. Wrap that of a subclass (FSDP has one) when its first scaler is made."""
         if self._session.config.loss:
             kind: Any = torch.amp.GradScaler
             self._follow(kind)

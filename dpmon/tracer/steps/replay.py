@@ -1,7 +1,6 @@
-"""Gives the training the first batches of each loader again and again, as from a loader that costs nothing.
+"""Repeats the first batches of each loader, as if loading cost nothing (`--replay`, and `dpmon try`).
 
-Only `dpmon try` asks for this. Epochs keep their lengths, as far as torch knows them. The training sees few samples, so
-what it learns is worthless.
+Epochs keep their lengths if torch knows them. The training sees few samples, so what it learns is worthless.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ from typing import Any
 from dpmon.tracer.core.frames import Function
 
 _LOADERS = 8
-"""Most loaders to keep batches of: a script may make a new one for each epoch."""
+"""Most loaders with kept batches: a script may make a new loader for each epoch."""
 
 
 class _KeptBatches:
     def __init__(self, iterator: Any) -> None:
         self.batches: list[Any] = []
         self.length: int | None = None
-        """Batches in an epoch; None for an IterableDataset whose end was not seen."""
+        """Batches in an epoch; None if unknown, as for an IterableDataset before its end."""
         self.sampler = iterator._index_sampler
-        """All iterators of a loader share it. Kept alive, so that no other loader gets its id."""
+        """Shared by all iterators of a loader. It is kept alive, so that no other loader gets its id."""
         with suppress(Exception):  # the script's own sampler may fail
             self.length = len(iterator)
 
 
 def replaying(fetch: Function, most: int) -> Function:
-    """The form of `_BaseDataLoaderIter.__next__` that loads at most `most` batches of each loader."""
+    """A `_BaseDataLoaderIter.__next__` that loads at most `most` batches of each loader, and then repeats them."""
     loaders: dict[int, _KeptBatches] = {}
 
     def __next__(iterator: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Panel 6: how far the training is, and its losses; at the start what dpmon will do, after the end what happened."""
+"""Panel 6: the progress and the losses; before the first step what dpmon will do, after the end the findings too."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _GUTTER = 8
 _BAR = 10
 """Fewest cells for a bar."""
 _EPOCHS, _CURVE = 4, 5
-"""Rows for past epochs with their heads, and for a chart of a loss, that the panel asks for."""
+"""Rows that the panel asks for: for past epochs with their header, and for the chart of a loss."""
 _LOWEST = 3
-"""Past epochs leave this many rows for the chart of each loss."""
+"""Rows that past epochs leave for each loss."""
 _STEPS, _TALL = 6, 18
-"""The longest steps in the panel, and the fewest rows of a panel that has them."""
+"""Number of longest steps in the panel, and the fewest rows of a panel that shows them."""
 _MODES = {
     "auto": "auto: follows the script and the options",
     "dp": "dp: replicas on several devices",
@@ -41,7 +41,7 @@ def _starts(facts: Facts) -> bool:
 
 
 def progress_in(facts: Facts) -> Progress:
-    """The progress of the process that represents the run; no time left where it does not go on."""
+    """The progress of the process that represents the run, without the time left if the training does not go on."""
     found = Progress() if facts.process is None else facts.process.progress
     return found if facts.goes_on else without_time(found, "")
 
@@ -52,7 +52,7 @@ def losses_in(facts: Facts) -> list[LossCurve]:
 
 
 def applies(facts: Facts) -> bool:
-    """Whether there are findings of a finished run, epochs or losses; before the first step, what dpmon will do."""
+    """Whether there is content: findings of a finished run, epochs, losses, or a plan before the first step."""
     if facts.over and facts.findings is not None:
         return True
     if _starts(facts):
@@ -86,7 +86,7 @@ def title(facts: Facts, look: Look, folded: bool) -> tuple[Row, Row]:
 
 
 def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
-    """The panel's rows, inside its frame; in a tall one, the longest steps at its end."""
+    """The panel's rows, inside its frame. A tall panel ends with the longest steps."""
     slow = step_rows(facts.state.slowest, width, look) if height >= _TALL and facts.state.slowest.steps else []
     if not slow:
         return _above(facts, width, height, look)
@@ -107,7 +107,7 @@ def _above(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
 
 
 def of_batches(found: Progress) -> str:
-    """Batch n of N in a width that stays while n grows: "  412/1,563", "batch 412"."""
+    """Batch n of N, in a constant width while n grows: "  412/1,563", "batch 412"."""
     if found.batch is None:
         return ""
     if found.batches is None:
@@ -117,7 +117,7 @@ def of_batches(found: Progress) -> str:
 
 
 def loss_span(value: float | None, width: int) -> tuple[str, str]:
-    """A loss, left-aligned; NaN and infinite ones stand out."""
+    """A loss, left-aligned. NaN and infinite values stand out."""
     if value is None or not isfinite(value):
         return ("–" if value is None else str(value).replace("nan", "NaN")).ljust(width), "bad"
     size = abs(value)
@@ -147,7 +147,7 @@ def _labelled(label: str, text: str, width: int) -> list[Row]:
 
 
 def _findings(facts: Facts, width: int) -> list[Row]:
-    """What was worth a look, the most important first, each with what to try."""
+    """The findings, the most important first, each with its advice."""
     rows: list[Row] = [] if facts.findings is None or facts.findings else [[("nothing stands out", "dim")]]
     for number, found in enumerate(facts.findings or (), start=1):
         for index, row in enumerate(lines(clean(found.text, 400), width - 2, "wait")):
@@ -160,7 +160,7 @@ def _findings(facts: Facts, width: int) -> list[Row]:
 
 
 def _progress(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
-    """The bar of the epoch, the losses with a chart each, and the past epochs as far as there is room."""
+    """The bar of the epoch, each loss with a chart, and as many past epochs as have room."""
     found, curves = progress_in(facts), losses_in(facts)[: max((height - 1) // 2, 1)]
     rows = [] if facts.over else _bar(found, width, look)
     room = height - len(rows) - len(curves)
@@ -195,7 +195,7 @@ def _bar(found: Progress, width: int, look: Look) -> list[Row]:
 
 
 def _epochs(past: Sequence[Epoch], height: int, look: Look) -> list[Row]:
-    """The newest past epochs, the newest first; a column without a value is left out."""
+    """The past epochs, the newest first, as many as have room. A column without a value is left out."""
     shown = [*reversed(past)][: height - 1]
     parts = [
         ("epoch", 5, [group(one.epoch) for one in shown]),
@@ -207,7 +207,7 @@ def _epochs(past: Sequence[Epoch], height: int, look: Look) -> list[Row]:
 
 
 def _loss(facts: Facts, one: LossCurve, several: bool, width: int, height: int, look: Look) -> list[Row]:
-    """The newest and the smoothed loss, and their curve: in `height` rows below, or in the same row."""
+    """The newest and the smoothed loss, and their curves: in `height` rows below, or in the same row."""
     head: Row = [("loss ", "dim"), loss_span(one.last, 8)]
     if one.smoothed is not None:
         head += [("smoothed ", "dim"), loss_span(one.smoothed, 8)]
@@ -243,7 +243,7 @@ def _loss(facts: Facts, one: LossCurve, several: bool, width: int, height: int, 
 
 
 def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same places, each with the mean of the values up to it, in which newer ones weigh more."""
+    """The same places, each with a mean of the values up to it. Newer values weigh more."""
     found: list[tuple[float, float]] = []
     weights = total = 0.0
     for at, value in points:

@@ -53,7 +53,7 @@ def over_time(facts: Facts, width: int, look: Look) -> list[Row]:
 
 
 def _cell(shares: list[float], look: Look) -> tuple[str, str]:
-    """The mean of the shares in a cell: blank if unknown, a dot if the others did not wait."""
+    """The mean of the shares in a cell: blank if unknown, a dot if it rounds to 0."""
     if not shares:
         return " ", ""
     share = sum(shares) / len(shares)

@@ -79,7 +79,8 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file of a run in one step: a reader gets the old one or the new one, never half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
+        fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with open(fd, "w", encoding="utf-8") as file:
             file.write(text)
         with _parent(path) as place:
             os.replace(temporary.name, path.name, src_dir_fd=place, dst_dir_fd=place)

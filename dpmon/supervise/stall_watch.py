@@ -83,6 +83,7 @@ class StallWatch:
         asked = self._request()
         if asked != self._asked and not self._busy():
             self._asked = asked
+            self._look.ranks(self._drain.last_steps(), now)  # finds processes that have begun, as after a takeover
             self._take(asked)
         if self._taken is not None:
             (number, dumps), self._taken = self._taken, None

@@ -44,13 +44,15 @@ def test_the_places_in_dpmon_that_can_change_a_files_length() -> None:
     """Each such place is listed with the reason why its file is not a ring. A new place must be added here."""
     known = {
         ("run/destination.py", "O_TRUNC"),  # the file of --json=FILE, which is refused inside a run
-        ("run/files.py", "O_TRUNC"),  # a regular file that other places in this list open
+        (
+            "run/files.py",
+            "O_TRUNC",
+        ),  # a file that is written under another name at first: run.json, exit.json, why.json
         ("run/files.py", "ftruncate"),
-        ("run/rundir.py", "O_TRUNC"),  # the temporary file of run.json and exit.json
         ("supervise/room.py", "ftruncate"),  # the script's output
         ("span_ring.py", "posix_fallocate"),  # a new ring, before anybody has it
         ("supervise/supervisor.py", "posix_fallocate"),  # the spare file
-        ("stalls/answer.py", "O_TRUNC"),  # the answer to why, under another name at first
+        ("stalls/answer.py", "O_TRUNC"),  # the request to say why, an empty file
         ("tell/teller.py", "ftruncate"),  # an unfinished line of the told events
         ("cli/doctor/machine.py", "posix_fallocate"),  # a temporary file
         ("cli/doctor/trial.py", "script.write_text"),  # in a temporary directory

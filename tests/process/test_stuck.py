@@ -59,6 +59,11 @@ WITHOUT_PY_SPY = {
 """What only py-spy sees is missing: the stacks of other processes, of stopped ones, and of C code with the GIL."""
 PAUSE_S = 13.0
 """Longer than the threshold."""
+PAUSING = {
+    "pauses": ("first", "gap", "evaluation", "checkpoint", "compilation", "loader"),
+    # Alone: the line of its first pause is learned only if its stack is taken in these few seconds.
+    "learned": ("learned",),
+}
 ENDS_WITH = "stopped"
 """The cause that the test ends."""
 
@@ -72,7 +77,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Dpmon]]
     """The runs of all tests of this file, by cause. They wait most of the time, so they run at once."""
     place, found = tmp_path_factory.mktemp("stuck"), {}
     commands: dict[str, tuple[object, ...]] = {cause: (SCRIPT, cause) for cause in ("input", *CAUSES)}
-    for name, words in {"pauses": (PAUSES, PAUSE_S), **commands}.items():
+    pauses = {name: (PAUSES, PAUSE_S, *kinds) for name, kinds in PAUSING.items()}
+    for name, words in {**pauses, **commands}.items():
         (place / name / "work").mkdir(parents=True)
         dpmon = found[name] = Dpmon(place / name / "state", place / name / "work")
         stdin = subprocess.PIPE if name == "input" else subprocess.DEVNULL
@@ -150,9 +156,10 @@ def test_a_wait_for_input_is_no_stall(runs: dict[str, Dpmon]) -> None:
     assert stalls(dpmon) == []
 
 
-def test_long_pauses_are_no_stalls(runs: dict[str, Dpmon]) -> None:
+@pytest.mark.parametrize("name", PAUSING)
+def test_long_pauses_are_no_stalls(runs: dict[str, Dpmon], name: str) -> None:
     """A checkpoint, a compilation, an evaluation and others, each in a process of its own."""
-    dpmon = runs["pauses"]
+    dpmon = runs[name]
     dpmon.info()
     (process,) = dpmon.started
     assert process.wait(3 * LIMIT_S) == 0  # a minute on an idle machine, and it runs beside all others

@@ -24,7 +24,7 @@ from dpmon.store.tables import HISTORY_FILE
 pytestmark = pytest.mark.slow
 
 TABLES = ("meta", "rings", "definitions", "calls", "steps", "events", "series", "tallies", "times", "gaps", "shapes")
-SELECTING = ("width", "start_s", "process", "start_ns", "wall_ns", "t_ns", "begin_ns", "end_ns", "value")
+SELECTING = ("width", "start_s", "process", "start_ns", "wall_ns", "t_ns", "begin_ns", "end_ns", "value", "kind")
 """Columns that queries compare: rows with other types may not be found."""
 VALUES = ("'x'", "x'ff00'", "NULL", "-1", "1e999", "0.5", str((1 << 63) - 1), str(-(1 << 63)), "'[[],1e999,{}]'")
 

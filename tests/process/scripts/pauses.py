@@ -1,4 +1,4 @@
-"""Trains in several processes; each makes one long pause that is no stall."""
+"""Trains in a process for each kind of pause; each makes one long pause that is no stall."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 LONG = float(sys.argv[1])
-KINDS = ("first", "gap", "evaluation", "checkpoint", "compilation", "loader", "learned")
+KINDS = sys.argv[2:]
 PAUSE_AT, AGAIN_AT = 20, 40
 
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from dpmon.cleaning import clean
 from dpmon.model.state import DeviceTrack
 from dpmon.record.plainjson import number_in, whole_in
+from dpmon.record.schema import SECOND
 from dpmon.text.cells import right, span_width, wrapped
 from dpmon.text.quantities import UNKNOWN, clock, group, memory, memory_of
 from dpmon.ui.chart import area
-from dpmon.ui.facts import SECOND
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, fit, width_of
 from dpmon.ui.time_axis import TimeAxis, sampled

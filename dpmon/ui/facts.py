@@ -13,7 +13,7 @@ from dpmon.model.standing import now_in
 from dpmon.model.state import Process, StallSeen, State, ended_in
 from dpmon.model.stragglers import Straggler
 from dpmon.record.names import RANK_MODES
-from dpmon.record.schema import SPAN_PHASES
+from dpmon.record.schema import SECOND, SPAN_PHASES
 from dpmon.run.activities import why_starting
 from dpmon.run.reader import PauseState
 from dpmon.run.rundir import ExitInfo, RunInfo
@@ -22,6 +22,7 @@ from dpmon.stalls.run_state import (
     QUIET,
     STALLED,
     STARTING,
+    WAIT_SHOWN_NS,
     WAITING_FOR_DATA,
     WAITING_FOR_INPUT,
     RunState,
@@ -43,8 +44,6 @@ RANK_NAMES = {"replicas": "2 Ranks", "compare": "4 Communication"}
 """The names of two panels when ranks train."""
 RANGES = (30, 120, 600, 0)
 """Time ranges to choose from in seconds; 0 is the whole run."""
-SECOND = 1_000_000_000
-WAIT_SHOWN_NS = SECOND
 QUIET_SHOWN_NS = 5 * SECOND
 READING = "reading the record"
 BEFORE_STALL = ("before the stall", "wait")

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from dpmon.errors import HistoryError
+from dpmon.record.schema import SECOND
 from dpmon.run.activities import newest_stage, stages
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, load_exit
 from dpmon.store.opened import open_store
 from dpmon.ui.dialogs import Dialog
-from dpmon.ui.facts import SECOND, Facts, Playing, View
+from dpmon.ui.facts import Facts, Playing, View
 from dpmon.ui.feed import Feed
 from dpmon.ui.footer import position_at
 from dpmon.ui.keys import PLAYED_ACTIONS

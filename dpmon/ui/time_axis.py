@@ -12,8 +12,9 @@ from dpmon.model.pauses import pauses_of
 from dpmon.model.state import Column, Process, State
 from dpmon.model.time_marks import EPOCH, PAUSED, TimeMark, epoch_marks, pause_marks, stall_spans
 from dpmon.record.names import RANK_MODES
+from dpmon.record.schema import SECOND
 from dpmon.text.quantities import clock, duration
-from dpmon.ui.facts import SECOND, Facts
+from dpmon.ui.facts import Facts
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, merged, width_of
 

@@ -27,8 +27,9 @@ from timed import GPUS, timed
 
 from dpmon.model.state import PHASES, Column
 from dpmon.record.names import Untimed
+from dpmon.record.schema import SECOND
 from dpmon.ui.chart import stacked
-from dpmon.ui.facts import SECOND, Facts, View
+from dpmon.ui.facts import Facts, View
 from dpmon.ui.look import MONO as MONO_STYLES
 from dpmon.ui.look import UNICODE, Look
 from dpmon.ui.paint import places

@@ -10,12 +10,12 @@ from dpmon.model.state import NO_STEPS, PHASES, Process
 from dpmon.model.step_timeline import StepTimeline, last_step_timeline
 from dpmon.model.uneven import INPUT, WAITING_TEXT
 from dpmon.record.kinds import MAX_SPANS, Call
-from dpmon.record.schema import phase_shown
+from dpmon.record.schema import SECOND, phase_shown
 from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, duration, group, percent, quantity_words, rate_words, span_words
 from dpmon.ui.chart import scale_top, stacked
-from dpmon.ui.facts import BEFORE_STALL, NAMES, SECOND, Facts, mode_words
+from dpmon.ui.facts import BEFORE_STALL, NAMES, Facts, mode_words
 from dpmon.ui.look import LETTERS, Look, letter_in
 from dpmon.ui.panels.panel_replicas import size_text
 from dpmon.ui.rows import Row, dimmed, lines, width_of

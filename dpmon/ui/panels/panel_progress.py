@@ -8,11 +8,12 @@ from math import exp, isfinite
 from dpmon.cleaning import clean
 from dpmon.model.loss import LossCurve
 from dpmon.model.progress import Epoch, Progress, left_words, without_time
+from dpmon.record.schema import SECOND
 from dpmon.store.answers import SMOOTHED
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, count_of, duration_words, group, percent
 from dpmon.ui.chart import curves, filled_bar
-from dpmon.ui.facts import NAMES, SECOND, Facts
+from dpmon.ui.facts import NAMES, Facts
 from dpmon.ui.look import Look
 from dpmon.ui.panels.longest_steps import step_rows
 from dpmon.ui.rows import Row, TableColumn, columns, lines, table_rows, width_of

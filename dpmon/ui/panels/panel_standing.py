@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from dpmon.cleaning import clean
 from dpmon.model.state import State
 from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
+from dpmon.record.schema import SECOND
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.text.cells import wrapped
 from dpmon.text.quantities import UNKNOWN, clock, count_of, group, percent
-from dpmon.ui.facts import NAMES, RANK_NAMES, SECOND, Facts, devices_in_short, in_ranges
+from dpmon.ui.facts import NAMES, RANK_NAMES, Facts, devices_in_short, in_ranges
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, lines, width_of
 

@@ -12,11 +12,11 @@ from dpmon.model.found_in_time import LOSS_WORDS
 from dpmon.model.pace import Speed, speed
 from dpmon.model.progress import Progress, left_words
 from dpmon.model.stragglers import in_short
-from dpmon.record.schema import SPAN_PHASES
+from dpmon.record.schema import SECOND, SPAN_PHASES
 from dpmon.stalls.run_state import EVALUATING, STALLED, STARTING, WAITING_FOR_DATA
 from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.quantities import clock, compact, duration_words, group, minutes, percent, within_words
-from dpmon.ui.facts import READING, SECOND, Facts, Life, life, mode_words
+from dpmon.ui.facts import READING, Facts, Life, life, mode_words
 from dpmon.ui.look import Look
 from dpmon.ui.panels.panel_progress import loss_span, losses_in, of_batches, progress_in
 from dpmon.ui.rows import Row, columns, fit, plain, width_of

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from dpmon.record.schema import SECOND
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, percent
-from dpmon.ui.facts import SECOND, Facts
+from dpmon.ui.facts import Facts
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, merged
 from dpmon.ui.time_axis import axis_of, axis_row, marks_of, pictured, stalls_of

@@ -34,7 +34,7 @@ class StepList(Dialog):
         head, *rows = step_rows(self.found, width - 2, self.look)
         rows = [[(self.look.glyphs.focus + " " if at == self.at else "  ", "key"), *row] for at, row in enumerate(rows)]
         if self.found.since_ns is not None:
-            rows.append([(f"  older steps than {clock(self.found.since_ns)} were deleted from the record", "dim")])
+            rows.append([(f"  the list has no steps before {clock(self.found.since_ns)}", "dim")])
         self.top = max(self.at - max(height - 2, 1) + 1, 0)
         return [[("  ", ""), *head], *rows]
 

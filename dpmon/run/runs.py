@@ -19,7 +19,16 @@ from dpmon.run.rundir import ID, INFO_FILE, RunError, RunInfo, check_directory, 
 _IDS_NAMED = 8
 ROOM_BYTES = 24 << 20
 """Free space that a run needs, in bytes: its rings, and some for the rest."""
+LASTING = "/var/tmp"
+"""A local directory that does not depend on the environment: other shells and jobs of the user find the runs there."""
 SHARED_MEMORY = "/dev/shm"
+MOUNTS = Path("/proc/self/mountinfo")
+_NETWORK = {
+    *("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "fhgfs", "ceph", "afs", "panfs", "wekafs", "dvs"),
+    *("orangefs", "pvfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph-fuse", "fuse.juicefs", "fuse.s3fs"),
+    *("fuse.gcsfuse", "fuse.rclone"),
+}
+"""Types of file systems that several machines share: SQLite's shared memory and mapped rings do not work on them."""
 
 
 def runs_directory() -> Path:
@@ -38,15 +47,37 @@ def runs_directory() -> Path:
 
 
 def stand_ins() -> list[Path]:
-    """Replacements for `runs_directory` if it cannot store runs: a directory for temporary files, then memory.
+    """Replacements for `runs_directory` if it cannot store runs: directories for temporary files, then memory.
 
     Their names depend on the usual place, so that runs of different state directories do not mix.
     """
     mark = f"{zlib.crc32(os.fsencode(runs_directory())):08x}"
     temporary = os.environ.get("TMPDIR", "")
     # A process with another current directory, such as the supervisor, would resolve a relative path differently.
-    places = dict.fromkeys([temporary if os.path.isabs(temporary) else "/tmp", SHARED_MEMORY])
+    places = dict.fromkeys([LASTING, temporary if os.path.isabs(temporary) else "/tmp", SHARED_MEMORY])
     return [Path(place) / f"dpmon-{os.getuid()}-{mark}" / "runs" for place in places]
+
+
+def file_system(place: Path) -> str | None:
+    """The type of the file system of `place`, or of its nearest existing directory; None if the kernel does not say."""
+    directory = next(path for path in (place, *place.parents) if os.path.isdir(path))
+    with contextlib.suppress(OSError):
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # mounts what autofs has there
+        try:
+            about = Path(f"/proc/self/fdinfo/{fd}").read_text()
+        finally:
+            os.close(fd)
+        mount = about.partition("mnt_id:")[2].split()[:1]
+        for line in MOUNTS.read_text(errors="replace").splitlines():
+            if line.split()[:1] == mount:
+                return line.partition(" - ")[2].split()[0]
+    return None
+
+
+def network_file_system(place: Path) -> str | None:
+    """The type of the file system of `place`, if several machines share it; else None."""
+    kind = file_system(place)
+    return kind if kind in _NETWORK else None
 
 
 def _make_private(directory: Path) -> None:
@@ -82,15 +113,19 @@ def _prepare(runs: Path) -> None:
 def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
     """Create a directory for the run `draft`, fill in its id, and write run.json; RunError if that fails.
 
-    If the usual place cannot be used (read-only, full, another user's), the run gets a replacement. A sentence in
-    `options["elsewhere"]` says so.
+    If the usual place cannot be used (on the network, read-only, full, another user's), the run gets a replacement. A
+    sentence in `options["elsewhere"]` says so.
     """
-    usual, problem = runs_directory(), ""
-    for runs in (usual, *stand_ins()):
+    problem, local = "", list[Path]()
+    for runs in (runs_directory(), *stand_ins()):
         options = dict(draft.options)
         if problem:
-            options["elsewhere"] = f"{problem.partition(';')[0]}: this run is kept in {runs}"
+            why = problem.partition(";")[0]
+            options["elsewhere"] = f"{why}: this run is kept in {runs}; set XDG_STATE_HOME to choose another directory"
         try:
+            if (kind := network_file_system(runs)) is not None:
+                raise RunError(f"{runs} is on a network file system ({kind})")
+            local.append(runs)
             _prepare(runs)
             free = shutil.disk_usage(runs).free
             if free < ROOM_BYTES:
@@ -99,8 +134,10 @@ def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
         except RunError as error:
             problem = problem or str(error)
     # No place has enough space: use what is left in the usual place, or raise its error.
-    _prepare(usual)
-    return _make(usual, replace(draft, options={**draft.options, "elsewhere": problem}))
+    if not local:
+        raise RunError(f"{problem}; set XDG_STATE_HOME to a local directory")
+    _prepare(local[0])
+    return _make(local[0], replace(draft, options={**draft.options, "elsewhere": problem}))
 
 
 def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:

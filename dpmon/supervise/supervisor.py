@@ -24,6 +24,7 @@ from dpmon.run.first_failure import OomWatch, failure
 from dpmon.run.notes import WarningsLog
 from dpmon.run.proc import open_pidfd
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, output_paths, save
+from dpmon.run.runs import file_system
 from dpmon.run.standard_input import INPUT_FIFO, InputWatch, Terminal
 from dpmon.supervise.room import OutputRoom
 from dpmon.supervise.spawn import ProcessEnds, WatchedCommand, find_command, last_sign, start_command
@@ -40,7 +41,7 @@ LAST_OUTPUT = 1 << 20
 """Bytes of the script's newest output that are kept even on a full disk."""
 SPARE_FILE, SPARE_BYTES = "spare", 1 << 16
 LITTLE_HISTORY = 32 << 20
-"""Limit of a history that is not in its usual place, because the other place may be in memory."""
+"""Limit of a history in memory, if the user has not chosen this place."""
 DRAIN_S = 0.05
 """Longest wait between two reads of the rings. With dpmon.store.drain.COMMIT_S, it limits how long a record takes
 to reach the history. A ring is full in 0.3 s at 100,000 spans a second, so it must be read more often."""
@@ -174,7 +175,8 @@ class Supervisor:
         from dpmon.store.writer import LIMIT_BYTES
         from dpmon.supervise.stall_watch import StallWatch
 
-        limit = LITTLE_HISTORY if "elsewhere" in self._info.options else LIMIT_BYTES
+        in_memory = "elsewhere" in self._info.options and file_system(self._directory) in ("tmpfs", "ramfs")
+        limit = LITTLE_HISTORY if in_memory else LIMIT_BYTES
         drain = Drain(self._directory, self._info, limit)
         sampler = DeviceSampler(drain.emit, lambda: command.pid)
         metrics = self._metrics(drain.warn)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from places import fill
 from running import Dpmon, until_unsupervised, wait_for
+
+from dpmon.run.runs import file_system, network_file_system, stand_ins
 
 pytestmark = pytest.mark.slow
 
@@ -35,20 +39,53 @@ print("the end of the training", flush=True)
 """
 
 
+SFTP_SERVERS = [
+    *map(Path, ("/usr/lib/openssh/sftp-server", "/usr/libexec/openssh/sftp-server", "/usr/lib/ssh/sftp-server"))
+]
+
+
 @pytest.fixture
-def other_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory for temporary files of this test; runs left in memory are deleted."""
-    place = tmp_path / "temporary"
+def shared_directory(tmp_path: Path) -> Iterator[Path]:
+    """A directory on a network file system: sshfs, with its server as a child process and no network."""
+    server = next((path for path in SFTP_SERVERS if path.exists()), None)
+    if server is None or shutil.which("sshfs") is None:
+        pytest.skip("sshfs or sftp-server is not installed")
+    place, behind = tmp_path / "shared", tmp_path / "behind"
     place.mkdir()
-    monkeypatch.setenv("TMPDIR", str(place))
-    before = set(Path("/dev/shm").glob("dpmon-*"))
-    yield place
-    for left in set(Path("/dev/shm").glob("dpmon-*")) - before:
-        shutil.rmtree(left, ignore_errors=True)
+    behind.mkdir()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        processes = [
+            subprocess.Popen([server], stdin=ours, stdout=ours),
+            subprocess.Popen(["sshfs", "-f", "-o", "passive", f":{behind}", place], stdin=theirs, stdout=theirs),
+        ]
+    try:
+        wait_for(lambda: network_file_system(place) or processes[1].poll() is not None, what="the file system")
+        if processes[1].poll() is not None:
+            pytest.skip("no file system can be mounted here")
+        yield place
+    finally:
+        subprocess.run(["fusermount", "-u", "-z", str(place)], check=False, capture_output=True)
+        for process in reversed(processes):
+            process.terminate()
+            process.wait()
 
 
-def runs_in(place: Path) -> list[Path]:
-    return sorted(place.glob("dpmon-*/runs/2*"))
+@pytest.fixture
+def other_places(dpmon: Dpmon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Path]]]:
+    """The other directories for runs, best first, with one for temporary files of this test; they are deleted."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+
+    def places() -> list[Path]:
+        monkeypatch.setenv("XDG_STATE_HOME", str(dpmon.state))
+        return stand_ins()
+
+    yield places
+    for place in places():
+        if place.parent.is_symlink() or place.parent.is_file():
+            place.parent.unlink()
+        shutil.rmtree(place.parent, ignore_errors=True)
 
 
 def check_elsewhere(dpmon: Dpmon, place: Path, says: str) -> None:
@@ -57,53 +94,78 @@ def check_elsewhere(dpmon: Dpmon, place: Path, says: str) -> None:
     assert result.status == 0, result.errors
     told = [line for line in result.errors.splitlines() if says in line and not line.startswith("dpmon: warning")]
     assert len(told) == 1, result.errors
-    assert str(place) in told[0]
-    (directory,) = runs_in(place)
-    assert os.stat(directory.parent).st_mode & 0o777 == 0o700
+    assert f"this run is kept in {place}; set XDG_STATE_HOME to choose another directory" in told[0]
+    assert len(list(place.iterdir())) == 1
+    assert os.stat(place).st_mode & 0o777 == 0o700
     records = dpmon.records()
     assert len([r for r in records if r["kind"] == "step"]) == 100
     assert [says in r["text"] for r in records if r["kind"] == "warning"] == [True]
     assert "finished" in dpmon.run("ls").text
     assert dpmon.run("rm", "last").status == 0
-    assert runs_in(place) == []
+    assert list(place.iterdir()) == []
 
 
-def test_a_state_directory_that_is_a_file(dpmon: Dpmon, other_places: Path) -> None:
+Places = Callable[[], list[Path]]
+
+
+def test_a_state_directory_that_is_a_file(dpmon: Dpmon, other_places: Places) -> None:
     dpmon.state.write_text("a file where the directory should be")
-    check_elsewhere(dpmon, other_places, "no run can be kept")
+    check_elsewhere(dpmon, other_places()[0], "no run can be kept")
     dpmon.state.unlink()
 
 
-def test_a_read_only_state_directory(dpmon: Dpmon, other_places: Path, mount: Callable[..., Path]) -> None:
+def test_a_read_only_state_directory(dpmon: Dpmon, other_places: Places, mount: Callable[..., Path]) -> None:
     dpmon.state = mount(64, "ro")
-    check_elsewhere(dpmon, other_places, "Read-only file system")
+    check_elsewhere(dpmon, other_places()[0], "Read-only file system")
 
 
-def test_a_disk_with_too_little_room(dpmon: Dpmon, other_places: Path, mount: Callable[..., Path]) -> None:
+def test_a_disk_with_too_little_room(dpmon: Dpmon, other_places: Places, mount: Callable[..., Path]) -> None:
     dpmon.state = mount(4)
-    check_elsewhere(dpmon, other_places, "MiB left")
+    check_elsewhere(dpmon, other_places()[0], "MiB left")
 
 
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm here")
-def test_without_temporary_files_memory_takes_it(dpmon: Dpmon, other_places: Path) -> None:
+def test_a_network_file_system(dpmon: Dpmon, other_places: Places, shared_directory: Path) -> None:
+    dpmon.state = shared_directory
+    check_elsewhere(dpmon, other_places()[0], "is on a network file system (fuse.sshfs)")
+    found = dpmon.run("doctor").text
+    assert "network file system" in found
+    assert str(other_places()[0]) in found
+    assert list(shared_directory.iterdir()) == [], "nothing is written there"
+
+
+def test_of_two_mounts_at_one_place_the_later_one_counts(mount: Callable[..., Path]) -> None:
+    """As for homes that are mounted on demand: autofs first, the file system itself over it."""
+    place = mount(4)
+    (place / "deep").mkdir()
+    assert file_system(place / "deep") == "tmpfs"
+    subprocess.run(["mount", "-t", "ramfs", "ramfs", str(place)], check=True)
+    try:
+        assert file_system(place / "deep") == "ramfs"
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+    assert file_system(place / "deep") == "tmpfs"
+
+
+def test_other_places_are_tried_in_turn(dpmon: Dpmon, other_places: Places) -> None:
     dpmon.state.write_text("a file where the directory should be")
-    other_places.rmdir()
-    other_places.write_text("a file too")
-    check_elsewhere(dpmon, Path("/dev/shm"), "no run can be kept")
+    lasting, temporary, memory = other_places()
+    lasting.parent.write_text("a file too")
+    check_elsewhere(dpmon, temporary, "no run can be kept")
+    shutil.rmtree(temporary.parent)
+    temporary.parent.write_text("a file too")
+    if os.access(memory.parent.parent, os.W_OK):
+        check_elsewhere(dpmon, memory, "no run can be kept")
     dpmon.state.unlink()
 
 
-@pytest.mark.usefixtures("other_places")
-def test_a_link_in_the_other_place_is_not_followed(dpmon: Dpmon, other_places: Path, tmp_path: Path) -> None:
+def test_a_link_in_the_other_place_is_not_followed(dpmon: Dpmon, other_places: Places, tmp_path: Path) -> None:
     dpmon.state.write_text("a file where the directory should be")
-    dpmon.run(WRITER, 2, 0)
-    (taken,) = other_places.iterdir()
-    shutil.rmtree(taken)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    taken.symlink_to(elsewhere)
+    other_places()[0].parent.symlink_to(elsewhere)
     result = dpmon.run(WRITER, 2, 0)
     assert result.status == 0, result.errors
+    assert str(other_places()[1]) in result.errors
     assert list(elsewhere.iterdir()) == []
     dpmon.state.unlink()
 

@@ -13,9 +13,9 @@ import pytest
 from dpmon.cli import doctor as command
 from dpmon.cli.doctor import machine, trial
 from dpmon.cli.doctor.machine import Check, ok, problem, warning
+from dpmon.run import runs
 
 Usage = namedtuple("Usage", "total used free")
-Mount = namedtuple("Mount", "mountpoint fstype")
 
 
 def by_name(checks: object) -> dict[str, Check]:
@@ -85,7 +85,7 @@ def test_of_an_unwritable_state_directory_the_replacement_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/self/nowhere")
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(runs, "LASTING", str(tmp_path))
     found = by_name(machine.state_directory())["state"]
     assert (found.state, f"runs are kept in {tmp_path}/dpmon-" in found.found) == ("warning", True)
     assert "XDG_STATE_HOME" in str(found.remedy)
@@ -96,8 +96,19 @@ def test_little_room_is_reported(state: Path, monkeypatch: pytest.MonkeyPatch) -
     for free, how in ((100 << 20, "problem"), (1 << 30, "warning"), (9 << 30, "ok")):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: Usage(99 << 30, 0, free))
         assert by_name(machine.state_directory())["disk"].state == how
-    monkeypatch.setattr(machine, "_file_system", lambda place: "nfs4")
-    assert [check.state for check in machine.state_directory() if "network" in check.found] == ["warning"]
+
+
+def test_the_place_of_runs_is_named_if_the_usual_one_is_on_the_network(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "file_system", lambda place: "nfs4" if place.is_relative_to(state) else "ext4")
+    place = runs.stand_ins()[0]
+    moved, there, _ = machine.state_directory()
+    assert (moved.state, there) == ("warning", ok("state", f"{place} (the first run creates it)"))
+    assert moved.found == f"{state}/dpmon/runs is on a network file system (nfs4): runs are kept in {place}"
+    assert "XDG_STATE_HOME" in str(moved.remedy)
+    monkeypatch.setattr(runs, "file_system", lambda place: "nfs4")
+    assert [check.state for check in machine.state_directory()] == ["problem"]
 
 
 def test_little_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,13 +125,6 @@ def test_what_happens_at_logout(monkeypatch: pytest.MonkeyPatch, said: str | Non
     found = machine.logout()
     assert found.state == state
     assert ("enable-linger" in (found.remedy or "")) is (state == "warning")
-
-
-def test_of_two_mounts_at_one_place_the_later_one_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As for homes that are mounted on demand: autofs first, the file system itself over it."""
-    mounts = [Mount("/", "ext4"), Mount(str(tmp_path), "autofs"), Mount(str(tmp_path), "nfs4"), Mount("/x", "tmpfs")]
-    monkeypatch.setattr(machine.psutil, "disk_partitions", lambda all: mounts)
-    assert machine._file_system(tmp_path) == "nfs4"
 
 
 # ------------------------------------------------------------------------------------------------ trial, output

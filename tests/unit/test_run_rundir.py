@@ -30,6 +30,11 @@ def test_a_saved_run_is_read_back_unchanged(state: Path) -> None:
     assert sorted(path.name for path in directory.iterdir()) == ["exit.json", "run.json"]
 
 
+@pytest.fixture(autouse=True)
+def _leave_no_run_in_var(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "LASTING", str(tmp_path / "no-var"))
+
+
 def test_a_relative_temporary_directory_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
@@ -202,7 +207,7 @@ def test_a_temporary_directory_that_is_not_there_is_not_made(tmp_path: Path, mon
     monkeypatch.setattr(runs, "SHARED_MEMORY", str(tmp_path / "no-memory"))
     for name in ("missing", "file", "link", "missing/deeper"):
         monkeypatch.setenv("TMPDIR", str(tmp_path / name))
-        assert stand_ins()[0].is_relative_to(tmp_path / name)
+        assert stand_ins()[1].is_relative_to(tmp_path / name)
         with pytest.raises(RunError, match="no run can be kept"):
             create_run(draft())
     assert sorted(os.listdir(tmp_path)) == ["file", "link"]
@@ -223,6 +228,72 @@ def test_only_the_user_can_read_what_is_made_in_a_temporary_directory(
     assert mode(tmp_path / "tmp") == 0o1777
 
 
+def mounted_as(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the mount of `tmp_path` have another type, as far as dpmon knows."""
+    mounts = runs.MOUNTS.read_text().replace(f" - {runs.file_system(tmp_path)} ", f" - {kind} ")
+    (tmp_path / "mountinfo").write_text(mounts)
+    monkeypatch.setattr(runs, "MOUNTS", tmp_path / "mountinfo")
+
+
+@pytest.mark.parametrize(
+    ("kind", "shared"),
+    [("nfs4", True), ("gpfs", True), ("lustre", True), ("fuse.sshfs", True), ("ext4", False), ("fuseblk", False)],
+)
+def test_the_type_of_a_file_system_is_that_of_its_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, shared: bool
+) -> None:
+    assert runs.file_system(Path("/proc/self")) == "proc"
+    assert runs.file_system(Path("/proc/missing/too")) == "proc"
+    mounted_as(kind, tmp_path, monkeypatch)
+    for place in (tmp_path, tmp_path / "missing" / "too", tmp_path / "mountinfo"):
+        assert runs.file_system(place) == kind
+        assert runs.network_file_system(place) == (kind if shared else None)
+    assert runs.file_system(Path("/proc")) == "proc"
+    monkeypatch.setattr(runs, "MOUNTS", tmp_path / "missing")
+    assert runs.file_system(tmp_path) is None
+
+
+def as_nfs(monkeypatch: pytest.MonkeyPatch, *places: Path) -> None:
+    def kind_of(place: Path) -> str:
+        return "nfs4" if any(place.is_relative_to(one) for one in places) else "ext4"
+
+    monkeypatch.setattr(runs, "file_system", kind_of)
+
+
+def test_a_run_is_not_kept_on_a_network_file_system(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, _ = create_run(draft(name="before"))
+    as_nfs(monkeypatch, state)
+    for name in ("var", "tmp"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(runs, "LASTING", str(tmp_path / "var"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    directory, info = create_run(draft())
+    assert directory.parent == stand_ins()[0]
+    assert directory.is_relative_to(tmp_path / "var")
+    assert mode(directory.parent.parent) == 0o700
+    assert info.options["elsewhere"] == (
+        f"{state}/dpmon/runs is on a network file system (nfs4): this run is kept in {directory.parent};"
+        " set XDG_STATE_HOME to choose another directory"
+    )
+    assert [found for found, _ in list_runs()] == [before, directory], "runs of earlier days are found, too"
+    monkeypatch.setenv("TMPDIR", "/of/another/job")
+    assert find_run() == directory
+    as_nfs(monkeypatch, state, tmp_path / "var")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    assert create_run(draft())[0].is_relative_to(tmp_path / "tmp")
+
+
+def test_without_a_local_file_system_there_is_no_run(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_nfs(monkeypatch, Path("/"))
+    with pytest.raises(RunError, match=r"network file system \(nfs4\); set XDG_STATE_HOME to a local directory"):
+        create_run(draft())
+    assert not state.exists()
+
+
 @pytest.mark.parametrize("trap", ["link", "file", "foreign"])
 def test_a_directory_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: str) -> None:
     (tmp_path / "file").touch()
@@ -231,7 +302,7 @@ def test_a_directory_of_another_user_is_not_used(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(runs, "SHARED_MEMORY", str(tmp_path / "no-memory"))
-    ours = stand_ins()[0].parent
+    ours = stand_ins()[1].parent
     if trap == "link":
         ours.symlink_to(tmp_path / "theirs")
     elif trap == "file":

@@ -13,10 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 from dpmon.run.rundir import RunError
-from dpmon.run.runs import runs_directory, stand_ins
+from dpmon.run.runs import network_file_system, runs_directory, stand_ins
 from dpmon.text.quantities import memory
 
 FULL_SIZE = (80, 24)
@@ -26,7 +24,6 @@ LITTLE_SPACE = 300 << 20
 SOME_SPACE = 2 << 30
 LITTLE_SHM = 1 << 30
 """DataLoader workers pass batches through /dev/shm; a container has 64 MB of it by default."""
-_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "fuse.glusterfs", "afs"}
 _ASK_S = 5.0
 OK, WARNING, PROBLEM = STATES = ("ok", "warning", "problem")
 """ok: no fault; warning: dpmon works, with limits; problem: dpmon does not work."""
@@ -112,12 +109,19 @@ def _characters() -> Check:
 def state_directory() -> Iterator[Check]:
     """Whether runs can be stored: the directory exists, is writable, private, and has space."""
     try:
-        runs = runs_directory()
+        usual = runs_directory()
     except RunError as error:
         yield problem("state", str(error), "set XDG_STATE_HOME, or HOME, to an absolute path")
         return
-    place = next(path for path in (runs, *runs.parents) if path.exists())
     elsewhere = "set XDG_STATE_HOME to a directory of yours on a local disk"
+    runs, *others = [place for place in (usual, *stand_ins()) if network_file_system(place) is None] or [usual]
+    if (kind := network_file_system(usual)) is not None:
+        found = f"{usual} is on a network file system ({kind})"
+        if runs == usual:
+            yield problem("state", f"{found}, and so are /var/tmp, $TMPDIR and /dev/shm", elsewhere)
+            return
+        yield warning("state", f"{found}: runs are kept in {runs}", elsewhere)
+    place = next(path for path in (runs, *runs.parents) if path.exists())
     try:
         info = os.stat(place)
         if place == runs and info.st_uid != os.getuid():
@@ -127,16 +131,16 @@ def state_directory() -> Iterator[Check]:
             os.posix_fallocate(file.fileno(), 0, 1 << 16)
     except OSError as error:
         why = f"{place} cannot be written: {error.strerror or error}"
-        yield warning("state", f"{why}; runs are kept in {stand_ins()[0]}, which may be temporary", elsewhere)
+        if others:
+            yield warning("state", f"{why}; runs are kept in {others[0]}, which may be temporary", elsewhere)
+        else:
+            yield problem("state", why, elsewhere)
         return
     if place == runs and info.st_mode & 0o077:
         found = f"{runs} is open to others ({stat.filemode(info.st_mode)})"
         yield warning("state", found, "the next run makes it private; or chmod 700")
     else:
         yield ok("state", str(runs) if place == runs else f"{runs} (the first run creates it)")
-    kind = _file_system(place)
-    if kind in _NETWORK:
-        yield warning("state", f"it is on a network file system ({kind}): slow, and locks may not hold", elsewhere)
     yield _space(place, elsewhere)
 
 
@@ -147,14 +151,6 @@ def _space(place: Path, elsewhere: str) -> Check:
     if free < SOME_SPACE:
         return warning("disk", f"{memory(free)} free: room for a few runs (256 MiB each at most)", "free some space")
     return ok("disk", f"{memory(free)} free")
-
-
-def _file_system(place: Path) -> str | None:
-    """The type of the file system of `place`."""
-    path = Path(os.path.realpath(place))
-    holding = [disk for disk in psutil.disk_partitions(all=True) if path.is_relative_to(disk.mountpoint)]
-    # Of two mounts at one place (autofs and nfs4), the later one covers the other; `max` takes the first.
-    return max(reversed(holding), key=lambda disk: len(disk.mountpoint)).fstype if holding else None
 
 
 # ------------------------------------------------------------------------------------------------ shared memory

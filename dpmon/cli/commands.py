@@ -213,6 +213,10 @@ class ListedRun(NamedTuple):
     unknown: str | None
     cause: str | None
     standing: str | None
+    job: dict[str, str] | None
+    """What is equal in the runs of one job on several machines: `by` and `id`."""
+    node: int | None
+    """The number of this machine in the job."""
     command: list[str]
     directory: str
 
@@ -245,12 +249,14 @@ class ListedRun(NamedTuple):
 def _describe(directory: Path, info: RunInfo) -> ListedRun:
     state, how = run_state(directory, info)
     from dpmon.errors import HistoryError
+    from dpmon.model.announced import job_of
     from dpmon.report.health import health_in
     from dpmon.store.opened import open_store  # imported here because it loads sqlite
 
-    live, now, counts = state == "running", None, _NO_STEPS
+    live, now, counts, job, node = state == "running", None, _NO_STEPS, None, None
     with suppress(HistoryError, RunError), open_store(directory) as store:
         counts = _steps(store)
+        job, node = job_of(store)
         now = health_in(directory, store) if live else None
     steps, evaluation_steps, open_calls, samples_per_s, standing = counts
     if state == "finished":
@@ -274,6 +280,8 @@ def _describe(directory: Path, info: RunInfo) -> ListedRun:
         None if how is None else how.unknown,
         None if how is None else how.cause,
         standing,
+        job,
+        node,
         [*([] if info.python is None else [info.script]), *info.arguments],
         str(directory),
     )

@@ -295,6 +295,9 @@ RECORDS: Mapping[str, RecordKind] = {
             process: a process that began to record
             process rank t_s
             world, integer: number of ranks; null if the process is not a rank
+            job, object: what is equal in all ranks of the job, on all its machines: by (slurm, torchelastic or master)
+                and id; null if the environment does not tell [not in CSV]
+            node, integer: the number of this machine in the job; null if the environment does not tell
             pid, integer: the process id
             argv, list: sys.argv of the process
             python, text: the version of Python

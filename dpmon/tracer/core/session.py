@@ -213,6 +213,7 @@ class Session:
     def _describe(self) -> dict[str, Any]:
         return {
             "world": self.world,
+            **job_and_node(os.environ, self.world),
             "pid": os.getpid(),
             "argv": [shortened(str(argument)) for argument in sys.argv[:32]],
             "python": platform.python_version(),
@@ -376,3 +377,24 @@ def rank_and_world() -> tuple[int | None, int | None]:
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError):
         return None, None
+
+
+def job_and_node(environment: Mapping[str, str], world: int | None) -> dict[str, Any]:
+    """Return what is equal in all ranks of one job, on all its machines, and the number of this machine among them.
+
+    None if the environment does not tell. torchrun's own id is "none" if the user gave none.
+    """
+    step, elastic, port = (environment.get(name) for name in ("SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "MASTER_PORT"))
+    job = None
+    if "SLURM_JOB_ID" in environment:
+        slurm = environment["SLURM_JOB_ID"]
+        job = {"by": "slurm", "id": f"{slurm}.{step}" if step else slurm}
+    elif elastic not in (None, "", "none"):
+        job = {"by": "torchelastic", "id": elastic}
+    elif world is not None and port and (address := environment.get("MASTER_ADDR")):
+        # On another machine, "localhost" is another job.
+        if address in ("localhost", "::1") or address.startswith("127."):
+            address = platform.node()
+        job = {"by": "master", "id": f"{address}:{port}/{world}"}
+    numbers = (environment.get(name, "") for name in ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID"))
+    return {"job": job, "node": next((int(number) for number in numbers if number.isdecimal()), None)}

@@ -6,7 +6,7 @@ fetches of 100 us, or fewer threads on a machine with room to spare. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.run_facts import ModeFacts, RunFacts
@@ -45,6 +45,8 @@ class Finding(NamedTuple):
     saves: float | None = None
     """The share of the time (0 to 1) that goes at most if the cause goes: of the steps, or for the kinds in OF_RUN of
     the run. None where no bound is sound."""
+    parts: Mapping[str, float] = {}
+    """The parts of `saves` that other findings may be about, too: by phase, or "wait", "exposed", "between"."""
 
     @property
     def ceiling(self) -> str:

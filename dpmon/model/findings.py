@@ -26,8 +26,6 @@ from dpmon.model.run_facts import RunFacts
 
 LEAST_SAVED = 0.02
 """Smallest share of the time that an advice can save, for its finding to be told."""
-_SAME_TIME = {"accumulation": "exposed", "between": "evaluation"}
-"""Kinds of findings about (part of) the time of another kind."""
 _FINDERS: tuple[Callable[[RunFacts], Iterator[Finding]], ...] = (
     *(failed, data, transfers, slower, copies, idle, uneven, fuller, throttled, low_use, busy),
     *(drift, stalled, stalls, spread, between, evaluation, quiet, losses),
@@ -54,13 +52,17 @@ def _size(finding: Finding) -> float:
 def together(found: Iterable[Finding], facts: RunFacts) -> float | None:
     """The share of the run's time (0 to 1) that goes at most if all causes go; None without two advices that save time.
 
-    Findings that can be about the same time count as the largest of them.
+    A part of the time that several findings are about counts once, as long as the longest of them takes it.
     """
     whole = sum(facts.spent.get(name, 0) for name in ("training", "between", "evaluation"))
     training = facts.spent.get("training", 0) / whole if whole else 0.0
-    saved: dict[str, float] = {}
+    parts: dict[str, float] = {}
+    own, count = 0.0, 0
     for finding in found:
         if finding.saves is not None:
-            kind = _SAME_TIME.get(finding.kind, finding.kind)
-            saved[kind] = max(saved.get(kind, 0.0), finding.saves * (1 if finding.kind in OF_RUN else training))
-    return min(sum(saved.values()), 1.0) if len(saved) > 1 else None
+            count += 1
+            of = 1.0 if finding.kind in OF_RUN else training
+            own += max(finding.saves - sum(finding.parts.values()), 0.0) * of
+            for name, saves in finding.parts.items():
+                parts[name] = max(parts.get(name, 0.0), saves * of)
+    return min(own + sum(parts.values()), 1.0) if count > 1 else None

@@ -69,6 +69,7 @@ def _straggler(found: Communication) -> Iterator[Finding]:
             _NO_PHASE if slow.phase is None else _SLOW_PHASE.get(slow.phase, _NO_PHASE),
             min(slow.share, 1.0),
             min(slow.share, 1.0),
+            {} if slow.phase is None else {slow.phase: min(slow.share, 1.0)},
         )
 
 
@@ -87,6 +88,7 @@ def _in_turn(found: Communication) -> Iterator[Finding]:
             "batches of equal work on all ranks: group samples of similar length, or pack them",
             min(share, 1.0),
             min(share, 1.0),
+            {"wait": min(share, 1.0)},
         )
 
 
@@ -132,6 +134,7 @@ def _exposed(found: Communication) -> Iterator[Finding]:
         "; ".join(advice),
         min(share, 1.0),
         min(share, 1.0),
+        {"exposed": min(share, 1.0)},
     )
 
 
@@ -171,7 +174,8 @@ def _accumulation(found: Communication) -> Iterator[Finding]:
     times = synced / optimized
     # A rank that is always slow stays slow; waits for changing ranks may even out over the passes.
     waits = 0.0 if found.straggler is not None else found.wait_share or 0.0
-    lost = (found.exposed_share or 0.0) * (1 - 1 / times) + waits
+    parts = {"exposed": (found.exposed_share or 0.0) * (1 - 1 / times), "wait": waits}
+    lost = sum(parts.values())
     yield Finding(
         "accumulation",
         f"Gradients are averaged {times:.1f} times for each step of the optimizer.",
@@ -180,6 +184,7 @@ def _accumulation(found: Communication) -> Iterator[Finding]:
         "if gradients accumulate: no_sync() around all backward passes but the last before the optimizer's step",
         min(max(lost, _SMALL), 1.0),
         min(lost, 1.0) if found.joined >= MIN_STEPS else None,
+        parts if found.joined >= MIN_STEPS else {},
     )
 
 

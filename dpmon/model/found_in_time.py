@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -98,13 +99,15 @@ def data(facts: RunFacts) -> Iterator[Finding]:
             on_device = f", on the device median {duration_words(figures.device_ns)}"
         who = "The training" if mode.who is None else mode.who[0].upper() + mode.who[1:]
         who = f"The GPU{of_whom(mode)}" if on_device else who
+        saves = data_ceiling(mode, facts)
         yield Finding(
             "data",
             f"{who} waits for data{in_mode(mode, facts)}: {percent(share)} of the time of its steps.",
             f"data {phase_times(mode, 'data')}{on_device}; {basis(mode)}{_in_how_many(mode, facts)}",
             for_data(mode, facts),
             share,
-            data_ceiling(mode, facts),
+            saves,
+            {} if saves is None else {"data": saves},
         )
 
 
@@ -135,6 +138,7 @@ def transfers(facts: RunFacts) -> Iterator[Finding]:
             for_copies(facts, mode.process),
             share,
             share,
+            {"copy": share},
         )
 
 
@@ -248,6 +252,10 @@ def stalls(facts: RunFacts) -> Iterator[Finding]:
     median = medians[worst.process, worst.mode]
     # A lower bound if steps were deleted, or if all steps read are stalls.
     least = len(stalls) == len(longest) > 1 or facts.store.pruned > 0
+    saves = (lost - sum(medians[step.process, step.mode] or 0 for step in stalls)) / (total + lost)
+    phases = Counter[str]()
+    for step in stalls:
+        phases.update(step.phases)
     count = "one" if len(stalls) == 1 else str(len(stalls))
     count = f"At least {count}" if least else count.capitalize()
     if len(stalls) > 1:
@@ -260,7 +268,8 @@ def stalls(facts: RunFacts) -> Iterator[Finding]:
         f"the longest: {_where(worst, facts)}; median {duration_words(median)}",
         _stall_advice(worst, facts),
         lost / (total + lost),
-        None if least else (lost - sum(medians[step.process, step.mode] or 0 for step in stalls)) / (total + lost),
+        None if least else saves,
+        {} if least else {name: saves * took / lost for name, took in phases.items()},
     )
 
 
@@ -325,6 +334,9 @@ def between(facts: RunFacts) -> Iterator[Finding]:
     workers = [(one.start_ns, one.start_ns + one.took_ns) for one in again]
     starts = sum(waited_ns(workers, gap.begin_ns, gap.end_ns) for gap in own)
     share = starts / together if together else 0.0
+    # Workers that start again also end, and load their first batch, which a step waits for.
+    fetches = max(map(_first_fetches, measured_modes(facts))) if again else 0.0
+    apart = _most_spent(facts, "between")
     by = f" Starting the loader's workers takes {percent(share)} of it." if share >= WORKERS_SHARE else ""
     yield Finding(
         "between",
@@ -336,8 +348,8 @@ def between(facts: RunFacts) -> Iterator[Finding]:
         else "look at the script's own work there: a checkpoint, logging"
         + (", a loader that starts its workers again (persistent_workers=True keeps them)" if again else ""),
         lost / whole,
-        # Workers that start again also end, and load their first batch, which a step waits for.
-        _most_spent(facts, "between") + (max(map(_first_fetches, measured_modes(facts))) if again else 0.0),
+        apart + fetches,
+        {"between": apart, "data": fetches},
     )
 
 
@@ -364,6 +376,7 @@ def evaluation(facts: RunFacts) -> Iterator[Finding]:
             took / whole,
             # The times before and after an evaluation lie between steps.
             _most_spent(facts, "evaluation", "between"),
+            {"between": _most_spent(facts, "between")},
         )
 
 

@@ -262,15 +262,31 @@ def test_evaluations_that_take_much_of_the_time_are_found() -> None:
 def test_together_each_stretch_of_time_counts_once() -> None:
     spent = {"training": 50 * SECOND, "between": 50 * SECOND}
 
-    def found(kind: str, saves: float | None) -> Finding:
-        return Finding(kind, "", "", "", 0.5, saves)
+    def found(kind: str, saves: float | None, **parts: float) -> Finding:
+        return Finding(kind, "", "", "", 0.5, saves, parts)
 
     run = changed(HEALTHY, spent=spent)
     assert together([found("data", 0.4), found("drift", None)], run) is None, "one advice needs no sum"
     assert together([found("data", 0.4), found("between", 0.5)], run) == pytest.approx(0.7)
-    assert together([found("data", 0.4), found("exposed", 0.2), found("accumulation", 0.1)], run) == pytest.approx(0.3)
-    assert together([found("data", 0.4), found("between", 0.5), found("evaluation", 0.6)], run) == pytest.approx(0.8)
+    exposed, turn = found("exposed", 0.2, exposed=0.2), found("in turn", 0.1, wait=0.1)
+    accumulated = found("accumulation", 0.25, exposed=0.15, wait=0.1)
+    assert together([found("data", 0.4), exposed, accumulated], run) == pytest.approx(0.2 + (0.2 + 0.1) / 2)
+    assert together([exposed, accumulated, turn], run) == pytest.approx((0.2 + 0.1) / 2)
+    apart = found("between", 0.5, between=0.4, data=0.1)
+    assert together([found("data", 0.4, data=0.4), apart], run) == pytest.approx(0.2 + 0.4)
+    assert together([found("evaluation", 0.6, between=0.4), apart], run) == pytest.approx(0.6 + 0.1)
     assert together([found("data", 1.0), found("between", 0.7)], run) == 1.0
+
+
+def test_long_fetches_of_a_few_steps_count_once_with_the_wait_for_data() -> None:
+    """1,000 steps of 20 ms with two steps of 10 s that wait for data."""
+    slow = (*(long_step(10_000.0, "data", step=step) for step in (100, 500)), long_step(25))
+    found = findings(changed(HEALTHY, modes=(mode(data=0.55),), longest=slow))
+    both = {one.kind: one for one in found}
+    assert both["stall"].saves == pytest.approx(19.96 / 40)
+    assert both["stall"].parts["data"] == pytest.approx(0.9 * 19.96 / 40), "long_step has nine tenths in the phase"
+    own = both["stall"].saves - sum(both["stall"].parts.values())
+    assert together(found, changed(HEALTHY, spent={"training": SECOND})) == pytest.approx(0.55 + own)
 
 
 def test_time_between_steps_is_that_of_the_process_that_has_most() -> None:

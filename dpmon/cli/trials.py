@@ -46,6 +46,7 @@ _RANKS = re.compile(r"--nproc[-_]per[-_]node(=|$)")
 _THREADS = "threads-"
 _GOES_ON = ("running", "starting", "ending", "unsupervised")
 _BASE = "as-is"
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PROMISED = (
     "promised: the largest part of a step's time that the change can save, by the times of the first unchanged run."
 )
@@ -70,7 +71,7 @@ class Trial(NamedTuple):
 
 def try_changes(options: argparse.Namespace) -> int:
     """Run the trials and print what each of them brought. RunError if the unchanged command fails or has no step."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in _ENDING[1:]:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _leave)
     speak(f"each run ends after {options.steps} steps: what the script writes (checkpoints, results) is worthless")
@@ -146,6 +147,9 @@ class _Bench:
             directory = find_run(name)
             speak(f"{trial.name}, run {turn} of {options.rounds}: {short_name(load_info(directory))}")
             self._wait(directory)
+        except (KeyboardInterrupt, SystemExit):
+            speak(f"stopping {name}")
+            raise
         finally:
             _stop(name)
         self._check(directory)
@@ -179,12 +183,19 @@ def _steps(directory: Path) -> int:
 
 
 def _stop(name: str) -> None:
-    """Stop the run of this name, if there is one. The command that started it may have been interrupted."""
-    with suppress(RunError):
-        directory = find_run(name)
-        for _ in stop_run(directory):
-            pass
-        wait_for_record(directory)
+    """Stop the run of this name, if there is one. The command that started it may have been interrupted.
+
+    A signal that would end this process meanwhile takes effect afterwards: nothing else would stop the run.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        with suppress(RunError):
+            directory = find_run(name)
+            for _ in stop_run(directory):
+                pass
+            wait_for_record(directory)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def plan(

@@ -1,0 +1,354 @@
+"""The commands that bring lines from other machines: starts them, reads them, and starts them again.
+
+A command is the user's own way to a machine, such as `ssh node2 dpmon export ...`. Its output is hostile: what is read,
+kept and waited for has a limit, and text from it is shown only after `clean`. One machine's trouble never delays the
+others: nothing here waits for a single command.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
+from typing import Any, NamedTuple
+
+from dpmon.mirror.causes import reason
+from dpmon.record.plainjson import load_json
+from dpmon.run.proc import ended_child
+
+MAX_LINE = 1 << 20
+MAX_BANNER = 1 << 16
+"""Most bytes before the marker, and of the marker line."""
+_MAX_ERRORS = 4096
+_MAX_UNSENT = 1 << 16
+_PIECE = 1 << 16
+"""Bytes of one read: what a pipe holds."""
+_STARTING = 8
+"""Most commands that have not reached their machine yet: sshd refuses more than about 10 at a time (MaxStartups)."""
+_SILENT_S = 5.0
+_CONNECT_S = 15.0
+"""Longest wait for the marker."""
+_LONGEST_WAIT_S = 30.0
+_STEADY_S = 10.0
+"""A connection that was open for this long has worked: the next one is tried soon."""
+_LEAVE_S = 1.0
+"""Time to end after the output has ended, and after SIGTERM."""
+_LOOK_S = 0.1
+
+VERSION = 1
+_MARK = b"dpmon-records "
+_MARKER = re.compile(_MARK + rb"(\d{1,9}) (\{.*\})\s*")
+
+
+class Opened(NamedTuple):
+    """A machine was reached, and its dpmon sends records; `marker`: its first line."""
+
+    node: int
+    marker: Mapping[str, Any]
+
+
+class Received(NamedTuple):
+    """A line of at most MAX_LINE bytes, without its end."""
+
+    node: int
+    text: bytes
+
+
+class Closed(NamedTuple):
+    """A command has ended, or was ended; `why`: one sentence, harmless to show; empty if it did what it should.
+
+    `for_good`: it is not started again.
+    """
+
+    node: int
+    why: str
+    for_good: bool
+
+
+Report = Opened | Received | Closed
+
+
+@dataclass(slots=True)
+class _Link:
+    """One machine's command, and what it has sent that was not passed on."""
+
+    node: int
+    due_s: float = 0.0
+    failures: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    open: bool = False
+    was_open: bool = False
+    began_s: float = 0.0
+    heard_s: float = 0.0
+    ended_s: float | None = None
+    """When its output ended."""
+    rest: bytearray = field(default_factory=bytearray)
+    """The start of a line."""
+    banner: bytearray = field(default_factory=bytearray)
+    errors: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+
+
+class Links:
+    """A command for each of `count` machines; `command(node)` gives its words, for each start anew.
+
+    With `once`, the commands need no marker and get no input, each runs once, and all output is passed on as lines.
+    `silent_s`: how long an open command may say nothing (with `once`: any command).
+    """
+
+    def __init__(
+        self, count: int, command: Callable[[int], list[str]], *, once: bool = False, silent_s: float = _SILENT_S
+    ) -> None:
+        self._command = command
+        self._once = once
+        self._silent_s = silent_s
+        self._links = [_Link(node) for node in range(count)]
+        self._idle = list(self._links)
+        self._leaving: list[tuple[subprocess.Popen[bytes], float]] = []
+        self._selector = DefaultSelector()
+        self._look_at = 0.0
+
+    def poll(self, timeout_s: float) -> list[Report]:
+        """What has happened; waits for at most `timeout_s` for something to happen."""
+        until = time.monotonic() + timeout_s
+        while True:
+            now = time.monotonic()
+            reports = self._start(now)
+            wait = 0.0 if reports else min(max(until - now, 0.0), _LOOK_S)
+            heard = self._selector.select(wait)
+            for key, _ in heard:
+                key.data(reports)
+            now = time.monotonic()
+            if now >= self._look_at:
+                self._look_at = now + _LOOK_S
+                self._look(now, reports)
+            if reports or now >= until:
+                return reports
+
+    def send(self, node: int, line: str) -> bool:
+        """Send a line to the machine's command; never waits. False if it is not open, or does not read."""
+        link = self._links[node]
+        data = line.encode() + b"\n"
+        if not link.open or len(link.unsent) + len(data) > _MAX_UNSENT:
+            return False
+        link.unsent += data
+        return self._write(link)
+
+    def end(self, node: int, why: str, *, for_good: bool) -> Closed:
+        """End the machine's command because of what it sent; unless `for_good`, it is started again later."""
+        return self._closed(self._links[node], why, for_good)
+
+    def close(self) -> None:
+        """End all commands; takes at most about two seconds."""
+        for link in self._links:
+            self._drop(link)
+        self._idle.clear()
+        until = time.monotonic() + 2 * _LEAVE_S
+        while self._leaving and time.monotonic() < until:
+            self._reap(time.monotonic())
+            time.sleep(0.01)
+        self._selector.close()
+
+    # -------------------------------------------------------------------------------------------- starting
+
+    def _start(self, now: float) -> list[Report]:
+        """Start the commands that are due, the longest due first."""
+        if not self._idle:
+            return []
+        room = _STARTING - sum(link.process is not None and not link.open for link in self._links)
+        due = sorted((link for link in self._idle if link.due_s <= now), key=lambda link: link.due_s)[: max(room, 0)]
+        reports: list[Report] = []
+        for link in due:
+            self._idle.remove(link)
+            words = self._command(link.node)
+            try:
+                link.process = subprocess.Popen(
+                    words,
+                    stdin=subprocess.DEVNULL if self._once else subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    bufsize=0,
+                    start_new_session=True,  # without a terminal, nothing can ask for a password
+                )
+            except (OSError, ValueError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                reports.append(self._closed(link, f"{words[0]} cannot be started: {reason}", for_good=True))
+                continue
+            self._watch(link, link.process, now)
+        return reports
+
+    def _watch(self, link: _Link, process: subprocess.Popen[bytes], now: float) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        link.began_s = link.heard_s = now
+        os.set_blocking(process.stderr.fileno(), False)
+        if process.stdin is not None:
+            os.set_blocking(process.stdin.fileno(), False)
+        self._selector.register(process.stdout, EVENT_READ, lambda reports: self._read(link, reports))
+        self._selector.register(process.stderr, EVENT_READ, lambda _: self._read_errors(link))
+
+    # -------------------------------------------------------------------------------------------- reading
+
+    def _read(self, link: _Link, reports: list[Report]) -> None:
+        if link.process is None or link.process.stdout is None:
+            return  # ended while its neighbours were read
+        data = os.read(link.process.stdout.fileno(), _PIECE)
+        link.heard_s = time.monotonic()
+        if not data:
+            self._selector.unregister(link.process.stdout)
+            link.ended_s = link.heard_s
+            if self._once and link.rest:
+                self._take(link, bytes(link.rest), reports)
+            return
+        link.rest += data
+        if b"\n" in data:
+            *lines, rest = bytes(link.rest).split(b"\n")
+            link.rest = bytearray(rest)
+            for line in lines:
+                self._take(link, line, reports)
+                if link.process is None:
+                    return
+        if len(link.rest) + len(link.banner) > (MAX_LINE if link.open or self._once else MAX_BANNER):
+            reports.append(self._closed(link, self._too_much(link)))
+
+    def _take(self, link: _Link, line: bytes, reports: list[Report]) -> None:
+        if len(line) > MAX_LINE:
+            reports.append(self._closed(link, self._too_much(link)))
+        elif link.open or self._once:
+            reports.append(Received(link.node, line.removesuffix(b"\r")))
+        elif (found := _MARKER.fullmatch(line, max(line.find(_MARK), 0))) is None:
+            link.banner += line + b"\n"
+        else:
+            self._opened(link, int(found[1]), found[2], reports)
+
+    def _opened(self, link: _Link, version: int, text: bytes, reports: list[Report]) -> None:
+        try:
+            marker = load_json(text)
+        except ValueError:
+            reports.append(self._closed(link, "it does not send the records of dpmon"))
+            return
+        if version != VERSION:
+            why = f"its dpmon sends records of version {version}, and this one reads version {VERSION}"
+            reports.append(self._closed(link, why, for_good=True))
+            return
+        link.open = link.was_open = True
+        link.banner.clear()
+        reports.append(Opened(link.node, marker))
+
+    def _too_much(self, link: _Link) -> str:
+        if link.open or self._once:
+            return f"it sent a line of more than {MAX_LINE >> 20} MiB"
+        return f"it printed more than {MAX_BANNER >> 10} KiB before any record"
+
+    def _read_errors(self, link: _Link) -> None:
+        if link.process is None or link.process.stderr is None:
+            return
+        data = b""
+        with suppress(BlockingIOError):
+            data = os.read(link.process.stderr.fileno(), _PIECE)
+            if not data and link.process.stderr in self._selector.get_map():
+                self._selector.unregister(link.process.stderr)
+        link.errors = (link.errors + data)[-_MAX_ERRORS:]
+
+    def _write(self, link: _Link) -> bool:
+        """Send what the pipe takes, the rest when it takes more; False if the command does not read any more."""
+        if link.process is None or link.process.stdin is None or link.process.stdin.closed:
+            return False
+        stdin = link.process.stdin
+        waited = stdin in self._selector.get_map()
+        try:
+            del link.unsent[: os.write(stdin.fileno(), link.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            link.unsent.clear()
+            if waited:
+                self._selector.unregister(stdin)
+            stdin.close()
+            return False
+        if link.unsent and not waited:
+            self._selector.register(stdin, EVENT_WRITE, lambda _: self._write(link))
+        elif waited and not link.unsent:
+            self._selector.unregister(stdin)
+        return True
+
+    # -------------------------------------------------------------------------------------------- ending
+
+    def _look(self, now: float, reports: list[Report]) -> None:
+        """Report the commands that have ended, or say nothing; end those that outlive that."""
+        for link in self._links:
+            if link.process is None:
+                continue
+            if link.ended_s is not None:
+                status = _status(link.process)
+                if status is not None or now - link.ended_s > _LEAVE_S:
+                    self._read_errors(link)
+                    shown = bytes(link.banner + link.rest)
+                    why, for_good = "", True
+                    if not (self._once and status == 0):
+                        why, for_good = reason(status, bytes(link.errors), shown, was_open=link.open)
+                    # What is useless at first may pass later: without its directory of users, a machine refuses all.
+                    reports.append(self._closed(link, why, for_good and not link.was_open))
+            elif now - link.heard_s > self._silent_s and (link.open or self._once):
+                reports.append(self._closed(link, f"it has sent nothing for {self._silent_s:.0f} s"))
+            elif not link.open and not self._once and now - link.began_s > _CONNECT_S:
+                reports.append(self._closed(link, f"it did not answer within {_CONNECT_S:.0f} s"))
+        self._reap(now)
+
+    def _closed(self, link: _Link, why: str, for_good: bool = False) -> Closed:
+        """End the command, and plan the next start unless it ends `for_good`."""
+        for_good = for_good or self._once
+        link.failures = 1 if link.open and time.monotonic() - link.began_s > _STEADY_S else link.failures + 1
+        self._drop(link)
+        if not for_good:
+            wait_s = min(2.0 ** (link.failures - 1), _LONGEST_WAIT_S)
+            link.due_s = time.monotonic() + wait_s * random.uniform(0.5, 1.0)
+            self._idle.append(link)
+        return Closed(link.node, why, for_good)
+
+    def _drop(self, link: _Link) -> None:
+        """Stop listening to a command, and ask it to end."""
+        process, link.process = link.process, None
+        link.open, link.ended_s = False, None
+        link.rest, link.banner, link.errors, link.unsent = bytearray(), bytearray(), bytearray(), bytearray()
+        if process is None:
+            return
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None and not stream.closed:
+                if stream in self._selector.get_map():
+                    self._selector.unregister(stream)
+                stream.close()
+        _signal(process, signal.SIGTERM)
+        self._leaving.append((process, time.monotonic()))
+
+    def _reap(self, now: float) -> None:
+        """Collect the commands that have ended, and kill what is left of them; kill those that do not end."""
+        for leaving in list(self._leaving):
+            process, since = leaving
+            if _status(process) is not None:
+                _signal(process, signal.SIGKILL)  # of its group; the number is still its own
+                process.wait()
+                self._leaving.remove(leaving)
+            elif now - since > _LEAVE_S:
+                _signal(process, signal.SIGKILL)
+
+
+def _status(process: subprocess.Popen[bytes]) -> int | None:
+    """The exit status of a command that has ended, which stays a zombie until it is collected; else None."""
+    try:
+        return ended_child(process.pid)
+    except ChildProcessError:  # whoever started dpmon lets the kernel collect its children
+        return 0
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to the command and its children."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)

@@ -1,0 +1,302 @@
+"""The commands that bring lines from other machines, as real processes that behave well or badly."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from running import wait_for
+
+from dpmon.mirror import links as module
+from dpmon.mirror.causes import reason
+from dpmon.mirror.links import MAX_LINE, Closed, Links, Opened, Received, Report
+from dpmon.run import proc
+
+MARK = """echo 'dpmon-records 1 {"run": "r", "host": "h"}'"""
+Start = Callable[..., Links]
+
+
+def shell(text: str) -> list[str]:
+    """Return a command that runs lines of sh."""
+    return ["sh", "-c", text]
+
+
+def python(text: str) -> list[str]:
+    """Return a command that runs lines of Python."""
+    return [sys.executable, "-I", "-S", "-c", text]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Return a function that makes Links of words for each machine; they are closed at the end, and leave nothing."""
+    made: list[Links] = []
+
+    def links(*commands: list[str], **how: bool | float) -> Links:
+        made.append(Links(len(commands), lambda node: commands[node], **how))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield links
+    for one in made:
+        one.close()
+    left = [process for process in proc.every_process().values() if process.parent == os.getpid()]
+    assert not [process for process in left if not process.dead and process.pid == process.session], left
+
+
+def until(links: Links, condition: Callable[[list[Report]], object]) -> list[Report]:
+    """Return everything that came, up to the first time when `condition` holds for it."""
+    reports: list[Report] = []
+
+    def more() -> bool:
+        reports.extend(links.poll(0.05))
+        return bool(condition(reports))
+
+    wait_for(more, what="the reports")
+    return reports
+
+
+def closed(reports: list[Report], node: int = 0) -> Closed | None:
+    """Return the first end of a machine's command."""
+    return next((one for one in reports if isinstance(one, Closed) and one.node == node), None)
+
+
+def end_of(links: Links, node: int = 0) -> Closed:
+    """Return the first end of a machine's command, after waiting for it."""
+    found = closed(until(links, lambda reports: closed(reports, node)), node)
+    assert found is not None
+    return found
+
+
+def lines(reports: list[Report]) -> list[bytes]:
+    """Return the texts of the lines."""
+    return [one.text for one in reports if isinstance(one, Received)]
+
+
+def test_a_banner_comes_before_the_marker_and_lines_after_it(start: Start) -> None:
+    links = start(shell(f"echo Welcome; printf 'no line end: '; {MARK}; echo one; echo two; exec sleep 100"))
+    reports = until(links, lambda reports: len(lines(reports)) == 2)
+    assert reports == [Opened(0, {"run": "r", "host": "h"}), Received(0, b"one"), Received(0, b"two")]
+
+
+def test_a_line_that_comes_in_parts_is_one_line(start: Start) -> None:
+    text = f"{MARK}; printf 'ab'; sleep 0.3; printf 'cd\\n\\nlast half'; exec sleep 100"
+    reports = until(start(shell(text)), lambda reports: len(lines(reports)) == 2)
+    assert lines(reports) == [b"abcd", b""]
+
+
+def test_half_a_line_at_the_end_is_no_line(start: Start) -> None:
+    reports = until(start(shell(f"{MARK}; echo whole; printf half")), closed)
+    assert lines(reports) == [b"whole"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("echo hello; exit 0", "the command ended with status 0: hello"),
+        ("echo hello; echo ' I am \x1b[2J\x07 bad' >&2; exit 3", "the command ended with status 3: I am �[2J� bad"),
+        ("echo 'dpmon-records 1 {\"run\":'", 'the command ended with status 0: dpmon-records 1 {"run":'),
+        ("echo 'dpmon-records 1 {rubbish}'; sleep 100", "it does not send the records of dpmon"),
+        ('echo \'dpmon-records 1 {"a": ' + "[" * 3000 + "}'; sleep 100", "it does not send the records of dpmon"),
+        ("kill -9 $$", "the command was ended by SIGKILL"),
+        (f"{MARK}; exit 1", "the connection was closed"),
+        (
+            "echo 'ssh: connect to host x port 22: Connection refused' >&2; exit 255",
+            "it refused the connection: no ssh",
+        ),
+        ("head -c 100000 /dev/zero | tr '\\0' x; sleep 100", "it printed more than 64 KiB before any record"),
+        ("yes; sleep 100", "it printed more than 64 KiB before any record"),
+        (f"{MARK}; head -c 1500000 /dev/zero; sleep 100", "it sent a line of more than 1 MiB"),
+    ],
+)
+def test_a_command_that_may_succeed_later_is_started_again(start: Start, text: str, why: str) -> None:
+    found = end_of(start(shell(text)))
+    assert found.why.startswith(why)
+    assert not found.for_good
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("exec dpmon-that-is-not-there export", "dpmon is not there, or not in the PATH of its commands"),
+        ("echo 'root@h: Permission denied (publickey,password).' >&2; exit 255", "it asks for a password, or refuses"),
+        ("echo 'Host key verification failed.' >&2; exit 255", "its host key is unknown or has changed: connect to it"),
+        ("echo \"dpmon: there is no run 'x'; bad \x1b[1m\" >&2; exit 2", "there is no run 'x'; bad �[1m"),
+        ("echo 'dpmon: unknown option --follow' >&2; exit 2", "its dpmon is of another version: update it"),
+        ("echo 'dpmon-records 2 {}'; sleep 100", "its dpmon sends records of version 2, and this one reads version 1"),
+    ],
+)
+def test_a_command_that_cannot_succeed_is_not_started_again(start: Start, text: str, why: str) -> None:
+    links = start(shell(text))
+    found = end_of(links)
+    assert found.why.startswith(why)
+    assert found.for_good
+    assert not links._idle
+
+
+def test_a_program_that_is_not_here_is_named(start: Start) -> None:
+    assert end_of(start(["no-such-ssh", "host"])) == Closed(
+        0, "no-such-ssh cannot be started: No such file or directory", True
+    )
+
+
+def test_what_worked_before_is_tried_again(start: Start) -> None:
+    refused = "echo 'a@b: Permission denied (publickey).' >&2; exit 255"
+    assert not end_of(start(shell(f"{MARK}; sleep 0.2; {refused}"))).for_good
+
+
+def test_a_gigabyte_in_one_line_is_not_kept(start: Start) -> None:
+    """The command is ended after the first MiB, so it is at the write that its pipe does not take."""
+    text = (
+        "import os, sys\nos.write(1, b'dpmon-records 1 {}\\n')\nsent = 0\ntry:\n"
+        "  while sent < 1 << 30: sent += os.write(1, bytes(1 << 16))\nfinally: open(sys.argv[1], 'w').write(str(sent))"
+    )
+    links = start(python(text))
+    opened = until(links, lambda reports: reports)
+    assert isinstance(opened[0], Opened)
+    assert end_of(links).why == "it sent a line of more than 1 MiB"
+    assert len(links._links[0].rest) == 0
+
+
+def test_one_long_line_of_the_allowed_length_is_passed_on(start: Start) -> None:
+    text = f"import os, time\nprint('dpmon-records 1 {{}}')\nprint('x' * {MAX_LINE}, flush=True)\ntime.sleep(100)"
+    reports = until(start(python(text)), lines)
+    assert [len(line) for line in lines(reports)] == [MAX_LINE]
+
+
+def test_a_silent_command_is_ended_and_the_others_go_on(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CONNECT_S", 1.0)
+    beats = f"{MARK}; while :; do echo beat; sleep 0.1; done"
+    deaf = "trap '' TERM; echo Welcome; while :; do sleep 1; done"
+    links = start(shell(f"{MARK}; echo one; exec sleep 100"), shell(deaf), shell(beats), silent_s=1.0)
+    reports = until(links, lambda reports: closed(reports, 0) and closed(reports, 1))
+    assert closed(reports, 0) == Closed(0, "it has sent nothing for 1 s", False)
+    assert closed(reports, 1) == Closed(1, "it did not answer within 1 s", False)
+    assert closed(reports, 2) is None
+    assert lines(until(links, lines)) == [b"beat"]
+    wait_for(lambda: links.poll(0.05) is not None and not links._leaving, what="the end of the deaf command")
+
+
+def test_stderr_that_fills_does_not_stop_a_command(start: Start) -> None:
+    text = f"{MARK}; head -c 3000000 /dev/zero | tr '\\0' e >&2; echo after; sleep 100"
+    links = start(shell(text))
+    assert lines(until(links, lines)) == [b"after"]
+    assert len(links._links[0].errors) <= 4096
+
+
+def test_sending_never_waits(start: Start) -> None:
+    links = start(shell(f"{MARK}; exec sleep 100"), shell(f"{MARK}; read line; echo got $line; exec sleep 100"))
+    assert not links.send(0, "before it is open")
+    until(links, lambda reports: sum(isinstance(one, Opened) for one in reports) == 2)
+    assert links.send(1, '{"ask": "time"}')
+    assert lines(until(links, lines)) == [b'got {"ask": "time"}']
+    began, sent = time.monotonic(), 0
+    while links.send(0, "x" * 1000):
+        sent += 1
+        assert sent < 1000
+    assert sent > 100  # a full pipe, and what is kept until it has room
+    assert len(links._links[0].unsent) <= 1 << 16
+    assert time.monotonic() - began < 60
+
+
+def test_what_a_full_pipe_did_not_take_is_sent_later(start: Start, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    text = f"{MARK}; until [ -e {go} ]; do sleep 0.05; done; n=0; while read l; do n=$((n + 1)); echo $n; done"
+    links = start(shell(text))
+    until(links, lambda reports: reports)
+    sent = 0
+    while links.send(0, "x" * 1000):
+        sent += 1
+    go.touch()
+    assert lines(until(links, lambda reports: len(lines(reports)) == sent))[-1] == str(sent).encode()
+
+
+def test_a_command_that_closes_its_input_cannot_be_sent_to(start: Start) -> None:
+    links = start(shell(f"{MARK}; exec <&-; echo closed; exec sleep 100"))
+    until(links, lines)
+    assert not links.send(0, "anybody?")
+    assert not links.send(0, "anybody?")
+    assert not links.poll(0.3)
+
+
+def test_at_most_eight_commands_start_at_a_time(start: Start, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    text = f"echo > {tmp_path}/at-$$; until [ -e {go} ]; do sleep 0.05; done; {MARK}; exec sleep 100"
+    links = start(*[shell(text)] * 20)
+    wait_for(lambda: links.poll(0.05) is not None and len(list(tmp_path.glob("at-*"))) == 8, what="eight commands")
+    assert not links.poll(0.3)
+    assert len(list(tmp_path.glob("at-*"))) == 8
+    go.touch()
+    reports = until(links, lambda reports: len(reports) == 20)
+    assert sorted(one.node for one in reports) == list(range(20))
+
+
+def test_waits_between_starts_grow_and_are_not_all_alike(start: Start) -> None:
+    links = start(*[shell("exit 1")] * 8)
+    for failures in range(1, 8):
+        for link in links._links:
+            link.due_s = 0.0
+        began = time.monotonic()
+        until(links, lambda reports: sum(isinstance(one, Closed) for one in reports) == 8)
+        assert {link.failures for link in links._links} == {failures}
+        due = {link.due_s for link in links._links}
+        longest = min(2 ** (failures - 1), 30)
+        assert len(due) == 8
+        assert min(due) - began > longest / 2
+        assert max(due) - time.monotonic() < longest
+
+
+def test_a_connection_that_worked_is_tried_again_soon(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_STEADY_S", 0.1)
+    links = start(shell(f"{MARK}; sleep 0.5; exit 1"))
+    links._links[0].failures = 9
+    end_of(links)
+    assert links._links[0].failures == 1
+    assert isinstance(until(links, lambda reports: reports)[0], Opened)
+
+
+def test_what_a_command_started_ends_with_it(start: Start, tmp_path: Path) -> None:
+    links = start(shell(f"sleep 1000 & echo $! > {tmp_path}/pid; {MARK}; wait"))
+    until(links, lambda reports: reports)
+    pid = int((tmp_path / "pid").read_text())
+    links.close()
+    wait_for(lambda: not proc.alive(pid, None), what="the end of the child")
+
+
+def test_a_command_ends_with_our_decision_and_stays_ended(start: Start) -> None:
+    links = start(shell(f"{MARK}; exec sleep 100"))
+    until(links, lambda reports: reports)
+    assert links.end(0, "the run has ended", for_good=True) == Closed(0, "the run has ended", True)
+    assert not links.poll(0.3)
+    assert not links._idle
+
+
+def test_a_command_that_runs_once_needs_no_marker(start: Start) -> None:
+    links = start(shell("echo one; echo two >&2; printf half"), shell("sleep 100"), once=True, silent_s=1.0)
+    reports = until(links, lambda reports: closed(reports, 0) and closed(reports, 1))
+    assert lines(reports) == [b"one", b"half"]
+    assert closed(reports, 0) == Closed(0, "", True)
+    assert closed(reports, 1) == Closed(1, "it has sent nothing for 1 s", True)
+
+
+@pytest.mark.parametrize(
+    ("errors", "why"),
+    [
+        ("ssh: Could not resolve hostname nx: Name or service not known", "its name has no address: check the name"),
+        ("ssh: connect to host h port 22: No route to host", "it cannot be reached"),
+        ("Connection timed out during banner exchange", "it cannot be reached"),
+        ("Timeout, server 10.0.0.2 not responding.", "the connection was cut"),
+        ("client_loop: send disconnect: Broken pipe", "the connection was cut"),
+        ("slurmstepd: error: execve(): dpmon: No such file or directory", "dpmon is not there, or not in the PATH"),
+        ('exec failed: exec: "dpmon": executable file not found in $PATH: unknown', "dpmon is not there, or not in"),
+        ("bash: line 1: dpmon: command not found", "dpmon is not there, or not in the PATH of its commands"),
+        ("first\nlast words", "the command ended with status 255: last words"),
+        ("x" * 5000, "the command ended with status 255: xxx"),
+    ],
+)
+def test_messages_of_the_ways_to_a_machine_are_understood(errors: str, why: str) -> None:
+    found, _ = reason(255, errors.encode(), b"", was_open=False)
+    assert found.startswith(why)
+    assert len(found) < 400

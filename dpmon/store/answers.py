@@ -76,6 +76,41 @@ class LoopStep(NamedTuple):
         return self.start_ns + self.wall_ns
 
 
+NODE_STATES = ("connecting", "connected", "cut", "refused", "ended")
+"""States of a machine of a mirror. cut: no word from it, but the mirror tries again; refused: it does not try again."""
+
+
+class NodeRow(NamedTuple):
+    """One machine of a mirror, a row of the table `nodes`. Times in ns since the mirror's run began."""
+
+    number: int
+    name: str
+    """How the user reaches it."""
+    host: str | None
+    """The name that the machine gives itself; None until it has answered. `run` and `version` likewise."""
+    run: str | None
+    version: str | None
+    state: str
+    """One of NODE_STATES."""
+    why: str | None
+    """Why it is in this state, in a sentence."""
+    since_ns: int
+    """When the state began."""
+    heard_ns: int | None
+    """When it last answered; None: never."""
+    received: int
+    """The last id of its records that is here."""
+    tallied_s: int
+    """Its tallies are complete up to this second."""
+    clock_ns: int | None
+    """What is added to its times, known up to `clock_error_ns`; None until it is measured."""
+    clock_error_ns: int | None
+    shift_s: int | None
+    """What is added to the seconds of its tallies."""
+    exit: str | None
+    """How its run ended, as JSON; None while it runs."""
+
+
 class MinuteRow(NamedTuple):
     """One figure of a device (-1: the host) in one minute; `start_s` -1: in all time before the kept minutes."""
 

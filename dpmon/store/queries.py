@@ -27,6 +27,7 @@ from dpmon.store.answers import (
     LastSample,
     LossBin,
     MinuteRow,
+    NodeRow,
     Shape,
     UnfitLoss,
     event_in,
@@ -42,6 +43,7 @@ from dpmon.store.tables import (
     LASTING,
     LASTING_KINDS,
     LOSS_COLUMNS,
+    NODE_COLUMNS,
     OWN,
     UNFIT,
     Door,
@@ -184,6 +186,10 @@ class Store(Steps):
             " WHERE (start_s + 60) * ? <= ? ORDER BY start_s, device, name"
         )
         return [MinuteRow(*row) for row in self.query(query, (SECOND, first))]
+
+    def nodes(self) -> list[NodeRow]:
+        """Return the machines of a mirror, by number; an empty list for a run of this machine."""
+        return [NodeRow(*row) for row in self.query(f"SELECT {', '.join(NODE_COLUMNS)} FROM nodes ORDER BY number")]
 
     def shapes(self) -> list[Shape]:
         """Return the sizes of inputs and outputs of all calls so far, with their number of calls."""

@@ -4,7 +4,15 @@
     rings        one row per ring: the reading position (position, sequence, lines), the counts of missed and other
                  records, the first and the last id of its calls and steps, the id of the first call that waits for its
                  step, the numbers of its last step and call, its training thread, its events that are not in the
-                 history, whether it has ended, and the calls so far while no step has ended
+                 history, whether it has ended, the calls so far while no step has ended, and node (its number in
+                 nodes; NULL: this machine)
+    nodes        the machines of a mirror, which writes what the supervisors of other machines recorded (dpmon.mirror):
+                 number; name (how the user reaches it); host, run (its id there) and version (of dpmon there), NULL
+                 until it has answered; state (dpmon.store.answers.NODE_STATES), why (a sentence, or NULL), since_ns;
+                 heard_ns (its last answer); received (the last id of its records that is here); tallied_s (its tallies
+                 are complete up to this second); clock_ns (added to its times) and clock_error_ns; shift_s (added to
+                 the seconds of its tallies); exit (JSON: the end of its run, or NULL)
+    late         id, start_s: seconds with tallies or times that changed later than usual, and the last id at that time
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
     calls        id, process, the fields of CallRow (dpmon.record.history_rows; parts: JSON or NULL)
     steps        id, process, step, mode, start_ns, wall_ns, kind (flags of dpmon.record.schema), calls, each quantity,
@@ -103,6 +111,14 @@ COLLECTIVE_COLUMNS: Mapping[str, str] = {
     **dict.fromkeys(("start_ns", "wall_ns", "queued_ns", "quantity"), "INTEGER"),
 }
 """The columns of collectives and their types."""
+NODE_COLUMNS: Mapping[str, str] = {
+    "number": "INTEGER PRIMARY KEY",
+    **dict.fromkeys(("name", "host", "run", "version", "state", "why"), "TEXT"),
+    **dict.fromkeys(("since_ns", "heard_ns", "received", "tallied_s"), "INTEGER"),
+    **dict.fromkeys(("clock_ns", "clock_error_ns", "shift_s"), "INTEGER"),
+    "exit": "TEXT",
+}
+"""The columns of nodes and their types."""
 LOSS_COLUMNS = ("id", "process", "definition", "step", "t_ns", "loss")
 UNFIT = "loss - loss IS NULL"
 """Whether a loss is NaN or infinite."""
@@ -114,7 +130,8 @@ COLLECTIVE_SUMS = ("count", "bytes", "ended", "timed_bytes", "ran_ns")
 """The sums of collectives."""
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 _OPTIONAL = {
-    *("rank", "first_id", "last_id", "last_call", "lines", "thread", "loss"),
+    *("rank", "first_id", "last_id", "last_call", "lines", "thread", "loss", "node"),
+    *("host", "run", "version", "why", "heard_ns", "clock_ns", "clock_error_ns", "shift_s", "exit"),
     *("rest_ns", "device", "spans", SYNC_NUMBER, f"{EXPOSED}_ns", f"{WAIT}_ns", "parts", "t_ns"),
     *("loop", "loop_batch", "length", "ahead", "epoch"),
     *(f"{phase.name}_ns" for phase in PHASES),
@@ -134,7 +151,9 @@ CREATE TABLE IF NOT EXISTS rings (
     name TEXT PRIMARY KEY, process INTEGER, rank INTEGER, pid INTEGER, position INTEGER, sequence INTEGER,
     missed INTEGER, calls INTEGER, steps INTEGER, last_step INTEGER,
     first_id INTEGER, last_id INTEGER, last_call INTEGER, lines INTEGER, thread INTEGER,
-    pending TEXT, ended INTEGER, open_calls INTEGER) WITHOUT ROWID;
+    pending TEXT, ended INTEGER, open_calls INTEGER, node INTEGER) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS nodes ({node_columns});
+CREATE TABLE IF NOT EXISTS late (id INTEGER, start_s INTEGER);
 CREATE TABLE IF NOT EXISTS definitions (
     process INTEGER, number INTEGER, value TEXT, PRIMARY KEY (process, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS calls ({call_columns});
@@ -180,6 +199,7 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
     unfit=UNFIT,
     step_columns=", ".join(f"{name} {kind}" for name, kind in STEP_COLUMNS.items()),
     call_columns=", ".join(f"{name} {kind}" for name, kind in CALL_COLUMNS.items()),
+    node_columns=", ".join(f"{name} {kind}" for name, kind in NODE_COLUMNS.items()),
     collective_columns=", ".join(f"{name} {kind}" for name, kind in COLLECTIVE_COLUMNS.items()),
     collective_sums=_whole_numbers(COLLECTIVE_SUMS),
     loops=_whole_numbers(LOOP_COLUMNS),
@@ -232,6 +252,8 @@ class RingRow:
     """Whether its process has ended and the history is complete."""
     open_calls: int = 0
     """Calls so far, while no step has ended."""
+    node: int | None = None
+    """Number of its machine; None: this machine."""
 
 
 class Door:

@@ -8,18 +8,21 @@ that was stopped, are added to all existing tallies that cover their time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 
 from dpmon.errors import HistoryError
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.batch import Batch
-from dpmon.store.tables import ACTIVITY_COLUMNS, Door, check_kinds
+from dpmon.store.tables import ACTIVITY_COLUMNS, SHARE_IDS, Door, check_kinds
 from dpmon.store.tally import COLUMNS, WIDTHS, Key, SeriesNames, Tally
 
 _CACHED = 4096
 _PARTS = dict(zip(WIDTHS, (4, 8, 8, 8, 16, 16), strict=False))
 """The rows of a width may take the size limit divided by this number. Tallies of a day are never deleted."""
+LATE_S = 10
+"""A change of a second that ended this long before the newest one is late."""
+_LATE_KEPT = 10_000
 _SLACK_S = 2
 """Delay after the end of a stretch until it is merged, because processes are read one after the other."""
 _ROW_BYTES = 200
@@ -54,6 +57,8 @@ class TallyWriter:
         """Keys of all tallies so far."""
         self._whole: dict[int, int] = {}
         """The second up to which all tallies of a width exist, by width."""
+        self._newest = 0
+        """The newest second with a step."""
         self._known = False
         """Whether these attributes match the database."""
         self.damage: HistoryError | None = None
@@ -85,10 +90,20 @@ class TallyWriter:
         newest = max((second for second, _ in batch.tallied), default=0)
         self._put(changed)
         self._add_times(batch.spent)
+        self._note_late({key[0] for key in batch.tallied} | {key[0] for key in batch.spent}, newest)
         self._make_wider(newest)
         if self._names.unwritten:
             self._db.executemany("INSERT OR IGNORE INTO series VALUES (?, ?)", self._names.unwritten)
             self._names.unwritten.clear()
+
+    def _note_late(self, seconds: Collection[int], newest_s: int) -> None:
+        """Note the seconds that a reader, which looks only at the newest ones, would not read again."""
+        self._newest = max(self._newest, newest_s)
+        late = [(second,) for second in seconds if second < self._newest - LATE_S]
+        if late:
+            ids = " UNION ALL ".join(f"SELECT max(id) AS id FROM {table}" for table in SHARE_IDS)
+            self._db.executemany(f"INSERT INTO late SELECT ifnull(max(id), 0), ? FROM ({ids})", late)
+            self._db.execute("DELETE FROM late WHERE rowid <= (SELECT max(rowid) FROM late) - ?", (_LATE_KEPT,))
 
     def _widths(self, second: int) -> Iterable[int]:
         """Return the widths of the tallies that include a second: 1 s, and the wider ones that already exist."""

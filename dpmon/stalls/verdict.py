@@ -84,12 +84,21 @@ class RankFacts(NamedTuple):
     """The exception that ended it, with its line."""
     worker: LoaderWorker | None = None
     """A worker of its data loader, if the rank waits for data."""
+    node: str | None = None
+    """The machine that it runs on, if the run has several."""
+    usual_ns: int = 0
+    """How long it may stand there according to earlier times, if another supervisor has learned them."""
+
+    @property
+    def key(self) -> tuple[str | None, int]:
+        """What tells it from all other ranks: on two machines, processes may have the same number."""
+        return self.node, self.pid
 
     @property
     def name(self) -> str:
         """Its name in a list of several."""
         if self.rank is not None:
-            return f"rank {self.rank} (pid {self.pid})" if self.namesake else f"rank {self.rank}"
+            return f"rank {self.rank} (pid {self.pid})" if self.namesake else f"rank {self.rank}{_on([self])}"
         return f"process {self.process}" if self.process is not None else f"pid {self.pid}"
 
     @property
@@ -144,7 +153,7 @@ class UsualTimes:
 
     def learned(self, rank: RankFacts) -> int:
         """How long (ns) a rank may stand there according to earlier times; 0 if there are none."""
-        return LONGER * self._longest.get(rank.where, 0)
+        return max(LONGER * self._longest.get(rank.where, 0), rank.usual_ns)
 
 
 def _least(rank: RankFacts, awaited: bool) -> int:
@@ -191,9 +200,9 @@ def _of_job(ranks: Sequence[RankFacts], job: Sequence[int], usual: UsualTimes, n
     if all(ranks[i].over for i in job):
         return None
     waiting = [i for i in job if ranks[i].in_collective]
-    still = [i for i in job if i not in waiting and not ranks[i].over]
+    still = [i for i in job if not ranks[i].in_collective and not ranks[i].over]
     # A rank that is ahead of another one waits for it, or will; without stacks there is no other sign.
-    ahead = [i for i in still if any(_ahead(ranks[i], ranks[j]) for j in still)]
+    ahead = {*_apart(ranks, still, min)}
     waiting = sorted([*waiting, *ahead])
     still = [i for i in still if i not in ahead]
     slow = [i for i in still if now_ns - ranks[i].since_ns >= usual.of(ranks[i], awaited=bool(waiting))]
@@ -201,33 +210,37 @@ def _of_job(ranks: Sequence[RankFacts], job: Sequence[int], usual: UsualTimes, n
         return Stall(min(ranks[i].since_ns for i in slow), tuple(slow), tuple(waiting))
     if still or not waiting:
         return None
-    # All ranks that are left wait in a collective: for one that is gone or has ended, or for each other.
+    # All ranks that are left wait in a collective: for one that is gone, has ended or is elsewhere, or for each other.
+    complete = len(job) >= max(ranks[i].world for i in job)
     since = max(ranks[i].since_ns for i in waiting)
-    if now_ns - since < max(_together(ranks, waiting), *(usual.learned(ranks[i]) for i in waiting)):
+    if now_ns - since < max(_together(ranks, waiting, complete), *(usual.learned(ranks[i]) for i in waiting)):
         return None
-    gone = tuple(i for i in job if ranks[i].over)
-    guilty = gone or _odd(ranks, waiting) or _behind(ranks, waiting)
+    guilty = tuple(i for i in job if ranks[i].over)
+    if complete:  # otherwise, the rank that holds them up may be one that is not seen
+        guilty = guilty or _odd(ranks, waiting) or _apart(ranks, waiting, max)
     return Stall(since, guilty, tuple(i for i in waiting if i not in guilty))
 
 
-def _together(ranks: Sequence[RankFacts], waiting: Sequence[int]) -> int:
-    """How long (ns) these ranks, and no others, may stand in collectives."""
-    if any(ranks[i].step is None or ranks[i].busy is None for i in waiting):
+def _together(ranks: Sequence[RankFacts], waiting: Sequence[int], complete: bool) -> int:
+    """How long (ns) these ranks may stand in collectives. `complete`: whether there are no others."""
+    if not complete or any(ranks[i].step is None or ranks[i].busy is None for i in waiting):
         return BUSY_NS
     # All of them wait without a processor (gloo) or all spin (NCCL). Otherwise, the busy ones compute their backward.
     return BUSY_NS if len({ranks[i].busy for i in waiting}) > 1 else LEAST_NS
 
 
-def _ahead(rank: RankFacts, other: RankFacts) -> bool:
-    """Whether a rank has started more collectives of a group than another one of the group."""
-    numbers = {group.name: group.sequence for group in other.groups}
-    pairs = ((group.sequence, numbers.get(group.name)) for group in rank.groups)
-    return any(mine is not None and its is not None and mine > its for mine, its in pairs)
+def _apart(ranks: Sequence[RankFacts], which: Sequence[int], end: Callable[[list[int]], int]) -> tuple[int, ...]:
+    """Those that are not last in a group (`end`: min), or not first (max), by the collectives that they have started.
 
-
-def _behind(ranks: Sequence[RankFacts], waiting: Sequence[int]) -> tuple[int, ...]:
-    """Those that have started fewer collectives of a group than another rank of it."""
-    return tuple(i for i in waiting if any(_ahead(ranks[j], ranks[i]) for j in waiting))
+    The first and the last one are those among `which`.
+    """
+    numbers: dict[int, list[int]] = {}
+    for i in which:
+        for group in ranks[i].groups:
+            if group.sequence is not None:
+                numbers.setdefault(group.name, []).append(group.sequence)
+    ends = {name: end(each) for name, each in numbers.items()}
+    return tuple(i for i in which if any(one.sequence not in (None, ends.get(one.name)) for one in ranks[i].groups))
 
 
 def _odd(ranks: Sequence[RankFacts], waiting: Sequence[int]) -> tuple[int, ...]:
@@ -286,7 +299,8 @@ def _sentence_of_job(found: Stall, ranks: Sequence[RankFacts], job: int, directo
 
     if not guilty:
         words = doing_words(waiting[0], directory, waits=True)
-        here = "" if len(waiting) == waiting[0].world else " of this machine"
+        places = "this machine" if waiting[0].node is None else "the machines that answer"
+        here = "" if len(waiting) == waiting[0].world else f" of {places}"
         who = f"all {len(waiting)} ranks wait" if len(waiting) > 1 else f"{waiting[0].name} waits"
         return f"{who} {words}: no rank{here} is behind"
     if all(rank.in_collective for rank in guilty):
@@ -333,4 +347,9 @@ def names(group: Sequence[RankFacts]) -> str:
         else:
             runs.append([number])
     texts = [", ".join(map(str, run)) if len(run) < 3 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"{kind}{'es' if kind == 'process' else 's'} {', '.join(texts)}"
+    return f"{kind}{'es' if kind == 'process' else 's'} {', '.join(texts)}{_on(group)}"
+
+
+def _on(group: Sequence[RankFacts]) -> str:
+    """The machine of these ranks: " (gpu-2)"; empty if they have several, or if the run has only one."""
+    return f" ({group[0].node})" if group[0].node is not None and len({rank.node for rank in group}) == 1 else ""

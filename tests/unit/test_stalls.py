@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -177,7 +179,69 @@ def test_numbers_are_compared_within_a_group_only() -> None:
 
 
 def test_a_rank_alone_on_its_machine_waits_for_others() -> None:
-    assert told(rank(0, BACKWARD)) == "rank 0 waits in backward (train.py:90): no rank of this machine is behind"
+    alone = rank(0, BACKWARD, for_s=1201)
+    assert told(alone) == "rank 0 waits in backward (train.py:90): no rank of this machine is behind"
+
+
+def test_a_rank_of_another_machine_may_save_for_ten_minutes() -> None:
+    """Its signs of life are not seen here: the others may wait for it as long as for one that shows some."""
+    assert told(rank(0, BACKWARD, for_s=900), rank(1, BACKWARD, for_s=900, world=4)) is None
+
+
+@pytest.mark.parametrize("more", [{"sequence": 4}, {"frames": BARRIER}])
+def test_no_rank_is_blamed_where_one_of_another_machine_may_be_guilty(more: dict[str, Any]) -> None:
+    """Ranks 0 and 1 wait at two places, or for two groups, because rank 2 does not come; it runs elsewhere."""
+    first, second = rank(0, BACKWARD, 1300), rank(1, **{"frames": BACKWARD, **more}, for_s=1300)
+    there = [each._replace(world=4) for each in (first, second)]
+    words = told(*there)
+    assert words is not None
+    assert words.endswith("no rank of this machine is behind")
+    culprit = rank(2, SCRIPT, 1300, world=4, node="b")
+    waits = rank(3, BACKWARD, 1300, world=4, node="b")
+    both = [*(each._replace(node="a") for each in there), culprit, waits]
+    words = told(*both)
+    assert words is not None
+    assert words.startswith("rank 2 (b) in checkpoint (train.py:12); ")
+
+
+def test_ranks_of_several_machines_are_named_with_their_machine() -> None:
+    ranks = [rank(i, BACKWARD, sequence=6, world=8, node="ab"[i // 4]) for i in range(8)]
+    ranks[5] = rank(5, SCRIPT, world=8, node="b")
+    assert told(*ranks) == "rank 5 (b) in checkpoint (train.py:12); the other 7 wait for it in backward (train.py:90)"
+    ranks[4] = rank(4, BARRIER, sequence=6, world=8, node="b")
+    words = "rank 5 (b) in checkpoint (train.py:12); rank 4 (b) waits in barrier (train.py:99); "
+    assert told(*ranks) == f"{words}ranks 0-3, 6, 7 wait in backward (train.py:90)"
+    ranks[5] = rank(5, BARRIER, sequence=6, world=8, node="b")
+    words = "ranks 4, 5 (b) wait in barrier (train.py:99); ranks 0-3, 6, 7 wait in backward (train.py:90)"
+    assert told(*ranks) == f"{words}: different collectives"
+
+
+def test_a_machine_that_does_not_answer_may_hold_up_the_others() -> None:
+    ranks = [rank(i, BACKWARD, sequence=6 - i % 2, world=8, node="a", for_s=1300) for i in range(4)]
+    words = "all 4 ranks wait in backward (train.py:90): no rank of the machines that answer is behind"
+    assert told(*ranks) == words
+    assert told(*(each._replace(since_ns=NOW - 60 * SECOND) for each in ranks)) is None
+
+
+def test_a_thousand_ranks_are_judged_in_no_time() -> None:
+    ranks = [rank(i, SCRIPT, 1300, world=1000, sequence=1 if i == 7 else 2) for i in range(1000)]
+    found = stall(ranks, UsualTimes(), NOW)
+    assert found is not None
+    assert found.guilty == (7,)
+    begun = time.process_time()
+    for sequence in (2, 3):
+        assert stall(
+            [*ranks[:500], *(each._replace(groups=(GroupSeen(1, 2, sequence),)) for each in ranks[500:])],
+            UsualTimes(),
+            NOW,
+        )
+    assert time.process_time() - begun < 1  # the comparison of each rank with each other takes longer
+
+
+def test_what_another_supervisor_has_learned_holds_here() -> None:
+    ranks = [rank(0, BACKWARD), rank(1, SCRIPT)]
+    assert told(*ranks) is not None
+    assert told(ranks[0], ranks[1]._replace(usual_ns=60 * SECOND)) is None
 
 
 def test_one_of_64_ranks_is_named() -> None:

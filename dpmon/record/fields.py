@@ -238,13 +238,13 @@ RECORDS: Mapping[str, RecordKind] = {
             text, text: which rank stands where, and which ones wait for it
             nccl, list: lines in which NCCL names ranks that are missing, failed or behind; missing at its end [not in
                 CSV]
-            ranks, list: one object for each rank, those that the others wait for first: process, rank, pid, step (its
-                last one), doing, for_s (since when), waits (for another rank), apart (it has no part in the stall),
-                words, place (file and line of the script), function, inside (the function of torch or of a package
-                that it is in), state (of the process), cpu (cores in use), groups (of each process group its identity,
-                its ranks and the number of collectives that the rank has started, null if the backend does not count
-                them), stacks, why_no_stack, gpus (torch's name, util_pct and power_w of each of its GPUs); missing at
-                its end [not in CSV]
+            ranks, list: one object for each rank, those that the others wait for first: process, node (its machine, if
+                the run has several), rank, pid, step (its last one), doing, for_s (since when), waits (for another
+                rank), apart (it has no part in the stall), words, place (file and line of the script), function, inside
+                (the function of torch or of a package that it is in), state (of the process), cpu (cores in use),
+                groups (of each process group its identity, its ranks and the number of collectives that the rank has
+                started, null if the backend does not count them), stacks, why_no_stack, gpus (torch's name, util_pct
+                and power_w of each of its GPUs); missing at its end [not in CSV]
         """),
         kind("""
             loader: the start of a DataLoader

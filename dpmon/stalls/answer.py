@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpmon.record.plainjson import load_json
+from dpmon.record.plainjson import load_json, ns_in, number_in, text_in, whole_in
 from dpmon.run.files import open_file, read_file, remove_file, write_whole
 from dpmon.run.rundir import RunInfo
-from dpmon.stalls.stacks import Dump, Stack
-from dpmon.stalls.verdict import RankFacts, Stall, doing_words
+from dpmon.stalls.stacks import Dump, Frame, Stack
+from dpmon.stalls.verdict import GroupSeen, LoaderWorker, RankFacts, Stall, doing_words
 
 ASKED_FILE, ANSWER_FILE = "why-asked", "why.json"
+STANDING_FILE = "standing.json"
+"""What the ranks of this machine do while one stands still, for a reader that sees all machines of their job."""
 NATIVE = b"native"
 """Contents of a request for stacks with C frames."""
 WAIT_S = 8.0
@@ -79,6 +81,7 @@ def _rank(rank: RankFacts, taken: Dump, now_ns: int, info: RunInfo, waits: bool)
     script = None if stack is None else stack.script
     return {
         "process": rank.process,
+        **({} if rank.node is None else {"node": rank.node}),
         "rank": rank.rank,
         "pid": rank.pid,
         "step": rank.step,
@@ -99,6 +102,61 @@ def _rank(rank: RankFacts, taken: Dump, now_ns: int, info: RunInfo, waits: bool)
 
 def _stack(one: Stack) -> dict[str, Any]:
     return {"thread": one.thread, "main": one.main, "left_out": one.left_out, "frames": [list(f) for f in one.frames]}
+
+
+_YES_OR_NO = ("busy", "between_loops", "loop_begins", "namesake")
+
+
+def standing(ranks: Sequence[RankFacts], now_ns: int, info: RunInfo) -> dict[str, Any]:
+    """All that the verdict about a stall needs to know of these ranks; `facts_in` reads it."""
+    return {
+        "t_s": (now_ns - info.start_ns) / 1e9,
+        "ranks": [
+            {
+                **_rank(rank, Dump(), now_ns, info, False),
+                **{name: getattr(rank, name) for name in (*_YES_OR_NO, "world", "job", "raised")},
+                "usual_s": rank.usual_ns / 1e9,
+                "worker": None if rank.worker is None else {"pid": rank.worker.pid, "words": rank.worker.words},
+            }
+            for rank in ranks
+        ],
+    }
+
+
+def facts_in(data: Mapping[str, Any], node: str, now_ns: int) -> RankFacts:
+    """The rank in a member of `standing`, on the machine `node`; `now_ns`: the time of `t_s` here.
+
+    ValueError if it is none: another machine sent it.
+    """
+    try:
+        pid, since_ns, worker = whole_in(data, "pid"), ns_in(data, "for_s"), data.get("worker")
+        stack = next((one for one in data.get("stacks") or () if one["main"]), None)
+        return RankFacts(
+            pid or 0,
+            whole_in(data, "process"),
+            whole_in(data, "rank"),
+            whole_in(data, "world") or 1,
+            text_in(data, "doing") or "other",
+            0 if since_ns is None else now_ns - since_ns,
+            whole_in(data, "step"),
+            tuple(
+                GroupSeen(whole_in(each, "group") or 0, whole_in(each, "ranks") or 0, whole_in(each, "sequence"))
+                for each in data.get("groups") or ()
+            ),
+            text_in(data, "state") or "sleeping",
+            number_in(data, "cpu"),
+            job=whole_in(data, "job") or 0,
+            stack=stack
+            and Stack(tuple(Frame(str(name), str(file), int(line)) for name, file, line in stack["frames"])),
+            why_no_stack=text_in(data, "why_no_stack"),
+            raised=text_in(data, "raised"),
+            worker=worker and LoaderWorker(whole_in(worker, "pid") or 0, text_in(worker, "words") or "?"),
+            node=node,
+            usual_ns=ns_in(data, "usual_s") or 0,
+            **{name: data[name] for name in _YES_OR_NO if isinstance(data.get(name), bool)},
+        )
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise ValueError("not a rank") from None
 
 
 def ask(directory: Path, *, native: bool = False) -> int:

@@ -81,6 +81,7 @@ def _short(file: str) -> str:
 
 def _row(rank: Mapping[str, Any], *, stalled: bool) -> tuple[str, ...]:
     number = f"pid {rank['pid']}" if rank["rank"] is None else rank["rank"]
+    node = f" ({rank['node']})" if rank.get("node") else ""
     seconds = "" if rank["for_s"] is None else f"{max(rank['for_s'], 0):.0f} s"
     cpu = "" if rank["cpu"] is None else f", {100 * rank['cpu']:.0f} % CPU"
     groups = " ".join("-" if group["sequence"] is None else str(group["sequence"]) for group in rank["groups"])
@@ -92,7 +93,7 @@ def _row(rank: Mapping[str, Any], *, stalled: bool) -> tuple[str, ...]:
     process = f"{rank['state']}{cpu}{gpus}"
     return (
         ">" if stalled and not (rank["waits"] or rank.get("apart")) else "",
-        str(number),
+        f"{number}{node}",
         str(step),
         seconds,
         words,
@@ -117,7 +118,7 @@ def _folded(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any], st
         groups.setdefault(str(python), []).append(rank)
     return [
         (
-            names([RankFacts(pid=rank["pid"], rank=rank["rank"]) for rank in group]),
+            names([RankFacts(pid=rank["pid"], rank=rank["rank"], node=rank.get("node")) for rank in group]),
             group[0].get("stacks") or [],
             group[0].get("why_no_stack"),
         )

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 import time
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from dpmon.record.plainjson import ns_in, text_in
 from dpmon.record.schema import SECOND
+from dpmon.run.files import write_whole
 from dpmon.run.notes import read_notes
 from dpmon.run.rundir import RunInfo, stop_asked_unix
 from dpmon.run.standard_input import waits_since
-from dpmon.stalls.answer import ASKED_FILE, answer, save_answer, wants_native
+from dpmon.stalls.answer import ASKED_FILE, STANDING_FILE, answer, save_answer, standing, wants_native
 from dpmon.stalls.processes import DETAILS_NS, RankLook
 from dpmon.stalls.run_state import WAITING_FOR_DATA
 from dpmon.stalls.stacks import Dump
 from dpmon.stalls.verdict import FIRST_BATCH, RankFacts, Stall, UsualTimes, sentence, stall
-
-if TYPE_CHECKING:
-    from dpmon.store.drain import Drain
 
 LOOK_NS = SECOND
 STACKS_AFTER_NS = 5 * SECOND
@@ -32,19 +31,41 @@ REST = 50
 """After taking stacks, this many times the time that it took passes before the next ones are taken."""
 
 
+class Record(Protocol):
+    """What the watch needs of the record of the run."""
+
+    def emit(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Record an event."""
+
+    def last_steps(self) -> Mapping[int, int | None]:
+        """The last step of each process."""
+
+    def gpus(self) -> list[Mapping[str, Any]]:
+        """The newest sample of each GPU."""
+
+    def last_stall(self) -> Mapping[str, Any] | None:
+        """The data of the last record of a stall."""
+
+
 class StallWatch:
     """Looks at the ranks once a second."""
 
-    def __init__(self, directory: Path, info: RunInfo, drain: Drain, *, adopted: bool = False) -> None:
-        """`adopted`: another supervisor started the command, and may have recorded the beginning of a stall."""
+    def __init__(
+        self, directory: Path, info: RunInfo, drain: Record, *, adopted: bool = False, look: RankLook | None = None
+    ) -> None:
+        """`adopted`: another supervisor started the command, and may have recorded the beginning of a stall.
+
+        `look`: what sees the ranks if they run on several machines. It is the owner who then answers requests.
+        """
         self._directory = directory
-        self._asked_path = str(directory / ASKED_FILE)
+        self._asked_path = str(directory / ASKED_FILE) if look is None else ""
+        self._sees_all = look is not None
         self._info = info
         self._drain = drain
-        self._look = RankLook(directory, info.cwd, adopted=adopted)
+        self._look = look or RankLook(directory, info.cwd, adopted=adopted)
         self._usual = UsualTimes()
         self._look_at = 0
-        self._before: dict[int, RankFacts] = {}
+        self._before: dict[tuple[str | None, int], RankFacts] = {}
         self._stacks_at = 0
         self._asked = 0
         self._thread: threading.Thread | None = None
@@ -52,18 +73,21 @@ class StallWatch:
         """The number of a request, and the stacks for its answer."""
         self._error: Exception | None = None
         """Why the thread that takes stacks failed."""
-        self._stall: Stall | None = None
-        self._told = ""
-        self._waits: Mapping[int, bool] = {}
-        """Whether it waits for another one, for each rank of the stall by pid."""
+        self._standing: list[RankFacts] = []
+        """The ranks in the file STANDING_FILE."""
+        self.stall: Stall | None = None
+        self.told = ""
+        """The sentence about the stall."""
+        self.waits: Mapping[tuple[str | None, int], bool] = {}
+        """Whether it waits for another one, for each rank of the stall by its key."""
         self._failed = False
         before = drain.last_stall() if adopted else None
         if before is not None and "lasted_s" not in before and (since := ns_in(before, "since_s")) is not None:
-            self._stall = Stall(info.start_ns + since, (), ())
-            self._told = text_in(before, "text") or ""
+            self.stall = Stall(info.start_ns + since, (), ())
+            self.told = text_in(before, "text") or ""
             with contextlib.suppress(TypeError, AttributeError, KeyError):  # any program may have written the record
                 ranks = (rank for rank in before["ranks"] if not rank.get("apart"))
-                self._waits = {rank["pid"]: bool(rank["waits"]) for rank in ranks}
+                self.waits = {(rank.get("node"), rank["pid"]): bool(rank["waits"]) for rank in ranks}
 
     def look(self) -> None:
         """Look if it is time. Never waits, never raises."""
@@ -94,13 +118,15 @@ class StallWatch:
         self._look_at = now + LOOK_NS
         ranks = self._look.ranks(self._drain.last_steps(), now)
         self._learn(ranks)
-        if self._stall is not None and (self._died(ranks) or self._stopping(now)):
+        if self.stall is not None and (self._died(ranks) or self._stopping(now)):
             return
         times = [now - rank.since_ns for rank in ranks if not rank.over and rank.doing != "paused" and rank.since_ns]
         longest = max(times, default=0)
         reads = longest >= DETAILS_NS and waits_since(self._directory) is not None
         if reads:
             self._before = {}  # the time that a person takes is not learned
+        over = any(rank.over for rank in ranks)
+        self._pass_on(ranks if over or (longest >= DETAILS_NS and not reads) else [], now)
         if longest < DETAILS_NS or reads:
             self._tell(None, ranks, now)
             return
@@ -112,35 +138,49 @@ class StallWatch:
         if not missing and not self._unknown(ranks, now):  # without the stacks the wrong rank may be named
             self._tell(found, ranks, now)
 
+    def _pass_on(self, ranks: list[RankFacts], now: int) -> None:
+        """Write what these ranks do if others of their job are not among them. Their use of processors never rests."""
+        if self._sees_all or len(ranks) >= max((rank.world for rank in ranks), default=0):
+            ranks = []
+        ranks = self._look.with_ends(ranks) if any(rank.over for rank in ranks) else ranks
+        ranks = [rank._replace(cpu=None, usual_ns=self._usual.learned(rank)) for rank in ranks]
+        if ranks != self._standing:
+            self._standing = ranks
+            with contextlib.suppress(OSError):
+                write_whole(self._directory / STANDING_FILE, json.dumps(standing(ranks, now, self._info)))
+
     def _stopping(self, now: int) -> bool:
         """Whether the user has asked for the run's end since the stall began. What its ranks do then is no cause."""
         asked = stop_asked_unix(self._directory)
-        began = time.time() - (now - self._stall.since_ns) / SECOND if self._stall is not None else 0.0
+        began = time.time() - (now - self.stall.since_ns) / SECOND if self.stall is not None else 0.0
         return asked is not None and asked > began
 
     def _died(self, ranks: list[RankFacts]) -> bool:
         """Whether all processes were killed or failed. That is no progress: the run ends in its stall."""
-        if not all(rank.over for rank in ranks):
+        if not ranks or not all(rank.over for rank in ranks):
             return False
         return all(rank.doing != "ended" or rank.raised is not None for rank in self._look.with_ends(ranks))
 
     def _shown(self, ranks: list[RankFacts]) -> Stall | None:
         """The stall with the indices of these ranks: since the last look, some may have come or gone."""
-        known = [(i, self._waits[rank.pid]) for i, rank in enumerate(ranks) if rank.pid in self._waits]
+        known = [(i, self.waits[rank.key]) for i, rank in enumerate(ranks) if rank.key in self.waits]
         guilty, waiting = (tuple(i for i, waits in known if waits == which) for which in (False, True))
-        return self._stall and self._stall._replace(guilty=guilty, waiting=waiting)
+        return self.stall and self.stall._replace(guilty=guilty, waiting=waiting)
 
     def _unknown(self, ranks: list[RankFacts], now: int) -> bool:
         """Whether the stall that an earlier supervisor saw may go on: for some seconds no sign of life is known."""
-        if self._stall is None:
+        if self.stall is None:
             return False
-        still = [rank for rank in ranks if not rank.over and rank.since_ns <= self._stall.since_ns + SECOND]
+        still = [rank for rank in ranks if not rank.over and rank.since_ns <= self.stall.since_ns + SECOND]
         return any(rank.busy is None and now - rank.since_ns >= DETAILS_NS for rank in still)
 
     def close(self) -> None:
         """Close the rings. A stall in which the run ended stays open in the record."""
         if self._thread is not None:
             self._thread.join(1.0)
+        now = time.monotonic_ns()
+        with contextlib.suppress(Exception):  # as in `look`
+            self._pass_on(self._look.ranks(self._drain.last_steps(), now), now)
         self._look.close()
 
     def _request(self) -> int:
@@ -177,10 +217,10 @@ class StallWatch:
 
         Not if the rank waited there for another one, or was stopped.
         """
-        before, self._before = self._before, {rank.pid: rank for rank in ranks}
+        before, self._before = self._before, {rank.key: rank for rank in ranks}
         working = {rank.job for rank in before.values() if not rank.in_collective}
         for rank in ranks:
-            was = before.get(rank.pid)
+            was = before.get(rank.key)
             if was is None:  # before the first call, a process has no ring, only stages
                 notes = [note for note in read_notes(self._directory / "stages.log", 1 << 16) if note.pid == rank.pid]
                 for note, after in pairwise(notes):
@@ -194,25 +234,25 @@ class StallWatch:
 
     def _tell(self, found: Stall | None, ranks: list[RankFacts], now: int) -> None:
         """Record the beginning, a change, or the end of a stall."""
-        before = self._stall
+        before = self.stall
         if found is not None and before is not None:  # all its records have the same time
             found = found._replace(since_ns=before.since_ns)
-        self._stall = found
+        self.stall = found
         if found is None:
             if before is not None:
                 seconds = (before.since_ns - self._info.start_ns) / 1e9
                 lasted = (now - before.since_ns) / 1e9
-                self._drain.emit("stall", {"since_s": seconds, "lasted_s": lasted, "text": self._told})
+                self._drain.emit("stall", {"since_s": seconds, "lasted_s": lasted, "text": self.told})
             return
-        waited, self._waits = self._waits, {ranks[i].pid: i in found.waiting for i in (*found.guilty, *found.waiting)}
+        waited, self.waits = self.waits, {ranks[i].key: i in found.waiting for i in (*found.guilty, *found.waiting)}
         ranks = self._look.with_ends(ranks)
         text = sentence(found, ranks, self._info.cwd)
-        if before is None or (text != self._told and waited != self._waits):
-            self._told = text
+        if before is None or (text != self.told and waited != self.waits):
+            self.told = text
             self._drain.emit("stall", self._answer(ranks, {}, found, now))
 
     def _answer(
         self, ranks: list[RankFacts], dumps: Mapping[int, Dump], found: Stall | None, now: int
     ) -> dict[str, Any]:
         gpus, nccl = self._drain.gpus(), self._look.nccl
-        return answer(ranks, dumps, found, now, self._info, text=self._told, gpus=gpus, nccl=nccl)
+        return answer(ranks, dumps, found, now, self._info, text=self.told, gpus=gpus, nccl=nccl)

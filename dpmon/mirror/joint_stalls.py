@@ -1,0 +1,155 @@
+"""The verdict about a stall of a job on several machines: each of their supervisors sees only its own ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
+from dpmon.record.schema import SECOND
+from dpmon.run.rundir import RunInfo
+from dpmon.stalls.answer import facts_in
+from dpmon.stalls.processes import RankLook
+from dpmon.stalls.stacks import Dump
+from dpmon.stalls.verdict import RankFacts
+from dpmon.supervise.stall_watch import Record, StallWatch
+
+_MOST_RANKS = 512
+"""Most ranks of one machine."""
+
+
+class _RanksHeardOf(RankLook):
+    """The ranks of the machines, as their supervisors describe them while one stands still."""
+
+    def __init__(self, directory: Path, info: RunInfo) -> None:
+        super().__init__(directory, info.cwd)
+        self.heard: dict[int, list[RankFacts]] = {}
+        """By machine; empty if none of its ranks stands still. A machine that does not answer is missing."""
+
+    def ranks(self, steps: Mapping[int, int | None], now_ns: int) -> list[RankFacts]:
+        if not all(self.heard.values()):
+            return []  # a rank that moves holds nobody up for long
+        known = [rank for node in self.heard.values() for rank in node]
+        living = {rank.rank for rank in known if not rank.over}
+        return [rank for rank in known if not rank.over or rank.rank not in living]  # a job may start its ranks again
+
+    def with_ends(self, ranks: list[RankFacts]) -> list[RankFacts]:
+        return ranks
+
+    def take_stacks(self, *, native: bool = False, still_ns: int = 0) -> Mapping[int, Dump]:
+        return {}  # they come with the facts
+
+    def ask_nccl(self) -> None:
+        """Nothing: the supervisors ask it."""
+
+
+class JointStalls:
+    """Judges the ranks of all machines of one job, and records stalls in the place of their supervisors."""
+
+    def __init__(
+        self, directory: Path, info: RunInfo, record: Record, nodes: int, number: Callable[[int, int], int | None]
+    ) -> None:
+        """`nodes`: how many machines. `number`: the number of a process in this run, by machine and number there."""
+        self._directory, self._info, self._record, self._number = directory, info, record, number
+        self._look = _RanksHeardOf(directory, info)
+        self._nodes = nodes
+        self._expected = set(range(nodes))
+        """The machines that have neither answered yet, nor been lost."""
+        self._watch: StallWatch | None = None
+        self._judged: set[int] = set()
+        self._begun: set[tuple[int, int | None]] = set()
+
+    def hear(self, node: int, name: str, found: Mapping[str, Any], age_ns: int) -> None:
+        """Take what a supervisor wrote (dpmon.stalls.answer.standing) `age_ns` ago. ValueError if it is not that."""
+        now, ranks = time.monotonic_ns() - age_ns, found.get("ranks")
+        if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks[:_MOST_RANKS]):
+            raise ValueError("not a list of ranks")
+        facts = [facts_in(rank, name, now) for rank in ranks[:_MOST_RANKS]]
+        self._expected.discard(node)
+        # The ranks of a machine that belong to another job, or to none, are judged among themselves.
+        self._look.heard[node] = [
+            rank._replace(
+                process=None if rank.process is None else self._number(node, rank.process),
+                job=rank.job and hash((node, rank.job)),
+            )
+            for rank in facts
+        ]
+        if facts:
+            self._judged.add(node)
+            if self._watch is None:
+                self._watch = StallWatch(self._directory, self._info, self._record, adopted=True, look=self._look)
+
+    def lose(self, node: int) -> None:
+        """The machine does not answer: what its ranks do is unknown."""
+        self._expected.discard(node)
+        self._look.heard.pop(node, None)
+
+    def keeps(self, node: int, stall: Mapping[str, Any]) -> bool:
+        """Whether the record of a stall by a machine's own supervisor goes into this run's record.
+
+        Not if its ranks are judged here. The end of a stall is kept if its beginning was.
+        """
+        key = node, ns_in(stall, "since_s")
+        if "ranks" not in stall:
+            return key in self._begun
+        if node not in self._judged:
+            self._begun.add(key)
+        return node not in self._judged
+
+    def look(self) -> None:
+        """Judge, once a second; never waits, never raises."""
+        heard = self._look.heard
+        if self._watch is None or self._expected:
+            return
+        if self._watch.stall is not None and len(heard) < self._nodes and all(heard.values()):
+            return  # no rank moves, so that the stall goes on, whatever those do that are not seen
+        self._watch.look()
+
+    def close(self) -> None:
+        """A stall that goes on stays open in the record."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def joined(self, answers: Mapping[int, tuple[str, Mapping[str, Any]]], now_ns: int) -> dict[str, Any]:
+        """One answer to "why is it stuck", of the answers of the machines with their names.
+
+        The ranks that the others wait for come first.
+        """
+        stall, waits = (None, {}) if self._watch is None else (self._watch.stall, self._watch.waits)
+        texts: list[str] = []
+        nccl: list[str] = []
+        ranks: list[dict[str, Any]] = []
+        for node, (name, found) in answers.items():
+            judged = node in self._judged
+            texts += [f"{name}: {text}"] if (text := text_in(found, "text")) is not None and not judged else []
+            nccl += [f"{name}: {line}" for line in _list_in(found, "nccl")]
+            for rank in _list_in(found, "ranks"):
+                if isinstance(rank, dict):
+                    part = _part(waits.get((name, whole_in(rank, "pid") or 0)), stall is not None) if judged else {}
+                    process = whole_in(rank, "process")
+                    number = None if process is None else self._number(node, process)
+                    ranks.append({**rank, **part, "node": name, "process": number})
+        ranks.sort(key=lambda rank: (rank.get("apart") is True, rank.get("waits") is True))
+        since_ns = None if stall is None else stall.since_ns
+        if stall is not None and self._watch is not None:
+            texts.insert(0, self._watch.told)
+        begun = [since for _, found in answers.values() if (since := number_in(found, "since_s")) is not None]
+        return {
+            "t_s": (now_ns - self._info.start_ns) / SECOND,
+            "since_s": min(begun, default=None) if since_ns is None else (since_ns - self._info.start_ns) / SECOND,
+            "text": "; ".join(texts) or None,
+            "nccl": nccl,
+            "ranks": ranks,
+        }
+
+
+def _list_in(found: Mapping[str, Any], key: str) -> list[Any]:
+    value = found.get(key)
+    return value[:_MOST_RANKS] if isinstance(value, list) else []
+
+
+def _part(waits: bool | None, stalled: bool) -> dict[str, bool]:
+    """The part of a rank in the stall. `waits`: None if it has none."""
+    return {"waits": waits is True, "apart": stalled and waits is None}

@@ -95,6 +95,13 @@ def stop(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """Write a run's records to a file or to standard output."""
+    if options.follow:
+        from dpmon.export.follow import follow
+
+        directory = find_run(options.run)
+        with repeated(ensure_supervisor(directory).look):
+            follow(directory, options.start, rollups=options.rollups)
+        return 0
     from dpmon.export import export as write
 
     write(find_run(options.run), options.format, options.output, options.kind)

@@ -119,6 +119,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _offset(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,15}", text):
+        raise argparse.ArgumentTypeError(f"expected a whole number, not {text!r}")
+    return int(text)
+
+
 def _trial(text: str) -> str:
     if not re.fullmatch(r"cached-batches|single|one-rank|threads-[1-9]\d{0,3}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is none of cached-batches, single, one-rank, threads-N")
@@ -291,6 +297,9 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         add("--format", choices=("jsonl", "csv", "perfetto"), default="jsonl", help=forms)
         add("--kind", choices=tuple(RECORDS), help="only this kind of record (jsonl and csv)")
         add("-o", "--output", metavar="FILE", help="output file (default: standard output); for csv, a directory")
+        add("--follow", action="store_true", help="write the rows of the history as they come, until the run's end")
+        add("--from", dest="start", type=_offset, default=0, metavar="OFFSET", help="with --follow: only later rows")
+        add("--rollups", action="store_true", help="with --follow: about one step a second, for a mirror of the run")
     return parser
 
 
@@ -367,6 +376,8 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
             found = command_parser(command).parse_args(rest)
             if command == "status":
                 _check_status(found)
+            if command == "export":
+                _check_export(found)
             return command, found
     options.words = rest
     if options.module is None and not rest:
@@ -401,6 +412,13 @@ def _check_status(options: argparse.Namespace) -> None:
         raise UsageError("--all shows all runs: it excludes RUN and --wait")
     if options.timeout is not None and options.wait is None:
         raise UsageError("--timeout limits a wait: it needs --wait")
+
+
+def _check_export(options: argparse.Namespace) -> None:
+    if options.follow and (options.format, options.kind, options.output) != ("jsonl", None, None):
+        raise UsageError("--follow has a form of its own: it excludes --format, --kind and --output")
+    if not options.follow and (options.start or options.rollups):
+        raise UsageError(f"{'--from' if options.start else '--rollups'} needs --follow")
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from dpmon.errors import HistoryError
@@ -100,6 +101,16 @@ class Sums:
     def _is_deleted(self, second: int, widths: Sequence[int]) -> bool:
         """Whether no tally of these widths covers a second any more."""
         return all(second // width * width < self._pruned[width] for width in widths)
+
+    def edge(self, second: int) -> int:
+        """Return the first second from `second` on that no kept tally spans: here, a stretch can be divided exactly."""
+        deleted = {width: -(-self._pruned[width] // wider) * wider for width, wider in pairwise(WIDTHS)}
+        width = next((width for width, until in deleted.items() if second >= until), WIDTHS[-1])
+        return -(-second // width) * width
+
+    def kept_from(self, width: int) -> int:
+        """Return the second before which the tallies of a width were deleted."""
+        return self._pruned.get(width, 0)
 
     def _newest_second(self) -> int:
         query = "SELECT max(start_s) FROM {} WHERE width = 1"

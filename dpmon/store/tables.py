@@ -325,7 +325,7 @@ class Door:
 
 def check_kinds(names: Sequence[str], kinds: Sequence[type]) -> None:
     """Raise HistoryError if a row with these columns has a value of another type than SCHEMA declares."""
-    _, known = _own_schema()
+    known = _own_schema()[1]
     for name, kind in zip(names, kinds, strict=True):
         if kind not in known.get(name, _OF_EXPRESSION) and not name.startswith("json_extract"):
             raise HistoryError(f"a row has {kind.__name__} in {name}")
@@ -335,6 +335,19 @@ _MOST_KINDS = 1000
 """Most combinations of types that a query remembers as good."""
 _TYPES = {"INTEGER": int, "TEXT": str, "REAL": float, "BLOB": bytes}
 _OF_EXPRESSION = int, type(None)
+
+
+@cache
+def columns_of(table: str) -> Mapping[str, tuple[type, ...]]:
+    """Return the columns of a table of SCHEMA, and their possible types."""
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(SCHEMA)
+        rows = db.execute(f"PRAGMA table_info({table})").fetchall()
+    return {name: _types(name, _TYPES[declared]) for _, name, declared, *_ in rows}
+
+
+def _types(name: str, kind: type) -> tuple[type, ...]:
+    return (kind, type(None)) if name in _OPTIONAL else (kind,)
 
 
 @cache
@@ -351,7 +364,7 @@ def _own_schema() -> tuple[dict[str, tuple[Any, ...]], dict[str, tuple[type, ...
             for _, name, declared, *_ in db.execute(f"PRAGMA table_info({table})") if kind == "table" else ():
                 if declared:
                     found.setdefault(name, _TYPES[declared])
-    return schema, {name: (kind, type(None)) if name in _OPTIONAL else (kind,) for name, kind in found.items()}
+    return schema, {name: _types(name, kind) for name, kind in found.items()}
 
 
 def size_of(path: Path) -> int:

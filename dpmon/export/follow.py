@@ -1,0 +1,250 @@
+"""`dpmon export --follow`: prints the rows of a run's history as they come (dpmon.store.exchange).
+
+First a line with the facts of the run, then a chunk once a second: the rows that are new, and a last line, the beat.
+With `rollups`, a mirror on another machine reads them (dpmon.mirror.process). It sends requests as lines to the
+standard input, first how far its clock is ahead, and what it has. Of steps and calls, it gets those that all ranks
+choose alike, about one a second. All that figures are made of is complete: tallies and sums. The mirror's seconds begin
+at other times than the seconds here, so the tallies of ten seconds and more are made here for its seconds: for all
+machines together, this would be much work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing, suppress
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import dpmon
+from dpmon.errors import DpmonError, HistoryError
+from dpmon.export.new_rows import NewRows
+from dpmon.model.announced import job_of
+from dpmon.record.plainjson import load_json
+from dpmon.record.schema import SECOND
+from dpmon.run.condition import needs_supervisor, run_state, supervised
+from dpmon.run.files import open_file
+from dpmon.run.reader import RunReader
+from dpmon.run.rundir import ExitInfo
+from dpmon.run.runs import short_name
+from dpmon.run.signalling import stop_run
+from dpmon.stalls.answer import asked
+from dpmon.store.exchange import MARK
+from dpmon.store.opened import open_store
+
+AFTER_NS = 600_000_000
+"""A second is complete this long after its end: the supervisor commits twice a second."""
+LAST_OUTPUT, MOST_OUTPUT = 4096, 1 << 15
+"""Bytes of the output at the begin, and the most bytes of a beat."""
+_MOST_ANSWER = 1 << 19
+_MOST_LINE = 1 << 16
+
+
+class _Asked:
+    """The lines on the standard input: requests of the reader."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.over = False
+        """Whether the input has ended."""
+
+    def wait(self, seconds: float) -> list[Mapping[str, Any]]:
+        """Return the next requests; wait for them at most this long."""
+        if not select.select([0], [], [], max(seconds, 0.0))[0]:
+            return []
+        data = os.read(0, _MOST_LINE)
+        self.over = not data
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._rest = self._rest[:_MOST_LINE]
+        found: list[Mapping[str, Any]] = []
+        for line in lines:
+            with suppress(ValueError):
+                if isinstance(one := load_json(line), dict):
+                    found.append(one)
+        return found
+
+
+class _Follow:
+    def __init__(self, directory: Path, rows: NewRows) -> None:
+        self._directory = directory
+        self._reader = RunReader(directory)
+        self._rows = rows
+        self._start_ns = self._reader.info.start_ns
+        self._shift_ns = 0
+        self._beats = count(1)
+        self._output = -1
+        self._answers: list[dict[str, Any]] = []
+
+    def now_ns(self) -> int:
+        """The run's time now."""
+        return time.monotonic_ns() - self._start_ns
+
+    def marker(self) -> str:
+        """The first line."""
+        info, job, node = self._reader.info, None, None
+        with suppress(DpmonError), open_store(self._directory) as store:
+            job, node = job_of(store)
+        return MARK + json.dumps(
+            {
+                "run": info.id, "name": short_name(info), "host": info.host, "version": dpmon.__version__,
+                "started_unix": info.started_unix, "now_ns": self.now_ns(), "now_unix": time.time(),
+                "script": info.script, "command": info.command, "cwd": info.cwd, "job": job, "node": node,
+                "state": run_state(self._directory, info)[0],
+            }
+        )  # fmt: skip
+
+    def chunk(self) -> tuple[list[str], bool, bool]:
+        """Return the lines of a chunk, whether more is ready, and whether it is the last one."""
+        info, how = self._reader.refresh(), self._reader.exit()
+        complete = how is not None and (how.drained or not needs_supervisor(self._directory, info, how))
+        before, more = self._rows.offset, False
+        lines: list[str] = []
+        now = how.end_ns - self._start_ns + 2 * SECOND if complete and how is not None else self.now_ns() - AFTER_NS
+        # Without a supervisor, the history does not change, and a second that seems to be complete may not be.
+        if complete or supervised(info):
+            with suppress(HistoryError), open_store(self._directory, as_written=True) as store:
+                lines, more = self._rows.chunk(store, max(now // SECOND, 0), last=complete)
+        beat = {"beat": next(self._beats), "from": before, "offset": self._rows.offset, **self._state(how)}
+        beat |= {"tallied_s": self._rows.tallied_s, "deleted": self._rows.deleted, "left_out": self._rows.left_out}
+        self._rows.left_out = 0
+        last = complete and not more
+        if last and how is not None:
+            beat["exit"] = asdict(how)
+        if (output := self._new_output()) is not None:
+            beat["output"] = output
+        return [*lines, json.dumps(beat)], more, last
+
+    def _state(self, how: ExitInfo | None) -> dict[str, Any]:
+        """The state of the processes and of the requests to them."""
+        reader = self._reader
+        doing = {
+            process: (what, since - self._start_ns + self._shift_ns if since else 0)
+            for process, (what, since) in reader.activities().items()
+        }
+        paused, waits = reader.paused(), reader.waits_for_input()
+        return {
+            "now_ns": self.now_ns() + self._shift_ns,
+            "state": run_state(self._directory, reader.info)[0],
+            "over": how is not None,
+            "doing": doing,
+            "pending": reader.pending(),
+            "pause": [paused.wanted, paused.pending, None if paused.since_ns is None else self._moved(paused.since_ns)],
+            "refusal": reader.pause_refusal(),
+            "input_ns": None if waits is None else self._moved(waits),
+            "stage": None if (stage := reader.stage()) is None else [stage[0], self._moved(stage[1])],
+        }
+
+    def _moved(self, monotonic_ns: int) -> int:
+        return monotonic_ns - self._start_ns + self._shift_ns
+
+    def _new_output(self) -> str | None:
+        """The newest output of the script since the last beat."""
+        path = self._reader.output_paths[0]
+        with suppress(OSError), open(open_file(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            begin = size - LAST_OUTPUT if self._output < 0 else min(self._output, size)
+            file.seek(max(begin, size - MOST_OUTPUT, 0))
+            self._output = size
+            return file.read(MOST_OUTPUT).decode("utf-8", "replace") or None
+        return None
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def begin(self, request: Mapping[str, Any]) -> None:
+        """Begin to send rows: the first request."""
+        numbers = {name: request.get(name) for name in ("offset", "tallied_s", "shift_ns", "shift_s")}
+        whole = {name: value if type(value) is int else 0 for name, value in numbers.items()}
+        self._rows, self._shift_ns = NewRows(rollups=True, **whole), whole["shift_ns"]
+
+    def answer(self, request: Mapping[str, Any]) -> None:
+        """Do what a request asks for. What takes long is done by a thread."""
+        kind, number, reader = request.get("ask"), request.get("id"), self._reader
+
+        def later(work: Callable[[], Mapping[str, Any]]) -> None:
+            threading.Thread(target=lambda: self._done(number, work), daemon=True).start()
+
+        if kind == "time":
+            self._done(number, lambda: {"now_ns": self.now_ns()})
+        elif kind == "mode":
+            self._done(number, lambda: {"count": reader.request_mode(str(request.get("mode")))})
+        elif kind == "pause":
+            self._done(number, lambda: {"count": reader.request_pause(request.get("paused") is True)})
+        elif kind == "sample":
+            self._done(number, lambda: {"count": reader.request_sample()})
+        elif kind == "records":
+            processes = request.get("processes")
+            known = [one for one in processes if type(one) is int] if isinstance(processes, list) else []
+            self._rows.whole = known
+            self._done(number, lambda: {"processes": known})
+        elif kind == "stop":
+            later(lambda: {"lines": list(stop_run(self._directory, reader.info))})
+        elif kind == "why":
+            later(lambda: {"why": asked(self._directory, native=request.get("native") is True)})
+
+    def _done(self, number: object, work: Callable[[], Mapping[str, Any]]) -> None:
+        try:
+            found = work()
+        except (DpmonError, OSError, ValueError) as error:
+            found = {"error": str(error)}
+        self._answers.append({"answer": number, **found})
+
+    def answers(self) -> list[str]:
+        """The answers to requests since the last call."""
+        found = []
+        while self._answers:
+            one = self._answers.pop(0)
+            text = json.dumps(one)
+            for rank in one.get("why", {}).get("ranks", ()) if len(text) > _MOST_ANSWER and one.get("why") else ():
+                rank.pop("stacks", None)
+            found.append(json.dumps(one))
+        return found
+
+
+def follow(directory: Path, start: int, *, rollups: bool) -> None:
+    """Print the rows of the run in `directory` with ids above `start`, until its end.
+
+    `rollups`: for a mirror, until its end or the end of the standard input. Raises BrokenPipeError when nobody reads.
+    """
+    asking = _Asked()
+    followed = _Follow(directory, NewRows(rollups=rollups, offset=start))
+    with closing(followed._reader):
+        _print([followed.marker()])
+        begun, last, due = not rollups, False, time.monotonic()
+        while not asking.over:
+            now = time.monotonic()
+            if begun and not last and now >= due:
+                lines, more, last = followed.chunk()
+                _print(lines)
+                due = now if more else _next_beat(followed.now_ns())
+            if last and not rollups:
+                return
+            wait = min(due - time.monotonic(), 0.1) if begun and not last else 0.1
+            if not rollups:
+                time.sleep(max(wait, 0.0))
+                continue
+            for request in asking.wait(wait):
+                if request.get("ask") == "begin" and not begun:
+                    followed.begin(request)
+                    begun, due = True, 0.0
+                else:
+                    followed.answer(request)
+            _print(followed.answers())
+
+
+def _next_beat(now_ns: int) -> float:
+    """When the next second is complete (monotonic s)."""
+    return time.monotonic() + (SECOND - (now_ns - AFTER_NS) % SECOND) / 1e9 + 0.05
+
+
+def _print(lines: Iterable[str]) -> None:
+    data = "".join(f"{line}\n" for line in lines)
+    if data:
+        sys.stdout.write(data)
+        sys.stdout.flush()

@@ -1,0 +1,353 @@
+"""Selects the rows of a history that a reader does not have yet, and moves their times to the reader's clock.
+
+Rows with ids from the common counter are sent once: the highest id is the offset. Other rows change, and are sent
+again when they have: those of the newest seconds are compared with what was sent, and the writer notes the seconds that
+change later. After a new connection, all of them are sent again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+from dpmon.record.plainjson import load_json
+from dpmon.record.schema import SECOND
+from dpmon.store.accounting import ACTIVITIES
+from dpmon.store.exchange import NUMBERED, columns_sent, lines_of
+from dpmon.store.queries import Store
+from dpmon.store.tables import BEFORE_S, COLLECTIVE_SUMS, LASTING
+from dpmon.store.tally import WIDTHS, SeriesNames
+
+MOST_IDS, MOST_WHOLE = 20_000, 2000
+"""Most ids of a chunk: if only some steps are sent, and if all rows are."""
+MOST_SECONDS = 3600
+"""Most seconds by which a chunk advances the tallies."""
+ROWS_S = 600
+"""At its first connection, a reader gets the steps and samples of this time; of earlier time, what the figures need."""
+SINCE_S = {1: 120, 10: 1200, 60: 3 * 3600, 600: 86_400}
+"""Likewise, for tallies of these widths."""
+AGAIN = 30
+"""After a cut, a reader gets the rows of this many times that time."""
+LATE_S = 12
+"""Seconds that are compared again with what was sent; a little more than the writer's (dpmon.store.tally_writer)."""
+SELDOM = 5
+"""Sums over the whole run are sent in one chunk of this many."""
+_MOST_LASTING = 4000
+_MOST_ROWS = 2000
+_SUMS = (("collective_sums", "process, definition", 1), ("device_rollups", "device, name", 60))
+"""Tables of sums, the rest of their keys, and the length of a stretch in seconds."""
+_TIMES = ("start_ns", "t_ns", "begin_ns", "end_ns", "first_ns", "last_ns")
+"""Columns with times, in all tables."""
+
+
+def sampled(rows: Iterable[tuple[int, int, int]]) -> list[int]:
+    """Return the ids of the steps to send, of (id, number, end in ns) of one process: about one or two a second.
+
+    The numbers are the same on all ranks that average gradients, so that all of them send the same steps. This needs
+    no memory of what was sent before.
+    """
+    rows = list(rows)
+    took = max(rows[-1][2] - rows[0][2], 1) if rows else 1
+    one_in = 1 << max(((len(rows) - 1) * SECOND // took).bit_length() - 1, 0)
+    return [row for row, number, _ in rows if number % one_in == 0]
+
+
+class NewRows:
+    """What was sent to one reader, and what is to be sent next."""
+
+    def __init__(
+        self, *, rollups: bool, offset: int = 0, tallied_s: int = 0, shift_ns: int = 0, shift_s: int = 0
+    ) -> None:
+        """`offset` and `tallied_s`: what the reader has. `shift_ns` and `shift_s`: what is added to times and seconds.
+
+        `rollups`: only some of the steps and calls.
+        """
+        self.offset = offset
+        self.whole: Collection[int] = ()
+        """Processes whose steps, calls and collectives are all sent."""
+        self.left_out = 0
+        """Number of ids that are too old for a first connection."""
+        self.deleted: dict[int, int] = {}
+        """By width: the reader's second before which it gets no tallies."""
+        self._rollups = rollups
+        self._shift_ns, self._shift_s = shift_ns, shift_s
+        self._tallied = max(tallied_s - shift_s, 0)
+        self._first = offset == 0
+        """Whether the reader has nothing yet."""
+        self._again = AGAIN if offset else 1
+        self._since: dict[int, int] = {}
+        self._seen: dict[str, dict[tuple[Any, ...], int]] = {}
+        """By table: the hash of each row that was sent and may change, by its key."""
+        self._defined: dict[int, int] = {}
+        self._gaps: dict[int, int] = {}
+        self._late: int | None = None
+        self._chunks = 0
+
+    @property
+    def tallied_s(self) -> int:
+        """The reader's second up to which the tallies were sent."""
+        return self._tallied + self._shift_s
+
+    def chunk(self, store: Store, upto_s: int, *, last: bool) -> tuple[list[str], bool]:
+        """Return the lines with what is new, and whether there is more. `upto_s`: the seconds before it are complete.
+
+        `last`: the run has ended.
+        """
+        newest = max(self._numbers(store, *(f"SELECT max(id) FROM {table}" for table in NUMBERED)), default=0)
+        lines: list[str] = []
+        if self._chunks == 0 and self._rollups and self._first:
+            lines += self._skip(store, newest, upto_s)
+        if self._chunks == 0 and not self._since:
+            self._begin(store, upto_s)
+        until = min(newest, self.offset + (MOST_IDS if self._rollups else MOST_WHOLE))
+        tallied = min(upto_s, self._tallied + MOST_SECONDS)
+        seldom = self._chunks % SELDOM == 0 or last
+        if seldom or len(store.rings) > len(self._seen.get("rings", ())):
+            lines += self._lines("rings", self._changed("rings", self._rows(store, "rings", ""), 1))
+        lines += self._definitions(store)
+        lines += self._ranges(store, until)
+        lines += self._sums(store, tallied, seldom=seldom)
+        lines += self._gap_rows(store)
+        lines += self._tallies(store, max(tallied, self._tallied))
+        self._chunks += 1
+        self.offset = max(until, self.offset)
+        return lines, until < newest or tallied < upto_s
+
+    def _begin(self, store: Store, upto_s: int) -> None:
+        """Limit what is sent of the time before."""
+        for width in SINCE_S if self._rollups else ():
+            since = max(self._tallied, upto_s - SINCE_S[width] * self._again)
+            self._since[width] = since
+            deleted = max(since if since > self._tallied else 0, store.kept_from(width))
+            self.deleted[width] = deleted + self._shift_s if deleted else 0
+
+    def _skip(self, store: Store, newest: int, upto_s: int) -> list[str]:
+        """Skip the rows that are too old for a first connection, except lasting events and losses."""
+        begin_ns, low = (upto_s - ROWS_S) * SECOND, 0
+        if begin_ns <= 0:
+            return []
+        high = newest
+        while low < high:
+            middle = (low + high) // 2
+            at = store.query("SELECT id, start_ns FROM steps WHERE id > ? ORDER BY id LIMIT 1", (middle,))
+            if at and at[0][1] < begin_ns:
+                low = at[0][0]
+            else:
+                high = middle
+        self.left_out = low
+        lasting = f"WHERE id IN (SELECT id FROM events WHERE {LASTING} AND id <= ? ORDER BY id DESC LIMIT ?)"
+        lines = self._lines("events", self._rows(store, "events", f"{lasting} AND kind != 'exit'", low, _MOST_LASTING))
+        lines += self._lines("losses", self._rows(store, "losses", "WHERE id <= ?", low))
+        self.offset = low
+        return lines
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def _rows(self, store: Store, table: str, where: str, *values: object) -> list[tuple[Any, ...]]:
+        return store.query(f"SELECT {', '.join(columns_sent(table))} FROM {table} {where}", values)
+
+    @staticmethod
+    def _numbers(store: Store, *queries: str) -> list[int]:
+        return [row[0] for query in queries for row in store.query(query) if row[0] is not None]
+
+    def _lines(self, table: str, rows: Iterable[Sequence[Any]]) -> list[str]:
+        """Return rows as lines, with their times on the reader's clock."""
+        columns = tuple(columns_sent(table))
+        at = [i for i, name in enumerate(columns) if name in _TIMES] if self._shift_ns else []
+        if table == "events":
+            rows = [(*row[:-1], self._event(row[-1])) for row in rows]
+        if not at:
+            return list(lines_of(table, columns, rows))
+        moved = [list(row) for row in rows]
+        for row in moved:
+            for i in at:
+                if row[i] is not None:
+                    row[i] += self._shift_ns
+        return list(lines_of(table, columns, moved))
+
+    def _event(self, text: str) -> str:
+        """Return the JSON of an event with its times on the reader's clock."""
+        if not self._shift_ns:
+            return text
+        try:
+            data = load_json(text)
+        except ValueError:
+            return text
+        for name in ("t_s", "since_s") if isinstance(data, dict) else ():
+            if type(data.get(name)) in (int, float):
+                data[name] += self._shift_ns / 1e9
+        return json.dumps(data, separators=(",", ":"))
+
+    def _changed(self, table: str, rows: Sequence[tuple[Any, ...]], keys: int) -> list[tuple[Any, ...]]:
+        """Return the rows that have changed. `rows`: all that still may; the first `keys` columns are the key."""
+        before = self._seen.get(table, {})
+        now = self._seen[table] = {row[:keys]: hash(row) for row in rows}
+        return [row for row in rows if before.get(row[:keys]) != now[row[:keys]]]
+
+    # ------------------------------------------------------------------------------------------ numbered rows
+
+    def _ranges(self, store: Store, until: int) -> list[str]:
+        """Return the rows with ids above the offset, up to `until`."""
+        between = "WHERE id > ? AND id <= ?"
+        events = self._rows(store, "events", f"{between} AND kind != 'exit'", self.offset, until)
+        lines = self._lines("events", events)
+        lines += self._lines("losses", self._rows(store, "losses", between, self.offset, until))
+        if not self._rollups:
+            for table in ("calls", "steps", "collectives"):
+                lines += self._lines(table, self._rows(store, table, between, self.offset, until))
+            return lines
+        whole = f"process IN ({', '.join(map(str, self.whole))})"
+        lines += self._lines(
+            "collectives", self._rows(store, "collectives", f"{between} AND {whole}", self.offset, until)
+        )
+        steps: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        names: dict[int, tuple[int, int]] = {}
+        query = f"SELECT id, process, step, ifnull(sync_number, step), start_ns + wall_ns FROM steps {between}"
+        for number, process, step, sync_number, end in store.query(query, (self.offset, until)):
+            steps[process].append((number, sync_number, end))
+            names[number] = process, step
+        chosen = {
+            number
+            for process, ended in steps.items()
+            for number in ([row[0] for row in ended] if process in self.whole else sampled(ended))
+        }
+        in_steps = {names[number] for number in chosen}
+        calls: dict[tuple[int, ...], int] = {}
+        query = f"SELECT id, process, step, layout FROM calls {between}"
+        for number, process, step, layout in store.query(query, (self.offset, until)):
+            if process in self.whole:
+                calls[process, number] = number
+            elif (process, step) in in_steps or process not in steps:
+                calls[process, step * (process in steps), layout] = number  # the last one of a module
+        for table, numbers in (("calls", calls.values()), ("steps", chosen)):
+            lines += self._lines(table, self._of_ids(store, table, sorted(numbers)))
+        return lines
+
+    def _of_ids(self, store: Store, table: str, numbers: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+        for at in range(0, len(numbers), 500):
+            yield from self._rows(store, table, f"WHERE id IN ({', '.join(map(str, numbers[at : at + 500]))})")
+
+    # ------------------------------------------------------------------------------------------ other tables
+
+    def _definitions(self, store: Store) -> list[str]:
+        rows: list[tuple[Any, ...]] = []
+        for ring in store.rings.values():
+            known = self._defined.get(ring.process, -1)
+            rows += self._rows(store, "definitions", "WHERE process = ? AND number > ?", ring.process, known)
+            self._defined[ring.process] = max((row[1] for row in rows if row[0] == ring.process), default=known)
+        return self._lines("definitions", rows)
+
+    def _sums(self, store: Store, upto_s: int, *, seldom: bool) -> list[str]:
+        """Return the changed rows of the small tables, and the sums of collectives and devices."""
+        tables = [("series", 1), ("keys", 4), *([("shapes", 7)] if seldom else [])]
+        lines = []
+        for table, keys in tables:
+            lines += self._lines(table, self._changed(table, self._rows(store, table, ""), keys))
+        loops = "WHERE loop > (SELECT max(loop) FROM loops AS other WHERE other.process = loops.process) - ?"
+        recent = _MOST_ROWS if self._chunks == 0 else 10
+        lines += self._lines("loops", self._changed("loops", self._rows(store, "loops", loops, recent), 2))
+        for table, per, width in (
+            ("collective_sums", "process, definition", 1),
+            ("device_rollups", "device, name", 60),
+        ):
+            if seldom:
+                lines += self._lines(table, self._summed(store, table, per, width, upto_s))
+        return lines
+
+    def _summed(self, store: Store, table: str, per: str, width: int, upto_s: int) -> list[tuple[Any, ...]]:
+        """Return the changed rows of a table of sums by second or minute; at first, all earlier time is one row."""
+        since = max(upto_s - (ROWS_S if self._chunks == 0 else 60 + LATE_S), 0) // width * width
+        rows = [
+            ((row[0] + self._shift_s) // width * width, *row[1:])
+            for row in self._rows(store, table, "WHERE start_s >= ?", since)
+        ]
+        found = self._changed(table, rows, 3)
+        if self._chunks == 0 and self._first:
+            sums = {name: "max" if name == "high" else "sum" for name in ("count", "total", "high")}
+            if table == "collective_sums":
+                sums = dict.fromkeys(COLLECTIVE_SUMS, "sum")
+            # The door takes an expression for a whole number, so it gets the name of the column.
+            named = ", ".join(f"{how}({name}) AS {name}" for name, how in sums.items())
+            query = f"SELECT {BEFORE_S} AS start_s, {per}, {named} FROM {table} WHERE start_s < ? GROUP BY {per}"
+            found += store.query(query, (since,))
+        return found
+
+    def _gap_rows(self, store: Store) -> list[str]:
+        """Return new gaps between steps; after a cut, those after the last step that was sent."""
+        rows: list[tuple[Any, ...]] = []
+        for process in (ring.process for ring in store.rings.values()):
+            if process not in self._gaps:
+                step = "SELECT start_ns FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT 1"
+                query = f"SELECT max(id) FROM gaps WHERE process = ? AND end_ns <= ({step})"
+                known = store.query(query, (process, process, 0 if self._first else self.offset))
+                self._gaps[process] = max((row[0] or 0 for row in known), default=0)
+            where = "WHERE process = ? AND id > ? ORDER BY id DESC LIMIT ?"
+            found = self._rows(store, "gaps", where, process, self._gaps[process], _MOST_ROWS)
+            self._gaps[process] = max((row[0] for row in found), default=self._gaps[process])
+            rows += found
+        return self._lines("gaps", rows)
+
+    # ------------------------------------------------------------------------------------------ tallies
+
+    def _tallies(self, store: Store, upto_s: int) -> list[str]:
+        """Return the tallies and times of the seconds up to `upto_s` that are new or have changed, of all widths."""
+        names = SeriesNames(store.query("SELECT number, name FROM series"))
+        late = self._late_seconds(store)
+        begin = max(self._tallied - LATE_S, self._since.get(1, 0))
+        seconds: set[int] = set()
+        lines: list[str] = []
+        rows: dict[str, list[tuple[Any, ...]]] = {}
+        for table, keys in (("tallies", 6), ("times", 4)):
+            found = self._rows(store, table, "WHERE width = 1 AND start_s >= ? AND start_s < ?", begin, upto_s)
+            found = self._changed(table, found, keys)
+            for at in range(0, len(late), 500):
+                which = f"WHERE width = 1 AND start_s IN ({', '.join(map(str, late[at : at + 500]))})"
+                found += self._rows(store, table, which)
+            seconds.update(row[1] for row in found)
+            rows[table] = [(1, row[1] + self._shift_s, *row[2:]) for row in found]
+        for width, start in self._stretches(seconds, upto_s):
+            first, end = (store.edge(max(at - self._shift_s, 0)) for at in (start, start + width))
+            if first < end:
+                for left_out in (False, True):
+                    whole = store.tallies(first, end, left_out=left_out)
+                    rows["tallies"] += ((width, start, *key, *tally.row(names)) for key, tally in whole.items())
+                rows["times"] += _times(store, first, end, width, start)
+        self._tallied = upto_s
+        for table, each in rows.items():
+            lines += self._lines(table, each)
+        return lines
+
+    def _late_seconds(self, store: Store) -> list[int]:
+        """Return the seconds that have changed late since the last chunk."""
+        if self._late is None:
+            before = store.query("SELECT max(rowid) FROM late WHERE id < ?", (self.offset,))
+            self._late = max((row[0] or 0 for row in before), default=0)
+        rows = store.query("SELECT rowid, start_s FROM late WHERE rowid > ? ORDER BY rowid", (self._late,))
+        self._late = max((row[0] for row in rows), default=self._late)
+        begin = max(self._tallied - LATE_S, 0)
+        return sorted({second for _, second in rows if self._since.get(1, 0) <= second < begin})
+
+    def _stretches(self, changed: Collection[int], upto_s: int) -> list[tuple[int, int]]:
+        """Return width and start of the reader's wider stretches that end now, or have changed since they were sent."""
+        begin, end = self._tallied + self._shift_s, upto_s + self._shift_s
+        found: set[tuple[int, int]] = set()
+        for width in WIDTHS[1:]:
+            starts = {(second + self._shift_s) // width * width for second in changed}
+            found.update((width, start) for start in starts if start + width <= begin)
+            since = self._since.get(width, 0) + self._shift_s
+            starts = set(range(begin // width * width, end, width))
+            found.update((width, start) for start in starts if max(begin, since) < start + width <= end)
+        return sorted(found)
+
+
+def _times(store: Store, begin_s: int, end_s: int, width: int, start: int) -> Iterator[tuple[Any, ...]]:
+    """Yield the times between two seconds as rows of one stretch."""
+    sums: dict[tuple[int, str], list[int]] = defaultdict(lambda: [0] * len(ACTIVITIES))
+    for row in store.time_rows(begin_s, end_s):
+        whole = sums[row.process, row.mode]
+        for at, name in enumerate(ACTIVITIES):
+            whole[at] += row.spent[name]
+    for key, values in sums.items():
+        yield width, start, *key, *values

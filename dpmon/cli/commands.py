@@ -256,14 +256,13 @@ class ListedRun(NamedTuple):
 def _describe(directory: Path, info: RunInfo) -> ListedRun:
     state, how = run_state(directory, info)
     from dpmon.errors import HistoryError
-    from dpmon.model.announced import job_of
     from dpmon.report.health import health_in
     from dpmon.store.opened import open_store  # imported here because it loads sqlite
 
     live, now, counts, job, node = state == "running", None, _NO_STEPS, None, None
     with suppress(HistoryError, RunError), open_store(directory) as store:
         counts = _steps(store)
-        job, node = job_of(store)
+        job, node = store.job()
         now = health_in(directory, store) if live else None
     steps, evaluation_steps, open_calls, samples_per_s, standing = counts
     if state == "finished":

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 CHANGES_READ = 500
 """Most changes of mode to read; older ones do not affect the current mode."""
 TEXTS_READ = 100
-PROCESSES_READ = 64
-"""Most records of processes to read for the job of a run: all its ranks are of the same one."""
 WRAPPERS_READ = 256
 """Most records of wrappers to read in a live run: a rank writes a new one when its times change."""
 ANSWERING_STEPS = 100
@@ -270,16 +268,3 @@ def _group(data: Mapping[str, object]) -> tuple[int, ...] | None:
 def _ms_in(data: Mapping[str, object], key: str) -> float | None:
     value = number_in(data, key)
     return value * 1e6 if value is not None and 0 <= value < 1e9 else None
-
-
-def job_of(rows: Store) -> tuple[dict[str, str] | None, int | None]:
-    """Return the job that the run is a part of (`by` and `id`, equal on all its machines), and this machine's number.
-
-    Both as the newest training process knows them, None if it does not.
-    """
-    for event in reversed(rows.events("process", newest=PROCESSES_READ)):
-        job, node = event.data.get("job"), whole_in(event.data, "node")
-        by, name = (text_in(job, "by"), text_in(job, "id")) if isinstance(job, Mapping) else (None, None)
-        if by is not None and name is not None:
-            return {"by": by, "id": name}, node
-    return None, None

@@ -19,6 +19,7 @@ from typing import Any
 from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CollectiveRow, LossPlace, LossRow, Resolver
 from dpmon.record.kinds import Collective, Event, Operation, Record, RecordError, Sampled
+from dpmon.record.plainjson import text_in, whole_in
 from dpmon.record.schema import SECOND
 from dpmon.store.answers import (
     SMOOTHED,
@@ -54,6 +55,8 @@ COLLECTED = ", ".join(tuple(COLLECTIVE_COLUMNS)[1:])
 LOSSES = ", ".join(LOSS_COLUMNS[1:])
 _AT_ONCE = 5000
 """Number of ids read in one transaction."""
+_PROCESSES_READ = 64
+"""Most records of processes to read for the job of a run: all its ranks are of the same one."""
 _TABLES = {
     "calls": f"process, {CALL_ROW}",
     "steps": WHOLE_STEP,
@@ -174,6 +177,18 @@ class Store(Steps):
         """Return the number of events of a lasting kind (dpmon.store.tables.LASTING)."""
         query = f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ?"
         return sum(count for (count,) in self.query(query, (kind, self.until_ns)))
+
+    def job(self) -> tuple[dict[str, str] | None, int | None]:
+        """Return the job of the run's ranks (`by` and `id`, equal on all its machines), and the number of this machine.
+
+        Both as the newest training process knows them, None if it does not.
+        """
+        for event in reversed(self.events("process", newest=_PROCESSES_READ)):
+            job, node = event.data.get("job"), whole_in(event.data, "node")
+            by, name = (text_in(job, "by"), text_in(job, "id")) if isinstance(job, Mapping) else (None, None)
+            if by is not None and name is not None:
+                return {"by": by, "id": name}, node
+        return None, None
 
     def device_minutes(self) -> list[MinuteRow]:
         """Return the sums of deleted device and host samples by minute; the first ones cover all earlier time."""

@@ -18,10 +18,11 @@ from dpmon.cleaning import harmless
 from dpmon.errors import HistoryError
 from dpmon.record.fields import metrics_of
 from dpmon.record.schema import EVALUATION, EXPOSED, HELD, PHASES, QUANTITIES, STEP, WAIT, Phase, device_series
+from dpmon.run.condition import outcome
 from dpmon.run.destination import replaced
 from dpmon.run.files import read_file
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunInfo, load_info
+from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, load_info
 from dpmon.run.runs import short_name
 from dpmon.stalls.run_state import ENDED, now_of, state_of
 from dpmon.store.accounting import ACTIVITIES
@@ -177,7 +178,9 @@ class Metrics:
         text.gauge("run_info", "The run that the other metrics describe.", about, 1)
         text.gauge("run_start_time_seconds", "When the run began, since 1970.", run, info.started_unix)
         text.gauge("run_running", "1 while the run is live, 0 when it has ended.", run, int(how is None))
-        text.gauge("run_exit_status", "The run's exit status.", run, None if how is None else how.status)
+        if how is not None:
+            end = outcome(load_exit(self._directory) or how)
+            text.gauge("run_exit_status", "The run's exit status.", {**run, "end": end}, how.status)
         # A history that is unreadable now may be readable later.
         with contextlib.suppress(HistoryError), open_store(self._directory, as_written=True) as store:
             record = MetricsText(self._highest)
@@ -210,7 +213,10 @@ class Metrics:
         return state_of(now).word
 
     def _add_record(self, text: MetricsText, store: Store) -> None:
-        window, run = Window(store), self._run
+        window, run, (job, node) = Window(store), self._run, store.job()
+        if job is not None:
+            about = {**run, "by": job["by"], "job_id": job["id"], "node": "" if node is None else str(node)}
+            text.gauge("run_job_info", "The job of the run's ranks, with the same id on all its machines.", about, 1)
         self._ranks = {ring.process: ring.rank for ring in store.rings.values()}
         self._add_steps(text, window)
         self._add_figures(text, window)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sqlite3
 import stat
+import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from dpmon.cleaning import harmless
 from dpmon.record.history_rows import CallRow
 from dpmon.record.kinds import Call, Event, Step
 from dpmon.record.names import CALL_PHASES, Untimed
-from dpmon.run.rundir import ExitInfo, load_info
+from dpmon.run.rundir import ExitInfo, load_info, mark_stop, save
 from dpmon.store.drain import Drain
 from dpmon.store.figures import Window
 from dpmon.store.opened import open_store
@@ -115,7 +117,7 @@ def test_the_metrics_file_has_the_figures_of_the_record(state: Path, tmp_path: P
     assert found["host_cpu_ratio", ()] == 0.5
     assert found["warnings_total", ()] == 1
     assert found["run_running", ()] == 1
-    assert ("run_exit_status", ()) not in found
+    assert "run_exit_status" not in {name for name, _ in found}
     assert not [name for name, _ in found if "phase_device" in name], "no device's time was looked at"
 
 
@@ -212,7 +214,24 @@ def test_a_late_wait_for_input_makes_no_counter_decrease(
 def test_metrics_report_the_end_of_the_run(state: Path, tmp_path: Path) -> None:
     directory = keep({0: Training().run(2)}, status=None)
     found = written(directory, tmp_path / "it.prom", ExitInfo(137, "SIGKILL", 1.7e9, 1, 1.0, "supervisor"))
-    assert (found["run_running", ()], found["run_exit_status", ()]) == (0, 137)
+    assert (found["run_running", ()], found["run_exit_status", (("end", "killed"),)]) == (0, 137)
+    directory = keep({0: Training().run(2)}, status=1)
+    mark_stop(directory)
+    save(directory, how := replace(exit_of(1), ended_unix=time.time()))
+    found = written(directory, tmp_path / "other.prom", how)
+    assert found["run_exit_status", (("end", "stopped"),)] == 1, "the user asked for it"
+
+
+def test_metrics_name_the_job_that_the_run_is_part_of(state: Path, tmp_path: Path) -> None:
+    ranks = [
+        Event("process", {"process": 0, "t_s": 0.1, "job": {"by": "slurm", "id": "12.0"}, "node": node})
+        for node in (1, None)
+    ]
+    of_job = {"by": "slurm", "job_id": "12.0", "node": "1"}
+    assert written(keep({0: ranks[:1]}), tmp_path / "one.prom")["run_job_info", tuple(of_job.items())] == 1
+    found = written(keep({0: ranks}), tmp_path / "two.prom")
+    assert found["run_job_info", tuple({**of_job, "node": ""}.items())] == 1
+    assert "run_job_info" not in {name for name, _ in written(keep({}), tmp_path / "three.prom")}
 
 
 def test_labels_are_escaped(state: Path, tmp_path: Path) -> None:

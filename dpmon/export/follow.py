@@ -26,7 +26,6 @@ from typing import Any
 import dpmon
 from dpmon.errors import DpmonError, HistoryError
 from dpmon.export.new_rows import NewRows
-from dpmon.model.announced import job_of
 from dpmon.record.plainjson import load_json
 from dpmon.record.schema import SECOND
 from dpmon.run.condition import needs_supervisor, run_state, supervised
@@ -90,7 +89,7 @@ class _Follow:
         """The first line."""
         info, job, node = self._reader.info, None, None
         with suppress(DpmonError), open_store(self._directory) as store:
-            job, node = job_of(store)
+            job, node = store.job()
         return MARK + json.dumps(
             {
                 "run": info.id, "name": short_name(info), "host": info.host, "version": dpmon.__version__,

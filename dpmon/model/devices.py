@@ -16,7 +16,7 @@ from dpmon.model.state import DeviceTrack, ModeChange
 from dpmon.record.fields import RECORDS
 from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
 from dpmon.record.schema import SECOND
-from dpmon.store.answers import ChartSample, MinuteRow
+from dpmon.store.answers import NODE_DEVICES, ChartSample, MinuteRow
 
 if TYPE_CHECKING:
     from dpmon.store.queries import Store
@@ -82,16 +82,17 @@ class Samples:
     _tracks: dict[int, _SampleTrack] = field(default_factory=dict)
     _last_id: int = 0
     _until_ns: int = -1
+    _node: int | None = None
     host: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
     """Host memory of the run's processes: time in ns, and bytes."""
 
-    def read(self, rows: Store) -> None:
-        """Read the new samples up to the time of `rows`."""
-        if rows.until_ns < self._until_ns:
+    def read(self, rows: Store, node: int | None = None) -> None:
+        """Read the new samples up to the time of `rows`; `node`: those of a node of several."""
+        if rows.until_ns < self._until_ns or node != self._node:
             self._tracks, self._last_id = {}, 0
             self.host.clear()
-        self._until_ns = rows.until_ns
-        for sample in rows.samples(HISTORY_S * SECOND, self._last_id):
+        self._until_ns, self._node = rows.until_ns, node
+        for sample in rows.samples(HISTORY_S * SECOND, self._last_id, node):
             self._last_id = max(self._last_id, sample.id)
             self._tracks.setdefault(sample.device, _SampleTrack()).add(sample)
             if sample.device == _HOST and sample.run_mem is not None and sample.run_mem >= 0:
@@ -101,8 +102,8 @@ class Samples:
             track.data = _declared(event.data) if event is not None else {}
 
     def devices(self) -> dict[int, DeviceTrack]:
-        """The GPUs by index."""
-        return {index: track.shown() for index, track in self._tracks.items() if index != _HOST}
+        """The GPUs by index; on one of several nodes, by their index there."""
+        return {index % NODE_DEVICES: track.shown() for index, track in self._tracks.items() if index != _HOST}
 
     def of_host(self) -> DeviceTrack:
         """The host; without data if it was not sampled."""

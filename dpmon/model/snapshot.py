@@ -18,6 +18,7 @@ from dpmon.model.devices import HostPeaks, Samples, Visit, device_peaks, visits_
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.loss import LossCurve, loss_curves
 from dpmon.model.memory import HOST
+from dpmon.model.nodes import node_of, nodes_in
 from dpmon.model.pace import WINDOW_S, Trained, rate_together, recent, recent_of_steps
 from dpmon.model.progress import NO_STEP, OTHER_RANK, OVER, progress_of
 from dpmon.model.rank_waits import RankWaitReader
@@ -81,9 +82,10 @@ class Snapshots:
 
     def _taken(self, rows: Store, wanted: Wanted, ended: frozenset[int]) -> State:
         events = Announced.read(rows)
-        self._samples.read(rows)
+        known = replace(processes_in(rows, events, ended, wanted.node), chosen=wanted.process)
+        self._samples.read(rows, wanted.node if wanted.node is not None else node_of(known.nodes, known.focus))
         state = replace(
-            processes_in(rows, events, ended),
+            known,
             devices=dict(sorted(self._samples.devices().items())),
             host=self._samples.of_host(),
             mode_changes=events.changes,
@@ -95,7 +97,6 @@ class Snapshots:
             missed=rows.dropped,
             open_calls=rows.open_calls,
             over=wanted.over,
-            chosen=wanted.process,
         )
         focus = state.focus
         if focus is None:
@@ -207,12 +208,17 @@ class Snapshots:
 # ------------------------------------------------------------------------------------------------ each process
 
 
-def processes_in(rows: Store, events: Announced, ended: frozenset[int]) -> State:
-    """A state with only the processes, without their figures; parameters as in `Snapshots.take`."""
-    numbers = {**dict.fromkeys(events.info), **rows.ranks}
-    known = {number: _seen(rows, number, events) for number in sorted(numbers)}
+def processes_in(rows: Store, events: Announced, ended: frozenset[int], node: int | None = None) -> State:
+    """A state with only the processes, without their figures; parameters as in `Snapshots.take`.
+
+    `node`: only the processes of a node, as on its own screen.
+    """
+    nodes = nodes_in(rows)
+    names = {number: one.name for one in nodes for number in one.processes if node is None or one.number == node}
+    numbers = names if node is not None else {**dict.fromkeys(events.info), **rows.ranks}
+    known = {number: replace(_seen(rows, number, events), node=names.get(number)) for number in sorted(numbers)}
     newest_ns = max((process.seen_ns for process in known.values()), default=-1)
-    return State(processes=known, newest_ns=newest_ns, ended=ended)
+    return State(processes=known, nodes=() if node is not None else nodes, newest_ns=newest_ns, ended=ended)
 
 
 def _seen(rows: Store, number: int, events: Announced) -> Process:
@@ -405,17 +411,17 @@ def _rank_times(rows: Store, focus: Process, others: Sequence[Process]) -> tuple
     """The mean times of all ranks over about RANK_STEPS steps, in whole seconds."""
     if focus.last_step is None:
         return ()
-    ranks = sorted((one.rank, one.process) for one in (focus, *others) if one.rank is not None)
+    ranks = sorted((one.rank, one.process, one.node) for one in (focus, *others) if one.rank is not None)
     end_s = max(figures_end_s(rows, one) for one in (focus, *others) if one.last_step is not None)
     step_ns = focus.recent.step_ns or focus.last_step.wall_ns
     begin_s = max(end_s - max(-(-RANK_STEPS * step_ns // SECOND), RANK_S), 0)
-    numbers = tuple(process for _, process in ranks)
+    numbers = tuple(process for _, process, _ in ranks)
     found = rows.tallies(begin_s, end_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
     mode = focus.last_step.mode
     trained = mode in trains((key.mode, key.kind) for key in found)
     return tuple(
-        rank_times(process, rank, merged(found, mode, False, trained, process=process, settled=True))
-        for rank, process in ranks
+        rank_times(process, rank, merged(found, mode, False, trained, process=process, settled=True), node)
+        for rank, process, node in ranks
     )
 
 

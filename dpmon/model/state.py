@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 from dpmon.model.communication import Communication
 from dpmon.model.compare import Comparison
 from dpmon.model.loss import LossCurve
+from dpmon.model.nodes import NodeFacts
 from dpmon.model.progress import NO_STEP, Progress
 from dpmon.model.rank_waits import RankWaits
 from dpmon.model.slow_steps import SlowSteps
 from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.model.uneven import Uneven
 from dpmon.record.kinds import Call, Step
-from dpmon.record.names import RANK_MODES
+from dpmon.record.names import RANK_MODES, on_node, rank_name
 from dpmon.record.plainjson import number_in
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.store.answers import LastSample, UnfitLoss
@@ -49,6 +50,8 @@ class Wanted(NamedTuple):
     """The process whose figures the user wants to see; None for the one that represents the run."""
     slowest: int = 0
     """Number of the longest steps in the picture."""
+    node: int | None = None
+    """The number of the only node in the picture; None for all."""
     waits: bool = False
     """Whether the picture shows over time which ranks the others waited for."""
 
@@ -226,6 +229,8 @@ class Process:
     process: int
     rank: int | None = None
     info: ProcessFacts = field(default_factory=lambda: ProcessFacts(-1))
+    node: str | None = None
+    """The name of its node; None on one machine."""
     began_ns: int = -1
     """Start of its first step or call."""
     seen_ns: int = -1
@@ -268,6 +273,16 @@ class Process:
     """Its dp steps against its single steps."""
 
     @property
+    def number(self) -> int:
+        """Its rank; the number of the process if it has none."""
+        return self.process if self.rank is None else self.rank
+
+    @property
+    def name(self) -> str:
+        """What it is called: "rank 1", "rank 11 (gpu-3)", "process 1"."""
+        return f"process {self.process}{on_node(self.node)}" if self.rank is None else rank_name(self.rank, self.node)
+
+    @property
     def had_dp(self) -> bool:
         """Whether it trains in dp, or has done so."""
         return self.mode == "dp" or (self.compared is not None and "dp" in self.compared.seen)
@@ -288,6 +303,8 @@ class State:
     """All facts about a run at one time."""
 
     processes: Mapping[int, Process] = field(default_factory=dict)
+    nodes: tuple[NodeFacts, ...] = ()
+    """The machines of the run; empty if it has only this one, or if the picture shows one of several."""
     devices: Mapping[int, DeviceTrack] = field(default_factory=dict)
     host: DeviceTrack = field(default_factory=DeviceTrack)
     mode_changes: tuple[ModeChange, ...] = ()

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
+from dpmon.record.names import on_node, rank_name
 from dpmon.record.schema import EXPOSED, HELD, STEP, STEP_PHASES, WAIT, device_series
 from dpmon.store.tally import Tally
 from dpmon.text.quantities import duration, group, percent
@@ -63,6 +64,8 @@ class RankTimes(NamedTuple):
     """The ranks with which it averages its gradients; None if unknown."""
     waits_in_forward: bool = False
     """Whether its model makes ranks wait for each other in the forward, too."""
+    node: str | None = None
+    """Its node; None on one machine."""
 
     @property
     def wait_share(self) -> float | None:
@@ -93,6 +96,8 @@ class Straggler(NamedTuple):
     own_ns: float | None = None
     """The phase's mean time on these ranks, and the median of the others' means."""
     others_ns: float | None = None
+    nodes: tuple[str | None, ...] = ()
+    """The node of each rank in `ranks`; None on one machine."""
 
     @property
     def several(self) -> bool:
@@ -101,16 +106,18 @@ class Straggler(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The ranks as part of a sentence: "rank 1", "ranks 0 and 2"."""
-        words = [str(rank) for rank in self.ranks]
-        if len(words) == 1:
-            return f"rank {words[0]}"
+        """The ranks as part of a sentence: "rank 1", "ranks 0 and 2", "rank 11 (gpu-3)", "ranks 8 and 9 (gpu-1)"."""
+        nodes = self.nodes or (None,) * len(self.ranks)
+        if len(self.ranks) == 1:
+            return rank_name(self.ranks[0], nodes[0])
+        together = len(set(nodes)) == 1
+        words = [f"{rank}{'' if together else on_node(node)}" for rank, node in zip(self.ranks, nodes, strict=True)]
         if len(words) > _NAMED:
             words[_NAMED - 1 :] = [f"{len(words) - _NAMED + 1} more"]
-        return f"ranks {', '.join(words[:-1])} and {words[-1]}"
+        return f"ranks {', '.join(words[:-1])} and {words[-1]}{on_node(nodes[0]) if together else ''}"
 
 
-def rank_times(process: int, rank: int, tally: Tally) -> RankTimes:
+def rank_times(process: int, rank: int, tally: Tally, node: str | None = None) -> RankTimes:
     """The mean times of a rank, from the tally of its training steps."""
     steps = max(tally.steps, 1)
     totals = {name: tally.stat(name) for name in STEP_PHASES}
@@ -134,6 +141,7 @@ def rank_times(process: int, rank: int, tally: Tally) -> RankTimes:
         tally.sum("synced").total,
         tally.sum("unsynced").total,
         totals["optimizer"].count,
+        node=node,
     )
 
 
@@ -207,7 +215,8 @@ def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
     if share < LEAST_SHARE or times < _by_chance(steps, len(slow) / len(members)):
         return None
     processes, numbers = tuple(one.process for one in slow), tuple(one.rank for one in slow)
-    found = Straggler(slowest.process, slowest.rank, processes, numbers, excess, share, times, steps, None)
+    nodes = tuple(one.node for one in slow)
+    found = Straggler(slowest.process, slowest.rank, processes, numbers, excess, share, times, steps, None, nodes=nodes)
     if hidden:
         found = _with_cause(found._replace(slowest=None), slow, others, (_SYNC, _FORWARD))
         return found if found.phase is not None else None

@@ -42,6 +42,16 @@ _LENGTHS = (4096, 1024, 256, 64, 16)
 """Lengths (characters) to which texts are cut, tried in order until the JSON fits."""
 
 
+def rank_name(rank: int, node: str | None = None) -> str:
+    """Return the name of a rank: "rank 11"; on one of several machines "rank 11 (gpu-3)"."""
+    return f"rank {rank}{on_node(node)}"
+
+
+def on_node(node: str | None) -> str:
+    """Return what follows the name of a rank or process of a node: " (gpu-3)"; empty on one machine."""
+    return f" ({node})" if node else ""
+
+
 def shortened(text: str, most: int = MAX_NAME) -> str:
     """Return a name from the script, cut to `most` characters. A cut name ends with MORE.
 

@@ -80,6 +80,10 @@ NODE_STATES = ("connecting", "connected", "cut", "refused", "ended")
 """States of a machine of a mirror. cut: no word from it, but the mirror tries again; refused: it does not try again."""
 
 
+NODE_DEVICES = 1000
+"""Device i of node n has the index n * NODE_DEVICES + i."""
+
+
 class NodeRow(NamedTuple):
     """One machine of a mirror, a row of the table `nodes`. Times in ns since the mirror's run began."""
 

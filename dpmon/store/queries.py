@@ -340,10 +340,10 @@ class Store(Steps):
 
     # ------------------------------------------------------------------------------------------ samples
 
-    def samples(self, span_ns: int, after_id: int = 0) -> list[ChartSample]:
+    def samples(self, span_ns: int, after_id: int = 0, node: int | None = None) -> list[ChartSample]:
         """Return the samples of devices and host in the `span_ns` before the newest one, in order.
 
-        `after_id`: return all samples after this id instead.
+        `after_id`: return all samples after this id instead. `node`: only those of a node.
         """
         if after_id:
             which, begin = "id > ? AND +t_ns <= ?", after_id
@@ -354,9 +354,11 @@ class Store(Steps):
         # SQLite parses the JSON ten times as fast as Python.
         query = (
             f"SELECT id, t_ns, kind = 'host', {_SAMPLED} FROM events"
-            f" WHERE {which} AND kind IN ('device', 'host') AND json_valid(json) ORDER BY id"
+            f" WHERE {which} AND kind IN ('device', 'host') AND json_valid(json)"
+            " AND (?3 IS NULL OR json_extract(json, '$.node') = ?3) ORDER BY id"
         )
-        return [sample for row in self.query(query, (begin, self.until_ns)) if (sample := _sample(*row)) is not None]
+        rows = self.query(query, (begin, self.until_ns, node))
+        return [sample for row in rows if (sample := _sample(*row)) is not None]
 
     def sample(self, number: int) -> Event | None:
         """Return the complete sample with this id; None if it was deleted."""

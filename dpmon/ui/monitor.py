@@ -393,9 +393,7 @@ class Monitor(Stopping):
 
     def _source(self, number: int | None) -> str:
         process = self.feed.state.processes.get(number) if number is not None else None
-        if process is not None and process.rank is not None:
-            return f"rank {process.rank}"
-        return "dpmon" if number is None else f"process {number}"
+        return process.name if process is not None else "dpmon" if number is None else f"process {number}"
 
     def action_type_line(self) -> None:
         """Type a line for the script's standard input."""

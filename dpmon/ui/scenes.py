@@ -17,13 +17,14 @@ from dpmon.ui.panels import (
     panel_standing,
 )
 
-STARTING, SINGLE, DP, RANKS, MANY = "starting", "single", "dp", "ranks", "many ranks"
+STARTING, SINGLE, DP, RANKS, MANY, NODES = "starting", "single", "dp", "ranks", "many ranks", "nodes"
 STALLED, ENDED = "stalled", "ended"
 
 _OUTPUT, _BATCH = Member("output", 4, grows=1), Member("batch", 9, grows=1)
 """Nine rows have room for the figures of panel 3, a history with its axis, and the last step."""
 _DEVICES, _COMPARE, _PROGRESS = Member("devices", 4), Member("compare", 6), Member("progress", 4, grows=1)
 _REPLICAS, _RANKS, _STANDING = Member("replicas", 5), Member("replicas", 7), Member("replicas", 7)
+_NODES = Member("replicas", 10, grows=2)
 _HAPPENED = Member("progress", 7, grows=1)
 
 _OF_RANKS = Arrangement(
@@ -53,6 +54,12 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
     ),
     RANKS: _OF_RANKS,
     MANY: _OF_RANKS,
+    NODES: Arrangement(
+        (_NODES, _OUTPUT, _BATCH, _PROGRESS, _COMPARE, _DEVICES),
+        one=("devices", "compare", "replicas", "progress", "batch", "output"),
+        two=("replicas", (("batch", "devices"), ("compare", "progress", "output"))),
+        three=((("replicas", "batch", ("devices", "compare")), ("progress", "output")),),
+    ),
     STALLED: Arrangement(
         (_STANDING, _OUTPUT, _BATCH, _PROGRESS, _DEVICES),
         one=("devices", "replicas", "progress", "batch", "output"),
@@ -98,6 +105,7 @@ def scene_of(facts: Facts) -> Scene:
     name = (MANY if panel_ranks.mapped(facts) else RANKS) if ranks else DP if modes else SINGLE
     if process is None or process.seen_ns < 0:
         name = STARTING
+    name = NODES if facts.state.nodes else name
     name = STALLED if stalled else ENDED if facts.over else name
     gone = set()
     if not (stalled or ranks or modes or panel_replicas.staged(process)):

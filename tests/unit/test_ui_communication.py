@@ -21,8 +21,8 @@ from dpmon.ui.facts import Facts, Toggle, View, life
 from dpmon.ui.paint import whole
 from dpmon.ui.panels import panel_batch, panel_communication, panel_ranks, panel_standing
 from dpmon.ui.panels.panel_output import Output
-from dpmon.ui.panels.panel_ranks import rank_map
 from dpmon.ui.panels.panel_status import answer, status
+from dpmon.ui.panels.rank_map import by_number
 from dpmon.ui.rows import plain
 from dpmon.ui.waterfall import bucket_row, sample_row
 
@@ -184,8 +184,8 @@ def test_a_rank_that_is_missing_is_blank_in_the_map() -> None:
 def test_the_map_has_at_most_64_rows() -> None:
     (one, *_) = facts_of(20, slow=5).state.ranks
     ranks = [one._replace(rank=32 * number) for number in range(64)]
-    assert len(rank_map(ranks, None, 56, LOOK)) == 64
-    text = texts(rank_map([*ranks, one._replace(rank=10**9)], None, 56, LOOK))
+    assert len(by_number(ranks, None, 56, LOOK)) == 64
+    text = texts(by_number([*ranks, one._replace(rank=10**9)], None, 56, LOOK))
     assert (len(text), text[-2], text[-1]) == (64, "1984 3", "and 2 ranks more")
 
 

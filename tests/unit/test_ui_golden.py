@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from joined import joined_ranks
+from many_nodes import ManyNodes
 from recorded import linear_run
 from situations import INFO, LOOK, MONO_ASCII, exit_of, with_process
 from stored import state_of
@@ -84,6 +85,20 @@ def ranks(count: int) -> Facts:
     """Return ranks, one of them with long data waits."""
     recording, now = joined_ranks(count, slow=min(5, count - 1), phase="data", steps=160)
     return Facts(recording.state(), now, INFO, alive=True)
+
+
+@lru_cache(maxsize=4)
+def nodes(count: int, *, trouble: bool = True) -> Facts:
+    """Return a run on nodes of eight ranks, one of them with long data waits; `trouble`: some nodes send nothing."""
+    run = ManyNodes(count, slow=11).run(0, 30)
+    if trouble:
+        run.silent = {count - 1}
+        run.run(30, 42)
+        run.node(count - 1, "cut", "the connection timed out", 35.0, heard_ns=30 * SECOND)
+        run.node(3, "connected", heard_ns=37 * SECOND)
+        run.node(5, "refused", "it has no dpmon", 1.0)
+    now_ns = (42 if trouble else 30) * SECOND + SECOND // 4
+    return Facts(run.state(), now_ns, INFO, alive=True)
 
 
 def looked_back() -> Facts:
@@ -189,6 +204,12 @@ SITUATIONS: dict[str, tuple[Callable[[], Facts], int, int, Look]] = {
     "ranks over time 80x24 ascii": (changing_ranks, 80, 24, MONO_ASCII),
     "ranks 64 80x24": (lambda: ranks(64), 80, 24, LOOK),
     "ranks 64 120x40": (lambda: ranks(64), 120, 40, LOOK),
+    **{
+        f"nodes {count} {width}x{height}": (partial(nodes, count, trouble=count > 2), width, height, LOOK)
+        for count in (2, 16, 125)
+        for width, height in ((80, 24), (120, 40))
+    },
+    "nodes 16 80x24 ascii": (lambda: nodes(16), 80, 24, MONO_ASCII),
     "evaluated and refused 120x40": (evaluated, 120, 40, LOOK),
     **{
         f"stall of {count} {name} {width}x{height}": (partial(make, count), width, height, LOOK)
@@ -217,7 +238,7 @@ def drawn(rows: list[Row], look: Look, legend: dict[str, str]) -> list[str]:
 def picture(name: str) -> str:
     make, width, height, look = SITUATIONS[name]
     facts = make()
-    panels = (*PANELS, "status") if name.startswith(("stall", "progress", "happened")) else PANELS
+    panels = (*PANELS, "status") if name.startswith(("stall", "progress", "happened", "nodes")) else PANELS
     slots = {panel: slot for panel, slot in places(facts, width, height).items() if panel in panels}
     painted = paint(facts, Output(), slots, look)
     legend: dict[str, str] = {}

@@ -69,7 +69,7 @@ def title(facts: Facts, look: Look, width: int) -> tuple[Row, Row]:
         devices = () if process.compared is None else process.compared.devices
         word = f"dp {look.glyphs.times}{len(devices)}" if mode == "dp" else mode
     if process.rank is not None and len(facts.state.training) > 1:
-        word = f"rank {process.rank}"  # the other ranks are not in these figures
+        word = process.name  # the other ranks are not in these figures
     corner: Row = [("step", "dim")]
     for name, value, style in (
         ("mean", numbers.mean_ns, "bold"),

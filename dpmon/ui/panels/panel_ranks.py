@@ -1,6 +1,6 @@
 """Panel 2 of a run of several processes: one row per rank with the parts of its step, and who delays the others.
 
-Many ranks are drawn as a map of one cell per rank, with the slowest ranks below it.
+Many ranks, or ranks on several nodes, are drawn as a map with a cell per rank, and the slowest ranks below it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dpmon.cleaning import clean
 from dpmon.model.communication import Communication
 from dpmon.model.state import CallTrack, Process
 from dpmon.model.stragglers import RankTimes, Straggler, in_short, sentence
+from dpmon.record.names import on_node
 from dpmon.text.cells import right, span_width
 from dpmon.text.quantities import UNKNOWN, count_of, duration, group
 from dpmon.ui.chart import busy_bar, busy_legend
@@ -19,8 +20,9 @@ from dpmon.ui.facts import RANK_NAMES, Facts, devices_in_short
 from dpmon.ui.look import Look
 from dpmon.ui.panels.panel_replicas import every_size, kind, name_of, shown, size_text
 from dpmon.ui.panels.panel_status import reports_straggler
+from dpmon.ui.panels.rank_map import rank_map
 from dpmon.ui.panels.ranks_over_time import over_time
-from dpmon.ui.rows import Row, TableColumn, fit, lines, table_rows, width_of
+from dpmon.ui.rows import Row, TableColumn, lines, table_rows, width_of
 
 MAPPED = 16
 """More ranks than this are drawn as a map."""
@@ -31,12 +33,10 @@ _LEAST_BAR, _MOST_BAR = 6, 24
 _SIZES = "  received returned rows"
 _NAMES = ("data", "forward", "backward", "exposed", "wait")
 _SHORT = ("data", "forw", "back", "expos", "wait")
-_GROUP = 8
-"""Cells of the map between two gaps."""
-_MAP_LABEL = 5
-MOST_ROWS = 64
-_LITTLE, _MUCH = 0.1, 0.3
-"""Parts of a step. A rank below the first (it hardly waits) is dimmed; a rank above the second is highlighted."""
+_MOST_NODE = 12
+"""Most cells of the name of a node in the table."""
+_LEAST_WORST = 2
+"""Rows of the table that a map of nodes leaves room for."""
 
 
 class _Rank(NamedTuple):
@@ -48,10 +48,10 @@ class _Rank(NamedTuple):
 
 
 def applies(facts: Facts) -> bool:
-    """Whether several processes train side by side, none of them over replicas of its own."""
+    """Whether several processes train side by side, none of them over replicas of its own; or on several nodes."""
     processes = facts.state.training
-    if len(processes) < 2:
-        return False
+    if facts.state.nodes or len(processes) < 2:
+        return bool(facts.state.nodes)
     track = shown(facts)
     return track is None or len(track.last.replicas) <= 1
 
@@ -72,18 +72,24 @@ def _known(facts: Facts) -> Communication | None:
 
 
 def mapped(facts: Facts) -> bool:
-    """Whether there are too many ranks for one row each, so that a map is drawn."""
-    return applies(facts) and _known(facts) is not None and len(facts.state.training) > MAPPED
+    """Whether a map is drawn: of nodes, or of ranks that are too many for one row each."""
+    return bool(facts.state.nodes) or (applies(facts) and _known(facts) is not None and _many(facts))
+
+
+def _many(facts: Facts) -> bool:
+    """Whether the table has only the slowest ranks."""
+    return bool(facts.state.nodes) or len(facts.state.training) > MAPPED
 
 
 def wanted_rows(facts: Facts) -> int:
     """Rows that the whole content needs."""
     count = len(facts.state.training)
     found = _known(facts)
+    nodes = min(len(facts.state.nodes), MAPPED)
     if found is None:
-        return count + 2
+        return nodes + count + 2
     note_rows = 1  # always reserved, so that the panels keep their places
-    return (WORST + 4 if count > MAPPED else count) + note_rows
+    return (WORST + 2 + (nodes or 2) if _many(facts) else count) + note_rows
 
 
 def title(facts: Facts, look: Look) -> tuple[Row, Row]:
@@ -95,7 +101,8 @@ def title(facts: Facts, look: Look) -> tuple[Row, Row]:
         what = [*kind(track.last, look), (name_of(track.last, f" {look.glyphs.middot} "), "")]
     newest = max((p.last_step.step for p in processes if p.last_step is not None), default=None)
     corner: Row = [("step", "dim"), (right(group(newest), 9), "")]
-    return [(RANK_NAMES["replicas"], "title"), *what], corner
+    where = f" on {count_of(len(facts.state.nodes), 'node')}" if facts.state.nodes else ""
+    return [(RANK_NAMES["replicas"] + where, "title"), *what], corner
 
 
 def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
@@ -103,20 +110,21 @@ def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
 
     Rows that do not fit come last, below the lines about all ranks.
     """
-    found = _known(facts)
+    found, above = _known(facts), list[Row]()
+    if mapped(facts):
+        room = height - 3  # without the heads, and a line about all ranks
+        above = rank_map(facts, facts.state.ranks, width, (room - WORST, room - _LEAST_WORST), look)
+        if facts.view.zoom is None:  # the slowest rank's row is more important than the whole map
+            del above[max(height - 2, 1) :]
     if found is None:
-        return _sizes_table(facts, width, height, look)
+        return [*above, *_sizes_table(facts, width, height - len(above), look)]
     head, *rows = _times_table(facts, found, width, height, look)
-    many_ranks = len(facts.state.training) > MAPPED
-    above = [*rank_map(found.ranks, facts.state.straggler, width, look), legend(width, look)] if many_ranks else []
-    if facts.view.zoom is None:  # the slowest rank's row is more important than the whole map
-        del above[max(height - 2, 1) :]
     room = max(height - len(above) - 1, 1)
     remarks = _notes(facts, found, width, room, len(rows), look)
     room = max(room - len(remarks), 1)
     slow = facts.state.straggler
     order = list(range(len(rows)))
-    if not many_ranks and slow is not None:
+    if not _many(facts) and slow is not None:
         order = _slow_in_room(_ranks(facts, found), slow, room)
     drawn = [rows[index] for index in order]
     return [*above, head, *drawn[:room], *remarks, *drawn[room:]]
@@ -162,11 +170,12 @@ def _ranks(facts: Facts, found: Communication) -> list[_Rank]:
     processes = _rows(facts, len(found.ranks))
     times = {one.process: one for one in found.ranks}
     rows = [_Rank(process, track, times[process.process]) for process, track in processes if process.process in times]
-    if len(processes) <= MAPPED:
+    if not _many(facts):
         return rows
     known = [one for one in rows if one.times.wait_ns is not None]
-    slow = facts.state.straggler
-    return sorted(known, key=lambda one: (not _is_slow(slow, one), one.times.wait_ns or 0.0))[:WORST]
+    slow, chosen = facts.state.straggler, facts.view.process
+    known.sort(key=lambda one: (one.process.process != chosen, not _is_slow(slow, one), one.times.wait_ns or 0.0))
+    return known[:WORST]
 
 
 def _times_table(facts: Facts, found: Communication, width: int, height: int, look: Look) -> list[Row]:
@@ -174,7 +183,9 @@ def _times_table(facts: Facts, found: Communication, width: int, height: int, lo
     ranks = _ranks(facts, found)
     slow = facts.state.straggler
     device = min(max([span_width(_device(one)) for one in ranks] + [6]), 10)
-    fixed = _LABEL + device + 1
+    node = max((span_width(one.process.node or "") for one in ranks), default=0)
+    node = min(max(node, 4), _MOST_NODE) + 1 if facts.state.nodes else 0
+    fixed = _LABEL + device + 1 + node
     cell, gap = (9, " ") if width >= fixed + 9 * len(_NAMES) + _LEAST_BAR + 1 else (7, "")
     left = width - fixed - cell * len(_NAMES) - 1
     sizes = _size_cells(ranks, height, left - _LEAST_BAR)
@@ -186,10 +197,12 @@ def _times_table(facts: Facts, found: Communication, width: int, height: int, lo
     slowest = [_is_slow(slow, one) for one in ranks]
     columns = [
         TableColumn(
-            "rank ", _LABEL + 1, [_mark(one, marked, look) for one, marked in zip(ranks, slowest, strict=True)]
+            "rank ", _LABEL + 1, [_mark(one, marked, facts, look) for one, marked in zip(ranks, slowest, strict=True)]
         ),
         TableColumn("device", device, [_device(one) for one in ranks], left=True),
     ]
+    if node:
+        columns.insert(1, TableColumn("node", node - 1, [one.process.node or "" for one in ranks], left=True, gap=1))
     for name, word in zip(_NAMES, _NAMES if cell > 8 else _SHORT, strict=True):
         times = [right(_time(one.times, name, gap), cell) for one in ranks]
         usual = "bold" if name == "wait" else ""
@@ -209,17 +222,14 @@ def _times_table(facts: Facts, found: Communication, width: int, height: int, lo
     return table_rows(columns, look.glyphs.more)
 
 
-def _number(process: Process) -> str:
-    return str(process.process if process.rank is None else process.rank)
-
-
 def _is_slow(slow: Straggler | None, one: _Rank) -> bool:
     return slow is not None and one.process.process in slow.processes
 
 
-def _mark(one: _Rank, marked: bool, look: Look) -> Row:
-    number = right(_number(one.process), _LABEL - 2) + "  "
-    return [(look.glyphs.focus if marked else " ", "wait"), (number, "wait" if marked else "bold")]
+def _mark(one: _Rank, marked: bool, facts: Facts, look: Look) -> Row:
+    number = right(str(one.process.number), _LABEL - 2) + "  "
+    sign = look.glyphs.focus if marked else look.glyphs.ring if one.process.process == facts.view.process else " "
+    return [(sign, "wait"), (number, "wait" if marked else "bold")]
 
 
 def _bar(times: RankTimes, top: float, width: int, look: Look) -> Row:
@@ -272,7 +282,7 @@ def _sizes_table(facts: Facts, width: int, height: int, look: Look) -> list[Row]
     who = "rank" if rows and rows[0][0].rank is not None else "proc"
     batches = [track.last.rows if track else None for _, track in rows]
     columns = [
-        TableColumn(who, 4, [_number(process) for process, _ in rows], "bold", gap=1),
+        TableColumn(who, 4, [str(process.number) for process, _ in rows], "bold", gap=1),
         TableColumn("device", device, [_of_call(track) for _, track in rows], left=True, gap=1),
         TableColumn("input", given, ins, left=True, gap=1),
         TableColumn("output", gave, outs, left=True),
@@ -316,49 +326,7 @@ def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     for process, track in _rows(facts, height + facts.view.scrolled.get("replicas", 0)):
         pid, ranks = process.info.pid, process.info.world or UNKNOWN
         who = f"process {process.process}" if process.rank is None else f"rank {process.rank} of {ranks}"
+        who += on_node(process.node)
         drawn.append([(f"{who}  {_of_call(track)}", "bold"), (f"  pid {UNKNOWN if pid is None else pid}", "dim")])
         drawn += every_size(track.last.inputs, track.last.outputs, width, look) if track is not None else []
     return drawn
-
-
-# ------------------------------------------------------------------------------------------------ a map
-
-
-def rank_map(ranks: Sequence[RankTimes], slow: Straggler | None, width: int, look: Look) -> list[Row]:
-    """Rows of 32 ranks, or 16 if 32 do not fit; each starts with the number of its first rank.
-
-    A rank without records is blank, and a row without any rank is omitted. Beyond MOST_ROWS rows, the last row
-    counts the ranks that are not drawn.
-    """
-    each = 32 if width >= _MAP_LABEL + 32 + 3 else 16
-    by_rank = {one.process if one.rank is None else one.rank: one for one in ranks}
-    begins = sorted({rank // each * each for rank in by_rank})
-    drawn = begins if len(begins) <= MOST_ROWS else begins[: MOST_ROWS - 1]
-    rows: list[Row] = []
-    for first in drawn:
-        row: Row = [(right(str(first), _MAP_LABEL - 1) + " ", "dim")]
-        for rank in range(first, first + each):
-            if rank > first and rank % _GROUP == 0:
-                row.append((" ", ""))
-            row.append(_cell(by_rank.get(rank), slow, look))
-        rows.append(row)
-    left_out = sum(rank >= drawn[-1] + each for rank in by_rank) if drawn else 0
-    return [*rows, [(f"and {count_of(left_out, 'rank')} more", "dim")]] if left_out else rows
-
-
-def _cell(one: RankTimes | None, slow: Straggler | None, look: Look) -> tuple[str, str]:
-    if one is None:
-        return (" ", "")
-    if slow is not None and one.process in slow.processes:
-        return (look.glyphs.focus, "found")
-    share = one.wait_share
-    if share is None:
-        return ("?", "dim")
-    style = "dim" if share < _LITTLE else "wait" if share < _MUCH else "bad"
-    return (str(min(int(share * 10), 9)), style)
-
-
-def legend(width: int, look: Look) -> Row:
-    """The meaning of the cells."""
-    tenths = "tenths of the step spent waiting for it"
-    return fit([(look.glyphs.focus, "found"), (" slowest  ", "dim"), ("0-9", "bold"), (f" {tenths}", "dim")], width)

@@ -12,13 +12,15 @@ from dpmon.model.found_in_time import LOSS_WORDS
 from dpmon.model.pace import Speed, speed
 from dpmon.model.progress import Progress, left_words
 from dpmon.model.stragglers import in_short
+from dpmon.record.names import on_node
 from dpmon.record.schema import SECOND, SPAN_PHASES
 from dpmon.stalls.run_state import EVALUATING, STALLED, STARTING, WAITING_FOR_DATA
 from dpmon.text.cells import cut, right, span_width, wrapped
-from dpmon.text.quantities import clock, compact, duration_words, group, minutes, percent, within_words
+from dpmon.text.quantities import clock, compact, count_of, duration_words, group, minutes, percent, within_words
 from dpmon.ui.facts import READING, Facts, Life, life, mode_words
 from dpmon.ui.look import Look
 from dpmon.ui.panels.panel_progress import loss_span, losses_in, of_batches, progress_in
+from dpmon.ui.panels.rank_map import STYLES
 from dpmon.ui.rows import Row, columns, fit, plain, width_of
 
 WARNING_SHOWN_NS = 60 * SECOND
@@ -137,6 +139,7 @@ def _speed(facts: Facts) -> Speed:
 def _mode(facts: Facts, look: Look) -> list[_Part]:
     process = facts.process
     mode, where = mode_words(process, look.glyphs.times)
+    where = count_of(len(facts.state.nodes), "node") if facts.state.nodes else where
     if process is None or not process.mode:
         return []
     return [_Part([(mode, f"mode.{process.mode}")], 5), *([_Part([(where, "")], 8)] if where else [])]
@@ -196,7 +199,8 @@ def _missed(facts: Facts) -> Row:
 
 def reports_straggler(facts: Facts, look: Look) -> bool:
     """Whether the message is about a straggler, so that no panel has to repeat it."""
-    other = facts.stopping is not None or answer(facts, look) or _warning(facts) or facts.state.unfit
+    first = _troubled(facts) or _warning(facts) or facts.state.unfit
+    other = facts.stopping is not None or answer(facts, look) or first
     return not other and facts.straggler is not None
 
 
@@ -211,7 +215,7 @@ def _message(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) ->
         return _stalled(facts, look)
     if facts.over:
         return _afterwards(facts)
-    warned = _warning(facts)
+    warned = _troubled(facts) or _warning(facts)
     if warned:
         return warned
     if facts.state.unfit is not None:
@@ -220,7 +224,7 @@ def _message(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) ->
         return [(f"{look.glyphs.focus} ", "wait"), (in_short(facts.straggler), "")]
     process = facts.process
     if facts.goes_on and process is not None and process.settled.steps >= MIN_STEPS:
-        share, who = data_share(process.settled), "" if process.rank is None else f"rank {process.rank} "
+        share, who = data_share(process.settled), "" if process.rank is None else f"{process.name} "
         if share >= DATA_SHARE:
             words = f"{who}waits for data: {percent(share)} of the time of its steps"
             return [(f"{look.glyphs.focus} ", "wait"), (words, "")]
@@ -254,14 +258,31 @@ def _warning(facts: Facts) -> Row:
     return [("warning: ", "wait"), (clean(warning.text, 300), "")]
 
 
+def _troubled(facts: Facts) -> Row:
+    """The nodes whose records do not arrive as usual, by what is wrong."""
+    now_ns, found = facts.elapsed_ns, dict[str, list[str]]()
+    for one in facts.state.nodes:
+        trouble = one.trouble(now_ns)
+        if trouble is not None and trouble.word != "ended":
+            known = found.setdefault(trouble.word, [])
+            known.append(one.name if known else f"{one.name} {trouble.words(now_ns)}")
+    row: Row = []
+    for word, (first, *others) in sorted(found.items(), key=lambda each: each[0] in STYLES):
+        count = len(others) + 1
+        text = first if not others else f"{count} nodes {word} ({first.partition(' ')[0]}, {others[0]}"
+        text += (")" if count == 2 else ", ...)") if others else ""
+        row += [("; " if row else "", ""), (text, STYLES.get(word, "bad"))]
+    return row
+
+
 def _unfit(facts: Facts) -> Row:
     """The first loss that was no finite number, as far as losses were read: about one in a second."""
     unfit = facts.state.unfit
     if unfit is None:
         return []
     when = "" if unfit.step is None else f", first seen in step {group(unfit.step)}"
-    rank = facts.state.processes[unfit.process].rank if unfit.process in facts.state.processes else None
-    who = "" if rank is None else f" of rank {rank}"
+    process = facts.state.processes.get(unfit.process)
+    who = "" if process is None or process.rank is None else f" of {process.name}"
     return [(f"the loss{who} was {LOSS_WORDS[repr(unfit.loss)]}{when} ({clean(unfit.place, 80)})", "bad")]
 
 
@@ -294,7 +315,9 @@ def _facts(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) -> R
             many = process.info.world or len(facts.state.processes)
             # Processes are numbered from 0 like ranks, but "process 1 of 2" would suggest numbers from 1.
             one = f"process {process.process}, one of {many}"
-            parts.append(one if process.rank is None else f"rank {process.rank} of {many}")
+            one = one if process.rank is None else f"rank {process.rank} of {many}"
+            nodes = f"{count_of(len(facts.state.nodes), 'node')}, {count_of(len(facts.state.training), 'rank')}"
+            parts.append(nodes if facts.state.nodes else one + on_node(process.node))
         for key, value in (("python", process.info.python), ("torch", process.info.torch)):
             if value is not None:
                 parts.append(f"{key} {clean(value, 30)}")
@@ -328,7 +351,7 @@ def _held_up(facts: Facts) -> Row:
         return []
     since, number = min(busy)
     process = facts.state.processes.get(number)
-    who = "the training" if process is None or process.rank is None else f"rank {process.rank}"
+    who = "the training" if process is None or process.rank is None else process.name
     what = f"switch to {toggle.mode}" if toggle else "pause" if facts.pausing.wanted else "go on"
     doing, waited = facts.activities[number][0], (facts.now_ns - since) / 1e9
     place = f"in {doing}" if doing in SPAN_PHASES else "in the script's own work"

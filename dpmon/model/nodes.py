@@ -1,0 +1,112 @@
+"""The nodes of a run on several machines: the processes of each, and whether its records arrive. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from dpmon.cleaning import clean
+from dpmon.record.plainjson import load_json, whole_in
+from dpmon.record.schema import SECOND
+
+if TYPE_CHECKING:
+    from dpmon.model.state import Process
+    from dpmon.store.queries import Store
+
+SLOW_NS = 3 * SECOND
+"""A connected node sends something once a second. After this silence it is called slow."""
+_LASTING = ("ended", "failed", "left out")
+"""Troubles without a duration."""
+_WORDS = {"connecting": "connecting", "cut": "cut off", "refused": "left out"}
+
+
+class Trouble(NamedTuple):
+    """Why the records of a node do not arrive as usual."""
+
+    word: str
+    """"connecting", "slow", "cut off", "left out", "ended" or "failed"."""
+    since_ns: int
+    why: str | None = None
+    """A sentence, if there is one; clean."""
+
+    def words(self, now_ns: int) -> str:
+        """The word, for how long, and why: "cut off for 12 s: connection timed out"."""
+        since = "" if self.word in _LASTING else f" for {age(now_ns - self.since_ns)}"
+        return f"{self.word}{since}{f': {self.why}' if self.why else ''}"
+
+    def brief(self, now_ns: int, width: int) -> str:
+        """The word and the time in `width` cells, or less: "cut 12 s", "cut", "c"."""
+        word = self.word.partition(" ")[0]
+        whole = self.word if self.word in _LASTING else f"{word} {age(now_ns - self.since_ns)}"
+        return whole if len(whole) <= width else word[:width]
+
+
+class NodeFacts(NamedTuple):
+    """A machine of the run. Times in ns since the run's start, by the clock of this machine."""
+
+    number: int
+    name: str
+    """The name by which the user reaches it; clean."""
+    state: str
+    """One of dpmon.store.answers.NODE_STATES."""
+    why: str | None
+    since_ns: int
+    heard_ns: int | None
+    """When it sent something last; None if it has not yet."""
+    status: int | None
+    """The exit status of its run; None while it runs, or if unknown."""
+    processes: tuple[int, ...]
+    """Its processes, in the order in which they were seen."""
+
+    def trouble(self, now_ns: int) -> Trouble | None:
+        """Why its records do not arrive; None if they do, or if the trouble began after `now_ns`."""
+        heard_ns = self.since_ns if self.heard_ns is None else self.heard_ns
+        if self.state == "connected":
+            return Trouble("slow", heard_ns, "nothing was heard") if now_ns - heard_ns > SLOW_NS else None
+        if self.since_ns > now_ns:
+            return None
+        if self.state == "ended":
+            word = "failed" if self.status else "ended"
+            return Trouble(word, self.since_ns, f"status {self.status}" if self.status else self.why)
+        return Trouble(_WORDS.get(self.state, "cut off"), heard_ns if self.state == "cut" else self.since_ns, self.why)
+
+
+def age(ns: int) -> str:
+    """A time in one unit: "12 s", "3 min", "2 h"."""
+    seconds = max(ns, 0) // SECOND
+    return f"{seconds} s" if seconds < 100 else f"{seconds // 60} min" if seconds < 6000 else f"{seconds // 3600} h"
+
+
+def nodes_in(rows: Store) -> tuple[NodeFacts, ...]:
+    """The nodes of a run, in the order in which the user named them; none if it runs on one machine."""
+    processes = defaultdict[int, list[int]](list)
+    for ring in rows.rings.values():
+        if ring.node is not None:
+            processes[ring.node].append(ring.process)
+    return tuple(
+        NodeFacts(
+            row.number,
+            clean(row.name, 40),
+            row.state,
+            None if row.why is None else clean(row.why, 300),
+            row.since_ns,
+            row.heard_ns,
+            _status(row.exit),
+            tuple(sorted(processes[row.number])),
+        )
+        for row in rows.nodes()
+    )
+
+
+def node_of(nodes: Sequence[NodeFacts], process: Process | None) -> int | None:
+    """The number of a process's node; of the first node without a process; None on one machine."""
+    return next((one.number for one in nodes if process is None or process.process in one.processes), None)
+
+
+def _status(exited: str | None) -> int | None:
+    try:
+        found = load_json(exited or "{}")
+    except ValueError:
+        return None
+    return whole_in(found, "status") if isinstance(found, dict) else None

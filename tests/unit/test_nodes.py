@@ -1,0 +1,149 @@
+"""Runs on several nodes: their names, their states, and what the screen shows of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+from many_nodes import ManyNodes
+from situations import INFO, LOOK, MONO_ASCII, text_of
+from synthetic import SECOND
+
+from dpmon.model.nodes import NodeFacts, Trouble
+from dpmon.model.stragglers import sentence
+from dpmon.ui.facts import Facts, View
+from dpmon.ui.scenes import NODES, RANKS, scene_of
+
+NODE = NodeFacts(3, "gpu-3", "connected", None, SECOND, 10 * SECOND, None, ())
+
+
+@lru_cache(maxsize=4)
+def run_of(count: int, each: int = 8) -> ManyNodes:
+    return ManyNodes(count, each, slow=11).run(0, 12)
+
+
+def facts_of(run: ManyNodes, now_s: int = 12, view: View | None = None, **wanted: int) -> Facts:
+    return Facts(run.state(**wanted), now_s * SECOND + SECOND // 4, INFO, view or View(), alive=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "brief"),
+    [
+        ({}, None, ""),
+        ({"heard_ns": 4 * SECOND}, "slow for 8 s: nothing was heard", "slow 8 s"),
+        ({"state": "cut", "why": "timed out"}, "cut off for 2 s: timed out", "cut 2 s"),
+        ({"state": "cut", "heard_ns": None}, "cut off for 11 s", "cut 11 s"),
+        ({"state": "connecting", "heard_ns": None}, "connecting for 11 s", "connect"),
+        ({"state": "refused", "why": "it has no dpmon"}, "left out: it has no dpmon", "left out"),
+        ({"state": "ended", "status": 0}, "ended", "ended"),
+        ({"state": "ended", "status": 3}, "failed: status 3", "failed"),
+        ({"state": "cut", "since_ns": 13 * SECOND}, None, ""),
+    ],
+)
+def test_a_node_in_trouble_is_described_with_the_time(
+    changes: dict[str, object], words: str | None, brief: str
+) -> None:
+    trouble = NODE._replace(**changes).trouble(12 * SECOND)
+    assert (None if trouble is None else trouble.words(12 * SECOND)) == words
+    assert trouble is None or trouble.brief(12 * SECOND, 8).startswith(brief)
+
+
+def test_a_word_that_does_not_fit_is_cut() -> None:
+    assert [Trouble("cut off", 0).brief(200 * SECOND, width) for width in (8, 4, 1)] == ["cut", "cut", "c"]
+    assert Trouble("cut off", 0).brief(7300 * SECOND, 8) == "cut 2 h"
+
+
+def test_the_sentence_names_the_node_of_the_slow_rank() -> None:
+    state = facts_of(run_of(4)).state
+    assert state.straggler is not None
+    assert sentence(state.straggler, lately=True).startswith("rank 11 (gpu-1) holds the others up by ")
+    assert (state.straggler.rank, state.straggler.nodes) == (11, ("gpu-1",))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "name"),
+    [
+        ((11,), (None,), "rank 11"),
+        ((11,), ("b",), "rank 11 (b)"),
+        ((8, 9), ("b", "b"), "ranks 8 and 9 (b)"),
+        ((1, 9), ("a", "b"), "ranks 1 (a) and 9 (b)"),
+        ((8, 9, 10, 11), ("b",) * 4, "ranks 8, 9 and 2 more (b)"),
+    ],
+)
+def test_slow_ranks_are_named_with_their_nodes(ranks: tuple[int, ...], nodes: tuple[str, ...], name: str) -> None:
+    slow = run_of(4).state().straggler
+    assert slow is not None
+    assert slow._replace(ranks=ranks, processes=ranks, nodes=nodes).name == name
+
+
+def test_each_rank_has_its_node_and_the_devices_are_those_of_the_node_in_focus() -> None:
+    run = run_of(4)
+    for chosen in (0, 11):
+        state = run.state(process=chosen)
+        assert state.focus is not None
+        assert state.focus.name == f"rank {chosen} (gpu-{chosen // 8})"
+        assert sorted(state.devices) == list(range(8))
+        known = {track.data["node"] for track in state.devices.values() if "node" in track.data}
+        assert known <= {chosen // 8}
+        assert state.devices[3].data["index"] == chosen // 8 * 1000 + 3
+    assert [len(node.processes) for node in run.state().nodes] == [8] * 4
+
+
+def test_a_row_a_node_and_several_in_a_row_where_there_is_no_room() -> None:
+    text = text_of(facts_of(run_of(4)), 120, 40).splitlines()
+    assert [line[2:20] for line in text if line.startswith("│ gpu-")] == [
+        "gpu-0 33333333  0-", "gpu-1 333▸3333  8-", "gpu-2 33333333  16", "gpu-3 33333333  24",
+    ]  # fmt: skip
+    (row,) = (line for line in text_of(facts_of(run_of(4)), 80, 18).splitlines() if line.startswith("│ gpu-"))
+    assert row.startswith("│ gpu-0 33333333 333▸3333 33333333 33333333 "), row
+
+
+def test_where_even_that_is_too_much_a_cell_stands_for_a_node() -> None:
+    facts = facts_of(run_of(24))
+    rows = [line for line in text_of(facts, 80, 20).splitlines() if line.startswith("│ gpu-")]
+    assert rows[0].startswith("│ gpu-0  3▸333333 33333333 33333333  "), rows
+
+
+def test_the_scene_and_the_header_count_the_nodes() -> None:
+    facts = facts_of(run_of(4))
+    assert scene_of(facts).name == NODES
+    first, second, *_ = text_of(facts, 120, 40).splitlines()
+    assert "ddp ×32  4 nodes" in first
+    assert "others wait for rank 11 (gpu-1)" in second
+    quiet = replace(facts, state=replace(facts.state, communication=None))
+    assert "4 nodes, 32 ranks" in text_of(quiet, 120, 40).splitlines()[1]
+
+
+def test_a_node_alone_is_shown_as_on_its_own_screen() -> None:
+    facts = facts_of(run_of(4), node=1)
+    assert scene_of(facts).name == RANKS
+    assert [process.rank for process in facts.state.training] == list(range(8, 16))
+    assert "2 Ranks · Model" in text_of(facts, 120, 40)
+    assert {process.node for process in facts.state.training} == {"gpu-1"}
+
+
+def test_nodes_in_trouble_are_told_first_and_keep_their_place() -> None:
+    run = ManyNodes(16, slow=11).run(0, 12)
+    run.silent = {9}
+    run.run(12, 16)
+    run.node(9, "cut", "the connection timed out", 14.0, heard_ns=12 * SECOND)
+    facts = facts_of(run, 16)
+    text = text_of(facts, 120, 40)
+    assert "gpu-9 cut off for 4 s: the connection timed out" in text.splitlines()[1]
+    assert "33333333 cut 4 s" in text
+    assert "others wait for rank 11 (gpu-1)" in text, "panel 2 has the sentence that the header has no room for"
+    run.node(7, "cut", None, 15.0, heard_ns=13 * SECOND)
+    assert "2 nodes cut off (gpu-7, gpu-9)" in text_of(facts_of(run, 16), 120, 40)
+    assert "cut 4 s" in text_of(facts, 80, 24, look=MONO_ASCII)
+
+
+def test_a_node_that_never_answered_has_its_row() -> None:
+    run = ManyNodes(2)
+    run.node(0, "connecting")
+    run.node(1, "refused", "\x1b]0;x\x07it has no dpmon")
+    text = text_of(Facts(run.state(), 4 * SECOND, INFO, alive=True), 120, 40, look=LOOK)
+    assert "gpu-0 ????????  0-7  connecting for 4 s" in text
+    assert "gpu-1 ????????  8-15  left out: " in text
+    assert "it has no dpmon" in text
+    assert "\x1b" not in text

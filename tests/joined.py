@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, islice
 from typing import Any
 
 from stored import Recording
@@ -52,17 +53,17 @@ class _Rank(Training):
         return [*rows, step_row("single", self.steps, start, wall, self.batch, parts, spans, **extras)]
 
 
-def joined_ranks(count: int, **how: Any) -> tuple[Recording, int]:
+def joined_ranks(number: int, **how: Any) -> tuple[Recording, int]:
     """Return a run of ranks and its end (ns); `how`: arguments of `joined_rows`."""
     run = Recording()
-    rows, end = joined_rows(count, **how)
+    rows, end = joined_rows(number, **how)
     for rank, own in rows.items():
         run.add(own, rank, rank)
     return run, end
 
 
 def joined_rows(
-    count: int,
+    number: int,
     *,
     slow: int | tuple[int, ...] | None = None,
     phase: str = "backward",
@@ -81,27 +82,56 @@ def joined_rows(
     other backward passes of a step, repeated over the steps. `wrapper`: fields of the `ddp` record. `then`: a
     step, and the rank that is slow from there on.
     """
-    chance = random.Random(count)
+    ranks = ranks_of(number)
+    rows = [begun(one, world or number, wrapper or {}) for one in ranks]
+    wanted = {"slow": slow, "phase": phase, "extra_ms": extra_ms, "passes": passes, "exposed_ms": exposed_ms}
+    for own in islice(joined_steps(ranks, noise=noise, then=then, **wanted), steps):
+        for whole, part in zip(rows, own, strict=True):
+            whole += part
+    return dict(enumerate(rows)), ranks[0].now
+
+
+def ranks_of(number: int, **more: Any) -> list[_Rank]:
+    """Return ranks that have not begun; `more`: arguments of Training."""
+    usually: dict[str, Any] = {"virtual": False, "mode": "single", "via": DDP, "step_ns": 100, **more}
+    return [_Rank(process=rank, rank=rank, devices=(f"cuda:{rank % 8}",), **usually) for rank in range(number)]
+
+
+def begun(rank: _Rank, world: int, wrapper: Mapping[str, Any]) -> list[Row]:
+    """Return what a rank writes first; `wrapper`: fields of its `ddp` record."""
+    return [*(in_world(row, world) for row in rank.begin()), ddp_event(rank.process, world, **wrapper)]
+
+
+def joined_steps(
+    ranks: Sequence[_Rank],
+    *,
+    slow: int | tuple[int, ...] | None = None,
+    phase: str = "backward",
+    extra_ms: float = 6.0,
+    passes: Sequence[tuple[int, int]] = ((1, 0),),
+    exposed_ms: float = EXPOSED_MS,
+    noise: float = 0.02,
+    then: tuple[int, int] | None = None,
+    times: float = 1.0,
+) -> Iterator[list[list[Row]]]:
+    """Yield the rows of each rank, step after step, without end; `times`: how many times as long as usual they take."""
+    chance = random.Random(len(ranks))
     slow_ones = (slow,) if isinstance(slow, int) else slow or ()
-    usually: dict[str, Any] = {"virtual": False, "mode": "single", "via": DDP, "step_ns": 100}
-    ranks = [_Rank(process=rank, rank=rank, devices=(f"cuda:{rank % 8}",), **usually) for rank in range(count)]
-    rows = [[in_world(one, world or count) for one in rank.begin()] for rank in ranks]
-    for rank, own in enumerate(rows):
-        own.append(ddp_event(rank, world or count, **(wrapper or {})))
-    for number in range(steps):
+    for number in count():
         if then is not None and number == then[0]:
             slow_ones = (then[1],)
         for rank, one in enumerate(ranks):
             took = {name: ms + (extra_ms if rank in slow_ones and name == phase else 0) for name, ms in USUAL.items()}
-            one.times = {name: int(ms * MS * chance.gauss(1, noise)) for name, ms in took.items()}
+            one.times = {name: int(ms * MS * times * chance.gauss(1, noise)) for name, ms in took.items()}
         ready = [sum(one.times.values()) - one.times["optimizer"] for one in ranks]
-        for one, own, at in zip(ranks, rows, ready, strict=True):
-            tail = max(ready) - at + int(exposed_ms * MS)
-            own += one.joined(number + 1, tail, passes[number % len(passes)])
+        rows = [
+            one.joined(number + 1, max(ready) - at + int(exposed_ms * MS * times), passes[number % len(passes)])
+            for one, at in zip(ranks, ready, strict=True)
+        ]
         together = max(one.now for one in ranks)
         for one in ranks:
             one.now = together
-    return dict(enumerate(rows)), together
+        yield rows
 
 
 def ddp_event(rank: int, size: int, **more: Any) -> Event:

@@ -5,9 +5,9 @@ Any program may have written an event, so invalid ones are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dpmon.model.communication import Wrapper
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
 CHANGES_READ = 500
-"""Most changes of mode to read; older ones do not affect the current mode."""
+"""Most changes of mode to read, and a few for each rank; older ones do not affect the current mode."""
 TEXTS_READ = 100
 WRAPPERS_READ = 256
-"""Most records of wrappers to read in a live run: a rank writes a new one when its times change."""
+"""Most records of wrappers to read in a live run, and a few for each rank, which writes one when its times change."""
+_OF_RANK = 4
 ANSWERING_STEPS = 100
 """Every root that is still called answers a request within this many steps."""
 
@@ -44,7 +45,7 @@ class LoaderStart(NamedTuple):
     """The number of this start of the DataLoader object, from 1."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Announced:
     """The events of each kind, oldest first."""
 
@@ -66,16 +67,31 @@ class Announced:
         def data(kind: str, most: int) -> Iterator[Mapping[str, object]]:
             return (event.data for event in rows.events(kind, newest=-1 if every else most))
 
+        of_ranks = _OF_RANK * len(rows.ranks)
+
         info = {facts.process: facts for each in data("process", -1) if (facts := _process_facts(each)) is not None}
         return cls(
             dict(sorted(info.items())),
-            _without_none(map(mode_change, data("mode", CHANGES_READ))),
+            _without_none(map(mode_change, data("mode", CHANGES_READ + of_ranks))),
             _without_none(map(pause_change, data("pause", TEXTS_READ))),
             _without_none(map(_warning, data("warning", TEXTS_READ))),
-            newest_wrappers(data("ddp", WRAPPERS_READ)),
+            newest_wrappers(data("ddp", WRAPPERS_READ + of_ranks)),
             stalls_in(data("stall", TEXTS_READ)),
             waits_in(info.values(), data("input", TEXTS_READ)),
         )
+
+    @cached_property
+    def _changes_of(self) -> Mapping[int, Sequence[ModeChange]]:
+        """The changes of each process."""
+        found: dict[int, list[ModeChange]] = {}
+        for change in self.changes:
+            found.setdefault(change.process, []).append(change)
+        return found
+
+    @cached_property
+    def _pause_of(self) -> Mapping[int, PauseChange]:
+        """The newest pause or resumption of each process."""
+        return {one.process: one for one in self.pauses if one.refused is None}
 
     def in_force(self, process: Process, called: str) -> Process:
         """`process` with its mode, its devices and the reason; `called`: the mode of its last call.
@@ -84,7 +100,7 @@ class Announced:
         """
         step = process.last_step
         end_ns = -1 if step is None else step.start_ns + step.wall_ns
-        own = [change for change in self.changes if change.process == process.process]
+        own = self._changes_of.get(process.process, ())
         since = {change.root: change.mode for change in own if (change.t_ns or 0) > end_ns}
         mode = step.mode if step is not None else called
         if since:  # a root that cannot be split stays single beside one that is split
@@ -100,17 +116,15 @@ class Announced:
         """The last devices of a process, and whether they are virtual, by mode."""
         return {
             change.mode: (change.devices, change.virtual)
-            for change in self.changes
-            if change.process == process and change.refused is None and change.devices
+            for change in self._changes_of.get(process, ())
+            if change.refused is None and change.devices
         }
 
     def refusals_of(self, process: int) -> dict[str, Refusal]:
         """The refused mode of each root that refused in its last answer, by root."""
         found: dict[str, Refusal] = {}
         answered = 0
-        for change in self.changes:
-            if change.process != process:
-                continue
+        for change in self._changes_of.get(process, ()):
             if change.requested_by == "user":
                 if (change.step or 0) > answered + ANSWERING_STEPS:
                     found.clear()  # the roots may be gone; those still called answer again
@@ -122,7 +136,7 @@ class Announced:
 
     def paused_since(self, process: int, step_ns: int | None) -> int | None:
         """The start of a process's pause; `step_ns`: the start of its last step, which ends a pause."""
-        newest = next((one for one in reversed(self.pauses) if one.process == process and one.refused is None), None)
+        newest = self._pause_of.get(process)
         if newest is None or not newest.paused:
             return None
         return None if step_ns is not None and step_ns >= newest.t_ns else newest.t_ns

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.state import Process, State
+from dpmon.model.state import Process, Recent, State
 from dpmon.record.kinds import Step
 from dpmon.record.schema import EVALUATION, SECOND, STEP
-from dpmon.store.answers import TimeRow
-from dpmon.store.figures import Rate, rate
-from dpmon.store.tally import Key, Stat, Sum, Tally
+from dpmon.store.answers import SecondRow
+from dpmon.store.figures import Rate, rate, trains
+from dpmon.store.tally import WIDTHS, Stat, Sum, Tally
+
+if TYPE_CHECKING:
+    from dpmon.store.queries import Store
 
 WINDOW_S = 10
 
@@ -48,63 +51,95 @@ class Speed(NamedTuple):
         return None if self.rate is None else self.rate.samples_per_s
 
 
-def recent(rows: Iterable[tuple[Key, Tally]], times: Iterable[TimeRow], mode: str, trained: bool) -> Trained:
-    """The last ten seconds of a mode, from tallies of one second each in order of time, and the time by activity.
+def recent(rows: Store, processes: Mapping[int, Step], process: int, begin_s: int, until_s: int) -> Recent:
+    """The last ten seconds of training of `process`; with fewer than two steps there, the last two steps.
 
-    `trained`: whether the mode has training steps at all; if not, its evaluation steps count. Steps before the last
-    change of mode do not count.
+    `processes`: those that train together, with their newest step. `begin_s`, `until_s`: the seconds to read.
     """
-    taken: list[Tally] = []
-    for key, tally in rows:
-        if key.mode != mode:
-            taken.clear()
-        elif tally.steps and not (trained and key.kind & EVALUATION):
-            taken.append(tally)
-    last = max((tally.last_ns or 0 for tally in taken), default=0)
-    return _trained([tally for tally in taken if (tally.last_ns or 0) >= last - WINDOW_S * SECOND], times, trained)
+    mode = processes[process].mode
+    trained = mode in trains(rows.kinds())
+    found = _lately(rows, tuple(processes), begin_s, until_s, mode, trained)
+    own = found[process]
+    if not own.enough:
+        found = {number: _two_steps(rows, number, until_s, mode, trained) for number in processes}
+        own = found[process] if found[process].enough else own
+    last_ns, step_ns = own.tally.last_ns, own.tally.stat(STEP).total // max(own.tally.steps, 1)
+    if last_ns is None and trained:
+        last_ns = rows.last_training_ns(process)
+    return Recent(_together(found) if own.enough else None, last_ns, step_ns)
 
 
-def recent_of_steps(steps: Sequence[Step], times: Iterable[TimeRow], mode: str, trained: bool) -> Trained:
-    """Like `recent`, for steps of many seconds: from the two newest `steps` (newest first) if they have this mode."""
-    alike = [step for step in steps[:2] if step.mode == mode and step.evaluation == steps[0].evaluation]
-    tallies = []
-    for step in alike if steps and not (trained and steps[0].evaluation) else ():
-        one = Tally(steps=1, first_ns=step.start_ns, last_ns=step.start_ns + step.wall_ns, stats={STEP: Stat()})
-        one.stats[STEP].add((step.wall_ns,))
-        if step.samples is not None:
-            one.sums["samples"] = Sum(1, step.samples)
-        tallies.append(one)
-    return _trained(tallies, times, trained)
+def _lately(
+    rows: Store, processes: tuple[int, ...], begin_s: int, end_s: int, mode: str, trained: bool
+) -> dict[int, Trained]:
+    """The last ten seconds of processes in one mode, from its last change on.
+
+    `trained`: whether the mode has training steps; if not, its evaluation steps count.
+    """
+    taken: dict[int, list[SecondRow]] = {process: [] for process in processes}
+    for row in rows.seconds(begin_s, end_s, processes):
+        if row.mode != mode:
+            taken[row.process].clear()
+        elif not (trained and row.kind & EVALUATION):
+            taken[row.process].append(row)
+    times = _active(rows, begin_s, end_s, processes, trained, widest=1)
+    return {process: _trained(own, times[process]) for process, own in taken.items()}
 
 
-def _trained(tallies: Sequence[Tally], times: Iterable[TimeRow], trained: bool) -> Trained:
+def _two_steps(rows: Store, process: int, end_s: int, mode: str, trained: bool) -> Trained:
+    """The two newest steps of a process, if they have this mode."""
+    newest = rows.steps(2, process=process, left_out=False)
+    taken = [
+        SecondRow(process, mode, 0, 1, step.samples, step.start_ns, step.start_ns + step.wall_ns, step.wall_ns)
+        for step in newest
+        if step.mode == mode and step.evaluation == newest[0].evaluation and not (trained and step.evaluation)
+    ]
+    begin_s = newest[-1].start_ns // SECOND if newest else end_s
+    return _trained(taken[::-1], _active(rows, begin_s, end_s, (process,), trained)[process])
+
+
+def _active(
+    rows: Store, begin_s: int, end_s: int, processes: tuple[int, ...], trained: bool, *, widest: int = WIDTHS[-1]
+) -> dict[int, Counter[tuple[int, int]]]:
+    """The time (ns) of training, and between steps, of each process by start and width of the stretch (s)."""
+    found: dict[int, Counter[tuple[int, int]]] = {process: Counter() for process in processes}
+    activities = ("training", "between") if trained else ("training", "between", "evaluation")
+    for process, start, width, ns in rows.active(begin_s, end_s, processes, activities, widest=widest):
+        found[process][start, width] += ns
+    return found
+
+
+def _trained(taken: Sequence[SecondRow], times: Mapping[tuple[int, int], int]) -> Trained:
+    """The steps of the last ten seconds, in order."""
+    last = max((row.last_ns for row in taken), default=0)
+    taken = [row for row in taken if row.last_ns >= last - WINDOW_S * SECOND]
     whole = Tally()
-    for tally in tallies:
-        whole.merge(tally)
-    if whole.first_ns is None or whole.last_ns is None:
+    if not taken:
         return Trained(whole, 0, 0)
-    counted = _counted_ns(times, trained, whole.first_ns, whole.last_ns)
-    return Trained(whole, counted, min(whole.stat(STEP).total, counted))
+    whole.steps, whole.first_ns, whole.last_ns = sum(row.steps for row in taken), min(r.first_ns for r in taken), last
+    step = whole.stats[STEP] = Stat()
+    step.count, step.total = whole.steps, sum(row.step_ns for row in taken)
+    known = [row.samples for row in taken if row.samples is not None]
+    if len(known) == len(taken):
+        whole.sums["samples"] = Sum(whole.steps, sum(known))
+    counted = _counted_ns(times, whole.first_ns, last)
+    return Trained(whole, counted, min(step.total, counted))
 
 
-def rate_together(found: Mapping[int, Trained]) -> Rate | None:
+def _together(found: Mapping[int, Trained]) -> Rate | None:
     """The rate of processes that train at the same time (dpmon.store.figures.rate)."""
     tallies = {process: one.tally for process, one in found.items()}
     return rate(tallies, {process: (one.elapsed_ns, one.within_ns) for process, one in found.items()}, together=True)
 
 
-def _counted_ns(times: Iterable[TimeRow], trained: bool, begin_ns: int, end_ns: int) -> int:
-    """The time of training, and between steps, from `begin_ns` to `end_ns`; of evaluation if no step trains.
+def _counted_ns(times: Mapping[tuple[int, int], int], begin_ns: int, end_ns: int) -> int:
+    """The part of `times` (ns by start and width of a stretch, s) from `begin_ns` to `end_ns`.
 
     It is known only per stretch: of a stretch that is partly outside, at most the part inside counts. A stretch may
     hold more time than its width; the time then continues after it (dpmon.store.accounting.Spent.by_second).
     """
     found = 0
-    stretches: Counter[tuple[int, int]] = Counter()
-    for row in times:
-        spent = row.spent["training"] + row.spent["between"] + (0 if trained else row.spent["evaluation"])
-        stretches[row.start_s, row.width_s] += spent
-    for (start, width), ns in stretches.items():
+    for (start, width), ns in times.items():
         low, high = max(start * SECOND, begin_ns), min(start * SECOND + max(width * SECOND, ns), end_ns)
         if ns > 0 and high > low:
             found += min(ns, high - low)

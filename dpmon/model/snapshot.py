@@ -6,7 +6,7 @@ change (finished columns of the history, samples) is cached, but no more than a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,16 +19,15 @@ from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.loss import LossCurve, loss_curves
 from dpmon.model.memory import HOST
 from dpmon.model.nodes import node_of, nodes_in
-from dpmon.model.pace import WINDOW_S, Trained, rate_together, recent, recent_of_steps
+from dpmon.model.pace import WINDOW_S, recent
 from dpmon.model.progress import NO_STEP, OTHER_RANK, OVER, progress_of
 from dpmon.model.rank_waits import RankWaitReader
 from dpmon.model.slow_steps import SlowStepReader, SlowSteps
-from dpmon.model.state import NO_STEPS, Process, ProcessFacts, Recent, State, Wanted, WarningText
+from dpmon.model.state import NO_STEPS, Process, ProcessFacts, State, Wanted, WarningText
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.stragglers import RankTimes, rank_times
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
 from dpmon.record.schema import SECOND, SETTLING, STEP
-from dpmon.store.answers import TimeRow
 from dpmon.store.figures import Figures, Window, figures, merged, trains
 from dpmon.store.tally import KeptTallies, Key, Tally
 
@@ -39,6 +38,8 @@ RANK_CALLS_READ = 8
 _MINUTE_S = 60
 RANK_STEPS, RANK_S = 50, 5
 """Fewest steps and seconds for a comparison of the ranks."""
+RANKS_A_SECOND = 32
+"""The times of this many ranks are read in a second; those of more ranks are read less often."""
 COLLECTIVES_S = 300
 """Seconds of sampled collectives to show; only some steps are sampled."""
 _RANK_SERIES = (STEP, "forward", "backward")
@@ -58,6 +59,14 @@ class _Compared(NamedTuple):
     found: Comparison
 
 
+class _ComparedRanks(NamedTuple):
+    """The last times of the ranks, of these processes, and when they were read (s)."""
+
+    key: tuple[int, ...]
+    end_s: int
+    found: tuple[RankTimes, ...]
+
+
 @dataclass(slots=True)
 class Snapshots:
     """Builds the states of one run, one after the other."""
@@ -65,7 +74,10 @@ class Snapshots:
     _samples: Samples = field(default_factory=Samples)
     _columns: Columns = field(default_factory=Columns)
     _host_peaks: HostPeaks = field(default_factory=HostPeaks)
+    _events: tuple[object, Announced] = (None, Announced())
+    """The events of the last picture, and what they depend on."""
     _compared: _Compared | None = None
+    _compared_ranks: _ComparedRanks | None = None
     _of_run: KeptTallies = field(default_factory=KeptTallies)
     _of_range: KeptTallies = field(default_factory=KeptTallies)
     _waits: RankWaitReader = field(default_factory=RankWaitReader)
@@ -81,7 +93,7 @@ class Snapshots:
         return replace(state, warnings=(*state.warnings, warning), warning_count=state.warning_count + 1)
 
     def _taken(self, rows: Store, wanted: Wanted, ended: frozenset[int]) -> State:
-        events = Announced.read(rows)
+        events = self._announced(rows)
         known = replace(processes_in(rows, events, ended, wanted.node), chosen=wanted.process)
         self._samples.read(rows, wanted.node if wanted.node is not None else node_of(known.nodes, known.focus))
         state = replace(
@@ -115,9 +127,26 @@ class Snapshots:
         there = {process.process for process in state.training}
         wrappers = [one for one in events.wrappers if one.process in there]
         if ranks:
-            state = with_ranks(rows, state, found, ranks, wrappers)
+            state = with_ranks(rows, state, found, ranks, wrappers, self._times_of(rows, found, ranks))
             return self._with_waits(rows, state, found, wanted) if wanted.waits else state
         return replace(state, communication=communication((), wrappers, lately=True))
+
+    def _announced(self, rows: Store) -> Announced:
+        """The events up to the time of `rows`; those of the last picture if there are no new ones."""
+        key = rows.newest_event(), rows.pruned, rows.until_ns, len(rows.ranks)
+        if key != self._events[0]:
+            self._events = key, Announced.read(rows)
+        return self._events[1]
+
+    def _times_of(self, rows: Store, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:
+        """The mean times of the ranks. Of many ranks, they may be some seconds old."""
+        if focus.last_step is None:
+            return ()
+        end_s, key = figures_end_s(rows, focus), (focus.process, *(one.process for one in others))
+        before = self._compared_ranks
+        if before is None or before.key != key or not 0 <= end_s - before.end_s < max(len(key) // RANKS_A_SECOND, 1):
+            before = self._compared_ranks = _ComparedRanks(key, end_s, _rank_times(rows, focus, others))
+        return before.found
 
     def _with_waits(self, rows: Store, state: State, focus: Process, wanted: Wanted) -> State:
         """Add over time which ranks the others waited for."""
@@ -148,6 +177,8 @@ class Snapshots:
         mode = process.mode if any(key.mode == process.mode for key in ranged.by_process) else step.mode
         waits = events.waits_of(process.process)
         shown_s, width = _shown(process, end_s, wanted)
+        together = {one.process: one.last_step for one in (process, *others) if one.last_step is not None}
+        until_s = max(figures_end_s(rows, one) for one in (process, *others) if one.last_step is not None)
         found = _called(rows, process, ranged)
         figures = _figures(ranged, process.process, mode)
         found = replace(
@@ -155,7 +186,7 @@ class Snapshots:
             ranged=figures,
             settled=_settled(ranged, figures, process.process),
             uneven=_uneven(rows, figures, process.process, waits),
-            recent=_recent(rows, process, others, end_s),
+            recent=recent(rows, together, process.process, max(end_s - WINDOW_S - 2, 0), until_s),
             progress=progress_of(rows, process.process, step, no_time=OVER if wanted.over else None),
             columns=self._columns.read(rows, process.process, max(end_s - shown_s, 0), end_s, width),
             column_s=width,
@@ -215,32 +246,29 @@ def processes_in(rows: Store, events: Announced, ended: frozenset[int], node: in
     """
     nodes = nodes_in(rows)
     names = {number: one.name for one in nodes for number in one.processes if node is None or one.number == node}
-    numbers = names if node is not None else {**dict.fromkeys(events.info), **rows.ranks}
-    known = {number: replace(_seen(rows, number, events), node=names.get(number)) for number in sorted(numbers)}
+    numbers = sorted(names if node is not None else {**dict.fromkeys(events.info), **rows.ranks})
+    steps, calls, memory = rows.newest_steps(numbers), rows.newest_calls(numbers), rows.newest_memory(numbers)
+    began = rows.began(sorted({*steps, *calls}))
+    known = {}
+    for number in numbers:
+        step, (mode, called_ns) = steps.get(number), calls.get(number, ("", -1))
+        held = memory.get(number)
+        rank, info = rows.ranks.get(number), events.info.get(number, ProcessFacts(number))
+        process = Process(
+            number,
+            rank if rank is not None else info.rank,
+            info,
+            began_ns=began.get(number, -1),
+            seen_ns=max(-1 if step is None else step.start_ns + step.wall_ns, called_ns),
+            last_step=step,
+            refusals=events.refusals_of(number),
+            paused_since_ns=events.paused_since(number, None if step is None else step.start_ns),
+            memory=held.data if held is not None and isinstance(held.data.get("devices"), list) else {},
+            node=names.get(number),
+        )
+        known[number] = events.in_force(process, mode)
     newest_ns = max((process.seen_ns for process in known.values()), default=-1)
     return State(processes=known, nodes=() if node is not None else nodes, newest_ns=newest_ns, ended=ended)
-
-
-def _seen(rows: Store, number: int, events: Announced) -> Process:
-    """The facts of a process without its figures."""
-    step = next(iter(rows.steps(1, process=number)), None)
-    call = next(iter(rows.call_rows(number, 1)), None)
-    seen = max(-1 if step is None else step.start_ns + step.wall_ns, -1 if call is None else call.end)
-    began = rows.first_ns(number) if seen >= 0 else None
-    memory = rows.memory(number)
-    rank, info = rows.ranks.get(number), events.info.get(number, ProcessFacts(number))
-    found = Process(
-        number,
-        rank if rank is not None else info.rank,
-        info,
-        began_ns=-1 if began is None else began,
-        seen_ns=seen,
-        last_step=step,
-        refusals=events.refusals_of(number),
-        paused_since_ns=events.paused_since(number, None if step is None else step.start_ns),
-        memory=memory.data if memory is not None and isinstance(memory.data.get("devices"), list) else {},
-    )
-    return events.in_force(found, "" if call is None else call.mode)
 
 
 def _other_processes(state: State, focus: Process, wanted: Wanted) -> list[Process]:
@@ -314,29 +342,6 @@ def _uneven(rows: Store, figures: Figures, process: int, waits: Sequence[tuple[i
     return uneven
 
 
-def _recent(rows: Store, process: Process, others: Sequence[Process], end_s: int) -> Recent:
-    """The last ten seconds of training; with fewer than two steps there, the last two steps.
-
-    `others`: processes that train together with this one.
-    """
-    step = process.last_step
-    assert step is not None
-    begin_s = max(end_s - WINDOW_S - 2, 0)
-    trained = step.mode in trains(rows.kinds())
-    together = [process, *(other for other in others if other.last_step is not None)]
-    until_s = max(figures_end_s(rows, one) for one in together)
-    numbers = tuple(one.process for one in together)
-    found = _lately(rows, numbers, begin_s, until_s, step.mode, trained)
-    own = found[process.process]
-    if not own.enough:
-        found = {one.process: _two_steps(rows, one, until_s, step.mode, trained) for one in together}
-        own = found[process.process] if found[process.process].enough else own
-    last_ns, step_ns = own.tally.last_ns, own.tally.stat(STEP).total // max(own.tally.steps, 1)
-    if last_ns is None and trained:
-        last_ns = rows.last_training_ns(process.process)
-    return Recent(rate_together(found) if own.enough else None, last_ns, step_ns)
-
-
 def _shown(process: Process, end_s: int, wanted: Wanted) -> tuple[int, int]:
     """How many seconds up to `end_s` the history shows, and the seconds per column."""
     length_s = end_s - max(process.began_ns, 0) // SECOND
@@ -358,40 +363,16 @@ def _of_run(rows: Store) -> Window:
     return Window(rows) if rows.until_s is None else Window(rows, 0, rows.until_s)
 
 
-def _lately(
-    store: Store,
-    processes: tuple[int, ...],
-    begin_s: int,
-    end_s: int,
-    mode: str,
-    trained: bool,
-) -> dict[int, Trained]:
-    """The last ten seconds of processes in one mode."""
-    rows: dict[int, list[tuple[Key, Tally]]] = {process: [] for process in processes}
-    seconds = store.tally_rows(begin_s, end_s, process=processes, sketches=False, widest=1, series=(STEP,))
-    for _, _, key, tally in seconds:
-        rows[key.process].append((key, tally))
-    times: dict[int, list[TimeRow]] = {process: [] for process in processes}
-    for row in store.time_rows(begin_s, end_s, process=processes, widest=1):
-        times[row.process].append(row)
-    return {process: recent(rows[process], times[process], mode, trained) for process in processes}
-
-
-def _two_steps(rows: Store, process: Process, end_s: int, mode: str, trained: bool) -> Trained:
-    """The two newest steps of a process."""
-    newest = rows.steps(2, process=process.process, left_out=False)
-    if not newest:
-        return recent_of_steps(newest, (), mode, trained)
-    begin_s = newest[-1].start_ns // SECOND
-    times = rows.time_rows(begin_s, end_s, process=process.process)
-    return recent_of_steps(newest, times, mode, trained)
-
-
 # ------------------------------------------------------------------------------------------------ ranks
 
 
 def with_ranks(
-    rows: Store, state: State, focus: Process, others: Sequence[Process], wrappers: Sequence[Wrapper]
+    rows: Store,
+    state: State,
+    focus: Process,
+    others: Sequence[Process],
+    wrappers: Sequence[Wrapper],
+    times: tuple[RankTimes, ...],
 ) -> State:
     """Add the mean times of the ranks, and the collectives of sampled steps."""
     end_ns = state.newest_ns + 1
@@ -403,14 +384,12 @@ def with_ranks(
         last = rows.last_sample(focus.process, begin_s * SECOND)
         sums = rows.tallies(begin_s, end_ns // SECOND + 1, sketches=False, series=())
         steps = sum(tally.steps for key, tally in sums.items() if key.process in numbers)
-    times = _rank_times(rows, focus, others)
     return replace(state, communication=communication(times, wrappers, found, steps, lately=True), last_sample=last)
 
 
 def _rank_times(rows: Store, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:
     """The mean times of all ranks over about RANK_STEPS steps, in whole seconds."""
-    if focus.last_step is None:
-        return ()
+    assert focus.last_step is not None
     ranks = sorted((one.rank, one.process, one.node) for one in (focus, *others) if one.rank is not None)
     end_s = max(figures_end_s(rows, one) for one in (focus, *others) if one.last_step is not None)
     step_ns = focus.recent.step_ns or focus.last_step.wall_ns
@@ -419,10 +398,19 @@ def _rank_times(rows: Store, focus: Process, others: Sequence[Process]) -> tuple
     found = rows.tallies(begin_s, end_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
     mode = focus.last_step.mode
     trained = mode in trains((key.mode, key.kind) for key in found)
+    own = _by_process(found)
     return tuple(
-        rank_times(process, rank, merged(found, mode, False, trained, process=process, settled=True), node)
+        rank_times(process, rank, merged(own.get(process, {}), mode, False, trained, settled=True), node)
         for rank, process, node in ranks
     )
+
+
+def _by_process(tallies: Mapping[Key, Tally]) -> dict[int, dict[Key, Tally]]:
+    """The tallies of each process."""
+    found: dict[int, dict[Key, Tally]] = {}
+    for key, tally in tallies.items():
+        found.setdefault(key.process, {})[key] = tally
+    return found
 
 
 def slow_steps_of(
@@ -452,8 +440,8 @@ def rank_figures(rows: Store, processes: Iterable[Process]) -> Iterator[Process]
         begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # each minute has its own tally
         numbers = tuple(process.process for process in those)
         found = rows.tallies(begin_s, end_s, process=numbers, series=_RANK_SERIES)
-        trained = trains((key.mode, key.kind) for key in found)
+        trained, own = trains((key.mode, key.kind) for key in found), _by_process(found)
         for process in those:
             mode = process.last_step.mode if process.last_step is not None else ""
-            tally = merged(found, mode, False, mode in trained, process=process.process)
+            tally = merged(own.get(process.process, {}), mode, False, mode in trained)
             yield replace(process, figures=figures(mode, False, tally, None))

@@ -28,6 +28,23 @@ class TimeRow(NamedTuple):
     spent: Mapping[str, int]
 
 
+class SecondRow(NamedTuple):
+    """The steps of one process, mode and kind that ended in one second."""
+
+    process: int
+    mode: str
+    kind: int
+    steps: int
+    samples: int | None
+    """Sum of the known ones; None if a step has no sample count."""
+    first_ns: int
+    """Start of the first step."""
+    last_ns: int
+    """End of the last step."""
+    step_ns: int
+    """Sum of their durations."""
+
+
 class LongRow(NamedTuple):
     """One of the longest steps."""
 

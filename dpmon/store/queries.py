@@ -190,6 +190,10 @@ class Store(Steps):
                 return {"by": by, "id": name}, node
         return None, None
 
+    def newest_event(self) -> int:
+        """Return the id of the newest event of a lasting kind; 0 if there is none."""
+        return sum(number or 0 for (number,) in self.query(f"SELECT max(id) FROM events WHERE {LASTING}"))
+
     def device_minutes(self) -> list[MinuteRow]:
         """Return the sums of deleted device and host samples by minute; the first ones cover all earlier time."""
         if not self.pruned:
@@ -221,6 +225,19 @@ class Store(Steps):
         )
         until = self.until_ns if until_ns is None else min(until_ns, self.until_ns)
         return next(self.read(event_in, query, (process, until)), None)
+
+    def newest_memory(self, processes: Sequence[int]) -> dict[int, Event]:
+        """Return the newest memory event of each process that has one."""
+        newest = (
+            "SELECT id FROM events WHERE kind = 'memory' AND process = who AND t_ns <= ?"
+            " ORDER BY t_ns DESC, id DESC LIMIT 1"
+        )
+        query = (
+            f"WITH ends(who) AS (VALUES {', '.join(f'({one})' for one in processes)})"
+            f" SELECT json FROM ends CROSS JOIN events AS row ON row.id = ({newest})"
+        )
+        found = self.read(event_in, query, (self.until_ns,)) if processes else ()
+        return {process: event for event in found if (process := whole_in(event.data, "process")) is not None}
 
     # ------------------------------------------------------------------------------------------ collectives
 

@@ -242,7 +242,39 @@ class Steps(Sums):
         query = f"SELECT process, {CALL_ROW} FROM calls WHERE process = ? ORDER BY id DESC LIMIT ?"
         return list(self.read(self._call, query, (process, most)))
 
-    def first_ns(self, process: int) -> int | None:
+    def newest_steps(self, processes: Sequence[int]) -> dict[int, Step]:
+        """Return the newest step of each process that has one."""
+        return {step.process: step for step in self._newest_of(self._step, "steps", WHOLE_STEP, processes)}
+
+    def newest_calls(self, processes: Sequence[int]) -> dict[int, tuple[str, int]]:
+        """Return the mode and the end (ns) of the newest call of each process that has one."""
+        columns = "process, mode, start_ns + wall_ns AS end_ns"
+        return {process: (mode, end) for process, mode, end in self._newest_of(tuple, "calls", columns, processes)}
+
+    def _newest_of(
+        self, decode: Callable[[tuple[Any, ...]], _Decoded], table: str, columns: str, processes: Sequence[int]
+    ) -> Iterator[_Decoded]:
+        """Yield the newest row of each process in a table, of one query: a run can have a thousand ranks."""
+        bounds = [f"({one}, {self._bounds(one)[0]}, {self._last_id(table, one)})" for one in processes]
+        newest = f"SELECT id FROM {table} WHERE process = who AND id BETWEEN low AND high ORDER BY id DESC LIMIT 1"
+        query = (
+            f"WITH ends(who, low, high) AS (VALUES {', '.join(bounds)})"
+            f" SELECT {columns} FROM ends CROSS JOIN {table} AS row ON row.id = ({newest})"
+        )
+        return self.read(decode, query) if bounds else iter(())
+
+    def began(self, processes: Sequence[int]) -> dict[int, int]:
+        """Return the start of the first call or step of each process that still has one."""
+        ids = ", ".join(str(ring.first_id) for one in processes if (ring := self._rings.get(one)) and ring.first_id)
+        first = "SELECT process, start_ns, start_ns + wall_ns AS end_ns FROM {} WHERE id IN ({})"
+        rows = self.query(" UNION ALL ".join(first.format(table, ids) for table in ("calls", "steps")))
+        found = {process: start for process, start, end in rows if end <= self.until_ns}
+        for process in processes:  # its first row was deleted, or ended later
+            if process not in found and (start := self._first_ns(process)) is not None:
+                found[process] = start
+        return found
+
+    def _first_ns(self, process: int) -> int | None:
         """Return the start of the first call or step of a process that still has a row; None if there is none yet."""
         ring = self._rings.get(process)
         tables = [] if ring is None else [table for table in ("calls", "steps") if getattr(ring, table)]

@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 from dpmon.errors import HistoryError
-from dpmon.record.schema import LEFT_OUT
+from dpmon.record.schema import LEFT_OUT, STEP
 from dpmon.store.accounting import ACTIVITIES, LATEST_NS
-from dpmon.store.answers import TimeRow
+from dpmon.store.answers import SecondRow, TimeRow
 from dpmon.store.tables import ACTIVITY_COLUMNS, Door, rings_in
-from dpmon.store.tally import TALLY, TALLY_AT, WIDTHS, KeptTallies, Key, Tally
+from dpmon.store.tally import TALLY, TALLY_AT, WIDTHS, KeptTallies, Key, Tally, total_in
 
 END = 1 << 40
 """A second later than the end of any run."""
@@ -22,6 +22,11 @@ Parameters = Sequence[Any] | Mapping[str, Any]
 """Values of a query's parameters."""
 _TIME = ("start_s", "process", "mode", *ACTIVITY_COLUMNS)
 _BETWEEN = "width = :width AND start_s >= :begin AND start_s < :end"
+_SECOND = (
+    *("process", "mode", "kind", "steps", "samples_sum", "samples_n"),
+    *("first_ns", "last_ns", "sketches"),
+)
+"""The columns of a SecondRow."""
 _STARTS = (
     "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + :width FROM starts WHERE at + :width < :end)"
 )
@@ -195,6 +200,19 @@ class Sums:
                 found.setdefault(Key(*row[1:TALLY_AT]), Tally()).add_row(row[TALLY_AT:], names, sketches=sketches)
         return found
 
+    def seconds(self, begin_s: int, end_s: int, processes: Collection[int]) -> Iterator[SecondRow]:
+        """Yield the steps of some processes in each second between two, in order of time.
+
+        Light, because a picture reads some seconds of every rank. Deleted seconds are replaced by longer stretches.
+        """
+        step = next((number for number, name in self._names.items() if name == STEP), -1)
+        rows = self._rows_between("tallies", _SECOND, begin_s, end_s, processes, 1)
+        with self.until_damage():
+            for _, (process, mode, kind, steps, samples, known, first, last, sketches) in rows:
+                if steps and first is not None and last is not None:
+                    counted = samples if known == steps else None
+                    yield SecondRow(process, mode, kind, steps, counted, first, last, total_in(sketches, step))
+
     def tallies_after(self, kept: KeptTallies, begin_s: int, end_s: int, process: int) -> dict[Key, Tally]:
         """Return `tallies` of one process. `kept`: from the last question, which concerned nearly the same rows."""
         with self.until_damage():
@@ -227,3 +245,17 @@ class Sums:
             TimeRow(start, width, who, mode, dict(zip(ACTIVITIES, spent, strict=True)))
             for width, (start, who, mode, *spent) in rows
         ]
+
+    def active(
+        self,
+        begin_s: int,
+        end_s: int,
+        processes: Collection[int],
+        activities: Collection[str],
+        *,
+        widest: int = WIDTHS[-1],
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (process, start and width of a stretch, ns in some activities together), in order of time."""
+        columns = ("process", "start_s", " + ".join(f"{name}_ns" for name in activities))
+        for width, (process, start, ns) in self._rows_between("times", columns, begin_s, end_s, processes, widest):
+            yield process, start, width, ns

@@ -278,12 +278,17 @@ class Tally:
             found.add_packed(count, total, packed)
 
 
-def _entries_of(data: bytes, names: Mapping[int, str], *, sketches: bool) -> list[tuple[str, int, int, Packed | None]]:
-    """Return (name, count, sum, sketch) of the series in a row that are in `names`. Raises HistoryError if damaged."""
-    found = []
+def _entries_of(
+    data: bytes, names: Mapping[int, str], *, sketches: bool, most: int | None = None
+) -> list[tuple[str, int, int, Packed | None]]:
+    """Return (name, count, sum, sketch) of the series in a row that are in `names`, at most `most`.
+
+    Raises HistoryError if the part that was read is damaged.
+    """
+    found: list[tuple[str, int, int, Packed | None]] = []
     at, end = 0, len(data)
     try:
-        while at < end:
+        while at < end and len(found) != most:
             number, count, total, size = _ENTRY.unpack_from(data, at)
             begin = at + _ENTRY.size
             at = begin + size
@@ -295,6 +300,11 @@ def _entries_of(data: bytes, names: Mapping[int, str], *, sketches: bool) -> lis
     except (struct.error, ValueError) as error:
         raise HistoryError(f"a damaged tally: {error}") from None
     return found
+
+
+def total_in(data: bytes, number: int) -> int:
+    """Return the sum of a series in the sketches of a row; 0 without one. Raises HistoryError if they are damaged."""
+    return next((total for _, _, total, _ in _entries_of(data, {number: ""}, sketches=False, most=1)), 0)
 
 
 PLAIN = ("steps", "calls", "last_step", "low_ns", "high_ns", "first_ns", "last_ns")

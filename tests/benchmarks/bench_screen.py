@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_screen.py [--seconds 20] [--rounds 20] [--only cost,quiet,keys,memory,attach]
 
 cost: 8 GPUs, 8 replicas, 100 steps a second: share of a core and bytes to the terminal, at 1 and 2 pictures a second,
-the first one twice; and 64 ranks at 10 steps a second each
+the first one twice; and 64 and 256 ranks, of which one is slow, at 10 and 4 steps a second
 quiet: the same run after its end: bytes to the terminal when nothing changes
 keys: 5,000 records and 1,000 lines of output a second: from a key to its answer on the terminal; `esc` apart, since it
 may be the beginning of another key's sequence, which is waited for
@@ -33,12 +33,15 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest
 from bench_store import Live
+from joined import EXPOSED_MS, MS, USUAL, begun, joined_steps, ranks_of
 from kept import live
 from rowring import RowRing, use_row_rings
 from synthetic import Training, device_event, host_event
@@ -50,6 +53,8 @@ from dpmon.run.rundir import save
 from dpmon.store.drain import Drain
 
 WIDTH, HEIGHT = 120, 40
+_STEP_MS = sum(USUAL.values()) + EXPOSED_MS + 6.0
+"""A step of `joined_steps` with a slow rank."""
 _SHOW = """
 import sys
 from pathlib import Path
@@ -68,14 +73,18 @@ class Generated:
         self.over = threading.Event()
         self.writers: list[tuple[RowRing, Training]] = []
         use_row_rings(pytest.MonkeyPatch())
-        for number in range(ranks):
-            devices = [f"cuda:{i}" for i in range(8)] if ranks == 1 else ["cuda:0"]
-            step_ns = int(0.98e9 / steps_per_s)
-            training = Training(
-                process=number, devices=devices, virtual=False, batch=256, step_ns=step_ns, start_ns=self.info.start_ns
-            )
-            ring = RowRing(directory / f"process-{number}.ring", 8000)
-            ring.write(*training.begin())
+        step_ns = int(0.98e9 / steps_per_s)
+        usual: dict[str, Any] = {"batch": 256, "start_ns": self.info.start_ns}
+        if ranks == 1:
+            alone = Training(devices=[f"cuda:{n}" for n in range(8)], virtual=False, step_ns=step_ns, **usual)
+            started, self.steps = {alone: alone.begin()}, ([alone.step()] for _ in count())
+        else:
+            together = ranks_of(ranks, **usual)
+            started = {one: begun(one, ranks, {}) for one in together}
+            self.steps = joined_steps(together, slow=1, times=step_ns / MS / _STEP_MS)
+        for training, rows in started.items():
+            ring = RowRing(directory / f"process-{training.process}.ring", 8000)
+            ring.write(*rows)
             self.writers.append((ring, training))
         self.drain = Drain(directory, self.info)
         self.thread = threading.Thread(target=self._write)
@@ -103,9 +112,9 @@ class Generated:
         with (self.directory / "output.log").open("ab", buffering=0) as log:
             while not self.over.wait(0.02):
                 spent = time.monotonic() - began
-                for ring, training in self.writers:
-                    while training.steps < spent * steps_per_s:
-                        ring.write(*training.step())
+                while self.writers[0][1].steps < spent * steps_per_s:
+                    for (ring, _), rows in zip(self.writers, next(self.steps), strict=True):
+                        ring.write(*rows)
                 due = int(spent * lines_per_s)
                 log.write(b"".join(b"line %d loss 0.4119 of the epoch\n" % i for i in range(lines, due)))
                 lines = max(lines, due)
@@ -184,14 +193,21 @@ def screen(refresh: float, steps: float = 100, lines: float = 2, ranks: int = 1)
 def cost(seconds: float) -> None:
     """Processor and bytes."""
     yardstick = Yardstick()
-    for hertz, ranks, budget in ((1, 1, 2), (1, 1, 2), (2, 1, 4), (1, 64, 2), (2, 64, 4)):
-        with screen(1 / hertz, 100 if ranks == 1 else 10, ranks=ranks) as (_, shown):
+    for hertz, ranks, steps, budget in (
+        (1, 1, 100, 2),
+        (1, 1, 100, 2),
+        (2, 1, 100, 4),
+        (1, 64, 10, 2),
+        (2, 64, 10, 4),
+        (1, 256, 4, 2),
+    ):
+        with screen(1 / hertz, steps, ranks=ranks) as (_, shown):
             used, written = processor_s(shown.process.pid), len(shown.seen)
             shown.pump(seconds)
             used, written = processor_s(shown.process.pid) - used, len(shown.seen) - written
         percent, slow = used / seconds * 100, yardstick.since()
         print(
-            f"cost at {hertz} Hz, {ranks:2} processes: {percent:6.2f} % of a core as measured, {percent / slow:6.2f}"
+            f"cost at {hertz} Hz, {ranks:3} processes: {percent:6.2f} % of a core as measured, {percent / slow:6.2f}"
             f" scaled (1/{slow:.1f}), budget {budget}; {written / seconds / 1000:5.2f} kB/s, budget 5",
             flush=True,
         )

@@ -1,0 +1,93 @@
+"""A run of many ranks: one query reads a row of each process, and every rank is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from joined import ddp_event, joined_ranks
+from stored import Recording
+from synthetic import SECOND, Training
+
+from dpmon.model.announced import WRAPPERS_READ, Announced
+from dpmon.record.kinds import Event
+from dpmon.store.queries import Store
+
+
+def alone(store: Store, processes: Iterable[int]) -> dict[str, dict[int, object]]:
+    """Return the newest rows of each process, from a query for each."""
+    steps = {number: step for number in processes for step in store.steps(1, process=number)}
+    calls = {number: (call.mode, call.end) for number in processes for call in store.call_rows(number, 1)}
+    memory = {number: event for number in processes if (event := store.memory(number)) is not None}
+    return {"steps": {**steps}, "calls": {**calls}, "memory": {**memory}}
+
+
+def together(store: Store, processes: Iterable[int]) -> dict[str, dict[int, object]]:
+    """Return the same rows, from one query for all processes."""
+    numbers = list(processes)
+    found = store.newest_steps(numbers), store.newest_calls(numbers), store.newest_memory(numbers)
+    return {"steps": {**found[0]}, "calls": {**found[1]}, "memory": {**found[2]}}
+
+
+def memory(process: int, t_s: float) -> Event:
+    """Return a record of the memory of a process."""
+    return Event("memory", {"process": process, "t_s": t_s, "devices": []})
+
+
+def test_one_query_finds_the_newest_rows_of_all_processes_now_and_at_any_time() -> None:
+    run, end = joined_ranks(5, steps=40)
+    for process in range(4):
+        run.add([memory(process, 2.1 + process), memory(process, 2.3)], process, process)
+    run.add([memory(9, 2.2)], 9)
+    processes = range(12)  # some of them have no step, and some no record
+    for at in (None, end, 2 * SECOND + (end - 2 * SECOND) // 3, 2 * SECOND, 0):
+        store = run.store().at(at)
+        assert together(store, processes) == alone(store, processes)
+    assert set(run.store().newest_steps(processes)) == set(range(5))
+    assert set(run.store().newest_memory(processes)) == {0, 1, 2, 3, 9}
+    assert run.store().newest_steps([]) == run.store().newest_calls([]) == run.store().newest_memory([]) == {}
+
+
+def test_a_process_began_with_its_first_row_that_is_left() -> None:
+    run, end = joined_ranks(3, steps=40)
+    calls = [next(iter(run.store().query("SELECT min(start_ns) FROM calls WHERE process = ?", (n,)))) for n in range(3)]
+    steps = [next(iter(run.store().query("SELECT min(start_ns) FROM steps WHERE process = ?", (n,)))) for n in range(3)]
+    assert run.store().began([0, 1, 2, 7]) == {number: call for number, (call,) in enumerate(calls)}
+    assert run.store().at(0).began([0, 1, 2]) == {}
+    run._db.execute("DELETE FROM calls WHERE process = 1")
+    assert run.store().began([1]) == {1: steps[1][0]}
+    run._db.execute(f"DELETE FROM steps WHERE process = 1 AND start_ns < {(2 * SECOND + end) // 2}")
+    (later,) = next(iter(run.store().query("SELECT min(start_ns) FROM steps WHERE process = 1")))
+    assert run.store().began([1]) == {1: later}
+
+
+def test_the_mode_and_the_wrapper_of_every_rank_are_known() -> None:
+    ranks = WRAPPERS_READ + 20
+    run = Recording()
+    for number in range(ranks):
+        run.add([*Training(process=number, rank=number).begin(), ddp_event(number, 8)], number, number)
+    found = Announced.read(run.store())
+    assert {wrapper.process for wrapper in found.wrappers} == set(range(ranks))
+    assert {change.process for change in found.changes} == set(range(ranks))
+
+
+def test_a_new_event_is_in_the_next_picture() -> None:
+    training = Training()
+    run = Recording().add([*training.begin(), *training.run(50)])
+    assert run.state().warnings == run.state().warnings == ()
+    run.add([Event("warning", {"process": 0, "t_s": 3.0, "text": "it is hot"})])
+    (warning,) = run.state().warnings
+    assert warning.text == "it is hot"
+    assert run.state(2 * SECOND).warnings == ()
+    assert run.state().warnings == (warning,)
+
+
+def test_the_times_of_many_ranks_are_read_again_after_some_seconds() -> None:
+    run, end = joined_ranks(64, slow=3, phase="data", extra_ms=90.0, steps=60)
+    middle = end - 3 * SECOND
+    first = run.state(middle).ranks
+    assert len(first) == 64
+    assert run.state(middle + SECOND).ranks == first, "they may be two seconds old"
+    assert run.state(middle + 2 * SECOND).ranks != first
+    assert run.state(middle).ranks == first, "a playback went back"
+    (straggler,) = run.state().straggler.ranks if run.state().straggler is not None else ()
+    assert straggler == 3

@@ -275,6 +275,13 @@ class RunFacts:
         there = [self._focus, *sorted(self.store.processes, key=self._by_rank)]
         return next((each for each in there if self.window.tally(mode, evaluation, each).steps), self._focus)
 
+    @property
+    def _trainer(self) -> int:
+        """The process that represents the run; if it only evaluates, the lowest rank that trains."""
+        modes = [mode for mode, evaluation in self.window.modes if not evaluation and self.window.trained(mode)]
+        shown = [self.shown(mode, False) for mode in modes]
+        return self._focus if self._focus in shown or not shown else shown[0]
+
     def mode(self, mode: str, evaluation: bool = False, process: int | None = None) -> ModeFacts:
         """The figures of a mode for `process`, or for the shown process; the rate is that of all processes."""
         process = self.shown(mode, evaluation) if process is None else process
@@ -352,9 +359,9 @@ class RunFacts:
 
     @cached_property
     def progress(self) -> Progress:
-        """The epochs of the process that represents the run, and where it is."""
-        last = next(iter(self.store.steps(1, process=self._focus)), None)
-        return progress_of(self.store, self._focus, last, most=MOST_EPOCHS, no_time=IN_REPORT)
+        """The epochs of the process that represents the training, and where it is."""
+        last = next(iter(self.store.steps(1, process=self._trainer)), None)
+        return progress_of(self.store, self._trainer, last, most=MOST_EPOCHS, no_time=IN_REPORT)
 
     # ------------------------------------------------------------------------------------------ time
 
@@ -442,9 +449,9 @@ class RunFacts:
 
     @cached_property
     def losses(self) -> tuple[LossCurve, ...]:
-        """The losses of the process that represents the run, over the whole run."""
+        """The losses of the process that represents the training, over the whole run."""
         end_s = (self.last_step_ns or 0) // SECOND + 1
-        return loss_curves(self.store, self._focus, 0, end_s, width_of_columns(0, end_s))
+        return loss_curves(self.store, self._trainer, 0, end_s, width_of_columns(0, end_s))
 
     @cached_property
     def unfit(self) -> list[UnfitLoss]:

@@ -146,6 +146,17 @@ def test_the_state_has_a_curve_for_each_line_of_the_process_in_focus() -> None:
     assert recording.state().unfit is None
 
 
+def test_the_report_has_the_losses_of_a_process_that_trains() -> None:
+    training, other = Training(process=0), Training(process=1, start_ns=60 * SECOND)
+    recording = Recording().add([*trained(training, 20), *LINES, *losses(3.0, 2.0)])
+    evaluated = [row for _ in range(20) for row in other.step(evaluates=True)]
+    recording.add([*other.begin(), *evaluated], 1)
+    state = recording.state()
+    assert state.focus is not None
+    assert state.focus.process == 1, "the main process, which evaluates what its workers have trained"
+    assert [curve.last for curve in RunFacts(recording.store()).losses] == [2.0]
+
+
 def test_a_line_without_a_loss_has_a_reason_and_is_not_unfit() -> None:
     why = "the pass begins at a tensor of 5 values, not at one value"
     rows = [Definition(OTHER, {"place": "train.py:91", "why": why}), LossRow(OTHER, 1, SECOND, nan)]

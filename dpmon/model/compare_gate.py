@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from dpmon.model.compare_runs import NOT_COMPARABLE, RunComparison, bounds, sentence, signed
 from dpmon.model.compared_run import RUN_FIGURES, STEP_FIGURES
+from dpmon.record.schema import STEP
 
 SLOWER, NOT_SLOWER, INCONCLUSIVE = 4, 0, 3
 """Exit statuses."""
@@ -60,7 +61,8 @@ def judge(found: RunComparison, threshold: Threshold, *, anyway: bool = False) -
         return judgement("slower", sure)
     if told.most < 1 + threshold.limit:
         return judgement("not slower", sure)
-    return judgement("inconclusive", f"{sure}; more or longer runs would narrow this")
+    or_fast = ", or on a busy machine --phase fast_step," if name == STEP else ""
+    return judgement("inconclusive", f"{sure}; more or longer runs{or_fast} would narrow this")
 
 
 def status_of(judgements: Sequence[Judgement]) -> int:

@@ -27,7 +27,7 @@ from dpmon.model.compare_samples import Change, change, least_chance
 from dpmon.model.compared_run import RUN_FIGURES, STEP_FIGURES, ComparedRun, Figure
 from dpmon.record.schema import STEP
 from dpmon.store.figures import figures
-from dpmon.store.quantiles import fine_median
+from dpmon.store.quantiles import fine_quantile
 from dpmon.store.tally import Tally
 from dpmon.text.quantities import UNKNOWN, count_of, percent, times
 
@@ -95,9 +95,11 @@ def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) ->
     groups = stretches if pair else (wholes[:split], wholes[split:])
     found: dict[str, ComparedFigure] = {}
     for figure, values in known_figures(runs, wholes):
-        medians = None if figure.series is None else [_medians(each, figure.series) for each in groups]
+        quantiles = (
+            None if figure.series is None else [_quantiles(each, figure.series, figure.fraction) for each in groups]
+        )
         sides = values[:split], values[split:]
-        found[figure.name] = _compared(figure, sides, medians, runs[0].stretch_s if pair else None)
+        found[figure.name] = _compared(figure, sides, quantiles, runs[0].stretch_s if pair else None)
     reason = _reason(found.get(STEP), wholes[:split], wholes[split:])
     return RunComparison((before, after), kind, missing, differences(before, after), found, reason)
 
@@ -110,7 +112,7 @@ def known_figures(
         if figure.series is None:
             values = [run.values.get(figure.name) for run in runs]
         else:
-            values = [whole.median(figure.series) for whole in wholes]
+            values = [figure.of(whole) for whole in wholes]
         if any(value is not None for value in values):
             yield figure, values
 
@@ -141,27 +143,28 @@ def _missing(runs: Sequence[ComparedRun], kind: StepKind | None) -> str | None:
     return None
 
 
-def _medians(tallies: Sequence[Tally], series: str) -> list[float]:
-    return [value for tally in tallies if (value := fine_median(tally.stat(series).counts)) is not None]
+def _quantiles(tallies: Sequence[Tally], series: str, fraction: float) -> list[float]:
+    found = (fine_quantile(tally.stat(series).counts, fraction) for tally in tallies)
+    return [value for value in found if value is not None]
 
 
 def _compared(
     figure: Figure,
     values: tuple[Sequence[float | None], Sequence[float | None]],
-    medians: Sequence[Sequence[float]] | None,
+    quantiles: Sequence[Sequence[float]] | None,
     stretch_s: int | None,
 ) -> ComparedFigure:
-    """`medians`: the values to compare, if they are medians: of runs, or of stretches of `stretch_s` seconds."""
+    """`quantiles`: the values to compare, if they are quantiles: of runs, or of stretches of `stretch_s` seconds."""
     for side, each in zip(SIDES, values, strict=True):
         unknown = sum(value is None for value in each)
         if unknown:
             which = "" if len(each) == 1 else f"{unknown} of {len(each)} runs of "
             return ComparedFigure(figure, values, None, f"none in {which}{side}")
-    before, after = medians or [[value or 0.0 for value in side] for side in values]
+    before, after = quantiles or [[value or 0.0 for value in side] for side in values]
     if min(*before, *after) <= 0:
         return ComparedFigure(figure, values, None, "there is no ratio to nothing")
-    stretched = medians is not None and stretch_s is not None
-    found = change(before, after, in_order=stretched, exact=medians is None)
+    stretched = quantiles is not None and stretch_s is not None
+    found = change(before, after, in_order=stretched, exact=quantiles is None)
     missing = None
     if found.low is None:
         counts, of = f"{len(before)} against {len(after)}", f"parts of {stretch_s} s" if stretched else "runs"

@@ -145,15 +145,15 @@ def median(counts: Mapping[int, int]) -> float | None:
     return (below + above) / 2
 
 
-def fine_median(counts: Mapping[int, int]) -> float | None:
-    """Return the median as if the values of a bucket lay evenly in it; None without values.
+def fine_quantile(counts: Mapping[int, int], fraction: float) -> float | None:
+    """Return a quantile as if the values of a bucket lay evenly in it; None without values.
 
     It is finer than the buckets if the values cover several of them, so it is for ratios of similar values.
     """
-    half, below = sum(counts.values()) / 2, 0
+    rank, below = sum(counts.values()) * fraction, 0
     for number in sorted(counts):
-        if below + counts[number] >= half > 0:
+        if below + counts[number] >= rank > 0:
             low, high = bounds(number)
-            return low + (half - below) / counts[number] * (high - low + (number >= _EXACT))
+            return low + (rank - below) / counts[number] * (high - low + (number >= _EXACT))
         below += counts[number]
     return None

@@ -1,12 +1,13 @@
-"""How often `dpmon compare` is wrong with real runs: groups of five are drawn from many short runs of one script.
+"""How often `dpmon compare` is wrong with real runs: groups of five are taken from many short runs of one script.
 
-    python tests/benchmarks/bench_compare_runs.py [--work wait] [--runs 24] [--slower 12] [--state DIRECTORY]
+    python tests/benchmarks/bench_compare_runs.py [--work wait] [--turns 60] [--state DIRECTORY]
 
-Runs of the script, and runs in which each step does `factor` times the work, take turns. The work of a step is a wait,
-as for a GPU, or multiplications, which other programs on the same processors slow down. Then pairs of groups
-are drawn: both of equal runs (a difference is a false alarm), and one of each (no difference is a miss). A group has
-runs from any time, as if its runs had taken turns with those of the other. The draws overlap, so they are not
-independent. With --state, the runs are kept there, and those that are there already are not run again.
+A turn is two runs of the script, and one in which each step does `factor` times the work. The work of a step is a
+wait, as for a GPU, or multiplications, which other programs on the same processors slow down. A comparison takes five
+turns, one after the other, and from each of them a run for either side: both equal (a difference is a false alarm), or
+an equal one and the slower one (no difference is a miss). Which of the equal runs is taken is left to chance. The
+comparisons share turns, so they are not independent. With --state, the runs are kept there, and those that are there
+already are not run again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -49,58 +50,63 @@ for step in range(int(os.environ["STEPS"])):
 """
 SIDE = 5
 LIMIT = 0.05
+FIGURES = ("step", "fast_step")
+NAMES = ("first", "second", "slow")
+Turn = tuple[ComparedRun, ComparedRun, ComparedRun]
 
 
-def make(place: Path, kind: Mapping[str, str], runs: int, slower: int, factor: float) -> None:
-    """Run the script `runs` times, and `slower` times with more work, in turn; those that exist are not run again."""
+def make(place: Path, kind: Mapping[str, str], turns: int, factor: float) -> None:
+    """Run the script in turns; runs that exist are not run again."""
     script = place / "train.py"
     script.write_text(SCRIPT)
-    there = Counter(info.name for _, info in list_runs())
-    ratio = runs / max(slower, 1)
-    for number in range(runs):
-        turns = [("equal", 1.0, number)]
-        if int((number + 1) / ratio) > int(number / ratio):
-            turns.append(("slow", factor, int(number / ratio)))
-        for name, work, at in turns:
-            if there[f"{name}-{at}"]:
+    there = {info.name for _, info in list_runs()}
+    loads = []
+    for turn in range(turns):
+        # The order changes, so that no place in a turn is always the slower run's.
+        for at in range(3):
+            which = NAMES[(turn + at) % 3]
+            name = f"{which}-{turn}"
+            if name in there:
                 continue
-            environment = {**os.environ, **kind, "WORK": str(work)}
-            command = [sys.executable, "-m", "dpmon", "--headless", "--name", f"{name}-{at}", str(script)]
+            environment = {**os.environ, **kind, "WORK": str(factor if which == "slow" else 1.0)}
+            command = [sys.executable, "-m", "dpmon", "--headless", "--name", name, str(script)]
             subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
-        print(f"\r{number + 1} of {runs}", end="", file=sys.stderr, flush=True)
+            loads.append(os.getloadavg()[0])
+        print(f"\r{turn + 1} of {turns}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
+    if loads:
+        print(f"load of the machine: {min(loads):.1f} to {max(loads):.1f}, median {median(loads):.1f}")
 
 
-def drawn(
-    chance: random.Random, first: list[ComparedRun], second: list[ComparedRun] | None, times: int
-) -> Counter[str]:
-    """Return the outcomes of comparisons of groups; `second` None: both groups are of `first`."""
-    found: Counter[str] = Counter()
+def compared(chance: random.Random, turns: Sequence[Turn], slower: bool, times: int) -> dict[str, Counter[str]]:
+    """Return the outcomes of comparisons by figure."""
+    found: dict[str, Counter[str]] = {figure: Counter() for figure in FIGURES}
     for _ in range(times):
-        if second is None:
-            both = chance.sample(first, 2 * SIDE)
-            before, after = both[:SIDE], both[SIDE:]
-        else:
-            before, after = chance.sample(first, SIDE), chance.sample(second, SIDE)
+        start = chance.randrange(len(turns) - SIDE + 1)
+        before, after = [], []
+        for turn in turns[start : start + SIDE]:
+            equal = chance.sample(turn[:2], 2)
+            before.append(equal[0])
+            after.append(turn[2] if slower else equal[1])
         result = compare_runs(before, after)
-        step = result.compared["step"]
-        assert step.change is not None
-        found[judge(result, Threshold("step", LIMIT)).outcome] += 1
-        found[{1: "shown slower", -1: "shown faster", 0: "not shown"}[step.change.sign]] += 1
+        for figure, counted in found.items():
+            told = result.compared[figure].change
+            assert told is not None
+            counted[judge(result, Threshold(figure, LIMIT)).outcome] += 1
+            counted[{1: "interval above 0", -1: "interval below 0", 0: "interval around 0"}[told.sign]] += 1
     return found
 
 
 def main() -> None:
-    """Run, draw, print."""
+    """Run, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--work", choices=("wait", "multiply"), default="wait", help="the work of a step (default: wait)")
-    add("--wait", type=float, default=0.05, help="seconds of the wait in a step (default: 0.05)")
-    add("--runs", type=int, default=24, help="equal runs (default: 24)")
-    add("--slower", type=int, default=12, help="slower runs (default: 12)")
+    add("--wait", type=float, default=0.01, help="seconds of the wait in a step (default: 0.01)")
+    add("--turns", type=int, default=60, help="turns of two equal runs and a slower one (default: 60)")
     add("--factor", type=float, default=1.1, help="work of a step of the slower runs (default: 1.1)")
-    add("--steps", type=int, default=100, help="steps of a run (default: 100)")
-    add("--draws", type=int, default=1000, help="pairs of groups (default: 1000)")
+    add("--steps", type=int, default=200, help="steps of a run (default: 200)")
+    add("--times", type=int, default=1000, help="comparisons (default: 1000)")
     add("--state", type=Path, help="where the runs are kept")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -108,17 +114,23 @@ def main() -> None:
         place.mkdir(parents=True, exist_ok=True)
         os.environ["XDG_STATE_HOME"] = str(place)
         kind = {"KIND": options.work, "WAIT": str(options.wait), "STEPS": str(options.steps)}
-        make(place, kind, options.runs, options.slower, options.factor)
-        every = [read(directory) for directory, _ in list_runs()]
-        equal, slow = ([one for one in every if one.name.startswith(name)] for name in ("equal", "slow"))
+        make(place, kind, options.turns, options.factor)
+        runs = {info.name: read(directory) for directory, info in list_runs()}
+        turns = [tuple(runs[f"{which}-{turn}"] for which in NAMES) for turn in range(options.turns)]
         chance = random.Random(1)
-        for title, sides in (("equal runs", (equal, None)), (f"work times {options.factor:g}", (equal, slow))):
-            found = drawn(chance, *sides, options.draws)
-            print(f"{title}, five against five, {options.draws} draws: {dict(sorted(found.items()))}")
-        for title, group in (("equal", equal), ("slower", slow)):
-            steps = [compare_runs([one], [one]).compared["step"].typical(0) or 0.0 for one in group]
-            print(f"{title}: {len(steps)} runs, median step {min(steps) / 1e6:.2f} to {max(steps) / 1e6:.2f} ms,")
-            print(f"  median of all {median(steps) / 1e6:.2f} ms; load {os.getloadavg()[0]:.1f} now")
+        for title, slower in (("equal runs", False), (f"work times {options.factor:g}", True)):
+            for figure, found in compared(chance, turns, slower, options.times).items():
+                shares = ", ".join(f"{name} {count / options.times:.1%}" for name, count in sorted(found.items()))
+                print(f"{title}, {figure}: {shares}")
+        for figure in FIGURES:
+            for title, ranks in (("equal", (0, 1)), ("slower", (2,))):
+                values = [
+                    compare_runs([turn[at]], [turn[at]]).compared[figure].typical(0) or 0.0
+                    for turn in turns
+                    for at in ranks
+                ]
+                text = f"{min(values) / 1e6:.2f} to {max(values) / 1e6:.2f} ms, median {median(values) / 1e6:.2f} ms"
+                print(f"{figure} of {len(values)} {title} runs: {text}")
 
 
 if __name__ == "__main__":

@@ -332,6 +332,31 @@ def test_a_gate_on_a_phase_and_on_memory(state: Path) -> None:
     assert found.status == 4
 
 
+def a_disturbed_run(seed: int, load: float, slow: float = 1.0) -> Path:
+    """Make a run in which other work makes three steps in five `load` times as long."""
+    training = Training(mode="single", seed=seed)
+    rows = training.begin()
+    for _ in range(30):
+        for steps, times in ((4, 1.0), (6, load)):
+            training.step_ns = int(SECOND / 50 * slow * times)
+            rows += training.run(steps)
+    return keep({0: rows, -1: [host_event(float(t)) for t in range(5)]}, seconds=training.now / SECOND)
+
+
+def test_the_fast_step_shows_a_change_where_other_work_disturbs_most_steps(state: Path) -> None:
+    loads = (1.3, 2.6, 1.9, 1.5, 2.2), (2.5, 1.4, 1.6, 2.0, 1.8)
+    a = [a_disturbed_run(seed, load) for seed, load in enumerate(loads[0], 1)]
+    b = [a_disturbed_run(seed, load) for seed, load in enumerate(loads[1], 7)]
+    c = [a_disturbed_run(seed, load, 1.1) for seed, load in enumerate(loads[1], 20)]
+    limits = Threshold("step", 0.05), Threshold("fast_step", 0.05)
+    equal, slower = compared(a, b, *limits), compared(a, c, *limits)
+    assert [one.outcome for one in equal.judgements] == ["inconclusive", "not slower"]
+    assert "or on a busy machine --phase fast_step, would narrow this" in equal.judgements[0].text
+    assert [one.outcome for one in slower.judgements] == ["inconclusive", "slower"]
+    assert slower.judgements[1].text.startswith("slower (fast step, limit +5.0 %): +")
+    assert slower.found.compared["fast_step"].change.ratio == pytest.approx(1.1, abs=0.03)
+
+
 # ------------------------------------------------------------------------------------------------ command
 
 
@@ -360,7 +385,7 @@ def test_the_command_line(state: Path, capsys: pytest.CaptureFixture[str], tmp_p
         ([before[0], before[0]], "is given twice"),
         ([*before[:2], "--phase", "data"], "--phase needs --fail-if-slower"),
         ([*before[:2], "--fail-if-slower", "0.05"], "expected a percentage such as 5%"),
-        ([*before[:2], "--fail-if-slower", "5%", "--phase", "lunch"], "expected one of step, data"),
+        ([*before[:2], "--fail-if-slower", "5%", "--phase", "lunch"], "expected one of step, fast_step, data"),
         ([before[0], "--"], "required"),
     ):
         assert main(["compare", *words]) == 2

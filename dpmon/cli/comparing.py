@@ -9,8 +9,7 @@ from itertools import chain
 from dpmon.cleaning import json_text
 from dpmon.cli.commands import as_text, written
 from dpmon.model.compare_gate import Threshold, judge, status_of
-from dpmon.model.compare_runs import compare_runs
-from dpmon.report.comparison import as_object, document, read
+from dpmon.report.comparison import as_object, document, read_and_compare
 from dpmon.report.page import page
 from dpmon.run.rundir import RunError
 from dpmon.run.runs import find_run
@@ -27,11 +26,10 @@ def compare(options: argparse.Namespace) -> int:
     again = [one.name for one, count in Counter(chain.from_iterable(directories)).items() if count > 1]
     if again:
         raise RunError(f"{again[0]} is given twice: a run counts once, on one side")
-    before, after = ([read(directory) for directory in side] for side in directories)
-    found = compare_runs(before, after)
+    found = read_and_compare(*directories)
     judgements = [judge(found, threshold, anyway=options.anyway) for threshold in thresholds]
     if options.html:
-        output = options.output or f"{before[0].name}-{after[0].name}.html"
+        output = options.output or "-".join(side[0].name for side in found.sides) + ".html"
         written(page(document(found, judgements)), output, say=True)
     elif options.json:
         written(json_text(as_object(found, judgements), indent=1) + "\n", options.output)

@@ -54,14 +54,14 @@ class Figure(NamedTuple):
 
 
 def _of_step() -> list[Figure]:
-    found = [Figure(STEP, STEP, series=STEP), Figure("fast_step", "fast step", series=STEP, fraction=0.1)]
+    found = [Figure(STEP, STEP, series=STEP)]
     for name in STEP_PHASES:
         parts = [phase.name for phase in PHASES if phase.of_call] if name == "forward" else []
         for each in (name, *parts):
             indent = "  " * (1 + (each != name))
             found.append(Figure(each, indent + each, series=each))
             found.append(Figure(f"{each}_device", f"{indent}  on device", series=device_series(each)))
-    return found
+    return [*found, Figure("fast_step", "fast step", series=STEP, fraction=0.1)]
 
 
 STEP_FIGURES = tuple(_of_step())

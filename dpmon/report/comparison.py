@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dpmon.model.compare_gate import Judgement, outcome, status_of
@@ -10,6 +10,7 @@ from dpmon.model.compare_runs import (
     SIDES,
     ComparedFigure,
     RunComparison,
+    compare_runs,
     range_of,
     scope,
     signed,
@@ -22,6 +23,7 @@ from dpmon.record.schema import STEP
 from dpmon.report.collect import facts_of
 from dpmon.report.document import Document, Paragraph, Section, Table
 from dpmon.report.plots import plots_of_runs
+from dpmon.report.text import text_lines
 from dpmon.run.condition import run_state
 from dpmon.run.rundir import load_info
 from dpmon.run.runs import short_name
@@ -55,7 +57,17 @@ def read(directory: Path) -> ComparedRun:
         )
 
 
+def read_and_compare(before: Iterable[Path], after: Iterable[Path]) -> RunComparison:
+    """Compare the runs in these directories. Raises as `read` does."""
+    return compare_runs(*([read(one) for one in side] for side in (before, after)))
+
+
 # ------------------------------------------------------------------------------------------------ document
+
+
+def comparison_text(before: Iterable[Path], after: Iterable[Path], width: int) -> list[str]:
+    """The comparison of these runs, in lines of at most `width` cells. Headings do not begin with a space."""
+    return text_lines(document(read_and_compare(before, after)), width)
 
 
 def document(found: RunComparison, judgements: Sequence[Judgement] = ()) -> Document:

@@ -1,4 +1,4 @@
-"""Slow jobs beside the screen: saving, exporting, reporting. This module has no widgets.
+"""Slow jobs beside the screen: saving, exporting, reporting, comparing. This module has no widgets.
 
 Files get a free name, so nothing is ever overwritten. They go into the current directory or, if that is not writable,
 into the run's directory.
@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TextIO, TypeVar
@@ -23,7 +23,7 @@ from dpmon.model.finding import Finding
 _Made = TypeVar("_Made")
 
 _TRIES = 100
-# Both run in a process of their own at a lower priority: millions of records would block the screen's thread.
+# They run in a process of their own at a lower priority: millions of records would block the screen's thread.
 _EXPORT = """\
 import os, sys
 from pathlib import Path
@@ -38,6 +38,15 @@ os.nice(10)
 from dpmon.report import report_text
 sys.stdout.reconfigure(encoding="utf-8", errors="replace")
 print("\\n".join(report_text(Path(sys.argv[1]), int(sys.argv[2]))))
+"""
+_COMPARISON = """\
+import json, os, sys
+from pathlib import Path
+os.nice(10)
+from dpmon.report.comparison import comparison_text
+sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+before, after = ([Path(one) for one in side] for side in json.loads(sys.argv[1]))
+print("\\n".join(comparison_text(before, after, int(sys.argv[2]))))
 """
 _FINDINGS = """\
 import json, os, sys
@@ -116,6 +125,12 @@ def export(directory: Path, name: str, form: str) -> str:
 def report(directory: Path, width: int) -> list[str]:
     """The report on the run so far, in lines of at most `width` cells."""
     return _in_subprocess(_REPORT, "the report", str(directory.absolute()), str(width)).splitlines()
+
+
+def comparison(before: Sequence[Path], after: Sequence[Path], width: int) -> list[str]:
+    """What differs between the runs of two sides, in lines of at most `width` cells."""
+    sides = json.dumps([[str(one.absolute()) for one in side] for side in (before, after)])
+    return _in_subprocess(_COMPARISON, "the comparison", sides, str(width)).splitlines()
 
 
 def findings(directory: Path) -> list[Finding]:

@@ -165,6 +165,12 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand("s", "picture", _always("picture"), "save a picture of the screen (SVG); ctrl+s while typing"),
     KeyCommand("e", "export", _always("export"), "export all records: JSON, CSV, Perfetto; in the background"),
     KeyCommand("r", "report", _always("report"), "the report: what happened in the run so far"),
+    KeyCommand(
+        "C",
+        "compare",
+        lambda facts: "compare" if _finished(facts) else "",
+        "compare this run with others: did it get faster?",
+    ),
     KeyCommand("x", "stop", _when(_stoppable, "stop"), "stop the training; asks first"),
     KeyCommand("t", "theme", _always("theme"), "the next theme: dark, light, colour-blind, mono, ASCII"),
     KeyCommand("+ -", "", _always("refresh"), "draw the screen more or less often"),

@@ -6,12 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from textual import events
 
 from dpmon.cleaning import clean
+from dpmon.run.condition import run_state
 from dpmon.run.reader import NO_TRAINING
+from dpmon.run.runs import list_runs, short_name
 from dpmon.stalls.answer import asked
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.text.cells import cut, wrapped
@@ -22,9 +25,9 @@ from dpmon.ui.facts import PANELS, View, state_words
 from dpmon.ui.feed import FROZEN_RANKS
 from dpmon.ui.footer import key_at
 from dpmon.ui.help import help_rows
+from dpmon.ui.lists import RunEntry, RunList, StepList
 from dpmon.ui.panels.panel_replicas import choices
 from dpmon.ui.rows import Row
-from dpmon.ui.step_list import StepList
 from dpmon.ui.stopping import Stopping
 from dpmon.ui.time_axis import moved
 
@@ -448,14 +451,50 @@ class Monitor(Stopping):
 
     def action_report(self) -> None:
         """Show the report on the run so far."""
-        directory, width = self.feed.directory, max(min(self.size.width - 4, 108), 20)
-        rows: list[Row] = [[("writing the report ...", "dim")]]
-        # Open the dialog first: a report that is ready later must not cover whatever the user has opened meanwhile.
-        pages = Pages("Report", lambda _: rows, self.look)
+        directory = self.feed.directory
+        self._show_text("Report", "writing the report ...", lambda width: jobs.report(directory, width))
+
+    def action_compare(self) -> None:
+        """Choose runs to compare, and show the comparison."""
+        runs = RunList(self.feed.directory, self.look)
+
+        def read() -> str | None:
+            found = []
+            for place, info in reversed(list_runs()):
+                script = [Path(info.script).name] if info.python is not None else []
+                command = clean(" ".join([*script, *info.arguments]), 300)
+                state = run_state(place, info)[0]
+                found.append(RunEntry(place, clean(short_name(info), 60), state, info.started_unix, command))
+            runs.found = sorted(found, key=lambda one: one.directory.name != self.feed.directory.name)
+            return None
+
+        def show(problem: str | None) -> None:
+            if problem is not None:
+                runs.settle(None)
+                self._say(problem)
+            elif not runs.answered:
+                runs.draw()
+
+        def compare(answer: str | None) -> None:
+            if answer is not None:
+                before, after = runs.side("A"), runs.side("B")
+                self._show_text(
+                    "Comparison", "comparing the runs ...", lambda width: jobs.comparison(before, after, width)
+                )
+
+        self.push_screen(runs, compare)
+        self._in_thread(read, show)
+
+    def _show_text(self, title: str, waits: str, write: Callable[[int], list[str]]) -> None:
+        """Show what `write` returns on another thread: lines of at most as many cells as it is given."""
+        width = max(min(self.size.width - 4, 108), 20)
+        rows: list[Row] = [[(waits, "dim")]]
+        # Open the dialog first: text that is ready later must not cover whatever the user has opened meanwhile.
+        pages = Pages(title, lambda _: rows, self.look)
         lines: list[str] = []
 
         def make() -> str | None:
-            lines.extend(clean(line, 400) for line in jobs.report(directory, width))
+            lines.extend(clean(line, 400) for line in write(width))
             return None
 
         def show(problem: str | None) -> None:

@@ -18,9 +18,9 @@ from dpmon.record.kinds import Batches, Event, Step
 from dpmon.record.schema import SETTLING_STEPS
 from dpmon.store.figures import Window
 from dpmon.store.queries import Store
+from dpmon.ui.lists import StepList
 from dpmon.ui.panels.longest_steps import step_rows
 from dpmon.ui.rows import width_of
-from dpmon.ui.step_list import StepList
 
 USUAL = {"data": 2 * MS, "forward": 20 * MS, "backward": 60 * MS, "optimizer": 10 * MS, "other": 8 * MS}
 LONG = {40: {"data": 900 * MS}, 70: {"other": 400 * MS}, 71: {"backward": 360 * MS}, 90: {"forward": 120 * MS}}

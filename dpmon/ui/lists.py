@@ -1,0 +1,158 @@
+"""The dialogs in which one of the longest steps, or runs to compare, are chosen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from textual import events
+
+from dpmon.model.slow_steps import SlowSteps
+from dpmon.text.cells import cut
+from dpmon.text.quantities import clock
+from dpmon.ui.dialogs import Dialog
+from dpmon.ui.look import Look
+from dpmon.ui.panels.longest_steps import step_rows
+from dpmon.ui.rows import Row
+
+
+class _List(Dialog):
+    """A list with a heading, in which arrows choose an entry; sub-classes provide its rows."""
+
+    wanted = 100
+    leaves: Sequence[str] = ()
+    """The keys that close it, besides esc, q and ctrl+c."""
+
+    def __init__(self, title: str, look: Look) -> None:
+        super().__init__(title, look)
+        self.at = 0
+        """The chosen entry."""
+        self.pinned = 1
+
+    def __len__(self) -> int:
+        """Number of entries."""
+        raise NotImplementedError
+
+    def listed(self, head: Row, rows: Sequence[Row], height: int) -> list[Row]:
+        """The heading and the rows, the chosen one marked and in view."""
+        self.top = max(self.at - max(height - 2, 1) + 1, 0)
+        marks = [self.look.glyphs.focus + " " if at == self.at else "  " for at in range(len(rows))]
+        return [[("  ", ""), *head], *([(mark, "key"), *row] for mark, row in zip(marks, rows, strict=True))]
+
+    def entered(self) -> None:
+        """Act on the chosen entry."""
+        raise NotImplementedError
+
+    def pressed(self, event: events.Key) -> None:
+        """Choose, act, or give up."""
+        moves = {"up": -1, "down": 1, "pageup": -8, "pagedown": 8, "home": -1 << 30, "end": 1 << 30}
+        if event.key == "enter" and len(self):
+            self.entered()
+        elif event.key in moves:
+            self.at = min(max(self.at + moves[event.key], 0), max(len(self) - 1, 0))
+            self.draw()
+        elif event.key in ("escape", "q", "ctrl+c", *self.leaves):
+            self.settle(None)
+
+
+class StepList(_List):
+    """The longest steps; returns the end (ns) of the chosen one, as text, or None."""
+
+    keys = (("arrows", "choose"), ("enter", "go there"), ("esc", "close"))
+    corner = "enter goes there"
+    leaves = ("l",)
+    found: SlowSteps | None = None
+
+    def __len__(self) -> int:
+        """Number of steps."""
+        return 0 if self.found is None else len(self.found.steps)
+
+    def content(self, width: int, height: int) -> list[Row]:
+        """The rows, the chosen one marked."""
+        if self.found is None:
+            return [[("reading the steps ...", "dim")]]
+        if not self.found.steps:
+            return [[("no training step has ended in this time", "dim")]]
+        head, *rows = step_rows(self.found, width - 2, self.look)
+        shown = self.listed(head, rows, height)
+        if self.found.since_ns is not None:
+            shown.append([(f"  the list has no steps before {clock(self.found.since_ns)}", "dim")])
+        return shown
+
+    def entered(self) -> None:
+        """Go to the end of the step."""
+        if self.found is not None:
+            self.settle(str(self.found.steps[self.at].end_ns))
+
+
+class RunEntry(NamedTuple):
+    """A run to choose."""
+
+    directory: Path
+    name: str
+    state: str
+    started_unix: float
+    command: str
+
+
+class RunList(_List):
+    """All runs, each on side A, on side B or on none; returns "compare" or None."""
+
+    keys = (("arrows", "choose"), ("a b", "mark"), ("enter", "compare"), ("esc", "close"))
+    corner = "a b mark several  enter compares"
+    leaves = ("C",)
+    found: Sequence[RunEntry] | None = None
+
+    def __init__(self, own: Path, look: Look) -> None:
+        """`own`: the run on the screen, which is on side B at first."""
+        super().__init__("Compare this run (B) with ...", look)
+        self.sides: dict[Path, str] = {own: "B"}
+
+    def __len__(self) -> int:
+        """Number of runs."""
+        return len(self.found or ())
+
+    def side(self, name: str) -> list[Path]:
+        """The runs on a side, the oldest first."""
+        return [one.directory for one in reversed(self.found or ()) if self.sides.get(one.directory) == name]
+
+    def content(self, width: int, height: int) -> list[Row]:
+        """A row for each run."""
+        if self.found is None:
+            return [[("reading the runs ...", "dim")]]
+        names = max([4, *(len(one.name) for one in self.found)])
+        states = max([5, *(len(one.state) for one in self.found)])
+        rows: list[Row] = []
+        for one in self.found:
+            began = time.strftime("%m-%d %H:%M", time.localtime(one.started_unix))
+            text = f" {one.name.ljust(names)}  {one.state.ljust(states)}  {began}  {one.command}"
+            rows.append([(self.sides.get(one.directory, " "), "key"), (cut(text, width - 3), "")])
+        head = f"  {'name'.ljust(names)}  {'state'.ljust(states)}  {'started'.ljust(11)}  command"
+        return self.listed([(cut(head, width - 2), "dim")], rows, height)
+
+    def entered(self) -> None:
+        """Compare; without a run on side A, the chosen one is there."""
+        chosen = self.found[self.at].directory if self.found else Path()
+        if not self.side("A") and chosen not in self.sides:
+            self.sides[chosen] = "A"
+        if self.side("A") and self.side("B"):
+            self.settle("compare")
+        else:
+            self.corner = "each side needs a run: a, b"
+            self.draw()
+
+    def pressed(self, event: events.Key) -> None:
+        """Mark the chosen run, or remove its mark; else as in every list."""
+        side = {"a": "A", "b": "B"}.get(event.key)
+        if side is None or not self.found:
+            super().pressed(event)
+            return
+        self.corner = RunList.corner
+        one = self.found[self.at].directory
+        if self.sides.get(one) == side:
+            del self.sides[one]
+        else:
+            self.sides[one] = side
+        self.draw()

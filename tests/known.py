@@ -10,7 +10,7 @@ from dpmon.model.run_facts import RunFacts
 
 _NOTHING: dict[str, Any] = {
     **dict.fromkeys(("modes", "others", "batches", "replicas", "devices", "memory", "longest", "gaps"), ()),
-    **dict.fromkeys(("loaders", "paused", "losses", "unfit"), ()),
+    **dict.fromkeys(("loaders", "paused", "losses", "unfit", "nodes"), ()),
     **dict.fromkeys(("host", "compared", "communication", "last_step_ns", "end_ns", "death", "raised")),
     "spent": {}, "names": {}, "processes": [], "announced": Announced(), "until_ns": 0,
     "store": SimpleNamespace(pruned=0),

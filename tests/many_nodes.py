@@ -139,7 +139,7 @@ class ManyNodes:
         self._history._door.begin()
         self._db.execute("BEGIN IMMEDIATE")
         there = [rank for rank in range(self.ranks) if rank // self.each not in self.silent]
-        steps, calls, rings, times = [], [], [], []
+        steps, calls, rings = [], [], []
         for rank in there:
             kind = self.rows_of(rank)
             call, step = self._id, self._id + 1
@@ -153,8 +153,7 @@ class ManyNodes:
             of_call |= {"step": ahead["step"], "call": ahead["step"], "start_ns": kind.call[6] + shift * SECOND}
             calls.append(tuple(of_call.values()))
             rings.append((step, ahead["step"], self._ring(rank)))
-            times.append((1, at_s, rank, kind.key[0], *kind.times))
-        for table, rows in (("steps", steps), ("calls", calls), ("times", times)):
+        for table, rows in (("steps", steps), ("calls", calls)):
             many(f"INSERT INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows) if rows else None
         many("UPDATE rings SET last_id = ?, last_step = ? WHERE name = ?", rings)
         self._tallies(1, at_s, there)
@@ -174,9 +173,10 @@ class ManyNodes:
         self._db.execute("COMMIT")
 
     def _tallies(self, width: int, start_s: int, there: list[int]) -> None:
-        rows = []
+        rows, times = [], []
         for rank in there:
             kind = self.rows_of(rank)
+            times.append((width, start_s, rank, kind.key[0], *(ns * width for ns in kind.times)))
             own = dict(zip(COLUMNS, kind.tallies[width], strict=True))
             own["last_step"] += (start_s + width - 1 - _FROM_S) * kind.tallies[1][0]
             own["first_ns"] += (start_s - _FROM_S) * SECOND
@@ -184,6 +184,7 @@ class ManyNodes:
             rows.append((width, start_s, rank, *kind.key, *own.values()))
         names = f"width, start_s, process, mode, kind, batch, {', '.join(COLUMNS)}"
         self._db.executemany(f"INSERT INTO tallies ({names}) VALUES ({', '.join('?' * len(rows[0]))})", rows)
+        self._db.executemany(f"INSERT INTO times VALUES ({', '.join('?' * len(times[0]))})", times)
 
     def run(self, begin_s: int, end_s: int) -> ManyNodes:
         """Write the seconds from one up to another."""

@@ -25,6 +25,7 @@ from dpmon.model.json_fields import (
     progress_fields,
     rank_fields,
 )
+from dpmon.model.nodes import NodeFacts
 from dpmon.model.pace import speed
 from dpmon.model.progress import NO_STEP, without_time, words
 from dpmon.model.snapshot import Snapshots
@@ -158,6 +159,8 @@ def status_members(reader: RunReader, state: State, now: Health, now_ns: int) ->
         members["ranks"] = [
             {**_rank(process), **rank_fields(times.get(process.process))} for process in trained[:_MAX_RANKS]
         ]
+    if state.nodes:
+        members["nodes"] = [_node(node, now_ns) for node in state.nodes]
     communicated = state.communication
     if communicated is not None:
         waits = communication_fields(communicated) or {}
@@ -220,12 +223,19 @@ def _phases(figures: Figures, *, of_call: bool) -> dict[str, object]:
     return {name: phase_fields(phase) for name, phase in phases.items() if phase is not None}
 
 
+def _node(node: NodeFacts, now_ns: int) -> dict[str, object]:
+    trouble = node.trouble(now_ns)
+    members = fields_of(node, "number", "name", "state")
+    return {**members, "trouble": None if trouble is None else trouble.words(now_ns)}
+
+
 def _rank(process: Process) -> dict[str, object]:
     figures = process.figures
     step = process.last_step.step if process.last_step is not None else None
     return {
         "process": process.process,
         "rank": process.rank,
+        "node": process.node,
         "step": step,
         "progress": progress_fields(process.progress),
         **fields_of(figures, "median_ns", "p95_ns"),

@@ -27,7 +27,7 @@ from dpmon.run.runs import find_run, list_runs, newest_run, short_name
 from dpmon.stalls.run_state import ENDED, QUIET, STALLED
 from dpmon.store.opened import open_store
 from dpmon.text.cells import in_stream
-from dpmon.text.quantities import UNKNOWN, compact, duration, group, memory_of, percent
+from dpmon.text.quantities import UNKNOWN, compact, count_of, duration, group, memory_of, percent
 
 SCHEMA = 1
 """The version of the object of `--json`."""
@@ -129,9 +129,12 @@ def _lines(now: Health, found: dict[str, Any]) -> list[str]:
         mode = f"{found['mode'] or ''}{' (virtual)' if found['virtual'] else ''}"
         if found["processes"] > 1:
             mode = f"{found['processes']} processes"
+            mode += f" on {count_of(len(found['nodes']), 'node')}" if "nodes" in found else ""
         why = "" if standing else found["absent"].get("steps_per_s") or ""
         step = f"step {group(found['step'])}"
         lines.append("  ".join(word for word in (step, found["progress"]["text"], mode, *(rates or [why])) if word))
+    told = [f"{one['name']} {one['trouble']}" for one in found.get("nodes", ()) if one["trouble"]]
+    lines += [*told[:MOST_FINDINGS], *([f"{len(told) - MOST_FINDINGS} other nodes too"] * (len(told) > MOST_FINDINGS))]
     if found["step_ms"]:
         shares = sorted(((each["share"] or 0, name) for name, each in found["phases"].items()), reverse=True)
         parts = ", ".join(f"{name} {percent(share)}" for share, name in shares[:MOST_PHASES] if share)

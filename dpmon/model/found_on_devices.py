@@ -7,6 +7,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from dpmon.model.finding import MIN_STEPS, Finding, for_low_use, measured_modes, ratio_words
+from dpmon.model.nodes import gpu_name
 from dpmon.text.quantities import count_of, duration_words, memory, percent
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def _memory_by_device(facts: RunFacts) -> list[tuple[str, float]]:
     ours = [device for device in facts.devices if device.of_run and device.mem_run_max is not None]
     if len(ours) > 1:
         ours.sort(key=lambda device: (device.called is None, device.called or "", device.index))
-        return [(_called(device), device.mem_run_max or 0.0) for device in ours]
+        return [(_called(device, facts), device.mem_run_max or 0.0) for device in ours]
     found = []
     for row in facts.memory:
         parts = (row.model, row.gradients, row.optimizer, row.rest)
@@ -166,8 +167,9 @@ def _memory_by_device(facts: RunFacts) -> list[tuple[str, float]]:
     return found
 
 
-def _called(device: DeviceFacts) -> str:
-    return device.called or f"GPU {device.index}"
+def _called(device: DeviceFacts, facts: RunFacts) -> str:
+    own = device.called if not facts.nodes else None  # each node has a cuda:0
+    return own or gpu_name(device.index, facts.nodes)
 
 
 def throttled(facts: RunFacts) -> Iterator[Finding]:
@@ -180,7 +182,7 @@ def throttled(facts: RunFacts) -> Iterator[Finding]:
         if share >= THROTTLED:
             yield Finding(
                 "throttled",
-                f"{_called(device)} ran with lowered clocks in {percent(share)} of the samples: {reason}.",
+                f"{_called(device, facts)} ran with lowered clocks in {percent(share)} of the samples: {reason}.",
                 f"{count} of {device.throttle_samples} samples"
                 + (f", at most {device.temperature_max:.0f} °C" if device.temperature_max is not None else "")
                 + (f", {device.power_max:.0f} W" if device.power_max is not None else ""),
@@ -197,7 +199,7 @@ def low_use(facts: RunFacts) -> Iterator[Finding]:
         if device.util_median < LOW_USE:
             yield Finding(
                 "low use",
-                f"{_called(device)} had nothing to do most of the time.",
+                f"{_called(device, facts)} had nothing to do most of the time.",
                 f"a kernel ran in {device.util_median:.0f} % of the time (median of {len(device.util)} samples)",
                 for_low_use(facts),
                 (100 - device.util_median) / 200,

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.cleaning import clean
+from dpmon.record.names import on_node
 from dpmon.record.plainjson import load_json, whole_in
 from dpmon.record.schema import SECOND
+from dpmon.store.answers import NODE_DEVICES
 
 if TYPE_CHECKING:
     from dpmon.model.state import Process
@@ -102,6 +104,14 @@ def nodes_in(rows: Store) -> tuple[NodeFacts, ...]:
 def node_of(nodes: Sequence[NodeFacts], process: Process | None) -> int | None:
     """The number of a process's node; of the first node without a process; None on one machine."""
     return next((one.number for one in nodes if process is None or process.process in one.processes), None)
+
+
+def gpu_name(index: int, nodes: Sequence[NodeFacts]) -> str:
+    """The name of a GPU by its index in records: "GPU 3"; with several nodes "GPU 3 (gpu-1)"."""
+    if not nodes:
+        return f"GPU {index}"
+    number, own = divmod(index, NODE_DEVICES)
+    return f"GPU {own}{on_node(next((one.name for one in nodes if one.number == number), None))}"
 
 
 def _status(exited: str | None) -> int | None:

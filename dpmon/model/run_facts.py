@@ -35,7 +35,7 @@ from dpmon.model.rank_waits import RankWaitReader, RankWaits
 from dpmon.model.snapshot import processes_in
 from dpmon.model.state import ProcessFacts
 from dpmon.model.stragglers import RankTimes, ranks_in
-from dpmon.record.names import CALL_PHASES
+from dpmon.record.names import CALL_PHASES, on_node, rank_name
 from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STALLED, STARTUP, STEP, STEP_PHASES, device_series
 from dpmon.store.accounting import Gap
 from dpmon.store.answers import LongRow, UnfitLoss
@@ -123,11 +123,14 @@ class RankLine(NamedTuple):
     """Why `forward_ns` is unknown, if the record has a reason."""
     times: RankTimes | None = None
     """Mean times of training steps, without the first ones, of all processes with its rank. None without a rank."""
+    node: str | None = None
+    """Its node; None on one machine."""
 
     @property
     def label(self) -> str:
-        """Its rank, or its process: "rank 0 of 2", "process 1"."""
-        return f"process {self.process}" if self.rank is None else f"rank {self.rank} of {self.world or '?'}"
+        """Its rank, or its process: "rank 0 of 2", "process 1", "rank 11 of 16 (gpu-1)"."""
+        name = f"process {self.process}" if self.rank is None else f"rank {self.rank} of {self.world or '?'}"
+        return name + on_node(self.node)
 
 
 class RunFacts:
@@ -156,6 +159,8 @@ class RunFacts:
         self.open_calls = store.open_calls
         self._state = state = processes_in(store, self.announced, ended)
         self._ranks = {number: process.rank for number, process in state.processes.items()}
+        self._nodes = {number: process.node for number, process in state.processes.items()}
+        self.nodes = state.nodes
         focus = state.focus
         self._focus = 0 if focus is None else focus.process
         self.window = Window(self.store)
@@ -178,9 +183,9 @@ class RunFacts:
     def _name(self, process: int) -> str:
         rank = self.rank(process)
         if rank is None:
-            return f"process {process}"
+            return f"process {process}{on_node(self._nodes.get(process))}"
         again = sum(self.rank(each) == rank for each in self.store.processes) > 1
-        return f"rank {rank} (process {process})" if again else f"rank {rank}"
+        return f"{rank_name(rank, self._nodes.get(process))}{f' (process {process})' if again else ''}"
 
     def _by_rank(self, process: int) -> tuple[bool, int, int]:
         rank = self.rank(process)
@@ -225,7 +230,8 @@ class RunFacts:
     @cached_property
     def communication(self) -> Communication | None:
         """The communication of the ranks; None if no ranks train together."""
-        ranks = ranks_in(self.window, {process: facts.rank for process, facts in self.announced.info.items()})
+        numbers = {process: facts.rank for process, facts in self.announced.info.items()}
+        ranks = ranks_in(self.window, numbers, self._nodes)
         steps = sum(one.steps for one in ranks)
         return communication(ranks, self.announced.wrappers, self.store.communicated(), steps, lately=False)
 
@@ -261,6 +267,7 @@ class RunFacts:
             forward.median,
             None if forward.count else untimed or most_common(self.layouts.untimed(process)),
             None if facts.rank is None else times.get(facts.rank),
+            self._nodes.get(process),
         )
 
     @cached_property

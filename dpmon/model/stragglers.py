@@ -145,10 +145,13 @@ def rank_times(process: int, rank: int, tally: Tally, node: str | None = None) -
     )
 
 
-def ranks_in(window: Window, numbers: Mapping[int, int | None]) -> tuple[RankTimes, ...]:
+def ranks_in(
+    window: Window, numbers: Mapping[int, int | None], nodes: Mapping[int, str | None]
+) -> tuple[RankTimes, ...]:
     """The mean times of each rank in a window; a restarted rank includes all its processes.
 
-    `numbers`: the rank of each process. Omits processes without one, and the first steps after a change of mode.
+    `numbers`: the rank of each process; `nodes`: its node. Omits processes without a rank, and the first steps after a
+    change of mode.
     """
     found: dict[int, tuple[int, Tally]] = {}
     for process in window.processes:
@@ -159,7 +162,9 @@ def ranks_in(window: Window, numbers: Mapping[int, int | None]) -> tuple[RankTim
                 if not evaluation:
                     whole.merge(window.tally(mode, process=process, settled=True))
             found[rank] = process, whole
-    return tuple(rank_times(process, rank, tally) for rank, (process, tally) in sorted(found.items()))
+    return tuple(
+        rank_times(process, rank, tally, nodes.get(process)) for rank, (process, tally) in sorted(found.items())
+    )
 
 
 def _mean(tally: Tally, phase: str) -> float:

@@ -156,7 +156,8 @@ def _ranks(facts: RunFacts) -> list[dict[str, object]]:
     name = "forward_device_median_ms"
     return [
         {
-            **fields_of(line, "process", "rank", "world", "device", "inputs", "outputs", "calls", "steps", "median_ns"),
+            **fields_of(line, "process", "rank", "node", "world", "device", "inputs", "outputs"),
+            **fields_of(line, "calls", "steps", "median_ns"),
             **rate_as_fields(line.rate),
             name: ms(line.forward_ns),
             "absent": {} if line.untimed is None else {name: line.untimed},

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Literal
 
 from dpmon.model.history import PARTS, Bin
+from dpmon.model.nodes import gpu_name
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.state import ModeChange
 from dpmon.model.time_marks import EVALUATION, STALLED, TimeMark, epoch_marks, pause_marks, stall_spans
@@ -255,7 +256,7 @@ def _devices(facts: RunFacts, what: Literal[1, 2]) -> Plot | None:
         known = [(_seconds(point[0]), point[what]) for point in device.points()]
         points = [(at, at, round(value / scale, 3)) for at, value in known if value is not None]
         if len(points) >= 2:
-            name = f"GPU {device.index}" if facts.devices else "host"
+            name = gpu_name(device.index, facts.nodes) if facts.devices else "host"
             series.append(Values(name, _LINES[number % len(_LINES)], points, "line"))
     if not series:
         return None

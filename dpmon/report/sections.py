@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from dpmon.cleaning import clean
 from dpmon.model.communication import communication_facts
@@ -12,6 +13,7 @@ from dpmon.model.finding import MIN_STEPS, faster, measured_modes, of_process
 from dpmon.model.findings import together
 from dpmon.model.layouts import flow
 from dpmon.model.memory import reasons
+from dpmon.model.nodes import NodeFacts, gpu_name
 from dpmon.model.pauses import Paused
 from dpmon.model.run_facts import ModeFacts, RunFacts
 from dpmon.model.stragglers import sentence
@@ -279,7 +281,7 @@ def _devices(facts: RunFacts) -> list[Part]:
         left = " that are left" if facts.store.pruned else ""
         left += ", without samples during pauses" if facts.paused else ""
         use = f"use (share of time in which a kernel ran): median of the samples{left}"
-        parts = [*_table(head, map(_device, facts.devices))]
+        parts = [*_table(head, map(partial(_device, facts.nodes), facts.devices))]
         parts.append(Paragraph(f"{use}; memory, °C and W: the highest", soft=True))
     else:
         parts.append(
@@ -294,8 +296,9 @@ def _devices(facts: RunFacts) -> list[Part]:
     return parts
 
 
-def _device(device: DeviceFacts) -> tuple[str, ...]:
-    number = f"GPU {device.index}" + (f" ({device.called})" if device.called else "")  # as the run's processes call it
+def _device(nodes: Sequence[NodeFacts], device: DeviceFacts) -> tuple[str, ...]:
+    called = f" ({device.called})" if device.called else ""  # as the run's processes call it
+    number = gpu_name(device.index, nodes) + called
     return (
         f"{number} {device.name}" if device.name else number,
         percent(None if device.util_median is None else device.util_median / 100),

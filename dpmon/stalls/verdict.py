@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from dpmon.record.names import on_node
 from dpmon.record.schema import SECOND
 from dpmon.stalls.stacks import Stack
 
@@ -352,4 +353,4 @@ def names(group: Sequence[RankFacts]) -> str:
 
 def _on(group: Sequence[RankFacts]) -> str:
     """The machine of these ranks: " (gpu-2)"; empty if they have several, or if the run has only one."""
-    return f" ({group[0].node})" if group[0].node is not None and len({rank.node for rank in group}) == 1 else ""
+    return on_node(group[0].node) if len({rank.node for rank in group}) == 1 else ""

@@ -185,7 +185,7 @@ def test_every_field_of_a_status_is_described(state: Path) -> None:
     assert found[0]["findings"]
     of_line = {re.split(r"[.\[]", path)[0] for path in documented("dpmon --json")}
     check("dpmon status --json", *({name: each[name] for name in each.keys() - of_line} for each in found))
-    assert all(of_line - {"communication", "ranks"} <= each.keys() for each in found)
+    assert all(of_line - {"communication", "ranks", "nodes"} <= each.keys() for each in found)
 
 
 def test_every_field_of_an_event_is_described() -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import time
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
+from kept import draft
 from many_nodes import ManyNodes
 from situations import INFO, LOOK, MONO_ASCII, text_of
 from synthetic import SECOND
+from test_json_documented import check
 
+from dpmon.cli.main import main
 from dpmon.model.nodes import NodeFacts, Trouble
 from dpmon.model.stragglers import sentence
+from dpmon.run.runs import create_run
 from dpmon.ui.facts import Facts, View
 from dpmon.ui.scenes import NODES, RANKS, scene_of
 
@@ -147,3 +154,26 @@ def test_a_node_that_never_answered_has_its_row() -> None:
     assert "gpu-1 ????????  8-15  left out: " in text
     assert "it has no dpmon" in text
     assert "\x1b" not in text
+
+
+def test_report_and_status_name_the_nodes(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory, _ = create_run(draft(start_ns=time.monotonic_ns() - 12 * SECOND))
+    run = ManyNodes(2, slow=11, directory=directory).run(0, 12)
+    run.node(0, "cut", "the connection timed out", 3.0, heard_ns=2 * SECOND)
+    run.close()
+    assert main(["report", "last"]) == 0
+    report = capsys.readouterr().out
+    assert "rank 11 (gpu-1) holds the others up" in report
+    assert "rank 11 of 16 (gpu-1)" in report
+    assert "GPU 3 (gpu-1)" in report
+    main(["status", "last"])
+    status = capsys.readouterr().out
+    assert "16 processes on 2 nodes" in status
+    assert "gpu-0 cut off for " in status
+    assert "Rank 11 (gpu-1) holds the others up" in status
+    assert "57.0 steps/s  27.4k samples/s" in status
+    main(["status", "last", "--json"])
+    members = json.loads(capsys.readouterr().out)
+    check("dpmon --json", {"nodes": members["nodes"]})
+    assert [node["state"] for node in members["nodes"]] == ["cut", "connected"]
+    assert members["ranks"][11]["node"] == "gpu-1"

@@ -6,6 +6,7 @@
     ├── CommandError     a command that cannot be run                     dpmon.supervise.program
     │   └── NotFoundError
     ├── RunError         no such run, or an unusable directory            dpmon.run.rundir
+    ├── HostError        machines that are named wrongly                  dpmon.mirror.hosts
     ├── RingError        a file that is not a usable ring                 dpmon.span_ring
     ├── HistoryError     a history that cannot be read or written
     ├── RecordError      bytes that are not a record                      dpmon.record.kinds

@@ -58,7 +58,7 @@ function _shtab_dpmon_using
 end
 
 set -g _shtab_dpmon_commands attach status why ls stop report compare export try doctor keep rm
-set -g _shtab_dpmon_opts_with_value --batch-dim --devices --fail-if-slower --format --kind --memory --metrics --mode --name --on-event --only --output --phase --python --refresh --replay --replicas --rounds --script --steps --timeout --wait -m -o
+set -g _shtab_dpmon_opts_with_value --batch-dim --devices --fail-if-slower --format --host --hostfile --hosts --kind --memory --metrics --mode --name --on-event --only --output --phase --python --refresh --replay --replicas --rounds --script --slurm --steps --timeout --via --wait -m -o
 
 complete -c dpmon -e
 complete -c dpmon -f
@@ -80,7 +80,7 @@ complete -c dpmon -n _shtab_dpmon_using -l on-event -x -d 'start COMMAND for eac
 complete -c dpmon -n _shtab_dpmon_using -l refresh -x -d 'seconds between updates of the screen (default: 1)'
 complete -c dpmon -n _shtab_dpmon_using -l name -x -d 'the run'"'"'s name (default: the script'"'"'s)'
 complete -c dpmon -n _shtab_dpmon_using -l python -xka "(__fish_complete_path (commandline -ct))" -d 'the Python that runs the script (default: the first that has torch)'
-complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a attach -d 'Show a run again, live or finished. Without RUN: the newest live run, else the newest one.'
+complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a attach -d 'Show a run again, live or finished. Without RUN: the newest live run, else the newest one. With --host and the like: the runs of one job on several machines, as one run.'
 complete -c dpmon -n '_shtab_dpmon_using attach' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using attach' -l refresh -x -d 'seconds between updates of the screen'
 complete -c dpmon -n '_shtab_dpmon_using attach' -l headless -d 'follow the run without a screen'
@@ -101,6 +101,11 @@ complete -c dpmon -n '_shtab_dpmon_using why' -l native -d 'also C frames; py-sp
 complete -c dpmon -n '_shtab_dpmon_using why; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a ls -d 'List the runs, the newest last.'
 complete -c dpmon -n '_shtab_dpmon_using ls' -s h -l help -d 'show this help message and exit'
+complete -c dpmon -n '_shtab_dpmon_using ls' -l host -x -d 'a machine to look at, by ssh (repeatable)'
+complete -c dpmon -n '_shtab_dpmon_using ls' -l hosts -x -d 'machines, such as gpu[1-4,7],login'
+complete -c dpmon -n '_shtab_dpmon_using ls' -l hostfile -xka "(__fish_complete_path (commandline -ct))" -d 'machines, one per line, as for mpirun'
+complete -c dpmon -n '_shtab_dpmon_using ls' -l slurm -x -d 'the machines of a job of Slurm, by srun'
+complete -c dpmon -n '_shtab_dpmon_using ls' -l via -x -d 'another way than ssh; {} is the machine: '"'"'kubectl exec -i pod-{} --'"'"''
 complete -c dpmon -n '_shtab_dpmon_using ls' -l json -d 'one JSON object per line'
 complete -c dpmon -n '_shtab_dpmon_using ls' -l script -x -d 'the figures of this script over its runs, oldest to newest'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a stop -d 'Stop a run and all its processes: SIGINT, SIGTERM, SIGKILL, with a wait after each.'
@@ -141,6 +146,11 @@ complete -c dpmon -n '_shtab_dpmon_using try' -l devices -x -d 'as for a run'
 complete -c dpmon -n '_shtab_dpmon_using try' -l python -xka "(__fish_complete_path (commandline -ct))" -d 'the Python that runs the script (default: the first that has torch)'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a doctor -d 'Check whether dpmon works here, with a remedy for each fault.'
 complete -c dpmon -n '_shtab_dpmon_using doctor' -s h -l help -d 'show this help message and exit'
+complete -c dpmon -n '_shtab_dpmon_using doctor' -l host -x -d 'a machine to look at, by ssh (repeatable)'
+complete -c dpmon -n '_shtab_dpmon_using doctor' -l hosts -x -d 'machines, such as gpu[1-4,7],login'
+complete -c dpmon -n '_shtab_dpmon_using doctor' -l hostfile -xka "(__fish_complete_path (commandline -ct))" -d 'machines, one per line, as for mpirun'
+complete -c dpmon -n '_shtab_dpmon_using doctor' -l slurm -x -d 'the machines of a job of Slurm, by srun'
+complete -c dpmon -n '_shtab_dpmon_using doctor' -l via -x -d 'another way than ssh; {} is the machine: '"'"'kubectl exec -i pod-{} --'"'"''
 complete -c dpmon -n '_shtab_dpmon_using doctor' -l json -d 'one JSON object, for programs'
 complete -c dpmon -n '_shtab_dpmon_using doctor' -l python -xka "(__fish_complete_path (commandline -ct))" -d 'the Python that would run the script'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a keep -d 'Protect a run from automatic deletion. Without RUN: the newest one.'

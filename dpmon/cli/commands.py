@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from shutil import get_terminal_size
@@ -33,13 +34,19 @@ if TYPE_CHECKING:
 WIDTH_NO_TERMINAL, WIDEST = 80, 120
 """Width of a report without a terminal, and its largest width on a terminal."""
 _LAST_OUTPUT = 4096
+HEAD = ("NAME", "STATE", "AGE", "TIME", "STEPS", "SAMPLES/S", "EXIT", "COMMAND")
+"""The columns of `ls`."""
 _COMMAND_CELLS = 12
 """Fewest cells of a command in a list for a terminal."""
 
 
 def attach(options: argparse.Namespace) -> int:
     """Show a run again on a screen; without a terminal, follow its output and print its summary."""
-    directory = newest_run(goes_on) if options.run is None else find_run(options.run)
+    return follow(newest_run(goes_on) if options.run is None else find_run(options.run), options)
+
+
+def follow(directory: Path, options: argparse.Namespace) -> int:
+    """The same for a run that was found already."""
     if goes_on_elsewhere(directory, load_info(directory), load_exit(directory)):
         # This machine cannot see the run's processes or the other machine's clock, so the run would look finished.
         raise RunError(f"{directory.name} runs on another machine; attach to it there (dpmon report also works here)")
@@ -185,9 +192,12 @@ def ls(options: argparse.Namespace) -> int:
         for run in runs:
             print(json_text(run._asdict()))
         return 0
-    rows: list[tuple[str, ...]] = [("NAME", "STATE", "AGE", "TIME", "STEPS", "SAMPLES/S", "EXIT", "COMMAND")]
-    rows += [run.row() for run in runs]
-    below = [[], *(run.below() for run in runs)]
+    print_table([HEAD, *(run.row() for run in runs)], [[], *(run.below() for run in runs)])
+    return 0
+
+
+def print_table(rows: Sequence[tuple[str, ...]], below: Sequence[Sequence[str]]) -> None:
+    """Print the rows of a list of runs in columns, and the lines below each; the last cell is cut at a terminal."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     room = max(get_terminal_size().columns - sum(widths) - 2 * len(widths), _COMMAND_CELLS)
     for row, lines in zip(rows, below, strict=True):
@@ -196,7 +206,6 @@ def ls(options: argparse.Namespace) -> int:
         print("  ".join([*cells, in_stream(command, sys.stdout)]).rstrip())
         for line in lines:
             print(f"    {clean(line)}")
-    return 0
 
 
 class ListedRun(NamedTuple):

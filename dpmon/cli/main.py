@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 def main(words: Sequence[str]) -> int:
     """Run the command line and return its exit status; 2, with one sentence on stderr, if it cannot run."""
-    from dpmon.cli.options import UsageError, meant, parse
+    from dpmon.cli.options import SEVERAL, UsageError, meant, parse, several
     from dpmon.config import Settings, load
     from dpmon.errors import DpmonError
 
@@ -44,6 +44,10 @@ def main(words: Sequence[str]) -> int:
             from dpmon.cli.status import status
 
             return status(options)
+        if command in SEVERAL and several(options):
+            from dpmon.cli import machines
+
+            return int(getattr(machines, command)(options))
         from dpmon.cli import commands
 
         return int(getattr(commands, command)(options))

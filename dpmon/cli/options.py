@@ -28,6 +28,8 @@ COMMANDS = (
     "keep",
     "rm",
 )
+SEVERAL = ("ls", "doctor")
+"""Commands that can look at several machines."""
 MAX_REPLICAS = 4096
 WAITED = ("fine", *STATES, "finished", "stopped", "interrupted", "failed", "killed")
 """The words of `status --wait`: states, and ends."""
@@ -36,7 +38,7 @@ _USAGE = """\
 dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon [OPTIONS] -m MODULE [ARGS...]     run a module
        dpmon [OPTIONS] COMMAND [ARGS...]       any launcher: torchrun, accelerate, python -u
-       dpmon attach [RUN]                      show a run again, live or finished
+       dpmon attach [RUN] [--host HOST ...]    show a run again, live or finished, of one machine or several
        dpmon status [RUN] [--json]             say whether the training is fine: exit status 0 if it is
        dpmon why [RUN] [--json]                say which rank stands where, and what the others wait for
        dpmon ls                                list the runs
@@ -55,7 +57,10 @@ The exit status is the script's own, 128+N for a signal; 2 for a wrong command l
 
 
 _DESCRIPTIONS = {
-    "attach": "Show a run again, live or finished. Without RUN: the newest live run, else the newest one.",
+    "attach": (
+        "Show a run again, live or finished. Without RUN: the newest live run, else the newest one."
+        " With --host and the like: the runs of one job on several machines, as one run."
+    ),
     "status": "Say whether a run is fine. Exit status: 0 fine, 3 not training, 4 no such run, 5 stalled, 6 failed.",
     "why": (
         "Say which rank stands where, and what the others wait for. Without RUN: the newest live run."
@@ -257,6 +262,12 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         add("--refresh", type=_seconds, metavar="SECONDS", help="seconds between updates of the screen")
         add("--headless", action="store_true", help="follow the run without a screen")
         add("--json", nargs="?", const="-", metavar="=FILE", help="one JSON line per second, on stderr or in FILE")
+    if command in SEVERAL:
+        add("--host", action="append", metavar="HOST", help="a machine to look at, by ssh (repeatable)")
+        add("--hosts", metavar="LIST", help="machines, such as gpu[1-4,7],login")
+        add("--hostfile", metavar="FILE", help="machines, one per line, as for mpirun")
+        add("--slurm", metavar="JOBID", help="the machines of a job of Slurm, by srun")
+        add("--via", metavar="COMMAND", help="another way than ssh; {} is the machine: 'kubectl exec -i pod-{} --'")
     if command == "doctor":
         add("--json", action="store_true", help="one JSON object, for programs")
         add("--python", metavar="PYTHON", help="the Python that would run the script")
@@ -301,6 +312,11 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         add("--from", dest="start", type=_offset, default=0, metavar="OFFSET", help="with --follow: only later rows")
         add("--rollups", action="store_true", help="with --follow: about one step a second, for a mirror of the run")
     return parser
+
+
+def several(options: argparse.Namespace) -> bool:
+    """Whether the options name other machines."""
+    return any(getattr(options, name, None) is not None for name in ("host", "hosts", "hostfile", "slurm", "via"))
 
 
 def usage() -> list[tuple[str, str]]:

@@ -8,7 +8,8 @@ from dpmon.cleaning import clean
 from dpmon.run.condition import signal_name
 
 _WHY_CELLS = 300
-_MISSING = "dpmon is not there, or not in the PATH of its commands"
+MISSING = "dpmon is not there, or not in the PATH of its commands"
+"""Of a machine where another path of dpmon may be tried."""
 _CAUSES = tuple(
     (re.compile(pattern, re.IGNORECASE | re.DOTALL), text, for_good)
     for pattern, text, for_good in (
@@ -28,8 +29,8 @@ _CAUSES = tuple(
         ),
         (
             r"dpmon\S{0,40} (command )?not found|no such file or directory.*dpmon|dpmon.*no such file or directory"
-            r"|executable file not found",
-            _MISSING,
+            r"|executable file not found|no module named dpmon",
+            MISSING,
             True,
         ),
         (r"unknown option|is not expected here|invalid choice", "its dpmon is of another version: update it", True),
@@ -50,7 +51,7 @@ def reason(status: int | None, errors: bytes, shown: bytes, *, was_open: bool) -
         if (found := pattern.search(said)) is not None:
             return text or clean(found[1], _WHY_CELLS), for_good
     if status == 127:
-        return _MISSING, True
+        return MISSING, True
     said = said or shown.decode("utf-8", "replace").strip()
     last = clean(said.rpartition("\n")[2].removeprefix("dpmon: "), _WHY_CELLS)
     if status is None:

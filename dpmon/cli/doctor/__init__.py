@@ -14,6 +14,7 @@ import dpmon
 from dpmon.cleaning import clean
 from dpmon.cli.doctor import machine, trial
 from dpmon.cli.doctor.machine import OK, PROBLEM, STATES, Check, ok
+from dpmon.cli.options import several
 from dpmon.text.cells import has_colours, in_stream
 
 WIDTH = 80
@@ -24,6 +25,8 @@ _COLOURS = {"ok": "32", "warning": "33", "problem": "31"}
 
 def doctor(options: argparse.Namespace) -> int:
     """Run all checks and print them; return 1 if there is a problem, else 0 (also with warnings)."""
+    if several(options):
+        return _doctor_there(options)
     if options.json:
         checks = list(_checks(options.python))
         worst = max((STATES.index(check.state) for check in checks), default=0)
@@ -32,8 +35,7 @@ def doctor(options: argparse.Namespace) -> int:
         checks = []
         for check in _checks(options.python):
             checks.append(check)
-            lines = _lines(check, coloured=has_colours(sys.stdout, os.environ))
-            print(in_stream("\n".join(lines), sys.stdout), flush=True)
+            _print(check)
         print(_counts(checks))
     return int(any(check.state == PROBLEM for check in checks))
 
@@ -46,6 +48,28 @@ def _checks(python: str | None) -> Iterator[Check]:
     yield from machine.state_directory()
     yield machine.shared_memory()
     yield machine.logout()
+
+
+def _doctor_there(options: argparse.Namespace) -> int:
+    from dpmon.cli.doctor.there import checks_there
+    from dpmon.cli.machines import named
+
+    found = list(checks_there(named(options), options.python))
+    if options.json:
+        listed = [{"machine": name, "checks": [check._asdict() for check in checks]} for name, checks in found]
+        print(json.dumps(listed, indent=1))
+    else:
+        for name, checks in found:
+            print(name)
+            for check in checks:
+                _print(check)
+        print(_counts([check for _, checks in found for check in checks]))
+    return int(any(check.state == PROBLEM for _, checks in found for check in checks))
+
+
+def _print(check: Check) -> None:
+    lines = _lines(check, coloured=has_colours(sys.stdout, os.environ))
+    print(in_stream("\n".join(lines), sys.stdout), flush=True)
 
 
 def _lines(check: Check, *, coloured: bool) -> list[str]:

@@ -1,0 +1,172 @@
+"""The commands that look at several machines: which of their runs belong together, and the mirror of such a job."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from types import NoneType
+from typing import NamedTuple
+
+from dpmon.cleaning import clean, json_text
+from dpmon.cli.commands import HEAD, ListedRun, print_table
+from dpmon.cli.options import UsageError
+from dpmon.cli.speak import speak
+from dpmon.mirror.hosts import Machine, ask_dpmon, expanded, in_file, machines, of_slurm
+from dpmon.record.plainjson import load_json
+from dpmon.run.rundir import ID, RunError
+from dpmon.text.cells import cut
+
+_OVER = ("lost", "elsewhere")
+_JOB_CELLS = 24
+_TOGETHER_S = 30.0
+"""Ranks that Slurm starts together begin within this time."""
+_TYPES = {
+    "str": str,
+    "bool": bool,
+    "float": (int, float),
+    "list[str]": list,
+    "str | None": (str, NoneType),
+    "int | None": (int, NoneType),
+    "float | None": (int, float, NoneType),
+    "dict[str, str] | None": (dict, NoneType),
+}
+
+
+class RunThere(NamedTuple):
+    """A run and the machine that listed it."""
+
+    machine: Machine
+    run: ListedRun
+
+    @property
+    def job(self) -> str:
+        """The job of the run, equal on all its machines; empty while it is unknown."""
+        return "" if self.run.job is None else f"{self.run.job.get('by')} {self.run.job.get('id')}"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its command runs, as far as its machine knows."""
+        return self.run.status is None and self.run.unknown is None and self.run.state not in _OVER
+
+
+def named(options: argparse.Namespace) -> list[Machine]:
+    """The machines that the options name, each once; none if they name none. Raises UsageError and HostError."""
+    names = list(options.host or ())
+    if options.hosts is not None:
+        names += expanded(options.hosts)
+    if options.hostfile is not None:
+        names += in_file(options.hostfile)
+    found = machines(names, via=options.via)
+    if options.slurm is not None:
+        of_job = of_slurm(options.slurm)
+        found += of_job if options.via is None else machines([machine.name for machine in of_job], via=options.via)
+    elif options.via is not None and not names:
+        raise UsageError("--via is a way to machines: name them with --host, --hosts or --hostfile")
+    return list({machine.name: machine for machine in found}.values())
+
+
+def runs_of(asked: Sequence[Machine]) -> tuple[list[RunThere], dict[str, str]]:
+    """The runs of all machines by their start, each on one machine; and why a machine listed none, by its name."""
+    found, answers = ask_dpmon(asked, ("ls", "--json"))
+    listed: dict[str, list[RunThere]] = {}
+    why = {}
+    for machine, (lines, trouble) in zip(found, answers, strict=True):
+        runs = [run for run in map(_read, lines) if run is not None]
+        for run in runs:
+            listed.setdefault(run.id, []).append(RunThere(machine, run))
+        if trouble or (lines and not runs):
+            last = clean(lines[-1].decode("utf-8", "replace"), 200) if lines else ""
+            why[machine.name] = trouble or f"it lists no run that this dpmon can read, but prints: {last}"
+    # Machines with a common home list each other's runs.
+    count = dict.fromkeys((machine.name for machine in found), 0)
+    runs_there = []
+    for same in sorted(listed.values(), key=lambda same: same[0].run.started_unix):
+        here = min(same, key=lambda there: (there.run.state == "elsewhere", count[there.machine.name]))
+        count[here.machine.name] += 1
+        runs_there.append(here)
+    return runs_there, why
+
+
+def _read(line: bytes) -> ListedRun | None:
+    """A line of `dpmon ls --json`; None for anything else, such as a banner."""
+    try:
+        data = load_json(line)
+    except ValueError:
+        return None
+    values = {name: data.get(name) for name in ListedRun._fields} if isinstance(data, dict) else {}
+    for name, declared in ListedRun.__annotations__.items():
+        if not isinstance(values.get(name), _TYPES[declared.__forward_arg__]):  # type: ignore[arg-type]
+            return None
+    run = ListedRun(**values)  # type: ignore[arg-type]  # checked just now
+    texts = (*run.command, *(run.job or {}).values())
+    if not ID.fullmatch(run.id) or not all(isinstance(text, str) for text in texts):
+        return None
+    return run._replace(state=clean(run.state, 20), job=run.job and {key: clean(run.job[key], 200) for key in run.job})
+
+
+def by_job(runs: Sequence[RunThere]) -> list[list[RunThere]]:
+    """The runs of each job, or a single run whose job is unknown; the job with the newest run is the last."""
+    groups: dict[str, list[RunThere]] = {}
+    for there in runs:
+        groups.setdefault(there.job or there.run.id, []).append(there)
+    return sorted(groups.values(), key=lambda group: group[-1].run.started_unix)
+
+
+def chosen(runs: Sequence[RunThere], what: str | None, slurm: str | None = None) -> list[RunThere]:
+    """The runs of the job `what`, else of the newest live job, else of the newest one.
+
+    `what`: a job's id, or the name or id of one of its runs. While no job is known, the runs of that name belong
+    together. RunError if there is none.
+
+    A machine can have several runs of a job: one for each rank (`srun dpmon ...`), or one for each start of the job.
+    Those of its last start are chosen: its live ones, else those that started with its newest one.
+    """
+    groups = by_job(runs)
+    if slurm is not None:
+        groups = [group for group in groups if f"{group[0].job}.".startswith(f"slurm {slurm.partition('.')[0]}.")]
+    if what is not None:
+        groups = [group for group in groups if any(_is(there, what) for there in group)]
+        if groups and not groups[-1][0].job:
+            groups = [[there for group in groups for there in group if not there.job]]
+    if not groups:
+        raise RunError(
+            f"no machine has a run {what or f'of job {slurm}'}, as far as they know (ranks tell when they train)"
+        )
+    live = [group for group in groups if any(there.goes_on for there in group)]
+    known = [group for group in live if group[0].job]
+    if what is None and not known and len({there.machine.name for group in live for there in group}) > 1:
+        name = live[-1][0].run.name
+        raise RunError(f"{name} has not said yet which job it belongs to: try again when it trains, or give its name")
+    by_machine: dict[str, list[RunThere]] = {}
+    for there in (known or live or groups)[-1]:
+        by_machine.setdefault(there.machine.name, []).append(there)
+    return [there for same in by_machine.values() for there in _last_start(same)]
+
+
+def _last_start(runs: Sequence[RunThere]) -> list[RunThere]:
+    newest = runs[-1].run.started_unix
+    return [one for one in runs if one.goes_on] or [one for one in runs if one.run.started_unix > newest - _TOGETHER_S]
+
+
+def _is(there: RunThere, what: str) -> bool:
+    run = there.run
+    return what in (run.id, run.name, run.name.rpartition("-")[0], there.job, there.job.partition(" ")[2])
+
+
+def ls(options: argparse.Namespace) -> int:
+    """List the runs of all machines, those of a job together; return 1 if a machine did not answer, else 0."""
+    if options.script is not None:
+        raise UsageError("--script shows the runs of this machine only")
+    runs, why = runs_of(named(options))
+    ordered = [there for group in by_job(runs) for there in group]
+    if options.json:
+        for there in ordered:
+            print(json_text({"machine": there.machine.name, **there.run._asdict()}))
+        for name, sentence in why.items():
+            print(json_text({"machine": name, "why": sentence}))
+        return int(bool(why))
+    rows = [(cut(clean(there.job) or "-", _JOB_CELLS), there.machine.name, *there.run.row()) for there in ordered]
+    print_table([("JOB", "MACHINE", *HEAD), *rows], [[], *(there.run.below() for there in ordered)])
+    for name, sentence in why.items():
+        speak(f"{name}: {sentence}")
+    return int(bool(why))

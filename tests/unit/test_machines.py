@@ -1,0 +1,363 @@
+"""Machines that a user names, the way to them (a shell script here), and which of their runs belong together."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kept import keep
+from synthetic import Training
+
+from dpmon.cli import machines as module
+from dpmon.cli.commands import ListedRun
+from dpmon.cli.machines import RunThere, by_job, chosen
+from dpmon.cli.main import main
+from dpmon.mirror import hosts
+from dpmon.mirror.hosts import HostError, Machine, ask, expanded, in_file, machines, of_slurm
+from dpmon.record.kinds import Event
+from dpmon.run import proc
+from dpmon.run.rundir import RunError
+
+BIN = os.path.dirname(shutil.which("dpmon", path=os.path.dirname(sys.executable)) or sys.executable)
+JOB = {"by": "torchelastic", "id": "abc"}
+Run = Callable[..., Path]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("node1", ["node1"]),
+        ("a,b", ["a", "b"]),
+        ("gpu[1-3,7]", ["gpu1", "gpu2", "gpu3", "gpu7"]),
+        ("gpu[08-11]", ["gpu08", "gpu09", "gpu10", "gpu11"]),
+        ("login,r[1-2]n[0,3],x", ["login", "r1n0", "r1n3", "r2n0", "r2n3", "x"]),
+        ("gpu[3]-ib.cluster", ["gpu3-ib.cluster"]),
+    ],
+)
+def test_a_list_is_expanded_as_slurm_does(text: str, names: list[str]) -> None:
+    assert expanded(text) == names
+
+
+@pytest.mark.parametrize(
+    "text", ["gpu[1-", "gpu[]", "gpu[a-b]", "gpu[3-1]", "gpu[1-9999999]", "a[1-900]b[1-900]", "gpu[1-900],n[1-900]"]
+)
+def test_a_list_that_is_wrong_or_endless_is_refused(text: str) -> None:
+    with pytest.raises(HostError):
+        expanded(text)
+
+
+def test_a_host_file_is_one_of_mpi_or_deepspeed(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# ours\nworker-1 slots=8\n\nworker-2:8  # mpich\nroot@n[1-2] slots=4\n")
+    assert in_file(str(path)) == ["worker-1", "worker-2", "root@n1", "root@n2"]
+    path.write_text("#\n")
+    with pytest.raises(HostError, match="names no machine"):
+        in_file(str(path))
+    with pytest.raises(HostError, match="cannot be read"):
+        in_file(str(tmp_path))
+
+
+def test_the_way_is_a_list_of_words_that_ends_with_the_name() -> None:
+    (machine,) = machines(["root@gpu-2"])
+    assert machine.words[:2] == ("ssh", "-T")
+    assert machine.words[-3:] == ("--", "root@gpu-2", "dpmon")
+    (machine,) = machines(["3", "3"], via="kubectl exec -i 'pod-{}' -c 'my trainer' --")
+    assert machine.words == ("kubectl", "exec", "-i", "pod-3", "-c", "my trainer", "--", "dpmon")
+    (machine,) = machines([proc.host()])
+    assert machine.words == (sys.executable, "-m", "dpmon")
+
+
+@pytest.mark.parametrize("name", ["-oProxyCommand=x", "a b", "", "a;b", "$(x)", "a\nb", "x" * 300])
+def test_a_name_that_is_an_option_or_for_a_shell_is_refused(name: str) -> None:
+    with pytest.raises(HostError):
+        machines([name])
+
+
+@pytest.mark.parametrize("via", ["kubectl exec pod", "kubectl 'exec {}", ""])
+def test_a_way_without_a_place_for_the_name_is_refused(via: str) -> None:
+    with pytest.raises(HostError):
+        machines(["a"], via=via)
+
+
+@pytest.mark.parametrize(
+    ("answer", "names"),
+    [
+        ("echo 'RUNNING n[1-2]'", ["n1", "n2"]),
+        ("echo 'PENDING '", "job 12 of Slurm has no machines: it is PENDING"),
+        ("exit 0", "job 12 of Slurm has no machines: it is over"),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "Invalid job id specified"),
+    ],
+)
+def test_slurm_names_the_machines_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, names: object
+) -> None:
+    (tmp_path / "squeue").write_text(
+        f'#!/bin/sh\n[ "$*" = "--noheader --jobs 12 --format %T %N" ] || exit 9\n{answer}\n'
+    )
+    (tmp_path / "squeue").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    if isinstance(names, list):
+        found = of_slurm("12.0")
+        assert [machine.name for machine in found] == names
+        assert found[0].words[:4] == ("srun", "--overlap", "--quiet", "--jobid")
+        assert found[0].words[-3:] == ("--nodelist", "n1", "dpmon")
+    else:
+        with pytest.raises(HostError, match=str(names)):
+            of_slurm("12")
+
+
+def test_a_job_of_slurm_is_a_number() -> None:
+    with pytest.raises(HostError, match="is not the number of a job"):
+        of_slurm("-x")
+
+
+# ------------------------------------------------------------------------------------------------ asking
+
+
+def way(tmp_path: Path, text: str) -> str:
+    """Return a way to machines: a shell script with the name in $n, whose rest says what happens there."""
+    script = tmp_path / "way.sh"
+    script.write_text(f"n=$1; shift; export PATH={BIN}:$PATH XDG_STATE_HOME={tmp_path}/$n\n{text}\n")
+    return f"sh {script} {{}}"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a function that keeps a run on a machine."""
+
+    def make(machine: str, job: dict[str, str] | None = JOB, **about: Any) -> Path:
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / machine))
+        training = Training()
+        event = Event("process", {"process": 0, "rank": 0, "t_s": 1.0, "job": job, "node": 0})
+        return keep({0: [*training.begin(), event, *training.run(5)]}, **about)
+
+    return make
+
+
+def test_runs_of_several_machines_are_listed_by_job(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = time.time()
+    run("a", started_unix=now - 100)
+    run("a", job=None, name="alone", started_unix=now - 90)
+    run("b", started_unix=now - 80)
+    via = way(tmp_path, '[ $n = c ] || echo Welcome to $n; exec "$@"')
+    assert main(["ls", "--hosts", "a,b,c", "--via", via]) == 0
+    said = capsys.readouterr()
+    rows = [line.split() for line in said.out.splitlines()]
+    assert rows[0][:4] == ["JOB", "MACHINE", "NAME", "STATE"]
+    before = [" ".join(row[: row.index("finished") - 1]) for row in rows[1:]]
+    assert before == ["- a", "torchelastic abc a", "torchelastic abc b"]
+    assert said.err == ""
+    assert main(["ls", "--json", "--host", "a", "--host", "b", "--via", via]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["machine"], one["job"]) for one in found] == [("a", None), ("a", JOB), ("b", JOB)]
+
+
+BAD = """\
+case $n in
+    unknown) echo "ssh: Could not resolve hostname unknown: Name or service not known" >&2; exit 255;;
+    refuses) echo "ssh: connect to host refuses port 22: Connection refused" >&2; exit 255;;
+    password) echo "root@password: Permission denied (publickey,password)." >&2; exit 255;;
+    key) echo "Host key verification failed." >&2; exit 255;;
+    rubbish) printf 'x\\033[2Jy\\nz'; exit 0;;
+    half) printf '{"id": "20260101-'; exit 0;;
+    other) echo '{"id": "20260101-000000-x-0000", "name": "x"}';;
+    silent) exec sleep 1000;;
+    flood) exec yes;;
+    gigabyte) exec head -c 1000000000 /dev/zero;;
+    missing) exec no-"$@";;
+    *) exec "$@";;
+esac"""
+SAID = {
+    "unknown": "its name has no address: check the name",
+    "refuses": "it refused the connection: no ssh server at its port",
+    "password": "it asks for a password, or refuses your key: set up a key that needs none",
+    "key": "its host key is unknown or has changed: connect to it once by hand",
+    "rubbish": "it lists no run that this dpmon can read, but prints: z",
+    "half": 'it lists no run that this dpmon can read, but prints: {"id": "20260101-',
+    "other": 'it lists no run that this dpmon can read, but prints: {"id": "20260101-000000-x-0000", "name": "x"}',
+    "silent": "it has sent nothing for 2 s",
+    "flood": "it printed more than 8 MiB",
+    "gigabyte": "it sent a line of more than 1 MiB",
+    "missing": "dpmon is not there, or not in the PATH of its commands",
+}
+
+
+def test_each_bad_machine_has_a_sentence_and_the_others_are_listed(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("good")
+    monkeypatch.setattr(module, "ask_dpmon", lambda asked, words: hosts.ask_dpmon(asked, words, silent_s=2.0))
+    # The good machine does not have 2 s on a busy computer to import what it needs, so its list is ready.
+    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
+    assert main(["ls", "--json"]) == 0
+    (tmp_path / "list").write_text(capsys.readouterr().out)
+    via = way(tmp_path, BAD.replace('*) exec "$@"', f"*) cat {tmp_path}/list"))
+    assert main(["ls", "--hosts", ",".join([*SAID, "good"]), "--via", via]) == 1
+    said = capsys.readouterr()
+    assert dict(line.removeprefix("dpmon: ").split(": ", 1) for line in said.err.splitlines()) == SAID
+    assert [line.split()[2] for line in said.out.splitlines()[1:]] == ["good"]
+
+
+def test_dpmon_is_found_at_its_path_here_if_it_is_in_no_path_there(tmp_path: Path) -> None:
+    script = tmp_path / "way.sh"
+    script.write_text('shift; case $1 in dpmon) echo "sh: 1: dpmon: not found" >&2; exit 127;; *) exec "$@";; esac')
+    (machine,), (answer,) = hosts.ask_dpmon(machines(["a"], via=f"sh {script} {{}}"), ("--version",))
+    assert machine.dpmon == (sys.executable, "-m", "dpmon")
+    assert answer.lines[0].startswith(b"dpmon ")
+    assert answer.why == ""
+
+
+def test_a_machine_that_drips_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "_LIMIT_S", 1.0)
+    drips = Machine("a", ("sh", "-c", "while :; do echo x; sleep 0.1; done"), ())
+    (answer,) = ask([drips], (), silent_s=0.9)
+    assert answer.why == "it did not end within 1 s"
+
+
+# ------------------------------------------------------------------------------------------------ jobs
+
+
+def there(machine: str, number: int, job: dict[str, str] | None = JOB, **more: Any) -> RunThere:
+    """Return a live run of a machine; `number` orders its start."""
+    values = dict.fromkeys(ListedRun._fields) | {
+        "id": f"20260101-{number:06d}-train-{number:04x}",
+        "name": f"train-{number:04x}",
+        "state": "training",
+        "started_unix": float(number),
+        "command": [],
+        "job": job,
+    }
+    return RunThere(Machine(machine, ()), ListedRun(**{**values, **more}))
+
+
+def over(machine: str, number: int, job: dict[str, str] | None = JOB) -> RunThere:
+    """Return a finished run."""
+    return there(machine, number, job, status=0, state="finished")
+
+
+def slurm(step: str) -> dict[str, str]:
+    return {"by": "slurm", "id": step}
+
+
+@pytest.mark.parametrize(
+    ("runs", "what", "slurm_job", "expected"),
+    [
+        ([there("a", 1), there("b", 2)], None, None, [1, 2]),
+        ([there("a", 1), there("b", 2), over("a", 3, None)], None, None, [1, 2]),
+        ([over("a", 1), there("a", 3), there("b", 2)], None, None, [3, 2]),  # started again
+        ([there("a", 1), there("a", 3), there("b", 2)], None, None, [1, 3, 2]),  # a run for each rank
+        ([over("a", 1), over("b", 2)], None, None, [1, 2]),
+        ([over("a", 1), over("a", 90), over("a", 91), over("b", 92)], None, None, [90, 91, 92]),
+        ([there("a", 1), there("b", 2), there("c", 3, None)], None, None, [1, 2]),  # something else on c
+        ([there("a", 1, None)], None, None, [1]),
+        ([there("a", 1, None), there("b", 2, None)], "train", None, [1, 2]),
+        ([there("a", 1), there("b", 2), there("b", 3, slurm("1.0"))], "abc", None, [1, 2]),
+        ([there("a", 1), there("b", 2), there("b", 3, slurm("1.0"))], "train-0001", None, [1, 2]),
+        ([there("a", 1, slurm("7.0")), there("a", 2, slurm("7.1")), there("b", 3, slurm("7.1"))], None, "7", [2, 3]),
+        ([there("a", 1, slurm("7")), there("a", 2, slurm("77.0"))], None, "7", [1]),
+    ],
+)
+def test_the_newest_live_job_or_the_named_one_is_chosen(
+    runs: list[RunThere], what: str | None, slurm_job: str | None, expected: list[int]
+) -> None:
+    found = chosen(sorted(runs, key=lambda one: one.run.started_unix), what, slurm_job)
+    assert [int(one.run.started_unix) for one in found] == expected
+
+
+def test_live_runs_of_unknown_jobs_are_not_mixed() -> None:
+    runs = [there("a", 1, None), there("b", 2, None)]
+    assert len(by_job(runs)) == 2
+    with pytest.raises(RunError, match="train-0002 has not said yet which job it belongs to"):
+        chosen(runs, None)
+    with pytest.raises(RunError, match="no machine has a run other"):
+        chosen(runs, "other")
+    with pytest.raises(RunError, match="no machine has a run of job 7"):
+        chosen(runs, None, "7")
+
+
+def test_a_run_that_machines_with_a_common_home_list_is_one(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("a")
+    run("a", job=slurm("1.0"))
+    script = tmp_path / "way.sh"
+    script.write_text(f'shift; export PATH={BIN}:$PATH XDG_STATE_HOME={tmp_path}/a; exec "$@"')
+    assert main(["ls", "--json", "--hosts", "a,b", "--via", f"sh {script} {{}}"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len({one["id"] for one in found}) == len(found) == 2
+    assert {one["machine"] for one in found} == {"a", "b"}
+
+
+def test_what_a_machine_lists_is_checked(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run("a")
+    assert main(["ls", "--json"]) == 0
+    good = json.loads(capsys.readouterr().out)
+    bad: list[Any] = [
+        *(good | {"id": "../../etc"}, good | {"steps": "5"}, good | {"command": [3]}, good | {"job": {"by": 1}}),
+        *(good | {"started_unix": 1e300}, 3, [], "x", None),
+    ]
+    odd = good | {"id": good["id"][:-4] + "beef", "state": "\x1b[2Jbad\n", "command": ["\x1b[1m"], "name": "n\x07ame"}
+    odd |= {"job": {"by": "slurm", "id": "\x1b[31m" + "x" * 999}, "cause": "\x1b[5m"}
+    (tmp_path / "list").write_text("\n".join(json.dumps(one) for one in [*bad, odd]))
+    assert main(["ls", "--host", "a", "--via", way(tmp_path, f"cat {tmp_path}/list")]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 3  # the heading, the run, the cause of its end
+    assert out.replace("\n", "").isprintable()
+
+
+# ------------------------------------------------------------------------------------------------ doctor
+
+
+def test_doctor_says_of_each_machine_what_is_missing(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks = [
+        {"name": "torch", "state": "problem", "found": "no \x1b[1mtorch", "remedy": "install it"},
+        {"name": "terminal", "state": "ok", "found": "80x24", "remedy": None},
+    ]
+    (tmp_path / "doctor").write_text(json.dumps({"state": "problem", "checks": checks}, indent=1))
+    other = 'case $1$2 in dpmon--version) echo dpmon 0.0.9;; *ls) :;; *doctor) cat "${0%/*}/doctor";; esac'
+    via = way(tmp_path, BAD.replace('*) exec "$@"', f"*) {other}"))
+    assert main(["doctor", "--json", "--hosts", "a,missing,key", "--via", via]) == 1
+    found = {one["machine"]: one["checks"] for one in json.loads(capsys.readouterr().out)}
+    assert [(check["name"], check["state"]) for check in found["a"]] == [
+        ("dpmon", "warning"),
+        ("run", "warning"),
+        ("torch", "problem"),
+    ]
+    assert found["a"][0]["found"].startswith("0.0.9 there, ")
+    assert found["a"][2]["found"] == "no �[1mtorch"
+    assert found["missing"][0]["found"] == SAID["missing"]
+    assert found["key"][0]["found"] == SAID["key"]
+    assert found["key"][0]["remedy"] == f"when this works, so does dpmon: sh {tmp_path}/way.sh key dpmon --version"
+    assert main(["doctor", "--hosts", "a,key", "--via", via]) == 1
+    text = capsys.readouterr().out.splitlines()
+    assert text[0] == "a"
+    assert text[-1] == "2 warnings and 2 problems; all other checks passed"
+    assert max(map(len, text)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["ls", "--via", "x {}"], "--via is a way to machines"),
+        (["ls", "--host", "a", "--script", "x.py"], "--script shows the runs of this machine only"),
+        (["ls", "--host", "-x"], "--host: expected one argument"),
+        (["ls", "--host=-x"], "'-x' is not the name of a machine"),
+        (["ls", "--hosts", "a[1-"], "is not a list of machines"),
+    ],
+)
+def test_a_wrong_command_line_has_a_sentence(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert sentence in capsys.readouterr().err

@@ -149,23 +149,20 @@ def start(dpmon: Dpmon, metrics: Path, name: str, *words: object) -> Callable[[]
     )
 
     def short_name() -> str:
-        (found,) = [path for path in dpmon.runs() if f"-{name}-" in path.name]
-        return found.name[len("20261126-000000-") :]
+        found = [path.name for path in dpmon.runs() if f"-{name}-" in path.name]
+        return found[0][len("20261126-000000-") :] if found else ""
 
     return short_name
 
 
 def test_prometheus_names_the_slow_rank_and_the_stall(dpmon: Dpmon, servers: Servers) -> None:
     short_name = start(dpmon, servers.machines[0], "one", "--standalone", "--nproc-per-node", 2)
-    wait_for(lambda: servers.query('dpmon_run_state{state="training"}'), what="a run that trains")
-    run = short_name()
-
+    run = wait_for(short_name, what="the run")
     (alert,) = wait_for(lambda: servers.alerts("DpmonStraggler", run), what="an alert about the slow rank")
     assert (alert["rank"], alert["instance"]) == ("1", servers.instances[0])
     rules = servers.rules()
-    ((labels, share),) = servers.query(rules["DpmonStraggler"]["query"])
-    assert (labels["run"], labels["rank"]) == (run, "1")
-    assert 0.5 < share < 1
+    found = [each for each in servers.query(rules["DpmonStraggler"]["query"]) if each[0]["run"] == run]
+    assert [(labels["rank"], 0.5 < share < 1) for labels, share in found] == [("1", True)]
     silent = ("DpmonStalled", "DpmonFailed", "DpmonSilent", "DpmonStragglerOfMachines", "DpmonWaitsForData")
     assert [servers.alerts(name, run) for name in silent] == [[]] * len(silent)
     check_panels(servers)
@@ -173,7 +170,7 @@ def test_prometheus_names_the_slow_rank_and_the_stall(dpmon: Dpmon, servers: Ser
     (dpmon.cwd / "stick").touch()
     (alert,) = wait_for(lambda: servers.alerts("DpmonStalled", run), what="an alert about the stall")
     assert alert["instance"] == servers.instances[0]
-    assert [labels["run"] for labels, _ in servers.query(rules["DpmonStalled"]["query"])] == [run]
+    assert run in [labels["run"] for labels, _ in servers.query(rules["DpmonStalled"]["query"])]
     counted = int((dpmon.cwd / "steps").read_text())
     steps = f'dpmon_step_duration_seconds_count{{run="{run}"}}'
     wait_for(
@@ -210,16 +207,15 @@ def test_prometheus_names_the_slow_rank_of_a_job_on_two_machines(dpmon: Dpmon, s
         names.append(start(dpmon, metrics, f"node{node}", *words, "--master-addr", "127.0.0.1", "--master-port", port))
 
     def slow() -> list[dict[str, str]]:
-        return servers.alerts("DpmonStragglerOfMachines", names[1]()) if len(dpmon.runs()) == 2 else []
+        return servers.alerts("DpmonStragglerOfMachines", names[1]())
 
     (alert,) = wait_for(slow, what="an alert about the slow rank")
     assert (alert["rank"], alert["instance"]) == ("1", servers.instances[1])
     jobs = servers.query("dpmon_run_job_info and on (instance, run) dpmon_run_running == 1")
-    assert {labels["run"] for labels, _ in jobs} == {name() for name in names}
-    assert {labels["job_id"] for labels, _ in jobs} == {alert["job_id"]}
-    assert {(labels["instance"], labels["node"]) for labels, _ in jobs} == {
-        (instance, str(node)) for node, instance in enumerate(servers.instances)
-    }
+    found = sorted(
+        (each["node"], each["run"], each["instance"]) for each, _ in jobs if each["job_id"] == alert["job_id"]
+    )
+    assert found == [(str(node), names[node](), servers.instances[node]) for node in range(2)]
     page = (DOCS / "prometheus.md").read_text()
     rates = page.partition("The samples per second of each job are:\n\n")[2].partition("\n\n")[0]
     assert {labels["job_id"]: value for labels, value in servers.query(rates)}[alert["job_id"]] > 0

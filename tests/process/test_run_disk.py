@@ -65,10 +65,10 @@ def shared_directory(tmp_path: Path) -> Iterator[Path]:
             pytest.skip("no file system can be mounted here")
         yield place
     finally:
-        subprocess.run(["fusermount", "-u", "-z", str(place)], check=False, capture_output=True)
-        for process in reversed(processes):
+        for process in reversed(processes):  # sshfs first, which unmounts its file system
             process.terminate()
             process.wait()
+        subprocess.run(["umount", "-l", str(place)], check=False, capture_output=True)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from dpmon.record.schema import STEP
 
 SLOWER, NOT_SLOWER, INCONCLUSIVE = 4, 0, 3
 """Exit statuses."""
-PHASES_GATED = tuple(figure.name for figure in STEP_FIGURES if not figure.name.endswith("_device"))
+PHASES_GATED = (*(figure.name for figure in STEP_FIGURES if not figure.name.endswith("_device")), "cpu_step")
 Outcome = Literal["slower", "not slower", "inconclusive"]
 _STATUS: dict[Outcome, int] = {"slower": SLOWER, "not slower": NOT_SLOWER, "inconclusive": INCONCLUSIVE}
 
@@ -61,8 +61,8 @@ def judge(found: RunComparison, threshold: Threshold, *, anyway: bool = False) -
         return judgement("slower", sure)
     if told.most < 1 + threshold.limit:
         return judgement("not slower", sure)
-    or_fast = ", or on a busy machine --phase fast_step," if name == STEP else ""
-    return judgement("inconclusive", f"{sure}; more or longer runs{or_fast} would narrow this")
+    other = "; on a busy machine, --phase fast_step or cpu_step may show more" if name == STEP else ""
+    return judgement("inconclusive", f"{sure}; more or longer runs would narrow this{other}")
 
 
 def status_of(judgements: Sequence[Judgement]) -> int:

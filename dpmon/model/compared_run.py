@@ -68,6 +68,7 @@ STEP_FIGURES = tuple(_of_step())
 """Medians of times; a tenth of the steps are faster than the fast step, which other work disturbs least."""
 RUN_FIGURES = (
     Figure("mean_step", "mean step"),
+    Figure("cpu_step", "processor time a step"),
     Figure("samples_per_s", "samples/s", "/s"),
     Figure("steps_per_s", "steps/s", "/s"),
     Figure("memory", "peak memory of torch", "bytes"),
@@ -138,6 +139,7 @@ def read_run(facts: RunFacts, given: Mapping[str, str | None], **about: Any) -> 
     usual = max(there, key=lambda mode: facts.window.tally(mode, settled=True).steps, default=None)
     rows: list[tuple[StepKind, Tally]] = []
     kinds: Counter[StepKind] = Counter()
+    trained: Counter[tuple[int, int]] = Counter()
     interrupted = 0
     if usual is not None:
         until = facts.until_ns
@@ -151,6 +153,8 @@ def read_run(facts: RunFacts, given: Mapping[str, str | None], **about: Any) -> 
             kind = settled_kind(key)
             if kind is None or key.mode != usual:
                 continue
+            if kind.trains:
+                trained[at * SECOND, (at + width) * SECOND] += tally.steps
             if any(begin < (at + width) * SECOND and at * SECOND < end for begin, end in apart):
                 interrupted += tally.steps
             else:
@@ -169,7 +173,7 @@ def read_run(facts: RunFacts, given: Mapping[str, str | None], **about: Any) -> 
         kinds=kinds,
         stretch_s=facts.stretch_s,
         interrupted_steps=interrupted,
-        values={**_mean_step(rows, kinds), **_values(facts, usual)},
+        values={**_mean_step(rows, kinds), **_cpu_step(facts, trained), **_values(facts, usual)},
         straggler=told,
     )
 
@@ -182,6 +186,20 @@ def _mean_step(rows: Sequence[tuple[StepKind, Tally]], kinds: Counter[StepKind])
             whole.merge(tally)
     mean = whole.stat(STEP).mean
     return {} if mean is None else {"mean_step": mean}
+
+
+def _cpu_step(facts: RunFacts, trained: Mapping[tuple[int, int], int]) -> dict[str, float]:
+    """The processor time of all processes for each training step; nothing if unknown.
+
+    `trained`: the steps that ended in each stretch of time. The first and the last one are not full of them.
+    """
+    spent = [
+        (after - before, steps)
+        for (begin, end), steps in sorted(trained.items())[1:-1]
+        if (before := facts.samples.spent_until(begin)) is not None
+        and (after := facts.samples.spent_until(end)) is not None
+    ]
+    return {"cpu_step": sum(ns for ns, _ in spent) / sum(steps for _, steps in spent)} if spent else {}
 
 
 def _values(facts: RunFacts, mode: str | None) -> dict[str, float]:

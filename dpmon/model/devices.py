@@ -330,6 +330,8 @@ class DeviceTotals:
         self._cpus = 0
         self._use, self._others, self._own, self._load = (array("d") for _ in range(4))
         """Of the processors, in the samples outside pauses."""
+        self._at, self._spent = array("q"), array("d")
+        """Times of samples (ns), and the processor time (ns) that the run has spent by then, since the first one."""
 
     def _track(self, index: int) -> DeviceFacts:
         if index not in self.tracks:
@@ -362,6 +364,11 @@ class DeviceTotals:
             self.gpu_absent = text_in(data, "gpu_absent")
             if not paused:
                 self._take_processors(data)
+            own = number_in(data, "run_cpu_pct")
+            later = t_ns is not None and (not self._at or t_ns > self._at[-1])
+            if own is not None and t_ns is not None and later and data.get("node") is None:  # else of one of several
+                self._spent.append(self._spent[-1] + own / 100 * (t_ns - self._at[-1]) if self._at else 0.0)
+                self._at.append(t_ns)
         if t_ns is not None:
             self.last_ns = max(self.last_ns, t_ns)
             track.place(t_ns / 1e9, _sum_of(util), _sum_of(used))
@@ -389,6 +396,14 @@ class DeviceTotals:
         self._own.append(own / 100)
         if load is not None:
             self._load.append(load)
+
+    def spent_until(self, t_ns: int) -> float | None:
+        """The processor time (ns) of the run's processes from the first sample to a time; None outside the samples."""
+        place = bisect_right(self._at, t_ns)
+        if not 0 < place < len(self._at):
+            return None
+        (begin, before), (end, after) = ((self._at[at], self._spent[at]) for at in (place - 1, place))
+        return before + (after - before) * (t_ns - begin) / max(end - begin, 1)
 
     def gpus(self) -> tuple[DeviceFacts, ...]:
         """Every sampled GPU, without the host."""

@@ -10,7 +10,7 @@ import time
 from contextlib import closing
 from math import comb, exp, sqrt
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from joined import joined_rows
@@ -24,6 +24,7 @@ from dpmon.cli.main import main
 from dpmon.model.compare_gate import Judgement, Threshold, judge, outcome, status_of
 from dpmon.model.compare_runs import RunComparison, compare_runs, sentence
 from dpmon.model.compare_samples import _chances, change
+from dpmon.model.devices import DeviceTotals
 from dpmon.record.kinds import Event
 from dpmon.report.comparison import as_object, document, read
 from dpmon.report.page import page
@@ -113,8 +114,9 @@ def a_run(
     """Make a run of 20 s in steps of 50 ms: `slow` times as long, or with another share of `data`."""
     training = Training(mode="single", step_ns=int(SECOND / 20 * slow), seed=seed, batch=batch)
     training.shares["single"]["data"] = data
-    events = about.pop("events", [])
-    rows = {0: [*training.begin(), *training.run(steps)], -1: [host_event(float(t)) for t in range(15)] + list(events)}
+    busy: Any = about.pop("busy", {})
+    hosts = [host_event(float(t), **busy) for t in range(20)]
+    rows = {0: [*training.begin(), *training.run(steps)], -1: [*hosts, *about.pop("events", [])]}  # type: ignore[misc]
     return keep(rows, seconds=training.now / SECOND, **about)  # type: ignore[arg-type]
 
 
@@ -357,10 +359,28 @@ def test_the_fast_step_shows_a_change_where_other_work_disturbs_most_steps(state
     limits = Threshold("step", 0.05), Threshold("fast_step", 0.05)
     equal, slower = compared(a, b, *limits), compared(a, c, *limits)
     assert [one.outcome for one in equal.judgements] == ["inconclusive", "not slower"]
-    assert "or on a busy machine --phase fast_step, would narrow this" in equal.judgements[0].text
+    assert "on a busy machine, --phase fast_step or cpu_step may show more" in equal.judgements[0].text
     assert [one.outcome for one in slower.judgements] == ["inconclusive", "slower"]
     assert slower.judgements[1].text.startswith("slower (fast step, limit +5.0 %): +")
     assert slower.found.compared["fast_step"].change.ratio == pytest.approx(1.1, abs=0.03)
+
+
+def test_the_processor_time_of_a_step_is_that_of_all_processes(state: Path) -> None:
+    run = read(a_run(1))
+    assert run.values["cpu_step"] == pytest.approx(1.8 * 0.05 * SECOND, rel=0.05), "20 steps/s on 1.8 processors"
+    assert "cpu_step" not in read(a_run(1, busy={"node": 1})).values, "they run on other machines, too"
+    assert "cpu_step" not in read(a_run(1, steps=30)).values, "no whole second"
+    sides = ([a_run(seed, busy={"run_cpu_pct": use + seed}) for seed in range(3)] for use in (100, 112))
+    assert compared(*sides, Threshold("cpu_step", 0.05)).outcome.startswith("slower (processor time a step, limit")
+
+
+def test_a_sample_covers_the_time_since_the_one_before_it() -> None:
+    found = DeviceTotals()
+    for t, use in ((1.0, 50.0), (2.0, 100.0), (1.5, 900.0), (3.0, None), (4.0, 30.0)):
+        found.sample("host", host_event(t, run_cpu_pct=use).data)
+    assert [found.spent_until(int(t * SECOND)) for t in (0.5, 1.0, 1.5, 2.0, 3.0, 4.5)] == [
+        None, 0.0, 0.5 * SECOND, SECOND, 1.3 * SECOND, None,
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ screen

@@ -105,14 +105,15 @@ def rate_words(rate: Rate | None) -> str:
     return (unit or f"{compact(rate.samples_per_s)} samples/s") + within_words(rate)
 
 
+_BYTES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+
+
 def memory(count: float | None) -> str:
     """Bytes with a binary unit and three digits: "71.2 GiB"."""
     if count is None:
         return UNKNOWN
-    for scale, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if count >= scale * 0.9995:
-            return f"{three(count / scale)} {unit}"
-    return f"{count:.0f} B"
+    scale, unit = next((each for each in _BYTES if count >= each[0] * 0.9995), _BYTES[-1])
+    return f"{three(count / scale) if scale > 1 else f'{count:.0f}'} {unit}"
 
 
 def memory_of(used: float | None, total: float | None) -> str:
@@ -120,6 +121,15 @@ def memory_of(used: float | None, total: float | None) -> str:
     whole = memory(total)
     number, _, unit = memory(used).partition(" ")
     return f"{number} / {whole}" if whole.endswith(" " + unit) else f"{memory(used)} / {whole}"
+
+
+def left_of(used: float | None, total: float | None) -> str:
+    """What is left of a memory, in the unit of its size: "69.8 of 141 GiB free"."""
+    if total is None:
+        return UNKNOWN
+    whole = memory(total)
+    scale = next(scale for scale, unit in _BYTES if whole.endswith(f" {unit}"))
+    return f"{UNKNOWN if used is None else three(max(total - used, 0) / scale)} of {whole} free"
 
 
 def quantity_words(quantity: Quantity, known: Sum, steps: int) -> str:

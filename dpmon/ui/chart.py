@@ -11,6 +11,10 @@ from dpmon.ui.rows import Row, Span, merged, width_of
 
 _ROWS_OF_PHASES = 6
 """Fewest rows in which a history shows the phases of its columns: in fewer, some shares would be 0.15 too large."""
+DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""The dots of a braille character, by column, from the top (Unicode 15, 2800 to 28FF)."""
+_FILLED = [[sum(dots[4 - count :]) for count in range(5)] for dots in DOTS]
+"""Halves of a braille character with 0 to 4 dots from below."""
 _NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 
 
@@ -72,16 +76,11 @@ def area(values: Sequence[float | None], width: int, height: int, top: float, gl
             if None in cell:
                 text += glyphs.middot if row == 0 else " "
             elif glyphs.braille:
-                text += chr(0x2800 + _LEFT_DOTS[cell[0] or 0] + _RIGHT_DOTS[cell[1] or 0])
+                text += chr(0x2800 + _FILLED[0][cell[0] or 0] + _FILLED[1][cell[1] or 0])
             else:
                 text += glyphs.blocks[cell[0] or 0]
         rows.append(text.ljust(width))
     return rows
-
-
-_LEFT_DOTS = (0x00, 0x40, 0x44, 0x46, 0x47)
-_RIGHT_DOTS = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
-"""Halves of a braille character, filled from below (Unicode 15, 2800 to 28FF)."""
 
 
 def busy_legend(width: int, glyphs: Glyphs) -> Row:
@@ -245,10 +244,6 @@ def stacked(
     return rows
 
 
-_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""The dots of a braille character, by column, from the top (Unicode 15, 2800 to 28FF)."""
-
-
 def curves(
     lines: Sequence[tuple[Sequence[tuple[float, float]], str]],
     marked: Sequence[float],
@@ -268,7 +263,7 @@ def curves(
     for points, style in lines:
         for x, y in _dots_of(points, width * across, height * up, low, top):
             sign = cells[y // up][x // across][0]
-            dot = _DOTS[x % across][y % up] if glyphs.braille else 0
+            dot = DOTS[x % across][y % up] if glyphs.braille else 0
             cells[y // up][x // across] = (chr((0x2800 if sign == " " else ord(sign)) | dot) if dot else "*", style)
     for at in marked:
         cells[-1][min(max(int(at * width), 0), width - 1)] = (glyphs.cross, "bad")

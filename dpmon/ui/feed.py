@@ -70,6 +70,8 @@ class Feed:
         self.ended: ExitInfo | None = None
         """How the run ended; None while it runs or while its end is unknown."""
         self._last_line: str | None = None
+        self.waits = False
+        """Whether the screen has room for the ranks over time."""
         self.findings: Sequence[Finding] | None = None
         """The findings of the finished run; None while they are not known."""
         self._alive: bool | None = None
@@ -305,7 +307,7 @@ class Feed:
         reader = self._reader
         if reader is None:
             return Facts(self.state, 0, view=view, reading=self._reads)
-        wanted = _wanted(view, self._wanted._replace(ranks=max(self._ranks, self._wanted.ranks)))
+        wanted = self._parts(view, self._wanted._replace(ranks=max(self._ranks, self._wanted.ranks)))
         if self._wanted != wanted:
             self._wanted, self._rests_until, self._seen = wanted, 0.0, None
             self._look()
@@ -337,6 +339,12 @@ class Feed:
             reading=self._reads,
         )
 
+    def _parts(self, view: View, before: Wanted, stride: int = _STRIDE) -> Wanted:
+        """The parts of the state that a view needs; `stride`: how many ranks the user scrolls before more are read."""
+        first = view.scrolled.get("replicas", 0) // stride * stride
+        waits = self.waits or view.zoom == "replicas"
+        return before._replace(span_s=view.span_s, first_rank=first, process=view.process, waits=waits)
+
     def set_rank_room(self, ranks: int) -> bool:
         """Set how many ranks fit on the screen; returns whether the state lacks some of them."""
         self._ranks = ranks + _STRIDE
@@ -344,7 +352,7 @@ class Feed:
 
     def still(self, facts: Facts, view: View) -> Facts:
         """The frozen facts with another view; reads more of the same moment if the view needs it."""
-        before, wanted = (_wanted(each, _FROZEN, FROZEN_RANKS // 2) for each in (facts.view, view))
+        before, wanted = (self._parts(each, _FROZEN, FROZEN_RANKS // 2) for each in (facts.view, view))
         if before != wanted:
             wanted = wanted._replace(over=facts.over)
             state = self._taken(self._still, wanted, facts.now_ns)
@@ -370,7 +378,7 @@ class Feed:
         """The facts as of the earlier time of their view; the histories stay those of the frozen `facts`."""
         at_ns, wanted = (
             facts.view.at_ns,
-            _wanted(facts.view, _FROZEN, FROZEN_RANKS // 2),
+            self._parts(facts.view, _FROZEN, FROZEN_RANKS // 2),
         )
         if at_ns is None:
             return facts
@@ -397,10 +405,3 @@ class Feed:
                 None if facts.over else self.now_ns(),
             ),
         )
-
-
-def _wanted(view: View, before: Wanted, stride: int = _STRIDE) -> Wanted:
-    """The parts of the state that a view needs; `stride`: how many ranks the user scrolls before more are read."""
-    first = view.scrolled.get("replicas", 0) // stride * stride
-    waits = view.zoom == "replicas"
-    return before._replace(span_s=view.span_s, first_rank=first, process=view.process, waits=waits)

@@ -145,7 +145,9 @@ class Glyphs:
     """A cell of a history in which the run was stalled."""
     arrow: str
     span: tuple[str, str, str, str]
-    """A range: left end, line, the median, right end."""
+    """A range: left end, line, the median, right end. Ranges one below the other do not touch."""
+    tick: str
+    """The place of a time on a scale."""
     times: str
     middot: str
     cut_top: str
@@ -167,7 +169,8 @@ UNICODE = Glyphs(
     square="■",
     hatch="╱",
     arrow="→",
-    span=("├", "─", "┼", "┤"),
+    span=("╶", "─", "●", "╴"),
+    tick="├",
     times="×",
     middot="·",
     cut_top="▲",
@@ -188,6 +191,7 @@ ASCII = Glyphs(
     hatch="/",
     arrow="->",
     span=("|", "-", "+", "|"),
+    tick="|",
     times="x",
     middot="-",
     cut_top="^",

@@ -24,8 +24,8 @@ from dpmon.ui.rows import Row, box, cropped, dimmed, fit, plain, width_of
 from dpmon.ui.scenes import scene_of
 
 _WIDEST = 84
-_TALL = 50
-"""From this many rows on, panel 6 has room for the longest steps."""
+TALL = 50
+"""From this many rows on, panel 2 has room for the ranks over time, and panel 6 for the longest steps."""
 _SHARE = 2
 """The note covers at most one in this many rows of the screen."""
 
@@ -33,13 +33,14 @@ _SHARE = 2
 def places(facts: Facts, width: int, height: int) -> dict[str, Slot]:
     """The current place of each panel."""
     line = 1 if facts.playing is not None and height > MIN_HEIGHT else 0
-    scene = scene_of(facts)
+    scene, tall = scene_of(facts), height >= TALL
+    second = panel_ranks.wanted_rows(facts, tall) if scene.second is panel_ranks else scene.second.wanted_rows(facts)
     wanted = {
         "devices": panel_devices.wanted_rows(facts),
-        "replicas": scene.second.wanted_rows(facts) + 1,
+        "replicas": second + 1,
         "batch": panel_batch.wanted_rows(facts),
         "compare": scene.fourth.wanted_rows(facts),
-        "progress": panel_progress.wanted_rows(facts, height >= _TALL),
+        "progress": panel_progress.wanted_rows(facts, tall),
     }
     slots = arrange(width, height - line, scene.arrangement, wanted, facts.view.zoom)
     if line:
@@ -109,7 +110,7 @@ def _content(panel: str, facts: Facts, output: Output, slot: Slot, look: Look) -
     width, height = slot.width - 4, max(slot.height - 2, 0)
     zoomed = facts.view.zoom == panel
     if panel == "devices":
-        title, corner = panel_devices.title(facts, look)
+        title, corner = panel_devices.title(facts, look, slot.folded)
         drawn = panel_devices.zoomed if zoomed else panel_devices.devices
         return title, corner, drawn(facts, width, height, look)
     if panel == "replicas":

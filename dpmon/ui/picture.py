@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from itertools import groupby
 
@@ -11,6 +11,7 @@ from rich.style import Style
 
 from dpmon.text.cells import span_width
 from dpmon.text.palettes import named
+from dpmon.ui.chart import DOTS
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
 
@@ -21,6 +22,8 @@ _BASE = 12.6
 """Pixels from a row's upper edge to the baseline of its text."""
 _MARGIN = 10.0
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_BRAILLE = range(0x2800, 0x2900)
+"""Drawn as dots: many fonts lack these characters."""
 _FONTS = "'DejaVu Sans Mono','Menlo','Consolas',monospace"
 
 
@@ -64,10 +67,10 @@ class SvgPage:
             left = _MARGIN + x * _CELL
             if back != self.back:
                 yield f'<rect x="{left:.2f}" y="{top:.1f}" width="{wide * _CELL:.2f}" height="{_LINE}" fill="{back}"/>'
-            for blocks, group in groupby(text, key=lambda char: char in _BLOCKS):
+            for drawn, group in groupby(text, key=_drawn):
                 part = "".join(group)
-                if blocks:
-                    yield from self._blocks(part, _MARGIN + x * _CELL, top, fore)
+                if drawn is not None:
+                    yield from drawn(part, _MARGIN + x * _CELL, top, fore)
                 elif part.strip():
                     yield self._text(part, x, top, fore, style)
                 x += span_width(part)
@@ -75,16 +78,6 @@ class SvgPage:
     def _colours(self, style: Style) -> tuple[str, str]:
         fore, back = _rgb(style.color) or self.fore, _rgb(style.bgcolor) or self.back
         return (back, fore) if style.reverse else (fore, back)
-
-    def _blocks(self, text: str, left: float, top: float, fore: str) -> Iterator[str]:
-        for char, group in groupby(text):
-            wide = _CELL * len(list(group))
-            high = _LINE * (_BLOCKS.index(char) + 1) / 8
-            yield (
-                f'<rect x="{left:.2f}" y="{top + _LINE - high:.2f}" width="{wide:.2f}" height="{high:.2f}"'
-                f' fill="{fore}"/>'
-            )
-            left += wide
 
     def _text(self, text: str, x: int, top: float, fore: str, style: Style) -> str:
         skipped = len(text) - len(text.lstrip(" "))
@@ -101,6 +94,33 @@ class SvgPage:
             f' y="{top + _BASE:.1f}" textLength="{span_width(shown) * _CELL:.2f}" lengthAdjust="spacingAndGlyphs">'
             f"{escape(shown, quote=False)}</text>"
         )
+
+
+def _drawn(char: str) -> Callable[[str, float, float, str], Iterator[str]] | None:
+    """How a character is drawn; None: as text."""
+    return _blocks if char in _BLOCKS else _dots if ord(char) in _BRAILLE else None
+
+
+def _blocks(text: str, left: float, top: float, fore: str) -> Iterator[str]:
+    for char, group in groupby(text):
+        wide = _CELL * len(list(group))
+        high = _LINE * (_BLOCKS.index(char) + 1) / 8
+        yield (
+            f'<rect x="{left:.2f}" y="{top + _LINE - high:.2f}" width="{wide:.2f}" height="{high:.2f}" fill="{fore}"/>'
+        )
+        left += wide
+
+
+def _dots(text: str, left: float, top: float, fore: str) -> Iterator[str]:
+    """Dots in two columns and four rows of each cell: one path of short lines with round ends."""
+    places = [
+        f"M{left + (cell + x / 2 + 0.25) * _CELL:.1f} {top + (y / 4 + 0.125) * _LINE:.1f}h.01"
+        for cell, char in enumerate(text)
+        for x, column in enumerate(DOTS)
+        for y, dot in enumerate(column)
+        if ord(char) & dot
+    ]
+    yield f'<path d="{"".join(places)}" stroke="{fore}" stroke-width="2.4" stroke-linecap="round"/>'
 
 
 def _rgb(colour: Color | None) -> str | None:

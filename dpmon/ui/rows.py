@@ -145,7 +145,8 @@ def box(
     if height <= 1 or width < 8:
         mark = glyphs.focus if focused else " "
         number: Row = [("  ", ""), *corner] if corner else []
-        forms = ([*title, *number], [*title[:1], *number], title[:1])  # a number is never cut
+        # A number is never cut.
+        forms = ([*title, *number], [*title[:1], *number], [*title[:1], *number[:3]], title[:1])
         shown = next((form for form in forms if width_of(form) + 2 <= width), title[:1])
         return [fit([(mark, "frame.focus"), *shown], width, glyphs.more)][:height]
     style = "frame.focus" if focused else "frame"

@@ -25,7 +25,7 @@ REST = ("forward rest", "fwd rest", "fwd")
 _LEFT = " ▏▎▍▌▋▊▉█"
 _TOOK = 9
 _SCALED = 3
-"""From this height on, the first row is the scale; with ranks, one row more."""
+"""From this height on, the first row is the scale; with ranks, one row more; one fewer if there is only one row."""
 _TICK = 16
 """Cells from one tick of the scale to the next, at least."""
 
@@ -47,7 +47,7 @@ def waterfall(
     if own is None or height <= 0:
         return []
     ranks = ranks if height > 1 else ()
-    with_scale = height >= _SCALED + bool(ranks)
+    with_scale = height >= _SCALED + bool(ranks) - (not lanes_of(own) and not own.step.buckets)
     height -= with_scale
     first = "" if with_scale else "last step, "
     names = [f"{'' if at else first}rank {one.rank}" for at, one in enumerate(ranks or (process,))]
@@ -55,7 +55,7 @@ def waterfall(
         names = ["main" if with_scale else "last step"]
     label = max(10, len(names[0]) + 1)
     if not ranks:
-        label = min(max(label, *(5 + span_width(clean(lane.device, 12)) for lane in own.lanes), 0), 18)
+        label = min(max(label, *(5 + span_width(clean(lane.device, 12)) for lane in lanes_of(own)), 0), 18)
     room = width - label - _TOOK
     if room < 8:
         return []
@@ -81,11 +81,16 @@ def waterfall(
         times, idle = [one.last_step.wall_ns for one in left if one.last_step is not None], 0
         hidden = height > 1
     else:
-        lanes, unseen = _chosen(own.lanes, height - 1)
+        lanes, unseen = _chosen(lanes_of(own), height - 1)
         rows += [_lane(lane, own, label, room, top, look) for lane in lanes]
         times = [lane.took_ns for lane in unseen if lane.pieces]
         idle, hidden = len(unseen) - len(times), True
     return [*rows, _condensed(times, idle, label, width, look)] if (hidden and times) or idle else rows
+
+
+def lanes_of(timeline: StepTimeline) -> Sequence[Lane]:
+    """The lanes worth a row: a single one would repeat the forward."""
+    return timeline.lanes if len(timeline.lanes) > 1 else ()
 
 
 def _aligned(timelines: Sequence[StepTimeline]) -> list[int]:
@@ -101,7 +106,7 @@ def _aligned(timelines: Sequence[StepTimeline]) -> list[int]:
 def _scale(timelines: Iterable[StepTimeline], label: int, room: int, top: float, look: Look) -> Row:
     """The scale of the rows below, with a tick at round times; at its end, what a dotted row means."""
     step = max(ceiling(top * _TICK / room), 1.0)
-    tick, line = look.glyphs.span[:2]
+    tick, line = look.glyphs.tick, look.glyphs.span[1]
     cells = [line] * room
     for number in range(int(top / step) + 1):
         value, unit = duration(number * step).split()

@@ -18,6 +18,7 @@ from dpmon.text.quantities import (
     duration,
     duration_words,
     group,
+    left_of,
     memory,
     memory_of,
     minutes,
@@ -70,6 +71,10 @@ def test_numbers() -> None:
     assert [percent(n) for n in (None, 0.0, 0.004, 0.31, 1.0)] == ["–", "0 %", "<1 %", "31 %", "100 %"]
     assert [memory(n) for n in (None, 0, 1023, 1024, 71 << 30)] == ["–", "0 B", "1023 B", "1.00 KiB", "71.0 GiB"]
     assert memory_of(512 << 20, 141 << 30) == "512 MiB / 141 GiB"
+    assert left_of(72 << 30, 141 << 30) == "69.0 of 141 GiB free"
+    assert left_of((80 << 30) - (871 << 20), 80 << 30) == "0.85 of 80.0 GiB free"
+    assert left_of(None, 80 << 30) == "– of 80.0 GiB free"
+    assert left_of(None, None) == "–"
     assert [clock(n) for n in (None, 0, 221 * SECOND, 90_061 * SECOND)] == ["–", "00:00:00", "00:03:41", "1d 01:01:01"]
 
 

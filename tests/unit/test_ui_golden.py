@@ -19,15 +19,16 @@ import pytest
 from joined import joined_ranks
 from many_nodes import ManyNodes
 from recorded import linear_run
-from situations import INFO, LOOK, MONO_ASCII, exit_of, with_process
+from situations import INFO, LOOK, MONO_ASCII, exit_of, focused, with_process
 from stored import state_of
 from stuck_ranks import after_stall, ended_in_stall, stalled, stalled_in_playback
 from synthetic import SECOND, Training, decoded, host_event, whole_device_event
 from test_ui_panel_progress import FINDINGS, epochs, losses
 
+from dpmon.model.finding import Finding
 from dpmon.model.progress import Progress
 from dpmon.record.kinds import Call, Event, Record
-from dpmon.ui.facts import Facts, Past, View
+from dpmon.ui.facts import Facts, Past, Playing, View
 from dpmon.ui.look import Look
 from dpmon.ui.paint import paint, places
 from dpmon.ui.panels.panel_output import Output
@@ -43,7 +44,8 @@ def memory(training: Training, peaks: list[dict[str, Any]]) -> bytes:
 
 
 def starting() -> Facts:
-    return Facts(state_of([host_event(1.0)]), 3 * SECOND, INFO, stage=("importing torch", SECOND), alive=True)
+    info = replace(INFO, options={"mode": "auto", "replicas": 2})
+    return Facts(state_of([host_event(1.0)]), 3 * SECOND, info, stage=("importing torch", SECOND), alive=True)
 
 
 @lru_cache(maxsize=16)
@@ -63,21 +65,26 @@ def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: 
     if both:
         peaks = [*peaks, *({"device": d, "peak_bytes": 1 << 30, "peak_after_step": 2100} for d in devices[1:])]
         payloads.append(memory(training, peaks))
-    for second in range(70):
-        for index in range(count):
-            payloads.append(
-                whole_device_event(
-                    float(second),
-                    index,
-                    util_pct=40 + (second * 7 + index * 13) % 60,
-                    mem_used_bytes=(20 + second // 2 + index) << 30,
-                    mem_run_bytes=(15 + second // 2) << 30,
-                    power_w=300.0 + 3 * (second % 50),
-                    of_run=index < len(devices),
-                    throttle=["power cap"] if index == 1 else [],
-                )
-            )
-    return Facts(state_of(payloads), training.now, INFO, alive=True, can_toggle=True)
+    payloads += samples(count, len(devices))
+    return Facts(state_of(payloads, slowest=8), training.now, INFO, alive=True, can_toggle=True)
+
+
+def samples(count: int, ours: int, least_gib: int = 20) -> list[bytes]:
+    """Return the samples of GPUs, `ours` of them used by the run. They hold more each second."""
+    return [
+        whole_device_event(
+            float(second),
+            index,
+            util_pct=40 + (second * 7 + index * 13) % 60,
+            mem_used_bytes=(least_gib + second // 2 + index) << 30,
+            mem_run_bytes=(least_gib - 5 + second // 2) << 30,
+            power_w=300.0 + 3 * (second % 50),
+            of_run=index < ours,
+            throttle=["power cap"] if index == 1 else [],
+        )
+        for second in range(70)
+        for index in range(count)
+    ]
 
 
 @lru_cache(maxsize=4)
@@ -151,31 +158,75 @@ def evaluated() -> Facts:
 
 def learning(progress: Progress | None = None, **changes: Any) -> Facts:
     """Return a run with epochs and a loss that was NaN once."""
-    facts = with_process(recorded(0.3), progress=progress or epochs())
-    found = losses(bad=20)
-    points = tuple(point._replace(second=point.second + 14) for point in found.points)
+    return learned(recorded(0.3), progress, bad=20, **changes)
+
+
+def learned(facts: Facts, progress: Progress | None = None, bad: int | None = None, **changes: Any) -> Facts:
+    """Return the facts with epochs and a loss of each second."""
+    facts, found = with_process(facts, progress=progress or epochs()), losses(bad=bad)
+    begin_s = focused(facts).began_ns // SECOND
+    points = tuple(point._replace(second=point.second + begin_s) for point in found.points)
+    points = tuple(point for point in points if point.second <= facts.now_ns // SECOND)
     return replace(facts, state=replace(facts.state, losses=(replace(found, points=points),)), **changes)
+
+
+def one_gpu() -> Facts:
+    """Return a script that trains on one GPU, whose memory is almost full."""
+    training = Training(mode="single", devices=("cuda:0",), via=None, virtual=False, step_ns=16_000_000)
+    records = [*training.begin(), *training.run(4000), *samples(1, 1, 102)]
+    return learned(Facts(state_of(records, slowest=8), training.now, INFO, alive=True))
+
+
+@lru_cache(maxsize=2)
+def ranks_on_gpus(count: int) -> Facts:
+    """Return ranks on eight GPUs, after 26 s; another one becomes the slowest after half of the time."""
+    recording, now = joined_ranks(count, slow=2, phase="data", steps=12_000 // count, then=(6000 // count, 5))
+    state = replace(recording.state(waits=True, slowest=8), devices=gpus(8).state.devices)
+    return learned(Facts(state, now, INFO, alive=True))
+
+
+def stalled_on_gpus() -> Facts:
+    """Return a stall of eight ranks on GPUs."""
+    facts = stalled(8)
+    return replace(facts, state=replace(facts.state, devices=gpus(8).state.devices))
+
+
+def played_back() -> Facts:
+    """Return the recorded run in a playback."""
+    facts = learning()
+    return replace(facts, alive=None, can_toggle=False, playing=Playing(facts.now_ns, 285 * SECOND, True, 4.0))
 
 
 def happened() -> Facts:
     """Return such a run after its end."""
     over = exit_of(1, None, 107 * SECOND)
     why = "RuntimeError: no such token: 17 (train.py:88)"
-    return learning(
-        epochs(left_ns=None, error_ns=None), ended=over, alive=False, can_toggle=False, last_line=why, findings=FINDINGS
-    )
+    failed = Finding("failed", f"An exception ended the run: {why}.", "", "read the traceback at the end", 1.0)
+    ended = {"ended": over, "alive": False, "can_toggle": False, "last_line": why, "findings": (failed, *FINDINGS)}
+    return learning(epochs(left_ns=None, error_ns=None), **ended)
+
+
+SCENES: dict[str, Callable[[], Facts]] = {
+    "starting": starting,
+    "single": one_gpu,
+    "dp": lambda: learned(gpus(8)),
+    "toggled": lambda: learned(gpus(2, both=True)),
+    "ranks on GPUs": lambda: ranks_on_gpus(8),
+    "many ranks": lambda: ranks_on_gpus(64),
+    "stalled": stalled_on_gpus,
+    "happened": happened,
+    "playback": played_back,
+}
+"""Every scene of the screen, drawn in every size."""
+SIZES = ((80, 24), (120, 40), (160, 50), (200, 60))
 
 
 SITUATIONS: dict[str, tuple[Callable[[], Facts], int, int, Look]] = {
-    "starting 120x40": (starting, 120, 40, LOOK),
-    "dp over 8 120x40": (lambda: gpus(8), 120, 40, LOOK),
-    "dp over 8 200x60": (lambda: gpus(8), 200, 60, LOOK),
-    "dp over 8 80x24": (lambda: gpus(8), 80, 24, LOOK),
+    **{f"{name} {w}x{h}": (make, w, h, LOOK) for name, make in SCENES.items() for w, h in SIZES},
     "dp over 64 120x40": (lambda: gpus(8, replicas=64), 120, 40, LOOK),
-    "single 120x40": (lambda: recorded(0.6), 120, 40, LOOK),
+    "toggled to single 120x40": (lambda: recorded(0.6), 120, 40, LOOK),
     "one device 120x40": (one_device, 120, 40, LOOK),
     "one device 80x24": (one_device, 80, 24, LOOK),
-    "comparison 120x40": (lambda: gpus(2, both=True), 120, 40, LOOK),
     "comparison 80x24 zoomed": (
         lambda: replace(gpus(4, both=True), view=View("compare", "compare")), 80, 24, LOOK,
     ),
@@ -190,20 +241,12 @@ SITUATIONS: dict[str, tuple[Callable[[], Facts], int, int, Look]] = {
     "16 GPUs 120x40": (lambda: gpus(16, replicas=8), 120, 40, LOOK),
     "devices zoomed 120x40": (lambda: replace(gpus(2), view=View("devices", "devices")), 120, 40, LOOK),
     "devices zoomed 80x24 ascii": (lambda: replace(gpus(2), view=View("devices", "devices")), 80, 24, MONO_ASCII),
-    "progress 80x24": (learning, 80, 24, LOOK),
-    "progress 120x40": (learning, 120, 40, LOOK),
-    "progress 200x60": (learning, 200, 60, LOOK),
     "progress 80x24 ascii": (learning, 80, 24, MONO_ASCII),
-    "happened 120x40": (happened, 120, 40, LOOK),
-    "happened 80x24": (happened, 80, 24, LOOK),
     "ranks 120x40": (lambda: ranks(4), 120, 40, LOOK),
     "ranks 80x24": (lambda: ranks(4), 80, 24, LOOK),
-    "ranks 8 200x60": (lambda: ranks(8), 200, 60, LOOK),
     "looked back 120x40": (looked_back, 120, 40, LOOK),
     "ranks over time 120x40": (changing_ranks, 120, 40, LOOK),
     "ranks over time 80x24 ascii": (changing_ranks, 80, 24, MONO_ASCII),
-    "ranks 64 80x24": (lambda: ranks(64), 80, 24, LOOK),
-    "ranks 64 120x40": (lambda: ranks(64), 120, 40, LOOK),
     **{
         f"nodes {count} {width}x{height}": (partial(nodes, count, trouble=count > 2), width, height, LOOK)
         for count in (2, 16, 125)
@@ -238,7 +281,7 @@ def drawn(rows: list[Row], look: Look, legend: dict[str, str]) -> list[str]:
 def picture(name: str) -> str:
     make, width, height, look = SITUATIONS[name]
     facts = make()
-    panels = (*PANELS, "status") if name.startswith(("stall", "progress", "happened", "nodes")) else PANELS
+    panels = (*PANELS, "status") if name.startswith((*SCENES, "stall", "progress", "nodes")) else PANELS
     slots = {panel: slot for panel, slot in places(facts, width, height).items() if panel in panels}
     painted = paint(facts, Output(), slots, look)
     legend: dict[str, str] = {}

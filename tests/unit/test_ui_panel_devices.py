@@ -19,10 +19,10 @@ def test_without_a_gpu_the_host_is_shown_in_one_row_or_two_and_why_on_the_full_s
     facts = facts_of(Training())
     for width in (56, 60, 66):
         load, own = rows_text(panel_devices.devices(facts, width, 3, LOOK))
-        assert load.endswith("43 %  mem  2.14 / 23.1 GiB")
+        assert load.endswith("43 %  21.0 of 23.1 GiB free")
         assert own == "this run  1.80 cores   774 MiB"
     (wide,) = rows_text(panel_devices.devices(facts, 100, 3, LOOK))
-    assert wide.endswith("43 %  mem  2.14 / 23.1 GiB  this run  1.80 cores   774 MiB")
+    assert wide.endswith("43 %  21.0 of 23.1 GiB free  this run  1.80 cores   774 MiB")
     more = rows_text(panel_devices.zoomed(facts, 100, 20, LOOK))
     assert more[0] == wide
     assert more[-1] == "no GPU: NVML library not found"
@@ -118,7 +118,7 @@ def test_an_unknown_utilisation_is_a_dash() -> None:
     state = state_of([device_event(1.0, 0, util_pct=None, mem_used_bytes=None, absent={"util_pct": "GPU is lost"})])
     rows = rows_text(panel_devices.devices(Facts(state, 0, INFO), 80, 6, LOOK))
     assert " – " in rows[0]
-    assert "– / 141 GiB" in rows[0]
+    assert "– of 141 GiB free" in rows[0]
     assert "utilisation: GPU is lost" in rows
 
 

@@ -78,12 +78,12 @@ def test_the_share_and_the_spread_have_room_at_120_columns() -> None:
     facts = facts_of(Training(devices=[f"cpu:{i}" for i in range(4)], batch=26))
     rows = rows_text(panel_replicas.table(facts, 56, 9, LOOK))
     assert [row.split()[6] for row in rows[1:5]] == ["7", "7", "7", "5"]
-    assert all("┼" in row and "├" in row for row in rows[1:5])
+    assert all("●" in row and "╶" in row for row in rows[1:5])
     assert scaled(rows[0])
     for width in range(40, 120):
         header, row, *_ = rows_text(panel_replicas.table(facts, width, 9, LOOK))
         assert ("━" in row) == ("share" in header), "no column without its heading"
-        assert ("├" in row) == scaled(header)
+        assert ("╶" in row) == scaled(header)
 
 
 def test_the_spread_has_a_scale_and_full_screen_says_what_the_times_are() -> None:

@@ -106,7 +106,7 @@ def test_bars_and_lines() -> None:
     assert plain(filled_bar(None, 4, UNICODE)) == "····"
     assert spark([0, 50, 100, None], 6, UNICODE) == " ▄█·  "
     assert spark([0, 1, 100], 3, ASCII) == " .@"
-    assert range_bar(1, 2, 4, 4, 9, UNICODE) == "  ├─┼───┤"
+    assert range_bar(1, 2, 4, 4, 9, UNICODE) == "  ╶─●───╴"
 
 
 @pytest.mark.parametrize(

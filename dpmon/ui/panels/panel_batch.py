@@ -20,7 +20,7 @@ from dpmon.ui.look import LETTERS, Look, letter_in
 from dpmon.ui.panels.panel_replicas import size_text
 from dpmon.ui.rows import Row, dimmed, lines, width_of
 from dpmon.ui.time_axis import axis_of, axis_row, marks_of, pictured, stalls_of
-from dpmon.ui.waterfall import REST, waterfall
+from dpmon.ui.waterfall import REST, lanes_of, waterfall
 
 WITHOUT_RANKS = 8
 """Rows of the panel that never show a rank: its frame, its table and its history."""
@@ -36,9 +36,9 @@ def wanted_rows(facts: Facts) -> int:
     timeline = _timeline(facts)
     if timeline is None:
         return 4 + 5 + 3
-    lanes = len(_ranks(facts)) or 1 + len(timeline.lanes)
+    lanes = len(_ranks(facts)) or 1 + len(lanes_of(timeline))
     sampled = facts.state.last_sample is not None
-    return 4 + bool(figures(facts).counted) + 5 + 1 + bool(timeline.step.buckets) + sampled + min(lanes, 9)
+    return 4 + bool(_counted(figures(facts))) + 5 + 1 + bool(timeline.step.buckets) + sampled + min(lanes, 9)
 
 
 def _timeline(facts: Facts) -> StepTimeline | None:
@@ -108,12 +108,11 @@ def batch(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     most = 0 if height <= _LEAST else 1 if height < _TALL else 2
     remarks = notes(facts, process, numbers, timeline, width, most, look)
     height -= len(remarks)
-    # Every phase that ran has a column, and the usual phases of this kind of training.
-    columns = [phase for phase in numbers.parts if phase.ran or usual(process, phase.name)]
+    # Every phase that ran has a column, and the usual phases of this mode.
+    columns = [phase for phase in numbers.parts if phase.ran or usual(process, numbers, phase.name)]
     table = _table(columns, numbers, width, look, height)
-    if numbers.counted and height >= _TALL:
-        texts = (quantity_words(*each, numbers.steps) for each in numbers.counted)
-        table.append([(cut(f" {look.glyphs.middot} ".join(texts), width, look.glyphs.more), "")])
+    if (counted := _counted(numbers)) and height >= _TALL:
+        table.append([(cut(f" {look.glyphs.middot} ".join(counted), width, look.glyphs.more), "")])
     if facts.view.zoom == "batch":
         table.append(_step_count(numbers, width, look))
     if facts.stall is not None:
@@ -124,13 +123,18 @@ def batch(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
         ranks = _ranks(facts)
         most = 1 if room < 6 else max(room // 2, room - 4 if facts.view.zoom is None else 0)
         sample = facts.state.last_sample
-        lanes = len(ranks) or 1 + len(timeline.lanes)
+        lanes = len(ranks) or 1 + len(lanes_of(timeline))
         wanted = min(1 + bool(timeline.step.buckets) + (sample is not None) + lanes, most)
         below = waterfall(process, width, wanted, look, ranks, sample)
     above = room - len(below)
     history = history_rows(facts, process, width, above, look) if above >= 2 else []
     blank: list[Row] = [[]] * (height - len(table) - len(history) - len(below)) if remarks else []
     return [*table, *history, *below, *blank, *remarks]
+
+
+def _counted(numbers: Figures) -> list[str]:
+    """What the steps counted, except where it is one in each step."""
+    return [quantity_words(*each, numbers.steps) for each in numbers.counted if each[1].total != numbers.steps]
 
 
 def _ranks(facts: Facts) -> list[Process]:
@@ -252,7 +256,7 @@ def notes(
     texts = [
         *(usual if facts.stall is None else []),
         *partly_timed(numbers.parts),
-        *missing(process, numbers.parts),
+        *missing(process, numbers),
     ]
     if timeline is not None and timeline.step.missing_spans:
         more = f"{group(timeline.step.missing_spans)} spans of the last step are not drawn"
@@ -282,22 +286,22 @@ def unevenness(process: Process) -> list[str]:
     return [f"uneven steps: about {percent(found.steps)} take {percent(found.time)} of the time{by}"]
 
 
-def usual(process: Process, phase: str) -> bool:
-    """Whether `phase` is expected in this training, so that a step without it needs a reason.
+def usual(process: Process, numbers: Figures, phase: str) -> bool:
+    """Whether `phase` is expected in these figures, so that a step without it needs a reason.
 
-    The phases of a DataParallel call are expected only of a process that trains, or has trained, in dp.
+    The phases of a DataParallel call are expected only in dp.
     """
     known = phase_shown(phase)
-    dp = process.distributed is None and process.had_dp
+    dp = process.distributed is None and numbers.mode == "dp"
     return not known.optional and (dp or not known.of_call)
 
 
-def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:
+def missing(process: Process, numbers: Figures) -> list[str]:
     """A note for each reason why phases are missing: the names of these phases, then the reason."""
     call = process.newest.last if process.newest is not None else None
     reasons: dict[str, list[str]] = {}
-    for phase in phases:
-        if not phase.ran and usual(process, phase.name):
+    for phase in numbers.parts:
+        if not phase.ran and usual(process, numbers, phase.name):
             reasons.setdefault(_why(process, call, phase.name), []).append(phase.name)
     return [f"no {_names(names)}: {reason}" for reason, names in reasons.items()]
 

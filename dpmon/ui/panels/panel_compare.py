@@ -41,11 +41,13 @@ def applies(facts: Facts) -> bool:
 
 
 def wanted_rows(facts: Facts) -> int:
-    """Rows that the whole content needs, with a verdict of two rows."""
+    """Rows that the content needs, with a verdict of two rows; without the phases, which the bars show too.
+
+    One mode alone has little to say that panel 3 does not.
+    """
     found = figures(facts)
     devices = len({device for peaks in found.memory.values() for device in peaks if device != HOST})
-    phases = sum(not phase_shown(name).optional for name in PHASES)
-    return 5 + max(devices, 1) + phases + len(found.sides) + 2
+    return 5 + max(devices, 1) + 2 + 2 + found.virtual if len(found.sides) > 1 else 4
 
 
 def title(facts: Facts, look: Look, folded: bool) -> tuple[Row, Row]:

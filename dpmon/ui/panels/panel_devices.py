@@ -15,7 +15,7 @@ from dpmon.model.memory import reasons as reasons_of_memory
 from dpmon.model.state import DeviceTrack
 from dpmon.record.plainjson import number_in
 from dpmon.text.cells import cut, right, span_width
-from dpmon.text.quantities import UNKNOWN, memory, memory_of
+from dpmon.text.quantities import UNKNOWN, left_of, memory
 from dpmon.ui.chart import filled_bar, spark
 from dpmon.ui.device_facts import chart_rows, device_name, fact_rows, host_plots, label, mine, reasons, rounded
 from dpmon.ui.facts import NAMES, Facts
@@ -30,9 +30,13 @@ _THIRD = (
     *(("mem_run_bytes", "run"), ("mem_others_bytes", "others"), ("dram_active_pct", "dram")),
 )
 """The fields of a GPU's third row; percentages only if known."""
-_MEMORY = 15
+_FREE = len("69.8 of 80.0 GiB free") + 1
+_FULL = 0.05
+"""A GPU with a smaller share of free memory is marked."""
 _GRID = 52
 """Cells that two GPUs in a row need."""
+_FIGURES, _DRAWN = (8, 8, 10), 12
+"""Cells for power, temperature and clock, each with its gap; fewest cells that they leave for the drawings."""
 _LEAST_GRAPH = 10
 """Fewest cells for the history of the load beside the run's part of it."""
 _MOST_REASONS = 4
@@ -59,8 +63,8 @@ def _one_name(tracks: Sequence[tuple[int, DeviceTrack]]) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def title(facts: Facts, look: Look) -> tuple[Row, Row]:
-    """The panel's title, and its main number."""
+def title(facts: Facts, look: Look, folded: bool = False) -> tuple[Row, Row]:
+    """The panel's title, and its main numbers."""
     tracks = _tracks(facts)
     dot = f" {look.glyphs.middot} "
     if tracks:
@@ -69,7 +73,12 @@ def title(facts: Facts, look: Look) -> tuple[Row, Row]:
         if name is not None:
             many = f"{len(tracks)} {look.glyphs.times} " if len(tracks) > 1 else ""
             head.append((f"{dot}{many}{cut(name, 24, look.glyphs.more)}", ""))
-        return head, [("util ", "dim"), (_uses(tracks), "")]
+        corner: Row = [("util ", "dim"), (_uses(tracks), "")]
+        left = min((total - used for used, total in map(_memory, _ours(tracks)) if used and total), default=None)
+        if folded and left is not None:
+            corner += [("  free ", "dim"), (right(memory(left), 8), "")]
+            corner += [(" or more", "dim")] if len(tracks) > 1 else []
+        return head, corner
     cpu = number_in(facts.state.host.data, "cpu_pct")
     return [(NAMES["devices"], "title"), (f"{dot}host", "")], [
         ("cpu ", "dim"),
@@ -82,9 +91,13 @@ def _uses(tracks: Sequence[tuple[int, DeviceTrack]]) -> str:
     if len(tracks) <= 4:
         values = [number_in(track.data, "util_pct") for _, track in tracks]
         return " ".join((UNKNOWN if u is None else f"{u:.0f}").rjust(3) for u in values) + " %"
-    ours = [track for _, track in tracks if mine(track.data)] or [track for _, track in tracks]
-    known = [u for track in ours if (u := number_in(track.data, "util_pct")) is not None]
+    known = [u for data in _ours(tracks) if (u := number_in(data, "util_pct")) is not None]
     return f"{min(known):3.0f} to {max(known):3.0f} %" if known else UNKNOWN
+
+
+def _ours(tracks: Sequence[tuple[int, DeviceTrack]]) -> list[Mapping[str, Any]]:
+    """The data of the run's GPUs; of all, if none is known to be the run's."""
+    return [track.data for _, track in tracks if mine(track.data)] or [track.data for _, track in tracks]
 
 
 def devices(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
@@ -101,8 +114,8 @@ def devices(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     if each == 0 and width >= _GRID:
         rows = _grid(tracks, width, facts, look)
     else:
-        table = _DeviceTable(tracks, width, facts, look)
-        rows = [row for index, track in tracks for row in table.rows(index, track, max(each, 1))]
+        table = _DeviceTable(tracks, width, max(each, 1), facts, look)
+        rows = [row for index, track in tracks for row in table.rows(index, track)]
     left = height - len(rows) - len(remarks)
     if held_rows and left > 0:
         hidden = len(held_rows) - left
@@ -167,36 +180,34 @@ def _history(track: DeviceTrack, values: Sequence[float | None], axis: TimeAxis,
 
 
 class _DeviceTable:
-    """Columns of a row per GPU. Their widths depend only on the panel's width and the GPUs' names."""
+    """Columns of `each` rows per GPU. Their widths depend only on the panel's size and the GPUs' names."""
 
-    def __init__(self, tracks: Sequence[tuple[int, DeviceTrack]], width: int, facts: Facts, look: Look) -> None:
-        self.width, self.look, self.axis = width, look, device_axis(facts)
+    def __init__(
+        self, tracks: Sequence[tuple[int, DeviceTrack]], width: int, each: int, facts: Facts, look: Look
+    ) -> None:
+        self.width, self.each, self.look, self.axis = width, each, look, device_axis(facts)
         names = [] if _one_name(tracks) else [device_name(track.data) for _, track in tracks]
         self.head = max(3, *(span_width(label(index, track.data)) for index, track in tracks)) + 1
         self.name = min(max(map(span_width, names), default=0), 20 if width >= 90 else 10)
-        left = width - self.head - (self.name + 1 if self.name else 0) - 6 - 2 - _MEMORY
-        # If a GPU has only one row, power, temperature and clock stand after the memory, as far as they fit.
-        self.figures = left >= 11 + 17
-        if self.figures:
-            left -= 17
-        self.clock = self.figures and left >= 16 + 10
-        if self.clock:
-            left -= 10
+        left = width - self.head - (self.name + 1 if self.name else 0) - 6 - 2
+        self.free = _FREE if left >= _FREE + 4 else _FREE - len(" of 80.0")
+        left -= self.free
+        self.figures = 0
+        """Number of figures after the memory of a GPU that has only one row: power, temperature and clock."""
+        for room in _FIGURES if each == 1 else ():
+            if left - room < _DRAWN:
+                break
+            self.figures, left = self.figures + 1, left - room
         self.graph = max(min(left * 3 // 5, 60), 4)
         self.bar = max(min(left - self.graph - 1, 24), 0)
 
-    def rows(self, index: int, track: DeviceTrack, each: int) -> list[Row]:
-        rows = [self.first(index, track, each)]
-        if each > 1:
-            rows.append(self.second(track))
-        if each > 2:
-            rows.append(self.third(track))
-        return rows
+    def rows(self, index: int, track: DeviceTrack) -> list[Row]:
+        return [self.first(index, track), self.second(track), self.third(track)][: self.each]
 
-    def first(self, index: int, track: DeviceTrack, each: int) -> Row:
+    def first(self, index: int, track: DeviceTrack) -> Row:
         data = track.data
         ours = mine(data)
-        used, total = number_in(data, "mem_used_bytes"), number_in(data, "mem_total_bytes")
+        used, total = _memory(data)
         util = number_in(data, "util_pct")
         row: Row = [(label(index, data).ljust(self.head), "bold" if ours else "dim")]
         if self.name:
@@ -208,10 +219,13 @@ class _DeviceTable:
         ]
         if self.bar:
             row += [*_memory_bar(data, self.bar, self.look)]
-        row.append((right(memory_of(used, total), _MEMORY), "" if ours else "dim"))
-        if self.figures and each == 1:
-            row += _figures(data, "" if ours else "dim", (9, 8, 10))[: 3 if self.clock else 2]
-        return row
+        full = used is not None and total is not None and total - used < total * _FULL
+        text = left_of(used, total)
+        if self.free < _FREE:
+            number, _, rest = text.partition(" of ")
+            text = " ".join([number, *rest.split()[1:]])
+        row.append((right(text, self.free), ("wait" if full else "") if ours else "dim"))
+        return [*row, *_figures(data, "" if ours else "dim", _FIGURES)[: self.figures]]
 
     def second(self, track: DeviceTrack) -> Row:
         """The history of memory under the history of use, then power, temperature and clock."""
@@ -241,6 +255,12 @@ class _DeviceTable:
             if width_of(row) + width_of(part) - 1 <= self.width:
                 row += part
         return row
+
+
+def _memory(data: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """The bytes of a GPU that no program can get any more, and all."""
+    used, reserved = number_in(data, "mem_used_bytes"), number_in(data, "mem_reserved_bytes")
+    return None if used is None else used + (reserved or 0), number_in(data, "mem_total_bytes")
 
 
 def _memory_bar(data: Mapping[str, Any], width: int, look: Look) -> Row:
@@ -328,7 +348,7 @@ def host(facts: Facts, width: int, height: int, look: Look, tall: bool = False) 
     cpu, used, total = (number_in(data, key) for key in ("cpu_pct", "mem_used_bytes", "mem_total_bytes"))
     own, held = number_in(data, "run_cpu_pct"), number_in(data, "run_mem_bytes")
     load: Row = [(right(rounded(cpu, "%"), 6), "bold")]
-    load += [("  mem ", "dim"), (right(memory_of(used, total), 16), "")]
+    load.append((right(left_of(used, total), _FREE + 1), ""))
     of_run: Row = [("this run ", "dim")]
     if facts.over and own is None and held is None:
         of_run.append(("has ended", ""))

@@ -151,7 +151,8 @@ def _findings(facts: Facts, width: int) -> list[Row]:
     """The findings, the most important first, each with its advice."""
     rows: list[Row] = [] if facts.findings is None or facts.findings else [[("nothing stands out", "dim")]]
     for number, found in enumerate(facts.findings or (), start=1):
-        for index, row in enumerate(lines(clean(found.text, 400), width - 2, "wait")):
+        style = "bad" if found.kind == "failed" else "wait"
+        for index, row in enumerate(lines(clean(found.text, 400), width - 2, style)):
             rows.append([(f"{number} " if index == 0 else "  ", "dim"), *row])
         rows += [[("  ", ""), *row] for row in lines(clean(found.advised, 400), width - 2, "")]
     return rows
@@ -185,7 +186,7 @@ def _bar(found: Progress, width: int, look: Look) -> list[Row]:
     done = found.batch / found.batches
     share: Row = [(right(percent(done), 6), "bold")]
     left: Row = (
-        [("  ", ""), (f"{left_words(found.left_ns, found.error_ns)} left".ljust(16), "")]
+        [("  ", ""), (f"{left_words(found.left_ns, found.error_ns)} left".rjust(16), "")]
         if found.left_ns is not None
         else []
     )

@@ -81,15 +81,16 @@ def _many(facts: Facts) -> bool:
     return bool(facts.state.nodes) or len(facts.state.training) > MAPPED
 
 
-def wanted_rows(facts: Facts) -> int:
-    """Rows that the whole content needs."""
+def wanted_rows(facts: Facts, tall: bool = False) -> int:
+    """Rows that the whole content needs; `tall`: on a screen with room for the ranks over time."""
     count = len(facts.state.training)
     found = _known(facts)
     nodes = min(len(facts.state.nodes), MAPPED)
     if found is None:
         return nodes + count + 2
     note_rows = 1  # always reserved, so that the panels keep their places
-    return (WORST + 2 + (nodes or 2) if _many(facts) else count) + note_rows
+    rows = WORST + 2 + (nodes or 2) if _many(facts) else count + (count + 3) * tall
+    return rows + note_rows
 
 
 def title(facts: Facts, look: Look) -> tuple[Row, Row]:
@@ -108,7 +109,7 @@ def title(facts: Facts, look: Look) -> tuple[Row, Row]:
 def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame.
 
-    Rows that do not fit come last, below the lines about all ranks.
+    Rows that do not fit come last, below the lines about all ranks. A tall panel ends with the ranks over time.
     """
     found, above = _known(facts), list[Row]()
     if mapped(facts):
@@ -127,7 +128,10 @@ def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     if not _many(facts) and slow is not None:
         order = _slow_in_room(_ranks(facts, found), slow, room)
     drawn = [rows[index] for index in order]
-    return [*above, head, *drawn[:room], *remarks, *drawn[room:]]
+    drawn = [*above, head, *drawn[:room], *remarks, *drawn[room:]]
+    fits = facts.view.zoom is None and not _many(facts) and height - len(drawn) >= len(rows) + 3
+    times = over_time(facts, width, look) if fits else []
+    return [*drawn, *[[]] * (height - len(drawn) - len(times)), *times] if times else drawn
 
 
 def _slow_in_room(ranks: Sequence[_Rank], slow: Straggler, room: int) -> list[int]:

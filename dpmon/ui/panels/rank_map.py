@@ -21,8 +21,8 @@ _BLOCK = 8
 """Cells between two gaps."""
 _NUMBER, _NAME = 4, 16
 """Cells for the number of a row's first rank, and most cells for the name of a node."""
-_LITTLE, _MUCH = 0.1, 0.3
-"""Parts of a step. A rank below the first (it hardly waits) is dimmed; a rank above the second is highlighted."""
+_LITTLE = 0.1
+"""Part of a step. A rank that waits for more than this is dimmed: it is not the one to look at."""
 STYLES = {"slow": "wait", "connecting": "wait", "ended": "dim"}
 """The styles of nodes whose records do not arrive as usual; of others it is bad."""
 _WAIT, _LEAST = "tenths of the step spent waiting for it", "tenths of the step that every rank of a node waits for it"
@@ -74,8 +74,7 @@ def _cell(one: RankTimes | None, slow: Straggler | None, look: Look) -> Span:
     share = None if one is None else one.wait_share
     if share is None:
         return ("?", "dim")
-    style = "dim" if share < _LITTLE else "" if share < _MUCH else "wait"
-    return (str(min(int(share * 10), 9)), style)
+    return (str(min(int(share * 10), 9)), "" if share < _LITTLE else "dim")
 
 
 # ------------------------------------------------------------------------------------------------ nodes

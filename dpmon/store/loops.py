@@ -30,7 +30,7 @@ MAX_AHEAD = 8
 MAX_DATASETS = 128
 """Most datasets to remember: a script may make a new one every few steps."""
 _RECENT = 8
-"""Number of newest loops to which a new step may belong."""
+"""Number of loops to which a new step may belong: the current epoch, and those with the newest steps."""
 STEPS_READ = 256
 """Most steps to read for the time left."""
 BLOCKS = 16
@@ -169,9 +169,11 @@ class Loops:
         return loop
 
     def _keep(self, loop: Loop) -> None:
+        """Keep a loop, and forget the one that went on the longest ago: evaluations may start many within an epoch."""
+        if len(self._recent) >= _RECENT:
+            oldest = min((one for one in self._recent.values() if one is not self._epoch), key=lambda one: one.last_step)
+            del self._recent[oldest.loop]
         self._recent[loop.loop] = loop
-        if len(self._recent) > _RECENT:
-            del self._recent[next(iter(self._recent))]
 
     def _drives(self, loop: Loop) -> None:
         """Make a loop with a training step the current epoch, if it is an epoch."""

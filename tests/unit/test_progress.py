@@ -84,6 +84,22 @@ def test_each_loop_that_trains_is_an_epoch_and_evaluations_belong_to_the_epoch_b
     assert (second.end_ns - second.begin_ns, second.trained) == (8 * SECOND, 6)
 
 
+@pytest.mark.parametrize("loaders", [2, 20])
+def test_an_epoch_goes_on_however_many_evaluations_it_has(loaders: int) -> None:
+    process = Process()
+    train = process.start(1000)
+    for evaluations in range(12):  # as minGPT does, which evaluates two splits every 500 iterations
+        assert [process.step(train) for _ in range(3)] == [3 * evaluations + number for number in (1, 2, 3)]
+        for _ in range(loaders):
+            process.read(2, 2, evaluation=True)
+        after = Process(Loops(0))  # another supervisor goes on
+        after.loops.resume(process.rows.values())
+        after.rows, after.number, after.loop = process.rows, process.number, process.loop
+        process = after
+    assert process.step(train) == 37
+    assert process.epochs == [(1, 1)]
+
+
 def test_a_loop_that_reads_ahead_uses_its_last_batch_after_the_loaders_end() -> None:
     process = Process()
     for first in (None, 1):  # as accelerate does

@@ -80,17 +80,17 @@ class FakeReader:
         self.unanswered = True
         return 1
 
-    def pending(self) -> bool:
+    def pending(self, doing: object = None) -> bool:
         return self.unanswered
 
     def request_pause(self, paused: bool) -> int:
         self.pause.wanted, self.pause.pending = paused, True
         return 1
 
-    def pause_refusal(self) -> str | None:
+    def pause_refusal(self, doing: object = None) -> str | None:
         return self.no_pause
 
-    def paused(self) -> Any:
+    def paused(self, doing: object = None) -> Any:
         return self.pause
 
     def close(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from statistics import fmean
 from typing import NamedTuple
@@ -69,7 +71,8 @@ class Wrapper(NamedTuple):
         return (self.comm_ns or 0.0) - (self.overlap_ns or 0.0)
 
 
-class Communication(NamedTuple):
+@dataclass(frozen=True)
+class Communication:
     """The ranks' communication in a mean step; ns, None if unknown."""
 
     ranks: tuple[RankTimes, ...]
@@ -82,7 +85,7 @@ class Communication(NamedTuple):
     """Whether the times cover only the last steps, instead of the whole run."""
     missing: str | None
     """Why it is unknown how the ranks wait for each other."""
-    collectives: Communicated = Communicated()
+    collectives: Communicated = _NOTHING
     """The collectives of sampled steps."""
     sampled_of: int = 0
     """Number of steps of all ranks in the time that these samples cover."""
@@ -93,7 +96,7 @@ class Communication(NamedTuple):
         samples = self.collectives.samples
         return max(round(self.sampled_of / samples), 1) if samples and self.sampled_of else None
 
-    @property
+    @cached_property
     def known(self) -> tuple[RankTimes, ...]:
         """The ranks with known waits."""
         return tuple(one for one in self.ranks if one.joined)
@@ -158,7 +161,7 @@ class Communication(NamedTuple):
         """Backward passes per step that averaged nothing (no_sync)."""
         return _share(sum(one.unsynced for one in self.ranks), sum(one.steps for one in self.ranks))
 
-    @property
+    @cached_property
     def straggler(self) -> Straggler | None:
         """The ranks that the others wait for; None if no rank stands out."""
         return straggler(self.ranks)
@@ -206,17 +209,26 @@ def communication(
     own.sort(key=lambda one: one.number)
     missing = None if any(one.joined for one in ranks) else _missing(ranks, own)
     waits = any(one.waits_in_forward for one in wrappers)
-    times = [one._replace(group=_group_of(one.rank, wrappers), waits_in_forward=waits) for one in ranks]
+    groups = _groups_of([one.rank for one in ranks], wrappers)
+    times = [one._replace(group=groups[one.rank], waits_in_forward=waits) for one in ranks]
     return Communication(tuple(times), tuple(own), _torch_times(wrappers), lately, missing, collectives, sampled_of)
 
 
-def _group_of(rank: int, wrappers: Sequence[Wrapper]) -> tuple[int, ...] | None:
-    """The process group of a rank's newest process, or else a group that lists it; None if there are several."""
-    own = [one for one in wrappers if one.rank == rank and one.group is not None]
-    own = own or [one for one in wrappers if one.group is not None and rank in one.group]
-    newest = max((one.process for one in own), default=0)
-    groups = {one.group for one in own if one.process == newest}
-    return groups.pop() if len(groups) == 1 else None
+def _groups_of(ranks: Iterable[int], wrappers: Sequence[Wrapper]) -> Mapping[int, tuple[int, ...] | None]:
+    """The process group of each rank: of its newest process, or else one that lists it; None if there are several."""
+    own: dict[int | None, dict[tuple[int, ...], int]] = {}
+    listed: dict[tuple[int, ...], int] = {}
+    for one in wrappers:
+        if one.group is not None:
+            for newest in (own.setdefault(one.rank, {}), listed):
+                newest[one.group] = max(newest.get(one.group, 0), one.process)
+    members = [(frozenset(each), each) for each in listed]
+    found = {}
+    for rank in ranks:
+        known = own.get(rank) or {each: listed[each] for those, each in members if rank in those}
+        last = [each for each, process in known.items() if process == max(known.values())]
+        found[rank] = last[0] if len(last) == 1 else None
+    return found
 
 
 def _missing(ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper]) -> str:

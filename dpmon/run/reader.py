@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from dpmon.span_ring import RingError
 
 NO_TRAINING = "no training process is running"
 """Why a request has no addressee."""
+_ENDED = ("ended", 0)
 _RANKS = "the ranks of a distributed training wait for each other: pausing would let their collectives time out"
 
 
@@ -45,8 +46,15 @@ class PauseState(NamedTuple):
     """When the last training process paused (monotonic; in `Facts`, since the run's start); None while one runs."""
 
 
+Doing = Mapping[int, tuple[str, int]]
+"""The activity of each training process, and its start (monotonic ns)."""
+
+
 class RunReader:
-    """Watches the processes of the run in `directory`."""
+    """Watches the processes of the run in `directory`.
+
+    A method with `doing` looks at the processes again, unless it is given what `activities` has just returned.
+    """
 
     def __init__(self, directory: Path, *, known_exit: Callable[[], ExitInfo | None] = lambda: None) -> None:
         """`known_exit` returns how the run ended, if the caller knows it without a file; else None.
@@ -118,9 +126,9 @@ class RunReader:
 
         return self._ask(ask)
 
-    def pending(self) -> bool:
+    def pending(self, doing: Doing | None = None) -> bool:
         """Whether a living process has not yet acted on the last request."""
-        return any(ring.acknowledged()[0] < self._asked.get(ring.process, 0) for ring in self._training())
+        return any(ring.acknowledged()[0] < self._asked.get(ring.process, 0) for ring in self._training(doing))
 
     def request_pause(self, paused: bool) -> int:
         """Ask every training process to pause between two steps, or to resume; return the number of processes.
@@ -135,28 +143,29 @@ class RunReader:
         """Ask every training process to sample the collectives of one step soon; return the number of processes."""
         return self._ask(SpanReader.request_sample)
 
-    def pause_refusal(self) -> str | None:
+    def pause_refusal(self, doing: Doing | None = None) -> str | None:
         """Why the training cannot be paused now; None if a pause can be requested."""
-        training = self._training()
+        training = self._training(doing)
         if not training:
             return NO_TRAINING
         return _RANKS if any((ring.world or 1) > 1 for ring in training) else None
 
-    def paused(self) -> PauseState:
+    def paused(self, doing: Doing | None = None) -> PauseState:
         """The last request for a pause, whether it is in force, and the start of the pause."""
-        training = self._training()
+        doing = self.activities() if doing is None else doing
+        training = self._training(doing)
         requests = [ring.pause_requests() for ring in training]
-        doing = [ring.activity() for ring in training]
-        paused = bool(doing) and all(what == "paused" for what, _ in doing)
+        own = [doing[ring.process] for ring in training]
+        paused = bool(own) and all(what == "paused" for what, _ in own)
         return PauseState(
             wanted=any(asked & 1 for asked, _ in requests),
             pending=any(asked != answered for asked, answered in requests),
-            since_ns=max(since for _, since in doing) if paused else None,
+            since_ns=max(since for _, since in own) if paused else None,
         )
 
-    def _training(self) -> list[SpanReader]:
-        doing = self.activities()
-        return [ring for ring in self._rings.values() if doing[ring.process][0] != "ended"]
+    def _training(self, doing: Doing | None = None) -> list[SpanReader]:
+        doing = self.activities() if doing is None else doing
+        return [ring for ring in self._rings.values() if doing.get(ring.process, _ENDED) != _ENDED]
 
     def _ask(self, request: Callable[[SpanReader], object]) -> int:
         """Send a request to every training process; return the number of processes that can be asked."""
@@ -179,4 +188,4 @@ def _doing(ring: SpanReader) -> tuple[str, int]:
         name, since = ring.activity()
         if name != "ended" and proc.alive(ring.pid, None):
             return name, since
-    return "ended", 0
+    return _ENDED

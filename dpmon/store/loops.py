@@ -171,8 +171,8 @@ class Loops:
     def _keep(self, loop: Loop) -> None:
         """Keep a loop, and forget the one that went on the longest ago: evaluations may start many within an epoch."""
         if len(self._recent) >= _RECENT:
-            oldest = min((one for one in self._recent.values() if one is not self._epoch), key=lambda one: one.last_step)
-            del self._recent[oldest.loop]
+            others = (one for one in self._recent.values() if one is not self._epoch)
+            del self._recent[min(others, key=lambda one: one.last_step).loop]
         self._recent[loop.loop] = loop
 
     def _drives(self, loop: Loop) -> None:

@@ -9,15 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from rich.segment import Segment
 from textual import events
 from textual.app import App, ComposeResult
 from textual.driver import Driver as TextualDriver
 from textual.drivers.linux_driver import LinuxDriver
 from textual.geometry import Size
+from textual.strip import Strip
 from textual.timer import Timer
 
 from dpmon.run.reader import RunReader
 from dpmon.ui.alert import Alert
+from dpmon.ui.changes import CellChange, terminal_text
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.driver import Driver, Leaving, terminal_gone
 from dpmon.ui.facts import PANELS, Facts, View
@@ -72,6 +75,8 @@ class Drawing(App[str]):
         self._still: Facts | None = None
         self._stopping: str | None = None
         self._ticking: Timer | None = None
+        self._codes: dict[str, str] = {}
+        """SGR codes by the name of a style."""
         self._panels = {name: PanelView(name, look) for name in _PLACES}
 
     def get_driver_class(self) -> type[TextualDriver]:
@@ -175,7 +180,7 @@ class Drawing(App[str]):
 
     def set_look(self, look: Look) -> None:
         """Draw with another look from now on."""
-        self.look = look
+        self.look, self._codes = look, {}
         self.ansi_color = not look.colour
         self.screen.styles.background = look.background
         for panel in self._panels.values():
@@ -215,7 +220,7 @@ class Drawing(App[str]):
         painted = paint(facts, self.feed.output, slots, self.look)
         # Bypass the compositor only while every panel keeps its place and nothing covers it.
         direct = self.terminal is not None and slots == self.slots and not self._dialog_open
-        changes: list[str] = []
+        changes: list[CellChange] = []
         with self.batch_update():
             for name, panel in self._panels.items():
                 slot = slots.get(name)
@@ -226,7 +231,15 @@ class Drawing(App[str]):
                     panel.show(painted[name], changes if settled and direct else None)
         self.slots = slots
         if self.terminal is not None and changes:
-            self.terminal.write("".join(changes))
+            self.terminal.write(terminal_text(changes, self._sgr))
+
+    def _sgr(self, style: str) -> str:
+        """The SGR codes of a style."""
+        codes = self._codes.get(style)
+        if codes is None:
+            before, _, _ = Strip([Segment("x", self.look.style(style))]).render(self.console).partition("x")
+            codes = self._codes[style] = before.removeprefix("\x1b[").removesuffix("m")
+        return codes
 
     def _lend_focus(self, facts: Facts, slots: Mapping[str, Slot]) -> None:
         """While the panel in focus is not on the screen, the most important panel has the focus."""

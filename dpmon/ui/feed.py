@@ -236,7 +236,7 @@ class Feed:
 
     def _answer(self, reader: RunReader) -> None:
         toggle = self._toggle
-        if toggle is None or toggle.status != "pending" or reader.pending():
+        if toggle is None or toggle.status != "pending" or reader.pending(self._activities):
             return
         fresh = self.state.mode_change_count - self._asked_at_change
         process = self.state.focus
@@ -254,7 +254,7 @@ class Feed:
         """The last request for a pause, and whether the training is paused (since when, in ns of the run)."""
         if self._reader is None or self.over or not self.state.processes:
             return PauseState()
-        now = self._reader.paused()
+        now = self._reader.paused(self._activities)
         since = None if now.since_ns is None else max(now.since_ns - self._reader.info.start_ns, 0)
         return PauseState(now.wanted, now.pending, since)
 
@@ -265,7 +265,8 @@ class Feed:
             return refusal
         if self._idle():
             return NO_TRAINING
-        return self._reader.pause_refusal() or (None if self.state.processes else "no training process is known yet")
+        refusal = self._reader.pause_refusal(self._activities)
+        return refusal or (None if self.state.processes else "no training process is known yet")
 
     def pause(self) -> None:
         """Ask for a pause, or for the end of the requested pause."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.control import Control
 from rich.segment import Segment
 from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
-from dpmon.text.cells import ascii_text, char_width
+from dpmon.text.cells import ascii_text
+from dpmon.ui.changes import CellChange, changes_in
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, merged, plain, width_of
+from dpmon.ui.rows import Row, plain, width_of
 
 
 class PanelView(Widget):
@@ -37,11 +37,11 @@ class PanelView(Widget):
             styles.height = height
         return self.region == Region(x, y, width, height)
 
-    def show(self, rows: Sequence[Row], changes: list[str] | None = None) -> None:
+    def show(self, rows: Sequence[Row], changes: list[CellChange] | None = None) -> None:
         """Draw `rows` from now on. Textual draws changed rows from their left edge.
 
-        With `changes`, append to it the terminal text that draws only the changed cells, without a refresh by
-        Textual. Pass it only if the terminal shows the whole widget, in its place and with the rows of the last call.
+        With `changes`, append the changed cells to it, without a refresh by Textual. Pass it only if the terminal shows
+        the whole widget, in its place and with the rows of the last call.
         """
         fresh = [in_ascii(row) for row in rows] if self.look.glyphs.ascii else list(rows)
         before = self.rows
@@ -51,9 +51,7 @@ class PanelView(Widget):
         self.rows = fresh
         if changes is not None and len(fresh) == len(before):
             for y in changed:
-                x, cells = changed_cells(before[y], fresh[y])
-                changes.append(Control.move_to(self.region.x + x, self.region.y + y).segment.text)
-                changes.append(self._strip(cells).render(self.app.console))
+                changes += changes_in(before[y], fresh[y], self.region.x, self.region.y + y)
             return
         width = max(self.size.width, max(map(width_of, fresh), default=0))
         self.refresh(*(Region(0, y, width, 1) for y in changed or range(len(fresh), len(before))))
@@ -80,22 +78,6 @@ class PanelView(Widget):
         if y < len(self.rows):
             return self._strip(self.rows[y]).adjust_cell_length(self.size.width, self.look.style(""))
         return Strip.blank(self.size.width, self.look.style(""))
-
-
-def changed_cells(before: Row, after: Row) -> tuple[int, Row]:
-    """The column of the first cell that differs, and the cells of `after` from there to the last one that differs.
-
-    The rows are equally wide. A mark without a width stays with the character before it.
-    """
-    old, new = ([(char, style) for text, style in row for char in text] for row in (before, after))
-    most = min(len(old), len(new))
-    first = next((i for i in range(most) if old[i] != new[i]), most)
-    while first and not all(char_width(char) for char, _ in (*old[first : first + 1], *new[first : first + 1])):
-        first -= 1
-    last = next((i for i in range(most - first) if old[-1 - i] != new[-1 - i]), most - first)
-    while last and not char_width(new[-last][0]):
-        last -= 1
-    return width_of(new[:first]), merged(new[first : len(new) - last])
 
 
 def in_ascii(row: Row) -> Row:

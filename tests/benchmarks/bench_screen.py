@@ -183,7 +183,7 @@ def screen(refresh: float, steps: float = 100, lines: float = 2, ranks: int = 1)
     with tempfile.TemporaryDirectory() as place, Generated(Path(place), steps, lines, ranks) as run:
         shown = Shown(run.directory, refresh)
         try:
-            shown.until(b"running")
+            shown.until(b"samples/s")
             shown.pump(4)
             yield run, shown
         finally:

@@ -10,45 +10,91 @@ from rich.segment import Segment
 from situations import LOOK
 from textual.strip import Strip
 
-from dpmon.ui.rows import Row, fit, plain, width_of
-from dpmon.ui.view import changed_cells
+from dpmon.ui.changes import CellChange, changes_in, terminal_text
+from dpmon.ui.rows import Row, fit, width_of
 
 CONSOLE = Console(force_terminal=True, color_system="truecolor")
 STYLES = ["", "dim", "bold", "phase.data", "phase.apply/gather", "chip.scatter", "sgr:color(1)::bu", "sgr:::r"]
 WORDS = ["abc", "漢字", " ", "━━━", "▁▂▃", "é", "12 340", "─", "x", "\u0301", "\u0301x"]
 
 
-def drawn(screen: pyte.Screen, x: int, row: Row) -> list[tuple[object, ...]]:
-    """Write the cells of `row` at column `x`; return all cells of the screen's row."""
-    strip = Strip([Segment(text, LOOK.style(name)) for text, name in row])
-    pyte.Stream(screen).feed(f"\x1b[1;{x + 1}H{strip.render(CONSOLE)}")
-    cells = (screen.buffer[0][column] for column in range(34))
-    return [(cell.data, cell.fg, cell.bg, cell.bold, cell.underscore, cell.reverse) for cell in cells]
+def sgr(style: str) -> str:
+    """Return the SGR codes of a style, as the screen does."""
+    return (
+        Strip([Segment("x", LOOK.style(style))])
+        .render(CONSOLE)
+        .partition("x")[0]
+        .removeprefix("\x1b[")
+        .removesuffix("m")
+    )
 
 
-def test_the_changed_cells_turn_the_old_row_into_the_new_one() -> None:
+def whole(screen: pyte.Screen, rows: list[Row], x: int = 2) -> None:
+    """Write rows from column `x` on."""
+    for y, row in enumerate(rows):
+        strip = Strip([Segment(text, LOOK.style(name)) for text, name in row])
+        pyte.Stream(screen).feed(f"\x1b[{y + 1};{x + 1}H{strip.render(CONSOLE)}")
+
+
+def cells(screen: pyte.Screen) -> list[tuple[object, ...]]:
+    """Return all cells of a screen."""
+    found = [screen.buffer[y][x] for y in range(screen.lines) for x in range(screen.columns)]
+    return [(cell.data, cell.fg, cell.bg, cell.bold, cell.underscore, cell.reverse) for cell in found]
+
+
+def changed(before: Row, after: Row) -> list[tuple[int, Row]]:
+    """Return the column and the cells of each change."""
+    return [(change.x, change.cells) for change in changes_in(before, after, 0, 0)]
+
+
+def test_the_changed_cells_turn_the_old_rows_into_the_new_ones() -> None:
     chance = random.Random(5)
-    for _ in range(1500):
-        spans = [(chance.choice(WORDS), chance.choice(STYLES)) for _ in range(12)]
-        changed = list(spans)
-        for _ in range(chance.randint(0, 2)):
-            changed[chance.randrange(12)] = (chance.choice(WORDS), chance.choice(STYLES))
-        before, after = (fit([("│", "frame"), *row], 30) for row in (spans, changed))
-        screen, wanted = pyte.Screen(34, 1), pyte.Screen(34, 1)
-        drawn(screen, 2, before)
-        x, cells = changed_cells(before, after)
-        assert drawn(screen, 2 + x, cells) == drawn(wanted, 2, after), (before, after)
+    for _ in range(500):
+        old, new = [], []
+        for _ in range(3):
+            spans = [(chance.choice(WORDS), chance.choice(STYLES)) for _ in range(12)]
+            other = list(spans)
+            for _ in range(chance.randint(0, 3)):
+                other[chance.randrange(12)] = (chance.choice(WORDS), chance.choice(STYLES))
+            before, after = (fit([("│", "frame"), *row], 30) for row in (spans, other))
+            old.append(before)
+            new.append(after)
+        screen, wanted = pyte.Screen(34, 3), pyte.Screen(34, 3)
+        whole(screen, old)
+        whole(wanted, new)
+        changes = [change for y, rows in enumerate(zip(old, new, strict=True)) for change in changes_in(*rows, 2, y)]
+        pyte.Stream(screen).feed(terminal_text(changes, sgr) + "\x1b[3;34H!")
+        pyte.Stream(wanted).feed("\x1b[0m\x1b[3;34H!")
+        assert cells(screen) == cells(wanted), (old, new)
 
 
 def test_only_what_changed_is_written() -> None:
     before = fit([("step ", "dim"), ("12 340", "bold"), (" of 漢字", "")], 100)
     after = fit([("step ", "dim"), ("12 349", "bold"), (" of 漢字", "")], 100)
-    assert changed_cells(before, after) == (10, [("9", "bold")])
-    assert plain(changed_cells(before, before)[1]) == ""
+    assert changed(before, after) == [(10, [("9", "bold")])]
+    assert changed(before, before) == []
+    before = [("1 step", ""), (" " * 9, ""), ("2 s", "")]
+    assert changed(before, [("2 step" + " " * 9, ""), ("3 s", "")]) == [(0, [("2", "")]), (15, [("3", "")])]
+    assert changed(before, [("1 step", ""), ("a" + " " * 7 + "b3 s", "")]) == [(6, [("a" + " " * 7 + "b3", "")])]
+
+
+def test_a_style_is_written_only_where_it_differs() -> None:
+    changes = [
+        CellChange(x, y, [("7", style)]) for x, y, style in ((3, 1, ""), (9, 1, ""), (4, 2, "dim"), (4, 3, "bold"))
+    ]
+    text = terminal_text([*changes, CellChange(4, 4, [("7", "")])], sgr)
+    full = [sgr(style) for style in ("", "dim", "bold")]
+    background = full[0][full[0].index(";48;") :]
+    front = [codes.removeprefix("1;").removesuffix(background) for codes in full]
+    assert text == (
+        f"\x1b[2;4H\x1b[{full[0]}m7\x1b[5C7\x1b[3;5H\x1b[{front[1]}m7\x1b[4;5H\x1b[1;{front[2]}m7"
+        f"\x1b[5;5H\x1b[22;{front[0]}m7\x1b[0m"
+    )
+    assert terminal_text([], sgr) == ""
 
 
 def test_a_wide_character_is_not_cut_in_two_and_keeps_its_mark() -> None:
-    assert changed_cells([("漢漢", "")], [("漢字", "")]) == (2, [("字", "")])
-    assert changed_cells([("e\u0301x", "")], [("e\u0300x", "")]) == (0, [("e\u0300", "")])
-    assert changed_cells([("ex", "")], [("e\u0301x", "")]) == (0, [("e\u0301", "")])
+    assert changed([("漢漢", "")], [("漢字", "")]) == [(2, [("字", "")])]
+    assert changed([("e\u0301x", "")], [("e\u0300x", "")]) == [(0, [("e\u0300", "")])]
+    assert changed([("ex", "")], [("e\u0301x", "")]) == [(0, [("e\u0301", "")])]
     assert width_of([("漢\u0301", "")]) == 2

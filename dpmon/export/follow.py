@@ -26,15 +26,15 @@ from typing import Any
 import dpmon
 from dpmon.errors import DpmonError, HistoryError
 from dpmon.export.new_rows import NewRows
-from dpmon.record.plainjson import load_json
+from dpmon.record.plainjson import load_json, number_in
 from dpmon.record.schema import SECOND
 from dpmon.run.condition import needs_supervisor, run_state, supervised
-from dpmon.run.files import open_file
+from dpmon.run.files import open_file, read_file
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo
 from dpmon.run.runs import short_name
 from dpmon.run.signalling import stop_run
-from dpmon.stalls.answer import asked
+from dpmon.stalls.answer import STANDING_FILE, asked
 from dpmon.store.exchange import MARK
 from dpmon.store.opened import open_store
 
@@ -79,6 +79,8 @@ class _Follow:
         self._shift_ns = 0
         self._beats = count(1)
         self._output = -1
+        self._stood = -1
+        """When the facts of the ranks that stand still were written last; 0: never."""
         self._answers: list[dict[str, Any]] = []
 
     def now_ns(self) -> int:
@@ -108,11 +110,14 @@ class _Follow:
         now = how.end_ns - self._start_ns + 2 * SECOND if complete and how is not None else self.now_ns() - AFTER_NS
         # Without a supervisor, the history does not change, and a second that seems to be complete may not be.
         if complete or supervised(info):
-            with suppress(HistoryError), open_store(self._directory, as_written=True) as store:
+            with open_store(self._directory, as_written=True) as store:
                 lines, more = self._rows.chunk(store, max(now // SECOND, 0), last=complete)
+                if store.damaged is not None:  # else rows would be missing without a sign
+                    raise HistoryError(store.damaged)
         beat = {"beat": next(self._beats), "from": before, "offset": self._rows.offset, **self._state(how)}
         beat |= {"tallied_s": self._rows.tallied_s, "deleted": self._rows.deleted, "left_out": self._rows.left_out}
         self._rows.left_out = 0
+        lines += self._standing()
         last = complete and not more
         if last and how is not None:
             beat["exit"] = asdict(how)
@@ -139,6 +144,19 @@ class _Follow:
             "input_ns": None if waits is None else self._moved(waits),
             "stage": None if (stage := reader.stage()) is None else [stage[0], self._moved(stage[1])],
         }
+
+    def _standing(self) -> list[str]:
+        """What the ranks do while one stands still, if that has changed: the reader sees all machines of the job."""
+        stamp, found = 0, {}
+        with suppress(OSError, ValueError):
+            stamp = (self._directory / STANDING_FILE).lstat().st_mtime_ns
+            if stamp != self._stood:
+                found = load_json(read_file(self._directory / STANDING_FILE, _MOST_ANSWER))
+        if stamp == self._stood or not isinstance(found, dict):
+            return []
+        self._stood = stamp
+        age_s = max(self.now_ns() / 1e9 - (number_in(found, "t_s") or 0.0), 0.0) if found else 0.0
+        return [json.dumps({"standing": found or {"ranks": []}, "age_s": age_s})]
 
     def _moved(self, monotonic_ns: int) -> int:
         return monotonic_ns - self._start_ns + self._shift_ns

@@ -22,7 +22,7 @@ from dpmon.store.tally import WIDTHS, SeriesNames
 
 MOST_IDS, MOST_WHOLE = 20_000, 2000
 """Most ids of a chunk: if only some steps are sent, and if all rows are."""
-MOST_SECONDS = 3600
+MOST_SECONDS = 600
 """Most seconds by which a chunk advances the tallies."""
 ROWS_S = 600
 """At its first connection, a reader gets the steps and samples of this time; of earlier time, what the figures need."""
@@ -146,7 +146,10 @@ class NewRows:
     # ------------------------------------------------------------------------------------------ reading
 
     def _rows(self, store: Store, table: str, where: str, *values: object) -> list[tuple[Any, ...]]:
-        return store.query(f"SELECT {', '.join(columns_sent(table))} FROM {table} {where}", values)
+        names = ", ".join(columns_sent(table))
+        if table == "events":  # those of the supervisor have no process
+            names = names.replace("process", "ifnull(process, -1)")
+        return store.query(f"SELECT {names} FROM {table} {where}", values)
 
     @staticmethod
     def _numbers(store: Store, *queries: str) -> list[int]:

@@ -69,7 +69,9 @@ def needs_supervisor(directory: Path, info: RunInfo, how: ExitInfo | None) -> bo
 
 
 def command_alive(info: RunInfo) -> bool | None:
-    """Whether the command runs; None while its start is not recorded."""
+    """Whether the command runs; None while its start is not recorded. Of a mirror: whether the mirror runs."""
+    if info.nodes:
+        return supervised(info)
     if info.command_pid is None:
         return None
     return info.boot_id == proc.boot_id() and proc.is_running(info.command_pid, info.command_started)
@@ -95,6 +97,8 @@ def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
         return outcome(how), how
     if goes_on_elsewhere(directory, info, how):
         return ELSEWHERE, None
+    if info.nodes and info.boot_id == proc.boot_id():
+        return "running" if watched else "unsupervised", None
     if alive:
         return "running" if watched else "unsupervised", None
     if alive is None and (watched or time.time() - info.started_unix < YOUNG_S):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from dpmon.record.names import MODES
 from dpmon.run import proc
 from dpmon.run.activities import newest_stage, stages
 from dpmon.run.condition import command_alive
+from dpmon.run.mirrored import Machines
 from dpmon.run.rundir import (
     INFO_FILE,
     ExitInfo,
@@ -70,6 +71,8 @@ class RunReader:
         self._asked: dict[int, int] = {}
         """The last request for a mode, by process."""
         self._exit: ExitInfo | None = None
+        self._machines = Machines(directory, self.info.start_ns) if self.info.nodes else None
+        """In place of the rings, of a mirror."""
 
     def refresh(self) -> RunInfo:
         """Read run.json again if it was replaced; keep the old contents while it cannot be read."""
@@ -92,14 +95,19 @@ class RunReader:
 
     def stage(self) -> tuple[str, int] | None:
         """The run's stage before its first call, and when it began (monotonic ns)."""
+        if self._machines is not None:
+            text, since_ns = self._machines.text("stage"), self._machines.since("stage_ns")
+            return None if text is None or since_ns is None else (text, since_ns)
         return newest_stage(stages(self.directory), lambda pid: proc.alive(pid, None))
 
     def waits_for_input(self) -> int | None:
         """When the command began to wait for input (monotonic ns); None if it does not, or if this is unknown."""
-        return waits_since(self.directory)
+        return waits_since(self.directory) if self._machines is None else self._machines.since("input_ns")
 
     def activities(self) -> dict[int, tuple[str, int]]:
         """Each training process's activity and its start (monotonic ns); "ended" also for a killed one."""
+        if self._machines is not None:
+            return self._machines.activities()
         for path in ring_paths(self.directory, self._rings):
             with contextlib.suppress(RingError, OSError):  # its header will be complete in a moment
                 self._rings[path.name] = SpanReader(str(path))
@@ -120,6 +128,8 @@ class RunReader:
     def request_mode(self, mode: str) -> int:
         """Request `mode` (dp or single) of every training process; return their number. ValueError for other modes."""
         number = MODES.index(mode)
+        if self._machines is not None:
+            return self._machines.ask({"ask": "mode", "mode": mode})
 
         def ask(ring: SpanReader) -> None:
             self._asked[ring.process] = ring.request(number)
@@ -128,6 +138,8 @@ class RunReader:
 
     def pending(self, doing: Doing | None = None) -> bool:
         """Whether a living process has not yet acted on the last request."""
+        if self._machines is not None:
+            return self._machines.state.get("pending") is True
         return any(ring.acknowledged()[0] < self._asked.get(ring.process, 0) for ring in self._training(doing))
 
     def request_pause(self, paused: bool) -> int:
@@ -137,14 +149,29 @@ class RunReader:
         """
         if paused and self.pause_refusal() is not None:
             return 0
+        if self._machines is not None:
+            return self._machines.ask({"ask": "pause", "paused": paused})
         return self._ask(lambda ring: ring.request_pause(paused))
 
     def request_sample(self) -> int:
         """Ask every training process to sample the collectives of one step soon; return the number of processes."""
+        if self._machines is not None:
+            return self._machines.ask({"ask": "sample"})
         return self._ask(SpanReader.request_sample)
+
+    def answers(self) -> tuple[int, int] | None:
+        """How many machines have answered the last request of this reader, and how many got it; None on one machine."""
+        return None if self._machines is None else self._machines.answers()
+
+    def request_records(self, processes: Collection[int]) -> None:
+        """Ask a mirror for all records of these processes from now on, and only some of the others. OSError."""
+        if self._machines is not None:
+            self._machines.ask({"ask": "records", "processes": sorted(processes)})
 
     def pause_refusal(self, doing: Doing | None = None) -> str | None:
         """Why the training cannot be paused now; None if a pause can be requested."""
+        if self._machines is not None:
+            return self._machines.text("refusal")
         training = self._training(doing)
         if not training:
             return NO_TRAINING
@@ -152,6 +179,11 @@ class RunReader:
 
     def paused(self, doing: Doing | None = None) -> PauseState:
         """The last request for a pause, whether it is in force, and the start of the pause."""
+        if self._machines is not None:
+            state = self._machines.state
+            return PauseState(
+                state.get("wanted") is True, state.get("pausing") is True, self._machines.since("paused_ns")
+            )
         doing = self.activities() if doing is None else doing
         training = self._training(doing)
         requests = [ring.pause_requests() for ring in training]

@@ -58,6 +58,9 @@ class RunInfo:
     command_started: float | None = None
     host: str = ""
     """The machine of the run; other machines may share the directory."""
+    nodes: tuple[str, ...] = ()
+    """Of a mirror (dpmon.mirror): the names of the machines. Their records are written here by a process, the mirror,
+    which is named as the supervisor; there is no command."""
 
     @property
     def arguments(self) -> tuple[str, ...]:

@@ -213,7 +213,7 @@ class Store(Steps):
     def shapes(self) -> list[Shape]:
         """Return the sizes of inputs and outputs of all calls so far, with their number of calls."""
         query = "SELECT process, mode, kind, layout, virtual, sizes, untimed, calls FROM shapes"
-        return list(self.read(_shape_in, query))
+        return list(self.read(shape_in, query))
 
     # ------------------------------------------------------------------------------------------ events
 
@@ -395,7 +395,8 @@ class Store(Steps):
         return [(start * SECOND, int(high)) for start, high in rows]
 
 
-def _shape_in(row: Sequence[Any]) -> Shape:
+def shape_in(row: Sequence[Any]) -> Shape:
+    """Return the shape in a row. Raises HistoryError if it is damaged."""
     process, mode, kind, layout, virtual, sizes, untimed, calls = row
     try:
         inputs, outputs, *parts = numbers_in(sizes)

@@ -131,6 +131,10 @@ class Rounds:
             self._ranks[process] = group_of
             self._group(process)
 
+    def group(self, process: int) -> Sequence[int] | None:
+        """Return the ranks with which a process averages its gradients; None if unknown."""
+        return None if process in self._several else self._ranks.get(process)
+
     def _group(self, process: int) -> _RankGroup | None:
         """Return the group of a process; None if it has no group or is from before a restart of the job."""
         ranks, rank = self._ranks.get(process), self._rank_of.get(process)

@@ -205,19 +205,12 @@ class Steps(Sums):
         process, number, mode, start, wall, samples = _plain_of(row)
         phases, counts = _phases_of(row), _counts_of(row)
         spans, missing, device, *others = _rest_of(row)
-        try:
-            flat = [] if spans is None else numbers_in(spans)
-            why, *times = [0] if device is None else numbers_in(device)
-            runs = list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
-            if list in map(type, (*flat, *times)) or any(not 0 <= phase <= BUCKET for phase, _, _ in runs):
-                raise ValueError("an unknown phase")
-        except (ValueError, TypeError) as error:
-            raise HistoryError(f"a damaged step: {error}") from None
+        runs, why, times = step_lists(spans, device)
         return Step(
             *(process, self.ranks.get(process), number, mode, start, wall, samples),
             {name: took for name, took in zip(STEP_PHASES, phases, strict=True) if took is not None},
             {name: count for name, count in zip(_COUNTED, counts, strict=True) if count is not None},
-            *(runs, missing, None if device is None else times, why, *others),
+            *(runs, missing, times, why, *others),
         )
 
     def _call(self, row: Sequence[Any]) -> Call:
@@ -391,6 +384,22 @@ class Steps(Sums):
         )
         rows = self.query(query, (process, last - _LOOKED_AT, last, *loops, one_in, most))
         return [LoopStep(*row) for row in rows]
+
+
+def step_lists(spans: str | None, device: str | None) -> tuple[list[Any], int, list[float | None] | None]:
+    """Return the runs of a step's phases, and its device times (None: none) after the number of why one is missing.
+
+    Raises HistoryError if a column is damaged.
+    """
+    try:
+        flat = [] if spans is None else numbers_in(spans)
+        why, *times = [0] if device is None else numbers_in(device)
+        runs = list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
+        if list in map(type, (*flat, *times)) or any(not 0 <= phase <= BUCKET for phase, _, _ in runs):
+            raise ValueError("an unknown phase")
+    except (ValueError, TypeError) as error:
+        raise HistoryError(f"a damaged step: {error}") from None
+    return runs, why, None if device is None else times
 
 
 def _long_row(row: tuple[Any, ...]) -> LongRow:

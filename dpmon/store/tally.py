@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -305,6 +305,67 @@ def _entries_of(
 def total_in(data: bytes, number: int) -> int:
     """Return the sum of a series in the sketches of a row; 0 without one. Raises HistoryError if they are damaged."""
     return next((total for _, _, total, _ in _entries_of(data, {number: ""}, sketches=False, most=1)), 0)
+
+
+def renumbered(data: bytes, numbers: Mapping[int, int]) -> bytes:
+    """Return the sketches of another history with its series under their numbers here (by number there).
+
+    Series without a number are left out. Raises HistoryError if the sketches are damaged.
+    """
+    parts = []
+    at, end = 0, len(data)
+    try:
+        while at < end:
+            number, count, total, size = _ENTRY.unpack_from(data, at)
+            begin, at = at, at + _ENTRY.size + size
+            sketch = data[begin + _ENTRY.size : at]
+            if at > end or count > quantiles.most_values(size) or not -_MAX <= total <= _MAX:
+                raise ValueError("too short")
+            quantiles.checked(sketch)
+            if number in numbers:
+                parts.append(
+                    data[begin:at]
+                    if numbers[number] == number
+                    else _ENTRY.pack(numbers[number], count, total, size) + sketch
+                )
+    except (struct.error, ValueError) as error:
+        raise HistoryError(f"a damaged tally: {error}") from None
+    return b"".join(parts)
+
+
+def entry_of(number: int, values: Sequence[int]) -> bytes:
+    """Return the entry of a series with these values."""
+    counts: Counts = {}
+    quantiles.add_values(counts, values)
+    packed = quantiles.pack(counts)
+    return _ENTRY.pack(number, len(values), sum(values), len(packed)) + packed
+
+
+def entries_of(data: bytes, wanted: Collection[int]) -> bytes:
+    """Return the entries of some series in checked sketches."""
+    parts = []
+    at = 0
+    while at < len(data):
+        number, _, _, size = _ENTRY.unpack_from(data, at)
+        begin, at = at, at + _ENTRY.size + size
+        if number in wanted:
+            parts.append(data[begin:at])
+    return b"".join(parts)
+
+
+def compacted(data: bytes) -> bytes:
+    """Return checked sketches with one entry for each series."""
+    stats: dict[int, Stat] = defaultdict(Stat)
+    at = 0
+    while at < len(data):
+        number, count, total, size = _ENTRY.unpack_from(data, at)
+        begin, at = at + _ENTRY.size, at + _ENTRY.size + size
+        stats[number].add_packed(count, total, quantiles.checked(data[begin:at]))
+    parts = []
+    for number, stat in stats.items():
+        packed = quantiles.pack(stat.counts)
+        parts.append(_ENTRY.pack(number, min(stat.count, _MOST_VALUES), stat.total, len(packed)) + packed)
+    return b"".join(parts)
 
 
 PLAIN = ("steps", "calls", "last_step", "low_ns", "high_ns", "first_ns", "last_ns")

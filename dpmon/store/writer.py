@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from operator import attrgetter
@@ -69,7 +69,7 @@ _INTO_LOOPS = f"INSERT OR REPLACE INTO loops VALUES ({', '.join('?' * len(LOOP_C
 _of_loop = attrgetter(*LOOP_COLUMNS)
 _INTO_GAPS = "INSERT INTO gaps (process, after_step, mode, begin_ns, end_ns, ns) VALUES (?,?,?,?,?,?)"
 _SHORTEN_GAP = "UPDATE gaps SET ns = max(ns - ?, 0) WHERE process = ? AND begin_ns <= ? AND end_ns >= ?"
-_JOIN_STEP = f"UPDATE steps SET {EXPOSED}_ns = ?, {WAIT}_ns = ? WHERE id = ?"
+JOIN_STEP = f"UPDATE steps SET {EXPOSED}_ns = ?, {WAIT}_ns = ? WHERE id = ?"
 _ADD_SHAPE = """\
 INSERT INTO shapes VALUES (?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET calls = calls + excluded.calls"""
 _Combined = Mapping[str, str]
@@ -175,47 +175,59 @@ class History:
 
     def write(self, batch: Batch) -> None:
         """Write all of `batch` or nothing. After a HistoryError, the same batch may be written again."""
-        many = self._db.executemany
+        try:
+            self.transact(lambda: self._put(batch))
+        except HistoryError:
+            self._tallies.forget()
+            raise
+
+    def transact(self, put: Callable[[], None]) -> None:
+        """Do all that `put` writes, or nothing, and delete the oldest rows at the size limit. Raises HistoryError."""
         self._door.begin()
         try:
             self._door.set_size(self._file_bytes(), writes=True)
             self._db.execute("BEGIN IMMEDIATE")
-            many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
-            many(_INTO_CALLS, batch.calls)
-            many(_INTO_STEPS, batch.steps)
-            many(_INTO_COLLECTIVES, batch.collectives)
-            many(_INTO_LOSSES, batch.losses)
-            many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
-            many(_INTO_RINGS, map(_of_ring, batch.rings))
-            many(_add_to(*_DEVICES), [(*key, *values) for key, values in batch.devices.items()])
-            many(_add_to(*_COLLECTIVES), [(*key, *values) for key, values in batch.communicated.items()])
-            many(_JOIN_STEP, [(joined.exposed_ns, joined.wait_ns, joined.step.id) for joined in batch.joined])
-            self._tallies.add(batch)
-            many(_INTO_LOOPS, map(_of_loop, batch.loops.values()))
-            many(_INTO_GAPS, batch.gaps)
-            for process, begin, end in batch.waited:
-                self._db.execute(_SHORTEN_GAP, (end - begin, process, begin, end))
-            if batch.waited:
-                self._db.execute("DELETE FROM gaps WHERE ns < ?", (GAP_NS,))
-            many(_ADD_SHAPE, [(*key, count) for key, count in batch.shapes.items()])
-            self._thin_losses(batch)
+            put()
             if self._used_bytes() > self._limit:
                 self._prune()
             self._db.execute("COMMIT")
         except (*_FAULTS, OverflowError, struct.error) as error:  # the last two: numbers of damaged rows
             with suppress(sqlite3.Error):  # some errors roll back themselves
                 self._db.execute("ROLLBACK")
-            self._tallies.forget()
             raise HistoryError(str(error)) from None
 
-    def _thin_losses(self, batch: Batch) -> None:
-        """Thin the losses of a line after every KEPT_LOSSES of them. Never delete the first one that is not finite."""
-        for _, process, definition, *_ in batch.losses:
-            line = process, definition
+    def _put(self, batch: Batch) -> None:
+        many = self._db.executemany
+        many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
+        many(_INTO_CALLS, batch.calls)
+        many(_INTO_STEPS, batch.steps)
+        many(_INTO_COLLECTIVES, batch.collectives)
+        many(_INTO_LOSSES, batch.losses)
+        many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
+        many(_INTO_RINGS, map(_of_ring, batch.rings))
+        many(_add_to(*_DEVICES), [(*key, *values) for key, values in batch.devices.items()])
+        many(_add_to(*_COLLECTIVES), [(*key, *values) for key, values in batch.communicated.items()])
+        many(JOIN_STEP, [(joined.exposed_ns, joined.wait_ns, joined.step.id) for joined in batch.joined])
+        self._tallies.add(batch)
+        many(_INTO_LOOPS, map(_of_loop, batch.loops.values()))
+        many(_INTO_GAPS, batch.gaps)
+        for process, begin, end in batch.waited:
+            self._db.execute(_SHORTEN_GAP, (end - begin, process, begin, end))
+        if batch.waited:
+            self._db.execute("DELETE FROM gaps WHERE ns < ?", (GAP_NS,))
+        many(_ADD_SHAPE, [(*key, count) for key, count in batch.shapes.items()])
+        self.thin_losses((process, definition) for _, process, definition, *_ in batch.losses)
+
+    def thin_losses(self, lines: Iterable[tuple[int, int]]) -> None:
+        """Thin the losses of a line after every KEPT_LOSSES of them. Never delete the first one that is not finite.
+
+        `lines`: process and definition of each new loss.
+        """
+        for line in lines:
             self._until_thin[line] = self._until_thin.get(line, 1) - 1
             if not self._until_thin[line]:
                 self._until_thin[line] = KEPT_LOSSES
-                self._thin_line(process, definition)
+                self._thin_line(*line)
 
     def _thin_line(self, process: int, definition: int) -> None:
         query = "SELECT t_ns FROM losses WHERE process = ? AND definition = ? ORDER BY t_ns {} LIMIT 1 OFFSET ?"

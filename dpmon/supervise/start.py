@@ -36,6 +36,8 @@ from {} import main
 main(directory, how)
 """
 _SUPERVISOR, _TELLER = "dpmon.supervise.supervisor", "dpmon.tell.teller"
+_MIRROR = "dpmon.mirror.mirror"
+"""In the place of the supervisor of a run on other machines."""
 TAKE_OVER = "take over"
 TELLER_WAIT_S, MOST_TELLER_WAIT_S = 5.0, 600.0
 """Shortest and longest time between two starts of the process that tells the events."""
@@ -123,11 +125,11 @@ class Successor:
         """
         # With a full or read-only disk, or without the directory, the run goes on as it is.
         with contextlib.suppress(OSError, RunError):
-            if not self._tried and needs_supervisor(
-                self._directory, load_info(self._directory), load_exit(self._directory)
-            ):
+            info = load_info(self._directory)
+            if not self._tried and needs_supervisor(self._directory, info, load_exit(self._directory)):
                 self._tried = True
-                self._process = _start(self._directory, TAKE_OVER, stdin=False)
+                module = _MIRROR if info.nodes else _SUPERVISOR
+                self._process = _start(self._directory, TAKE_OVER, stdin=False, module=module)
                 _started.append(self._process)
 
     def finish(self) -> None:
@@ -141,7 +143,8 @@ def ensure_supervisor(directory: Path) -> Successor:
     """Start a supervisor if the run has none; if the run is over, wait until its record is complete."""
     successor = Successor(directory)
     successor.look()
-    if not command_alive(load_info(directory)):
+    info = load_info(directory)
+    if not info.nodes and not command_alive(info):
         successor.finish()
     return successor
 

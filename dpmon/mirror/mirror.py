@@ -1,0 +1,372 @@
+"""The background process of a run on several machines: it writes what their supervisors record into one history.
+
+It is started like a supervisor, and named as one in run.json. It has no command: it runs one for each machine
+(dpmon.mirror.links) that prints the rows of the history there, and takes requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import dpmon
+from dpmon.cleaning import clean
+from dpmon.errors import HistoryError
+from dpmon.mirror.joint_stalls import JointStalls
+from dpmon.mirror.links import Closed, Links, Opened, Received
+from dpmon.mirror.receive import AHEAD_S, Chunk, Receiver, RubbishError
+from dpmon.mirror.records import Node, Records
+from dpmon.mirror.requests import Requests
+from dpmon.record.plainjson import number_in, text_in, whole_in
+from dpmon.record.schema import SECOND
+from dpmon.run import proc
+from dpmon.run.condition import needs_supervisor, take_lock
+from dpmon.run.files import open_file, write_whole
+from dpmon.run.mirrored import STATE_FILE, doing_in
+from dpmon.run.rundir import MAX_STATUS, ExitInfo, RunInfo, count_file, deleted_bytes, load_exit, load_info, save
+from dpmon.store.answers import event_in
+from dpmon.supervise.start import keep_statuses
+
+COMMIT_S, POLL_S = 0.5, 0.2
+MEASURED = 3
+"""Questions for the time before the first record; the fastest answer counts."""
+MOST_HELD = 32
+"""Chunks of a machine that may wait for a history that cannot be written; then it is disconnected."""
+OUTPUT_BYTES = 8 << 20
+"""When the output has more bytes, its older half is deleted."""
+
+
+@dataclass
+class Followed:
+    """What this process knows of a machine besides its row in the history."""
+
+    node: Node
+    receiver: Receiver = field(default_factory=Receiver)
+    asked: tuple[int, int] = (0, 0)
+    """Number and time of the question for the time."""
+    measured: int = 0
+    offset: int = 0
+    """The last id that it has sent."""
+    held: int = 0
+    beat: Mapping[str, Any] = field(default_factory=dict)
+    standing: Mapping[str, Any] | None = None
+
+
+class Mirror:
+    """The mirror of one run."""
+
+    def __init__(self, directory: Path, info: RunInfo) -> None:
+        self.directory, self.info = directory, info
+        self.records = Records(directory, info)
+        self.machines = [Followed(node) for node in self.records.nodes]
+        commands: list[list[str]] = info.options["machines"]
+        self.links = Links(len(commands), lambda number: command_of(commands[number]))
+        self.joint = JointStalls(directory, info, self, len(commands), self.records.number)
+        self._requests = Requests(self)
+        self._chunks: list[tuple[Followed, Chunk]] = []
+        self._events: list[tuple[str, Mapping[str, Any]]] = []
+        self._last_stall: Mapping[str, Any] | None = None
+        self._ids = count(1)
+        self._leave = False
+        self._other: set[str] = set()
+        """Machines with another version of dpmon."""
+        for machine in self.machines:
+            if machine.node.state == "ended":
+                self.links.end(machine.node.number, "", for_good=True)
+            else:
+                self._turn(machine.node, "connecting", None)
+
+    def now_ns(self) -> int:
+        """The run's time."""
+        return time.monotonic_ns() - self.info.start_ns
+
+    # ------------------------------------------------------------------------------------------ the record of stalls
+
+    def emit(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Record an event of the mirror."""
+        data = {"t_s": self.now_ns() / 1e9, **data}
+        self._events.append((kind, data))
+        if kind == "stall":
+            self._last_stall = data
+
+    def last_steps(self) -> Mapping[int, int | None]:
+        """Nothing: the machines know them."""
+        return {}
+
+    def gpus(self) -> list[Mapping[str, Any]]:
+        """Nothing: the machines know them."""
+        return []
+
+    def last_stall(self) -> Mapping[str, Any] | None:
+        """The data of the last record of a stall of ranks on several machines."""
+        return self._last_stall or self.records.last_stall()
+
+    # ------------------------------------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        """Write until all runs have ended, the directory is deleted, or a signal comes."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+            signal.signal(number, lambda *_: setattr(self, "_leave", True))
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        commit_at = state_at = 0.0
+        over = False
+        while not (over or self._leave) and self.directory.is_dir():
+            for report in self.links.poll(POLL_S):
+                self._take(report)
+            now = time.monotonic()
+            self._requests.look(now)
+            self.joint.look()
+            over = all(machine.node.state in ("ended", "refused") for machine in self.machines)
+            if over or now >= commit_at:
+                commit_at = now + COMMIT_S
+                over = self._commit() and over
+            if over or now >= state_at:
+                state_at = now + 1.0
+                self._save_state()
+        self.links.close()
+        self.joint.close()
+        if over:
+            self._finish()
+        self._commit()
+        self.records.close()
+
+    def _turn(self, node: Node, state: str, why: str | None) -> None:
+        """Note the state of a machine."""
+        if (node.state, node.why) != (state, why):
+            node.state, node.why, node.since_ns = state, why, self.now_ns()
+
+    def _take(self, report: Opened | Received | Closed) -> None:
+        machine = self.machines[report.node]
+        node = machine.node
+        try:
+            if isinstance(report, Opened):
+                self._open(machine, report.marker)
+            elif isinstance(report, Received):
+                node.heard_ns = self.now_ns()
+                found = machine.receiver.take(report.text, node.heard_ns)
+                if isinstance(found, Chunk):
+                    self._take_chunk(machine, found)
+                elif found is not None:
+                    self._take_message(machine, found)
+            else:
+                self._close(machine, report)
+        except (RubbishError, ValueError) as error:
+            self._close(machine, self.links.end(node.number, f"it sent rubbish: {clean(str(error))}", for_good=False))
+
+    def _open(self, machine: Followed, marker: Mapping[str, Any]) -> None:
+        machine.receiver, machine.measured, machine.offset = Receiver(), 0, machine.node.received
+        node, texts = (
+            machine.node,
+            {key: clean(text_in(marker, key) or "")[:1000] for key in ("host", "run", "version", "script", "cwd")},
+        )
+        node.host, node.run, node.version = texts["host"], texts["run"], texts["version"]
+        if node.version != dpmon.__version__ and node.name not in self._other:
+            self._other.add(node.name)
+            text = f"{node.name} has dpmon {node.version}, this machine {dpmon.__version__}: what both know is read"
+            self.emit("warning", {"process": None, "text": text})
+        words = marker.get("command")
+        if not self.info.command and isinstance(words, list):  # what the run is, as the first machine says
+            command = tuple(clean(str(word))[:1000] for word in words[:100])
+            self.info = replace(self.info, command=command, script=texts["script"], cwd=texts["cwd"])
+            with contextlib.suppress(OSError):
+                save(self.directory, self.info)
+        self._ask_time(machine)
+
+    def _close(self, machine: Followed, report: Closed) -> None:
+        if machine.node.state != "ended":
+            self._turn(machine.node, "refused" if report.for_good else "cut", report.why or None)
+            self.joint.lose(machine.node.number)
+            machine.beat = {}
+        machine.standing = None
+        self._requests.lose(machine.node.number)
+
+    # ------------------------------------------------------------------------------------------ what comes
+
+    def _ask_time(self, machine: Followed) -> None:
+        machine.asked = next(self._ids), self.now_ns()
+        self.links.send(machine.node.number, json.dumps({"ask": "time", "id": machine.asked[0]}))
+
+    def _take_time(self, machine: Followed, there_ns: int) -> None:
+        """Take the time of a machine, between question and answer. After some of them, begin."""
+        node, number, sent = machine.node, machine.node.number, machine.asked[1]
+        error = (self.now_ns() - sent) // 2
+        if machine.measured == 0 or node.clock_error_ns is None or error < node.clock_error_ns:
+            node.clock_ns, node.clock_error_ns = sent + error - there_ns, error
+        machine.measured += 1
+        if machine.measured < MEASURED:
+            self._ask_time(machine)
+            return
+        shift_ns = max(node.clock_ns or 0, 0)
+        if node.shift_s is None:
+            node.shift_s = round(shift_ns / SECOND)
+        request = {"ask": "begin", "offset": node.received, "tallied_s": node.tallied_s, "shift_s": node.shift_s}
+        self.links.send(number, json.dumps({**request, "shift_ns": shift_ns}))
+
+    def _take_message(self, machine: Followed, message: Mapping[str, Any]) -> None:
+        if isinstance(message.get("standing"), dict):
+            machine.standing = message
+        elif message.get("answer") == machine.asked[0] and (there := whole_in(message, "now_ns")) is not None:
+            if abs(there) < 1 << 60 and machine.measured < MEASURED:
+                self._take_time(machine, there)
+        else:
+            self._requests.take(machine.node, message)
+
+    def _take_chunk(self, machine: Followed, chunk: Chunk) -> None:
+        node, beat = machine.node, chunk.beat
+        begin, offset, tallied = (beat.get(name) for name in ("from", "offset", "tallied_s"))
+        if not type(begin) is type(offset) is type(tallied) is int:
+            raise RubbishError("a beat without its offsets")
+        if not machine.offset == begin <= offset < 1 << 53 or tallied > self.now_ns() // SECOND + AHEAD_S:
+            raise RubbishError("records that do not follow those before")
+        if machine.held >= MOST_HELD:
+            raise RubbishError("the history cannot be written")
+        if "events" in chunk.rows:
+            kept = [row for row in chunk.rows["events"] if self._keeps(node, row)]
+            chunk = chunk._replace(rows={**chunk.rows, "events": kept})
+        if machine.standing is not None:
+            age_s = number_in(machine.standing, "age_s") or 0.0
+            self.joint.hear(
+                node.number, node.name, machine.standing["standing"], int(min(max(age_s, 0.0), 1e9) * SECOND)
+            )
+            machine.standing = None
+        machine.offset, machine.beat = offset, beat
+        machine.held += 1
+        self._chunks.append((machine, chunk))
+        self._turn(node, "connected", None)
+        if isinstance(output := beat.get("output"), str):
+            self._put_output(node, output)
+        if isinstance(how := beat.get("exit"), dict):
+            self._end(machine, how)
+
+    def _keeps(self, node: Node, row: tuple[Any, ...]) -> bool:
+        """Whether an event goes into the history: a stall does not if the ranks are judged here."""
+        return row[2] != "stall" or row[1] >= 0 or self.joint.keeps(node.number, event_in(row[-1:]).data)
+
+    def _end(self, machine: Followed, how: Mapping[str, Any]) -> None:
+        """Note the end of a machine's run."""
+        status, seconds = whole_in(how, "status"), min(max(number_in(how, "seconds") or 0.0, 0.0), 1e9)
+        texts = {
+            key: None if (text := text_in(how, key)) is None else clean(text)[:1000] for key in ("signal", "cause")
+        }
+        known = status is not None and 0 <= status <= MAX_STATUS
+        machine.node.exit = json.dumps({"status": status if known else None, "seconds": seconds, **texts})
+        self._turn(machine.node, "ended", None)
+        self.links.end(machine.node.number, "", for_good=True)
+
+    def _put_output(self, node: Node, text: str) -> None:
+        """Append the output of a machine to the run's, with its name before each line."""
+        lines = "".join(f"{node.name}: {clean(line)}\n" for line in text[: 1 << 16].splitlines()).encode(
+            "utf-8", "replace"
+        )
+        path = self.directory / "output.log"
+        with contextlib.suppress(OSError), open(open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size > OUTPUT_BYTES:
+                file.seek(size - OUTPUT_BYTES // 2)
+                rest = file.read().partition(b"\n")[2]
+                write_whole(count_file(path), f"{deleted_bytes(path) + size - len(rest):020d}")
+                file.truncate(0)
+                file.write(rest)
+            file.write(lines)
+
+    # ------------------------------------------------------------------------------------------ what is written
+
+    def _commit(self) -> bool:
+        """Write what has come; return whether that was possible."""
+        try:
+            self.records.write([(machine.node, chunk) for machine, chunk in self._chunks], self._events)
+        except HistoryError as error:
+            _log(f"the history cannot be written: {error}")
+            return False
+        for machine, _ in self._chunks:
+            machine.held = 0
+        self._chunks, self._events = [], []
+        return True
+
+    def _save_state(self) -> None:
+        """Write what readers want to know of the processes."""
+        live = [machine for machine in self.machines if machine.beat]
+        doing = {
+            number: pair
+            for machine in live
+            for process, pair in doing_in(machine.beat.get("doing")).items()
+            if (number := self.records.number(machine.node.number, process)) is not None
+        }
+        pauses = [pause for machine in live if isinstance(pause := machine.beat.get("pause"), list) and len(pause) == 3]
+        since = [at for *_, at in pauses if type(at) is int]
+        waits = [at for machine in live if (at := whole_in(machine.beat, "input_ns")) is not None]
+        refusals = [text for machine in live if (text := text_in(machine.beat, "refusal")) is not None]
+        stages = [stage for machine in live if isinstance(stage := machine.beat.get("stage"), list)]
+        state = {
+            "now_ns": self.now_ns(),
+            "doing": doing,
+            "connected": [machine.node.number for machine in self.machines if machine.node.live],
+            "ended": [sum(machine.node.state == "ended" for machine in self.machines), len(self.machines)],
+            "wanted": any(wanted is True for wanted, _, _ in pauses),
+            "pausing": any(pending is True for _, pending, _ in pauses),
+            "paused_ns": max(since) if len(since) == len(live) > 0 else None,
+            "pending": any(machine.beat.get("pending") is True for machine in live),
+            "refusal": min(map(clean, refusals)) if len(refusals) == len(live) > 0 else None,
+            "input_ns": min(waits, default=None),
+            "stage": next((clean(str(stage[0]))[:200] for stage in stages[:1]), None),
+            "stage_ns": next((stage[1] for stage in stages[:1] if len(stage) > 1 and type(stage[1]) is int), None),
+            "answered": self._requests.answered,
+        }
+        with contextlib.suppress(OSError):
+            write_whole(self.directory / STATE_FILE, json.dumps(state))
+
+    def _finish(self) -> None:
+        """Write how the run has ended: like the first of its machines that failed."""
+        ends = [(json.loads(machine.node.exit), machine.node) for machine in self.machines if machine.node.exit]
+        how, node = next((end for end in ends if end[0]["status"]), (ends or [({}, self.machines[0].node)])[0])
+        unknown = None if ends else f"no machine was reached; {node.name}: {node.why}"
+        seconds, cause = self.now_ns() / SECOND, how.get("cause")
+        end = ExitInfo(
+            status=how.get("status"), signal=how.get("signal"), ended_unix=time.time(), end_ns=time.monotonic_ns(),
+            seconds=seconds, by="mirror", unknown=unknown, cause=None if cause is None else f"{node.name}: {cause}",
+        )  # fmt: skip
+        self.emit("exit", {"status": end.status, "signal": end.signal, "t_s": seconds})
+        with contextlib.suppress(OSError):
+            save(self.directory, end)
+
+
+def command_of(words: list[str]) -> list[str]:
+    """The command that prints the rows of a machine. `words`: its name, its run there, and how to run dpmon there."""
+    _, run, *before = words
+    return [*before, "export", run, "--follow", "--rollups"]
+
+
+def _log(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"{time.strftime('%F %T')} {text}\n".encode("utf-8", "replace"))
+
+
+def main(directory_text: str, _: str) -> None:
+    """Mirror the run in a directory until its end, if no other process does."""
+    directory = Path(directory_text)
+    lock = take_lock(directory)
+    info = load_info(directory)
+    # The commands of a directory that came from another machine are not started here.
+    if lock is None or info.boot_id != proc.boot_id() or not needs_supervisor(directory, info, load_exit(directory)):
+        return
+    keep_statuses()
+    os.chdir("/")
+    os.umask(0o077)
+    info = replace(info, supervisor_pid=os.getpid(), supervisor_started=proc.started(os.getpid()))
+    try:
+        save(directory, info)
+        Mirror(directory, info).run()
+    except (HistoryError, OSError) as error:
+        _log(f"the mirror ends: {error}")
+    except Exception:
+        _log(traceback.format_exc())
+        raise

@@ -1,0 +1,221 @@
+"""Checks the lines from a machine and collects them to chunks (dpmon.store.exchange).
+
+A line may be damaged or hostile. What readers of a history take for granted is checked here: the type and the range of
+each value, the mode, JSON and sketches. A damaged row is left out and counted.
+"""
+
+from __future__ import annotations
+
+import json
+from binascii import a2b_base64
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import repeat
+from typing import Any, NamedTuple
+
+from dpmon.errors import DpmonError, HistoryError
+from dpmon.record.names import MODES
+from dpmon.record.plainjson import load_event
+from dpmon.record.schema import SECOND
+from dpmon.store.answers import call_in
+from dpmon.store.exchange import CHUNK_BYTES, KEPT, NUMBERED, columns_sent, default_of
+from dpmon.store.queries import shape_in
+from dpmon.store.step_queries import step_lists
+from dpmon.store.tables import CALL_COLUMNS, STEP_COLUMNS, definition_in
+from dpmon.store.tally import WIDTHS
+
+AHEAD_S = 60
+"""A time that is later than now by more than this is damaged."""
+_MOST = 1 << 47
+"""Largest number of most columns: 39 hours, or 140 TB."""
+_MOST_SUM, _MOST_ID = 1 << 60, 1 << 53
+_MOST_OF_SECOND = 1 << 42
+"""Largest sum of a second: the sum over all seconds of a run must fit into a column."""
+_MOST_TEXT = 1 << 18
+_MOST_STEPS = 1 << 40
+_MOST_FLOAT = 1e300
+_PLACES = ("start_ns", "t_ns", "begin_ns", "end_ns", "first_ns", "last_ns")
+_IDS = ("id", "number", "first_id", "last_id", "position", "sequence", "lines", "definition", "layout")
+
+
+class RubbishError(DpmonError):
+    """A machine does not send records; the text says what is wrong with them."""
+
+
+class Chunk(NamedTuple):
+    """What a machine has sent up to a beat: the rows of each table, in the order of its columns, and the beat."""
+
+    rows: Mapping[str, Sequence[tuple[Any, ...]]]
+    beat: Mapping[str, Any]
+    damaged: int
+    """Number of rows that were left out."""
+
+
+class _ColumnRule(NamedTuple):
+    name: str
+    kinds: frozenset[type]
+    default: Any
+    low: int
+    high: int | None
+    """None: now."""
+    of_seconds: bool
+
+
+@cache
+def _columns(table: str) -> tuple[_ColumnRule, ...]:
+    found = []
+    for name, kinds in columns_sent(table).items():
+        low, high = -_MOST, _MOST
+        seconds = name == "start_s"
+        if name in _IDS:
+            low, high = -1, _MOST_ID
+        elif name.endswith("_sum"):
+            low, high = -_MOST_SUM, _MOST_SUM
+        elif table == "tallies" and (name in ("steps", "calls") or name.endswith("_n")):
+            low, high = 0, _MOST_STEPS
+        elif table == "collective_sums" and not seconds and name not in ("process", "definition"):
+            low, high = 0, _MOST_OF_SECOND
+        elif table in ("steps", "calls") and name in ("wall_ns", "step", "call", "calls"):
+            low = 0
+        elif seconds:
+            low = -1
+        allowed = {str if kind is bytes else kind for kind in kinds} | ({int} if float in kinds else set())
+        latest = None if name in _PLACES or seconds else high
+        found.append(_ColumnRule(name, frozenset(allowed), default_of(table, name), low, latest, seconds))
+    return tuple(found)
+
+
+class Receiver:
+    """The lines from one machine."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+        self._bytes = 0
+        self._damaged = 0
+
+    def take(self, text: bytes, now_ns: int) -> Chunk | Mapping[str, Any] | None:
+        """Take a line; return a chunk when it is complete, and any other message as it is.
+
+        `now_ns`: the run's time. Raises RubbishError.
+        """
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            raise RubbishError("it sent a line that is not JSON") from None
+        if not isinstance(line, dict):
+            raise RubbishError("it sent a line that is not an object")
+        if "beat" in line:
+            chunk = Chunk(self._rows, line, self._damaged)
+            self._rows, self._bytes, self._damaged = defaultdict(list), 0, 0
+            return chunk
+        if "table" not in line:
+            return line
+        self._bytes += len(text)
+        if self._bytes > CHUNK_BYTES:
+            raise RubbishError(f"it sent a chunk of more than {CHUNK_BYTES >> 20} MiB")
+        table, columns, rows = (line.get(name) for name in ("table", "columns", "rows"))
+        if table not in NUMBERED and table not in KEPT:
+            return None  # of another version
+        if not isinstance(columns, list) or not isinstance(rows, list) or not all(type(one) is str for one in columns):
+            raise RubbishError("it sent rows without columns")
+        good = checked(table, columns, rows, now_ns)
+        self._damaged += len(rows) - len(good)
+        self._rows[table] += good
+        return None
+
+
+def checked(table: str, columns: Sequence[str], rows: Sequence[Any], now_ns: int) -> list[tuple[Any, ...]]:
+    """Return the sound rows, in the order of the columns of `table`; of an event, its kind is the third.
+
+    Columns that are not known here are left out, and those that are not sent have their default: of another version.
+    """
+    try:
+        by_column = dict(zip(columns, zip(*rows, strict=True), strict=True)) if rows else {}
+        found = list(
+            zip(*(_column(one, by_column.get(one.name), len(rows), now_ns) for one in _columns(table)), strict=True)
+        )
+    except (ValueError, TypeError):
+        if len(rows) < 2:
+            return []
+        return [one for row in rows for one in checked(table, columns, [row], now_ns)]  # all but the damaged ones
+    if table == "events":
+        return [event for row in found for event in _event(*row)]
+    check = _CHECKS.get(table)
+    if check is None:
+        return found
+    return [row for row in found if _sound(check, row)]
+
+
+def _column(column: _ColumnRule, values: Sequence[Any] | None, count: int, now_ns: int) -> Iterable[Any]:
+    """Return the values of a column. Raises ValueError or TypeError if one is not sound."""
+    if values is None:
+        return repeat(column.default, count)
+    kinds = set(map(type, values))
+    if not kinds <= column.kinds:
+        raise TypeError(column.name)
+    if int in kinds:
+        numbers = values if len(kinds) == 1 else [value for value in values if type(value) is int]
+        high = column.high
+        if high is None:
+            high = now_ns // SECOND + AHEAD_S if column.of_seconds else now_ns + AHEAD_S * SECOND
+        if min(numbers) < column.low or max(numbers) > high:
+            raise ValueError(column.name)
+    if str in kinds:
+        if column.name == "sketches":
+            return [a2b_base64(value) for value in values]
+        for value in values:
+            if value is not None and not value.isascii():
+                value.encode()  # ValueError for a lone surrogate
+            if value is not None and len(value) > _MOST_TEXT:
+                raise ValueError(column.name)
+        if column.name == "mode" and not set(values) <= set(MODES):
+            raise ValueError(column.name)
+    if float in kinds and not all(value is None or abs(value) < _MOST_FLOAT for value in values):  # NaN is not less
+        raise ValueError(column.name)
+    return values if float not in column.kinds else [None if value is None else float(value) for value in values]
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+_DEVICE, _SPANS = (list(STEP_COLUMNS).index(name) for name in ("device", "spans"))
+_CALL = len(CALL_COLUMNS) - len(tuple(CALL_COLUMNS)[2:])
+
+
+def _sound(check: Callable[[tuple[Any, ...]], object], row: tuple[Any, ...]) -> bool:
+    try:
+        return check(row) is not False
+    except (HistoryError, ValueError):
+        return False
+
+
+def _step(row: tuple[Any, ...]) -> None:
+    if row[_SPANS] is not None or row[_DEVICE] is not None:
+        step_lists(row[_SPANS], row[_DEVICE])
+
+
+def _call(row: tuple[Any, ...]) -> None:
+    if row[-1] is not None:
+        call_in(row[_CALL:])
+
+
+def _event(number: int, process: int, t_ns: int | None, text: str) -> Iterator[tuple[Any, ...]]:
+    """Yield the row of an event with its kind, if it is sound."""
+    with suppress(ValueError):
+        yield number, process, load_event(text)[0], t_ns, text
+
+
+def _tally(row: tuple[Any, ...]) -> bool:
+    return bool(row[0] in WIDTHS and row[1] >= 0 and row[1] % row[0] == 0)
+
+
+_CHECKS: Mapping[str, Callable[[tuple[Any, ...]], object]] = {
+    "steps": _step,
+    "calls": _call,
+    "definitions": lambda row: definition_in(row[1:]),
+    "shapes": shape_in,
+    "tallies": _tally,
+    "times": _tally,
+}
+"""Raise HistoryError or ValueError, or return False, for a row that a reader could not read."""

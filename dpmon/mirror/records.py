@@ -1,0 +1,412 @@
+"""Writes the chunks of several machines into one history.
+
+Processes and ids get new numbers here, series the numbers of their names. The figures are those of the machines: a
+tally is inserted as it comes. What no machine knows alone is added: the waits between ranks of several machines, of the
+steps that all of them have sent (dpmon.store.rounds).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from dpmon.errors import HistoryError
+from dpmon.mirror.receive import Chunk
+from dpmon.record.schema import EXPOSED, HELD, SECOND, WAIT
+from dpmon.run.rundir import RunInfo
+from dpmon.store.answers import NODE_DEVICES, NodeRow, event_in, numbers_in
+from dpmon.store.exchange import columns_sent
+from dpmon.store.rounds import Joined, Rounds, SyncStep, device_tail
+from dpmon.store.tables import LASTING, NODE_COLUMNS, STEP_COLUMNS, RingRow
+from dpmon.store.tally import (
+    COLUMNS,
+    WIDTHS,
+    Key,
+    SeriesNames,
+    Tally,
+    compacted,
+    entries_of,
+    entry_of,
+    renumbered,
+)
+from dpmon.store.writer import JOIN_STEP, LIMIT_BYTES, History
+
+MOST_BYTES = 1 << 30
+_MOST_SERIES, _MOST_KEYS, _MOST_PROCESSES = 8192, 4096, 1 << 16
+"""Most series, keys and processes of one machine."""
+_RING = re.compile(r"process-(\d{1,6})\.ring")
+_OWN = "supervisor"
+"""The row of a machine's supervisor among its rings."""
+_PROCESS = re.compile(r'"process": ?(-?\d{1,19})(?=[,}\]\s])')
+_MOST_PENDING = 16
+"""Most waits of a process that are known before its next tally comes."""
+_AT = {name: at for at, name in enumerate(STEP_COLUMNS)}
+_STEP = [_AT[n] for n in ("mode", "kind", "start_ns", "wall_ns", "sync_number", "synced", "sync_ns", "device")]
+_REPLACED = ("definitions", "loops", "times", "shapes", "collective_sums")
+"""Tables that need nothing but the number of the process."""
+_ROW = "width = ? AND start_s = ? AND process = ? AND mode = ? AND kind = ? AND batch = ?"
+
+
+@dataclass
+class Node:
+    """A machine of the mirror: a row of the table `nodes` (dpmon.store.answers.NodeRow)."""
+
+    number: int
+    name: str
+    host: str | None = None
+    run: str | None = None
+    version: str | None = None
+    state: str = "connecting"
+    why: str | None = None
+    since_ns: int = 0
+    heard_ns: int | None = None
+    received: int = 0
+    tallied_s: int = 0
+    clock_ns: int | None = None
+    clock_error_ns: int | None = None
+    shift_s: int | None = None
+    exit: str | None = None
+
+    @property
+    def live(self) -> bool:
+        """Whether it sends records."""
+        return self.state == "connected"
+
+
+_Place = tuple[int, str, int]
+"""Process, mode and kind of a tally."""
+
+
+class Records:
+    """The history of a mirror."""
+
+    def __init__(self, directory: Path, info: RunInfo) -> None:
+        """Open the history of the mirror's run. Raises HistoryError."""
+        limit = min(LIMIT_BYTES * len(info.nodes), MOST_BYTES)
+        self._history = History.open(directory, {"run": info.id, "start_ns": info.start_ns}, limit)
+        self._db = self._history.door.db
+        names = ", ".join(NODE_COLUMNS)
+        rows = [Node(*NodeRow(*row)) for row in self._history.rows(f"SELECT {names} FROM nodes ORDER BY number")]
+        self.nodes = rows or [Node(number, name) for number, name in enumerate(info.nodes)]
+        """The machines by number. Whoever changes one calls `write` soon."""
+        self._written: dict[int, tuple[Any, ...]] = {}
+        self._rings = self._history.rings()
+        self._numbers = {
+            (ring.node, int(found[1])): ring.process
+            for ring in self._rings.values()
+            if (found := _RING.fullmatch(ring.name.partition("/")[2])) is not None and ring.node is not None
+        }
+        self._names = SeriesNames(self._history.rows("SELECT number, name FROM series"))
+        self._waits = [number for name in (EXPOSED, WAIT, HELD) if (number := self._names.number(name)) is not None]
+        self._series: dict[int, dict[int, int]] = defaultdict(dict)
+        """By machine and number of a series there: its number here."""
+        self._keys = {Key(*row) for row in self._history.rows("SELECT process, mode, kind, batch FROM keys")}
+        meta = dict(self._history.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
+        self._whole = {width: meta.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
+        self._rounds = Rounds()
+        self._ranks: dict[int, set[int]] = defaultdict(set)
+        """The ranks on each machine."""
+        self._of_several: dict[int, bool] = {}
+        """By process: whether it averages its gradients with ranks of other machines."""
+        self._pending: dict[_Place, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        """Waits by series that are not in a tally yet."""
+        self._joined: list[Joined] = []
+        for ring in self._rings.values():
+            self._note_rank(ring)
+        query = f"SELECT process, json FROM events WHERE {LASTING} AND kind IN ('process', 'ddp') ORDER BY id"
+        for process, *text in self._history.rows(query):
+            with suppress(HistoryError):
+                event = event_in(text)
+                self._rounds.take_event(process, event.kind, event.data)
+
+    def close(self) -> None:
+        """Close the history."""
+        self._history.close()
+
+    def number(self, node: int, process: int) -> int | None:
+        """Return the number here of a process of a machine; None if it is unknown."""
+        return self._numbers.get((node, process))
+
+    def processes(self) -> Mapping[int, tuple[int, int]]:
+        """Return machine and number there by the number of a process here."""
+        return {number: (node, process) for (node, process), number in self._numbers.items() if node is not None}
+
+    def last_stall(self) -> Mapping[str, Any] | None:
+        """Return the data of the newest record of a stall."""
+        query = "SELECT json FROM events WHERE kind = 'stall' ORDER BY id DESC LIMIT 1"
+        return next((event_in(row).data for row in self._history.rows(query)), None)
+
+    def write(self, chunks: Iterable[tuple[Node, Chunk]], events: Iterable[tuple[str, Mapping[str, Any]]] = ()) -> None:
+        """Write chunks, events of the mirror itself and the table of machines, or nothing. Raises HistoryError.
+
+        After an error, the same chunks can be written again.
+        """
+        chunks, events = list(chunks), list(events)
+        before = [(node, astuple(node)) for node in self.nodes]
+        state = self._history.next_id, dict(self._rings), dict(self._numbers), dict(self._whole)
+        try:
+            self._history.transact(lambda: self._put(chunks, events))
+        except HistoryError:
+            for node, values in before:
+                node.__dict__.update(zip(node.__dict__, values, strict=True))
+            self._history.next_id, self._rings, self._numbers, self._whole = state
+            self._keys, self._names.unwritten = set(), list(self._names.by_number.items())
+            self._written.clear()
+            raise
+
+    def _put(self, chunks: Sequence[tuple[Node, Chunk]], events: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        for node, chunk in chunks:
+            self._put_chunk(node, chunk)
+        for kind, data in events:
+            text = json.dumps({"kind": kind, **data}, separators=(",", ":"))
+            at = data.get("t_s")
+            t_ns = int(at * 1e9) if isinstance(at, (int, float)) else None
+            self._into("events", [(self._next(), None, kind, t_ns, text)])
+        if self._joined:
+            self._db.executemany(JOIN_STEP, [(one.exposed_ns, one.wait_ns, one.step.id) for one in self._joined])
+            self._joined = []
+        self._widen()
+        changes = {node.number: astuple(node) for node in self.nodes}
+        self._into("nodes", [row for number, row in changes.items() if self._written.get(number) != row])
+        self._written = changes
+        if self._names.unwritten:
+            self._into("series", self._names.unwritten)
+            self._names.unwritten = []
+
+    def _next(self) -> int:
+        self._history.next_id += 1
+        return self._history.next_id - 1
+
+    def _into(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
+        if rows:
+            self._db.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows)
+
+    # ------------------------------------------------------------------------------------------ a chunk
+
+    def _put_chunk(self, node: Node, chunk: Chunk) -> None:
+        rows, beat = chunk.rows, chunk.beat
+        self._put_rings(node, rows.get("rings", ()), chunk.damaged)
+        named = self._series[node.number]
+        for number, name in rows.get("series", ()):
+            if len(named) < _MOST_SERIES and (own := self._names.number(name)) is not None:
+                named[number] = own
+        ids = sorted(
+            {row[0] for table in ("calls", "steps", "collectives", "losses", "events") for row in rows.get(table, ())}
+        )
+        first = self._history.next_id
+        new = dict(zip(ids, range(first, first + len(ids)), strict=True))
+        self._history.next_id += len(ids)
+        self._put_events(node, rows.get("events", ()), new)
+        for table in ("calls", "steps", "collectives", "losses"):
+            moved = [(new[row[0]], number, *row[2:]) for row, number in self._known(node, rows.get(table, ()), 1)]
+            if table == "steps":
+                moved = self._join(node, moved)
+            if table in ("calls", "steps"):
+                self._note_ids(moved)
+            self._into(table, moved)
+            if table == "losses":
+                self._history.thin_losses((row[1], row[2]) for row in moved)
+        for table in _REPLACED:
+            at = list(columns_sent(table)).index("process")
+            known = self._known(node, rows.get(table, ()), at)
+            self._into(table, [(*row[:at], number, *row[at + 1 :]) for row, number in known])
+        self._into("gaps", [(None, number, *row[2:]) for row, number in self._known(node, rows.get("gaps", ()), 1)])
+        devices = rows.get("device_rollups", ())
+        self._into(
+            "device_rollups", [(row[0], _device(node, row[1]), *row[2:]) for row in devices if row[1] < NODE_DEVICES]
+        )
+        self._put_tallies(node, rows)
+        deleted = beat.get("deleted")
+        for width, second in deleted.items() if isinstance(deleted, dict) else ():
+            if width in map(str, WIDTHS[:-1]) and type(second) is int and 0 < second <= beat["tallied_s"]:
+                self._raise("max(value, excluded.value)", f"pruned_{width}", second)
+        if type(left_out := beat.get("left_out")) is int and 0 < left_out <= beat["offset"]:
+            self._raise("value + excluded.value", "pruned", left_out)
+        node.received, node.tallied_s = beat["offset"], max(beat["tallied_s"], node.tallied_s)
+
+    def _raise(self, how: str, key: str, value: int) -> None:
+        self._db.execute(f"INSERT INTO meta VALUES (?, ?) ON CONFLICT DO UPDATE SET value = {how}", (key, value))
+
+    def _known(self, node: Node, rows: Iterable[tuple[Any, ...]], at: int) -> Iterable[tuple[tuple[Any, ...], int]]:
+        """Yield the rows with known processes, and the number of the process. `at`: its column."""
+        numbers = self._numbers
+        for row in rows:
+            number = numbers.get((node.number, row[at]))
+            if number is not None:
+                yield row, number
+
+    def _put_rings(self, node: Node, rows: Iterable[tuple[Any, ...]], damaged: int) -> None:
+        found = []
+        own = replace(
+            self._rings.get(f"{node.number}/{_OWN}") or RingRow(f"{node.number}/{_OWN}", -1 - node.number, None, 0)
+        )
+        own.node, lost = node.number, own.missed
+        for row in rows:
+            ring = replace(RingRow(*row), node=node.number)
+            if ring.name == _OWN:
+                lost = max(ring.missed, lost)
+            if ring.name != f"process-{ring.process}.ring" or not 0 <= ring.process < 1 << 20:
+                continue
+            key = node.number, ring.process
+            if key not in self._numbers:
+                if sum(machine == node.number for machine, _ in self._numbers) >= _MOST_PROCESSES:
+                    continue
+                self._numbers[key] = max((one.process for one in self._rings.values()), default=-1) + 1
+            name, number = f"{node.number}/{ring.name}", self._numbers[key]
+            before = self._rings.get(name)
+            first = None if before is None else before.first_id
+            ring = replace(ring, name=name, process=number, first_id=first, last_id=None, pending="")
+            self._rings[name] = ring
+            self._note_rank(ring)
+            found.append(ring)
+        if lost + damaged > own.missed:
+            own.missed = lost + damaged
+            self._rings[own.name] = own
+            found.append(own)
+        self._into("rings", [astuple(ring) for ring in found])
+
+    def _note_rank(self, ring: RingRow) -> None:
+        if ring.rank is not None and ring.node is not None and ring.rank not in self._ranks[ring.node]:
+            self._ranks[ring.node].add(ring.rank)
+            self._of_several.clear()
+
+    def _note_ids(self, rows: Iterable[tuple[Any, ...]]) -> None:
+        """Note the first id of each process."""
+        there = {row[1]: row[0] for row in reversed(list(rows))}
+        for ring in self._rings.values() if there else ():
+            if ring.process in there and ring.first_id is None:
+                ring.first_id = there[ring.process]
+                self._db.execute("UPDATE rings SET first_id = ? WHERE name = ?", (ring.first_id, ring.name))
+
+    def _put_events(self, node: Node, rows: Iterable[tuple[Any, ...]], new: Mapping[int, int]) -> None:
+        def renamed(found: re.Match[str]) -> str:
+            number = self._numbers.get((node.number, int(found[1])))
+            return f'"process":{"null" if number is None else number}'
+
+        moved = []
+        for number, process, kind, t_ns, text in rows:
+            own = self._numbers.get((node.number, process)) if process >= 0 else -1 - node.number
+            if own is None:
+                continue
+            text = _PROCESS.sub(renamed, text)
+            if own < 0:
+                text = f'{text.rstrip()[:-1]},"node":{node.number}}}'
+            elif kind in ("process", "ddp"):
+                self._rounds.take_event(own, kind, event_in([text]).data)
+                self._of_several.clear()
+            moved.append((new[number], own, kind, t_ns, text))
+        self._into("events", moved)
+
+    # ------------------------------------------------------------------------------------------ waits
+
+    def _spans_machines(self, node: Node, process: int) -> bool:
+        """Whether the ranks that a process averages its gradients with are on several machines."""
+        found = self._of_several.get(process)
+        if found is None:
+            group = self._rounds.group(process)
+            found = group is not None and not set(group) <= self._ranks[node.number]
+            self._of_several[process] = found
+        return found
+
+    def _join(self, node: Node, steps: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Return the steps; note those of all ranks whose waits are known now."""
+        rows = list(steps)
+        for row in rows:
+            mode, kind, start, wall, sync_number, synced, sync_ns, device = (row[at] for at in _STEP)
+            if sync_number is None or not self._spans_machines(node, row[1]):
+                continue
+            tail = sync_ns if device is None else device_tail(numbers_in(device)[1:])
+            if tail is not None:
+                key, second = Key(row[1], mode, kind, 0), (start + wall) // SECOND
+                joined = self._rounds.step(row[1], SyncStep(row[0], key, second, sync_number, synced or 0, tail))
+                self._joined += joined
+                for one in joined:
+                    pending = self._pending[one.step.key[:3]]
+                    for name, value in one.series.items():
+                        pending[name].append(value)
+                        del pending[name][:-_MOST_PENDING]
+        return rows
+
+    # ------------------------------------------------------------------------------------------ tallies
+
+    def _put_tallies(self, node: Node, rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> None:
+        known = [(number, *row[1:]) for row, number in self._known(node, rows.get("keys", ()), 0)]
+        keys = {Key(*row) for row in known} - self._keys
+        if keys and len(self._keys) < _MOST_KEYS * len(self.nodes):
+            self._into("keys", list(keys))
+            self._keys |= keys
+        named = self._series[node.number]
+        moved: list[tuple[Any, ...]] = []
+        finer = dict(zip(WIDTHS[1:], WIDTHS, strict=False))
+        for row, number in sorted(self._known(node, rows.get("tallies", ()), 2), key=lambda one: one[0][0]):
+            width, start, _, mode, kind, batch, *values = row
+            try:
+                sketches = renumbered(values[-1], named)
+            except HistoryError:
+                continue
+            if self._of_several.get(number):
+                if width > 1:
+                    self._into("tallies", moved)  # its waits are those of the finer ones
+                    moved = []
+                    sketches += compacted(self._stored(finer[width], start, width, number, mode, kind, batch))
+                else:
+                    waits = b""
+                    for name, waited in self._pending.pop((number, mode, kind), {}).items():
+                        waits += entry_of(self._names.number(name) or 0, waited)
+                    if start < node.tallied_s:
+                        waits = compacted(waits + self._stored(1, start, 1, number, mode, kind, batch))
+                    sketches += waits
+            moved.append((width, start, number, mode, kind, batch, *values[:-1], sketches))
+        self._into("tallies", moved)
+
+    def _stored(self, width: int, start: int, length: int, *key: object) -> bytes:
+        """Return the entries of the waits in the stored tallies of a stretch."""
+        starts = ", ".join(map(str, range(start, start + length, width)))
+        query = f"SELECT sketches FROM tallies WHERE {_ROW.replace('start_s = ?', f'start_s IN ({starts})')}"
+        return b"".join(entries_of(data, self._waits) for (data,) in self._db.execute(query, (width, *key)))
+
+    def _widen(self) -> None:
+        """Let readers use the wider tallies up to where all machines have sent them."""
+        live = [node.tallied_s for node in self.nodes if node.live]
+        for finer, width in pairwise(WIDTHS):
+            begin, end = self._whole[width], min(live, default=0) // width * width
+            if end <= begin:
+                continue
+            for start in range(begin, end, width):
+                self._close_stretch(finer, width, start)
+            self._whole[width] = end
+            self._into("meta", [(f"whole_{width}", end)])
+
+    def _close_stretch(self, finer: int, width: int, start: int) -> None:
+        """Make the tallies of a stretch that a machine could not send, because it was cut off in it."""
+        for table, columns in (("tallies", "process, mode, kind, batch"), ("times", "process, mode")):
+            query = (
+                f"SELECT DISTINCT {columns} FROM {table} WHERE width = ? AND start_s >= ? AND start_s < ?"
+                f" EXCEPT SELECT {columns} FROM {table} WHERE width = ? AND start_s = ?"
+            )
+            missing = self._db.execute(query, (finer, start, start + width, width, start)).fetchall()
+            which = " AND ".join(f"{name} = ?" for name in columns.split(", "))
+            for key in missing:
+                names = ", ".join(COLUMNS) if table == "tallies" else "*"
+                query = f"SELECT {names} FROM {table} WHERE width = ? AND start_s >= ? AND start_s < ? AND {which}"
+                rows = self._db.execute(query, (finer, start, start + width, *key)).fetchall()
+                if table == "tallies":
+                    whole = Tally()
+                    for row in rows:
+                        whole.add_row(row, self._names.by_number)
+                    self._into(table, [(width, start, *key, *whole.row(self._names))])
+                else:
+                    sums = [sum(values) for values in zip(*(row[4:] for row in rows), strict=True)]
+                    self._into(table, [(width, start, *key, *sums)])
+
+
+def _device(node: Node, device: int) -> int:
+    """Return the number of a device of a machine (-1: the host) here."""
+    return node.number * NODE_DEVICES + device if device >= 0 else -1 - node.number

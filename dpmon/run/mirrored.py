@@ -1,0 +1,95 @@
+"""What readers of a mirror see of its processes, and the requests that they send to it (dpmon.mirror).
+
+The mirror writes one small file once a second, so that a thousand ranks do not cost a thousand files. Requests are
+lines of another file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dpmon.cleaning import clean
+from dpmon.record.plainjson import load_json, text_in, whole_in
+from dpmon.run.files import open_file, read_file
+
+STATE_FILE, ASKED_FILE = "nodes.json", "asked.jsonl"
+_MOST_BYTES = 8 << 20
+_MOST_WORD = 40
+
+
+def doing_in(value: object) -> dict[int, tuple[str, int]]:
+    """Return what each process does, and since when (ns), of JSON by number; leave out what is damaged."""
+    found = {}
+    for number, pair in value.items() if isinstance(value, Mapping) else ():
+        if isinstance(pair, list) and [*map(type, pair)] == [str, int] and number.isdecimal() and len(number) < 10:
+            found[int(number)] = clean(pair[0])[:_MOST_WORD], pair[1]
+    return found
+
+
+class Machines:
+    """The processes of the mirror in `directory`; `start_ns`: the start of its run (monotonic)."""
+
+    def __init__(self, directory: Path, start_ns: int) -> None:
+        self._path = directory / STATE_FILE
+        self._asked_path = directory / ASKED_FILE
+        self._start_ns = start_ns
+        self._stamp = 0
+        self._state: Mapping[str, Any] = {}
+        self._asked: int | None = None
+        """The last request of this reader."""
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What the mirror wrote last."""
+        with contextlib.suppress(OSError, ValueError):
+            stamp = os.lstat(self._path).st_mtime_ns
+            if stamp != self._stamp:
+                found = load_json(read_file(self._path, _MOST_BYTES))
+                self._state = found if isinstance(found, dict) else {}
+                self._stamp = stamp
+        return self._state
+
+    def activities(self) -> dict[int, tuple[str, int]]:
+        """What each process does, and since when (monotonic ns)."""
+        found = doing_in(self.state.get("doing"))
+        return {number: (what, since and since + self._start_ns) for number, (what, since) in found.items()}
+
+    def since(self, name: str) -> int | None:
+        """The time under a name (monotonic ns)."""
+        at = whole_in(self.state, name)
+        return None if at is None else at + self._start_ns
+
+    def text(self, name: str) -> str | None:
+        """The text under a name."""
+        return text_in(self.state, name)
+
+    def ask(self, request: Mapping[str, Any]) -> int:
+        """Send a request to all machines; return the number of those that it can reach. OSError if that fails."""
+        self._asked = time.time_ns()
+        line = json.dumps({**request, "id": self._asked}).encode() + b"\n"
+        fd = open_file(self._asked_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            os.write(fd, line)
+        finally:
+            os.close(fd)
+        return len(self.state.get("connected") or ())
+
+    def answers(self) -> tuple[int, int] | None:
+        """How many machines have answered the last request of this reader, and how many got it; None without one."""
+        if self._asked is None:
+            return None
+        found = self.state.get("answered")
+        if not isinstance(found, list) or [*map(type, found)] != [int] * 3 or found[0] < self._asked:
+            return 0, len(self.state.get("connected") or ())
+        return found[1], found[2]
+
+    def ended(self) -> tuple[int, int]:
+        """How many machines' runs have ended, and the number of machines."""
+        found = self.state.get("ended")
+        return (found[0], found[1]) if isinstance(found, list) and [*map(type, found)] == [int] * 2 else (0, 0)

@@ -13,7 +13,7 @@ from dpmon.record.schema import SECOND
 from dpmon.store.answers import NODE_DEVICES
 
 if TYPE_CHECKING:
-    from dpmon.model.state import Process
+    from dpmon.model.state import Process, State
     from dpmon.store.queries import Store
 
 SLOW_NS = 3 * SECOND
@@ -104,6 +104,17 @@ def nodes_in(rows: Store) -> tuple[NodeFacts, ...]:
 def node_of(nodes: Sequence[NodeFacts], process: Process | None) -> int | None:
     """The number of a process's node; of the first node without a process; None on one machine."""
     return next((one.number for one in nodes if process is None or process.process in one.processes), None)
+
+
+def found_rank(state: State, text: str) -> int | None:
+    """The process of a rank by its number, or of the slowest rank of a node by its name; None if there is none."""
+    text = text.strip().removeprefix("rank ").strip()
+    if text.isdecimal():
+        return next((one.process for one in state.training if one.rank == int(text)), None)
+    node = next((one for one in state.nodes if one.name == text), None)
+    own = [one for one in state.ranks if node is not None and one.process in node.processes]
+    first = node.processes[0] if node is not None and node.processes else None
+    return min(own, key=lambda one: one.wait_ns or 0.0).process if own else first
 
 
 def gpu_name(index: int, nodes: Sequence[NodeFacts]) -> str:

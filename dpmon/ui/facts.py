@@ -97,6 +97,8 @@ class View:
     """Per panel, its first visible row; if this is beyond the end, the panel shows its last rows."""
     process: int | None = None
     """The process, usually a rank, whose time panel 3 shows; None: the one that represents the run."""
+    node: int | None = None
+    """The number of the only node on the screen; None for all."""
     search: str = ""
     """The text to find in the output; hits are highlighted."""
     message: str | None = None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from dpmon.model.nodes import NodeFacts
 from dpmon.ui.facts import NAMES, PANELS, RANGES, RANK_NAMES, Facts, View
 from dpmon.ui.layout import Slot
 from dpmon.ui.panels import panel_communication, panel_ranks
@@ -87,11 +88,37 @@ def _back(facts: Facts) -> str | None:
     """The word for `esc`."""
     if facts.past is not None:
         return "now"
-    return "all panels" if facts.view.zoom else "end search" if _finding(facts) else None
+    if facts.view.zoom:
+        return "all panels"
+    return "all nodes" if facts.view.node is not None else "end search" if _finding(facts) else None
 
 
 def _finding(facts: Facts) -> bool:
     return bool(facts.view.search) and facts.view.focus == "output"
+
+
+def node_to_show(facts: Facts) -> NodeFacts | None:
+    """The node that `enter` shows: that of the chosen rank, in panel 2."""
+    view = facts.view
+    if view.zoom is not None or view.focus != "replicas" or view.process is None:
+        return None
+    return next((one for one in facts.state.nodes if view.process in one.processes), None)
+
+
+def finds_rank(facts: Facts) -> bool:
+    """Whether `/` finds a rank."""
+    return facts.view.focus == "replicas" and facts.view.zoom != "output" and panel_ranks.mapped(facts)
+
+
+def _find(facts: Facts) -> str:
+    if finds_rank(facts):
+        return "find rank"
+    return "find" if "output" in (facts.view.focus, facts.view.zoom) else ""
+
+
+def _zoom(facts: Facts) -> str | None:
+    node = node_to_show(facts)
+    return None if facts.view.zoom else "zoom" if node is None else node.name
 
 
 def _communicates(facts: Facts) -> bool:
@@ -117,7 +144,7 @@ COMMANDS: tuple[KeyCommand, ...] = (
         "esc",
         "unzoom",
         _back,
-        "back to now; back to all panels; end a search",
+        "back to now; back to all panels, or to all nodes; end a search",
         "escape",
     ),
     KeyCommand("n", "next(1)", _when(_finding, "older"), "during a search: the next older line"),
@@ -132,14 +159,14 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand(
         "enter",
         "zoom",
-        lambda facts: None if facts.view.zoom else "zoom",
-        "show the panel in focus on the full screen; a double click does the same",
+        _zoom,
+        "show the panel in focus on the full screen, or the node of the chosen rank; a double click does the same",
     ),
     KeyCommand(
         "/",
         "find",
-        lambda facts: "find" if "output" in (facts.view.focus, facts.view.zoom) else "",
-        "find a word in the script's output, the newest line first",
+        _find,
+        "find a word in the script's output, the newest line first; in a map of ranks, a rank or a node",
         "slash",
     ),
     KeyCommand("n", "next(1)", _when(_several_roots, "next call"), "in panel 2: the next root or call of a step"),

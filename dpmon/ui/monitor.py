@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from textual import events
 
 from dpmon.cleaning import clean
+from dpmon.model.nodes import found_rank
 from dpmon.run.condition import run_state
 from dpmon.run.reader import NO_TRAINING
 from dpmon.run.runs import list_runs, short_name
@@ -136,15 +137,20 @@ class Monitor(Stopping):
             self.draw()
 
     def action_zoom(self) -> None:
-        """Show the panel in focus on the full screen, or go back."""
+        """Show the node of the chosen rank, else the panel in focus on the full screen; or go back."""
+        if (node := keys.node_to_show(self.facts())) is not None:
+            self._see(replace(self.view, node=node.number))
+            return
         self._see(replace(self.view, zoom=None if self.view.zoom is not None else self.view.focus))
 
     def action_unzoom(self) -> None:
-        """Go back to now; else to all panels; if they are shown already, end the search."""
+        """Go back to now; else to all panels; else to all nodes; if they are shown already, end the search."""
         if self.view.at_ns is not None:
             self._thaw()
         elif self.view.zoom is not None:
             self._see(replace(self.view, zoom=None))
+        elif self.view.node is not None:
+            self._see(replace(self.view, node=None))
         else:
             self._see(replace(self.view, search=""))
 
@@ -269,7 +275,11 @@ class Monitor(Stopping):
     # ------------------------------------------------------------------------------------------ finding
 
     def action_find(self) -> None:
-        """Ask for text to find in the output."""
+        """Ask for text to find in the output; in panel 2, for a rank."""
+        if keys.finds_rank(self.facts()):
+            note = "the number of a rank, or the name of a node: its slowest rank"
+            self.push_screen(LineDialog("Find a rank", note, self.look), self._find_rank)
+            return
 
         def begin(text: str | None) -> None:
             if text:
@@ -278,6 +288,15 @@ class Monitor(Stopping):
 
         note = "enter searches from the newest line; case matters only if you type a capital"
         self.push_screen(LineDialog("Find in the output", note, self.look, self.view.search), begin)
+
+    def _find_rank(self, text: str | None) -> None:
+        if not text:
+            return
+        process = found_rank(self.feed.state, text)
+        if process is None:
+            self._say(f"there is no rank or node {clean(text, 40)}")
+        else:
+            self._see(replace(self.view, focus="replicas", process=process))
 
     def _search(self, text: str, by: int) -> None:
         """Go to the next older (1) or newer (-1) line with `text`."""

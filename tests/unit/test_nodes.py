@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from kept import draft
 from many_nodes import ManyNodes
 from situations import INFO, LOOK, MONO_ASCII, text_of
+from stage import stage
 from synthetic import SECOND
 from test_json_documented import documented
 
@@ -178,3 +180,23 @@ def test_report_and_status_name_the_nodes(state: Path, capsys: pytest.CaptureFix
     assert all(set(node) == described for node in members["nodes"])
     assert [node["state"] for node in members["nodes"]] == ["cut", "connected"]
     assert members["ranks"][11]["node"] == "gpu-1"
+
+
+async def test_a_rank_is_found_and_its_node_shown_alone_and_all_again(tmp_path: Path) -> None:
+    async with stage(tmp_path, steps=0) as on:
+        on.app.feed._open_given = lambda: nullcontext(run_of(4).store())
+        await on.shows("2 Ranks on 4 nodes")
+        assert "/ find rank" in on.text()
+        await on.press("slash", *"21", "enter")
+        await on.shows("3 Batch · rank 21 (gpu-2)")
+        assert "enter gpu-2" in on.text()
+        await on.press("enter")
+        await on.shows("2 Ranks on gpu-2 ")
+        assert "gpu-1" not in on.text().replace("(gpu-1)", "")
+        assert "ddp ×32  gpu-2" in on.text()
+        await on.press("escape")
+        await on.shows("2 Ranks on 4 nodes")
+        await on.press("slash", *"gpu-1", "enter")
+        await on.shows("3 Batch · rank 11 (gpu-1)")
+        await on.press("slash", *"gpu-9", "enter")
+        await on.shows("there is no rank or node gpu-9")

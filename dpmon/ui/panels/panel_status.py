@@ -140,6 +140,7 @@ def _mode(facts: Facts, look: Look) -> list[_Part]:
     process = facts.process
     mode, where = mode_words(process, look.glyphs.times)
     where = count_of(len(facts.state.nodes), "node") if facts.state.nodes else where
+    where = process.node or where if process is not None and facts.view.node is not None else where
     if process is None or not process.mode:
         return []
     return [_Part([(mode, f"mode.{process.mode}")], 5), *([_Part([(where, "")], 8)] if where else [])]

@@ -58,7 +58,7 @@ function _shtab_dpmon_using
 end
 
 set -g _shtab_dpmon_commands attach status why ls stop report compare export try doctor keep rm
-set -g _shtab_dpmon_opts_with_value --batch-dim --devices --fail-if-slower --format --host --hostfile --hosts --kind --memory --metrics --mode --name --on-event --only --output --phase --python --refresh --replay --replicas --rounds --script --slurm --steps --timeout --via --wait -m -o
+set -g _shtab_dpmon_opts_with_value --batch-dim --devices --fail-if-slower --format --from --host --hostfile --hosts --kind --memory --metrics --mode --name --on-event --only --output --phase --python --refresh --replay --replicas --rounds --script --slurm --steps --timeout --via --wait -m -o
 
 complete -c dpmon -e
 complete -c dpmon -f
@@ -85,6 +85,11 @@ complete -c dpmon -n '_shtab_dpmon_using attach' -s h -l help -d 'show this help
 complete -c dpmon -n '_shtab_dpmon_using attach' -l refresh -x -d 'seconds between updates of the screen'
 complete -c dpmon -n '_shtab_dpmon_using attach' -l headless -d 'follow the run without a screen'
 complete -c dpmon -n '_shtab_dpmon_using attach' -l json -d 'one JSON line per second, on stderr or in FILE'
+complete -c dpmon -n '_shtab_dpmon_using attach' -l host -x -d 'a machine to look at, by ssh (repeatable)'
+complete -c dpmon -n '_shtab_dpmon_using attach' -l hosts -x -d 'machines, such as gpu[1-4,7],login'
+complete -c dpmon -n '_shtab_dpmon_using attach' -l hostfile -xka "(__fish_complete_path (commandline -ct))" -d 'machines, one per line, as for mpirun'
+complete -c dpmon -n '_shtab_dpmon_using attach' -l slurm -x -d 'the machines of a job of Slurm, by srun'
+complete -c dpmon -n '_shtab_dpmon_using attach' -l via -x -d 'another way than ssh; {} is the machine: '"'"'kubectl exec -i pod-{} --'"'"''
 complete -c dpmon -n '_shtab_dpmon_using attach; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a status -d 'Say whether a run is fine. Exit status: 0 fine, 3 not training, 4 no such run, 5 stalled, 6 failed.'
 complete -c dpmon -n '_shtab_dpmon_using status' -s h -l help -d 'show this help message and exit'
@@ -132,6 +137,9 @@ complete -c dpmon -n '_shtab_dpmon_using export' -s h -l help -d 'show this help
 complete -c dpmon -n '_shtab_dpmon_using export' -l format -xka "jsonl csv perfetto" -d 'jsonl: one JSON object per line; csv: one table per kind; perfetto: a trace for ui.perfetto.dev'
 complete -c dpmon -n '_shtab_dpmon_using export' -l kind -xka "call step collective sampled loss device host memory mode pause input stall loader ddp process warning oom dropped exit" -d 'only this kind of record (jsonl and csv)'
 complete -c dpmon -n '_shtab_dpmon_using export' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'output file (default: standard output); for csv, a directory'
+complete -c dpmon -n '_shtab_dpmon_using export' -l follow -d 'write the rows of the history as they come, until the run'"'"'s end'
+complete -c dpmon -n '_shtab_dpmon_using export' -l from -x -d 'with --follow: only later rows'
+complete -c dpmon -n '_shtab_dpmon_using export' -l rollups -d 'with --follow: about one step a second, for a mirror of the run'
 complete -c dpmon -n '_shtab_dpmon_using export; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a try -d 'Run a script for some steps, several times: as it is, and with one thing changed, such as batches that are loaded already. Say what each change brings.'
 complete -c dpmon -n '_shtab_dpmon_using try' -s h -l help -d 'show this help message and exit'

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from types import NoneType
 from typing import NamedTuple
 
 from dpmon.cleaning import clean, json_text
-from dpmon.cli.commands import HEAD, ListedRun, print_table
+from dpmon.cli.commands import HEAD, ListedRun, follow, print_table
 from dpmon.cli.options import UsageError
 from dpmon.cli.speak import speak
 from dpmon.mirror.hosts import Machine, ask_dpmon, expanded, in_file, machines, of_slurm
+from dpmon.mirror.local_run import mirror_of
 from dpmon.record.plainjson import load_json
 from dpmon.run.rundir import ID, RunError
 from dpmon.text.cells import cut
+from dpmon.text.quantities import count_of
 
 _OVER = ("lost", "elsewhere")
 _JOB_CELLS = 24
@@ -151,6 +154,34 @@ def _last_start(runs: Sequence[RunThere]) -> list[RunThere]:
 def _is(there: RunThere, what: str) -> bool:
     run = there.run
     return what in (run.id, run.name, run.name.rpartition("-")[0], there.job, there.job.partition(" ")[2])
+
+
+def attach(options: argparse.Namespace) -> int:
+    """Show the runs of one job on several machines as one run."""
+    return follow(_mirrored(options, named(options)), options)
+
+
+def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> Path:
+    """The local run that mirrors the chosen job; it is made unless there is one. RunError if no machine has a run."""
+    runs, why = runs_of(asked)
+    for name, sentence in why.items():
+        speak(f"{name}: {sentence}")
+    if not runs:
+        raise RunError(f"no run on {count_of(len(asked), 'machine')}")
+    chosen_runs = chosen(runs, options.run, options.slurm)
+    on_machine: dict[str, list[RunThere]] = {}
+    for there in chosen_runs:
+        on_machine.setdefault(there.machine.name, []).append(there)
+    for machine in asked:
+        if machine.name not in on_machine and machine.name not in why:
+            speak(f"{machine.name}: no run of this job is there, so it is not shown")
+    ways = [
+        (name if number == 1 else f"{name}:{number}", there.run.id, there.machine.words)
+        for name, same in on_machine.items()
+        for number, there in enumerate(same, 1)
+    ]
+    age_s = max(there.run.seconds for there in chosen_runs)
+    return mirror_of(chosen_runs[0].run.name.rpartition("-")[0], ways, max(age_s, 0.0))
 
 
 def ls(options: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ COMMANDS = (
     "keep",
     "rm",
 )
-SEVERAL = ("ls", "doctor")
+SEVERAL = ("attach", "ls", "doctor")
 """Commands that can look at several machines."""
 MAX_REPLICAS = 4096
 WAITED = ("fine", *STATES, "finished", "stopped", "interrupted", "failed", "killed")

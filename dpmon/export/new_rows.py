@@ -24,6 +24,12 @@ MOST_IDS, MOST_WHOLE = 20_000, 2000
 """Most ids of a chunk: if only some steps are sent, and if all rows are."""
 MOST_SECONDS = 600
 """Most seconds by which a chunk advances the tallies."""
+_READ_AS = {
+    ("events", "process"): "ifnull(process, -1)",  # those of the supervisor have no process
+    ("events", "kind"): "kind AS json",
+    ("device_rollups", "device"): "device AS number",
+}
+"""Columns that have another type in the tables before theirs, under names of their type (`Door` in store/tables.py)."""
 ROWS_S = 600
 """At its first connection, a reader gets the steps and samples of this time; of earlier time, what the figures need."""
 SINCE_S = {1: 120, 10: 1200, 60: 3 * 3600, 600: 86_400}
@@ -146,9 +152,7 @@ class NewRows:
     # ------------------------------------------------------------------------------------------ reading
 
     def _rows(self, store: Store, table: str, where: str, *values: object) -> list[tuple[Any, ...]]:
-        names = ", ".join(columns_sent(table))
-        if table == "events":  # those of the supervisor have no process
-            names = names.replace("process", "ifnull(process, -1)")
+        names = ", ".join(_READ_AS.get((table, name), name) for name in columns_sent(table))
         return store.query(f"SELECT {names} FROM {table} {where}", values)
 
     @staticmethod

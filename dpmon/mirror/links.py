@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from dpmon.mirror.causes import reason
 from dpmon.record.plainjson import load_json
 from dpmon.run.proc import ended_child
+from dpmon.store.exchange import RECORDS, VERSION
 
 MAX_LINE = 1 << 20
 MAX_BANNER = 1 << 16
@@ -42,8 +43,7 @@ _LEAVE_S = 1.0
 """Time to end after the output has ended, and after SIGTERM."""
 _LOOK_S = 0.1
 
-VERSION = 1
-_MARK = b"dpmon-records "
+_MARK = RECORDS.encode()
 _MARKER = re.compile(_MARK + rb"(\d{1,9}) (\{.*\})\s*")
 
 

@@ -15,8 +15,10 @@ from typing import Any
 
 from dpmon.store.tables import columns_of
 
-MARK = "dpmon-records 1 "
-"""The beginning of the first line; the number is the version of this form."""
+RECORDS, VERSION = "dpmon-records ", 1
+"""The first word of the first line, and the version of this form."""
+MARK = f"{RECORDS}{VERSION} "
+"""The beginning of the first line."""
 CHUNK_BYTES = 16 << 20
 """Most bytes of the lines of a chunk."""
 _LINE_BYTES = 1 << 19

@@ -1,0 +1,111 @@
+"""Machines reached by a real ssh, each an sshd of the test: what works, and each way in which it does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from followed import TRAINING, Reader, ids_of
+from kept import keep
+from running import Dpmon, wait_for
+from sshd import Ssh, no_ssh, sockets_of
+from synthetic import Training
+
+from dpmon.cli import machines
+from dpmon.cli.main import main
+from dpmon.mirror import hosts
+from dpmon.run import proc
+
+pytestmark = pytest.mark.skipif(no_ssh() is not None, reason=no_ssh() or "")
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ssh]:
+    """Real ssh, first in PATH, without machines yet."""
+    made = Ssh(tmp_path / "ssh")
+    made.add("probe", tmp_path / "probe")
+    why = made.works("probe")
+    if why is not None:
+        pytest.skip(why)
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    yield made
+    left = [one for one in proc.every_process().values() if one.parent == os.getpid() and not one.dead]
+    assert not [one for one in left if one.pid == one.session], left
+
+
+def test_machines_are_listed_and_each_bad_one_has_a_sentence(
+    ssh: Ssh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("gpu-1", "gpu-2"):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / name))
+        keep({0: [*Training().begin(), *Training().run(5)]}, name=name)
+    monkeypatch.setattr(machines, "ask_dpmon", lambda asked, words: hosts.ask_dpmon(asked, words, silent_s=10.0))
+    banner = tmp_path / "banner"
+    banner.write_text("Authorized \x1b[2J use only\n")
+    ssh.add("gpu-1", tmp_path / "gpu-1", server=f"Banner {banner}")
+    ssh.add("gpu-2", tmp_path / "gpu-2", path="/nowhere")  # found at its path here
+    ssh.add("no..name", tmp_path, client="ProxyCommand none")
+    ssh.add("refuses", tmp_path, client="ProxyCommand none\nHostName 127.0.0.1\nPort 1")
+    ssh.add("password", tmp_path, client=f"IdentityFile {ssh.place}/other", server="AuthorizedKeysFile none")
+    ssh.add("unknown", tmp_path, client="UserKnownHostsFile /dev/null\nGlobalKnownHostsFile /dev/null")
+    ssh.add("missing", tmp_path, server="ForceCommand no-dpmon")
+    ssh.add("rubbish", tmp_path, server="ForceCommand printf 'a\\033[2Jb\\n\\033[1mc'")
+    ssh.add("hangs", tmp_path, server="ForceCommand sleep 1000")
+    ssh.add("gigabyte", tmp_path, server="ForceCommand head -c 1000000000 /dev/zero")
+    said = {
+        "no..name": "its name has no address: check the name",
+        "refuses": "it refused the connection: no ssh server at its port",
+        "password": "it asks for a password, or refuses your key: set up a key that needs none",
+        "unknown": "its host key is unknown or has changed: connect to it once by hand",
+        "missing": "dpmon is not there, or not in the PATH of its commands",
+        "hangs": "it has sent nothing for 10 s",
+        "rubbish": "it lists no run that this dpmon can read, but prints: �[1mc",
+        "gigabyte": "it sent a line of more than 1 MiB",
+    }
+    assert main(["ls", "--hosts", ",".join(["gpu-1", *said, "gpu-2"])]) == 1
+    shown = capsys.readouterr()
+    assert dict(line.removeprefix("dpmon: ").split(": ", 1) for line in shown.err.splitlines()) == said
+    assert [line.split()[1:4] for line in shown.out.splitlines()[1:]] == [
+        ["gpu-1", shown.out.splitlines()[1].split()[2], "finished"],
+        ["gpu-2", shown.out.splitlines()[2].split()[2], "finished"],
+    ]
+
+
+def test_records_come_over_ssh_and_go_on_after_it_was_killed(ssh: Ssh, dpmon: Dpmon, tmp_path: Path) -> None:
+    """No row is lost or doubled. ssh is the only process with a socket of a network, and nobody listens."""
+    ssh.add("gpu-1", dpmon.state)
+    run = dpmon.start("--headless", dpmon.script(TRAINING))
+    dpmon.info()
+    (machine,) = hosts.machines(["gpu-1"])
+    reader = Reader(list(machine.words), dpmon.last().name)
+    try:
+        wait_for(lambda: reader.poll() is not None and len(reader.ids) > 20, what="some rows")
+        for killed in (1, 2):
+            process = reader.links._links[0].process
+            assert process is not None
+            listening = [
+                socket
+                for pid in (os.getpid(), *proc.tree(process.pid), *proc.tree(dpmon.info()["supervisor_pid"]))
+                for socket in sockets_of(pid)
+            ]
+            assert not listening
+            os.kill(process.pid, signal.SIGKILL)
+            before = len(reader.ids)
+            wait_for(
+                lambda killed=killed, before=before: (  # type: ignore[misc]
+                    reader.poll() is not None and len(reader.closed) == killed and len(reader.ids) > before
+                ),
+                what="rows after the connection was killed",
+            )
+            assert reader.closed[-1].why == "the command was ended by SIGKILL"
+        dpmon.go()
+        assert run.wait(100) == 0
+        dpmon.exit()
+        wait_for(lambda: reader.poll() is not None and len(reader.closed) == 3, what="the end of the records")
+    finally:
+        reader.links.close()
+    assert sorted(reader.ids) == ids_of(dpmon.last())

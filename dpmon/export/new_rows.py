@@ -124,8 +124,7 @@ class NewRows:
     def _begin(self, store: Store, upto_s: int) -> None:
         """Limit what is sent of the time before."""
         for width in SINCE_S if self._rollups else ():
-            since = max(self._tallied, upto_s - SINCE_S[width] * self._again)
-            self._since[width] = since
+            since = self._since[width] = max(upto_s - SINCE_S[width] * self._again, 0)
             deleted = max(since if since > self._tallied else 0, store.kept_from(width))
             self.deleted[width] = deleted + self._shift_s if deleted else 0
 

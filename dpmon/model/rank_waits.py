@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 MOST_READ = 4000
 """Most tallies to read. For more ranks or a longer time, the stretches are wider."""
+_SYNC = "sync"
 _OPEN_S = 5
 """Stretches in the last seconds are read again, because steps may still be added to them."""
 
@@ -65,12 +66,16 @@ class RankWaitReader:
 def _shares(rows: Store, ranks: Mapping[int, int], begin_s: int, end_s: int, width: int) -> dict[int, dict[int, float]]:
     """The shares by stretch and rank, of training steps with known waits."""
     sums: dict[int, dict[int, list[int]]] = {}
-    read = rows.tally_rows(begin_s, end_s, process=tuple(ranks), sketches=False, widest=width, series=(STEP, WAIT))
+    read = rows.tally_rows(
+        begin_s, end_s, process=tuple(ranks), sketches=False, widest=width, series=(STEP, _SYNC, WAIT)
+    )
     for start, _, key, tally in read:
         wait = tally.stat(WAIT)
         if wait.count and not key.kind & EVALUATION:
             whole = sums.setdefault(start // width * width, {}).setdefault(ranks[key.process], [0, 0, 0])
-            for at, value in enumerate((wait.total, tally.stat(STEP).total, tally.steps)):
+            # The waits may be known of some synchronised steps only: for ranks of several machines, of a sample.
+            waited = wait.total * max(tally.stat(_SYNC).count, wait.count) // wait.count
+            for at, value in enumerate((waited, tally.stat(STEP).total, tally.steps)):
                 whole[at] += value
     found: dict[int, dict[int, float]] = {}
     for start, times in sums.items():

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from dpmon.run import proc
 from dpmon.run.condition import YOUNG_S, goes_on_elsewhere, supervised
+from dpmon.run.mirrored import Machines
 from dpmon.run.proc import ProcessEntry
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, mark_stop
 
@@ -122,6 +123,8 @@ _SEARCH_S = 0.3
 """Seconds between two searches of the whole process table."""
 _RECORD_S = 30.0
 """Longest wait for a supervisor that lives to record the end."""
+_MACHINES_S = 60.0
+"""Longest wait until all machines of a mirror have stopped their runs."""
 _START_S = 10.0
 """Longest wait for a run to start its command."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
@@ -141,6 +144,9 @@ def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float 
             raise
         info = last_known
     how = load_exit(directory)
+    if info.nodes:
+        yield from _stop_machines(directory, info)
+        return
     if goes_on_elsewhere(directory, info, how):
         raise RunError(f"{directory.name} is on another machine; stop it there")
     known = find_members(directory, info, over=how is not None)
@@ -159,6 +165,26 @@ def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float 
             return
     left = f"{len(known)} process{'es' if len(known) != 1 else ''}"
     yield f"{left} cannot be stopped: {', '.join(map(str, sorted(known)))}"
+
+
+def _stop_machines(directory: Path, info: RunInfo) -> Iterator[str]:
+    """Ask the machines of a mirror to stop their runs; yield how many have ended, whenever that changes."""
+    machines = Machines(directory, info.start_ns)
+    mark_stop(directory)
+    if load_exit(directory) is not None or not supervised(info) or not machines.ask({"ask": "stop"}):
+        yield NOTHING_RUNS
+        return
+    until, before = time.monotonic() + _MACHINES_S, -1
+    while time.monotonic() < until:
+        ended, count = machines.ended()
+        if ended != before:
+            before = ended
+            yield f"{ended} of {count} machines have ended"
+        if load_exit(directory) is not None:
+            yield f"{STOPPED_BY}their machines"
+            return
+        time.sleep(_LOOK_S)
+    yield f"{count - ended} of {count} machines cannot be stopped"
 
 
 def _started(directory: Path) -> RunInfo:

@@ -1,0 +1,199 @@
+"""The records of several machines in one history: the same figures as there, whatever is cut off and when."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stored import Recording
+from synthetic import SECOND, changed
+from test_takeover_sums import eventful
+
+from dpmon.export.new_rows import NewRows
+from dpmon.mirror.receive import Chunk, Receiver
+from dpmon.mirror.records import Records
+from dpmon.record.history_rows import Row
+from dpmon.record.kinds import Event
+from dpmon.record.schema import EXPOSED, HELD, WAIT
+from dpmon.run.rundir import RunInfo
+from dpmon.store.queries import Store
+from dpmon.store.tables import Door
+from dpmon.store.tally import Key, Tally
+
+WAITS = {EXPOSED, WAIT, HELD}
+SHIFTS = (0, 7 * SECOND + 400_000_000)
+NOW_NS = 1000 * SECOND
+
+
+def info_of(nodes: int) -> RunInfo:
+    about: dict[str, Any] = {"id": "mirror", "name": "m", "command": (), "script": "m", "cwd": "/", "python": None}
+    about |= {"started_unix": 0.0, "start_ns": 0, "boot_id": "", "headless": False}
+    return RunInfo(**about, nodes=tuple(f"gpu-{number}" for number in range(nodes)))
+
+
+class Machine:
+    """One machine: a history that grows, and what was sent of it."""
+
+    def __init__(self, number: int, seed: int) -> None:
+        self.number = number
+        self.shift_ns = SHIFTS[number]
+        self.shift_s = round(self.shift_ns / SECOND)
+        self.recording = Recording()
+        chance = random.Random(seed + number)
+        self._writers = {process: eventful(chance, process) for process in (0, 1)}
+        self.now_s = 0
+        self.rows = self.connected(0, 0)
+
+    def connected(self, offset: int, tallied_s: int) -> NewRows:
+        """Return what is sent after a new connection."""
+        shifts = {"shift_ns": self.shift_ns, "shift_s": self.shift_s}
+        return NewRows(rollups=True, offset=offset, tallied_s=tallied_s, **shifts)
+
+    def write(self) -> bool:
+        """Write some more records of each process; return whether there were any."""
+        for process, writer in list(self._writers.items()):
+            rows = next(writer, None)
+            if rows is None:
+                del self._writers[process]
+                continue
+            rank = 2 * self.number + process
+            rows = [self._moved(row, rank) for row in rows]
+            self.recording.add(rows, process, rank)
+            self.now_s = max([self.now_s, *(int(row.data["t_s"]) for row in rows if isinstance(row, Event))])
+        return bool(self._writers)
+
+    @staticmethod
+    def _moved(row: Row, rank: int) -> Row:
+        if isinstance(row, Event) and row.kind == "process":
+            return changed(row, rank=rank, world=4)
+        return changed(row, rank=rank, group=[0, 1, 2, 3]) if isinstance(row, Event) and row.kind == "ddp" else row
+
+    def chunk(self, *, last: bool = False) -> tuple[Chunk, bool]:
+        """Return the next chunk as it arrives, and whether there is more."""
+        before, store = self.rows.offset, self.recording.store()
+        newest = store.newest_ns() // SECOND
+        lines, more = self.rows.chunk(store, newest + 2 if last else max(newest - 2, 0), last=last)
+        assert store.damaged is None
+        receiver = Receiver()
+        for line in lines:
+            assert line.isascii()
+            assert receiver.take(line.encode(), NOW_NS) is None
+        beat = {"from": before, "offset": self.rows.offset, "tallied_s": self.rows.tallied_s}
+        beat |= {"deleted": self.rows.deleted, "left_out": self.rows.left_out}
+        chunk = receiver.take(b'{"beat": 1}', NOW_NS)
+        assert isinstance(chunk, Chunk)
+        assert chunk.damaged == 0
+        return chunk._replace(beat=beat), more
+
+
+def without_waits(tallies: dict[Key, Tally], process: int, number: int) -> dict[Key, Tally]:
+    """Return the tallies of a process under another number, without the series of waits."""
+    found = {}
+    for key, tally in tallies.items():
+        if key.process == process and tally.steps:
+            stats = {name: stat for name, stat in tally.stats.items() if name not in WAITS}
+            found[key._replace(process=number)] = replace(tally, stats=stats)
+    return found
+
+
+def moved(tallies: dict[Key, Tally], shift_ns: int) -> dict[Key, Tally]:
+    """Return tallies with their times on another clock."""
+    times = ("first_ns", "last_ns")
+    return {
+        key: replace(tally, **{name: (getattr(tally, name) or 0) + shift_ns for name in times})
+        for key, tally in tallies.items()
+    }
+
+
+def same(machine: Machine, records: Records, mirror: Store, chance: random.Random) -> None:
+    """Compare the figures between random times."""
+    own = machine.recording.store()
+    newest = own.newest_ns() // SECOND
+    windows = [(0, 1 << 40), *(sorted(chance.sample(range(newest + 2), 2)) for _ in range(20))]
+    for process in (0, 1):
+        number = records.number(machine.number, process)
+        assert number is not None
+        for begin, end in windows:
+            shifted = begin + machine.shift_s, min(end + machine.shift_s, 1 << 40)
+            there = without_waits(own.tallies(begin, end), process, number)
+            here = without_waits(mirror.tallies(*shifted), number, number)
+            assert here == moved(there, machine.shift_ns), (begin, end)
+            left = [
+                {key: tally.steps for key, tally in store.tallies(*when, left_out=True).items() if key.process == who}
+                for store, when, who in ((own, (begin, end), process), (mirror, shifted, number))
+            ]
+            assert {key._replace(process=number): steps for key, steps in left[0].items()} == left[1]
+            spent = [
+                sum_of(store, *when, who)
+                for store, when, who in ((own, (begin, end), process), (mirror, shifted, number))
+            ]
+            assert spent[0] == spent[1], (begin, end)
+        for table in ("losses", "gaps", "loops", "definitions", "shapes", "collective_sums"):
+            counts = [
+                store.query(f"SELECT count(*) FROM {table} WHERE process = ?", (who,))[0][0]
+                for store, who in ((own, process), (mirror, number))
+            ]
+            assert counts[0] == counts[1], table
+        events = [
+            store.query("SELECT count(*) FROM events WHERE process = ?", (who,))[0][0]
+            for store, who in ((own, process), (mirror, number))
+        ]
+        assert events[0] == events[1]
+
+
+def sum_of(store: Store, begin_s: int, end_s: int, process: int) -> dict[tuple[str, str], int]:
+    """Return the time of each activity of a process by mode."""
+    found: dict[tuple[str, str], int] = {}
+    for row in store.time_rows(begin_s, end_s, process=process):
+        for name, ns in row.spent.items():
+            found[row.mode, name] = found.get((row.mode, name), 0) + ns
+    return {key: ns for key, ns in found.items() if ns}
+
+
+def store_of_mirror(records: Records) -> Store:
+    return Store(Door(records._db, 1 << 30))
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+def test_the_figures_are_those_of_the_machines_whatever_is_cut_off(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    machines = [Machine(number, seed) for number in (0, 1)]
+    records = Records(tmp_path, info_of(2))
+    for node in records.nodes:
+        node.state = "connected"
+    going = True
+    while going:
+        written = [machine.write() for machine in machines]
+        going = any(written)
+        for machine in machines:
+            what, node = chance.random(), records.nodes[machine.number]
+            if what < 0.5:
+                continue
+            chunk, _ = machine.chunk()
+            if what < 0.6:  # the connection is cut before the last line
+                machine.rows = machine.connected(node.received, node.tallied_s)
+                continue
+            assert chunk.beat["from"] == node.received
+            records.write([(node, chunk)])
+            if what < 0.65:
+                machine.rows = machine.connected(node.received, node.tallied_s)
+        if chance.random() < 0.05:  # the mirror is killed
+            records.close()
+            records = Records(tmp_path, info_of(2))
+            for machine, node in zip(machines, records.nodes, strict=True):
+                node.state = "connected"
+                machine.rows = machine.connected(node.received, node.tallied_s)
+    for machine in machines:
+        machine.recording.end()
+        more = True
+        while more:
+            chunk, more = machine.chunk(last=True)
+            records.write([(records.nodes[machine.number], chunk)])
+    mirror = store_of_mirror(records)
+    for machine in machines:
+        same(machine, records, mirror, chance)
+    assert mirror.damaged is None
+    records.close()

@@ -1,0 +1,132 @@
+"""A real Slurm of two nodes on this machine, for tests: its daemons, `srun`, and a state directory for each node."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from running import wait_for
+
+NODES = ("n1", "n2")
+MISSING = next((name for name in ("slurmctld", "slurmd", "srun", "squeue") if shutil.which(name) is None), None)
+"""A program of Slurm that is not installed; None if all are."""
+_CONFIG = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthType=auth/none
+CredType=cred/none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={place}/state
+SlurmdSpoolDir={place}/%n
+SlurmctldPidFile={place}/controller.pid
+SlurmdPidFile={place}/%n.pid
+ReturnToService=2
+SelectType=select/cons_tres
+SlurmdParameters=config_overrides
+KillWait=5
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 State=UNKNOWN
+PartitionName=test Nodes=n1,n2 Default=YES OverSubscribe=FORCE:8 State=UP
+"""
+_DPMON = """\
+#!/bin/sh
+# Two nodes of Slurm on one machine would share a state directory, as two machines never do.
+[ -z "$SLURMD_NODENAME" ] || export XDG_STATE_HOME={place}/state-$SLURMD_NODENAME
+exec {python} -m dpmon "$@"
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+@dataclass
+class Slurm:
+    """The daemons, without munge: they believe everybody, and listen on this machine only."""
+
+    place: Path
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment in which `srun`, `squeue`, and this `dpmon` are found."""
+        path = f"{self.place / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return {"SLURM_CONF": str(self.place / "slurm.conf"), "PATH": path}
+
+    def state(self, node: str) -> Path:
+        """The state directory of a node."""
+        return self.place / f"state-{node}"
+
+    def start(self) -> None:
+        """Start the daemons, and wait until a job can run on both nodes."""
+        for name in ("state", "bin", *NODES):
+            (self.place / name).mkdir(parents=True)
+        host = socket.gethostname().partition(".")[0]
+        config = _CONFIG.format(host=host, ports=free_ports(3), user=getpass.getuser(), place=self.place)
+        (self.place / "slurm.conf").write_text(config)
+        dpmon = self.place / "bin" / "dpmon"
+        dpmon.write_text(_DPMON.format(place=self.place, python=sys.executable))
+        dpmon.chmod(0o755)
+        self._daemon("controller", "slurmctld", "-D", "-c")
+        for node in NODES:
+            self._daemon(node, "slurmd", "-D", "-N", node)
+        wait_for(lambda: self.said("sinfo", "--noheader", "--format", "%D %t") == "2 idle", what=self._logs())
+
+    def said(self, *words: str) -> str:
+        """What a program of Slurm prints."""
+        done = subprocess.run(words, env={**os.environ, **self.environment}, capture_output=True, timeout=60)
+        return done.stdout.decode().strip()
+
+    def _daemon(self, name: str, *words: str) -> None:
+        with (self.place / f"{name}.log").open("wb") as log:
+            environment: Mapping[str, str] = {**os.environ, **self.environment}
+            self.processes.append(
+                subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            )
+
+    def _logs(self) -> str:
+        return "both nodes are idle: see " + str(self.place / "*.log")
+
+    def stop(self) -> None:
+        """End the jobs and the daemons."""
+        self.said("scancel", "--me", "--full")
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def slurm(place: Path) -> Iterator[Slurm]:
+    """Two nodes in `place`, until the end of the block."""
+    cluster = Slurm(place)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()

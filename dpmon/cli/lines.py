@@ -143,7 +143,7 @@ def status_members(reader: RunReader, state: State, now: Health, now_ns: int) ->
     """The members of a status line that tell how the run does; `now_ns`: the time, in ns since the run's start."""
     members: dict[str, object] = {"run": reader.info.id, "t_s": round(now_ns / 1e9, 3)}
     members["state"], members["health"] = now.state, now.fields()
-    progress, absent = _progress(state.focus, state, now_ns)
+    progress, absent = _progress(state.focus, state, now_ns, _since_ns(reader, state.focus))
     members |= progress
     found = NO_STEP if state.focus is None else state.focus.progress
     still = _STILL.get(now.state) if now.end is None else None
@@ -175,7 +175,15 @@ def status_members(reader: RunReader, state: State, now: Health, now_ns: int) ->
     return members
 
 
-def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[str, object], dict[str, str]]:
+def _since_ns(reader: RunReader, process: Process | None) -> int:
+    """When the process began what it does now, in ns since the run's start; 0 if unknown."""
+    _, since = ("", 0) if process is None else reader.activities().get(process.process, ("", 0))
+    return since - reader.info.start_ns if since else 0
+
+
+def _progress(
+    focus: Process | None, state: State, now_ns: int, since_ns: int
+) -> tuple[dict[str, object], dict[str, str]]:
     """Step, rates and times of the process that represents the run; and the reasons for null values, by name."""
     absent: dict[str, str] = {}
     if focus is None or focus.last_step is None:
@@ -183,7 +191,7 @@ def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[st
         why = calls_so_far(state.open_calls) if state.open_calls else "no step has ended yet"
         absent.update(dict.fromkeys(names, why))
         return dict.fromkeys(names), absent
-    fast = speed(focus, state, now_ns)
+    fast = speed(focus, state, now_ns, since_ns)
     if fast.reason is not None:
         absent.update(dict.fromkeys(_RATES, fast.reason))
     elif fast.samples_per_s is None:
@@ -271,7 +279,8 @@ class ProgressLines:
         parts = [f"step {group(step)}", *([where] if where else [])]
         if (count := len(state.training)) > 1:
             parts.append(f"{count} processes")
-        found = speed(focus, state, time.monotonic_ns() - self._reader.info.start_ns)
+        now_ns = time.monotonic_ns() - self._reader.info.start_ns
+        found = speed(focus, state, now_ns, _since_ns(self._reader, focus))
         if found.rate is None:
             parts.append(found.reason or "")
         else:

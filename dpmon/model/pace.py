@@ -146,10 +146,11 @@ def _counted_ns(times: Mapping[tuple[int, int], int], begin_ns: int, end_ns: int
     return found
 
 
-def speed(process: Process, state: State, now_ns: int) -> Speed:
+def speed(process: Process, state: State, now_ns: int, since_ns: int = 0) -> Speed:
     """The rate of the last ten seconds of training of a process; of the whole run once it is over.
 
     All ranks together have one rate. If there is no rate, the reason is given: too few steps, or none for a long time.
+    `since_ns`: when the process began what it does now. On an overloaded machine, steps before may not be recorded yet.
     """
     if state.over:
         why = "no step has ended yet" if process.last_step is None else "no step is in the figures"
@@ -160,9 +161,8 @@ def speed(process: Process, state: State, now_ns: int) -> Speed:
     if process.paused_since_ns is not None:
         return Speed(None, "the training is paused")
     end = last.start_ns + last.wall_ns
-    quiet = now_ns - end
-    if quiet > max(3 * SECOND, 3 * last.wall_ns):
-        return Speed(None, f"no step has ended for {quiet / 1e9:.0f} s")
+    if now_ns - max(end, since_ns) > max(3 * SECOND, 3 * last.wall_ns):
+        return Speed(None, f"no step has ended for {(now_ns - end) / 1e9:.0f} s")
     evaluated = end - (end if found.last_ns is None else found.last_ns)
     if evaluated > max(3 * SECOND, 3 * found.step_ns):
         return Speed(None, f"an evaluation: no training step has ended for {evaluated / 1e9:.0f} s")

@@ -266,7 +266,8 @@ def life(facts: Facts) -> Life:
         return Life("ending", "wait", "the training process is exiting")
     if found.word in (WAITING_FOR_DATA, QUIET):
         return Life(found.word, "wait", lasted)
-    long = facts.now_ns - process.seen_ns > QUIET_SHOWN_NS and doing in SPAN_PHASES
+    # The record may be behind on an overloaded machine, but not what the process does now.
+    long = facts.now_ns - max(process.seen_ns, since) > QUIET_SHOWN_NS and doing in SPAN_PHASES
     where = f"in {doing} {spent / 1e9:.0f} s"
     if len(facts.state.training) > 1:  # where this rank is may only be where it waits for another one
         where = f"no step for {(facts.now_ns - process.seen_ns) / 1e9:.0f} s"

@@ -104,6 +104,9 @@ def test_without_new_steps_the_speed_is_replaced_by_a_reason() -> None:
     stalled = speed(process, state, process.seen_ns + 12 * SECOND)
     assert stalled.steps_per_s is None
     assert stalled.reason == "no step has ended for 12 s"
+    now = process.seen_ns + 12 * SECOND
+    assert speed(process, state, now, now - SECOND).rate is not None, "the process goes on, only the record is behind"
+    assert speed(process, state, now, now - 4 * SECOND).reason == stalled.reason
     over = state_of(payloads, over=True)
     process = over.focus
     assert process is not None

@@ -133,7 +133,7 @@ def _speed(facts: Facts) -> Speed:
         return Speed(None, READING)
     if process is None:
         return Speed(None, "no training process yet")
-    return speed(process, facts.state, facts.now_ns)
+    return speed(process, facts.state, facts.now_ns, facts.activities.get(process.process, ("", 0))[1])
 
 
 def _mode(facts: Facts, look: Look) -> list[_Part]:

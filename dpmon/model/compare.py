@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 from math import exp, log, sqrt
 from typing import NamedTuple
 
 from dpmon.model.uneven import INPUT, WAITING_TEXT, Uneven, uneven_steps
-from dpmon.record.schema import EVALUATION, REST, SETTLING, STEP
+from dpmon.record.schema import EVALUATION, REST, SECOND, SETTLING, STEP
 from dpmon.store.answers import LongRow
 from dpmon.store.figures import Figures, PhaseFigures, Window, figures
 from dpmon.store.quantiles import Counts, bounds, median, middle
@@ -28,6 +28,8 @@ from dpmon.text.quantities import duration, percent, times
 MODES_COMPARED = ("single", "dp")
 MIN_STEPS = 20
 """Fewest steps of each mode for a verdict."""
+_CHANGES, _CHANGES_S = 12, 600
+"""Most changes of mode with a speed-up of their own, and the newest time (s) in which they are looked for."""
 _BATCHES = 4
 """Fewest batches (groups of tallies) that show how steps depend on each other."""
 _Z = 1.96
@@ -58,6 +60,15 @@ class Reason(NamedTuple):
     share: float | None
     dp_ns: float | None
     single_ns: float | None
+
+
+class ModeSpeedup(NamedTuple):
+    """A change of mode: its time (ns since the run's start), and the speed-up from the steps before and after it."""
+
+    t_ns: int
+    to: str
+    """The mode after it."""
+    speedup: Interval
 
 
 class Peak(NamedTuple):
@@ -101,6 +112,8 @@ class Comparison:
     cost: Reason | None = None
     """The copying that takes the largest share of the dp step."""
     missing: str | None = None
+    changes: tuple[ModeSpeedup, ...] = ()
+    """The newest changes of mode with enough steps on both sides, if they were wanted."""
 
     @property
     def uncertain(self) -> bool:
@@ -207,8 +220,9 @@ def compare_modes(
     virtual: bool = False,
     longest: Sequence[LongRow] = (),
     waits: Sequence[tuple[int, int]] = (),
+    changes: bool = False,
 ) -> Comparison:
-    """Compare the "dp" steps of one process with its "single" steps.
+    """Compare the "dp" steps of one process with its "single" steps; `changes`: also around each change of mode.
 
     `devices`: the devices of dp. `longest`: the longest steps, which show why steps are uneven. `waits`: start and end
     (ns) of each wait for input.
@@ -244,8 +258,31 @@ def compare_modes(
     for key, tally in window.rows(process):
         if key.mode in parts and settled_kind(key) == kind:
             parts[key.mode].append(tally)
+    if changes:
+        last_s = max(tally.last_ns or 0 for tally in taken.values()) // SECOND
+        rows = window.rows(process, last_s - _CHANGES_S, widest=1)
+        settled = [(key.mode, tally) for key, tally in rows if settled_kind(key) == kind]
+        base = replace(base, changes=_changes(settled))
     long = [step for step in longest if step.process == process and bool(step.kind & EVALUATION) == evaluation]
     return _judged(base, taken, parts, long, waits)
+
+
+def _changes(rows: Sequence[tuple[str, Tally]]) -> tuple[ModeSpeedup, ...]:
+    """The speed-up at each of the newest changes of mode. `rows`: modes and tallies of steps of one kind."""
+    found: list[tuple[str, int, Interval | None]] = []
+    ordered = sorted(rows, key=lambda row: row[1].first_ns or 0)
+    for mode, own in groupby(ordered, key=lambda row: row[0]):
+        parts, whole = [tally for _, tally in own], Tally()
+        for part in parts:
+            whole.merge(part)
+        known = median_interval(whole, parts) if whole.steps >= MIN_STEPS else None
+        found.append((mode, parts[0].first_ns or 0, known))
+    changes: list[ModeSpeedup] = []
+    for (_, _, before), (mode, t_ns, after) in pairwise(found):
+        single, dp = (before, after) if mode == "dp" else (after, before)
+        speedup = ratio(single, dp) if single is not None and dp is not None else None
+        changes += [ModeSpeedup(t_ns, mode, speedup)] if speedup is not None else []
+    return tuple(changes[-_CHANGES:])
 
 
 def first_with_both(window: Window) -> int:

@@ -217,7 +217,7 @@ class Snapshots:
         if process.mode == "dp" and process.devices:
             devices, virtual = process.devices, process.virtual
         every_s = max(end_s // _COMPARED_PART, 1)
-        key = number, process.mode, devices, wanted.over, len(waits)
+        key = number, process.mode, devices, wanted.over, wanted.changes, len(waits)
         if self._compared is not None and self._compared.key == key and 0 <= end_s - self._compared.end_s < every_s:
             found = self._compared.found
         else:
@@ -227,7 +227,15 @@ class Snapshots:
                 for mode in (MODES_COMPARED if both else ())
                 for step in rows.longest(_LONG_READ, mode, process=number, lately=not wanted.over)
             ]
-            found = compare_modes(window, number, devices=devices, virtual=virtual, longest=longest, waits=waits)
+            found = compare_modes(
+                window,
+                number,
+                devices=devices,
+                virtual=virtual,
+                longest=longest,
+                waits=waits,
+                changes=wanted.changes,
+            )
             self._compared = _Compared(key, end_s, found) if every_s > 1 else None
         visits = visits_of(events.changes, number) or [Visit(process.mode, 0, 0)]
         memory = device_peaks(rows, number, visits)

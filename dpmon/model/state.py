@@ -54,6 +54,8 @@ class Wanted(NamedTuple):
     """The number of the only node in the picture; None for all."""
     waits: bool = False
     """Whether the picture shows over time which ranks the others waited for."""
+    changes: bool = False
+    """Whether it shows the speed-up at each change of mode."""
 
 
 class ModeChange(NamedTuple):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SECOND, SETTLING, STEP, Quantity, device_series
 from dpmon.store.accounting import ACTIVITIES, union
 from dpmon.store.answers import TimeRow
-from dpmon.store.tally import KeptTallies, Key, Sum, Tally
+from dpmon.store.tally import WIDTHS, KeptTallies, Key, Sum, Tally
 
 if TYPE_CHECKING:
     from dpmon.store.queries import Store
@@ -287,9 +287,10 @@ class Window:
         """The activities of each process by mode, in order of time."""
         return self._source.time_rows(self._begin_s, self._end_s, process=self._process)
 
-    def rows(self, process: int) -> Iterator[tuple[Key, Tally]]:
-        """Key and tally of each row of one process, in order of time."""
-        for _, _, key, tally in self._source.tally_rows(self._begin_s, self._end_s, process=process):
+    def rows(self, process: int, begin_s: int = 0, widest: int = WIDTHS[-1]) -> Iterator[tuple[Key, Tally]]:
+        """Key and tally of each row of one process from `begin_s` on, in order of time."""
+        begin_s = max(begin_s, self._begin_s)
+        for _, _, key, tally in self._source.tally_rows(begin_s, self._end_s, process=process, widest=widest):
             yield key, tally
 
     @property

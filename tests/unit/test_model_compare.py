@@ -245,6 +245,26 @@ def test_the_steps_after_a_change_of_mode_are_left_out() -> None:
     assert found.seen["single"] == 60 + SETTLING_STEPS
 
 
+def test_each_change_of_mode_has_the_speed_up_of_the_steps_around_it() -> None:
+    training = Training(mode="single", step_ns=16_000_000)
+    records, begins = [*training.begin(), *training.run(100)], []
+    for mode, step_ns, steps in (("dp", 10, 100), ("single", 16, 100), ("dp", 32, 100), ("single", 16, 10)):
+        training.step_ns = step_ns * 1_000_000
+        records += training.switch(mode)
+        begins.append(training.now)
+        records += training.run(steps)
+    compared = state_of(records, changes=True).processes[0].compared
+    assert compared is not None
+    assert [change.to for change in compared.changes] == ["dp", "single", "dp"], "ten steps are too few"
+    for change, begin, expected in zip(compared.changes, begins, (1.6, 1.6, 0.5), strict=False):
+        assert begin <= change.t_ns <= begin + 10 * 32_000_000, "after the steps that settle"
+        assert change.speedup.low <= change.speedup.value <= change.speedup.high
+        assert change.speedup.value == pytest.approx(expected, rel=0.05)
+    without = state_of(records).processes[0].compared
+    assert without is not None
+    assert without.changes == ()
+
+
 def test_a_mode_of_long_ago_keeps_its_steps() -> None:
     training = Training(step_ns=100 * MS)
     records = decoded([*training.begin(), *training.run(300)])

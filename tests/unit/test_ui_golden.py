@@ -144,6 +144,18 @@ def one_device() -> Facts:
     return Facts(state_of([*training.begin(), *training.run(3000), *samples]), training.now, INFO, alive=True)
 
 
+def changed_often() -> Facts:
+    """Return a run on the full screen of panel 4, whose dp became slower from change to change."""
+    training = Training(mode="single", devices=["cuda:0", "cuda:1"], virtual=False, batch=60, step_ns=16_000_000)
+    payloads = [*training.begin(), *training.run(300)]
+    for number in range(3):
+        training.step_ns = (10 + 2 * number) * 1_000_000
+        payloads += [*training.switch("dp"), *training.run(200)]
+        training.step_ns = 16_000_000
+        payloads += [*training.switch("single"), *training.run(150)]
+    return Facts(state_of(payloads, changes=True), training.now, INFO, View("compare", "compare"), alive=True)
+
+
 def evaluated() -> Facts:
     """Return a script during an evaluation, after dp was refused for its model."""
     training = Training(mode="single", devices=("cpu:0",), via=None)
@@ -230,6 +242,8 @@ SITUATIONS: dict[str, tuple[Callable[[], Facts], int, int, Look]] = {
     "comparison 80x24 zoomed": (
         lambda: replace(gpus(4, both=True), view=View("compare", "compare")), 80, 24, LOOK,
     ),
+    "changed often 120x50": (changed_often, 120, 50, LOOK),
+    "changed often 80x24 ascii": (changed_often, 80, 24, MONO_ASCII),
     "no GPU 120x40": (lambda: recorded(1.0), 120, 40, LOOK),
     "no GPU 80x24": (lambda: recorded(1.0), 80, 24, LOOK),
     "no GPU 120x40 ascii": (lambda: recorded(1.0), 120, 40, MONO_ASCII),

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dpmon.cleaning import clean
-from dpmon.model.compare import Comparison, Peak, sentence
+from dpmon.model.compare import Comparison, ModeSpeedup, Peak, sentence
 from dpmon.model.memory import HOST
 from dpmon.model.state import PHASES
 from dpmon.model.step_timeline import Piece
 from dpmon.record.schema import REST, SETTLING_STEPS, phase_named, phase_shown
 from dpmon.store.figures import Figures
 from dpmon.text.cells import cut, right
-from dpmon.text.quantities import UNKNOWN, compact, count_of, duration, group, memory, percent, span_words, times
-from dpmon.ui.chart import ceiling
+from dpmon.text.quantities import UNKNOWN, clock, compact, count_of, duration, group, memory, percent, span_words, times
+from dpmon.ui.chart import ceiling, range_bar
 from dpmon.ui.facts import NAMES, Facts
 from dpmon.ui.look import Look
 from dpmon.ui.panels.panel_batch import history_rows
-from dpmon.ui.rows import Row, lines, width_of
+from dpmon.ui.rows import Row, TableColumn, lines, table_rows, width_of
 from dpmon.ui.waterfall import main_row
 
 _MODES = ("single", "dp")
@@ -25,6 +25,8 @@ _REFUSED_ROWS = 3
 """Most rows for refusals, unless the panel is on the full screen."""
 _LEAST_CHART, _MOST_CHART = 4, 16
 """Rows of the chart at full size."""
+_LEAST_RANGE = 12
+"""Fewest cells for the intervals of the changes of mode."""
 _VIRTUAL_SHORT = "virtual replicas show behaviour, not speed"
 _VIRTUAL = "virtual replicas share one device: this shows how dp behaves, not how fast it would be"
 
@@ -96,6 +98,8 @@ def table(facts: Facts, width: int, height: int, look: Look, *, advice: bool = T
     for name in ("p95", "memory", "steps", "phases", "bars"):
         more += taken.get(name, [])
     rows = [*first, *more, *below]
+    if facts.view.zoom == "compare" and len(found.changes) > 1:
+        rows += [[], *_changes(found.changes, width, look)]
     return [*rows, *_over_time(facts, width, height - len(rows) - 2, look)]
 
 
@@ -105,6 +109,27 @@ def _over_time(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
         return []
     drawn = history_rows(facts, facts.process, width, min(height, _MOST_CHART), look, by_mode=True)
     return [[], [(f"mean step, {span_words(facts.view.span_s)}", "bold")], *drawn]
+
+
+def _changes(changes: Sequence[ModeSpeedup], width: int, look: Look) -> list[Row]:
+    """The speed-up at each change of mode, as figures and as intervals on one scale."""
+    low, high = min(one.speedup.low for one in changes), max(one.speedup.high for one in changes)
+    room = min(width - 44, 60)
+    texts = [
+        f"{times(one.speedup.value, look.glyphs.times)} ({times(one.speedup.low, '')} to {times(one.speedup.high, '')})"
+        for one in changes
+    ]
+    columns = [
+        TableColumn("change", 9, [clock(one.t_ns) for one in changes]),
+        TableColumn("  to", 8, [[("  " + one.to.ljust(6), f"mode.{one.to}")] for one in changes], left=True),
+        TableColumn("speed-up (95 %)", 23, texts, "bold"),
+    ]
+    if room >= _LEAST_RANGE:
+        found = [one.speedup for one in changes]
+        drawn = [range_bar(one.low, one.value, one.high, high, room, look.glyphs, low) for one in found]
+        scale = times(low, "") + times(high, "").rjust(room - len(times(low, "")))
+        columns.append(TableColumn("  " + scale, room + 2, [[("  " + text, "bar")] for text in drawn]))
+    return table_rows(columns, look.glyphs.more)
 
 
 class _CompareTable:

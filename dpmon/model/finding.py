@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.run_facts import ModeFacts, RunFacts
 from dpmon.record.schema import STEP_PHASES
 from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.text.quantities import count_of, duration_words, percent
@@ -17,6 +16,7 @@ from dpmon.text.quantities import count_of, duration_words, percent
 if TYPE_CHECKING:
     from dpmon.model.announced import LoaderStart
     from dpmon.model.devices import HostFacts
+    from dpmon.model.run_facts import ModeFacts, RunFacts
 
 MIN_STEPS = 30
 """Fewest steps for a median; in fewer, start-up (caches, allocator, loader workers) weighs too much."""

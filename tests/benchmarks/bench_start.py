@@ -3,6 +3,7 @@
     python tests/benchmarks/bench_start.py [--rounds 15]
 
 Each round runs all ways in random order; "alone" runs twice, and the difference between its two results is the noise.
+"smallest Textual app" is what any screen takes; the difference to it is dpmon's own part.
 On a shared machine, only processor time ("its processor") and ratios to a bare Python ("alone") are meaningful.
 Median and 95th percentile over the rounds, in ms; as measured, and scaled to the reference (yardstick.py).
 """
@@ -25,6 +26,19 @@ from running import Dpmon, Terminal
 from yardstick import Yardstick, processor_s
 
 _SCRIPT = "import time; print(time.monotonic_ns(), flush=True)"
+_SMALLEST = """
+from textual.app import App
+from textual.widget import Widget
+class Smallest(App):
+    CSS = "Screen { overflow: hidden; }"
+    def compose(self):
+        yield Words()
+class Words(Widget):
+    def render(self):
+        return "Devices"
+Smallest().run()
+"""
+"""What no screen can do without: the interpreter, and the import and the start of Textual."""
 
 
 def first_line(dpmon: Dpmon, words: list[str]) -> tuple[float, float]:
@@ -37,19 +51,17 @@ def first_line(dpmon: Dpmon, words: list[str]) -> tuple[float, float]:
     return (int(done.stdout.split()[0]) - began) / 1e6, (ended - began) / 1e6
 
 
-def first_picture(dpmon: Dpmon, spent: list[float] | None = None) -> float:
-    """Return the time until the screen has drawn a panel, ms; append its processor time until then to `spent`."""
+def first_picture(dpmon: Dpmon, *words: object, argv: list[str] | None = None) -> tuple[float, float]:
+    """Return the time until a screen has drawn a panel, and its processor time until then, ms; then kill it."""
     began = time.monotonic_ns()
-    terminal = Terminal(dpmon, "wait.py", TERM="xterm-256color")
+    terminal = Terminal(dpmon, *words, argv=argv, TERM="xterm-256color")
     while b"Devices" not in terminal.take():
         time.sleep(0.001)
     took = (time.monotonic_ns() - began) / 1e6
-    if spent is not None:
-        spent.append(processor_s(terminal.process.pid) * 1000)
-    dpmon.run("stop", "last")
+    spent = processor_s(terminal.process.pid) * 1000
     terminal.process.kill()
     terminal.wait()
-    return took
+    return took, spent
 
 
 def main() -> None:
@@ -73,9 +85,18 @@ def main() -> None:
 
             return take
 
-        def picture() -> None:
-            spent = found.setdefault("with a screen: its processor", [])
-            found.setdefault("with a screen: first picture", []).append(first_picture(dpmon, spent))
+        def picture(name: str, *words: object, argv: list[str] | None = None) -> Callable[[], None]:
+            def take() -> None:
+                took, spent = first_picture(dpmon, *words, argv=argv)
+                found.setdefault(f"{name}: first picture", []).append(took)
+                found.setdefault(f"{name}: its processor", []).append(spent)
+
+            return take
+
+        def screen() -> None:
+            picture("with a screen", "wait.py")()
+            picture("attach", "attach", "last")()
+            dpmon.run("stop", "last")
 
         def help_text() -> None:
             began = time.monotonic_ns()
@@ -86,7 +107,8 @@ def main() -> None:
             run("alone", [sys.executable, "script.py"]),
             run("alone again", [sys.executable, "script.py"]),
             run("headless", dpmon.words("script.py")),
-            picture,
+            screen,
+            picture("smallest Textual app", argv=[sys.executable, "-c", _SMALLEST]),
             help_text,
         ]
         try:

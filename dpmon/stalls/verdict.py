@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from dpmon.record.names import on_node
@@ -340,15 +340,19 @@ def names(group: Sequence[RankFacts]) -> str:
     if any(rank.namesake for rank in group):
         return ", ".join(rank.name for rank in group)
     kind = group[0].name.partition(" ")[0]
-    numbers = sorted(rank.number for rank in group)
+    numbers = in_ranges(sorted(rank.number for rank in group))
+    return f"{kind}{'es' if kind == 'process' else 's'} {numbers}{_on(group)}"
+
+
+def in_ranges(numbers: Iterable[int], between: str = ", ", least: int = 3) -> str:
+    """(0, 1, 2, 5) -> "0-2, 5"; `least`: the fewest numbers that are written as a range."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    texts = [", ".join(map(str, run)) if len(run) < 3 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"{kind}{'es' if kind == 'process' else 's'} {', '.join(texts)}{_on(group)}"
+    return between.join(between.join(map(str, run)) if len(run) < least else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _on(group: Sequence[RankFacts]) -> str:

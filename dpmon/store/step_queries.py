@@ -29,7 +29,7 @@ from dpmon.record.schema import (
 from dpmon.store.accounting import Gap
 from dpmon.store.answers import LongRow, LoopStep, SlowRow, call_in, numbers_in
 from dpmon.store.loops import LOOP_COLUMNS, Loop
-from dpmon.store.sums import Parameters, Sums
+from dpmon.store.sums import Parameters, Sums, without
 from dpmon.store.tables import CALL_ROW, STEP_COLUMNS, Door, definition_in
 
 _Decoded = TypeVar("_Decoded")
@@ -127,7 +127,7 @@ class Steps(Sums):
         last = min(LAST_NS if process is None else self._last_id("steps", process), self._newest_id())
         query = (
             f"SELECT {_LONG_COLUMNS} FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND mode = ?"
-            f" AND kind & {SETTLING | LEFT_OUT | EVALUATION * trains} = 0 ORDER BY wall_ns DESC LIMIT ?"
+            f" AND {_counted(trains)} ORDER BY wall_ns DESC LIMIT ?"
         )
         rows = self.query(query, (last - _LOOKED_AT if lately else 0, last, process, mode, most))
         return [_long_row(row) for row in rows]
@@ -146,7 +146,7 @@ class Steps(Sums):
         query = (
             f"SELECT {_SLOW_COLUMNS}{together[0]} FROM steps WHERE id > ? AND id <= ?"
             f" AND process IN ({', '.join(map(str, processes))}) AND mode = ? AND start_ns + wall_ns > ?"
-            f" AND kind & {SETTLING | EVALUATION} = 0 {together[1]} ORDER BY wall_ns DESC LIMIT ?"
+            f" AND {without(SETTLING | EVALUATION)} {together[1]} ORDER BY wall_ns DESC LIMIT ?"
         )
         names = [phase.name for phase in PHASES]
         return [
@@ -171,7 +171,7 @@ class Steps(Sums):
 
         `trains`: without evaluation steps.
         """
-        which = f"id > ? AND id <= ? AND mode = ? AND kind & {SETTLING | LEFT_OUT | EVALUATION * trains} = 0"
+        which = f"id > ? AND id <= ? AND mode = ? AND {_counted(trains)}"
         on_all = f"max(ifnull({phase}_ns, 0)) * count(*) AS longest, sum(wall_ns) AS wall"
         query = f"SELECT sum(longest), sum(wall) FROM (SELECT {on_all} FROM steps WHERE {which} GROUP BY step)"
         last = self._newest_id()
@@ -184,7 +184,7 @@ class Steps(Sums):
         `left_out`: with the steps that no figure includes.
         """
         last = LAST_NS if process is None else self._last_id("steps", process)
-        which = "id <= ? AND process = ifnull(?, process)" + ("" if left_out else f" AND kind & {LEFT_OUT} = 0")
+        which = "id <= ? AND process = ifnull(?, process)" + ("" if left_out else f" AND {without(LEFT_OUT)}")
         query = f"SELECT {WHOLE_STEP} FROM steps WHERE {which} ORDER BY id DESC LIMIT ?"
         return list(self.read(self._step, query, (last, process, most)))
 
@@ -285,7 +285,7 @@ class Steps(Sums):
         last = min(self._last_id("steps", process), self._newest_id())
         query = (
             "SELECT start_ns + wall_ns AS end_ns FROM steps WHERE process = ? AND id BETWEEN ? AND ?"
-            f" AND kind & {EVALUATION} = 0 ORDER BY id DESC LIMIT 1"
+            f" AND {without(EVALUATION)} ORDER BY id DESC LIMIT 1"
         )
         rows = self.query(query, (process, last - _LOOKED_AT, last))
         return next((end for (end,) in rows), None)
@@ -400,6 +400,11 @@ def step_lists(spans: str | None, device: str | None) -> tuple[list[Any], int, l
     except (ValueError, TypeError) as error:
         raise HistoryError(f"a damaged step: {error}") from None
     return runs, why, None if device is None else times
+
+
+def _counted(trains: bool) -> str:
+    """Return the condition for the steps in figures, without settling ones; `trains`: without evaluation steps."""
+    return without(SETTLING | LEFT_OUT | EVALUATION * trains)
 
 
 def _long_row(row: tuple[Any, ...]) -> LongRow:

@@ -32,6 +32,11 @@ _STARTS = (
 )
 
 
+def without(flags: int) -> str:
+    """Return the condition for rows whose kind has none of these flags (dpmon.record.schema)."""
+    return f"(kind & {flags} = 0)"
+
+
 class Sums:
     """The sums in one history, as of one instant. If the database is damaged, they cover its readable part."""
 
@@ -159,7 +164,8 @@ class Sums:
         if left_out and not any(key.kind & LEFT_OUT for key in self._keys):
             return
         names = ", ".join(columns)
-        counted = f" AND kind & {LEFT_OUT} {'!=' if left_out else '='} 0" if table == "tallies" else ""
+        kinds = f"NOT {without(LEFT_OUT)}" if left_out else without(LEFT_OUT)
+        counted = f" AND {kinds}" if table == "tallies" else ""
         if isinstance(process, Collection) and len(process) == 1:
             (process,) = process
         for width, begin, end in self.stretches(begin_s, end_s, widest):

@@ -28,6 +28,7 @@ from dpmon.stalls.run_state import (
     RunState,
     state_of,
 )
+from dpmon.stalls.verdict import in_ranges
 from dpmon.text.quantities import UNKNOWN, calls_so_far, clock
 
 PANELS = ("devices", "replicas", "batch", "compare", "output", "progress")
@@ -314,19 +315,10 @@ def devices_in_short(devices: tuple[str, ...]) -> str:
     parts = []
     for kind, same in groupby((clean(device, 40).partition(":") for device in devices), key=lambda part: part[0]):
         indices = [index for *_, index in same]
-        parts.append(kind + (":" + in_ranges(indices) if any(indices) else ""))
+        numbered = all(index.isdecimal() for index in indices)
+        listed = in_ranges(map(int, indices), ",", 2) if numbered else ",".join(indices)
+        parts.append(f"{kind}:{listed}" if any(indices) else kind)
     return " ".join(parts)
-
-
-def in_ranges(numbers: list[str]) -> str:
-    """("0", "2", "3") -> "0,2-3"."""
-    spans: list[tuple[str, str]] = []
-    for index in numbers:
-        if spans and spans[-1][1].isdecimal() and index.isdecimal() and int(index) == int(spans[-1][1]) + 1:
-            spans[-1] = (spans[-1][0], index)
-        else:
-            spans.append((index, index))
-    return ",".join(a if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def mode_words(process: Process | None, times: str) -> tuple[str, str]:

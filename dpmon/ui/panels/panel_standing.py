@@ -10,9 +10,10 @@ from dpmon.model.state import State
 from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
 from dpmon.record.schema import SECOND
 from dpmon.stalls.answer_lines import lines_of
+from dpmon.stalls.verdict import in_ranges
 from dpmon.text.cells import wrapped
 from dpmon.text.quantities import UNKNOWN, clock, count_of, group, percent
-from dpmon.ui.facts import NAMES, RANK_NAMES, Facts, devices_in_short, in_ranges
+from dpmon.ui.facts import NAMES, RANK_NAMES, Facts, devices_in_short
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, lines, width_of
 
@@ -142,7 +143,7 @@ def _folded(ranks: Sequence[_Standing], facts: Facts, look: Look) -> list[Row]:
     rows: list[Row] = []
     for words, own in groups.items():
         numbers = sorted(one.number for one in own if one.number is not None)
-        named = in_ranges(list(map(str, numbers))).replace(",", ", ")
+        named = in_ranges(numbers, least=2)
         if len(numbers) < len(own):
             named = "1 process" if len(own) == 1 else f"{group(len(own))} processes"
         named = named if len(named) <= _NUMBERS_SHOWN else count_of(len(own), "rank")

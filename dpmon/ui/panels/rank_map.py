@@ -10,9 +10,10 @@ from itertools import chain
 
 from dpmon.model.nodes import NodeFacts
 from dpmon.model.stragglers import RankTimes, Straggler
+from dpmon.stalls.verdict import in_ranges
 from dpmon.text.cells import right, span_width
 from dpmon.text.quantities import count_of
-from dpmon.ui.facts import Facts, in_ranges
+from dpmon.ui.facts import Facts
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, Span, fit, plain
 
@@ -106,7 +107,7 @@ def _by_node(
         blocks.append(fit(cells, size))
     rows = _rows(names, blocks, each)
     for row, node, own in zip(rows, nodes, members, strict=True) if each == 1 else ():
-        row.append((f"  {in_ranges([str(number) for number in sorted(own)])}", "dim"))
+        row.append((f"  {in_ranges(sorted(own), ',', 2)}", "dim"))
         if (trouble := node.trouble(now_ns)) is not None:
             row.append((f"  {trouble.words(now_ns)}", STYLES.get(trouble.word, "bad")))
     return rows, _WAIT

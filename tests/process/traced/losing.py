@@ -72,23 +72,26 @@ def of_a_gan():
     both.backward()
 
 
+def end_scaled():
+    """End a scaled step."""
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
 @way
 def scaled():
     loss = error()
     note(loss)
     scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
+    end_scaled()
 
 
 @way
 def scaled_and_freed():
     mine.append([sys._getframe().f_lineno + 1, error().item()])
     scaler.scale(error()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
+    end_scaled()
 
 
 class Own(torch.amp.GradScaler):
@@ -108,9 +111,7 @@ def scaled_by_a_subclass():
     loss = error()
     note(loss)
     scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
+    end_scaled()
 
 
 def of_type(dtype):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType
@@ -15,12 +16,16 @@ from dpmon.cli.speak import speak
 from dpmon.mirror.hosts import Machine, ask_dpmon, expanded, in_file, machines, of_slurm
 from dpmon.mirror.local_run import mirror_of
 from dpmon.record.plainjson import load_json
-from dpmon.run.rundir import ID, RunError
+from dpmon.run.condition import supervised
+from dpmon.run.rundir import ID, RunError, load_info
+from dpmon.supervise.start import ensure_supervisor
 from dpmon.text.cells import cut
 from dpmon.text.quantities import count_of
 
 _OVER = ("lost", "elsewhere")
 _JOB_CELLS = 24
+_START_S = 5.0
+"""Longest wait for the process that mirrors the runs."""
 _TOGETHER_S = 30.0
 """Ranks that Slurm starts together begin within this time."""
 _TYPES = {
@@ -158,7 +163,12 @@ def _is(there: RunThere, what: str) -> bool:
 
 def attach(options: argparse.Namespace) -> int:
     """Show the runs of one job on several machines as one run."""
-    return follow(_mirrored(options, named(options)), options)
+    directory = _mirrored(options, named(options))
+    mirror, until = ensure_supervisor(directory), time.monotonic() + _START_S
+    # Once it is named in run.json, what looks after it knows it, and replaces it if it is killed.
+    while mirror.at_work and not supervised(load_info(directory)) and time.monotonic() < until:
+        time.sleep(0.02)
+    return follow(directory, options)
 
 
 def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> Path:

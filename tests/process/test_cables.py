@@ -5,10 +5,16 @@ Needs root, ip, tc, nft and sshd.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import sqlite3
+import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from followed import TRAINING, Reader, ids_of
@@ -17,6 +23,7 @@ from sshd import Hosts, no_namespaces, sockets_of
 
 from dpmon.mirror.hosts import machines
 from dpmon.run import proc
+from dpmon.run.rundir import load_info
 
 pytestmark = pytest.mark.slow
 
@@ -119,3 +126,148 @@ def test_a_machine_that_is_switched_off_does_not_hold_up_another(host: Hosts, dp
         more(reader, 20)
     finally:
         reader.links.close()
+
+
+# ------------------------------------------------------------------------------------------------ a mirror
+
+
+class Mirrored:
+    """Two machines that train, and the run that mirrors theirs, watched from the namespace of the viewer."""
+
+    def __init__(self, dpmon: Dpmon, place: Path) -> None:
+        self.states = [place / "gpu-1", place / "gpu-2"]
+        self.hosts = Hosts(place / "net", {state.name: state for state in self.states})
+        self.dpmon = dpmon
+        script = dpmon.script(TRAINING)
+        for state in self.states:
+            dpmon.start("--headless", script, env={"XDG_STATE_HOME": str(state)})
+            dpmon.info(self._run(state))
+        watch = dpmon.words("attach", "script", "--headless", "--hosts", "gpu-1,gpu-2")
+        self.watching = dpmon.start(
+            argv=["ip", "netns", "exec", self.hosts.viewer, *watch],
+            env=self.hosts.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self.directory = wait_for(lambda: dpmon.runs()[-1] if dpmon.runs() else None, what="the mirror's run")
+
+    @staticmethod
+    def _run(state: Path) -> Path:
+        return wait_for(lambda: next(iter((state / "dpmon" / "runs").glob("*-*")), None), what="a run")
+
+    @property
+    def runs(self) -> list[Path]:
+        """The runs of the machines."""
+        return [self._run(state) for state in self.states]
+
+    def query(self, query: str, directory: Path | None = None) -> list[tuple[Any, ...]]:
+        """Return the rows of a history, that of the mirror by default."""
+        path = (directory or self.directory) / "history.sqlite"
+        try:
+            with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=30)) as history:
+                return history.execute(query).fetchall()
+        except sqlite3.OperationalError:  # it is being made
+            return []
+
+    def machine(self, number: int) -> tuple[str, int, int]:
+        """Return state, time of the last beat, and steps of a machine."""
+        rows = self.query(f"SELECT state, heard_ns FROM nodes WHERE number = {number}")
+        steps = self.query(f"SELECT steps FROM rings WHERE node = {number}")
+        return (rows[0][0], rows[0][1] or 0, sum(row[0] for row in steps)) if rows else ("", 0, 0)
+
+    def going_on(self, *numbers: int) -> None:
+        """Wait until these machines are connected and train."""
+        before = [self.machine(number) for number in numbers]
+
+        def more() -> bool:
+            now = [self.machine(number) for number in numbers]
+            return all(
+                one[0] == "connected" and one[1] > old[1] and one[2] > old[2]
+                for one, old in zip(now, before, strict=True)
+            )
+
+        wait_for(more, what=f"more steps of {numbers}")
+
+    def has_everything(self) -> None:
+        """End the trainings, and compare the mirror's history with those of the machines."""
+        self.dpmon.go()
+        wait_for((self.directory / "exit.json").exists, what="the end of the mirrored run")
+        for number, run in enumerate(self.runs):
+            ((steps,),) = self.query("SELECT steps FROM rings", run)
+            ((there,),) = self.query("SELECT sum(steps) FROM tallies WHERE width = 1", run)
+            assert there == steps
+            processes = f"SELECT process FROM rings WHERE node = {number}"
+            here = self.query(f"SELECT sum(steps) FROM tallies WHERE width = 1 AND process IN ({processes})")
+            assert here == [(steps,)]
+            kinds = "SELECT kind, count(*) FROM events WHERE kind != 'exit' AND {} GROUP BY kind"
+            kept = self.query(kinds.format(f"(process IN ({processes}) OR process = {-1 - number})"))
+            assert kept == self.query(kinds.format("true"), run)
+            ids = self.query(f"SELECT step FROM steps WHERE process IN ({processes})")
+            assert len(ids) == len(set(ids)) > 0
+
+    def close(self) -> None:
+        """End the watching, the mirror and the namespaces."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.watching.pid, signal.SIGKILL)
+        self.watching.wait()
+        self.hosts.close()
+
+
+@pytest.fixture
+def mirrored(dpmon: Dpmon, tmp_path: Path) -> Iterator[Mirrored]:
+    """Two machines and their mirror."""
+    why = no_namespaces()
+    if why is not None:
+        pytest.skip(why)
+    made = Mirrored(dpmon, tmp_path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_a_machine_that_is_cut_off_is_told_and_catches_up(mirrored: Mirrored) -> None:
+    mirrored.going_on(0, 1)
+    mirrored.hosts.cut(1)
+    began = time.monotonic()
+    wait_for(lambda: mirrored.machine(1)[0] == "cut", what="the cut")
+    print(f"told after {time.monotonic() - began:.1f} s: {mirrored.query('SELECT why FROM nodes')}")
+    mirrored.going_on(0)
+    time.sleep(float(os.environ.get("DPMON_CUT_S", "3")))
+    mirrored.hosts.mend(1)
+    mirrored.going_on(0, 1)
+    mirrored.has_everything()
+
+
+def test_a_killed_mirror_or_supervisor_is_replaced_and_the_others_go_on(mirrored: Mirrored) -> None:
+    mirrored.going_on(0, 1)
+    info = load_info(mirrored.directory)
+    assert info.supervisor_pid is not None
+    os.kill(info.supervisor_pid, signal.SIGKILL)
+    wait_for(lambda: not proc.alive(info.supervisor_pid or 0, info.supervisor_started), what="the mirror's end")
+    mirrored.going_on(0, 1)  # the reader has started another one
+    there = load_info(mirrored.runs[0])
+    assert there.supervisor_pid is not None
+    os.kill(there.supervisor_pid, signal.SIGKILL)
+    mirrored.going_on(1)
+    mirrored.going_on(0)  # the exporter has started another one
+    os.killpg(mirrored.watching.pid, signal.SIGKILL)
+    mirrored.watching.wait()
+    mirrored.going_on(0, 1)
+    mirrored.has_everything()
+
+
+def test_no_process_of_a_mirrored_run_listens(mirrored: Mirrored) -> None:
+    """Only ssh has a socket of a network."""
+    mirrored.going_on(0, 1)
+    pid = load_info(mirrored.directory).supervisor_pid
+    assert pid is not None
+    ours = set(proc.tree(pid)) | set(proc.tree(mirrored.watching.pid))
+    ours |= proc.with_descendants({pid, mirrored.watching.pid}, proc.every_process())
+    for run in mirrored.runs:
+        ours |= set(proc.tree(load_info(run).supervisor_pid or 0))
+    with_sockets = {one: sockets for one in ours if (sockets := sockets_of(one))}
+    assert len(with_sockets) == 2
+    for one, sockets in with_sockets.items():
+        assert os.path.basename(os.readlink(f"/proc/{one}/exe")) == "ssh"
+        assert all(socket.startswith("tcp ") and socket.endswith(" 01") for socket in sockets)  # established

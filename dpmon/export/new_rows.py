@@ -276,7 +276,8 @@ class NewRows:
                 sums = dict.fromkeys(COLLECTIVE_SUMS, "sum")
             # The door takes an expression for a whole number, so it gets the name of the column.
             named = ", ".join(f"{how}({name}) AS {name}" for name, how in sums.items())
-            query = f"SELECT {BEFORE_S} AS start_s, {per}, {named} FROM {table} WHERE start_s < ? GROUP BY {per}"
+            own = per.replace("device", "device AS number")
+            query = f"SELECT {BEFORE_S} AS start_s, {own}, {named} FROM {table} WHERE start_s < ? GROUP BY {per}"
             found += store.query(query, (since,))
         return found
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from stored import Recording
-from synthetic import SECOND, changed
+from synthetic import SECOND, changed, device_event, host_event
 from test_takeover_sums import eventful
 
 from dpmon.export.new_rows import NewRows
@@ -63,6 +63,7 @@ class Machine:
             rows = [self._moved(row, rank) for row in rows]
             self.recording.add(rows, process, rank)
             self.now_s = max([self.now_s, *(int(row.data["t_s"]) for row in rows if isinstance(row, Event))])
+        self.recording.add([host_event(self.now_s), device_event(self.now_s, 3)])
         return bool(self._writers)
 
     @staticmethod
@@ -195,5 +196,15 @@ def test_the_figures_are_those_of_the_machines_whatever_is_cut_off(tmp_path: Pat
     mirror = store_of_mirror(records)
     for machine in machines:
         same(machine, records, mirror, chance)
+        own = machine.recording.store()
+        for query in (
+            "SELECT count(*) FROM device_rollups",
+            "SELECT count(*) FROM events WHERE kind = 'device'",
+            "SELECT sum(count) FROM device_rollups",
+        ):
+            device = f"device IN ({-1 - machine.number}, {1000 * machine.number + 3})"
+            who = device if "rollups" in query else f"process = {-1 - machine.number}"
+            also = " AND " if "WHERE" in query else " WHERE "
+            assert mirror.query(query + also + who) == own.query(query), query
     assert mirror.damaged is None
     records.close()

@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,10 @@ class Records:
         self._pending: dict[_Place, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         """Waits by series that are not in a tally yet."""
         self._joined: list[Joined] = []
+        self._out: dict[str, list[Sequence[Any]]] = defaultdict(list)
+        """Rows by table that are inserted together."""
+        self._silent = {ring.process: ring for ring in self._rings.values() if ring.first_id is None}
+        """The rings without a call or step, by process."""
         for ring in self._rings.values():
             self._note_rank(ring)
         query = f"SELECT process, json FROM events WHERE {LASTING} AND kind IN ('process', 'ddp') ORDER BY id"
@@ -149,7 +153,7 @@ class Records:
         After an error, the same chunks can be written again.
         """
         chunks, events = list(chunks), list(events)
-        before = [(node, astuple(node)) for node in self.nodes]
+        before = [(node, _values(node)) for node in self.nodes]
         state = self._history.next_id, dict(self._rings), dict(self._numbers), dict(self._whole)
         try:
             self._history.transact(lambda: self._put(chunks, events))
@@ -162,6 +166,7 @@ class Records:
             raise
 
     def _put(self, chunks: Sequence[tuple[Node, Chunk]], events: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        self._out.clear()
         for node, chunk in chunks:
             self._put_chunk(node, chunk)
         for kind, data in events:
@@ -169,24 +174,32 @@ class Records:
             at = data.get("t_s")
             t_ns = int(at * 1e9) if isinstance(at, (int, float)) else None
             self._into("events", [(self._next(), None, kind, t_ns, text)])
+        self._flush()
         if self._joined:
             self._db.executemany(JOIN_STEP, [(one.exposed_ns, one.wait_ns, one.step.id) for one in self._joined])
             self._joined = []
         self._widen()
-        changes = {node.number: astuple(node) for node in self.nodes}
+        changes = {node.number: _values(node) for node in self.nodes}
         self._into("nodes", [row for number, row in changes.items() if self._written.get(number) != row])
         self._written = changes
         if self._names.unwritten:
             self._into("series", self._names.unwritten)
             self._names.unwritten = []
+        self._flush()
 
     def _next(self) -> int:
         self._history.next_id += 1
         return self._history.next_id - 1
 
-    def _into(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
-        if rows:
-            self._db.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows)
+    def _into(self, table: str, rows: Iterable[Sequence[Any]]) -> None:
+        self._out[table] += rows
+
+    def _flush(self, *tables: str) -> None:
+        """Insert the rows that were put together for these tables, or for all."""
+        for table in tables or list(self._out):
+            rows = self._out.pop(table, None)
+            if rows:
+                self._db.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows)
 
     # ------------------------------------------------------------------------------------------ a chunk
 
@@ -264,13 +277,15 @@ class Records:
             first = None if before is None else before.first_id
             ring = replace(ring, name=name, process=number, first_id=first, last_id=None, pending="")
             self._rings[name] = ring
+            if first is None:
+                self._silent[number] = ring
             self._note_rank(ring)
             found.append(ring)
         if lost + damaged > own.missed:
             own.missed = lost + damaged
             self._rings[own.name] = own
             found.append(own)
-        self._into("rings", [astuple(ring) for ring in found])
+        self._into("rings", [_values(ring) for ring in found])
 
     def _note_rank(self, ring: RingRow) -> None:
         if ring.rank is not None and ring.node is not None and ring.rank not in self._ranks[ring.node]:
@@ -279,11 +294,10 @@ class Records:
 
     def _note_ids(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Note the first id of each process."""
-        there = {row[1]: row[0] for row in reversed(list(rows))}
-        for ring in self._rings.values() if there else ():
-            if ring.process in there and ring.first_id is None:
-                ring.first_id = there[ring.process]
-                self._db.execute("UPDATE rings SET first_id = ? WHERE name = ?", (ring.first_id, ring.name))
+        for row in rows if self._silent else ():
+            if (ring := self._silent.pop(row[1], None)) is not None:
+                ring.first_id = row[0]
+                self._into("rings", [_values(ring)])
 
     def _put_events(self, node: Node, rows: Iterable[tuple[Any, ...]], new: Mapping[int, int]) -> None:
         def renamed(found: re.Match[str]) -> str:
@@ -354,6 +368,7 @@ class Records:
             if self._of_several.get(number):
                 if width > 1:
                     self._into("tallies", moved)  # its waits are those of the finer ones
+                    self._flush("tallies")
                     moved = []
                     sketches += compacted(self._stored(finer[width], start, width, number, mode, kind, batch))
                 else:
@@ -361,6 +376,7 @@ class Records:
                     for name, waited in self._pending.pop((number, mode, kind), {}).items():
                         waits += entry_of(self._names.number(name) or 0, waited)
                     if start < node.tallied_s:
+                        self._flush("tallies")
                         waits = compacted(waits + self._stored(1, start, 1, number, mode, kind, batch))
                     sketches += waits
             moved.append((width, start, number, mode, kind, batch, *values[:-1], sketches))
@@ -405,6 +421,10 @@ class Records:
                 else:
                     sums = [sum(values) for values in zip(*(row[4:] for row in rows), strict=True)]
                     self._into(table, [(width, start, *key, *sums)])
+
+
+def _values(row: Node | RingRow) -> tuple[Any, ...]:
+    return tuple(vars(row).values())
 
 
 def _device(node: Node, device: int) -> int:

@@ -21,7 +21,8 @@ _EXACT = 1 << _BITS + 1
 RELATIVE_WIDTH = 1 / (1 << _BITS)
 """Largest relative difference of two values in one bucket."""
 _MASK = (1 << _BITS) - 1
-_MOST = 0xFFFF
+MOST = 0xFFFF
+"""Most values that one pair of a packed sketch counts."""
 LAST_BUCKET = (63 - _BITS << _BITS) | _MASK
 """The bucket of the largest number in a record (63 bits)."""
 
@@ -98,9 +99,9 @@ def pack(counts: Mapping[int, int]) -> bytes:
     except OverflowError:  # a count has more than 16 bits
         flat = array("H")
     for number, count in ordered:
-        while count > _MOST:
-            flat.extend((number, _MOST))
-            count -= _MOST
+        while count > MOST:
+            flat.extend((number, MOST))
+            count -= MOST
         if count > 0:
             flat.extend((number, count))
     return flat.tobytes()
@@ -108,7 +109,7 @@ def pack(counts: Mapping[int, int]) -> bytes:
 
 def most_values(size: int) -> int:
     """Return the most values that `size` bytes of `pack` can count."""
-    return size // 4 * _MOST
+    return size // 4 * MOST
 
 
 def unpack(counts: Counts, sketches: Iterable[Packed], sign: int = 1) -> None:

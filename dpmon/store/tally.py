@@ -27,6 +27,7 @@ _TIMED = (*(phase.name for phase in PHASES), REST)
 """The times of a step in a row, which follow its quantities."""
 _ENTRY = struct.Struct("<HIqI")
 """Number of the series, number of values, their sum, bytes of the sketch that follows."""
+_NUMBER = struct.Struct("<H")
 _MAX = (1 << 63) - 1
 _MOST_VALUES = (1 << 32) - 1
 """Most values of a series in an entry."""
@@ -313,24 +314,22 @@ def renumbered(data: bytes, numbers: Mapping[int, int]) -> bytes:
     Series without a number are left out. Raises HistoryError if the sketches are damaged.
     """
     parts = []
-    at, end = 0, len(data)
+    at, end, alike = 0, len(data), True
     try:
         while at < end:
-            number, count, total, size = _ENTRY.unpack_from(data, at)
+            number, count, _, size = _ENTRY.unpack_from(data, at)
             begin, at = at, at + _ENTRY.size + size
-            sketch = data[begin + _ENTRY.size : at]
-            if at > end or count > quantiles.most_values(size) or not -_MAX <= total <= _MAX:
+            if at > end or count > size // 4 * quantiles.MOST:
                 raise ValueError("too short")
-            quantiles.checked(sketch)
-            if number in numbers:
-                parts.append(
-                    data[begin:at]
-                    if numbers[number] == number
-                    else _ENTRY.pack(numbers[number], count, total, size) + sketch
-                )
+            quantiles.checked(data[begin + _ENTRY.size : at])
+            own = numbers.get(number)
+            if own != number:
+                alike = False
+            if own is not None:
+                parts.append(_NUMBER.pack(own) + data[begin + _NUMBER.size : at])
     except (struct.error, ValueError) as error:
         raise HistoryError(f"a damaged tally: {error}") from None
-    return b"".join(parts)
+    return data if alike else b"".join(parts)
 
 
 def entry_of(number: int, values: Sequence[int]) -> bytes:

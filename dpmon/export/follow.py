@@ -178,7 +178,8 @@ class _Follow:
         """Begin to send rows: the first request."""
         numbers = {name: request.get(name) for name in ("offset", "tallied_s", "shift_ns", "shift_s")}
         whole = {name: value if type(value) is int else 0 for name, value in numbers.items()}
-        self._rows, self._shift_ns = NewRows(rollups=True, **whole), whole["shift_ns"]
+        self._rows = NewRows(rollups=True, sparse=request.get("sparse") is True, **whole)
+        self._shift_ns = whole["shift_ns"]
 
     def answer(self, request: Mapping[str, Any]) -> None:
         """Do what a request asks for. What takes long is done by a thread."""

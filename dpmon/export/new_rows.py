@@ -38,8 +38,10 @@ AGAIN = 30
 """After a cut, a reader gets the rows of this many times that time."""
 LATE_S = 12
 """Seconds that are compared again with what was sent; a little more than the writer's (dpmon.store.tally_writer)."""
-SELDOM = 5
-"""Sums over the whole run are sent in one chunk of this many."""
+SELDOM, MINUTE_S = 5, 30
+"""Sums over the whole run, and sums of minutes, are sent in one chunk of this many."""
+SPARSE_S, SPARSE_STEPS = 5, 4
+"""For a reader of many machines: one in so many samples of devices, and of steps with calls and spans."""
 _MOST_LASTING = 4000
 _MOST_ROWS = 2000
 _SUMS = (("collective_sums", "process, definition", 1), ("device_rollups", "device, name", 60))
@@ -48,15 +50,17 @@ _TIMES = ("start_ns", "t_ns", "begin_ns", "end_ns", "first_ns", "last_ns")
 """Columns with times, in all tables."""
 
 
-def sampled(rows: Iterable[tuple[int, int, int]]) -> list[int]:
+def sampled(rows: Iterable[tuple[int, int, int]], fewer: int = 1) -> list[int]:
     """Return the ids of the steps to send, of (id, number, end in ns) of one process: about one or two a second.
+
+    `fewer`: one in so many of these; a power of two.
 
     The numbers are the same on all ranks that average gradients, so that all of them send the same steps. This needs
     no memory of what was sent before.
     """
     rows = list(rows)
     took = max(rows[-1][2] - rows[0][2], 1) if rows else 1
-    one_in = 1 << max(((len(rows) - 1) * SECOND // took).bit_length() - 1, 0)
+    one_in = fewer << max(((len(rows) - 1) * SECOND // took).bit_length() - 1, 0)
     return [row for row, number, _ in rows if number % one_in == 0]
 
 
@@ -64,11 +68,19 @@ class NewRows:
     """What was sent to one reader, and what is to be sent next."""
 
     def __init__(
-        self, *, rollups: bool, offset: int = 0, tallied_s: int = 0, shift_ns: int = 0, shift_s: int = 0
+        self,
+        *,
+        rollups: bool,
+        offset: int = 0,
+        tallied_s: int = 0,
+        shift_ns: int = 0,
+        shift_s: int = 0,
+        sparse: bool = False,
     ) -> None:
         """`offset` and `tallied_s`: what the reader has. `shift_ns` and `shift_s`: what is added to times and seconds.
 
-        `rollups`: only some of the steps and calls.
+        `rollups`: only some of the steps and calls. `sparse`: of their details and of the samples of devices, only
+        some, too: the reader has many machines.
         """
         self.offset = offset
         self.whole: Collection[int] = ()
@@ -77,7 +89,7 @@ class NewRows:
         """Number of ids that are too old for a first connection."""
         self.deleted: dict[int, int] = {}
         """By width: the reader's second before which it gets no tallies."""
-        self._rollups = rollups
+        self._rollups, self._sparse = rollups, sparse
         self._shift_ns, self._shift_s = shift_ns, shift_s
         self._tallied = max(tallied_s - shift_s, 0)
         self._first = offset == 0
@@ -114,7 +126,7 @@ class NewRows:
             lines += self._lines("rings", self._changed("rings", self._rows(store, "rings", ""), 1))
         lines += self._definitions(store)
         lines += self._ranges(store, until)
-        lines += self._sums(store, tallied, seldom=seldom)
+        lines += self._sums(store, tallied, seldom=seldom, last=last)
         lines += self._gap_rows(store)
         lines += self._tallies(store, max(tallied, self._tallied))
         self._chunks += 1
@@ -197,7 +209,10 @@ class NewRows:
     def _ranges(self, store: Store, until: int) -> list[str]:
         """Return the rows with ids above the offset, up to `until`."""
         between = "WHERE id > ? AND id <= ?"
-        events = self._rows(store, "events", f"{between} AND kind != 'exit'", self.offset, until)
+        which = f"{between} AND kind != 'exit'"
+        if self._sparse and not self.whole:
+            which += f" AND (kind NOT IN ('device', 'host') OR t_ns / {SECOND} % {SPARSE_S} = 0)"
+        events = self._rows(store, "events", which, self.offset, until)
         lines = self._lines("events", events)
         lines += self._lines("losses", self._rows(store, "losses", between, self.offset, until))
         if not self._rollups:
@@ -214,12 +229,17 @@ class NewRows:
         for number, process, step, sync_number, end in store.query(query, (self.offset, until)):
             steps[process].append((number, sync_number, end))
             names[number] = process, step
+        fewer = 1 + self._sparse
         chosen = {
             number
             for process, ended in steps.items()
-            for number in ([row[0] for row in ended] if process in self.whole else sampled(ended))
+            for number in ([row[0] for row in ended] if process in self.whole else sampled(ended, fewer))
         }
-        in_steps = {names[number] for number in chosen}
+        detailed = chosen
+        if self._sparse:
+            few = {number for ended in steps.values() for number in sampled(ended, SPARSE_STEPS)}
+            detailed = {number for number in chosen if number in few or names[number][0] in self.whole}
+        in_steps = {names[number] for number in detailed}
         calls: dict[tuple[int, ...], int] = {}
         query = f"SELECT id, process, step, layout FROM calls {between}"
         for number, process, step, layout in store.query(query, (self.offset, until)):
@@ -227,9 +247,13 @@ class NewRows:
                 calls[process, number] = number
             elif (process, step) in in_steps or process not in steps:
                 calls[process, step * (process in steps), layout] = number  # the last one of a module
-        for table, numbers in (("calls", calls.values()), ("steps", chosen)):
-            lines += self._lines(table, self._of_ids(store, table, sorted(numbers)))
-        return lines
+        lines += self._lines("calls", self._of_ids(store, "calls", sorted(calls.values())))
+        spans = list(columns_sent("steps")).index("spans")
+        rows = [
+            row if row[0] in detailed else (*row[:spans], None, *row[spans + 1 :])
+            for row in self._of_ids(store, "steps", sorted(chosen))
+        ]
+        return lines + self._lines("steps", rows)
 
     def _of_ids(self, store: Store, table: str, numbers: Sequence[int]) -> Iterator[tuple[Any, ...]]:
         for at in range(0, len(numbers), 500):
@@ -245,7 +269,7 @@ class NewRows:
             self._defined[ring.process] = max((row[1] for row in rows if row[0] == ring.process), default=known)
         return self._lines("definitions", rows)
 
-    def _sums(self, store: Store, upto_s: int, *, seldom: bool) -> list[str]:
+    def _sums(self, store: Store, upto_s: int, *, seldom: bool, last: bool) -> list[str]:
         """Return the changed rows of the small tables, and the sums of collectives and devices."""
         tables = [("series", 1), ("keys", 4), *([("shapes", 7)] if seldom else [])]
         lines = []
@@ -254,17 +278,14 @@ class NewRows:
         loops = "WHERE loop > (SELECT max(loop) FROM loops AS other WHERE other.process = loops.process) - ?"
         recent = _MOST_ROWS if self._chunks == 0 else 10
         lines += self._lines("loops", self._changed("loops", self._rows(store, "loops", loops, recent), 2))
-        for table, per, width in (
-            ("collective_sums", "process, definition", 1),
-            ("device_rollups", "device, name", 60),
-        ):
-            if seldom:
-                lines += self._lines(table, self._summed(store, table, per, width, upto_s))
+        minute = last or self._chunks % MINUTE_S == 0
+        for table, per, width in _SUMS[: seldom + (seldom and minute)]:
+            lines += self._lines(table, self._summed(store, table, per, width, upto_s))
         return lines
 
     def _summed(self, store: Store, table: str, per: str, width: int, upto_s: int) -> list[tuple[Any, ...]]:
         """Return the changed rows of a table of sums by second or minute; at first, all earlier time is one row."""
-        since = max(upto_s - (ROWS_S if self._chunks == 0 else 60 + LATE_S), 0) // width * width
+        since = max(upto_s - (ROWS_S if self._chunks == 0 else 60 + MINUTE_S + LATE_S), 0) // width * width
         rows = [
             ((row[0] + self._shift_s) // width * width, *row[1:])
             for row in self._rows(store, table, "WHERE start_s >= ?", since)

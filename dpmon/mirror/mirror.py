@@ -7,6 +7,7 @@ It is started like a supervisor, and named as one in run.json. It has no command
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -41,6 +42,10 @@ MEASURED = 3
 """Questions for the time before the first record; the fastest answer counts."""
 MOST_HELD = 32
 """Chunks of a machine that may wait for a history that cannot be written; then it is disconnected."""
+MOST_WHOLE = 16
+"""More machines than this send only some samples of devices, and only some calls."""
+FEW_COLLECTIONS = 100_000
+"""Objects between two searches for garbage: rows make many objects, but no circles."""
 OUTPUT_BYTES = 8 << 20
 """When the output has more bytes, its older half is deleted."""
 
@@ -209,7 +214,8 @@ class Mirror:
         if node.shift_s is None:
             node.shift_s = round(shift_ns / SECOND)
         request = {"ask": "begin", "offset": node.received, "tallied_s": node.tallied_s, "shift_s": node.shift_s}
-        self.links.send(number, json.dumps({**request, "shift_ns": shift_ns}))
+        sparse = len(self.machines) > MOST_WHOLE
+        self.links.send(number, json.dumps({**request, "shift_ns": shift_ns, "sparse": sparse}))
 
     def _take_message(self, machine: Followed, message: Mapping[str, Any]) -> None:
         if isinstance(message.get("standing"), dict):
@@ -359,6 +365,7 @@ def main(directory_text: str, _: str) -> None:
     if lock is None or info.boot_id != proc.boot_id() or not needs_supervisor(directory, info, load_exit(directory)):
         return
     keep_statuses()
+    gc.set_threshold(FEW_COLLECTIONS)
     os.chdir("/")
     os.umask(0o077)
     info = replace(info, supervisor_pid=os.getpid(), supervisor_started=proc.started(os.getpid()))

@@ -33,7 +33,8 @@ _MOST = 1 << 47
 _MOST_SUM, _MOST_ID = 1 << 60, 1 << 53
 _MOST_OF_SECOND = 1 << 42
 """Largest sum of a second: the sum over all seconds of a run must fit into a column."""
-_MOST_TEXT = 1 << 18
+_MOST_TEXT, _MOST_ROWS, _MOST_DAMAGED = 1 << 18, 20_000, 1000
+"""Most characters of a text, rows of a line, and damaged rows of a chunk."""
 _MOST_STEPS = 1 << 40
 _MOST_FLOAT = 1e300
 _NESTED = 16
@@ -125,6 +126,8 @@ class Receiver:
         good = checked(table, columns, rows, now_ns)
         self._damaged += len(rows) - len(good)
         self._rows[table] += good
+        if self._damaged > _MOST_DAMAGED:
+            raise RubbishError("its records are damaged")
         return None
 
 
@@ -133,11 +136,10 @@ def checked(table: str, columns: Sequence[str], rows: Sequence[Any], now_ns: int
 
     Columns that are not known here are left out, and those that are not sent have their default: of another version.
     """
+    if len(rows) > _MOST_ROWS:
+        raise RubbishError("it sent too many rows at once")
     try:
-        by_column = dict(zip(columns, zip(*rows, strict=True), strict=True)) if rows else {}
-        found = list(
-            zip(*(_column(one, by_column.get(one.name), len(rows), now_ns) for one in _columns(table)), strict=True)
-        )
+        found = list(zip(*_sound_columns(table, columns, rows, now_ns), strict=True))
     except (ValueError, TypeError):
         if len(rows) < 2:
             return []
@@ -150,33 +152,45 @@ def checked(table: str, columns: Sequence[str], rows: Sequence[Any], now_ns: int
     return [row for row in found if _sound(check, row)]
 
 
-def _column(column: _ColumnRule, values: Sequence[Any] | None, count: int, now_ns: int) -> Iterable[Any]:
-    """Return the values of a column. Raises ValueError or TypeError if one is not sound."""
-    if values is None:
-        return repeat(column.default, count)
-    kinds = set(map(type, values))
-    if not kinds <= column.kinds:
-        raise TypeError(column.name)
-    if int in kinds:
-        numbers = values if len(kinds) == 1 else [value for value in values if type(value) is int]
-        high = column.high
-        if high is None:
-            high = now_ns // SECOND + AHEAD_S if column.of_seconds else now_ns + AHEAD_S * SECOND
-        if min(numbers) < column.low or max(numbers) > high:
-            raise ValueError(column.name)
-    if str in kinds:
-        if column.name == "sketches":
-            return [a2b_base64(value) for value in values]
-        for value in values:
-            if value is not None and not value.isascii():
-                value.encode()  # ValueError for a lone surrogate
-            if value is not None and len(value) > _MOST_TEXT:
-                raise ValueError(column.name)
-        if column.name == "mode" and not set(values) <= set(MODES):
-            raise ValueError(column.name)
-    if float in kinds and not all(value is None or abs(value) < _MOST_FLOAT for value in values):  # NaN is not less
-        raise ValueError(column.name)
-    return values if float not in column.kinds else [None if value is None else float(value) for value in values]
+def _sound_columns(table: str, columns: Sequence[str], rows: Sequence[Any], now_ns: int) -> Iterator[Iterable[Any]]:
+    """Yield the values of each column. Raises ValueError or TypeError if one is not sound."""
+    sent = dict(zip(columns, zip(*rows, strict=True), strict=True)) if rows else {}
+    latest = now_ns + AHEAD_S * SECOND
+    for rule in _columns(table):
+        values = sent.get(rule.name)
+        if values is None:
+            yield repeat(rule.default, len(rows))
+            continue
+        kinds = set(map(type, values))
+        if not kinds <= rule.kinds:
+            raise TypeError(rule.name)
+        if int in kinds:
+            numbers = values if len(kinds) == 1 else [value for value in values if type(value) is int]
+            if min(numbers) < rule.low or max(numbers) > (
+                rule.high or (latest // SECOND if rule.of_seconds else latest)
+            ):
+                raise ValueError(rule.name)
+        if str in kinds:
+            yield _texts(rule.name, values)
+        elif float in rule.kinds:
+            if not all(value is None or abs(value) < _MOST_FLOAT for value in values):  # NaN is not less
+                raise ValueError(rule.name)
+            yield [None if value is None else float(value) for value in values]
+        else:
+            yield values
+
+
+def _texts(name: str, values: Sequence[str | None]) -> Sequence[Any]:
+    if name == "sketches":
+        return [a2b_base64(value or "") for value in values]
+    for value in values:
+        if value is not None and (len(value) > _MOST_TEXT or not value.isascii()):
+            value.encode()  # ValueError for a lone surrogate
+            if len(value) > _MOST_TEXT:
+                raise ValueError(name)
+    if name == "mode" and not set(values) <= set(MODES):
+        raise ValueError(name)
+    return values
 
 
 # ------------------------------------------------------------------------------------------------ rows

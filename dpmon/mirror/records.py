@@ -14,12 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from dpmon.errors import HistoryError
 from dpmon.mirror.receive import Chunk
-from dpmon.record.schema import EXPOSED, HELD, SECOND, WAIT
+from dpmon.record.schema import EXPOSED, HELD, SECOND, SYNC_NUMBER, WAIT
 from dpmon.run.rundir import RunInfo
 from dpmon.store.answers import NODE_DEVICES, NodeRow, event_in, numbers_in
 from dpmon.store.exchange import columns_sent
@@ -48,7 +49,9 @@ _PROCESS = re.compile(r'"process": ?(-?\d{1,19})(?=[,}\]\s])')
 _MOST_PENDING = 16
 """Most waits of a process that are known before its next tally comes."""
 _AT = {name: at for at, name in enumerate(STEP_COLUMNS)}
-_STEP = [_AT[n] for n in ("mode", "kind", "start_ns", "wall_ns", "sync_number", "synced", "sync_ns", "device")]
+_synced_of = itemgetter(
+    *(_AT[name] for name in ("mode", "kind", "start_ns", "wall_ns", SYNC_NUMBER, "synced", "sync_ns", "device"))
+)
 _REPLACED = ("definitions", "loops", "times", "shapes", "collective_sums")
 """Tables that need nothing but the number of the process."""
 _ROW = "width = ? AND start_s = ? AND process = ? AND mode = ? AND kind = ? AND batch = ?"
@@ -98,13 +101,14 @@ class Records:
         """The machines by number. Whoever changes one calls `write` soon."""
         self._written: dict[int, tuple[Any, ...]] = {}
         self._rings = self._history.rings()
-        self._numbers = {
-            (ring.node, int(found[1])): ring.process
-            for ring in self._rings.values()
-            if (found := _RING.fullmatch(ring.name.partition("/")[2])) is not None and ring.node is not None
-        }
+        self._numbers: dict[int, dict[int, int]] = {node.number: {} for node in self.nodes}
+        """The number here of each process of a machine, by its number there."""
+        for ring in self._rings.values():
+            if ring.node is not None and (found := _RING.fullmatch(ring.name.partition("/")[2])) is not None:
+                self._numbers[ring.node][int(found[1])] = ring.process
         self._names = SeriesNames(self._history.rows("SELECT number, name FROM series"))
-        self._waits = [number for name in (EXPOSED, WAIT, HELD) if (number := self._names.number(name)) is not None]
+        self._waits = [self._names.number(name) or 0 for name in (EXPOSED, WAIT, HELD)]
+        """The numbers of the series of waits: the first that were given."""
         self._series: dict[int, dict[int, int]] = defaultdict(dict)
         """By machine and number of a series there: its number here."""
         self._keys = {Key(*row) for row in self._history.rows("SELECT process, mode, kind, batch FROM keys")}
@@ -115,8 +119,8 @@ class Records:
         """The ranks on each machine."""
         self._of_several: dict[int, bool] = {}
         """By process: whether it averages its gradients with ranks of other machines."""
-        self._pending: dict[_Place, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-        """Waits by series that are not in a tally yet."""
+        self._pending: dict[_Place, list[Joined]] = defaultdict(list)
+        """Waits that are not in a tally yet."""
         self._joined: list[Joined] = []
         self._out: dict[str, list[Sequence[Any]]] = defaultdict(list)
         """Rows by table that are inserted together."""
@@ -136,11 +140,11 @@ class Records:
 
     def number(self, node: int, process: int) -> int | None:
         """Return the number here of a process of a machine; None if it is unknown."""
-        return self._numbers.get((node, process))
+        return self._numbers[node].get(process)
 
     def processes(self) -> Mapping[int, tuple[int, int]]:
         """Return machine and number there by the number of a process here."""
-        return {number: (node, process) for (node, process), number in self._numbers.items() if node is not None}
+        return {number: (node, process) for node, own in self._numbers.items() for process, number in own.items()}
 
     def last_stall(self) -> Mapping[str, Any] | None:
         """Return the data of the newest record of a stall."""
@@ -154,7 +158,12 @@ class Records:
         """
         chunks, events = list(chunks), list(events)
         before = [(node, _values(node)) for node in self.nodes]
-        state = self._history.next_id, dict(self._rings), dict(self._numbers), dict(self._whole)
+        state = (
+            self._history.next_id,
+            dict(self._rings),
+            {node: dict(own) for node, own in self._numbers.items()},
+            dict(self._whole),
+        )
         try:
             self._history.transact(lambda: self._put(chunks, events))
         except HistoryError:
@@ -249,9 +258,9 @@ class Records:
 
     def _known(self, node: Node, rows: Iterable[tuple[Any, ...]], at: int) -> Iterable[tuple[tuple[Any, ...], int]]:
         """Yield the rows with known processes, and the number of the process. `at`: its column."""
-        numbers = self._numbers
+        get = self._numbers[node.number].get
         for row in rows:
-            number = numbers.get((node.number, row[at]))
+            number = get(row[at])
             if number is not None:
                 yield row, number
 
@@ -267,12 +276,12 @@ class Records:
                 lost = max(ring.missed, lost)
             if ring.name != f"process-{ring.process}.ring" or not 0 <= ring.process < 1 << 20:
                 continue
-            key = node.number, ring.process
-            if key not in self._numbers:
-                if sum(machine == node.number for machine, _ in self._numbers) >= _MOST_PROCESSES:
+            numbers = self._numbers[node.number]
+            if ring.process not in numbers:
+                if len(numbers) >= _MOST_PROCESSES:
                     continue
-                self._numbers[key] = max((one.process for one in self._rings.values()), default=-1) + 1
-            name, number = f"{node.number}/{ring.name}", self._numbers[key]
+                numbers[ring.process] = max((one.process for one in self._rings.values()), default=-1) + 1
+            name, number = f"{node.number}/{ring.name}", numbers[ring.process]
             before = self._rings.get(name)
             first = None if before is None else before.first_id
             ring = replace(ring, name=name, process=number, first_id=first, last_id=None, pending="")
@@ -300,13 +309,15 @@ class Records:
                 self._into("rings", [_values(ring)])
 
     def _put_events(self, node: Node, rows: Iterable[tuple[Any, ...]], new: Mapping[int, int]) -> None:
+        numbers = self._numbers[node.number]
+
         def renamed(found: re.Match[str]) -> str:
-            number = self._numbers.get((node.number, int(found[1])))
+            number = numbers.get(int(found[1]))
             return f'"process":{"null" if number is None else number}'
 
         moved = []
         for number, process, kind, t_ns, text in rows:
-            own = self._numbers.get((node.number, process)) if process >= 0 else -1 - node.number
+            own = numbers.get(process) if process >= 0 else -1 - node.number
             if own is None:
                 continue
             text = _PROCESS.sub(renamed, text)
@@ -333,7 +344,7 @@ class Records:
         """Return the steps; note those of all ranks whose waits are known now."""
         rows = list(steps)
         for row in rows:
-            mode, kind, start, wall, sync_number, synced, sync_ns, device = (row[at] for at in _STEP)
+            mode, kind, start, wall, sync_number, synced, sync_ns, device = _synced_of(row)
             if sync_number is None or not self._spans_machines(node, row[1]):
                 continue
             tail = sync_ns if device is None else device_tail(numbers_in(device)[1:])
@@ -343,9 +354,8 @@ class Records:
                 self._joined += joined
                 for one in joined:
                     pending = self._pending[one.step.key[:3]]
-                    for name, value in one.series.items():
-                        pending[name].append(value)
-                        del pending[name][:-_MOST_PENDING]
+                    pending.append(one)
+                    del pending[:-_MOST_PENDING]
         return rows
 
     # ------------------------------------------------------------------------------------------ tallies
@@ -360,9 +370,9 @@ class Records:
         moved: list[tuple[Any, ...]] = []
         finer = dict(zip(WIDTHS[1:], WIDTHS, strict=False))
         for row, number in sorted(self._known(node, rows.get("tallies", ()), 2), key=lambda one: one[0][0]):
-            width, start, _, mode, kind, batch, *values = row
+            width, start, _, mode, kind, batch = row[:6]
             try:
-                sketches = renumbered(values[-1], named)
+                sketches = renumbered(row[-1], named)
             except HistoryError:
                 continue
             if self._of_several.get(number):
@@ -372,15 +382,22 @@ class Records:
                     moved = []
                     sketches += compacted(self._stored(finer[width], start, width, number, mode, kind, batch))
                 else:
-                    waits = b""
-                    for name, waited in self._pending.pop((number, mode, kind), {}).items():
-                        waits += entry_of(self._names.number(name) or 0, waited)
+                    waits = self._entries(self._pending.pop((number, mode, kind), None))
                     if start < node.tallied_s:
                         self._flush("tallies")
                         waits = compacted(waits + self._stored(1, start, 1, number, mode, kind, batch))
                     sketches += waits
-            moved.append((width, start, number, mode, kind, batch, *values[:-1], sketches))
+            moved.append((width, start, number, *row[3:-1], sketches))
         self._into("tallies", moved)
+
+    def _entries(self, joined: Sequence[Joined] | None) -> bytes:
+        """Return the entries of waits for a tally."""
+        if joined is None:
+            return b""
+        exposed, wait, held = self._waits
+        found = entry_of(exposed, [one.exposed_ns for one in joined]) + entry_of(wait, [one.wait_ns for one in joined])
+        delays = [one.held_ns for one in joined if one.held_ns is not None]
+        return found + entry_of(held, delays) if delays else found
 
     def _stored(self, width: int, start: int, length: int, *key: object) -> bytes:
         """Return the entries of the waits in the stored tallies of a stretch."""

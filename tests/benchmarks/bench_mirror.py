@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import json
 import pstats
 import resource
@@ -30,6 +31,7 @@ from synthetic import SECOND, Training, changed, device_event, host_event, with_
 from yardstick import Yardstick  # noqa: E402
 
 from dpmon.export.new_rows import NewRows  # noqa: E402
+from dpmon.mirror.mirror import FEW_COLLECTIONS  # noqa: E402
 from dpmon.mirror.receive import Chunk, Receiver  # noqa: E402
 from dpmon.mirror.records import Records  # noqa: E402
 from dpmon.record.kinds import Event  # noqa: E402
@@ -58,7 +60,7 @@ class Machine:
             rows = [changed(first, pid=4242 + process, world=world), *others, Event("ddp", ddp)]
             recording.add(rows, process, process)
             trainings.append(training)
-        rows = NewRows(rollups=True)
+        rows = NewRows(rollups=True, sparse=True)
         for second in range(3, CYCLE_S + 4):
             for process, training in enumerate(trainings):
                 while training.now < second * SECOND:
@@ -192,6 +194,7 @@ def main() -> None:
     parser.add_argument("--day", action="store_true")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
+    gc.set_threshold(FEW_COLLECTIONS)
     nodes = options.nodes or (4 if options.day else 125)
     seconds = options.seconds or (86_400 if options.day else 60)
     print(f"{nodes} machines of {RANKS} ranks; {BUDGET}")

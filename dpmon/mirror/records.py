@@ -265,34 +265,28 @@ class Records:
                 yield row, number
 
     def _put_rings(self, node: Node, rows: Iterable[tuple[Any, ...]], damaged: int) -> None:
-        found = []
-        own = replace(
-            self._rings.get(f"{node.number}/{_OWN}") or RingRow(f"{node.number}/{_OWN}", -1 - node.number, None, 0)
-        )
-        own.node, lost = node.number, own.missed
+        found, numbers, lost = [], self._numbers[node.number], damaged
         for row in rows:
-            ring = replace(RingRow(*row), node=node.number)
-            if ring.name == _OWN:
-                lost = max(ring.missed, lost)
+            ring = RingRow(*row)
+            lost += ring.missed if ring.name == _OWN else 0
             if ring.name != f"process-{ring.process}.ring" or not 0 <= ring.process < 1 << 20:
                 continue
-            numbers = self._numbers[node.number]
             if ring.process not in numbers:
                 if len(numbers) >= _MOST_PROCESSES:
                     continue
                 numbers[ring.process] = max((one.process for one in self._rings.values()), default=-1) + 1
-            name, number = f"{node.number}/{ring.name}", numbers[ring.process]
-            before = self._rings.get(name)
-            first = None if before is None else before.first_id
-            ring = replace(ring, name=name, process=number, first_id=first, last_id=None, pending="")
-            self._rings[name] = ring
-            if first is None:
-                self._silent[number] = ring
+            ring.node, ring.name, ring.process = node.number, f"{node.number}/{ring.name}", numbers[ring.process]
+            before = self._rings.get(ring.name)
+            ring.first_id, ring.last_id, ring.pending = None if before is None else before.first_id, None, ""
+            self._rings[ring.name] = ring
+            if ring.first_id is None:
+                self._silent[ring.process] = ring
             self._note_rank(ring)
             found.append(ring)
-        if lost + damaged > own.missed:
-            own.missed = lost + damaged
-            self._rings[own.name] = own
+        if lost:
+            name = f"{node.number}/{_OWN}"
+            own = self._rings.get(name, RingRow(name, -1 - node.number, None, 0, node=node.number))
+            self._rings[name] = own = replace(own, missed=max(lost, own.missed + damaged))
             found.append(own)
         self._into("rings", [_values(ring) for ring in found])
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from dpmon.cleaning import json_text
 from dpmon.errors import HistoryError
+from dpmon.model.active_processes import ended_of
 from dpmon.model.json_fields import (
     communication_fields,
     fields_of,
@@ -29,7 +30,7 @@ from dpmon.model.nodes import NodeFacts
 from dpmon.model.pace import speed
 from dpmon.model.progress import NO_STEP, without_time, words
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import Process, State, Wanted, ended_of
+from dpmon.model.state import Process, State, Wanted
 from dpmon.model.stragglers import in_short
 from dpmon.record.plainjson import finite
 from dpmon.record.schema import PHASES

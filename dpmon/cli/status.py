@@ -13,10 +13,11 @@ from dpmon.cleaning import clean, json_text
 from dpmon.cli.lines import status_members
 from dpmon.cli.speak import speak
 from dpmon.errors import HistoryError
+from dpmon.model.active_processes import ended_of
 from dpmon.model.findings import findings
 from dpmon.model.json_fields import fields_of
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import State, Wanted, ended_in, ended_of
+from dpmon.model.state import State, Wanted, ended_in
 from dpmon.record.plainjson import finite
 from dpmon.report.collect import facts_of
 from dpmon.report.health import LOST, NO_RUN, TIMED_OUT, Health, health, health_now

@@ -10,7 +10,8 @@ from dpmon.cleaning import clean
 from dpmon.errors import HistoryError
 from dpmon.model.layouts import flow
 from dpmon.model.memory import Held, reasons
-from dpmon.model.run_facts import ModeFacts, RunFacts
+from dpmon.model.mode_facts import ModeFacts
+from dpmon.model.run_facts import RunFacts
 from dpmon.model.stragglers import sentence
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import EVALUATION, STEP

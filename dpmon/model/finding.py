@@ -16,7 +16,8 @@ from dpmon.text.quantities import count_of, duration_words, percent
 if TYPE_CHECKING:
     from dpmon.model.announced import LoaderStart
     from dpmon.model.devices import HostFacts
-    from dpmon.model.run_facts import ModeFacts, RunFacts
+    from dpmon.model.mode_facts import ModeFacts
+    from dpmon.model.run_facts import RunFacts
 
 MIN_STEPS = 30
 """Fewest steps for a median; in fewer, start-up (caches, allocator, loader workers) weighs too much."""

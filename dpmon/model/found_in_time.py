@@ -34,7 +34,8 @@ from dpmon.record.schema import STEP, STEP_PHASES
 from dpmon.text.quantities import clock, count_of, duration_words, percent
 
 if TYPE_CHECKING:
-    from dpmon.model.run_facts import ModeFacts, RunFacts
+    from dpmon.model.mode_facts import ModeFacts
+    from dpmon.model.run_facts import RunFacts
     from dpmon.store.answers import LongRow
 
 COPY_SHARE = 0.2

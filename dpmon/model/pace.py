@@ -51,6 +51,17 @@ class Speed(NamedTuple):
         return None if self.rate is None else self.rate.samples_per_s
 
 
+def figures_end_s(rows: Store, process: Process) -> int:
+    """The second before which the figures of a process end; they include its newest step.
+
+    As of a time in the past, they include only whole seconds, unless the process has none yet.
+    """
+    assert process.last_step is not None
+    end_s = (process.last_step.start_ns + process.last_step.wall_ns) // SECOND + 1
+    whole_s = rows.until_s
+    return end_s if whole_s is None or whole_s <= process.began_ns // SECOND + 1 else min(end_s, whole_s)
+
+
 def recent(rows: Store, processes: Mapping[int, Step], process: int, begin_s: int, until_s: int) -> Recent:
     """The last ten seconds of training of `process`; with fewer than two steps there, the last two steps.
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dpmon.model.announced import Announced, LoaderStart, loader_start
 from dpmon.model.communication import Communication, communication
@@ -29,6 +29,7 @@ from dpmon.model.layouts import (
 )
 from dpmon.model.loss import LossCurve, loss_curves
 from dpmon.model.memory import Held, held_by
+from dpmon.model.mode_facts import ModeFacts, RankLine
 from dpmon.model.pauses import Paused, PauseTotals, Span, all_paused, any_paused, pause_totals, pauses_of
 from dpmon.model.progress import Progress, progress_of
 from dpmon.model.rank_waits import RankWaitReader, RankWaits
@@ -39,7 +40,7 @@ from dpmon.record.names import CALL_PHASES, on_node, rank_name
 from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STALLED, STARTUP, STEP, STEP_PHASES, device_series
 from dpmon.store.accounting import Gap
 from dpmon.store.answers import LongRow, UnfitLoss
-from dpmon.store.figures import Figures, PhaseFigures, Rate, Window, accounted, figures, thirds
+from dpmon.store.figures import Window, accounted, figures, thirds
 from dpmon.store.tally import WIDTHS, Tally
 
 if TYPE_CHECKING:
@@ -55,82 +56,6 @@ LEAST_STRETCHES = 60
 """Fewest stretches into which a run of a minute or more is cut to find its first and its last third."""
 _LEAST_OF_THIRD = 30
 """Fewest steps in each of the two thirds for a comparison."""
-
-
-@dataclass(frozen=True)
-class ModeFacts(Figures):
-    """The steps of one process in one mode. `phases`: those that ran, with those of calls last; `rate`: of all."""
-
-    virtual: bool = False
-    distributed: str | None = None
-    """How its ranks trained one model together (a key of RANK_MODES), which is neither dp nor single."""
-    process: int = 0
-    who: str | None = None
-    """The name of the process, such as "rank 0"; None if it is the only one."""
-    other_steps: int = 0
-    """Number of steps of the other processes in this mode."""
-    early: Tally | None = None
-    """The first third of the steps; None with too few steps."""
-    late: Tally | None = None
-    """The last third."""
-    settled: ModeFacts | None = None
-    """The same without the settling steps."""
-
-    @property
-    def usual(self) -> ModeFacts:
-        """The figures without settling steps, if they are known apart."""
-        return self.settled or self
-
-    @property
-    def all_steps(self) -> int:
-        """Number of steps of all processes in this mode."""
-        return self.steps + self.other_steps
-
-    def share(self, *names: str) -> float:
-        """The share of all step time that phases took together (0 to 1)."""
-        return sum(phase.share or 0.0 for phase in self.phases if phase.name in names)
-
-    def nested_phases(self) -> list[tuple[int, PhaseFigures]]:
-        """The phases with their depth: those of the calls are one deeper, below forward, if it ran."""
-        calls = [phase for phase in self.phases if phase.name in CALL_PHASES]
-        rows: list[tuple[int, PhaseFigures]] = []
-        for phase in self.phases:
-            if phase.name not in CALL_PHASES:
-                rows.append((0, phase))
-                rows += [(1, part) for part in calls if phase.name == "forward"]
-        return rows if any(depth for depth, _ in rows) else [*rows, *((0, part) for part in calls)]
-
-
-class RankLine(NamedTuple):
-    """One process of several: the most frequent inputs and outputs of its calls, and its steps; None if unknown.
-
-    `steps` excludes evaluations of modes that otherwise train; `calls` includes them.
-    """
-
-    process: int
-    rank: int | None
-    world: int | None
-    device: str
-    inputs: str | None
-    outputs: str | None
-    calls: int
-    steps: int
-    median_ns: float | None
-    rate: Rate | None
-    forward_ns: float | None
-    """Median device time of the forward of a step, on the slowest device."""
-    untimed: str | None
-    """Why `forward_ns` is unknown, if the record has a reason."""
-    times: RankTimes | None = None
-    """Mean times of training steps, without the first ones, of all processes with its rank. None without a rank."""
-    node: str | None = None
-    """Its node; None on one machine."""
-
-    @property
-    def label(self) -> str:
-        """Its rank, or its process: "rank 0 of 2", "process 1", "rank 11 of 16 (gpu-1)"."""
-        name = f"process {self.process}" if self.rank is None else f"rank {self.rank} of {self.world or '?'}"
-        return name + on_node(self.node)
 
 
 class RunFacts:

@@ -6,7 +6,7 @@ change (finished columns of the history, samples) is cached, but no more than a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,30 +19,24 @@ from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.loss import LossCurve, loss_curves
 from dpmon.model.memory import HOST
 from dpmon.model.nodes import node_of, nodes_in
-from dpmon.model.pace import WINDOW_S, recent
+from dpmon.model.pace import WINDOW_S, figures_end_s, recent
 from dpmon.model.progress import NO_STEP, OTHER_RANK, OVER, progress_of
+from dpmon.model.rank_figures import RankTimesReader, rank_figures
 from dpmon.model.rank_waits import RankWaitReader
 from dpmon.model.slow_steps import SlowStepReader, SlowSteps
 from dpmon.model.state import NO_STEPS, Process, ProcessFacts, State, Wanted, WarningText
-from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
-from dpmon.model.stragglers import RankTimes, rank_times
+from dpmon.model.stragglers import RankTimes
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
 from dpmon.record.schema import SECOND, SETTLING, STEP
-from dpmon.store.figures import Figures, Window, figures, merged, trains
-from dpmon.store.tally import KeptTallies, Key, Tally
+from dpmon.store.figures import Figures, Window, figures
+from dpmon.store.tally import KeptTallies
 
 if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
 RANK_CALLS_READ = 8
-_MINUTE_S = 60
-RANK_STEPS, RANK_S = 50, 5
-"""Fewest steps and seconds for a comparison of the ranks."""
-RANKS_A_SECOND = 32
-"""The times of this many ranks are read in a second; those of more ranks are read less often."""
 COLLECTIVES_S = 300
 """Seconds of sampled collectives to show; only some steps are sampled."""
-_RANK_SERIES = (STEP, "forward", "backward")
 _LONG_READ = 64
 _COMPARED_PART = 60
 """The modes are compared again when the run has become longer by this fraction (1/60)."""
@@ -59,14 +53,6 @@ class _Compared(NamedTuple):
     found: Comparison
 
 
-class _ComparedRanks(NamedTuple):
-    """The last times of the ranks, of these processes, and when they were read (s)."""
-
-    key: tuple[int, ...]
-    end_s: int
-    found: tuple[RankTimes, ...]
-
-
 @dataclass(slots=True)
 class Snapshots:
     """Builds the states of one run, one after the other."""
@@ -77,7 +63,7 @@ class Snapshots:
     _events: tuple[object, Announced] = (None, Announced())
     """The events of the last picture, and what they depend on."""
     _compared: _Compared | None = None
-    _compared_ranks: _ComparedRanks | None = None
+    _times: RankTimesReader = field(default_factory=RankTimesReader)
     _of_run: KeptTallies = field(default_factory=KeptTallies)
     _of_range: KeptTallies = field(default_factory=KeptTallies)
     _waits: RankWaitReader = field(default_factory=RankWaitReader)
@@ -127,7 +113,7 @@ class Snapshots:
         there = {process.process for process in state.training}
         wrappers = [one for one in events.wrappers if one.process in there]
         if ranks:
-            state = with_ranks(rows, state, found, ranks, wrappers, self._times_of(rows, found, ranks))
+            state = with_ranks(rows, state, found, ranks, wrappers, self._times.read(rows, found, ranks))
             return self._with_waits(rows, state, found, wanted) if wanted.waits else state
         return replace(state, communication=communication((), wrappers, lately=True))
 
@@ -137,16 +123,6 @@ class Snapshots:
         if key != self._events[0]:
             self._events = key, Announced.read(rows)
         return self._events[1]
-
-    def _times_of(self, rows: Store, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:
-        """The mean times of the ranks. Of many ranks, they may be some seconds old."""
-        if focus.last_step is None:
-            return ()
-        end_s, key = figures_end_s(rows, focus), (focus.process, *(one.process for one in others))
-        before = self._compared_ranks
-        if before is None or before.key != key or not 0 <= end_s - before.end_s < max(len(key) // RANKS_A_SECOND, 1):
-            before = self._compared_ranks = _ComparedRanks(key, end_s, _rank_times(rows, focus, others))
-        return before.found
 
     def _with_waits(self, rows: Store, state: State, focus: Process, wanted: Wanted) -> State:
         """Add over time which ranks the others waited for."""
@@ -310,17 +286,6 @@ def _with_devices(process: Process) -> Process:
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def figures_end_s(rows: Store, process: Process) -> int:
-    """The second before which the figures of a process end; they include its newest step.
-
-    As of a time in the past, they include only whole seconds, unless the process has none yet.
-    """
-    assert process.last_step is not None
-    end_s = (process.last_step.start_ns + process.last_step.wall_ns) // SECOND + 1
-    whole_s = rows.until_s
-    return end_s if whole_s is None or whole_s <= process.began_ns // SECOND + 1 else min(end_s, whole_s)
-
-
 def _figures(window: Window, process: int, mode: str) -> Figures:
     """The figures of a mode's training steps; of its evaluation steps if there are no others in this time."""
     found = window.figures(mode, process=process)
@@ -390,35 +355,8 @@ def with_ranks(
     steps, last = 0, None
     if found.samples:
         last = rows.last_sample(focus.process, begin_s * SECOND)
-        sums = rows.tallies(begin_s, end_ns // SECOND + 1, sketches=False, series=())
-        steps = sum(tally.steps for key, tally in sums.items() if key.process in numbers)
+        steps = rows.step_count(begin_s, end_ns // SECOND + 1, numbers)
     return replace(state, communication=communication(times, wrappers, found, steps, lately=True), last_sample=last)
-
-
-def _rank_times(rows: Store, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:
-    """The mean times of all ranks over about RANK_STEPS steps, in whole seconds."""
-    assert focus.last_step is not None
-    ranks = sorted((one.rank, one.process, one.node) for one in (focus, *others) if one.rank is not None)
-    end_s = max(figures_end_s(rows, one) for one in (focus, *others) if one.last_step is not None)
-    step_ns = focus.recent.step_ns or focus.last_step.wall_ns
-    begin_s = max(end_s - max(-(-RANK_STEPS * step_ns // SECOND), RANK_S), 0)
-    numbers = tuple(process for _, process, _ in ranks)
-    found = rows.tallies(begin_s, end_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
-    mode = focus.last_step.mode
-    trained = mode in trains((key.mode, key.kind) for key in found)
-    own = _by_process(found)
-    return tuple(
-        rank_times(process, rank, merged(own.get(process, {}), mode, False, trained, settled=True), node)
-        for rank, process, node in ranks
-    )
-
-
-def _by_process(tallies: Mapping[Key, Tally]) -> dict[int, dict[Key, Tally]]:
-    """The tallies of each process."""
-    found: dict[int, dict[Key, Tally]] = {}
-    for key, tally in tallies.items():
-        found.setdefault(key.process, {})[key] = tally
-    return found
 
 
 def slow_steps_of(
@@ -436,20 +374,3 @@ def slow_steps_of(
     ranks = [one.process for one in state.training if one.rank is not None and one.last_step is not None]
     begin_ns = max(figures_end_s(rows, focus) - span_s, 0) * SECOND if span_s else 0
     return reader.read(rows, ranks or [focus.process], begin_ns, focus.ranged, waits, most)
-
-
-def rank_figures(rows: Store, processes: Iterable[Process]) -> Iterator[Process]:
-    """The processes with their figures over the current minute and the one before."""
-    alike: dict[int, list[Process]] = {}
-    for process in processes:
-        if process.last_step is not None:
-            alike.setdefault(figures_end_s(rows, process), []).append(process)
-    for end_s, those in alike.items():
-        begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # each minute has its own tally
-        numbers = tuple(process.process for process in those)
-        found = rows.tallies(begin_s, end_s, process=numbers, series=_RANK_SERIES)
-        trained, own = trains((key.mode, key.kind) for key in found), _by_process(found)
-        for process in those:
-            mode = process.last_step.mode if process.last_step is not None else ""
-            tally = merged(own.get(process.process, {}), mode, False, mode in trained)
-            yield replace(process, figures=figures(mode, False, tally, None))

@@ -15,9 +15,10 @@ from dpmon.model.json_fields import (
     rank_fields,
 )
 from dpmon.model.loss import LossCurve
+from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.progress import Epoch
-from dpmon.model.run_facts import ModeFacts, RunFacts
+from dpmon.model.run_facts import RunFacts
 from dpmon.report.collect import Story
 from dpmon.store.answers import LossBin
 from dpmon.store.figures import counted_as_fields, rate_as_fields

@@ -7,10 +7,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpmon.model.active_processes import ended_of
 from dpmon.model.finding import Finding
 from dpmon.model.findings import findings
 from dpmon.model.run_facts import RunFacts
-from dpmon.model.state import ended_of
 from dpmon.run.activities import why_nothing
 from dpmon.run.condition import run_state
 from dpmon.run.files import read_tail

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.errors import HistoryError
+from dpmon.model.active_processes import ended_of
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.standing import now_in
-from dpmon.model.state import State, ended_of
+from dpmon.model.state import State
 from dpmon.record.schema import SECOND
 from dpmon.run.activities import why_starting
 from dpmon.run.condition import ELSEWHERE, run_state

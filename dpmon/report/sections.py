@@ -13,9 +13,10 @@ from dpmon.model.finding import MIN_STEPS, faster, measured_modes, of_process
 from dpmon.model.findings import together
 from dpmon.model.layouts import flow
 from dpmon.model.memory import reasons
+from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.nodes import NodeFacts, gpu_name
 from dpmon.model.pauses import Paused
-from dpmon.model.run_facts import ModeFacts, RunFacts
+from dpmon.model.run_facts import RunFacts
 from dpmon.model.stragglers import sentence
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.report import sentences

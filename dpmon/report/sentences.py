@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from dpmon.model.compare import Comparison, sentence
 from dpmon.model.finding import host_waits, of_process, partly_timed
+from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.pauses import PauseTotals
-from dpmon.model.run_facts import ModeFacts, RunFacts
+from dpmon.model.run_facts import RunFacts
 from dpmon.model.state import ModeChange, ProcessFacts, ended_in
 from dpmon.record.names import RANK_MODES
 from dpmon.report.collect import Story

@@ -219,6 +219,12 @@ class Sums:
                     counted = samples if known == steps else None
                     yield SecondRow(process, mode, kind, steps, counted, first, last, total_in(sketches, step))
 
+    def step_count(self, begin_s: int, end_s: int, processes: Collection[int]) -> int:
+        """Return the number of steps of some processes between two seconds."""
+        return sum(
+            steps or 0 for _, (steps,) in self._rows_between("tallies", ("sum(steps)",), begin_s, end_s, processes)
+        )
+
     def tallies_after(self, kept: KeptTallies, begin_s: int, end_s: int, process: int) -> dict[Key, Tally]:
         """Return `tallies` of one process. `kept`: from the last question, which concerned nearly the same rows."""
         with self.until_damage():

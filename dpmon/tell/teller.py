@@ -21,10 +21,11 @@ from typing import NamedTuple
 
 from dpmon.cleaning import json_text
 from dpmon.errors import HistoryError
+from dpmon.model.active_processes import ended_of
 from dpmon.model.finding import Finding
 from dpmon.model.findings import findings
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import State, Wanted, ended_of
+from dpmon.model.state import State, Wanted
 from dpmon.record.schema import SECOND
 from dpmon.report.collect import facts_of
 from dpmon.report.health import LOST, health

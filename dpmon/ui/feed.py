@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from dpmon.cleaning import clean
-from dpmon.model.state import MOST_RANKS, State, Wanted, ended_of, toggle_refusal
+from dpmon.model.active_processes import ended_of
+from dpmon.model.state import MOST_RANKS, State, Wanted, toggle_refusal
 from dpmon.run.notes import traceback_line
 from dpmon.run.reader import NO_TRAINING, PauseState, RunReader
 from dpmon.ui.facts import Facts, Past, Toggle, View, all_finished

@@ -14,7 +14,8 @@ from dpmon.model.finding import MIN_STEPS, Finding
 from dpmon.model.findings import findings
 from dpmon.model.found_between_ranks import between_ranks
 from dpmon.model.json_fields import communication_fields
-from dpmon.model.run_facts import ModeFacts, RunFacts
+from dpmon.model.mode_facts import ModeFacts
+from dpmon.model.run_facts import RunFacts
 from dpmon.model.stragglers import RankTimes, Straggler, held_up, in_short, rank_times, sentence, straggler
 from dpmon.store.answers import Communicated
 from dpmon.store.figures import PhaseFigures

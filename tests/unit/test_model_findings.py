@@ -19,7 +19,8 @@ from dpmon.model.finding import MIN_STEPS, Finding
 from dpmon.model.findings import findings, together
 from dpmon.model.layouts import BatchFacts, ReplicaFacts
 from dpmon.model.memory import Held
-from dpmon.model.run_facts import ModeFacts, RunFacts
+from dpmon.model.mode_facts import ModeFacts
+from dpmon.model.run_facts import RunFacts
 from dpmon.model.state import StallSeen
 from dpmon.store.accounting import Gap
 from dpmon.store.answers import LongRow

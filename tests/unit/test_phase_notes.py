@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpmon.model.finding import host_waits, partly_timed
-from dpmon.model.run_facts import ModeFacts
+from dpmon.model.mode_facts import ModeFacts
 from dpmon.report.sentences import phase_notes
 from dpmon.store.figures import PhaseFigures
 from dpmon.store.tally import Tally

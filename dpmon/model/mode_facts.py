@@ -1,0 +1,87 @@
+"""The figures of one mode of a run, and of one of several processes, as a report has them. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dpmon.model.stragglers import RankTimes
+from dpmon.record.names import CALL_PHASES, on_node
+from dpmon.store.figures import Figures, PhaseFigures, Rate
+from dpmon.store.tally import Tally
+
+
+@dataclass(frozen=True)
+class ModeFacts(Figures):
+    """The steps of one process in one mode. `phases`: those that ran, with those of calls last; `rate`: of all."""
+
+    virtual: bool = False
+    distributed: str | None = None
+    """How its ranks trained one model together (a key of RANK_MODES), which is neither dp nor single."""
+    process: int = 0
+    who: str | None = None
+    """The name of the process, such as "rank 0"; None if it is the only one."""
+    other_steps: int = 0
+    """Number of steps of the other processes in this mode."""
+    early: Tally | None = None
+    """The first third of the steps; None with too few steps."""
+    late: Tally | None = None
+    """The last third."""
+    settled: ModeFacts | None = None
+    """The same without the settling steps."""
+
+    @property
+    def usual(self) -> ModeFacts:
+        """The figures without settling steps, if they are known apart."""
+        return self.settled or self
+
+    @property
+    def all_steps(self) -> int:
+        """Number of steps of all processes in this mode."""
+        return self.steps + self.other_steps
+
+    def share(self, *names: str) -> float:
+        """The share of all step time that phases took together (0 to 1)."""
+        return sum(phase.share or 0.0 for phase in self.phases if phase.name in names)
+
+    def nested_phases(self) -> list[tuple[int, PhaseFigures]]:
+        """The phases with their depth: those of the calls are one deeper, below forward, if it ran."""
+        calls = [phase for phase in self.phases if phase.name in CALL_PHASES]
+        rows: list[tuple[int, PhaseFigures]] = []
+        for phase in self.phases:
+            if phase.name not in CALL_PHASES:
+                rows.append((0, phase))
+                rows += [(1, part) for part in calls if phase.name == "forward"]
+        return rows if any(depth for depth, _ in rows) else [*rows, *((0, part) for part in calls)]
+
+
+class RankLine(NamedTuple):
+    """One process of several: the most frequent inputs and outputs of its calls, and its steps; None if unknown.
+
+    `steps` excludes evaluations of modes that otherwise train; `calls` includes them.
+    """
+
+    process: int
+    rank: int | None
+    world: int | None
+    device: str
+    inputs: str | None
+    outputs: str | None
+    calls: int
+    steps: int
+    median_ns: float | None
+    rate: Rate | None
+    forward_ns: float | None
+    """Median device time of the forward of a step, on the slowest device."""
+    untimed: str | None
+    """Why `forward_ns` is unknown, if the record has a reason."""
+    times: RankTimes | None = None
+    """Mean times of training steps, without the first ones, of all processes with its rank. None without a rank."""
+    node: str | None = None
+    """Its node; None on one machine."""
+
+    @property
+    def label(self) -> str:
+        """Its rank, or its process: "rank 0 of 2", "process 1", "rank 11 of 16 (gpu-1)"."""
+        name = f"process {self.process}" if self.rank is None else f"rank {self.rank} of {self.world or '?'}"
+        return name + on_node(self.node)

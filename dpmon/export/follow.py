@@ -31,7 +31,7 @@ from dpmon.record.schema import SECOND
 from dpmon.run.condition import needs_supervisor, run_state, supervised
 from dpmon.run.files import open_file, read_file
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo
+from dpmon.run.rundir import ExitInfo, load_exit
 from dpmon.run.runs import short_name
 from dpmon.run.signalling import stop_run
 from dpmon.stalls.answer import STANDING_FILE, asked
@@ -124,6 +124,11 @@ class _Follow:
         if (output := self._new_output()) is not None:
             beat["output"] = output
         return [*lines, json.dumps(beat)], more, last
+
+    def is_over(self) -> bool:
+        """Whether the run has ended, and its history is complete."""
+        how = load_exit(self._directory)
+        return how is not None and how.drained
 
     def _state(self, how: ExitInfo | None) -> dict[str, Any]:
         """The state of the processes and of the requests to them."""
@@ -237,7 +242,8 @@ def follow(directory: Path, start: int, *, rollups: bool) -> None:
         begun, last, due = not rollups, False, time.monotonic()
         while not asking.over:
             now = time.monotonic()
-            if begun and not last and now >= due:
+            # At once, because the end of the run may be the end of the job of Slurm in which this process runs.
+            if begun and not last and (now >= due or followed.is_over()):
                 lines, more, last = followed.chunk()
                 _print(lines)
                 due = now if more else _next_beat(followed.now_ns())

@@ -33,6 +33,11 @@ _CAUSES = tuple(
             MISSING,
             True,
         ),
+        (
+            r"slurm job \S+ has expired|invalid job id specified|job/step already complet",
+            "its job of Slurm is over: its last records may be missing",
+            True,
+        ),
         (r"unknown option|is not expected here|invalid choice", "its dpmon is of another version: update it", True),
         (r"dpmon: (there is no run[^\n]*)", None, True),
     )

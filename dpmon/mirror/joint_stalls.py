@@ -52,7 +52,8 @@ class JointStalls:
         self, directory: Path, info: RunInfo, record: Record, nodes: int, number: Callable[[int, int], int | None]
     ) -> None:
         """`nodes`: how many machines. `number`: the number of a process in this run, by machine and number there."""
-        self._directory, self._info, self._record, self._number = directory, info, record, number
+        self.info = info
+        self._directory, self._record, self._number = directory, record, number
         self._look = _RanksHeardOf(directory, info)
         self._nodes = nodes
         self._expected = set(range(nodes))
@@ -79,7 +80,7 @@ class JointStalls:
         if facts:
             self._judged.add(node)
             if self._watch is None:
-                self._watch = StallWatch(self._directory, self._info, self._record, adopted=True, look=self._look)
+                self._watch = StallWatch(self._directory, self.info, self._record, adopted=True, look=self._look)
 
     def lose(self, node: int) -> None:
         """The machine does not answer: what its ranks do is unknown."""
@@ -131,14 +132,14 @@ class JointStalls:
                     process = whole_in(rank, "process")
                     number = None if process is None else self._number(node, process)
                     ranks.append({**rank, **part, "node": name, "process": number})
-        ranks.sort(key=lambda rank: (rank.get("apart") is True, rank.get("waits") is True))
+        ranks.sort(key=_place)
         since_ns = None if stall is None else stall.since_ns
         if stall is not None and self._watch is not None:
             texts.insert(0, self._watch.told)
         begun = [since for _, found in answers.values() if (since := number_in(found, "since_s")) is not None]
         return {
-            "t_s": (now_ns - self._info.start_ns) / SECOND,
-            "since_s": min(begun, default=None) if since_ns is None else (since_ns - self._info.start_ns) / SECOND,
+            "t_s": (now_ns - self.info.start_ns) / SECOND,
+            "since_s": min(begun, default=None) if since_ns is None else (since_ns - self.info.start_ns) / SECOND,
             "text": "; ".join(texts) or None,
             "nccl": nccl,
             "ranks": ranks,
@@ -148,6 +149,12 @@ class JointStalls:
 def _list_in(found: Mapping[str, Any], key: str) -> list[Any]:
     value = found.get(key)
     return value[:_MOST_RANKS] if isinstance(value, list) else []
+
+
+def _place(rank: Mapping[str, Any]) -> tuple[bool, bool, int]:
+    """What sorts the ranks: those that the others wait for come first."""
+    number = whole_in(rank, "rank")
+    return rank.get("apart") is True, rank.get("waits") is True, -1 if number is None else number
 
 
 def _part(waits: bool | None, stalled: bool) -> dict[str, bool]:

@@ -123,6 +123,7 @@ def test_a_command_that_may_succeed_later_is_started_again(start: Start, text: s
         ("exec dpmon-that-is-not-there export", "dpmon is not there, or not in the PATH of its commands"),
         ("echo 'root@h: Permission denied (publickey,password).' >&2; exit 255", "it asks for a password, or refuses"),
         ("echo 'Host key verification failed.' >&2; exit 255", "its host key is unknown or has changed: connect to it"),
+        ("echo 'srun: error: Slurm job 12 has expired' >&2; exit 1", "its job of Slurm is over: its last records may"),
         ("echo \"dpmon: there is no run 'x'; bad \x1b[1m\" >&2; exit 2", "there is no run 'x'; bad �[1m"),
         ("echo 'dpmon: unknown option --follow' >&2; exit 2", "its dpmon is of another version: update it"),
         ("echo 'dpmon-records 2 {}'; sleep 100", "its dpmon sends records of version 2, and this one reads version 1"),

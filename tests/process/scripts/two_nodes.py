@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-SLOW_S, ROWS = 0.03, 4
+SLOW_S, ROWS = 0.06, 4
 
 
 def hold(rank: int) -> None:
@@ -29,6 +29,7 @@ def main() -> None:
         )
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
+    Path(f"rank-{rank}").write_text(os.environ.get("SLURMD_NODENAME") or os.environ.get("GROUP_RANK", ""))
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     most = int(sys.argv[1]) if len(sys.argv) > 1 else -1
@@ -43,8 +44,8 @@ def main() -> None:
         optimizer.step()
         steps += 1
         hold(rank)
-        end[0] = steps == most or Path("end").exists()
-        dist.broadcast(end, 0)
+        end[0] = steps == most or (rank == 0 and Path("end").exists())
+        dist.all_reduce(end)
     print(f"counted: {rank} {world} {steps} {ROWS + rank} {forward_s:.6f}", flush=True)
     dist.barrier()
     dist.destroy_process_group()

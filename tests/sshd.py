@@ -119,12 +119,33 @@ class Ssh:
         return None if tried.returncode == 0 else f"sshd lets nobody in here: {tried.stderr.strip()}"
 
 
+RELAY = """\
+import os, select, socket, sys, time
+there = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+ways, ends, held = {0: there.fileno(), there.fileno(): 1}, set(), []
+while len(ends) < 2 or held:
+    wait = max(held[0][0] - time.monotonic(), 0) if held else None
+    for fd in select.select([fd for fd in ways if fd not in ends], [], [], wait)[0]:
+        data = os.read(fd, 65536)
+        held.append((time.monotonic() + float(sys.argv[3]), ways[fd], data))
+        ends |= {fd} if not data else set()
+    while held and held[0][0] <= time.monotonic():
+        _, fd, data = held.pop(0)
+        while data:
+            data = data[os.write(fd, data):]
+        if fd == 1 and ends >= {there.fileno()}:
+            sys.exit()
+"""
+"""A ProxyCommand that connects to a host and a port, and passes on what comes after some seconds."""
+
+
 class Hosts:
     """Network namespaces with an sshd in each, all on cables to one namespace, in which `dpmon` looks at them."""
 
-    def __init__(self, place: Path, names: Mapping[str, Path]) -> None:
-        """`names`: each machine with the directory of its runs."""
+    def __init__(self, place: Path, names: Mapping[str, Path], delay_s: Mapping[str, float] | None = None) -> None:
+        """`names`: each machine with the directory of its runs; `delay_s`: of each way to a machine, by name."""
         self.place = place
+        self._delay_s = delay_s or {}
         self.ssh = Ssh(place)
         self.environment = self.ssh.environment
         self._mark = f"dp{os.getpid()}n{next(_NUMBERS)}"
@@ -152,7 +173,12 @@ class Hosts:
         self._ip("-n", namespace, "route", "add", "default", "via", f"10.77.{number}.1")
         self.inside(None, "sysctl", "-qw", "net.ipv4.ip_forward=1")
         address = self.address(number)
-        self.ssh.add(name, state, server=f"ListenAddress {address}", client=f"HostName {address}\nProxyCommand none")
+        relay = "none"
+        if name in self._delay_s:
+            (self.place / "relay.py").write_text(RELAY)
+            relay = f"{sys.executable} -I -S {self.place}/relay.py %h %p {self._delay_s[name]}"
+        client = f"HostName {address}\nProxyCommand {relay}"
+        self.ssh.add(name, state, server=f"ListenAddress {address}", client=client)
         words = ["ip", "netns", "exec", namespace, str(SSHD), "-D", "-e", "-f", str(self.place / f"{name}.sshd")]
         with (self.place / f"{name}.log").open("wb") as log:
             self._daemons.append(subprocess.Popen(words, stderr=log, start_new_session=True))

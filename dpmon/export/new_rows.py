@@ -26,7 +26,6 @@ MOST_SECONDS = 600
 """Most seconds by which a chunk advances the tallies."""
 _READ_AS = {
     ("events", "process"): "ifnull(process, -1)",  # those of the supervisor have no process
-    ("events", "kind"): "kind AS json",
     ("device_rollups", "device"): "device AS number",
 }
 """Columns that have another type in the tables before theirs, under names of their type (`Door` in store/tables.py)."""

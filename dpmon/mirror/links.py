@@ -111,7 +111,8 @@ class Links:
         self._silent_s = silent_s
         self._links = [_Link(node) for node in range(count)]
         self._idle = list(self._links)
-        self._leaving: list[tuple[subprocess.Popen[bytes], float]] = []
+        self._leaving: list[tuple[subprocess.Popen[bytes], float, signal.Signals]] = []
+        """Commands that are to end, and when they get which signal if they have not."""
         self._selector = DefaultSelector()
         self._look_at = 0.0
 
@@ -146,11 +147,11 @@ class Links:
         return self._closed(self._links[node], why, for_good)
 
     def close(self) -> None:
-        """End all commands; takes at most about two seconds."""
+        """End all commands; takes at most about three seconds."""
         for link in self._links:
-            self._drop(link)
+            self._drop(link, _LEAVE_S)
         self._idle.clear()
-        until = time.monotonic() + 2 * _LEAVE_S
+        until = time.monotonic() + 3 * _LEAVE_S
         while self._leaving and time.monotonic() < until:
             self._reap(time.monotonic())
             time.sleep(0.01)
@@ -313,8 +314,8 @@ class Links:
             self._idle.append(link)
         return Closed(link.node, why, for_good)
 
-    def _drop(self, link: _Link) -> None:
-        """Stop listening to a command, and ask it to end."""
+    def _drop(self, link: _Link, wait_s: float = 0.0) -> None:
+        """Stop listening to a command, which ends it; send it signals after `wait_s` seconds."""
         process, link.process = link.process, None
         link.open, link.ended_s = False, None
         link.rest, link.banner, link.errors, link.unsent = bytearray(), bytearray(), bytearray(), bytearray()
@@ -325,19 +326,26 @@ class Links:
                 if stream in self._selector.get_map():
                     self._selector.unregister(stream)
                 stream.close()
-        _signal(process, signal.SIGTERM)
-        self._leaving.append((process, time.monotonic()))
+        self._leaving.append((process, time.monotonic() + wait_s, signal.SIGTERM))
+        self._reap(time.monotonic())
 
     def _reap(self, now: float) -> None:
-        """Collect the commands that have ended, and kill what is left of them; kill those that do not end."""
-        for leaving in list(self._leaving):
-            process, since = leaving
-            if _status(process) is not None:
-                _signal(process, signal.SIGKILL)  # of its group; the number is still its own
+        """Collect the commands that have ended, and send signals to those that have not.
+
+        A command that ends by itself leaves its children alone: ssh may leave a connection that the user shares
+        (ControlPersist), which goes on over a child (ProxyCommand). Of a command that got signals, nothing is left.
+        """
+        leaving, self._leaving = self._leaving, []
+        for process, due_s, number in leaving:
+            ended = _status(process) is not None
+            if number == signal.SIGKILL if ended else now >= due_s:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, number)  # the number is still its own: it was not collected
+                due_s, number = now + _LEAVE_S, signal.SIGKILL
+            if ended:
                 process.wait()
-                self._leaving.remove(leaving)
-            elif now - since > _LEAVE_S:
-                _signal(process, signal.SIGKILL)
+            else:
+                self._leaving.append((process, due_s, number))
 
 
 def _status(process: subprocess.Popen[bytes]) -> int | None:
@@ -346,9 +354,3 @@ def _status(process: subprocess.Popen[bytes]) -> int | None:
         return ended_child(process.pid)
     except ChildProcessError:  # whoever started dpmon lets the kernel collect its children
         return 0
-
-
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the command and its children."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)

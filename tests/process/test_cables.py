@@ -134,9 +134,13 @@ def test_a_machine_that_is_switched_off_does_not_hold_up_another(host: Hosts, dp
 class Mirrored:
     """Two machines that train, and the run that mirrors theirs, watched from the namespace of the viewer."""
 
-    def __init__(self, dpmon: Dpmon, place: Path) -> None:
+    def __init__(self, dpmon: Dpmon, place: Path, bad: bool) -> None:
+        """`bad`: the cable to the first machine carries 56 kbit/s, and that to the second has a delay."""
         self.states = [place / "gpu-1", place / "gpu-2"]
-        self.hosts = Hosts(place / "net", {state.name: state for state in self.states})
+        delays = {"gpu-2": 0.1} if bad else {}
+        self.hosts = Hosts(place / "net", {state.name: state for state in self.states}, delays)
+        if bad:
+            self.hosts.slow(0)
         self.dpmon = dpmon
         script = dpmon.script(TRAINING)
         for state in self.states:
@@ -214,12 +218,12 @@ class Mirrored:
 
 
 @pytest.fixture
-def mirrored(dpmon: Dpmon, tmp_path: Path) -> Iterator[Mirrored]:
+def mirrored(dpmon: Dpmon, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Mirrored]:
     """Two machines and their mirror."""
     why = no_namespaces()
     if why is not None:
         pytest.skip(why)
-    made = Mirrored(dpmon, tmp_path)
+    made = Mirrored(dpmon, tmp_path, bad=getattr(request, "param", False))
     try:
         yield made
     finally:
@@ -271,3 +275,12 @@ def test_no_process_of_a_mirrored_run_listens(mirrored: Mirrored) -> None:
     for one, sockets in with_sockets.items():
         assert os.path.basename(os.readlink(f"/proc/{one}/exe")) == "ssh"
         assert all(socket.startswith("tcp ") and socket.endswith(" 01") for socket in sockets)  # established
+
+
+@pytest.mark.parametrize("mirrored", [True], indirect=True)
+def test_a_slow_cable_and_a_delay_are_enough_for_a_mirror(mirrored: Mirrored) -> None:
+    mirrored.going_on(0, 1)
+    mirrored.going_on(0, 1)
+    ((error_ns,),) = mirrored.query("SELECT clock_error_ns FROM nodes WHERE number = 1")
+    assert error_ns >= 100_000_000  # half of a way there and back
+    mirrored.has_everything()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,3 +110,19 @@ def test_records_come_over_ssh_and_go_on_after_it_was_killed(ssh: Ssh, dpmon: Dp
     finally:
         reader.links.close()
     assert sorted(reader.ids) == ids_of(dpmon.last())
+
+
+def test_a_connection_that_the_user_shares_is_used(ssh: Ssh, tmp_path: Path) -> None:
+    """The master stays, and holds what it got from the first command, which must end all the same."""
+    control = f"ControlMaster auto\nControlPersist 60\nControlPath {tmp_path}/c"
+    ssh.add("gpu-1", tmp_path / "gpu-1", client=control)
+    (machine,) = hosts.machines(["gpu-1"])
+    words = [str(ssh.place / "bin" / "ssh"), "-O", "check", "gpu-1"]
+    try:
+        for _ in range(2):
+            (printed,) = hosts.ask([machine], ("--version",))
+            assert printed.why == ""
+            assert printed.lines[0].startswith(b"dpmon ")
+            assert subprocess.run(words, capture_output=True).returncode == 0
+    finally:
+        subprocess.run([*words[:2], "exit", "gpu-1"], capture_output=True)

@@ -261,3 +261,18 @@ def test_columns_stay_in_place_until_a_tenth_has_to_go() -> None:
         begun.append(shown[0])
         training.defined.clear()
     assert len(set(begun)) < 20
+
+
+def test_the_longest_step_is_named_with_its_time_if_it_stands_out() -> None:
+    training = Training(mode="single", devices=("cpu",), virtual=False, step_ns=16_000_000)
+    payloads = [*training.begin(), *training.run(300)]
+    even = Facts(state_of(payloads, slowest=8), training.now, INFO, alive=True)
+    assert "longest step" not in text_of(even, 120, 40)
+    training.step_ns = 900_000_000
+    payloads += training.run(1)
+    training.step_ns = 16_000_000
+    payloads += training.run(300)
+    facts = Facts(state_of(payloads, slowest=8), training.now, INFO, alive=True)
+    for size in ((80, 24), (120, 40), (200, 60)):
+        words = r"longest step: (9\d\d m|1\.\d\d )s at 00:0[67], \d{3} ms more than usual in (for|back)ward"
+        assert re.search(words, text_of(facts, *size))

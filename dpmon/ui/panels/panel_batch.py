@@ -25,6 +25,8 @@ from dpmon.ui.waterfall import REST, lanes_of, waterfall
 WITHOUT_RANKS = 8
 """Rows of the panel that never show a rank: its frame, its table and its history."""
 _RANKS_DRAWN = 64
+_STANDS_OUT = 3
+"""The longest step is mentioned if it takes at least this many times the median."""
 _LEAST = 4
 """Up to this height, notes have no row."""
 _TALL = 9
@@ -252,7 +254,7 @@ def notes(
     facts: Facts, process: Process, numbers: Figures, timeline: StepTimeline | None, width: int, most: int, look: Look
 ) -> list[Row]:
     """At most `most` rows of notes on the figures and the last step."""
-    usual = [*_between(numbers), *unevenness(process), *host_waits(numbers.parts)]
+    usual = [*_between(numbers), *(unevenness(process) or _longest(facts, numbers)), *host_waits(numbers.parts)]
     texts = [
         *(usual if facts.stall is None else []),
         *partly_timed(numbers.parts),
@@ -284,6 +286,17 @@ def unevenness(process: Process) -> list[str]:
         return [f"{WAITING_TEXT} took {percent(found.time)} of the time: the mean includes it"]
     by = f", slower in {found.phase}" if found.phase is not None else ""
     return [f"uneven steps: about {percent(found.steps)} take {percent(found.time)} of the time{by}"]
+
+
+def _longest(facts: Facts, numbers: Figures) -> list[str]:
+    """The longest step of the time range, if it stands out."""
+    one = next(iter(facts.state.slowest.steps), None)
+    if one is None or one.wall_ns < _STANDS_OUT * (numbers.median_ns or one.wall_ns):
+        return []
+    of = "" if one.rank is None else f" of rank {one.rank}"
+    phase = WAITING_TEXT if one.phase == INPUT else one.phase
+    why = "" if phase is None else f", {duration(one.excess_ns)} more than usual in {phase}"
+    return [f"longest step{of}: {duration(one.wall_ns)} at {clock(one.start_ns).removeprefix('00:')}{why}"]
 
 
 def usual(process: Process, numbers: Figures, phase: str) -> bool:

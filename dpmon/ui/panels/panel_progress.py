@@ -212,7 +212,7 @@ def _loss(facts: Facts, one: LossCurve, several: bool, width: int, height: int, 
     """The newest and the smoothed loss, and their curves: in `height` rows below, or in the same row."""
     head: Row = [("loss ", "dim"), loss_span(one.last, 8)]
     if one.smoothed is not None:
-        head += [("smoothed ", "dim"), loss_span(one.smoothed, 8)]
+        head += [("smoothed ", "bar"), loss_span(one.smoothed, 8)]
     if several:
         head.append((cut(clean(one.place, 200), 24, look.glyphs.more) + " ", "dim"))
     beside = height < 2

@@ -17,7 +17,7 @@ _SMALLEST, _LEAST_PART = 3, 4
 """Rows of a panel with one row inside its frame; fewest rows in which a panel shows a part of its short form."""
 _TITLE = 26
 """Cells of a folded panel, which shares a row with others."""
-_FIRST, _MOST = 40, 50
+FIRST, _MOST = 40, 50
 """Shares of the screen (per cent): how far the most important panel grows before the others, and how far any does."""
 
 Tree: TypeAlias = "str | tuple[Tree, ...]"
@@ -111,7 +111,7 @@ class _Places:
     """Divides the screen between the panels of an arrangement."""
 
     def __init__(self, arrangement: Arrangement, wanted: Mapping[str, int], body: Slot) -> None:
-        self._first, self._most = (body.height * share // 100 for share in (_FIRST, _MOST))
+        self._first, self._most = (body.height * share // 100 for share in (FIRST, _MOST))
         self._sizes = {part.panel: self._of(rank, part, wanted) for rank, part in enumerate(arrangement.parts)}
 
     def _of(self, rank: int, part: Member, wanted: Mapping[str, int]) -> _Need:

@@ -8,7 +8,7 @@ from dpmon.model.state import MOST_RANKS
 from dpmon.text.cells import wrapped
 from dpmon.ui.facts import BEFORE_STALL, PANELS, Facts
 from dpmon.ui.footer import footer, timeline
-from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, Slot, arrange
+from dpmon.ui.layout import FIRST, MIN_HEIGHT, MIN_WIDTH, Slot, arrange
 from dpmon.ui.look import Look
 from dpmon.ui.panels import (
     panel_batch,
@@ -34,10 +34,9 @@ def places(facts: Facts, width: int, height: int) -> dict[str, Slot]:
     """The current place of each panel."""
     line = 1 if facts.playing is not None and height > MIN_HEIGHT else 0
     scene, tall = scene_of(facts), height >= TALL
-    second = panel_ranks.wanted_rows(facts, tall) if scene.second is panel_ranks else scene.second.wanted_rows(facts)
     wanted = {
         "devices": panel_devices.wanted_rows(facts),
-        "replicas": second + 1,
+        "replicas": scene.second.wanted_rows(facts, height * FIRST // 100 - 5 if tall else 0) + 1,
         "batch": panel_batch.wanted_rows(facts),
         "compare": scene.fourth.wanted_rows(facts),
         "progress": panel_progress.wanted_rows(facts, tall),

@@ -49,7 +49,7 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
     DP: Arrangement(
         (_REPLICAS, _OUTPUT, _BATCH, _PROGRESS, _COMPARE, _DEVICES),
         one=("devices", "replicas", "progress", "batch", "compare", "output"),
-        two=(("devices", "replicas"), "batch", ("compare", ("progress", "output"))),
+        two=(("devices", "replicas"), "batch", (("compare", "output"), "progress")),
         three=(((("devices", "replicas"), "batch", "output"), ("progress", "compare")),),
     ),
     RANKS: _OF_RANKS,

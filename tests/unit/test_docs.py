@@ -175,7 +175,7 @@ def test_the_page_names_the_panels_and_when_they_have_room() -> None:
     rows = re.findall(
         r"^\| (\d+)(?: to (\d+)| or more) \| (\d+)(?: to (\d+)| or more) \| (.*) \|$", screen, re.MULTILINE
     )
-    assert len(rows) == 7
+    assert len(rows) == 9
     panels = [panel for panel in PANELS if panel != "progress"]
     for low, high, least, most, says in rows:
         for width in (int(low), int(high or 300)):

@@ -43,10 +43,7 @@ def applies(facts: Facts) -> bool:
 
 
 def wanted_rows(facts: Facts) -> int:
-    """Rows that the content needs, with a verdict of two rows; without the phases, which the bars show too.
-
-    One mode alone has little to say that panel 3 does not.
-    """
+    """Rows that the content needs, with a verdict of two rows; without the phases, which the bars show too."""
     found = figures(facts)
     devices = len({device for peaks in found.memory.values() for device in peaks if device != HOST})
     return 5 + max(devices, 1) + 2 + 2 + found.virtual if len(found.sides) > 1 else 4
@@ -79,11 +76,11 @@ def table(facts: Facts, width: int, height: int, look: Look, *, advice: bool = T
     made = _CompareTable(found, width, look)
     room = max(height - len(below), 3)
     first = [made.head(), made.step(), made.samples(), *made.within()]
-    bars = made.bars()
+    both = len(found.sides) > 1  # the bar and the phases of one mode are in panel 3
     more: list[Row] = []
     # Take the most important rows that fit; the last loop puts them into the order of the screen.
-    want = [("bars", bars), ("memory", made.memory()), ("p95", [made.p95()]), ("steps", [made.steps()])]
-    want.append(("phases", made.phases()))
+    want = [("bars", made.bars()), ("memory", made.memory()), ("p95", [made.p95()]), ("steps", [made.steps()])]
+    want = [*want, ("phases", made.phases())] if both else want[1:]
     taken: dict[str, list[Row]] = {}
     left = room - len(first)
     for name, rows in want:

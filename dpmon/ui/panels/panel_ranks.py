@@ -81,16 +81,18 @@ def _many(facts: Facts) -> bool:
     return bool(facts.state.nodes) or len(facts.state.training) > MAPPED
 
 
-def wanted_rows(facts: Facts, tall: bool = False) -> int:
-    """Rows that the whole content needs; `tall`: on a screen with room for the ranks over time."""
+def wanted_rows(facts: Facts, room: int = 0) -> int:
+    """Rows that the whole content needs; with the ranks over time, if that is at most `room`."""
     count = len(facts.state.training)
     found = _known(facts)
     nodes = min(len(facts.state.nodes), MAPPED)
     if found is None:
         return nodes + count + 2
     note_rows = 1  # always reserved, so that the panels keep their places
-    rows = WORST + 2 + (nodes or 2) if _many(facts) else count + (count + 3) * tall
-    return rows + note_rows
+    if _many(facts):
+        return WORST + 2 + (nodes or 2) + note_rows
+    rows, over = count + note_rows, count + 2
+    return rows + over if rows + over <= room else rows
 
 
 def title(facts: Facts, look: Look) -> tuple[Row, Row]:
@@ -130,7 +132,7 @@ def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
         order = _slow_in_room(_ranks(facts, found), slow, room)
     drawn = [rows[index] for index in order]
     drawn = [*above, head, *drawn[:room], *remarks, *drawn[room:]]
-    fits = facts.view.zoom is None and not _many(facts) and height - len(drawn) >= len(rows) + 3
+    fits = facts.view.zoom is None and not _many(facts) and height - len(drawn) >= len(rows) + 2
     times = over_time(facts, width, look) if fits else []
     return [*drawn, *[[]] * (height - len(drawn) - len(times)), *times] if times else drawn
 

@@ -70,7 +70,7 @@ def staged(process: Process | None) -> bool:
     return process is not None and any(_staged(track.last) for track in process.calls.values())
 
 
-def wanted_rows(facts: Facts) -> int:
+def wanted_rows(facts: Facts, _: int = 0) -> int:
     """Rows that the whole content needs."""
     track = shown(facts)
     if track is None:

@@ -68,7 +68,7 @@ def _standings(facts: Facts) -> list[_Standing]:
     return [_standing(one, noticed_ns, facts.state) for one in stall.ranks if one.get("apart") is not True]
 
 
-def wanted_rows(facts: Facts) -> int:
+def wanted_rows(facts: Facts, _: int = 0) -> int:
     """Rows that the whole content needs, without the two that the layout reserves for others' headings."""
     ranks = _standings(facts)
     waiting = len({one.words for one in ranks if one.waits})

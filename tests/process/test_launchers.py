@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import socket
@@ -93,6 +94,31 @@ def test_torchrun_on_each_machine(dpmon: Dpmon, rendezvous: str) -> None:
         how = 2 * [("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "a job")]
     counts = both(dpmon, *([*TORCHRUN, *each, TRAIN, STEPS] for each in how))
     check(dpmon, [dpmon.state / "0", dpmon.state / "1"], counts, {"c10d": "torchelastic"}.get(rendezvous, rendezvous))
+
+
+def test_kubectl(dpmon: Dpmon) -> None:
+    """A stand-in for kubectl, which runs the command here: there is no Kubernetes in which to try the real one."""
+    (port,) = free_ports(1)
+    how = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    counts = both(dpmon, *(2 * [[*TORCHRUN, *how, TRAIN, STEPS]]))
+    kubectl = dpmon.cwd / "kubectl"
+    kubectl.write_text(
+        '#!/bin/sh\n[ "$1 $2 $4" = "exec -i --" ] || exit 1\n'
+        f'export XDG_STATE_HOME={dpmon.state}/"${{3#pod-}}"\nshift 4\nexec "$@"\n'
+    )
+    kubectl.chmod(0o755)
+    pods = ("--via", "kubectl exec -i pod-{} --", "--hosts", "[0-1]")
+    path = {"PATH": f"{dpmon.cwd}:{os.environ['PATH']}", "XDG_STATE_HOME": str(dpmon.state / "viewer")}
+    done = dpmon.run("attach", *pods, "--headless", env=path)
+    assert done.status == 0, done.errors
+    report = json.loads(dpmon.run("report", "--json", env=path).out)
+    assert {rank["rank"]: rank["steps"] for rank in report["ranks"]} == {
+        rank: steps for rank, (steps, _) in counts.items()
+    }
+    assert [rank["node"] for rank in sorted(report["ranks"], key=lambda rank: rank["rank"])] in (
+        ["0", "0", "1", "1"],
+        ["1", "1", "0", "0"],
+    )
 
 
 @pytest.mark.skipif(shutil.which("accelerate") is None, reason="accelerate is not installed")

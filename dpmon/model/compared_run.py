@@ -22,6 +22,8 @@ from dpmon.text.quantities import compact, count_of, duration, memory
 
 _STRETCHES = 20
 """Most stretches into which the steps of a run are divided."""
+_LEAST_SAMPLED = 3
+"""Fewest stretches for a processor time: it is sampled once a second."""
 
 
 class Figure(NamedTuple):
@@ -61,11 +63,11 @@ def _of_step() -> list[Figure]:
             indent = "  " * (1 + (each != name))
             found.append(Figure(each, indent + each, series=each))
             found.append(Figure(f"{each}_device", f"{indent}  on device", series=device_series(each)))
-    return [*found, Figure("fast_step", "fast step", series=STEP, fraction=0.1)]
+    return [*found, Figure("fast_step", "fast step", series=STEP, fraction=0.05)]
 
 
 STEP_FIGURES = tuple(_of_step())
-"""Medians of times; a tenth of the steps are faster than the fast step, which other work disturbs least."""
+"""Medians of times; one step in twenty is faster than the fast step, which other work disturbs least."""
 RUN_FIGURES = (
     Figure("mean_step", "mean step"),
     Figure("cpu_step", "processor time a step"),
@@ -199,7 +201,9 @@ def _cpu_step(facts: RunFacts, trained: Mapping[tuple[int, int], int]) -> dict[s
         if (before := facts.samples.spent_until(begin)) is not None
         and (after := facts.samples.spent_until(end)) is not None
     ]
-    return {"cpu_step": sum(ns for ns, _ in spent) / sum(steps for _, steps in spent)} if spent else {}
+    if len(spent) < _LEAST_SAMPLED:
+        return {}
+    return {"cpu_step": sum(ns for ns, _ in spent) / sum(steps for _, steps in spent)}
 
 
 def _values(facts: RunFacts, mode: str | None) -> dict[str, float]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 RANK_STEPS, RANK_S = 50, 5
 """Fewest steps and seconds for a comparison of the ranks."""
 RANKS_A_SECOND = 32
-"""The times of this many ranks are read in a second; those of more ranks are read less often."""
+"""The times and the rate of this many ranks are read in a second; those of more ranks are read less often."""
 _SERIES = (STEP, "forward", "backward")
 _MINUTE_S = 60
 
@@ -40,7 +40,7 @@ class RankTimesReader:
             return ()
         end_s, processes = figures_end_s(rows, focus), (focus.process, *(one.process for one in others))
         age_s = end_s - self._end_s
-        if processes != self._of or not 0 <= age_s < max(len(processes) // RANKS_A_SECOND, 1):
+        if processes != self._of or not 0 <= age_s < len(processes) // RANKS_A_SECOND:
             self._of, self._end_s, self._times = processes, end_s, _rank_times(rows, focus, others)
         return self._times
 

@@ -21,10 +21,10 @@ from dpmon.model.memory import HOST
 from dpmon.model.nodes import node_of, nodes_in
 from dpmon.model.pace import WINDOW_S, figures_end_s, recent
 from dpmon.model.progress import NO_STEP, OTHER_RANK, OVER, progress_of
-from dpmon.model.rank_figures import RankTimesReader, rank_figures
+from dpmon.model.rank_figures import RANKS_A_SECOND, RankTimesReader, rank_figures
 from dpmon.model.rank_waits import RankWaitReader
 from dpmon.model.slow_steps import SlowStepReader, SlowSteps
-from dpmon.model.state import NO_STEPS, Process, ProcessFacts, State, Wanted, WarningText
+from dpmon.model.state import NO_STEPS, Process, ProcessFacts, Recent, State, Wanted, WarningText
 from dpmon.model.stragglers import RankTimes
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
 from dpmon.record.schema import SECOND, SETTLING, STEP
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
 RANK_CALLS_READ = 8
+_RATE_AGE_S = 5
+"""A rate of many ranks is at most this old."""
 COLLECTIVES_S = 300
 """Seconds of sampled collectives to show; only some steps are sampled."""
 _LONG_READ = 64
@@ -53,6 +55,14 @@ class _Compared(NamedTuple):
     found: Comparison
 
 
+class _ReadRate(NamedTuple):
+    """The last rate, of which processes and mode it is, and when it was read (s)."""
+
+    key: tuple[object, ...]
+    end_s: int
+    found: Recent
+
+
 @dataclass(slots=True)
 class Snapshots:
     """Builds the states of one run, one after the other."""
@@ -63,6 +73,7 @@ class Snapshots:
     _events: tuple[object, Announced] = (None, Announced())
     """The events of the last picture, and what they depend on."""
     _compared: _Compared | None = None
+    _recent: _ReadRate | None = None
     _times: RankTimesReader = field(default_factory=RankTimesReader)
     _of_run: KeptTallies = field(default_factory=KeptTallies)
     _of_range: KeptTallies = field(default_factory=KeptTallies)
@@ -153,8 +164,6 @@ class Snapshots:
         mode = process.mode if any(key.mode == process.mode for key in ranged.by_process) else step.mode
         waits = events.waits_of(process.process)
         shown_s, width = _shown(process, end_s, wanted)
-        together = {one.process: one.last_step for one in (process, *others) if one.last_step is not None}
-        until_s = max(figures_end_s(rows, one) for one in (process, *others) if one.last_step is not None)
         found = _called(rows, process, ranged)
         figures = _figures(ranged, process.process, mode)
         found = replace(
@@ -162,7 +171,7 @@ class Snapshots:
             ranged=figures,
             settled=_settled(ranged, figures, process.process),
             uneven=_uneven(rows, figures, process.process, waits),
-            recent=recent(rows, together, process.process, max(end_s - WINDOW_S - 2, 0), until_s),
+            recent=self._recent_of(rows, process, others, end_s),
             progress=progress_of(rows, process.process, step, no_time=OVER if wanted.over else None),
             columns=self._columns.read(rows, process.process, max(end_s - shown_s, 0), end_s, width),
             column_s=width,
@@ -176,6 +185,20 @@ class Snapshots:
         if found.distributed is None:
             found = replace(found, compared=self._comparison(rows, whole, found, end_s, wanted, events))
         return found
+
+    def _recent_of(self, rows: Store, process: Process, others: Sequence[Process], end_s: int) -> Recent:
+        """The last ten seconds of training of processes that train together; of many, a few seconds old."""
+        there = {one.process: one.last_step for one in (process, *others) if one.last_step is not None}
+        step = there[process.process]
+        key, before = (process.process, step.mode, tuple(there)), self._recent
+        age_s = end_s - before.end_s if before is not None and before.key == key else -1
+        if before is None or not 0 <= age_s < min(len(there) // RANKS_A_SECOND, _RATE_AGE_S):
+            until_s = max(figures_end_s(rows, one) for one in (process, *others) if one.last_step is not None)
+            found = recent(rows, there, process.process, max(end_s - WINDOW_S - 2, 0), until_s)
+            before = self._recent = _ReadRate(key, end_s, found)
+        if step.evaluation or before.found.last_ns is None:
+            return before.found
+        return before.found._replace(last_ns=max(before.found.last_ns, step.start_ns + step.wall_ns))
 
     def _comparison(
         self,

@@ -175,6 +175,8 @@ def figures(mode: str, evaluation: bool, tally: Tally, speed: Rate | None) -> Fi
 
 
 def _phase(name: str, tally: Tally, total: int) -> PhaseFigures:
+    if name not in tally.stats:
+        return PhaseFigures(name, 0, None, None, None, None)
     stat, device = tally.stat(name), tally.stat(device_series(name))
     share = stat.total / total if stat.count and total else None
     known = device.mean

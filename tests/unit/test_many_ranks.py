@@ -88,6 +88,14 @@ def test_the_times_of_many_ranks_are_read_again_after_some_seconds() -> None:
     assert len(first) == 64
     assert run.state(middle + SECOND).ranks == first, "they may be two seconds old"
     assert run.state(middle + 2 * SECOND).ranks != first
+    rates = []
+    for at in (middle, middle + SECOND, middle + 2 * SECOND):
+        focus = run.state(at).focus
+        assert focus is not None
+        assert focus.last_step is not None
+        assert focus.recent.last_ns == focus.last_step.start_ns + focus.last_step.wall_ns, "it is not idle"
+        rates.append(focus.recent.rate)
+    assert rates[0] == rates[1] != rates[2]
     assert run.state(middle).ranks == first, "a playback went back"
     (straggler,) = run.state().straggler.ranks if run.state().straggler is not None else ()
     assert straggler == 3

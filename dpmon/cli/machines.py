@@ -24,6 +24,8 @@ from dpmon.text.quantities import count_of
 
 _OVER = ("lost", "elsewhere")
 _JOB_CELLS = 24
+_JOB_S, _ASK_AGAIN_S = 60.0, 5.0
+"""Longest wait until the ranks of a job that starts have said which job it is, and the time between two questions."""
 _START_S = 5.0
 """Longest wait for the process that mirrors the runs."""
 _TOGETHER_S = 30.0
@@ -124,7 +126,7 @@ def chosen(runs: Sequence[RunThere], what: str | None, slurm: str | None = None)
     """The runs of the job `what`, else of the newest live job, else of the newest one.
 
     `what`: a job's id, or the name or id of one of its runs. While no job is known, the runs of that name belong
-    together. RunError if there is none.
+    together. RunError if there is none. None are chosen while no live run has said which job it belongs to.
 
     A machine can have several runs of a job: one for each rank (`srun dpmon ...`), or one for each start of the job.
     Those of its last start are chosen: its live ones, else those that started with its newest one.
@@ -143,8 +145,7 @@ def chosen(runs: Sequence[RunThere], what: str | None, slurm: str | None = None)
     live = [group for group in groups if any(there.goes_on for there in group)]
     known = [group for group in live if group[0].job]
     if what is None and not known and len({there.machine.name for group in live for there in group}) > 1:
-        name = live[-1][0].run.name
-        raise RunError(f"{name} has not said yet which job it belongs to: try again when it trains, or give its name")
+        return []
     by_machine: dict[str, list[RunThere]] = {}
     for there in (known or live or groups)[-1]:
         by_machine.setdefault(there.machine.name, []).append(there)
@@ -173,12 +174,20 @@ def attach(options: argparse.Namespace) -> int:
 
 def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> Path:
     """The local run that mirrors the chosen job; it is made unless there is one. RunError if no machine has a run."""
-    runs, why = runs_of(asked)
-    for name, sentence in why.items():
-        speak(f"{name}: {sentence}")
-    if not runs:
-        raise RunError(f"no run on {count_of(len(asked), 'machine')}")
-    chosen_runs = chosen(runs, options.run, options.slurm)
+    until = time.monotonic() + _JOB_S
+    chosen_runs: list[RunThere] = []
+    while not chosen_runs:
+        runs, why = runs_of(asked)
+        for name, sentence in why.items():
+            speak(f"{name}: {sentence}")
+        if not runs:
+            raise RunError(f"no run on {count_of(len(asked), 'machine')}")
+        chosen_runs = chosen(runs, options.run, options.slurm)
+        if not chosen_runs and time.monotonic() > until:
+            raise RunError(f"no run has said yet which job it belongs to: give its name, such as {runs[-1].run.name}")
+        if not chosen_runs:
+            speak("no run has said yet which job it belongs to: waiting until one trains (or give the name of a run)")
+            time.sleep(_ASK_AGAIN_S)
     on_machine: dict[str, list[RunThere]] = {}
     for there in chosen_runs:
         on_machine.setdefault(there.machine.name, []).append(there)

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def test_a_way_without_a_place_for_the_name_is_refused(via: str) -> None:
         ("echo 'RUNNING n[1-2]'", ["n1", "n2"]),
         ("echo 'PENDING '", "job 12 of Slurm has no machines: it is PENDING"),
         ("exit 0", "job 12 of Slurm has no machines: it is over"),
-        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "Invalid job id specified"),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "of job 12: its job of Slurm is over"),
     ],
 )
 def test_slurm_names_the_machines_of_a_job(
@@ -233,6 +234,7 @@ def there(machine: str, number: int, job: dict[str, str] | None = JOB, **more: A
         "name": f"train-{number:04x}",
         "state": "training",
         "started_unix": float(number),
+        "seconds": 1.0,
         "command": [],
         "job": job,
     }
@@ -276,12 +278,30 @@ def test_the_newest_live_job_or_the_named_one_is_chosen(
 def test_live_runs_of_unknown_jobs_are_not_mixed() -> None:
     runs = [there("a", 1, None), there("b", 2, None)]
     assert len(by_job(runs)) == 2
-    with pytest.raises(RunError, match="train-0002 has not said yet which job it belongs to"):
-        chosen(runs, None)
+    assert chosen(runs, None) == []
     with pytest.raises(RunError, match="no machine has a run other"):
         chosen(runs, "other")
     with pytest.raises(RunError, match="no machine has a run of job 7"):
         chosen(runs, None, "7")
+
+
+def test_a_job_that_starts_is_waited_for_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starts, trains = [there("a", 1, None), there("b", 2, None)], [there("a", 1), there("b", 2)]
+    monkeypatch.setattr(module, "_ASK_AGAIN_S", 0.0)
+    answers = iter([starts, starts, trains])
+    monkeypatch.setattr(module, "runs_of", lambda asked: (next(answers), {}))
+    made = []
+    monkeypatch.setattr(module, "mirror_of", lambda *about: made.append(about))
+    options = Namespace(run=None, slurm=None)
+    module._mirrored(options, [one.machine for one in starts])
+    assert [machine for machine, _, _ in made[0][1]] == ["a", "b"]
+    assert capsys.readouterr().err.count("waiting until one trains") == 2
+    monkeypatch.setattr(module, "_JOB_S", 0.0)
+    answers = iter([starts, starts])
+    with pytest.raises(RunError, match="which job it belongs to: give its name, such as train-0002"):
+        module._mirrored(options, [one.machine for one in starts])
 
 
 def test_a_run_that_machines_with_a_common_home_list_is_one(

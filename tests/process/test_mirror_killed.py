@@ -1,0 +1,120 @@
+"""A mirror of two machines while its processes are killed: nothing is lost or doubled, and the training goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from running import Dpmon, wait_for
+
+from dpmon.mirror.local_run import mirror_of
+from dpmon.run import proc
+from dpmon.run.condition import run_state, supervised
+from dpmon.run.rundir import load_exit, load_info
+from dpmon.store.opened import open_store
+from dpmon.store.queries import Store
+from dpmon.supervise.start import ensure_supervisor
+
+SCRIPT = """\
+import pathlib, time
+import torch
+
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+steps = 0
+while not pathlib.Path("go").exists():
+    optimizer.zero_grad()
+    model(torch.randn(6, 8)).sum().backward()
+    optimizer.step()
+    steps += 1
+    time.sleep(0.01)
+print(f"counted {steps}", flush=True)
+"""
+
+
+def steps_in(store: Store, process: int) -> int:
+    return sum(tally.steps for key, tally in store.tallies().items() if key.process == process)
+
+
+def steps_here(directory: Path) -> dict[int, int]:
+    """Return the steps in the mirror by machine."""
+    with open_store(directory) as store:
+        return {ring.node: steps_in(store, ring.process) for ring in store.rings.values() if ring.node is not None}
+
+
+def killed(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def exporters(directory: Path) -> list[int]:
+    """Return the children of the mirror."""
+    pid = load_info(directory).supervisor_pid
+    return [one.pid for one in proc.every_process().values() if one.parent == pid and not one.dead]
+
+
+@pytest.mark.parametrize("kill", ["mirror", "exporter", "supervisor"])
+def test_what_is_killed_goes_on_without_a_lost_or_doubled_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill: str
+) -> None:
+    nodes = [Dpmon(tmp_path / name, tmp_path) for name in ("a", "b")]
+    here = Dpmon(tmp_path / "here", tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(here.state))
+    try:
+        runs = [node.start("--headless", *node.warm(), node.script(SCRIPT)) for node in nodes]
+        for node in nodes:
+            node.info()
+        words = [["env", f"XDG_STATE_HOME={node.state}", sys.executable, "-m", "dpmon"] for node in nodes]
+        machines = [(f"gpu-{i}", node.last().name, words[i]) for i, node in enumerate(nodes)]
+        directory = mirror_of("mirrored", machines, 5.0)
+        assert mirror_of("mirrored", machines) == directory
+        ensure_supervisor(directory)
+        wait_for(lambda: (directory / "history.sqlite").exists(), what="the mirror's history")
+        wait_for(lambda: min([*steps_here(directory).values(), 0][:2]) > 20, what="steps of both machines")
+        if kill == "mirror":
+            killed(load_info(directory).supervisor_pid or 0)
+            wait_for(lambda: not supervised(load_info(directory)), what="the end of the mirror")
+            assert run_state(directory, load_info(directory))[0] == "unsupervised"
+            ensure_supervisor(directory)
+        elif kill == "exporter":
+            for pid in exporters(directory):
+                killed(pid)
+        else:
+            nodes[1].kill_supervisor()
+        before = steps_here(directory)
+        wait_for(
+            lambda: all(steps > before[node] + 20 for node, steps in steps_here(directory).items()),
+            what="more steps of both machines",
+        )
+        nodes[0].go()  # both read the same file
+        assert [run.wait(100) for run in runs] == [0, 0]
+        ends = [node.exit() for node in nodes]
+        assert [end["status"] for end in ends] == [0, 0]
+        how = wait_for(lambda: load_exit(directory), what="the end of the mirror's run")
+        assert how is not None
+        assert how.status == 0
+        wait_for(lambda: not supervised(load_info(directory)), what="the end of the mirror")
+        counted = [int((node.last() / "stdout.log").read_text().split()[-1]) for node in nodes]
+        with open_store(directory) as store:
+            assert [node.state for node in store.nodes()] == ["ended", "ended"]
+            numbers = {ring.node: ring.process for ring in store.rings.values() if ring.process >= 0}
+            medians = [store.tallies(process=numbers[i]) for i in range(2)]
+            assert [steps_in(store, numbers[i]) for i in range(2)] == counted
+            ids = [number for (number,) in store.query("SELECT id FROM steps ORDER BY id")]
+            starts = store.query("SELECT process, step FROM steps")
+        assert ids == sorted(set(ids))
+        assert len(starts) == len(set(starts))
+        for i, node in enumerate(nodes):
+            with open_store(node.last()) as store:
+                own = {key._replace(process=numbers[i]): tally for key, tally in store.tallies().items()}
+            assert {key: tally.stats for key, tally in own.items()} == {key: t.stats for key, t in medians[i].items()}
+        output = (directory / "output.log").read_text()
+        assert all(f"gpu-{i}: counted {count}" in output for i, count in enumerate(counted))
+        exits = json.loads((directory / "exit.json").read_text())
+        assert exits["by"] == "mirror"
+    finally:
+        for one in (here, *nodes):
+            one.clean_up()

@@ -25,7 +25,7 @@ from dpmon.errors import HistoryError
 from dpmon.mirror.joint_stalls import JointStalls
 from dpmon.mirror.links import Closed, Links, Opened, Received
 from dpmon.mirror.receive import AHEAD_S, Chunk, Receiver, RubbishError
-from dpmon.mirror.records import Node, Records
+from dpmon.mirror.records import ChunkError, Node, Records
 from dpmon.mirror.requests import Requests
 from dpmon.record.plainjson import number_in, text_in, whole_in
 from dpmon.record.schema import SECOND
@@ -290,6 +290,13 @@ class Mirror:
         """Write what has come; return whether that was possible."""
         try:
             self.records.write([(machine.node, chunk) for machine, chunk in self._chunks], self._events)
+        except ChunkError as error:  # the others go on
+            _log(f"{error.node.name}: {error}")
+            self._chunks = [one for one in self._chunks if one[0].node is not error.node]
+            machine = self.machines[error.node.number]
+            machine.held = 0
+            self._close(machine, self.links.end(error.node.number, "it sent damaged records", for_good=False))
+            return False
         except HistoryError as error:
             _log(f"the history cannot be written: {error}")
             return False

@@ -33,7 +33,7 @@ _MOST = 1 << 47
 _MOST_SUM, _MOST_ID = 1 << 60, 1 << 53
 _MOST_OF_SECOND = 1 << 42
 """Largest sum of a second: the sum over all seconds of a run must fit into a column."""
-_MOST_TEXT, _MOST_ROWS, _MOST_DAMAGED = 1 << 18, 20_000, 1000
+_MOST_TEXT, MOST_ROWS, _MOST_DAMAGED = 1 << 18, 20_000, 1000
 """Most characters of a text, rows of a line, and damaged rows of a chunk."""
 _MOST_STEPS = 1 << 40
 _MOST_FLOAT = 1e300
@@ -136,7 +136,7 @@ def checked(table: str, columns: Sequence[str], rows: Sequence[Any], now_ns: int
 
     Columns that are not known here are left out, and those that are not sent have their default: of another version.
     """
-    if len(rows) > _MOST_ROWS:
+    if len(rows) > MOST_ROWS:
         raise RubbishError("it sent too many rows at once")
     try:
         found = list(zip(*_sound_columns(table, columns, rows, now_ns), strict=True))

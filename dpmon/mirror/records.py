@@ -83,6 +83,14 @@ class Node:
         return self.state == "connected"
 
 
+class ChunkError(HistoryError):
+    """The records of a machine cannot be written, because of a damage that was not foreseen."""
+
+    def __init__(self, node: Node, text: str) -> None:
+        super().__init__(text)
+        self.node = node
+
+
 _Place = tuple[int, str, int]
 """Process, mode and kind of a tally."""
 
@@ -177,7 +185,10 @@ class Records:
     def _put(self, chunks: Sequence[tuple[Node, Chunk]], events: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         self._out.clear()
         for node, chunk in chunks:
-            self._put_chunk(node, chunk)
+            try:
+                self._put_chunk(node, chunk)
+            except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+                raise ChunkError(node, f"{type(error).__name__}: {error}") from error
         for kind, data in events:
             text = json.dumps({"kind": kind, **data}, separators=(",", ":"))
             at = data.get("t_s")

@@ -343,7 +343,9 @@ def columns_of(table: str) -> Mapping[str, tuple[type, ...]]:
     with closing(sqlite3.connect(":memory:")) as db:
         db.executescript(SCHEMA)
         rows = db.execute(f"PRAGMA table_info({table})").fetchall()
-    return {name: _types(name, _TYPES[declared]) for _, name, declared, *_ in rows}
+    # A name may be optional in another table only; a part of a key is never NULL.
+    kinds = {name: (_types(name, _TYPES[declared]), in_key) for _, name, declared, _, _, in_key in rows}
+    return {name: found[:1] if in_key else found for name, (found, in_key) in kinds.items()}
 
 
 def _types(name: str, kind: type) -> tuple[type, ...]:

@@ -1,0 +1,177 @@
+"""One machine sends whatever it likes: the history stays readable, and the figures of the others are right."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stored import Recording
+from synthetic import SECOND, Training, changed, device_event, host_event
+from test_mirror_records import Machine, info_of, store_of_mirror
+
+from dpmon.export.new_rows import NewRows
+from dpmon.mirror.receive import MOST_ROWS, Chunk, Receiver, RubbishError, checked
+from dpmon.mirror.records import Records
+from dpmon.model.snapshot import Snapshots
+from dpmon.model.state import Wanted
+from dpmon.store.exchange import CHUNK_BYTES
+
+NOW_NS = 1000 * SECOND
+MANY: list[Any] = [[]] * (MOST_ROWS + 1)
+ODD: list[Any] = [
+    None, True, -1, 0, 1 << 31, 1 << 47, (1 << 63) - 1, -(1 << 63), 1 << 64, 10**40, 0.5, -0.0, 1e308, float("nan"),
+    float("inf"), "", "dp", "x", "\0", "\ud800", "\x1b[2J", "[", "[1,", "[[[]]]", "{}", "null", '{"kind": 3}',
+    '{"kind":"device","index":-7,"t_s":1e999}', '{"kind":"process","process":0,"rank":-1}', "[" * 40 + "]" * 40, "AAAA",
+    "////////////////////////////////", "x" * 300_000, [], [1], {}, {"a": 1}, [[1]],
+]  # fmt: skip
+"""Values that a machine might send in any place."""
+
+
+def honest() -> tuple[Recording, list[dict[str, Any]]]:
+    """Return a history of two processes, and its lines."""
+    recording, rows = Recording(), NewRows(rollups=True)
+    for process in (0, 1):
+        training = Training(process=process, rank=process, step_ns=20_000_000, seed=process)
+        first, *others = training.begin()
+        recording.add([changed(first, pid=7 + process, world=4), *others, *training.run(150)], process, process)
+    recording.add([*(host_event(float(s)) for s in range(8)), *(device_event(float(s), 1) for s in range(8))])
+    found: list[dict[str, Any]] = []
+    rows.whole = (0, 1)
+    for upto in range(3, 9):
+        lines, _ = rows.chunk(recording.store(), upto, last=upto == 8)
+        found += map(json.loads, lines)
+    return recording, found
+
+
+def damaged(chance: random.Random, lines: list[dict[str, Any]]) -> list[bytes]:
+    """Return lines of which some have odd values, columns or forms."""
+    found = []
+    for line in json.loads(json.dumps(lines)):
+        for _ in range(chance.choice([0, 1, 3, 20])):
+            rows, columns = line["rows"], line["columns"]
+            what = chance.random()
+            if what < 0.85:
+                chance.choice(rows)[chance.randrange(len(columns))] = chance.choice(ODD)
+            elif what < 0.88:
+                rows.append(chance.choice(rows))
+            elif what < 0.91:
+                columns[chance.randrange(len(columns))] = chance.choice([*columns, "sketches", "nothing"])
+                break
+            elif what < 0.94:
+                chance.choice(rows).append(chance.choice(ODD))
+                break
+            elif what < 0.97:
+                line[chance.choice(["table", "columns", "rows"])] = chance.choice([*ODD, "tallies", "meta", "nodes"])
+                break
+            else:
+                rows[chance.randrange(len(rows))] = chance.choice(ODD)
+                break
+        found.append(json.dumps(line).encode("utf-8", "surrogatepass"))
+    return found
+
+
+def read_all(records: Records) -> None:
+    """Read all that readers read; fail if something is damaged."""
+    store = store_of_mirror(records)
+    everything: list[Callable[[], object]] = [
+        lambda: list(store.records()), store.shapes, store.device_minutes, lambda: store.samples(1 << 60), store.nodes,
+        store.unfit_losses, store.communicated, lambda: store.gaps(100), store.time_rows, store.tallies,
+        lambda: store.tallies(left_out=True), lambda: list(store.each_event("device", "host", "process", "memory")),
+        lambda: store.longest(10, "dp"), lambda: store.host_memory(0, 1 << 60),
+        *(lambda process=process: store.steps(50, process=process) for process in store.ranks),
+        *(lambda process=process: store.epochs(process, 50) for process in store.ranks),
+    ]  # fmt: skip
+    for read in everything:
+        read()
+        assert store.damaged is None, store.damaged
+    for t_ns in (None, 5 * SECOND):
+        state = Snapshots().take(store.at(t_ns), Wanted(), frozenset())
+        assert state.processes
+    assert store.damaged is None
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
+def test_odd_values_from_one_machine_leave_the_history_readable(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    recording, lines = honest()
+    records = Records(tmp_path, info_of(2))
+    for node in records.nodes:
+        node.state = "connected"
+    good, bad = records.nodes
+    for node, sent in [
+        (good, [json.dumps(line).encode() for line in lines]),
+        *((bad, damaged(chance, lines)) for _ in range(5)),
+    ]:
+        receiver = Receiver()
+        for line in sent:
+            try:
+                receiver.take(line, NOW_NS)
+            except RubbishError:
+                receiver = Receiver()  # the connection is cut, and what came before is dropped
+        chunk = receiver.take(b'{"beat": 1}', NOW_NS)
+        assert isinstance(chunk, Chunk)
+        beat = {
+            "offset": node.received + 10**6,
+            "tallied_s": 8,
+            "deleted": chance.choice(ODD),
+            "left_out": chance.choice(ODD),
+        }
+        records.write([(node, chunk._replace(beat=beat))])
+    assert bad.received == 5 * 10**6
+    read_all(records)
+    own, mirror = recording.store(), store_of_mirror(records)
+    for process in (0, 1):
+        number = records.number(0, process)
+        steps = [
+            sum(tally.steps for key, tally in store.tallies(0, 8).items() if key.process == who)
+            for store, who in ((own, process), (mirror, number))
+        ]
+        assert steps[0] == steps[1] > 100
+    records.close()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"rubbish", b"[]", b"3", b'{"table": "steps"}', b'{"table": "steps", "columns": {}, "rows": []}',
+        b"[" * 100_000, b'{"table": "steps", "columns": [1], "rows": []}',
+        json.dumps({"table": "keys", "columns": [], "rows": MANY}).encode(),
+    ],
+)  # fmt: skip
+def test_what_is_no_record_ends_the_connection(line: bytes) -> None:
+    with pytest.raises(RubbishError):
+        Receiver().take(line, NOW_NS)
+
+
+def test_a_chunk_has_a_limit() -> None:
+    receiver = Receiver()
+    line = json.dumps({"table": "events", "columns": ["id"], "rows": [], "more": "x" * (CHUNK_BYTES // 8)}).encode()
+    for _ in range(7):
+        assert receiver.take(line, NOW_NS) is None
+    with pytest.raises(RubbishError, match="more than 16 MiB"):
+        receiver.take(line, NOW_NS)
+
+
+def test_rows_of_another_version_are_read_as_far_as_both_know() -> None:
+    columns = ["process", "number", "value", "colour"]
+    assert checked("definitions", columns, [[0, 3, "[]", "red"]], NOW_NS) == [(0, 3, "[]")]
+    (row,) = checked("gaps", ["process", "ns"], [[1, 5]], NOW_NS)
+    assert (row[1], row[-1]) == (1, 5)
+    assert Receiver().take(b'{"table": "colours", "columns": ["a"], "rows": [[1]]}', NOW_NS) is None
+
+
+def test_a_machine_of_the_test_is_honest(tmp_path: Path) -> None:
+    """Else the test above would prove nothing."""
+    records = Records(tmp_path, info_of(2))
+    machine = Machine(0, 1)
+    while machine.write():
+        pass
+    chunk, _ = machine.chunk(last=True)
+    assert chunk.damaged == 0
+    records.write([(records.nodes[0], chunk)])
+    read_all(records)
+    records.close()

@@ -26,7 +26,16 @@ FIRST = (
         "test_ui_terminal",
         "test_promise_kill",
     ),
-    *("test_run_deleted", "test_run_disk", "test_release", "test_tracer_long", "test_memory", "test_run_headless"),
+    *(
+        "test_machines",
+        "test_launchers",
+        "test_run_deleted",
+        "test_run_disk",
+        "test_release",
+        "test_tracer_long",
+        "test_memory",
+        "test_run_headless",
+    ),
     "test_prometheus_server",
 )
 """Files that took ten seconds or more; they run first, so that no worker starts a long file at the end."""

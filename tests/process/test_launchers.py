@@ -11,14 +11,13 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import slurm as slurm_here
 from running import LIMIT_S, Dpmon
-from slurm import NODES, Slurm, free_ports, slurm
+from slurm import NODES, free_ports, slurm
 
 pytestmark = pytest.mark.slow
 
@@ -85,22 +84,19 @@ def both(dpmon: Dpmon, *commands: Sequence[object], **env: str) -> dict[int, tup
     return counted(*(out.decode() for out, _ in outputs))
 
 
-@pytest.mark.parametrize("rendezvous", ["master", "c10d"])
-def test_torchrun_on_each_machine(dpmon: Dpmon, rendezvous: str) -> None:
+def test_torchrun_with_the_address_of_the_first_machine(dpmon: Dpmon) -> None:
     (port,), address = free_ports(1), own_address()
-    if rendezvous == "master":
-        how = [("--node-rank", node, "--master-addr", address, "--master-port", port) for node in range(2)]
-    else:
-        how = 2 * [("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "a job")]
-    counts = both(dpmon, *([*TORCHRUN, *each, TRAIN, STEPS] for each in how))
-    check(dpmon, [dpmon.state / "0", dpmon.state / "1"], counts, {"c10d": "torchelastic"}.get(rendezvous, rendezvous))
+    how = ("--master-addr", address, "--master-port", port, "--node-rank")
+    counts = both(dpmon, *([*TORCHRUN, *how, node, TRAIN, STEPS] for node in range(2)))
+    check(dpmon, [dpmon.state / "0", dpmon.state / "1"], counts, "master")
 
 
-def test_kubectl(dpmon: Dpmon) -> None:
-    """A stand-in for kubectl, which runs the command here: there is no Kubernetes in which to try the real one."""
+def test_torchrun_with_a_rendezvous_and_pods(dpmon: Dpmon) -> None:
+    """A stand-in for kubectl runs the commands here: there is no Kubernetes in which to try the real one."""
     (port,) = free_ports(1)
-    how = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    how = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "a job")
     counts = both(dpmon, *(2 * [[*TORCHRUN, *how, TRAIN, STEPS]]))
+    check(dpmon, [dpmon.state / "0", dpmon.state / "1"], counts, "torchelastic")
     kubectl = dpmon.cwd / "kubectl"
     kubectl.write_text(
         '#!/bin/sh\n[ "$1 $2 $4" = "exec -i --" ] || exit 1\n'
@@ -111,14 +107,9 @@ def test_kubectl(dpmon: Dpmon) -> None:
     path = {"PATH": f"{dpmon.cwd}:{os.environ['PATH']}", "XDG_STATE_HOME": str(dpmon.state / "viewer")}
     done = dpmon.run("attach", *pods, "--headless", env=path)
     assert done.status == 0, done.errors
-    report = json.loads(dpmon.run("report", "--json", env=path).out)
-    assert {rank["rank"]: rank["steps"] for rank in report["ranks"]} == {
-        rank: steps for rank, (steps, _) in counts.items()
-    }
-    assert [rank["node"] for rank in sorted(report["ranks"], key=lambda rank: rank["rank"])] in (
-        ["0", "0", "1", "1"],
-        ["1", "1", "0", "0"],
-    )
+    ranks = json.loads(dpmon.run("report", "--json", env=path).out)["ranks"]
+    assert {rank["rank"]: rank["steps"] for rank in ranks} == {rank: steps for rank, (steps, _) in counts.items()}
+    assert {rank["node"] for rank in ranks if rank["rank"] < 2} | {rank["node"] for rank in ranks} == {"0", "1"}
 
 
 @pytest.mark.skipif(shutil.which("accelerate") is None, reason="accelerate is not installed")
@@ -130,32 +121,15 @@ def test_accelerate_on_each_machine(dpmon: Dpmon) -> None:
     check(dpmon, [dpmon.state / "0", dpmon.state / "1"], both(dpmon, *commands, HF_HOME=str(dpmon.cwd)), "master")
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    if slurm_here.MISSING is not None:
-        pytest.skip(f"{slurm_here.MISSING} of Slurm is not installed")
-    with slurm(tmp_path_factory.mktemp("slurm")) as cluster:
-        yield cluster
-
-
-@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_slurm(dpmon: Dpmon, cluster: Slurm, launcher: str) -> None:
-    """One run on each node (srun dpmon torchrun), or a run of each rank (srun dpmon python)."""
+def test_srun_starts_each_rank(dpmon: Dpmon, tmp_path: Path) -> None:
+    """Each rank has a run of its own, two on each node. (tests/process/test_machines.py: srun dpmon torchrun.)"""
     (port,) = free_ports(1)
-    tasks, words = {
-        "torchrun": (1, [*TORCHRUN, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]),
-        "srun": (2, []),
-    }[launcher]
-    command = ["srun", "-N2", f"--ntasks-per-node={tasks}", "dpmon", *map(str, [*words, TRAIN, STEPS])]
-    for node in NODES:
-        shutil.rmtree(cluster.state(node), ignore_errors=True)
-    done = dpmon.run(argv=command, env={**cluster.environment, "MASTER_PORT": str(port)}, limit=2 * LIMIT_S)
-    assert done.status == 0, done.errors
-    check(dpmon, [cluster.state(node) for node in NODES], counted(done.text), "slurm")
-    assert [len(runs_in(dpmon, cluster.state(node))) for node in NODES] == [tasks, tasks]
-    assert sorted(run["node"] for node in NODES for run in runs_in(dpmon, cluster.state(node))) == sorted(
-        [0, 1] * tasks
-    )
+    with slurm(tmp_path / "slurm") as cluster:
+        command = ["srun", "-N2", "--ntasks-per-node=2", "dpmon", "python", str(TRAIN), str(STEPS)]
+        done = dpmon.run(argv=command, env={**cluster.environment, "MASTER_PORT": str(port)}, limit=2 * LIMIT_S)
+        assert done.status == 0, done.errors
+        check(dpmon, [cluster.state(node) for node in NODES], counted(done.text), "slurm")
+        assert sorted(run["node"] for node in NODES for run in runs_in(dpmon, cluster.state(node))) == [0, 0, 1, 1]
 
 
 @pytest.mark.skipif(not _HAS_RAY, reason="ray[train] is not installed")

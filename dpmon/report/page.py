@@ -25,7 +25,7 @@ from dpmon.report.document import (
     Verbatim,
 )
 from dpmon.report.sections import MAX_ROWS
-from dpmon.text.quantities import clock, percent, three
+from dpmon.text.quantities import clock, percent, short_clock, three
 
 WIDTH, HEIGHT, ROW = 960.0, 300.0, 34.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 14.0, 16.0, 42.0
@@ -265,7 +265,7 @@ class _Canvas:
         for number in range(math.ceil(self.begin / step), math.floor(self.end / step) + 1):
             x = self._x(number * step)
             yield f'<path class=grid d="M{x:.1f} {bottom}v4"/>'
-            at = clock(number * step * SECOND).removeprefix("00:")
+            at = short_clock(number * step * SECOND)
             yield f'<text x="{x:.1f}" y="{bottom + 15:g}" text-anchor="middle">{at}</text>'
 
     def _marks(self) -> Iterator[tuple[str, str]]:

@@ -154,6 +154,11 @@ def clock(ns: int | None) -> str:
     return f"{days}d {text}" if days else text
 
 
+def short_clock(ns: int) -> str:
+    """A time span as mm:ss below an hour, else as hh:mm:ss."""
+    return clock(ns).removeprefix("00:")
+
+
 def run_time(seconds: float) -> str:
     """How long a run took: 0.41 s, 12.3 s, 3 min 41 s, 2 h 05 min."""
     if seconds < 60:

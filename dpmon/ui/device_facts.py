@@ -11,7 +11,7 @@ from dpmon.model.state import DeviceTrack
 from dpmon.record.plainjson import number_in, whole_in
 from dpmon.record.schema import SECOND
 from dpmon.text.cells import right, span_width, wrapped
-from dpmon.text.quantities import UNKNOWN, clock, group, memory, memory_of
+from dpmon.text.quantities import UNKNOWN, group, memory, memory_of, short_clock
 from dpmon.ui.chart import area
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, fit, width_of
@@ -142,7 +142,7 @@ def plots(charts: Sequence[_Chart], second: int, width: int, height: int, axis: 
         dots = graph * (2 if look.glyphs.braille else 1)
         drawn = area(sampled(values, second, axis, dots), graph, height - 2, top or 1.0, look.glyphs)
         scales = [f"{top:.0f} {unit}", *[""] * (height - 4), "0"]
-        begin, now = (clock(at * SECOND).removeprefix("00:") for at in (axis.begin_s, axis.now_s))
+        begin, now = (short_clock(at * SECOND) for at in (axis.begin_s, axis.now_s))
         ends = f"now {now}" if len(begin) + len(now) + 6 <= graph else now
         rows[0] += fit([(" " * _GUTTER, ""), (head, "bold")], each, look.glyphs.more)
         for row, scale, line in zip(rows[1:-1], scales, drawn, strict=True):

@@ -13,7 +13,8 @@ from dpmon.model.state import Column, Process, State
 from dpmon.model.time_marks import EPOCH, PAUSED, TimeMark, epoch_marks, pause_marks, stall_spans
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import SECOND
-from dpmon.text.quantities import clock, duration
+from dpmon.text.cells import right
+from dpmon.text.quantities import duration, short_clock
 from dpmon.ui.facts import Facts
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, merged, width_of
@@ -320,7 +321,7 @@ def axis_row(
             line.put(text, at, _STYLES[mark.kind])
     if cursor_ns is not None:
         at = min(max(axis.cell(cursor_ns // SECOND, width), 0), width - 1)
-        text, pointer = clock(cursor_ns).removeprefix("00:"), look.glyphs.cut_top
+        text, pointer = short_clock(cursor_ns), look.glyphs.cut_top
         fits = at + len(text) < width
         line.put_over(pointer + text if fits else text + pointer, at if fits else at - len(text), "found")
     last = len(kinds) - next((sum(1 for _ in run) for _, run in groupby(reversed(kinds))), 0)
@@ -336,13 +337,22 @@ def axis_row(
     return [*row, (" " * (width - width_of(row)), "")]
 
 
+def row_below(facts: Facts, axis: TimeAxis, picture: Picture, gutter: int, room: int, look: Look) -> Row:
+    """The axis below a chart of `room` cells; the begin of the time stands in the `gutter` cells before it."""
+    process, word, marks = facts.process, "end " if facts.over else "now ", marks_of(facts, axis, room)
+    ranks = None if process is None else process.distributed
+    cursor = None if facts.past is None else facts.now_ns
+    row = axis_row(axis, picture, room, look, ranks=ranks, word=word, marks=marks, cursor_ns=cursor)
+    return [(right(short_clock(axis.begin_s * SECOND), gutter - 1) + " ", "dim"), *row]
+
+
 def _put_end(line: _AxisCells, axis: TimeAxis, places: int, width: int, word: str, drawn: int, room: int) -> None:
     """Put the time of the newest column below this column, which ends at the cell `drawn`, if `room` cells are enough.
 
     Otherwise the time stands beside the column. It replaces other words, except the cursor's.
     """
     each = (axis.end_s - axis.begin_s) / places
-    short = clock(axis.now_s * SECOND).removeprefix("00:")
+    short = short_clock(axis.now_s * SECOND)
     texts = [f"{duration(each * SECOND)} a column  {word}{short}"] if each >= 2 else []
     for text in (*texts, word + short, short):
         at = drawn - len(text) - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dpmon.model.slow_steps import SlowStep, SlowSteps
 from dpmon.model.uneven import INPUT, WAITING_TEXT
 from dpmon.text.cells import cut, right
-from dpmon.text.quantities import clock, duration, group
+from dpmon.text.quantities import duration, group, short_clock
 from dpmon.ui.chart import bar
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, width_of
@@ -36,7 +36,7 @@ def step_rows(found: SlowSteps, width: int, look: Look) -> list[Row]:
         more = f" +{duration(step.excess_ns)}" if step.phase is not None else ""
         row: Row = [
             (right(group(step.step), 8), "bold"),
-            (right(clock(step.start_ns).removeprefix("00:"), 9), ""),
+            (right(short_clock(step.start_ns), 9), ""),
             (right(duration(step.wall_ns), 9), "bold"),
             ("  " + cut(word + more, 21).ljust(21), "" if step.phase is None else "wait"),
         ]

@@ -13,13 +13,13 @@ from dpmon.record.kinds import MAX_SPANS, Call
 from dpmon.record.schema import SECOND, phase_shown
 from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.text.cells import cut, right
-from dpmon.text.quantities import clock, duration, group, percent, quantity_words, rate_words, span_words
+from dpmon.text.quantities import duration, group, percent, quantity_words, rate_words, short_clock, span_words
 from dpmon.ui.chart import scale_top, stacked
 from dpmon.ui.facts import BEFORE_STALL, NAMES, Facts, mode_words
 from dpmon.ui.look import LETTERS, Look, letter_in
 from dpmon.ui.panels.panel_replicas import size_text
 from dpmon.ui.rows import Row, dimmed, lines, width_of
-from dpmon.ui.time_axis import axis_of, axis_row, marks_of, pictured, stalls_of
+from dpmon.ui.time_axis import axis_of, pictured, row_below, stalls_of
 from dpmon.ui.waterfall import REST, lanes_of, waterfall
 
 WITHOUT_RANKS = 8
@@ -225,8 +225,7 @@ def history_rows(
 ) -> list[Row]:
     """The columns with their scale at the left, and a row below with the axis; `by_mode`: without their phases."""
     axis = axis_of(facts)
-    begin = clock(axis.begin_s * SECOND).removeprefix("00:")
-    gutter = max(len(begin) + 1, 8)
+    gutter = max(len(short_clock(axis.begin_s * SECOND)) + 1, 8)
     room = width - gutter
     picture = pictured(process, axis, room, stalls_of(facts))
     labelled = height >= 3
@@ -239,11 +238,7 @@ def history_rows(
         scale = "" if not known else duration(top) if index == 0 else "0" if index == bars - 1 and bars > 1 else ""
         out.append([(right(scale, gutter - 1) + " ", "dim"), *row])
     if labelled:
-        word = "end " if facts.over else "now "
-        cursor = None if facts.past is None else facts.now_ns
-        marks = marks_of(facts, axis, room)
-        modes = axis_row(axis, picture, room, look, ranks=process.distributed, word=word, marks=marks, cursor_ns=cursor)
-        out.append([(right(begin, gutter - 1) + " ", "dim"), *modes])
+        out.append(row_below(facts, axis, picture, gutter, room, look))
     return out
 
 
@@ -296,7 +291,7 @@ def _longest(facts: Facts, numbers: Figures) -> list[str]:
     of = "" if one.rank is None else f" of rank {one.rank}"
     phase = WAITING_TEXT if one.phase == INPUT else one.phase
     why = "" if phase is None else f", {duration(one.excess_ns)} more than usual in {phase}"
-    return [f"longest step{of}: {duration(one.wall_ns)} at {clock(one.start_ns).removeprefix('00:')}{why}"]
+    return [f"longest step{of}: {duration(one.wall_ns)} at {short_clock(one.start_ns)}{why}"]
 
 
 def usual(process: Process, numbers: Figures, phase: str) -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from dpmon.record.schema import SECOND
 from dpmon.text.cells import cut, right
-from dpmon.text.quantities import clock, percent
+from dpmon.text.quantities import percent
 from dpmon.ui.facts import Facts
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, merged
-from dpmon.ui.time_axis import axis_of, axis_row, marks_of, pictured, stalls_of
+from dpmon.ui.time_axis import axis_of, pictured, row_below, stalls_of
 
 _LABEL, _SHARE = 9, 7
 _LEAST = 10
@@ -45,12 +44,7 @@ def over_time(facts: Facts, width: int, look: Look) -> list[Row]:
         mean = percent(sum(every) / len(every)) if every else ""
         label: Row = [(mark, "wait"), (right(str(rank), _LABEL - 2) + " ", "wait" if marked else "bold")]
         rows.append([*label, *spans, (right(mean, _SHARE), "bold" if marked else "dim")])
-    begin = right(clock(axis.begin_s * SECOND).removeprefix("00:"), _LABEL - 1) + " "
-    picture = pictured(process, axis, room, stalls_of(facts))
-    word, cursor = "end " if facts.over else "now ", None if facts.past is None else facts.now_ns
-    marks = marks_of(facts, axis, room)
-    line = axis_row(axis, picture, room, look, ranks=process.distributed, word=word, marks=marks, cursor_ns=cursor)
-    return [*rows, [(begin, "dim"), *line]]
+    return [*rows, row_below(facts, axis, pictured(process, axis, room, stalls_of(facts)), _LABEL, room, look)]
 
 
 def _cell(shares: list[float], look: Look) -> tuple[str, str]:

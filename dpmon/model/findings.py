@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 from dpmon.model.finding import OF_RUN, Finding
 from dpmon.model.found_between_ranks import between_ranks
+from dpmon.model.found_in_failures import failed, losses, quiet
 from dpmon.model.found_in_time import (
     between,
     copies,
     data,
     drift,
     evaluation,
-    failed,
-    losses,
-    quiet,
     slower,
     spread,
     stalled,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.model.finding import DATA_SHARE, MIN_STEPS, data_share
-from dpmon.model.found_in_time import LOSS_WORDS
+from dpmon.model.found_in_failures import LOSS_WORDS
 from dpmon.model.pace import Speed, speed
 from dpmon.model.progress import Progress, left_words
 from dpmon.model.stragglers import in_short

@@ -86,17 +86,21 @@ def test_a_cut_is_noticed_and_no_row_is_lost_or_doubled(host: Hosts, reader: Rea
     all_came_once(reader, dpmon)
 
 
+def follows(pid: int, run: str) -> bool:
+    """Return whether a process is the dpmon that prints the rows of a run."""
+    with contextlib.suppress(OSError):
+        words = proc.fact(pid, "cmdline").split(b"\0")
+        return {b"--follow", run.encode()} <= set(words) and words[1].endswith(b"dpmon")
+    return False
+
+
 def test_only_ssh_talks_to_a_network_and_nobody_listens(host: Hosts, reader: Reader, dpmon: Dpmon) -> None:
     more(reader, 20)
     process = reader.links._links[0].process
     assert process is not None
     info = dpmon.info()
     ours = [os.getpid(), *proc.tree(info["supervisor_pid"]), *proc.tree(info["command_pid"])]
-    exporters = [
-        pid
-        for pid in proc.every_process()
-        if b"--follow" in (words := proc.fact(pid, "cmdline").split(b"\0")) and b"dpmon" in words[1]
-    ]
+    exporters = [pid for pid in proc.every_process() if follows(pid, dpmon.last().name)]
     assert exporters
     assert not [socket for pid in (*ours, *exporters) for socket in sockets_of(pid)]
     children = {pid: sockets_of(pid) for pid in proc.tree(process.pid)}

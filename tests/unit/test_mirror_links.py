@@ -168,13 +168,13 @@ def test_one_long_line_of_the_allowed_length_is_passed_on(start: Start) -> None:
 
 
 def test_a_silent_command_is_ended_and_the_others_go_on(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CONNECT_S", 1.0)
+    monkeypatch.setattr(module, "_CONNECT_S", 5.0)
     beats = f"{MARK}; while :; do echo beat; sleep 0.1; done"
     deaf = "trap '' TERM; echo Welcome; while :; do sleep 1; done"
-    links = start(shell(f"{MARK}; echo one; exec sleep 100"), shell(deaf), shell(beats), silent_s=1.0)
+    links = start(shell(f"{MARK}; echo one; exec sleep 100"), shell(deaf), shell(beats), silent_s=5.0)
     reports = until(links, lambda reports: closed(reports, 0) and closed(reports, 1))
-    assert closed(reports, 0) == Closed(0, "it has sent nothing for 1 s", False)
-    assert closed(reports, 1) == Closed(1, "it did not answer within 1 s", False)
+    assert closed(reports, 0) == Closed(0, "it has sent nothing for 5 s", False)
+    assert closed(reports, 1) == Closed(1, "it did not answer within 5 s", False)
     assert closed(reports, 2) is None
     assert lines(until(links, lines)) == [b"beat"]
     wait_for(lambda: links.poll(0.05) is not None and not links._leaving, what="the end of the deaf command")
@@ -275,11 +275,11 @@ def test_a_command_ends_with_our_decision_and_stays_ended(start: Start) -> None:
 
 
 def test_a_command_that_runs_once_needs_no_marker(start: Start) -> None:
-    links = start(shell("echo one; echo two >&2; printf half"), shell("sleep 100"), once=True, silent_s=1.0)
+    links = start(shell("echo one; echo two >&2; printf half"), shell("sleep 100"), once=True, silent_s=5.0)
     reports = until(links, lambda reports: closed(reports, 0) and closed(reports, 1))
     assert lines(reports) == [b"one", b"half"]
     assert closed(reports, 0) == Closed(0, "", True)
-    assert closed(reports, 1) == Closed(1, "it has sent nothing for 1 s", True)
+    assert closed(reports, 1) == Closed(1, "it has sent nothing for 5 s", True)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from dpmon.run.rundir import MAX_STATUS, ExitInfo, RunInfo, count_file, deleted_
 from dpmon.store.answers import event_in
 from dpmon.supervise.start import keep_statuses
 
-COMMIT_S, POLL_S = 0.5, 0.2
+COMMIT_S, POLL_S, REST_S = 0.5, 0.2, 0.1
 MEASURED = 3
 """Questions for the time before the first record; the fastest answer counts."""
 MOST_HELD = 32
@@ -88,7 +88,7 @@ class Mirror:
             if machine.node.state == "ended":
                 self.links.end(machine.node.number, "", for_good=True)
             else:
-                self._turn(machine.node, "connecting", None)
+                machine.node.state, machine.node.why, machine.node.since_ns = "connecting", None, self.now_ns()
 
     def now_ns(self) -> int:
         """The run's time."""
@@ -127,6 +127,8 @@ class Mirror:
         while not (over or self._leave) and self.directory.is_dir():
             for report in self.links.poll(POLL_S):
                 self._take(report)
+            if len(self.machines) > MOST_WHOLE:
+                time.sleep(REST_S)  # else each machine's beat would wake this process
             now = time.monotonic()
             self._requests.look(now)
             self.joint.look()

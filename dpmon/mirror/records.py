@@ -380,7 +380,7 @@ class Records:
                 sketches = renumbered(row[-1], named)
             except HistoryError:
                 continue
-            if self._of_several.get(number):
+            if self._spans_machines(node, number):
                 if width > 1:
                     self._into("tallies", moved)  # its waits are those of the finer ones
                     self._flush("tallies")

@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 from stored import Recording
-from synthetic import SECOND, changed, device_event, host_event
+from synthetic import SECOND, Training, changed, device_event, host_event, with_other
 from test_takeover_sums import eventful
 
 from dpmon.export.new_rows import NewRows
 from dpmon.mirror.receive import Chunk, Receiver
 from dpmon.mirror.records import Records
+from dpmon.model.stragglers import ranks_in, straggler
 from dpmon.record.history_rows import Row
-from dpmon.record.kinds import Event
+from dpmon.record.kinds import Event, Step
 from dpmon.record.schema import EXPOSED, HELD, WAIT
 from dpmon.run.rundir import RunInfo
+from dpmon.store.figures import Window
 from dpmon.store.queries import Store
 from dpmon.store.tables import Door
 from dpmon.store.tally import Key, Tally
@@ -207,4 +209,75 @@ def test_the_figures_are_those_of_the_machines_whatever_is_cut_off(tmp_path: Pat
             also = " AND " if "WHERE" in query else " WHERE "
             assert mirror.query(query + also + who) == own.query(query), query
     assert mirror.damaged is None
+    records.close()
+
+
+def test_the_waits_of_ranks_on_several_machines_are_those_of_all_steps(tmp_path: Path) -> None:
+    """Only some steps are sent, but the mean wait is right, in tallies of all widths and after a restart."""
+    records = Records(tmp_path, info_of(2))
+    machines: list[Machine] = []
+    tails: dict[tuple[int, int], int] = {}
+    written: dict[tuple[int, int], list[Row]] = {}
+    for number in (0, 1):
+        machine = Machine(number, 0)
+        machine.recording = Recording()
+        machines.append(machine)
+        records.nodes[number].state = "connected"
+        for process in (0, 1):
+            rank = 2 * number + process
+            chance = random.Random(rank)
+            training = Training(process=process, rank=rank, step_ns=95_000_000, seed=7)  # ranks step together
+            first, *others = training.begin()
+            ddp = Event("ddp", {"process": process, "rank": rank, "t_s": 2.0, "group": [0, 1, 2, 3]})
+            rows = [changed(first, pid=42 + process, rank=rank, world=4), *others, ddp]
+            for step in range(1, 901):
+                *calls, row = training.step()
+                tails[rank, step] = tail = (30_000_000 if rank != 2 else 0) + chance.randrange(2_000_000)
+                counts = {**row.counts, "synced": 1, "sync_number": step}
+                phases = with_other({**row.phases, "sync": tail}, row.wall_ns)
+                rows += [*calls, row._replace(phases=phases, counts=counts)]
+            written[number, process] = rows
+    for second in range(5, 110, 3):
+        for (number, process), rows in written.items():
+            later = (at for at, row in enumerate(rows) if isinstance(row, Step) and row.start_ns > second * SECOND)
+            until = next(later, len(rows))
+            machines[number].recording.add(rows[:until], process, 2 * number + process)
+            del rows[:until]
+        for machine, node in zip(machines, records.nodes, strict=True):
+            lines, _ = machine.rows.chunk(machine.recording.store(), second, last=second > 105)
+            receiver = Receiver()
+            for line in lines:
+                receiver.take(line.encode(), NOW_NS)
+            chunk = receiver.take(b'{"beat": 1}', NOW_NS)
+            assert isinstance(chunk, Chunk)
+            beat = {"offset": machine.rows.offset, "tallied_s": machine.rows.tallied_s}
+            records.write([(node, chunk._replace(beat=beat))])
+        if second == 50:
+            records.close()
+            records = Records(tmp_path, info_of(2))
+            for machine, node in zip(machines, records.nodes, strict=True):
+                node.state = "connected"
+                machine.rows = machine.connected(node.received, node.tallied_s)
+    mirror = store_of_mirror(records)
+    ranks = {ring.rank: ring.process for ring in mirror.rings.values() if ring.rank is not None}
+    sampled = {
+        rank: mirror.query(f"SELECT count(wait_ns) FROM steps WHERE process = {ranks[rank]}")[0][0] for rank in ranks
+    }
+    for rank, process in ranks.items():
+        waits = [tails[rank, step] - min(tails[other, step] for other in ranks) for step in range(1, 901)]
+        whole = Tally()
+        for key, tally in mirror.tallies(process=process).items():
+            assert key.process == process
+            whole.merge(tally)
+        wait = whole.stat(WAIT)
+        assert 50 < wait.count <= sampled[rank] <= 900 / 4
+        assert whole.steps == 900
+        assert wait.mean == pytest.approx(sum(waits) / len(waits), abs=1_000_000)
+        assert whole.stat(EXPOSED).count == wait.count
+    found = straggler(ranks_in(Window(mirror), {process: rank for rank, process in ranks.items()}, {}))
+    assert found is not None
+    assert found.rank == 2
+    assert found.excess_ns == pytest.approx(30e6, rel=0.05)
+    wide = mirror.query("SELECT count(*) FROM tallies WHERE width = 60")[0][0]
+    assert wide >= 4
     records.close()

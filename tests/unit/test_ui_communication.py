@@ -71,6 +71,14 @@ def test_no_rank_is_named_if_all_are_equal() -> None:
     assert "others wait" not in plain(status(facts, 120, 2, LOOK)[1])
 
 
+def test_nothing_is_said_of_slow_ranks_before_enough_waits_are_known() -> None:
+    facts = facts_of(4)
+    ranks = tuple(one._replace(joined=5) for one in facts.state.communication.ranks)
+    facts = replace(facts, state=replace(facts.state, communication=replace(facts.state.communication, ranks=ranks)))
+    said = texts(panel_ranks.table(facts, 76, 12, LOOK))
+    assert said[-1] == "a slow rank is named after 20 steps with known waits: 5 so far"
+
+
 STALL = "rank 1 in checkpoint (train.py:12); ranks 0, 2 wait in backward (train.py:90)"
 
 

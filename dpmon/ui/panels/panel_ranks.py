@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dpmon.cleaning import clean
 from dpmon.model.communication import Communication
 from dpmon.model.state import CallTrack, Process
-from dpmon.model.stragglers import RankTimes, Straggler, in_short, sentence
+from dpmon.model.stragglers import MIN_STEPS, RankTimes, Straggler, in_short, sentence
 from dpmon.record.names import on_node
 from dpmon.text.cells import right, span_width
 from dpmon.text.quantities import UNKNOWN, count_of, duration, group
@@ -164,6 +164,8 @@ def _notes(facts: Facts, found: Communication, width: int, room: int, ranks: int
         whole = lines(sentence(slow, lately=True), width, "wait")
         fits = len(whole) + ranks <= room
         rows += whole if fits else lines(in_short(slow), width, "wait", max(most, 1), look.glyphs.more)
+    elif found.joined < MIN_STEPS:
+        rows += lines(f"a slow rank is named after {MIN_STEPS} steps with known waits: {found.joined} so far", width)
     else:
         rows += lines(f"no rank holds the others up (last {count_of(found.joined, 'step')})", width)
     for note in found.other_waits():

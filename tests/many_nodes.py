@@ -102,9 +102,9 @@ class ManyNodes:
         for rank in range(self.ranks):
             kind, place = self.rows_of(rank), (self._ring(rank), rank, rank)
             self._db.execute(
-                "INSERT INTO rings (name, process, rank, pid, position, sequence, missed, calls, steps, first_id,"
-                " pending, ended, open_calls, node, last_id) VALUES (?, ?, ?, 4242, 0, 0, 0, 1, 1, ?, '', 0, 0, ?, ?)",
-                (*place, self._id, rank // self.each, self._id),
+                "INSERT INTO rings (name, process, rank, pid, position, sequence, missed, calls, steps, pending, ended,"
+                " open_calls, node) VALUES (?, ?, ?, 4242, 0, 0, 0, 1, 1, '', 0, 0, ?)",
+                (*place, rank // self.each),
             )
             self._db.execute("INSERT INTO keys VALUES (?, ?, ?, ?)", (rank, *kind.key))
             defined = [(rank, number, json.dumps(value)) for number, value in kind.definitions.items()]
@@ -152,10 +152,10 @@ class ManyNodes:
             of_call = dict(zip(CALL_COLUMNS, (call, rank, *kind.call[2:]), strict=True))
             of_call |= {"step": ahead["step"], "call": ahead["step"], "start_ns": kind.call[6] + shift * SECOND}
             calls.append(tuple(of_call.values()))
-            rings.append((step, ahead["step"], self._ring(rank)))
+            rings.append((call, step, ahead["step"], self._ring(rank)))
         for table, rows in (("steps", steps), ("calls", calls)):
             many(f"INSERT INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows) if rows else None
-        many("UPDATE rings SET last_id = ?, last_step = ? WHERE name = ?", rings)
+        many("UPDATE rings SET first_id = ifnull(first_id, ?), last_id = ?, last_step = ? WHERE name = ?", rings)
         self._tallies(1, at_s, there)
         for width in _WIDER:
             if (at_s + 1) % width == 0:

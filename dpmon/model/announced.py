@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dpmon.model.communication import Wrapper
 from dpmon.model.state import ModeChange, PauseChange, Process, ProcessFacts, Refusal, StallSeen, WarningText
+from dpmon.model.stragglers import Group
 from dpmon.record.fields import RECORDS
 from dpmon.record.names import MODES
 from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
@@ -271,12 +272,13 @@ def wrapper(data: Mapping[str, object]) -> Wrapper | None:
     )
 
 
-def _group(data: Mapping[str, object]) -> tuple[int, ...] | None:
+def _group(data: Mapping[str, object]) -> Group | None:
     """The process group of a wrapper; None if it is unknown or invalid."""
     listed, rank = data.get("group"), whole_in(data, "rank")
     if not isinstance(listed, list) or any(type(one) is not int for one in listed) or rank not in listed:
         return None
-    return tuple(sorted(listed))
+    ranks, every = tuple(sorted(listed)), range(len(listed))
+    return every if ranks == tuple(every) else ranks
 
 
 def _ms_in(data: Mapping[str, object], key: str) -> float | None:

@@ -9,7 +9,7 @@ from itertools import groupby
 from statistics import fmean
 from typing import NamedTuple
 
-from dpmon.model.stragglers import RankTimes, Straggler, straggler
+from dpmon.model.stragglers import Group, RankTimes, Straggler, straggler
 from dpmon.store.answers import Communicated
 from dpmon.text.quantities import count_of, duration, group, memory, percent, three
 
@@ -52,7 +52,7 @@ class Wrapper(NamedTuple):
     """The part of that time in which the backward pass still computed."""
     no_sync_times: str | None = None
     """Why its synchronised passes have no times."""
-    group: tuple[int, ...] | None = None
+    group: Group | None = None
     """The ranks that average their gradients, in order."""
     all_used: int = 0
     """Number of recorded iterations in which all parameters were used; 0 if one was unused in any, or if it is unknown.
@@ -214,10 +214,10 @@ def communication(
     return Communication(tuple(times), tuple(own), _torch_times(wrappers), lately, missing, collectives, sampled_of)
 
 
-def _groups_of(ranks: Iterable[int], wrappers: Sequence[Wrapper]) -> Mapping[int, tuple[int, ...] | None]:
+def _groups_of(ranks: Iterable[int], wrappers: Sequence[Wrapper]) -> Mapping[int, Group | None]:
     """The process group of each rank: of its newest process, or else one that lists it; None if there are several."""
-    own: dict[int | None, dict[tuple[int, ...], int]] = {}
-    listed: dict[tuple[int, ...], int] = {}
+    own: dict[int | None, dict[Group, int]] = {}
+    listed: dict[Group, int] = {}
     for one in wrappers:
         if one.group is not None:
             for newest in (own.setdefault(one.rank, {}), listed):

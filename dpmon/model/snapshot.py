@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from heapq import nsmallest
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.announced import Announced
@@ -24,7 +25,7 @@ from dpmon.model.progress import NO_STEP, OTHER_RANK, OVER, progress_of
 from dpmon.model.rank_figures import RANKS_A_SECOND, RankTimesReader, rank_figures
 from dpmon.model.rank_waits import RankWaitReader
 from dpmon.model.slow_steps import SlowStepReader, SlowSteps
-from dpmon.model.state import NO_STEPS, Process, ProcessFacts, Recent, State, Wanted, WarningText
+from dpmon.model.state import MAPPED, NO_STEPS, Process, ProcessFacts, Recent, State, Wanted, WarningText
 from dpmon.model.stragglers import RankTimes
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
 from dpmon.record.schema import SECOND, SETTLING, STEP
@@ -110,21 +111,23 @@ class Snapshots:
         focus = state.focus
         if focus is None:
             return state
-        others = _other_processes(state, focus, wanted)
         ranks = [one for one in state.training if one.rank is not None and one.process != focus.process]
         found = self._with_figures(rows, focus, ranks if focus.rank is not None else [], wanted, events)
+        times = self._times.read(rows, found, ranks) if ranks else ()
+        slowest = _slowest(times, wanted)
+        others = [one for one in ranks if one.process in slowest] or _other_processes(state, focus, wanted)
         state = replace(state, losses=_losses(rows, found, wanted), unfit=next(iter(rows.unfit_losses()), None))
         shown = {process.process: process for process in (found, *(_called(rows, process) for process in others))}
-        if others:
+        if others and not slowest:
             shown.update({process.process: process for process in rank_figures(rows, shown.values())})
         state = replace(state, processes={**state.processes, **shown})
         if wanted.slowest:
-            slowest = slow_steps_of(rows, state, wanted.span_s, wanted.slowest, events.inputs, self._slowest)
-            state = replace(state, slowest=slowest)
+            longest = slow_steps_of(rows, state, wanted.span_s, wanted.slowest, events.inputs, self._slowest)
+            state = replace(state, slowest=longest)
         there = {process.process for process in state.training}
         wrappers = [one for one in events.wrappers if one.process in there]
         if ranks:
-            state = with_ranks(rows, state, found, ranks, wrappers, self._times.read(rows, found, ranks))
+            state = with_ranks(rows, state, found, ranks, wrappers, times)
             return self._with_waits(rows, state, found, wanted) if wanted.waits else state
         return replace(state, communication=communication((), wrappers, lately=True))
 
@@ -276,6 +279,14 @@ def processes_in(rows: Store, events: Announced, ended: frozenset[int], node: in
         known[number] = events.in_force(process, mode)
     newest_ns = max((process.seen_ns for process in known.values()), default=-1)
     return State(processes=known, nodes=() if node is not None else nodes, newest_ns=newest_ns, ended=ended)
+
+
+def _slowest(times: Sequence[RankTimes], wanted: Wanted) -> set[int]:
+    """The processes of the ranks that wait least, if a picture shows only these; else none."""
+    known = [one for one in times if one.wait_ns is not None]
+    if wanted.worst == 0 or wanted.waits or len(known) <= MAPPED:
+        return set()
+    return {one.process for one in nsmallest(wanted.worst, known, key=lambda one: one.wait_ns or 0.0)}
 
 
 def _other_processes(state: State, focus: Process, wanted: Wanted) -> list[Process]:

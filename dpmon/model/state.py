@@ -30,6 +30,8 @@ from dpmon.store.tally import Tally
 
 MOST_RANKS = 64
 """Most ranks in a picture without scrolling."""
+MAPPED, WORST = 16, 10
+"""More ranks than the first are drawn as a map; below it are this many that wait least."""
 PHASES = tuple(phase.shown for phase in SCHEMA)
 """Shown phases of a step: `forward` is the part outside the phases of its calls."""
 NO_STEPS = figures("", False, Tally(), None)
@@ -51,6 +53,8 @@ class Wanted(NamedTuple):
     """The process whose figures the user wants to see; None for the one that represents the run."""
     slowest: int = 0
     """Number of the longest steps in the picture."""
+    worst: int = 0
+    """Of many ranks, the number of the slowest ones that are visible; 0: as of few ranks."""
     node: int | None = None
     """The number of the only node in the picture; None for all."""
     waits: bool = False

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.names import on_node, rank_name
 from dpmon.record.schema import EXPOSED, HELD, STEP, STEP_PHASES, WAIT, device_series
+from dpmon.store.answers import RankSums
 from dpmon.store.tally import Tally
 from dpmon.text.quantities import duration, group, percent
 
 if TYPE_CHECKING:
     from dpmon.store.figures import Window
 
+Group = tuple[int, ...] | range
+"""The ranks of a process group, in order; a range if they are the first ones of the run, as of a thousand ranks."""
 LEAST_SHARE = 0.05
 """Smallest excess to report, as a part of a step. Similar tools use 10 %. But a rank that is slower by 10 % also makes
 the step longer, so its excess is less than 10 % of that step."""
@@ -30,6 +33,8 @@ ALIKE_SHARE = 0.2
 MIN_STEPS = 20
 SERIES = (STEP, *STEP_PHASES, *map(device_series, STEP_PHASES), EXPOSED, WAIT, HELD)
 """Series that `rank_times` reads."""
+_DEVICE = {phase: device_series(phase) for phase in STEP_PHASES}
+_NONE = (0, 0)
 _SIGMAS = 4.0
 """Standard deviations by which ranks must be the slowest more often than by chance."""
 _SYNC, _FORWARD = "sync", "forward"
@@ -60,7 +65,7 @@ class RankTimes(NamedTuple):
     """Backward passes that averaged nothing (no_sync)."""
     optimized: int = 0
     """Steps in which an optimizer stepped."""
-    group: tuple[int, ...] | None = None
+    group: Group | None = None
     """The ranks with which it averages its gradients; None if unknown."""
     waits_in_forward: bool = False
     """Whether its model makes ranks wait for each other in the forward, too."""
@@ -117,32 +122,41 @@ class Straggler(NamedTuple):
         return f"ranks {', '.join(words[:-1])} and {words[-1]}{on_node(nodes[0]) if together else ''}"
 
 
-def rank_times(process: int, rank: int, tally: Tally, node: str | None = None) -> RankTimes:
-    """The mean times of a rank, from the tally of its training steps."""
-    steps = max(tally.steps, 1)
-    totals = {name: tally.stat(name) for name in STEP_PHASES}
-    wait = tally.stat(WAIT)
-    averaged = totals[_SYNC].count / steps
+def rank_times(process: int, rank: int, sums: RankSums, node: str | None = None) -> RankTimes:
+    """The mean times of a rank, from the sums of its training steps."""
+    steps, series = max(sums.steps, 1), sums.series
+    ran = {name: series[name] for name in STEP_PHASES if series.get(name, _NONE)[0]}
+    averaged = series.get(_SYNC, _NONE)[0] / steps
 
-    def mean(series: str) -> float | None:
-        found = tally.stat(series).mean
-        return None if found is None else found * averaged
+    def mean(name: str, times: float = 1.0) -> float | None:
+        count, total = series.get(name, _NONE)
+        return total / count * times if count else None
 
+    phases = {}
+    for name, (count, total) in ran.items():
+        timed, on_device = series.get(_DEVICE[name], _NONE)
+        phases[name] = (on_device / timed if timed else total / count) * count / steps
     return RankTimes(
         process,
         rank,
-        tally.steps,
-        tally.stat(STEP).mean,
-        {name: _mean(tally, name) * stat.count / steps for name, stat in totals.items() if stat.count},
-        wait.count,
-        mean(EXPOSED),
-        mean(WAIT),
-        tally.stat(HELD).count,
-        tally.sum("synced").total,
-        tally.sum("unsynced").total,
-        totals["optimizer"].count,
+        sums.steps,
+        mean(STEP),
+        phases,
+        series.get(WAIT, _NONE)[0],
+        mean(EXPOSED, averaged),
+        mean(WAIT, averaged),
+        series.get(HELD, _NONE)[0],
+        sums.synced,
+        sums.unsynced,
+        series.get("optimizer", _NONE)[0],
         node=node,
     )
+
+
+def sums_of(tally: Tally) -> RankSums:
+    """The sums in a tally that `rank_times` needs."""
+    series = {name: (stat.count, stat.total) for name, stat in tally.stats.items() if stat.count}
+    return RankSums(tally.steps, tally.sum("synced").total, tally.sum("unsynced").total, series)
 
 
 def ranks_in(
@@ -163,14 +177,9 @@ def ranks_in(
                     whole.merge(window.tally(mode, process=process, settled=True))
             found[rank] = process, whole
     return tuple(
-        rank_times(process, rank, tally, nodes.get(process)) for rank, (process, tally) in sorted(found.items())
+        rank_times(process, rank, sums_of(tally), nodes.get(process))
+        for rank, (process, tally) in sorted(found.items())
     )
-
-
-def _mean(tally: Tally, phase: str) -> float:
-    """The mean time of a phase in the steps in which it ran; device time if known."""
-    on_device = tally.stat(device_series(phase)).mean
-    return (tally.stat(phase).mean or 0.0) if on_device is None else on_device
 
 
 def straggler(ranks: Sequence[RankTimes]) -> Straggler | None:
@@ -178,7 +187,7 @@ def straggler(ranks: Sequence[RankTimes]) -> Straggler | None:
 
     If there are several process groups, only the slow ranks of the group that waits longest.
     """
-    groups: dict[tuple[int, ...] | None, list[RankTimes]] = {}
+    groups: dict[Group | None, list[RankTimes]] = {}
     for one in ranks:
         if one.joined >= MIN_STEPS and one.wait_ns is not None and one.step_ns:
             groups.setdefault(one.group, []).append(one)

@@ -91,6 +91,11 @@ class Steps(Sums):
         return found
 
     @property
+    def mirrored(self) -> bool:
+        """Whether a mirror writes this history (dpmon.mirror)."""
+        return any(ring.node is not None for ring in self._rings.values())
+
+    @property
     def until_s(self) -> int | None:
         """The first unfinished second as of this time; None as of now."""
         return None if self.until_ns == LAST_NS else self.until_ns // SECOND

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dpmon.cleaning import clean
 from dpmon.model.active_processes import ended_of
-from dpmon.model.state import MOST_RANKS, State, Wanted, toggle_refusal
+from dpmon.model.state import MOST_RANKS, WORST, State, Wanted, toggle_refusal
 from dpmon.run.notes import traceback_line
 from dpmon.run.reader import NO_TRAINING, PauseState, RunReader
 from dpmon.ui.facts import Facts, Past, Toggle, View, all_finished
@@ -33,14 +33,15 @@ OpenStore = Callable[[], "AbstractContextManager[Store]"]
 _GRACE_NS = 3_000_000_000
 """Nanoseconds to wait for the exit record of a command that is gone; then its status is shown as unknown."""
 _SLOW_S, _RESTS = 0.1, 10
-"""After a read that took over `_SLOW_S` s, the next one waits `_RESTS` times as long, so that keys are answered."""
+"""After a read that took over `_SLOW_S` s, the next one waits at least as long, and `_RESTS` times its processor time,
+so that keys are answered."""
 _STRIDE = 4
 """Ranks read beyond the visible ones, so that the user can scroll before more are read."""
 _SLOWEST = 8
 """Number of the longest steps that a picture can show."""
 FROZEN_RANKS = 2 * MOST_RANKS
 """Ranks that are read for a frozen picture: the user can zoom and scroll it without a new read."""
-_FROZEN = Wanted(ranks=FROZEN_RANKS, slowest=_SLOWEST)
+_FROZEN = Wanted(ranks=FROZEN_RANKS, slowest=_SLOWEST, worst=WORST)
 
 
 class Feed:
@@ -67,7 +68,7 @@ class Feed:
         self._open_given = open_store
         self._clock = clock
         self._reader: RunReader | None = None
-        self._wanted = Wanted(slowest=_SLOWEST)
+        self._wanted = Wanted(slowest=_SLOWEST, worst=WORST)
         self.ended: ExitInfo | None = None
         """How the run ended; None while it runs or while its end is unknown."""
         self._last_line: str | None = None
@@ -145,14 +146,15 @@ class Feed:
     def _look(self) -> None:
         """Read the state if anything is new; keep the old one if reading fails."""
         wanted = self._wanted._replace(over=self.over, ranks=self._ranks)
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.thread_time()
         if wanted == self._wanted and (began < self._rests_until or not self._is_new()):
             return
         self._wanted = wanted
         self.state = self._taken(self._snapshots, self._wanted, self._position_ns()) or self.state
         self._reads = False
-        took = time.perf_counter() - began
-        self._rests_until = began + (_RESTS * took if took > _SLOW_S else 0.0)
+        ended = time.perf_counter()
+        took, used = ended - began, time.thread_time() - used
+        self._rests_until = ended + (max(_RESTS * used, took) if took > _SLOW_S else 0.0)
 
     def _is_new(self) -> bool:
         """Whether there may be something new: a record was written, or a process ended."""

@@ -1,9 +1,11 @@
 """The cost of the screen and its response times, with generated records, in a real terminal (a pty) of 120x40.
 
-    python tests/benchmarks/bench_screen.py [--seconds 20] [--rounds 20] [--only cost,quiet,keys,memory,attach]
+    python tests/benchmarks/bench_screen.py [--seconds 20] [--rounds 20] [--only cost,nodes,quiet,keys,memory,attach]
 
 cost: 8 GPUs, 8 replicas, 100 steps a second: share of a core and bytes to the terminal, at 1 and 2 pictures a second,
 the first one twice; and 64 and 256 ranks, of which one is slow, at 10 and 4 steps a second
+nodes: 1,000 ranks on 125 nodes, one rollup a second, as a mirror writes them: share of a core and bytes, after 40 s and
+after as long again; and when another rank becomes the slowest: from its first record to its name on the screen
 quiet: the same run after its end: bytes to the terminal when nothing changes
 keys: 5,000 records and 1,000 lines of output a second: from a key to its answer on the terminal; `esc` apart, since it
 may be the beginning of another key's sequence, which is waited for
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import random
@@ -43,12 +46,15 @@ import pytest
 from bench_store import Live
 from joined import EXPOSED_MS, MS, USUAL, begun, joined_steps, ranks_of
 from kept import live
+from many_nodes import ManyNodes
 from rowring import RowRing, use_row_rings
 from synthetic import Training, device_event, host_event
 from yardstick import Yardstick, peak_mib, processor_s
 
 from dpmon.run import proc
 from dpmon.run.condition import exit_info
+from dpmon.run.files import write_whole
+from dpmon.run.mirrored import STATE_FILE
 from dpmon.run.rundir import save
 from dpmon.store.drain import Drain
 
@@ -213,6 +219,72 @@ def cost(seconds: float) -> None:
         )
 
 
+class Mirrored:
+    """A mirror's run, written by this process."""
+
+    def __init__(self, directory: Path, nodes: int) -> None:
+        own = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
+        self.directory, names = directory, tuple(f"gpu-{number}" for number in range(nodes))
+        self.info = live(directory, nodes=names, **own)
+        self.run = ManyNodes(nodes, slow=11, directory=directory)
+        self.over = threading.Event()
+        self.next = 11
+        """The rank that is slow from the next second on."""
+        self.slow_since = 0.0
+        """When the first record of a slow rank was written."""
+        self.thread = threading.Thread(target=self._write)
+
+    def _write(self) -> None:
+        for second in range(1 << 20):
+            due = self.info.start_ns / 1e9 + second + 1
+            if self.over.wait(max(due - time.monotonic(), 0)):
+                return
+            fresh, self.run.slow = self.run.slow != self.next, self.next
+            self.run.second(second)
+            self.slow_since = time.monotonic() if fresh else self.slow_since
+            doing = {str(rank): ["backward", second * 10**9] for rank in range(self.run.ranks)}
+            write_whole(
+                self.directory / STATE_FILE, json.dumps({"doing": doing, "connected": [*range(self.run.nodes)]})
+            )
+
+
+def nodes(seconds: float) -> None:
+    """Processor, bytes and delay with many nodes."""
+    yardstick = Yardstick()
+    with tempfile.TemporaryDirectory() as place:
+        mirrored = Mirrored(Path(place), 125)
+        mirrored.thread.start()
+        shown = Shown(Path(place), 1.0)
+        try:
+            shown.until(b"125 nodes")
+            for warm in (40.0, seconds):
+                shown.pump(warm)
+                used, written = processor_s(shown.process.pid), len(shown.seen)
+                yardstick.since()
+                shown.pump(seconds)
+                used, written = processor_s(shown.process.pid) - used, len(shown.seen) - written
+                percent, slow = used / seconds * 100, yardstick.since()
+                peak, per_s = peak_mib(shown.process.pid), written / seconds / 1000
+                print(
+                    f"1,000 ranks: {percent:.2f} % of a core as measured, {percent / slow:.2f} scaled (1/{slow:.1f}),"
+                    f" budget 2; {per_s:.2f} kB/s, budget 5; {peak:.0f} MiB at most",
+                    flush=True,
+                )
+            delays = []
+            for rank in (507, 950, 123):
+                shown.pump(3)
+                start, mirrored.slow_since, mirrored.next = len(shown.seen), 0.0, rank
+                while not mirrored.slow_since:
+                    shown.pump(0.01)
+                shown.until(str(rank).encode(), start)
+                delays.append(time.monotonic() - mirrored.slow_since)
+            print(f"another rank is the slowest: shown after {', '.join(f'{one:.1f}' for one in delays)} s, budget 2")
+        finally:
+            mirrored.over.set()
+            mirrored.thread.join()
+            shown.close()
+
+
 def quiet(seconds: float) -> None:
     """Bytes when nothing changes."""
     with screen(1.0) as (run, shown):
@@ -289,12 +361,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", default="cost,quiet,keys,memory,attach")
+    parser.add_argument("--only", default="cost,nodes,quiet,keys,memory,attach")
     options = parser.parse_args()
     print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
     print(Yardstick().state(), flush=True)
     takes: dict[str, Callable[[], None]] = {
         "cost": lambda: cost(options.seconds),
+        "nodes": lambda: nodes(options.seconds),
         "quiet": lambda: quiet(options.seconds),
         "keys": lambda: keys(options.rounds),
         "memory": memory,

@@ -19,6 +19,8 @@ from test_json_documented import documented
 
 from dpmon.cli.main import main
 from dpmon.model.nodes import NodeFacts, Trouble
+from dpmon.model.snapshot import Snapshots
+from dpmon.model.state import Wanted
 from dpmon.model.stragglers import sentence
 from dpmon.run.runs import create_run
 from dpmon.ui.facts import Facts, View
@@ -200,3 +202,17 @@ async def test_a_rank_is_found_and_its_node_shown_alone_and_all_again(tmp_path: 
         await on.shows("3 Batch · rank 11 (gpu-1)")
         await on.press("slash", *"gpu-9", "enter")
         await on.shows("there is no rank or node gpu-9")
+
+
+def test_what_is_kept_between_pictures_is_what_a_first_picture_reads() -> None:
+    run = ManyNodes(3, slow=11).run(0, 30)
+    for second in range(30, 50):
+        if second == 35:
+            run.silent = {2}
+        if second == 42:  # it comes back, with all that it has missed
+            run.silent = {0, 1}
+            run.run(35, 42)
+            run.silent = set()
+        run.second(second)
+        kept, first = run.state(), Snapshots().take(run.store(), Wanted())
+        assert kept.ranks == first.ranks

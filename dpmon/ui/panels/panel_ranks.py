@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.model.communication import Communication
-from dpmon.model.state import CallTrack, Process
+from dpmon.model.state import MAPPED, WORST, CallTrack, Process
 from dpmon.model.stragglers import MIN_STEPS, RankTimes, Straggler, in_short, sentence
 from dpmon.record.names import on_node
 from dpmon.text.cells import right, span_width
@@ -24,9 +24,6 @@ from dpmon.ui.panels.rank_map import rank_map
 from dpmon.ui.panels.ranks_over_time import over_time
 from dpmon.ui.rows import Row, TableColumn, lines, table_rows, width_of
 
-MAPPED = 16
-"""More ranks than this are drawn as a map."""
-WORST = 10
 _LABEL = 6
 """Cells of the mark and the rank."""
 _LEAST_BAR, _MOST_BAR = 6, 24

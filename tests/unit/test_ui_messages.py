@@ -193,7 +193,7 @@ def test_a_panel_has_one_name() -> None:
         shown = replace(facts, view=View("progress", "progress")) if name == NAMES["progress"] else facts
         assert any(name in row for row in screen(shown, 120, 40))
     assert "4 dp against single" in "\n".join(screen(facts)), "folded, too"
-    assert not any("compare" in command.description for command in COMMANDS)
+    assert not any("panel compare" in command.description for command in COMMANDS)
 
 
 # ------------------------------------------------------------------------------------------------ panel 4

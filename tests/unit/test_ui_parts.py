@@ -38,7 +38,7 @@ def test_the_footer_offers_only_what_works() -> None:
     said = f"d → single space freeze 1-6 panel enter zoom i input w why {view} x stop"
     assert " ".join(plain(footer(facts, 200, LOOK)[0]).split()) == said + " t theme + - refresh : list ? help q leave"
     nothing = replace(facts, can_toggle=False, can_type=False, ended=exit_of(0, None, 1))
-    said = f"1-6 panel enter zoom {view} t theme + - refresh : list ? help q close"
+    said = f"1-6 panel enter zoom {view} C compare t theme + - refresh : list ? help q close"
     assert " ".join(plain(footer(nothing, 200, LOOK)[0]).split()) == said
 
 

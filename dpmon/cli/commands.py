@@ -184,14 +184,15 @@ def ls(options: argparse.Namespace) -> int:
         written(text, None)
         return 0
     unreadable: list[str] = []
-    runs = [_describe(directory, info) for directory, info in list_runs(unreadable)]
+    listed = list_runs(unreadable)
     if unreadable:
         more = f" (and {len(unreadable) - 1:,} more)" if len(unreadable) > 1 else ""
         speak(f"not listed: {unreadable[0]}{more}")
     if options.json:
-        for run in runs:
-            print(json_text(run._asdict()))
+        for directory, info in listed:
+            print(json_text(_describe(directory, info)._asdict()), flush=True)  # a reader may not wait for all
         return 0
+    runs = [_describe(directory, info) for directory, info in listed]
     print_table([HEAD, *(run.row() for run in runs)], [[], *(run.below() for run in runs)])
     return 0
 
@@ -233,6 +234,8 @@ class ListedRun(NamedTuple):
     """What is equal in the runs of one job on several machines: `by` and `id`."""
     node: int | None
     """The number of this machine in the job."""
+    machines: list[str]
+    """The machines that a mirror reads; empty for a run of this machine."""
     command: list[str]
     directory: str
 
@@ -297,6 +300,7 @@ def _describe(directory: Path, info: RunInfo) -> ListedRun:
         standing,
         job,
         node,
+        list(info.nodes),
         [*([] if info.python is None else [info.script]), *info.arguments],
         str(directory),
     )

@@ -83,7 +83,8 @@ def runs_of(asked: Sequence[Machine]) -> tuple[list[RunThere], dict[str, str]]:
     for machine, (lines, trouble) in zip(found, answers, strict=True):
         runs = [run for run in map(_read, lines) if run is not None]
         for run in runs:
-            listed.setdefault(run.id, []).append(RunThere(machine, run))
+            if not run.machines:  # a mirror there has nothing of its own
+                listed.setdefault(run.id, []).append(RunThere(machine, run))
         if trouble or (lines and not runs):
             last = clean(lines[-1].decode("utf-8", "replace"), 200) if lines else ""
             why[machine.name] = trouble or f"it lists no run that this dpmon can read, but prints: {last}"
@@ -108,7 +109,7 @@ def _read(line: bytes) -> ListedRun | None:
         if not isinstance(values.get(name), _TYPES[declared.__forward_arg__]):  # type: ignore[arg-type]
             return None
     run = ListedRun(**values)  # type: ignore[arg-type]  # checked just now
-    texts = (*run.command, *(run.job or {}).values())
+    texts = (*run.command, *run.machines, *(run.job or {}).values())
     if not ID.fullmatch(run.id) or not all(isinstance(text, str) for text in texts):
         return None
     return run._replace(state=clean(run.state, 20), job=run.job and {key: clean(run.job[key], 200) for key in run.job})

@@ -118,7 +118,10 @@ def test_every_field_of_a_report_is_described(objects: list[dict[str, Any]]) -> 
 
 def test_every_field_of_a_listed_run_is_described(state: Path) -> None:
     directory = keep({0: [*Training().begin(), *Training().run(3)]})
-    check("dpmon ls --json", _describe(directory, load_info(directory))._asdict())
+    info = load_info(directory)
+    check(
+        "dpmon ls --json", *(_describe(directory, each)._asdict() for each in (info, replace(info, nodes=("gpu-1",))))
+    )
 
 
 def test_every_way_to_end_is_described_for_a_listed_run(state: Path) -> None:

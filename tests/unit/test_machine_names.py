@@ -236,6 +236,7 @@ def there(machine: str, number: int, job: dict[str, str] | None = JOB, **more: A
         "started_unix": float(number),
         "seconds": 1.0,
         "command": [],
+        "machines": [],
         "job": job,
     }
     return RunThere(Machine(machine, ()), ListedRun(**{**values, **more}))
@@ -315,6 +316,19 @@ def test_a_run_that_machines_with_a_common_home_list_is_one(
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len({one["id"] for one in found}) == len(found) == 2
     assert {one["machine"] for one in found} == {"a", "b"}
+
+
+def test_a_mirror_on_one_of_the_machines_is_no_run_of_the_job(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("a")
+    mirror = run("a")
+    info = json.loads((mirror / "run.json").read_text())
+    (mirror / "run.json").write_text(json.dumps({**info, "nodes": ["a", "b"]}))
+    assert main(["ls", "--json", "--host", "a", "--via", way(tmp_path, 'exec "$@"')]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["machines"] for one in found] == [[]]
+    assert found[0]["id"] != mirror.name
 
 
 def test_what_a_machine_lists_is_checked(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,8 @@ from dpmon.text.quantities import count_of
 
 _OVER = ("lost", "elsewhere")
 _JOB_CELLS = 24
+_STAMP, _DIGITS = 16, 5
+"""Length of the time before the name in a run's id, and of the digits after it."""
 _JOB_S, _ASK_AGAIN_S = 60.0, 5.0
 """Longest wait until the ranks of a job that starts have said which job it is, and the time between two questions."""
 _START_S = 5.0
@@ -52,6 +54,11 @@ class RunThere(NamedTuple):
     def job(self) -> str:
         """The job of the run, equal on all its machines; empty while it is unknown."""
         return "" if self.run.job is None else f"{self.run.job.get('by')} {self.run.job.get('id')}"
+
+    @property
+    def name(self) -> str:
+        """The name of the run without its digits, from its id: a checked text."""
+        return self.run.id[_STAMP:-_DIGITS]
 
     @property
     def goes_on(self) -> bool:
@@ -135,6 +142,8 @@ def chosen(runs: Sequence[RunThere], what: str | None, slurm: str | None = None)
     groups = by_job(runs)
     if slurm is not None:
         groups = [group for group in groups if f"{group[0].job}.".startswith(f"slurm {slurm.partition('.')[0]}.")]
+        if not groups and any(there.goes_on and not there.job for there in runs):
+            return []
     if what is not None:
         groups = [group for group in groups if any(_is(there, what) for there in group)]
         if groups and not groups[-1][0].job:
@@ -160,7 +169,7 @@ def _last_start(runs: Sequence[RunThere]) -> list[RunThere]:
 
 def _is(there: RunThere, what: str) -> bool:
     run = there.run
-    return what in (run.id, run.name, run.name.rpartition("-")[0], there.job, there.job.partition(" ")[2])
+    return what in (run.id, run.name, there.name, there.job, there.job.partition(" ")[2])
 
 
 def attach(options: argparse.Namespace) -> int:
@@ -201,7 +210,7 @@ def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> Path:
         for number, there in enumerate(same, 1)
     ]
     age_s = max(there.run.seconds for there in chosen_runs)
-    return mirror_of(chosen_runs[0].run.name.rpartition("-")[0], ways, max(age_s, 0.0))
+    return mirror_of(chosen_runs[0].name, ways, max(age_s, 0.0))
 
 
 def ls(options: argparse.Namespace) -> int:

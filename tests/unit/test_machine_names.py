@@ -282,8 +282,9 @@ def test_live_runs_of_unknown_jobs_are_not_mixed() -> None:
     assert chosen(runs, None) == []
     with pytest.raises(RunError, match="no machine has a run other"):
         chosen(runs, "other")
+    assert chosen(runs, None, "7") == []
     with pytest.raises(RunError, match="no machine has a run of job 7"):
-        chosen(runs, None, "7")
+        chosen([there("a", 1)], None, "7")
 
 
 def test_a_job_that_starts_is_waited_for_but_not_for_ever(
@@ -291,6 +292,7 @@ def test_a_job_that_starts_is_waited_for_but_not_for_ever(
 ) -> None:
     starts, trains = [there("a", 1, None), there("b", 2, None)], [there("a", 1), there("b", 2)]
     monkeypatch.setattr(module, "_ASK_AGAIN_S", 0.0)
+    trains[0] = there("a", 1, name="../../etc/x")  # a machine may say anything
     answers = iter([starts, starts, trains])
     monkeypatch.setattr(module, "runs_of", lambda asked: (next(answers), {}))
     made = []
@@ -298,6 +300,7 @@ def test_a_job_that_starts_is_waited_for_but_not_for_ever(
     options = Namespace(run=None, slurm=None)
     module._mirrored(options, [one.machine for one in starts])
     assert [machine for machine, _, _ in made[0][1]] == ["a", "b"]
+    assert made[0][0] == "train"
     assert capsys.readouterr().err.count("waiting until one trains") == 2
     monkeypatch.setattr(module, "_JOB_S", 0.0)
     answers = iter([starts, starts])

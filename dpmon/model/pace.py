@@ -94,7 +94,11 @@ def _lately(
         elif not (trained and row.kind & EVALUATION):
             taken[row.process].append(row)
     times = _active(rows, begin_s, end_s, processes, trained, widest=1)
-    return {process: _trained(own, times[process]) for process, own in taken.items()}
+    found = {}
+    for process, own in taken.items():
+        last = max((row.last_ns for row in own), default=0)
+        found[process] = _trained([row for row in own if row.last_ns >= last - WINDOW_S * SECOND], times[process])
+    return found
 
 
 def _two_steps(rows: Store, process: int, end_s: int, mode: str, trained: bool) -> Trained:
@@ -121,19 +125,18 @@ def _active(
 
 
 def _trained(taken: Sequence[SecondRow], times: Mapping[tuple[int, int], int]) -> Trained:
-    """The steps of the last ten seconds, in order."""
-    last = max((row.last_ns for row in taken), default=0)
-    taken = [row for row in taken if row.last_ns >= last - WINDOW_S * SECOND]
+    """What these steps took together."""
     whole = Tally()
     if not taken:
         return Trained(whole, 0, 0)
-    whole.steps, whole.first_ns, whole.last_ns = sum(row.steps for row in taken), min(r.first_ns for r in taken), last
+    whole.steps = sum(row.steps for row in taken)
+    whole.first_ns, whole.last_ns = min(row.first_ns for row in taken), max(row.last_ns for row in taken)
     step = whole.stats[STEP] = Stat()
     step.count, step.total = whole.steps, sum(row.step_ns for row in taken)
     known = [row.samples for row in taken if row.samples is not None]
     if len(known) == len(taken):
         whole.sums["samples"] = Sum(whole.steps, sum(known))
-    counted = _counted_ns(times, whole.first_ns, last)
+    counted = _counted_ns(times, whole.first_ns, whole.last_ns)
     return Trained(whole, counted, min(step.total, counted))
 
 

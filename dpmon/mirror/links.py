@@ -144,7 +144,12 @@ class Links:
 
     def end(self, node: int, why: str, *, for_good: bool) -> Closed:
         """End the machine's command because of what it sent; unless `for_good`, it is started again later."""
-        return self._closed(self._links[node], why, for_good)
+        link = self._links[node]
+        if link.process is not None:
+            return self._closed(link, why, for_good)
+        if for_good and link in self._idle:
+            self._idle.remove(link)
+        return Closed(node, why, for_good)  # it has ended by itself, and when it is started again is known
 
     def close(self) -> None:
         """End all commands; takes at most about three seconds."""
@@ -309,7 +314,7 @@ class Links:
         link.failures = 1 if link.open and time.monotonic() - link.began_s > _STEADY_S else link.failures + 1
         self._drop(link)
         if not for_good:
-            wait_s = min(2.0 ** (link.failures - 1), _LONGEST_WAIT_S)
+            wait_s = min(2.0 ** min(link.failures - 1, 9), _LONGEST_WAIT_S)  # the power has no limit of its own
             link.due_s = time.monotonic() + wait_s * random.uniform(0.5, 1.0)
             self._idle.append(link)
         return Closed(link.node, why, for_good)

@@ -55,7 +55,8 @@ class Followed:
     """What this process knows of a machine besides its row in the history."""
 
     node: Node
-    receiver: Receiver = field(default_factory=Receiver)
+    receiver: Receiver | None = None
+    """None from the end of a connection by this process until the next one: what still came of it is left out."""
     asked: tuple[int, int] = (0, 0)
     """Number and time of the question for the time."""
     measured: int = 0
@@ -157,20 +158,21 @@ class Mirror:
         try:
             if isinstance(report, Opened):
                 self._open(machine, report.marker)
-            elif isinstance(report, Received):
+            elif isinstance(report, Closed):
+                self._close(machine, report)
+            elif machine.receiver is not None:
                 node.heard_ns = self.now_ns()
                 found = machine.receiver.take(report.text, node.heard_ns)
                 if isinstance(found, Chunk):
                     self._take_chunk(machine, found)
                 elif found is not None:
                     self._take_message(machine, found)
-            else:
-                self._close(machine, report)
         except (RubbishError, ValueError) as error:
-            self._close(machine, self.links.end(node.number, f"it sent rubbish: {clean(str(error))}", for_good=False))
+            self._end_link(machine, f"it sent rubbish: {clean(str(error))}")
 
     def _open(self, machine: Followed, marker: Mapping[str, Any]) -> None:
         machine.receiver, machine.measured, machine.offset = Receiver(), 0, machine.node.received
+        self._forget(machine)  # it sends again what is not written
         node, texts = (
             machine.node,
             {key: clean(text_in(marker, key) or "")[:1000] for key in ("host", "run", "version", "script", "cwd")},
@@ -187,6 +189,16 @@ class Mirror:
             with contextlib.suppress(OSError):
                 save(self.directory, self.info)
         self._ask_time(machine)
+
+    def _end_link(self, machine: Followed, why: str, *, for_good: bool = False) -> None:
+        """End the connection; unless `for_good`, it is opened again later."""
+        machine.receiver = None
+        self._close(machine, self.links.end(machine.node.number, why, for_good=for_good))
+
+    def _forget(self, machine: Followed) -> None:
+        """Forget the records that are not written."""
+        self._chunks = [one for one in self._chunks if one[0] is not machine]
+        machine.held = 0
 
     def _close(self, machine: Followed, report: Closed) -> None:
         if machine.node.state != "ended":
@@ -268,7 +280,7 @@ class Mirror:
         known = status is not None and 0 <= status <= MAX_STATUS
         machine.node.exit = json.dumps({"status": status if known else None, "seconds": seconds, **texts})
         self._turn(machine.node, "ended", None)
-        self.links.end(machine.node.number, "", for_good=True)
+        self._end_link(machine, "", for_good=True)
 
     def _put_output(self, node: Node, text: str) -> None:
         """Append the output of a machine to the run's, with its name before each line."""
@@ -294,10 +306,9 @@ class Mirror:
             self.records.write([(machine.node, chunk) for machine, chunk in self._chunks], self._events)
         except ChunkError as error:  # the others go on
             _log(f"{error.node.name}: {error}")
-            self._chunks = [one for one in self._chunks if one[0].node is not error.node]
             machine = self.machines[error.node.number]
-            machine.held = 0
-            self._close(machine, self.links.end(error.node.number, "it sent damaged records", for_good=False))
+            self._forget(machine)
+            self._end_link(machine, "it sent damaged records")
             return False
         except HistoryError as error:
             _log(f"the history cannot be written: {error}")

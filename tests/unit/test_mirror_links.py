@@ -249,6 +249,24 @@ def test_waits_between_starts_grow_and_are_not_all_alike(start: Start) -> None:
         assert max(due) - time.monotonic() < longest
 
 
+def test_a_machine_that_is_away_for_days_is_still_tried(start: Start) -> None:
+    links = start(shell("exit 1"))
+    links._links[0].failures = 5000
+    end_of(links)
+    assert links._links[0].due_s < time.monotonic() + 30
+
+
+def test_a_command_that_has_ended_is_not_planned_twice(start: Start) -> None:
+    links = start(shell(f"{MARK}; exec sleep 100"))
+    until(links, lambda reports: reports)
+    for _ in range(3):
+        assert links.end(0, "rubbish", for_good=False) == Closed(0, "rubbish", False)
+    assert links._idle == [links._links[0]]
+    assert links._links[0].failures == 1
+    links.end(0, "", for_good=True)
+    assert not links._idle
+
+
 def test_a_connection_that_worked_is_tried_again_soon(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_STEADY_S", 0.1)
     links = start(shell(f"{MARK}; sleep 0.5; exit 1"))

@@ -1,0 +1,90 @@
+"""What a mirror makes of the reports about its connections: nothing is lost or doubled by the end of one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_mirror_records import info_of
+
+from dpmon.errors import HistoryError
+from dpmon.mirror.links import Opened, Received
+from dpmon.mirror.mirror import Mirror
+
+MARKER = {"run": "r", "host": "h", "version": "1"}
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Iterator[Mirror]:
+    """Return the mirror of one machine, whose command is never started."""
+    made = Mirror(tmp_path, replace(info_of(1), options={"machines": [["gpu-0", "r", "false"]]}))
+    yield made
+    made.links.close()
+    made.records.close()
+
+
+def send(mirror: Mirror, *lines: dict[str, Any] | bytes) -> None:
+    for line in lines:
+        mirror._take(Received(0, line if isinstance(line, bytes) else json.dumps(line).encode()))
+
+
+def event(number: int) -> dict[str, Any]:
+    row = [number, -1, 0, json.dumps({"kind": "host", "t_s": float(number)})]
+    return {"table": "events", "columns": ["id", "process", "t_ns", "json"], "rows": [row]}
+
+
+def beat(begin: int, offset: int, **more: Any) -> dict[str, Any]:
+    return {"beat": 1, "from": begin, "offset": offset, "tallied_s": 0, **more}
+
+
+def events_in(mirror: Mirror) -> list[float]:
+    texts = mirror.records._history.rows("SELECT json FROM events WHERE kind = 'host' ORDER BY id")
+    return [json.loads(text)["t_s"] for (text,) in texts]
+
+
+def test_what_comes_after_rubbish_is_left_out_until_the_next_connection(mirror: Mirror) -> None:
+    mirror._take(Opened(0, MARKER))
+    send(mirror, event(1), b"half a li", event(2), beat(0, 2))
+    node = mirror.machines[0].node
+    assert node.state == "cut"
+    assert node.why == "it sent rubbish: it sent a line that is not JSON"
+    assert mirror._commit()
+    assert node.received == 0
+    mirror._take(Opened(0, MARKER))
+    send(mirror, event(1), event(2), beat(0, 2))
+    assert mirror._commit()
+    assert (node.state, node.received, events_in(mirror)) == ("connected", 2, [1.0, 2.0])
+
+
+def test_much_rubbish_at_once_ends_one_connection(mirror: Mirror) -> None:
+    mirror._take(Opened(0, MARKER))
+    send(mirror, *[b"x"] * 3000)
+    assert mirror.links._idle == [mirror.links._links[0]]
+
+
+def test_what_could_not_be_written_comes_once_again(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise HistoryError("no room")
+
+    mirror._take(Opened(0, MARKER))
+    send(mirror, event(1), beat(0, 1))
+    with monkeypatch.context() as patched:
+        patched.setattr(mirror.records, "write", full)
+        assert not mirror._commit()
+    mirror._take(Opened(0, MARKER))
+    send(mirror, event(1), event(2), beat(0, 2))
+    assert mirror._commit()
+    assert events_in(mirror) == [1.0, 2.0]
+
+
+def test_nothing_comes_after_the_end_of_a_run(mirror: Mirror) -> None:
+    mirror._take(Opened(0, MARKER))
+    send(mirror, beat(0, 0, exit={"status": 0, "seconds": 1.0}), event(1), beat(0, 1))
+    assert mirror._commit()
+    assert mirror.machines[0].node.state == "ended"
+    assert events_in(mirror) == []
+    assert not mirror.links._idle

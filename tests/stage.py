@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import types
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -40,6 +40,7 @@ class FakeReader:
         self.is_alive: bool | None = True
         self.asked: list[str] = []
         self.unanswered = False
+        self.answered: tuple[int, int] | None = None
         self.pause = types.SimpleNamespace(wanted=False, pending=False, since_ns=None)
         self.no_pause: str | None = None
         self.doing: dict[int, tuple[str, int]] = {}
@@ -71,6 +72,12 @@ class FakeReader:
 
     def command_alive(self) -> bool | None:
         return self.is_alive
+
+    def answers(self) -> tuple[int, int] | None:
+        return self.answered
+
+    def request_records(self, processes: Collection[int]) -> None:
+        self.asked.append(f"records of {list(processes)}")
 
     def request_sample(self) -> int:
         return 1

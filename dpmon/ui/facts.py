@@ -130,6 +130,8 @@ class Facts:
     """Whether the training can be paused or resumed."""
     can_toggle: bool = False
     can_type: bool = False
+    answers: tuple[int, int] | None = None
+    """How many nodes have answered the last request, and how many got it; None on one machine."""
     outputs: int = 1
     """Number of output files: two if the script's errors are separate."""
     scrolled_back: bool = False

@@ -313,6 +313,8 @@ class Feed:
             return Facts(self.state, 0, view=view, reading=self._reads)
         wanted = self._parts(view, self._wanted._replace(ranks=max(self._ranks, self._wanted.ranks)))
         if self._wanted != wanted:
+            if wanted.node != self._wanted.node and not self.over:
+                self._ask_for_records(reader, wanted.node)
             self._wanted, self._rests_until, self._seen = wanted, 0.0, None
             self._look()
         start = reader.info.start_ns
@@ -341,7 +343,13 @@ class Feed:
             stopping=stopping,
             ending=self.ending,
             reading=self._reads,
+            answers=reader.answers() if self.ended is None else None,
         )
+
+    def _ask_for_records(self, reader: RunReader, node: int | None) -> None:
+        """Ask for all records of the processes of one node, instead of some: its screen shows their last steps."""
+        with suppress(OSError):  # without them, it shows what there is
+            reader.request_records([one for each in self.state.nodes if each.number == node for one in each.processes])
 
     def _parts(self, view: View, before: Wanted, stride: int = _STRIDE) -> Wanted:
         """The parts of the state that a view needs; `stride`: how many ranks the user scrolls before more are read."""

@@ -34,6 +34,8 @@ _PANELS = (
     ("", "Exposed: communication that no computation hides, the same on all ranks."),
     ("", "Wait: how long a rank waits for the slowest one at the end of its backward pass."),
     ("", "More than 16 ranks: one cell per rank shows its wait in tenths of its step; the slowest ranks are below."),
+    ("", "On several machines, the ranks of each node stand together; a node that is cut off or slow says so."),
+    ("", "/ finds a rank or a node; enter then shows its node alone, esc all nodes again."),
     (RANK_NAMES["compare"], "how much time ranks spend in it, and what to try. Ranks have no mode to compare."),
     ("", "Bucket: gradients that are averaged together once the last of them is ready."),
     ("", "Sampled: the collectives of one step now and then. An arrow is a launch without a known end."),

@@ -22,8 +22,9 @@ from dpmon.model.nodes import NodeFacts, Trouble
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import Wanted
 from dpmon.model.stragglers import sentence
+from dpmon.run.reader import PauseState
 from dpmon.run.runs import create_run
-from dpmon.ui.facts import Facts, View
+from dpmon.ui.facts import Facts, Toggle, View
 from dpmon.ui.scenes import NODES, RANKS, scene_of
 
 NODE = NodeFacts(3, "gpu-3", "connected", None, SECOND, 10 * SECOND, None, ())
@@ -196,8 +197,10 @@ async def test_a_rank_is_found_and_its_node_shown_alone_and_all_again(tmp_path: 
         await on.shows("2 Ranks on gpu-2 ")
         assert "gpu-1" not in on.text().replace("(gpu-1)", "")
         assert "ddp ×32  gpu-2" in on.text()
+        assert on.reader.asked == ["records of [16, 17, 18, 19, 20, 21, 22, 23]"]
         await on.press("escape")
         await on.shows("2 Ranks on 4 nodes")
+        assert on.reader.asked[1:] == ["records of []"]
         await on.press("slash", *"gpu-1", "enter")
         await on.shows("3 Batch · rank 11 (gpu-1)")
         await on.press("slash", *"gpu-9", "enter")
@@ -216,3 +219,10 @@ def test_what_is_kept_between_pictures_is_what_a_first_picture_reads() -> None:
         run.second(second)
         kept, first = run.state(), Snapshots().take(run.store(), Wanted())
         assert kept.ranks == first.ranks
+
+
+def test_a_pending_request_says_how_many_nodes_have_answered() -> None:
+    facts = replace(facts_of(run_of(4)), answers=(3, 4), toggle=Toggle("dp", "pending", 11 * SECOND))
+    assert "pending 1 s: the training answers at its next call; 3 of 4 nodes answered" in text_of(facts, 120, 40)
+    pausing = replace(facts, toggle=None, pausing=PauseState(wanted=True, pending=True))
+    assert "the training pauses after the step it is in; 3 of 4 nodes answered" in text_of(pausing, 120, 40)

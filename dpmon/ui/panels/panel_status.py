@@ -359,12 +359,17 @@ def _held_up(facts: Facts) -> Row:
     return [(f"{who} has been {place} for {waited:.0f} s: ", "wait"), (f"it will {what} when it comes back", "")]
 
 
+def _answered(facts: Facts) -> str:
+    """How many nodes have answered a pending request; empty on one machine."""
+    return "" if facts.answers is None else f"; {facts.answers[0]} of {count_of(facts.answers[1], 'node')} answered"
+
+
 def _pausing(facts: Facts) -> Row:
     """A pause or its end, requested but not yet in force; or why it was refused."""
     pausing = facts.pausing
     if pausing.pending:
         what, when = ("pause", "after the step it is in") if pausing.wanted else ("resume", "in a moment")
-        return [(what, ""), (" pending", "wait"), (f": the training {what}s {when}", "dim")]
+        return [(what, ""), (" pending", "wait"), (f": the training {what}s {when}{_answered(facts)}", "dim")]
     last = facts.state.pauses[-1] if facts.state.pauses else None
     if last is None or last.t_ns is None or facts.now_ns - last.t_ns > DONE_SHOWN_NS:
         return []
@@ -391,7 +396,7 @@ def _answer(facts: Facts, look: Look) -> Row:
             (f"{look.glyphs.arrow} ", ""),
             (toggle.mode, style),
             (" pending ", "wait"),
-            (f"{waited:.0f} s: {note}", "dim"),
+            (f"{waited:.0f} s: {note}{_answered(facts)}", "dim"),
         ]
     if facts.now_ns - toggle.since_ns > DONE_SHOWN_NS:
         return []

@@ -152,10 +152,14 @@ class Hosts:
         self.viewer = f"{self._mark}v"
         self._namespaces = [self.viewer]
         self._daemons: list[subprocess.Popen[bytes]] = []
-        self._ip("netns", "add", self.viewer)
-        self._ip("-n", self.viewer, "link", "set", "lo", "up")
-        for number, (name, state) in enumerate(names.items()):
-            self._add(number, name, state)
+        try:
+            self._ip("netns", "add", self.viewer)
+            self._ip("-n", self.viewer, "link", "set", "lo", "up")
+            for number, (name, state) in enumerate(names.items()):
+                self._add(number, name, state)
+        except BaseException:
+            self.close()
+            raise
 
     def _ip(self, *words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True)

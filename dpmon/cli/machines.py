@@ -18,7 +18,7 @@ from dpmon.mirror.local_run import mirror_of
 from dpmon.record.plainjson import load_json
 from dpmon.run.condition import supervised
 from dpmon.run.rundir import ID, RunError, load_info
-from dpmon.supervise.start import ensure_supervisor
+from dpmon.supervise.start import ensure_supervisor, keep_statuses
 from dpmon.text.cells import cut
 from dpmon.text.quantities import count_of
 
@@ -68,6 +68,7 @@ class RunThere(NamedTuple):
 
 def named(options: argparse.Namespace) -> list[Machine]:
     """The machines that the options name, each once; none if they name none. Raises UsageError and HostError."""
+    keep_statuses()
     names = list(options.host or ())
     if options.hosts is not None:
         names += expanded(options.hosts)

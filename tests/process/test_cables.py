@@ -138,14 +138,8 @@ def test_a_machine_that_is_switched_off_does_not_hold_up_another(host: Hosts, dp
 class Mirrored:
     """Two machines that train, and the run that mirrors theirs, watched from the namespace of the viewer."""
 
-    def __init__(self, dpmon: Dpmon, place: Path, bad: bool) -> None:
-        """`bad`: the cable to the first machine carries 56 kbit/s, and that to the second has a delay."""
-        self.states = [place / "gpu-1", place / "gpu-2"]
-        delays = {"gpu-2": 0.1} if bad else {}
-        self.hosts = Hosts(place / "net", {state.name: state for state in self.states}, delays)
-        if bad:
-            self.hosts.slow(0)
-        self.dpmon = dpmon
+    def __init__(self, dpmon: Dpmon, states: list[Path], hosts: Hosts) -> None:
+        self.states, self.hosts, self.dpmon = states, hosts, dpmon
         script = dpmon.script(TRAINING)
         for state in self.states:
             dpmon.start("--headless", script, env={"XDG_STATE_HOME": str(state)})
@@ -213,25 +207,26 @@ class Mirrored:
             ids = self.query(f"SELECT step FROM steps WHERE process IN ({processes})")
             assert len(ids) == len(set(ids)) > 0
 
-    def close(self) -> None:
-        """End the watching, the mirror and the namespaces."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.watching.pid, signal.SIGKILL)
-        self.watching.wait()
-        self.hosts.close()
-
 
 @pytest.fixture
 def mirrored(dpmon: Dpmon, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Mirrored]:
-    """Two machines and their mirror."""
+    """Two machines and their mirror.
+
+    With True as parameter, the cable to the first machine carries 56 kbit/s, and that to the second has a delay.
+    """
     why = no_namespaces()
     if why is not None:
         pytest.skip(why)
-    made = Mirrored(dpmon, tmp_path, bad=getattr(request, "param", False))
+    bad = getattr(request, "param", False)
+    states = [dpmon.state / "gpu-1", dpmon.state / "gpu-2"]  # so that `dpmon` finds what is left over
+    hosts = Hosts(tmp_path / "net", {state.name: state for state in states}, {"gpu-2": 0.1} if bad else {})
     try:
-        yield made
+        if bad:
+            hosts.slow(0)
+        yield Mirrored(dpmon, states, hosts)
     finally:
-        made.close()
+        dpmon.clean_up()
+        hosts.close()
 
 
 def test_a_machine_that_is_cut_off_is_told_and_catches_up(mirrored: Mirrored) -> None:

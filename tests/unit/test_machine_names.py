@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from argparse import Namespace
@@ -25,6 +26,7 @@ from dpmon.mirror.hosts import HostError, Machine, ask, expanded, in_file, machi
 from dpmon.record.kinds import Event
 from dpmon.run import proc
 from dpmon.run.rundir import RunError
+from dpmon.supervise import start
 
 BIN = os.path.dirname(shutil.which("dpmon", path=os.path.dirname(sys.executable)) or sys.executable)
 JOB = {"by": "torchelastic", "id": "abc"}
@@ -222,6 +224,18 @@ def test_a_machine_that_drips_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     drips = Machine("a", ("sh", "-c", "while :; do echo x; sleep 0.1; done"), ())
     (answer,) = ask([drips], (), silent_s=100.0)
     assert answer.why == "it did not end within 2 s"
+
+
+def test_why_a_machine_fails_is_known_also_if_dpmon_was_started_with_sigchld_ignored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "_was_ignored", False)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert main(["ls", "--host", "missing", "--via", way(tmp_path, BAD)]) == 1
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert capsys.readouterr().err == f"dpmon: missing: {SAID['missing']}\n"
 
 
 # ------------------------------------------------------------------------------------------------ jobs

@@ -1,4 +1,4 @@
-"""A mirror of two machines while its processes are killed: nothing is lost or doubled, and the training goes on."""
+"""A mirror of two machines: its requests; and what is killed loses or doubles nothing, while the training goes on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ from running import Dpmon, wait_for
 from dpmon.mirror.local_run import mirror_of
 from dpmon.run import proc
 from dpmon.run.condition import run_state, supervised
+from dpmon.run.reader import RunReader
 from dpmon.run.rundir import load_exit, load_info
+from dpmon.stalls.answer import asked
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 from dpmon.supervise.start import ensure_supervisor
@@ -56,65 +60,122 @@ def exporters(directory: Path) -> list[int]:
     return [one.pid for one in proc.every_process().values() if one.parent == pid and not one.dead]
 
 
-@pytest.mark.parametrize("kill", ["mirror", "exporter", "supervisor"])
-def test_what_is_killed_goes_on_without_a_lost_or_doubled_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill: str
-) -> None:
-    nodes = [Dpmon(tmp_path / name, tmp_path) for name in ("a", "b")]
-    here = Dpmon(tmp_path / "here", tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(here.state))
-    try:
-        runs = [node.start("--headless", *node.warm(), node.script(SCRIPT)) for node in nodes]
-        for node in nodes:
+class Two:
+    """Two machines that train, and their mirror."""
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nodes = [Dpmon(place / name, place) for name in ("a", "b")]
+        self.here = Dpmon(place / "here", place)
+        monkeypatch.setenv("XDG_STATE_HOME", str(self.here.state))
+        self.runs = [node.start("--headless", *node.warm(), node.script(SCRIPT)) for node in self.nodes]
+        for node in self.nodes:
             node.info()
-        words = [["env", f"XDG_STATE_HOME={node.state}", sys.executable, "-m", "dpmon"] for node in nodes]
-        machines = [(f"gpu-{i}", node.last().name, words[i]) for i, node in enumerate(nodes)]
-        directory = mirror_of("mirrored", machines, 5.0)
-        assert mirror_of("mirrored", machines) == directory
-        ensure_supervisor(directory)
-        wait_for(lambda: (directory / "history.sqlite").exists(), what="the mirror's history")
-        wait_for(lambda: min([*steps_here(directory).values(), 0][:2]) > 20, what="steps of both machines")
-        if kill == "mirror":
-            killed(load_info(directory).supervisor_pid or 0)
-            wait_for(lambda: not supervised(load_info(directory)), what="the end of the mirror")
-            assert run_state(directory, load_info(directory))[0] == "unsupervised"
-            ensure_supervisor(directory)
-        elif kill == "exporter":
-            for pid in exporters(directory):
-                killed(pid)
-        else:
-            nodes[1].kill_supervisor()
-        before = steps_here(directory)
-        wait_for(
-            lambda: all(steps > before[node] + 20 for node, steps in steps_here(directory).items()),
-            what="more steps of both machines",
-        )
-        nodes[0].go()  # both read the same file
-        assert [run.wait(100) for run in runs] == [0, 0]
-        ends = [node.exit() for node in nodes]
-        assert [end["status"] for end in ends] == [0, 0]
-        how = wait_for(lambda: load_exit(directory), what="the end of the mirror's run")
-        assert how is not None
-        assert how.status == 0
-        wait_for(lambda: not supervised(load_info(directory)), what="the end of the mirror")
-        counted = [int((node.last() / "stdout.log").read_text().split()[-1]) for node in nodes]
-        with open_store(directory) as store:
-            assert [node.state for node in store.nodes()] == ["ended", "ended"]
-            numbers = {ring.node: ring.process for ring in store.rings.values() if ring.process >= 0}
-            medians = [store.tallies(process=numbers[i]) for i in range(2)]
-            assert [steps_in(store, numbers[i]) for i in range(2)] == counted
-            ids = [number for (number,) in store.query("SELECT id FROM steps ORDER BY id")]
-            starts = store.query("SELECT process, step FROM steps")
-        assert ids == sorted(set(ids))
-        assert len(starts) == len(set(starts))
-        for i, node in enumerate(nodes):
-            with open_store(node.last()) as store:
-                own = {key._replace(process=numbers[i]): tally for key, tally in store.tallies().items()}
-            assert {key: tally.stats for key, tally in own.items()} == {key: t.stats for key, t in medians[i].items()}
-        output = (directory / "output.log").read_text()
-        assert all(f"gpu-{i}: counted {count}" in output for i, count in enumerate(counted))
-        exits = json.loads((directory / "exit.json").read_text())
-        assert exits["by"] == "mirror"
-    finally:
-        for one in (here, *nodes):
+        words = [["env", f"XDG_STATE_HOME={node.state}", sys.executable, "-m", "dpmon"] for node in self.nodes]
+        machines = [(f"gpu-{i}", node.last().name, words[i]) for i, node in enumerate(self.nodes)]
+        self.directory = mirror_of("mirrored", machines, 5.0)
+        assert mirror_of("mirrored", machines) == self.directory
+        ensure_supervisor(self.directory)
+        wait_for((self.directory / "history.sqlite").exists, what="the mirror's history")
+        wait_for(lambda: min([*steps_here(self.directory).values(), 0][:2]) > 20, what="steps of both machines")
+
+    def end(self) -> None:
+        """Kill what is left."""
+        for one in (self.here, *self.nodes):
             one.clean_up()
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
+    made: list[Two] = []
+    try:
+        made.append(Two(tmp_path, monkeypatch))
+        yield made[0]
+    finally:
+        for one in made:
+            one.end()
+
+
+def test_requests_reach_all_machines_and_their_answers_come_back(two: Two) -> None:
+    directory = two.directory
+    with closing(RunReader(directory)) as reader:
+        wait_for(lambda: len(reader.activities()) == 2, what="the processes of both machines")
+        assert reader.answers() is None
+        assert reader.pause_refusal() is None
+        assert reader.request_pause(True) == 2
+        wait_for(lambda: reader.paused().since_ns is not None, what="a pause of both machines")
+        assert reader.answers() == (2, 2)
+        rings = [RunReader(node.last()) for node in two.nodes]
+        assert all(ring.paused().since_ns is not None for ring in rings)
+        assert {what for what, _ in reader.activities().values()} == {"paused"}
+        assert reader.request_pause(False) == 2
+        wait_for(lambda: not reader.paused().wanted, what="the end of the pause")
+        for ring in rings:
+            ring.close()
+        before = steps_here(directory)
+        with open_store(directory) as store:
+            process = next(ring.process for ring in store.rings.values() if ring.node == 1 and ring.process >= 0)
+        reader.request_records([process])
+
+        def in_a_row() -> bool:
+            """Whether the last steps of this process are all here."""
+            with open_store(directory) as store:
+                last = store.query(f"SELECT step FROM steps WHERE process = {process} ORDER BY id DESC LIMIT 20")
+            return len(last) == 20 and last[0][0] - last[-1][0] == 19
+
+        wait_for(in_a_row, what="all steps of one process")
+        found = asked(directory)
+        assert found is not None
+        assert {rank["node"] for rank in found["ranks"]} == {"gpu-0", "gpu-1"}
+        wait_for(lambda: all(n > before[node] for node, n in steps_here(directory).items()), what="more steps")
+    result = two.here.run("stop", "mirrored")
+    assert result.status == 0
+    assert result.out.decode().splitlines()[-1].startswith("stopped by their machines")
+    assert [node.exit()["signal"] or node.exit()["status"] for node in two.nodes] != [0, 0]
+    how = load_exit(directory)
+    assert how is not None
+    assert how.stopped
+
+
+@pytest.mark.parametrize("kill", ["mirror", "exporter", "supervisor"])
+def test_what_is_killed_goes_on_without_a_lost_or_doubled_step(two: Two, kill: str) -> None:
+    nodes, directory = two.nodes, two.directory
+    if kill == "mirror":
+        killed(load_info(directory).supervisor_pid or 0)
+        wait_for(lambda: not supervised(load_info(directory)), what="the end of the mirror")
+        assert run_state(directory, load_info(directory))[0] == "unsupervised"
+        ensure_supervisor(directory)
+    elif kill == "exporter":
+        for pid in exporters(directory):
+            killed(pid)
+    else:
+        nodes[1].kill_supervisor()
+    before = steps_here(directory)
+    wait_for(
+        lambda: all(steps > before[node] + 20 for node, steps in steps_here(directory).items()),
+        what="more steps of both machines",
+    )
+    nodes[0].go()  # both read the same file
+    assert [run.wait(100) for run in two.runs] == [0, 0]
+    ends = [node.exit() for node in nodes]
+    assert [end["status"] for end in ends] == [0, 0]
+    how = wait_for(lambda: load_exit(directory), what="the end of the mirror's run")
+    assert how is not None
+    assert how.status == 0
+    wait_for(lambda: not supervised(load_info(directory)), what="the end of the mirror")
+    counted = [int((node.last() / "stdout.log").read_text().split()[-1]) for node in nodes]
+    with open_store(directory) as store:
+        assert [node.state for node in store.nodes()] == ["ended", "ended"]
+        numbers = {ring.node: ring.process for ring in store.rings.values() if ring.process >= 0}
+        medians = [store.tallies(process=numbers[i]) for i in range(2)]
+        assert [steps_in(store, numbers[i]) for i in range(2)] == counted
+        ids = [number for (number,) in store.query("SELECT id FROM steps ORDER BY id")]
+        starts = store.query("SELECT process, step FROM steps")
+    assert ids == sorted(set(ids))
+    assert len(starts) == len(set(starts))
+    for i, node in enumerate(nodes):
+        with open_store(node.last()) as store:
+            own = {key._replace(process=numbers[i]): tally for key, tally in store.tallies().items()}
+        assert {key: tally.stats for key, tally in own.items()} == {key: t.stats for key, t in medians[i].items()}
+    output = (directory / "output.log").read_text()
+    assert all(f"gpu-{i}: counted {count}" in output for i, count in enumerate(counted))
+    assert json.loads((directory / "exit.json").read_text())["by"] == "mirror"

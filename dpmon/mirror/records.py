@@ -23,7 +23,7 @@ from dpmon.mirror.receive import Chunk
 from dpmon.record.schema import EXPOSED, HELD, SECOND, SYNC_NUMBER, WAIT
 from dpmon.run.rundir import RunInfo
 from dpmon.store.answers import NODE_DEVICES, NodeRow, event_in, numbers_in
-from dpmon.store.exchange import columns_sent
+from dpmon.store.exchange import NUMBERED, columns_sent
 from dpmon.store.rounds import Joined, Rounds, SyncStep, device_tail
 from dpmon.store.tables import LASTING, NODE_COLUMNS, STEP_COLUMNS, RingRow
 from dpmon.store.tally import (
@@ -184,6 +184,7 @@ class Records:
 
     def _put(self, chunks: Sequence[tuple[Node, Chunk]], events: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         self._out.clear()
+        self._joined = []
         for node, chunk in chunks:
             try:
                 self._put_chunk(node, chunk)
@@ -230,9 +231,7 @@ class Records:
         for number, name in rows.get("series", ()):
             if len(named) < _MOST_SERIES and (own := self._names.number(name)) is not None:
                 named[number] = own
-        ids = sorted(
-            {row[0] for table in ("calls", "steps", "collectives", "losses", "events") for row in rows.get(table, ())}
-        )
+        ids = sorted({row[0] for table in NUMBERED for row in rows.get(table, ())})
         first = self._history.next_id
         new = dict(zip(ids, range(first, first + len(ids)), strict=True))
         self._history.next_id += len(ids)
@@ -417,10 +416,13 @@ class Records:
             begin, end = self._whole[width], min(live, default=0) // width * width
             if end <= begin:
                 continue
-            for start in range(begin, end, width):
+            query = "SELECT min(start_s) FROM tallies WHERE width = ? AND start_s >= ?"
+            first = self._db.execute(query, (finer, begin)).fetchone()[0]
+            for start in range(end if first is None else first // width * width, end, width):
                 self._close_stretch(finer, width, start)
             self._whole[width] = end
             self._into("meta", [(f"whole_{width}", end)])
+            self._flush()  # the next width is made of this one
 
     def _close_stretch(self, finer: int, width: int, start: int) -> None:
         """Make the tallies of a stretch that a machine could not send, because it was cut off in it."""

@@ -281,3 +281,45 @@ def test_the_waits_of_ranks_on_several_machines_are_those_of_all_steps(tmp_path:
     wide = mirror.query("SELECT count(*) FROM tallies WHERE width = 60")[0][0]
     assert wide >= 4
     records.close()
+
+
+def test_the_wide_tallies_of_a_machine_that_is_gone_are_made_here(tmp_path: Path) -> None:
+    """One machine dies within a stretch; the others go on, and all figures stay."""
+    records = Records(tmp_path, info_of(2))
+    machines = [Machine(number, 0) for number in (0, 1)]
+    for number, machine in enumerate(machines):
+        machine.recording = Recording()
+        training = Training(process=0, rank=number, step_ns=200_000_000)
+        first, *others = training.begin()
+        seconds = 33 if number else 700
+        machine.recording.add([changed(first, pid=42, rank=number), *others, *training.run(5 * seconds)], 0, number)
+    for machine, node in zip(machines[::-1], records.nodes[::-1], strict=True):
+        node.state = "connected"
+        newest = machine.recording.store().newest_ns() // SECOND
+        for upto in (*range(5, newest, 30), newest):
+            lines, _ = machine.rows.chunk(machine.recording.store(), upto, last=False)
+            receiver = Receiver()
+            for line in lines:
+                receiver.take(line.encode(), NOW_NS)
+            chunk = receiver.take(b'{"beat": 1}', NOW_NS)
+            assert isinstance(chunk, Chunk)
+            beat = {"offset": machine.rows.offset, "tallied_s": machine.rows.tallied_s}
+            records.write([(node, chunk._replace(beat=beat))])
+        node.state = "cut" if node.number else "connected"
+        before = without_waits(store_of_mirror(records).tallies(), 0, 0)
+    mirror = store_of_mirror(records)
+    gone = records.number(1, 0)
+    assert gone is not None
+    assert mirror._whole[600] == 600
+    assert mirror.query(f"SELECT sum(steps) FROM tallies WHERE process = {gone} AND width = 600") != [(None,)]
+    after = {key: tally for key, tally in mirror.tallies().items() if key.process == gone}
+    assert sum(tally.steps for tally in after.values()) > 100
+    assert {key.mode for key in before} == {"dp"}
+    narrow = Tally()
+    for _, _, _, tally in mirror.tally_rows(process=gone, widest=1):
+        narrow.merge(tally)
+    whole = Tally()
+    for tally in after.values():
+        whole.merge(tally)
+    assert whole == narrow
+    records.close()

@@ -118,13 +118,12 @@ class ManyNodes:
 
     def node(self, number: int, state: str, why: str | None = None, since_s: float = 0.0, **more: Any) -> None:
         """Set the state of a node."""
-        row = NodeRow(
-            number, f"gpu-{number}", "host", "run", "1", state, why, int(since_s * SECOND), None, 0, 0, 0, 0, 0,
-            None,
-        )._replace(**more)  # fmt: skip
+        row = NodeRow(number, f"gpu-{number}", "host", "run", "1", state, why, int(since_s * SECOND), **more)
         if row.heard_ns is None and state in ("connected", "cut"):
-            row = row._replace(heard_ns=row.since_ns)
-        self._db.execute(f"INSERT OR REPLACE INTO nodes VALUES ({', '.join('?' * len(NODE_COLUMNS))})", row)
+            row.heard_ns = row.since_ns
+        self._db.execute(
+            f"INSERT OR REPLACE INTO nodes VALUES ({', '.join('?' * len(NODE_COLUMNS))})", [*vars(row).values()]
+        )
 
     def _event(self, event: Event, process: int | None) -> None:
         t_ns = int(event.data["t_s"] * SECOND)

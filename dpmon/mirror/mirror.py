@@ -25,7 +25,7 @@ from dpmon.errors import HistoryError
 from dpmon.mirror.joint_stalls import JointStalls
 from dpmon.mirror.links import Closed, Links, Opened, Received
 from dpmon.mirror.receive import AHEAD_S, Chunk, Receiver, RubbishError
-from dpmon.mirror.records import ChunkError, Node, Records
+from dpmon.mirror.records import ChunkError, Records
 from dpmon.mirror.requests import Requests
 from dpmon.record.plainjson import number_in, text_in, whole_in
 from dpmon.record.schema import SECOND
@@ -34,7 +34,7 @@ from dpmon.run.condition import needs_supervisor, take_lock
 from dpmon.run.files import open_file, write_whole
 from dpmon.run.mirrored import STATE_FILE, doing_in
 from dpmon.run.rundir import MAX_STATUS, ExitInfo, RunInfo, count_file, deleted_bytes, load_exit, load_info, save
-from dpmon.store.answers import event_in
+from dpmon.store.answers import NodeRow, event_in
 from dpmon.supervise.start import keep_statuses
 
 COMMIT_S, POLL_S, REST_S = 0.5, 0.2, 0.1
@@ -54,7 +54,7 @@ OUTPUT_BYTES = 8 << 20
 class Followed:
     """What this process knows of a machine besides its row in the history."""
 
-    node: Node
+    node: NodeRow
     receiver: Receiver | None = None
     """None from the end of a connection by this process until the next one: what still came of it is left out."""
     asked: tuple[int, int] = (0, 0)
@@ -147,7 +147,7 @@ class Mirror:
         self._commit()
         self.records.close()
 
-    def _turn(self, node: Node, state: str, why: str | None) -> None:
+    def _turn(self, node: NodeRow, state: str, why: str | None) -> None:
         """Note the state of a machine."""
         if (node.state, node.why) != (state, why):
             node.state, node.why, node.since_ns = state, why, self.now_ns()
@@ -267,7 +267,7 @@ class Mirror:
         if isinstance(how := beat.get("exit"), dict):
             self._end(machine, how)
 
-    def _keeps(self, node: Node, row: tuple[Any, ...]) -> bool:
+    def _keeps(self, node: NodeRow, row: tuple[Any, ...]) -> bool:
         """Whether an event goes into the history: a stall does not if the ranks are judged here."""
         return row[2] != "stall" or row[1] >= 0 or self.joint.keeps(node.number, event_in(row[-1:]).data)
 
@@ -282,7 +282,7 @@ class Mirror:
         self._turn(machine.node, "ended", None)
         self._end_link(machine, "", for_good=True)
 
-    def _put_output(self, node: Node, text: str) -> None:
+    def _put_output(self, node: NodeRow, text: str) -> None:
         """Append the output of a machine to the run's, with its name before each line."""
         lines = "".join(f"{node.name}: {clean(line)}\n" for line in text[: 1 << 16].splitlines()).encode(
             "utf-8", "replace"
@@ -335,7 +335,7 @@ class Mirror:
         state = {
             "now_ns": self.now_ns(),
             "doing": doing,
-            "connected": [machine.node.number for machine in self.machines if machine.node.live],
+            "connected": [machine.node.number for machine in self.machines if machine.node.state == "connected"],
             "ended": [sum(machine.node.state == "ended" for machine in self.machines), len(self.machines)],
             "wanted": any(wanted is True for wanted, _, _ in pauses),
             "pausing": any(pending is True for _, pending, _ in pauses),

@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -57,40 +57,16 @@ _REPLACED = ("definitions", "loops", "times", "shapes", "collective_sums")
 _ROW = "width = ? AND start_s = ? AND process = ? AND mode = ? AND kind = ? AND batch = ?"
 
 
-@dataclass
-class Node:
-    """A machine of the mirror: a row of the table `nodes` (dpmon.store.answers.NodeRow)."""
-
-    number: int
-    name: str
-    host: str | None = None
-    run: str | None = None
-    version: str | None = None
-    state: str = "connecting"
-    why: str | None = None
-    since_ns: int = 0
-    heard_ns: int | None = None
-    received: int = 0
-    tallied_s: int = 0
-    clock_ns: int | None = None
-    clock_error_ns: int | None = None
-    shift_s: int | None = None
-    exit: str | None = None
-
-    @property
-    def live(self) -> bool:
-        """Whether it sends records."""
-        return self.state == "connected"
-
-
 class ChunkError(HistoryError):
     """The records of a machine cannot be written, because of a damage that was not foreseen."""
 
-    def __init__(self, node: Node, text: str) -> None:
+    def __init__(self, node: NodeRow, text: str) -> None:
         super().__init__(text)
         self.node = node
 
 
+_Own = tuple[str, Mapping[str, Any]]
+"""Kind and data of an event of the mirror itself."""
 _Place = tuple[int, str, int]
 """Process, mode and kind of a tally."""
 
@@ -104,8 +80,8 @@ class Records:
         self._history = History.open(directory, {"run": info.id, "start_ns": info.start_ns}, limit)
         self._db = self._history.door.db
         names = ", ".join(NODE_COLUMNS)
-        rows = [Node(*NodeRow(*row)) for row in self._history.rows(f"SELECT {names} FROM nodes ORDER BY number")]
-        self.nodes = rows or [Node(number, name) for number, name in enumerate(info.nodes)]
+        rows = [NodeRow(*row) for row in self._history.rows(f"SELECT {names} FROM nodes ORDER BY number")]
+        self.nodes = rows or [NodeRow(number, name) for number, name in enumerate(info.nodes)]
         """The machines by number. Whoever changes one calls `write` soon."""
         self._written: dict[int, tuple[Any, ...]] = {}
         self._rings = self._history.rings()
@@ -159,12 +135,11 @@ class Records:
         query = "SELECT json FROM events WHERE kind = 'stall' ORDER BY id DESC LIMIT 1"
         return next((event_in(row).data for row in self._history.rows(query)), None)
 
-    def write(self, chunks: Iterable[tuple[Node, Chunk]], events: Iterable[tuple[str, Mapping[str, Any]]] = ()) -> None:
+    def write(self, chunks: Sequence[tuple[NodeRow, Chunk]], events: Sequence[_Own] = ()) -> None:
         """Write chunks, events of the mirror itself and the table of machines, or nothing. Raises HistoryError.
 
         After an error, the same chunks can be written again.
         """
-        chunks, events = list(chunks), list(events)
         before = [(node, _values(node)) for node in self.nodes]
         state = (
             self._history.next_id,
@@ -182,7 +157,7 @@ class Records:
             self._written.clear()
             raise
 
-    def _put(self, chunks: Sequence[tuple[Node, Chunk]], events: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    def _put(self, chunks: Sequence[tuple[NodeRow, Chunk]], events: Sequence[_Own]) -> None:
         self._out.clear()
         self._joined = []
         for node, chunk in chunks:
@@ -224,7 +199,7 @@ class Records:
 
     # ------------------------------------------------------------------------------------------ a chunk
 
-    def _put_chunk(self, node: Node, chunk: Chunk) -> None:
+    def _put_chunk(self, node: NodeRow, chunk: Chunk) -> None:
         rows, beat = chunk.rows, chunk.beat
         self._put_rings(node, rows.get("rings", ()), chunk.damaged)
         named = self._series[node.number]
@@ -266,7 +241,7 @@ class Records:
     def _raise(self, how: str, key: str, value: int) -> None:
         self._db.execute(f"INSERT INTO meta VALUES (?, ?) ON CONFLICT DO UPDATE SET value = {how}", (key, value))
 
-    def _known(self, node: Node, rows: Iterable[tuple[Any, ...]], at: int) -> Iterable[tuple[tuple[Any, ...], int]]:
+    def _known(self, node: NodeRow, rows: Iterable[tuple[Any, ...]], at: int) -> Iterable[tuple[tuple[Any, ...], int]]:
         """Yield the rows with known processes, and the number of the process. `at`: its column."""
         get = self._numbers[node.number].get
         for row in rows:
@@ -274,7 +249,7 @@ class Records:
             if number is not None:
                 yield row, number
 
-    def _put_rings(self, node: Node, rows: Iterable[tuple[Any, ...]], damaged: int) -> None:
+    def _put_rings(self, node: NodeRow, rows: Iterable[tuple[Any, ...]], damaged: int) -> None:
         found, numbers, lost = [], self._numbers[node.number], damaged
         for row in rows:
             ring = RingRow(*row)
@@ -312,7 +287,7 @@ class Records:
                 ring.first_id = row[0]
                 self._into("rings", [_values(ring)])
 
-    def _put_events(self, node: Node, rows: Iterable[tuple[Any, ...]], new: Mapping[int, int]) -> None:
+    def _put_events(self, node: NodeRow, rows: Iterable[tuple[Any, ...]], new: Mapping[int, int]) -> None:
         numbers = self._numbers[node.number]
 
         def renamed(found: re.Match[str]) -> str:
@@ -335,7 +310,7 @@ class Records:
 
     # ------------------------------------------------------------------------------------------ waits
 
-    def _spans_machines(self, node: Node, process: int) -> bool:
+    def _spans_machines(self, node: NodeRow, process: int) -> bool:
         """Whether the ranks that a process averages its gradients with are on several machines."""
         found = self._of_several.get(process)
         if found is None:
@@ -344,7 +319,7 @@ class Records:
             self._of_several[process] = found
         return found
 
-    def _join(self, node: Node, steps: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    def _join(self, node: NodeRow, steps: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """Return the steps; note those of all ranks whose waits are known now."""
         rows = list(steps)
         for row in rows:
@@ -364,7 +339,7 @@ class Records:
 
     # ------------------------------------------------------------------------------------------ tallies
 
-    def _put_tallies(self, node: Node, rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> None:
+    def _put_tallies(self, node: NodeRow, rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> None:
         known = [(number, *row[1:]) for row, number in self._known(node, rows.get("keys", ()), 0)]
         keys = {Key(*row) for row in known} - self._keys
         if keys and len(self._keys) < _MOST_KEYS * len(self.nodes):
@@ -411,7 +386,7 @@ class Records:
 
     def _widen(self) -> None:
         """Let readers use the wider tallies up to where all machines have sent them."""
-        live = [node.tallied_s for node in self.nodes if node.live]
+        live = [node.tallied_s for node in self.nodes if node.state == "connected"]
         for finer, width in pairwise(WIDTHS):
             begin, end = self._whole[width], min(live, default=0) // width * width
             if end <= begin:
@@ -447,10 +422,10 @@ class Records:
                     self._into(table, [(width, start, *key, *sums)])
 
 
-def _values(row: Node | RingRow) -> tuple[Any, ...]:
+def _values(row: NodeRow | RingRow) -> tuple[Any, ...]:
     return tuple(vars(row).values())
 
 
-def _device(node: Node, device: int) -> int:
+def _device(node: NodeRow, device: int) -> int:
     """Return the number of a device of a machine (-1: the host) here."""
     return node.number * NODE_DEVICES + device if device >= 0 else -1 - node.number

@@ -17,7 +17,7 @@ from dpmon.stalls.answer import save_answer, wants_native
 
 if TYPE_CHECKING:
     from dpmon.mirror.mirror import Mirror
-    from dpmon.mirror.records import Node
+    from dpmon.store.answers import NodeRow
 
 WHY_S = 7.0
 """Longest wait for the answers to "why is it stuck"."""
@@ -62,7 +62,7 @@ class Requests:
             save_answer(self._mirror.directory, self._why, found)
             self._why = None
 
-    def take(self, node: Node, answer: Mapping[str, Any]) -> None:
+    def take(self, node: NodeRow, answer: Mapping[str, Any]) -> None:
         """Take a machine's answer."""
         if answer.get("answer") == self._asked:
             self._waited.discard(node.number)
@@ -85,7 +85,7 @@ class Requests:
         for machine in self._mirror.machines:
             number = machine.node.number
             own = {**request, "processes": whole[number]} if request.get("ask") == "records" else request
-            if machine.node.live and self._mirror.links.send(number, json.dumps(own)):
+            if machine.node.state == "connected" and self._mirror.links.send(number, json.dumps(own)):
                 self._waited.add(number)
         self._count = len(self._waited)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from math import nan
@@ -125,34 +126,35 @@ NODE_DEVICES = 1000
 """Device i of node n has the index n * NODE_DEVICES + i."""
 
 
-class NodeRow(NamedTuple):
+@dataclass
+class NodeRow:
     """One machine of a mirror, a row of the table `nodes`. Times in ns since the mirror's run began."""
 
     number: int
     name: str
     """How the user reaches it."""
-    host: str | None
+    host: str | None = None
     """The name that the machine gives itself; None until it has answered. `run` and `version` likewise."""
-    run: str | None
-    version: str | None
-    state: str
+    run: str | None = None
+    version: str | None = None
+    state: str = "connecting"
     """One of NODE_STATES."""
-    why: str | None
+    why: str | None = None
     """Why it is in this state, in a sentence."""
-    since_ns: int
+    since_ns: int = 0
     """When the state began."""
-    heard_ns: int | None
+    heard_ns: int | None = None
     """When it last answered; None: never."""
-    received: int
+    received: int = 0
     """The last id of its records that is here."""
-    tallied_s: int
+    tallied_s: int = 0
     """Its tallies are complete up to this second."""
-    clock_ns: int | None
+    clock_ns: int | None = None
     """What is added to its times, known up to `clock_error_ns`; None until it is measured."""
-    clock_error_ns: int | None
-    shift_s: int | None
+    clock_error_ns: int | None = None
+    shift_s: int | None = None
     """What is added to the seconds of its tallies."""
-    exit: str | None
+    exit: str | None = None
     """How its run ended, as JSON; None while it runs."""
 
 

@@ -32,6 +32,9 @@ _START_S = 5.0
 """Longest wait for the process that mirrors the runs."""
 _TOGETHER_S = 30.0
 """Ranks that Slurm starts together begin within this time."""
+_STAMP_CELLS = len("20260101-000000-")
+"""What the id of a run has before its name."""
+_MOST_S = 1e10
 _TYPES = {
     "str": str,
     "bool": bool,
@@ -119,6 +122,8 @@ def _read(line: bytes) -> ListedRun | None:
     run = ListedRun(**values)  # type: ignore[arg-type]  # checked just now
     texts = (*run.command, *run.machines, *(run.job or {}).values())
     if not ID.fullmatch(run.id) or not all(isinstance(text, str) for text in texts):
+        return None
+    if run.name != run.id[_STAMP_CELLS:] or not all(0 <= at < _MOST_S for at in (run.started_unix, run.seconds)):
         return None
     return run._replace(state=clean(run.state, 20), job=run.job and {key: clean(run.job[key], 200) for key in run.job})
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import dpmon
 from dpmon.cleaning import clean
-from dpmon.errors import HistoryError
+from dpmon.errors import DpmonError, HistoryError
 from dpmon.mirror.joint_stalls import JointStalls
 from dpmon.mirror.links import Closed, Links, Opened, Received
 from dpmon.mirror.receive import AHEAD_S, Chunk, Receiver, RubbishError
@@ -167,7 +167,7 @@ class Mirror:
                     self._take_chunk(machine, found)
                 elif found is not None:
                     self._take_message(machine, found)
-        except (RubbishError, ValueError) as error:
+        except (DpmonError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             self._end_link(machine, f"it sent rubbish: {clean(str(error))}")
 
     def _open(self, machine: Followed, marker: Mapping[str, Any]) -> None:

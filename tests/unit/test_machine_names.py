@@ -354,9 +354,14 @@ def test_what_a_machine_lists_is_checked(tmp_path: Path, run: Run, capsys: pytes
     good = json.loads(capsys.readouterr().out)
     bad: list[Any] = [
         *(good | {"id": "../../etc"}, good | {"steps": "5"}, good | {"command": [3]}, good | {"job": {"by": 1}}),
-        *(good | {"started_unix": 1e300}, 3, [], "x", None),
+        *(good | {"started_unix": 1e300}, good | {"seconds": 1e300}, good | {"name": "n\x07ame"}, 3, [], "x", None),
     ]
-    odd = good | {"id": good["id"][:-4] + "beef", "state": "\x1b[2Jbad\n", "command": ["\x1b[1m"], "name": "n\x07ame"}
+    odd = good | {
+        "id": good["id"][:-4] + "beef",
+        "state": "\x1b[2Jbad\n",
+        "command": ["\x1b[1m"],
+        "name": "linear-beef",
+    }
     odd |= {"job": {"by": "slurm", "id": "\x1b[31m" + "x" * 999}, "cause": "\x1b[5m"}
     (tmp_path / "list").write_text("\n".join(json.dumps(one) for one in [*bad, odd]))
     assert main(["ls", "--host", "a", "--via", way(tmp_path, f"cat {tmp_path}/list")]) == 0

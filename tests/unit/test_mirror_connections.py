@@ -88,3 +88,17 @@ def test_nothing_comes_after_the_end_of_a_run(mirror: Mirror) -> None:
     assert mirror.machines[0].node.state == "ended"
     assert events_in(mirror) == []
     assert not mirror.links._idle
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"standing": {"ranks": [{"stacks": [{"main": true, "frames": [["f", "f.py", 1e999]]}]}]}, "age_s": 1}',
+        b'{"standing": {"ranks": [{"groups": 3}]}, "age_s": 1}',
+    ],
+)
+def test_odd_facts_of_ranks_end_the_connection_of_their_machine(mirror: Mirror, line: bytes) -> None:
+    mirror._take(Opened(0, MARKER))
+    send(mirror, line, beat(0, 0))
+    assert mirror.machines[0].node.state == "cut"
+    assert (mirror.machines[0].node.why or "").startswith("it sent rubbish: ")

@@ -146,6 +146,8 @@ def checked(table: str, columns: Sequence[str], rows: Sequence[Any], now_ns: int
         return [one for row in rows for one in checked(table, columns, [row], now_ns)]  # all but the damaged ones
     if table == "events":
         return [event for row in found for event in _event(*row)]
+    if table in ("tallies", "times"):
+        return [row for row in found if row[0] in WIDTHS and row[1] >= 0 and row[1] % row[0] == 0]
     check = _CHECKS.get(table)
     if check is None:
         return found
@@ -226,16 +228,10 @@ def _event(number: int, process: int, t_ns: int | None, text: str) -> Iterator[t
             yield number, process, kind, t_ns, text
 
 
-def _tally(row: tuple[Any, ...]) -> bool:
-    return bool(row[0] in WIDTHS and row[1] >= 0 and row[1] % row[0] == 0)
-
-
 _CHECKS: Mapping[str, Callable[[tuple[Any, ...]], object]] = {
     "steps": _step,
     "calls": _call,
     "definitions": lambda row: definition_in(row[1:]),
     "shapes": shape_in,
-    "tallies": _tally,
-    "times": _tally,
 }
 """Raise HistoryError or ValueError, or return False, for a row that a reader could not read."""

@@ -22,8 +22,8 @@ from dpmon.store.tally import WIDTHS, SeriesNames
 
 MOST_IDS, MOST_WHOLE = 20_000, 2000
 """Most ids of a chunk: if only some steps are sent, and if all rows are."""
-MOST_SECONDS = 600
-"""Most seconds by which a chunk advances the tallies."""
+MOST_SECONDS, MOST_OF_RANKS = 600, 2000
+"""Most seconds by which a chunk advances sums and tallies, and of tallies, most seconds of all ranks together."""
 _READ_AS = {
     ("events", "process"): "ifnull(process, -1)",  # those of the supervisor have no process
     ("device_rollups", "device"): "device AS number",
@@ -99,6 +99,8 @@ class NewRows:
         """By table: the hash of each row that was sent and may change, by its key."""
         self._defined: dict[int, int] = {}
         self._gaps: dict[int, int] = {}
+        self._summed_s: dict[str, int] = {}
+        """By table of sums: the second up to which they were sent."""
         self._late: int | None = None
         self._chunks = 0
 
@@ -119,18 +121,18 @@ class NewRows:
         if self._chunks == 0 and not self._since:
             self._begin(store, upto_s)
         until = min(newest, self.offset + (MOST_IDS if self._rollups else MOST_WHOLE))
-        tallied = min(upto_s, self._tallied + MOST_SECONDS)
+        tallied = min(upto_s, self._tallied + min(MOST_SECONDS, MOST_OF_RANKS // max(len(store.rings), 1) + 1))
         seldom = self._chunks % SELDOM == 0 or last
         if seldom or len(store.rings) > len(self._seen.get("rings", ())):
             lines += self._lines("rings", self._changed("rings", self._rows(store, "rings", ""), 1))
         lines += self._definitions(store)
         lines += self._ranges(store, until)
-        lines += self._sums(store, tallied, seldom=seldom, last=last)
+        lines += self._sums(store, upto_s, seldom=seldom, last=last)
         lines += self._gap_rows(store)
         lines += self._tallies(store, max(tallied, self._tallied))
         self._chunks += 1
         self.offset = max(until, self.offset)
-        return lines, until < newest or tallied < upto_s
+        return lines, until < newest or tallied < upto_s or (last and min(self._summed_s.values()) < upto_s)
 
     def _begin(self, store: Store, upto_s: int) -> None:
         """Limit what is sent of the time before."""
@@ -284,10 +286,14 @@ class NewRows:
 
     def _summed(self, store: Store, table: str, per: str, width: int, upto_s: int) -> list[tuple[Any, ...]]:
         """Return the changed rows of a table of sums by second or minute; at first, all earlier time is one row."""
-        since = max(upto_s - (ROWS_S if self._chunks == 0 else 60 + MINUTE_S + LATE_S), 0) // width * width
+        # Of the time before a cut, the sums of the last minute or so had not been sent.
+        first_s = upto_s - ROWS_S if self._first else self._tallied - 60 - MINUTE_S
+        begin = self._summed_s.get(table, first_s)
+        until = self._summed_s[table] = min(upto_s, begin + MOST_SECONDS * width)
+        since = max(begin - 60 - LATE_S, 0) // width * width
         rows = [
             ((row[0] + self._shift_s) // width * width, *row[1:])
-            for row in self._rows(store, table, "WHERE start_s >= ?", since)
+            for row in self._rows(store, table, "WHERE start_s >= ? AND start_s < ?", since, until)
         ]
         found = self._changed(table, rows, 3)
         if self._chunks == 0 and self._first:

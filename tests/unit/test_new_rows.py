@@ -1,0 +1,73 @@
+"""What a reader gets of a long time at once: within limits, and nothing is left out for good."""
+
+from __future__ import annotations
+
+import json
+
+from stored import Recording
+from synthetic import Training, device_event
+
+from dpmon.export.new_rows import MOST_OF_RANKS, NewRows
+from dpmon.store.tables import BEFORE_S
+
+
+class Sums:
+    """The sums of devices that a reader has: their counts by second, device and name."""
+
+    def __init__(self) -> None:
+        self.have: dict[tuple[int, int, str], int] = {}
+        self.got = 0
+
+    def take(self, rows: NewRows, recording: Recording, upto_s: int, *, last: bool = False) -> bool:
+        lines, more = rows.chunk(recording.store(), upto_s, last=last)
+        for line in map(json.loads, lines):
+            if line["table"] == "device_rollups":
+                for row in line["rows"]:
+                    found = dict(zip(line["columns"], row, strict=True))
+                    self.have[found.get("start_s", 0), found.get("device", 0), found["name"]] = found.get("count", 0)
+                    self.got += 1
+        return more
+
+    def same(self, recording: Recording) -> bool:
+        return [(sum(self.have.values()),)] == recording.store().query("SELECT sum(count) FROM device_rollups")
+
+
+def recorded(recording: Recording, begin_s: int, end_s: int) -> None:
+    recording.add([device_event(float(second), 1) for second in range(begin_s, end_s, 4)])
+
+
+def begun(ranks: int = 1) -> Recording:
+    recording = Recording()
+    for rank in range(ranks):
+        recording.add(Training(process=rank, rank=rank).run(20), rank, rank)
+    return recording
+
+
+def test_a_first_reader_gets_one_sum_of_the_time_long_before() -> None:
+    recording, sums, rows = begun(), Sums(), NewRows(rollups=True)
+    recorded(recording, 0, 20_000)
+    sums.take(rows, recording, 20_000)
+    assert sums.same(recording)
+    names = len({name for _, _, name in sums.have})
+    assert sums.got <= names * (1 + 600 // 60 + 3)
+    assert min(sums.have)[0] == BEFORE_S
+
+
+def test_a_long_cut_loses_no_sums() -> None:
+    recording, sums, rows = begun(), Sums(), NewRows(rollups=True)
+    recorded(recording, 0, 900)
+    sums.take(rows, recording, 900)
+    recorded(recording, 900, 962)
+    sums.take(rows, recording, 962)  # not yet the sums of minutes
+    recorded(recording, 962, 90_000)
+    again = NewRows(rollups=True, offset=rows.offset, tallied_s=rows.tallied_s)
+    assert again.tallied_s < 90_000
+    while sums.take(again, recording, 90_000, last=True):
+        pass
+    assert sums.same(recording)
+
+
+def test_tallies_of_many_ranks_come_in_chunks_of_fewer_seconds() -> None:
+    rows = NewRows(rollups=True, offset=1, tallied_s=1)
+    rows.chunk(begun(8).store(), 5000, last=False)
+    assert MOST_OF_RANKS // 8 < rows.tallied_s <= MOST_OF_RANKS // 8 + 2

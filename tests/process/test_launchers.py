@@ -121,10 +121,10 @@ def test_accelerate_on_each_machine(dpmon: Dpmon) -> None:
     check(dpmon, [dpmon.state / "0", dpmon.state / "1"], both(dpmon, *commands, HF_HOME=str(dpmon.cwd)), "master")
 
 
-def test_srun_starts_each_rank(dpmon: Dpmon, tmp_path: Path) -> None:
+def test_srun_starts_each_rank(dpmon: Dpmon) -> None:
     """Each rank has a run of its own, two on each node. (tests/process/test_machines.py: srun dpmon torchrun.)"""
     (port,) = free_ports(1)
-    with slurm(tmp_path / "slurm") as cluster:
+    with slurm(dpmon.state / "slurm") as cluster:
         command = ["srun", "-N2", "--ntasks-per-node=2", "dpmon", "python", str(TRAIN), str(STEPS)]
         done = dpmon.run(argv=command, env={**cluster.environment, "MASTER_PORT": str(port)}, limit=2 * LIMIT_S)
         assert done.status == 0, done.errors

@@ -1,6 +1,7 @@
 """One job on two machines, by a real ssh between network namespaces and by a real Slurm: one run, true in each figure.
 
-The training goes on, whatever of dpmon is killed.
+The training goes on, whatever of dpmon is killed. All files of both machines are below the state directory of the test:
+by it, whatever a failed test leaves is found and killed.
 """
 
 from __future__ import annotations
@@ -90,13 +91,13 @@ class Job:
 
 
 @contextmanager
-def over_ssh(dpmon: Dpmon, place: Path) -> Iterator[Job]:
+def over_ssh(dpmon: Dpmon) -> Iterator[Job]:
     """Two namespaces with an sshd in each; torchrun is started in both."""
     why = no_namespaces()
     if why is not None:
         pytest.skip(why)
-    names, states = ("gpu-1", "gpu-2"), (place / "gpu-1", place / "gpu-2")
-    hosts = Hosts(place / "net", dict(zip(names, states, strict=True)))
+    names, states = ("gpu-1", "gpu-2"), (dpmon.state / "gpu-1", dpmon.state / "gpu-2")
+    hosts = Hosts(dpmon.state / "net", dict(zip(names, states, strict=True)))
     try:
         how = ("--master-addr", hosts.address(0), "--master-port", 29500, "--node-rank")
         commands = [
@@ -117,9 +118,9 @@ def over_ssh(dpmon: Dpmon, place: Path) -> Iterator[Job]:
 
 
 @contextmanager
-def under_slurm(dpmon: Dpmon, place: Path) -> Iterator[Job]:
+def under_slurm(dpmon: Dpmon) -> Iterator[Job]:
     """Two nodes of a real Slurm; one srun starts dpmon and torchrun on both."""
-    with slurm(place / "slurm") as cluster:
+    with slurm(dpmon.state / "slurm") as cluster:
         how = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_ports(1)[0]}")
         words = ["srun", "-N2", "--ntasks-per-node=1", "dpmon", *map(str, [*TORCHRUN, *how, TRAIN])]
         command = dpmon.start(argv=words, env=cluster.environment)
@@ -133,8 +134,8 @@ WAYS = {"ssh": over_ssh, "slurm": under_slurm}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_job_on_two_machines_is_one_run(dpmon: Dpmon, tmp_path: Path, way: str) -> None:
-    with WAYS[way](dpmon, tmp_path) as job:
+def test_a_job_on_two_machines_is_one_run(dpmon: Dpmon, way: str) -> None:
+    with WAYS[way](dpmon) as job:
         wait_for(lambda: all(run["job"] for node in range(2) for run in job.runs(node) or [{"job": None}]), LIMIT_S)
         job.trains()
         screen = dpmon.start(**job.command("attach", *job.attach, "--headless"))
@@ -167,6 +168,8 @@ def test_a_job_on_two_machines_is_one_run(dpmon: Dpmon, tmp_path: Path, way: str
         screen = dpmon.start(**job.command("attach", mirror.name, "--headless"))
         job.trains()
 
+        # About one step a second is compared; the report names a straggler from 30 of them on.
+        wait_for(lambda: min(rank["joined_steps"] for rank in job.json("report", "--json")["ranks"]) > 32)
         counts = job.end()
         assert sorted(counts) == [0, 1, 2, 3]
         _, err = screen.communicate(timeout=LIMIT_S)
@@ -203,10 +206,10 @@ def check_figures(job: Job, counts: dict[int, tuple[int, int, float]]) -> None:
         assert 0.2 < found["forward_ms"] / (1000 * forward_s / steps) < 2
         # What no machine knows alone. The last rank sleeps 60 ms more in each step, before the backward pass.
         assert there[rank]["exposed_ms"] is there[rank]["wait_ms"] is None
-        assert found["joined_steps"] > 10
         assert found["exposed_ms"] > 0
         assert rank == 3 or found["wait_ms"] > 20
     assert ranks[3]["wait_ms"] < 10
     assert ranks[3]["slowest"] > 0.8 * ranks[3]["joined_steps"]
-    (straggler,) = [each for each in report["findings"] if each["kind"] == "straggler"]
-    assert straggler["text"].startswith(f"Rank 3 ({job.node_of(3)}) holds the others up by ")
+    told = [each["text"] for each in report["findings"] if each["kind"] == "straggler"]
+    assert len(told) == 1, (report["findings"], report["ranks"])
+    assert told[0].startswith(f"Rank 3 ({job.node_of(3)}) holds the others up by ")

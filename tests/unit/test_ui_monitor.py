@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from situations import exit_of
 from stage import LOOK, FakeReader, Stage, stage, until
-from synthetic import SECOND, Training, decoded
+from synthetic import SECOND, Training, decoded, host_event
 from textual.events import MouseScrollUp
 
 from dpmon.model.finding import Finding
@@ -244,15 +244,24 @@ async def test_panels_are_reached_by_number_tab_enter_and_arrows(tmp_path: Path)
         assert on.app.view.focus == "output"
         await on.press("2", "left")
         assert on.app.view.focus == "devices"
-        await on.press("down", "down", "right")
+        await on.press("down", "down", "down")
         assert on.app.view.focus == "output"
         await on.press("up")
         await on.until(lambda: on.app.feed.output.top is not None, "scrolling")
-        await on.press("right", "right")
+
+
+async def test_the_output_scrolls_sideways_up_to_its_first_column(tmp_path: Path) -> None:
+    (tmp_path / "output.log").write_text(f"the output {'x' * 200}\n")
+    async with stage(tmp_path, steps=0) as on:
+        training = Training(mode="single")
+        on.reader.new = decoded([*training.begin(), *training.run(200), host_event(1.0)], origin_ns=SECOND)
+        await on.shows("3 Batch")
+        await on.shows("the output")
+        await on.press("5", "right", "right")
         assert on.app.feed.output.left == 16
         await on.shows("column 17")
         await on.press("left", "left", "left")
-        assert on.app.view.focus == "compare", "beyond the first column there is the next panel"
+        assert on.app.view.focus == "devices", "beyond the first column there is the next panel"
 
 
 async def test_a_folded_panel_opens_with_its_number(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`dpmon export --follow`: prints the rows of a run's history as they come (dpmon.store.exchange).
 
 First a line with the facts of the run, then a chunk once a second: the rows that are new, and a last line, the beat.
-With `rollups`, a mirror on another machine reads them (dpmon.mirror.process). It sends requests as lines to the
+With `rollups`, a mirror on another machine reads them (dpmon.mirror.mirror). It sends requests as lines to the
 standard input, first how far its clock is ahead, and what it has. Of steps and calls, it gets those that all ranks
 choose alike, about one a second. All that figures are made of is complete: tallies and sums. The mirror's seconds begin
 at other times than the seconds here, so the tallies of ten seconds and more are made here for its seconds: for all
@@ -25,6 +25,7 @@ from typing import Any
 
 import dpmon
 from dpmon.errors import DpmonError, HistoryError
+from dpmon.export import ExportError
 from dpmon.export.new_rows import NewRows
 from dpmon.record.plainjson import load_json, number_in
 from dpmon.record.schema import SECOND
@@ -42,6 +43,8 @@ AFTER_NS = 600_000_000
 """A second is complete this long after its end: the supervisor commits twice a second."""
 LAST_OUTPUT, MOST_OUTPUT = 4096, 1 << 15
 """Bytes of the output at the begin, and the most bytes of a beat."""
+WAIT_S = 60.0
+"""Longest wait for the first request, and for the end of the input after the end of the run: the reader may be gone."""
 _MOST_ANSWER = 1 << 19
 _MOST_LINE = 1 << 16
 
@@ -233,15 +236,21 @@ class _Follow:
 def follow(directory: Path, start: int, *, rollups: bool) -> None:
     """Print the rows of the run in `directory` with ids above `start`, until its end.
 
-    `rollups`: for a mirror, until its end or the end of the standard input. Raises BrokenPipeError when nobody reads.
+    `rollups`: for a mirror, until its end or the end of the standard input. Raises BrokenPipeError when nobody reads,
+    and ExportError if nobody can ask.
     """
     asking = _Asked()
     followed = _Follow(directory, NewRows(rollups=rollups, offset=start))
     with closing(followed._reader):
         _print([followed.marker()])
         begun, last, due = not rollups, False, time.monotonic()
+        leave = due + WAIT_S
         while not asking.over:
             now = time.monotonic()
+            if begun and not last:
+                leave = now + WAIT_S
+            elif now > leave:
+                return
             # At once, because the end of the run may be the end of the job of Slurm in which this process runs.
             if begun and not last and (now >= due or followed.is_over()):
                 lines, more, last = followed.chunk()
@@ -260,6 +269,8 @@ def follow(directory: Path, start: int, *, rollups: bool) -> None:
                 else:
                     followed.answer(request)
             _print(followed.answers())
+    if not begun:
+        raise ExportError("its standard input ends at once: the way to it must pass it on (kubectl exec -i)")
 
 
 def _next_beat(now_ns: int) -> float:

@@ -170,10 +170,13 @@ def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float 
 def _stop_machines(directory: Path, info: RunInfo) -> Iterator[str]:
     """Ask the machines of a mirror to stop their runs; yield how many have ended, whenever that changes."""
     machines = Machines(directory, info.start_ns)
-    mark_stop(directory)
-    if load_exit(directory) is not None or not supervised(info) or not machines.ask({"ask": "stop"}):
+    if load_exit(directory) is not None:
         yield NOTHING_RUNS
         return
+    if not supervised(info) or not machines.ask({"ask": "stop"}):
+        yield "no machine is connected, so they cannot be stopped now: try again in some seconds"
+        return
+    mark_stop(directory)
     until, before = time.monotonic() + _MACHINES_S, -1
     while time.monotonic() < until:
         ended, count = machines.ended()

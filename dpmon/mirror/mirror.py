@@ -230,6 +230,7 @@ class Mirror:
         request = {"ask": "begin", "offset": node.received, "tallied_s": node.tallied_s, "shift_s": node.shift_s}
         sparse = len(self.machines) > MOST_WHOLE
         self.links.send(number, json.dumps({**request, "shift_ns": shift_ns, "sparse": sparse}))
+        self._requests.renew(number)
 
     def _take_message(self, machine: Followed, message: Mapping[str, Any]) -> None:
         if isinstance(message.get("standing"), dict):

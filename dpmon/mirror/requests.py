@@ -36,9 +36,12 @@ class Requests:
         """Machines that have not answered the last request; `_asked` is its number."""
         self._asked, self._count = 0, 0
         self._why: int | None = None
-        """The request for stacks that is not answered."""
+        """The request for stacks that is not answered, and the machines that have not."""
+        self._why_waited: set[int] = set()
         self._why_until = 0.0
         self._stacks: dict[int, tuple[str, Mapping[str, Any]]] = {}
+        self._whole: Mapping[int, list[int]] = {}
+        """By machine: the processes of which a reader wants all records."""
 
     @property
     def answered(self) -> list[int]:
@@ -57,21 +60,31 @@ class Requests:
             self._whys = self._why = stamp
             self._why_until, self._stacks = now + WHY_S, {}
             self._send({"ask": "why", "id": stamp, "native": wants_native(self._mirror.directory)})
-        if self._why is not None and (now > self._why_until or not self._waited or self._asked != self._why):
+            self._why_waited = set(self._waited)
+        if self._why is not None and (now > self._why_until or not self._why_waited):
             found = self._mirror.joint.joined(self._stacks, self._mirror.now_ns() + self._mirror.info.start_ns)
             save_answer(self._mirror.directory, self._why, found)
             self._why = None
 
     def take(self, node: NodeRow, answer: Mapping[str, Any]) -> None:
         """Take a machine's answer."""
-        if answer.get("answer") == self._asked:
+        number = answer.get("answer")
+        if number == self._asked:
             self._waited.discard(node.number)
+        if number == self._why:
+            self._why_waited.discard(node.number)
             if isinstance(why := answer.get("why"), dict):
                 self._stacks[node.number] = node.name, why
 
     def lose(self, node: int) -> None:
         """Wait no longer for a machine."""
         self._waited.discard(node)
+        self._why_waited.discard(node)
+
+    def renew(self, node: int) -> None:
+        """Ask a machine that was connected again for the records that a reader wants."""
+        if node in self._whole:
+            self._mirror.links.send(node, json.dumps({"ask": "records", "processes": self._whole[node]}))
 
     def _send(self, request: Mapping[str, Any]) -> None:
         whole: dict[int, list[int]] = defaultdict(list)
@@ -81,6 +94,7 @@ class Requests:
                 if process in there:
                     node, number = there[process]
                     whole[node].append(number)
+            self._whole = dict(whole)
         self._asked, self._waited = request["id"], set()
         for machine in self._mirror.machines:
             number = machine.node.number

@@ -14,6 +14,8 @@ from test_mirror_records import info_of
 from dpmon.errors import HistoryError
 from dpmon.mirror.links import Opened, Received
 from dpmon.mirror.mirror import Mirror
+from dpmon.run.mirrored import Machines
+from dpmon.stalls.answer import ANSWER_FILE, ask
 
 MARKER = {"run": "r", "host": "h", "version": "1"}
 
@@ -102,3 +104,40 @@ def test_odd_facts_of_ranks_end_the_connection_of_their_machine(mirror: Mirror, 
     send(mirror, line, beat(0, 0))
     assert mirror.machines[0].node.state == "cut"
     assert (mirror.machines[0].node.why or "").startswith("it sent rubbish: ")
+
+
+def test_records_that_a_reader_wants_are_asked_for_again(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def note(_: int, line: str) -> bool:
+        sent.append(json.loads(line))
+        if sent[-1]["ask"] == "time":
+            send(mirror, {"answer": sent[-1]["id"], "now_ns": 5})
+        return True
+
+    monkeypatch.setattr(mirror.links, "send", note)
+    monkeypatch.setattr(mirror.records, "processes", lambda: {3: (0, 1)})
+    mirror._take(Opened(0, MARKER))
+    send(mirror, beat(0, 0))
+    Machines(mirror.directory, 0).ask({"ask": "records", "processes": [3]})
+    mirror._requests.look(0.0)
+    assert (sent[-1]["ask"], sent[-1]["processes"]) == ("records", [1])
+    mirror._take(Opened(0, MARKER))
+    assert [one["ask"] for one in sent[-2:]] == ["begin", "records"]
+    assert sent[-1]["processes"] == [1]
+
+
+def test_another_request_does_not_cut_off_the_answers_about_a_stall(
+    mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror.links, "send", lambda *_: True)
+    mirror._take(Opened(0, MARKER))
+    send(mirror, beat(0, 0))
+    number = ask(mirror.directory)
+    mirror._requests.look(0.0)
+    Machines(mirror.directory, 0).ask({"ask": "sample"})
+    mirror._requests.look(0.1)
+    assert not (mirror.directory / ANSWER_FILE).exists()
+    send(mirror, {"answer": number, "why": {"ranks": [], "text": "it waits"}})
+    mirror._requests.look(0.2)
+    assert json.loads((mirror.directory / ANSWER_FILE).read_bytes())["text"] == "gpu-0: it waits"

@@ -15,7 +15,7 @@ from typing import Any
 from dpmon.record.plainjson import load_json
 from dpmon.record.schema import SECOND
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.exchange import NUMBERED, columns_sent, lines_of
+from dpmon.store.exchange import NUMBERED, TIMES, columns_sent, lines_of
 from dpmon.store.queries import Store
 from dpmon.store.tables import BEFORE_S, COLLECTIVE_SUMS, LASTING
 from dpmon.store.tally import WIDTHS, SeriesNames
@@ -45,8 +45,6 @@ _MOST_LASTING = 4000
 _MOST_ROWS = 2000
 _SUMS = (("collective_sums", "process, definition", 1), ("device_rollups", "device, name", 60))
 """Tables of sums, the rest of their keys, and the length of a stretch in seconds."""
-_TIMES = ("start_ns", "t_ns", "begin_ns", "end_ns", "first_ns", "last_ns")
-"""Columns with times, in all tables."""
 
 
 def sampled(rows: Iterable[tuple[int, int, int]], fewer: int = 1) -> list[int]:
@@ -174,7 +172,7 @@ class NewRows:
     def _lines(self, table: str, rows: Iterable[Sequence[Any]]) -> list[str]:
         """Return rows as lines, with their times on the reader's clock."""
         columns = tuple(columns_sent(table))
-        at = [i for i, name in enumerate(columns) if name in _TIMES] if self._shift_ns else []
+        at = [i for i, name in enumerate(columns) if name in TIMES] if self._shift_ns else []
         if table == "events":
             rows = [(*row[:-1], self._event(row[-1])) for row in rows]
         if not at:

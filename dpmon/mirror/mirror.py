@@ -352,10 +352,12 @@ class Mirror:
             write_whole(self.directory / STATE_FILE, json.dumps(state))
 
     def _finish(self) -> None:
-        """Write how the run has ended: like the first of its machines that failed."""
-        ends = [(json.loads(machine.node.exit), machine.node) for machine in self.machines if machine.node.exit]
-        how, node = next((end for end in ends if end[0]["status"]), (ends or [({}, self.machines[0].node)])[0])
-        unknown = None if ends else f"no machine was reached; {node.name}: {node.why}"
+        """Write how the run has ended: like the first of its machines that failed, else whose end is unknown."""
+        ends = [(json.loads(machine.node.exit or "{}"), machine.node) for machine in self.machines]
+        failed = [end for end in ends if end[0].get("status")]
+        how, node = [*failed, *(end for end in ends if end[0].get("status") is None), *ends][0]
+        why = f": {node.why}" if node.why else ""
+        unknown = f"how it ended on {node.name} is unknown{why}" if how.get("status") is None else None
         seconds, cause = self.now_ns() / SECOND, how.get("cause")
         end = ExitInfo(
             status=how.get("status"), signal=how.get("signal"), ended_unix=time.time(), end_ns=time.monotonic_ns(),

@@ -20,7 +20,7 @@ from dpmon.record.names import MODES
 from dpmon.record.plainjson import load_json
 from dpmon.record.schema import SECOND
 from dpmon.store.answers import call_in
-from dpmon.store.exchange import CHUNK_BYTES, KEPT, NUMBERED, columns_sent, default_of
+from dpmon.store.exchange import CHUNK_BYTES, KEPT, NUMBERED, TIMES, columns_sent, default_of
 from dpmon.store.queries import shape_in
 from dpmon.store.step_queries import step_lists
 from dpmon.store.tables import CALL_COLUMNS, STEP_COLUMNS, definition_in
@@ -39,7 +39,6 @@ _MOST_STEPS = 1 << 40
 _MOST_FLOAT = 1e300
 _NESTED = 16
 """JSON with more brackets than this may be nested too deeply to be read."""
-_PLACES = ("start_ns", "t_ns", "begin_ns", "end_ns", "first_ns", "last_ns")
 _IDS = ("id", "number", "first_id", "last_id", "position", "sequence", "lines", "definition", "layout")
 
 
@@ -85,7 +84,7 @@ def _columns(table: str) -> tuple[_ColumnRule, ...]:
         elif seconds:
             low = -1
         allowed = {str if kind is bytes else kind for kind in kinds} | ({int} if float in kinds else set())
-        latest = None if name in _PLACES or seconds else high
+        latest = None if name in TIMES or seconds else high
         found.append(_ColumnRule(name, frozenset(allowed), default_of(table, name), low, latest, seconds))
     return tuple(found)
 

@@ -23,10 +23,10 @@ CHUNK_BYTES = 16 << 20
 """Most bytes of the lines of a chunk."""
 _LINE_BYTES = 1 << 19
 """Most bytes of the rows of a line, but for a single longer one."""
-SAMPLED = ("steps", "calls", "collectives")
-"""Tables of which only some rows are sent, if the reader does not ask for all."""
-NUMBERED = (*SAMPLED, "events", "losses")
-"""Tables with ids from the common counter."""
+NUMBERED = ("steps", "calls", "collectives", "events", "losses")
+"""Tables with ids from the common counter. Of the first three, only some rows are sent unless the reader asks."""
+TIMES = ("start_ns", "t_ns", "begin_ns", "end_ns", "first_ns", "last_ns")
+"""Columns with times, in all tables."""
 KEPT = (
     *("definitions", "series", "keys", "tallies", "times", "loops", "gaps", "shapes"),
     *("collective_sums", "device_rollups", "rings"),

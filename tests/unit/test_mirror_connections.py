@@ -15,6 +15,7 @@ from dpmon.errors import HistoryError
 from dpmon.mirror.links import Opened, Received
 from dpmon.mirror.mirror import Mirror
 from dpmon.run.mirrored import Machines
+from dpmon.run.rundir import load_exit
 from dpmon.stalls.answer import ANSWER_FILE, ask
 
 MARKER = {"run": "r", "host": "h", "version": "1"}
@@ -141,3 +142,30 @@ def test_another_request_does_not_cut_off_the_answers_about_a_stall(
     send(mirror, {"answer": number, "why": {"ranks": [], "text": "it waits"}})
     mirror._requests.look(0.2)
     assert json.loads((mirror.directory / ANSWER_FILE).read_bytes())["text"] == "gpu-0: it waits"
+
+
+@pytest.mark.parametrize(
+    ("exits", "status", "unknown"),
+    [
+        ([0, 0], 0, None),
+        ([0, 3], 3, None),
+        ([None, 3], 3, None),
+        ([0, None], None, "how it ended on gpu-1 is unknown"),
+    ],
+)
+def test_a_run_ends_well_if_it_does_on_all_machines(
+    tmp_path: Path, exits: list[int | None], status: int | None, unknown: str | None
+) -> None:
+    words = [[f"gpu-{number}", "r", "false"] for number in range(2)]
+    mirror = Mirror(tmp_path, replace(info_of(2), options={"machines": words}))
+    for number, each in enumerate(exits):
+        mirror._take(Opened(number, MARKER))
+        line = beat(0, 0, exit={"status": each, "seconds": 1.0})
+        mirror._take(Received(number, json.dumps(line).encode()))
+    assert mirror._commit()
+    mirror._finish()
+    mirror.links.close()
+    mirror.records.close()
+    how = load_exit(tmp_path)
+    assert how is not None
+    assert (how.status, how.unknown) == (status, unknown)

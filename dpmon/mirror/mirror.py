@@ -227,6 +227,9 @@ class Mirror:
         shift_ns = max(node.clock_ns or 0, 0)
         if node.shift_s is None:
             node.shift_s = round(shift_ns / SECOND)
+        elif abs(shift_ns / SECOND - node.shift_s) > AHEAD_S / 2:
+            self._end_link(machine, "it or this machine was suspended, so its times moved: attach again", for_good=True)
+            return
         request = {"ask": "begin", "offset": node.received, "tallied_s": node.tallied_s, "shift_s": node.shift_s}
         sparse = len(self.machines) > MOST_WHOLE
         self.links.send(number, json.dumps({**request, "shift_ns": shift_ns, "sparse": sparse}))

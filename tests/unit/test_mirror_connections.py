@@ -169,3 +169,21 @@ def test_a_run_ends_well_if_it_does_on_all_machines(
     how = load_exit(tmp_path)
     assert how is not None
     assert (how.status, how.unknown) == (status, unknown)
+
+
+@pytest.mark.parametrize(("asleep_s", "state"), [(0, "connected"), (10, "connected"), (3600, "refused")])
+def test_a_machine_whose_times_have_moved_is_left_out(
+    mirror: Mirror, monkeypatch: pytest.MonkeyPatch, asleep_s: int, state: str
+) -> None:
+    """This machine's clock stood still for some time, as in a suspended laptop."""
+    now_ns, there_ns = 7_000 * 10**9, 5_000 * 10**9
+    monkeypatch.setattr(mirror, "now_ns", lambda: now_ns)
+    monkeypatch.setattr(mirror.links, "send", lambda *_: True)
+    for asleep in (0, asleep_s):
+        mirror._take(Opened(0, MARKER))
+        for _ in range(3):
+            answer = {"answer": mirror.machines[0].asked[0], "now_ns": there_ns + asleep * 10**9}
+            send(mirror, answer)
+        send(mirror, beat(0, 0))
+    assert mirror.machines[0].node.state == state
+    assert mirror.machines[0].node.shift_s == 2000

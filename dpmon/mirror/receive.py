@@ -37,6 +37,8 @@ _MOST_TEXT, MOST_ROWS, _MOST_DAMAGED = 1 << 18, 20_000, 1000
 """Most characters of a text, rows of a line, and damaged rows of a chunk."""
 _MOST_STEPS = 1 << 40
 _MOST_FLOAT = 1e300
+_LEAST_OF_ROW = 40
+"""Bytes that a row counts at least."""
 _NESTED = 16
 """JSON with more brackets than this may be nested too deeply to be read."""
 _IDS = ("id", "number", "first_id", "last_id", "position", "sequence", "lines", "definition", "layout")
@@ -114,10 +116,11 @@ class Receiver:
             return chunk
         if "table" not in line:
             return line
-        self._bytes += len(text)
+        table, columns, rows = (line.get(name) for name in ("table", "columns", "rows"))
+        # A short row needs more memory than its text has bytes.
+        self._bytes += max(len(text), _LEAST_OF_ROW * len(rows) if isinstance(rows, list) else 0)
         if self._bytes > CHUNK_BYTES:
             raise RubbishError(f"it sent a chunk of more than {CHUNK_BYTES >> 20} MiB")
-        table, columns, rows = (line.get(name) for name in ("table", "columns", "rows"))
         if table not in NUMBERED and table not in KEPT:
             return None  # of another version
         if not isinstance(columns, list) or not isinstance(rows, list) or not all(type(one) is str for one in columns):

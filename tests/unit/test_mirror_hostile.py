@@ -156,6 +156,15 @@ def test_a_chunk_has_a_limit() -> None:
         receiver.take(line, NOW_NS)
 
 
+def test_the_rows_of_a_chunk_have_a_limit() -> None:
+    receiver = Receiver()
+    line = json.dumps({"table": "gaps", "columns": ["process"], "rows": [[1]] * 100_000}).encode()
+    for _ in range(4):
+        assert receiver.take(line, NOW_NS) is None
+    with pytest.raises(RubbishError, match="more than 16 MiB"):
+        receiver.take(line, NOW_NS)
+
+
 def test_rows_of_another_version_are_read_as_far_as_both_know() -> None:
     columns = ["process", "number", "value", "colour"]
     assert checked("definitions", columns, [[0, 3, "[]", "red"]], NOW_NS) == [(0, 3, "[]")]

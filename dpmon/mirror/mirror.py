@@ -33,7 +33,17 @@ from dpmon.run import proc
 from dpmon.run.condition import needs_supervisor, take_lock
 from dpmon.run.files import open_file, write_whole
 from dpmon.run.mirrored import STATE_FILE, doing_in
-from dpmon.run.rundir import MAX_STATUS, ExitInfo, RunInfo, count_file, deleted_bytes, load_exit, load_info, save
+from dpmon.run.rundir import (
+    MAX_STATUS,
+    ExitInfo,
+    RunInfo,
+    count_file,
+    deleted_bytes,
+    load_exit,
+    load_info,
+    mark_stop,
+    save,
+)
 from dpmon.store.answers import NodeRow, event_in
 from dpmon.supervise.start import keep_statuses
 
@@ -282,7 +292,9 @@ class Mirror:
             key: None if (text := text_in(how, key)) is None else clean(text)[:1000] for key in ("signal", "cause")
         }
         known = status is not None and 0 <= status <= MAX_STATUS
-        machine.node.exit = json.dumps({"status": status if known else None, "seconds": seconds, **texts})
+        stopped = how.get("stopped") is True
+        exited = {"status": status if known else None, "seconds": seconds, "stopped": stopped, **texts}
+        machine.node.exit = json.dumps(exited)
         self._turn(machine.node, "ended", None)
         self._end_link(machine, "", for_good=True)
 
@@ -355,9 +367,9 @@ class Mirror:
             write_whole(self.directory / STATE_FILE, json.dumps(state))
 
     def _finish(self) -> None:
-        """Write how the run has ended: like the first of its machines that failed, else whose end is unknown."""
+        """Write how the run has ended: like the first machine that failed, else was stopped, else has no known end."""
         ends = [(json.loads(machine.node.exit or "{}"), machine.node) for machine in self.machines]
-        failed = [end for end in ends if end[0].get("status")]
+        failed = sorted((end for end in ends if end[0].get("status")), key=lambda end: end[0].get("stopped") is True)
         how, node = [*failed, *(end for end in ends if end[0].get("status") is None), *ends][0]
         why = f": {node.why}" if node.why else ""
         unknown = f"how it ended on {node.name} is unknown{why}" if how.get("status") is None else None
@@ -366,6 +378,8 @@ class Mirror:
             status=how.get("status"), signal=how.get("signal"), ended_unix=time.time(), end_ns=time.monotonic_ns(),
             seconds=seconds, by="mirror", unknown=unknown, cause=None if cause is None else f"{node.name}: {cause}",
         )  # fmt: skip
+        if how.get("stopped"):
+            mark_stop(self.directory)
         self.emit("exit", {"status": end.status, "signal": end.signal, "t_s": seconds})
         with contextlib.suppress(OSError):
             save(self.directory, end)

@@ -277,9 +277,11 @@ def stalled(facts: RunFacts) -> Iterator[Finding]:
     steps = facts.stalled_steps
     what = f"{count_of(steps, 'step')} with a stall {'are' if steps > 1 else 'is'}" if steps else "A stall is"
     longest = max(over, key=lambda stall: (stall.end_ns or 0) - stall.since_ns)
+    # Ranks of a machine that did not know of the stall count its time as training, so their mean is less.
+    whole = max(lost, *(spent.get("stalled", 0) for spent in facts.spent_by_process.values()), 0)
     yield Finding(
         "stall",
-        f"{what} left out of the figures: {duration_words(lost)}.",
+        f"{what} left out of the figures: {duration_words(whole)}.",
         f"{'the longest ' if len(over) > 1 else ''}stall at {clock(longest.since_ns)}: {longest.text}",
         "dpmon why shows the stacks of that time",
         lost / (lost + facts.spent.get("training", 0)),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.record.names import on_node
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SLOW_NS = 3 * SECOND
 """A connected node sends something once a second. After this silence it is called slow."""
-_LASTING = ("ended", "failed", "left out")
+_LASTING = ("ended", "stopped", "failed", "left out")
 """Troubles without a duration."""
 _WORDS = {"connecting": "connecting", "cut": "cut off", "refused": "left out"}
 
@@ -27,7 +27,7 @@ class Trouble(NamedTuple):
     """Why the records of a node do not arrive as usual."""
 
     word: str
-    """"connecting", "slow", "cut off", "left out", "ended" or "failed"."""
+    """"connecting", "slow", "cut off", "left out", "ended", "stopped" or "failed"."""
     since_ns: int
     why: str | None = None
     """A sentence, if there is one; clean."""
@@ -60,6 +60,8 @@ class NodeFacts(NamedTuple):
     """The exit status of its run; None while it runs, or if unknown."""
     processes: tuple[int, ...]
     """Its processes, in the order in which they were seen."""
+    stopped: bool = False
+    """Whether the user stopped its run."""
 
     def trouble(self, now_ns: int) -> Trouble | None:
         """Why its records do not arrive; None if they do, or if the trouble began after `now_ns`."""
@@ -68,6 +70,8 @@ class NodeFacts(NamedTuple):
             return Trouble("slow", heard_ns, "nothing was heard") if now_ns - heard_ns > SLOW_NS else None
         if self.since_ns > now_ns:
             return None
+        if self.state == "ended" and self.stopped:
+            return Trouble("stopped", self.since_ns)
         if self.state == "ended":
             word = "failed" if self.status else "ended"
             return Trouble(word, self.since_ns, f"status {self.status}" if self.status else self.why)
@@ -94,10 +98,12 @@ def nodes_in(rows: Store) -> tuple[NodeFacts, ...]:
             None if row.why is None else clean(row.why, 300),
             row.since_ns,
             row.heard_ns,
-            _status(row.exit),
+            whole_in(exited, "status"),
             tuple(sorted(processes[row.number])),
+            exited.get("stopped") is True,
         )
         for row in rows.nodes()
+        for exited in (_end(row.exit),)
     )
 
 
@@ -125,9 +131,9 @@ def gpu_name(index: int, nodes: Sequence[NodeFacts]) -> str:
     return f"GPU {own}{on_node(next((one.name for one in nodes if one.number == number), None))}"
 
 
-def _status(exited: str | None) -> int | None:
+def _end(exited: str | None) -> Mapping[str, Any]:
     try:
         found = load_json(exited or "{}")
     except ValueError:
-        return None
-    return whole_in(found, "status") if isinstance(found, dict) else None
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -14,9 +14,12 @@ from test_mirror_records import info_of
 from dpmon.errors import HistoryError
 from dpmon.mirror.links import Opened, Received
 from dpmon.mirror.mirror import Mirror
+from dpmon.model.nodes import nodes_in
+from dpmon.run.condition import outcome
 from dpmon.run.mirrored import Machines
-from dpmon.run.rundir import load_exit
+from dpmon.run.rundir import load_exit, save
 from dpmon.stalls.answer import ANSWER_FILE, ask
+from dpmon.store.opened import open_store
 
 MARKER = {"run": "r", "host": "h", "version": "1"}
 
@@ -169,6 +172,32 @@ def test_a_run_ends_well_if_it_does_on_all_machines(
     how = load_exit(tmp_path)
     assert how is not None
     assert (how.status, how.unknown) == (status, unknown)
+
+
+@pytest.mark.parametrize(
+    ("others", "word"), [({"status": 1, "stopped": True}, "stopped"), ({"status": 1, "stopped": False}, "failed")]
+)
+def test_a_run_that_its_user_stopped_on_the_machines_was_stopped(
+    tmp_path: Path, others: dict[str, object], word: str
+) -> None:
+    """A failure on another machine is no such end, whichever came first."""
+    words = [[f"gpu-{number}", "r", "false"] for number in range(2)]
+    mirror = Mirror(tmp_path, replace(info_of(2), options={"machines": words}))
+    for number, how in enumerate([{"status": 1, "stopped": True}, others]):
+        mirror._take(Opened(number, MARKER))
+        line = beat(0, 0, exit={"seconds": 1.0, "cause": "SignalException", **how})
+        mirror._take(Received(number, json.dumps(line).encode()))
+    assert mirror._commit()
+    mirror._finish()
+    assert json.loads(mirror.machines[0].node.exit or "")["stopped"]
+    mirror.links.close()
+    mirror.records.close()
+    how_ended = load_exit(tmp_path)
+    assert how_ended is not None
+    assert outcome(how_ended) == word
+    save(tmp_path, mirror.info)
+    with open_store(tmp_path) as store:
+        assert [one.stopped for one in nodes_in(store)] == [True, others["stopped"]]
 
 
 @pytest.mark.parametrize(("asleep_s", "state"), [(0, "connected"), (10, "connected"), (3600, "refused")])

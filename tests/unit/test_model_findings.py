@@ -330,17 +330,23 @@ def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:
 def test_a_stall_is_counted_once_and_its_steps_are_left_out() -> None:
     seen = StallSeen(60 * SECOND, 70 * SECOND, 100 * SECOND, {"text": STALL})
     key = Key(0, "dp", 4, 8)
-    window = SimpleNamespace(left_out={key: Tally(steps=1), key._replace(process=1): Tally(steps=1)})
+    window = SimpleNamespace(left_out={key: Tally(steps=1), key._replace(process=1): Tally(steps=1)}, times=())
     spent = {"stalled": 40 * SECOND, "training": 60 * SECOND}
     stalled = changed(HEALTHY, announced=Announced(stalls=(seen,)), spent=spent, window=window)
     (found,) = findings(stalled)
     assert found.text == "1 step with a stall is left out of the figures: 40.0 s."
     assert found.ground == f"stall at 00:01:00: {STALL}"
     assert (found.advice, found.weight) == ("dpmon why shows the stacks of that time", 0.4)
-    (between,) = findings(changed(stalled, window=SimpleNamespace(left_out={})))
+    (between,) = findings(changed(stalled, window=SimpleNamespace(left_out={}, times=())))
     assert between.text == "A stall is left out of the figures: 40.0 s."
     goes_on = changed(stalled, announced=Announced(stalls=(seen._replace(end_ns=None),)))
     assert findings(goes_on) == []
+    # Ranks on a machine that did not know of the stall count its time as training.
+    (elsewhere,) = findings(
+        changed(stalled, spent_by_process={0: {"training": 80 * SECOND}, 1: {"stalled": 80 * SECOND}})
+    )
+    assert elsewhere.text == "1 step with a stall is left out of the figures: 80.0 s."
+    assert elsewhere.weight == 0.4
 
 
 STALL = "rank 1 in checkpoint (train.py:12); rank 0 waits in backward (train.py:90)"

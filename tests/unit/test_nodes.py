@@ -50,6 +50,7 @@ def facts_of(run: ManyNodes, now_s: int = 12, view: View | None = None, **wanted
         ({"state": "refused", "why": "it has no dpmon"}, "left out: it has no dpmon", "left out"),
         ({"state": "ended", "status": 0}, "ended", "ended"),
         ({"state": "ended", "status": 3}, "failed: status 3", "failed"),
+        ({"state": "ended", "status": 1, "stopped": True}, "stopped", "stopped"),
         ({"state": "cut", "since_ns": 13 * SECOND}, None, ""),
     ],
 )

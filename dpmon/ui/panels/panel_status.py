@@ -264,7 +264,7 @@ def _troubled(facts: Facts) -> Row:
     now_ns, found = facts.elapsed_ns, dict[str, list[str]]()
     for one in facts.state.nodes:
         trouble = one.trouble(now_ns)
-        if trouble is not None and trouble.word != "ended":
+        if trouble is not None and trouble.word not in ("ended", "stopped"):
             known = found.setdefault(trouble.word, [])
             known.append(one.name if known else f"{one.name} {trouble.words(now_ns)}")
     row: Row = []

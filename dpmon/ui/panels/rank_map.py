@@ -24,7 +24,7 @@ _NUMBER, _NAME = 4, 16
 """Cells for the number of a row's first rank, and most cells for the name of a node."""
 _LITTLE = 0.1
 """Part of a step. A rank that waits for more than this is dimmed: it is not the one to look at."""
-STYLES = {"slow": "wait", "connecting": "wait", "ended": "dim"}
+STYLES = {"slow": "wait", "connecting": "wait", "ended": "dim", "stopped": "dim"}
 """The styles of nodes whose records do not arrive as usual; of others it is bad."""
 _WAIT, _LEAST = "tenths of the step spent waiting for it", "tenths of the step that every rank of a node waits for it"
 

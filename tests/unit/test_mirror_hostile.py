@@ -158,8 +158,8 @@ def test_a_chunk_has_a_limit() -> None:
 
 def test_the_rows_of_a_chunk_have_a_limit() -> None:
     receiver = Receiver()
-    line = json.dumps({"table": "gaps", "columns": ["process"], "rows": [[1]] * 100_000}).encode()
-    for _ in range(4):
+    line = json.dumps({"table": "gaps", "columns": ["process"], "rows": [[1]] * MOST_ROWS}).encode()
+    for _ in range(CHUNK_BYTES // (40 * MOST_ROWS)):
         assert receiver.take(line, NOW_NS) is None
     with pytest.raises(RubbishError, match="more than 16 MiB"):
         receiver.take(line, NOW_NS)

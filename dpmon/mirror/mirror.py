@@ -195,7 +195,9 @@ class Mirror:
         words = marker.get("command")
         if not self.info.command and isinstance(words, list):  # what the run is, as the first machine says
             command = tuple(clean(str(word))[:1000] for word in words[:100])
-            self.info = self.joint.info = replace(self.info, command=command, script=texts["script"], cwd=texts["cwd"])
+            self.info = self.joint.info = replace(
+                self.info, command=command, script=texts["script"], cwd=texts["cwd"], versions={"dpmon": node.version}
+            )
             with contextlib.suppress(OSError):
                 save(self.directory, self.info)
         self._ask_time(machine)

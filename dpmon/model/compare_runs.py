@@ -34,6 +34,8 @@ from dpmon.text.quantities import UNKNOWN, count_of, percent, times
 SIDES = ("A", "B")
 NOT_COMPARABLE = ("arguments", "mode", "ranks", "devices", "hardware", "samples a step")
 """Runs that differ in one of these are not judged by a threshold."""
+SUM = "samples_per_s"
+"""The figure that is a sum over the ranks."""
 MEASURED: Mapping[str, tuple[float, Callable[[float], str]]] = {
     "clock of the GPUs": (30.0, "{:.0f} MHz".format),
     "throttled": (0.05, percent),
@@ -100,6 +102,8 @@ def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) ->
         )
         sides = values[:split], values[split:]
         found[figure.name] = _compared(figure, sides, quantiles, runs[0].stretch_s if pair else None)
+    if len({one.set_up["ranks"] for one in runs}) > 1 and any(one.partial for one in runs) and SUM in found:
+        found[SUM] = found[SUM]._replace(change=None, missing="a sum over the ranks seen, which differ")
     reason = _reason(found.get(STEP), wholes[:split], wholes[split:])
     return RunComparison((before, after), kind, missing, differences(before, after), found, reason)
 

@@ -114,6 +114,12 @@ class ComparedRun:
     straggler: str | None
     """The rank that the others wait for, in a sentence."""
 
+    @property
+    def partial(self) -> str | None:
+        """How many of the ranks it has ("2 of 4"), if it has not all."""
+        ranks = self.set_up["ranks"]
+        return ranks if ranks is not None and " of " in ranks else None
+
     def steps(self, kind: StepKind | None) -> Tally:
         """All steps of one kind; None: no step."""
         whole = Tally()
@@ -227,13 +233,14 @@ def _values(facts: RunFacts, mode: str | None) -> dict[str, float]:
 
 def _set_up(facts: RunFacts, mode: str | None, kinds: Counter[StepKind]) -> dict[str, str | None]:
     process, by = next(iter(facts.announced.info.values()), ProcessFacts(0)), facts.layouts.distributed
+    seen, world = len({one.rank for one in facts.announced.info.values()}), process.world or 1
     began = next((one for one in facts.announced.changes if one.refused is None and one.mode == mode), None)
     names = [device.name or "GPU" for device in facts.devices if device.of_run]
     gpus = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
     usual = kinds.most_common(1)[0][0].batch if kinds else NO_SAMPLES
     return {
         "mode": RANK_MODES[by] if by and mode == "single" else mode,
-        "ranks": str(process.world or 1),
+        "ranks": str(world) if seen >= world else f"{seen} of {world}",
         "devices": None if began is None else " ".join(began.devices),
         "hardware": None if facts.host is None else ", ".join([*gpus, count_of(facts.host.cpus, "processor")]),
         "samples a step": {NO_SAMPLES: "unknown", OTHER_SIZES: "changing"}.get(usual, str(usual)),

@@ -32,17 +32,20 @@ from dpmon.text.quantities import UNKNOWN, count_of, group
 
 SCHEMA = 1
 """Version of the JSON."""
+_NAMED = 4
+"""Most machines of a run that are named."""
 
 
 def read(directory: Path) -> ComparedRun:
     """Read one run. Raises RunError if it is not a run, HistoryError if its history is damaged."""
     info = load_info(directory)
     state, how = run_state(directory, info)
+    more = f" and {len(info.nodes) - _NAMED} more" if len(info.nodes) > _NAMED else ""
     given = {
         "script": info.script,
         "arguments": " ".join(info.arguments) or "none",
         "directory": info.cwd,
-        "machine": info.host or None,
+        "machine": ", ".join(info.nodes[:_NAMED]) + more or info.host or None,
         "dpmon": info.versions.get("dpmon"),
         "state": state,
     }
@@ -131,7 +134,11 @@ def _stragglers(found: RunComparison) -> list[Paragraph]:
     runs = [(name, one) for name, side in zip(SIDES, found.sides, strict=True) for one in side]
     if not any(one.straggler for _, one in runs):
         return []
-    return [Paragraph(f"{name} {one.name}: {one.straggler or 'no rank stands out'}") for name, one in runs]
+    return [Paragraph(f"{name} {one.name}: {one.straggler or 'no rank stands out'}{_seen(one)}") for name, one in runs]
+
+
+def _seen(one: ComparedRun) -> str:
+    return f" ({one.partial} ranks were seen)" if one.partial else ""
 
 
 # ------------------------------------------------------------------------------------------------ JSON

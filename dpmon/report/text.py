@@ -91,9 +91,10 @@ def _table(table: Table, width: int) -> list[str]:
     widest = max(map(len, narrow))
     if max(len(clean(row[-1])) for row in rows) <= width - widest - 2:
         return [*(f"{line.ljust(widest)}  {clean(row[-1])}" for line, row in zip(narrow, rows, strict=True)), *more]
+    short = f"{table.head[-1]}: " if len(table.head[-1]) == 1 else ""
     lines = narrow[:1]
     for line, row in zip(narrow[1:], rows[1:], strict=True):
-        lines += [line, *_wrap(row[-1], width, "      ")]
+        lines += [line, *_wrap(f"{short}{row[-1]}", width, "      ")]
     return [*lines, *more]
 
 

@@ -242,6 +242,26 @@ def test_ranks_tell_their_communication_and_whom_they_wait_for(state: Path) -> N
     assert ": rank 1 holds the others up by " in text
 
 
+def test_runs_that_have_not_the_same_ranks_say_so(state: Path) -> None:
+    """The samples/s of the ranks of one machine of two are no slower speed than those of all."""
+    rows, end = joined_rows(4, slow=3, phase="data", steps=200)
+    names = ("first.of.the.cluster", "gpu-2")
+    some = keep({number: rows[number] for number in (0, 1)}, seconds=end / SECOND, nodes=names[:1])
+    whole = keep(rows, seconds=end / SECOND, nodes=names)
+    found = compared([some], [whole], Threshold("step", 0.05))
+    assert [*found.found.differences] == [("machine", names[0], ", ".join(names)), ("ranks", "2 of 4", "4")]
+    assert "not comparable: ranks (2 of 4, 4)" in found.outcome
+    row = found.found.compared["samples_per_s"]
+    assert (row.change, row.missing) == (None, "a sum over the ranks seen, which differ")
+    text = text_of(found)
+    assert ": no rank stands out (2 of 4 ranks were seen)\n" in text
+    assert "\n      B: first.of.the.cluster, gpu-2\n" in text_of(found, 40)
+    assert compared([some], [some]).found.compared["samples_per_s"].change is not None
+    assert compared([whole], [keep(rows, seconds=end / SECOND, nodes=tuple("abcdef"))]).found.differences == [
+        ("machine", ", ".join(names), "a, b, c, d and 2 more")
+    ]
+
+
 def test_phases_of_dp_only_and_another_mode(state: Path) -> None:
     training = Training(step_ns=SECOND // 20)
     split = keep({0: [*training.begin(), *training.run(100)]}, seconds=10)

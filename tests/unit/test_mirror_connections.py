@@ -17,7 +17,7 @@ from dpmon.mirror.mirror import Mirror
 from dpmon.model.nodes import nodes_in
 from dpmon.run.condition import outcome
 from dpmon.run.mirrored import Machines
-from dpmon.run.rundir import load_exit, save
+from dpmon.run.rundir import load_exit, load_info, save
 from dpmon.stalls.answer import ANSWER_FILE, ask
 from dpmon.store.opened import open_store
 
@@ -64,6 +64,11 @@ def test_what_comes_after_rubbish_is_left_out_until_the_next_connection(mirror: 
     send(mirror, event(1), event(2), beat(0, 2))
     assert mirror._commit()
     assert (node.state, node.received, events_in(mirror)) == ("connected", 2, [1.0, 2.0])
+
+
+def test_the_run_has_the_version_of_dpmon_that_recorded_it(mirror: Mirror) -> None:
+    mirror._take(Opened(0, {**MARKER, "version": "1.2.3", "command": ["train.py"]}))
+    assert load_info(mirror.directory).versions == {"dpmon": "1.2.3"}
 
 
 def test_much_rubbish_at_once_ends_one_connection(mirror: Mirror) -> None:

@@ -215,13 +215,14 @@ def _cpu_step(facts: RunFacts, trained: Mapping[tuple[int, int], int]) -> dict[s
 def _values(facts: RunFacts, mode: str | None) -> dict[str, float]:
     rate = None if mode is None else facts.window.rate(mode)
     peaks = [row.peak for row in facts.memory if row.peak is not None]
-    host, communicated = facts.samples.host, facts.communication
+    communicated = facts.communication
+    hosts = [one.mem_run_max for one in facts.samples.hosts if one.mem_run_max is not None]
     steps = [one.median_ns for one in facts.evaluations if one.mode == mode]
     found = {
         "samples_per_s": None if rate is None else rate.samples_per_s,
         "steps_per_s": None if rate is None or rate.samples_per_s is not None else rate.steps_per_s,
         "memory": max(peaks, default=None),
-        "host_memory": None if host is None else host.mem_run_max,
+        "host_memory": max(hosts, default=None),
         "exposed": None if communicated is None else communicated.exposed_ns,
         "wait": None if communicated is None else communicated.wait_ns,
         "evaluation_step": next(iter(steps), None),
@@ -238,11 +239,14 @@ def _set_up(facts: RunFacts, mode: str | None, kinds: Counter[StepKind]) -> dict
     names = [device.name or "GPU" for device in facts.devices if device.of_run]
     gpus = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
     usual = kinds.most_common(1)[0][0].batch if kinds else NO_SAMPLES
+    processors = None if facts.host is None else count_of(facts.host.cpus, "processor")
+    if facts.host is not None and facts.host.machines > 1:
+        processors = f"{processors} on one of {facts.host.machines} machines"
     return {
         "mode": RANK_MODES[by] if by and mode == "single" else mode,
         "ranks": str(world) if seen >= world else f"{seen} of {world}",
         "devices": None if began is None else " ".join(began.devices),
-        "hardware": None if facts.host is None else ", ".join([*gpus, count_of(facts.host.cpus, "processor")]),
+        "hardware": None if processors is None else ", ".join([*gpus, processors]),
         "samples a step": {NO_SAMPLES: "unknown", OTHER_SIZES: "changing"}.get(usual, str(usual)),
         "Python": process.python,
         "torch": process.torch,

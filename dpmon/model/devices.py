@@ -229,7 +229,7 @@ def _keep_peak(peaks: dict[str, Peak], mode: str, used: int, sure: bool = True) 
 
 @dataclass(slots=True)
 class DeviceFacts:
-    """One GPU, or the host as a device (index -1), over the run; None for unknown values."""
+    """One GPU, or the host as a device (index below 0), over the run; None for unknown values."""
 
     index: int
     name: str | None = None
@@ -301,7 +301,7 @@ class DeviceFacts:
 
 
 class HostFacts(NamedTuple):
-    """The machine's processors over the run: medians of `samples`; None for unknown values."""
+    """The processors of a machine over the run: medians of `samples`; None for unknown values."""
 
     samples: int
     cpus: int
@@ -313,6 +313,8 @@ class HostFacts(NamedTuple):
     """Processors kept busy by the run's processes."""
     load: float | None
     """Threads that ran or wanted to run."""
+    machines: int = 1
+    """The machines whose samples these are; the figures are those of one of them."""
 
 
 class DeviceTotals:
@@ -322,7 +324,7 @@ class DeviceTotals:
         """`paused`: times (ns) that no median covers, in order."""
         self._paused = paused
         self.tracks: dict[int, DeviceFacts] = {}
-        """Every sampled device by its index; the host has -1."""
+        """Every sampled device by its index; the host has -1, those of several machines -1, -2, ..."""
         self.last_ns = 0
         """Time of the last sample."""
         self.gpu_absent: str | None = None
@@ -344,7 +346,7 @@ class DeviceTotals:
 
     def sample(self, kind: str, data: Mapping[str, object]) -> None:
         """Add a `device` or `host` record; a value of another type counts as unknown."""
-        index = whole_in(data, "index") if kind == "device" else _HOST
+        index = whole_in(data, "index") if kind == "device" else _HOST - max(whole_in(data, "node") or 0, 0)
         if index is None:
             return
         track = self._track(index)
@@ -380,7 +382,7 @@ class DeviceTotals:
             track.raise_to(row.name, row.high)
         if row.start_s < 0:  # old minutes are summed up without their times
             return
-        if row.name == ("cpu_pct" if index == _HOST else "util_pct"):
+        if row.name == ("cpu_pct" if index <= _HOST else "util_pct"):
             track.place(row.start_s + 30.0, (row.total, row.samples), (0.0, 0))
         elif row.name == "mem_used_bytes":
             track.place(row.start_s + 30.0, (0.0, 0), (row.total, row.samples))
@@ -407,12 +409,12 @@ class DeviceTotals:
 
     def gpus(self) -> tuple[DeviceFacts, ...]:
         """Every sampled GPU, without the host."""
-        return tuple(track for index, track in sorted(self.tracks.items()) if index != _HOST)
+        return tuple(track for index, track in sorted(self.tracks.items()) if index > _HOST)
 
     @property
-    def host(self) -> DeviceFacts | None:
-        """The host as a device."""
-        return self.tracks.get(_HOST)
+    def hosts(self) -> tuple[DeviceFacts, ...]:
+        """The host as a device (index -1); of several machines, that of each (-1, -2, ...)."""
+        return tuple(track for index, track in sorted(self.tracks.items(), reverse=True) if index <= _HOST)
 
     def processors(self) -> HostFacts | None:
         """The machine's processors; None if nothing is known."""
@@ -420,7 +422,7 @@ class DeviceTotals:
             return None
         load = median(self._load) if self._load else None
         medians = median(self._use), median(self._others), median(self._own)
-        return HostFacts(len(self._use), self._cpus, *medians, load)
+        return HostFacts(len(self._use), self._cpus, *medians, load, len(self.hosts))
 
 
 def _sum_of(value: float | None) -> tuple[float, int]:

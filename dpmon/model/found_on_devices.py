@@ -215,7 +215,8 @@ def busy(facts: RunFacts) -> Iterator[Finding]:
     if share >= OTHERS_SHARE:
         yield Finding(
             "busy",
-            f"The machine is busy with other work: a median of {host.others:.1f} of its {_processors(host)}.",
+            f"{'The machine is' if host.machines == 1 else 'A machine is, in the median,'} busy with other work:"
+            f" a median of {host.others:.1f} of its {_processors(host)}.",
             _ground(host),
             "times on a quieter machine will differ; find the other work (top), and end it if you can",
             share / 2,
@@ -236,7 +237,8 @@ def _processors(host: HostFacts) -> str:
 
 def _ground(host: HostFacts) -> str:
     load = f", load {host.load:.1f}" if host.load is not None else ""
+    where = f" on {host.machines} machines" if host.machines > 1 else ""
     return (
         f"processors {host.cpu_pct:.0f} % in use, {host.own:.1f} of {host.cpus} by this run{load} (medians of"
-        f" {host.samples:,} samples)"
+        f" {host.samples:,} samples{where})"
     )

@@ -124,11 +124,12 @@ def found_rank(state: State, text: str) -> int | None:
 
 
 def gpu_name(index: int, nodes: Sequence[NodeFacts]) -> str:
-    """The name of a GPU by its index in records: "GPU 3"; with several nodes "GPU 3 (gpu-1)"."""
+    """The name of a GPU or host by its index in records: "GPU 3", "host"; with several nodes "GPU 3 (gpu-1)"."""
     if not nodes:
-        return f"GPU {index}"
-    number, own = divmod(index, NODE_DEVICES)
-    return f"GPU {own}{on_node(next((one.name for one in nodes if one.number == number), None))}"
+        return "host" if index < 0 else f"GPU {index}"
+    number = -1 - index if index < 0 else index // NODE_DEVICES
+    what = "host" if index < 0 else f"GPU {index % NODE_DEVICES}"
+    return what + on_node(next((one.name for one in nodes if one.number == number), None))
 
 
 def _end(exited: str | None) -> Mapping[str, Any]:

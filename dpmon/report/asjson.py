@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dpmon.model.compare import sentence
 from dpmon.model.devices import DeviceFacts, HostFacts
 from dpmon.model.history import PARTS, Bin
@@ -81,7 +83,7 @@ def as_object(story: Story) -> dict[str, object]:
             for line in facts.stages
         ],
         "devices": [fields_of(device, *_DEVICE) for device in facts.devices],
-        "host": _host(facts.samples.host, facts.host),
+        "host": _host(facts.samples.hosts, facts.host),
         "memory": [
             {
                 **fields_of(row, "device", "model", "gradients", "optimizer", "rest", "peak", "processes"),
@@ -168,9 +170,10 @@ def _ranks(facts: RunFacts) -> list[dict[str, object]]:
     ]
 
 
-def _host(host: DeviceFacts | None, processors: HostFacts | None) -> dict[str, object] | None:
-    if host is None:
+def _host(hosts: Sequence[DeviceFacts], processors: HostFacts | None) -> dict[str, object] | None:
+    if len(hosts) != 1:
         return None
+    (host,) = hosts
     names = {"cpus": "cpus", "others_cpus": "others", "run_cpus": "own", "load": "load"}
     return {
         **fields_of(host, "samples", "mem_used_max", "mem_total"),

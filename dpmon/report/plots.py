@@ -249,14 +249,13 @@ def _cells(shares: Mapping[int, float], width: int) -> list[tuple[float, float, 
 
 def _devices(facts: RunFacts, what: Literal[1, 2]) -> Plot | None:
     """The use (1) or the memory (2) of the GPUs, or of the host if there are none."""
-    host = [] if facts.samples.host is None else [facts.samples.host]
     scale = 1 if what == 1 else 1 << 30
     series = []
-    for number, device in enumerate(facts.devices[:_MAX_DEVICES] or host):
+    for number, device in enumerate((facts.devices or facts.samples.hosts)[:_MAX_DEVICES]):
         known = [(_seconds(point[0]), point[what]) for point in device.points()]
         points = [(at, at, round(value / scale, 3)) for at, value in known if value is not None]
         if len(points) >= 2:
-            name = gpu_name(device.index, facts.nodes) if facts.devices else "host"
+            name = gpu_name(device.index, facts.nodes)
             series.append(Values(name, _LINES[number % len(_LINES)], points, "line"))
     if not series:
         return None

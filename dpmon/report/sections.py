@@ -40,6 +40,7 @@ from dpmon.text.quantities import (
 MAX_ROWS = 40
 MAX_EPOCHS = 12
 _MAX_WARNINGS = 8
+_MAX_HOSTS = 16
 _MAX_CHANGES = 12
 _ON_DEVICE = "on device"
 _FLOW = "received -> returned"
@@ -288,13 +289,14 @@ def _devices(facts: RunFacts) -> list[Part]:
         parts.append(
             Paragraph(f"no GPU: {facts.samples.gpu_absent}" if facts.samples.gpu_absent else "no GPU was seen")
         )
-    host = facts.samples.host
-    if host is not None:
+    rows = []
+    for host in facts.samples.hosts:
         use = UNKNOWN if host.util_median is None else f"{host.util_median:.0f} %"
         many = "one sample" if host.samples == 1 else f"{host.samples:,} samples"
         most = memory_of(host.mem_used_max, host.mem_total)
-        parts.append(Paragraph(f"host: processors {use} (median of {many}), memory {most} at most"))
-    return parts
+        name = gpu_name(host.index, facts.nodes)
+        rows.append((f"{name}: processors {use} (median of {many}), memory {most} at most",))
+    return [*parts, *_entries(rows, _MAX_HOSTS, 2)]
 
 
 def _device(nodes: Sequence[NodeFacts], device: DeviceFacts) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from dpmon.report.page import page
 from dpmon.report.text import text_lines
 from dpmon.run.rundir import load_info
 from dpmon.run.runs import short_name
+from dpmon.store.answers import MinuteRow
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.lists import RunEntry, RunList
 from dpmon.ui.look import COLOUR, UNICODE, Look
@@ -392,6 +393,18 @@ def test_the_processor_time_of_a_step_is_that_of_all_processes(state: Path) -> N
     assert "cpu_step" not in read(a_run(1, steps=30)).values, "no whole second"
     sides = ([a_run(seed, busy={"run_cpu_pct": use + seed}) for seed in range(3)] for use in (100, 112))
     assert compared(*sides, Threshold("cpu_step", 0.05)).outcome.startswith("slower (processor time a step, limit")
+
+
+def test_processors_and_memory_of_several_machines_are_told_apart(state: Path) -> None:
+    other = [host_event(t + 0.5, node=1, cpus=8, run_mem_bytes=9 << 30) for t in range(20)]
+    run = read(a_run(1, busy={"node": 0, "cpus": 8, "run_mem_bytes": 1 << 30}, events=other))
+    assert run.set_up["hardware"] == "8 processors on one of 2 machines"
+    assert run.values["host_memory"] == 9 << 30
+    assert read(a_run(1, busy={"cpus": 8})).set_up["hardware"] == "8 processors"
+    found = DeviceTotals()
+    found.rollup(MinuteRow(0, -2, "cpu_pct", 1, 50.0, 50.0))
+    assert ([one.index for one in found.hosts], found.gpus()) == ([-2], ())
+    assert found.hosts[0].points()[0][1] == 50.0
 
 
 def test_a_sample_covers_the_time_since_the_one_before_it() -> None:

@@ -25,7 +25,7 @@ from dpmon.run.runs import find_run, list_runs, newest_run, short_name
 from dpmon.supervise.guard import repeated
 from dpmon.supervise.start import ensure_supervisor
 from dpmon.text.cells import cut, has_colours, in_stream
-from dpmon.text.quantities import clock, compact, count_of
+from dpmon.text.quantities import clock, compact, count_of, on_machines
 
 if TYPE_CHECKING:
     from dpmon.report.document import Document
@@ -253,7 +253,7 @@ class ListedRun(NamedTuple):
             counted,
             compact(self.samples_per_s),
             "-" if self.status is None else clean(self.signal or self.status),
-            clean(" ".join(self.command)),
+            clean(on_machines(self.machines) + " ".join(self.command)),
         )
 
     def below(self) -> list[str]:

@@ -156,7 +156,8 @@ def chosen(runs: Sequence[RunThere], what: str | None, slurm: str | None = None)
             groups = [[there for group in groups for there in group if not there.job]]
     if not groups:
         raise RunError(
-            f"no machine has a run {what or f'of job {slurm}'}, as far as they know (ranks tell when they train)"
+            f"no machine that answered has a run {what or f'of job {slurm}'}: `dpmon ls` with the same machines lists"
+            " their runs and jobs (a job is known once its ranks train)"
         )
     live = [group for group in groups if any(there.goes_on for there in group)]
     known = [group for group in live if group[0].job]
@@ -197,7 +198,7 @@ def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> Path:
         for name, sentence in why.items():
             speak(f"{name}: {sentence}")
         if not runs:
-            raise RunError(f"no run on {count_of(len(asked), 'machine')}")
+            raise RunError(_no_run(len(asked) - len(why)))
         chosen_runs = chosen(runs, options.run, options.slurm)
         if not chosen_runs and time.monotonic() > until:
             raise RunError(f"no run has said yet which job it belongs to: give its name, such as {runs[-1].run.name}")
@@ -219,11 +220,16 @@ def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> Path:
     return mirror_of(chosen_runs[0].name, ways, max(age_s, 0.0))
 
 
+def _no_run(answered: int) -> str:
+    return f"no run on {count_of(answered, 'machine')} that answered" if answered else "no machine answered"
+
+
 def ls(options: argparse.Namespace) -> int:
     """List the runs of all machines, those of a job together; return 1 if a machine did not answer, else 0."""
     if options.script is not None:
         raise UsageError("--script shows the runs of this machine only")
-    runs, why = runs_of(named(options))
+    asked = named(options)
+    runs, why = runs_of(asked)
     ordered = [there for group in by_job(runs) for there in group]
     if options.json:
         for there in ordered:
@@ -232,7 +238,10 @@ def ls(options: argparse.Namespace) -> int:
             print(json_text({"machine": name, "why": sentence}))
         return int(bool(why))
     rows = [(cut(clean(there.job) or "-", _JOB_CELLS), there.machine.name, *there.run.row()) for there in ordered]
-    print_table([("JOB", "MACHINE", *HEAD), *rows], [[], *(there.run.below() for there in ordered)])
+    if rows:
+        print_table([("JOB", "MACHINE", *HEAD), *rows], [[], *(there.run.below() for there in ordered)])
     for name, sentence in why.items():
         speak(f"{name}: {sentence}")
+    if not rows and len(asked) > len(why):
+        speak(_no_run(len(asked) - len(why)))
     return int(bool(why))

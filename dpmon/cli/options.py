@@ -88,11 +88,16 @@ class UsageError(DpmonError):
     """A wrong command line; the text is one sentence for the user."""
 
 
+_MACHINES = ("--host", "--hosts", "--hostfile", "--slurm", "--via")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             word = unknown.split()[0]
+            if word.partition("=")[0] in _MACHINES:
+                raise UsageError(f"{word} is an option of attach, ls and doctor; other commands take the run of attach")
             raise UsageError(f"unknown option {word}" if word.startswith("-") else f"{word} is not expected here")
         raise UsageError(message.removeprefix("argument "))
 

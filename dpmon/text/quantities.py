@@ -6,6 +6,8 @@ three digits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dpmon.record.schema import Quantity
 from dpmon.store.figures import Rate
 from dpmon.store.tally import Sum
@@ -72,6 +74,11 @@ def calls_so_far(calls: int) -> str:
 def count_of(count: int, word: str) -> str:
     """A count with its noun: "1 row", "2 rows"."""
     return f"{group(count)} {word}{'' if count == 1 else 's'}"
+
+
+def on_machines(machines: Sequence[str]) -> str:
+    """What comes before the command of a mirror: "2 machines: "; empty for a run of this machine."""
+    return f"{count_of(len(machines), 'machine')}: " if machines else ""
 
 
 def compact(number: float | None) -> str:

@@ -19,7 +19,7 @@ from dpmon.run.runs import list_runs, short_name
 from dpmon.stalls.answer import asked
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.text.cells import cut, wrapped
-from dpmon.text.quantities import clock, range_words, span_words
+from dpmon.text.quantities import clock, on_machines, range_words, span_words
 from dpmon.ui import jobs, keys
 from dpmon.ui.dialogs import Choice, Commands, Dialog, LineDialog, Pages, key_name
 from dpmon.ui.facts import PANELS, View, state_words
@@ -481,7 +481,7 @@ class Monitor(Stopping):
             found = []
             for place, info in reversed(list_runs()):
                 script = [Path(info.script).name] if info.python is not None else []
-                command = clean(" ".join([*script, *info.arguments]), 300)
+                command = clean(on_machines(info.nodes) + " ".join([*script, *info.arguments]), 300)
                 state = run_state(place, info)[0]
                 found.append(RunEntry(place, clean(short_name(info), 60), state, info.started_unix, command))
             runs.found = sorted(found, key=lambda one: one.directory.name != self.feed.directory.name)

@@ -238,6 +238,21 @@ def test_why_a_machine_fails_is_known_also_if_dpmon_was_started_with_sigchld_ign
     assert capsys.readouterr().err == f"dpmon: missing: {SAID['missing']}\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("missing", "no machine answered"), ("a", "no run on 1 machine that answered")]
+)
+def test_machines_without_a_run_are_told_from_those_that_do_not_answer(
+    tmp_path: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    via = way(tmp_path, BAD.replace('*) exec "$@"', "*) :"))
+    assert main(["attach", "--host", name, "--via", via]) != 0
+    assert capsys.readouterr().err.splitlines()[-1].removeprefix("dpmon: ") == said
+    assert main(["ls", "--host", name, "--via", via]) == int(name == "missing")
+    listed = capsys.readouterr()
+    assert listed.err == f"dpmon: {f'missing: {SAID[name]}' if name in SAID else said}\n"
+    assert listed.out == ""
+
+
 # ------------------------------------------------------------------------------------------------ jobs
 
 
@@ -294,10 +309,10 @@ def test_live_runs_of_unknown_jobs_are_not_mixed() -> None:
     runs = [there("a", 1, None), there("b", 2, None)]
     assert len(by_job(runs)) == 2
     assert chosen(runs, None) == []
-    with pytest.raises(RunError, match="no machine has a run other"):
+    with pytest.raises(RunError, match="no machine that answered has a run other: `dpmon ls` with the same"):
         chosen(runs, "other")
     assert chosen(runs, None, "7") == []
-    with pytest.raises(RunError, match="no machine has a run of job 7"):
+    with pytest.raises(RunError, match="no machine that answered has a run of job 7"):
         chosen([there("a", 1)], None, "7")
 
 
@@ -346,6 +361,9 @@ def test_a_mirror_on_one_of_the_machines_is_no_run_of_the_job(
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["machines"] for one in found] == [[]]
     assert found[0]["id"] != mirror.name
+    assert main(["ls"]) == 0
+    own, other = capsys.readouterr().out.splitlines()[1:]
+    assert ("2 machines: " in own, "2 machines: " in other) == (mirror.name[16:] in own, mirror.name[16:] in other)
 
 
 def test_what_a_machine_lists_is_checked(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -396,7 +414,9 @@ def test_doctor_says_of_each_machine_what_is_missing(
     assert found["key"][0]["found"] == SAID["key"]
     assert found["key"][0]["remedy"] == f"when this works, so does dpmon: sh {tmp_path}/way.sh key dpmon --version"
     assert main(["doctor", "--hosts", "a,key", "--via", via]) == 1
-    text = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr()
+    assert said.err.startswith("dpmon: 2 machines: dpmon doctor runs there"), "it takes long"
+    text = said.out.splitlines()
     assert text[0] == "a"
     assert text[-1] == "2 warnings and 2 problems; all other checks passed"
     assert max(map(len, text)) <= 80
@@ -410,6 +430,7 @@ def test_doctor_says_of_each_machine_what_is_missing(
         (["ls", "--host", "-x"], "--host: expected one argument"),
         (["ls", "--host=-x"], "'-x' is not the name of a machine"),
         (["ls", "--hosts", "a[1-"], "is not a list of machines"),
+        (["report", "--host", "a"], "--host is an option of attach, ls and doctor"),
     ],
 )
 def test_a_wrong_command_line_has_a_sentence(

@@ -15,7 +15,9 @@ from dpmon.cleaning import clean
 from dpmon.cli.doctor import machine, trial
 from dpmon.cli.doctor.machine import OK, PROBLEM, STATES, Check, ok
 from dpmon.cli.options import several
+from dpmon.cli.speak import speak
 from dpmon.text.cells import has_colours, in_stream
+from dpmon.text.quantities import count_of
 
 WIDTH = 80
 _NAME = 13
@@ -54,7 +56,9 @@ def _doctor_there(options: argparse.Namespace) -> int:
     from dpmon.cli.doctor.there import checks_there
     from dpmon.cli.machines import named
 
-    found = list(checks_there(named(options), options.python))
+    asked = named(options)
+    speak(f"{count_of(len(asked), 'machine')}: dpmon doctor runs there and imports torch, for up to two minutes")
+    found = list(checks_there(asked, options.python))
     if options.json:
         listed = [{"machine": name, "checks": [check._asdict() for check in checks]} for name, checks in found]
         print(json.dumps(listed, indent=1))

@@ -32,16 +32,16 @@ def lines_of(found: Mapping[str, Any], *, every: bool = False, width: int | None
 
 def _lines(found: Mapping[str, Any], every: bool, width: int | None) -> list[Line]:
     ranks = found["ranks"]
-    lines: list[Line] = [("no stall: the run makes progress, or its pause is plausible", "")]
+    lines: list[Line] = [("not stalled", "")]
     if found.get("text") is not None:
         lines = [(f"stalled for {found['t_s'] - found['since_s']:.0f} s: {found['text']}", "bad")]
     rows: list[tuple[str, ...]] = [("", "RANK", "STEP", "FOR", "IN", "COLLECTIVES", "PROCESS")]
     rows += [_row(rank, stalled=found.get("text") is not None) for rank in ranks]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    shown = list(range(len(widths)))
+    shown = [column for column in range(len(widths)) if column != 5 or any(row[column] for row in rows[1:])]
     if width is not None:
         for column in _FIRST_TO_GO:
-            if sum(min(widths[one], _LEAST_IN) + 2 for one in shown) - 2 > width:
+            if column in shown and sum(min(widths[one], _LEAST_IN) + 2 for one in shown) - 2 > width:
                 shown.remove(column)
         widths[_IN] = max(min(widths[_IN], width - sum(widths[one] + 2 for one in shown if one != _IN)), _LEAST_IN)
     lines.append(("", ""))

@@ -336,7 +336,7 @@ class Monitor(Stopping):
             # The first line counts on, like the screen's, while the answer grows old.
             (first, style), *rest = lines_of({**found, "t_s": now.now_ns / 1e9} if alike else found, width=width)
             if found.get("text") is None and recorded is None:
-                first = state_words(now) or first
+                first = state_words(now) or f"{first}: {now.run_state.word}"
             return [
                 *([(line, style)] for line in wrapped(first, width)),
                 *([(cut(text, width), s)] for text, s in rest),

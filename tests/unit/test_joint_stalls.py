@@ -228,7 +228,7 @@ def test_an_answer_of_machines_that_are_not_stalled(machines: Machines) -> None:
     answers: Any = {0: ("gpu-1", answer([rank(0)], {}, None, START, INFO)), 1: ("gpu-2", {"ranks": 7, "nccl": "x"})}
     found = machines.joint.joined(answers, START)
     assert (found["text"], found["since_s"], [each["rank"] for each in found["ranks"]]) == (None, None, [0])
-    assert lines_of(found)[0][0].startswith("no stall")
+    assert lines_of(found)[0][0] == "not stalled"
 
 
 def test_all_that_the_verdict_needs_is_passed_on() -> None:

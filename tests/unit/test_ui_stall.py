@@ -37,6 +37,7 @@ from dpmon.report.page import page
 from dpmon.report.plots import plots
 from dpmon.report.sections import document
 from dpmon.report.sentences import stalls
+from dpmon.stalls.answer_lines import lines_of
 from dpmon.ui.chart import scale_top
 from dpmon.ui.facts import Facts, View, life
 from dpmon.ui.look import Look
@@ -97,6 +98,23 @@ def test_the_guilty_stand_first_and_the_waiting_in_one_row(look: Look) -> None:
         f"{rows[0]}  since step 160, sleeping, 0 % CPU",
         *rows[2:],
     ]
+
+
+def test_a_guilty_rank_is_named_with_its_node() -> None:
+    facts = stalled(2)
+    processes = {number: replace(one, node=f"gpu-{number}") for number, one in facts.state.processes.items()}
+    facts = replace(facts, state=replace(facts.state, processes=processes))
+    assert rows_text(panel_standing.table(facts, 76, 4, LOOK))[0].startswith(
+        "▸ 1 cuda:1 (gpu-1)    27 s  in checkpoint"
+    )
+
+
+def test_an_answer_without_collectives_has_no_column_for_them() -> None:
+    record = stall_record(2, SECOND, 5).data
+    quiet = {**record, "ranks": [{**one, "groups": []} for one in record["ranks"]]}
+    told = {**record, "ranks": [{**one, "groups": [{"sequence": 7}]} for one in record["ranks"]]}
+    heads = [next(text for text, _ in lines_of(found, width=76) if "RANK" in text) for found in (quiet, told)]
+    assert ["COLLECTIVES" in head for head in heads] == [False, True]
 
 
 def test_a_process_without_ranks_has_the_same_row() -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.model.state import State
+from dpmon.record.names import on_node
 from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
 from dpmon.record.schema import SECOND
 from dpmon.stalls.answer_lines import lines_of
@@ -50,7 +51,7 @@ def _standing(one: Mapping[str, Any], noticed_ns: int, state: State) -> _Standin
     waited = ns_in(one, "for_s")
     return _Standing(
         whole_in(one, "rank"),
-        "" if process is None else devices_in_short(process.devices),
+        "" if process is None else f"{devices_in_short(process.devices)}{on_node(process.node)}".strip(),
         clean(text_in(one, "words") or UNKNOWN, 300),
         whole_in(one, "step"),
         None if waited is None else noticed_ns - waited,

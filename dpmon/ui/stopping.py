@@ -91,7 +91,9 @@ class Stopping(Drawing):
 
     def _confirm_stop(self, leaves: bool) -> None:
         answers = [("y", "stop", _STOPS), ("esc", "stay", "let it go on")]
-        text = ["Everything computed since the last checkpoint is lost."]
+        text, info = ["Everything computed since the last checkpoint is lost."], self.feed.info
+        if info is not None and len(info.nodes) > 1:
+            text.append(f"It stops on all {len(info.nodes)} nodes.")
         then = partial(self._confirmed, leaves)
         self.push_screen(Choice("Stop the training?", text, answers, self.look, self._say_nothing_to_stop), then)
 

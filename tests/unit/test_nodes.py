@@ -24,7 +24,10 @@ from dpmon.model.state import Wanted
 from dpmon.model.stragglers import sentence
 from dpmon.run.reader import PauseState
 from dpmon.run.runs import create_run
+from dpmon.ui.dialogs import Choice
 from dpmon.ui.facts import Facts, Toggle, View
+from dpmon.ui.panels import panel_ranks
+from dpmon.ui.rows import plain
 from dpmon.ui.scenes import NODES, RANKS, scene_of
 
 NODE = NodeFacts(3, "gpu-3", "connected", None, SECOND, 10 * SECOND, None, ())
@@ -231,3 +234,48 @@ def test_a_pending_request_says_how_many_nodes_have_answered() -> None:
     assert "pending 1 s: the training answers at its next call; 3 of 4 nodes answered" in text_of(facts, 120, 40)
     pausing = replace(facts, toggle=None, pausing=PauseState(wanted=True, pending=True))
     assert "the training pauses after the step it is in; 3 of 4 nodes answered" in text_of(pausing, 120, 40)
+
+
+@pytest.mark.parametrize(("node", "verdict"), [(0, "no rank of gpu-0 holds the others up"), (1, "rank 11 (gpu-1)")])
+def test_a_node_alone_speaks_of_its_own_ranks_and_counts_no_others(node: int, verdict: str) -> None:
+    facts = facts_of(run_of(4), node=node, view=View(node=node))
+    text = text_of(facts, 120, 40)
+    assert verdict in text
+    assert "ranks train in this run" not in text
+    assert "8 of 32 ranks train in this run" in text_of(replace(facts, view=View()), 120, 40)
+
+
+def test_the_map_explains_only_what_it_shows() -> None:
+    slow, calm = facts_of(run_of(4)), facts_of(ManyNodes(2, slow=-1).run(0, 12))
+    assert "▸ slowest  0-9 tenths of the step spent waiting for it" in text_of(slow, 120, 40)
+    assert calm.state.straggler is None
+    assert "│ 0-9 tenths of the step spent waiting  " in text_of(calm, 120, 40)
+
+
+def test_few_ranks_have_all_a_row_rather_than_a_map() -> None:
+    facts = facts_of(ManyNodes(2, 2).run(0, 12))
+    shown = {height: [plain(row) for row in panel_ranks.table(facts, 76, height, LOOK)] for height in (8, 7, 5, 4)}
+    assert [height for height, rows in shown.items() if rows[0].startswith("gpu-0")] == [8, 4]
+    for height in (7, 5):
+        assert sorted(row[:6].strip(" ▸") for row in shown[height][1:5]) == ["0", "1", "2", "3"]
+    cut = ManyNodes(2, 2).run(0, 12)
+    cut.node(1, "cut", None, 11.0, heard_ns=10 * SECOND)
+    assert plain(panel_ranks.table(facts_of(cut), 76, 6, LOOK)[0]).startswith("gpu-0")
+
+
+def test_the_cells_of_ended_nodes_stay_where_nodes_share_a_row() -> None:
+    run = ManyNodes(4, slow=11).run(0, 12)
+    for number in range(4):
+        run.node(number, "ended", None, 12.0)
+    row = plain(panel_ranks.table(facts_of(run), 76, 6, LOOK)[0])
+    assert row.startswith("gpu-0 33333333 333▸3333 "), row
+
+
+@pytest.mark.parametrize("nodes", [(), ("gpu-1", "gpu-2")])
+async def test_the_question_before_a_stop_says_that_all_nodes_stop(tmp_path: Path, nodes: tuple[str, ...]) -> None:
+    async with stage(tmp_path) as on:
+        on.reader.info = replace(on.reader.info, nodes=nodes)
+        await on.press("x")
+        dialog = on.app.screen
+        assert isinstance(dialog, Choice)
+        assert ("It stops on all 2 nodes." in dialog.lines) == bool(nodes)

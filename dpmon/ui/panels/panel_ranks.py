@@ -117,6 +117,7 @@ def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
         above = rank_map(facts, facts.state.ranks, width, (room - WORST, room - _LEAST_WORST), look)
         if facts.view.zoom is None:  # the slowest rank's row is more important than the whole map
             del above[max(height - 2, 1) :]
+            above = above if found is None or not _all_rows_fit(facts, height, len(above)) else []
     if found is None:
         return [*above, *_sizes_table(facts, width, height - len(above), look)]
     head, *rows = _times_table(facts, found, width, height, look)
@@ -132,6 +133,13 @@ def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     fits = facts.view.zoom is None and not _many(facts) and height - len(drawn) >= len(rows) + 2
     times = over_time(facts, width, look) if fits else []
     return [*drawn, *[[]] * (height - len(drawn) - len(times)), *times] if times else drawn
+
+
+def _all_rows_fit(facts: Facts, height: int, above: int) -> bool:
+    """Whether all ranks have a row only without the map, and it shows no node in trouble."""
+    needed, troubles = 1 + len(facts.state.training), (one.trouble(facts.elapsed_ns) for one in facts.state.nodes)
+    calm = all(one is None or one.word == "ended" for one in troubles)
+    return calm and needed <= height < needed + above and len(facts.state.training) <= WORST
 
 
 def _slow_in_room(ranks: Sequence[_Rank], slow: Straggler, room: int) -> list[int]:
@@ -164,10 +172,11 @@ def _notes(facts: Facts, found: Communication, width: int, room: int, ranks: int
     elif found.joined < MIN_STEPS:
         rows += lines(f"a slow rank is named after {MIN_STEPS} steps with known waits: {found.joined} so far", width)
     else:
-        rows += lines(f"no rank holds the others up (last {count_of(found.joined, 'step')})", width)
+        where = f" of {facts.state.training[0].node}" if facts.view.node is not None else ""
+        rows += lines(f"no rank{where} holds the others up (last {count_of(found.joined, 'step')})", width)
     for note in found.other_waits():
         rows += lines(note, width)
-    rows += _missing([process for process, _ in _rows(facts, len(found.ranks))], len(facts.state.training))
+    rows += _missing(facts, [process for process, _ in _rows(facts, len(found.ranks))])
     return rows[:most]
 
 
@@ -299,17 +308,18 @@ def _sizes_table(facts: Facts, width: int, height: int, look: Look) -> list[Row]
     ]
     drawn = table_rows(columns, look.glyphs.more)
     drawn += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
-    drawn += _missing([process for process, _ in rows], count)
+    drawn += _missing(facts, [process for process, _ in rows])
     found = facts.state.communication
     if found is not None and found.missing is not None:
         drawn += lines(found.missing, width)
     return drawn
 
 
-def _missing(processes: list[Process], count: int) -> list[Row]:
-    """A row with the number of ranks, if fewer train than expected."""
+def _missing(facts: Facts, processes: list[Process]) -> list[Row]:
+    """A row with the number of ranks, if fewer train than expected; of one node alone, the others are not counted."""
+    count = len(facts.state.training)
     wanted = max((ranks for process in processes if (ranks := process.info.world) is not None), default=count)
-    if wanted <= count or any(process.rank is None for process in processes):
+    if facts.view.node is not None or wanted <= count or any(process.rank is None for process in processes):
         return []
     return [[(f"{count} of {wanted} ranks train in this run", "wait")]]
 

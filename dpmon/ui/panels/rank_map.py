@@ -26,7 +26,8 @@ _LITTLE = 0.1
 """Part of a step. A rank that waits for more than this is dimmed: it is not the one to look at."""
 STYLES = {"slow": "wait", "connecting": "wait", "ended": "dim", "stopped": "dim"}
 """The styles of nodes whose records do not arrive as usual; of others it is bad."""
-_WAIT, _LEAST = "tenths of the step spent waiting for it", "tenths of the step that every rank of a node waits for it"
+_IT = " for it"
+_WAIT, _LEAST = f"tenths of the step spent waiting{_IT}", f"tenths of the step that every rank of a node waits{_IT}"
 
 
 def rank_map(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[int, int], look: Look) -> list[Row]:
@@ -35,6 +36,8 @@ def rank_map(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[i
     if facts.state.nodes:
         rows, what = _by_node(facts, ranks, width, room, look)
     legend: Row = [(look.glyphs.focus, "found"), (" slowest  ", "dim"), ("0-9", "bold"), (f" {what}", "dim")]
+    if facts.state.straggler is None:
+        legend = [("0-9", "bold"), (f" {what.removesuffix(_IT)}", "dim")]
     return [*rows, fit(legend, width, look.glyphs.more)]
 
 
@@ -102,7 +105,7 @@ def _by_node(
         trouble = node.trouble(now_ns)
         cells = [_chosen(_cell(times.get(own[number]), facts.state.straggler, look), own[number], facts)
                  for number in sorted(own)]  # fmt: skip
-        if each > 1 and trouble is not None:
+        if each > 1 and trouble is not None and trouble.word != "ended":
             cells = [(trouble.brief(now_ns, size), STYLES.get(trouble.word, "bad"))]
         blocks.append(fit(cells, size))
     rows = _rows(names, blocks, each)

@@ -114,6 +114,8 @@ def _delete(directory: Path, info: RunInfo) -> str | None:
     """Delete a run; return None, or why that failed."""
     with contextlib.suppress(RunError):
         info = load_info(directory)  # again, because measuring many runs took time
+    if goes_on(info) and info.nodes:
+        return f"{directory.name} mirrors other runs; kill {info.supervisor_pid} ends the mirror, not the training"
     if goes_on(info):
         return f"{directory.name} is running; dpmon stop {info.id} ends it"
     state, _ = run_state(directory, info)

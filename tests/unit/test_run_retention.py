@@ -123,6 +123,21 @@ def test_a_run_is_removed_once_its_supervisor_has_finished(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("state")
+def test_a_mirror_that_goes_on_is_not_to_be_stopped_with_its_runs(
+    monkeypatch: pytest.MonkeyPatch, sleeper: int
+) -> None:
+    """`dpmon stop` would end the training on all machines."""
+    directory = a_run(1)
+    started = proc.started(sleeper)
+    info = replace(load_info(directory), nodes=("gpu-1",), supervisor_pid=sleeper, supervisor_started=started)
+    save(directory, info)
+    monkeypatch.setattr(retention, "_FINISHING_S", 0.0)
+    with pytest.raises(RunError, match=f"mirrors other runs; kill {sleeper} ends the mirror, not the training"):
+        remove(directory, info)
+    assert directory.is_dir()
+
+
+@pytest.mark.usefixtures("state")
 def test_a_run_of_another_machine_stays() -> None:
     current, other = a_run(0), a_run(1)
     ended = (other / "exit.json").read_text()

@@ -12,6 +12,7 @@ from typing import Any
 from dpmon.cleaning import clean
 from dpmon.model.memory import Held, held_by
 from dpmon.model.memory import reasons as reasons_of_memory
+from dpmon.model.nodes import node_of
 from dpmon.model.state import DeviceTrack
 from dpmon.record.plainjson import number_in
 from dpmon.text.cells import cut, right, span_width
@@ -69,7 +70,7 @@ def title(facts: Facts, look: Look, folded: bool = False) -> tuple[Row, Row]:
     dot = f" {look.glyphs.middot} "
     if tracks:
         name = _one_name(tracks)
-        head: Row = [(NAMES["devices"], "title")]
+        head: Row = [(NAMES["devices"], "title"), (_where(facts), "")]
         if name is not None:
             many = f"{len(tracks)} {look.glyphs.times} " if len(tracks) > 1 else ""
             head.append((f"{dot}{many}{cut(name, 24, look.glyphs.more)}", ""))
@@ -80,10 +81,17 @@ def title(facts: Facts, look: Look, folded: bool = False) -> tuple[Row, Row]:
             corner += [(" or more", "dim")] if len(tracks) > 1 else []
         return head, corner
     cpu = number_in(facts.state.host.data, "cpu_pct")
-    return [(NAMES["devices"], "title"), (f"{dot}host", "")], [
+    return [(NAMES["devices"], "title"), (f"{_where(facts)}{dot}host", "")], [
         ("cpu ", "dim"),
         (right(rounded(cpu, "%"), 5), ""),
     ]
+
+
+def _where(facts: Facts) -> str:
+    """The node whose samples the panel shows; nothing on one machine."""
+    nodes, number = facts.state.nodes, facts.view.node
+    number = node_of(nodes, facts.state.focus) if number is None else number
+    return next((f" on {one.name}" for one in nodes if one.number == number), "")
 
 
 def _uses(tracks: Sequence[tuple[int, DeviceTrack]]) -> str:

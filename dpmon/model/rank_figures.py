@@ -42,8 +42,8 @@ class RankTimesReader:
         """The times as of the newest step of `focus`, one of the ranks."""
         if focus.last_step is None:
             return ()
-        if rows.mirrored and rows.until_s is None:
-            return self._kept.read(rows, focus, others)
+        if rows.mirrored:  # what is kept is of now, not of a time that is looked back to
+            return (self._kept if rows.until_s is None else KeptSums()).read(rows, focus, others)
         end_s, processes = figures_end_s(rows, focus), (focus.process, *(one.process for one in others))
         age_s = end_s - self._end_s
         if processes != self._of or not 0 <= age_s < len(processes) // RANKS_A_SECOND:

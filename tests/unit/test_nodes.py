@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kept import draft
@@ -22,8 +23,10 @@ from dpmon.model.nodes import NodeFacts, Trouble
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import Wanted
 from dpmon.model.stragglers import sentence
+from dpmon.record.schema import WAIT
 from dpmon.run.reader import PauseState
 from dpmon.run.runs import create_run
+from dpmon.store.tally import counts_in
 from dpmon.ui.dialogs import Choice
 from dpmon.ui.facts import Facts, Toggle, View
 from dpmon.ui.panels import panel_ranks
@@ -279,3 +282,19 @@ async def test_the_question_before_a_stop_says_that_all_nodes_stop(tmp_path: Pat
         dialog = on.app.screen
         assert isinstance(dialog, Choice)
         assert ("It stops on all 2 nodes." in dialog.lines) == bool(nodes)
+
+
+def test_few_known_waits_are_looked_at_over_more_seconds_also_at_an_earlier_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def few(*of_row: Any) -> dict[str, tuple[int, int]]:
+        found = dict(counts_in(*of_row))
+        count, total = found.get(WAIT, (0, 0))
+        return {**found, WAIT: (2, 2 * total // count)} if count else found
+
+    monkeypatch.setattr("dpmon.store.sums.counts_in", few)
+    run = ManyNodes(2, slow=11).run(0, 30)
+    for store in (run.store(), run.store().at(25 * SECOND + SECOND // 2)):
+        state = Snapshots().take(store, Wanted())
+        assert {one.joined for one in state.ranks} <= set(range(20, 41)), [one.joined for one in state.ranks]
+        assert state.straggler is not None

@@ -217,7 +217,7 @@ class Drawing(App[str]):
         self._lend_focus(facts, slots)
         if facts.view.focus != self.view.focus:
             facts = self.facts()
-        painted = paint(facts, self.feed.output, slots, self.look)
+        painted = paint(facts, self.feed.output, slots, self.look, noted=not self._dialog_open)
         # Bypass the compositor only while every panel keeps its place and nothing covers it.
         direct = self.terminal is not None and slots == self.slots and not self._dialog_open
         changes: list[CellChange] = []

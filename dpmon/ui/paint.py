@@ -52,11 +52,13 @@ def _pinned(panel: str, facts: Facts) -> int:
     return int(panel == "replicas" and scene_of(facts).second is not panel_standing and not panel_ranks.mapped(facts))
 
 
-def paint(facts: Facts, output: Output, slots: Mapping[str, Slot], look: Look) -> dict[str, list[Row]]:
-    """The rows of each place, cut or filled to its size."""
+def paint(
+    facts: Facts, output: Output, slots: Mapping[str, Slot], look: Look, *, noted: bool = True
+) -> dict[str, list[Row]]:
+    """The rows of each place, cut or filled to its size; `noted`: with a note if a message was cut."""
     painted = {panel: _fitted(_one(panel, facts, output, slot, look), slot, look) for panel, slot in slots.items()}
     head = slots.get("status")
-    if head is not None:
+    if head is not None and noted:
         lowest = max(slot.y + slot.height for slot in slots.values())
         laid_over(painted, slots, toast(facts, head.width, lowest, look), head.y + head.height)
     return painted

@@ -15,7 +15,7 @@ from dpmon.run.rundir import ExitInfo
 from dpmon.ui.facts import Facts, Toggle, View, devices_in_short, life
 from dpmon.ui.footer import hints
 from dpmon.ui.look import Look
-from dpmon.ui.paint import whole
+from dpmon.ui.paint import joined, paint, places, whole
 from dpmon.ui.panels.panel_output import Output, Tail
 from dpmon.ui.panels.panel_status import status
 from dpmon.ui.rows import cropped, plain, width_of
@@ -251,6 +251,9 @@ def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_below_it(which: st
     note = [plain(row).split("│")[1].strip() for row in rows[at + 1 : at + 10] if "│" in plain(row)]
     assert LONG in " ".join(note)
     assert plain(rows[-1]) == plain(plain_rows[-1])
+    slots = places(facts, *size)
+    below = joined(slots, paint(facts, Output(), slots, LOOK, noted=False))
+    assert "in full" not in "".join(map(plain, below)), "a dialog is over it"
     later = replace(facts, now_ns=facts.now_ns + 20 * SECOND, view=View())
     assert "in full" not in "".join(plain(row) for row in whole(later, Output(), *size, LOOK))
 

@@ -266,6 +266,6 @@ def test_a_line_without_device_times_says_why(state: Path, took: Any, reason: st
 
 
 def test_the_reasons_for_nulls_are_returned_separately() -> None:
-    progress, absent = _progress(None, State(), 0)
+    progress, absent = _progress(None, State(), 0, 0)
     assert progress.keys() == absent.keys()
     assert set(absent.values()) == {"no step has ended yet"}

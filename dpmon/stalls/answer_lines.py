@@ -43,7 +43,9 @@ def _lines(found: Mapping[str, Any], every: bool, width: int | None) -> list[Lin
         for column in _FIRST_TO_GO:
             if column in shown and sum(min(widths[one], _LEAST_IN) + 2 for one in shown) - 2 > width:
                 shown.remove(column)
-        widths[_IN] = max(min(widths[_IN], width - sum(widths[one] + 2 for one in shown if one != _IN)), _LEAST_IN)
+        widths[_IN] = max(
+            min(widths[_IN], width - sum(widths[one] + 2 for one in shown if one != _IN)), min(widths[_IN], _LEAST_IN)
+        )
     lines.append(("", ""))
     for row in rows:
         text = "  ".join(_fitted(row[column], widths[column]) for column in shown).rstrip()

@@ -115,6 +115,8 @@ def test_an_answer_without_collectives_has_no_column_for_them() -> None:
     told = {**record, "ranks": [{**one, "groups": [{"sequence": 7}]} for one in record["ranks"]]}
     heads = [next(text for text, _ in lines_of(found, width=76) if "RANK" in text) for found in (quiet, told)]
     assert ["COLLECTIVES" in head for head in heads] == [False, True]
+    assert heads[0].endswith("PROCESS"), heads[0]
+    assert max(len(text) for text, _ in lines_of(quiet, width=76) if "sleeping" in text) <= 76
 
 
 def test_a_process_without_ranks_has_the_same_row() -> None:

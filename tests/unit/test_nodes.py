@@ -298,3 +298,10 @@ def test_few_known_waits_are_looked_at_over_more_seconds_also_at_an_earlier_time
         state = Snapshots().take(store, Wanted())
         assert {one.joined for one in state.ranks} <= set(range(20, 41)), [one.joined for one in state.ranks]
         assert state.straggler is not None
+
+
+def test_few_ranks_of_nodes_are_shown_over_time_where_rows_are_free() -> None:
+    assert "1-9: tenths of a step that the others waited for this rank" in text_of(
+        facts_of(ManyNodes(2, 2).run(0, 12), waits=True), 120, 40
+    )
+    assert "over time" not in text_of(facts_of(run_of(4), waits=True), 120, 40)

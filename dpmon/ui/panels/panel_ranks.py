@@ -130,7 +130,8 @@ def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
         order = _slow_in_room(_ranks(facts, found), slow, room)
     drawn = [rows[index] for index in order]
     drawn = [*above, head, *drawn[:room], *remarks, *drawn[room:]]
-    fits = facts.view.zoom is None and not _many(facts) and height - len(drawn) >= len(rows) + 2
+    every = not _many(facts) or len(rows) == len(facts.state.training)
+    fits = facts.view.zoom is None and every and height - len(drawn) >= len(rows) + 2
     times = over_time(facts, width, look) if fits else []
     return [*drawn, *[[]] * (height - len(drawn) - len(times)), *times] if times else drawn
 

@@ -66,7 +66,7 @@ def answers_or_has_left(seen: Terminal) -> bool:
         with contextlib.suppress(AssertionError):
             seen.until(lambda: seen.status is not None or "? help" in seen.picture().split("\n")[-1], "the footer", 2)
             seen.type("?")
-            seen.until(lambda: seen.status is not None or "Phases of a step" in seen.picture(), "the help", 2)
+            seen.until(lambda: seen.status is not None or "where a step's time goes" in seen.picture(), "the help", 2)
             if seen.status is None:
                 seen.type("\x1b")
                 return True

@@ -29,6 +29,7 @@ from dpmon.run.runs import create_run
 from dpmon.store.tally import counts_in
 from dpmon.ui.dialogs import Choice
 from dpmon.ui.facts import Facts, Toggle, View
+from dpmon.ui.paint import TALL
 from dpmon.ui.panels import panel_ranks
 from dpmon.ui.rows import plain
 from dpmon.ui.scenes import NODES, RANKS, scene_of
@@ -302,6 +303,6 @@ def test_few_known_waits_are_looked_at_over_more_seconds_also_at_an_earlier_time
 
 def test_few_ranks_of_nodes_are_shown_over_time_where_rows_are_free() -> None:
     assert "1-9: tenths of a step that the others waited for this rank" in text_of(
-        facts_of(ManyNodes(2, 2).run(0, 12), waits=True), 120, 40
+        facts_of(ManyNodes(2, 2).run(0, 12), waits=True), 160, TALL
     )
-    assert "over time" not in text_of(facts_of(run_of(4), waits=True), 120, 40)
+    assert "over time" not in text_of(facts_of(run_of(4), waits=True), 160, TALL)

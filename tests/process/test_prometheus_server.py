@@ -198,6 +198,7 @@ def check_panels(servers: Servers) -> None:
     wait_for(lambda: empty() <= WITHOUT_DATA, what="data in the panels")
 
 
+@pytest.mark.timeout(600)
 def test_prometheus_names_the_slow_rank_of_a_job_on_two_machines(dpmon: Dpmon, servers: Servers) -> None:
     """Each machine has its own dpmon, its own run and its own node_exporter."""
     port = free_port()
@@ -209,7 +210,7 @@ def test_prometheus_names_the_slow_rank_of_a_job_on_two_machines(dpmon: Dpmon, s
     def slow() -> list[dict[str, str]]:
         return servers.alerts("DpmonStragglerOfMachines", names[1]())
 
-    (alert,) = wait_for(slow, what="an alert about the slow rank")
+    (alert,) = wait_for(slow, 300, what="an alert about the slow rank")
     assert (alert["rank"], alert["instance"]) == ("1", servers.instances[1])
     jobs = servers.query("dpmon_run_job_info and on (instance, run) dpmon_run_running == 1")
     found = sorted(

@@ -22,7 +22,9 @@ _PARTS = dict(zip(WIDTHS, (4, 8, 8, 8, 16, 16), strict=False))
 """The rows of a width may take the size limit divided by this number. Tallies of a day are never deleted."""
 LATE_S = 10
 """A change of a second that ended this long before the newest one is late."""
-_LATE_KEPT = 10_000
+_LATE_KEPT, _LATE_BYTES = 10_000, 2_000
+"""Most late seconds that are kept: this many, and at the size limit one in so many bytes of it (about 1 %)."""
+_PRUNE_LATE = "DELETE FROM late WHERE rowid <= (SELECT max(rowid) FROM late) - ?"
 _SLACK_S = 2
 """Delay after the end of a stretch until it is merged, because processes are read one after the other."""
 _ROW_BYTES = 200
@@ -103,7 +105,7 @@ class TallyWriter:
         if late:
             ids = " UNION ALL ".join(f"SELECT max(id) AS id FROM {table}" for table in SHARE_IDS)
             self._db.executemany(f"INSERT INTO late SELECT ifnull(max(id), 0), ? FROM ({ids})", late)
-            self._db.execute("DELETE FROM late WHERE rowid <= (SELECT max(rowid) FROM late) - ?", (_LATE_KEPT,))
+            self._db.execute(_PRUNE_LATE, (_LATE_KEPT,))
 
     def _widths(self, second: int) -> Iterable[int]:
         """Return the widths of the tallies that include a second: 1 s, and the wider ones that already exist."""
@@ -183,6 +185,7 @@ class TallyWriter:
     def prune(self, limit: int) -> None:
         """Delete the oldest eighth of the tallies and times of each width that exceed their share of `limit` bytes."""
         run = self._db.execute
+        run(_PRUNE_LATE, (limit // _LATE_BYTES,))
         query = (
             "SELECT count(*), total(size), min(start_s), max(start_s) FROM"
             " (SELECT start_s, length(sketches) AS size FROM tallies WHERE width = :width"

@@ -23,10 +23,10 @@ from dpmon.span_ring import Word
 _BREAK = """
 import dpmon.ui.drawing as monitor
 real = monitor.paint
-def paint(*args):
+def paint(*args, **named):
     if Path(sys.argv[1], "break").exists():
         raise RuntimeError("a fault of ours")
-    return real(*args)
+    return real(*args, **named)
 monitor.paint = paint
 """
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -56,6 +56,19 @@ def wait_for(condition: Callable[[], Value], limit: float = LIMIT_S, what: str =
         if time.monotonic() > until:
             raise AssertionError(f"not within {limit} s: {what or condition} (it is {value!r})")
         time.sleep(POLL_S)
+
+
+def end_all(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """Terminate processes in this order, and kill those that go on for half a minute."""
+    processes = list(processes)
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def until_unsupervised(info: Mapping[str, Any]) -> None:

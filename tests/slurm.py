@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from running import wait_for
+from running import end_all, wait_for
 
 NODES = ("n1", "n2")
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "squeue", "sinfo", "scancel")
@@ -116,14 +116,7 @@ class Slurm:
     def stop(self) -> None:
         """End the jobs and the daemons."""
         self.said("scancel", "--me", "--full")
-        for process in self.processes:
-            process.terminate()
-        for process in self.processes:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_all(self.processes)
 
 
 @contextmanager

@@ -24,16 +24,14 @@ from dpmon.text.quantities import count_of
 
 _OVER = ("lost", "elsewhere")
 _JOB_CELLS = 24
-_STAMP, _DIGITS = 16, 5
-"""Length of the time before the name in a run's id, and of the digits after it."""
 _JOB_S, _ASK_AGAIN_S = 60.0, 5.0
 """Longest wait until the ranks of a job that starts have said which job it is, and the time between two questions."""
 _START_S = 5.0
 """Longest wait for the process that mirrors the runs."""
 _TOGETHER_S = 30.0
 """Ranks that Slurm starts together begin within this time."""
-_STAMP_CELLS = len("20260101-000000-")
-"""What the id of a run has before its name."""
+_STAMP, _DIGITS = len("20260101-000000-"), len("-0123")
+"""Length of the time before the name in a run's id, and of the digits after it."""
 _MOST_S = 1e10
 _TYPES = {
     "str": str,
@@ -123,7 +121,7 @@ def _read(line: bytes) -> ListedRun | None:
     texts = (*run.command, *run.machines, *(run.job or {}).values())
     if not ID.fullmatch(run.id) or not all(isinstance(text, str) for text in texts):
         return None
-    if run.name != run.id[_STAMP_CELLS:] or not all(0 <= at < _MOST_S for at in (run.started_unix, run.seconds)):
+    if run.name != run.id[_STAMP:] or not all(0 <= at < _MOST_S for at in (run.started_unix, run.seconds)):
         return None
     return run._replace(state=clean(run.state, 20), job=run.job and {key: clean(run.job[key], 200) for key in run.job})
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from documented import DOCS
-from running import Dpmon, wait_for
+from running import Dpmon, end_all, wait_for
 
 EXPORTER = shutil.which("prometheus-node-exporter") or shutil.which("node_exporter")
 PROMETHEUS = shutil.which("prometheus")
@@ -102,14 +102,7 @@ class Servers:
         raise AssertionError(log.read_text())
 
     def stop(self) -> None:
-        for process in reversed(self.processes):
-            process.terminate()
-        for process in self.processes:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_all(reversed(self.processes))
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
         """Return labels and value of each series that an expression has now."""

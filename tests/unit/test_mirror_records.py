@@ -74,11 +74,12 @@ class Machine:
             return changed(row, rank=rank, world=4)
         return changed(row, rank=rank, group=[0, 1, 2, 3]) if isinstance(row, Event) and row.kind == "ddp" else row
 
-    def chunk(self, *, last: bool = False) -> tuple[Chunk, bool]:
-        """Return the next chunk as it arrives, and whether there is more."""
+    def chunk(self, until_s: int | None = None, *, last: bool = False) -> tuple[Chunk, bool]:
+        """Return the next chunk as it arrives, and whether there is more. `until_s`: which seconds are complete."""
         before, store = self.rows.offset, self.recording.store()
-        newest = store.newest_ns() // SECOND
-        lines, more = self.rows.chunk(store, newest + 2 if last else max(newest - 2, 0), last=last)
+        if until_s is None:
+            until_s = max(store.newest_ns() // SECOND + (2 if last else -2), 0)
+        lines, more = self.rows.chunk(store, until_s, last=last)
         assert store.damaged is None
         receiver = Receiver()
         for line in lines:
@@ -244,14 +245,7 @@ def test_the_waits_of_ranks_on_several_machines_are_those_of_all_steps(tmp_path:
             machines[number].recording.add(rows[:until], process, 2 * number + process)
             del rows[:until]
         for machine, node in zip(machines, records.nodes, strict=True):
-            lines, _ = machine.rows.chunk(machine.recording.store(), second, last=second > 105)
-            receiver = Receiver()
-            for line in lines:
-                receiver.take(line.encode(), NOW_NS)
-            chunk = receiver.take(b'{"beat": 1}', NOW_NS)
-            assert isinstance(chunk, Chunk)
-            beat = {"offset": machine.rows.offset, "tallied_s": machine.rows.tallied_s}
-            records.write([(node, chunk._replace(beat=beat))])
+            records.write([(node, machine.chunk(second, last=second > 105)[0])])
         if second == 50:
             records.close()
             records = Records(tmp_path, info_of(2))
@@ -297,14 +291,7 @@ def test_the_wide_tallies_of_a_machine_that_is_gone_are_made_here(tmp_path: Path
         node.state = "connected"
         newest = machine.recording.store().newest_ns() // SECOND
         for upto in (*range(5, newest, 30), newest):
-            lines, _ = machine.rows.chunk(machine.recording.store(), upto, last=False)
-            receiver = Receiver()
-            for line in lines:
-                receiver.take(line.encode(), NOW_NS)
-            chunk = receiver.take(b'{"beat": 1}', NOW_NS)
-            assert isinstance(chunk, Chunk)
-            beat = {"offset": machine.rows.offset, "tallied_s": machine.rows.tallied_s}
-            records.write([(node, chunk._replace(beat=beat))])
+            records.write([(node, machine.chunk(upto)[0])])
         node.state = "cut" if node.number else "connected"
         before = without_waits(store_of_mirror(records).tallies(), 0, 0)
     mirror = store_of_mirror(records)

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.cleaning import clean, json_text
 from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
-from dpmon.run import retention
+from dpmon.run import proc, retention
 from dpmon.run.condition import goes_on, goes_on_elsewhere, run_state
 from dpmon.run.destination import opened, stdout
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
-from dpmon.run.runs import find_run, list_runs, newest_run, short_name
+from dpmon.run.runs import JOB, find_run, list_runs, newest_run, short_name
 from dpmon.supervise.guard import repeated
 from dpmon.supervise.start import ensure_supervisor
 from dpmon.text.cells import cut, has_colours, in_stream
@@ -105,7 +105,8 @@ def export(options: argparse.Namespace) -> int:
     if options.follow:
         from dpmon.export.follow import follow
 
-        directory = find_run(options.run)
+        of_job = options.rollups and options.run.startswith(JOB)
+        directory = _of_job(options.run.removeprefix(JOB)) if of_job else find_run(options.run)
         with repeated(ensure_supervisor(directory).look):
             follow(directory, options.start, rollups=options.rollups)
         return 0
@@ -113,6 +114,20 @@ def export(options: argparse.Namespace) -> int:
 
     write(find_run(options.run), options.format, options.output, options.kind)
     return 0
+
+
+def _of_job(job: str) -> Path:
+    """The newest run of a job of this machine. `job`: who names it, and its id there. RunError if there is none."""
+    from dpmon.errors import HistoryError
+    from dpmon.store.opened import open_store
+
+    for directory, info in reversed(list_runs()):
+        if not info.nodes and info.host in ("", proc.host()):
+            with suppress(HistoryError, RunError), open_store(directory) as store:
+                found, _ = store.job()
+                if found is not None and f"{found['by']}:{found['id']}" == job:
+                    return directory
+    raise RunError(f"there is no run of job {job}")
 
 
 # ------------------------------------------------------------------------------------------------ report

@@ -13,11 +13,12 @@ from dpmon.cleaning import clean, json_text
 from dpmon.cli.commands import HEAD, ListedRun, follow, print_table
 from dpmon.cli.options import UsageError
 from dpmon.cli.speak import speak
-from dpmon.mirror.hosts import Machine, ask_dpmon, expanded, in_file, machines, of_slurm
+from dpmon.mirror.hosts import PLAIN, Machine, Printed, ask_dpmon, expanded, in_file, machines, of_slurm
 from dpmon.mirror.local_run import mirror_of
 from dpmon.record.plainjson import load_json
 from dpmon.run.condition import supervised
 from dpmon.run.rundir import ID, RunError, load_info
+from dpmon.run.runs import JOB
 from dpmon.supervise.start import ensure_supervisor, keep_statuses
 from dpmon.text.cells import cut
 from dpmon.text.quantities import count_of
@@ -84,19 +85,22 @@ def named(options: argparse.Namespace) -> list[Machine]:
     return list({machine.name: machine for machine in found}.values())
 
 
-def runs_of(asked: Sequence[Machine]) -> tuple[list[RunThere], dict[str, str]]:
-    """The runs of all machines by their start, each on one machine; and why a machine listed none, by its name."""
+def runs_of(asked: Sequence[Machine]) -> tuple[list[RunThere], dict[str, Printed]]:
+    """The runs of all machines by their start, each on one machine; and the answers without a list, by machine."""
     found, answers = ask_dpmon(asked, ("ls", "--json"))
     listed: dict[str, list[RunThere]] = {}
-    why = {}
-    for machine, (lines, trouble) in zip(found, answers, strict=True):
+    failed = {}
+    for machine, answer in zip(found, answers, strict=True):
+        lines = answer.lines
         runs = [run for run in map(_read, lines) if run is not None]
         for run in runs:
             if not run.machines:  # a mirror there has nothing of its own
                 listed.setdefault(run.id, []).append(RunThere(machine, run))
-        if trouble or (lines and not runs):
-            last = clean(lines[-1].decode("utf-8", "replace"), 200) if lines else ""
-            why[machine.name] = trouble or f"it lists no run that this dpmon can read, but prints: {last}"
+        if answer.why:
+            failed[machine.name] = answer
+        elif lines and not runs:
+            last = clean(lines[-1].decode("utf-8", "replace"), 200)
+            failed[machine.name] = Printed([], f"it lists no run that this dpmon can read, but prints: {last}", True)
     # Machines with a common home list each other's runs.
     count = dict.fromkeys((machine.name for machine in found), 0)
     runs_there = []
@@ -104,7 +108,7 @@ def runs_of(asked: Sequence[Machine]) -> tuple[list[RunThere], dict[str, str]]:
         here = min(same, key=lambda there: (there.run.state == "elsewhere", count[there.machine.name]))
         count[here.machine.name] += 1
         runs_there.append(here)
-    return runs_there, why
+    return runs_there, failed
 
 
 def _read(line: bytes) -> ListedRun | None:
@@ -192,11 +196,11 @@ def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> Path:
     until = time.monotonic() + _JOB_S
     chosen_runs: list[RunThere] = []
     while not chosen_runs:
-        runs, why = runs_of(asked)
-        for name, sentence in why.items():
-            speak(f"{name}: {sentence}")
+        runs, failed = runs_of(asked)
+        for name, answer in failed.items():
+            speak(f"{name}: {answer.why}")
         if not runs:
-            raise RunError(_no_run(len(asked) - len(why)))
+            raise RunError(_no_run(len(asked) - len(failed)))
         chosen_runs = chosen(runs, options.run, options.slurm)
         if not chosen_runs and time.monotonic() > until:
             raise RunError(f"no run has said yet which job it belongs to: give its name, such as {runs[-1].run.name}")
@@ -206,14 +210,22 @@ def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> Path:
     on_machine: dict[str, list[RunThere]] = {}
     for there in chosen_runs:
         on_machine.setdefault(there.machine.name, []).append(there)
+    # dpmon is looked for at the same place as on another machine that is reached in the same way.
+    place = next((there.machine.dpmon for there in chosen_runs if there.machine.way), ("dpmon",))
+    job = JOB + chosen_runs[0].job.replace(" ", ":", 1)
+    ways: list[tuple[str, str, Sequence[str]]] = []
     for machine in asked:
-        if machine.name not in on_machine and machine.name not in why:
-            speak(f"{machine.name}: no run of this job is there, so it is not shown")
-    ways = [
-        (name if number == 1 else f"{name}:{number}", there.run.id, there.machine.words)
-        for name, same in on_machine.items()
-        for number, there in enumerate(same, 1)
-    ]
+        name = machine.name
+        for number, there in enumerate(on_machine.get(name, ()), 1):
+            ways.append((name if number == 1 else f"{name}:{number}", there.run.id, there.machine.words))
+        if name in failed and not failed[name].for_good:
+            if job != JOB and PLAIN.fullmatch(job) and len(chosen_runs) == len(on_machine):
+                ways.append((name, job, machine._replace(dpmon=place).words))
+                speak(f"{name} is tried again, and shown when it answers")
+            else:
+                speak(f"{name}: which of its runs belongs to this job is unknown: attach again when it answers")
+        elif name not in on_machine and name not in failed:
+            speak(f"{name}: no run of this job is there, so it is not shown")
     age_s = max(there.run.seconds for there in chosen_runs)
     return mirror_of(chosen_runs[0].name, ways, max(age_s, 0.0))
 
@@ -227,19 +239,19 @@ def ls(options: argparse.Namespace) -> int:
     if options.script is not None:
         raise UsageError("--script shows the runs of this machine only")
     asked = named(options)
-    runs, why = runs_of(asked)
+    runs, failed = runs_of(asked)
     ordered = [there for group in by_job(runs) for there in group]
     if options.json:
         for there in ordered:
             print(json_text({"machine": there.machine.name, **there.run._asdict()}))
-        for name, sentence in why.items():
-            print(json_text({"machine": name, "why": sentence}))
-        return int(bool(why))
+        for name, answer in failed.items():
+            print(json_text({"machine": name, "why": answer.why}))
+        return int(bool(failed))
     rows = [(cut(clean(there.job) or "-", _JOB_CELLS), there.machine.name, *there.run.row()) for there in ordered]
     if rows:
         print_table([("JOB", "MACHINE", *HEAD), *rows], [[], *(there.run.below() for there in ordered)])
-    for name, sentence in why.items():
-        speak(f"{name}: {sentence}")
-    if not rows and len(asked) > len(why):
-        speak(_no_run(len(asked) - len(why)))
-    return int(bool(why))
+    for name, answer in failed.items():
+        speak(f"{name}: {answer.why}")
+    if not rows and len(asked) > len(failed):
+        speak(_no_run(len(asked) - len(failed)))
+    return int(bool(failed))

@@ -29,7 +29,7 @@ _SSH = (
 MOST_MACHINES = 1024
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@%+/-]{0,254}")
 """Without a blank, a sign of the shell, or a dash at the front, which would be an option of the command."""
-_PLAIN = re.compile(r"[A-Za-z0-9_./=,:@+-]+")
+PLAIN = re.compile(r"[A-Za-z0-9_./=,:@+-]+")
 _JOB = re.compile(r"(\d+(?:[_+]\d+)?)(?:\.\w+)?")
 _LIMIT_S = 60.0
 _SILENT_S = 15.0
@@ -56,10 +56,14 @@ class Machine(NamedTuple):
 
 
 class Printed(NamedTuple):
-    """The lines that a command printed on one machine; `why`: why it failed, harmless to show; empty if it did not."""
+    """The lines that a command printed on one machine; `why`: why it failed, harmless to show; empty if it did not.
+
+    `for_good`: trying again is useless.
+    """
 
     lines: list[bytes]
     why: str
+    for_good: bool = False
 
 
 def machines(names: Sequence[str], *, via: str | None = None) -> list[Machine]:
@@ -171,7 +175,7 @@ def ask(machines: Sequence[Machine], words: Sequence[str], *, silent_s: float = 
                         report = links.end(node, f"it printed more than {_MOST_BYTES >> 20} MiB", for_good=True)
                 if isinstance(report, Closed):
                     waiting.discard(node)
-                    answers[node] = answers[node]._replace(why=report.why)
+                    answers[node] = answers[node]._replace(why=report.why, for_good=report.for_good)
     finally:
         links.close()
     return answers
@@ -183,7 +187,7 @@ def ask_dpmon(
     """The same; where dpmon is not in the PATH, also with the path of this dpmon. The machines are as they answered."""
     found, answers = list(machines), ask(machines, words, silent_s=silent_s)
     missing = [at for at, answer in enumerate(answers) if answer.why == MISSING and found[at].dpmon != _own()]
-    if missing and _PLAIN.fullmatch(sys.executable):
+    if missing and PLAIN.fullmatch(sys.executable):
         again = [machines[at]._replace(dpmon=_own()) for at in missing]
         for at, machine, answer in zip(missing, again, ask(again, words, silent_s=silent_s), strict=True):
             if not answer.why:

@@ -64,7 +64,7 @@ class Received(NamedTuple):
 class Closed(NamedTuple):
     """A command has ended, or was ended; `why`: one sentence, harmless to show; empty if it did what it should.
 
-    `for_good`: it is not started again.
+    `for_good`: trying again is useless, so that it is not started again.
     """
 
     node: int
@@ -310,10 +310,9 @@ class Links:
 
     def _closed(self, link: _Link, why: str, for_good: bool = False) -> Closed:
         """End the command, and plan the next start unless it ends `for_good`."""
-        for_good = for_good or self._once
         link.failures = 1 if link.open and time.monotonic() - link.began_s > _STEADY_S else link.failures + 1
         self._drop(link)
-        if not for_good:
+        if not (for_good or self._once):
             wait_s = min(2.0 ** min(link.failures - 1, 9), _LONGEST_WAIT_S)  # the power has no limit of its own
             link.due_s = time.monotonic() + wait_s * random.uniform(0.5, 1.0)
             self._idle.append(link)

@@ -8,19 +8,20 @@ from pathlib import Path
 
 from dpmon.run import proc
 from dpmon.run.rundir import RunInfo, load_exit
-from dpmon.run.runs import create_run, list_runs
+from dpmon.run.runs import JOB, create_run, list_runs
 
 
 def mirror_of(name: str, machines: Sequence[tuple[str, str, Sequence[str]]], age_s: float = 0.0) -> Path:
     """The directory of the run that mirrors these runs of other machines; it is created if there is none.
 
-    `machines`: of each its name, the id of its run, and the words that run dpmon there. `age_s`: how long ago the first
+    `machines`: of each its name, the id of its run (JOB and a job while it cannot be reached), and the words that run
+    dpmon there. `age_s`: how long ago the first
     of their runs began. RunError if no directory can be created. `ensure_supervisor` starts the mirror.
     """
     wanted = [[machine, run, *words] for machine, run, words in machines]
     for directory, info in reversed(list_runs()):
-        same = info.nodes and info.options.get("machines") == wanted and info.boot_id == proc.boot_id()
-        if same and load_exit(directory) is None:
+        known = info.options.get("machines", ()) if info.nodes and info.boot_id == proc.boot_id() else ()
+        if len(known) == len(wanted) and all(map(_same, known, wanted)) and load_exit(directory) is None:
             return directory
     draft = RunInfo(
         id="", name=name, command=(), script=name, cwd="/", python=None, started_unix=time.time() - age_s,
@@ -28,3 +29,8 @@ def mirror_of(name: str, machines: Sequence[tuple[str, str, Sequence[str]]], age
         options={"machines": wanted}, nodes=tuple(machine for machine, *_ in machines),
     )  # fmt: skip
     return create_run(draft)[0]
+
+
+def _same(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether both are the same machine and run, as far as is known."""
+    return one == other or (one[0] == other[0] and any(each[1].startswith(JOB) for each in (one, other)))

@@ -34,6 +34,7 @@ from dpmon.run.condition import needs_supervisor, take_lock
 from dpmon.run.files import open_file, write_whole
 from dpmon.run.mirrored import STATE_FILE, doing_in
 from dpmon.run.rundir import (
+    ID,
     MAX_STATUS,
     ExitInfo,
     RunInfo,
@@ -44,6 +45,7 @@ from dpmon.run.rundir import (
     mark_stop,
     save,
 )
+from dpmon.run.runs import JOB
 from dpmon.store.answers import NodeRow, event_in
 from dpmon.supervise.start import keep_statuses
 
@@ -65,6 +67,8 @@ class Followed:
     """What this process knows of a machine besides its row in the history."""
 
     node: NodeRow
+    sought: bool = False
+    """Whether it could not be reached by `attach`: only the job of its run is known, until it answers."""
     receiver: Receiver | None = None
     """None from the end of a connection by this process until the next one: what still came of it is left out."""
     asked: tuple[int, int] = (0, 0)
@@ -76,6 +80,11 @@ class Followed:
     beat: Mapping[str, Any] = field(default_factory=dict)
     standing: Mapping[str, Any] | None = None
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is expected. One that was never reached may not belong to the job."""
+        return self.node.state in ("ended", "refused") or (self.sought and self.node.why is not None)
+
 
 class Mirror:
     """The mirror of one run."""
@@ -83,9 +92,10 @@ class Mirror:
     def __init__(self, directory: Path, info: RunInfo) -> None:
         self.directory, self.info = directory, info
         self.records = Records(directory, info)
-        self.machines = [Followed(node) for node in self.records.nodes]
         commands: list[list[str]] = info.options["machines"]
-        self.links = Links(len(commands), lambda number: command_of(commands[number]))
+        sought = [run.startswith(JOB) for _, run, *_ in commands]
+        self.machines = [Followed(node, sought[node.number] and node.run is None) for node in self.records.nodes]
+        self.links = Links(len(commands), lambda number: command_of(commands[number], self.records.nodes[number].run))
         self.joint = JointStalls(directory, info, self, len(commands), self.records.number)
         self._requests = Requests(self)
         self._chunks: list[tuple[Followed, Chunk]] = []
@@ -143,7 +153,7 @@ class Mirror:
             now = time.monotonic()
             self._requests.look(now)
             self.joint.look()
-            over = all(machine.node.state in ("ended", "refused") for machine in self.machines)
+            over = all(machine.over for machine in self.machines)
             if over or now >= commit_at:
                 commit_at = now + COMMIT_S
                 over = self._commit() and over
@@ -159,8 +169,9 @@ class Mirror:
 
     def _turn(self, node: NodeRow, state: str, why: str | None) -> None:
         """Note the state of a machine."""
-        if (node.state, node.why) != (state, why):
-            node.state, node.why, node.since_ns = state, why, self.now_ns()
+        if node.state != state:
+            node.since_ns = self.now_ns()
+        node.state, node.why = state, why
 
     def _take(self, report: Opened | Received | Closed) -> None:
         machine = self.machines[report.node]
@@ -187,6 +198,9 @@ class Mirror:
             machine.node,
             {key: clean(text_in(marker, key) or "")[:1000] for key in ("host", "run", "version", "script", "cwd")},
         )
+        if machine.sought and not ID.fullmatch(texts["run"]):
+            raise RubbishError("it has not named its run")
+        machine.sought = False
         node.host, node.run, node.version = texts["host"], texts["run"], texts["version"]
         if node.version != dpmon.__version__ and node.name not in self._other:
             self._other.add(node.name)
@@ -214,7 +228,8 @@ class Mirror:
 
     def _close(self, machine: Followed, report: Closed) -> None:
         if machine.node.state != "ended":
-            self._turn(machine.node, "refused" if report.for_good else "cut", report.why or None)
+            state = "refused" if report.for_good else "connecting" if machine.sought else "cut"
+            self._turn(machine.node, state, report.why or None)
             self.joint.lose(machine.node.number)
             machine.beat = {}
         machine.standing = None
@@ -370,7 +385,11 @@ class Mirror:
 
     def _finish(self) -> None:
         """Write how the run has ended: like the first machine that failed, else was stopped, else has no known end."""
-        ends = [(json.loads(machine.node.exit or "{}"), machine.node) for machine in self.machines]
+        for machine in self.machines:
+            if machine.node.state == "connecting":
+                self._turn(machine.node, "refused", machine.node.why)
+        known = [machine.node for machine in self.machines if not machine.sought]
+        ends = [(json.loads(node.exit or "{}"), node) for node in known]
         failed = sorted((end for end in ends if end[0].get("status")), key=lambda end: end[0].get("stopped") is True)
         how, node = [*failed, *(end for end in ends if end[0].get("status") is None), *ends][0]
         why = f": {node.why}" if node.why else ""
@@ -387,10 +406,13 @@ class Mirror:
             save(self.directory, end)
 
 
-def command_of(words: list[str]) -> list[str]:
-    """The command that prints the rows of a machine. `words`: its name, its run there, and how to run dpmon there."""
+def command_of(words: list[str], known: str | None = None) -> list[str]:
+    """The command that prints the rows of a machine.
+
+    `words`: its name, its run there or the job of it, and how to run dpmon there. `known`: its run, once it is known.
+    """
     _, run, *before = words
-    return [*before, "export", run, "--follow", "--rollups"]
+    return [*before, "export", known if known and run.startswith(JOB) else run, "--follow", "--rollups"]
 
 
 def _log(text: str) -> None:

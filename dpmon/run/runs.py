@@ -193,6 +193,10 @@ def newest_run(goes_on: Callable[[RunInfo], bool]) -> Path:
     return going[0] if going else find_run()
 
 
+JOB = "job="
+"""The first characters of a RUN that is the newest one of a job on this machine: `job=slurm:12.0`."""
+
+
 def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunInfo], bool] | None = None) -> Path:
     """The run named `what`: `last`, an id, a short name, a name (its latest run), or a unique prefix of one.
 

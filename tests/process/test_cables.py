@@ -138,12 +138,17 @@ def test_a_machine_that_is_switched_off_does_not_hold_up_another(host: Hosts, dp
 class Mirrored:
     """Two machines that train, and the run that mirrors theirs, watched from the namespace of the viewer."""
 
-    def __init__(self, dpmon: Dpmon, states: list[Path], hosts: Hosts) -> None:
+    def __init__(self, dpmon: Dpmon, states: list[Path], hosts: Hosts, *, away: bool = False) -> None:
+        """`away`: the second machine cannot be reached at first."""
         self.states, self.hosts, self.dpmon = states, hosts, dpmon
         script = dpmon.script(TRAINING)
         for state in self.states:
-            dpmon.start("--headless", script, env={"XDG_STATE_HOME": str(state)})
+            env = {"XDG_STATE_HOME": str(state)}
+            dpmon.start("--headless", script, env={**env, "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"})
             dpmon.info(self._run(state))
+            wait_for(lambda env=env: b'"slurm"' in dpmon.run("ls", "--json", env=env).out, what="its job")
+        if away:
+            hosts.cut(1)
         watch = dpmon.words("attach", "script", "--headless", "--hosts", "gpu-1,gpu-2")
         self.watching = dpmon.start(
             argv=["ip", "netns", "exec", self.hosts.viewer, *watch],
@@ -212,18 +217,20 @@ class Mirrored:
 def mirrored(dpmon: Dpmon, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Mirrored]:
     """Two machines and their mirror.
 
-    With True as parameter, the cable to the first machine carries 56 kbit/s, and that to the second has a delay.
+    With "slow" as parameter, the cable to the first machine carries 56 kbit/s, and that to the second has a delay.
+    With "away", the second machine cannot be reached at first.
     """
     why = no_namespaces()
     if why is not None:
         pytest.skip(why)
-    bad = getattr(request, "param", False)
+    how = getattr(request, "param", "")
+    bad = how == "slow"
     states = [dpmon.state / "gpu-1", dpmon.state / "gpu-2"]  # so that `dpmon` finds what is left over
     hosts = Hosts(tmp_path / "net", {state.name: state for state in states}, {"gpu-2": 0.1} if bad else {})
     try:
         if bad:
             hosts.slow(0)
-        yield Mirrored(dpmon, states, hosts)
+        yield Mirrored(dpmon, states, hosts, away=how == "away")
     finally:
         dpmon.clean_up()
         hosts.close()
@@ -276,7 +283,17 @@ def test_no_process_of_a_mirrored_run_listens(mirrored: Mirrored) -> None:
         assert all(socket.startswith("tcp ") and socket.endswith(" 01") for socket in sockets)  # established
 
 
-@pytest.mark.parametrize("mirrored", [True], indirect=True)
+@pytest.mark.parametrize("mirrored", ["away"], indirect=True)
+def test_a_machine_that_cannot_be_reached_at_first_is_shown_and_followed_later(mirrored: Mirrored) -> None:
+    mirrored.going_on(0)
+    told = ("connecting", "it cannot be reached")
+    wait_for(lambda: mirrored.query("SELECT state, why FROM nodes WHERE number = 1") == [told], what="the sentence")
+    mirrored.hosts.mend(1)
+    mirrored.going_on(0, 1)
+    mirrored.has_everything()
+
+
+@pytest.mark.parametrize("mirrored", ["slow"], indirect=True)
 def test_a_slow_cable_and_a_delay_are_enough_for_a_mirror(mirrored: Mirrored) -> None:
     mirrored.going_on(0, 1)
     mirrored.going_on(0, 1)

@@ -22,7 +22,9 @@ from dpmon.cli.commands import ListedRun
 from dpmon.cli.machines import RunThere, by_job, chosen
 from dpmon.cli.main import main
 from dpmon.mirror import hosts
-from dpmon.mirror.hosts import HostError, Machine, ask, expanded, in_file, machines, of_slurm
+from dpmon.mirror.causes import reason
+from dpmon.mirror.hosts import HostError, Machine, Printed, ask, expanded, in_file, machines, of_slurm
+from dpmon.mirror.local_run import mirror_of
 from dpmon.record.kinds import Event
 from dpmon.run import proc
 from dpmon.run.rundir import RunError
@@ -438,3 +440,57 @@ def test_a_wrong_command_line_has_a_sentence(
 ) -> None:
     assert main(words) == 2
     assert sentence in capsys.readouterr().err
+
+
+UNREACHED = Printed([], "it cannot be reached", False)
+
+
+@pytest.mark.parametrize(
+    ("runs", "answer", "followed", "said"),
+    [
+        ([there("a", 1)], UNREACHED, ["a", "b"], "b is tried again, and shown when it answers"),
+        ([there("a", 1)], UNREACHED._replace(for_good=True), ["a"], "b: it cannot be reached"),
+        ([there("a", 1), there("a", 2)], UNREACHED, ["a", "a:2"], "attach again when it answers"),
+        ([there("a", 1, None)], UNREACHED, ["a"], "attach again when it answers"),
+        ([there("a", 1, slurm("1; rm"))], UNREACHED, ["a"], "attach again when it answers"),
+    ],
+)
+def test_a_machine_that_cannot_be_reached_is_sought_by_the_job(
+    runs: list[RunThere],
+    answer: Printed,
+    followed: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(module, "runs_of", lambda asked: (runs, {"b": answer}))
+    made: list[Any] = []
+    monkeypatch.setattr(module, "mirror_of", lambda *about: made.append(about))
+    module._mirrored(Namespace(run=None, slurm=None), [Machine("a", ()), Machine("b", ("ssh", "b"))])
+    ways = made[0][1]
+    assert [name for name, _, _ in ways] == followed
+    assert said in capsys.readouterr().err
+    if "b" in followed:
+        assert ways[-1][1:] == ("job=torchelastic:abc", ("ssh", "b", "dpmon"))
+
+
+def test_a_machine_that_answers_at_last_is_the_same_one(state: Path) -> None:
+    a, b, later = (("a", "run-1", ["x"]), ("b", "job=master:1", ["y"]), ("b", "run-2", ["y", "z"]))
+    directory = mirror_of("train", [a, b])
+    assert mirror_of("train", [a, b]) == mirror_of("train", [a, later]) == directory
+    assert mirror_of("train", [a, ("c", "run-2", ["y"])]) != directory
+    assert mirror_of("train", [("a", "run-3", ["x"]), b]) != directory
+
+
+def test_a_run_is_found_by_its_job(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("a")
+    newest = run("a", started_unix=time.time())
+    run("a", job=None)
+    monkeypatch.setattr("dpmon.export.follow.follow", lambda directory, *_, **__: print(directory))
+    assert main(["export", "job=torchelastic:abc", "--follow", "--rollups"]) == 0
+    assert capsys.readouterr().out == f"{newest}\n"
+    assert main(["export", "job=torchelastic:x", "--follow", "--rollups"]) != 0
+    said = capsys.readouterr().err
+    assert reason(1, said.encode(), b"", was_open=False) == ("there is no run of job torchelastic:x", True)

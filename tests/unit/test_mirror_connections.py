@@ -12,7 +12,7 @@ import pytest
 from test_mirror_records import info_of
 
 from dpmon.errors import HistoryError
-from dpmon.mirror.links import Opened, Received
+from dpmon.mirror.links import Closed, Opened, Received
 from dpmon.mirror.mirror import Mirror
 from dpmon.model.nodes import nodes_in
 from dpmon.run.condition import outcome
@@ -177,6 +177,44 @@ def test_a_run_ends_well_if_it_does_on_all_machines(
     how = load_exit(tmp_path)
     assert how is not None
     assert (how.status, how.unknown) == (status, unknown)
+
+
+def test_a_machine_that_was_never_reached_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    words = [["gpu-0", "r", "false"], ["gpu-1", "job=slurm:1", "ssh", "gpu-1", "dpmon"]]
+    mirror = Mirror(tmp_path, replace(info_of(2), options={"machines": words}))
+    there, away = mirror.machines
+    mirror._take(Opened(0, MARKER))
+    send(mirror, beat(0, 0, exit={"status": 0, "seconds": 1.0}))
+    assert not away.over
+    mirror._take(Closed(1, "it cannot be reached", False))
+    assert (away.node.state, away.node.why) == ("connecting", "it cannot be reached")
+    assert there.over
+    assert away.over
+    mirror._finish()
+    how = load_exit(tmp_path)
+    assert how is not None
+    assert how.status == 0
+    assert (away.node.state, away.node.why) == ("refused", "it cannot be reached")
+    mirror.links.close()
+    mirror.records.close()
+
+
+def test_a_machine_that_is_reached_at_last_is_followed_by_its_run(tmp_path: Path) -> None:
+    words = [["gpu-0", "job=slurm:1", "ssh", "gpu-0", "dpmon"]]
+    mirror = Mirror(tmp_path, replace(info_of(1), options={"machines": words}))
+    machine = mirror.machines[0]
+    assert mirror.links._command(0)[-4:] == ["export", "job=slurm:1", "--follow", "--rollups"]
+    mirror._take(Opened(0, MARKER))
+    assert machine.node.why == "it sent rubbish: it has not named its run"
+    run = "20260101-000000-train-0001"
+    mirror._take(Opened(0, {**MARKER, "run": run}))
+    send(mirror, beat(0, 0))
+    assert machine.node.state == "connected"
+    mirror._take(Closed(0, "the connection was cut", False))
+    assert (machine.node.state, machine.over) == ("cut", False)
+    assert mirror.links._command(0)[-4:] == ["export", run, "--follow", "--rollups"]
+    mirror.links.close()
+    mirror.records.close()
 
 
 @pytest.mark.parametrize(

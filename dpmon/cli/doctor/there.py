@@ -20,7 +20,7 @@ def checks_there(asked: Sequence[Machine], python: str | None) -> Iterator[tuple
     """The checks of each machine, by its name."""
     found, answers = ask_dpmon(asked, ("--version",))
     reached = [machine for machine, answer in zip(found, answers, strict=True) if not answer.why]
-    runs, why = runs_of(reached)
+    runs, failed = runs_of(reached)
     words = ("doctor", "--json", *(() if python is None else ("--python", python)))
     own = dict(zip((machine.name for machine in reached), ask(reached, words, silent_s=_TRIAL_S), strict=True))
     for machine, answer in zip(found, answers, strict=True):
@@ -29,7 +29,8 @@ def checks_there(asked: Sequence[Machine], python: str | None) -> Iterator[tuple
             yield machine.name, [problem("connection", answer.why, by_hand)]
             continue
         there = [there for there in runs if there.machine.name == machine.name]
-        checks = [_version(answer.lines), _run(there, why.get(machine.name)), *_own_checks(own[machine.name].lines)]
+        trouble = failed[machine.name].why if machine.name in failed else None
+        checks = [_version(answer.lines), _run(there, trouble), *_own_checks(own[machine.name].lines)]
         yield machine.name, checks
 
 

@@ -414,7 +414,7 @@ def toggle_refusal(state: State) -> str | None:
         return "no training process is known yet"
     by = process.distributed
     if by is not None:
-        return f"the ranks train by {by}: one rank cannot switch its mode alone"
+        return f"the ranks train by {by}"
     if process.rank is not None and (process.info.world or 1) > 1:
         return "several ranks train, each on its own device"
     return None

@@ -33,7 +33,7 @@ from dpmon.span_ring import RingError
 NO_TRAINING = "no training process is running"
 """Why a request has no addressee."""
 _ENDED = ("ended", 0)
-_RANKS = "the ranks of a distributed training wait for each other: pausing would let their collectives time out"
+_RANKS = "the ranks wait for each other, so their collectives would time out"
 
 
 class PauseState(NamedTuple):

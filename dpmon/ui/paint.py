@@ -57,10 +57,10 @@ def paint(
 ) -> dict[str, list[Row]]:
     """The rows of each place, cut or filled to its size; `noted`: with a note if a message was cut."""
     painted = {panel: _fitted(_one(panel, facts, output, slot, look), slot, look) for panel, slot in slots.items()}
-    head = slots.get("status")
-    if head is not None and noted:
-        lowest = max(slot.y + slot.height for slot in slots.values())
-        laid_over(painted, slots, toast(facts, head.width, lowest, look), head.y + head.height)
+    foot = slots.get("footer")
+    if foot is not None and noted:
+        rows = toast(facts, foot.width, foot.y, look)
+        laid_over(painted, slots, rows, foot.y - len(rows))
     return painted
 
 

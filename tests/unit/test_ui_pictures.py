@@ -9,8 +9,8 @@ import pytest
 from situations import INFO, LOOK, MONO_ASCII, exit_of, facts_of, situations, state_of, text_of
 from synthetic import SECOND, Training, host_event
 
-from dpmon.model.state import PauseChange, State, WarningText
-from dpmon.run.reader import PauseState
+from dpmon.model.state import PauseChange, State, WarningText, toggle_refusal
+from dpmon.run.reader import _RANKS, PauseState
 from dpmon.run.rundir import ExitInfo
 from dpmon.ui.facts import Facts, Toggle, View, devices_in_short, life
 from dpmon.ui.footer import hints
@@ -235,7 +235,9 @@ LONG = (
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (160, 50), (81, 30)])
 @pytest.mark.parametrize("which", ["toggle", "pause", "message"])
-def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_below_it(which: str, size: tuple[int, int]) -> None:
+def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_above_the_footer(
+    which: str, size: tuple[int, int]
+) -> None:
     facts = facts_of(Training())
     plain_rows = whole(facts, Output(), *size, LOOK)
     if which == "toggle":
@@ -256,6 +258,13 @@ def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_below_it(which: st
     assert "in full" not in "".join(map(plain, below)), "a dialog is over it"
     later = replace(facts, now_ns=facts.now_ns + 20 * SECOND, view=View())
     assert "in full" not in "".join(plain(row) for row in whole(later, Output(), *size, LOOK))
+
+
+def test_the_refusals_of_ranks_fit_in_the_row_of_answers() -> None:
+    facts = situations()["2 ranks, None"]
+    for reason in (f"the mode cannot be switched: {toggle_refusal(facts.state)}", f"no pause: {_RANKS}"):
+        rows = text_of(replace(facts, view=View(message=reason)), 80, 24).splitlines()
+        assert rows[2].strip() == reason, reason
 
 
 def test_a_note_too_long_for_the_screen_says_so_and_a_short_answer_makes_none() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from dpmon.model.stragglers import RankTimes, Straggler, median_without
 from dpmon.record.schema import EVALUATION, STEP, WAIT
 from dpmon.store.tally import WIDTHS
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 MOST_READ = 4000
 """Most tallies to read. For more ranks or a longer time, the stretches are wider."""
+_SLOW_SHOWN, _OTHERS = 3, 12
+"""Of many ranks, most slow ones that are shown, and most that they are compared with."""
 _SYNC = "sync"
 _OPEN_S = 5
 """Stretches in the last seconds are read again, because steps may still be added to them."""
@@ -23,7 +25,8 @@ _OPEN_S = 5
 class RankWaits(NamedTuple):
     """How much longer the others waited than each rank, in each stretch of time: as a share of its step, 0 to 1.
 
-    The wait of the others is their median, as for a straggler (dpmon.model.stragglers). 0: they did not wait for it.
+    The wait of the others is their median, as for a straggler (dpmon.model.stragglers); of many ranks, only some of the
+    others are compared. 0: they did not wait for it.
     """
 
     width_s: int = 1
@@ -42,8 +45,10 @@ class RankWaitReader:
     _until: int = 0
     """All stretches before this second are complete."""
 
-    def read(self, rows: Store, ranks: Mapping[int, int], begin_s: int, end_s: int) -> RankWaits:
-        """The waits between two seconds; `ranks`: rank by process."""
+    def read(
+        self, rows: Store, ranks: Mapping[int, int], begin_s: int, end_s: int, shown: Iterable[int] | None = None
+    ) -> RankWaits:
+        """The waits between two seconds; `ranks`: rank by process; `shown`: the processes to return."""
         needed = len(ranks) * max(end_s - begin_s, 1) // MOST_READ
         width = next((width for width in WIDTHS if width > needed), WIDTHS[-1])
         begin_s -= begin_s % width
@@ -56,11 +61,23 @@ class RankWaitReader:
         until = max((end_s - _OPEN_S) // width * width, self._until)
         self._closed |= {start: shares for start, shares in fresh.items() if start < until}
         self._until = until
-        found: dict[int, dict[int, float]] = {rank: {} for rank in ranks.values()}
-        for start, shares in {**self._closed, **fresh}.items():
-            for rank, share in shares.items():
-                found[rank][start] = share
+        every = {**self._closed, **fresh}
+        found = {
+            rank: {start: shares[rank] for start, shares in every.items() if rank in shares}
+            for rank in (ranks[process] for process in (ranks if shown is None else shown))
+        }
         return RankWaits(width, found)
+
+
+def among_many(ranks: Sequence[RankTimes], slow: Straggler | None, chosen: int | None) -> tuple[list[int], list[int]]:
+    """The processes of the slow and the chosen ranks of many, and some others; none if no rank is slow."""
+    if slow is None:
+        return [], []
+    groups = {one.process: one.group for one in ranks}
+    shown = [one for one in dict.fromkeys((*slow.processes[:_SLOW_SHOWN], chosen)) if one in groups and one is not None]
+    others = [one for one in groups if one not in slow.processes]
+    spread = [one for one in others[:: max(len(others) // (2 * _OTHERS), 1)] if one not in shown]
+    return shown, [one for one in spread if groups[one] == groups.get(slow.process)][-_OTHERS:]
 
 
 def _shares(rows: Store, ranks: Mapping[int, int], begin_s: int, end_s: int, width: int) -> dict[int, dict[int, float]]:
@@ -82,13 +99,6 @@ def _shares(rows: Store, ranks: Mapping[int, int], begin_s: int, end_s: int, wid
         waits = sorted(waited / steps for waited, _, steps in times.values())
         for rank, (waited, took, steps) in times.items():
             if took and len(waits) > 1:
-                longer = _median_without(waits, waited / steps) - waited / steps
+                longer = median_without(waits, waited / steps) - waited / steps
                 found.setdefault(start, {})[rank] = min(max(longer * steps / took, 0.0), 1.0)
     return found
-
-
-def _median_without(ordered: Sequence[float], one: float) -> float:
-    """The median of sorted values without one of them."""
-    at, half = bisect_left(ordered, one), (len(ordered) - 1) // 2
-    upper = ordered[half + (at <= half)]
-    return upper if len(ordered) % 2 == 0 else (ordered[half - 1 + (at < half)] + upper) / 2

@@ -23,7 +23,7 @@ from dpmon.model.nodes import node_of, nodes_in
 from dpmon.model.pace import WINDOW_S, figures_end_s, recent
 from dpmon.model.progress import NO_STEP, OTHER_RANK, OVER, progress_of
 from dpmon.model.rank_figures import RANKS_A_SECOND, RankTimesReader, rank_figures
-from dpmon.model.rank_waits import RankWaitReader
+from dpmon.model.rank_waits import RankWaitReader, among_many
 from dpmon.model.slow_steps import SlowStepReader, SlowSteps
 from dpmon.model.state import MAPPED, NO_STEPS, Process, ProcessFacts, Recent, State, Wanted, WarningText
 from dpmon.model.stragglers import RankTimes
@@ -115,7 +115,9 @@ class Snapshots:
         found = self._with_figures(rows, focus, ranks if focus.rank is not None else [], wanted, events)
         times = self._times.read(rows, found, ranks) if ranks else ()
         slowest = _slowest(times, wanted)
-        others = [one for one in ranks if one.process in slowest] or _other_processes(state, focus, wanted)
+        others = [one for one in ranks if one.process in slowest]
+        if wanted.listed or not slowest:
+            others += [one for one in _other_processes(state, focus, wanted) if one.process not in slowest]
         state = replace(state, losses=_losses(rows, found, wanted), unfit=next(iter(rows.unfit_losses()), None))
         shown = {process.process: process for process in (found, *(_called(rows, process) for process in others))}
         if others and not slowest:
@@ -142,10 +144,14 @@ class Snapshots:
         """Add over time which ranks the others waited for."""
         if focus.last_step is None or state.communication is None or not state.communication.known:
             return state
-        ranks = {one.process: one.rank for one in state.training if one.rank is not None}
+        numbers = {one.process: one.rank for one in state.training if one.rank is not None}
+        shown, others = list(numbers), list[int]()
+        if len(numbers) > MAPPED:
+            shown, others = among_many(state.ranks, state.straggler, wanted.process)
         end_s = figures_end_s(rows, focus)
         begin_s = max(end_s - wanted.span_s, 0) if wanted.span_s else max(focus.began_ns, 0) // SECOND
-        return replace(state, rank_waits=self._waits.read(rows, ranks, begin_s, end_s))
+        ranks = {process: numbers[process] for process in (*shown, *others)}
+        return replace(state, rank_waits=self._waits.read(rows, ranks, begin_s, end_s, shown))
 
     def _with_figures(
         self,
@@ -284,7 +290,7 @@ def processes_in(rows: Store, events: Announced, ended: frozenset[int], node: in
 def _slowest(times: Sequence[RankTimes], wanted: Wanted) -> set[int]:
     """The processes of the ranks that wait least, if a picture shows only these; else none."""
     known = [one for one in times if one.wait_ns is not None]
-    if wanted.worst == 0 or wanted.waits or len(known) <= MAPPED:
+    if wanted.worst == 0 or len(known) <= MAPPED:
         return set()
     return {one.process for one in nsmallest(wanted.worst, known, key=lambda one: one.wait_ns or 0.0)}
 

@@ -55,6 +55,8 @@ class Wanted(NamedTuple):
     """Number of the longest steps in the picture."""
     worst: int = 0
     """Of many ranks, the number of the slowest ones that are visible; 0: as of few ranks."""
+    listed: bool = False
+    """Whether the visible ranks are listed, too, if the slowest ones are visible."""
     node: int | None = None
     """The number of the only node in the picture; None for all."""
     waits: bool = False

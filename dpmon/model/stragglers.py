@@ -8,6 +8,7 @@ speeding up only one gains nothing. Only ranks of one process group wait for eac
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
@@ -235,6 +236,33 @@ def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
         found = _with_cause(found._replace(slowest=None), slow, others, (_SYNC, _FORWARD))
         return found if found.phase is not None else None
     return _with_cause(found, slow, others, (_SYNC,))
+
+
+def delays(ranks: Sequence[RankTimes]) -> dict[int, float]:
+    """How much longer the others of its process group waited than a rank, by process: a share of its step (0 to 1).
+
+    The wait of the others is their median. Ranks that nobody waited for are left out.
+    """
+    groups: dict[Group | None, list[RankTimes]] = {}
+    for one in ranks:
+        if one.wait_ns is not None and one.step_ns:
+            groups.setdefault(one.group, []).append(one)
+    found = {}
+    for members in groups.values():
+        waits = sorted(map(_wait, members))
+        usual = waits[len(waits) // 2]
+        for one in members:
+            if _wait(one) < usual and one.step_ns:
+                share = (median_without(waits, _wait(one)) - _wait(one)) / one.step_ns
+                found[one.process] = min(max(share, 0.0), 1.0)
+    return found
+
+
+def median_without(ordered: Sequence[float], one: float) -> float:
+    """The median of sorted values without one of them."""
+    at, half = bisect_left(ordered, one), (len(ordered) - 1) // 2
+    upper = ordered[half + (at <= half)]
+    return upper if len(ordered) % 2 == 0 else (ordered[half - 1 + (at < half)] + upper) / 2
 
 
 def _with_cause(

@@ -27,7 +27,7 @@ from dpmon.ui.facts import PANELS, Facts, View
 from dpmon.ui.feed import Feed, OpenStore
 from dpmon.ui.layout import Slot
 from dpmon.ui.look import Look
-from dpmon.ui.paint import TALL, joined, paint, places, rank_room, scroll_room
+from dpmon.ui.paint import TALL, joined, paint, places, rank_room, scroll_room, shows_time
 from dpmon.ui.rows import Row, plain
 from dpmon.ui.scenes import scene_of
 from dpmon.ui.view import PanelView
@@ -209,10 +209,11 @@ class Drawing(App[str]):
         width, height = self.size
         if not width or not height:
             return
-        self.feed.waits = height >= TALL
         facts = self.facts()
         slots = places(facts, width, height)
-        if self._still is None and self.feed.set_rank_room(rank_room(facts, slots)):
+        waits = height >= TALL or shows_time(facts, slots)
+        lacks, self.feed.waits = waits and not self.feed.waits, waits
+        if self._still is None and (self.feed.set_rank_room(rank_room(facts, slots)) or lacks):
             facts = self.facts()
         self._lend_focus(facts, slots)
         if facts.view.focus != self.view.focus:

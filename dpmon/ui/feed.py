@@ -355,7 +355,8 @@ class Feed:
         """The parts of the state that a view needs; `stride`: how many ranks the user scrolls before more are read."""
         first = view.scrolled.get("replicas", 0) // stride * stride
         parts = before._replace(span_s=view.span_s, first_rank=first, process=view.process, node=view.node)
-        return parts._replace(waits=self.waits or view.zoom == "replicas", changes=view.zoom == "compare")
+        listed = view.zoom == "replicas"
+        return parts._replace(listed=listed, waits=self.waits or listed, changes=view.zoom == "compare")
 
     def set_rank_room(self, ranks: int) -> bool:
         """Set how many ranks fit on the screen; returns whether the state lacks some of them."""

@@ -99,6 +99,12 @@ def rank_room(facts: Facts, slots: Mapping[str, Slot]) -> int:
     return min(max(table, last_step), MOST_RANKS)
 
 
+def shows_time(facts: Facts, slots: Mapping[str, Slot]) -> bool:
+    """Whether panel 2 has room in these slots for slow ranks over time, although the screen is not tall."""
+    slot = slots.get("replicas")
+    return slot is not None and panel_ranks.shows_time(facts, slot.width - 4, slot.height - 2)
+
+
 def scroll_room(panel: str, facts: Facts, slot: Slot, look: Look) -> int:
     """How many rows a panel other than the output can scroll in its place."""
     inside = slot.height - 2

@@ -24,7 +24,7 @@ _OUTPUT, _BATCH = Member("output", 4, grows=1), Member("batch", 9, grows=1)
 """Nine rows have room for the figures of panel 3, a history with its axis, and the last step."""
 _DEVICES, _COMPARE, _PROGRESS = Member("devices", 4), Member("compare", 6), Member("progress", 4, grows=1)
 _REPLICAS, _RANKS, _STANDING = Member("replicas", 5), Member("replicas", 7), Member("replicas", 7)
-_NODES = Member("replicas", 10, grows=2)
+_NODES = Member("replicas", 10)
 _HAPPENED = Member("progress", 7, grows=1)
 
 _OF_RANKS = Arrangement(

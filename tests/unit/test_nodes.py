@@ -20,9 +20,10 @@ from test_json_documented import documented
 
 from dpmon.cli.main import main
 from dpmon.model.nodes import NodeFacts, Trouble
+from dpmon.model.rank_waits import among_many
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import Wanted
-from dpmon.model.stragglers import sentence
+from dpmon.model.state import WORST, Wanted
+from dpmon.model.stragglers import delays, sentence
 from dpmon.record.schema import WAIT
 from dpmon.run.reader import PauseState
 from dpmon.run.runs import create_run
@@ -31,6 +32,7 @@ from dpmon.ui.dialogs import Choice
 from dpmon.ui.facts import Facts, Toggle, View
 from dpmon.ui.paint import TALL
 from dpmon.ui.panels import panel_ranks
+from dpmon.ui.panels.rank_map import by_number
 from dpmon.ui.rows import plain
 from dpmon.ui.scenes import NODES, RANKS, scene_of
 
@@ -113,16 +115,16 @@ def test_each_rank_has_its_node_and_the_devices_are_those_of_the_node_in_focus()
 def test_a_row_a_node_and_several_in_a_row_where_there_is_no_room() -> None:
     text = text_of(facts_of(run_of(4)), 120, 40).splitlines()
     assert [line[2:20] for line in text if line.startswith("│ gpu-")] == [
-        "gpu-0 33333333  0-", "gpu-1 333▸3333  8-", "gpu-2 33333333  16", "gpu-3 33333333  24",
+        "gpu-0 ········  0-", "gpu-1 ···▸····  8-", "gpu-2 ········  16", "gpu-3 ········  24",
     ]  # fmt: skip
     (row,) = (line for line in text_of(facts_of(run_of(4)), 80, 18).splitlines() if line.startswith("│ gpu-"))
-    assert row.startswith("│ gpu-0 33333333 333▸3333 33333333 33333333 "), row
+    assert row.startswith("│ gpu-0 ········ ···▸···· ········ ········ "), row
 
 
 def test_where_even_that_is_too_much_a_cell_stands_for_a_node() -> None:
     facts = facts_of(run_of(24))
     rows = [line for line in text_of(facts, 80, 20).splitlines() if line.startswith("│ gpu-")]
-    assert rows[0].startswith("│ gpu-0  3▸333333 33333333 33333333  "), rows
+    assert rows[0].startswith("│ gpu-0  ·▸······ ········ ········  "), rows
 
 
 def test_the_scene_and_the_header_count_the_nodes() -> None:
@@ -151,7 +153,7 @@ def test_nodes_in_trouble_are_told_first_and_keep_their_place() -> None:
     facts = facts_of(run, 16)
     text = text_of(facts, 120, 40)
     assert "gpu-9 cut off for 4 s: the connection timed out" in text.splitlines()[1]
-    assert "33333333 cut 4 s" in text
+    assert "········ cut 4 s" in text
     assert "others wait for rank 11 (gpu-1)" in text, "panel 2 has the sentence that the header has no room for"
     run.node(7, "cut", None, 15.0, heard_ns=13 * SECOND)
     assert "2 nodes cut off (gpu-7, gpu-9)" in text_of(facts_of(run, 16), 120, 40)
@@ -251,9 +253,9 @@ def test_a_node_alone_speaks_of_its_own_ranks_and_counts_no_others(node: int, ve
 
 def test_the_map_explains_only_what_it_shows() -> None:
     slow, calm = facts_of(run_of(4)), facts_of(ManyNodes(2, slow=-1).run(0, 12))
-    assert "▸ slowest  0-9 tenths of the step spent waiting for it" in text_of(slow, 120, 40)
+    assert "▸ slowest  1-9 tenths of a step that the others waited for this rank" in text_of(slow, 120, 40)
     assert calm.state.straggler is None
-    assert "│ 0-9 tenths of the step spent waiting  " in text_of(calm, 120, 40)
+    assert "│ 1-9 tenths of a step that the others waited for this rank " in text_of(calm, 120, 40)
 
 
 def test_few_ranks_have_all_a_row_rather_than_a_map() -> None:
@@ -272,7 +274,7 @@ def test_the_cells_of_ended_nodes_stay_where_nodes_share_a_row() -> None:
     for number in range(4):
         run.node(number, "ended", None, 12.0)
     row = plain(panel_ranks.table(facts_of(run), 76, 6, LOOK)[0])
-    assert row.startswith("gpu-0 33333333 333▸3333 "), row
+    assert row.startswith("gpu-0 ········ ···▸···· "), row
 
 
 @pytest.mark.parametrize("nodes", [(), ("gpu-1", "gpu-2")])
@@ -301,8 +303,34 @@ def test_few_known_waits_are_looked_at_over_more_seconds_also_at_an_earlier_time
         assert state.straggler is not None
 
 
-def test_few_ranks_of_nodes_are_shown_over_time_where_rows_are_free() -> None:
-    assert "1-9: tenths of a step that the others waited for this rank" in text_of(
-        facts_of(ManyNodes(2, 2).run(0, 12), waits=True), 160, TALL
-    )
-    assert "over time" not in text_of(facts_of(run_of(4), waits=True), 160, TALL)
+@pytest.mark.parametrize(("nodes", "each", "shown"), [(2, 2, "0123"), (4, 8, "11"), (125, 8, "11")])
+def test_ranks_of_nodes_are_shown_over_time_the_slow_one_if_they_are_many(nodes: int, each: int, shown: str) -> None:
+    slow = min(11, nodes * each - 1)
+    facts = facts_of(ManyNodes(nodes, each, slow=slow).run(0, 12), waits=True, worst=WORST)
+    height = 40 if nodes < 100 else TALL
+    rows = [row for row in text_of(facts, 120, height).splitlines() if row.startswith("│") and row.endswith("% │")]
+    assert [row[3:10].strip() for row in rows] == (list(shown) if nodes == 2 else [shown])
+    (row,) = [row for row in rows if row[2] == "▸"]
+    assert (row[3:10].strip(), set(row[11:-9].strip()), row[-7:-2]) == (str(slow), {"3"}, " 34 %"), row
+    calm = facts_of(ManyNodes(4, slow=-1).run(0, 12), waits=True)
+    assert not any(row.endswith("% │") for row in text_of(calm, 120, 40).splitlines())
+
+
+def test_of_many_ranks_the_slow_one_is_compared_with_some_others() -> None:
+    state = facts_of(run_of(24), waits=True, worst=WORST, process=40).state
+    assert state.rank_waits is not None
+    assert set(state.rank_waits.shares) == {11, 40}
+    shown, others = among_many(state.ranks, state.straggler, 40)
+    assert (shown, len(others)) == ([11, 40], 12)
+    assert among_many(state.ranks, None, 40) == ([], [])
+
+
+def test_a_cell_shows_how_long_the_others_waited_for_its_rank() -> None:
+    first = facts_of(run_of(4)).state.ranks[:6]
+    waits = zip(first, (5, 5, 5, 2.6, 0, 5), strict=True)
+    ranks = [one._replace(wait_ns=wait * 1e6, step_ns=10e6) for one, wait in waits]
+    assert {process: round(share, 2) for process, share in delays(ranks).items()} == {3: 0.24, 4: 0.5}
+    (row,) = by_number(ranks, None, 56, LOOK)
+    assert plain(row).rstrip() == "   0 ···25·"
+    halves = [one._replace(group=(0, 1, 2) if at < 3 else (3, 4, 5)) for at, one in enumerate(ranks)]
+    assert {process: round(share, 2) for process, share in delays(halves).items()} == {4: 0.38}

@@ -10,7 +10,8 @@ from situations import INFO, LOOK, MONO_ASCII, rows_text
 from stored import Recording
 from synthetic import SECOND
 
-from dpmon.model.rank_waits import RankWaitReader, RankWaits, _median_without
+from dpmon.model.rank_waits import RankWaitReader, RankWaits
+from dpmon.model.stragglers import median_without
 from dpmon.ui.facts import Facts, View
 from dpmon.ui.look import Look
 from dpmon.ui.panels.panel_ranks import zoomed
@@ -64,10 +65,10 @@ def test_many_ranks_over_a_long_time_are_read_in_wider_stretches() -> None:
     assert end > 0
 
 
-def test_the_median_without_one() -> None:
+def test_themedian_without_one() -> None:
     for values in ([1.0, 2.0], [0.0, 0.0, 5.0], [1.0, 3.0, 4.0, 9.0], [0.0, 2.0, 2.0, 7.0, 8.0]):
         for at, one in enumerate(values):
-            assert _median_without(values, one) == median(values[:at] + values[at + 1 :])
+            assert median_without(values, one) == median(values[:at] + values[at + 1 :])
 
 
 @pytest.mark.parametrize("look", [LOOK, MONO_ASCII])

@@ -27,6 +27,7 @@ from test_ui_panel_progress import FINDINGS, epochs, losses
 
 from dpmon.model.finding import Finding
 from dpmon.model.progress import Progress
+from dpmon.model.state import WORST
 from dpmon.record.kinds import Call, Event, Record
 from dpmon.ui.facts import Facts, Past, Playing, View
 from dpmon.ui.look import Look
@@ -105,7 +106,7 @@ def nodes(count: int, *, trouble: bool = True) -> Facts:
         run.node(3, "connected", heard_ns=37 * SECOND)
         run.node(5, "refused", "it has no dpmon", 1.0)
     now_ns = (42 if trouble else 30) * SECOND + SECOND // 4
-    return Facts(run.state(), now_ns, INFO, alive=True)
+    return Facts(run.state(waits=True, worst=WORST), now_ns, INFO, alive=True)
 
 
 def looked_back() -> Facts:

@@ -21,7 +21,7 @@ from dpmon.ui.look import Look
 from dpmon.ui.panels.panel_replicas import every_size, kind, name_of, shown, size_text
 from dpmon.ui.panels.panel_status import reports_straggler
 from dpmon.ui.panels.rank_map import rank_map
-from dpmon.ui.panels.ranks_over_time import over_time
+from dpmon.ui.panels.ranks_over_time import over_time, slow_rows
 from dpmon.ui.rows import Row, TableColumn, lines, table_rows, width_of
 
 _LABEL = 6
@@ -30,10 +30,14 @@ _LEAST_BAR, _MOST_BAR = 6, 24
 _SIZES = "  received returned rows"
 _NAMES = ("data", "forward", "backward", "exposed", "wait")
 _SHORT = ("data", "forw", "back", "expos", "wait")
+_NODE, _EACH = 12, 16
+"""Cells beside the nodes of a map, at most about; and ranks in a row of a map without nodes."""
+_FEW_ROWS = 15
+"""Few ranks of several nodes are shown over time on any screen: their panel needs at most this many rows."""
 _MOST_NODE = 12
 """Most cells of the name of a node in the table."""
-_LEAST_WORST = 2
-"""Rows of the table that a map of nodes leaves room for."""
+_LEAST_WORST, _LEAST_TABLE, _TIME = 2, 5, 2
+"""Rows of the table that a map of nodes leaves room for; that ranks over time leave; rows of one rank over time."""
 
 
 class _Rank(NamedTuple):
@@ -82,14 +86,31 @@ def wanted_rows(facts: Facts, room: int = 0) -> int:
     """Rows that the whole content needs; with the ranks over time, if that is at most `room`."""
     count = len(facts.state.training)
     found = _known(facts)
-    nodes = min(len(facts.state.nodes), MAPPED)
+    nodes = len(facts.state.nodes)
+    room = max(room, _FEW_ROWS) if nodes else room
     if found is None:
-        return nodes + count + 2
+        return nodes + count + 3
     note_rows = 1  # always reserved, so that the panels keep their places
     if _many(facts):
-        return WORST + 2 + (nodes or 2) + note_rows
-    rows, over = count + note_rows, count + 2
+        rows, over = _most(facts) + 2 + (nodes or 2) + note_rows, count + 1 if count <= MAPPED else 2
+    else:
+        rows, over = count + note_rows, count + 2
     return rows + over if rows + over <= room else rows
+
+
+def _most(facts: Facts) -> int:
+    """Most rows of the table: all ranks if they are few, else the slowest ones."""
+    count = len(facts.state.training)
+    return count if count <= MAPPED else WORST
+
+
+def shows_time(facts: Facts, width: int, height: int) -> bool:
+    """Whether a map leaves room in the panel for the slow ranks over time, with their axis."""
+    if not mapped(facts) or _known(facts) is None:
+        return False
+    nodes, each = len(facts.state.nodes), max(len(facts.state.training) // max(len(facts.state.nodes), 1), 1)
+    rows = -(-nodes // max((width - _NODE) // (each + 1), 1)) or len(facts.state.training) // _EACH + 1
+    return height >= rows + 2 + _LEAST_TABLE + _TIME
 
 
 def title(facts: Facts, look: Look) -> tuple[Row, Row]:
@@ -112,35 +133,35 @@ def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     Rows that do not fit come last, below the lines about all ranks. A tall panel ends with the ranks over time.
     """
     found, above = _known(facts), list[Row]()
+    timed = facts.view.zoom is None and shows_time(facts, width, height)
+    room = height - slow_rows(facts) if timed else height
     if mapped(facts):
-        room = height - 3  # without the heads, and a line about all ranks
-        above = rank_map(facts, facts.state.ranks, width, (room - WORST, room - _LEAST_WORST), look)
+        most, left = _most(facts), room - 3  # without the heads, and a line about all ranks
+        above = rank_map(facts, facts.state.ranks, width, (left - most, left - min(_LEAST_WORST, most)), look)
         if facts.view.zoom is None:  # the slowest rank's row is more important than the whole map
             del above[max(height - 2, 1) :]
             above = above if found is None or not _all_rows_fit(facts, height, len(above)) else []
     if found is None:
         return [*above, *_sizes_table(facts, width, height - len(above), look)]
     head, *rows = _times_table(facts, found, width, height, look)
-    room = max(height - len(above) - 1, 1)
+    room = max(room - len(above) - 1, 1)
     remarks = _notes(facts, found, width, room, len(rows), look)
     room = max(room - len(remarks), 1)
     slow = facts.state.straggler
-    order = list(range(len(rows)))
     if not _many(facts) and slow is not None:
-        order = _slow_in_room(_ranks(facts, found), slow, room)
-    drawn = [rows[index] for index in order]
-    drawn = [*above, head, *drawn[:room], *remarks, *drawn[room:]]
-    every = not _many(facts) or len(rows) == len(facts.state.training)
-    fits = facts.view.zoom is None and every and height - len(drawn) >= len(rows) + 2
-    times = over_time(facts, width, look) if fits else []
-    return [*drawn, *[[]] * (height - len(drawn) - len(times)), *times] if times else drawn
+        rows = [rows[index] for index in _slow_in_room(_ranks(facts, found), slow, room)]
+    drawn, below = [*above, head, *rows[:room], *remarks], rows[room:]
+    if facts.view.zoom is not None:
+        return [*drawn, *below]
+    times = over_time(facts, width, height - len(drawn), look, headed=not above)
+    return [*drawn, *[[]] * (height - len(drawn) - len(times)), *times, *below] if times else [*drawn, *below]
 
 
 def _all_rows_fit(facts: Facts, height: int, above: int) -> bool:
     """Whether all ranks have a row only without the map, and it shows no node in trouble."""
     needed, troubles = 1 + len(facts.state.training), (one.trouble(facts.elapsed_ns) for one in facts.state.nodes)
     calm = all(one is None or one.word == "ended" for one in troubles)
-    return calm and needed <= height < needed + above and len(facts.state.training) <= WORST
+    return calm and needed <= height < needed + above and len(facts.state.training) <= MAPPED
 
 
 def _slow_in_room(ranks: Sequence[_Rank], slow: Straggler, room: int) -> list[int]:
@@ -191,7 +212,7 @@ def _ranks(facts: Facts, found: Communication) -> list[_Rank]:
     known = [one for one in rows if one.times.wait_ns is not None]
     slow, chosen = facts.state.straggler, facts.view.process
     known.sort(key=lambda one: (one.process.process != chosen, not _is_slow(slow, one), one.times.wait_ns or 0.0))
-    return known[:WORST]
+    return known[: _most(facts)]
 
 
 def _times_table(facts: Facts, found: Communication, width: int, height: int, look: Look) -> list[Row]:
@@ -338,7 +359,7 @@ def _of_call(track: CallTrack | None) -> str:
 def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """The panel at full size: the table, the ranks over time, then every size of every rank by its path."""
     drawn = [*table(facts, width, height, look), []]
-    if times := over_time(facts, width, look):
+    if times := over_time(facts, width, len(facts.state.training) + 2, look):
         drawn += [*times, []]
     for process, track in _rows(facts, height + facts.view.scrolled.get("replicas", 0)):
         pid, ranks = process.info.pid, process.info.world or UNKNOWN

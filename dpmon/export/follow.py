@@ -31,7 +31,7 @@ from dpmon.record.plainjson import load_json, number_in
 from dpmon.record.schema import SECOND
 from dpmon.run.condition import needs_supervisor, run_state, supervised
 from dpmon.run.files import open_file, read_file
-from dpmon.run.reader import RunReader
+from dpmon.run.reader import NO_TRAINING, RunReader
 from dpmon.run.rundir import ExitInfo, load_exit
 from dpmon.run.runs import short_name
 from dpmon.run.signalling import stop_run
@@ -81,7 +81,8 @@ class _Follow:
         self._start_ns = self._reader.info.start_ns
         self._shift_ns = 0
         self._beats = count(1)
-        self._output = -1
+        self._output: int | None = None
+        """How much of the output was read; None: nothing yet."""
         self._stood = -1
         """When the facts of the ranks that stand still were written last; 0: never."""
         self._answers: list[dict[str, Any]] = []
@@ -124,8 +125,8 @@ class _Follow:
         last = complete and not more
         if last and how is not None:
             beat["exit"] = asdict(how)
-        if (output := self._new_output()) is not None:
-            beat["output"] = output
+        if (output := self._new_output(last=last)) is not None:
+            beat |= {"output": output, "output_at": self._output}
         return [*lines, json.dumps(beat)], more, last
 
     def is_over(self) -> bool:
@@ -169,15 +170,22 @@ class _Follow:
     def _moved(self, monotonic_ns: int) -> int:
         return monotonic_ns - self._start_ns + self._shift_ns
 
-    def _new_output(self) -> str | None:
-        """The newest output of the script since the last beat."""
+    def _new_output(self, *, last: bool) -> str | None:
+        """The newest whole lines of the script's output since the last beat; `last`: also one without an end."""
         path = self._reader.output_paths[0]
         with suppress(OSError), open(open_file(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            begin = size - LAST_OUTPUT if self._output < 0 else min(self._output, size)
-            file.seek(max(begin, size - MOST_OUTPUT, 0))
-            self._output = size
-            return file.read(MOST_OUTPUT).decode("utf-8", "replace") or None
+            begin = max(size - LAST_OUTPUT, 0) if self._output is None else min(self._output, size)
+            at = max(begin, size - MOST_OUTPUT)
+            file.seek(at)
+            data = file.read(MOST_OUTPUT)
+            if at != (self._output or 0):  # in the middle of a line
+                _, end, rest = data.partition(b"\n")
+                data, at = (rest, at + len(data) - len(rest)) if end else (data, at)
+            if not last and len(data) < MOST_OUTPUT:
+                data = data[: (data.rfind(b"\n") if b"\n" in data else data.rfind(b"\r")) + 1]
+            self._output = at + len(data)
+            return data.decode("utf-8", "replace") or None
         return None
 
     # ------------------------------------------------------------------------------------------ requests
@@ -188,6 +196,7 @@ class _Follow:
         whole = {name: value if type(value) is int else 0 for name, value in numbers.items()}
         self._rows = NewRows(rollups=True, sparse=request.get("sparse") is True, **whole)
         self._shift_ns = whole["shift_ns"]
+        self._output = request["output_at"] if type(request.get("output_at")) is int else None
 
     def answer(self, request: Mapping[str, Any]) -> None:
         """Do what a request asks for. What takes long is done by a thread."""
@@ -206,17 +215,21 @@ class _Follow:
             self._done(number, lambda: {"count": reader.request_sample()})
         elif kind == "records":
             processes = request.get("processes")
-            known = [one for one in processes if type(one) is int] if isinstance(processes, list) else []
-            self._rows.whole = known
-            self._done(number, lambda: {"processes": known})
+            self._rows.whole = [one for one in processes if type(one) is int] if isinstance(processes, list) else []
         elif kind == "stop":
-            later(lambda: {"lines": list(stop_run(self._directory, reader.info))})
+            later(self._stop)
         elif kind == "why":
             later(lambda: {"why": asked(self._directory, native=request.get("native") is True)})
+
+    def _stop(self) -> Mapping[str, Any]:
+        *_, last = stop_run(self._directory, self._reader.info)
+        return {"error": last} if "cannot be stopped" in last else {}
 
     def _done(self, number: object, work: Callable[[], Mapping[str, Any]]) -> None:
         try:
             found = work()
+            if found.get("count") == 0:
+                found = {"error": self._reader.pause_refusal() or NO_TRAINING}
         except (DpmonError, OSError, ValueError) as error:
             found = {"error": str(error)}
         self._answers.append({"answer": number, **found})

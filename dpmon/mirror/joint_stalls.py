@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +113,12 @@ class JointStalls:
         if self._watch is not None:
             self._watch.close()
 
-    def joined(self, answers: Mapping[int, tuple[str, Mapping[str, Any]]], now_ns: int) -> dict[str, Any]:
+    def joined(
+        self, answers: Mapping[int, tuple[str, Mapping[str, Any]]], now_ns: int, without: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """One answer to "why is it stuck", of the answers of the machines with their names.
 
-        The ranks that the others wait for come first.
+        The ranks that the others wait for come first. `without`: the machines without an answer, and why.
         """
         stall, waits = (None, {}) if self._watch is None else (self._watch.stall, self._watch.waits)
         texts: list[str] = []
@@ -142,6 +144,7 @@ class JointStalls:
             "since_s": min(begun, default=None) if since_ns is None else (since_ns - self.info.start_ns) / SECOND,
             "text": "; ".join(texts) or None,
             "nccl": nccl,
+            **({"without": list(without)} if without else {}),
             "ranks": ranks,
         }
 

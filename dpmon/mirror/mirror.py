@@ -76,6 +76,8 @@ class Followed:
     measured: int = 0
     offset: int = 0
     """The last id that it has sent."""
+    output_at: int | None = None
+    """How much of its output is here."""
     held: int = 0
     beat: Mapping[str, Any] = field(default_factory=dict)
     standing: Mapping[str, Any] | None = None
@@ -257,9 +259,15 @@ class Mirror:
         elif abs(shift_ns / SECOND - node.shift_s) > AHEAD_S / 2:
             self._end_link(machine, "it or this machine was suspended, so its times moved: attach again", for_good=True)
             return
-        request = {"ask": "begin", "offset": node.received, "tallied_s": node.tallied_s, "shift_s": node.shift_s}
+        request: dict[str, Any] = {
+            "ask": "begin",
+            "offset": node.received,
+            "tallied_s": node.tallied_s,
+            "shift_s": node.shift_s,
+        }
         sparse = len(self.machines) > MOST_WHOLE
-        self.links.send(number, json.dumps({**request, "shift_ns": shift_ns, "sparse": sparse}))
+        request |= {"shift_ns": shift_ns, "sparse": sparse, "output_at": machine.output_at}
+        self.links.send(number, json.dumps(request))
         self._requests.renew(number)
 
     def _take_message(self, machine: Followed, message: Mapping[str, Any]) -> None:
@@ -295,6 +303,7 @@ class Mirror:
         self._turn(node, "connected", None)
         if isinstance(output := beat.get("output"), str):
             self._put_output(node, output)
+            machine.output_at = whole_in(beat, "output_at")
         if isinstance(how := beat.get("exit"), dict):
             self._end(machine, how)
 
@@ -378,7 +387,7 @@ class Mirror:
             "input_ns": min(waits, default=None),
             "stage": next((clean(str(stage[0]))[:200] for stage in stages[:1]), None),
             "stage_ns": next((stage[1] for stage in stages[:1] if len(stage) > 1 and type(stage[1]) is int), None),
-            "answered": self._requests.answered,
+            **self._requests.state,
         }
         with contextlib.suppress(OSError):
             write_whole(self.directory / STATE_FILE, json.dumps(state))

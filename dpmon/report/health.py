@@ -107,6 +107,9 @@ def health(reader: RunReader, state: State) -> Health:
         return Health(ENDED, None, "its record is being completed")
     if word == ELSEWHERE:
         return Health(ELSEWHERE, None, f"it runs on {info.host}", "ask there")
+    if word == "unsupervised" and info.nodes:
+        reason = "its mirror has gone: what its machines do is not known here, but they record it"
+        return Health(QUIET, None, reason, f"dpmon attach {short_name(info)} starts the mirror again")
     now = standing(reader, state, time.monotonic_ns() - info.start_ns)
     if word == "unsupervised" and now.remedy is None:
         remedy = f"dpmon attach {short_name(info)} starts another one"

@@ -39,6 +39,8 @@ _NOT_OVER = {
 def ended(story: Story) -> str:
     """How the run ended, or its state while it runs."""
     how = story.exit
+    if how is None and story.state == "unsupervised" and story.info.nodes:
+        return "not known here, because its mirror has gone"
     if how is None:
         return _NOT_OVER.get(story.state, "how it ended is unknown")
     cause = how.cause or (story.raised if how.signal is None else None)

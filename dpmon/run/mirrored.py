@@ -10,17 +10,20 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.record.plainjson import load_json, text_in, whole_in
+from dpmon.run import proc
 from dpmon.run.files import open_file, read_file
 
 STATE_FILE, ASKED_FILE = "nodes.json", "asked.jsonl"
 _MOST_BYTES = 8 << 20
 _MOST_WORD = 40
+_SHOWN_NS = 30 * 10**9
+"""How long it is said which machines did not do what they were asked for."""
 
 
 def doing_in(value: object) -> dict[int, tuple[str, int]]:
@@ -30,6 +33,15 @@ def doing_in(value: object) -> dict[int, tuple[str, int]]:
         if isinstance(pair, list) and [*map(type, pair)] == [str, int] and number.isdecimal() and len(number) < 10:
             found[int(number)] = clean(pair[0])[:_MOST_WORD], pair[1]
     return found
+
+
+class Answers(NamedTuple):
+    """How the machines of a mirror have answered a request."""
+
+    answered: int
+    asked: int
+    failed: Mapping[str, str] = {}
+    """Why machines did not do it, by name, in the first seconds; both clean."""
 
 
 class Machines:
@@ -71,23 +83,36 @@ class Machines:
 
     def ask(self, request: Mapping[str, Any]) -> int:
         """Send a request to all machines; return the number of those that it can reach. OSError if that fails."""
-        self._asked = time.time_ns()
-        line = json.dumps({**request, "id": self._asked}).encode() + b"\n"
+        self._asked = self._write(request)
+        return len(self.state.get("connected") or ())
+
+    def want(self, processes: Collection[int]) -> None:
+        """Ask for all records of these processes while the caller's process lives. OSError if that fails."""
+        pid = os.getpid()
+        self._write({"ask": "records", "processes": sorted(processes), "pid": pid, "started": proc.started(pid)})
+
+    def _write(self, request: Mapping[str, Any]) -> int:
+        """Write a request; return its number."""
+        number = time.time_ns()
+        line = json.dumps({**request, "id": number}).encode() + b"\n"
         fd = open_file(self._asked_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             os.write(fd, line)
         finally:
             os.close(fd)
-        return len(self.state.get("connected") or ())
+        return number
 
-    def answers(self) -> tuple[int, int] | None:
-        """How many machines have answered the last request of this reader, and how many got it; None without one."""
+    def answers(self) -> Answers | None:
+        """The answers to the last request of this reader; None without one."""
         if self._asked is None:
             return None
         found = self.state.get("answered")
         if not isinstance(found, list) or [*map(type, found)] != [int] * 3 or found[0] < self._asked:
-            return 0, len(self.state.get("connected") or ())
-        return found[1], found[2]
+            return Answers(0, len(self.state.get("connected") or ()))
+        failed = self.state.get("failed")
+        if not isinstance(failed, dict) or time.time_ns() - self._asked > _SHOWN_NS:
+            failed = {}
+        return Answers(found[1], found[2], {clean(name, 40): clean(str(text), 300) for name, text in failed.items()})
 
     def ended(self) -> tuple[int, int]:
         """How many machines' runs have ended, and the number of machines."""

@@ -15,7 +15,7 @@ from dpmon.record.names import MODES
 from dpmon.run import proc
 from dpmon.run.activities import newest_stage, stages
 from dpmon.run.condition import command_alive
-from dpmon.run.mirrored import Machines
+from dpmon.run.mirrored import Answers, Machines
 from dpmon.run.rundir import (
     INFO_FILE,
     ExitInfo,
@@ -159,14 +159,14 @@ class RunReader:
             return self._machines.ask({"ask": "sample"})
         return self._ask(SpanReader.request_sample)
 
-    def answers(self) -> tuple[int, int] | None:
-        """How many machines have answered the last request of this reader, and how many got it; None on one machine."""
+    def answers(self) -> Answers | None:
+        """How the machines have answered the last request of this reader; None on one machine."""
         return None if self._machines is None else self._machines.answers()
 
     def request_records(self, processes: Collection[int]) -> None:
-        """Ask a mirror for all records of these processes from now on, and only some of the others. OSError."""
+        """Ask a mirror for all records of these processes while this process lives, and only some others. OSError."""
         if self._machines is not None:
-            self._machines.ask({"ask": "records", "processes": sorted(processes)})
+            self._machines.want(processes)
 
     def pause_refusal(self, doing: Doing | None = None) -> str | None:
         """Why the training cannot be paused now; None if a pause can be requested."""

@@ -177,12 +177,17 @@ def _stop_machines(directory: Path, info: RunInfo) -> Iterator[str]:
         yield "no machine is connected, so they cannot be stopped now: try again in some seconds"
         return
     mark_stop(directory)
-    until, before = time.monotonic() + _MACHINES_S, -1
+    until, before, told = time.monotonic() + _MACHINES_S, -1, set[str]()
     while time.monotonic() < until:
         ended, count = machines.ended()
         if ended != before:
             before = ended
             yield f"{ended} of {count} machines have ended"
+        answers = machines.answers()
+        for name, text in answers.failed.items() if answers is not None else ():
+            if name not in told:
+                told.add(name)
+                yield f"{name}: {text}"
         if load_exit(directory) is not None:
             yield f"{STOPPED_BY}their machines"
             return

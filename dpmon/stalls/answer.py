@@ -171,6 +171,13 @@ def ask(directory: Path, *, native: bool = False) -> int:
         os.close(fd)
 
 
+def request_in(directory: Path) -> int:
+    """The number of the last request; 0 without one."""
+    with contextlib.suppress(OSError):
+        return os.lstat(directory / ASKED_FILE).st_mtime_ns
+    return 0
+
+
 def asked(directory: Path, *, native: bool = False) -> dict[str, Any] | None:
     """The supervisor's answer, after a wait for it; None if it does not answer. OSError if it cannot be asked."""
     with contextlib.suppress(FileNotFoundError):

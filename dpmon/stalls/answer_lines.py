@@ -67,8 +67,9 @@ def _lines(found: Mapping[str, Any], every: bool, width: int | None) -> list[Lin
                 lines.append((f"  {function} ({place})", "" if _short(file) == file else "dim"))
             if stack["left_out"]:
                 lines.append((f"  {stack['left_out']:,} more between them", "dim"))
-    if found.get("nccl"):
-        lines += [("", ""), ("NCCL says:", "bold"), *((f"  {text}", "") for text in found["nccl"])]
+    for title, member in (("NCCL says", "nccl"), ("no stacks from", "without")):
+        if found.get(member):
+            lines += [("", ""), (f"{title}:", "bold"), *((f"  {text}", "") for text in found[member])]
     return lines
 
 

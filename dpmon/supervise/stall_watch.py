@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from dpmon.run.files import write_whole
 from dpmon.run.notes import read_notes
 from dpmon.run.rundir import RunInfo, stop_asked_unix
 from dpmon.run.standard_input import waits_since
-from dpmon.stalls.answer import ASKED_FILE, STANDING_FILE, answer, save_answer, standing, wants_native
+from dpmon.stalls.answer import STANDING_FILE, answer, request_in, save_answer, standing, wants_native
 from dpmon.stalls.processes import DETAILS_NS, RankLook
 from dpmon.stalls.run_state import WAITING_FOR_DATA
 from dpmon.stalls.stacks import Dump
@@ -58,7 +57,6 @@ class StallWatch:
         `look`: what sees the ranks if they run on several machines. It is the owner who then answers requests.
         """
         self._directory = directory
-        self._asked_path = str(directory / ASKED_FILE) if look is None else ""
         self._sees_all = look is not None
         self._info = info
         self._drain = drain
@@ -104,7 +102,7 @@ class StallWatch:
         if self._error is not None:
             raise self._error
         now = time.monotonic_ns()
-        asked = self._request()
+        asked = 0 if self._sees_all else request_in(self._directory)
         if asked != self._asked and not self._busy():
             self._asked = asked
             self._look.ranks(self._drain.last_steps(), now)  # finds processes that have begun, as after a takeover
@@ -182,11 +180,6 @@ class StallWatch:
         with contextlib.suppress(Exception):  # as in `look`
             self._pass_on(self._look.ranks(self._drain.last_steps(), now), now)
         self._look.close()
-
-    def _request(self) -> int:
-        with contextlib.suppress(OSError):
-            return os.lstat(self._asked_path).st_mtime_ns
-        return 0
 
     def _busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()

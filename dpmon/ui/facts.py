@@ -15,6 +15,7 @@ from dpmon.model.stragglers import Straggler
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import SECOND, SPAN_PHASES
 from dpmon.run.activities import why_starting
+from dpmon.run.mirrored import Answers
 from dpmon.run.reader import PauseState
 from dpmon.run.rundir import ExitInfo, RunInfo
 from dpmon.stalls.run_state import (
@@ -130,8 +131,8 @@ class Facts:
     """Whether the training can be paused or resumed."""
     can_toggle: bool = False
     can_type: bool = False
-    answers: tuple[int, int] | None = None
-    """How many nodes have answered the last request, and how many got it; None on one machine."""
+    answers: Answers | None = None
+    """How the nodes have answered the last request; None on one machine."""
     outputs: int = 1
     """Number of output files: two if the script's errors are separate."""
     scrolled_back: bool = False

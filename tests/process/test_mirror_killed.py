@@ -16,6 +16,7 @@ from running import Dpmon, wait_for
 from dpmon.mirror.local_run import mirror_of
 from dpmon.run import proc
 from dpmon.run.condition import run_state, supervised
+from dpmon.run.mirrored import Answers
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import load_exit, load_info
 from dpmon.stalls.answer import asked
@@ -103,7 +104,7 @@ def test_requests_reach_all_machines_and_their_answers_come_back(two: Two) -> No
         assert reader.pause_refusal() is None
         assert reader.request_pause(True) == 2
         wait_for(lambda: reader.paused().since_ns is not None, what="a pause of both machines")
-        assert reader.answers() == (2, 2)
+        assert reader.answers() == Answers(2, 2)
         rings = [RunReader(node.last()) for node in two.nodes]
         assert all(ring.paused().since_ns is not None for ring in rings)
         assert {what for what, _ in reader.activities().values()} == {"paused"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,9 @@ from test_export import samples, trained
 from dpmon.export import ExportError
 from dpmon.export import follow as module
 from dpmon.export.follow import follow
+from dpmon.export.new_rows import NewRows
 from dpmon.mirror.local_run import mirror_of
+from dpmon.run.reader import NO_TRAINING
 from dpmon.run.rundir import load_info, stop_asked_unix
 from dpmon.run.signalling import stop_run
 
@@ -62,3 +65,38 @@ def test_machines_that_cannot_be_asked_are_not_called_stopped(state: Path) -> No
     *_, said = stop_run(mirror, load_info(mirror))
     assert said == "no machine is connected, so they cannot be stopped now: try again in some seconds"
     assert stop_asked_unix(mirror) is None
+
+
+@pytest.mark.parametrize("request_", [{"ask": "mode", "mode": "dp"}, {"ask": "pause", "paused": True}])
+def test_a_request_that_no_process_takes_is_answered_with_the_reason(
+    directory: Path, request_: dict[str, object]
+) -> None:
+    followed = module._Follow(directory, NewRows(rollups=True))
+    followed.answer({**request_, "id": 7})
+    assert [json.loads(line) for line in followed.answers()] == [{"answer": 7, "error": NO_TRAINING}]
+
+
+def test_output_is_passed_on_in_whole_lines(directory: Path) -> None:
+    followed = module._Follow(directory, NewRows(rollups=True))
+    path = followed._reader.output_paths[0]
+
+    def more(data: bytes, *, last: bool = False) -> str | None:
+        with path.open("ab") as file:
+            file.write(data)
+        return followed._new_output(last=last)
+
+    path.write_bytes(b"begin\n" * 1000 + b"half a")
+    assert more(b"") == "begin\n" * ((module.LAST_OUTPUT - 6) // 6)
+    assert more(b" line") is None
+    assert more(b"!\nx") == "half a line!\n"
+    assert more("\u00e9".encode()[:1]) is None
+    assert more("\u00e9".encode()[1:] + b"\r10 %") == "x\u00e9\r"
+    assert more(b"\r20 %") == "10 %\r"
+    assert more(b"\nend") == "20 %\n"
+    flood = b"%029d\n" % 7
+    assert more(flood * 5000 + b"z") == flood.decode() * ((module.MOST_OUTPUT - 1) // len(flood))
+    at = followed._output
+    assert more(b"", last=True) == "z"
+    again = module._Follow(directory, NewRows(rollups=True))
+    again.begin({"output_at": at})
+    assert again._new_output(last=True) == "z"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +16,14 @@ from test_mirror_records import info_of
 from dpmon.errors import HistoryError
 from dpmon.mirror.links import Closed, Opened, Received
 from dpmon.mirror.mirror import Mirror
+from dpmon.mirror.requests import Requests
 from dpmon.model.nodes import nodes_in
+from dpmon.run import proc
 from dpmon.run.condition import outcome
-from dpmon.run.mirrored import Machines
+from dpmon.run.mirrored import Answers, Machines
 from dpmon.run.rundir import load_exit, load_info, save
 from dpmon.stalls.answer import ANSWER_FILE, ask
+from dpmon.stalls.answer_lines import lines_of
 from dpmon.store.opened import open_store
 
 MARKER = {"run": "r", "host": "h", "version": "1"}
@@ -115,25 +120,121 @@ def test_odd_facts_of_ranks_end_the_connection_of_their_machine(mirror: Mirror, 
     assert (mirror.machines[0].node.why or "").startswith("it sent rubbish: ")
 
 
-def test_records_that_a_reader_wants_are_asked_for_again(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[dict[str, Any]] = []
+@pytest.fixture
+def sent(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return the requests that the machine gets; it answers those for the time."""
+    found: list[dict[str, Any]] = []
 
     def note(_: int, line: str) -> bool:
-        sent.append(json.loads(line))
-        if sent[-1]["ask"] == "time":
-            send(mirror, {"answer": sent[-1]["id"], "now_ns": 5})
+        found.append(json.loads(line))
+        if found[-1]["ask"] == "time":
+            send(mirror, {"answer": found[-1]["id"], "now_ns": 5})
         return True
 
     monkeypatch.setattr(mirror.links, "send", note)
-    monkeypatch.setattr(mirror.records, "processes", lambda: {3: (0, 1)})
+    monkeypatch.setattr(mirror.records, "processes", lambda: {3: (0, 1), 4: (0, 2)})
     mirror._take(Opened(0, MARKER))
     send(mirror, beat(0, 0))
-    Machines(mirror.directory, 0).ask({"ask": "records", "processes": [3]})
+    return found
+
+
+def test_records_that_a_reader_wants_are_asked_for_again(mirror: Mirror, sent: list[dict[str, Any]]) -> None:
+    Machines(mirror.directory, 0).want([3])
     mirror._requests.look(0.0)
     assert (sent[-1]["ask"], sent[-1]["processes"]) == ("records", [1])
     mirror._take(Opened(0, MARKER))
     assert [one["ask"] for one in sent[-2:]] == ["begin", "records"]
     assert sent[-1]["processes"] == [1]
+    other = Requests(mirror)  # of a mirror that takes the place of a killed one
+    other.look(0.0)
+    other.renew(0)
+    assert sent[-1] == {"ask": "records", "processes": [1]}
+
+
+def test_records_are_wanted_until_their_last_reader_has_gone(
+    mirror: Mirror, sent: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = subprocess.Popen(["sleep", "1000"])
+    try:
+        started = proc.started(reader.pid)
+        Machines(mirror.directory, 0).want([3])
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "getpid", lambda: reader.pid)
+            Machines(mirror.directory, 0).want([4, 99])
+        assert started is not None
+        mirror._requests.look(0.0)
+        assert sent[-1]["processes"] == [1, 2]
+    finally:
+        reader.kill()
+        reader.wait()
+    mirror._requests.look(1.0)
+    assert sent[-1]["processes"] == [1, 2]
+    mirror._requests.look(10.0)
+    assert sent[-1]["processes"] == [1]
+    Machines(mirror.directory, 0).want([])
+    mirror._requests.look(10.1)
+    assert sent[-1]["processes"] == []
+    count = len(sent)
+    mirror._requests.look(20.0)
+    assert len(sent) == count
+
+
+def test_a_request_that_fails_on_a_machine_is_told(mirror: Mirror, sent: list[dict[str, Any]]) -> None:
+    reader = Machines(mirror.directory, 0)
+    for error in (None, "no training\x1b process is running"):
+        reader.ask({"ask": "mode", "mode": "dp"})
+        mirror._requests.look(0.0)
+        mirror._save_state()
+        assert reader.answers() == Answers(0, 1)
+        send(mirror, {"answer": sent[-1]["id"], **({"count": 1} if error is None else {"error": error})})
+        mirror._save_state()
+        assert reader.answers() == Answers(
+            1, 1, {} if error is None else {"gpu-0": "no training\ufffd process is running"}
+        )
+    reader.ask({"ask": "stop"})
+    mirror._requests.look(0.0)
+    mirror._take(Closed(0, "the connection was cut", False))
+    mirror._save_state()
+    assert reader.answers() == Answers(1, 1, {"gpu-0": "it was cut off before it answered"})
+
+
+def test_a_machine_that_ends_when_it_is_stopped_has_not_failed(mirror: Mirror, sent: list[dict[str, Any]]) -> None:
+    reader = Machines(mirror.directory, 0)
+    reader.ask({"ask": "stop"})
+    mirror._requests.look(0.0)
+    assert sent[-1]["ask"] == "stop"
+    send(mirror, beat(0, 0, exit={"status": 1, "stopped": True, "seconds": 1.0}))
+    mirror._save_state()
+    assert reader.answers() == Answers(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("", "it did not answer within 7 s"),
+        ("none", "its supervisor did not answer"),
+        ("error", "no room"),
+        ("cut", "it was cut off before it answered"),
+        ("away", "it is not connected"),
+    ],
+)
+def test_an_answer_about_a_stall_names_the_machines_without_one(
+    mirror: Mirror, sent: list[dict[str, Any]], what: str, why: str
+) -> None:
+    cut = Closed(0, "the connection was cut", False)
+    if what == "away":
+        mirror._take(cut)
+    number = ask(mirror.directory)
+    mirror._requests.look(0.0)
+    if what == "cut":
+        mirror._take(cut)
+    elif what:
+        send(mirror, {"answer": number, **({"error": "no room"} if what == "error" else {"why": None})})
+    mirror._requests.look(8.0)
+    found = json.loads((mirror.directory / ANSWER_FILE).read_bytes())
+    assert found["without"] == [f"gpu-0: {why}"]
+    assert (f"  gpu-0: {why}", "") in lines_of(found)
+    assert len(sent) > 0
 
 
 def test_another_request_does_not_cut_off_the_answers_about_a_stall(

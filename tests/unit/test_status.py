@@ -369,3 +369,17 @@ def test_in_a_stall_no_time_is_left_and_no_rank_holds_the_others_up(state: Path,
         assert found["left_s"] == 5.0
         assert "epoch 1 · 99/200 · 5 s left" in text
         assert "Rank 1 holds the others up" in text
+
+
+def test_without_its_mirror_nothing_is_known_of_a_run_on_several_machines(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = live(nodes=("gpu-1", "gpu-2"))
+    save(directory, replace(load_info(directory), supervisor_pid=None, command_pid=None))
+    assert main(["status", directory.name]) == 3
+    said = capsys.readouterr().out
+    assert "quiet: its mirror has gone: what its machines do is not known here, but they record it" in said
+    assert "starts the mirror again" in said
+    assert "supervisor" not in said
+    assert main(["report", directory.name]) == 0
+    assert "not known here, because its mirror has gone" in capsys.readouterr().out

@@ -341,7 +341,7 @@ def answer(facts: Facts, look: Look) -> Row:
         return [(facts.view.message, "wait")]
     if facts.over:
         return []
-    return _held_up(facts) if facts.stall is not None else _pausing(facts) or _answer(facts, look)
+    return _failed(facts) or (_held_up(facts) if facts.stall is not None else _pausing(facts) or _answer(facts, look))
 
 
 def _held_up(facts: Facts) -> Row:
@@ -361,7 +361,14 @@ def _held_up(facts: Facts) -> Row:
 
 def _answered(facts: Facts) -> str:
     """How many nodes have answered a pending request; empty on one machine."""
-    return "" if facts.answers is None else f"; {facts.answers[0]} of {count_of(facts.answers[1], 'node')} answered"
+    found = facts.answers
+    return "" if found is None else f"; {found.answered} of {count_of(found.asked, 'node')} answered"
+
+
+def _failed(facts: Facts) -> Row:
+    """The nodes that did not do what the user asked for, and why."""
+    failed = {} if facts.answers is None else facts.answers.failed
+    return [part for name, text in failed.items() for part in ((f"{name}: ", "bad"), (f"{text}  ", ""))]
 
 
 def _pausing(facts: Facts) -> Row:

@@ -6,8 +6,11 @@
 function _dpmon_runs
   set -l state $HOME/.local/state
   test -n "$XDG_STATE_HOME"; and set state $XDG_STATE_HOME
+  set -l temporary /tmp
+  test -n "$TMPDIR"; and set temporary $TMPDIR
+  set -l places $state/dpmon/runs {/var/tmp,$temporary,/dev/shm}/dpmon-(id -u)-*/runs
   echo last
-  command ls -- $state/dpmon/runs 2>/dev/null
+  command ls -- $places 2>/dev/null | string match -r '^[0-9-]{16}[A-Za-z0-9._-]+$'
 end
 
 # End Custom Preamble

@@ -46,10 +46,13 @@ The settings of config.toml. A variable overrides the file, and an option overri
 The same as \\-\\-metrics FILE.""",
 }
 
-# These functions use shtab's completion only for the words before the script's name.
+# These functions use shtab's completion only for the words before the script's name. The runs may be where
+# `stand_ins` (dpmon/run/runs.py) puts them. Anybody may make a directory there, and compgen would run `$(...)` in a
+# name, so the names are checked.
 _BASH = Template("""
 _dpmon_runs() {
-    local names=$$(command ls -- "$${XDG_STATE_HOME:-$$HOME/.local/state}/dpmon/runs" 2>/dev/null)
+    local names=$$(command ls -- "$${XDG_STATE_HOME:-$$HOME/.local/state}/dpmon/runs" \\
+        {/var/tmp,"$${TMPDIR:-/tmp}",/dev/shm}/dpmon-$$UID-*/runs 2>/dev/null | grep -Ex '[0-9-]{16}[A-Za-z0-9._-]+')
     compgen -W "last $$names" -- "$$1"
 }
 
@@ -112,7 +115,8 @@ complete -o bashdefault -o default -F _dpmon dpmon
 
 _ZSH = Template("""
 _dpmon_runs() {
-  local -a runs=(last $${XDG_STATE_HOME:-$$HOME/.local/state}/dpmon/runs/*(N/:t))
+  local -aU runs=(last $${XDG_STATE_HOME:-$$HOME/.local/state}/dpmon/runs/*(N/:t)
+    {/var/tmp,$${TMPDIR:-/tmp},/dev/shm}/dpmon-$$UID-*/runs/*(NU/:t))
   _describe run runs
 }
 
@@ -145,8 +149,11 @@ _FISH = Template("""
 function _dpmon_runs
   set -l state $$HOME/.local/state
   test -n "$$XDG_STATE_HOME"; and set state $$XDG_STATE_HOME
+  set -l temporary /tmp
+  test -n "$$TMPDIR"; and set temporary $$TMPDIR
+  set -l places $$state/dpmon/runs {/var/tmp,$$temporary,/dev/shm}/dpmon-(id -u)-*/runs
   echo last
-  command ls -- $$state/dpmon/runs 2>/dev/null
+  command ls -- $$places 2>/dev/null | string match -r '^[0-9-]{16}[A-Za-z0-9._-]+$$'
 end
 """)
 _FISH_END = """

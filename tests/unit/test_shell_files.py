@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -84,7 +85,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
         (["--mode", "=", "dp", ""], {"ls", "train.py"}, {"dp"}),
         (["--json", ""], {"ls", "train.py"}, set()),
         (["--metrics", "no"], {"notes.txt"}, set()),
-        (["attach", ""], {"last", "20260101-000000-mine-abcd"}, {"train.py"}),
+        (["attach", ""], {"last", "20260101-000000-mine-abcd", "20260101-000000-temporary-abcd"}, {"train.py"}),
         (["attach", "--"], {"--headless", "--refresh"}, {"--mode"}),
         (["rm", "last", "2"], {"20260101-000000-mine-abcd"}, {"last"}),
         (["export", "--format", ""], {"jsonl", "csv", "perfetto"}, {"last"}),
@@ -101,13 +102,16 @@ def test_bash_completes_what_is_dpmons(tmp_path: Path, words: list[str], there: 
     if bash is None:
         pytest.skip("bash is not installed")
     (tmp_path / "state" / "dpmon" / "runs" / "20260101-000000-mine-abcd").mkdir(parents=True)
+    elsewhere = tmp_path / f"dpmon-{os.getuid()}-12345678" / "runs"  # as if the state directory were on the network
+    (elsewhere / "20260101-000000-temporary-abcd").mkdir(parents=True)
+    (elsewhere / "20260101-000000-$(touch hacked)").mkdir()
     (tmp_path / "work" / "sub").mkdir(parents=True)
     for name in ("train.py", "notes.txt"):
         (tmp_path / "work" / name).touch()
     done = subprocess.run(
         [bash, "--norc", "-c", ASK, "bash", SHELL / "dpmon", "dpmon", *words],
         cwd=tmp_path / "work",
-        env={"PATH": "/usr/bin:/bin", "XDG_STATE_HOME": str(tmp_path / "state")},
+        env={"PATH": "/usr/bin:/bin", "XDG_STATE_HOME": str(tmp_path / "state"), "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=60,
@@ -116,3 +120,4 @@ def test_bash_completes_what_is_dpmons(tmp_path: Path, words: list[str], there: 
     offered = set(done.stdout.splitlines())
     assert offered >= there
     assert not offered & absent
+    assert not (tmp_path / "work" / "hacked").exists()

@@ -48,6 +48,7 @@ def environment(info: RunInfo, directory: Path, outer: Mapping[str, str]) -> dic
     env.setdefault("PYTHONUNBUFFERED", "1")
     env["DPMON_RUN"] = str(directory)
     env["DPMON_START_NS"] = str(info.start_ns)
+    env["DPMON_BOOT"] = info.boot_id
     env["DPMON_MODE"] = str(info.options.get("mode") or "auto")
     for option in ("replicas", "devices", "batch_dim", "loss", "replay"):
         value = info.options.get(option)

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+_ELSEWHERE = (
+    "dpmon: what trains on {} is not recorded, because dpmon was started on another machine."
+    " Put dpmon behind the launcher: srun dpmon torchrun ..., not dpmon srun torchrun ..."
+)
+
+
 class _Loader:
     """Runs torch's own loader, then installs the tracer. It removes itself from the module before torch's code runs."""
 
@@ -37,6 +44,7 @@ class _Loader:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._finder.remove()
+        _leave_another_machine()
         note("importing torch")
         try:
             self._loader.exec_module(module)
@@ -45,7 +53,8 @@ class _Loader:
             _drop_own_frame(error)
             raise
         note("torch imported")
-        _install(module)
+        if "DPMON_RUN" in os.environ:
+            _install(module)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)
@@ -111,6 +120,24 @@ def _hide_sitecustomize() -> None:
         return
     if not getattr(module.__spec__, "_initializing", False):
         del sys.modules["sitecustomize"]
+
+
+def _leave_another_machine() -> None:
+    """Leave the run if it is on another machine: there is no supervisor here.
+
+    A launcher such as srun copies its environment to all machines. The first process of each says so; its children get
+    an environment without the run.
+    """
+    boot = os.environ.get("DPMON_BOOT")
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            if not boot or file.read().strip() == boot.encode():
+                return
+        del os.environ["DPMON_RUN"]
+        if sys.stderr is not None and all(os.environ.get(name, "0") == "0" for name in _LOCAL_RANKS):
+            print(_ELSEWHERE.format(os.uname().nodename), file=sys.stderr, flush=True)
+    except Exception:  # noqa: BLE001 - there is no such file, or standard error is closed
+        pass
 
 
 def _install(torch: ModuleType) -> None:

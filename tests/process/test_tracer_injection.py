@@ -138,6 +138,21 @@ def test_an_unknown_torch_is_left_alone(tmp_path: Path) -> None:
     assert found.stages == ("importing torch", "torch imported")
 
 
+def test_a_launcher_that_starts_ranks_on_another_machine(tmp_path: Path) -> None:
+    """It copies the environment: one process there says that nothing is recorded, and all run as alone."""
+    text = (
+        "import subprocess, sys, torch\n"
+        "if not sys.argv[1:]:\n    subprocess.run([sys.executable, __file__, 'child'], check=True)\n"
+    )
+    there = {**package(tmp_path, "torch", UNKNOWN), "DPMON_BOOT": "another"}
+    for env, count in ((there, 1), ({**there, "LOCAL_RANK": "1"}, 0), ({**there, "SLURM_LOCALID": "0"}, 1)):
+        run = traced(tmp_path, text, env=env)
+        assert (run.status, run.out) == (0, "unknown torch\n" * 2)
+        assert run.err.count("is not recorded, because dpmon was started on another machine") == count
+        assert len(run.err.splitlines()) == count
+        assert list(run.directory.iterdir()) == []
+
+
 def test_a_search_for_torch_before_its_import(tmp_path: Path) -> None:
     text = (
         "import importlib.util, importlib, sys\n"

@@ -104,6 +104,12 @@ def is_running(pid: int | None, since: float | None) -> bool:
     return pid is not None and since is not None and alive(pid, since)
 
 
+def is_suspended(pid: int | None) -> bool:
+    """Whether the process exists, and a signal or a debugger has stopped it."""
+    process = None if pid is None else read(pid)
+    return process is not None and process.state in "Tt"
+
+
 def run_of(pid: int) -> str | None:
     """The value of DPMON_RUN in the process's initial environment; None if it is unset or unreadable."""
     try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from dpmon.errors import HistoryError
 from dpmon.run.condition import supervised
 from dpmon.run.files import check_database
+from dpmon.run.proc import is_suspended
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, ring_paths
 from dpmon.span_ring import RingError
 from dpmon.store.drain import Drain
@@ -30,14 +31,17 @@ from dpmon.store.tables import (
     Door,
     RingRow,
     check_schema,
+    files_of,
     rings_in,
     size_of,
     version_of,
 )
 from dpmon.store.writer import History
 
-STALE_S = 3.0
-"""After this long without a write, no supervisor is working: a working one samples the host every second."""
+STALE_S, STARVED_S = 3.0, 10.0
+"""After this long without a write, a suspended supervisor is not working, and one that is not suspended: a working one
+samples the host every second. On a busy machine it may be late. It then goes on with records that are older than those
+in the rings, so readers that had turned to the rings would go back."""
 _MEMORY = ":memory:"
 _NO_LIMIT = 1 << 40
 _FAULTS = (HistoryError, sqlite3.Error, OSError, MemoryError)
@@ -111,23 +115,16 @@ def _connect(uri: str, path: Path | None = None) -> sqlite3.Connection:
 
 def stamp(directory: Path, info: RunInfo) -> object:
     """Return a value that changes with every commit; None if no supervisor writes: the rings may then hold more."""
-    return _stamps(directory / HISTORY_FILE) if _is_written(directory, info) else None
-
-
-def _stamps(path: Path) -> list[tuple[int, int]]:
-    """Return modification time and size of the files of a database."""
-    found = []
-    for part in (path, Path(f"{path}-wal")):
-        with suppress(FileNotFoundError):
-            now = part.lstat()
-            found.append((now.st_mtime_ns, now.st_size))
-    return found
+    files = files_of(directory / HISTORY_FILE) if _is_written(directory, info) else None
+    return files and [(file.st_mtime_ns, file.st_size) for file in files]
 
 
 def _is_written(directory: Path, info: RunInfo) -> bool:
     """Whether a supervisor writes the history. False after the command's end: the history may lack the last records."""
-    written = max(_stamps(directory / HISTORY_FILE), default=(0, 0))[0] / 1e9
-    return supervised(info) and time.time() - written < STALE_S and load_exit(directory) is None
+    age_s = time.time() - max((file.st_mtime for file in files_of(directory / HISTORY_FILE)), default=0.0)
+    if age_s >= STARVED_S or not supervised(info) or load_exit(directory) is not None:
+        return False
+    return age_s < STALE_S or not is_suspended(info.supervisor_pid)
 
 
 def _have_more(directory: Path, rings: Mapping[str, RingRow]) -> bool:

@@ -58,6 +58,7 @@ repeats nothing.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -369,9 +370,18 @@ def _own_schema() -> tuple[dict[str, tuple[Any, ...]], dict[str, tuple[type, ...
     return schema, {name: _types(name, kind) for name, kind in found.items()}
 
 
+def files_of(path: Path) -> list[os.stat_result]:
+    """Return the facts of the files of a database; its writer may delete the second one at any time."""
+    found = []
+    for part in (path, Path(f"{path}-wal")):
+        with suppress(FileNotFoundError):
+            found.append(part.lstat())
+    return found
+
+
 def size_of(path: Path) -> int:
     """Return the size (bytes) of the database at `path`."""
-    return sum(part.stat().st_size for part in (path, Path(f"{path}-wal")) if part.exists())
+    return sum(file.st_size for file in files_of(path))
 
 
 def check_schema(db: sqlite3.Connection, *, whole: bool) -> None:

@@ -299,8 +299,9 @@ def test_a_screen_opened_during_a_pause_shows_it_and_can_end_it(dpmon: Dpmon) ->
     assert late.request_pause(False) == 1
     wait_for(lambda: not known() and not late.paused().pending, what="its end")
     # A step after the pause shows its end, too, and may be written before the record of the end.
-    wait_for(lambda: len(state_in(late.directory).pauses) > 1, what="the record of its end")
-    pauses = state_in(late.directory).pauses
+    pauses = wait_for(
+        lambda: found if len(found := state_in(late.directory).pauses) > 1 else None, what="the record of its end"
+    )
     assert [change.paused for change in pauses] == [True, False]
     assert (pauses[1].paused_ns or 0) > 0
     (dpmon.cwd / "stop").touch()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sqlite3
+import subprocess
+import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 from everything import alike, everything
 from kept import keep
 from rowring import fill, use_row_rings
+from running import wait_for
 from synthetic import Training, host_event
 
 from dpmon.errors import HistoryError
@@ -107,13 +111,39 @@ def test_an_active_supervisor_is_trusted_until_it_stops_writing(state: Path, mon
     directory = recorded(0.3, boot_id=proc.boot_id())
     us = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
     save(directory, replace(load_info(directory), **us))
-    monkeypatch.setattr("dpmon.store.opened.STALE_S", 600.0)
-    with open_store(directory) as store:
-        committed = len(store.steps(10_000))
-    assert 0 < committed < 100
+    monkeypatch.setattr("dpmon.store.opened.STARVED_S", 600.0)
+    for age_s in (0, 4):
+        assert 0 < steps_after(directory, age_s) < 100, "what it writes next follows this, even if it is late"
+    assert steps_after(directory, 1000) == 300, "it is stuck, or the disk is full"
+
+
+def steps_after(directory: Path, age_s: float) -> int:
+    """Return the number of steps that a reader gets when nothing was written for some seconds."""
+    then = time.time() - age_s
     for name in os.listdir(directory):
-        os.utime(directory / name, (1, 1))
-    assert len(read(directory)["steps"][0]) == 300, "it is stuck, or the disk is full"
+        os.utime(directory / name, (then, then))
+    return len(read(directory)["steps"][0])
+
+
+def test_a_suspended_supervisor_is_not_waited_for(state: Path) -> None:
+    directory = recorded(0.3, boot_id=proc.boot_id())
+    with subprocess.Popen(["sleep", "600"]) as sleeper:
+        sleeper.send_signal(signal.SIGSTOP)
+        wait_for(lambda: proc.is_suspended(sleeper.pid), what="the stop")
+        supervisor = {"supervisor_pid": sleeper.pid, "supervisor_started": proc.started(sleeper.pid)}
+        save(directory, replace(load_info(directory), **supervisor))
+        assert steps_after(directory, 4) == 300
+        sleeper.kill()
+
+
+def test_a_journal_that_vanishes_hides_nothing(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last writer deletes it at the run's end, between two looks of a reader."""
+    directory = recorded()
+    journal = directory / f"{HISTORY_FILE}-wal"
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda self: self == journal or exists(self))
+    monkeypatch.setattr(opened_module, "_with_rings", lambda *_: pytest.fail("not from the history"))
+    assert len(read(directory)["steps"][0]) == 300
 
 
 @pytest.mark.parametrize("drained", [False, True], ids=["before it read the rings", "after it read the rings"])

@@ -87,6 +87,7 @@ complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a 
 complete -c dpmon -n '_shtab_dpmon_using attach' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using attach' -l refresh -x -d 'seconds between updates of the screen'
 complete -c dpmon -n '_shtab_dpmon_using attach' -l headless -d 'follow the run without a screen'
+complete -c dpmon -n '_shtab_dpmon_using attach' -l metrics -xka "(__fish_complete_path (commandline -ct))" -d 'of a run on several machines: write figures for Prometheus to FILE (node_exporter'"'"'s textfile format)'
 complete -c dpmon -n '_shtab_dpmon_using attach' -l json -d 'one JSON line per second, on stderr or in FILE'
 complete -c dpmon -n '_shtab_dpmon_using attach' -l host -x -d 'a machine to look at, by ssh (repeatable)'
 complete -c dpmon -n '_shtab_dpmon_using attach' -l hosts -x -d 'machines, such as gpu[1-4,7],login'

@@ -148,7 +148,7 @@ def _describe(
             "loss": options.loss and options.settings.loss is not False,
             "stdin": "inherit" if inherit else "terminal",
             "window": [size.lines, size.columns],
-            "metrics": _metrics(options.metrics),
+            "metrics": metrics_file(options.metrics or os.environ.get("DPMON_METRICS")),
             "on_event": tells,
             "alive_minutes": options.settings.alive_minutes,
         },
@@ -205,9 +205,8 @@ def json_lines(asked: str | None) -> LineFile | Literal["stderr"] | None:
     return "stderr" if asked == "-" else LineFile(asked)
 
 
-def _metrics(asked: str | None) -> str | None:
+def metrics_file(asked: str | None) -> str | None:
     """The absolute path of the metrics; RunError if its directory does not exist or is not writable."""
-    asked = asked or os.environ.get("DPMON_METRICS")
     if not asked:
         return None
     path = os.path.abspath(asked)

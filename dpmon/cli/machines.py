@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from dpmon.cleaning import clean, json_text
 from dpmon.cli.commands import HEAD, ListedRun, follow, print_table
+from dpmon.cli.launch import metrics_file
 from dpmon.cli.options import UsageError
 from dpmon.cli.speak import speak
 from dpmon.mirror.hosts import PLAIN, Machine, Printed, ask_dpmon, expanded, in_file, machines, of_slurm
@@ -227,7 +228,7 @@ def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> Path:
         elif name not in on_machine and name not in failed:
             speak(f"{name}: no run of this job is there, so it is not shown")
     age_s = max(there.run.seconds for there in chosen_runs)
-    return mirror_of(chosen_runs[0].name, ways, max(age_s, 0.0))
+    return mirror_of(chosen_runs[0].name, ways, max(age_s, 0.0), metrics_file(options.metrics))
 
 
 def _no_run(answered: int) -> str:

@@ -88,6 +88,7 @@ class UsageError(DpmonError):
     """A wrong command line; the text is one sentence for the user."""
 
 
+_METRICS = "write figures for Prometheus to FILE (node_exporter's textfile format)"
 _MACHINES = ("--host", "--hosts", "--hostfile", "--slurm", "--via")
 
 
@@ -215,7 +216,7 @@ def run_parser() -> argparse.ArgumentParser:
         metavar="=FILE",
         help="without a screen: one JSON line per second on stderr, or in FILE (--json=/dev/fd/3)",
     )
-    add("--metrics", metavar="FILE", help="write figures for Prometheus to FILE (node_exporter's textfile format)")
+    add("--metrics", metavar="FILE", help=_METRICS)
     add("--on-event", type=_setting("on_event"), metavar="COMMAND", help="start COMMAND for each event of the run")
     add("--refresh", type=_seconds, metavar="SECONDS", help="seconds between updates of the screen (default: 1)")
     add("--name", type=_run_name, help="the run's name (default: the script's)")
@@ -266,6 +267,7 @@ def command_parser(command: str) -> argparse.ArgumentParser:
     if command == "attach":
         add("--refresh", type=_seconds, metavar="SECONDS", help="seconds between updates of the screen")
         add("--headless", action="store_true", help="follow the run without a screen")
+        add("--metrics", metavar="FILE", help=f"of a run on several machines: {_METRICS}")
         add("--json", nargs="?", const="-", metavar="=FILE", help="one JSON line per second, on stderr or in FILE")
     if command in SEVERAL:
         add("--host", action="append", metavar="HOST", help="a machine to look at, by ssh (repeatable)")
@@ -399,6 +401,8 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
                 _check_status(found)
             if command == "export":
                 _check_export(found)
+            if command == "attach" and found.metrics and not several(found):
+                raise UsageError("--metrics of attach is for several machines (--host); else give it to the run")
             return command, found
     options.words = rest
     if options.module is None and not rest:

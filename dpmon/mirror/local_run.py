@@ -7,26 +7,32 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.rundir import RunInfo, load_exit
-from dpmon.run.runs import JOB, create_run, list_runs
+from dpmon.run.rundir import RunError, RunInfo, load_exit
+from dpmon.run.runs import JOB, create_run, list_runs, short_name
 
 
-def mirror_of(name: str, machines: Sequence[tuple[str, str, Sequence[str]]], age_s: float = 0.0) -> Path:
+def mirror_of(
+    name: str, machines: Sequence[tuple[str, str, Sequence[str]]], age_s: float = 0.0, metrics: str | None = None
+) -> Path:
     """The directory of the run that mirrors these runs of other machines; it is created if there is none.
 
     `machines`: of each its name, the id of its run (JOB and a job while it cannot be reached), and the words that run
-    dpmon there. `age_s`: how long ago the first
-    of their runs began. RunError if no directory can be created. `ensure_supervisor` starts the mirror.
+    dpmon there. `age_s`: how long ago the first of their runs began. `metrics`: the file for Prometheus.
+    `ensure_supervisor` starts the mirror. RunError if no directory can be created, or if a mirror without this file is
+    there.
     """
     wanted = [[machine, run, *words] for machine, run, words in machines]
     for directory, info in reversed(list_runs()):
         known = info.options.get("machines", ()) if info.nodes and info.boot_id == proc.boot_id() else ()
         if len(known) == len(wanted) and all(map(_same, known, wanted)) and load_exit(directory) is None:
+            if metrics not in (None, info.options.get("metrics")):
+                name = short_name(info)
+                raise RunError(f"{name} mirrors these runs without --metrics: end it first, as `dpmon rm {name}` says")
             return directory
     draft = RunInfo(
         id="", name=name, command=(), script=name, cwd="/", python=None, started_unix=time.time() - age_s,
         start_ns=time.monotonic_ns() - int(age_s * 1e9), boot_id=proc.boot_id(), headless=False,
-        options={"machines": wanted}, nodes=tuple(machine for machine, *_ in machines),
+        options={"machines": wanted, "metrics": metrics}, nodes=tuple(machine for machine, *_ in machines),
     )  # fmt: skip
     return create_run(draft)[0]
 

@@ -47,6 +47,7 @@ from dpmon.run.rundir import (
 )
 from dpmon.run.runs import JOB
 from dpmon.store.answers import NodeRow, event_in
+from dpmon.supervise.metrics import Metrics, metrics_path
 from dpmon.supervise.start import keep_statuses
 
 COMMIT_S, POLL_S, REST_S = 0.5, 0.2, 0.1
@@ -103,6 +104,8 @@ class Mirror:
         self._chunks: list[tuple[Followed, Chunk]] = []
         self._events: list[tuple[str, Mapping[str, Any]]] = []
         self._last_stall: Mapping[str, Any] | None = None
+        self._metrics: Metrics | None = None
+        """The writer of the metrics file; None before the first machine has said what the run is."""
         self._ids = count(1)
         self._leave = False
         self._other: set[str] = set()
@@ -162,11 +165,14 @@ class Mirror:
             if over or now >= state_at:
                 state_at = now + 1.0
                 self._save_state()
+            self._write_metrics(now)
         self.links.close()
         self.joint.close()
         if over:
             self._finish()
         self._commit()
+        if self._metrics is not None and (how := load_exit(self.directory)) is not None:
+            self._metrics.end(how)
         self.records.close()
 
     def _turn(self, node: NodeRow, state: str, why: str | None) -> None:
@@ -359,6 +365,16 @@ class Mirror:
             machine.held = 0
         self._chunks, self._events = [], []
         return True
+
+    def _write_metrics(self, now: float) -> None:
+        asked = self.info.options.get("metrics")
+        if self._metrics is None and self.info.command and isinstance(asked, str):
+            path = metrics_path(asked, self.info)
+            self._metrics = Metrics(
+                path, self.directory, lambda text: self.emit("warning", {"process": None, "text": text})
+            )
+        if self._metrics is not None:
+            self._metrics.tick(now)
 
     def _save_state(self) -> None:
         """Write what readers want to know of the processes."""

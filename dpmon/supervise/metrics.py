@@ -39,7 +39,8 @@ _SHARE = 0.01
 """Largest share of the time for writing: a file that takes long to write is written less often."""
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 MAX_PROCESSES = 1024
-MAX_DEVICES = 256
+MAX_SAMPLES, _OF_NODE = 512, 32
+"""Newest samples of devices and hosts to read, and how many of each machine: a second has one of each device."""
 MAX_LABEL = 200
 
 
@@ -134,6 +135,8 @@ class Metrics:
         self._run = {"run": short_name(self._info)}
         self._ranks: Mapping[int, int | None] = {}
         """Rank by process."""
+        self._nodes: Mapping[int, str] = {}
+        """Name of the machine by process, of a run on several."""
         self._warn = warn
         self._failing = self._over = False
         self._due = 0.0
@@ -214,19 +217,26 @@ class Metrics:
 
     def _add_record(self, text: MetricsText, store: Store) -> None:
         window, run, (job, node) = Window(store), self._run, store.job()
-        if job is not None:
+        names = {machine.number: machine.name for machine in store.nodes()}
+        if job is not None and not names:  # else the machines may have files of their own, with the same ranks
             about = {**run, "by": job["by"], "job_id": job["id"], "node": "" if node is None else str(node)}
             text.gauge("run_job_info", "The job of the run's ranks, with the same id on all its machines.", about, 1)
         self._ranks = {ring.process: ring.rank for ring in store.rings.values()}
+        self._nodes = {ring.process: names[ring.node] for ring in store.rings.values() if ring.node in names}
+        for machine in store.nodes():
+            where, sends = {"node": machine.name}, "1 while a machine sends its records, of a run on several machines."
+            text.gauge("node_connected", sends, {**run, **where}, int(machine.state == "connected"))
         self._add_steps(text, window)
         self._add_figures(text, window)
         self._add_times(text, window)
         text.counter("records_dropped_total", "Records that were lost before they were read.", run, store.dropped)
         text.counter("warnings_total", "Warnings in the record.", run, store.event_count("warning"))
-        devices = {event.data.get("index"): event.data for event in store.events("device", newest=MAX_DEVICES)}
-        for data in devices.values():
+        found = store.events("device", "host", newest=max(MAX_SAMPLES, _OF_NODE * len(names)))
+        samples = {(event.kind, event.data.get("node"), event.data.get("index")): event.data for event in found}
+        for (kind, number, _), data in samples.items():
             about = {key: str(data[key]) for key in ("index", "uuid", "name") if data.get(key) is not None}
-            _add_gauges(text, "device", {**run, **about}, data)
+            where = {"node": names[number]} if number in names else {}
+            _add_gauges(text, kind, {**run, **where, **about}, data)
         for number in sorted(self._ranks)[:MAX_PROCESSES]:
             for definition, line in store.loss_places(number).items():
                 newest, _ = store.newest_losses(number, definition)
@@ -240,12 +250,15 @@ class Metrics:
                 wrappers[process, wrapper] = event.data
         for (process, number), data in sorted(wrappers.items(), key=lambda item: item[0])[:MAX_PROCESSES]:
             _add_gauges(text, "ddp", {**self._of_process(process), "wrapper": str(number)}, data)
-        for event in store.events("host", newest=1):
-            _add_gauges(text, "host", run, event.data)
 
-    def _of_process(self, process: int) -> dict[str, str]:
-        rank = self._ranks.get(process)
-        return {**self._run, "process": str(process), "rank": "" if rank is None else str(rank)}
+    def _of_process(self, process: int, *, ranked: bool = True) -> dict[str, str]:
+        rank, node = self._ranks.get(process), self._nodes.get(process)
+        return {
+            **self._run,
+            **({} if node is None else {"node": node}),
+            "process": str(process),
+            **({"rank": "" if rank is None else str(rank)} if ranked else {}),
+        }
 
     def _add_steps(self, text: MetricsText, window: Window) -> None:
         """Durations, phases, ranks' communication and quantities of the steps, evaluations included."""
@@ -294,7 +307,7 @@ class Metrics:
         for key, tally in (*window.by_process.items(), *window.left_out.items()):
             last[key.process] = max(last.get(key.process, (0, 0)), (tally.last_ns or 0, tally.last_step or 0))
         for process, (at_ns, number) in sorted(last.items())[:MAX_PROCESSES]:
-            labels = {**self._run, "process": str(process)}
+            labels = self._of_process(process, ranked=False)
             ended = self._info.started_unix + at_ns / 1e9
             text.gauge("last_step", "Number of the newest step.", labels, number)
             text.gauge("last_step_time_seconds", "When the newest step ended, since 1970.", labels, ended)

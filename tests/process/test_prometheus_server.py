@@ -20,6 +20,9 @@ import pytest
 from documented import DOCS
 from running import Dpmon, end_all, wait_for
 
+from dpmon.run import proc
+from dpmon.run.rundir import load_info
+
 EXPORTER = shutil.which("prometheus-node-exporter") or shutil.which("node_exporter")
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = [
@@ -213,3 +216,11 @@ def test_prometheus_names_the_slow_rank_of_a_job_on_two_machines(dpmon: Dpmon, s
     page = (DOCS / "prometheus.md").read_text()
     rates = page.partition("The samples per second of each job are:\n\n")[2].partition("\n\n")[0]
     assert {labels["job_id"]: value for labels, value in servers.query(rates)}[alert["job_id"]] > 0
+
+    # One file for both: here they are two runs of one machine.
+    host = proc.host()
+    dpmon.start("attach", "--headless", "--host", host, "--metrics", servers.machines[0], stdout=subprocess.DEVNULL)
+    mirror = wait_for(lambda: [run.name for run in dpmon.runs() if load_info(run).nodes], what="the mirror")[0]
+    (alert,) = wait_for(lambda: servers.alerts("DpmonStraggler", mirror[len("20261126-000000-") :]), what="an alert")
+    assert (alert["rank"], alert["node"], alert["instance"]) == ("1", f"{host}:2", servers.instances[0])
+    assert slow(), "it counts no rank twice"

@@ -328,7 +328,7 @@ def test_a_job_that_starts_is_waited_for_but_not_for_ever(
     monkeypatch.setattr(module, "runs_of", lambda asked: (next(answers), {}))
     made = []
     monkeypatch.setattr(module, "mirror_of", lambda *about: made.append(about))
-    options = Namespace(run=None, slurm=None)
+    options = Namespace(run=None, slurm=None, metrics=None)
     module._mirrored(options, [one.machine for one in starts])
     assert [machine for machine, _, _ in made[0][1]] == ["a", "b"]
     assert made[0][0] == "train"
@@ -466,7 +466,7 @@ def test_a_machine_that_cannot_be_reached_is_sought_by_the_job(
     monkeypatch.setattr(module, "runs_of", lambda asked: (runs, {"b": answer}))
     made: list[Any] = []
     monkeypatch.setattr(module, "mirror_of", lambda *about: made.append(about))
-    module._mirrored(Namespace(run=None, slurm=None), [Machine("a", ()), Machine("b", ("ssh", "b"))])
+    module._mirrored(Namespace(run=None, slurm=None, metrics=None), [Machine("a", ()), Machine("b", ("ssh", "b"))])
     ways = made[0][1]
     assert [name for name, _, _ in ways] == followed
     assert said in capsys.readouterr().err

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kept import keep
+from kept import draft, keep
+from many_nodes import ManyNodes
 from prometheus_client.parser import text_string_to_metric_families
 from rowring import RowRing, use_row_rings
 from situations import exit_of
@@ -22,6 +23,7 @@ from dpmon.record.history_rows import CallRow
 from dpmon.record.kinds import Call, Event, Step
 from dpmon.record.names import CALL_PHASES, Untimed
 from dpmon.run.rundir import ExitInfo, load_info, mark_stop, save
+from dpmon.run.runs import create_run
 from dpmon.store.drain import Drain
 from dpmon.store.figures import Window
 from dpmon.store.opened import open_store
@@ -277,3 +279,17 @@ def test_a_directory_takes_a_file_a_run(state: Path, tmp_path: Path) -> None:
     info = load_info(keep({}))
     assert metrics_path(str(tmp_path), info).name == f"dpmon-linear-{info.id[-4:]}.prom"
     assert metrics_path(str(tmp_path / "x.prom"), info) == tmp_path / "x.prom"
+
+
+def test_a_run_on_several_machines_names_the_machine_of_each_process(state: Path, tmp_path: Path) -> None:
+    names = ("gpu-0", "gpu-1")
+    directory, _ = create_run(draft(nodes=names))
+    run = ManyNodes(2, 2, directory=directory).run(0, 20)
+    run.node(1, "cut", "the connection timed out", 15.0)
+    found = written(directory, tmp_path / "it.prom")
+    nodes = {(dict(labels)["rank"], dict(labels)["node"]) for name, labels in found if name == "time_seconds_total"}
+    assert nodes == {(str(rank), names[rank // 2]) for rank in range(4)}
+    newest = {dict(labels).get("node") for name, labels in found if name in ("last_step", "device_utilization_ratio")}
+    assert newest == {*names}
+    assert {dict(labels).get("node") for name, labels in found if name.startswith("host_")} == {*names}
+    assert [found["node_connected", (("node", name),)] for name in names] == [1.0, 0.0]

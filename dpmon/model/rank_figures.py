@@ -38,12 +38,12 @@ class RankTimesReader:
     _times: tuple[RankTimes, ...] = ()
     _kept: KeptSums = field(default_factory=lambda: KeptSums())
 
-    def read(self, rows: Store, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:
-        """The times as of the newest step of `focus`, one of the ranks."""
+    def read(self, rows: Store, focus: Process, others: Sequence[Process], after_s: int = 0) -> tuple[RankTimes, ...]:
+        """The times as of the newest step of `focus`, one of the ranks; of several machines, only those `after_s`."""
         if focus.last_step is None:
             return ()
         if rows.mirrored:  # what is kept is of now, not of a time that is looked back to
-            return (self._kept if rows.until_s is None else KeptSums()).read(rows, focus, others)
+            return (self._kept if rows.until_s is None else KeptSums()).read(rows, focus, others, after_s)
         end_s, processes = figures_end_s(rows, focus), (focus.process, *(one.process for one in others))
         age_s = end_s - self._end_s
         if processes != self._of or not 0 <= age_s < len(processes) // RANKS_A_SECOND:
@@ -83,8 +83,8 @@ class KeptSums:
         self._sums: dict[int, RankSums] = {}
         """By process."""
 
-    def read(self, rows: Store, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:
-        """The times as of the newest step of any of these ranks."""
+    def read(self, rows: Store, focus: Process, others: Sequence[Process], after_s: int = 0) -> tuple[RankTimes, ...]:
+        """The times as of the newest step of any of these ranks, but not before `after_s`."""
         assert focus.last_step is not None
         together = [one for one in (focus, *others) if one.rank is not None]
         end_s = max(figures_end_s(rows, one) for one in together if one.last_step is not None)
@@ -93,12 +93,13 @@ class KeptSums:
             self._width_s *= 2
         mode = focus.last_step.mode
         left_out = SETTLING | (EVALUATION if mode in trains(rows.kinds()) else 0)
-        self._update(rows, max(end_s - self._width_s, 0), end_s, mode, left_out)
+        begin_s = max(end_s - self._width_s, 0)
+        self._update(rows, max(begin_s, min(after_s, end_s)), end_s, mode, left_out)
         first = self._sums.get(focus.process, RankSums())
         joined = first.series.get(WAIT, (0, 0))[0]
-        if 0 < joined < min(first.steps, MIN_STEPS) and self._width_s < _SAMPLED_S:
+        if 0 < joined < min(first.steps, MIN_STEPS) and self._width_s < _SAMPLED_S and begin_s > after_s:
             self._width_s *= 2
-            return self.read(rows, focus, others)
+            return self.read(rows, focus, others, after_s)
         ranks = sorted((one.rank or 0, one.process, one.node) for one in together)
         none = RankSums()
         return tuple(rank_times(process, rank, self._sums.get(process, none), node) for rank, process, node in ranks)

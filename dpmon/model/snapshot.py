@@ -113,7 +113,10 @@ class Snapshots:
             return state
         ranks = [one for one in state.training if one.rank is not None and one.process != focus.process]
         found = self._with_figures(rows, focus, ranks if focus.rank is not None else [], wanted, events)
-        times = self._times.read(rows, found, ranks) if ranks else ()
+        ended_ns = next((one.end_ns for one in reversed(events.stalls) if one.end_ns is not None), None)
+        # Only the machine of the rank that stood still leaves out the step with the stall.
+        after_s = 0 if ended_ns is None else ended_ns // SECOND + 2
+        times = self._times.read(rows, found, ranks, after_s) if ranks else ()
         slowest = _slowest(times, wanted)
         others = [one for one in ranks if one.process in slowest]
         if wanted.listed or not slowest:

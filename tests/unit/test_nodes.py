@@ -7,6 +7,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from dpmon.model.rank_waits import among_many
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import WORST, Wanted
 from dpmon.model.stragglers import delays, sentence
-from dpmon.record.schema import WAIT
+from dpmon.record.kinds import Event
+from dpmon.record.schema import STEP, WAIT
 from dpmon.run.mirrored import Answers
 from dpmon.run.reader import PauseState
 from dpmon.run.runs import create_run
-from dpmon.store.tally import counts_in
+from dpmon.store.tally import COLUMNS, SeriesNames, Tally, counts_in
 from dpmon.ui.dialogs import Choice
 from dpmon.ui.facts import Facts, Toggle, View
 from dpmon.ui.paint import TALL
@@ -340,3 +342,35 @@ def test_a_cell_shows_how_long_the_others_waited_for_its_rank() -> None:
     assert plain(row).rstrip() == "   0 ···25·"
     halves = [one._replace(group=(0, 1, 2) if at < 3 else (3, 4, 5)) for at, one in enumerate(ranks)]
     assert {process: round(share, 2) for process, share in delays(halves).items()} == {4: 0.38}
+
+
+def lengthen(run: ManyNodes, at: tuple[tuple[int, int], ...], processes: range, more_ns: int) -> None:
+    """Make a step of these processes longer, in the tallies of these widths and seconds."""
+    names = SeriesNames(run.store()._names.items())
+    for process, (width, second) in product(processes, at):
+        where = f"width = {width} AND start_s = {second} AND process = {process}"
+        ((*row,),) = run._db.execute(f"SELECT {', '.join(COLUMNS)} FROM tallies WHERE {where}").fetchall()
+        tally = Tally.of_row(row, names.by_number)
+        tally.high_ns = more_ns
+        tally.stats[STEP].total += more_ns
+        values = ", ".join(f"{name} = ?" for name in COLUMNS)
+        run._db.execute(f"UPDATE tallies SET {values} WHERE {where}", tally.row(names))
+
+
+def test_after_a_stall_all_machines_are_compared_by_the_steps_after_it() -> None:
+    """Only the machine of the rank that stood still leaves the step out of its tallies."""
+
+    def means(facts: Facts) -> set[int]:
+        return {round((one.step_ns or 0) / 1e6) for one in facts.state.ranks}
+
+    run = ManyNodes(2, slow=-1).run(0, 20)
+    lengthen(run, ((1, 17), (10, 10)), range(8), 6 * SECOND)
+    facts = Facts(Snapshots().take(run.store(), Wanted()), 20 * SECOND, INFO, alive=True)
+    assert len(means(facts)) == 2
+    run._event(Event("stall", {"t_s": 15.0, "since_s": 11.0, "ranks": [], "text": "rank 9"}), None)
+    run._event(Event("stall", {"t_s": 17.5, "since_s": 11.0, "lasted_s": 6.5, "text": "rank 9"}), None)
+    for process, told in ((0, True), (9, False)):
+        state = Snapshots().take(run.store(), Wanted(process=process))
+        facts = Facts(state, 20 * SECOND, INFO, View(process=process), alive=True)
+        assert len(means(facts)) == 1
+        assert ("the mean includes a stall of 6 s on another machine" in text_of(facts, 160, TALL)) is told

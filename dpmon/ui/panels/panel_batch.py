@@ -249,7 +249,8 @@ def notes(
     facts: Facts, process: Process, numbers: Figures, timeline: StepTimeline | None, width: int, most: int, look: Look
 ) -> list[Row]:
     """At most `most` rows of notes on the figures and the last step."""
-    usual = [*_between(numbers), *(unevenness(process) or _longest(facts, numbers)), *host_waits(numbers.parts)]
+    long = _stalls(facts, numbers) or unevenness(process) or _longest(facts, numbers)
+    usual = [*_between(numbers), *long, *host_waits(numbers.parts)]
     texts = [
         *(usual if facts.stall is None else []),
         *partly_timed(numbers.parts),
@@ -270,6 +271,15 @@ def _between(numbers: Figures) -> list[str]:
     if rate is None or not rate.apart or rate.steps_within <= rate.steps_per_s:
         return []
     return [f"{percent(1 - rate.steps_per_s / rate.steps_within)} of the time is between steps: {rate_words(rate)}"]
+
+
+def _stalls(facts: Facts, numbers: Figures) -> list[str]:
+    """A note that the mean includes a stall: that of another machine, which this one did not know of."""
+    own, known = numbers.tally, any(each.node is not None for each in facts.state.training)
+    for one in facts.state.stalls if known else ():
+        if one.end_ns is not None and one.end_ns > (own.first_ns or 0) and (own.high_ns or 0) > one.lasted_ns(0) / 2:
+            return [f"the mean includes a stall of {one.lasted_ns(0) / SECOND:,.0f} s on another machine"]
+    return []
 
 
 def unevenness(process: Process) -> list[str]:

@@ -89,6 +89,8 @@ class Communication:
     """The collectives of sampled steps."""
     sampled_of: int = 0
     """Number of steps of all ranks in the time that these samples cover."""
+    elsewhere: tuple[RankTimes, ...] = ()
+    """The ranks of other nodes, if a picture shows one node alone: the others may wait for one of them."""
 
     @property
     def one_in(self) -> int | None:
@@ -164,7 +166,7 @@ class Communication:
     @cached_property
     def straggler(self) -> Straggler | None:
         """The ranks that the others wait for; None if no rank stands out."""
-        return straggler(self.ranks)
+        return straggler((*self.ranks, *self.elsewhere))
 
     @property
     def own_names(self) -> str:
@@ -191,12 +193,14 @@ def communication(
     wrappers: Sequence[Wrapper],
     collectives: Communicated = _NOTHING,
     sampled_of: int = 0,
+    elsewhere: Sequence[RankTimes] = (),
     *,
     lately: bool,
 ) -> Communication | None:
     """The communication of these ranks; None for one process without a DistributedDataParallel.
 
     `collectives`: the collectives of sampled steps. `sampled_of`: the number of all steps in the same time.
+    `elsewhere`: the ranks of nodes that are not shown.
     """
     if len(ranks) < 2 and not wrappers:
         return None
@@ -209,9 +213,12 @@ def communication(
     own.sort(key=lambda one: one.number)
     missing = None if any(one.joined for one in ranks) else _missing(ranks, own)
     waits = any(one.waits_in_forward for one in wrappers)
-    groups = _groups_of([one.rank for one in ranks], wrappers)
-    times = [one._replace(group=groups[one.rank], waits_in_forward=waits) for one in ranks]
-    return Communication(tuple(times), tuple(own), _torch_times(wrappers), lately, missing, collectives, sampled_of)
+    groups = _groups_of([one.rank for one in (*ranks, *elsewhere)], wrappers)
+    times, others = (
+        tuple(one._replace(group=groups[one.rank], waits_in_forward=waits) for one in those)
+        for those in (ranks, elsewhere)
+    )
+    return Communication(times, tuple(own), _torch_times(wrappers), lately, missing, collectives, sampled_of, others)
 
 
 def _groups_of(ranks: Iterable[int], wrappers: Sequence[Wrapper]) -> Mapping[int, Group | None]:

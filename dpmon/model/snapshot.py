@@ -116,8 +116,10 @@ class Snapshots:
         ended_ns = next((one.end_ns for one in reversed(events.stalls) if one.end_ns is not None), None)
         # Only the machine of the rank that stood still leaves out the step with the stall.
         after_s = 0 if ended_ns is None else ended_ns // SECOND + 2
-        times = self._times.read(rows, found, ranks, after_s) if ranks else ()
-        slowest = _slowest(times, wanted)
+        elsewhere = _elsewhere(rows, state, wanted) if ranks else []
+        times = self._times.read(rows, found, [*ranks, *elsewhere], after_s) if ranks else ()
+        there = {process.process for process in state.training}
+        slowest = _slowest([one for one in times if one.process in there], wanted)
         others = [one for one in ranks if one.process in slowest]
         if wanted.listed or not slowest:
             others += [one for one in _other_processes(state, focus, wanted) if one.process not in slowest]
@@ -129,7 +131,6 @@ class Snapshots:
         if wanted.slowest:
             longest = slow_steps_of(rows, state, wanted.span_s, wanted.slowest, events.inputs, self._slowest)
             state = replace(state, slowest=longest)
-        there = {process.process for process in state.training}
         wrappers = [one for one in events.wrappers if one.process in there]
         if ranks:
             state = with_ranks(rows, state, found, ranks, wrappers, times)
@@ -290,6 +291,15 @@ def processes_in(rows: Store, events: Announced, ended: frozenset[int], node: in
     return State(processes=known, nodes=() if node is not None else nodes, newest_ns=newest_ns, ended=ended)
 
 
+def _elsewhere(rows: Store, state: State, wanted: Wanted) -> list[Process]:
+    """The ranks of the nodes that a picture of one node leaves out, for the straggler; without their figures."""
+    if wanted.node is None:
+        return []
+    nodes = {process: node for node in nodes_in(rows) for process in node.processes if node.number != wanted.node}
+    newest = {rank: process for process, rank in sorted(rows.ranks.items()) if process in nodes}
+    return [Process(process, rank, node=nodes[process].name) for rank, process in newest.items()]
+
+
 def _slowest(times: Sequence[RankTimes], wanted: Wanted) -> set[int]:
     """The processes of the ranks that wait least, if a picture shows only these; else none."""
     known = [one for one in times if one.wait_ns is not None]
@@ -394,12 +404,15 @@ def with_ranks(
     end_ns = state.newest_ns + 1
     begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
     numbers = [process.process for process in (focus, *others)]
+    own = times if len(times) == len(numbers) else tuple(one for one in times if one.process in numbers)
+    elsewhere = () if own is times else tuple(one for one in times if one.process not in numbers)
     found = rows.communicated(begin_s * SECOND, end_ns, numbers)
     steps, last = 0, None
     if found.samples:
         last = rows.last_sample(focus.process, begin_s * SECOND)
         steps = rows.step_count(begin_s, end_ns // SECOND + 1, numbers)
-    return replace(state, communication=communication(times, wrappers, found, steps, lately=True), last_sample=last)
+    known = communication(own, wrappers, found, steps, elsewhere, lately=True)
+    return replace(state, communication=known, last_sample=last)
 
 
 def slow_steps_of(

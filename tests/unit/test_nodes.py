@@ -20,6 +20,7 @@ from synthetic import SECOND
 from test_json_documented import documented
 
 from dpmon.cli.main import main
+from dpmon.model.communication import Wrapper, communication
 from dpmon.model.nodes import NodeFacts, Trouble
 from dpmon.model.rank_waits import among_many
 from dpmon.model.snapshot import Snapshots
@@ -250,13 +251,26 @@ def test_a_node_that_did_not_do_what_it_was_asked_for_says_why() -> None:
     assert "gpu-2: no training process is running" in text_of(replace(facts_of(run_of(4)), answers=answers), 120, 40)
 
 
-@pytest.mark.parametrize(("node", "verdict"), [(0, "no rank of gpu-0 holds the others up"), (1, "rank 11 (gpu-1)")])
+@pytest.mark.parametrize(("node", "verdict"), [(0, "others wait for rank 11 (gpu-1)"), (1, "rank 11 (gpu-1)")])
 def test_a_node_alone_speaks_of_its_own_ranks_and_counts_no_others(node: int, verdict: str) -> None:
     facts = facts_of(run_of(4), node=node, view=View(node=node))
     text = text_of(facts, 120, 40)
     assert verdict in text
     assert "ranks train in this run" not in text
     assert "8 of 32 ranks train in this run" in text_of(replace(facts, view=View()), 120, 40)
+
+
+def test_a_node_alone_names_no_rank_of_its_own_while_the_slow_one_is_elsewhere() -> None:
+    """A rank that waits less than its neighbours, also where the ranks wait for each other in the forward."""
+    (eleven,) = [one for one in run_of(4).state().ranks if one.rank == 11]
+    own = [one for one in run_of(4).state().ranks if one.node == "gpu-0"]
+    own[1] = own[1]._replace(wait_ns=3e6, phases={**own[1].phases, "data": 3.4e6})
+    wrapper = Wrapper(0, 0, 0, "Model", sync_batch_norm=True)
+    for elsewhere, slow in (([], 1), ([eleven], 11)):
+        found = communication(own, [wrapper], elsewhere=elsewhere, lately=True)
+        assert found is not None
+        assert found.straggler is not None
+        assert (found.straggler.rank, len(found.ranks)) == (slow, 8)
 
 
 def test_the_map_explains_only_what_it_shows() -> None:

@@ -305,7 +305,7 @@ def operations(traffic: Communication) -> list[str]:
     collectives = traffic.collectives
     if collectives.why is not None and not collectives.samples:
         return [f"collectives: {collectives.why}"]
-    lines = []
+    lines, known = [], {one.group_size for one in traffic.wrappers}
     of = "" if traffic.one_in is None else f"; 1 step in {group(traffic.one_in)}"
     for one in collectives.operations[:_OPERATIONS]:
         count = three(one.collectives / collectives.samples) if collectives.samples else group(one.collectives)
@@ -313,7 +313,8 @@ def operations(traffic: Communication) -> list[str]:
         bus = one.bus_bytes_s
         why = one.no_bandwidth if one.bytes or not one.ended else None  # a barrier has none
         fast = f", {bandwidth(bus)} bus" if bus is not None else "" if why is None else f", {why.partition(':')[0]}"
-        lines.append(f"{one.name} {count} a step{size}{fast}{of}")
+        ranks = "" if one.size in known else f" of {count_of(one.size, 'rank')},"
+        lines.append(f"{one.name}{ranks} {count} a step{size}{fast}{of}")
     return lines
 
 

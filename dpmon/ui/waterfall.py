@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 from dpmon.cleaning import clean
 from dpmon.model.state import Process
@@ -186,12 +187,13 @@ def sample_row(sample: LastSample, label: int, room: int, top: float, look: Look
     cells: list[Span] = [(cell, style) for cell in line]
     for begin in launched:
         cells[min(int(begin * room / top), room - 1)] = (look.glyphs.down, "bold")
-    counts = Counter(one.operation for one in sample.collectives).most_common(2)
+    counts = Counter((one.operation, one.group_size) for one in sample.collectives).most_common(2)
     step = "" if sample.step is None else f"step {group(sample.step)}: "
-    text = step + ", ".join(f"{count} {name}" for name, count in counts)
+    whole = step + ", ".join(f"{count} {name} of {count_of(size, 'rank')}" for (name, size), count in counts)
+    short = step + ", ".join(f"{count} {name}" for (name, _), count in counts)
     drawn = [at for at, (cell, _) in enumerate(cells) if cell != " "]
     first, last = (drawn[0], drawn[-1]) if drawn else (room, room)
-    for at in (0, last + 2):
+    for text, at in product((whole, short), (0, last + 2)):
         if at + len(text) < (first if at == 0 else room + 1):
             cells[at : at + len(text)] = [(text, "dim")]
             break

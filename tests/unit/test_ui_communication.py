@@ -12,11 +12,12 @@ from situations import INFO, LOOK, MONO_ASCII
 from situations import rows_text as texts
 from synthetic import SECOND
 
+from dpmon.model.communication import Wrapper, communication, operations
 from dpmon.model.state import StallSeen
 from dpmon.model.step_timeline import last_step_timeline
-from dpmon.record.kinds import BUCKET, Collective
+from dpmon.record.kinds import BUCKET, Collective, Operation
 from dpmon.run.reader import PauseState
-from dpmon.store.answers import LastSample
+from dpmon.store.answers import Communicated, LastSample
 from dpmon.ui.facts import Facts, Toggle, View, life
 from dpmon.ui.paint import whole
 from dpmon.ui.panels import panel_batch, panel_communication, panel_ranks, panel_standing
@@ -309,13 +310,24 @@ def test_the_collectives_of_a_sampled_step_are_drawn_from_when_they_could_begin(
     ran = (a_collective("all_reduce", 10, 2), a_collective("all_reduce", 11, 5, queued=3))
     sample = LastSample(7, 100_000_000, 20_000_000, ran)
     row = plain(sample_row(sample, 10, 100, 25e6, LOOK))
-    assert row.startswith("sampled   step 7: 2 all_reduce ")
+    assert row.startswith("sampled   step 7: 2 all_reduce of 2 ranks ")
     assert row.endswith(" 20.0 ms")
     line = row[10:110]
     assert [at for at, cell in enumerate(line) if cell == "━"] == [*range(40, 48), *range(56, 64)]
     launched = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_gather", 1, None),))
     line = plain(sample_row(launched, 10, 100, 25e6, LOOK))[10:110]
-    assert line.startswith("    ↓ step 7: 1 all_gather")
+    assert line.startswith("    ↓ step 7: 1 all_gather of 2 ranks ")
+    assert "step 7: 1 all_gather  " in plain(sample_row(launched, 10, 30, 25e6, LOOK)), "the ranks have no room"
+
+
+def test_the_ranks_of_a_collective_are_named_where_no_row_says_it() -> None:
+    sums = (Operation("all_reduce", 8, 6, 0, 0, 0, 0), Operation("all_gather", 4, 2, 0, 0, 0, 0))
+    found = communication((), [Wrapper(0, 0, 0, "Model", group_size=8)], Communicated(sums, 2), 4, lately=True)
+    assert found is not None
+    assert [line.partition(",")[0].split(" a step")[0] for line in operations(found)] == [
+        "all_reduce 3.00",
+        "all_gather of 4 ranks",
+    ]
 
 
 def test_a_sampled_step_has_a_row_where_there_is_room() -> None:

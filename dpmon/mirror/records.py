@@ -46,15 +46,16 @@ _RING = re.compile(r"process-(\d{1,6})\.ring")
 _OWN = "supervisor"
 """The row of a machine's supervisor among its rings."""
 _PROCESS = re.compile(r'"process": ?(-?\d{1,19})(?=[,}\]\s])')
-_MOST_PENDING = 16
-"""Most waits of a process that are known before its next tally comes."""
+_LATE_S, _MOST_PENDING = 5, 1 << 16
+"""Waits that are known this long after their second change its tally, others go into the next one; and most of them."""
 _AT = {name: at for at, name in enumerate(STEP_COLUMNS)}
 _synced_of = itemgetter(
     *(_AT[name] for name in ("mode", "kind", "start_ns", "wall_ns", SYNC_NUMBER, "synced", "sync_ns", "device"))
 )
 _REPLACED = ("definitions", "loops", "times", "shapes", "collective_sums")
 """Tables that need nothing but the number of the process."""
-_ROW = "width = ? AND start_s = ? AND process = ? AND mode = ? AND kind = ? AND batch = ?"
+_ANY_BATCH = "width = ? AND start_s = ? AND process = ? AND mode = ? AND kind = ?"
+_ROW = f"{_ANY_BATCH} AND batch = ?"
 
 
 class ChunkError(HistoryError):
@@ -103,9 +104,13 @@ class Records:
         """The ranks on each machine."""
         self._of_several: dict[int, bool] = {}
         """By process: whether it averages its gradients with ranks of other machines."""
-        self._pending: dict[_Place, list[Joined]] = defaultdict(list)
+        self._pending: dict[_Place, tuple[Joined, ...]] = {}
         """Waits that are not in a tally yet."""
         self._joined: list[Joined] = []
+        """All waits of the last call of `write`; `_late`: of seconds whose tallies have come already."""
+        self._late: list[Joined] = []
+        self._node_of: dict[int, NodeRow] = {}
+        """The machine of each process."""
         self._out: dict[str, list[Sequence[Any]]] = defaultdict(list)
         """Rows by table that are inserted together."""
         self._silent = {ring.process: ring for ring in self._rings.values() if ring.first_id is None}
@@ -146,20 +151,23 @@ class Records:
             dict(self._rings),
             {node: dict(own) for node, own in self._numbers.items()},
             dict(self._whole),
+            dict(self._silent),
+            dict(self._pending),
         )
         try:
             self._history.transact(lambda: self._put(chunks, events))
         except HistoryError:
             for node, values in before:
                 node.__dict__.update(zip(node.__dict__, values, strict=True))
-            self._history.next_id, self._rings, self._numbers, self._whole = state
+            self._rounds.take_back(state[0], self._joined)
+            self._history.next_id, self._rings, self._numbers, self._whole, self._silent, self._pending = state
             self._keys, self._names.unwritten = set(), list(self._names.by_number.items())
             self._written.clear()
             raise
 
     def _put(self, chunks: Sequence[tuple[NodeRow, Chunk]], events: Sequence[_Own]) -> None:
         self._out.clear()
-        self._joined = []
+        self._joined, self._late = [], []
         for node, chunk in chunks:
             try:
                 self._put_chunk(node, chunk)
@@ -171,9 +179,8 @@ class Records:
             t_ns = int(at * 1e9) if isinstance(at, (int, float)) else None
             self._into("events", [(self._next(), None, kind, t_ns, text)])
         self._flush()
-        if self._joined:
-            self._db.executemany(JOIN_STEP, [(one.exposed_ns, one.wait_ns, one.step.id) for one in self._joined])
-            self._joined = []
+        self._db.executemany(JOIN_STEP, [(one.exposed_ns, one.wait_ns, one.step.id) for one in self._joined])
+        self._put_late()
         self._widen()
         changes = {node.number: _values(node) for node in self.nodes}
         self._into("nodes", [row for number, row in changes.items() if self._written.get(number) != row])
@@ -276,6 +283,8 @@ class Records:
         self._into("rings", [_values(ring) for ring in found])
 
     def _note_rank(self, ring: RingRow) -> None:
+        if ring.node is not None:
+            self._node_of[ring.process] = self.nodes[ring.node]
         if ring.rank is not None and ring.node is not None and ring.rank not in self._ranks[ring.node]:
             self._ranks[ring.node].add(ring.rank)
             self._of_several.clear()
@@ -284,7 +293,7 @@ class Records:
         """Note the first id of each process."""
         for row in rows if self._silent else ():
             if (ring := self._silent.pop(row[1], None)) is not None:
-                ring.first_id = row[0]
+                self._rings[ring.name] = ring = replace(ring, first_id=row[0])
                 self._into("rings", [_values(ring)])
 
     def _put_events(self, node: NodeRow, rows: Iterable[tuple[Any, ...]], new: Mapping[int, int]) -> None:
@@ -322,19 +331,24 @@ class Records:
     def _join(self, node: NodeRow, steps: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """Return the steps; note those of all ranks whose waits are known now."""
         rows = list(steps)
+        shift_ns = max(node.clock_ns or 0, 0) - (node.shift_s or 0) * SECOND
         for row in rows:
             mode, kind, start, wall, sync_number, synced, sync_ns, device = _synced_of(row)
             if sync_number is None or not self._spans_machines(node, row[1]):
                 continue
             tail = sync_ns if device is None else device_tail(numbers_in(device)[1:])
             if tail is not None:
-                key, second = Key(row[1], mode, kind, 0), (start + wall) // SECOND
+                key, second = Key(row[1], mode, kind, 0), (start + wall - shift_ns) // SECOND
                 joined = self._rounds.step(row[1], SyncStep(row[0], key, second, sync_number, synced or 0, tail))
                 self._joined += joined
                 for one in joined:
-                    pending = self._pending[one.step.key[:3]]
-                    pending.append(one)
-                    del pending[:-_MOST_PENDING]
+                    place, tallied_s = one.step.key[:3], self._node_of[one.step.key.process].tallied_s
+                    if one.step.second < tallied_s - _LATE_S:
+                        self._late.append(one)
+                    else:
+                        self._pending[place] = (*self._pending.get(place, ()), one)
+        while len(self._pending) > _MOST_PENDING:
+            del self._pending[next(iter(self._pending))]
         return rows
 
     # ------------------------------------------------------------------------------------------ tallies
@@ -361,7 +375,7 @@ class Records:
                     moved = []
                     sketches += compacted(self._stored(finer[width], start, width, number, mode, kind, batch))
                 else:
-                    waits = self._entries(self._pending.pop((number, mode, kind), None))
+                    waits = self._due((number, mode, kind), start)
                     if start < node.tallied_s:
                         self._flush("tallies")
                         waits = compacted(waits + self._stored(1, start, 1, number, mode, kind, batch))
@@ -369,9 +383,29 @@ class Records:
             moved.append((width, start, number, *row[3:-1], sketches))
         self._into("tallies", moved)
 
-    def _entries(self, joined: Sequence[Joined] | None) -> bytes:
+    def _due(self, place: _Place, second: int) -> bytes:
+        """Return the entries of the waits up to a second, which are pending no longer."""
+        pending = self._pending.pop(place, ())
+        later = tuple(one for one in pending if one.step.second > second)
+        if later:
+            self._pending[place] = later
+        return self._entries([one for one in pending if one.step.second <= second])
+
+    def _put_late(self) -> None:
+        """Put waits into the tallies of their seconds: the steps of a machine that was cut off came after these."""
+        found: dict[tuple[Any, ...], list[Joined]] = defaultdict(list)
+        for one in self._late:
+            for width in WIDTHS:
+                place = (width, one.step.second // width * width, *one.step.key[:3])
+                found[place].append(one)
+        for place, joined in found.items():
+            for row in self._db.execute(f"SELECT * FROM tallies WHERE {_ANY_BATCH} LIMIT 1", place).fetchall():
+                self._into("tallies", [(*row[:-1], compacted(row[-1] + self._entries(joined)))])
+        self._flush("tallies")
+
+    def _entries(self, joined: Sequence[Joined]) -> bytes:
         """Return the entries of waits for a tally."""
-        if joined is None:
+        if not joined:
             return b""
         exposed, wait, held = self._waits
         found = entry_of(exposed, [one.exposed_ns for one in joined]) + entry_of(wait, [one.wait_ns for one in joined])

@@ -7,7 +7,7 @@ time is its wait. Only durations are compared, so the clocks of the ranks may di
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dpmon.record.schema import EXPOSED, HELD, SPAN_PHASES, WAIT
@@ -144,6 +144,19 @@ class Rounds:
         if group is None:
             group = self._groups[ranks] = _RankGroup(len(ranks))
         return group if group.take_over(rank, process) else None
+
+    def take_back(self, first_id: int, joined: Iterable[Joined]) -> None:
+        """Forget the steps with ids from `first_id` on; the others of the rounds that they completed wait again."""
+        for group in self._groups.values():
+            for place, steps in list(group.pending.items()):
+                kept = {rank: step for rank, step in steps.items() if step.id < first_id}
+                group.waiting -= len(steps) - len(kept)
+                group.pending[place] = kept
+                if not kept:
+                    del group.pending[place]
+        for one in joined:
+            if one.step.id < first_id:
+                self.step(one.step.key.process, one.step)
 
     def step(self, process: int, step: SyncStep) -> list[Joined]:
         """Take a step of a process; return the steps of all ranks that are now complete."""

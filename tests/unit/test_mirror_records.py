@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sqlite3
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from stored import Recording
 from synthetic import SECOND, Training, changed, device_event, host_event, with_other
 from test_takeover_sums import eventful
 
+from dpmon.errors import HistoryError
 from dpmon.export.new_rows import NewRows
 from dpmon.mirror.receive import Chunk, Receiver
 from dpmon.mirror.records import Records
@@ -20,6 +23,7 @@ from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event, Step
 from dpmon.record.schema import EXPOSED, HELD, WAIT
 from dpmon.run.rundir import RunInfo
+from dpmon.store.answers import NodeRow
 from dpmon.store.figures import Window
 from dpmon.store.queries import Store
 from dpmon.store.tables import Door
@@ -213,44 +217,152 @@ def test_the_figures_are_those_of_the_machines_whatever_is_cut_off(tmp_path: Pat
     records.close()
 
 
-def test_the_waits_of_ranks_on_several_machines_are_those_of_all_steps(tmp_path: Path) -> None:
-    """Only some steps are sent, but the mean wait is right, in tallies of all widths and after a restart."""
-    records = Records(tmp_path, info_of(2))
-    machines: list[Machine] = []
-    tails: dict[tuple[int, int], int] = {}
-    written: dict[tuple[int, int], list[Row]] = {}
-    for number in (0, 1):
-        machine = Machine(number, 0)
-        machine.recording = Recording()
-        machines.append(machine)
-        records.nodes[number].state = "connected"
-        for process in (0, 1):
+class Together:
+    """Four ranks on two machines that step together; rank 2 is slow."""
+
+    def __init__(self) -> None:
+        self.machines = [Machine(number, 0) for number in (0, 1)]
+        self.tails: dict[tuple[int, int], int] = {}
+        """What is left of a step after the last gradient, by rank and step."""
+        self._rows: dict[tuple[int, int], list[Row]] = {}
+        for number, process in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            self.machines[number].recording = Recording()
             rank = 2 * number + process
             chance = random.Random(rank)
-            training = Training(process=process, rank=rank, step_ns=95_000_000, seed=7)  # ranks step together
+            training = Training(process=process, rank=rank, step_ns=95_000_000, seed=7)
             first, *others = training.begin()
             ddp = Event("ddp", {"process": process, "rank": rank, "t_s": 2.0, "group": [0, 1, 2, 3]})
             rows = [changed(first, pid=42 + process, rank=rank, world=4), *others, ddp]
             for step in range(1, 901):
                 *calls, row = training.step()
-                tails[rank, step] = tail = (30_000_000 if rank != 2 else 0) + chance.randrange(2_000_000)
+                self.tails[rank, step] = tail = (30_000_000 if rank != 2 else 0) + chance.randrange(2_000_000)
                 counts = {**row.counts, "synced": 1, "sync_number": step}
                 phases = with_other({**row.phases, "sync": tail}, row.wall_ns)
                 rows += [*calls, row._replace(phases=phases, counts=counts)]
-            written[number, process] = rows
-    for second in range(5, 110, 3):
-        for (number, process), rows in written.items():
+            self._rows[number, process] = rows
+
+    def write(self, second: int) -> None:
+        """Record what has happened until a second."""
+        for (number, process), rows in self._rows.items():
             later = (at for at, row in enumerate(rows) if isinstance(row, Step) and row.start_ns > second * SECOND)
             until = next(later, len(rows))
-            machines[number].recording.add(rows[:until], process, 2 * number + process)
+            self.machines[number].recording.add(rows[:until], process, 2 * number + process)
             del rows[:until]
+
+
+def connected(records: Records) -> Records:
+    """Return the records, with all machines connected and their clocks known."""
+    for node, shift_ns in zip(records.nodes, SHIFTS, strict=True):
+        node.state, node.clock_ns, node.shift_s = "connected", shift_ns, round(shift_ns / SECOND)
+    return records
+
+
+def waits_by_second(mirror: Store, width: int) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return count and total of the waits by process and begin of each stretch, from the tallies."""
+    found = {}
+    for start, _, key, tally in mirror.tally_rows(widest=width):
+        if tally.stat(WAIT).count:
+            found[key.process, start] = tally.stat(WAIT).count, tally.stat(WAIT).total
+    return found
+
+
+def waits_of_steps(mirror: Store, shifts: dict[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return the same from the steps. `shifts`: by process, the part of a second by which its times are ahead."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    query = "SELECT process, start_ns, wall_ns, wait_ns FROM steps WHERE wait_ns NOT NULL"
+    for process, start, wall, wait in mirror.query(query):
+        key = process, (start + wall - shifts[process]) // SECOND
+        count, total = found.get(key, (0, 0))
+        found[key] = count + 1, total + wait
+    return found
+
+
+def test_the_waits_of_a_long_cut_are_in_the_tallies_of_their_seconds(tmp_path: Path) -> None:
+    records, together = connected(Records(tmp_path, info_of(2))), Together()
+    for second in range(5, 110):
+        together.write(second)
+        for machine, node in zip(together.machines, records.nodes, strict=True):
+            if node.number == 0 or not 20 <= second < 80:
+                more = True
+                while more:
+                    chunk, more = machine.chunk(second, last=second > 108)
+                    records.write([(node, chunk)])
+            elif second == 20:  # the connection is cut
+                machine.rows = machine.connected(node.received, node.tallied_s)
+    mirror = store_of_mirror(records)
+    shift_ns = {ring.process: SHIFTS[ring.node or 0] for ring in mirror.rings.values() if ring.process >= 0}
+    steps = waits_of_steps(mirror, {process: ns % SECOND for process, ns in shift_ns.items()})
+    narrow, wide = (waits_by_second(mirror, width) for width in (1, 60))
+    for process in range(4):
+        cut = [(process, second + shift_ns[process] // SECOND) for second in range(26, 75)]
+        assert sum(place in steps for place in cut) > 40
+        assert [narrow.get(place) for place in cut] == [steps.get(place) for place in cut]
+        sums = [sum(found[0] for place, found in each.items() if place[0] == process) for each in (steps, narrow, wide)]
+        assert sums[0] - 3 <= sums[1] == sums[2] <= sums[0]  # the last ones are in no tally yet
+    records.close()
+
+
+def all_rows(records: Records) -> dict[str, list[tuple[Any, ...]]]:
+    tables = [name for (name,) in records._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    return {table: records._db.execute(f"SELECT * FROM {table} ORDER BY 1, 2").fetchall() for table in tables}
+
+
+def test_what_could_not_be_written_is_written_later_as_if_nothing_had_happened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full for some time, in which some of the records are taken back, to be sent again."""
+    found = []
+    for fails in (False, True):
+        directory = tmp_path / str(fails)
+        directory.mkdir()
+        records, together = connected(Records(directory, info_of(2))), Together()
+
+        def write(
+            chunks: list[tuple[NodeRow, Chunk]], transact: Any = records._history.transact, records: Records = records
+        ) -> None:
+            def full(put: Callable[[], None]) -> None:
+                def work() -> None:
+                    put()
+                    raise sqlite3.OperationalError("database or disk is full")
+
+                transact(work)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(records._history, "transact", full)
+                with pytest.raises(HistoryError, match="full"):
+                    records.write(chunks)
+
+        for second in range(5, 110):
+            together.write(second)
+            chunks = [
+                (node, machine.chunk(second, last=second > 108)[0])
+                for machine, node in zip(together.machines, records.nodes, strict=True)
+            ]
+            if fails and second % 3 == 0:
+                write(chunks)
+                write(chunks[second % 2 :])
+            for chunk in chunks:
+                records.write([chunk])
+        found.append(all_rows(records))
+        records.close()
+    assert found[0].keys() == found[1].keys()
+    for table, rows in found[0].items():
+        assert rows == found[1][table], table
+
+
+def test_the_waits_of_ranks_on_several_machines_are_those_of_all_steps(tmp_path: Path) -> None:
+    """Only some steps are sent, but the mean wait is right, in tallies of all widths and after a restart."""
+    records = connected(Records(tmp_path, info_of(2)))
+    together = Together()
+    machines, tails = together.machines, together.tails
+    for second in range(5, 110, 3):
+        together.write(second)
         for machine, node in zip(machines, records.nodes, strict=True):
             records.write([(node, machine.chunk(second, last=second > 105)[0])])
         if second == 50:
             records.close()
-            records = Records(tmp_path, info_of(2))
+            records = connected(Records(tmp_path, info_of(2)))
             for machine, node in zip(machines, records.nodes, strict=True):
-                node.state = "connected"
                 machine.rows = machine.connected(node.received, node.tallied_s)
     mirror = store_of_mirror(records)
     ranks = {ring.rank: ring.process for ring in mirror.rings.values() if ring.rank is not None}

@@ -67,7 +67,8 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path, hunks in PATCHES:
         (root / path).write_text(patched((root / path).read_text(), hunks))
     (root / "docs").mkdir()
-    (root / "docs" / "records.md").write_text(_python(root, "-m", "dpmon.record.reference"))
+    shutil.copy(ROOT / "docs" / "records.py", root / "docs")
+    (root / "docs" / "records.md").write_text(_python(root, "docs/records.py"))
     return root
 
 

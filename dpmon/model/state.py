@@ -24,6 +24,7 @@ from dpmon.record.kinds import Call, Step
 from dpmon.record.names import RANK_MODES, on_node, rank_name
 from dpmon.record.plainjson import number_in
 from dpmon.record.schema import PHASES as SCHEMA
+from dpmon.stalls.run_state import Now
 from dpmon.store.answers import LastSample, UnfitLoss
 from dpmon.store.figures import Figures, Rate, figures
 from dpmon.store.tally import Tally
@@ -397,6 +398,29 @@ class State:
         """The stall that the run is in; None if there is none."""
         last = self.stalls[-1] if self.stalls else None
         return last if last is not None and last.end_ns is None else None
+
+    def now(
+        self,
+        now_ns: int,
+        activities: Mapping[int, tuple[str, int]],
+        paused_ns: int | None,
+        input_ns: int | None,
+        *,
+        over: bool = False,
+    ) -> Now:
+        """What the run's state in a word follows from. `activities`: by process; empty in a playback."""
+        focus, stall = self.focus, self.stall
+        return Now(
+            now_ns,
+            over,
+            paused_ns,
+            input_ns,
+            None if stall is None else stall.since_ns,
+            None if focus is None else focus.last_step,
+            max((each.seen_ns for each in self.processes.values()), default=-1),
+            self.open_calls,
+            ("", 0) if focus is None else activities.get(focus.process, ("", 0)),
+        )
 
     @cached_property
     def straggler(self) -> Straggler | None:

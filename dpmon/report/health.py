@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_of
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.standing import now_in
 from dpmon.model.state import State
 from dpmon.record.schema import SECOND
 from dpmon.run.activities import why_starting
@@ -123,7 +122,7 @@ def standing(reader: RunReader, state: State, now_ns: int) -> Health:
     since = {number: (what, at - start if at else 0) for number, (what, at) in reader.activities().items()}
     paused, reads = reader.paused().since_ns, reader.waits_for_input()
     doing, began_ns = since.get(-1 if state.focus is None else state.focus.process, ("", 0))
-    found = state_of(now_in(state, now_ns, since, _from(paused, start), _from(reads, start)))
+    found = state_of(state.now(now_ns, since, _from(paused, start), _from(reads, start)))
     stage, reason, remedy = reader.stage(), None, None
     over = doing == "ended" and found.word in (QUIET, *FINE)
     if over and stage is not None and stage[1] - start > state.newest_ns:

@@ -24,7 +24,7 @@ from dpmon.run.files import read_file
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, load_info
 from dpmon.run.runs import short_name
-from dpmon.stalls.run_state import ENDED, now_of, state_of
+from dpmon.stalls.run_state import ENDED, Now, state_of
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.figures import Figures, PhaseFigures, Window, elapsed
 from dpmon.store.loops import left_in
@@ -203,15 +203,15 @@ class Metrics:
         with contextlib.closing(RunReader(self._directory)) as reader:
             paused, reads, activities = reader.paused().since_ns, reader.waits_for_input(), reader.activities()
         doing, since = activities.get(step.process if step is not None else 0, ("", 0))
-        now = now_of(
+        now = Now(
             time.monotonic_ns() - start,
-            step,
-            max(seen, default=-1),
-            store.open_calls,
-            (doing, max(since - start, 0)),
             paused_ns=None if paused is None else paused - start,
             input_ns=None if reads is None else reads - start,
             stalled_ns=0 if stalls else None,
+            step=step,
+            seen_ns=max(seen, default=-1),
+            calls=store.open_calls,
+            activity=(doing, max(since - start, 0)),
         )
         return state_of(now).word
 

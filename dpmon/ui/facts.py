@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.model.finding import Finding
-from dpmon.model.standing import now_in
 from dpmon.model.state import Process, StallSeen, State, ended_in
 from dpmon.model.stragglers import Straggler
 from dpmon.record.names import RANK_MODES
@@ -176,7 +175,7 @@ class Facts:
         """The state of the run in a word, and since when (ns since the run's start)."""
         waited = self.input_wait_ns
         reads = None if waited is None else self.now_ns - waited
-        return state_of(now_in(self.state, self.now_ns, self.activities, self.pausing.since_ns, reads, over=self.over))
+        return state_of(self.state.now(self.now_ns, self.activities, self.pausing.since_ns, reads, over=self.over))
 
     @property
     def stall(self) -> StallSeen | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dpmon.record.kinds import Step
 from dpmon.record.names import INNER_FRAMES, OUTER_FRAMES
 from dpmon.record.schema import SECOND
 from dpmon.run import proc
@@ -530,6 +531,9 @@ def test_only_a_worker_with_work_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 # ------------------------------------------------------------------------------------------------ states
 
 
+SLOW = Step(0, None, 1, "", 0, 3 * SECOND, None, {"backward": 1})
+
+
 @pytest.mark.parametrize(
     ("now", "expected"),
     [
@@ -537,14 +541,16 @@ def test_only_a_worker_with_work_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         (Now(NOW, paused_ns=1, stalled_ns=1), PAUSED),
         (Now(NOW, input_ns=NOW - 2 * SECOND, stalled_ns=1), WAITING_FOR_INPUT),
         (Now(NOW, input_ns=NOW - SECOND // 2), STARTING),
-        (Now(NOW, stalled_ns=1, stepped=True), STALLED),
+        (Now(NOW, stalled_ns=1, seen_ns=0), STALLED),
         (Now(NOW), STARTING),
-        (Now(NOW, doing="data", since_ns=NOW - 2 * SECOND), WAITING_FOR_DATA),
-        (Now(NOW, stepped=True, last_end_ns=NOW, doing="data", since_ns=NOW - SECOND // 2), TRAINING),
-        (Now(NOW, stepped=True, last_end_ns=NOW, evaluation=True), EVALUATING),
-        (Now(NOW, stepped=True, last_end_ns=NOW - 6 * SECOND, doing="other"), QUIET),
-        (Now(NOW, stepped=True, last_end_ns=NOW - 6 * SECOND, doing="other", step_ns=3 * SECOND), TRAINING),
-        (Now(NOW, stepped=True, last_end_ns=NOW - 60 * SECOND, doing="forward"), TRAINING),
+        (Now(NOW, calls=1, seen_ns=NOW), TRAINING),
+        (Now(NOW, input_ns=NOW - 2 * SECOND, seen_ns=NOW), TRAINING),
+        (Now(NOW, activity=("data", NOW - 2 * SECOND)), WAITING_FOR_DATA),
+        (Now(NOW, seen_ns=NOW, activity=("data", NOW - SECOND // 2)), TRAINING),
+        (Now(NOW, step=Step(0, None, 1, "", 0, 1, None, {"other": 1}), seen_ns=NOW), EVALUATING),
+        (Now(NOW, seen_ns=NOW - 6 * SECOND, activity=("other", 0)), QUIET),
+        (Now(NOW, step=SLOW, seen_ns=NOW - 6 * SECOND, activity=("other", 0)), TRAINING),
+        (Now(NOW, seen_ns=NOW - 60 * SECOND, activity=("forward", 0)), TRAINING),
     ],
 )
 def test_the_state_in_a_word(now: Now, expected: str) -> None:

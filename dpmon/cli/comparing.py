@@ -8,7 +8,7 @@ from itertools import chain
 
 from dpmon.cleaning import json_text
 from dpmon.cli.commands import as_text, written
-from dpmon.model.compare_gate import Threshold, judge, status_of
+from dpmon.model.compare_runs import Threshold, judge, status_of
 from dpmon.report.comparison import as_object, document, read_and_compare
 from dpmon.report.page import page
 from dpmon.run.rundir import RunError

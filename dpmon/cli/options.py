@@ -161,7 +161,7 @@ def _percent(text: str) -> float:
 
 
 def _phase(text: str) -> str:
-    from dpmon.model.compare_gate import PHASES_GATED  # expensive
+    from dpmon.model.compare_runs import PHASES_GATED  # expensive
 
     if text not in PHASES_GATED:
         raise argparse.ArgumentTypeError(f"expected one of {', '.join(PHASES_GATED)}, not {text!r}")

@@ -2,10 +2,7 @@
 
 Only steps of one kind are compared: the same number of samples, and all training or all evaluation. The first steps
 after a change of mode are left out (caches fill, algorithms are chosen). The speed-up is the ratio of the median step
-times. Its interval comes from the order statistics of each mode's steps (the usual interval of a median, for any
-distribution). If steps depend on earlier ones, the interval is widened by the method of batch means: consecutive
-tallies form batches, and the factor follows from how much more the share of steps above the median varies between the
-batches than it would by chance. MOVER on the logarithms (Zou and Donner, 2008) combines the two intervals.
+times, with its interval (dpmon.model.compare_samples).
 """
 
 from __future__ import annotations
@@ -13,15 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, groupby, pairwise
-from math import exp, log, sqrt
+from itertools import groupby, pairwise
+from math import log
 from typing import NamedTuple
 
-from dpmon.model.uneven import INPUT, WAITING_TEXT, Uneven, uneven_steps
+from dpmon.model.compare_samples import Interval, median_interval, ratio
+from dpmon.model.slow_steps import INPUT, WAITING_TEXT, Uneven, uneven_steps
 from dpmon.record.schema import EVALUATION, REST, SECOND, SETTLING, STEP
 from dpmon.store.answers import LongRow
 from dpmon.store.figures import Figures, PhaseFigures, Window, figures
-from dpmon.store.quantiles import Counts, bounds, median, middle
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, Tally
 from dpmon.text.quantities import duration, percent, times
 
@@ -30,10 +27,6 @@ MIN_STEPS = 20
 """Fewest steps of each mode for a verdict."""
 _CHANGES, _CHANGES_S = 12, 600
 """Most changes of mode with a speed-up of their own, and the newest time (s) in which they are looked for."""
-_BATCHES = 4
-"""Fewest batches (groups of tallies) that show how steps depend on each other."""
-_Z = 1.96
-"""Half the width of a 95 % interval of a normal distribution, in standard deviations."""
 CERTAIN = 1.25
 """The modes are called equally fast only if no end of the interval is further than this factor from equal speed."""
 WORTH = 0.05
@@ -43,14 +36,6 @@ _APART = 1.1
 _APPLY = "parallel_apply"
 COPIES = ("scatter", "replicate", "gather")
 """Phases that only dp has."""
-
-
-class Interval(NamedTuple):
-    """An estimate with its 95 % confidence interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 class Reason(NamedTuple):
@@ -120,81 +105,6 @@ class Comparison:
         """Whether the interval contains 1, and factors too far from 1 to call the modes equally fast."""
         found = self.speedup
         return self.outcome == "even" and found is not None and (found.low < 1 / CERTAIN or found.high > CERTAIN)
-
-
-# ------------------------------------------------------------------------------------------------ figures
-
-
-def median_interval(tally: Tally, parts: Iterable[Tally] = ()) -> Interval | None:
-    """The median step and its interval; None without steps. `parts`: the same steps in order of time.
-
-    The ends of the interval are the ends of their buckets, so it includes values that the sketch cannot distinguish.
-    """
-    counts, value = tally.stat(STEP).counts, tally.median(STEP)
-    count = sum(counts.values())
-    if value is None or not count:
-        return None
-    reach = _Z * sqrt(count * _dependence(counts, [part.stat(STEP).counts for part in parts])) / 2
-    rank = max(int((count - 1) / 2 - reach), 0)
-    low, high = bounds(_at(counts, rank))[0], bounds(_at(counts, count - 1 - rank))[1]
-    low = max(low, tally.low_ns if tally.low_ns is not None else low)
-    high = min(high, tally.high_ns if tally.high_ns is not None else high)
-    return Interval(value, min(low, value), max(high, value))
-
-
-def _at(counts: Counts, rank: int) -> int:
-    """The bucket of the value at a rank, counted from 0."""
-    ordered = sorted(counts)
-    sums = accumulate(counts[number] for number in ordered)
-    return next(number for number, upto in zip(ordered, sums, strict=True) if upto > rank)
-
-
-def _dependence(counts: Counts, parts: Sequence[Counts]) -> float:
-    """The factor (at least 1) by which the dependence of values on earlier ones increases the variance of a median.
-
-    Joins parts into batches of at least the square root of the number of values. Divides the variance of
-    the batches' shares above the median by the variance in random batches of the same sizes.
-    """
-    centre, count = median(counts), sum(counts.values())
-    if centre is None:
-        return 1.0
-    batches: list[tuple[int, float]] = []
-    size, above = 0, 0.0
-    for part in parts:
-        size += sum(part.values())
-        above += _above(part, centre)
-        if size >= sqrt(count):
-            batches.append((size, above))
-            size, above = 0, 0.0
-    if size and batches:
-        batches[-1] = batches[-1][0] + size, batches[-1][1] + above
-    if len(batches) < _BATCHES:
-        return 1.0
-    whole = sum(size for size, _ in batches)
-    mean = sum(above for _, above in batches) / whole
-    equal = sum(number for bucket, number in counts.items() if middle(bucket) == centre) / count
-    variance = mean - equal / 4 - mean * mean  # of scores 0, 1/2 and 1
-    spread = sum((above - size * mean) ** 2 for size, above in batches)
-    free = 1 - sum((size / whole) ** 2 for size, _ in batches)
-    return max(spread / (whole * variance * free), 1.0) if variance > 0 else 1.0
-
-
-def _above(counts: Counts, centre: float) -> float:
-    """Number of values above the median; values in its bucket count half."""
-    return sum(
-        number if middle(bucket) > centre else number / 2 if middle(bucket) == centre else 0
-        for bucket, number in counts.items()
-    )
-
-
-def ratio(above: Interval, below: Interval) -> Interval | None:
-    """The ratio of two independent estimates; None unless all values are positive."""
-    if min(*above, *below) <= 0:
-        return None
-    middle = log(above.value) - log(below.value)
-    down = sqrt(log(above.value / above.low) ** 2 + log(below.high / below.value) ** 2)
-    up = sqrt(log(above.high / above.value) ** 2 + log(below.value / below.low) ** 2)
-    return Interval(exp(middle), exp(middle - down), exp(middle + up))
 
 
 # ------------------------------------------------------------------------------------------------ comparing

@@ -1,27 +1,47 @@
-"""The ratio between two small groups of values (of runs, or of stretches of one run) with its interval. Pure.
+"""The statistics of comparisons: intervals of a median step, of a ratio of medians, and of a ratio of groups. Pure.
 
-The ratio is the Hodges-Lehmann estimate: the median of the ratios of all pairs. Its interval inverts the Mann-Whitney
-test, which is a permutation test of ranks. It is exact if the two distributions differ only by this ratio, and one
-outlier hardly moves it. Groups of unequal sizes that also spread unequally give more false alarms. Stretches of one run
-are correlated. The interval is widened by the correlation of neighbours: it makes the variance of a mean of such a
-series (1 + r) / (1 - r) times as large.
+The interval of a median comes from the order statistics of the steps (the usual one, for any distribution). If steps
+depend on earlier ones, it is widened by the method of batch means: consecutive tallies form batches, and the factor
+follows from how much more the share of steps above the median varies between the batches than it would by chance. MOVER
+on the logarithms (Zou and Donner, 2008) combines the intervals of two medians to that of their ratio.
+
+Between two small groups of values (of runs, or of stretches of one run), the ratio is the Hodges-Lehmann estimate: the
+median of the ratios of all pairs. Its interval inverts the Mann-Whitney test, which is a permutation test of ranks. It
+is exact if the two distributions differ only by this ratio, and one outlier hardly moves it. Groups of unequal sizes
+that also spread unequally give more false alarms. Stretches of one run are correlated. The interval is widened by the
+correlation of neighbours: it makes the variance of a mean of such a series (1 + r) / (1 - r) times as large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import comb, exp, log, sqrt
 from statistics import NormalDist, fmean, median
 from typing import NamedTuple
 
-from dpmon.store.quantiles import RELATIVE_WIDTH
+from dpmon.record.schema import STEP
+from dpmon.store.quantiles import RELATIVE_WIDTH, Counts, bounds, middle
+from dpmon.store.quantiles import median as middle_of
+from dpmon.store.tally import Tally
 
 DOUBT = 0.05
 """Chance that an interval misses the true ratio: half on each side, or all of it at a one-sided bound."""
 _MOST_CORRELATED = 0.8
 """Largest correlation of neighbours: the stretches are too few to measure a larger one."""
+_BATCHES = 4
+"""Fewest batches (groups of tallies) that show how steps depend on each other."""
+_Z = 1.96
+"""Half the width of a 95 % interval of a normal distribution, in standard deviations."""
+
+
+class Interval(NamedTuple):
+    """An estimate with its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
 
 
 class Change(NamedTuple):
@@ -113,3 +133,78 @@ def _correlation(series: Sequence[float]) -> float:
     mean = fmean(series)
     squares = sum((value - mean) ** 2 for value in series)
     return sum((a - mean) * (b - mean) for a, b in pairwise(series)) / squares if squares else 0.0
+
+
+# ------------------------------------------------------------------------------------------------ medians of many steps
+
+
+def median_interval(tally: Tally, parts: Iterable[Tally] = ()) -> Interval | None:
+    """The median step and its interval; None without steps. `parts`: the same steps in order of time.
+
+    The ends of the interval are the ends of their buckets, so it includes values that the sketch cannot distinguish.
+    """
+    counts, value = tally.stat(STEP).counts, tally.median(STEP)
+    count = sum(counts.values())
+    if value is None or not count:
+        return None
+    reach = _Z * sqrt(count * _widening(counts, [part.stat(STEP).counts for part in parts])) / 2
+    rank = max(int((count - 1) / 2 - reach), 0)
+    low, high = bounds(_at(counts, rank))[0], bounds(_at(counts, count - 1 - rank))[1]
+    low = max(low, tally.low_ns if tally.low_ns is not None else low)
+    high = min(high, tally.high_ns if tally.high_ns is not None else high)
+    return Interval(value, min(low, value), max(high, value))
+
+
+def _at(counts: Counts, rank: int) -> int:
+    """The bucket of the value at a rank, counted from 0."""
+    ordered = sorted(counts)
+    sums = accumulate(counts[number] for number in ordered)
+    return next(number for number, upto in zip(ordered, sums, strict=True) if upto > rank)
+
+
+def _widening(counts: Counts, parts: Sequence[Counts]) -> float:
+    """The factor (at least 1) by which the dependence of values on earlier ones increases the variance of a median.
+
+    Joins parts into batches of at least the square root of the number of values. Divides the variance of
+    the batches' shares above the median by the variance in random batches of the same sizes.
+    """
+    centre, count = middle_of(counts), sum(counts.values())
+    if centre is None:
+        return 1.0
+    batches: list[tuple[int, float]] = []
+    size, above = 0, 0.0
+    for part in parts:
+        size += sum(part.values())
+        above += _above(part, centre)
+        if size >= sqrt(count):
+            batches.append((size, above))
+            size, above = 0, 0.0
+    if size and batches:
+        batches[-1] = batches[-1][0] + size, batches[-1][1] + above
+    if len(batches) < _BATCHES:
+        return 1.0
+    whole = sum(size for size, _ in batches)
+    mean = sum(above for _, above in batches) / whole
+    equal = sum(number for bucket, number in counts.items() if middle(bucket) == centre) / count
+    variance = mean - equal / 4 - mean * mean  # of scores 0, 1/2 and 1
+    spread = sum((above - size * mean) ** 2 for size, above in batches)
+    free = 1 - sum((size / whole) ** 2 for size, _ in batches)
+    return max(spread / (whole * variance * free), 1.0) if variance > 0 else 1.0
+
+
+def _above(counts: Counts, centre: float) -> float:
+    """Number of values above the median; values in its bucket count half."""
+    return sum(
+        number if middle(bucket) > centre else number / 2 if middle(bucket) == centre else 0
+        for bucket, number in counts.items()
+    )
+
+
+def ratio(above: Interval, below: Interval) -> Interval | None:
+    """The ratio of two independent estimates; None unless all values are positive."""
+    if min(*above, *below) <= 0:
+        return None
+    middle = log(above.value) - log(below.value)
+    down = sqrt(log(above.value / above.low) ** 2 + log(below.high / below.value) ** 2)
+    up = sqrt(log(above.high / above.value) ** 2 + log(below.value / below.low) ** 2)
+    return Interval(exp(middle), exp(middle - down), exp(middle + up))

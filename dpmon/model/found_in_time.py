@@ -27,14 +27,14 @@ from dpmon.model.finding import (
     ratio_words,
     restarted,
 )
+from dpmon.model.run_facts import LONGEST, RunFacts
+from dpmon.model.slow_steps import waited_ns
 from dpmon.model.stragglers import Straggler
-from dpmon.model.uneven import waited_ns
 from dpmon.record.schema import STEP, STEP_PHASES
 from dpmon.text.quantities import clock, count_of, duration_words, percent
 
 if TYPE_CHECKING:
     from dpmon.model.mode_facts import ModeFacts
-    from dpmon.model.run_facts import RunFacts
     from dpmon.store.answers import LongRow
 
 COPY_SHARE = 0.2
@@ -238,7 +238,7 @@ def stalls(facts: RunFacts) -> Iterator[Finding]:
         if mode.median_ns and _spread_ratio(mode) < SPREAD_RATIO
     }
     total = sum((mode.median_ns or 0) * mode.steps for mode in (*facts.modes, *facts.others))
-    longest = [step for step in facts.longest if not _waits_for_input(step, facts)]
+    longest = [step for step in facts.longest[:LONGEST] if not _waits_for_input(step, facts)]
     stalls = [step for step in longest if _is_stall(step, medians.get((step.process, step.mode)))]
     lost = sum(step.wall_ns for step in stalls)
     if not stalls or (lost < STALLS_SHARE * (total + lost) and lost < STALLS_NS):

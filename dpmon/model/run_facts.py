@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
 LONGEST = 64
-"""Most long steps to read per mode, and most to pass to the findings."""
+"""Most long steps to read per mode, and to judge in all."""
 GAPS = 10_000
 MOST_EPOCHS = 10_000
 IN_REPORT = "a report does not estimate it"
@@ -112,10 +112,6 @@ class RunFacts:
         again = sum(self.rank(each) == rank for each in self.store.processes) > 1
         return f"{rank_name(rank, self._nodes.get(process))}{f' (process {process})' if again else ''}"
 
-    def _by_rank(self, process: int) -> tuple[bool, int, int]:
-        rank = self.rank(process)
-        return rank is None, rank or 0, process
-
     @cached_property
     def layouts(self) -> Layouts:
         """The sizes of all calls."""
@@ -149,8 +145,9 @@ class RunFacts:
 
     @cached_property
     def processes(self) -> list[int]:
-        """The processes with steps or calls, by rank."""
-        return sorted({*self.store.processes, *self.layouts.processes}, key=self._by_rank)
+        """The processes with steps or calls, by rank; those without a rank are last."""
+        found, ranks = {*self.store.processes, *self.layouts.processes}, self._ranks
+        return sorted(found, key=lambda process: (ranks.get(process) is None, ranks.get(process) or 0, process))
 
     @cached_property
     def communication(self) -> Communication | None:
@@ -204,8 +201,10 @@ class RunFacts:
 
     def shown(self, mode: str, evaluation: bool) -> int:
         """The process that represents the run; if it has no step in this mode, the lowest rank that has one."""
-        there = [self._focus, *sorted(self.store.processes, key=self._by_rank)]
-        return next((each for each in there if self.window.tally(mode, evaluation, each).steps), self._focus)
+        return next(
+            (each for each in (self._focus, *self.processes) if self.window.tally(mode, evaluation, each).steps),
+            self._focus,
+        )
 
     @property
     def _trainer(self) -> int:
@@ -415,23 +414,16 @@ class RunFacts:
     # ------------------------------------------------------------------------------------------ long steps
 
     @cached_property
-    def _longest(self) -> list[LongRow]:
+    def longest(self) -> list[LongRow]:
         """The longest steps of all modes that still have a row, without evaluations, the longest first.
 
         A step that was running when the user asked the run to stop lasts until the process ends, so it does not count.
         """
-        found: list[LongRow] = []
-        for mode, evaluation in self.window.modes:
-            if not evaluation:
-                found += self.store.longest(LONGEST, mode, trains=self.window.trained(mode))
+        modes = [mode for mode, evaluation in self.window.modes if not evaluation]
+        found = [step for mode in modes for step in self.store.longest(LONGEST, mode, trains=self.window.trained(mode))]
         stop = -1 if self._stop_asked_ns is None else self._stop_asked_ns
         long = (step for step in found if not step.start_ns <= stop < step.start_ns + step.wall_ns)
         return sorted(long, key=lambda step: -step.wall_ns)
-
-    @cached_property
-    def longest(self) -> list[LongRow]:
-        """The longest steps, the longest first, up to a limit."""
-        return self._longest[:LONGEST]
 
     @cached_property
     def longest_fetches(self) -> Mapping[str, float]:
@@ -452,5 +444,5 @@ class RunFacts:
         devices = next((one.devices for one in changes if one.mode == "dp" and one.refused is None), ())
         who = first_with_both(self.window)
         waits, virtual = self.announced.waits_of(who), self.layouts.virtual
-        found = compare_modes(self.window, who, devices=devices, virtual=virtual, longest=self._longest, waits=waits)
+        found = compare_modes(self.window, who, devices=devices, virtual=virtual, longest=self.longest, waits=waits)
         return found if len(found.sides) > 1 else None

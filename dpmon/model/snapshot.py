@@ -24,10 +24,9 @@ from dpmon.model.pace import WINDOW_S, figures_end_s, recent
 from dpmon.model.progress import NO_STEP, OTHER_RANK, OVER, progress_of
 from dpmon.model.rank_figures import RANKS_A_SECOND, RankTimesReader, rank_figures
 from dpmon.model.rank_waits import RankWaitReader, among_many
-from dpmon.model.slow_steps import SlowStepReader, SlowSteps
+from dpmon.model.slow_steps import INPUT, SlowStepReader, SlowSteps, Uneven, uneven_steps, waited_ns
 from dpmon.model.state import MAPPED, NO_STEPS, Process, ProcessFacts, Recent, State, Wanted, WarningText
 from dpmon.model.stragglers import RankTimes
-from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
 from dpmon.record.schema import SECOND, SETTLING, STEP
 from dpmon.store.figures import Figures, Window, figures
 from dpmon.store.tally import KeptTallies

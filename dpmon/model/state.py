@@ -17,9 +17,8 @@ from dpmon.model.loss import LossCurve
 from dpmon.model.nodes import NodeFacts
 from dpmon.model.progress import NO_STEP, Progress
 from dpmon.model.rank_waits import RankWaits
-from dpmon.model.slow_steps import SlowSteps
+from dpmon.model.slow_steps import SlowSteps, Uneven
 from dpmon.model.stragglers import RankTimes, Straggler
-from dpmon.model.uneven import Uneven
 from dpmon.record.kinds import Call, Step
 from dpmon.record.names import RANK_MODES, on_node, rank_name
 from dpmon.record.plainjson import number_in

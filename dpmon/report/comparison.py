@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from dpmon.model.compare_gate import Judgement, outcome, status_of
 from dpmon.model.compare_runs import (
     SIDES,
     ComparedFigure,
+    Judgement,
     RunComparison,
     compare_runs,
+    outcome,
     range_of,
     scope,
     signed,
+    status_of,
     times_of,
 )
 from dpmon.model.compare_samples import Change

@@ -20,8 +20,7 @@ from math import exp, sqrt
 from pathlib import Path
 from statistics import median
 
-from dpmon.model.compare_gate import Threshold, judge
-from dpmon.model.compare_runs import ComparedFigure, RunComparison
+from dpmon.model.compare_runs import ComparedFigure, RunComparison, Threshold, judge
 from dpmon.model.compare_samples import change
 from dpmon.model.compared_run import STEP_FIGURES
 

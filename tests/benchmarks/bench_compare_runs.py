@@ -23,8 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from dpmon.model.compare_gate import Threshold, judge
-from dpmon.model.compare_runs import compare_runs
+from dpmon.model.compare_runs import Threshold, compare_runs, judge
 from dpmon.model.compared_run import ComparedRun
 from dpmon.report.comparison import read
 from dpmon.run.runs import list_runs

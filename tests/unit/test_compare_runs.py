@@ -21,8 +21,16 @@ from synthetic import SECOND, Training, device_event, host_event, pause_event
 from test_json_documented import check
 
 from dpmon.cli.main import main
-from dpmon.model.compare_gate import Judgement, Threshold, judge, outcome, status_of
-from dpmon.model.compare_runs import RunComparison, compare_runs, sentence
+from dpmon.model.compare_runs import (
+    Judgement,
+    RunComparison,
+    Threshold,
+    compare_runs,
+    judge,
+    outcome,
+    sentence,
+    status_of,
+)
 from dpmon.model.compare_samples import _chances, change
 from dpmon.model.devices import DeviceTotals
 from dpmon.record.kinds import Event

@@ -12,7 +12,8 @@ from steps import compare_steps as compare
 from stored import state_of
 from synthetic import Training, decoded, host_event
 
-from dpmon.model.compare import MIN_STEPS, Comparison, Interval, Peak, median_interval, ratio, sentence
+from dpmon.model.compare import MIN_STEPS, Comparison, Peak, sentence
+from dpmon.model.compare_samples import Interval, median_interval, ratio
 from dpmon.model.memory import HOST
 from dpmon.model.state import PHASES, Process
 from dpmon.record.kinds import Event, Record

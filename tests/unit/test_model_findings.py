@@ -13,7 +13,8 @@ import pytest
 from known import changed, known
 
 from dpmon.model.announced import Announced, LoaderStart
-from dpmon.model.compare import Comparison, Interval
+from dpmon.model.compare import Comparison
+from dpmon.model.compare_samples import Interval
 from dpmon.model.devices import DeviceFacts, HostFacts
 from dpmon.model.finding import MIN_STEPS, Finding
 from dpmon.model.findings import findings, together

@@ -12,8 +12,7 @@ from stored import Recording, store_of
 from synthetic import SECOND
 
 from dpmon.model.announced import Announced
-from dpmon.model.slow_steps import SlowStepReader, SlowSteps
-from dpmon.model.uneven import INPUT
+from dpmon.model.slow_steps import INPUT, SlowStepReader, SlowSteps
 from dpmon.record.kinds import Batches, Event, Step
 from dpmon.record.schema import SETTLING_STEPS
 from dpmon.store.figures import Window

@@ -8,7 +8,7 @@ import pytest
 from situations import INFO, LOOK, exit_of, facts_of, focused, rows_text, state_of, with_process
 from synthetic import SECOND, Training, host_event
 
-from dpmon.model.compare import Interval
+from dpmon.model.compare_samples import Interval
 from dpmon.model.memory import HOST
 from dpmon.record.kinds import Event
 from dpmon.ui.facts import Facts, Playing, View

@@ -16,8 +16,8 @@ from synthetic import SECOND, Training
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.compare import sentence
+from dpmon.model.slow_steps import INPUT
 from dpmon.model.state import State
-from dpmon.model.uneven import INPUT
 from dpmon.record.kinds import Event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dpmon.model.slow_steps import SlowStep, SlowSteps
-from dpmon.model.uneven import INPUT, WAITING_TEXT
+from dpmon.model.slow_steps import INPUT, WAITING_TEXT, SlowStep, SlowSteps
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import duration, group, short_clock
 from dpmon.ui.chart import bar

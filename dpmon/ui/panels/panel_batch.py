@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from dpmon.cleaning import clean
 from dpmon.model.finding import host_waits, partly_timed
+from dpmon.model.slow_steps import INPUT, WAITING_TEXT
 from dpmon.model.state import NO_STEPS, PHASES, Process
 from dpmon.model.step_timeline import StepTimeline, last_step_timeline
-from dpmon.model.uneven import INPUT, WAITING_TEXT
 from dpmon.record.kinds import MAX_SPANS, Call
 from dpmon.record.schema import SECOND, phase_shown
 from dpmon.store.figures import Figures, PhaseFigures

@@ -119,7 +119,7 @@ class NewRows:
         if self._chunks == 0 and not self._since:
             self._begin(store, upto_s)
         until = min(newest, self.offset + (MOST_IDS if self._rollups else MOST_WHOLE))
-        tallied = min(upto_s, self._tallied + min(MOST_SECONDS, MOST_OF_RANKS // max(len(store.rings), 1) + 1))
+        tallied = self._next_s(upto_s, min(MOST_SECONDS, MOST_OF_RANKS // max(len(store.rings), 1) + 1))
         seldom = self._chunks % SELDOM == 0 or last
         if seldom or len(store.rings) > len(self._seen.get("rings", ())):
             lines += self._lines("rings", self._changed("rings", self._rows(store, "rings", ""), 1))
@@ -131,6 +131,17 @@ class NewRows:
         self._chunks += 1
         self.offset = max(until, self.offset)
         return lines, until < newest or tallied < upto_s or (last and min(self._summed_s.values()) < upto_s)
+
+    def _next_s(self, upto_s: int, most: int) -> int:
+        """Return the second to which a chunk advances the tallies; `most`: how many seconds, if those are sent.
+
+        Of the beginning of a long run, only wider stretches are sent, each made of many rows.
+        """
+        for width, since in sorted(self._since.items()):
+            if since <= self._tallied:
+                return min(upto_s, self._tallied + (most if width == 1 else (most // 4 + 1) * width))
+            upto_s = min(upto_s, since)
+        return min(upto_s, self._tallied + most)
 
     def _begin(self, store: Store, upto_s: int) -> None:
         """Limit what is sent of the time before."""

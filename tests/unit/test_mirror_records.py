@@ -15,7 +15,7 @@ from synthetic import SECOND, Training, changed, device_event, host_event, with_
 from test_takeover_sums import eventful
 
 from dpmon.errors import HistoryError
-from dpmon.export.new_rows import NewRows
+from dpmon.export.new_rows import SINCE_S, NewRows
 from dpmon.mirror.receive import Chunk, Receiver
 from dpmon.mirror.records import Records
 from dpmon.model.stragglers import ranks_in, straggler
@@ -422,3 +422,14 @@ def test_the_wide_tallies_of_a_machine_that_is_gone_are_made_here(tmp_path: Path
         whole.merge(tally)
     assert whole == narrow
     records.close()
+
+
+def test_the_newest_records_of_a_long_run_come_after_few_chunks() -> None:
+    rows = NewRows(rollups=True)
+    rows._since = {width: 86_400 - before for width, before in {**SINCE_S, 600: 86_400}.items()}
+    reached = []
+    while rows._tallied < 86_400:
+        rows._tallied = rows._next_s(86_400, 251)
+        reached.append(rows._tallied)
+    assert len(reached) < 12
+    assert {rows._since[width] for width in (1, 10, 60)} < set(reached)  # what is sent changes there

@@ -228,6 +228,7 @@ class Links:
         if len(line) > MAX_LINE:
             reports.append(self._closed(link, self._too_much(link)))
         elif link.open or self._once:
+            link.banner[:] = line[:_MAX_ERRORS] if self._once else b""  # why it fails, if it does
             reports.append(Received(link.node, line.removesuffix(b"\r")))
         elif (found := _MARKER.fullmatch(line, max(line.find(_MARK), 0))) is None:
             link.banner += line + b"\n"

@@ -17,6 +17,7 @@ import pytest
 from kept import keep
 from synthetic import Training
 
+from dpmon import __version__
 from dpmon.cli import machines as module
 from dpmon.cli.commands import ListedRun
 from dpmon.cli.machines import RunThere, by_job, chosen
@@ -402,8 +403,10 @@ def test_doctor_says_of_each_machine_what_is_missing(
     ]
     (tmp_path / "doctor").write_text(json.dumps({"state": "problem", "checks": checks}, indent=1))
     other = 'case $1$2 in dpmon--version) echo dpmon 0.0.9;; *ls) :;; *doctor) cat "${0%/*}/doctor";; esac'
-    via = way(tmp_path, BAD.replace('*) exec "$@"', f"*) {other}"))
-    assert main(["doctor", "--json", "--hosts", "a,missing,key", "--via", via]) == 1
+    odd = 'noisy) case $2 in --version) echo "dpmon $version";; *) echo "Good morning"; exit 3;; esac;; *) '
+    odd = odd.replace("$version", __version__)
+    via = way(tmp_path, BAD.replace('*) exec "$@"', f"closed) echo no entry; exit 1;; silly) echo hi;; {odd}{other}"))
+    assert main(["doctor", "--json", "--hosts", "a,missing,key,closed,silly,noisy", "--via", via]) == 1
     found = {one["machine"]: one["checks"] for one in json.loads(capsys.readouterr().out)}
     assert [(check["name"], check["state"]) for check in found["a"]] == [
         ("dpmon", "warning"),
@@ -415,6 +418,13 @@ def test_doctor_says_of_each_machine_what_is_missing(
     assert found["missing"][0]["found"] == SAID["missing"]
     assert found["key"][0]["found"] == SAID["key"]
     assert found["key"][0]["remedy"] == f"when this works, so does dpmon: sh {tmp_path}/way.sh key dpmon --version"
+    assert [check["found"] for check in found["closed"]] == ["the command ended with status 1: no entry"]
+    assert [check["found"] for check in found["silly"]] == ["it does not print the version of dpmon, but: hi"]
+    assert [check["found"] for check in found["noisy"]] == [
+        f"{__version__}, as here",
+        "the command ended with status 3: Good morning",
+        "its doctor does not answer: the command ended with status 3: Good morning",
+    ]
     assert main(["doctor", "--hosts", "a,key", "--via", via]) == 1
     said = capsys.readouterr()
     assert said.err.startswith("dpmon: 2 machines: dpmon doctor runs there"), "it takes long"

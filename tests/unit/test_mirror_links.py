@@ -297,7 +297,7 @@ def test_a_command_that_runs_once_needs_no_marker(start: Start) -> None:
     reports = until(links, lambda reports: closed(reports, 0) and closed(reports, 1))
     assert lines(reports) == [b"one", b"half"]
     assert closed(reports, 0) == Closed(0, "", True)
-    assert closed(reports, 1) == Closed(1, "it has sent nothing for 5 s", True)
+    assert closed(reports, 1) == Closed(1, "it has sent nothing for 5 s", False)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from dpmon.store.tally import Key, Tally
 if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
+Seconds = tuple[range, ...]
+"""Seconds of stalls, in order of time."""
 RANK_STEPS, RANK_S = 50, 5
 """Fewest steps and seconds for a comparison of the ranks."""
 RANKS_A_SECOND = 32
@@ -38,12 +40,14 @@ class RankTimesReader:
     _times: tuple[RankTimes, ...] = ()
     _kept: KeptSums = field(default_factory=lambda: KeptSums())
 
-    def read(self, rows: Store, focus: Process, others: Sequence[Process], after_s: int = 0) -> tuple[RankTimes, ...]:
-        """The times as of the newest step of `focus`, one of the ranks; of several machines, only those `after_s`."""
+    def read(
+        self, rows: Store, focus: Process, others: Sequence[Process], stalled: Seconds = ()
+    ) -> tuple[RankTimes, ...]:
+        """The times as of the newest step of `focus`, one of the ranks; of several machines, without `stalled`."""
         if focus.last_step is None:
             return ()
         if rows.mirrored:  # what is kept is of now, not of a time that is looked back to
-            return (self._kept if rows.until_s is None else KeptSums()).read(rows, focus, others, after_s)
+            return (self._kept if rows.until_s is None else KeptSums()).read(rows, focus, others, stalled)
         end_s, processes = figures_end_s(rows, focus), (focus.process, *(one.process for one in others))
         age_s = end_s - self._end_s
         if processes != self._of or not 0 <= age_s < len(processes) // RANKS_A_SECOND:
@@ -82,9 +86,10 @@ class KeptSums:
         """By second."""
         self._sums: dict[int, RankSums] = {}
         """By process."""
+        self._stalled: Seconds = ()
 
-    def read(self, rows: Store, focus: Process, others: Sequence[Process], after_s: int = 0) -> tuple[RankTimes, ...]:
-        """The times as of the newest step of any of these ranks, but not before `after_s`."""
+    def read(self, rows: Store, focus: Process, others: Sequence[Process], stalled: Seconds) -> tuple[RankTimes, ...]:
+        """The times as of the newest step of any of these ranks."""
         assert focus.last_step is not None
         together = [one for one in (focus, *others) if one.rank is not None]
         end_s = max(figures_end_s(rows, one) for one in together if one.last_step is not None)
@@ -93,13 +98,17 @@ class KeptSums:
             self._width_s *= 2
         mode = focus.last_step.mode
         left_out = SETTLING | (EVALUATION if mode in trains(rows.kinds()) else 0)
-        begin_s = max(end_s - self._width_s, 0)
-        self._update(rows, max(begin_s, min(after_s, end_s)), end_s, mode, left_out)
+        begin_s = end_s - self._width_s
+        for each in reversed(stalled):
+            begin_s -= max(min(each.stop, end_s) - each.start, 0) if each.stop > begin_s else 0
+        if stalled != self._stalled:
+            self._begin_s, self._stalled = 1 << 40, stalled
+        self._update(rows, max(begin_s, 0), end_s, mode, left_out)
         first = self._sums.get(focus.process, RankSums())
         joined = first.series.get(WAIT, (0, 0))[0]
-        if 0 < joined < min(first.steps, MIN_STEPS) and self._width_s < _SAMPLED_S and begin_s > after_s:
+        if 0 < joined < min(first.steps, MIN_STEPS) and self._width_s < _SAMPLED_S:
             self._width_s *= 2
-            return self.read(rows, focus, others, after_s)
+            return self.read(rows, focus, others, stalled)
         ranks = sorted((one.rank or 0, one.process, one.node) for one in together)
         none = RankSums()
         return tuple(rank_times(process, rank, self._sums.get(process, none), node) for rank, process, node in ranks)
@@ -111,7 +120,7 @@ class KeptSums:
         none = RankSums()
         for number, start, key, sums in rows.changed_seconds(begin_s, end_s, STRAGGLER_SERIES, self._last):
             self._last = max(self._last, number)
-            if key.mode != mode or key.kind & left_out:
+            if key.mode != mode or key.kind & left_out or any(start in each for each in self._stalled):
                 continue
             of_second = self._rows.setdefault(start, {})
             whole = self._sums.get(key.process, none)

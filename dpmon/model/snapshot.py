@@ -44,6 +44,8 @@ _COMPARED_PART = 60
 """The modes are compared again when the run has become longer by this fraction (1/60)."""
 _SLOW_IDS = 100_000
 """Most ids that are searched for the longest steps of a picture."""
+_STALLS = 4
+"""Most stalls that are left out of the comparison of ranks: older ones are not within its time."""
 _USUAL = Wanted()
 
 
@@ -112,11 +114,11 @@ class Snapshots:
             return state
         ranks = [one for one in state.training if one.rank is not None and one.process != focus.process]
         found = self._with_figures(rows, focus, ranks if focus.rank is not None else [], wanted, events)
-        ended_ns = next((one.end_ns for one in reversed(events.stalls) if one.end_ns is not None), None)
-        # Only the machine of the rank that stood still leaves out the step with the stall.
-        after_s = 0 if ended_ns is None else ended_ns // SECOND + 2
         elsewhere = _elsewhere(rows, state, wanted) if ranks else []
-        times = self._times.read(rows, found, [*ranks, *elsewhere], after_s) if ranks else ()
+        # Only the machine of the rank that stood still leaves the step with the stall out of its tallies.
+        stalls = [(one.since_ns, one.end_ns) for one in events.stalls[-_STALLS:] if one.end_ns is not None]
+        stalled = tuple(range(since // SECOND, end // SECOND + 2) for since, end in stalls)
+        times = self._times.read(rows, found, [*ranks, *elsewhere], stalled) if ranks else ()
         there = {process.process for process in state.training}
         slowest = _slowest([one for one in times if one.process in there], wanted)
         others = [one for one in ranks if one.process in slowest]

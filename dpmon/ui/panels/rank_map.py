@@ -26,7 +26,7 @@ _LITTLE, _MUCH = 0.1, 0.3
 """Parts of a step: below the first, the others hardly wait; above the second, the cell is highlighted."""
 STYLES = {"slow": "wait", "connecting": "wait", "ended": "dim", "stopped": "dim"}
 """The styles of nodes whose records do not arrive as usual; of others it is bad."""
-DELAY = "tenths of a step that the others waited for"
+DELAY = "tenths of a step that the others waited for it"
 
 
 def delay_sign(share: float | None, look: Look) -> Span:
@@ -40,12 +40,11 @@ def delay_sign(share: float | None, look: Look) -> Span:
 
 def rank_map(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[int, int], look: Look) -> list[Row]:
     """The map, and a row that explains it. `room`: rows for several nodes each, if they suffice, and most rows."""
-    whole = False
     if facts.state.nodes:
-        rows, whole = _by_node(facts, ranks, width, room, look)
+        rows = _by_node(facts, ranks, width, room, look)
     else:
         rows = by_number(ranks, facts.state.straggler, width, look)
-    legend: Row = [("1-9", "bold"), (f" {DELAY} {'a rank of this node' if whole else 'this rank'}", "dim")]
+    legend: Row = [("1-9", "bold"), (f" {DELAY}", "dim")]
     if facts.view.process is not None and facts.state.nodes:
         legend = [(look.glyphs.ring, "key"), (" chosen  ", "dim"), *legend]
     if facts.state.straggler is not None:
@@ -96,10 +95,7 @@ def _rows(labels: Sequence[str], blocks: Sequence[Row], each: int) -> list[Row]:
 # ------------------------------------------------------------------------------------------------ nodes
 
 
-def _by_node(
-    facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[int, int], look: Look
-) -> tuple[list[Row], bool]:
-    """Rows of nodes, and whether a cell stands for a node."""
+def _by_node(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[int, int], look: Look) -> list[Row]:
     nodes, now_ns = facts.state.nodes, facts.elapsed_ns
     signs, chosen = _signs(ranks, facts.state.straggler, look), facts.view.process
     if chosen is not None:
@@ -114,7 +110,7 @@ def _by_node(
     each = -(-len(nodes) // -(-len(nodes) // each))  # rows of equal length
     if -(-len(nodes) // each) > most and facts.view.zoom is None:
         cells = [_of_node(node, own, signs, now_ns) for node, own in zip(nodes, members, strict=True)]
-        return _rows(names[::_BLOCK], _blocks(cells), max((width - label) // (_BLOCK + 1), 1)), True
+        return _rows(names[::_BLOCK], _blocks(cells), max((width - label) // (_BLOCK + 1), 1))
     blocks: list[Row] = []
     for node, own in zip(nodes, members, strict=True):
         trouble = node.trouble(now_ns)
@@ -127,7 +123,7 @@ def _by_node(
         row.append((f"  {in_ranges(sorted(own), ',', 2)}", "dim"))
         if (trouble := node.trouble(now_ns)) is not None:
             row.append((f"  {trouble.words(now_ns)}", STYLES.get(trouble.word, "bad")))
-    return rows, False
+    return rows
 
 
 def _members(node: NodeFacts, facts: Facts) -> dict[int, int]:

@@ -33,7 +33,7 @@ def over_time(facts: Facts, width: int, height: int, look: Look, *, headed: bool
     if not ranks:
         return []
     axis = axis_of(facts, found.width_s)
-    places, shown = axis.places(room), f"   1-9 {DELAY} it"
+    places, shown = axis.places(room), f"   1-9 {DELAY}"
     head: Row = [("over time", "title"), (cut(shown, width - 16, look.glyphs.more), "dim")]
     rows: list[Row] = [[*head, (right("mean", width - width_of(head)), "dim")]] if headed else []
     for rank in ranks:

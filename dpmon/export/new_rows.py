@@ -112,10 +112,10 @@ class NewRows:
 
         `last`: the run has ended.
         """
-        newest = max(self._numbers(store, *(f"SELECT max(id) FROM {table}" for table in NUMBERED)), default=0)
+        newest = max(row[0] or 0 for table in NUMBERED for row in store.query(f"SELECT max(id) FROM {table}"))
         lines: list[str] = []
         if self._chunks == 0 and self._rollups and self._first:
-            lines += self._skip(store, newest, upto_s)
+            lines += self._skip(store, upto_s)
         if self._chunks == 0 and not self._since:
             self._begin(store, upto_s)
         until = min(newest, self.offset + (MOST_IDS if self._rollups else MOST_WHOLE))
@@ -139,7 +139,7 @@ class NewRows:
         """
         for width, since in sorted(self._since.items()):
             if since <= self._tallied:
-                return min(upto_s, self._tallied + (most if width == 1 else (most // 4 + 1) * width))
+                return min(upto_s, self._tallied + (most if width == 1 else (most // 8 + 1) * width))
             upto_s = min(upto_s, since)
         return min(upto_s, self._tallied + most)
 
@@ -150,19 +150,12 @@ class NewRows:
             deleted = max(since if since > self._tallied else 0, store.kept_from(width))
             self.deleted[width] = deleted + self._shift_s if deleted else 0
 
-    def _skip(self, store: Store, newest: int, upto_s: int) -> list[str]:
+    def _skip(self, store: Store, upto_s: int) -> list[str]:
         """Skip the rows that are too old for a first connection, except lasting events and losses."""
-        begin_ns, low = (upto_s - ROWS_S) * SECOND, 0
-        if begin_ns <= 0:
+        query = "SELECT id FROM steps WHERE start_ns < ? ORDER BY id DESC LIMIT 1"
+        low = next((number for (number,) in store.query(query, ((upto_s - ROWS_S) * SECOND,))), 0)
+        if not low:
             return []
-        high = newest
-        while low < high:
-            middle = (low + high) // 2
-            at = store.query("SELECT id, start_ns FROM steps WHERE id > ? ORDER BY id LIMIT 1", (middle,))
-            if at and at[0][1] < begin_ns:
-                low = at[0][0]
-            else:
-                high = middle
         self.left_out = low
         lasting = f"WHERE id IN (SELECT id FROM events WHERE {LASTING} AND id <= ? ORDER BY id DESC LIMIT ?)"
         lines = self._lines("events", self._rows(store, "events", f"{lasting} AND kind != 'exit'", low, _MOST_LASTING))
@@ -175,10 +168,6 @@ class NewRows:
     def _rows(self, store: Store, table: str, where: str, *values: object) -> list[tuple[Any, ...]]:
         names = ", ".join(_READ_AS.get((table, name), name) for name in columns_sent(table))
         return store.query(f"SELECT {names} FROM {table} {where}", values)
-
-    @staticmethod
-    def _numbers(store: Store, *queries: str) -> list[int]:
-        return [row[0] for query in queries for row in store.query(query) if row[0] is not None]
 
     def _lines(self, table: str, rows: Iterable[Sequence[Any]]) -> list[str]:
         """Return rows as lines, with their times on the reader's clock."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpmon.run import proc
+from dpmon.run.mirrored import Machines
 from dpmon.run.rundir import RunError, RunInfo, load_exit
 from dpmon.run.runs import JOB, create_run, list_runs, short_name
 
@@ -24,7 +25,8 @@ def mirror_of(
     wanted = [[machine, run, *words] for machine, run, words in machines]
     for directory, info in reversed(list_runs()):
         known = info.options.get("machines", ()) if info.nodes and info.boot_id == proc.boot_id() else ()
-        if len(known) == len(wanted) and all(map(_same, known, wanted)) and load_exit(directory) is None:
+        same = len(known) == len(wanted) and all(map(_same, known, wanted)) and load_exit(directory) is None
+        if same and not Machines(directory, info.start_ns).state.get("refused"):  # it does not try those again
             if metrics not in (None, info.options.get("metrics")):
                 name = short_name(info)
                 raise RunError(f"{name} mirrors these runs without --metrics: end it first, as `dpmon rm {name}` says")

@@ -59,6 +59,7 @@ MOST_WHOLE = 16
 """More machines than this send only some samples of devices, and only some calls."""
 FEW_COLLECTIONS = 100_000
 """Objects between two searches for garbage: rows make many objects, but no circles."""
+_MOST_TEXT = 1000
 OUTPUT_BYTES = 8 << 20
 """When the output has more bytes, its older half is deleted."""
 
@@ -79,7 +80,6 @@ class Followed:
     """The last id that it has sent."""
     output_at: int | None = None
     """How much of its output is here."""
-    held: int = 0
     beat: Mapping[str, Any] = field(default_factory=dict)
     standing: Mapping[str, Any] | None = None
 
@@ -108,8 +108,6 @@ class Mirror:
         """The writer of the metrics file; None before the first machine has said what the run is."""
         self._ids = count(1)
         self._leave = False
-        self._other: set[str] = set()
-        """Machines with another version of dpmon."""
         for machine in self.machines:
             if machine.node.state == "ended":
                 self.links.end(machine.node.number, "", for_good=True)
@@ -200,26 +198,23 @@ class Mirror:
             self._end_link(machine, f"it sent rubbish: {clean(str(error))}")
 
     def _open(self, machine: Followed, marker: Mapping[str, Any]) -> None:
-        machine.receiver, machine.measured, machine.offset = Receiver(), 0, machine.node.received
+        node = machine.node
+        machine.receiver, machine.measured, machine.offset = Receiver(), 0, node.received
         self._forget(machine)  # it sends again what is not written
-        node, texts = (
-            machine.node,
-            {key: clean(text_in(marker, key) or "")[:1000] for key in ("host", "run", "version", "script", "cwd")},
+        host, run, version, script, cwd = (
+            _text(marker, key) or "" for key in ("host", "run", "version", "script", "cwd")
         )
-        if machine.sought and not ID.fullmatch(texts["run"]):
+        if machine.sought and not ID.fullmatch(run):
             raise RubbishError("it has not named its run")
-        machine.sought = False
-        node.host, node.run, node.version = texts["host"], texts["run"], texts["version"]
-        if node.version != dpmon.__version__ and node.name not in self._other:
-            self._other.add(node.name)
-            text = f"{node.name} has dpmon {node.version}, this machine {dpmon.__version__}: what both know is read"
+        if version not in (dpmon.__version__, node.version):
+            text = f"{node.name} has dpmon {version}, this machine {dpmon.__version__}: what both know is read"
             self.emit("warning", {"process": None, "text": text})
+        node.host, node.run, node.version, machine.sought = host, run, version, False
         words = marker.get("command")
         if not self.info.command and isinstance(words, list):  # what the run is, as the first machine says
-            command = tuple(clean(str(word))[:1000] for word in words[:100])
-            self.info = self.joint.info = replace(
-                self.info, command=command, script=texts["script"], cwd=texts["cwd"], versions={"dpmon": node.version}
-            )
+            command = tuple(clean(word, _MOST_TEXT) for word in words[:100])
+            info = replace(self.info, command=command, script=script, cwd=cwd, versions={"dpmon": version})
+            self.info = self.joint.info = info
             with contextlib.suppress(OSError):
                 save(self.directory, self.info)
         self._ask_time(machine)
@@ -232,7 +227,6 @@ class Mirror:
     def _forget(self, machine: Followed) -> None:
         """Forget the records that are not written."""
         self._chunks = [one for one in self._chunks if one[0] is not machine]
-        machine.held = 0
 
     def _close(self, machine: Followed, report: Closed) -> None:
         if machine.node.state != "ended":
@@ -251,7 +245,7 @@ class Mirror:
 
     def _take_time(self, machine: Followed, there_ns: int) -> None:
         """Take the time of a machine, between question and answer. After some of them, begin."""
-        node, number, sent = machine.node, machine.node.number, machine.asked[1]
+        node, sent = machine.node, machine.asked[1]
         error = (self.now_ns() - sent) // 2
         if machine.measured == 0 or node.clock_error_ns is None or error < node.clock_error_ns:
             node.clock_ns, node.clock_error_ns = sent + error - there_ns, error
@@ -265,16 +259,12 @@ class Mirror:
         elif abs(shift_ns / SECOND - node.shift_s) > AHEAD_S / 2:
             self._end_link(machine, "it or this machine was suspended, so its times moved: attach again", for_good=True)
             return
-        request: dict[str, Any] = {
-            "ask": "begin",
-            "offset": node.received,
-            "tallied_s": node.tallied_s,
-            "shift_s": node.shift_s,
-        }
-        sparse = len(self.machines) > MOST_WHOLE
-        request |= {"shift_ns": shift_ns, "sparse": sparse, "output_at": machine.output_at}
-        self.links.send(number, json.dumps(request))
-        self._requests.renew(number)
+        request = {
+            "ask": "begin", "offset": node.received, "tallied_s": node.tallied_s, "output_at": machine.output_at,
+            "shift_ns": shift_ns, "shift_s": node.shift_s, "sparse": len(self.machines) > MOST_WHOLE,
+        }  # fmt: skip
+        self.links.send(node.number, json.dumps(request))
+        self._requests.renew(node.number)
 
     def _take_message(self, machine: Followed, message: Mapping[str, Any]) -> None:
         if isinstance(message.get("standing"), dict):
@@ -292,19 +282,15 @@ class Mirror:
             raise RubbishError("a beat without its offsets")
         if not machine.offset == begin <= offset < 1 << 53 or tallied > self.now_ns() // SECOND + AHEAD_S:
             raise RubbishError("records that do not follow those before")
-        if machine.held >= MOST_HELD:
+        if sum(one is machine for one, _ in self._chunks) >= MOST_HELD:
             raise RubbishError("the history cannot be written")
         if "events" in chunk.rows:
             kept = [row for row in chunk.rows["events"] if self._keeps(node, row)]
             chunk = chunk._replace(rows={**chunk.rows, "events": kept})
         if machine.standing is not None:
-            age_s = number_in(machine.standing, "age_s") or 0.0
-            self.joint.hear(
-                node.number, node.name, machine.standing["standing"], int(min(max(age_s, 0.0), 1e9) * SECOND)
-            )
-            machine.standing = None
-        machine.offset, machine.beat = offset, beat
-        machine.held += 1
+            age_ns = int(min(max(number_in(machine.standing, "age_s") or 0.0, 0.0), 1e9) * SECOND)
+            self.joint.hear(node.number, node.name, machine.standing["standing"], age_ns)
+        machine.offset, machine.beat, machine.standing = offset, beat, None
         self._chunks.append((machine, chunk))
         self._turn(node, "connected", None)
         if isinstance(output := beat.get("output"), str):
@@ -320,21 +306,17 @@ class Mirror:
     def _end(self, machine: Followed, how: Mapping[str, Any]) -> None:
         """Note the end of a machine's run."""
         status, seconds = whole_in(how, "status"), min(max(number_in(how, "seconds") or 0.0, 0.0), 1e9)
-        texts = {
-            key: None if (text := text_in(how, key)) is None else clean(text)[:1000] for key in ("signal", "cause")
-        }
-        known = status is not None and 0 <= status <= MAX_STATUS
-        stopped = how.get("stopped") is True
-        exited = {"status": status if known else None, "seconds": seconds, "stopped": stopped, **texts}
+        exited = {
+            "status": status if status is not None and 0 <= status <= MAX_STATUS else None, "seconds": seconds,
+            "stopped": how.get("stopped") is True, "signal": _text(how, "signal"), "cause": _text(how, "cause"),
+        }  # fmt: skip
         machine.node.exit = json.dumps(exited)
         self._turn(machine.node, "ended", None)
         self._end_link(machine, "", for_good=True)
 
     def _put_output(self, node: NodeRow, text: str) -> None:
         """Append the output of a machine to the run's, with its name before each line."""
-        lines = "".join(f"{node.name}: {clean(line)}\n" for line in text[: 1 << 16].splitlines()).encode(
-            "utf-8", "replace"
-        )
+        lines = "".join(f"{node.name}: {clean(line)}\n" for line in text[: 1 << 16].splitlines())
         path = self.directory / "output.log"
         with contextlib.suppress(OSError), open(open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "r+b") as file:
             size = file.seek(0, os.SEEK_END)
@@ -344,7 +326,7 @@ class Mirror:
                 write_whole(count_file(path), f"{deleted_bytes(path) + size - len(rest):020d}")
                 file.truncate(0)
                 file.write(rest)
-            file.write(lines)
+            file.write(lines.encode("utf-8", "replace"))
 
     # ------------------------------------------------------------------------------------------ what is written
 
@@ -361,8 +343,6 @@ class Mirror:
         except HistoryError as error:
             _log(f"the history cannot be written: {error}")
             return False
-        for machine, _ in self._chunks:
-            machine.held = 0
         self._chunks, self._events = [], []
         return True
 
@@ -394,6 +374,7 @@ class Mirror:
             "now_ns": self.now_ns(),
             "doing": doing,
             "connected": [machine.node.number for machine in self.machines if machine.node.state == "connected"],
+            "refused": any(machine.node.state == "refused" for machine in self.machines),
             "ended": [sum(machine.node.state == "ended" for machine in self.machines), len(self.machines)],
             "wanted": any(wanted is True for wanted, _, _ in pauses),
             "pausing": any(pending is True for _, pending, _ in pauses),
@@ -438,6 +419,12 @@ def command_of(words: list[str], known: str | None = None) -> list[str]:
     """
     _, run, *before = words
     return [*before, "export", known if known and run.startswith(JOB) else run, "--follow", "--rollups"]
+
+
+def _text(sent: Mapping[str, Any], key: str) -> str | None:
+    """A text that a machine has sent, harmless and short; None if there is none."""
+    text = text_in(sent, key)
+    return None if text is None else clean(text, _MOST_TEXT)
 
 
 def _log(text: str) -> None:

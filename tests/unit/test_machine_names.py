@@ -490,6 +490,8 @@ def test_a_machine_that_answers_at_last_is_the_same_one(state: Path) -> None:
     assert mirror_of("train", [a, b]) == mirror_of("train", [a, later]) == directory
     assert mirror_of("train", [a, ("c", "run-2", ["y"])]) != directory
     assert mirror_of("train", [("a", "run-3", ["x"]), b]) != directory
+    (directory / "nodes.json").write_text('{"refused": true}')
+    assert mirror_of("train", [a, b]) != directory  # that one would not try it again
 
 
 def test_a_run_is_found_by_its_job(

@@ -13,7 +13,7 @@ MISSING = "dpmon is not there, or not in the PATH of its commands"
 _CAUSES = tuple(
     (re.compile(pattern, re.IGNORECASE | re.DOTALL), text, for_good)
     for pattern, text, for_good in (
-        (r"temporary failure in name resolution", "no server of names answers", False),
+        (r"temporary failure in name resolution", "its name cannot be looked up: no DNS server answers", False),
         (r"could not resolve hostname|name or service not known", "its name has no address: check the name", True),
         (r"connection refused", "it refused the connection: no ssh server at its port", False),
         (r"host key verification failed", "its host key is unknown or has changed: connect to it once by hand", True),

@@ -42,7 +42,8 @@ def training_now(state: State) -> list[Process]:
         replaced = process.began_ns <= before and _is_silent(process, again, state.newest_ns)
         return replaced or _is_silent(process, apart, state.newest_ns)
 
-    found = [process for process in lately if not gave_way(process)]
+    alone = again < 0 and all(process.rank is not None for process in lately)
+    found = lately if alone else [process for process in lately if not gave_way(process)]
     return [process for process in found if process.process not in state.ended] or found or lately
 
 
@@ -63,6 +64,8 @@ def _started_again(lately: Sequence[Process]) -> tuple[int, int]:
     All earlier processes give way, even ranks without a successor: a restarted job may have fewer ranks.
     """
     by_rank: dict[int, list[Process]] = {}
+    if len({process.rank for process in lately}) == len(lately):
+        return -1, -1
     for process in lately:
         if process.rank is not None:
             by_rank.setdefault(process.rank, []).append(process)

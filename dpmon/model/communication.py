@@ -92,7 +92,7 @@ class Communication:
     elsewhere: tuple[RankTimes, ...] = ()
     """The ranks of other nodes, if a picture shows one node alone: the others may wait for one of them."""
 
-    @property
+    @cached_property
     def one_in(self) -> int | None:
         """Interval of samples: one step in this many; None without samples."""
         samples = self.collectives.samples
@@ -103,43 +103,43 @@ class Communication:
         """The ranks with known waits."""
         return tuple(one for one in self.ranks if one.joined)
 
-    @property
+    @cached_property
     def joined(self) -> int:
         """Number of steps with known waits between ranks."""
         return min((one.joined for one in self.known), default=0)
 
-    @property
+    @cached_property
     def step_ns(self) -> float | None:
         """The mean step of these ranks."""
         return _mean(one.step_ns for one in self.known)
 
-    @property
+    @cached_property
     def exposed_ns(self) -> float | None:
         """Communication that no computation hides."""
         return _mean(one.exposed_ns for one in self.known)
 
-    @property
+    @cached_property
     def waiting(self) -> tuple[RankTimes, ...]:
         """The ranks with known waits, without those that the others wait for."""
         slow = self.straggler
         return tuple(one for one in self.known if slow is None or one.process not in slow.processes)
 
-    @property
+    @cached_property
     def wait_ns(self) -> float | None:
         """The wait for the slowest rank, as a mean over the ranks that wait."""
         return _mean(one.wait_ns for one in self.waiting)
 
-    @property
+    @cached_property
     def exposed_share(self) -> float | None:
         """`exposed_ns` as a share of the step (0 to 1)."""
         return _share(self.exposed_ns, self.step_ns)
 
-    @property
+    @cached_property
     def wait_share(self) -> float | None:
         """`wait_ns` as a share of the step (0 to 1)."""
         return _share(self.wait_ns, self.step_ns)
 
-    @property
+    @cached_property
     def hidden_share(self) -> float | None:
         """The part of torch's communication time in which the backward pass still computed (0 to 1).
 
@@ -148,17 +148,17 @@ class Communication:
         one = self.torch_times
         return _share(one.overlap_ns, one.comm_ns) if one is not None and len(one.bucket_bytes) > 1 else None
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """The largest number of steps of any rank."""
         return max((one.steps for one in self.ranks), default=0)
 
-    @property
+    @cached_property
     def synced(self) -> float | None:
         """Backward passes per step that averaged gradients."""
         return _share(sum(one.synced for one in self.ranks), sum(one.steps for one in self.ranks))
 
-    @property
+    @cached_property
     def unsynced(self) -> float | None:
         """Backward passes per step that averaged nothing (no_sync)."""
         return _share(sum(one.unsynced for one in self.ranks), sum(one.steps for one in self.ranks))
@@ -168,7 +168,7 @@ class Communication:
         """The ranks that the others wait for; None if no rank stands out."""
         return straggler((*self.ranks, *self.elsewhere))
 
-    @property
+    @cached_property
     def own_names(self) -> str:
         """The script's own collectives: "all_reduce and barrier"; empty without any."""
         return " and ".join(self.collectives.own)

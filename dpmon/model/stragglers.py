@@ -241,7 +241,7 @@ def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
 def delays(ranks: Sequence[RankTimes]) -> dict[int, float]:
     """How much longer the others of its process group waited than a rank, by process: a share of its step (0 to 1).
 
-    The wait of the others is their median. Ranks that nobody waited for are left out.
+    The wait of the others is their median. Ranks below LEAST_SHARE are left out.
     """
     groups: dict[Group | None, list[RankTimes]] = {}
     for one in ranks:
@@ -250,11 +250,12 @@ def delays(ranks: Sequence[RankTimes]) -> dict[int, float]:
     found = {}
     for members in groups.values():
         waits = sorted(map(_wait, members))
-        usual = waits[len(waits) // 2]
+        # It is the same without any wait below the middle.
+        usual, middle = median_without(waits, waits[0]), waits[len(waits) // 2]
         for one in members:
-            if _wait(one) < usual and one.step_ns:
-                share = (median_without(waits, _wait(one)) - _wait(one)) / one.step_ns
-                found[one.process] = min(max(share, 0.0), 1.0)
+            wait, step = one.wait_ns or 0.0, one.step_ns or 0.0
+            if wait < middle and usual - wait >= LEAST_SHARE * step:
+                found[one.process] = min((usual - wait) / step, 1.0)
     return found
 
 
@@ -271,7 +272,12 @@ def _with_cause(
     """`found` with the phase that covers the excess on each slow rank, if any; `waits`: phases that include waits."""
     waited = median(map(_wait, others))
     ran = {phase: None for one in slow for phase in one.phases if phase not in waits}
-    usual = {phase: median(one.phases.get(phase, 0.0) for one in others) for phase in ran}
+    enough = [(one.phases, CAUSE_SHARE * (waited - _wait(one))) for one in slow]
+    usual = {
+        phase: median(one.phases.get(phase, 0.0) for one in others)
+        for phase in ran
+        if all(phases.get(phase, 0.0) >= least for phases, least in enough)
+    }
 
     def covered(phase: str) -> float:
         """The part of the excess that the phase covers, on the slow rank where it covers least."""

@@ -220,6 +220,7 @@ def test_unknown_waits_are_shown_with_a_reason(how: dict[str, Any], reason: str)
     text = texts(panel_ranks.table(facts, 76, 12, LOOK))
     assert text[0].split() == ["rank", "device", "input", "output", "rows", "forward", "backward", "step"]
     assert any(reason in line for line in text)
+    assert sum("of 4 ranks" in line for line in text) == ("world" in how), "only one line counts the ranks"
     assert reason in " ".join(line.strip() for line in texts(panel_communication.table(facts, 120, 12, LOOK)))
 
 

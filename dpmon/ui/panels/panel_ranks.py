@@ -5,7 +5,9 @@ Many ranks, or ranks on several nodes, are drawn as a map with a cell per rank, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from heapq import nsmallest
+from operator import attrgetter
 from typing import NamedTuple
 
 from dpmon.cleaning import clean
@@ -24,6 +26,7 @@ from dpmon.ui.panels.rank_map import rank_map
 from dpmon.ui.panels.ranks_over_time import over_time, slow_rows
 from dpmon.ui.rows import Row, TableColumn, lines, table_rows, width_of
 
+_BY_WAIT = attrgetter("wait_ns")
 _LABEL = 6
 """Cells of the mark and the rank."""
 _LEAST_BAR, _MOST_BAR = 6, 24
@@ -59,11 +62,13 @@ def applies(facts: Facts) -> bool:
 
 def _rows(facts: Facts, room: int) -> list[tuple[Process, CallTrack | None]]:
     """At most `room` processes, each with its chosen or newest call."""
-    processes = facts.state.training
+    return _with_calls(facts, facts.state.training[: max(room, 1)])
+
+
+def _with_calls(facts: Facts, processes: Iterable[Process]) -> list[tuple[Process, CallTrack | None]]:
     track = shown(facts)
     key = (track.last.root, track.last.via) if track is not None else ("", None)
-    rows = [(process, process.calls.get(key, process.newest)) for process in processes]
-    return rows[: max(room, 1)]
+    return [(process, process.calls.get(key, process.newest)) for process in processes]
 
 
 def _known(facts: Facts) -> Communication | None:
@@ -198,21 +203,22 @@ def _notes(facts: Facts, found: Communication, width: int, room: int, ranks: int
         rows += lines(f"no rank{where} holds the others up (last {count_of(found.joined, 'step')})", width)
     for note in found.other_waits():
         rows += lines(note, width)
-    rows += _missing(facts, [process for process, _ in _rows(facts, len(found.ranks))])
-    return rows[:most]
+    return [*rows, *_missing(facts)][:most]
 
 
 def _ranks(facts: Facts, found: Communication) -> list[_Rank]:
     """The ranks of the table by number; if there are many, only the slowest ranks, the slowest first."""
-    processes = _rows(facts, len(found.ranks))
-    times = {one.process: one for one in found.ranks}
-    rows = [_Rank(process, track, times[process.process]) for process, track in processes if process.process in times]
-    if not _many(facts):
-        return rows
-    known = [one for one in rows if one.times.wait_ns is not None]
-    slow, chosen = facts.state.straggler, facts.view.process
-    known.sort(key=lambda one: (one.process.process != chosen, not _is_slow(slow, one), one.times.wait_ns or 0.0))
-    return known[: _most(facts)]
+    times, slow, chosen = found.ranks, facts.state.straggler, facts.view.process
+    if _many(facts):
+        late = set(slow.processes) if slow is not None else set()
+        known = [one for one in times if one.wait_ns is not None]
+        first = sorted((one for one in known if one.process in late), key=_BY_WAIT)
+        first = [*(one for one in known if one.process == chosen), *(one for one in first if one.process != chosen)]
+        others = nsmallest(_most(facts) + len(first), known, key=_BY_WAIT)
+        times = (*first, *(one for one in others if one.process not in late and one.process != chosen))[: _most(facts)]
+    there = [one for one in times if one.process in facts.state.processes]
+    rows = _with_calls(facts, (facts.state.processes[one.process] for one in there))
+    return [_Rank(process, track, one) for (process, track), one in zip(rows, there, strict=True)]
 
 
 def _times_table(facts: Facts, found: Communication, width: int, height: int, look: Look) -> list[Row]:
@@ -330,18 +336,17 @@ def _sizes_table(facts: Facts, width: int, height: int, look: Look) -> list[Row]
     ]
     drawn = table_rows(columns, look.glyphs.more)
     drawn += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
-    drawn += _missing(facts, [process for process, _ in rows])
     found = facts.state.communication
-    if found is not None and found.missing is not None:
-        drawn += lines(found.missing, width)
-    return drawn
+    why = None if found is None else found.missing
+    drawn += [] if why is not None and why.startswith(f"{count} of ") else _missing(facts)
+    return [*drawn, *lines(why or "", width)]
 
 
-def _missing(facts: Facts, processes: list[Process]) -> list[Row]:
+def _missing(facts: Facts) -> list[Row]:
     """A row with the number of ranks, if fewer train than expected; of one node alone, the others are not counted."""
-    count = len(facts.state.training)
-    wanted = max((ranks for process in processes if (ranks := process.info.world) is not None), default=count)
-    if facts.view.node is not None or wanted <= count or any(process.rank is None for process in processes):
+    count, first = len(facts.state.training), facts.state.training[:MAPPED]
+    wanted = max((ranks for process in first if (ranks := process.info.world) is not None), default=count)
+    if facts.view.node is not None or wanted <= count or any(process.rank is None for process in first):
         return []
     return [[(f"{count} of {wanted} ranks train in this run", "wait")]]
 

@@ -54,10 +54,9 @@ def rank_map(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[i
 
 def _signs(ranks: Sequence[RankTimes], slow: Straggler | None, look: Look) -> dict[int, Span]:
     """The cells by process."""
-    late, on_time = delays(ranks), delay_sign(0.0, look)
-    unknown = delay_sign(None, look)
-    signs = {one.process: unknown if one.wait_ns is None or not one.step_ns else on_time for one in ranks}
-    signs |= {process: delay_sign(share, look) for process, share in late.items()}
+    signs = dict.fromkeys((one.process for one in ranks), delay_sign(0.0, look))
+    signs |= {one.process: delay_sign(None, look) for one in ranks if one.wait_ns is None or not one.step_ns}
+    signs |= {process: delay_sign(share, look) for process, share in delays(ranks).items()}
     return signs | dict.fromkeys(slow.processes if slow is not None else (), (look.glyphs.focus, "found"))
 
 

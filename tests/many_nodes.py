@@ -125,7 +125,7 @@ class ManyNodes:
             f"INSERT OR REPLACE INTO nodes VALUES ({', '.join('?' * len(NODE_COLUMNS))})", [*vars(row).values()]
         )
 
-    def _event(self, event: Event, process: int | None) -> None:
+    def _event(self, event: Event, process: int) -> None:
         t_ns = int(event.data["t_s"] * SECOND)
         text = json.dumps({"kind": event.kind, **event.data})
         self._db.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?)", (self._id, process, event.kind, t_ns, text))
@@ -162,11 +162,11 @@ class ManyNodes:
                 self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"whole_{width}", at_s + 1))
         for node in range(self.nodes) if self.samples else ():
             if node not in self.silent:
-                self._event(changed(host_event(at_s + 0.5, 40.0, None), node=node), None)
+                self._event(changed(host_event(at_s + 0.5, 40.0, None), node=node), -1 - node)
                 for device in range(self.each):
                     index = node * NODE_DEVICES + device
                     own = {"index": index, "util_pct": 60 + (device * 7 + at_s) % 40, "node": node}
-                    self._event(changed(device_event(at_s + 0.5, 0), **own), None)
+                    self._event(changed(device_event(at_s + 0.5, 0), **own), -1 - node)
         heard = [((at_s + 1) * SECOND, node) for node in range(self.nodes) if node not in self.silent]
         many("UPDATE nodes SET heard_ns = ? WHERE number = ?", heard)
         self._db.execute("COMMIT")

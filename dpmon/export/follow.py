@@ -31,6 +31,7 @@ from dpmon.record.plainjson import load_json, number_in
 from dpmon.record.schema import SECOND
 from dpmon.run.condition import needs_supervisor, run_state, supervised
 from dpmon.run.files import open_file, read_file
+from dpmon.run.mirrored import by_word
 from dpmon.run.reader import NO_TRAINING, RunReader
 from dpmon.run.rundir import ExitInfo, load_exit
 from dpmon.run.runs import short_name
@@ -146,7 +147,7 @@ class _Follow:
             "now_ns": self.now_ns() + self._shift_ns,
             "state": run_state(self._directory, reader.info)[0],
             "over": how is not None,
-            "doing": doing,
+            "doing": by_word(doing),
             "pending": reader.pending(),
             "pause": [paused.wanted, paused.pending, None if paused.since_ns is None else self._moved(paused.since_ns)],
             "refusal": reader.pause_refusal(),

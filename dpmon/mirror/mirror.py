@@ -32,7 +32,7 @@ from dpmon.record.schema import SECOND
 from dpmon.run import proc
 from dpmon.run.condition import needs_supervisor, take_lock
 from dpmon.run.files import open_file, write_whole
-from dpmon.run.mirrored import STATE_FILE, doing_in
+from dpmon.run.mirrored import STATE_FILE, by_word, doing_in
 from dpmon.run.rundir import (
     ID,
     MAX_STATUS,
@@ -372,7 +372,7 @@ class Mirror:
         stages = [stage for machine in live if isinstance(stage := machine.beat.get("stage"), list)]
         state = {
             "now_ns": self.now_ns(),
-            "doing": doing,
+            "doing": by_word(doing),
             "connected": [machine.node.number for machine in self.machines if machine.node.state == "connected"],
             "refused": any(machine.node.state == "refused" for machine in self.machines),
             "ended": [sum(machine.node.state == "ended" for machine in self.machines), len(self.machines)],

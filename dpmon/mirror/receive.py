@@ -7,7 +7,6 @@ each value, the mode, JSON and sketches. A damaged row is left out and counted.
 from __future__ import annotations
 
 import json
-import math
 from binascii import a2b_base64
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -178,8 +177,7 @@ def _sound_columns(table: str, columns: Sequence[str], rows: Sequence[Any], now_
         if str in kinds:
             yield _texts(rule.name, values)
         elif float in rule.kinds:
-            most = math.inf if table == "losses" else _MOST_FLOAT
-            if not all(value is None or abs(value) <= most for value in values):  # NaN is not less
+            if not all(value is None or abs(value) < _MOST_FLOAT for value in values):  # NaN is not less
                 raise ValueError(rule.name)
             yield [None if value is None else float(value) for value in values]
         else:

@@ -6,18 +6,19 @@ Any program may have written an event, so invalid ones are ignored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dpmon.model.communication import Wrapper
-from dpmon.model.state import ModeChange, PauseChange, Process, ProcessFacts, Refusal, StallSeen, WarningText
+from dpmon.model.state import ModeChange, PauseChange, ProcessFacts, Refusal, StallSeen, WarningText
 from dpmon.model.stragglers import Group
 from dpmon.record.fields import RECORDS
 from dpmon.record.names import MODES
 from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
 
 if TYPE_CHECKING:
+    from dpmon.record.kinds import Step
     from dpmon.store.queries import Store
 
 CHANGES_READ = 500
@@ -46,6 +47,15 @@ class LoaderStart(NamedTuple):
     """The number of this start of the DataLoader object, from 1."""
 
 
+class InForce(NamedTuple):
+    """The mode of a process, its devices and the reason; by the names of dpmon.model.state.Process."""
+
+    mode: str
+    devices: tuple[str, ...] = ()
+    virtual: bool = False
+    mode_reason: str | None = None
+
+
 @dataclass(frozen=True)
 class Announced:
     """The events of each kind, oldest first."""
@@ -60,6 +70,9 @@ class Announced:
     stalls: tuple[StallSeen, ...] = ()
     inputs: tuple[tuple[int | None, int, int], ...] = ()
     """Waits for a line of input: process (None: one that does not train), start, end."""
+    change_count: int = 0
+    """Number of all changes of mode; `warning_count`: of all warnings."""
+    warning_count: int = 0
 
     @classmethod
     def read(cls, rows: Store, *, every: bool = False) -> Announced:
@@ -79,6 +92,8 @@ class Announced:
             newest_wrappers(data("ddp", WRAPPERS_READ + of_ranks)),
             stalls_in(data("stall", TEXTS_READ)),
             waits_in(info.values(), data("input", TEXTS_READ)),
+            rows.event_count("mode"),
+            rows.event_count("warning"),
         )
 
     @cached_property
@@ -94,14 +109,13 @@ class Announced:
         """The newest pause or resumption of each process."""
         return {one.process: one for one in self.pauses if one.refused is None}
 
-    def in_force(self, process: Process, called: str) -> Process:
-        """`process` with its mode, its devices and the reason; `called`: the mode of its last call.
+    def in_force(self, process: int, step: Step | None, called: str) -> InForce:
+        """The mode of a process after its last step; `called`: the mode of its last call.
 
         A change after the last step takes effect at once.
         """
-        step = process.last_step
         end_ns = -1 if step is None else step.start_ns + step.wall_ns
-        own = self._changes_of.get(process.process, ())
+        own = self._changes_of.get(process, ())
         since = {change.root: change.mode for change in own if (change.t_ns or 0) > end_ns}
         mode = step.mode if step is not None else called
         if since:  # a root that cannot be split stays single beside one that is split
@@ -109,9 +123,9 @@ class Announced:
         given = [change for change in own if change.refused is None]
         change = next((change for change in reversed(given) if change.mode == mode), given[-1] if given else None)
         if change is None:
-            return replace(process, mode=mode)
-        devices, _ = self.devices_of(process.process).get(mode, (change.devices, False))
-        return replace(process, mode=mode, devices=devices, virtual=change.virtual, mode_reason=change.reason)
+            return InForce(mode)
+        devices, _ = self.devices_of(process).get(mode, (change.devices, False))
+        return InForce(mode, devices, change.virtual, change.reason)
 
     def devices_of(self, process: int) -> dict[str, tuple[tuple[str, ...], bool]]:
         """The last devices of a process, and whether they are virtual, by mode."""

@@ -213,26 +213,36 @@ def communication(
     own.sort(key=lambda one: one.number)
     missing = None if any(one.joined for one in ranks) else _missing(ranks, own)
     waits = any(one.waits_in_forward for one in wrappers)
-    groups = _groups_of([one.rank for one in (*ranks, *elsewhere)], wrappers)
+    groups = groups_of([one.rank for one in (*ranks, *elsewhere)], wrappers)
     times, others = (
-        tuple(one._replace(group=groups[one.rank], waits_in_forward=waits) for one in those)
+        tuple(
+            one
+            if one.group == groups[one.rank] and one.waits_in_forward == waits
+            else one._replace(group=groups[one.rank], waits_in_forward=waits)
+            for one in those
+        )
         for those in (ranks, elsewhere)
     )
     return Communication(times, tuple(own), _torch_times(wrappers), lately, missing, collectives, sampled_of, others)
 
 
-def _groups_of(ranks: Iterable[int], wrappers: Sequence[Wrapper]) -> Mapping[int, Group | None]:
+def groups_of(ranks: Iterable[int], wrappers: Sequence[Wrapper]) -> Mapping[int, Group | None]:
     """The process group of each rank: of its newest process, or else one that lists it; None if there are several."""
+    every = {one.group for one in wrappers} - {None}
+    if len(every) == 1:  # as usual; there may be a thousand ranks
+        (group,) = every
+        members = group if isinstance(group, range) else frozenset(group or ())
+        return {rank: group if rank in members else None for rank in ranks}
     own: dict[int | None, dict[Group, int]] = {}
     listed: dict[Group, int] = {}
     for one in wrappers:
         if one.group is not None:
             for newest in (own.setdefault(one.rank, {}), listed):
                 newest[one.group] = max(newest.get(one.group, 0), one.process)
-    members = [(frozenset(each), each) for each in listed]
+    sets = [(frozenset(each), each) for each in listed]
     found = {}
     for rank in ranks:
-        known = own.get(rank) or {each: listed[each] for those, each in members if rank in those}
+        known = own.get(rank) or {each: listed[each] for those, each in sets if rank in those}
         last = [each for each, process in known.items() if process == max(known.values())]
         found[rank] = last[0] if len(last) == 1 else None
     return found

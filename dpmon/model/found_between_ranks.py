@@ -59,7 +59,7 @@ def between_ranks(found: Communication | None) -> Iterator[Finding]:
 
 def _straggler(found: Communication) -> Iterator[Finding]:
     slow = found.straggler
-    if slow is not None and slow.steps >= MIN_STEPS:
+    if slow is not None and (found.lately or slow.steps >= MIN_STEPS):  # a straggler has enough steps for now
         text, often = held_up(slow), how_often(slow, lately=found.lately)
         mean = f"mean step {duration_words(found.step_ns)} on {len(found.known)} ranks"
         yield Finding(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dpmon.model.state import Process, Recent, State
-from dpmon.record.kinds import Step
 from dpmon.record.schema import EVALUATION, SECOND, STEP
 from dpmon.store.answers import SecondRow
 from dpmon.store.figures import Rate, rate, trains
@@ -17,6 +16,10 @@ if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
 WINDOW_S = 10
+MOST_RATES = 64
+"""Most ranks whose rates are read besides that of the focus; more ranks count as these on average."""
+_GOLDEN = 0.6180339887
+_Item = TypeVar("_Item")
 
 
 class Trained(NamedTuple):
@@ -62,13 +65,20 @@ def figures_end_s(rows: Store, process: Process) -> int:
     return end_s if whole_s is None or whole_s <= process.began_ns // SECOND + 1 else min(end_s, whole_s)
 
 
-def recent(rows: Store, processes: Mapping[int, Step], process: int, begin_s: int, until_s: int) -> Recent:
-    """The last ten seconds of training of `process`; with fewer than two steps there, the last two steps.
+def spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
+    """All items or, of more than `most`, so many from everywhere, at uneven distances: every eighth rank may differ."""
+    if len(items) <= most:
+        return items
+    return [items[at] for at in sorted(sorted(range(len(items)), key=lambda at: at * _GOLDEN % 1.0)[:most])]
 
-    `processes`: those that train together, with their newest step. `begin_s`, `until_s`: the seconds to read.
+
+def recent(rows: Store, processes: Sequence[int], mode: str, begin_s: int, until_s: int, times: float = 1.0) -> Recent:
+    """The last ten seconds of training of the first process; with fewer than two steps there, the last two steps.
+
+    `processes`: those that train together, in a mode. `begin_s`, `until_s`: the seconds to read. `times`: how many
+    times as many train as are read.
     """
-    mode = processes[process].mode
-    trained = mode in trains(rows.kinds())
+    process, trained = processes[0], mode in trains(rows.kinds())
     found = _lately(rows, tuple(processes), begin_s, until_s, mode, trained)
     own = found[process]
     if not own.enough:
@@ -77,7 +87,7 @@ def recent(rows: Store, processes: Mapping[int, Step], process: int, begin_s: in
     last_ns, step_ns = own.tally.last_ns, own.tally.stat(STEP).total // max(own.tally.steps, 1)
     if last_ns is None and trained:
         last_ns = rows.last_training_ns(process)
-    return Recent(_together(found) if own.enough else None, last_ns, step_ns)
+    return Recent(_together(found, times) if own.enough else None, last_ns, step_ns)
 
 
 def _lately(
@@ -140,10 +150,10 @@ def _trained(taken: Sequence[SecondRow], times: Mapping[tuple[int, int], int]) -
     return Trained(whole, counted, min(step.total, counted))
 
 
-def _together(found: Mapping[int, Trained]) -> Rate | None:
+def _together(found: Mapping[int, Trained], times: float) -> Rate | None:
     """The rate of processes that train at the same time (dpmon.store.figures.rate)."""
     tallies = {process: one.tally for process, one in found.items()}
-    return rate(tallies, {process: (one.elapsed_ns, one.within_ns) for process, one in found.items()}, together=True)
+    return rate(tallies, {process: (one.elapsed_ns, one.within_ns) for process, one in found.items()}, together=times)
 
 
 def _counted_ns(times: Mapping[tuple[int, int], int], begin_ns: int, end_ns: int) -> int:

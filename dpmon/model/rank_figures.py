@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import nsmallest
 from typing import TYPE_CHECKING
 
-from dpmon.model.pace import figures_end_s
-from dpmon.model.state import Process
-from dpmon.model.stragglers import MIN_STEPS, RankTimes, rank_times, sums_of
+from dpmon.model.communication import Wrapper, groups_of
+from dpmon.model.pace import figures_end_s, spread
+from dpmon.model.state import WORST, Process
+from dpmon.model.stragglers import MIN_STEPS, RankTimes, rank_times
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
-from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STEP, WAIT
-from dpmon.store.answers import RankSums
+from dpmon.record.schema import SECOND, STEP
 from dpmon.store.figures import figures, merged, trains
 from dpmon.store.tally import Key, Tally
 
@@ -23,114 +25,172 @@ Seconds = tuple[range, ...]
 RANK_STEPS, RANK_S = 50, 5
 """Fewest steps and seconds for a comparison of the ranks."""
 RANKS_A_SECOND = 32
-"""The times and the rate of this many ranks are read in a second; those of more ranks are read less often."""
+"""All times and the rate of this many ranks are read in a second; those of more ranks are read less often."""
 _SAMPLED_S = 40
-"""Most seconds for a comparison of ranks with few known waits."""
+"""Most seconds for a comparison of ranks of several machines: the waits of about one step a second are known."""
+_AGE_S = 4
+"""Times of some of many ranks are less than this old."""
+_LATE_S = 10
+"""Waits of a step are known this long after it, or are left out of a live picture."""
+_JOINED = RankTimes._fields.index("joined")
 _SERIES = (STEP, "forward", "backward")
 _MINUTE_S = 60
 
 
+class _Waits:
+    """The last steps of a rank with known waits: as many as are needed to name a straggler."""
+
+    __slots__ = ("exposed", "number", "waits")
+
+    def __init__(self) -> None:
+        self.number = -1
+        """The number of its last synchronised pass."""
+        self.waits: deque[int] = deque(maxlen=MIN_STEPS)
+        """How long it waited for the slowest rank (ns)."""
+        self.exposed: deque[int] = deque(maxlen=MIN_STEPS)
+
+
+class _LastWaits:
+    """Reads the waits of many ranks, each once."""
+
+    def __init__(self, rows: Store, process: int, end_s: int, stalled: Seconds) -> None:
+        """Read from about `_SAMPLED_S` before the second `end_s`, by the steps of a process; without `stalled`."""
+        begin_s = _parts(end_s, _SAMPLED_S, stalled)[0][0]
+        first_id = rows.at(begin_s * SECOND).last_step_id([process])
+        self._stalled = stalled
+        self._read = deque([(end_s, first_id)])
+        """The seconds of the last reads, and the last ids that they found."""
+        self._of: dict[int, _Waits] = {}
+
+    def read(self, rows: Store, end_s: int) -> Mapping[int, _Waits]:
+        """The last waits of each process. They are known when the rows of all ranks have come."""
+        while len(self._read) > 1 and self._read[1][0] < end_s - _LATE_S:
+            self._read.popleft()
+        last_id, of = self._read[-1][1], self._of
+        least = min((own.number for own in of.values()), default=-1)
+        for number, process, sync_number, exposed_ns, wait_ns, second in rows.waits(self._read[0][1], least):
+            last_id = max(last_id, number)
+            if any(second in each for each in self._stalled):
+                continue
+            own = of.get(process)
+            if own is None:
+                own = of[process] = _Waits()
+            if sync_number > own.number:
+                own.number = sync_number
+                own.waits.append(wait_ns)
+                own.exposed.append(exposed_ns)
+        self._read.append((end_s, last_id))
+        return self._of
+
+
 @dataclass(slots=True)
 class RankTimesReader:
-    """Reads the mean times of ranks that train together; of many ranks, they may be some seconds old."""
+    """Reads the mean times of ranks that train together.
+
+    Of many ranks, all times are read of some only, the slowest among them, and may be some seconds old. Of the others,
+    the waits are read.
+    """
 
     _of: tuple[int, ...] = ()
-    """The processes of the last times, and when they were read (s)."""
+    """The processes of the last times, and the seconds without them."""
+    _stalled: Seconds = ()
+    _waits: _LastWaits | None = None
     _end_s: int = 0
-    _times: tuple[RankTimes, ...] = ()
-    _kept: KeptSums = field(default_factory=lambda: KeptSums())
+    """The second up to which waits were read."""
+    _whole: dict[int, tuple[int, RankTimes]] = field(default_factory=dict)
+    """All times of some or all processes, and the second up to which they were read."""
 
     def read(
-        self, rows: Store, focus: Process, others: Sequence[Process], stalled: Seconds = ()
+        self,
+        rows: Store,
+        focus: Process,
+        others: Sequence[Process],
+        wrappers: Sequence[Wrapper] = (),
+        stalled: Seconds = (),
     ) -> tuple[RankTimes, ...]:
         """The times as of the newest step of `focus`, one of the ranks; of several machines, without `stalled`."""
         if focus.last_step is None:
             return ()
-        if rows.mirrored:  # what is kept is of now, not of a time that is looked back to
-            return (self._kept if rows.until_s is None else KeptSums()).read(rows, focus, others, stalled)
-        end_s, processes = figures_end_s(rows, focus), (focus.process, *(one.process for one in others))
-        age_s = end_s - self._end_s
-        if processes != self._of or not 0 <= age_s < len(processes) // RANKS_A_SECOND:
-            self._of, self._end_s, self._times = processes, end_s, _rank_times(rows, focus, others)
-        return self._times
+        ranks = sorted((one for one in (focus, *others) if one.rank is not None), key=lambda one: one.number)
+        end_s, of, stalled = figures_end_s(rows, focus), tuple(one.process for one in ranks), stalled * rows.mirrored
+        if (of, stalled) != (self._of, self._stalled):
+            self._of, self._stalled, self._waits, self._whole = of, stalled, None, {}
+        # If ranks also wait for each other in the forward, the waits of a backward alone do not show who is slow.
+        alone = not any(one.waits_in_forward for one in wrappers)
+        if not (rows.mirrored and alone and len(ranks) > RANKS_A_SECOND):
+            return self._read_whole(rows, focus, ranks, end_s, len(ranks) // RANKS_A_SECOND)
+        if self._waits is None or end_s < self._end_s or rows.until_s is not None:
+            self._waits = _LastWaits(rows, focus.process, end_s, stalled)
+        self._end_s, waits = end_s, self._waits.read(rows, end_s)
+        whole = {one.process: one for one in self._read_whole(rows, focus, _some(ranks, focus, waits), end_s, _AGE_S)}
+        first, groups = whole[focus.process], groups_of((one.number for one in ranks), wrappers)
+        part = min(first.synced / first.steps, 1.0) if first.steps else 0.0
+        found = []
+        for one in ranks:
+            times, own = whole.get(one.process), waits.get(one.process)
+            if times is None:  # all leave a synchronised pass together, so they have the same mean step
+                times = RankTimes(
+                    one.process, one.number, 0, first.step_ns, {}, group=groups[one.number], node=one.node
+                )
+            if own is not None:
+                joined = len(own.waits)
+                exposed_ns, wait_ns = sum(own.exposed) / joined * part, sum(own.waits) / joined * part
+                known = joined, exposed_ns, wait_ns, own.waits.count(0)
+                times = RankTimes._make((*times[:_JOINED], *known, *times[_JOINED + len(known) :]))
+            found.append(times)
+        return tuple(found)
+
+    def _read_whole(
+        self, rows: Store, focus: Process, ranks: Sequence[Process], end_s: int, age_s: int
+    ) -> tuple[RankTimes, ...]:
+        """All times of some ranks, less than `age_s` old."""
+        oldest_s = end_s - max(age_s, 1)
+        self._whole = {number: one for number, one in self._whole.items() if oldest_s < one[0] <= end_s}
+        due = [one for one in ranks if one.process not in self._whole]
+        if due:
+            self._whole |= {one.process: (end_s, one) for one in _rank_times(rows, focus, due, self._stalled)}
+        return tuple(self._whole[one.process][1] for one in ranks)
 
 
-def _rank_times(rows: Store, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:
-    """The mean times of all ranks over about RANK_STEPS steps, in whole seconds."""
+def _some(ranks: Sequence[Process], focus: Process, waits: Mapping[int, _Waits]) -> list[Process]:
+    """The ranks to read all times of: `focus`, the slowest, and for comparison some others."""
+    slowest = nsmallest(WORST, waits, key=lambda process: sum(waits[process].waits) / len(waits[process].waits))
+    wanted = {focus.process, *slowest, *(one.process for one in spread(ranks, RANKS_A_SECOND - WORST))}
+    return [one for one in ranks if one.process in wanted]
+
+
+def _parts(end_s: int, width_s: int, stalled: Seconds) -> list[tuple[int, int]]:
+    """The `width_s` seconds before `end_s` that are not `stalled`, in parts."""
+    found = []
+    for each in reversed((range(0), *stalled)):
+        begin_s = max(end_s - width_s, min(each.stop, end_s))
+        if begin_s < end_s:
+            found.append((begin_s, end_s))
+            width_s -= end_s - begin_s
+        end_s = min(end_s, each.start)
+    return found[::-1] or [(0, 0)]
+
+
+def _rank_times(rows: Store, focus: Process, ranks: Sequence[Process], stalled: Seconds) -> tuple[RankTimes, ...]:
+    """The mean times of ranks over about RANK_STEPS steps, in whole seconds that are not `stalled`."""
     assert focus.last_step is not None
-    ranks = sorted((one.rank, one.process, one.node) for one in (focus, *others) if one.rank is not None)
-    end_s = max(figures_end_s(rows, one) for one in (focus, *others) if one.last_step is not None)
+    end_s = max(figures_end_s(rows, one) for one in (focus, *ranks) if one.last_step is not None)
     step_ns = focus.recent.step_ns or focus.last_step.wall_ns
-    begin_s = max(end_s - max(-(-RANK_STEPS * step_ns // SECOND), RANK_S), 0)
-    numbers = tuple(process for _, process, _ in ranks)
-    found = rows.tallies(begin_s, end_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
-    mode = focus.last_step.mode
-    trained = mode in trains((key.mode, key.kind) for key in found)
-    own = _by_process(found)
-    return tuple(
-        rank_times(process, rank, sums_of(merged(own.get(process, {}), mode, False, trained, settled=True)), node)
-        for rank, process, node in ranks
-    )
-
-
-class KeptSums:
-    """The sums of the ranks of several machines, of which only the rows of seconds that changed are read.
-
-    A thousand ranks have a thousand new rows each second. Of such ranks, only the waits of some steps are known, so
-    that more seconds are needed.
-    """
-
-    def __init__(self) -> None:
-        self._width_s, self._begin_s, self._last, self._mode = RANK_S, 1 << 40, 0, ""
-        self._rows: dict[int, dict[Key, RankSums]] = {}
-        """By second."""
-        self._sums: dict[int, RankSums] = {}
-        """By process."""
-        self._stalled: Seconds = ()
-
-    def read(self, rows: Store, focus: Process, others: Sequence[Process], stalled: Seconds) -> tuple[RankTimes, ...]:
-        """The times as of the newest step of any of these ranks."""
-        assert focus.last_step is not None
-        together = [one for one in (focus, *others) if one.rank is not None]
-        end_s = max(figures_end_s(rows, one) for one in together if one.last_step is not None)
-        step_ns = focus.recent.step_ns or focus.last_step.wall_ns
-        while self._width_s * SECOND < RANK_STEPS * step_ns:
-            self._width_s *= 2
-        mode = focus.last_step.mode
-        left_out = SETTLING | (EVALUATION if mode in trains(rows.kinds()) else 0)
-        begin_s = end_s - self._width_s
-        for each in reversed(stalled):
-            begin_s -= max(min(each.stop, end_s) - each.start, 0) if each.stop > begin_s else 0
-        if stalled != self._stalled:
-            self._begin_s, self._stalled = 1 << 40, stalled
-        self._update(rows, max(begin_s, 0), end_s, mode, left_out)
-        first = self._sums.get(focus.process, RankSums())
-        joined = first.series.get(WAIT, (0, 0))[0]
-        if 0 < joined < min(first.steps, MIN_STEPS) and self._width_s < _SAMPLED_S:
-            self._width_s *= 2
-            return self.read(rows, focus, others, stalled)
-        ranks = sorted((one.rank or 0, one.process, one.node) for one in together)
-        none = RankSums()
-        return tuple(rank_times(process, rank, self._sums.get(process, none), node) for rank, process, node in ranks)
-
-    def _update(self, rows: Store, begin_s: int, end_s: int, mode: str, left_out: int) -> None:
-        """Read what changed, and let the sums be those of the seconds from `begin_s` to `end_s`."""
-        if begin_s < self._begin_s or mode != self._mode:
-            self._rows, self._sums, self._last = {}, {}, 0
-        none = RankSums()
-        for number, start, key, sums in rows.changed_seconds(begin_s, end_s, STRAGGLER_SERIES, self._last):
-            self._last = max(self._last, number)
-            if key.mode != mode or key.kind & left_out or any(start in each for each in self._stalled):
-                continue
-            of_second = self._rows.setdefault(start, {})
-            whole = self._sums.get(key.process, none)
-            if key in of_second:
-                whole = whole.plus(of_second[key], -1)
-            of_second[key], self._sums[key.process] = sums, whole.plus(sums)
-        for second in [second for second in self._rows if second < begin_s]:
-            for key, sums in self._rows.pop(second).items():
-                self._sums[key.process] = self._sums[key.process].plus(sums, -1)
-        self._begin_s, self._mode = begin_s, mode
+    width_s = max(-(-RANK_STEPS * step_ns // SECOND), RANK_S)
+    numbers, mode = tuple(one.process for one in ranks), focus.last_step.mode
+    while True:
+        own: dict[int, dict[Key, Tally]] = {number: {} for number in numbers}
+        for begin_s, until_s in _parts(end_s, width_s, stalled):
+            found = rows.tallies(begin_s, until_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
+            for key, tally in found.items():
+                own[key.process].setdefault(key, Tally()).merge(tally)
+        trained = mode in trains((key.mode, key.kind) for each in own.values() for key in each)
+        whole = ((one, merged(own[one.process], mode, False, trained, settled=True)) for one in ranks)
+        times = tuple(rank_times(one.process, one.number, tally, one.node) for one, tally in whole)
+        joined = times[0].joined
+        if not rows.mirrored or width_s >= _SAMPLED_S or not 0 < joined < min(times[0].steps, MIN_STEPS):
+            return times
+        width_s = min(-(-width_s * MIN_STEPS // joined), _SAMPLED_S)
 
 
 def rank_figures(rows: Store, processes: Iterable[Process]) -> Iterator[Process]:

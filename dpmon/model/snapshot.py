@@ -6,13 +6,13 @@ change (finished columns of the history, samples) is cached, but no more than a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.announced import Announced
-from dpmon.model.calls_seen import SeenCalls, call_tracks
+from dpmon.model.calls_seen import CALLS_READ, SeenCalls, call_tracks
 from dpmon.model.communication import Wrapper, communication
 from dpmon.model.compare import MODES_COMPARED, Comparison, compare_modes
 from dpmon.model.devices import HostPeaks, Samples, Visit, device_peaks, visits_of
@@ -20,7 +20,7 @@ from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.loss import LossCurve, loss_curves
 from dpmon.model.memory import HOST
 from dpmon.model.nodes import node_of, nodes_in
-from dpmon.model.pace import WINDOW_S, figures_end_s, recent
+from dpmon.model.pace import MOST_RATES, WINDOW_S, figures_end_s, recent, spread
 from dpmon.model.progress import NO_STEP, OTHER_RANK, OVER, progress_of
 from dpmon.model.rank_figures import RANKS_A_SECOND, RankTimesReader, rank_figures
 from dpmon.model.rank_waits import RankWaitReader, among_many
@@ -40,6 +40,8 @@ _RATE_AGE_S = 5
 COLLECTIVES_S = 300
 """Seconds of sampled collectives to show; only some steps are sampled."""
 _LONG_READ = 64
+_MANY, _PICTURES = 128, 5
+"""Of more ranks, all facts are read for one in so many pictures."""
 _COMPARED_PART = 60
 """The modes are compared again when the run has become longer by this fraction (1/60)."""
 _SLOW_IDS = 100_000
@@ -55,6 +57,16 @@ class _Compared(NamedTuple):
     key: tuple[object, ...]
     end_s: int
     found: Comparison
+
+
+class _Last(NamedTuple):
+    """The last picture of many ranks."""
+
+    key: tuple[object, ...]
+    """What else it depends on."""
+    pictures: int
+    """Number of pictures since all of its facts were read."""
+    state: State
 
 
 class _ReadRate(NamedTuple):
@@ -76,6 +88,7 @@ class Snapshots:
     """The events of the last picture, and what they depend on."""
     _compared: _Compared | None = None
     _recent: _ReadRate | None = None
+    _last: _Last | None = None
     _times: RankTimesReader = field(default_factory=RankTimesReader)
     _of_run: KeptTallies = field(default_factory=KeptTallies)
     _of_range: KeptTallies = field(default_factory=KeptTallies)
@@ -92,19 +105,33 @@ class Snapshots:
         return replace(state, warnings=(*state.warnings, warning), warning_count=state.warning_count + 1)
 
     def _taken(self, rows: Store, wanted: Wanted, ended: frozenset[int]) -> State:
+        """The state; of many ranks, most facts but the waits may be as old as some pictures."""
         events = self._announced(rows)
-        known = replace(processes_in(rows, events, ended, wanted.node), chosen=wanted.process)
+        key, last = (wanted, ended, events), self._last
+        if last is None or last.key != key or last.pictures >= _PICTURES or rows.until_s is not None:
+            state, last = replace(processes_in(rows, events, ended, wanted.node), chosen=wanted.process), None
+        else:
+            state = last.state
+        if many := len(state.processes) > _MANY:
+            focus = [] if state.focus is None else [state.focus.process]
+            state = with_processes(state, rows, events, [*focus, *state.drawn, *state.order[: wanted.ranks]])
+        state = self._drawn(rows, state, wanted, events, None if last is None else last.state)
+        self._last = _Last(key, 1 if last is None else last.pictures + 1, state) if many else None
+        return state
+
+    def _drawn(self, rows: Store, known: State, wanted: Wanted, events: Announced, last: State | None) -> State:
+        """The state with its figures. `last`: the state of the last picture if most of its figures may be kept."""
         self._samples.read(rows, wanted.node if wanted.node is not None else node_of(known.nodes, known.focus))
         state = replace(
             known,
             devices=dict(sorted(self._samples.devices().items())),
             host=self._samples.of_host(),
             mode_changes=events.changes,
-            mode_change_count=rows.event_count("mode"),
+            mode_change_count=events.change_count,
             pauses=events.pauses,
             warnings=events.warnings,
             stalls=events.stalls,
-            warning_count=rows.event_count("warning"),
+            warning_count=events.warning_count,
             missed=rows.dropped,
             open_calls=rows.open_calls,
             over=wanted.over,
@@ -115,26 +142,32 @@ class Snapshots:
         ranks = [one for one in state.training if one.rank is not None and one.process != focus.process]
         found = self._with_figures(rows, focus, ranks if focus.rank is not None else [], wanted, events)
         elsewhere = _elsewhere(rows, state, wanted) if ranks else []
+        there = {process.process for process in state.training}
+        wrappers = [one for one in events.wrappers if one.process in there]
         # Only the machine of the rank that stood still leaves the step with the stall out of its tallies.
         stalls = [(one.since_ns, one.end_ns) for one in events.stalls[-_STALLS:] if one.end_ns is not None]
         stalled = tuple(range(since // SECOND, end // SECOND + 2) for since, end in stalls)
-        times = self._times.read(rows, found, [*ranks, *elsewhere], stalled) if ranks else ()
-        there = {process.process for process in state.training}
+        times = self._times.read(rows, found, [*ranks, *elsewhere], wrappers, stalled) if ranks else ()
         slowest = _slowest([one for one in times if one.process in there], wanted)
         others = [one for one in ranks if one.process in slowest]
         if wanted.listed or not slowest:
             others += [one for one in _other_processes(state, focus, wanted) if one.process not in slowest]
+        plain = [one.process for one in others if one.last_step is not None and not one.last_step.phases]
+        if plain:
+            state = with_processes(state, rows, events, plain)
+            others = [state.processes[one.process] for one in others]
         state = replace(state, losses=_losses(rows, found, wanted), unfit=next(iter(rows.unfit_losses()), None))
-        shown = {process.process: process for process in (found, *(_called(rows, process) for process in others))}
+        before = {} if last is None else {number: last.processes[number] for number in last.drawn}
+        shown = {one.process: _called(rows, one, before=before.get(one.process)) for one in others}
+        shown[found.process] = found
         if others and not slowest:
             shown.update({process.process: process for process in rank_figures(rows, shown.values())})
-        state = replace(state, processes={**state.processes, **shown})
-        if wanted.slowest:
+        state = replace(state, processes={**state.processes, **shown}, drawn=tuple(shown))
+        if wanted.slowest and last is None:
             longest = slow_steps_of(rows, state, wanted.span_s, wanted.slowest, events.inputs, self._slowest)
             state = replace(state, slowest=longest)
-        wrappers = [one for one in events.wrappers if one.process in there]
         if ranks:
-            state = with_ranks(rows, state, found, ranks, wrappers, times)
+            state = with_ranks(rows, state, found, ranks, wrappers, times, last)
             return self._with_waits(rows, state, found, wanted) if wanted.waits else state
         return replace(state, communication=communication((), wrappers, lately=True))
 
@@ -202,13 +235,16 @@ class Snapshots:
 
     def _recent_of(self, rows: Store, process: Process, others: Sequence[Process], end_s: int) -> Recent:
         """The last ten seconds of training of processes that train together; of many, a few seconds old."""
-        there = {one.process: one.last_step for one in (process, *others) if one.last_step is not None}
-        step = there[process.process]
-        key, before = (process.process, step.mode, tuple(there)), self._recent
+        assert process.last_step is not None
+        step, there = process.last_step, [process, *(one for one in others if one.last_step is not None)]
+        key, before = (step.mode, *(one.process for one in there)), self._recent
         age_s = end_s - before.end_s if before is not None and before.key == key else -1
         if before is None or not 0 <= age_s < min(len(there) // RANKS_A_SECOND, _RATE_AGE_S):
-            until_s = max(figures_end_s(rows, one) for one in (process, *others) if one.last_step is not None)
-            found = recent(rows, there, process.process, max(end_s - WINDOW_S - 2, 0), until_s)
+            some = [process, *spread(there[1:], MOST_RATES)]
+            until_s = max(figures_end_s(rows, one) for one in some)
+            numbers = [one.process for one in some]
+            begin_s, times = max(end_s - WINDOW_S - 2, 0), len(there) / len(some)
+            found = recent(rows, numbers, step.mode, begin_s, until_s, times)
             before = self._recent = _ReadRate(key, end_s, found)
         if step.evaluation or before.found.last_ns is None:
             return before.found
@@ -268,14 +304,32 @@ def processes_in(rows: Store, events: Announced, ended: frozenset[int], node: in
     nodes = nodes_in(rows)
     names = {number: one.name for one in nodes for number in one.processes if node is None or one.number == node}
     numbers = sorted(names if node is not None else {**dict.fromkeys(events.info), **rows.ranks})
-    steps, calls, memory = rows.newest_steps(numbers), rows.newest_calls(numbers), rows.newest_memory(numbers)
+    known = _processes(rows, events, {number: names.get(number) for number in numbers})
+    newest_ns = max((process.seen_ns for process in known.values()), default=-1)
+    state = State(processes=known, nodes=() if node is not None else nodes, newest_ns=newest_ns, ended=ended)
+    return replace(state, order=tuple(process.process for process in state.training))
+
+
+def with_processes(state: State, rows: Store, events: Announced, numbers: Iterable[int]) -> State:
+    """The state with the newest facts of some processes, and of the nodes."""
+    known = _processes(rows, events, {number: state.processes[number].node for number in numbers})
+    nodes = nodes_in(rows) if state.nodes else ()
+    newest_ns = max(state.newest_ns, *(process.seen_ns for process in known.values()))
+    return replace(state, processes={**state.processes, **known}, nodes=nodes, newest_ns=newest_ns)
+
+
+def _processes(rows: Store, events: Announced, nodes: Mapping[int, str | None]) -> dict[int, Process]:
+    """Some processes without their figures, by number; `nodes`: the name of the node of each."""
+    numbers = sorted(nodes)
+    steps, calls = rows.newest_steps(numbers, plain=len(numbers) > _MANY), rows.newest_calls(numbers)
+    memory = rows.newest_memory(numbers)
     began = rows.began(sorted({*steps, *calls}))
     known = {}
     for number in numbers:
         step, (mode, called_ns) = steps.get(number), calls.get(number, ("", -1))
         held = memory.get(number)
         rank, info = rows.ranks.get(number), events.info.get(number, ProcessFacts(number))
-        process = Process(
+        known[number] = Process(
             number,
             rank if rank is not None else info.rank,
             info,
@@ -285,11 +339,10 @@ def processes_in(rows: Store, events: Announced, ended: frozenset[int], node: in
             refusals=events.refusals_of(number),
             paused_since_ns=events.paused_since(number, None if step is None else step.start_ns),
             memory=held.data if held is not None and isinstance(held.data.get("devices"), list) else {},
-            node=names.get(number),
+            node=nodes[number],
+            **events.in_force(number, step, mode)._asdict(),
         )
-        known[number] = events.in_force(process, mode)
-    newest_ns = max((process.seen_ns for process in known.values()), default=-1)
-    return State(processes=known, nodes=() if node is not None else nodes, newest_ns=newest_ns, ended=ended)
+    return known
 
 
 def _elsewhere(rows: Store, state: State, wanted: Wanted) -> list[Process]:
@@ -316,8 +369,14 @@ def _other_processes(state: State, focus: Process, wanted: Wanted) -> list[Proce
     return list({process.process: process for process in shown if process.process != focus.process}.values())
 
 
-def _called(rows: Store, process: Process, ranged: Window | None = None) -> Process:
-    """`process` with its newest calls; with their times in a time range if it represents the run."""
+def _called(rows: Store, process: Process, ranged: Window | None = None, *, before: Process | None = None) -> Process:
+    """`process` with its newest calls; with their times in a time range if it represents the run.
+
+    `before`: the process in the last picture, if its calls may be kept.
+    """
+    if before is not None:
+        kept = {name: getattr(before, name) for name in ("calls", "last_calls", "progress", "devices", "virtual")}
+        return replace(process, **kept)
     calls = SeenCalls(rows, process.process)
     mode = process.last_step.mode if process.last_step is not None else process.mode
     if ranged is None:
@@ -326,7 +385,9 @@ def _called(rows: Store, process: Process, ranged: Window | None = None) -> Proc
         process = replace(process, progress=progress)
     else:
         trained = {key.mode for key in ranged.by_process if ranged.trained(key.mode)}
-        tracks = call_tracks(calls, ranged.by_process, trained, mode)
+        # The calls of all ranks lie between those of one.
+        most = max(CALLS_READ * RANKS_A_SECOND // max(len(rows.ranks), RANKS_A_SECOND), RANK_CALLS_READ)
+        tracks = call_tracks(calls, ranged.by_process, trained, mode, most=most)
     return _with_devices(replace(process, calls=tracks, last_calls=calls.of_last_step()))
 
 
@@ -400,20 +461,24 @@ def with_ranks(
     others: Sequence[Process],
     wrappers: Sequence[Wrapper],
     times: tuple[RankTimes, ...],
+    last: State | None,
 ) -> State:
-    """Add the mean times of the ranks, and the collectives of sampled steps."""
-    end_ns = state.newest_ns + 1
-    begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
-    numbers = [process.process for process in (focus, *others)]
-    own = times if len(times) == len(numbers) else tuple(one for one in times if one.process in numbers)
-    elsewhere = () if own is times else tuple(one for one in times if one.process not in numbers)
-    found = rows.communicated(begin_s * SECOND, end_ns, numbers)
-    steps, last = 0, None
-    if found.samples:
-        last = rows.last_sample(focus.process, begin_s * SECOND)
-        steps = rows.step_count(begin_s, end_ns // SECOND + 1, numbers)
+    """Add the mean times of the ranks, and the collectives of sampled steps: those of a `last` state if it is given."""
+    numbers = {process.process for process in (focus, *others)}
+    own = tuple(one for one in times if one.process in numbers)
+    elsewhere = tuple(one for one in times if one.process not in numbers)
+    if last is not None and (before := last.communication) is not None:
+        found, steps, sample = before.collectives, before.sampled_of, last.last_sample
+    else:
+        end_ns = state.newest_ns + 1
+        begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
+        found = rows.communicated(begin_s * SECOND, end_ns, list(numbers))
+        steps, sample = 0, None
+        if found.samples:
+            sample = rows.last_sample(focus.process, begin_s * SECOND)
+            steps = rows.step_count(begin_s, end_ns // SECOND + 1, numbers)
     known = communication(own, wrappers, found, steps, elsewhere, lately=True)
-    return replace(state, communication=known, last_sample=last)
+    return replace(state, communication=known, last_sample=sample)
 
 
 def slow_steps_of(

@@ -345,6 +345,10 @@ class State:
     """The first loss of any process that was NaN or infinite."""
     slowest: SlowSteps = field(default_factory=SlowSteps)
     """The longest steps of the current mode in the time range."""
+    order: tuple[int, ...] = ()
+    """`training` by number, if it was found already."""
+    drawn: tuple[int, ...] = ()
+    """The processes with all fields."""
     rank_waits: RankWaits | None = None
     """Which ranks the others waited for in the time range; None if it is not wanted, or not known."""
     last_sample: LastSample | None = None
@@ -353,6 +357,8 @@ class State:
     @cached_property
     def training(self) -> list[Process]:
         """The processes that train now, by rank, the newest of each: a restarted job has several of one rank."""
+        if self.order:
+            return [self.processes[number] for number in self.order]
         found: dict[tuple[bool, int], Process] = {}
         for process in training_now(self):
             key = (True, process.process) if process.rank is None else (False, process.rank)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.names import on_node, rank_name
 from dpmon.record.schema import EXPOSED, HELD, STEP, STEP_PHASES, WAIT, device_series
-from dpmon.store.answers import RankSums
 from dpmon.store.tally import Tally
 from dpmon.text.quantities import duration, group, percent
 
@@ -35,7 +34,6 @@ MIN_STEPS = 20
 SERIES = (STEP, *STEP_PHASES, *map(device_series, STEP_PHASES), EXPOSED, WAIT, HELD)
 """Series that `rank_times` reads."""
 _DEVICE = {phase: device_series(phase) for phase in STEP_PHASES}
-_NONE = (0, 0)
 _SIGMAS = 4.0
 """Standard deviations by which ranks must be the slowest more often than by chance."""
 _SYNC, _FORWARD = "sync", "forward"
@@ -123,41 +121,35 @@ class Straggler(NamedTuple):
         return f"ranks {', '.join(words[:-1])} and {words[-1]}{on_node(nodes[0]) if together else ''}"
 
 
-def rank_times(process: int, rank: int, sums: RankSums, node: str | None = None) -> RankTimes:
-    """The mean times of a rank, from the sums of its training steps."""
-    steps, series = max(sums.steps, 1), sums.series
-    ran = {name: series[name] for name in STEP_PHASES if series.get(name, _NONE)[0]}
-    averaged = series.get(_SYNC, _NONE)[0] / steps
+def rank_times(process: int, rank: int, tally: Tally, node: str | None = None) -> RankTimes:
+    """The mean times of a rank, from the tally of its training steps."""
+    steps = max(tally.steps, 1)
+    averaged = tally.stat(_SYNC).count / steps
 
     def mean(name: str, times: float = 1.0) -> float | None:
-        count, total = series.get(name, _NONE)
-        return total / count * times if count else None
+        found = tally.stat(name).mean
+        return None if found is None else found * times
 
     phases = {}
-    for name, (count, total) in ran.items():
-        timed, on_device = series.get(_DEVICE[name], _NONE)
-        phases[name] = (on_device / timed if timed else total / count) * count / steps
+    for name in STEP_PHASES:
+        ran, on_device = tally.stat(name), tally.stat(_DEVICE[name]).mean
+        if ran.mean is not None:
+            phases[name] = (ran.mean if on_device is None else on_device) * ran.count / steps
     return RankTimes(
         process,
         rank,
-        sums.steps,
+        tally.steps,
         mean(STEP),
         phases,
-        series.get(WAIT, _NONE)[0],
+        tally.stat(WAIT).count,
         mean(EXPOSED, averaged),
         mean(WAIT, averaged),
-        series.get(HELD, _NONE)[0],
-        sums.synced,
-        sums.unsynced,
-        series.get("optimizer", _NONE)[0],
+        tally.stat(HELD).count,
+        tally.sum("synced").total,
+        tally.sum("unsynced").total,
+        tally.stat("optimizer").count,
         node=node,
     )
-
-
-def sums_of(tally: Tally) -> RankSums:
-    """The sums in a tally that `rank_times` needs."""
-    series = {name: (stat.count, stat.total) for name, stat in tally.stats.items() if stat.count}
-    return RankSums(tally.steps, tally.sum("synced").total, tally.sum("unsynced").total, series)
 
 
 def ranks_in(
@@ -178,8 +170,7 @@ def ranks_in(
                     whole.merge(window.tally(mode, process=process, settled=True))
             found[rank] = process, whole
     return tuple(
-        rank_times(process, rank, sums_of(tally), nodes.get(process))
-        for rank, (process, tally) in sorted(found.items())
+        rank_times(process, rank, tally, nodes.get(process)) for rank, (process, tally) in sorted(found.items())
     )
 
 
@@ -220,7 +211,8 @@ def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
         (one for one in members if one is slowest or _wait(one) <= limit),
         key=lambda one: (one.rank, one.process),
     )
-    others = [one for one in members if one not in slow]
+    named = {one.process for one in slow}
+    others = [one for one in members if one.process not in named]
     if not others:
         return None
     steps = max(one.joined for one in slow)
@@ -271,6 +263,9 @@ def _with_cause(
 ) -> Straggler:
     """`found` with the phase that covers the excess on each slow rank, if any; `waits`: phases that include waits."""
     waited = median(map(_wait, others))
+    slow, others = ([one for one in each if one.phases] for each in (slow, others))  # of many ranks, of some
+    if not slow or not others:
+        return found
     ran = {phase: None for one in slow for phase in one.phases if phase not in waits}
     enough = [(one.phases, CAUSE_SHARE * (waited - _wait(one))) for one in slow]
     usual = {

@@ -27,11 +27,21 @@ _SHOWN_NS = 30 * 10**9
 
 
 def doing_in(value: object) -> dict[int, tuple[str, int]]:
-    """Return what each process does, and since when (ns), of JSON by number; leave out what is damaged."""
+    """Return what each process does, and since when (ns), of JSON by word and number; leave out what is damaged."""
     found = {}
-    for number, pair in value.items() if isinstance(value, Mapping) else ():
-        if isinstance(pair, list) and [*map(type, pair)] == [str, int] and number.isdecimal() and len(number) < 10:
-            found[int(number)] = clean(pair[0])[:_MOST_WORD], pair[1]
+    for word, numbers in value.items() if isinstance(value, Mapping) else ():
+        what = clean(word)[:_MOST_WORD]
+        for number, since in numbers.items() if isinstance(numbers, Mapping) else ():
+            if type(since) is int and number.isdecimal() and len(number) < 10:
+                found[int(number)] = what, since
+    return found
+
+
+def by_word(doing: Mapping[int, tuple[str, int]]) -> dict[str, dict[int, int]]:
+    """Return the JSON that `doing_in` reads: without a list for each process, of which there may be a thousand."""
+    found: dict[str, dict[int, int]] = {}
+    for number, (what, since) in doing.items():
+        found.setdefault(what, {})[number] = since
     return found
 
 
@@ -53,6 +63,7 @@ class Machines:
         self._start_ns = start_ns
         self._stamp = 0
         self._state: Mapping[str, Any] = {}
+        self._doing: dict[int, tuple[str, int]] = {}
         self._asked: int | None = None
         """The last request of this reader."""
 
@@ -63,14 +74,14 @@ class Machines:
             stamp = os.lstat(self._path).st_mtime_ns
             if stamp != self._stamp:
                 found = load_json(read_file(self._path, _MOST_BYTES))
-                self._state = found if isinstance(found, dict) else {}
-                self._stamp = stamp
+                self._state, self._stamp = found if isinstance(found, dict) else {}, stamp
+                doing = doing_in(self._state.get("doing")).items()
+                self._doing = {number: (what, since and since + self._start_ns) for number, (what, since) in doing}
         return self._state
 
     def activities(self) -> dict[int, tuple[str, int]]:
         """What each process does, and since when (monotonic ns)."""
-        found = doing_in(self.state.get("doing"))
-        return {number: (what, since and since + self._start_ns) for number, (what, since) in found.items()}
+        return self._doing if self.state else {}
 
     def since(self, name: str) -> int | None:
         """The time under a name (monotonic ns)."""

@@ -29,30 +29,6 @@ class TimeRow(NamedTuple):
     spent: Mapping[str, int]
 
 
-class RankSums(NamedTuple):
-    """Sums over some steps of a process."""
-
-    steps: int = 0
-    synced: int = 0
-    """Backward passes that averaged gradients; `unsynced`: the others."""
-    unsynced: int = 0
-    series: Mapping[str, tuple[int, int]] = {}
-    """Number and sum of the values of some series."""
-
-    def plus(self, other: RankSums, sign: int = 1) -> RankSums:
-        """These sums with others added (`sign` 1) or subtracted (-1)."""
-        series = {**self.series}
-        for name, (count, total) in other.series.items():
-            before = series.get(name, (0, 0))
-            series[name] = before[0] + sign * count, before[1] + sign * total
-        return RankSums(
-            self.steps + sign * other.steps,
-            self.synced + sign * other.synced,
-            self.unsynced + sign * other.unsynced,
-            series,
-        )
-
-
 class SecondRow(NamedTuple):
     """The steps of one process, mode and kind that ended in one second."""
 

@@ -212,11 +212,12 @@ def elapsed(rows: Iterable[TimeRow], mode: str, evaluation: bool, trained: bool)
     return {process: (whole, within) for process, (whole, within) in found.items() if whole > 0}
 
 
-def rate(tallies: Mapping[int, Tally], times: Mapping[int, tuple[int, int]], *, together: bool = False) -> Rate | None:
+def rate(tallies: Mapping[int, Tally], times: Mapping[int, tuple[int, int]], *, together: float = 0.0) -> Rate | None:
     """Return the rate of processes that train together or one after the other; None if no time has passed.
 
     `tallies` and `times` (see `elapsed`) are by process. Samples of processes that train at the same time add up; their
-    steps do not: the step rate is per process. `together`: all processes are known to train at the same time.
+    steps do not: the step rate is per process. `together`: the processes are known to train at the same time, each with
+    so many like it; 0: unknown.
     """
     there = [process for process, tally in tallies.items() if tally.steps and times.get(process, (0, 0))[0] > 0]
     if not there:
@@ -225,7 +226,7 @@ def rate(tallies: Mapping[int, Tally], times: Mapping[int, tuple[int, int]], *, 
     knowing = [tallies[process].sum("samples") for process in there]
     samples = sum(each.total for each in knowing) if sum(each.count for each in knowing) == steps else None
     whole, within = (sum(times[process][part] for process in there) for part in (0, 1))
-    at_once = float(len(there)) if together else _at_once([tallies[process] for process in there])
+    at_once = len(there) * together if together else _at_once([tallies[process] for process in there])
     within = within or whole
     return Rate(
         steps * 1e9 / whole,

@@ -371,8 +371,8 @@ class Store(Steps):
         # SQLite parses the JSON ten times as fast as Python.
         query = (
             f"SELECT id, t_ns, kind = 'host', {_SAMPLED} FROM events"
-            f" WHERE {which} AND kind IN ('device', 'host') AND json_valid(json)"
-            " AND (?3 IS NULL OR json_extract(json, '$.node') = ?3) ORDER BY id"
+            f" WHERE {which} AND kind IN ('device', 'host') AND (?3 IS NULL OR process = -1 - ?3) AND json_valid(json)"
+            " ORDER BY id"
         )
         rows = self.query(query, (begin, self.until_ns, node))
         return [sample for row in rows if (sample := _sample(*row)) is not None]

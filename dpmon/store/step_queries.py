@@ -39,7 +39,9 @@ LAST_NS = (1 << 63) - 1
 """After every possible time and id."""
 _LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
 _AT = {name: index for index, name in enumerate(STEP_COLUMNS)}
-_plain_of = itemgetter(*map(_AT.__getitem__, ("process", "step", "mode", "start_ns", "wall_ns", "samples")))
+_OF_PLAIN = ("process", "step", "mode", "start_ns", "wall_ns", "samples")
+_PLAIN = ", ".join(_OF_PLAIN)
+_plain_of = itemgetter(*map(_AT.__getitem__, _OF_PLAIN))
 _phases_of = itemgetter(*(_AT[f"{name}_ns"] for name in STEP_PHASES))
 _rest_of = itemgetter(
     *map(_AT.__getitem__, ("spans", "missing_spans", "device", f"{EXPOSED}_ns", f"{WAIT}_ns", "loop", "loop_batch"))
@@ -223,6 +225,18 @@ class Steps(Sums):
         process, *columns = row
         return self.resolver(process).call(call_in(columns))
 
+    def waits(self, after_id: int, after_number: int) -> Iterator[tuple[int, ...]]:
+        """Yield id, process, synchronised pass, exposed communication (ns), wait (ns) and end (s) of steps.
+
+        Of the training steps up to this time with known waits, of ids and passes above these.
+        """
+        columns = f"id, process, {SYNC_NUMBER}, {EXPOSED}_ns, {WAIT}_ns, (start_ns + wall_ns) / {SECOND} AS end_s"
+        query = (
+            f"SELECT {columns} FROM steps WHERE id > ? AND {SYNC_NUMBER} > ? AND {WAIT}_ns IS NOT NULL"
+            f" AND {_counted(True)} AND start_ns + wall_ns <= ? ORDER BY id"
+        )
+        return self._each(query, (after_id, after_number, self.until_ns))
+
     def next_step_ns(self, process: int, after_ns: int) -> int | None:
         """Return the start of the first step of a process that began at or after a time; None if there is none.
 
@@ -240,9 +254,14 @@ class Steps(Sums):
         query = f"SELECT process, {CALL_ROW} FROM calls WHERE process = ? ORDER BY id DESC LIMIT ?"
         return list(self.read(self._call, query, (process, most)))
 
-    def newest_steps(self, processes: Sequence[int]) -> dict[int, Step]:
-        """Return the newest step of each process that has one."""
-        return {step.process: step for step in self._newest_of(self._step, "steps", WHOLE_STEP, processes)}
+    def newest_steps(self, processes: Sequence[int], *, plain: bool = False) -> dict[int, Step]:
+        """Return the newest step of each process that has one; `plain`: without its phases, counts and waits."""
+        decode, columns = (self._plain_step, _PLAIN) if plain else (self._step, WHOLE_STEP)
+        return {step.process: step for step in self._newest_of(decode, "steps", columns, processes)}
+
+    def _plain_step(self, row: tuple[Any, ...]) -> Step:
+        process, step, mode, start_ns, wall_ns, samples = row
+        return Step(process, self.ranks.get(process), step, mode, start_ns, wall_ns, samples, {})
 
     def newest_calls(self, processes: Sequence[int]) -> dict[int, tuple[str, int]]:
         """Return the mode and the end (ns) of the newest call of each process that has one."""

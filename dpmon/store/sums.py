@@ -10,9 +10,9 @@ from typing import Any
 from dpmon.errors import HistoryError
 from dpmon.record.schema import LEFT_OUT, STEP
 from dpmon.store.accounting import ACTIVITIES, LATEST_NS
-from dpmon.store.answers import RankSums, SecondRow, TimeRow
+from dpmon.store.answers import SecondRow, TimeRow
 from dpmon.store.tables import ACTIVITY_COLUMNS, Door, rings_in
-from dpmon.store.tally import TALLY, TALLY_AT, WIDTHS, KeptTallies, Key, Tally, counts_in, total_in
+from dpmon.store.tally import TALLY, TALLY_AT, WIDTHS, KeptTallies, Key, Tally, total_in
 
 END = 1 << 40
 """A second later than the end of any run."""
@@ -55,9 +55,9 @@ class Sums:
         self._pruned = {width: min(meta.get(f"pruned_{width}", 0), _LATEST_S) for width in WIDTHS[:-1]}
         self.pruned = meta.get("pruned", 0)
         """Number of rows deleted to keep the history below its size limit."""
-        self._keys = {Key(*row) for row in door.rows("SELECT process, mode, kind, batch FROM keys")}
-        self.processes = sorted({key.process for key in self._keys})
+        self.processes = [number for (number,) in door.rows("SELECT DISTINCT process FROM keys ORDER BY process")]
         """Processes with steps."""
+        self._kinds: set[tuple[str, int]] = {*door.rows("SELECT DISTINCT mode, kind FROM keys")}
         self._newest = self._newest_second()
 
     def query(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
@@ -161,7 +161,7 @@ class Sums:
 
         `left_out`: the tallies of the steps that no figure includes, and only these.
         """
-        if left_out and not any(key.kind & LEFT_OUT for key in self._keys):
+        if left_out and not any(kind & LEFT_OUT for _, kind in self._kinds):
             return
         names = ", ".join(columns)
         kinds = f"NOT {without(LEFT_OUT)}" if left_out else without(LEFT_OUT)
@@ -219,25 +219,6 @@ class Sums:
                     counted = samples if known == steps else None
                     yield SecondRow(process, mode, kind, steps, counted, first, last, total_in(sketches, step))
 
-    def changed_seconds(
-        self, begin_s: int, end_s: int, series: Collection[str], after: int
-    ) -> Iterator[tuple[int, int, Key, RankSums]]:
-        """Yield number, second, key and sums of the rows of seconds with a number above `after`, in order of time.
-
-        For the history of a mirror, which writes a new row if one changes. Deleted seconds are left out.
-        """
-        names = self._named(series)
-        query = (
-            "SELECT rowid AS id, start_s, process, mode, kind, batch, steps, synced_sum, unsynced_sum, sketches"
-            f" FROM tallies WHERE width = 1 AND start_s >= ? AND start_s < ? AND rowid > ? AND kind & {LEFT_OUT} = 0"
-            " ORDER BY start_s"
-        )
-        with self.until_damage():
-            for number, start, *key, steps, synced, unsynced, sketches in self._door.rows(
-                query, (begin_s, end_s, after)
-            ):
-                yield number, start, Key(*key), RankSums(steps, synced or 0, unsynced or 0, counts_in(sketches, names))
-
     def step_count(self, begin_s: int, end_s: int, processes: Collection[int]) -> int:
         """Return the number of steps of some processes between two seconds."""
         return sum(
@@ -258,7 +239,7 @@ class Sums:
 
     def kinds(self) -> set[tuple[str, int]]:
         """Return (mode, kind) of all steps so far."""
-        return {(key.mode, key.kind) for key in self._keys}
+        return self._kinds
 
     # ------------------------------------------------------------------------------------------ time
 

@@ -304,11 +304,6 @@ def _entries_of(
     return found
 
 
-def counts_in(data: bytes, names: Mapping[int, str]) -> dict[str, tuple[int, int]]:
-    """Return number and sum of the values of each series in the sketches of a row. Raises HistoryError for damage."""
-    return {name: (count, total) for name, count, total, _ in _entries_of(data, names, sketches=False)}
-
-
 def total_in(data: bytes, number: int) -> int:
     """Return the sum of a series in the sketches of a row; 0 without one. Raises HistoryError if they are damaged."""
     return next((total for _, _, total, _ in _entries_of(data, {number: ""}, sketches=False, most=1)), 0)

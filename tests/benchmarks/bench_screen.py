@@ -54,7 +54,7 @@ from yardstick import Yardstick, peak_mib, processor_s
 from dpmon.run import proc
 from dpmon.run.condition import exit_info
 from dpmon.run.files import write_whole
-from dpmon.run.mirrored import STATE_FILE
+from dpmon.run.mirrored import STATE_FILE, by_word
 from dpmon.run.rundir import save
 from dpmon.store.drain import Drain
 
@@ -242,7 +242,7 @@ class Mirrored:
             fresh, self.run.slow = self.run.slow != self.next, self.next
             self.run.second(second)
             self.slow_since = time.monotonic() if fresh else self.slow_since
-            doing = {str(rank): ["backward", second * 10**9] for rank in range(self.run.ranks)}
+            doing = by_word(dict.fromkeys(range(self.run.ranks), ("backward", second * 10**9)))
             write_whole(
                 self.directory / STATE_FILE, json.dumps({"doing": doing, "connected": [*range(self.run.nodes)]})
             )

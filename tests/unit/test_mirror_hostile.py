@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from dpmon.mirror.receive import MOST_ROWS, Chunk, Receiver, RubbishError, check
 from dpmon.mirror.records import Records
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import Wanted
-from dpmon.store.exchange import CHUNK_BYTES, lines_of
+from dpmon.store.exchange import CHUNK_BYTES
 
 NOW_NS = 1000 * SECOND
 MANY: list[Any] = [[]] * (MOST_ROWS + 1)
@@ -172,17 +171,6 @@ def test_rows_of_another_version_are_read_as_far_as_both_know() -> None:
     (row,) = checked("gaps", ["process", "ns"], [[1, 5]], NOW_NS)
     assert (row[1], row[-1]) == (1, 5)
     assert Receiver().take(b'{"table": "colours", "columns": ["a"], "rows": [[1]]}', NOW_NS) is None
-
-
-def test_an_infinite_loss_is_no_damage() -> None:
-    """Readers look for it. NaN is NULL in a history."""
-    columns = ["id", "process", "definition", "step", "t_ns", "loss"]
-    for loss in (math.inf, -math.inf, None, 1e305):
-        (line,) = lines_of("losses", columns, [[7, 0, 1, 3, 5, loss]])
-        sent = json.loads(line)
-        assert [row[-1] for row in checked("losses", sent["columns"], sent["rows"], NOW_NS)] == [loss]
-    assert checked("losses", columns, [[7, 0, 1, 3, 5, math.nan]], NOW_NS) == []
-    assert checked("gaps", ["process", "ns"], [[1, math.inf]], NOW_NS) == []
 
 
 def test_a_machine_of_the_test_is_honest(tmp_path: Path) -> None:

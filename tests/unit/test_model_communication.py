@@ -17,7 +17,7 @@ from dpmon.model.json_fields import communication_fields
 from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.stragglers import RankTimes, Straggler, held_up, in_short, rank_times, sentence, straggler
-from dpmon.store.answers import Communicated, RankSums
+from dpmon.store.answers import Communicated
 from dpmon.store.figures import PhaseFigures
 from dpmon.store.tally import Tally
 
@@ -232,7 +232,7 @@ def test_columns_add_up_if_some_steps_do_not_synchronise() -> None:
 
 
 def test_a_tally_without_passes_has_no_waits() -> None:
-    times = rank_times(0, 0, RankSums(10))
+    times = rank_times(0, 0, Tally(10))
     assert (times.joined, times.exposed_ns, times.wait_ns, times.wait_share) == (0, None, None, None)
     assert straggler([times, times]) is None
 

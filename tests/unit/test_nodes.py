@@ -31,7 +31,8 @@ from dpmon.record.schema import STEP, WAIT
 from dpmon.run.mirrored import Answers
 from dpmon.run.reader import PauseState
 from dpmon.run.runs import create_run
-from dpmon.store.tally import COLUMNS, SeriesNames, Tally, counts_in
+from dpmon.store.tally import COLUMNS, SeriesNames, Tally
+from dpmon.store.tally import _entries_of as entries_of_row
 from dpmon.ui.dialogs import Choice
 from dpmon.ui.facts import Facts, Toggle, View
 from dpmon.ui.paint import TALL
@@ -45,7 +46,7 @@ NODE = NodeFacts(3, "gpu-3", "connected", None, SECOND, 10 * SECOND, None, ())
 
 @lru_cache(maxsize=4)
 def run_of(count: int, each: int = 8) -> ManyNodes:
-    return ManyNodes(count, each, slow=11).run(0, 12)
+    return ManyNodes(count, each, slow=11).run(0, 24)
 
 
 def facts_of(run: ManyNodes, now_s: int = 12, view: View | None = None, **wanted: int) -> Facts:
@@ -150,17 +151,17 @@ def test_a_node_alone_is_shown_as_on_its_own_screen() -> None:
 
 
 def test_nodes_in_trouble_are_told_first_and_keep_their_place() -> None:
-    run = ManyNodes(16, slow=11).run(0, 12)
+    run = ManyNodes(16, slow=11).run(0, 24)
     run.silent = {9}
-    run.run(12, 16)
-    run.node(9, "cut", "the connection timed out", 14.0, heard_ns=12 * SECOND)
-    facts = facts_of(run, 16)
+    run.run(24, 28)
+    run.node(9, "cut", "the connection timed out", 26.0, heard_ns=24 * SECOND)
+    facts = facts_of(run, 28)
     text = text_of(facts, 120, 40)
     assert "gpu-9 cut off for 4 s: the connection timed out" in text.splitlines()[1]
     assert "········ cut 4 s" in text
     assert "others wait for rank 11 (gpu-1)" in text, "panel 2 has the sentence that the header has no room for"
-    run.node(7, "cut", None, 15.0, heard_ns=13 * SECOND)
-    assert "2 nodes cut off (gpu-7, gpu-9)" in text_of(facts_of(run, 16), 120, 40)
+    run.node(7, "cut", None, 27.0, heard_ns=25 * SECOND)
+    assert "2 nodes cut off (gpu-7, gpu-9)" in text_of(facts_of(run, 28), 120, 40)
     assert "cut 4 s" in text_of(facts, 80, 24, look=MONO_ASCII)
 
 
@@ -312,13 +313,16 @@ async def test_the_question_before_a_stop_says_that_all_nodes_stop(tmp_path: Pat
 def test_few_known_waits_are_looked_at_over_more_seconds_also_at_an_earlier_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def few(*of_row: Any) -> dict[str, tuple[int, int]]:
-        found = dict(counts_in(*of_row))
-        count, total = found.get(WAIT, (0, 0))
-        return {**found, WAIT: (2, 2 * total // count)} if count else found
-
-    monkeypatch.setattr("dpmon.store.sums.counts_in", few)
     run = ManyNodes(2, slow=11).run(0, 30)
+    per_s = run.rows_of(0).tallies[1][0]
+
+    def few(*of_row: Any, **how: Any) -> list[Any]:
+        return [
+            (name, *(each * 2 // per_s if name == WAIT else each for each in (count, total)), data)
+            for name, count, total, data in entries_of_row(*of_row, **how)
+        ]
+
+    monkeypatch.setattr("dpmon.store.tally._entries_of", few)
     for store in (run.store(), run.store().at(25 * SECOND + SECOND // 2)):
         state = Snapshots().take(store, Wanted())
         assert {one.joined for one in state.ranks} <= set(range(20, 41)), [one.joined for one in state.ranks]
@@ -328,7 +332,7 @@ def test_few_known_waits_are_looked_at_over_more_seconds_also_at_an_earlier_time
 @pytest.mark.parametrize(("nodes", "each", "shown"), [(2, 2, "0123"), (4, 8, "11"), (125, 8, "11")])
 def test_ranks_of_nodes_are_shown_over_time_the_slow_one_if_they_are_many(nodes: int, each: int, shown: str) -> None:
     slow = min(11, nodes * each - 1)
-    facts = facts_of(ManyNodes(nodes, each, slow=slow).run(0, 12), waits=True, worst=WORST)
+    facts = facts_of(ManyNodes(nodes, each, slow=slow).run(0, 24), waits=True, worst=WORST)
     height = 40 if nodes < 100 else TALL
     rows = [row for row in text_of(facts, 120, height).splitlines() if row.startswith("│") and row.endswith("% │")]
     assert [row[3:10].strip() for row in rows] == (list(shown) if nodes == 2 else [shown])

@@ -143,9 +143,10 @@ def _ranks(facts: Facts) -> list[Process]:
     """All ranks with a step: the straggler, the rank that panel 3 shows, the others; empty if there is one process."""
     found = facts.state.straggler
     slow = found.processes if found is not None else ()
-    ranks = [one for one in facts.state.training[:_RANKS_DRAWN] if one.rank is not None and one.last_step is not None]
+    training = facts.state.training
+    ranks = [one for one in training if one.rank is not None and one.last_step is not None and one.last_step.phases]
     ranks.sort(key=lambda one: (one.process not in slow, one is not facts.process))
-    return ranks if len(ranks) > 1 else []
+    return ranks[:_RANKS_DRAWN] if len(ranks) > 1 else []
 
 
 def _step_count(numbers: Figures, width: int, look: Look) -> Row:

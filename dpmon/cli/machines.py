@@ -139,8 +139,8 @@ def by_job(runs: Sequence[RunThere]) -> list[list[RunThere]]:
     return sorted(groups.values(), key=lambda group: group[-1].run.started_unix)
 
 
-def chosen(runs: Sequence[RunThere], what: str | None, slurm: str | None = None) -> list[RunThere]:
-    """The runs of the job `what`, else of the newest live job, else of the newest one.
+def chosen(runs: Sequence[RunThere], what: str | None, slurm: str | None = None) -> dict[str, list[RunThere]]:
+    """The runs of the job `what`, else of the newest live job, else of the newest one, by machine.
 
     `what`: a job's id, or the name or id of one of its runs. While no job is known, the runs of that name belong
     together. RunError if there is none. None are chosen while no live run has said which job it belongs to.
@@ -152,7 +152,7 @@ def chosen(runs: Sequence[RunThere], what: str | None, slurm: str | None = None)
     if slurm is not None:
         groups = [group for group in groups if f"{group[0].job}.".startswith(f"slurm {slurm.partition('.')[0]}.")]
         if not groups and any(there.goes_on and not there.job for there in runs):
-            return []
+            return {}
     if what is not None:
         groups = [group for group in groups if any(_is(there, what) for there in group)]
         if groups and not groups[-1][0].job:
@@ -165,11 +165,11 @@ def chosen(runs: Sequence[RunThere], what: str | None, slurm: str | None = None)
     live = [group for group in groups if any(there.goes_on for there in group)]
     known = [group for group in live if group[0].job]
     if what is None and not known and len({there.machine.name for group in live for there in group}) > 1:
-        return []
+        return {}
     by_machine: dict[str, list[RunThere]] = {}
     for there in (known or live or groups)[-1]:
         by_machine.setdefault(there.machine.name, []).append(there)
-    return [there for same in by_machine.values() for there in _last_start(same)]
+    return {name: _last_start(same) for name, same in by_machine.items()}
 
 
 def _last_start(runs: Sequence[RunThere]) -> list[RunThere]:
@@ -195,22 +195,20 @@ def attach(options: argparse.Namespace) -> int:
 def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> Path:
     """The local run that mirrors the chosen job; it is made unless there is one. RunError if no machine has a run."""
     until = time.monotonic() + _JOB_S
-    chosen_runs: list[RunThere] = []
-    while not chosen_runs:
+    on_machine: dict[str, list[RunThere]] = {}
+    while not on_machine:
         runs, failed = runs_of(asked)
         for name, answer in failed.items():
             speak(f"{name}: {answer.why}")
         if not runs:
             raise RunError(_no_run(len(asked) - len(failed)))
-        chosen_runs = chosen(runs, options.run, options.slurm)
-        if not chosen_runs and time.monotonic() > until:
+        on_machine = chosen(runs, options.run, options.slurm)
+        if not on_machine and time.monotonic() > until:
             raise RunError(f"no run has said yet which job it belongs to: give its name, such as {runs[-1].run.name}")
-        if not chosen_runs:
+        if not on_machine:
             speak("no run has said yet which job it belongs to: waiting until one trains (or give the name of a run)")
             time.sleep(_ASK_AGAIN_S)
-    on_machine: dict[str, list[RunThere]] = {}
-    for there in chosen_runs:
-        on_machine.setdefault(there.machine.name, []).append(there)
+    chosen_runs = [there for same in on_machine.values() for there in same]
     # dpmon is looked for at the same place as on another machine that is reached in the same way.
     place = next((there.machine.dpmon for there in chosen_runs if there.machine.way), ("dpmon",))
     job = JOB + chosen_runs[0].job.replace(" ", ":", 1)

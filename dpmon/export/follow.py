@@ -231,6 +231,8 @@ class _Follow:
             found = work()
             if found.get("count") == 0:
                 found = {"error": self._reader.pause_refusal() or NO_TRAINING}
+            if "why" in found and found["why"] is None:
+                found = {"error": "its supervisor did not answer"}
         except (DpmonError, OSError, ValueError) as error:
             found = {"error": str(error)}
         self._answers.append({"answer": number, **found})
@@ -241,7 +243,7 @@ class _Follow:
         while self._answers:
             one = self._answers.pop(0)
             text = json.dumps(one)
-            for rank in one.get("why", {}).get("ranks", ()) if len(text) > _MOST_ANSWER and one.get("why") else ():
+            for rank in one["why"].get("ranks", ()) if len(text) > _MOST_ANSWER and "why" in one else ():
                 rank.pop("stacks", None)
             found.append(json.dumps(one))
         return found

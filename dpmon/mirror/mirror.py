@@ -48,6 +48,7 @@ from dpmon.run.rundir import (
 from dpmon.run.runs import JOB
 from dpmon.store.answers import NodeRow, event_in
 from dpmon.supervise.metrics import Metrics, metrics_path
+from dpmon.supervise.stall_watch import Record
 from dpmon.supervise.start import keep_statuses
 
 COMMIT_S, POLL_S, REST_S = 0.5, 0.2, 0.1
@@ -89,7 +90,7 @@ class Followed:
         return self.node.state in ("ended", "refused") or (self.sought and self.node.why is not None)
 
 
-class Mirror:
+class Mirror(Record):
     """The mirror of one run."""
 
     def __init__(self, directory: Path, info: RunInfo) -> None:
@@ -126,14 +127,6 @@ class Mirror:
         self._events.append((kind, data))
         if kind == "stall":
             self._last_stall = data
-
-    def last_steps(self) -> Mapping[int, int | None]:
-        """Nothing: the machines know them."""
-        return {}
-
-    def gpus(self) -> list[Mapping[str, Any]]:
-        """Nothing: the machines know them."""
-        return []
 
     def last_stall(self) -> Mapping[str, Any] | None:
         """The data of the last record of a stall of ranks on several machines."""

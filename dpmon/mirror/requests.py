@@ -7,6 +7,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dpmon.cleaning import clean
@@ -27,26 +28,31 @@ _LIVING_S = 2.0
 _MOST_BYTES, _MOST_TEXT = 1 << 16, 300
 
 
+@dataclass
+class _Sent:
+    """A request that was sent to all machines."""
+
+    number: int = 0
+    asked: int = 0
+    """How many machines got it."""
+    waited: set[int] = field(default_factory=set)
+    """Those that have not answered."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Why machines did not do it."""
+    stacks: dict[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
+    """Of a request for stacks: name and answer of machines."""
+
+
 class Requests:
     """The requests of all readers."""
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
         self._path = mirror.directory / ASKED_FILE
-        self._asked, self._count = 0, 0
-        """The number of the last request, and how many machines got it."""
-        self._waited: set[int] = set()
-        """Machines that have not answered it."""
-        self._failed: dict[int, str] = {}
-        """What machines answered that did not do it."""
-        self._last_why = request_in(mirror.directory)
-        self._why: int | None = None
-        """The request for stacks that is not answered, and the machines that have not."""
-        self._why_waited: set[int] = set()
-        self._why_until = 0.0
-        self._stacks: dict[int, Mapping[str, Any]] = {}
-        self._without: dict[int, str] = {}
-        """Why machines have no stacks."""
+        self._last, self._why = _Sent(), _Sent(request_in(mirror.directory))
+        """The last request, and the last one for stacks."""
+        self._why_until: float | None = None
+        """Until when its answers are waited for; None: it is answered."""
         self._wanted: dict[tuple[int, float], list[int]] = {}
         """By reader, its pid and start: the processes of which it wants all records."""
         self._whole: dict[int, list[int]] = {}
@@ -59,9 +65,10 @@ class Requests:
     @property
     def state(self) -> dict[str, Any]:
         """The number of the last request, how many machines have answered it, how many got it, and which failed."""
+        last = self._last
         return {
-            "answered": [self._asked, self._count - len(self._waited), self._count],
-            "failed": {self._name(number): text for number, text in self._failed.items()},
+            "answered": [last.number, last.asked - len(last.waited), last.asked],
+            "failed": {self._name(number): text for number, text in last.failed.items()},
         }
 
     def _name(self, node: int) -> str:
@@ -74,61 +81,56 @@ class Requests:
                 self._take_wanted(request)
                 self._living_at = now
             else:
-                self._asked = request["id"]
-                self._waited, self._failed = self._send(request)
-                self._count = len(self._waited) + len(self._failed)
+                self._last = self._send(request)
         if self._wanted and now >= self._living_at:
             self._living_at = now + _LIVING_S
             self._pass_wanted()
-        if (last := request_in(self._mirror.directory)) > self._last_why:
-            self._last_why = self._why = last
-            self._why_until, self._stacks = now + WHY_S, {}
-            native = wants_native(self._mirror.directory)
-            self._why_waited, self._without = self._send({"ask": "why", "id": last, "native": native})
+        directory = self._mirror.directory
+        if (number := request_in(directory)) > self._why.number:
+            self._why = self._send({"ask": "why", "id": number, "native": wants_native(directory)})
+            self._why_until = now + WHY_S
             away = (each.node.number for each in self._mirror.machines if each.node.state in ("cut", "connecting"))
-            self._without |= dict.fromkeys(away, "it is not connected")
-        if self._why is not None and (now > self._why_until or not self._why_waited):
-            self._without |= dict.fromkeys(self._why_waited, f"it did not answer within {WHY_S:.0f} s")
-            stacks = {number: (self._name(number), found) for number, found in self._stacks.items()}
-            without = [f"{self._name(number)}: {text}" for number, text in sorted(self._without.items())]
+            self._why.failed |= dict.fromkeys(away, "it is not connected")
+        if self._why_until is not None and (now > self._why_until or not self._why.waited):
+            failed = self._why.failed | dict.fromkeys(self._why.waited, f"it did not answer within {WHY_S:.0f} s")
+            without = [f"{self._name(node)}: {text}" for node, text in sorted(failed.items())]
             now_ns = self._mirror.now_ns() + self._mirror.info.start_ns
-            save_answer(self._mirror.directory, self._why, self._mirror.joint.joined(stacks, now_ns, without))
-            self._why = None
+            save_answer(directory, self._why.number, self._mirror.joint.joined(self._why.stacks, now_ns, without))
+            self._why_until = None
 
     def take(self, node: NodeRow, answer: Mapping[str, Any]) -> None:
         """Take a machine's answer."""
-        number, error = answer.get("answer"), text_in(answer, "error")
-        error = None if error is None else clean(error, _MOST_TEXT)
-        if number == self._asked:
-            self._waited.discard(node.number)
-            if error is not None:
-                self._failed[node.number] = error
-        if number == self._why:
-            self._why_waited.discard(node.number)
-            if isinstance(why := answer.get("why"), dict):
-                self._stacks[node.number] = why
-            else:
-                self._without[node.number] = error or "its supervisor did not answer"
+        for sent in (self._last, self._why):
+            if answer.get("answer") == sent.number and node.number in sent.waited:
+                sent.waited.discard(node.number)
+                if (error := text_in(answer, "error")) is not None:
+                    sent.failed[node.number] = clean(error, _MOST_TEXT)
+                elif isinstance(why := answer.get("why"), dict):
+                    sent.stacks[node.number] = node.name, why
 
     def lose(self, node: int) -> None:
         """Wait no longer for a machine, which was cut off or has ended."""
-        ended = self._mirror.machines[node].node.state == "ended"
-        for waited, failed in ((self._waited, self._failed), (self._why_waited, self._without)):
-            if node in waited and not ended:
-                failed[node] = "it was cut off before it answered"
-            waited.discard(node)
+        for sent in (self._last, self._why):
+            if node in sent.waited and self._mirror.machines[node].node.state != "ended":
+                sent.failed[node] = "it was cut off before it answered"
+            sent.waited.discard(node)
 
     def renew(self, node: int) -> None:
         """Ask a machine that was connected again for the records that a reader wants."""
         if node in self._whole:
             self._tell(node)
 
-    def _send(self, request: Mapping[str, Any]) -> tuple[set[int], dict[int, str]]:
-        """Send a request to all machines; return those that got it, and why others did not."""
+    def _send(self, request: Mapping[str, Any]) -> _Sent:
+        """Send a request to all machines that are connected."""
         text = json.dumps(request)
-        connected = [each.node.number for each in self._mirror.machines if each.node.state == "connected"]
-        got = {number for number in connected if self._mirror.links.send(number, text)}
-        return got, dict.fromkeys((number for number in connected if number not in got), "it takes no requests now")
+        sent = _Sent(request["id"])
+        for number in (each.node.number for each in self._mirror.machines if each.node.state == "connected"):
+            sent.asked += 1
+            if self._mirror.links.send(number, text):
+                sent.waited.add(number)
+            else:
+                sent.failed[number] = "it takes no requests now"
+        return sent
 
     def _take_wanted(self, request: Mapping[str, Any]) -> None:
         pid, started, wanted = whole_in(request, "pid"), number_in(request, "started"), request.get("processes")

@@ -31,16 +31,18 @@ REST = 50
 
 
 class Record(Protocol):
-    """What the watch needs of the record of the run."""
+    """What the watch needs of the record of the run; a record of several machines knows no steps and no samples."""
 
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
         """Record an event."""
 
     def last_steps(self) -> Mapping[int, int | None]:
         """The last step of each process."""
+        return {}
 
     def gpus(self) -> list[Mapping[str, Any]]:
         """The newest sample of each GPU."""
+        return []
 
     def last_stall(self) -> Mapping[str, Any] | None:
         """The data of the last record of a stall."""

@@ -305,16 +305,16 @@ def test_the_newest_live_job_or_the_named_one_is_chosen(
     runs: list[RunThere], what: str | None, slurm_job: str | None, expected: list[int]
 ) -> None:
     found = chosen(sorted(runs, key=lambda one: one.run.started_unix), what, slurm_job)
-    assert [int(one.run.started_unix) for one in found] == expected
+    assert [int(one.run.started_unix) for same in found.values() for one in same] == expected
 
 
 def test_live_runs_of_unknown_jobs_are_not_mixed() -> None:
     runs = [there("a", 1, None), there("b", 2, None)]
     assert len(by_job(runs)) == 2
-    assert chosen(runs, None) == []
+    assert chosen(runs, None) == {}
     with pytest.raises(RunError, match="no machine that answered has a run other: `dpmon ls` with the same"):
         chosen(runs, "other")
-    assert chosen(runs, None, "7") == []
+    assert chosen(runs, None, "7") == {}
     with pytest.raises(RunError, match="no machine that answered has a run of job 7"):
         chosen([there("a", 1)], None, "7")
 

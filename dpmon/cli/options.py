@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, NoReturn
 
 import dpmon
@@ -13,21 +14,6 @@ from dpmon.config import SETTINGS
 from dpmon.errors import DpmonError
 from dpmon.stalls.run_state import STATES
 
-COMMANDS = (
-    "run",
-    "try",
-    "attach",
-    "status",
-    "why",
-    "ls",
-    "stop",
-    "report",
-    "compare",
-    "export",
-    "doctor",
-    "keep",
-    "rm",
-)
 SEVERAL = ("attach", "ls", "doctor")
 """Commands that can look at several machines."""
 MAX_REPLICAS = 4096
@@ -82,12 +68,15 @@ _DESCRIPTIONS = {
     "keep": "Protect a run from automatic deletion. Without RUN: the newest one.",
     "rm": "Delete finished runs that are not protected by `dpmon keep`.",
 }
+COMMANDS = ("run", *_DESCRIPTIONS)
 
 
 class UsageError(DpmonError):
     """A wrong command line; the text is one sentence for the user."""
 
 
+_JSON = "one JSON object, for programs"
+_PYTHON = "the Python that runs the script (default: the first that has torch)"
 _METRICS = "write figures for Prometheus to FILE (node_exporter's textfile format)"
 _MACHINES = ("--host", "--hosts", "--hostfile", "--slurm", "--via")
 
@@ -101,12 +90,6 @@ class _Parser(argparse.ArgumentParser):
                 raise UsageError(f"{word} is an option of attach, ls and doctor; other commands take the run of attach")
             raise UsageError(f"unknown option {word}" if word.startswith("-") else f"{word} is not expected here")
         raise UsageError(message.removeprefix("argument "))
-
-
-def _replicas(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MAX_REPLICAS:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 to {MAX_REPLICAS}, not {text!r}")
-    return int(text)
 
 
 def _setting(name: str) -> Callable[[str], object]:
@@ -124,40 +107,32 @@ def _setting(name: str) -> Callable[[str], object]:
 _batch_dim, _seconds = _setting("batch_dim"), _setting("refresh")
 
 
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, not {text!r}")
-    return int(text)
+def _value(
+    expected: str, pattern: str, convert: Callable[[str], Any] = str, least: float = 0, most: float = inf
+) -> Callable[[str], object]:
+    """Return a check of an option's value: the first group of `pattern`, as a text or as a number with limits."""
+
+    def check(text: str) -> object:
+        found = re.fullmatch(pattern, text)
+        value = None if found is None else convert(found[1])
+        if value is None or (not isinstance(value, str) and not least <= value <= most):
+            raise argparse.ArgumentTypeError(f"expected {expected}, not {text!r}")
+        return value
+
+    return check
 
 
-def _offset(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,15}", text):
-        raise argparse.ArgumentTypeError(f"expected a whole number, not {text!r}")
-    return int(text)
-
-
-def _trial(text: str) -> str:
-    if not re.fullmatch(r"cached-batches|single|one-rank|threads-[1-9]\d{0,3}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of cached-batches, single, one-rank, threads-N")
-    return text
-
-
-def _timeout(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < 1e9:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds, not {text!r}")
-    return seconds
-
-
-def _percent(text: str) -> float:
-    """A limit such as 5% as a fraction."""
-    found = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,6})?) ?%", text)
-    if found is None or not 0 < float(found[1]) <= 500:
-        raise argparse.ArgumentTypeError(f"expected a percentage such as 5%, not {text!r}")
-    return float(found[1]) / 100
+_replicas = _value(f"a number from 1 to {MAX_REPLICAS}", r"([0-9]{1,9})", int, 1, MAX_REPLICAS)
+_count = _value("a whole number from 1 on", r"([0-9]{1,9})", int, 1)
+_offset = _value("a whole number", r"([0-9]{1,15})", int)
+_timeout = _value("a number of seconds", r"([0-9]{1,9}(?:\.[0-9]{0,9})?)", float)
+_percent = _value(
+    "a percentage such as 5%", r"([0-9]{1,3}(?:\.[0-9]{1,6})?) ?%", lambda text: float(text) / 100, 1e-8, 5
+)
+_trial = _value(
+    "cached-batches, single, one-rank or threads-N", r"(cached-batches|single|one-rank|threads-[1-9]\d{0,3})"
+)
+_run_name = _value("a name of letters, digits, . _ - (except `last`)", r"((?!last$)[A-Za-z0-9][A-Za-z0-9._-]{0,39})")
 
 
 def _phase(text: str) -> str:
@@ -175,12 +150,6 @@ def _devices(text: str) -> str:
     if len({name.partition(":")[0] for name in names}) > 1:
         raise argparse.ArgumentTypeError(f"all replicas must be on cpu or all on cuda, not {text!r}")
     return ",".join(names)
-
-
-def _run_name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}", text) or text == "last":
-        raise argparse.ArgumentTypeError(f"expected a name of letters, digits, . _ - (except `last`), not {text!r}")
-    return text
 
 
 def run_parser() -> argparse.ArgumentParser:
@@ -220,7 +189,7 @@ def run_parser() -> argparse.ArgumentParser:
     add("--on-event", type=_setting("on_event"), metavar="COMMAND", help="start COMMAND for each event of the run")
     add("--refresh", type=_seconds, metavar="SECONDS", help="seconds between updates of the screen (default: 1)")
     add("--name", type=_run_name, help="the run's name (default: the script's)")
-    add("--python", metavar="PYTHON", help="the Python that runs the script (default: the first that has torch)")
+    add("--python", metavar="PYTHON", help=_PYTHON)
     return parser
 
 
@@ -228,7 +197,7 @@ def try_parser() -> argparse.ArgumentParser:
     """The parser of the options of `try`, before the script's name."""
     parser = _Parser(
         prog="dpmon try", usage="dpmon try [OPTIONS] SCRIPT.py [ARGS...]", description=_DESCRIPTIONS["try"],
-        allow_abbrev=False,
+        allow_abbrev=False
     )  # fmt: skip
     add = parser.add_argument
     add("-m", dest="module", metavar="MODULE", help="try a module instead of a script")
@@ -242,10 +211,10 @@ def try_parser() -> argparse.ArgumentParser:
         help="only this trial: cached-batches, single, one-rank, threads-N",
     )
     add("--timeout", type=_timeout, default=600.0, metavar="SECONDS", help="longest run (default: 600)")
-    add("--json", action="store_true", help="one JSON object, for programs")
+    add("--json", action="store_true", help=_JSON)
     add("--replicas", type=_replicas, metavar="N", help="as for a run")
     add("--devices", type=_devices, metavar="LIST", help="as for a run")
-    add("--python", metavar="PYTHON", help="the Python that runs the script (default: the first that has torch)")
+    add("--python", metavar="PYTHON", help=_PYTHON)
     return parser
 
 
@@ -275,19 +244,18 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         add("--hostfile", metavar="FILE", help="machines, one per line, as for mpirun")
         add("--slurm", metavar="JOBID", help="the machines of a job of Slurm, by srun")
         add("--via", metavar="COMMAND", help="another way than ssh; {} is the machine: 'kubectl exec -i pod-{} --'")
+    if command in ("doctor", "status", "why"):
+        add("--json", action="store_true", help=_JSON)
     if command == "doctor":
-        add("--json", action="store_true", help="one JSON object, for programs")
         add("--python", metavar="PYTHON", help="the Python that would run the script")
     if command == "ls":
         add("--json", action="store_true", help="one JSON object per line")
         add("--script", metavar="SCRIPT", help="the figures of this script over its runs, oldest to newest")
     if command == "status":
-        add("--json", action="store_true", help="one JSON object, for programs")
         add("--all", action="store_true", help="all runs")
         add("--wait", choices=WAITED, metavar="STATE", help=f"wait for a state: {', '.join(WAITED)}")
         add("--timeout", type=_timeout, metavar="SECONDS", help="longest wait; then the exit status is 124")
     if command == "why":
-        add("--json", action="store_true", help="one JSON object, for programs")
         add("--all", action="store_true", help="the stacks of all threads, not only of the main thread")
         add("--native", action="store_true", help="also C frames; py-spy then stops each process for about 50 ms")
     if command == "keep":
@@ -300,14 +268,9 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         add("--anyway", action="store_true", help="judge runs that differ in arguments, mode, ranks, devices or batch")
     if command in ("report", "compare"):
         form = parser.add_mutually_exclusive_group()
-        form.add_argument("--json", action="store_true", help="one JSON object, for programs")
+        form.add_argument("--json", action="store_true", help=_JSON)
         form.add_argument("--html", action="store_true", help="a self-contained page with plots")
-        add(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="output file (default: standard output; of --html, RUN.html)",
-        )
+        add("-o", "--output", metavar="FILE", help="output file (default: standard output; of --html, RUN.html)")
     if command == "export":
         from dpmon.record.fields import RECORDS
 
@@ -378,40 +341,39 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
     command = "run"
     if options.module is None and rest and rest[0] in COMMANDS and not program:
         command, rest = rest[0], rest[1:]
-        if command == "run":
-            own, rest, _ = _split(parser, rest)
-            options = parser.parse_args(own, options)
-        elif command == "try" and not own:
-            parser = try_parser()
-            own, rest, _ = _split(parser, rest)
-            options = parser.parse_args(own)
-            if options.module is None and not rest:
-                raise UsageError("no script to try")
-            options.words = rest
-            return command, options
-        elif own:
+        if own and command != "run":
             raise UsageError(f"{own[0]} is an option of a run, not of {command}")
-        else:
-            # A word after --json is the run, not the output file.
-            rest = ["--json=-" if word == "--json" and command == "attach" else word for word in rest]
-            if command == "compare":
-                return command, _sides(rest)
-            found = command_parser(command).parse_args(rest)
-            if command == "status":
-                _check_status(found)
-            if command == "export":
-                _check_export(found)
-            if command == "attach" and found.metrics and not several(found):
-                raise UsageError("--metrics of attach is for several machines (--host); else give it to the run")
-            return command, found
+        if command not in ("run", "try"):
+            return command, _of_command(command, rest)
+        if command == "try":
+            parser, options = try_parser(), argparse.Namespace()
+        own, rest, _ = _split(parser, rest)
+        options = parser.parse_args(own, options)
     options.words = rest
     if options.module is None and not rest:
         if words:
-            raise UsageError("no script to run")
+            raise UsageError(f"no script to {command}")
         parser.print_help(sys.stderr)
         return "help", options
-    _check(options)
+    if command == "run":
+        _check(options)
     return command, options
+
+
+def _of_command(command: str, words: list[str]) -> argparse.Namespace:
+    """The options of a command about runs that exist."""
+    if command == "compare":
+        return _sides(words)
+    # A word after --json is the run, not the output file.
+    words = ["--json=-" if word == "--json" and command == "attach" else word for word in words]
+    found = command_parser(command).parse_args(words)
+    if command == "status":
+        _check_status(found)
+    if command == "export":
+        _check_export(found)
+    if command == "attach" and found.metrics and not several(found):
+        raise UsageError("--metrics of attach is for several machines (--host); else give it to the run")
+    return found
 
 
 def _sides(words: list[str]) -> argparse.Namespace:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 
 import dpmon
@@ -26,20 +26,26 @@ _COLOURS = {"ok": "32", "warning": "33", "problem": "31"}
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Run all checks and print them; return 1 if there is a problem, else 0 (also with warnings)."""
-    if several(options):
-        return _doctor_there(options)
-    if options.json:
-        checks = list(_checks(options.python))
-        worst = max((STATES.index(check.state) for check in checks), default=0)
-        print(json.dumps({"state": STATES[worst], "checks": [check._asdict() for check in checks]}, indent=1))
+    """Run all checks, here or on other machines, and print them; return 1 if there is a problem, else 0."""
+    found: list[tuple[str, list[Check]]] = []
+    for name, checks in _there(options) if several(options) else [("", _checks(options.python))]:
+        found.append((name, []))
+        if name and not options.json:
+            print(name)
+        for check in checks:
+            found[-1][1].append(check)
+            if not options.json:
+                _print(check)
+    every = [check for _, checks in found for check in checks]
+    if not options.json:
+        print(_counts(every))
+    elif several(options):
+        listed = [{"machine": name, "checks": [check._asdict() for check in checks]} for name, checks in found]
+        print(json.dumps(listed, indent=1))
     else:
-        checks = []
-        for check in _checks(options.python):
-            checks.append(check)
-            _print(check)
-        print(_counts(checks))
-    return int(any(check.state == PROBLEM for check in checks))
+        worst = STATES[max((STATES.index(check.state) for check in every), default=0)]
+        print(json.dumps({"state": worst, "checks": [check._asdict() for check in every]}, indent=1))
+    return int(any(check.state == PROBLEM for check in every))
 
 
 def _checks(python: str | None) -> Iterator[Check]:
@@ -52,23 +58,13 @@ def _checks(python: str | None) -> Iterator[Check]:
     yield machine.logout()
 
 
-def _doctor_there(options: argparse.Namespace) -> int:
+def _there(options: argparse.Namespace) -> Iterator[tuple[str, Iterable[Check]]]:
     from dpmon.cli.doctor.there import checks_there
     from dpmon.cli.machines import named
 
     asked = named(options)
     speak(f"{count_of(len(asked), 'machine')}: dpmon doctor runs there and imports torch, for up to two minutes")
-    found = list(checks_there(asked, options.python))
-    if options.json:
-        listed = [{"machine": name, "checks": [check._asdict() for check in checks]} for name, checks in found]
-        print(json.dumps(listed, indent=1))
-    else:
-        for name, checks in found:
-            print(name)
-            for check in checks:
-                _print(check)
-        print(_counts([check for _, checks in found for check in checks]))
-    return int(any(check.state == PROBLEM for _, checks in found for check in checks))
+    yield from checks_there(asked, options.python)
 
 
 def _print(check: Check) -> None:

@@ -49,13 +49,14 @@ def _room() -> tuple[int, int] | None:
 
 
 def _sum_up(directory: Path, how: ExitInfo | None, say: Callable[[str], None], brief: bool) -> None:
-    from dpmon.cli.summary import ending_line, fitted, summary_lines
+    from dpmon.cli.summary import WIDTH, ending_line, fitted, summary_lines
     from dpmon.run.rundir import load_info
     from dpmon.run.runs import short_name
 
     try:
         room = _room() if say is speak else None
-        lines = [ending_line(directory, how)] if brief else summary_lines(directory, how)
+        width = WIDTH if room is None else room[1]
+        lines = [ending_line(directory, how)] if brief else summary_lines(directory, how, width)
         if room is not None:
             lines = fitted(lines, *room, f"dpmon report {short_name(load_info(directory))}")
         for line in lines:

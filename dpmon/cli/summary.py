@@ -1,22 +1,21 @@
-"""The summary at the end of a run: how it ended, each mode's speed and phases, each replica's sizes."""
+"""The summary at the end of a run: how it ended, each mode's speed and phases, and some tables of the report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Iterable
 from pathlib import Path
 
 from dpmon.cleaning import clean
 from dpmon.errors import HistoryError
-from dpmon.model.layouts import flow
-from dpmon.model.memory import Held, reasons
 from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.stragglers import sentence
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import EVALUATION, STEP
 from dpmon.report.collect import facts_of, output_end
+from dpmon.report.sections import of_parts
 from dpmon.report.sentences import ACTIVITY_NAMES, how_it_ended, slow_start, stalls, times_paused, waited
+from dpmon.report.text import section_lines
 from dpmon.run.activities import why_nothing
 from dpmon.run.notes import clean_traceback_line
 from dpmon.run.reader import RunReader
@@ -31,15 +30,12 @@ from dpmon.text.quantities import (
     duration,
     duration_words,
     group,
-    memory,
     quantity_words,
     rate_words,
 )
 
-_MAX_REPLICA_LINES = 40
-_MAX_SIZES = 3
-"""Most sizes of one replica, the most frequent first."""
-_MAX_STAGES = 8
+WIDTH = 113
+"""Cells of a table without a terminal."""
 _MAX_WARNINGS = 5
 _NOT_TRAINING = 0.05
 """The parts of the elapsed time are shown if more than this share of it was not training."""
@@ -47,8 +43,10 @@ _TRIFLE = 0.001
 """Smaller parts are omitted."""
 
 
-def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
+def summary_lines(directory: Path, how: ExitInfo | None, width: int = WIDTH) -> list[str]:
     """The summary of the run in `directory`, one text per line, safe for a terminal. RunError if it is not a run.
+
+    Its tables are those of the report, in at most `width` cells.
 
     Medians and p95 (the smallest value that 95 % do not exceed) cover every step of the process that the screen shows,
     and are at most 0.4 % off.
@@ -57,7 +55,7 @@ def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
     lines = [_outcome(info, how), *_raised(directory, info, how)]
     try:
         with open_store(directory) as store:
-            lines += _SummaryLines(facts_of(store, directory, how), info, how).lines(directory)
+            lines += _SummaryLines(facts_of(store, directory, how), info, how).lines(directory, width)
     except HistoryError as error:
         texts = [f"the history cannot be read: {error}"]
         lines += [*_warnings(texts, short_name(info)), _nothing(directory, info, how, texts)]
@@ -76,7 +74,7 @@ class _SummaryLines:
     def __init__(self, facts: RunFacts, info: RunInfo, how: ExitInfo | None) -> None:
         self._facts, self._info, self._how = facts, info, how
 
-    def lines(self, directory: Path) -> list[str]:
+    def lines(self, directory: Path, width: int) -> list[str]:
         """All lines except how it ended and where the record is, the most important first."""
         facts = self._facts
         warnings = [] if facts.store.damaged is None else [facts.store.damaged]
@@ -94,8 +92,7 @@ class _SummaryLines:
                 lines += self._mode_lines(mode, True)
         slow = None if facts.communication is None else facts.communication.straggler
         lines += [] if slow is None else [f"  {sentence(slow, lately=False)}"]
-        lines += [*self._rank_lines(), *self._stage_lines(), *self._replica_lines()]
-        return lines + _memory_lines(facts.memory)
+        return lines + [line for section in of_parts(facts) for line in section_lines(section, width)]
 
     def _lacks(self, warnings: Iterable[str]) -> list[str]:
         """The gaps in the figures, and warnings."""
@@ -165,64 +162,6 @@ class _SummaryLines:
         who = "ranks" if ranks else "processes"
         return f"{count_of(sum(counts), 'step')} of {len(counts)} {who} in all, {calls}"
 
-    # ------------------------------------------------------------------------------------------ replicas, ranks, stages
-
-    def _rank_lines(self) -> list[str]:
-        """A line for each rank or process, if there are several."""
-        ranks = self._facts.ranks
-        lines = []
-        for one in ranks[:_MAX_REPLICA_LINES]:
-            text = f"  {one.label} {one.device}  {flow(one.inputs, one.outputs)}"
-            text += f"  {count_of(one.calls, 'call')}, {count_of(one.steps, 'step')}"
-            if one.median_ns is not None:
-                text += f", step median {duration(one.median_ns)}"
-            if one.rate is not None:
-                text += f", {rate_words(one.rate)}"
-            if one.times is not None and one.times.joined:
-                text += f", exposed {duration(one.times.exposed_ns)}, wait {duration(one.times.wait_ns)}"
-            lines.append(text)
-        lines += _more(len(ranks) - len(lines))
-        return ["ranks" if any(one.rank is not None for one in ranks) else "processes", *lines] if lines else []
-
-    def _stage_lines(self) -> list[str]:
-        lines = []
-        found = self._facts.stages
-        shown = [stage for stage in found if stage.stage < _MAX_STAGES]  # a model that alternates devices has many
-        for stage in shown[:_MAX_REPLICA_LINES]:
-            text = f"  {stage.root} stage {stage.stage} {stage.device}  {stage.named_parts}"
-            text += f"  {flow(stage.inputs, stage.outputs, 'not finished')}  {count_of(stage.calls, 'call')}"
-            middle = stage.time.median
-            lines.append(text if middle is None else f"{text}, host time median {duration(middle)}")
-        lines += _more(len(found) - len(lines))
-        return ["stages (parts of the model on several devices)", *lines] if lines else []
-
-    def _replica_lines(self) -> list[str]:
-        lines: list[str] = []
-        replicas = self._facts.sizes
-        several = len({one.root for one in replicas}) > 1
-        groups = [list(found) for _, found in groupby(replicas, key=lambda one: one[:4])]
-        shown = 0
-        for found in groups:
-            if len(lines) >= _MAX_REPLICA_LINES:
-                break
-            shown += 1
-            for one in found[:_MAX_SIZES]:
-                whose = f"{one.root} " if several else ""
-                replica = f"replica {one.replica} " if one.mode == "dp" else ""
-                who = f"{self._mode_name(one.mode) or '?'} {whose}{replica}{one.device}"
-                evaluated = f", {one.evaluations:,} in evaluation" if one.evaluations else ""
-                lines.append(f"  {who}  {flow(one.inputs, one.outputs)}  {count_of(one.calls, 'call')}{evaluated}")
-            if others := found[_MAX_SIZES:]:
-                lines.append(
-                    f"    and {count_of(len(others), 'other size')}, {count_of(sum(o.calls for o in others), 'call')}"
-                )
-        lines += _more(len(groups) - shown)
-        return ["replicas", *lines] if lines else []
-
-
-def _more(count: int) -> list[str]:
-    return [f"  and {count} more; dpmon export has them all"] if count > 0 else []
-
 
 def _phase_lines(found: ModeFacts) -> list[str]:
     """The times of steps and of each phase that ran (the phases of calls below forward), then the quantities."""
@@ -237,16 +176,6 @@ def _phase_lines(found: ModeFacts) -> list[str]:
 def _phase_line(label: str, phase: PhaseFigures) -> str:
     text = f"  {label:<18} median {duration(phase.median_ns):>8}   p95 {duration(phase.p95_ns):>8}"
     return text if phase.device_ns is None else f"{text}   on device {duration(phase.device_ns):>8}"
-
-
-def _memory_lines(rows: Sequence[Held]) -> list[str]:
-    lines = []
-    for row in rows[:_MAX_REPLICA_LINES]:
-        text = f"  {row.device}  model {memory(row.model)}, gradients {memory(row.gradients)}, "
-        text += f"optimizer {memory(row.optimizer)}, rest {memory(row.rest)}, peak {memory(row.peak)}"
-        why = "; ".join(f"{names}: {reason}" for names, reason in reasons(row))
-        lines.append(f"{text}  ({why})" if why else text)
-    return ["memory", *lines] if lines else []
 
 
 def _warnings(warnings: Iterable[str], name: str) -> list[str]:

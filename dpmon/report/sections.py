@@ -39,6 +39,7 @@ from dpmon.text.quantities import (
 
 MAX_ROWS = 40
 MAX_EPOCHS = 12
+_MAX_STAGES = 8
 _MAX_WARNINGS = 8
 _MAX_HOSTS = 16
 _MAX_CHANGES = 12
@@ -87,6 +88,18 @@ def document(story: Story) -> Document:
     )
     there = [section for section in sections if section.parts]
     return Document(info.script, name, story.state, sentences.ended(story), sentences.basics(story), there)
+
+
+def of_parts(facts: RunFacts) -> list[Section]:
+    """The sections of the report about ranks, replicas, stages and memory, without plots."""
+    sections = (
+        Section("Ranks", _ranks(facts)),
+        Section("Ranks", _rank_times(facts), ": where a step goes"),
+        Section("Replicas" if any(line.mode == "dp" for line in facts.sizes) else "Calls", _replicas(facts)),
+        Section("Stages", _stages(facts), " (parts of the model on several devices)"),
+        Section("Memory", _memory(facts), " as torch holds it"),
+    )
+    return [section for section in sections if section.parts]
 
 
 def _paragraphs(texts: Iterable[str], soft: bool = False) -> list[Paragraph]:
@@ -263,14 +276,17 @@ def _communication(facts: RunFacts) -> list[Entries]:
     return _entries(rows, MAX_ROWS, 12, ("", ""))
 
 
-def _stages(facts: RunFacts) -> list[Table]:
-    """One row per stage of a model that lies on several devices."""
+def _stages(facts: RunFacts) -> list[Part]:
+    """One row per stage of a model that lies on several devices; of a model that alternates them, the first stages."""
     rows = []
-    for line in facts.stages:
+    for line in (line for line in facts.stages if line.stage < _MAX_STAGES):
         sizes = f"{line.named_parts}: {flow(line.inputs, line.outputs, 'not finished')}"
         times = duration(line.time.median), duration(line.on_device.median)
         rows.append((f"{line.root} {line.stage}", line.device, f"{line.calls:,}", *times, sizes))
-    return _table(("", "device", "calls", "host time", _ON_DEVICE, f"parts: {_FLOW}"), rows, flows=True)
+    more = len(facts.stages) - len(rows)
+    notes = [f"{more} further stages are left out; --json has them"] if more else []
+    head = ("", "device", "calls", "host time", _ON_DEVICE, f"parts: {_FLOW}")
+    return [*_table(head, rows, flows=True), *_paragraphs(notes, soft=True)]
 
 
 # ------------------------------------------------------------------------------------------------ devices, events

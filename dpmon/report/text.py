@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dpmon.cleaning import clean
 from dpmon.report.collect import collect
-from dpmon.report.document import Bars, Document, Entries, Findings, Paragraph, Part, Table, Verbatim
+from dpmon.report.document import Bars, Document, Entries, Findings, Paragraph, Part, Section, Table, Verbatim
 from dpmon.report.sections import MAX_ROWS, document
 from dpmon.text.cells import cut
 from dpmon.text.quantities import clock, duration
@@ -36,10 +36,16 @@ def text_lines(report: Document, width: int = 80) -> list[str]:
     for fact in report.facts:
         lines += _wrap(fact, width)
     for section in report.sections:
-        lines += ["", clean(section.title.upper() + section.about)]
-        for part in section.parts:
-            lines += _part(part, width)
+        lines += ["", *section_lines(section, width)]
     return lines
+
+
+def section_lines(section: Section, width: int) -> list[str]:
+    """The title of a section and its parts."""
+    return [
+        clean(section.title.upper() + section.about),
+        *(line for part in section.parts for line in _part(part, width)),
+    ]
 
 
 def _part(part: Part, width: int) -> Iterable[str]:

@@ -17,8 +17,9 @@ from synthetic import SECOND, Training
 from test_run_playback import a_run
 
 from dpmon.cli.speak import closing, speak
-from dpmon.cli.summary import fitted, summary_lines
+from dpmon.cli.summary import WIDTH, fitted, summary_lines
 from dpmon.record.kinds import Event
+from dpmon.report.text import report_text
 from dpmon.run.rundir import load_exit
 
 MORE = "dpmon report linear-7f3a"
@@ -52,34 +53,24 @@ def test_two_long_lines_are_not_fitted() -> None:
         assert fitted(lines, 4, 40, MORE) == lines
 
 
-def replicas_of(*calls: list[bytes], state: Path) -> list[str]:
-    payloads = [payload for each in calls for payload in each]
-    directory = keep({0: payloads})
+def test_the_tables_of_the_report_follow(state: Path) -> None:
+    """Each replica with its most frequent size, and the others counted; named after its model."""
+    training = Training(root="Generator")
+    rows = [*training.begin(), *training.run(20)]
+    for size in range(2, 30, 2):
+        rows += training.step(size)
+    training.root = "Critic"
+    directory = keep({0: [*rows, *training.run(3)]})
     lines = summary_lines(directory, load_exit(directory))
-    first = lines.index("replicas")
-    return [line for line in lines[first:] if line.startswith("  ") and ("replica" in line or "other size" in line)]
-
-
-def test_of_many_sizes_the_most_frequent_are_listed_and_the_others_counted(state: Path) -> None:
-    training = Training()
-    payloads = [*training.begin(), *training.run(20)]
-    for rows in range(2, 30, 2):
-        payloads += training.step(rows)
-    lines = replicas_of(payloads, state=state)
-    assert len(lines) == 2 * (3 + 1), "two replicas"
-    assert lines[0].startswith("  dp replica 0 cpu:0  [15, 5] -> [15, 2]  20 calls")
-    assert lines[3] == "    and 12 other sizes, 12 calls"
-
-
-def test_a_replica_is_named_after_its_model_where_there_are_several(state: Path) -> None:
-    one = Training(root="Generator")
-    payloads = [*one.begin(), *one.run(3)]
-    assert replicas_of(payloads, state=state)[0].startswith("  dp replica 0 cpu:0")
-    one.root = "Critic"
-    lines = replicas_of([*payloads, *one.run(3)], state=state)
-    assert [line.split()[1:4] for line in lines] == [
-        [name, "replica", number] for name in ("Critic", "Generator") for number in ("0", "1")
+    at = lines.index("REPLICAS")
+    shown = [line.split() for line in lines[at + 2 : at + 6]]
+    assert [line[:4] for line in shown] == [
+        [name, number, f"cpu:{number}", calls]
+        for name, calls in (("Critic", "3"), ("Generator", "34"))
+        for number in "01"
     ]
+    assert lines[at + 4].endswith("[15, 5] -> [15, 2] (+14 other sizes)")
+    assert lines[at:-1] == [line for line in report_text(directory, WIDTH) if line in lines[at:-1]]
 
 
 def test_an_unreadable_history_is_reported_and_the_rings_are_summarised(

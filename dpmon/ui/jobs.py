@@ -24,37 +24,23 @@ _Made = TypeVar("_Made")
 
 _TRIES = 100
 # They run in a process of their own at a lower priority: millions of records would block the screen's thread.
-_EXPORT = """\
-import os, sys
+_BEFORE = """\
+import json, os, sys
 from pathlib import Path
 os.nice(10)
-from dpmon.export import export
-export(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
-"""
-_REPORT = """\
-import os, sys
-from pathlib import Path
-os.nice(10)
-from dpmon.report import report_text
 sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+"""
+_EXPORT = "from dpmon.export import export; export(Path(sys.argv[1]), sys.argv[2], sys.argv[3])"
+_REPORT = """\
+from dpmon.report import report_text
 print("\\n".join(report_text(Path(sys.argv[1]), int(sys.argv[2]))))
 """
 _COMPARISON = """\
-import json, os, sys
-from pathlib import Path
-os.nice(10)
 from dpmon.report.comparison import comparison_text
-sys.stdout.reconfigure(encoding="utf-8", errors="replace")
 before, after = ([Path(one) for one in side] for side in json.loads(sys.argv[1]))
 print("\\n".join(comparison_text(before, after, int(sys.argv[2]))))
 """
-_FINDINGS = """\
-import json, os, sys
-from pathlib import Path
-os.nice(10)
-from dpmon.report.collect import collect
-print(json.dumps(collect(Path(sys.argv[1])).findings))
-"""
+_FINDINGS = "from dpmon.report.collect import collect; print(json.dumps(collect(Path(sys.argv[1])).findings))"
 ENDINGS = {"jsonl": "jsonl", "csv": "csv", "perfetto": "trace.json"}
 """The ending of an export's file name, by format; csv is a directory of tables."""
 _HOME = str(Path(__file__).resolve().parent.parent.parent)
@@ -142,7 +128,7 @@ def _in_subprocess(code: str, what: str, *arguments: str) -> str:
     """Run `code` in its own process; returns its output."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code, *arguments],
+            [sys.executable, "-c", _BEFORE + code, *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             # Not in the user's directory: one of their files may be called dpmon.py.

@@ -9,9 +9,12 @@ from typing import NamedTuple
 
 from textual import events
 
+from dpmon.cleaning import clean
 from dpmon.model.slow_steps import SlowSteps
+from dpmon.run.condition import run_state
+from dpmon.run.runs import list_runs, short_name
 from dpmon.text.cells import cut
-from dpmon.text.quantities import clock
+from dpmon.text.quantities import clock, on_machines
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.look import Look
 from dpmon.ui.panels.longest_steps import step_rows
@@ -108,11 +111,22 @@ class RunList(_List):
     def __init__(self, own: Path, look: Look) -> None:
         """`own`: the run on the screen, which is on side B at first."""
         super().__init__("Compare this run (B) with ...", look)
+        self.own = own
         self.sides: dict[Path, str] = {own: "B"}
 
     def __len__(self) -> int:
         """Number of runs."""
         return len(self.found or ())
+
+    def read(self) -> None:
+        """Read the runs, the run on the screen first, then the newest."""
+        found: list[RunEntry] = []
+        for place, info in reversed(list_runs()):
+            script = [Path(info.script).name] if info.python is not None else []
+            command = clean(on_machines(info.nodes) + " ".join([*script, *info.arguments]), 300)
+            state = run_state(place, info)[0]
+            found.append(RunEntry(place, clean(short_name(info), 60), state, info.started_unix, command))
+        self.found = sorted(found, key=lambda one: one.directory.name != self.own.name)
 
     def side(self, name: str) -> list[Path]:
         """The runs on a side, the oldest first."""

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from textual import events
 
 from dpmon.cleaning import clean
 from dpmon.model.nodes import found_rank
-from dpmon.run.condition import run_state
 from dpmon.run.reader import NO_TRAINING
-from dpmon.run.runs import list_runs, short_name
-from dpmon.stalls.answer import asked
-from dpmon.stalls.answer_lines import lines_of
-from dpmon.text.cells import cut, wrapped
-from dpmon.text.quantities import clock, on_machines, range_words, span_words
+from dpmon.text.cells import wrapped
+from dpmon.text.quantities import clock, range_words, span_words
 from dpmon.ui import jobs, keys
 from dpmon.ui.dialogs import Choice, Commands, Dialog, LineDialog, Pages, key_name
-from dpmon.ui.facts import PANELS, View, state_words
+from dpmon.ui.facts import PANELS, View
 from dpmon.ui.feed import FROZEN_RANKS
 from dpmon.ui.footer import key_at
 from dpmon.ui.help import help_rows
-from dpmon.ui.lists import RunEntry, RunList, StepList
+from dpmon.ui.lists import RunList, StepList
 from dpmon.ui.panels.panel_replicas import choices
 from dpmon.ui.rows import Row
 from dpmon.ui.stopping import Stopping
 from dpmon.ui.time_axis import moved
+from dpmon.ui.why_pages import WhyPages
 
 _ASKS_AGAIN_S = 5.0
 _SLOWEST = 50
@@ -325,49 +320,11 @@ class Monitor(Stopping):
         if recorded is None and (facts.over or facts.looks_back):
             self._say(f"no stall was recorded {'until this time' if facts.looks_back else 'in this run'}")
             return
-        asking, last = recorded is None, time.monotonic()
-        found: Mapping[str, Any] | str = recorded if recorded is not None else "asking the training processes ..."
-
-        def rows(width: int) -> list[Row]:
-            if isinstance(found, str):
-                return [[(found, "dim")]]
-            now = self.facts()
-            alike = recorded is None and now.stall is not None and found.get("text") is not None
-            # The first line counts on, like the screen's, while the answer grows old.
-            (first, style), *rest = lines_of({**found, "t_s": now.now_ns / 1e9} if alike else found, width=width)
-            if found.get("text") is None and recorded is None:
-                first = state_words(now) or f"{first}: {now.run_state.word}"
-            return [
-                *([(line, style)] for line in wrapped(first, width)),
-                *([(cut(text, width), s)] for text, s in rest),
-            ]
-
-        noticed = "" if recorded is None or facts.stall is None else f", as noticed at {clock(facts.stall.noticed_ns)}"
-        pages = Pages(f"Why{noticed}", rows, self.look)
-
-        def ask() -> str | None:
-            nonlocal found
-            found = asked(directory) or "the supervisor does not answer"
-            return None
-
-        def show(problem: str | None) -> None:
-            nonlocal asking, last, found
-            asking, last, found = False, time.monotonic(), found if problem is None else problem
-            if not pages.answered:
-                pages.draw()
-
-        def again() -> None:
-            nonlocal asking
-            pages.title_text = f"Why (as of {time.monotonic() - last:.0f} s ago)"
-            if not asking and time.monotonic() - last >= _ASKS_AGAIN_S and not self.feed.over:
-                asking = True
-                self._in_thread(ask, show)
-            pages.draw()
-
+        pages = WhyPages(self.facts, directory, recorded, self.look)
         self.push_screen(pages)
         if recorded is None:
-            self._in_thread(ask, show)
-            pages.set_interval(1.0, again)
+            self._in_thread(pages.ask, pages.show)
+            pages.set_interval(1.0, lambda: self._in_thread(pages.ask, pages.show) if pages.due() else None)
 
     def action_slowest(self) -> None:
         """List the longest steps of the time range; go to the time of the chosen one."""
@@ -380,23 +337,14 @@ class Monitor(Stopping):
 
         def read() -> str | None:
             steps.found = self.feed.slow_steps(facts, _SLOWEST)
-            return None
-
-        def show(problem: str | None) -> None:
-            if steps.answered:
-                return
-            if problem is not None or steps.found is None:
-                steps.settle(None)
-                self._say(problem or "the record cannot be read")
-            else:
-                steps.draw()
+            return None if steps.found is not None else "the record cannot be read"
 
         def go(end_ns: str | None) -> None:
             if end_ns is not None:
                 self._look_at(int(end_ns))
 
         self.push_screen(steps, go)
-        self._in_thread(read, show)
+        self._fill(steps, read)
 
     def action_warnings(self) -> None:
         """Show the newest warnings, as many as the state has."""
@@ -477,23 +425,6 @@ class Monitor(Stopping):
         """Choose runs to compare, and show the comparison."""
         runs = RunList(self.feed.directory, self.look)
 
-        def read() -> str | None:
-            found = []
-            for place, info in reversed(list_runs()):
-                script = [Path(info.script).name] if info.python is not None else []
-                command = clean(on_machines(info.nodes) + " ".join([*script, *info.arguments]), 300)
-                state = run_state(place, info)[0]
-                found.append(RunEntry(place, clean(short_name(info), 60), state, info.started_unix, command))
-            runs.found = sorted(found, key=lambda one: one.directory.name != self.feed.directory.name)
-            return None
-
-        def show(problem: str | None) -> None:
-            if problem is not None:
-                runs.settle(None)
-                self._say(problem)
-            elif not runs.answered:
-                runs.draw()
-
         def compare(answer: str | None) -> None:
             if answer is not None:
                 before, after = runs.side("A"), runs.side("B")
@@ -502,7 +433,7 @@ class Monitor(Stopping):
                 )
 
         self.push_screen(runs, compare)
-        self._in_thread(read, show)
+        self._fill(runs, runs.read)
 
     def _show_text(self, title: str, waits: str, write: Callable[[int], list[str]]) -> None:
         """Show what `write` returns on another thread: lines of at most as many cells as it is given."""
@@ -510,24 +441,15 @@ class Monitor(Stopping):
         rows: list[Row] = [[(waits, "dim")]]
         # Open the dialog first: text that is ready later must not cover whatever the user has opened meanwhile.
         pages = Pages(title, lambda _: rows, self.look)
-        lines: list[str] = []
 
         def make() -> str | None:
-            lines.extend(clean(line, 400) for line in write(width))
+            nonlocal rows
+            lines = [clean(line, 400) for line in write(width)]
+            rows = [[(line, "title" if line[:1] not in ("", " ") else "")] for line in lines]
             return None
 
-        def show(problem: str | None) -> None:
-            if pages.answered:
-                return
-            if problem is not None:
-                pages.settle(None)
-                self._say(problem)
-                return
-            rows[:] = [[(line, "title" if line[:1] not in ("", " ") else "")] for line in lines]
-            pages.draw()
-
         self.push_screen(pages)
-        self._in_thread(make, show)
+        self._fill(pages, make)
 
     def at_end(self) -> None:
         """Show the whole run, and look for what is worth a look in it."""
@@ -538,6 +460,20 @@ class Monitor(Stopping):
             return None
 
         self._in_thread(look, lambda problem: self.draw())
+
+    def _fill(self, dialog: Dialog, job: Callable[[], str | None]) -> None:
+        """Draw an open dialog again after `job`, which runs on another thread; close it with a message if it fails."""
+
+        def show(problem: str | None) -> None:
+            if dialog.answered:
+                return
+            if problem is None:
+                dialog.draw()
+            else:
+                dialog.settle(None)
+                self._say(problem)
+
+        self._in_thread(job, show)
 
     def _in_thread(self, job: Callable[[], str | None], then: Callable[[str | None], None]) -> None:
         """Run `job` on another thread; pass its result or its error to `then` on the screen's thread."""

@@ -1,0 +1,67 @@
+"""What each rank does, and its stack: now, asked for every few seconds, or as it was in a stall."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dpmon.stalls.answer import asked
+from dpmon.stalls.answer_lines import lines_of
+from dpmon.text.cells import cut, wrapped
+from dpmon.text.quantities import clock
+from dpmon.ui.dialogs import Pages
+from dpmon.ui.facts import Facts, state_words
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Row
+
+_ASKS_AGAIN_S = 5.0
+
+
+class WhyPages(Pages):
+    """The ranks by where they stand, and their stacks."""
+
+    def __init__(
+        self, facts: Callable[[], Facts], directory: Path, recorded: Mapping[str, Any] | None, look: Look
+    ) -> None:
+        """`recorded`: the record of a stall to show, instead of the present."""
+        stall = facts().stall
+        noticed = "" if recorded is None or stall is None else f", as noticed at {clock(stall.noticed_ns)}"
+        super().__init__(f"Why{noticed}", self._rows_of, look)
+        self._facts, self._directory, self._recorded = facts, directory, recorded
+        self._asking, self._last = recorded is None, time.monotonic()
+        self._found: Mapping[str, Any] | str = recorded or "asking the training processes ..."
+
+    def _rows_of(self, width: int) -> list[Row]:
+        found = self._found
+        if isinstance(found, str):
+            return [[(found, "dim")]]
+        now = self._facts()
+        alike = self._recorded is None and now.stall is not None and found.get("text") is not None
+        # The first line counts on, like the screen's, while the answer grows old.
+        (first, style), *rest = lines_of({**found, "t_s": now.now_ns / 1e9} if alike else found, width=width)
+        if found.get("text") is None and self._recorded is None:
+            first = state_words(now) or f"{first}: {now.run_state.word}"
+        return [*([(line, style)] for line in wrapped(first, width)), *([(cut(text, width), s)] for text, s in rest)]
+
+    def ask(self) -> str | None:
+        """Ask the training processes; may take seconds."""
+        self._found = asked(self._directory) or "the supervisor does not answer"
+        return None
+
+    def show(self, problem: str | None) -> None:
+        """Show the answer, or why there is none."""
+        self._asking, self._last = False, time.monotonic()
+        self._found = self._found if problem is None else problem
+        if not self.answered:
+            self.draw()
+
+    def due(self) -> bool:
+        """Draw the age of the answer; returns whether it is time to ask again."""
+        age_s = time.monotonic() - self._last
+        self.title_text = f"Why (as of {age_s:.0f} s ago)"
+        self.draw()
+        due = not self._asking and age_s >= _ASKS_AGAIN_S and not self._facts().over
+        self._asking = self._asking or due
+        return due

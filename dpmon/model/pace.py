@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
 WINDOW_S = 10
-MOST_RATES = 64
+MOST_RATES = 128
 """Most ranks whose rates are read besides that of the focus; more ranks count as these on average."""
 _GOLDEN = 0.6180339887
 _Item = TypeVar("_Item")

@@ -28,11 +28,10 @@ RANKS_A_SECOND = 32
 """All times and the rate of this many ranks are read in a second; those of more ranks are read less often."""
 _SAMPLED_S = 40
 """Most seconds for a comparison of ranks of several machines: the waits of about one step a second are known."""
-_AGE_S = 4
+_AGE_S = 8
 """Times of some of many ranks are less than this old."""
 _LATE_S = 10
 """Waits of a step are known this long after it, or are left out of a live picture."""
-_JOINED = RankTimes._fields.index("joined")
 _SERIES = (STEP, "forward", "backward")
 _MINUTE_S = 60
 
@@ -97,6 +96,8 @@ class RankTimesReader:
     _waits: _LastWaits | None = None
     _end_s: int = 0
     """The second up to which waits were read."""
+    _width_s: int = RANK_S
+    """Seconds that have enough steps with known waits."""
     _whole: dict[int, tuple[int, RankTimes]] = field(default_factory=dict)
     """All times of some or all processes, and the second up to which they were read."""
 
@@ -114,7 +115,7 @@ class RankTimesReader:
         ranks = sorted((one for one in (focus, *others) if one.rank is not None), key=lambda one: one.number)
         end_s, of, stalled = figures_end_s(rows, focus), tuple(one.process for one in ranks), stalled * rows.mirrored
         if (of, stalled) != (self._of, self._stalled):
-            self._of, self._stalled, self._waits, self._whole = of, stalled, None, {}
+            self._of, self._stalled, self._width_s, self._waits, self._whole = of, stalled, RANK_S, None, {}
         # If ranks also wait for each other in the forward, the waits of a backward alone do not show who is slow.
         alone = not any(one.waits_in_forward for one in wrappers)
         if not (rows.mirrored and alone and len(ranks) > RANKS_A_SECOND):
@@ -125,18 +126,23 @@ class RankTimesReader:
         whole = {one.process: one for one in self._read_whole(rows, focus, _some(ranks, focus, waits), end_s, _AGE_S)}
         first, groups = whole[focus.process], groups_of((one.number for one in ranks), wrappers)
         part = min(first.synced / first.steps, 1.0) if first.steps else 0.0
-        found = []
+        found, none = [], _Waits()
         for one in ranks:
-            times, own = whole.get(one.process), waits.get(one.process)
+            own = waits.get(one.process, none)
+            joined, slowest, exposed_ns, wait_ns = len(own.waits), own.waits.count(0), None, None
+            if joined:
+                exposed_ns, wait_ns = sum(own.exposed) / joined * part, sum(own.waits) / joined * part
+            times, group = whole.get(one.process), groups[one.number]
             if times is None:  # all leave a synchronised pass together, so they have the same mean step
                 times = RankTimes(
-                    one.process, one.number, 0, first.step_ns, {}, group=groups[one.number], node=one.node
+                    *(one.process, one.number, 0, first.step_ns, {}, joined, exposed_ns, wait_ns, slowest),
+                    group=group,
+                    node=one.node,
                 )
-            if own is not None:
-                joined = len(own.waits)
-                exposed_ns, wait_ns = sum(own.exposed) / joined * part, sum(own.waits) / joined * part
-                known = joined, exposed_ns, wait_ns, own.waits.count(0)
-                times = RankTimes._make((*times[:_JOINED], *known, *times[_JOINED + len(known) :]))
+            else:
+                times = times._replace(
+                    joined=joined, exposed_ns=exposed_ns, wait_ns=wait_ns, slowest=slowest, group=group
+                )
             found.append(times)
         return tuple(found)
 
@@ -148,7 +154,8 @@ class RankTimesReader:
         self._whole = {number: one for number, one in self._whole.items() if oldest_s < one[0] <= end_s}
         due = [one for one in ranks if one.process not in self._whole]
         if due:
-            self._whole |= {one.process: (end_s, one) for one in _rank_times(rows, focus, due, self._stalled)}
+            self._width_s, read = _rank_times(rows, focus, due, self._stalled, self._width_s)
+            self._whole |= {one.process: (end_s, one) for one in read}
         return tuple(self._whole[one.process][1] for one in ranks)
 
 
@@ -171,12 +178,17 @@ def _parts(end_s: int, width_s: int, stalled: Seconds) -> list[tuple[int, int]]:
     return found[::-1] or [(0, 0)]
 
 
-def _rank_times(rows: Store, focus: Process, ranks: Sequence[Process], stalled: Seconds) -> tuple[RankTimes, ...]:
-    """The mean times of ranks over about RANK_STEPS steps, in whole seconds that are not `stalled`."""
+def _rank_times(
+    rows: Store, focus: Process, ranks: Sequence[Process], stalled: Seconds, width_s: int
+) -> tuple[int, tuple[RankTimes, ...]]:
+    """The mean times of ranks over about RANK_STEPS steps, and in how many seconds (at least `width_s`) these are.
+
+    In whole seconds that are not `stalled`.
+    """
     assert focus.last_step is not None
     end_s = max(figures_end_s(rows, one) for one in (focus, *ranks) if one.last_step is not None)
     step_ns = focus.recent.step_ns or focus.last_step.wall_ns
-    width_s = max(-(-RANK_STEPS * step_ns // SECOND), RANK_S)
+    width_s = max(-(-RANK_STEPS * step_ns // SECOND), width_s if rows.mirrored else RANK_S)
     numbers, mode = tuple(one.process for one in ranks), focus.last_step.mode
     while True:
         own: dict[int, dict[Key, Tally]] = {number: {} for number in numbers}
@@ -189,7 +201,7 @@ def _rank_times(rows: Store, focus: Process, ranks: Sequence[Process], stalled: 
         times = tuple(rank_times(one.process, one.number, tally, one.node) for one, tally in whole)
         joined = times[0].joined
         if not rows.mirrored or width_s >= _SAMPLED_S or not 0 < joined < min(times[0].steps, MIN_STEPS):
-            return times
+            return width_s, times
         width_s = min(-(-width_s * MIN_STEPS // joined), _SAMPLED_S)
 
 

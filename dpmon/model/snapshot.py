@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
 RANK_CALLS_READ = 8
-_RATE_AGE_S = 5
+_RATE_AGE_S = 6
 """A rate of many ranks is at most this old."""
 COLLECTIVES_S = 300
 """Seconds of sampled collectives to show; only some steps are sampled."""
 _LONG_READ = 64
-_MANY, _PICTURES = 128, 5
+_MANY, _PICTURES = 128, 10
 """Of more ranks, all facts are read for one in so many pictures."""
 _COMPARED_PART = 60
 """The modes are compared again when the run has become longer by this fraction (1/60)."""
@@ -463,20 +463,22 @@ def with_ranks(
     times: tuple[RankTimes, ...],
     last: State | None,
 ) -> State:
-    """Add the mean times of the ranks, and the collectives of sampled steps: those of a `last` state if it is given."""
+    """Add the mean times of the ranks, and the collectives of sampled steps: those of a `last` state if it is given.
+
+    Then the process groups of the ranks are known already (RankTimesReader).
+    """
     numbers = {process.process for process in (focus, *others)}
     own = tuple(one for one in times if one.process in numbers)
     elsewhere = tuple(one for one in times if one.process not in numbers)
-    if last is not None and (before := last.communication) is not None:
-        found, steps, sample = before.collectives, before.sampled_of, last.last_sample
-    else:
-        end_ns = state.newest_ns + 1
-        begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
-        found = rows.communicated(begin_s * SECOND, end_ns, list(numbers))
-        steps, sample = 0, None
-        if found.samples:
-            sample = rows.last_sample(focus.process, begin_s * SECOND)
-            steps = rows.step_count(begin_s, end_ns // SECOND + 1, numbers)
+    if last is not None and (before := last.communication) is not None and before.missing is None:
+        return replace(state, communication=replace(before, ranks=own, elsewhere=elsewhere))
+    end_ns = state.newest_ns + 1
+    begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
+    found = rows.communicated(begin_s * SECOND, end_ns, list(numbers))
+    steps, sample = 0, None
+    if found.samples:
+        sample = rows.last_sample(focus.process, begin_s * SECOND)
+        steps = rows.step_count(begin_s, end_ns // SECOND + 1, numbers)
     known = communication(own, wrappers, found, steps, elsewhere, lately=True)
     return replace(state, communication=known, last_sample=sample)
 

@@ -141,11 +141,12 @@ def _counted(numbers: Figures) -> list[str]:
 
 def _ranks(facts: Facts) -> list[Process]:
     """All ranks with a step: the straggler, the rank that panel 3 shows, the others; empty if there is one process."""
-    found = facts.state.straggler
+    found, state = facts.state.straggler, facts.state
     slow = found.processes if found is not None else ()
-    training = facts.state.training
-    ranks = [one for one in training if one.rank is not None and one.last_step is not None and one.last_step.phases]
-    ranks.sort(key=lambda one: (one.process not in slow, one is not facts.process))
+    first = [one.process for one in state.training[:_RANKS_DRAWN]]
+    known = [state.processes[each] for each in dict.fromkeys((*slow, *first)) if each in state.processes]
+    ranks = [one for one in known if one.rank is not None and one.last_step is not None and one.last_step.phases]
+    ranks.sort(key=lambda one: (one.process not in slow, one is not facts.process, one.rank))
     return ranks[:_RANKS_DRAWN] if len(ranks) > 1 else []
 
 

@@ -12,8 +12,10 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,7 @@ from warm import python
 from dpmon.run import proc
 from dpmon.run.condition import supervised
 from dpmon.run.rundir import load_info
+from dpmon.run.runs import LASTING, SHARED_MEMORY
 
 Value = TypeVar("Value")
 POLL_S = 0.02
@@ -245,7 +248,7 @@ class Dpmon:
         return [json.loads(line) for line in result.out.splitlines()]
 
     def clean_up(self) -> None:
-        """Kill all remaining processes: foregrounds, supervisors and commands."""
+        """Kill all remaining processes (foregrounds, supervisors, commands), and delete runs outside the state."""
         for process in self.started:
             if process.poll() is None:
                 process.kill()
@@ -256,6 +259,9 @@ class Dpmon:
         for pid in self._leftovers():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+        mark = f"{zlib.crc32(os.fsencode(self.state / 'dpmon' / 'runs')):08x}"
+        for place in (LASTING, tempfile.gettempdir(), SHARED_MEMORY):  # as `stand_ins` of dpmon.run.runs
+            shutil.rmtree(Path(place) / f"dpmon-{os.getuid()}-{mark}", ignore_errors=True)
 
     def _leftovers(self) -> Iterator[int]:
         """Yield processes with this test's state directory in their command line or environment."""

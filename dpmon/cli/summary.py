@@ -10,11 +10,10 @@ from dpmon.errors import HistoryError
 from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.stragglers import sentence
-from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import EVALUATION, STEP
 from dpmon.report.collect import facts_of, output_end
 from dpmon.report.sections import of_parts
-from dpmon.report.sentences import ACTIVITY_NAMES, how_it_ended, slow_start, stalls, times_paused, waited
+from dpmon.report.sentences import ACTIVITY_NAMES, how_it_ended, mode_title, slow_start, stalls, times_paused, waited
 from dpmon.report.text import section_lines
 from dpmon.run.activities import why_nothing
 from dpmon.run.notes import clean_traceback_line
@@ -132,19 +131,9 @@ class _SummaryLines:
             return f" (longest {duration_words(gap.ns)} after step {group(gap.after_step)}{of})"
         return ""
 
-    def _mode_name(self, mode: str) -> str:
-        """The mode's name as on the screen: ranks have one device each, so they are neither dp nor single."""
-        by = self._facts.layouts.distributed
-        return RANK_MODES[by] if mode == "single" and by else mode
-
     def _mode_lines(self, mode: str, evaluation: bool) -> list[str]:
         found = self._facts.mode(mode, evaluation)
-        title = (
-            (self._mode_name(mode) or "mode unknown")
-            + (" (virtual replicas)" if found.virtual else "")
-            + (", evaluation" if evaluation else "")
-        )
-        speed = rate_words(found.rate)
+        title, speed = mode_title(found) + (", evaluation" if evaluation else ""), rate_words(found.rate)
         head = f"{title}: {self._steps(mode, evaluation)}"
         return [f"{head}, {speed}" if speed else head, *_phase_lines(found)]
 

@@ -82,7 +82,7 @@ def test_an_unreadable_history_is_reported_and_the_rings_are_summarised(
     fill(directory / "process-0.ring", [*training.begin(), *training.run(20)])
     (directory / "history.sqlite").write_bytes(b"x" * 5000)
     lines = summary_lines(directory, load_exit(directory))
-    assert any(line.startswith("dp (virtual replicas): 20 steps, 20 calls, ") for line in lines)
+    assert any(line.startswith("dp (virtual): 20 steps, 20 calls, ") for line in lines)
     assert any(line.startswith("warning: the history cannot be read: ") for line in lines)
 
 

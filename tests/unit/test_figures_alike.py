@@ -105,7 +105,7 @@ def wanted(directory: Path, place: Place, *, rest: bool) -> Shown:
 # ------------------------------------------------------------------------------------------------ the places
 
 _TIME = r"(\S+ [µm]?s)"
-_MODE = r"(dp|single)(?: \(virtual(?: replicas)?\))?(, evaluation)?"
+_MODE = r"(dp|single)(?: \(virtual\))?(, evaluation)?"
 
 
 def in_summary(directory: Path) -> Shown:

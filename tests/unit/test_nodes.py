@@ -281,17 +281,6 @@ def test_the_map_explains_only_what_it_shows() -> None:
     assert "│ 1-9 tenths of a step that the others waited for it " in text_of(calm, 120, 40)
 
 
-def test_few_ranks_have_all_a_row_rather_than_a_map() -> None:
-    facts = facts_of(ManyNodes(2, 2).run(0, 12))
-    shown = {height: [plain(row) for row in panel_ranks.table(facts, 76, height, LOOK)] for height in (8, 7, 5, 4)}
-    assert [height for height, rows in shown.items() if rows[0].startswith("gpu-0")] == [8, 4]
-    for height in (7, 5):
-        assert sorted(row[:6].strip(" ▸") for row in shown[height][1:5]) == ["0", "1", "2", "3"]
-    cut = ManyNodes(2, 2).run(0, 12)
-    cut.node(1, "cut", None, 11.0, heard_ns=10 * SECOND)
-    assert plain(panel_ranks.table(facts_of(cut), 76, 6, LOOK)[0]).startswith("gpu-0")
-
-
 def test_the_cells_of_ended_nodes_stay_where_nodes_share_a_row() -> None:
     run = ManyNodes(4, slow=11).run(0, 12)
     for number in range(4):

@@ -145,7 +145,6 @@ def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
         above = rank_map(facts, facts.state.ranks, width, (left - most, left - min(_LEAST_WORST, most)), look)
         if facts.view.zoom is None:  # the slowest rank's row is more important than the whole map
             del above[max(height - 2, 1) :]
-            above = above if found is None or not _all_rows_fit(facts, height, len(above)) else []
     if found is None:
         return [*above, *_sizes_table(facts, width, height - len(above), look)]
     head, *rows = _times_table(facts, found, width, height, look)
@@ -160,13 +159,6 @@ def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
         return [*drawn, *below]
     times = over_time(facts, width, height - len(drawn), look, headed=not above)
     return [*drawn, *[[]] * (height - len(drawn) - len(times)), *times, *below] if times else [*drawn, *below]
-
-
-def _all_rows_fit(facts: Facts, height: int, above: int) -> bool:
-    """Whether all ranks have a row only without the map, and it shows no node in trouble."""
-    needed, troubles = 1 + len(facts.state.training), (one.trouble(facts.elapsed_ns) for one in facts.state.nodes)
-    calm = all(one is None or one.word == "ended" for one in troubles)
-    return calm and needed <= height < needed + above and len(facts.state.training) <= MAPPED
 
 
 def _slow_in_room(ranks: Sequence[_Rank], slow: Straggler, room: int) -> list[int]:

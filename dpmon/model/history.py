@@ -67,12 +67,7 @@ class Columns:
 
 
 def _sums(
-    store: Store,
-    process: int,
-    begin_s: int,
-    end_s: int,
-    width: int,
-    trained: Collection[str],
+    store: Store, process: int, begin_s: int, end_s: int, width: int, trained: Collection[str]
 ) -> dict[tuple[int, str, bool], tuple[Tally, int]]:
     """The steps of a process by stretch of `width` seconds: start, mode, and whether they are evaluations.
 

@@ -208,8 +208,7 @@ def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
     usual = median(_wait(one) for one in members if one is not slowest)
     limit = least + ALIKE_SHARE * (usual - least)
     slow = sorted(
-        (one for one in members if one is slowest or _wait(one) <= limit),
-        key=lambda one: (one.rank, one.process),
+        (one for one in members if one is slowest or _wait(one) <= limit), key=lambda one: (one.rank, one.process)
     )
     named = {one.process for one in slow}
     others = [one for one in members if one.process not in named]

@@ -389,10 +389,7 @@ class Feed:
 
     def past(self, facts: Facts) -> Facts:
         """The facts as of the earlier time of their view; the histories stay those of the frozen `facts`."""
-        at_ns, wanted = (
-            facts.view.at_ns,
-            self._parts(facts.view, _FROZEN, FROZEN_RANKS // 2),
-        )
+        at_ns, wanted = (facts.view.at_ns, self._parts(facts.view, _FROZEN, FROZEN_RANKS // 2))
         if at_ns is None:
             return facts
         if self._looked is None or self._looked[:2] != (at_ns, wanted):

@@ -17,29 +17,8 @@ from dpmon.ui.rows import Row, fit, width_of
 
 _LAST = ("?", "q", ":")
 """Keys shown at every width; "more" lists the keys that do not fit."""
-_ORDER = (
-    "esc",
-    "d",
-    "p",
-    "end",
-    "space",
-    "n",
-    "N",
-    "/",
-    "x",
-    "enter",
-    "1-6",
-    "w",
-    "i",
-    "< >",
-    "l",
-    "[ ]",
-    "r",
-    "e",
-    "s",
-    "t",
-    "o",
-)
+_ORDER: tuple[str, ...] = ("esc", "d", "p", "end", "space", "n", "N", "/", "x", "enter", "1-6", "w", "i", "< >", "l")
+_ORDER += ("[ ]", "r", "e", "s", "t", "o")
 """The most useful keys first; the others follow."""
 _OVER = ("r", "e")
 """The main keys after the end of a run."""
@@ -47,20 +26,9 @@ _BACK = ("resume", "go on", "now")
 """Words of keys that end a state (a pause, a frozen picture, an earlier time) which no other key ends."""
 _ALL = "list"
 """The word of `:` if nothing is left out; as long as "more"."""
-_SHORT = {
-    "→ single": "→single",
-    "→ dp": "→dp",
-    "all panels": "back",
-    "to the end": "last",
-    "end search": "end",
-    "next call": "next",
-    "warnings": "warn",
-    "freeze": "hold",
-    "picture": "svg",
-    "slow steps": "slow",
-    "refresh": "rate",
-    "output file": "file",
-}
+_SHORT = {"→ single": "→single", "→ dp": "→dp", "all panels": "back", "to the end": "last", "end search": "end"}
+_SHORT |= {"next call": "next", "warnings": "warn", "freeze": "hold", "picture": "svg", "slow steps": "slow"}
+_SHORT |= {"refresh": "rate", "output file": "file"}
 """Short forms of words for a row that is too narrow."""
 _ROOMY = 100
 """From this many cells on, keys stand two cells apart."""

@@ -83,10 +83,7 @@ def arrange(
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         return {"small": Slot(0, 0, width, height)}
     head = 2 if is_wide(width) else 3
-    slots = {
-        "status": Slot(0, 0, width, head),
-        "footer": Slot(0, height - 1, width, 1),
-    }
+    slots = {"status": Slot(0, 0, width, head), "footer": Slot(0, height - 1, width, 1)}
     body = Slot(0, head, width, height - head - 1)
     if zoom is not None:
         return {**slots, zoom: body}

@@ -10,14 +10,7 @@ from dpmon.ui.facts import BEFORE_STALL, PANELS, Facts
 from dpmon.ui.footer import footer, timeline
 from dpmon.ui.layout import FIRST, MIN_HEIGHT, MIN_WIDTH, Slot, arrange
 from dpmon.ui.look import Look
-from dpmon.ui.panels import (
-    panel_batch,
-    panel_devices,
-    panel_output,
-    panel_progress,
-    panel_ranks,
-    panel_standing,
-)
+from dpmon.ui.panels import panel_batch, panel_devices, panel_output, panel_progress, panel_ranks, panel_standing
 from dpmon.ui.panels.panel_output import Output, marked
 from dpmon.ui.panels.panel_status import answer, cut_answer, status
 from dpmon.ui.rows import Row, box, cropped, dimmed, fit, plain, width_of

@@ -169,12 +169,7 @@ class Playback(Monitor):
     ACTIONS: ClassVar[Mapping[str, str]] = PLAYED_ACTIONS
 
     def __init__(
-        self,
-        directory: Path,
-        look: Look,
-        *,
-        refresh: float = 1.0,
-        open_player: Callable[[], Player] | None = None,
+        self, directory: Path, look: Look, *, refresh: float = 1.0, open_player: Callable[[], Player] | None = None
     ) -> None:
         super().__init__(directory, look, refresh=refresh)
         self._playing_feed = _PlaybackFeed(directory, open_player or (lambda: Player(directory)))

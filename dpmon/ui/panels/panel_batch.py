@@ -253,11 +253,7 @@ def notes(
     """At most `most` rows of notes on the figures and the last step."""
     long = _stalls(facts, numbers) or unevenness(process) or _longest(facts, numbers)
     usual = [*_between(numbers), *long, *host_waits(numbers.parts)]
-    texts = [
-        *(usual if facts.stall is None else []),
-        *partly_timed(numbers.parts),
-        *missing(process, numbers),
-    ]
+    texts = [*(usual if facts.stall is None else []), *partly_timed(numbers.parts), *missing(process, numbers)]
     if timeline is not None and timeline.step.missing_spans:
         more = f"{group(timeline.step.missing_spans)} spans of the last step are not drawn"
         texts.append(f"{more}: only the first {MAX_SPANS} of a step are recorded")

@@ -11,7 +11,7 @@ from binascii import a2b_base64
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -35,6 +35,8 @@ _MOST_OF_SECOND = 1 << 42
 """Largest sum of a second: the sum over all seconds of a run must fit into a column."""
 _MOST_TEXT, MOST_ROWS, _MOST_DAMAGED = 1 << 18, 20_000, 1000
 """Most characters of a text, rows of a line, and damaged rows of a chunk."""
+_MOST_COLUMNS = 100
+"""Most columns of a line, and most characters of the name of one."""
 _MOST_STEPS = 1 << 40
 _MOST_FLOAT = 1e300
 _LEAST_OF_ROW = 40
@@ -125,6 +127,8 @@ class Receiver:
             return None  # of another version
         if not isinstance(columns, list) or not isinstance(rows, list) or not all(type(one) is str for one in columns):
             raise RubbishError("it sent rows without columns")
+        if len(columns) > _MOST_COLUMNS or max(map(len, columns), default=0) > _MOST_COLUMNS:
+            raise RubbishError("it sent rows of too many columns")
         good = checked(table, columns, rows, now_ns)
         self._damaged += len(rows) - len(good)
         self._rows[table] += good
@@ -156,23 +160,30 @@ def checked(table: str, columns: Sequence[str], rows: Sequence[Any], now_ns: int
     return [row for row in found if _sound(check, row)]
 
 
+@lru_cache(256)
+def _places(table: str, columns: tuple[str, ...]) -> tuple[tuple[_ColumnRule, int], ...]:
+    """The columns of a table, and the place of each in a line with these columns; -1: it is not there."""
+    return tuple((rule, columns.index(rule.name) if rule.name in columns else -1) for rule in _columns(table))
+
+
 def _sound_columns(table: str, columns: Sequence[str], rows: Sequence[Any], now_ns: int) -> Iterator[Iterable[Any]]:
     """Yield the values of each column. Raises ValueError or TypeError if one is not sound."""
-    sent = dict(zip(columns, zip(*rows, strict=True), strict=True)) if rows else {}
+    sent = list(zip(*rows, strict=True))
+    if len(sent) != len(columns):
+        raise ValueError("rows of other columns")
     latest = now_ns + AHEAD_S * SECOND
-    for rule in _columns(table):
-        values = sent.get(rule.name)
-        if values is None:
+    latest_of = latest, latest // SECOND
+    for rule, at in _places(table, tuple(columns)):
+        if at < 0:
             yield repeat(rule.default, len(rows))
             continue
+        values = sent[at]
         kinds = set(map(type, values))
         if not kinds <= rule.kinds:
             raise TypeError(rule.name)
         if int in kinds:
             numbers = values if len(kinds) == 1 else [value for value in values if type(value) is int]
-            if min(numbers) < rule.low or max(numbers) > (
-                rule.high or (latest // SECOND if rule.of_seconds else latest)
-            ):
+            if min(numbers) < rule.low or max(numbers) > (rule.high or latest_of[rule.of_seconds]):
                 raise ValueError(rule.name)
         if str in kinds:
             yield _texts(rule.name, values)

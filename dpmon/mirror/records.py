@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -92,8 +93,6 @@ class Records:
             if ring.node is not None and (found := _RING.fullmatch(ring.name.partition("/")[2])) is not None:
                 self._numbers[ring.node][int(found[1])] = ring.process
         self._names = SeriesNames(self._history.rows("SELECT number, name FROM series"))
-        self._waits = [self._names.number(name) or 0 for name in (EXPOSED, WAIT, HELD)]
-        """The numbers of the series of waits: the first that were given."""
         self._series: dict[int, dict[int, int]] = defaultdict(dict)
         """By machine and number of a series there: its number here."""
         self._keys = {Key(*row) for row in self._history.rows("SELECT process, mode, kind, batch FROM keys")}
@@ -361,7 +360,7 @@ class Records:
             self._keys |= keys
         named = self._series[node.number]
         moved: list[tuple[Any, ...]] = []
-        finer = dict(zip(WIDTHS[1:], WIDTHS, strict=False))
+        finer, before = dict(zip(WIDTHS[1:], WIDTHS, strict=False)), 1
         for row, number in sorted(self._known(node, rows.get("tallies", ()), 2), key=lambda one: one[0][0]):
             width, start, _, mode, kind, batch = row[:6]
             try:
@@ -369,10 +368,11 @@ class Records:
             except HistoryError:
                 continue
             if self._spans_machines(node, number):
-                if width > 1:
-                    self._into("tallies", moved)  # its waits are those of the finer ones
+                if width > before:  # its waits are those of the finer ones
+                    self._into("tallies", moved)
                     self._flush("tallies")
-                    moved = []
+                    moved, before = [], width
+                if width > 1:
                     sketches += compacted(self._stored(finer[width], start, width, number, mode, kind, batch))
                 else:
                     waits = self._due((number, mode, kind), start)
@@ -382,6 +382,15 @@ class Records:
                     sketches += waits
             moved.append((width, start, number, *row[3:-1], sketches))
         self._into("tallies", moved)
+
+    @cached_property
+    def _waits(self) -> list[int]:
+        """The numbers of the series of waits.
+
+        They come after those of the first machine. So most machines number their series as this one, and their
+        sketches are copied as they are.
+        """
+        return [self._names.number(name) or 0 for name in (EXPOSED, WAIT, HELD)]
 
     def _due(self, place: _Place, second: int) -> bytes:
         """Return the entries of the waits up to a second, which are pending no longer."""

@@ -39,7 +39,13 @@ def test_options_before_and_after_run_add_up() -> None:
     assert (options.replicas, options.name, options.mode) == (2, "n", "auto")
 
 
-@pytest.mark.parametrize("words", [["--replicas=0", "a.py"], ["--mode", "dp"], ["-z", "a.py"], ["stop"], ["run"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["--replicas=0", "a.py"], ["--mode", "dp"], ["-z", "a.py"], ["stop"], ["run"], ["try"]),
+        *(["--replicas=2", "try", "a.py"], ["attach", "--metrics=x"], ["try", "--only=faster", "a.py"]),
+    ],
+)
 def test_an_option_that_makes_no_sense_gives_one_sentence(words: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         parse(words)

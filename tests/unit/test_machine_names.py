@@ -488,6 +488,8 @@ def test_a_machine_that_answers_at_last_is_the_same_one(state: Path) -> None:
     a, b, later = (("a", "run-1", ["x"]), ("b", "job=master:1", ["y"]), ("b", "run-2", ["y", "z"]))
     directory = mirror_of("train", [a, b])
     assert mirror_of("train", [a, b]) == mirror_of("train", [a, later]) == directory
+    with pytest.raises(RunError, match=r"mirrors these runs without --metrics: end it first, as `dpmon rm train-"):
+        mirror_of("train", [a, b], metrics="/x.prom")
     assert mirror_of("train", [a, ("c", "run-2", ["y"])]) != directory
     assert mirror_of("train", [("a", "run-3", ["x"]), b]) != directory
     (directory / "nodes.json").write_text('{"refused": true}')

@@ -297,28 +297,13 @@ def _describe(directory: Path, info: RunInfo) -> ListedRun:
     if live:
         now = now or health_in(directory, None)
         state, standing = now.state, now.reason
+    seconds = max(time.time() - info.started_unix, 0.0) if how is None else how.seconds
+    words = [*([] if info.python is None else [info.script]), *info.arguments]
+    end = (None, None, None, None) if how is None else (how.status, how.signal, how.unknown, how.cause)
     return ListedRun(
-        info.id,
-        short_name(info),
-        state,
-        is_kept(directory),
-        info.started_unix,
-        max(time.time() - info.started_unix, 0.0) if how is None else how.seconds,
-        steps,
-        evaluation_steps,
-        open_calls,
-        samples_per_s,
-        None if how is None else how.status,
-        None if how is None else how.signal,
-        None if how is None else how.unknown,
-        None if how is None else how.cause,
-        standing,
-        job,
-        node,
-        list(info.nodes),
-        [*([] if info.python is None else [info.script]), *info.arguments],
-        str(directory),
-    )
+        info.id, short_name(info), state, is_kept(directory), info.started_unix, seconds, steps, evaluation_steps,
+        open_calls, samples_per_s, *end, standing, job, node, list(info.nodes), words, str(directory),
+    )  # fmt: skip
 
 
 def keep(options: argparse.Namespace) -> int:

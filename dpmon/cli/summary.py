@@ -13,7 +13,7 @@ from dpmon.model.stragglers import sentence
 from dpmon.record.schema import EVALUATION, STEP
 from dpmon.report.collect import facts_of, output_end
 from dpmon.report.sections import of_parts
-from dpmon.report.sentences import ACTIVITY_NAMES, how_it_ended, mode_title, slow_start, stalls, times_paused, waited
+from dpmon.report.sentences import how_it_ended, mode_title, slow_start, stalls, time_spent, times_paused, waited
 from dpmon.report.text import section_lines
 from dpmon.run.activities import why_nothing
 from dpmon.run.notes import clean_traceback_line
@@ -27,7 +27,6 @@ from dpmon.text.quantities import (
     calls_so_far,
     count_of,
     duration,
-    duration_words,
     group,
     quantity_words,
     rate_words,
@@ -38,8 +37,6 @@ WIDTH = 113
 _MAX_WARNINGS = 5
 _NOT_TRAINING = 0.05
 """The parts of the elapsed time are shown if more than this share of it was not training."""
-_TRIFLE = 0.001
-"""Smaller parts are omitted."""
 
 
 def summary_lines(directory: Path, how: ExitInfo | None, width: int = WIDTH) -> list[str]:
@@ -117,19 +114,7 @@ class _SummaryLines:
         whole = sum(parts.values())
         if (parts["training"] or parts["evaluation"]) >= (1 - _NOT_TRAINING) * whole:
             return []
-        texts = [
-            f"{text} {duration_words(parts[name])}{self._longest() if name == 'between' else ''}"
-            for name, text in ACTIVITY_NAMES.items()
-            if parts[name] > _TRIFLE * whole
-        ]
-        return [f"time: {', '.join(texts)}"]
-
-    def _longest(self) -> str:
-        for gap in self._facts.store.gaps(1):
-            who = self._facts.names.get(gap.process)
-            of = "" if who is None else f" of {who}"
-            return f" (longest {duration_words(gap.ns)} after step {group(gap.after_step)}{of})"
-        return ""
+        return time_spent(self._facts, parts, over=self._how is not None)
 
     def _mode_lines(self, mode: str, evaluation: bool) -> list[str]:
         found = self._facts.mode(mode, evaluation)

@@ -69,7 +69,9 @@ def document(story: Story) -> Document:
     split = any(line.mode == "dp" for line in story.facts.sizes)
     sections = (
         Section("Findings", _findings(story)),
-        Section("Time", _paragraphs(sentences.time_spent(story))),
+        Section(
+            "Time", _paragraphs(sentences.time_spent(story.facts, story.facts.spent, over=sentences.is_over(story)))
+        ),
         Section("Epochs", _epochs(story.facts)),
         Section("Loss", [*_losses(story.facts), *loss_plots]),
         *ranks,

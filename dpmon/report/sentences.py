@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dpmon.model.compare import Comparison, sentence
 from dpmon.model.finding import host_waits, of_process, partly_timed
@@ -198,18 +198,17 @@ ACTIVITY_NAMES = {
 """Words for the activities of dpmon.store.accounting."""
 
 
-def time_spent(story: Story) -> list[str]:
-    """The run's time by activity and its longest gaps between steps, in sentences; empty without steps."""
-    spent = story.facts.spent
-    names = ACTIVITY_NAMES if is_over(story) else {**ACTIVITY_NAMES, "ending": "since the last step"}
+def time_spent(facts: RunFacts, spent: Mapping[str, int], *, over: bool) -> list[str]:
+    """The run's time by activity (`spent`) and its longest gaps between steps, in sentences; empty without steps."""
+    names = ACTIVITY_NAMES if over else {**ACTIVITY_NAMES, "ending": "since the last step"}
     parts = [f"{names[name]} {duration_words(ns)}" for name, ns in spent.items() if ns >= _LEAST_SHOWN_NS]
     if not parts:
         return []
     lines = [f"elapsed {duration_words(sum(spent.values()))}: {', '.join(parts)}"]
-    gaps = story.facts.gaps[:_GAPS_NAMED]
+    gaps = facts.gaps[:_GAPS_NAMED]
     if gaps and spent["between"] >= _LEAST_SHOWN_NS:
         named = [
-            f"{duration_words(gap.ns)} after step {gap.after_step:,}{of_process(gap.process, story.facts)}"
+            f"{duration_words(gap.ns)} after step {gap.after_step:,}{of_process(gap.process, facts)}"
             f" ({clock(gap.begin_ns)})"
             for gap in gaps
         ]

@@ -94,15 +94,16 @@ def test_the_parts_of_the_elapsed_time_stand_there_if_not_nearly_all_was_trainin
     payloads += training.run(20)
     seconds = training.now / SECOND + 1
     directory = keep({0: payloads, -1: [Event("exit", {"status": 0, "t_s": seconds})]}, seconds=seconds)
-    line = summary_lines(directory, load_exit(directory))[1]
-    between = f"between steps 4.00 s (longest 4.00 s after step {gap_after})"
-    assert line == f"time: start-up 3.00 s, training {seconds - 8:.2f} s, {between}, after the last step 1.00 s"
+    lines = summary_lines(directory, load_exit(directory))
+    parts = f"start-up 3.00 s, training {seconds - 8:.2f} s, between steps 4.00 s, after the last step 1.00 s"
+    assert lines[1].partition(": ")[2] == parts
+    assert lines[2].startswith(f"the longest gaps between steps: 4.00 s after step {gap_after}")
 
 
 def test_nearly_nothing_but_training_needs_no_parts(state: Path) -> None:
     training = Training(start_ns=SECOND // 10)
     directory = keep({0: [*training.begin(), *training.run(4000)]})
-    assert not any(line.startswith("time: ") for line in summary_lines(directory, None))
+    assert not any(line.startswith("elapsed ") for line in summary_lines(directory, None))
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,15 @@ def test_nodes_in_trouble_are_told_first_and_keep_their_place() -> None:
     assert "cut 4 s" in text_of(facts, 80, 24, look=MONO_ASCII)
 
 
+def test_the_ranks_of_a_node_that_is_cut_off_are_unknown_but_the_slow_one_is_named() -> None:
+    run = ManyNodes(4, slow=11).run(0, 12)
+    for number in (1, 2):
+        run.node(number, "cut", None, 12.0, heard_ns=11 * SECOND)
+    text = text_of(facts_of(run), 120, 40)
+    assert "gpu-1 ???▸????  8-15  cut off for 1 s" in text
+    assert "gpu-2 ????????  16-23  cut off for 1 s" in text
+
+
 def test_a_node_that_never_answered_has_its_row() -> None:
     run = ManyNodes(2)
     run.node(0, "connecting")

@@ -26,6 +26,8 @@ _LITTLE, _MUCH = 0.1, 0.3
 """Parts of a step: below the first, the others hardly wait; above the second, the cell is highlighted."""
 STYLES = {"slow": "wait", "connecting": "wait", "ended": "dim", "stopped": "dim"}
 """The styles of nodes whose records do not arrive as usual; of others it is bad."""
+_SILENT = ("connecting", "cut off", "left out")
+"""Troubles of nodes that tell nothing about their ranks now."""
 DELAY = "tenths of a step that the others waited for it"
 
 
@@ -110,10 +112,12 @@ def _by_node(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[i
     if -(-len(nodes) // each) > most and facts.view.zoom is None:
         cells = [_of_node(node, own, signs, now_ns) for node, own in zip(nodes, members, strict=True)]
         return _rows(names[::_BLOCK], _blocks(cells), max((width - label) // (_BLOCK + 1), 1))
-    blocks: list[Row] = []
+    blocks, unknown = list[Row](), delay_sign(None, look)
     for node, own in zip(nodes, members, strict=True):
         trouble = node.trouble(now_ns)
-        cells = [signs.get(own[number], ("?", "dim")) for number in sorted(own)]
+        cells = [signs.get(own[number], unknown) for number in sorted(own)]
+        if trouble is not None and trouble.word in _SILENT:
+            cells = [cell if cell[1] in ("found", "key") else unknown for cell in cells]
         if each > 1 and trouble is not None and trouble.word != "ended":
             cells = [(trouble.brief(now_ns, size), STYLES.get(trouble.word, "bad"))]
         blocks.append(fit(cells, size))

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 from documented import DOCS
 from joined import joined_rows
-from kept import keep
+from kept import draft, keep
+from many_nodes import ManyNodes
 from prometheus_client.parser import text_string_to_metric_families
 from synthetic import changed, host_event, whole_device_event
 
 from dpmon.record.history_rows import Definition, LossRow
 from dpmon.record.kinds import Batches, Event, Step
 from dpmon.run.rundir import load_exit
+from dpmon.run.runs import create_run
 from dpmon.supervise.metrics import Metrics
 
 RULES = DOCS / "prometheus" / "rules.yml"
@@ -46,8 +48,9 @@ def schema(state: Path, tmp_path: Path) -> dict[str, set[str]]:
     rows[0] += [Definition(3000, {"place": "train.py:88", "why": None}), LossRow(3000, 60, 10**9, 0.5)]
     rows[-1] = [host_event(1.0), whole_device_event(1.0, 0)]
     found: dict[str, set[str]] = {}
-    for status in (None, 0):
-        directory = keep(rows, status=status)
+    of_attach, _ = create_run(draft(nodes=("gpu-0", "gpu-1")))
+    ManyNodes(2, directory=of_attach).run(0, 5)
+    for directory in (keep(rows, status=None), keep(rows, status=0), of_attach):
         metrics = Metrics(tmp_path / "it.prom", directory, print)
         for family in text_string_to_metric_families(metrics.text(load_exit(directory))):
             for sample in family.samples:

@@ -65,6 +65,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -220,6 +221,10 @@ LARGEST = 1 << 30
 _SMALLEST_ROW = 8
 """Fewest bytes of a row: its position in the page, its length and its id."""
 _LONGEST_VALUE = 64 << 20
+_FAILURES = (sqlite3.Error, OverflowError, MemoryError)
+_TOO_LONG = "a value is too long"
+_CHUNK = 200
+"""Number of rows that are checked together."""
 
 
 @dataclass
@@ -286,26 +291,32 @@ class Door:
         number or NULL: a sum of other values is none. What comes out of JSON is checked by those who read it.
         """
         self.begin()
+        left = self.most_rows
         try:
             cursor = self.db.execute(query, values)
-            names = [column[0] for column in cursor.description]
-            modes = [at for at, name in enumerate(names) if name == "mode"]
-            good: set[tuple[type, ...]] = set()
-            for number, row in enumerate(cursor):
-                if number > self.most_rows:
-                    raise HistoryError("it has more rows than its size allows")
-                self._done = 0
-                kinds = tuple(map(type, row))
-                if kinds not in good:
-                    check_kinds(names, kinds)
-                    if len(good) < _MOST_KINDS:
-                        good.add(kinds)
-                for at in modes:
-                    if row[at] not in MODES:
-                        raise HistoryError("a row has an unknown mode")
-                yield row
-        except (sqlite3.Error, OverflowError, MemoryError) as error:
-            raise HistoryError(str(error) or "a value is too long") from None
+        except _FAILURES as error:
+            raise HistoryError(str(error) or _TOO_LONG) from None
+        names = [column[0] for column in cursor.description]
+        while True:
+            chunk: list[tuple[Any, ...]] = []
+            failure = ""
+            try:
+                chunk.extend(islice(cursor, _CHUNK))
+            except _FAILURES as error:  # the rows before it are in the chunk
+                failure = str(error) or _TOO_LONG
+            sound = _sound(names, chunk)
+            yield from chunk[: min(sound, left)]
+            left -= len(chunk)
+            if left < 0:
+                failure = "it has more rows than its size allows"
+            elif sound < len(chunk):
+                check_kinds(names, list(map(type, chunk[sound])))
+                failure = "a row has an unknown mode"
+            if failure:
+                raise HistoryError(failure)
+            if len(chunk) < _CHUNK:
+                return
+            self.begin()
 
     def begin(self) -> None:
         """Restart the count of instructions, because a query begins."""
@@ -324,16 +335,28 @@ class Door:
         return self._done > self._most
 
 
+def _sound(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> int:
+    """Return how many rows, from the first on, have values of the right types and known modes."""
+    for name, values in zip(names, zip(*rows, strict=True), strict=True) if rows else ():
+        if not _kinds_of(name).issuperset(map(type, values)) or (name == "mode" and not set(values) <= set(MODES)):
+            return next((at for at, row in enumerate(rows) if not _sound(names, [row])), 0) if len(rows) > 1 else 0
+    return len(rows)
+
+
+@cache
+def _kinds_of(name: str) -> frozenset[type]:
+    """Return the possible types of a column. What comes out of JSON is checked by those who read it."""
+    every = frozenset((*_TYPES.values(), type(None)))
+    return every if name.startswith("json_extract") else frozenset(_own_schema()[1].get(name, _OF_EXPRESSION))
+
+
 def check_kinds(names: Sequence[str], kinds: Sequence[type]) -> None:
     """Raise HistoryError if a row with these columns has a value of another type than SCHEMA declares."""
-    known = _own_schema()[1]
     for name, kind in zip(names, kinds, strict=True):
-        if kind not in known.get(name, _OF_EXPRESSION) and not name.startswith("json_extract"):
+        if kind not in _kinds_of(name):
             raise HistoryError(f"a row has {kind.__name__} in {name}")
 
 
-_MOST_KINDS = 1000
-"""Most combinations of types that a query remembers as good."""
 _TYPES = {"INTEGER": int, "TEXT": str, "REAL": float, "BLOB": bytes}
 _OF_EXPRESSION = int, type(None)
 

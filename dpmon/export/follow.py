@@ -29,12 +29,11 @@ from dpmon.export import ExportError
 from dpmon.export.new_rows import NewRows
 from dpmon.record.plainjson import load_json, number_in
 from dpmon.record.schema import SECOND
-from dpmon.run.condition import needs_supervisor, run_state, supervised
+from dpmon.run.condition import needs_supervisor, supervised
 from dpmon.run.files import open_file, read_file
 from dpmon.run.mirrored import by_word
 from dpmon.run.reader import NO_TRAINING, RunReader
-from dpmon.run.rundir import ExitInfo, load_exit
-from dpmon.run.runs import short_name
+from dpmon.run.rundir import load_exit
 from dpmon.run.signalling import stop_run
 from dpmon.stalls.answer import STANDING_FILE, asked
 from dpmon.store.exchange import MARK
@@ -94,17 +93,10 @@ class _Follow:
 
     def marker(self) -> str:
         """The first line."""
-        info, job, node = self._reader.info, None, None
-        with suppress(DpmonError), open_store(self._directory) as store:
-            job, node = store.job()
-        return MARK + json.dumps(
-            {
-                "run": info.id, "name": short_name(info), "host": info.host, "version": dpmon.__version__,
-                "started_unix": info.started_unix, "now_ns": self.now_ns(), "now_unix": time.time(),
-                "script": info.script, "command": info.command, "cwd": info.cwd, "job": job, "node": node,
-                "state": run_state(self._directory, info)[0],
-            }
-        )  # fmt: skip
+        info = self._reader.info
+        names = "host", "script", "command", "cwd"
+        about = {"run": info.id, "version": dpmon.__version__, **{name: getattr(info, name) for name in names}}
+        return MARK + json.dumps(about)
 
     def chunk(self) -> tuple[list[str], bool, bool]:
         """Return the lines of a chunk, whether more is ready, and whether it is the last one."""
@@ -119,7 +111,7 @@ class _Follow:
                 lines, more = self._rows.chunk(store, max(now // SECOND, 0), last=complete)
                 if store.damaged is not None:  # else rows would be missing without a sign
                     raise HistoryError(store.damaged)
-        beat = {"beat": next(self._beats), "from": before, "offset": self._rows.offset, **self._state(how)}
+        beat = {"beat": next(self._beats), "from": before, "offset": self._rows.offset, **self._state()}
         beat |= {"tallied_s": self._rows.tallied_s, "deleted": self._rows.deleted, "left_out": self._rows.left_out}
         self._rows.left_out = 0
         lines += self._standing()
@@ -135,7 +127,7 @@ class _Follow:
         how = load_exit(self._directory)
         return how is not None and how.drained
 
-    def _state(self, how: ExitInfo | None) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """The state of the processes and of the requests to them."""
         reader = self._reader
         doing = {
@@ -144,9 +136,6 @@ class _Follow:
         }
         paused, waits = reader.paused(), reader.waits_for_input()
         return {
-            "now_ns": self.now_ns() + self._shift_ns,
-            "state": run_state(self._directory, reader.info)[0],
-            "over": how is not None,
             "doing": by_word(doing),
             "pending": reader.pending(),
             "pause": [paused.wanted, paused.pending, None if paused.since_ns is None else self._moved(paused.since_ns)],

@@ -22,10 +22,13 @@ from dpmon.run import proc
 from dpmon.run.files import read_file
 
 _SSH = (
-    *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"),
+    *("ssh", "-T", "-C", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"),
     *("-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=3", "--"),
 )
-"""-T: no terminal; BatchMode: no questions; the rest: a connection that is cut ends after about 4 s."""
+"""-T: no terminal; BatchMode: no questions; the rest: a connection that is cut ends after about 4 s.
+
+-C: without compression, a packet of ssh, 32 KiB, takes longer than that at 56 kbit/s, so that the connection ends, too.
+"""
 MOST_MACHINES = 1024
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@%+/-]{0,254}")
 """Without a blank, a sign of the shell, or a dash at the front, which would be an option of the command."""

@@ -364,7 +364,6 @@ class Mirror(Record):
         refusals = [text for machine in live if (text := text_in(machine.beat, "refusal")) is not None]
         stages = [stage for machine in live if isinstance(stage := machine.beat.get("stage"), list)]
         state = {
-            "now_ns": self.now_ns(),
             "doing": by_word(doing),
             "connected": [machine.node.number for machine in self.machines if machine.node.state == "connected"],
             "refused": any(machine.node.state == "refused" for machine in self.machines),

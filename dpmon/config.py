@@ -24,8 +24,9 @@ import re
 import shlex
 import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,16 @@ class Settings:
     """How the terminal of the screen alerts the user, one of ALERTS."""
 
 
-def _theme(value: Any) -> str:
-    if value == "color-blind":
-        return "colour-blind"
-    if value not in THEMES:
-        raise ValueError(f"one of {', '.join(THEMES)}")
+def _one_of(names: Collection[str], value: Any) -> str:
+    if value not in names:
+        raise ValueError(f"one of {', '.join(names)}")
     return str(value)
+
+
+def _whole(form: str, pattern: str, value: Any) -> int:
+    if isinstance(value, bool) or not re.fullmatch(pattern, str(value)):
+        raise ValueError(form)
+    return int(value)
 
 
 def _refresh(value: Any) -> float:
@@ -90,18 +95,6 @@ def _refresh(value: Any) -> float:
     if not 0.1 <= seconds <= 60:
         raise ValueError(wanted)
     return seconds
-
-
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,9}", str(value)):
-        raise ValueError("a whole number")
-    return int(value)
-
-
-def _dimension(value: Any) -> int:
-    if isinstance(value, bool) or not re.fullmatch(r"[0-7]", str(value)):
-        raise ValueError("a number from 0 to 7")
-    return int(value)
 
 
 def _command(value: Any) -> tuple[str, ...]:
@@ -118,23 +111,10 @@ def _command(value: Any) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _minutes(value: Any) -> int:
-    minutes = _count(value)
-    if not minutes:
-        raise ValueError("a number of minutes from 1")
-    return minutes
-
-
 def _switch(value: Any) -> bool:
     if str(value).lower() not in ("true", "false"):
         raise ValueError("true or false")
     return str(value).lower() == "true"
-
-
-def _alert(value: Any) -> str:
-    if value not in ALERTS:
-        raise ValueError(f"one of {', '.join(ALERTS)}")
-    return str(value)
 
 
 def _bytes(value: Any) -> int:
@@ -146,15 +126,15 @@ def _bytes(value: Any) -> int:
 
 
 SETTINGS: Mapping[str, Callable[[Any], Any]] = {
-    "theme": _theme,
+    "theme": lambda value: _one_of(THEMES, "colour-blind" if value == "color-blind" else value),
     "refresh": _refresh,
-    "keep_runs": _count,
+    "keep_runs": partial(_whole, "a whole number", r"[0-9]{1,9}"),
     "keep_bytes": _bytes,
-    "batch_dim": _dimension,
+    "batch_dim": partial(_whole, "a number from 0 to 7", r"[0-7]"),
     "on_event": _command,
-    "alive_minutes": _minutes,
+    "alive_minutes": partial(_whole, "a number of minutes from 1", r"(?!0+$)[0-9]{1,9}"),
     "loss": _switch,
-    "alert": _alert,
+    "alert": partial(_one_of, ALERTS),
 }
 """Returns the value of a setting; raises ValueError, with the form that is expected, for anything else."""
 

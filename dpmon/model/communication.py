@@ -65,11 +65,6 @@ class Wrapper(NamedTuple):
         """Whether its ranks wait for each other in the forward, too."""
         return self.sync_batch_norm or self.broadcast_buffers
 
-    @property
-    def unhidden_ns(self) -> float:
-        """torch's communication time beyond the end of the computation, in ns."""
-        return (self.comm_ns or 0.0) - (self.overlap_ns or 0.0)
-
 
 @dataclass(frozen=True)
 class Communication:
@@ -269,7 +264,8 @@ def _torch_times(wrappers: Iterable[Wrapper]) -> Wrapper | None:
     """The wrapper on the slowest rank, where the least communication remains after the computation."""
     timed = [one for one in wrappers if one.comm_ns and one.iteration is not None]
     newest = max((one.iteration or 0 for one in timed), default=0)
-    return min((one for one in timed if one.iteration == newest), key=lambda one: one.unhidden_ns, default=None)
+    last = [one for one in timed if one.iteration == newest]
+    return min(last, key=lambda one: (one.comm_ns or 0.0) - (one.overlap_ns or 0.0), default=None)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

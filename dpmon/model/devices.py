@@ -99,7 +99,9 @@ class Samples:
                 self.host.append((sample.t_ns, int(sample.run_mem)))
         for track in self._tracks.values():
             event = rows.sample(track.id)
-            track.data = _declared(event.data) if event is not None else {}
+            # Only fields of their declared types: a record from another writer may hold anything.
+            data = event.data.items() if event is not None else ()
+            track.data = {name: value for name, value in data if isinstance(value, _DECLARED.get(name, ()))}
 
     def devices(self) -> dict[int, DeviceTrack]:
         """The GPUs by index; on one of several nodes, by their index there."""
@@ -108,11 +110,6 @@ class Samples:
     def of_host(self) -> DeviceTrack:
         """The host; without data if it was not sampled."""
         return self._tracks[_HOST].shown() if _HOST in self._tracks else DeviceTrack()
-
-
-def _declared(data: Mapping[str, object]) -> dict[str, object]:
-    """The fields of a sample that have their declared types: a record from another writer may hold anything."""
-    return {name: value for name, value in data.items() if isinstance(value, _DECLARED.get(name, ()))}
 
 
 # ------------------------------------------------------------------------------------------------ memory by mode

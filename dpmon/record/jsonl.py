@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dpmon.record.fields import RECORDS
-from dpmon.record.kinds import Call, Collective, PhaseSpan, Record, Sampled, Size, Stage, Step
+from dpmon.record.kinds import Call, Collective, Record, Sampled, Size, Stage, Step
 from dpmon.record.names import MORE
 from dpmon.record.schema import EXPOSED, NOT_JOINED, QUANTITIES, STEP_PHASES, WAIT
 
@@ -123,10 +123,11 @@ def _step_json(step: Step) -> dict[str, object]:
         found["device_ms"] = {name: times[name] for name in STEP_PHASES if name in times}
         if step.untimed is not None:
             absent["device_ms"] = step.untimed
-    found["spans"] = [_span_json(span) for span in step.spans]
+    spans = step.spans
+    found["spans"] = [{"phase": span.phase, "start_ms": _ms(span.offset_ns), "ms": _ms(span.host_ns)} for span in spans]
     if step.missing_spans:
         found["missing_spans"] = step.missing_spans
-        absent["spans"] = f"only the first {len(step.spans)} of a step are recorded"
+        absent["spans"] = f"only the first {len(spans)} of a step are recorded"
     if step.buckets:
         found["buckets_ms"] = [_ms(offset) for offset in step.buckets]
     if step.sync_number is not None:
@@ -137,10 +138,6 @@ def _step_json(step: Step) -> dict[str, object]:
                 absent[name] = NOT_JOINED
     found |= {name: value for name, value in (("loop", step.loop), ("batch", step.batch)) if value is not None}
     return {**found, "absent": absent}
-
-
-def _span_json(span: PhaseSpan) -> dict[str, object]:
-    return {"phase": span.phase, "start_ms": _ms(span.offset_ns), "ms": _ms(span.host_ns)}
 
 
 def _collective_json(collective: Collective) -> dict[str, object]:

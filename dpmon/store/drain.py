@@ -156,10 +156,7 @@ class Drain:
 
     def warnings_kept(self) -> list[str]:
         """Return the texts of the supervisor's warnings in the history."""
-        kept = self._rows("SELECT json FROM events WHERE kind = 'warning' AND process IS NULL")
-        with suppress(HistoryError):
-            return [str(event_in(row).data.get("text")) for row in kept]
-        return []
+        return [str(data.get("text")) for data in self._events("kind = 'warning' AND process IS NULL")]
 
     def last_sample_ns(self) -> int | None:
         """Return the time of the last device sample in the history (ns since the run's start) or None."""
@@ -173,22 +170,23 @@ class Drain:
     def gpus(self) -> list[Mapping[str, Any]]:
         """Return the newest sample of each GPU."""
         found: dict[Any, Mapping[str, Any]] = {}
-        with suppress(HistoryError):
-            for row in self._rows("SELECT json FROM events WHERE kind = 'device' ORDER BY id DESC LIMIT 64"):
-                data = event_in(row).data
-                found.setdefault(data.get("index"), data)
+        for data in self._events("kind = 'device' ORDER BY id DESC LIMIT 64"):
+            found.setdefault(data.get("index"), data)
         return list(found.values())
 
     def last_stall(self) -> Mapping[str, Any] | None:
         """Return the data of the last record of a stall."""
-        with suppress(HistoryError):
-            for row in self._rows("SELECT json FROM events WHERE kind = 'stall' ORDER BY id DESC LIMIT 1"):
-                return event_in(row).data
-        return None
+        return next(iter(self._events("kind = 'stall' ORDER BY id DESC LIMIT 1")), None)
 
     def has_exit(self) -> bool:
         """Return whether the history has the end of the command."""
         return bool(self._rows("SELECT 1 FROM events WHERE kind = 'exit' LIMIT 1"))
+
+    def _events(self, which: str) -> list[Mapping[str, Any]]:
+        """Return the data of some events; none if one of them is damaged."""
+        with suppress(HistoryError):
+            return [event_in(row).data for row in self._rows(f"SELECT json FROM events WHERE {which}")]
+        return []
 
     def _rows(self, query: str) -> list[tuple[Any, ...]]:
         """Return the rows of a query; none if the history cannot be read."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -45,14 +46,13 @@ MAX_LABEL = 200
 
 
 _OF_RANKS = (
-    (EXPOSED, "step_exposed_seconds_total", "Communication of the steps that no computation hid."),
-    (WAIT, "step_wait_seconds_total", "Time of the steps in which a rank waited for the slowest one."),
-    (HELD, "step_held_seconds_total", "Delay of the slowest rank relative to the second slowest."),
+    (EXPOSED, 1e9, "step_exposed_seconds_total", "Communication of the steps that no computation hid."),
+    (WAIT, 1e9, "step_wait_seconds_total", "Time of the steps in which a rank waited for the slowest one."),
+    (WAIT, 0, "step_wait_known_total", "Steps in which the exposed communication and the wait of a rank are known."),
+    (HELD, 1e9, "step_held_seconds_total", "Delay of the slowest rank relative to the second slowest."),
+    (HELD, 0, "step_slowest_total", "Steps in which the other ranks waited for this one."),
 )
-_COUNTED = {
-    WAIT: ("step_wait_known_total", "Steps in which the exposed communication and the wait of a rank are known."),
-    HELD: ("step_slowest_total", "Steps in which the other ranks waited for this one."),
-}
+"""Series of a step, by what to divide its sum (0: its number instead), and the name and text of the metric."""
 
 
 def metrics_path(asked: str, info: RunInfo) -> Path:
@@ -268,11 +268,9 @@ class Metrics:
             text.histogram("step_duration_seconds", about, labels, steps.counts, steps.total)
             for phase in PHASES:
                 _add_phase(text, phase, {**labels, "phase": phase.name}, tally)
-            for series, name, about in _OF_RANKS:
+            for series, unit, name, about in _OF_RANKS:
                 if (stat := tally.stats.get(series)) is not None:
-                    text.counter(name, about, labels, stat.total / 1e9)
-                    if series in _COUNTED:
-                        text.counter(*_COUNTED[series], labels, stat.count)
+                    text.counter(name, about, labels, stat.total / unit if unit else stat.count)
             for quantity in QUANTITIES:
                 known = tally.sum(quantity.name)
                 if known.count:
@@ -292,14 +290,12 @@ class Metrics:
             if samples.count == tally.steps:
                 about = "Samples of these steps, if each step has a sample count."
                 text.counter("training_samples_total", about, labels, samples.total)
-        spent: dict[int, dict[str, int]] = {}
+        spent: dict[int, Counter[str]] = {}
         for row in window.times:
-            for activity, ns in row.spent.items():
-                of_process = spent.setdefault(row.process, dict.fromkeys(ACTIVITIES, 0))
-                of_process[activity] += ns
+            spent.setdefault(row.process, Counter()).update(row.spent)
         for process in sorted(spent)[:MAX_PROCESSES]:
-            for activity, ns in spent[process].items():
-                if ns > 0:
+            for activity in ACTIVITIES:
+                if (ns := spent[process][activity]) > 0:
                     labels = {**self._of_process(process), "activity": activity}
                     about = "Time of a process by activity, since it began to record."
                     text.counter("time_seconds_total", about, labels, ns / 1e9)
@@ -346,10 +342,12 @@ class Metrics:
                 if not figures.steps:
                     continue
                 labels = {**self._of_process(process), **of_mode}
-                _add_durations(text, "step", labels, figures)
+                _add_durations(text, "step", "step times over the whole run", labels, figures)
                 for phase in PHASES:
                     if (part := figures.phase(phase.name)) is not None:
-                        _add_durations(text, "phase", {**labels, "phase": phase.name}, part)
+                        _add_durations(
+                            text, "phase", "a phase over steps that ran it", {**labels, "phase": phase.name}, part
+                        )
             if (rate := window.rate(mode, evaluation)) is not None:
                 labels, about = {**self._run, **of_mode}, "per second of elapsed training time over the whole run."
                 text.gauge("steps_per_second", f"Steps {about}", labels, rate.steps_per_s)
@@ -370,19 +368,12 @@ def _add_phase(text: MetricsText, phase: Phase, labels: _Labels, tally: Tally) -
         text.counter(f"{what}_phase_device_known_total", about, labels, stat.count)
 
 
-_DURATIONS = {
-    "step": ("Quantiles of step times over the whole run.", "Mean step time over the whole run."),
-    "phase": ("Quantiles of a phase over steps that ran it.", "Mean of a phase over steps that ran it."),
-}
-
-
-def _add_durations(text: MetricsText, what: str, labels: _Labels, figures: Figures | PhaseFigures) -> None:
-    of_quantiles, of_mean = _DURATIONS[what]
+def _add_durations(text: MetricsText, what: str, of: str, labels: _Labels, figures: Figures | PhaseFigures) -> None:
     for quantile, ns in (("0.5", figures.median_ns), ("0.95", figures.p95_ns)):
         if ns is not None:
-            text.gauge(f"{what}_quantile_seconds", of_quantiles, {**labels, "quantile": quantile}, ns / 1e9)
+            text.gauge(f"{what}_quantile_seconds", f"Quantiles of {of}.", {**labels, "quantile": quantile}, ns / 1e9)
     if figures.mean_ns is not None:
-        text.gauge(f"{what}_mean_seconds", of_mean, labels, figures.mean_ns / 1e9)
+        text.gauge(f"{what}_mean_seconds", f"Mean of {of}.", labels, figures.mean_ns / 1e9)
 
 
 def _add_gauges(text: MetricsText, kind: str, labels: _Labels, data: Mapping[str, object]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import comb
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -23,7 +24,7 @@ from dpmon.model.compare import (
     most_changed,
     unlike,
 )
-from dpmon.model.compare_samples import Change, change, least_chance
+from dpmon.model.compare_samples import Change, change
 from dpmon.model.compared_run import RUN_FIGURES, STEP_FIGURES, ComparedRun, Figure
 from dpmon.record.schema import STEP
 from dpmon.store.figures import figures
@@ -184,7 +185,7 @@ def _compared(
         elif len(before) == len(after) == 1:
             missing = "one value a side has no interval"
         else:
-            often = round(1 / least_chance(len(before), len(after)))
+            often = comb(len(before) + len(after), len(before))
             missing = f"{counts} {of} are too few: by chance alone, one order in {often} puts a whole side on top"
     return ComparedFigure(figure, values, found, missing)
 

@@ -89,11 +89,6 @@ def change(before: Sequence[float], after: Sequence[float], *, in_order: bool = 
     return Change(exp(middle), *ends(DOUBT / 2), *ends(DOUBT))
 
 
-def least_chance(before: int, after: int) -> float:
-    """The smallest chance in a test of ranks: that all values of one group are larger than those of an equal group."""
-    return 1 / comb(before + after, before)
-
-
 def _outside(before: int, after: int, doubt: float, spread: float) -> int:
     """The place, from 1, of each end of an interval in the sorted differences, from outside; 0: no end."""
     chances = _chances(before, after)

@@ -341,8 +341,3 @@ RECORDS: Mapping[str, RecordKind] = {
 """All kinds of records by name."""
 COLUMNS: Mapping[str, tuple[str, ...]] = {name: each.columns for name, each in RECORDS.items()}
 """The columns of each kind in CSV; the column `more` follows them."""
-
-
-def metrics_of(kind: str) -> tuple[Field, ...]:
-    """Return the fields of a kind that are Prometheus gauges."""
-    return tuple(field for field in RECORDS[kind].fields if field.metric)

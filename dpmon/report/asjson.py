@@ -16,7 +16,6 @@ from dpmon.model.json_fields import (
     progress_fields,
     rank_fields,
 )
-from dpmon.model.loss import LossCurve
 from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.progress import Epoch
@@ -71,7 +70,12 @@ def as_object(story: Story) -> dict[str, object]:
         "ranks": _ranks(facts),
         "communication": communication_fields(facts.communication),
         "losses": [
-            {**loss_fields(curve), "process": curve.process, "width_s": curve.point_s, "points": _points(curve)}
+            {
+                **loss_fields(curve),
+                "process": curve.process,
+                "width_s": curve.point_s,
+                "points": [{"t_s": one.second, **fields_of(one, *LossBin._fields[1:])} for one in curve.points],
+            }
             for curve in facts.losses
         ],
         "stages": [
@@ -116,10 +120,6 @@ def as_object(story: Story) -> dict[str, object]:
         "warnings": list(story.warnings),
         "time": {"width_s": facts.stretches.width_ns / 1e9, "stretches": [_bin(one) for one in facts.stretches.bins]},
     }
-
-
-def _points(curve: LossCurve) -> list[dict[str, object]]:
-    return [{"t_s": point.second, **fields_of(point, *LossBin._fields[1:])} for point in curve.points]
 
 
 def _mode(facts: RunFacts, mode: ModeFacts) -> dict[str, object]:

@@ -76,7 +76,10 @@ def document(story: Story) -> Document:
         Section("Loss", [*_losses(story.facts), *loss_plots]),
         *ranks,
         Section("Steps", [*_steps(story.facts), *step_plots]),
-        *(Section("Phases", _phases(mode), f" of a step, {title}") for title, mode in _phase_titles(story.facts)),
+        *(
+            Section("Phases", _phases(mode), f" of a step, {title}{'' if mode.who is None else f', {mode.who}'}")
+            for title, mode in _step_rows(story.facts)
+        ),
         Section("dp against single", _paragraphs(sentences.comparison(compared)) if compared is not None else ()),
         Section("Replicas" if split else "Calls", [*_replicas(story.facts), *replica_plots]),
         Section("Stages", _stages(story.facts), " (parts of the model on several devices)"),
@@ -139,11 +142,6 @@ def _step_rows(facts: RunFacts) -> list[tuple[str, ModeFacts]]:
     """The figures of each mode with a label: first without evaluations, then the evaluations."""
     rows = [(sentences.mode_title(mode), mode) for mode in facts.modes if mode.steps]
     return [*rows, *((f"{sentences.mode_title(mode)}, evaluation", mode) for mode in facts.evaluations)]
-
-
-def _phase_titles(facts: RunFacts) -> list[tuple[str, ModeFacts]]:
-    """`_step_rows` with the process in each label, if there are several."""
-    return [(title if mode.who is None else f"{title}, {mode.who}", mode) for title, mode in _step_rows(facts)]
 
 
 def _steps(facts: RunFacts) -> list[Part]:

@@ -122,11 +122,6 @@ def place_in(directory: str, file: str, line: int) -> str:
     return f"{os.path.relpath(file, directory) if inside else os.path.basename(file)}:{line}"
 
 
-def uncaught_in(directory: Path, pid: int | None) -> str | None:
-    """The class name of the exception that ended the process `pid`; None if none did."""
-    return next((one.kind for one in every_uncaught(directory) if one.pid == pid), None)
-
-
 def last_lines(lines: list[str], raised: Uncaught | None, command: int | None) -> list[str]:
     """The output up to the exception that ended the run, without the lines that a launcher prints after it.
 

@@ -13,7 +13,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from dpmon.record.history_rows import CallRow, CollectiveRow, Definition, LossRow, Row
+from dpmon.record.history_rows import CallRow, CollectiveRow, LossRow, Row
 from dpmon.record.kinds import Event, RecordError, Step
 from dpmon.record.names import CALL_PHASES, packed_json
 from dpmon.record.plainjson import load_json
@@ -99,20 +99,19 @@ class Intake:
             except _DAMAGE as error:
                 raise RecordError(f"damaged event: {type(error).__name__}") from None
         elif isinstance(row, CollectiveRow):
-            self._collective(batch, number, row)
+            row = row._replace(start=row.start - self._start_ns)
+            _check(row.start, max(row.took, 0), row.number, row.step, row.queued, row.quantity)
+            batch.collective(number, self.row.process, row)
         elif isinstance(row, LossRow):
             began = row.start - self._start_ns
             _check(began, 0, row.definition, row.step)
             batch.losses.append((number, self.row.process, row.definition, row.step, began, row.loss))
         else:
-            self._define(batch, row)
+            text = json.dumps(row.value, separators=(",", ":"))
+            batch.definitions.append((self.row.process, row.number, text))
+            batch.characters += len(text)
             return False
         return True
-
-    def _define(self, batch: Batch, row: Definition) -> None:
-        text = json.dumps(row.value, separators=(",", ":"))
-        batch.definitions.append((self.row.process, row.number, text))
-        batch.characters += len(text)
 
     # ------------------------------------------------------------------------------------------ calls
 
@@ -234,13 +233,6 @@ class Intake:
         row.last_id = number
         if row.first_id is None:
             row.first_id = number
-
-    # ------------------------------------------------------------------------------------------ collectives
-
-    def _collective(self, batch: Batch, number: int, row: CollectiveRow) -> None:
-        row = row._replace(start=row.start - self._start_ns)
-        _check(row.start, max(row.took, 0), row.number, row.step, row.queued, row.quantity)
-        batch.collective(number, self.row.process, row)
 
     # ------------------------------------------------------------------------------------------ events
 

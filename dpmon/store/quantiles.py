@@ -107,11 +107,6 @@ def pack(counts: Mapping[int, int]) -> bytes:
     return flat.tobytes()
 
 
-def most_values(size: int) -> int:
-    """Return the most values that `size` bytes of `pack` can count."""
-    return size // 4 * MOST
-
-
 def unpack(counts: Counts, sketches: Iterable[Packed], sign: int = 1) -> None:
     """Add the counts of packed, checked sketches; `sign` -1: subtract them."""
     flat: Packed = array("H")

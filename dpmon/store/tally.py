@@ -294,7 +294,7 @@ def _entries_of(
             number, count, total, size = _ENTRY.unpack_from(data, at)
             begin = at + _ENTRY.size
             at = begin + size
-            if at > end or count > quantiles.most_values(size):
+            if at > end or count > size // 4 * quantiles.MOST:
                 raise ValueError("too short")
             name = names.get(number)
             if name is not None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dpmon.cleaning import harmless
 from dpmon.errors import HistoryError
-from dpmon.record.fields import metrics_of
+from dpmon.record.fields import RECORDS
 from dpmon.record.schema import EVALUATION, EXPOSED, HELD, PHASES, QUANTITIES, STEP, WAIT, Phase, device_series
 from dpmon.run.condition import outcome
 from dpmon.run.destination import replaced
@@ -378,7 +378,7 @@ def _add_durations(text: MetricsText, what: str, of: str, labels: _Labels, figur
 
 def _add_gauges(text: MetricsText, kind: str, labels: _Labels, data: Mapping[str, object]) -> None:
     """The values of an event."""
-    for gauge in metrics_of(kind):
+    for gauge in RECORDS[kind].fields:
         value = data.get(gauge.name)
-        if isinstance(value, (int, float)):
+        if gauge.metric and isinstance(value, (int, float)):
             text.gauge(gauge.metric, gauge.help, labels, value * gauge.scale)

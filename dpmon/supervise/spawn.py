@@ -23,7 +23,7 @@ from dpmon.run.activities import ring_activities, stages
 from dpmon.run.condition import exit_info, unknown_exit
 from dpmon.run.files import open_file
 from dpmon.run.first_failure import STATUSES
-from dpmon.run.notes import uncaught_in
+from dpmon.run.notes import every_uncaught
 from dpmon.run.proc import open_pidfd, wait_status
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit
 from dpmon.run.signalling import is_named
@@ -137,7 +137,7 @@ class WatchedCommand:
         if not self._same_boot:
             return unknown_exit(info, "supervisor", "the machine was restarted", self._last_ns)
         end = now if self._seen_alive else self._last_ns
-        raised = uncaught_in(self._directory, self.pid)
+        raised = next((one.kind for one in every_uncaught(self._directory) if one.pid == self.pid), None)
         if raised is None:
             return unknown_exit(info, "supervisor", _LOST, end)
         how = exit_info(info, -signal.SIGINT if raised == "KeyboardInterrupt" else 1, "tracer")

@@ -79,7 +79,8 @@ class Supervisor:
             if self._info.options.get("stdin") != "inherit":
                 # Without a screen the user's terminal echoes the input, and the log is for the script's output alone.
                 echo = None if self._info.headless else self._directory / "output.log"
-                self._terminal = Terminal(self._directory, *self._window(), echo)
+                rows, columns = self._info.options.get("window", (24, 80))
+                self._terminal = Terminal(self._directory, min(rows, 9999), min(columns, 9999), echo)
             pid = start_command(self._info, self._directory, self._terminal, os.environ)
         except OSError as error:
             text = f"{self._info.command[0]} cannot be started: {error.strerror or error}"
@@ -118,10 +119,6 @@ class Supervisor:
             self._watch(WatchedCommand(self._directory, self._info, pid, started), late=True)
 
     # ------------------------------------------------------------------------------------------ start
-
-    def _window(self) -> tuple[int, int]:
-        rows, columns = self._info.options.get("window", (24, 80))
-        return min(rows, 9999), min(columns, 9999)
 
     def _handle_signals(self) -> None:
         keep_statuses()

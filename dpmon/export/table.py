@@ -22,7 +22,7 @@ from dpmon.record.names import MORE
 
 _SPREAD = ("kind", *(one.name for one in RECORDS["step"].fields if one.in_csv != (one.name,)))
 """Members of a step in JSON that have no column of the same name."""
-_OTHER = ("kind",)
+_OTHER: tuple[str, ...] = ("kind",)
 _FORMULA = re.compile(r" *[=+@-]")
 _NUMBERS = re.compile(r"[-+.e0-9 ]*")
 """Numbers separated by spaces; some may be unknown (`-`)."""
@@ -51,18 +51,19 @@ class Tables:
 
 def row(record: Record) -> list[list[str]]:
     """The cells of a record in the order of its kind's columns; several rows for a memory record of several devices."""
+    if isinstance(record, Event):
+        if record.kind == "memory":
+            return _memory(record.data)
+        if record.kind not in COLUMNS:
+            return [[record.kind, _text(record.data)]]
+        return [_cells(record.kind, record.data)]
+    values, ignore = as_json(record), _OTHER
+    values["absent"] = values["absent"] or None
     if isinstance(record, Call):
-        return [_cells("call", {**as_json(record), **_call(record)}, ignore=("kind", "phases"))]
-    if isinstance(record, Step):
-        return [_cells("step", {**as_json(record), **_step(record)}, ignore=_SPREAD)]
-    if not isinstance(record, Event):
-        values = as_json(record)
-        return [_cells(kind_of(record), {**values, "absent": values["absent"] or None}, ignore=_OTHER)]
-    if record.kind == "memory":
-        return _memory(record.data)
-    if record.kind not in COLUMNS:
-        return [[record.kind, _text(record.data)]]
-    return [_cells(record.kind, record.data)]
+        values, ignore = values | _call(record), ("kind", "phases")
+    elif isinstance(record, Step):
+        values, ignore = values | _step(record), _SPREAD
+    return [_cells(kind_of(record), values, ignore)]
 
 
 def _cells(which: str, values: Mapping[str, object], ignore: tuple[str, ...] = ()) -> list[str]:
@@ -96,12 +97,8 @@ def _cell(text: str) -> str:
 
 def _step(step: Step) -> dict[str, object]:
     on_device = {f"{name}_device_ms": took for name, took in (step.device_ms or {}).items()}
-    return {
-        **{f"{name}_ms": took / 1e6 for name, took in step.phases.items()},
-        **on_device,
-        "spans": " ".join(map(_span, step.spans)),
-        "absent": as_json(step)["absent"] or None,
-    }
+    phases = {f"{name}_ms": took / 1e6 for name, took in step.phases.items()}
+    return {**phases, **on_device, "spans": " ".join(map(_span, step.spans))}
 
 
 def _span(span: PhaseSpan) -> str:
@@ -111,7 +108,6 @@ def _span(span: PhaseSpan) -> str:
 def _call(call: Call) -> dict[str, object]:
     cells: dict[str, object] = {
         "mode": call.mode or None,
-        "absent": as_json(call)["absent"] or None,
         "failed": call.failed,
         "rows": call.rows,
         "inputs": _sizes(call.inputs),

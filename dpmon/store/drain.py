@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -176,17 +176,17 @@ class Drain:
 
     def last_stall(self) -> Mapping[str, Any] | None:
         """Return the data of the last record of a stall."""
-        return next(iter(self._events("kind = 'stall' ORDER BY id DESC LIMIT 1")), None)
+        return next(self._events("kind = 'stall' ORDER BY id DESC LIMIT 1"), None)
 
     def has_exit(self) -> bool:
         """Return whether the history has the end of the command."""
         return bool(self._rows("SELECT 1 FROM events WHERE kind = 'exit' LIMIT 1"))
 
-    def _events(self, which: str) -> list[Mapping[str, Any]]:
-        """Return the data of some events; none if one of them is damaged."""
+    def _events(self, which: str) -> Iterator[Mapping[str, Any]]:
+        """Yield the data of some events, up to the first damaged one."""
         with suppress(HistoryError):
-            return [event_in(row).data for row in self._rows(f"SELECT json FROM events WHERE {which}")]
-        return []
+            for row in self._rows(f"SELECT json FROM events WHERE {which}"):
+                yield event_in(row).data
 
     def _rows(self, query: str) -> list[tuple[Any, ...]]:
         """Return the rows of a query; none if the history cannot be read."""

@@ -29,7 +29,7 @@ from dpmon.export import ExportError
 from dpmon.export.new_rows import NewRows
 from dpmon.record.plainjson import load_json, number_in
 from dpmon.record.schema import SECOND
-from dpmon.run.condition import needs_supervisor, supervised
+from dpmon.run.condition import supervised
 from dpmon.run.files import open_file, read_file
 from dpmon.run.mirrored import by_word
 from dpmon.run.reader import NO_TRAINING, RunReader
@@ -101,7 +101,7 @@ class _Follow:
     def chunk(self) -> tuple[list[str], bool, bool]:
         """Return the lines of a chunk, whether more is ready, and whether it is the last one."""
         info, how = self._reader.refresh(), self._reader.exit()
-        complete = how is not None and (how.drained or not needs_supervisor(self._directory, info, how))
+        complete = how is not None and how.drained  # else the supervisor, or the next one, still writes
         before, more = self._rows.offset, False
         lines: list[str] = []
         now = how.end_ns - self._start_ns + 2 * SECOND if complete and how is not None else self.now_ns() - AFTER_NS

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from dpmon.export import follow as module
 from dpmon.export.follow import follow
 from dpmon.export.new_rows import NewRows
 from dpmon.mirror.local_run import mirror_of
+from dpmon.run import proc
 from dpmon.run.reader import NO_TRAINING
-from dpmon.run.rundir import load_info, stop_asked_unix
+from dpmon.run.rundir import load_exit, load_info, save, stop_asked_unix
 from dpmon.run.signalling import stop_run
 
 
@@ -100,3 +102,20 @@ def test_output_is_passed_on_in_whole_lines(directory: Path) -> None:
     again = module._Follow(directory, NewRows(rollups=True))
     again.begin({"output_at": at})
     assert again._new_output(last=True) == "z"
+
+
+def test_the_end_is_sent_when_the_supervisor_has_written_everything(directory: Path) -> None:
+    """It records the end of the command before it writes the last rows."""
+    how = load_exit(directory)
+    assert how is not None
+    me = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid()), "boot_id": proc.boot_id()}
+    save(directory, replace(load_info(directory), **me))
+    save(directory, replace(how, drained=False))
+    followed = module._Follow(directory, NewRows(rollups=True))
+    lines, _, last = followed.chunk()
+    assert (last, "exit" in json.loads(lines[-1])) == (False, False)
+    save(directory, how)
+    last = False
+    while not last:
+        lines, _, last = followed.chunk()
+    assert json.loads(lines[-1])["exit"]["status"] == 0

@@ -405,26 +405,20 @@ class State:
         return last if last is not None and last.end_ns is None else None
 
     def now(
-        self,
-        now_ns: int,
-        activities: Mapping[int, tuple[str, int]],
-        paused_ns: int | None,
-        input_ns: int | None,
-        *,
-        over: bool = False,
+        self, now_ns: int, doing: Mapping[int, tuple[str, int]], paused_ns: int | None, input_ns: int | None
     ) -> Now:
-        """What the run's state in a word follows from. `activities`: by process; empty in a playback."""
+        """What the word for a run that goes on follows from. `doing`: by process; empty in a playback."""
         focus, stall = self.focus, self.stall
         return Now(
             now_ns,
-            over,
+            False,
             paused_ns,
             input_ns,
             None if stall is None else stall.since_ns,
             None if focus is None else focus.last_step,
             max((each.seen_ns for each in self.processes.values()), default=-1),
             self.open_calls,
-            ("", 0) if focus is None else activities.get(focus.process, ("", 0)),
+            ("", 0) if focus is None else doing.get(focus.process, ("", 0)),
         )
 
     @cached_property

@@ -175,7 +175,8 @@ class Facts:
         """The state of the run in a word, and since when (ns since the run's start)."""
         waited = self.input_wait_ns
         reads = None if waited is None else self.now_ns - waited
-        return state_of(self.state.now(self.now_ns, self.activities, self.pausing.since_ns, reads, over=self.over))
+        now = self.state.now(self.now_ns, self.activities, self.pausing.since_ns, reads)
+        return state_of(now._replace(over=self.over))
 
     @property
     def stall(self) -> StallSeen | None:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from dpmon.model.communication import Wrapper, groups_of
@@ -30,10 +31,12 @@ _SAMPLED_S = 40
 """Most seconds for a comparison of ranks of several machines: the waits of about one step a second are known."""
 _AGE_S = 8
 """Times of some of many ranks are less than this old."""
-_LATE_S = 10
+_LATE_S = 6
 """Waits of a step are known this long after it, or are left out of a live picture."""
+_JOINED, _SYNCED = map(RankTimes._fields.index, ("joined", "synced"))
 _SERIES = (STEP, "forward", "backward")
 _MINUTE_S = 60
+_RANK = attrgetter("rank")
 
 
 class _Waits:
@@ -45,8 +48,13 @@ class _Waits:
         self.number = -1
         """The number of its last synchronised pass."""
         self.waits: deque[int] = deque(maxlen=MIN_STEPS)
-        """How long it waited for the slowest rank (ns)."""
+        """How long it waited for the slowest rank in each step (ns)."""
         self.exposed: deque[int] = deque(maxlen=MIN_STEPS)
+
+    @property
+    def wait_ns(self) -> float:
+        """The mean wait."""
+        return sum(self.waits) / len(self.waits)
 
 
 class _LastWaits:
@@ -59,27 +67,28 @@ class _LastWaits:
         self._stalled = stalled
         self._read = deque([(end_s, first_id)])
         """The seconds of the last reads, and the last ids that they found."""
-        self._of: dict[int, _Waits] = {}
+        self.of: dict[int, _Waits] = {}
+        """By process."""
 
-    def read(self, rows: Store, end_s: int) -> Mapping[int, _Waits]:
-        """The last waits of each process. They are known when the rows of all ranks have come."""
+    def read(self, rows: Store, end_s: int) -> bool:
+        """Read the waits that are known now: of a step, when the rows of all ranks have come. Whether any are new."""
         while len(self._read) > 1 and self._read[1][0] < end_s - _LATE_S:
             self._read.popleft()
-        last_id, of = self._read[-1][1], self._of
+        last_id, of, new = self._read[-1][1], self.of, False
         least = min((own.number for own in of.values()), default=-1)
         for number, process, sync_number, exposed_ns, wait_ns, second in rows.waits(self._read[0][1], least):
             last_id = max(last_id, number)
-            if any(second in each for each in self._stalled):
+            if self._stalled and any(second in each for each in self._stalled):
                 continue
             own = of.get(process)
             if own is None:
                 own = of[process] = _Waits()
             if sync_number > own.number:
-                own.number = sync_number
+                own.number, new = sync_number, True
                 own.waits.append(wait_ns)
                 own.exposed.append(exposed_ns)
         self._read.append((end_s, last_id))
-        return self._of
+        return new
 
 
 @dataclass(slots=True)
@@ -96,6 +105,8 @@ class RankTimesReader:
     _waits: _LastWaits | None = None
     _end_s: int = 0
     """The second up to which waits were read."""
+    _times: tuple[RankTimes, ...] = ()
+    """The times as of the last waits."""
     _width_s: int = RANK_S
     """Seconds that have enough steps with known waits."""
     _whole: dict[int, tuple[int, RankTimes]] = field(default_factory=dict)
@@ -112,37 +123,43 @@ class RankTimesReader:
         """The times as of the newest step of `focus`, one of the ranks; of several machines, without `stalled`."""
         if focus.last_step is None:
             return ()
-        ranks = sorted((one for one in (focus, *others) if one.rank is not None), key=lambda one: one.number)
+        ranks = sorted((one for one in (focus, *others) if one.rank is not None), key=_RANK)
         end_s, of, stalled = figures_end_s(rows, focus), tuple(one.process for one in ranks), stalled * rows.mirrored
         if (of, stalled) != (self._of, self._stalled):
-            self._of, self._stalled, self._width_s, self._waits, self._whole = of, stalled, RANK_S, None, {}
+            self._of, self._stalled, self._width_s = of, stalled, RANK_S
+            self._waits, self._whole, self._times = None, {}, ()
         # If ranks also wait for each other in the forward, the waits of a backward alone do not show who is slow.
         alone = not any(one.waits_in_forward for one in wrappers)
         if not (rows.mirrored and alone and len(ranks) > RANKS_A_SECOND):
             return self._read_whole(rows, focus, ranks, end_s, len(ranks) // RANKS_A_SECOND)
         if self._waits is None or end_s < self._end_s or rows.until_s is not None:
-            self._waits = _LastWaits(rows, focus.process, end_s, stalled)
-        self._end_s, waits = end_s, self._waits.read(rows, end_s)
+            self._waits, self._times = _LastWaits(rows, focus.process, end_s, stalled), ()
+        self._end_s, new = end_s, self._waits.read(rows, end_s)
+        if new or not self._times:
+            self._times = self._with_waits(rows, focus, ranks, wrappers, end_s, self._waits.of)
+        return self._times
+
+    def _with_waits(
+        self,
+        rows: Store,
+        focus: Process,
+        ranks: Sequence[Process],
+        wrappers: Sequence[Wrapper],
+        end_s: int,
+        waits: Mapping[int, _Waits],
+    ) -> tuple[RankTimes, ...]:
+        """The times of many ranks with their last waits."""
         whole = {one.process: one for one in self._read_whole(rows, focus, _some(ranks, focus, waits), end_s, _AGE_S)}
         first, groups = whole[focus.process], groups_of((one.number for one in ranks), wrappers)
-        part = min(first.synced / first.steps, 1.0) if first.steps else 0.0
-        found, none = [], _Waits()
+        part, found = min(first.synced / first.steps, 1.0) if first.steps else 0.0, []
         for one in ranks:
-            own = waits.get(one.process, none)
-            joined, slowest, exposed_ns, wait_ns = len(own.waits), own.waits.count(0), None, None
-            if joined:
-                exposed_ns, wait_ns = sum(own.exposed) / joined * part, sum(own.waits) / joined * part
-            times, group = whole.get(one.process), groups[one.number]
+            times, own, group = whole.get(one.process), waits.get(one.process), groups[one.number]
             if times is None:  # all leave a synchronised pass together, so they have the same mean step
-                times = RankTimes(
-                    *(one.process, one.number, 0, first.step_ns, {}, joined, exposed_ns, wait_ns, slowest),
-                    group=group,
-                    node=one.node,
-                )
-            else:
-                times = times._replace(
-                    joined=joined, exposed_ns=exposed_ns, wait_ns=wait_ns, slowest=slowest, group=group
-                )
+                times = RankTimes(one.process, one.number, 0, first.step_ns, {}, group=group, node=one.node)
+            if own is not None:
+                exposed_ns, wait_ns = sum(own.exposed) / len(own.exposed) * part, own.wait_ns * part
+                known = len(own.waits), exposed_ns, wait_ns, own.waits.count(0), *times[_SYNCED:]
+                times = RankTimes._make((*times[:_JOINED], *known))
             found.append(times)
         return tuple(found)
 
@@ -161,7 +178,7 @@ class RankTimesReader:
 
 def _some(ranks: Sequence[Process], focus: Process, waits: Mapping[int, _Waits]) -> list[Process]:
     """The ranks to read all times of: `focus`, the slowest, and for comparison some others."""
-    slowest = nsmallest(WORST, waits, key=lambda process: sum(waits[process].waits) / len(waits[process].waits))
+    slowest = nsmallest(WORST, waits, key=lambda process: waits[process].wait_ns)
     wanted = {focus.process, *slowest, *(one.process for one in spread(ranks, RANKS_A_SECOND - WORST))}
     return [one for one in ranks if one.process in wanted]
 

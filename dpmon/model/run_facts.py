@@ -31,9 +31,9 @@ from dpmon.model.loss import LossCurve, loss_curves
 from dpmon.model.memory import Held, held_by
 from dpmon.model.mode_facts import ModeFacts, RankLine
 from dpmon.model.pauses import Paused, PauseTotals, Span, all_paused, any_paused, pause_totals, pauses_of
+from dpmon.model.processes_read import processes_in
 from dpmon.model.progress import Progress, progress_of
 from dpmon.model.rank_waits import RankWaitReader, RankWaits
-from dpmon.model.snapshot import processes_in
 from dpmon.model.state import ProcessFacts
 from dpmon.model.stragglers import RankTimes, ranks_in
 from dpmon.record.names import CALL_PHASES, on_node, rank_name

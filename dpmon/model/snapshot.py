@@ -6,9 +6,8 @@ change (finished columns of the history, samples) is cached, but no more than a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from heapq import nsmallest
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.announced import Announced
@@ -19,13 +18,21 @@ from dpmon.model.devices import HostPeaks, Samples, Visit, device_peaks, visits_
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.loss import LossCurve, loss_curves
 from dpmon.model.memory import HOST
-from dpmon.model.nodes import node_of, nodes_in
+from dpmon.model.nodes import node_of
 from dpmon.model.pace import MOST_RATES, WINDOW_S, figures_end_s, recent, spread
+from dpmon.model.processes_read import (
+    other_processes,
+    other_ranks,
+    processes_in,
+    ranks_elsewhere,
+    slowest_of,
+    with_processes,
+)
 from dpmon.model.progress import NO_STEP, OTHER_RANK, OVER, progress_of
 from dpmon.model.rank_figures import RANKS_A_SECOND, RankTimesReader, rank_figures
 from dpmon.model.rank_waits import RankWaitReader, among_many
 from dpmon.model.slow_steps import INPUT, SlowStepReader, SlowSteps, Uneven, uneven_steps, waited_ns
-from dpmon.model.state import MAPPED, NO_STEPS, Process, ProcessFacts, Recent, State, Wanted, WarningText
+from dpmon.model.state import MANY, MAPPED, NO_STEPS, Process, Recent, State, Wanted, WarningText
 from dpmon.model.stragglers import RankTimes
 from dpmon.record.schema import SECOND, SETTLING, STEP
 from dpmon.store.figures import Figures, Window, figures
@@ -35,13 +42,13 @@ if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
 RANK_CALLS_READ = 8
-_RATE_AGE_S = 6
+_RATE_AGE_S = 9
 """A rate of many ranks is at most this old."""
 COLLECTIVES_S = 300
 """Seconds of sampled collectives to show; only some steps are sampled."""
 _LONG_READ = 64
-_MANY, _PICTURES = 128, 10
-"""Of more ranks, all facts are read for one in so many pictures."""
+_PICTURES = 8
+"""Of MANY processes, the facts of those that are not shown are read for one in so many pictures."""
 _COMPARED_PART = 60
 """The modes are compared again when the run has become longer by this fraction (1/60)."""
 _SLOW_IDS = 100_000
@@ -105,19 +112,34 @@ class Snapshots:
         return replace(state, warnings=(*state.warnings, warning), warning_count=state.warning_count + 1)
 
     def _taken(self, rows: Store, wanted: Wanted, ended: frozenset[int]) -> State:
-        """The state; of many ranks, most facts but the waits may be as old as some pictures."""
+        """The state; of many ranks, the facts but the waits are as old as some pictures."""
         events = self._announced(rows)
         key, last = (wanted, ended, events), self._last
         if last is None or last.key != key or last.pictures >= _PICTURES or rows.until_s is not None:
-            state, last = replace(processes_in(rows, events, ended, wanted.node), chosen=wanted.process), None
+            last = None
+            state = replace(processes_in(rows, events, ended, wanted.node), chosen=wanted.process)
         else:
             state = last.state
-        if many := len(state.processes) > _MANY:
+        if many := len(state.processes) > MANY:
             focus = [] if state.focus is None else [state.focus.process]
             state = with_processes(state, rows, events, [*focus, *state.drawn, *state.order[: wanted.ranks]])
         state = self._drawn(rows, state, wanted, events, None if last is None else last.state)
         self._last = _Last(key, 1 if last is None else last.pictures + 1, state) if many else None
         return state
+
+    def _rank_times(
+        self, rows: Store, state: State, focus: Process, ranks: Sequence[Process], wanted: Wanted, events: Announced
+    ) -> tuple[list[Wrapper], tuple[RankTimes, ...]]:
+        """The wrappers of `focus` and the other ranks, and the times of all ranks, also of those that are not shown."""
+        there = {process.process for process in state.training}
+        wrappers = [one for one in events.wrappers if one.process in there]
+        if not ranks:
+            return wrappers, ()
+        # Only the machine of the rank that stood still leaves the step with the stall out of its tallies.
+        stalls = [(one.since_ns, one.end_ns) for one in events.stalls[-_STALLS:] if one.end_ns is not None]
+        stalled = tuple(range(since // SECOND, end // SECOND + 2) for since, end in stalls)
+        others = [*ranks, *ranks_elsewhere(rows, state, wanted)]
+        return wrappers, self._times.read(rows, focus, others, wrappers, stalled)
 
     def _drawn(self, rows: Store, known: State, wanted: Wanted, events: Announced, last: State | None) -> State:
         """The state with its figures. `last`: the state of the last picture if most of its figures may be kept."""
@@ -139,19 +161,13 @@ class Snapshots:
         focus = state.focus
         if focus is None:
             return state
-        ranks = [one for one in state.training if one.rank is not None and one.process != focus.process]
+        ranks = other_ranks(state, focus)
         found = self._with_figures(rows, focus, ranks if focus.rank is not None else [], wanted, events)
-        elsewhere = _elsewhere(rows, state, wanted) if ranks else []
-        there = {process.process for process in state.training}
-        wrappers = [one for one in events.wrappers if one.process in there]
-        # Only the machine of the rank that stood still leaves the step with the stall out of its tallies.
-        stalls = [(one.since_ns, one.end_ns) for one in events.stalls[-_STALLS:] if one.end_ns is not None]
-        stalled = tuple(range(since // SECOND, end // SECOND + 2) for since, end in stalls)
-        times = self._times.read(rows, found, [*ranks, *elsewhere], wrappers, stalled) if ranks else ()
-        slowest = _slowest([one for one in times if one.process in there], wanted)
+        wrappers, times = self._rank_times(rows, state, found, ranks, wanted, events)
+        slowest = slowest_of([one for one in times if one.process in state.processes], wanted)
         others = [one for one in ranks if one.process in slowest]
         if wanted.listed or not slowest:
-            others += [one for one in _other_processes(state, focus, wanted) if one.process not in slowest]
+            others += [one for one in other_processes(state, focus, wanted) if one.process not in slowest]
         plain = [one.process for one in others if one.last_step is not None and not one.last_step.phases]
         if plain:
             state = with_processes(state, rows, events, plain)
@@ -293,80 +309,7 @@ class Snapshots:
         return replace(found, memory={mode: peaks for mode, peaks in memory.items() if peaks})
 
 
-# ------------------------------------------------------------------------------------------------ each process
-
-
-def processes_in(rows: Store, events: Announced, ended: frozenset[int], node: int | None = None) -> State:
-    """A state with only the processes, without their figures; parameters as in `Snapshots.take`.
-
-    `node`: only the processes of a node, as on its own screen.
-    """
-    nodes = nodes_in(rows)
-    names = {number: one.name for one in nodes for number in one.processes if node is None or one.number == node}
-    numbers = sorted(names if node is not None else {**dict.fromkeys(events.info), **rows.ranks})
-    known = _processes(rows, events, {number: names.get(number) for number in numbers})
-    newest_ns = max((process.seen_ns for process in known.values()), default=-1)
-    state = State(processes=known, nodes=() if node is not None else nodes, newest_ns=newest_ns, ended=ended)
-    return replace(state, order=tuple(process.process for process in state.training))
-
-
-def with_processes(state: State, rows: Store, events: Announced, numbers: Iterable[int]) -> State:
-    """The state with the newest facts of some processes, and of the nodes."""
-    known = _processes(rows, events, {number: state.processes[number].node for number in numbers})
-    nodes = nodes_in(rows) if state.nodes else ()
-    newest_ns = max(state.newest_ns, *(process.seen_ns for process in known.values()))
-    return replace(state, processes={**state.processes, **known}, nodes=nodes, newest_ns=newest_ns)
-
-
-def _processes(rows: Store, events: Announced, nodes: Mapping[int, str | None]) -> dict[int, Process]:
-    """Some processes without their figures, by number; `nodes`: the name of the node of each."""
-    numbers = sorted(nodes)
-    steps, calls = rows.newest_steps(numbers, plain=len(numbers) > _MANY), rows.newest_calls(numbers)
-    memory = rows.newest_memory(numbers)
-    began = rows.began(sorted({*steps, *calls}))
-    known = {}
-    for number in numbers:
-        step, (mode, called_ns) = steps.get(number), calls.get(number, ("", -1))
-        held = memory.get(number)
-        rank, info = rows.ranks.get(number), events.info.get(number, ProcessFacts(number))
-        known[number] = Process(
-            number,
-            rank if rank is not None else info.rank,
-            info,
-            began_ns=began.get(number, -1),
-            seen_ns=max(-1 if step is None else step.start_ns + step.wall_ns, called_ns),
-            last_step=step,
-            refusals=events.refusals_of(number),
-            paused_since_ns=events.paused_since(number, None if step is None else step.start_ns),
-            memory=held.data if held is not None and isinstance(held.data.get("devices"), list) else {},
-            node=nodes[number],
-            **events.in_force(number, step, mode)._asdict(),
-        )
-    return known
-
-
-def _elsewhere(rows: Store, state: State, wanted: Wanted) -> list[Process]:
-    """The ranks of the nodes that a picture of one node leaves out, for the straggler; without their figures."""
-    if wanted.node is None:
-        return []
-    nodes = {process: node for node in nodes_in(rows) for process in node.processes if node.number != wanted.node}
-    newest = {rank: process for process, rank in sorted(rows.ranks.items()) if process in nodes}
-    return [Process(process, rank, node=nodes[process].name) for rank, process in newest.items()]
-
-
-def _slowest(times: Sequence[RankTimes], wanted: Wanted) -> set[int]:
-    """The processes of the ranks that wait least, if a picture shows only these; else none."""
-    known = [one for one in times if one.wait_ns is not None]
-    if wanted.worst == 0 or len(known) <= MAPPED:
-        return set()
-    return {one.process for one in nsmallest(wanted.worst, known, key=lambda one: one.wait_ns or 0.0)}
-
-
-def _other_processes(state: State, focus: Process, wanted: Wanted) -> list[Process]:
-    """The other training processes that fit in a picture, by rank."""
-    ranks = state.training
-    shown = [*ranks[: wanted.ranks], *ranks[wanted.first_rank : wanted.first_rank + wanted.ranks]]
-    return list({process.process: process for process in shown if process.process != focus.process}.values())
+# ------------------------------------------------------------------------------------------------ calls
 
 
 def _called(rows: Store, process: Process, ranged: Window | None = None, *, before: Process | None = None) -> Process:

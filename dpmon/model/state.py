@@ -30,6 +30,8 @@ from dpmon.store.tally import Tally
 
 MOST_RANKS = 64
 """Most ranks in a picture without scrolling."""
+MANY = 128
+"""The state of more processes is read less often."""
 MAPPED, WORST = 16, 10
 """More ranks than the first are drawn as a map; below it are this many that wait least."""
 PHASES = tuple(phase.shown for phase in SCHEMA)

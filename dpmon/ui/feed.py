@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dpmon.cleaning import clean
 from dpmon.model.active_processes import ended_of
-from dpmon.model.state import MOST_RANKS, WORST, State, Wanted, toggle_refusal
+from dpmon.model.state import MANY, MOST_RANKS, WORST, State, Wanted, toggle_refusal
 from dpmon.run.notes import traceback_line
 from dpmon.run.reader import NO_TRAINING, PauseState, RunReader
 from dpmon.ui.facts import Facts, Past, Toggle, View, all_finished
@@ -35,6 +35,8 @@ _GRACE_NS = 3_000_000_000
 _SLOW_S, _RESTS = 0.1, 10
 """After a read that took over `_SLOW_S` s, the next one waits at least as long, and `_RESTS` times its processor time,
 so that keys are answered."""
+_OF_MANY_S = 1.5
+"""The state of many processes is read at most once in this time."""
 _STRIDE = 4
 """Ranks read beyond the visible ones, so that the user can scroll before more are read."""
 _SLOWEST = 8
@@ -155,6 +157,8 @@ class Feed:
         ended = time.perf_counter()
         took, used = ended - began, time.thread_time() - used
         self._rests_until = ended + (max(_RESTS * used, took) if took > _SLOW_S else 0.0)
+        if len(self.state.processes) > MANY:
+            self._rests_until = max(self._rests_until, began + _OF_MANY_S)
 
     def _is_new(self) -> bool:
         """Whether there may be something new: a record was written, or a process ended."""

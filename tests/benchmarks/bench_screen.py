@@ -271,7 +271,7 @@ def nodes(seconds: float) -> None:
                     flush=True,
                 )
             delays = []
-            for rank in (507, 950, 123):
+            for rank in (506, 980, 184):
                 shown.pump(3)
                 start, mirrored.slow_since, mirrored.next = len(shown.seen), 0.0, rank
                 while not mirrored.slow_since:

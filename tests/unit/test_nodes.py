@@ -24,7 +24,7 @@ from dpmon.model.communication import Wrapper, communication
 from dpmon.model.nodes import NodeFacts, Trouble
 from dpmon.model.rank_waits import among_many
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import WORST, Wanted
+from dpmon.model.state import MANY, WORST, Wanted
 from dpmon.model.stragglers import delays, sentence
 from dpmon.record.kinds import Event
 from dpmon.record.schema import STEP, WAIT
@@ -36,7 +36,7 @@ from dpmon.store.tally import _entries_of as entries_of_row
 from dpmon.ui.dialogs import Choice
 from dpmon.ui.facts import Facts, Toggle, View
 from dpmon.ui.paint import TALL
-from dpmon.ui.panels import panel_ranks
+from dpmon.ui.panels import panel_batch, panel_ranks
 from dpmon.ui.panels.rank_map import by_number
 from dpmon.ui.rows import plain
 from dpmon.ui.scenes import NODES, RANKS, scene_of
@@ -391,3 +391,37 @@ def test_after_a_stall_all_machines_are_compared_by_the_steps_after_it() -> None
         assert len(means(facts)) == 1
         assert facts.state.ranks[0].steps == 5 * 57, "as many seconds as without the stall"
         assert ("the mean includes a stall of 6 s" in text_of(facts, 160, TALL)) is told
+
+
+def test_a_picture_of_very_many_ranks_has_their_newest_waits_and_the_newest_facts_of_those_it_shows() -> None:
+    run = ManyNodes(20, slow=11).run(0, 24)
+    assert run.ranks > MANY
+    for second in range(24, 44):
+        run.slow = 11 if second < 30 else 150
+        run.second(second)
+        kept, first = run.state(worst=WORST), Snapshots().take(run.store(), Wanted(worst=WORST))
+        waits = [
+            [(one.rank, one.joined, one.wait_ns, one.exposed_ns) for one in state.ranks] for state in (kept, first)
+        ]
+        assert waits[0] == waits[1], second
+        assert 150 in kept.drawn or second < 30, "a rank that others wait for is shown in the next picture"
+        for number in kept.drawn:
+            assert kept.processes[number].last_step == first.processes[number].last_step
+            assert kept.processes[number].calls
+        assert [one.process for one in kept.training] == [one.process for one in first.training]
+        assert kept.focus is not None
+        assert kept.focus.recent.rate is not None
+        assert kept.focus.recent.rate.samples_per_s == pytest.approx(run.ranks * 30 * 57.0, rel=0.05)
+    assert kept.straggler is not None
+    assert kept.straggler.ranks == (150,)
+    ended = run._snapshots.take(run.store(), Wanted(worst=WORST), frozenset({5}))
+    assert 5 not in [one.process for one in ended.training], "what has ended is left out at once"
+
+
+def test_the_batch_of_a_slow_rank_is_shown_beside_those_of_the_first_ranks() -> None:
+    run = ManyNodes(20, slow=150).run(0, 24)
+    facts = facts_of(run, worst=WORST)
+    ranks = [one.rank for one in panel_batch._ranks(facts)]
+    assert ranks[0] == 150
+    assert set(range(1, 9)) <= set(ranks)
+    assert all(one.last_step is not None and one.last_step.runs for one in panel_batch._ranks(facts))

@@ -14,6 +14,7 @@ from stage import LOOK, FakeReader
 from synthetic import SECOND, Training, decoded
 
 from dpmon.errors import HistoryError
+from dpmon.model.state import MANY, Process, State
 from dpmon.run.rundir import ExitInfo
 from dpmon.store.queries import Store
 from dpmon.ui.facts import Facts, View, life
@@ -162,3 +163,24 @@ def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_p
     feed.tick()
     assert life(feed.facts(View())).word == "training"
     assert [each.process for each in feed.state.training] == [1]
+
+
+def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("dpmon.ui.feed.time.perf_counter", lambda: now[0])
+    feed = feed_of(tmp_path, FakeReader(tmp_path))
+    feed.start()
+    reads: list[float] = []
+    for count, times in ((1, [0.0, 1.0, 2.0, 3.0, 4.0]), (MANY + 1, [5.0, 7.0, 9.0])):
+        state = State(processes={number: Process(number) for number in range(count)})
+        monkeypatch.setattr(feed, "_taken", lambda *_, state=state: (reads.append(now[0]), state)[1])
+        reads.clear()
+        for _ in range(5):
+            feed.tick()
+            now[0] += 1.0
+        assert reads == times
+    feed.tick(at_once=True)
+    feed.tick(at_once=True)
+    assert len(reads) == 5

@@ -1,0 +1,94 @@
+"""The processes of a run as of a time, and those of them that a picture shows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from heapq import nsmallest
+from typing import TYPE_CHECKING
+
+from dpmon.model.announced import Announced
+from dpmon.model.nodes import nodes_in
+from dpmon.model.state import MANY, MAPPED, Process, ProcessFacts, State, Wanted
+from dpmon.model.stragglers import RankTimes
+
+if TYPE_CHECKING:
+    from dpmon.store.queries import Store
+
+
+def processes_in(rows: Store, events: Announced, ended: frozenset[int], node: int | None = None) -> State:
+    """A state with only the processes, without their figures; parameters as in `Snapshots.take`.
+
+    `node`: only the processes of a node, as on its own screen.
+    """
+    nodes = nodes_in(rows)
+    names = {number: one.name for one in nodes for number in one.processes if node is None or one.number == node}
+    numbers = sorted(names if node is not None else {**dict.fromkeys(events.info), **rows.ranks})
+    known = _processes(rows, events, {number: names.get(number) for number in numbers})
+    newest_ns = max((process.seen_ns for process in known.values()), default=-1)
+    state = State(processes=known, nodes=() if node is not None else nodes, newest_ns=newest_ns, ended=ended)
+    return replace(state, order=tuple(process.process for process in state.training))
+
+
+def with_processes(state: State, rows: Store, events: Announced, numbers: Iterable[int]) -> State:
+    """The state with the newest facts of some processes, and of the nodes."""
+    known = _processes(rows, events, {number: state.processes[number].node for number in numbers})
+    nodes = nodes_in(rows) if state.nodes else ()
+    newest_ns = max(state.newest_ns, *(process.seen_ns for process in known.values()))
+    return replace(state, processes={**state.processes, **known}, nodes=nodes, newest_ns=newest_ns)
+
+
+def _processes(rows: Store, events: Announced, nodes: Mapping[int, str | None]) -> dict[int, Process]:
+    """Some processes without their figures, by number; `nodes`: the name of the node of each."""
+    numbers = sorted(nodes)
+    steps, calls = rows.newest_steps(numbers, plain=len(numbers) > MANY), rows.newest_calls(numbers)
+    memory = rows.newest_memory(numbers)
+    began = rows.began(sorted({*steps, *calls}))
+    known = {}
+    for number in numbers:
+        step, (mode, called_ns) = steps.get(number), calls.get(number, ("", -1))
+        held = memory.get(number)
+        rank, info = rows.ranks.get(number), events.info.get(number, ProcessFacts(number))
+        known[number] = Process(
+            number,
+            rank if rank is not None else info.rank,
+            info,
+            began_ns=began.get(number, -1),
+            seen_ns=max(-1 if step is None else step.start_ns + step.wall_ns, called_ns),
+            last_step=step,
+            refusals=events.refusals_of(number),
+            paused_since_ns=events.paused_since(number, None if step is None else step.start_ns),
+            memory=held.data if held is not None and isinstance(held.data.get("devices"), list) else {},
+            node=nodes[number],
+            **events.in_force(number, step, mode)._asdict(),
+        )
+    return known
+
+
+def other_ranks(state: State, focus: Process) -> list[Process]:
+    """The ranks that train beside `focus`."""
+    return [one for one in state.training if one.rank is not None and one.process != focus.process]
+
+
+def ranks_elsewhere(rows: Store, state: State, wanted: Wanted) -> list[Process]:
+    """The ranks of the nodes that a picture of one node leaves out, for the straggler; without their figures."""
+    if wanted.node is None:
+        return []
+    nodes = {process: node for node in nodes_in(rows) for process in node.processes if node.number != wanted.node}
+    newest = {rank: process for process, rank in sorted(rows.ranks.items()) if process in nodes}
+    return [Process(process, rank, node=nodes[process].name) for rank, process in newest.items()]
+
+
+def slowest_of(times: Sequence[RankTimes], wanted: Wanted) -> set[int]:
+    """The processes of the ranks that wait least, if a picture shows only these; else none."""
+    known = [one for one in times if one.wait_ns is not None]
+    if wanted.worst == 0 or len(known) <= MAPPED:
+        return set()
+    return {one.process for one in nsmallest(wanted.worst, known, key=lambda one: one.wait_ns or 0.0)}
+
+
+def other_processes(state: State, focus: Process, wanted: Wanted) -> list[Process]:
+    """The other training processes that fit in a picture, by rank."""
+    ranks = state.training
+    shown = [*ranks[: wanted.ranks], *ranks[wanted.first_rank : wanted.first_rank + wanted.ranks]]
+    return list({process.process: process for process in shown if process.process != focus.process}.values())

@@ -46,9 +46,9 @@ The settings of config.toml. A variable overrides the file, and an option overri
 The same as \\-\\-metrics FILE.""",
 }
 
-# These functions use shtab's completion only for the words before the script's name. The runs may be where
-# `stand_ins` (dpmon/run/runs.py) puts them. Anybody may make a directory there, and compgen would run `$(...)` in a
-# name, so the names are checked.
+# These functions use shtab's completion only for the words before the script's name. Runs may also be in the
+# directories of `stand_ins` (dpmon/run/runs.py). Anybody can create a directory there, and compgen would run `$(...)`
+# in a name, so the names are checked.
 _BASH = Template("""
 _dpmon_runs() {
     local names=$$(command ls -- "$${XDG_STATE_HOME:-$$HOME/.local/state}/dpmon/runs" \\

@@ -117,7 +117,7 @@ def export(options: argparse.Namespace) -> int:
 
 
 def _of_job(job: str) -> Path:
-    """The newest run of a job of this machine. `job`: who names it, and its id there. RunError if there is none."""
+    """The newest run of a job on this machine; `job`: such as "slurm:12.0". RunError if there is none."""
     from dpmon.errors import HistoryError
     from dpmon.store.opened import open_store
 

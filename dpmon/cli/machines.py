@@ -87,7 +87,7 @@ def named(options: argparse.Namespace) -> list[Machine]:
 
 
 def runs_of(asked: Sequence[Machine]) -> tuple[list[RunThere], dict[str, Printed]]:
-    """The runs of all machines by their start, each on one machine; and the answers without a list, by machine."""
+    """The runs of all machines by their start, each on one machine; and by machine, the answers that list no run."""
     found, answers = ask_dpmon(asked, ("ls", "--json"))
     listed: dict[str, list[RunThere]] = {}
     failed = {}
@@ -209,7 +209,7 @@ def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> Path:
             speak("no run has said yet which job it belongs to: waiting until one trains (or give the name of a run)")
             time.sleep(_ASK_AGAIN_S)
     chosen_runs = [there for same in on_machine.values() for there in same]
-    # dpmon is looked for at the same place as on another machine that is reached in the same way.
+    # Look for dpmon where it is on another machine that is reached in the same way.
     place = next((there.machine.dpmon for there in chosen_runs if there.machine.way), ("dpmon",))
     job = JOB + chosen_runs[0].job.replace(" ", ":", 1)
     ways: list[tuple[str, str, Sequence[str]]] = []
@@ -220,11 +220,11 @@ def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> Path:
         if name in failed and not failed[name].for_good:
             if job != JOB and PLAIN.fullmatch(job) and len(chosen_runs) == len(on_machine):
                 ways.append((name, job, machine._replace(dpmon=place).words))
-                speak(f"{name} is tried again, and shown when it answers")
+                speak(f"{name}: dpmon tries again, and shows it when it answers")
             else:
-                speak(f"{name}: which of its runs belongs to this job is unknown: attach again when it answers")
+                speak(f"{name}: it is unknown which of its runs belongs to this job: attach again when it answers")
         elif name not in on_machine and name not in failed:
-            speak(f"{name}: no run of this job is there, so it is not shown")
+            speak(f"{name}: it has no run of this job, so it is not shown")
     age_s = max(there.run.seconds for there in chosen_runs)
     return mirror_of(chosen_runs[0].name, ways, max(age_s, 0.0), metrics_file(options.metrics))
 

@@ -110,7 +110,10 @@ _batch_dim, _seconds = _setting("batch_dim"), _setting("refresh")
 def _value(
     expected: str, pattern: str, convert: Callable[[str], Any] = str, least: float = 0, most: float = inf
 ) -> Callable[[str], object]:
-    """Return a check of an option's value: the first group of `pattern`, as a text or as a number with limits."""
+    """Return a function that checks an option's value and converts the first group of `pattern`.
+
+    A number must lie between `least` and `most`. ArgumentTypeError if the value is wrong.
+    """
 
     def check(text: str) -> object:
         found = re.fullmatch(pattern, text)
@@ -372,7 +375,7 @@ def _of_command(command: str, words: list[str]) -> argparse.Namespace:
     if command == "export":
         _check_export(found)
     if command == "attach" and found.metrics and not several(found):
-        raise UsageError("--metrics of attach is for several machines (--host); else give it to the run")
+        raise UsageError("attach takes --metrics only with several machines (--host); otherwise give it to the run")
     return found
 
 

@@ -82,7 +82,7 @@ class _Follow:
         self._shift_ns = 0
         self._beats = count(1)
         self._output: int | None = None
-        """How much of the output was read; None: nothing yet."""
+        """Position in the output up to which it was read; None: nothing was read yet."""
         self._stood = -1
         """When the facts of the ranks that stand still were written last; 0: never."""
         self._answers: list[dict[str, Any]] = []
@@ -161,7 +161,7 @@ class _Follow:
         return monotonic_ns - self._start_ns + self._shift_ns
 
     def _new_output(self, *, last: bool) -> str | None:
-        """The newest whole lines of the script's output since the last beat; `last`: also one without an end."""
+        """The newest whole lines of the script's output since the last beat; `last`: also a line without an end."""
         path = self._reader.output_paths[0]
         with suppress(OSError), open(open_file(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -133,9 +133,10 @@ class NewRows:
         return lines, until < newest or tallied < upto_s or (last and min(self._summed_s.values()) < upto_s)
 
     def _next_s(self, upto_s: int, most: int) -> int:
-        """Return the second to which a chunk advances the tallies; `most`: how many seconds, if those are sent.
+        """Return the second to which a chunk advances the tallies.
 
-        Of the beginning of a long run, only wider stretches are sent, each made of many rows.
+        For the beginning of a long run, only wider stretches are sent, each made from many rows. `most`: the most
+        seconds, if tallies of single seconds are sent.
         """
         for width, since in sorted(self._since.items()):
             if since <= self._tallied:

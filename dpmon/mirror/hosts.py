@@ -27,7 +27,7 @@ _SSH = (
 )
 """-T: no terminal; BatchMode: no questions; the rest: a connection that is cut ends after about 4 s.
 
--C: without compression, a packet of ssh, 32 KiB, takes longer than that at 56 kbit/s, so that the connection ends, too.
+-C: compression. Without it, a packet of ssh (32 KiB) takes longer than this at 56 kbit/s, so the connection would end.
 """
 MOST_MACHINES = 1024
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@%+/-]{0,254}")
@@ -59,7 +59,7 @@ class Machine(NamedTuple):
 
 
 class Printed(NamedTuple):
-    """The lines that a command printed on one machine; `why`: why it failed, harmless to show; empty if it did not.
+    """The lines that a command printed on one machine; `why`: why it failed, safe to show; empty if it did not.
 
     `for_good`: trying again is useless.
     """

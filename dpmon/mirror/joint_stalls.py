@@ -116,7 +116,7 @@ class JointStalls:
     def joined(
         self, answers: Mapping[int, tuple[str, Mapping[str, Any]]], now_ns: int, without: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """One answer to "why is it stuck", of the answers of the machines with their names.
+        """Join the machines' answers to "why is it stuck", each with the machine's name, into one.
 
         The ranks that the others wait for come first. `without`: the machines without an answer, and why.
         """

@@ -64,7 +64,7 @@ class Received(NamedTuple):
 class Closed(NamedTuple):
     """A command has ended, or was ended; `why`: one sentence, harmless to show; empty if it did what it should.
 
-    `for_good`: trying again is useless, so that it is not started again.
+    `for_good`: trying again is useless, so it is not started again.
     """
 
     node: int
@@ -228,7 +228,7 @@ class Links:
         if len(line) > MAX_LINE:
             reports.append(self._closed(link, self._too_much(link)))
         elif link.open or self._once:
-            link.banner[:] = line[:_MAX_ERRORS] if self._once else b""  # why it fails, if it does
+            link.banner[:] = line[:_MAX_ERRORS] if self._once else b""  # the reason, if it fails
             reports.append(Received(link.node, line.removesuffix(b"\r")))
         elif (found := _MARKER.fullmatch(line, max(line.find(_MARK), 0))) is None:
             link.banner += line + b"\n"

@@ -17,16 +17,16 @@ def mirror_of(
 ) -> Path:
     """The directory of the run that mirrors these runs of other machines; it is created if there is none.
 
-    `machines`: of each its name, the id of its run (JOB and a job while it cannot be reached), and the words that run
-    dpmon there. `age_s`: how long ago the first of their runs began. `metrics`: the file for Prometheus.
-    `ensure_supervisor` starts the mirror. RunError if no directory can be created, or if a mirror without this file is
-    there.
+    `machines`: for each, its name, the id of its run (JOB and the job if it could not be reached), and the words that
+    run dpmon there. `age_s`: how long ago the first of their runs began. `metrics`: the file for Prometheus.
+    `ensure_supervisor` starts the mirror. RunError if no directory can be created, or if there is a mirror without this
+    file.
     """
     wanted = [[machine, run, *words] for machine, run, words in machines]
     for directory, info in reversed(list_runs()):
         known = info.options.get("machines", ()) if info.nodes and info.boot_id == proc.boot_id() else ()
         same = len(known) == len(wanted) and all(map(_same, known, wanted)) and load_exit(directory) is None
-        if same and not Machines(directory, info.start_ns).state.get("refused"):  # it does not try those again
+        if same and not Machines(directory, info.start_ns).state.get("refused"):  # it does not try these again
             if metrics not in (None, info.options.get("metrics")):
                 name = short_name(info)
                 raise RunError(f"{name} mirrors these runs without --metrics: end it first, as `dpmon rm {name}` says")

@@ -59,7 +59,7 @@ MOST_HELD = 32
 MOST_WHOLE = 16
 """More machines than this send only some samples of devices, and only some calls."""
 FEW_COLLECTIONS = 100_000
-"""Objects between two searches for garbage: rows make many objects, but no circles."""
+"""Objects between two garbage collections: rows create many objects, but no reference cycles."""
 _MOST_TEXT = 1000
 OUTPUT_BYTES = 8 << 20
 """When the output has more bytes, its older half is deleted."""
@@ -71,22 +71,22 @@ class Followed:
 
     node: NodeRow
     sought: bool = False
-    """Whether it could not be reached by `attach`: only the job of its run is known, until it answers."""
+    """Whether `attach` could not reach it: until it answers, only the job of its run is known."""
     receiver: Receiver | None = None
-    """None from the end of a connection by this process until the next one: what still came of it is left out."""
+    """None after this process has ended a connection, until the next one: what still arrives is left out."""
     asked: tuple[int, int] = (0, 0)
     """Number and time of the question for the time."""
     measured: int = 0
     offset: int = 0
     """The last id that it has sent."""
     output_at: int | None = None
-    """How much of its output is here."""
+    """Position in its output up to which it was received; None: nothing was received yet."""
     beat: Mapping[str, Any] = field(default_factory=dict)
     standing: Mapping[str, Any] | None = None
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is expected. One that was never reached may not belong to the job."""
+        """Whether no more records are expected. A machine that was never reached may not belong to the job."""
         return self.node.state in ("ended", "refused") or (self.sought and self.node.why is not None)
 
 
@@ -106,7 +106,7 @@ class Mirror(Record):
         self._events: list[tuple[str, Mapping[str, Any]]] = []
         self._last_stall: Mapping[str, Any] | None = None
         self._metrics: Metrics | None = None
-        """The writer of the metrics file; None before the first machine has said what the run is."""
+        """The writer of the metrics file; None until a machine has sent the facts of the run."""
         self._ids = count(1)
         self._leave = False
         for machine in self.machines:
@@ -200,7 +200,7 @@ class Mirror(Record):
         if machine.sought and not ID.fullmatch(run):
             raise RubbishError("it has not named its run")
         if version not in (dpmon.__version__, node.version):
-            text = f"{node.name} has dpmon {version}, this machine {dpmon.__version__}: what both know is read"
+            text = f"{node.name} has dpmon {version}, this machine {dpmon.__version__}: only what both know is read"
             self.emit("warning", {"process": None, "text": text})
         node.host, node.run, node.version, machine.sought = host, run, version, False
         words = marker.get("command")
@@ -407,14 +407,15 @@ class Mirror(Record):
 def command_of(words: list[str], known: str | None = None) -> list[str]:
     """The command that prints the rows of a machine.
 
-    `words`: its name, its run there or the job of it, and how to run dpmon there. `known`: its run, once it is known.
+    `words`: its name, its run or the job of its run, and the words that run dpmon there. `known`: its run, once it is
+    known.
     """
     _, run, *before = words
     return [*before, "export", known if known and run.startswith(JOB) else run, "--follow", "--rollups"]
 
 
 def _text(sent: Mapping[str, Any], key: str) -> str | None:
-    """A text that a machine has sent, harmless and short; None if there is none."""
+    """A text that a machine has sent, safe to show and short; None if there is none."""
     text = text_in(sent, key)
     return None if text is None else clean(text, _MOST_TEXT)
 

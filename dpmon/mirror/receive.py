@@ -36,7 +36,7 @@ _MOST_OF_SECOND = 1 << 42
 _MOST_TEXT, MOST_ROWS, _MOST_DAMAGED = 1 << 18, 20_000, 1000
 """Most characters of a text, rows of a line, and damaged rows of a chunk."""
 _MOST_COLUMNS = 100
-"""Most columns of a line, and most characters of the name of one."""
+"""Most columns of a line, and most characters of a column's name."""
 _MOST_STEPS = 1 << 40
 _MOST_FLOAT = 1e300
 _LEAST_OF_ROW = 40
@@ -128,7 +128,7 @@ class Receiver:
         if not isinstance(columns, list) or not isinstance(rows, list) or not all(type(one) is str for one in columns):
             raise RubbishError("it sent rows without columns")
         if len(columns) > _MOST_COLUMNS or max(map(len, columns), default=0) > _MOST_COLUMNS:
-            raise RubbishError("it sent rows of too many columns")
+            raise RubbishError("it sent rows with too many columns")
         good = checked(table, columns, rows, now_ns)
         self._damaged += len(rows) - len(good)
         self._rows[table] += good
@@ -162,7 +162,7 @@ def checked(table: str, columns: Sequence[str], rows: Sequence[Any], now_ns: int
 
 @lru_cache(256)
 def _places(table: str, columns: tuple[str, ...]) -> tuple[tuple[_ColumnRule, int], ...]:
-    """The columns of a table, and the place of each in a line with these columns; -1: it is not there."""
+    """The columns of a table, and the place of each among `columns`; -1: it is missing."""
     return tuple((rule, columns.index(rule.name) if rule.name in columns else -1) for rule in _columns(table))
 
 
@@ -170,7 +170,7 @@ def _sound_columns(table: str, columns: Sequence[str], rows: Sequence[Any], now_
     """Yield the values of each column. Raises ValueError or TypeError if one is not sound."""
     sent = list(zip(*rows, strict=True))
     if len(sent) != len(columns):
-        raise ValueError("rows of other columns")
+        raise ValueError("rows with other columns")
     latest = now_ns + AHEAD_S * SECOND
     latest_of = latest, latest // SECOND
     for rule, at in _places(table, tuple(columns)):

@@ -48,7 +48,10 @@ _OWN = "supervisor"
 """The row of a machine's supervisor among its rings."""
 _PROCESS = re.compile(r'"process": ?(-?\d{1,19})(?=[,}\]\s])')
 _LATE_S, _MOST_PENDING = 5, 1 << 16
-"""Waits that are known this long after their second change its tally, others go into the next one; and most of them."""
+"""Waits that become known later than this change the stored tally of their second; others go into the next tally.
+
+The second number: most pending waits.
+"""
 _AT = {name: at for at, name in enumerate(STEP_COLUMNS)}
 _synced_of = itemgetter(
     *(_AT[name] for name in ("mode", "kind", "start_ns", "wall_ns", SYNC_NUMBER, "synced", "sync_ns", "device"))
@@ -106,7 +109,7 @@ class Records:
         self._pending: dict[_Place, tuple[Joined, ...]] = {}
         """Waits that are not in a tally yet."""
         self._joined: list[Joined] = []
-        """All waits of the last call of `write`; `_late`: of seconds whose tallies have come already."""
+        """All waits of the last call of `write`; `_late`: those of seconds with stored tallies."""
         self._late: list[Joined] = []
         self._node_of: dict[int, NodeRow] = {}
         """The machine of each process."""
@@ -368,7 +371,7 @@ class Records:
             except HistoryError:
                 continue
             if self._spans_machines(node, number):
-                if width > before:  # its waits are those of the finer ones
+                if width > before:  # its waits come from the finer tallies
                     self._into("tallies", moved)
                     self._flush("tallies")
                     moved, before = [], width
@@ -387,13 +390,13 @@ class Records:
     def _waits(self) -> list[int]:
         """The numbers of the series of waits.
 
-        They come after those of the first machine. So most machines number their series as this one, and their
-        sketches are copied as they are.
+        They come after the numbers of the first machine's series. So most machines have the same numbers as this
+        history, and their sketches are copied unchanged.
         """
         return [self._names.number(name) or 0 for name in (EXPOSED, WAIT, HELD)]
 
     def _due(self, place: _Place, second: int) -> bytes:
-        """Return the entries of the waits up to a second, which are pending no longer."""
+        """Return the entries of the waits up to a second, and remove them from the pending ones."""
         pending = self._pending.pop(place, ())
         later = tuple(one for one in pending if one.step.second > second)
         if later:
@@ -401,7 +404,7 @@ class Records:
         return self._entries([one for one in pending if one.step.second <= second])
 
     def _put_late(self) -> None:
-        """Put waits into the tallies of their seconds: the steps of a machine that was cut off came after these."""
+        """Add late waits to the stored tallies of their seconds: the steps of a machine that was cut off came later."""
         found: dict[tuple[Any, ...], list[Joined]] = defaultdict(list)
         for one in self._late:
             for width in WIDTHS:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 WHY_S = 7.0
 """Longest wait for the answers to "why is it stuck"."""
 _LIVING_S = 2.0
-"""Time between two looks whether the readers that want all records live."""
+"""Time between two checks whether the readers that want all records are alive."""
 _MOST_BYTES, _MOST_TEXT = 1 << 16, 300
 
 
@@ -36,11 +36,11 @@ class _Sent:
     asked: int = 0
     """How many machines got it."""
     waited: set[int] = field(default_factory=set)
-    """Those that have not answered."""
+    """The machines that have not answered."""
     failed: dict[int, str] = field(default_factory=dict)
-    """Why machines did not do it."""
+    """Why a machine did not do it, by its number."""
     stacks: dict[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
-    """Of a request for stacks: name and answer of machines."""
+    """For a request for stacks: the name and the answer of each machine."""
 
 
 class Requests:
@@ -52,14 +52,14 @@ class Requests:
         self._last, self._why = _Sent(), _Sent(request_in(mirror.directory))
         """The last request, and the last one for stacks."""
         self._why_until: float | None = None
-        """Until when its answers are waited for; None: it is answered."""
+        """The end of the wait for its answers; None: it is answered."""
         self._wanted: dict[tuple[int, float], list[int]] = {}
-        """By reader, its pid and start: the processes of which it wants all records."""
+        """By pid and start of a reader: the processes for which it wants all records."""
         self._whole: dict[int, list[int]] = {}
-        """The same by machine, with the numbers there."""
+        """By machine: these processes, with their numbers there."""
         self._living_at = 0.0
         self._at = max(_size(self._path) - _MOST_BYTES, 0)
-        for request in self._new():  # of the mirror before this one
+        for request in self._new():  # also those to the mirror before this one
             self._take_wanted(request)
 
     @property
@@ -109,14 +109,14 @@ class Requests:
                     sent.stacks[node.number] = node.name, why
 
     def lose(self, node: int) -> None:
-        """Wait no longer for a machine, which was cut off or has ended."""
+        """Stop waiting for a machine that was cut off or has ended."""
         for sent in (self._last, self._why):
             if node in sent.waited and self._mirror.machines[node].node.state != "ended":
                 sent.failed[node] = "it was cut off before it answered"
             sent.waited.discard(node)
 
     def renew(self, node: int) -> None:
-        """Ask a machine that was connected again for the records that a reader wants."""
+        """Ask a machine for the records that readers want, after it was connected again."""
         if node in self._whole:
             self._tell(node)
 
@@ -129,7 +129,7 @@ class Requests:
             if self._mirror.links.send(number, text):
                 sent.waited.add(number)
             else:
-                sent.failed[number] = "it takes no requests now"
+                sent.failed[number] = "it accepts no requests now"
         return sent
 
     def _take_wanted(self, request: Mapping[str, Any]) -> None:

@@ -48,7 +48,7 @@ class LoaderStart(NamedTuple):
 
 
 class InForce(NamedTuple):
-    """The mode of a process, its devices and the reason; by the names of dpmon.model.state.Process."""
+    """The mode of a process, its devices and the reason; the fields are named as in dpmon.model.state.Process."""
 
     mode: str
     devices: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class Announced:
     inputs: tuple[tuple[int | None, int, int], ...] = ()
     """Waits for a line of input: process (None: one that does not train), start, end."""
     change_count: int = 0
-    """Number of all changes of mode; `warning_count`: of all warnings."""
+    """Number of all changes of mode; `warning_count`: number of all warnings."""
     warning_count: int = 0
 
     @classmethod

@@ -85,7 +85,7 @@ class Communication:
     sampled_of: int = 0
     """Number of steps of all ranks in the time that these samples cover."""
     elsewhere: tuple[RankTimes, ...] = ()
-    """The ranks of other nodes, if a picture shows one node alone: the others may wait for one of them."""
+    """The ranks of other nodes, if a picture shows one node alone: its ranks may wait for one of them."""
 
     @cached_property
     def one_in(self) -> int | None:

@@ -211,12 +211,12 @@ def busy(facts: RunFacts) -> Iterator[Finding]:
     host = facts.host
     if host is None or host.samples < HOST_SAMPLES or host.cpu_pct < FULL_PCT or not list(measured_modes(facts)):
         return
-    share = host.others / host.cpus
+    share, alone = host.others / host.cpus, host.machines == 1
     if share >= OTHERS_SHARE:
         yield Finding(
             "busy",
-            f"{'The machine is' if host.machines == 1 else 'A machine is, in the median,'} busy with other work:"
-            f" a median of {host.others:.1f} of its {_processors(host)}.",
+            f"{'The machine is' if alone else 'The machines are'} busy with other work: a median of"
+            f" {host.others:.1f} of {'its ' if alone else ''}{_processors(host)}{'' if alone else ' per machine'}.",
             _ground(host),
             "times on a quieter machine will differ; find the other work (top), and end it if you can",
             share / 2,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 WINDOW_S = 10
 MOST_RATES = 128
-"""Most ranks whose rates are read besides that of the focus; more ranks count as these on average."""
+"""Most ranks besides the focus with rates that are read; further ranks count as the mean of these."""
 _GOLDEN = 0.6180339887
 _Item = TypeVar("_Item")
 
@@ -66,7 +66,7 @@ def figures_end_s(rows: Store, process: Process) -> int:
 
 
 def spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
-    """All items or, of more than `most`, so many from everywhere, at uneven distances: every eighth rank may differ."""
+    """All items or, if there are more, `most` of them, at uneven distances: every eighth rank may differ."""
     if len(items) <= most:
         return items
     return [items[at] for at in sorted(sorted(range(len(items)), key=lambda at: at * _GOLDEN % 1.0)[:most])]
@@ -75,8 +75,8 @@ def spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
 def recent(rows: Store, processes: Sequence[int], mode: str, begin_s: int, until_s: int, times: float = 1.0) -> Recent:
     """The last ten seconds of training of the first process; with fewer than two steps there, the last two steps.
 
-    `processes`: those that train together, in a mode. `begin_s`, `until_s`: the seconds to read. `times`: how many
-    times as many train as are read.
+    `processes`: those that train together, in a mode. `begin_s`, `until_s`: the seconds to read. `times`: number
+    of processes that train, divided by the number of those that are read.
     """
     process, trained = processes[0], mode in trains(rows.kinds())
     found = _lately(rows, tuple(processes), begin_s, until_s, mode, trained)

@@ -1,4 +1,4 @@
-"""The processes of a run as of a time, and those of them that a picture shows. Pure."""
+"""The processes of a run as of a time, and which of them a picture shows. Pure."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def other_ranks(state: State, focus: Process) -> list[Process]:
 
 
 def ranks_elsewhere(rows: Store, state: State, wanted: Wanted) -> list[Process]:
-    """The ranks of the nodes that a picture of one node leaves out, for the straggler; without their figures."""
+    """The ranks of the nodes outside a picture of one node, without figures: the straggler may be one of them."""
     if wanted.node is None:
         return []
     nodes = {process: node for node in nodes_in(rows) for process in node.processes if node.number != wanted.node}

@@ -26,13 +26,13 @@ Seconds = tuple[range, ...]
 RANK_STEPS, RANK_S = 50, 5
 """Fewest steps and seconds for a comparison of the ranks."""
 RANKS_A_SECOND = 32
-"""All times and the rate of this many ranks are read in a second; those of more ranks are read less often."""
+"""The times and rates of this many ranks are read once a second; those of more ranks are read less often."""
 _SAMPLED_S = 40
 """Most seconds for a comparison of ranks of several machines: the waits of about one step a second are known."""
 _AGE_S = 8
-"""Times of some of many ranks are less than this old."""
+"""With many ranks, some times may be old, but less than this."""
 _LATE_S = 6
-"""Waits of a step are known this long after it, or are left out of a live picture."""
+"""Waits that become known later than this after their step are left out of a live picture."""
 _JOINED, _SYNCED = map(RankTimes._fields.index, ("joined", "synced"))
 _SERIES = (STEP, "forward", "backward")
 _MINUTE_S = 60
@@ -61,7 +61,7 @@ class _LastWaits:
     """Reads the waits of many ranks, each once."""
 
     def __init__(self, rows: Store, process: int, end_s: int, stalled: Seconds) -> None:
-        """Read from about `_SAMPLED_S` before the second `end_s`, by the steps of a process; without `stalled`."""
+        """Begin at a step of `process`, about `_SAMPLED_S` before the second `end_s`; leave `stalled` out."""
         begin_s = _parts(end_s, _SAMPLED_S, stalled)[0][0]
         first_id = rows.at(begin_s * SECOND).last_step_id([process])
         self._stalled = stalled
@@ -71,7 +71,10 @@ class _LastWaits:
         """By process."""
 
     def read(self, rows: Store, end_s: int) -> bool:
-        """Read the waits that are known now: of a step, when the rows of all ranks have come. Whether any are new."""
+        """Read the waits that are known now; return whether any are new.
+
+        The waits of a step are known when the rows of all ranks have come.
+        """
         while len(self._read) > 1 and self._read[1][0] < end_s - _LATE_S:
             self._read.popleft()
         last_id, of, new = self._read[-1][1], self.of, False
@@ -95,12 +98,12 @@ class _LastWaits:
 class RankTimesReader:
     """Reads the mean times of ranks that train together.
 
-    Of many ranks, all times are read of some only, the slowest among them, and may be some seconds old. Of the others,
-    the waits are read.
+    With many ranks, all times are read only for some of them, the slowest included, and may be some seconds old. Only
+    the waits are read for the others.
     """
 
     _of: tuple[int, ...] = ()
-    """The processes of the last times, and the seconds without them."""
+    """The processes of the last times, and the seconds that they leave out."""
     _stalled: Seconds = ()
     _waits: _LastWaits | None = None
     _end_s: int = 0
@@ -128,7 +131,7 @@ class RankTimesReader:
         if (of, stalled) != (self._of, self._stalled):
             self._of, self._stalled, self._width_s = of, stalled, RANK_S
             self._waits, self._whole, self._times = None, {}, ()
-        # If ranks also wait for each other in the forward, the waits of a backward alone do not show who is slow.
+        # If ranks also wait for each other in the forward, the waits of the backward alone do not show who is slow.
         alone = not any(one.waits_in_forward for one in wrappers)
         if not (rows.mirrored and alone and len(ranks) > RANKS_A_SECOND):
             return self._read_whole(rows, focus, ranks, end_s, len(ranks) // RANKS_A_SECOND)
@@ -177,7 +180,7 @@ class RankTimesReader:
 
 
 def _some(ranks: Sequence[Process], focus: Process, waits: Mapping[int, _Waits]) -> list[Process]:
-    """The ranks to read all times of: `focus`, the slowest, and for comparison some others."""
+    """The ranks for which all times are read: `focus`, the slowest, and some others for comparison."""
     slowest = nsmallest(WORST, waits, key=lambda process: waits[process].wait_ns)
     wanted = {focus.process, *slowest, *(one.process for one in spread(ranks, RANKS_A_SECOND - WORST))}
     return [one for one in ranks if one.process in wanted]
@@ -198,9 +201,9 @@ def _parts(end_s: int, width_s: int, stalled: Seconds) -> list[tuple[int, int]]:
 def _rank_times(
     rows: Store, focus: Process, ranks: Sequence[Process], stalled: Seconds, width_s: int
 ) -> tuple[int, tuple[RankTimes, ...]]:
-    """The mean times of ranks over about RANK_STEPS steps, and in how many seconds (at least `width_s`) these are.
+    """Return a number of seconds, and the mean times of ranks in them; `stalled` seconds are left out.
 
-    In whole seconds that are not `stalled`.
+    The seconds are whole, at least `width_s`, and enough for about RANK_STEPS steps.
     """
     assert focus.last_step is not None
     end_s = max(figures_end_s(rows, one) for one in (focus, *ranks) if one.last_step is not None)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MOST_READ = 4000
 """Most tallies to read. For more ranks or a longer time, the stretches are wider."""
 _SLOW_SHOWN, _OTHERS = 3, 12
-"""Of many ranks, most slow ones that are shown, and most that they are compared with."""
+"""With many ranks: most slow ranks that are shown, and most others that they are compared with."""
 _SYNC = "sync"
 _OPEN_S = 5
 """Stretches in the last seconds are read again, because steps may still be added to them."""
@@ -25,8 +25,8 @@ _OPEN_S = 5
 class RankWaits(NamedTuple):
     """How much longer the others waited than each rank, in each stretch of time: as a share of its step, 0 to 1.
 
-    The wait of the others is their median, as for a straggler (dpmon.model.stragglers); of many ranks, only some of the
-    others are compared. 0: they did not wait for it.
+    The wait of the others is their median, as for a straggler (dpmon.model.stragglers). With many ranks, it is
+    that of only some others. 0: they did not wait for it.
     """
 
     width_s: int = 1
@@ -70,7 +70,7 @@ class RankWaitReader:
 
 
 def among_many(ranks: Sequence[RankTimes], slow: Straggler | None, chosen: int | None) -> tuple[list[int], list[int]]:
-    """The processes of the slow and the chosen ranks of many, and some others; none if no rank is slow."""
+    """The processes of the slow ranks and the chosen one, and some others; none if no rank is slow."""
     if slow is None:
         return [], []
     groups = {one.process: one.group for one in ranks}

@@ -48,13 +48,13 @@ COLLECTIVES_S = 300
 """Seconds of sampled collectives to show; only some steps are sampled."""
 _LONG_READ = 64
 _PICTURES = 8
-"""Of MANY processes, the facts of those that are not shown are read for one in so many pictures."""
+"""With MANY processes, the facts of those that are not shown are read once in this many pictures."""
 _COMPARED_PART = 60
 """The modes are compared again when the run has become longer by this fraction (1/60)."""
 _SLOW_IDS = 100_000
 """Most ids that are searched for the longest steps of a picture."""
 _STALLS = 4
-"""Most stalls that are left out of the comparison of ranks: older ones are not within its time."""
+"""Most stalls that are left out of the comparison of ranks: older ones lie before its time."""
 _USUAL = Wanted()
 
 
@@ -112,7 +112,7 @@ class Snapshots:
         return replace(state, warnings=(*state.warnings, warning), warning_count=state.warning_count + 1)
 
     def _taken(self, rows: Store, wanted: Wanted, ended: frozenset[int]) -> State:
-        """The state; of many ranks, the facts but the waits are as old as some pictures."""
+        """The state. With many ranks, some facts are those of an earlier picture, but the waits are new."""
         events = self._announced(rows)
         key, last = (wanted, ended, events), self._last
         if last is None or last.key != key or last.pictures >= _PICTURES or rows.until_s is not None:
@@ -250,7 +250,7 @@ class Snapshots:
         return found
 
     def _recent_of(self, rows: Store, process: Process, others: Sequence[Process], end_s: int) -> Recent:
-        """The last ten seconds of training of processes that train together; of many, a few seconds old."""
+        """The last ten seconds of training of processes that train together; with many, a few seconds old."""
         assert process.last_step is not None
         step, there = process.last_step, [process, *(one for one in others if one.last_step is not None)]
         key, before = (step.mode, *(one.process for one in there)), self._recent

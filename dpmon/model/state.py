@@ -56,7 +56,7 @@ class Wanted(NamedTuple):
     slowest: int = 0
     """Number of the longest steps in the picture."""
     worst: int = 0
-    """Of many ranks, the number of the slowest ones that are visible; 0: as of few ranks."""
+    """With many ranks, the number of the slowest ones that are visible; 0: as with few ranks."""
     listed: bool = False
     """Whether the visible ranks are listed, too, if the slowest ones are visible."""
     node: int | None = None
@@ -348,7 +348,7 @@ class State:
     slowest: SlowSteps = field(default_factory=SlowSteps)
     """The longest steps of the current mode in the time range."""
     order: tuple[int, ...] = ()
-    """`training` by number, if it was found already."""
+    """The numbers of the processes in `training`, if they were determined already."""
     drawn: tuple[int, ...] = ()
     """The processes with all fields."""
     rank_waits: RankWaits | None = None
@@ -409,7 +409,7 @@ class State:
     def now(
         self, now_ns: int, doing: Mapping[int, tuple[str, int]], paused_ns: int | None, input_ns: int | None
     ) -> Now:
-        """What the word for a run that goes on follows from. `doing`: by process; empty in a playback."""
+        """The facts that decide the word for a live run. `doing`: by process; empty in a playback."""
         focus, stall = self.focus, self.stall
         return Now(
             now_ns,

@@ -241,7 +241,7 @@ def delays(ranks: Sequence[RankTimes]) -> dict[int, float]:
     found = {}
     for members in groups.values():
         waits = sorted(map(_wait, members))
-        # It is the same without any wait below the middle.
+        # The median is the same without any one of the waits below the middle.
         usual, middle = median_without(waits, waits[0]), waits[len(waits) // 2]
         for one in members:
             wait, step = one.wait_ns or 0.0, one.step_ns or 0.0
@@ -262,7 +262,7 @@ def _with_cause(
 ) -> Straggler:
     """`found` with the phase that covers the excess on each slow rank, if any; `waits`: phases that include waits."""
     waited = median(map(_wait, others))
-    slow, others = ([one for one in each if one.phases] for each in (slow, others))  # of many ranks, of some
+    slow, others = ([one for one in each if one.phases] for each in (slow, others))  # some of many ranks have none
     if not slow or not others:
         return found
     ran = {phase: None for one in slow for phase in one.phases if phase not in waits}

@@ -277,7 +277,7 @@ def _communication(facts: RunFacts) -> list[Entries]:
 
 
 def _stages(facts: RunFacts) -> list[Part]:
-    """One row per stage of a model that lies on several devices; of a model that alternates them, the first stages."""
+    """One row per stage of a model on several devices; only the first stages if the model alternates between them."""
     rows = []
     for line in (line for line in facts.stages if line.stage < _MAX_STAGES):
         sizes = f"{line.named_parts}: {flow(line.inputs, line.outputs, 'not finished')}"

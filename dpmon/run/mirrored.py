@@ -23,11 +23,11 @@ STATE_FILE, ASKED_FILE = "nodes.json", "asked.jsonl"
 _MOST_BYTES = 8 << 20
 _MOST_WORD = 40
 _SHOWN_NS = 30 * 10**9
-"""How long it is said which machines did not do what they were asked for."""
+"""How long a reader shows which machines did not do what they were asked for."""
 
 
 def doing_in(value: object) -> dict[int, tuple[str, int]]:
-    """Return what each process does, and since when (ns), of JSON by word and number; leave out what is damaged."""
+    """Return what each process does, and since when (ns), from JSON by word and number; leave out what is damaged."""
     found = {}
     for word, numbers in value.items() if isinstance(value, Mapping) else ():
         what = clean(word)[:_MOST_WORD]
@@ -38,7 +38,7 @@ def doing_in(value: object) -> dict[int, tuple[str, int]]:
 
 
 def by_word(doing: Mapping[int, tuple[str, int]]) -> dict[str, dict[int, int]]:
-    """Return the JSON that `doing_in` reads: without a list for each process, of which there may be a thousand."""
+    """Return the JSON that `doing_in` reads: grouped by word, because there may be a thousand processes."""
     found: dict[str, dict[int, int]] = {}
     for number, (what, since) in doing.items():
         found.setdefault(what, {})[number] = since
@@ -51,7 +51,7 @@ class Answers(NamedTuple):
     answered: int
     asked: int
     failed: Mapping[str, str] = {}
-    """Why machines did not do it, by name, in the first seconds; both clean."""
+    """Why a machine did not do it, by its name, for some time after the request; both clean."""
 
 
 class Machines:

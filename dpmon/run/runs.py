@@ -194,7 +194,7 @@ def newest_run(goes_on: Callable[[RunInfo], bool]) -> Path:
 
 
 JOB = "job="
-"""The first characters of a RUN that is the newest one of a job on this machine: `job=slurm:12.0`."""
+"""The prefix of a RUN that means the newest run of a job on this machine: `job=slurm:12.0`."""
 
 
 def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunInfo], bool] | None = None) -> Path:

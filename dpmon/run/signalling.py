@@ -168,13 +168,13 @@ def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float 
 
 
 def _stop_machines(directory: Path, info: RunInfo) -> Iterator[str]:
-    """Ask the machines of a mirror to stop their runs; yield how many have ended, whenever that changes."""
+    """Ask the nodes of a mirror to stop their runs; yield how many have ended, whenever that changes."""
     machines = Machines(directory, info.start_ns)
     if load_exit(directory) is not None:
         yield NOTHING_RUNS
         return
     if not supervised(info) or not machines.ask({"ask": "stop"}):
-        yield "no machine is connected, so they cannot be stopped now: try again in some seconds"
+        yield "no node is connected, so the run cannot be stopped now: try again in some seconds"
         return
     mark_stop(directory)
     until, before, told = time.monotonic() + _MACHINES_S, -1, set[str]()
@@ -182,17 +182,17 @@ def _stop_machines(directory: Path, info: RunInfo) -> Iterator[str]:
         ended, count = machines.ended()
         if ended != before:
             before = ended
-            yield f"{ended} of {count} machines have ended"
+            yield f"{ended} of {count} nodes have ended"
         answers = machines.answers()
         for name, text in answers.failed.items() if answers is not None else ():
             if name not in told:
                 told.add(name)
                 yield f"{name}: {text}"
         if load_exit(directory) is not None:
-            yield f"{STOPPED_BY}their machines"
+            yield f"{STOPPED_BY}its nodes"
             return
         time.sleep(_LOOK_S)
-    yield f"{count - ended} of {count} machines cannot be stopped"
+    yield f"{count - ended} of {count} nodes cannot be stopped"
 
 
 def _started(directory: Path) -> RunInfo:

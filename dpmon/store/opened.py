@@ -39,9 +39,9 @@ from dpmon.store.tables import (
 from dpmon.store.writer import History
 
 STALE_S, STARVED_S = 3.0, 10.0
-"""After this long without a write, a suspended supervisor is not working, and one that is not suspended: a working one
-samples the host every second. On a busy machine it may be late. It then goes on with records that are older than those
-in the rings, so readers that had turned to the rings would go back."""
+"""A supervisor does not work if it has written nothing for this long: the first if it is suspended, else the second. A
+working one samples the host every second. On a busy machine it may be late, and then continues with records that are
+older than those in the rings. So readers that had changed to the rings would go back in time."""
 _MEMORY = ":memory:"
 _NO_LIMIT = 1 << 40
 _FAULTS = (HistoryError, sqlite3.Error, OSError, MemoryError)

@@ -146,7 +146,7 @@ class Rounds:
         return group if group.take_over(rank, process) else None
 
     def take_back(self, first_id: int, joined: Iterable[Joined]) -> None:
-        """Forget the steps with ids from `first_id` on; the others of the rounds that they completed wait again."""
+        """Forget the steps with ids from `first_id` on; the other steps of the rounds they completed wait again."""
         for group in self._groups.values():
             for place, steps in list(group.pending.items()):
                 kept = {rank: step for rank, step in steps.items() if step.id < first_id}

@@ -226,9 +226,9 @@ class Steps(Sums):
         return self.resolver(process).call(call_in(columns))
 
     def waits(self, after_id: int, after_number: int) -> Iterator[tuple[int, ...]]:
-        """Yield id, process, synchronised pass, exposed communication (ns), wait (ns) and end (s) of steps.
+        """Yield id, process, synchronised pass, exposed communication (ns), wait (ns) and end (s) of training steps.
 
-        Of the training steps up to this time with known waits, of ids and passes above these.
+        Only steps up to this time with known waits, and with ids and passes above these.
         """
         columns = f"id, process, {SYNC_NUMBER}, {EXPOSED}_ns, {WAIT}_ns, (start_ns + wall_ns) / {SECOND} AS end_s"
         query = (

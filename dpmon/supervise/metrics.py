@@ -41,7 +41,7 @@ _SHARE = 0.01
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 MAX_PROCESSES = 1024
 MAX_SAMPLES, _OF_NODE = 512, 32
-"""Newest samples of devices and hosts to read, and how many of each machine: a second has one of each device."""
+"""Most samples of devices and hosts to read, in all and per machine: there is one per device and second."""
 MAX_LABEL = 200
 
 
@@ -52,7 +52,7 @@ _OF_RANKS = (
     (HELD, 1e9, "step_held_seconds_total", "Delay of the slowest rank relative to the second slowest."),
     (HELD, 0, "step_slowest_total", "Steps in which the other ranks waited for this one."),
 )
-"""Series of a step, by what to divide its sum (0: its number instead), and the name and text of the metric."""
+"""Series of a step, the divisor of its sum (0: take its count instead), and the name and text of the metric."""
 
 
 def metrics_path(asked: str, info: RunInfo) -> Path:
@@ -136,7 +136,7 @@ class Metrics:
         self._ranks: Mapping[int, int | None] = {}
         """Rank by process."""
         self._nodes: Mapping[int, str] = {}
-        """Name of the machine by process, of a run on several."""
+        """Name of the machine by process; empty on one machine."""
         self._warn = warn
         self._failing = self._over = False
         self._due = 0.0
@@ -224,7 +224,7 @@ class Metrics:
         self._ranks = {ring.process: ring.rank for ring in store.rings.values()}
         self._nodes = {ring.process: names[ring.node] for ring in store.rings.values() if ring.node in names}
         for machine in store.nodes():
-            where, sends = {"node": machine.name}, "1 while a machine sends its records, of a run on several machines."
+            where, sends = {"node": machine.name}, "1 while a machine sends its records, else 0."
             text.gauge("node_connected", sends, {**run, **where}, int(machine.state == "connected"))
         self._add_steps(text, window)
         self._add_figures(text, window)

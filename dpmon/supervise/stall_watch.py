@@ -31,7 +31,7 @@ REST = 50
 
 
 class Record(Protocol):
-    """What the watch needs of the record of the run; a record of several machines knows no steps and no samples."""
+    """What the watch needs from the record of the run. The record of several machines has no steps and no samples."""
 
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
         """Record an event."""

@@ -18,7 +18,7 @@ _COLOUR_SYSTEMS = ("auto", "standard", "256", "truecolor")
 
 
 _OBJECTS = 100_000
-"""New objects between two searches for garbage. The usual ones take a seventh of the time with a thousand ranks."""
+"""New objects between two garbage collections. Python's default takes a seventh of the time with a thousand ranks."""
 
 
 class ScreenClosed(SystemExit):

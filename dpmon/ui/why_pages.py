@@ -39,7 +39,7 @@ class WhyPages(Pages):
             return [[(found, "dim")]]
         now = self._facts()
         alike = self._recorded is None and now.stall is not None and found.get("text") is not None
-        # The first line counts on, like the screen's, while the answer grows old.
+        # The time in the first line goes on, as on the screen, while the answer grows old.
         (first, style), *rest = lines_of({**found, "t_s": now.now_ns / 1e9} if alike else found, width=width)
         if found.get("text") is None and self._recorded is None:
             first = state_words(now) or f"{first}: {now.run_state.word}"
@@ -58,7 +58,7 @@ class WhyPages(Pages):
             self.draw()
 
     def due(self) -> bool:
-        """Draw the age of the answer; returns whether it is time to ask again."""
+        """Draw the age of the answer; return whether it is time to ask again."""
         age_s = time.monotonic() - self._last
         self.title_text = f"Why (as of {age_s:.0f} s ago)"
         self.draw()

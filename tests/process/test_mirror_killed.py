@@ -130,7 +130,7 @@ def test_requests_reach_all_machines_and_their_answers_come_back(two: Two) -> No
         wait_for(lambda: all(n > before[node] for node, n in steps_here(directory).items()), what="more steps")
     result = two.here.run("stop", "mirrored")
     assert result.status == 0
-    assert result.out.decode().splitlines()[-1].startswith("stopped by their machines")
+    assert result.out.decode().splitlines()[-1].startswith("stopped by its nodes")
     assert [node.exit()["signal"] or node.exit()["status"] for node in two.nodes] != [0, 0]
     how = load_exit(directory)
     assert how is not None

@@ -139,7 +139,7 @@ def test_an_unknown_torch_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_starts_ranks_on_another_machine(tmp_path: Path) -> None:
-    """It copies the environment: one process there says that nothing is recorded, and all run as alone."""
+    """It copies the environment: one process there says that nothing is recorded, and all run as without dpmon."""
     text = (
         "import subprocess, sys, torch\n"
         "if not sys.argv[1:]:\n    subprocess.run([sys.executable, __file__, 'child'], check=True)\n"

@@ -65,7 +65,7 @@ def test_a_reader_that_is_gone_is_not_waited_for(
 def test_machines_that_cannot_be_asked_are_not_called_stopped(state: Path) -> None:
     mirror = mirror_of("train", [("gpu-1", "20260101-000000-train-0001", ["false"])])
     *_, said = stop_run(mirror, load_info(mirror))
-    assert said == "no machine is connected, so they cannot be stopped now: try again in some seconds"
+    assert said == "no node is connected, so the run cannot be stopped now: try again in some seconds"
     assert stop_asked_unix(mirror) is None
 
 

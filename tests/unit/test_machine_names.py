@@ -458,7 +458,7 @@ UNREACHED = Printed([], "it cannot be reached", False)
 @pytest.mark.parametrize(
     ("runs", "answer", "followed", "said"),
     [
-        ([there("a", 1)], UNREACHED, ["a", "b"], "b is tried again, and shown when it answers"),
+        ([there("a", 1)], UNREACHED, ["a", "b"], "b: dpmon tries again, and shows it when it answers"),
         ([there("a", 1)], UNREACHED._replace(for_good=True), ["a"], "b: it cannot be reached"),
         ([there("a", 1), there("a", 2)], UNREACHED, ["a", "a:2"], "attach again when it answers"),
         ([there("a", 1, None)], UNREACHED, ["a"], "attach again when it answers"),

@@ -179,7 +179,7 @@ def test_records_are_wanted_until_their_last_reader_has_gone(
     assert len(sent) == count
 
 
-def test_a_request_that_fails_on_a_machine_is_told(mirror: Mirror, sent: list[dict[str, Any]]) -> None:
+def test_a_request_that_fails_on_a_machine_is_reported(mirror: Mirror, sent: list[dict[str, Any]]) -> None:
     reader = Machines(mirror.directory, 0)
     for error in (None, "no training\x1b process is running"):
         reader.ask({"ask": "mode", "mode": "dp"})

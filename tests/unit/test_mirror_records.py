@@ -310,7 +310,7 @@ def all_rows(records: Records) -> dict[str, list[tuple[Any, ...]]]:
 def test_what_could_not_be_written_is_written_later_as_if_nothing_had_happened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full for some time, in which some of the records are taken back, to be sent again."""
+    """The disk is full for some time. Some records are taken back then, to be sent again."""
     found = []
     for fails in (False, True):
         directory = tmp_path / str(fails)

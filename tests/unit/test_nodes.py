@@ -328,7 +328,7 @@ def test_few_known_waits_are_looked_at_over_more_seconds_also_at_an_earlier_time
 
 
 @pytest.mark.parametrize(("nodes", "each", "shown"), [(2, 2, "0123"), (4, 8, "11"), (125, 8, "11")])
-def test_ranks_of_nodes_are_shown_over_time_the_slow_one_if_they_are_many(nodes: int, each: int, shown: str) -> None:
+def test_ranks_of_nodes_are_shown_over_time_but_only_the_slow_one_of_many(nodes: int, each: int, shown: str) -> None:
     slow = min(11, nodes * each - 1)
     facts = facts_of(ManyNodes(nodes, each, slow=slow).run(0, 24), waits=True, worst=WORST)
     height = 40 if nodes < 100 else TALL

@@ -65,7 +65,7 @@ def test_many_ranks_over_a_long_time_are_read_in_wider_stretches() -> None:
     assert end > 0
 
 
-def test_themedian_without_one() -> None:
+def test_the_median_without_one() -> None:
     for values in ([1.0, 2.0], [0.0, 0.0, 5.0], [1.0, 3.0, 4.0, 9.0], [0.0, 2.0, 2.0, 7.0, 8.0]):
         for at, one in enumerate(values):
             assert median_without(values, one) == median(values[:at] + values[at + 1 :])

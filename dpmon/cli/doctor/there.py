@@ -51,7 +51,7 @@ def _run(runs: Sequence[RunThere], why: str | None, version: str) -> Check:
     live = [there for there in runs if there.goes_on]
     if why is not None:
         same = version == dpmon.__version__
-        remedy = "make its start-up files print nothing to commands" if same else "install the same dpmon there as here"
+        remedy = "make its start-up files print nothing" if same else "install the same dpmon there as here"
         return problem("run", why, remedy)
     if not live:
         return warning("run", "no run goes on there", "start the command under dpmon, as the user who is reached")
@@ -66,7 +66,8 @@ def _own_checks(answer: Printed) -> list[Check]:
         data = load_json(b"\n".join(lines[lines.index(b"{") :] if b"{" in lines else lines))
         found = [Check(*(one.get(name) for name in Check._fields)) for one in data["checks"]]
     except (ValueError, TypeError, KeyError, AttributeError):
-        return [warning("doctor", f"its doctor does not answer: {answer.why or 'rubbish'}", "run `dpmon doctor` there")]
+        why = answer.why or "its output cannot be read"
+        return [warning("doctor", f"its doctor does not answer: {why}", "run `dpmon doctor` there")]
     texts = [Check(*("" if text is None else clean(text, 500) for text in check)) for check in found[:50]]
     faults = [check for check in texts if check.state in STATES and check.state != OK]
     return faults or [ok("doctor", "all checks passed there")]

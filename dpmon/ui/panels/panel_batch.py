@@ -272,7 +272,7 @@ def _between(numbers: Figures) -> list[str]:
 
 
 def _stalls(facts: Facts, numbers: Figures) -> list[str]:
-    """A note that the mean includes a stall: of a rank elsewhere, which the rank's own machine did not know of."""
+    """A note that the mean includes a stall on another machine, which the process's own machine did not know of."""
     own, known = numbers.tally, any(each.node is not None for each in facts.state.training)
     for one in facts.state.stalls if known else ():
         if one.end_ns is not None and one.end_ns > (own.first_ns or 0) and (own.high_ns or 0) > one.lasted_ns(0) / 2:

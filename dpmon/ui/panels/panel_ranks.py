@@ -34,13 +34,13 @@ _SIZES = "  received returned rows"
 _NAMES = ("data", "forward", "backward", "exposed", "wait")
 _SHORT = ("data", "forw", "back", "expos", "wait")
 _NODE, _EACH = 12, 16
-"""Cells beside the nodes of a map, at most about; and ranks in a row of a map without nodes."""
+"""About the most cells beside the nodes of a map; and ranks in a row of a map without nodes."""
 _FEW_ROWS = 15
 """Few ranks of several nodes are shown over time on any screen: their panel needs at most this many rows."""
 _MOST_NODE = 12
 """Most cells of the name of a node in the table."""
 _LEAST_WORST, _LEAST_TABLE, _TIME = 2, 5, 2
-"""Rows of the table that a map of nodes leaves room for; that ranks over time leave; rows of one rank over time."""
+"""Fewest rows of the table below a map of nodes, and above ranks over time; rows of one rank over time and the axis."""
 
 
 class _Rank(NamedTuple):

@@ -1,4 +1,4 @@
-"""A map of many ranks: a cell per rank shows how long the others waited for it; in rows of nodes, or of numbers.
+"""A map of many ranks, in rows of nodes or of numbers: a cell per rank shows how long the others waited for it.
 
 Several nodes share a row where there is no room for one each. Where even that is too much, a cell stands for a node.
 """
@@ -25,9 +25,9 @@ _NUMBER, _NAME = 4, 16
 _LITTLE, _MUCH = 0.1, 0.3
 """Parts of a step: below the first, the others hardly wait; above the second, the cell is highlighted."""
 STYLES = {"slow": "wait", "connecting": "wait", "ended": "dim", "stopped": "dim"}
-"""The styles of nodes whose records do not arrive as usual; of others it is bad."""
+"""The styles of nodes in trouble, by the word for it; else bad."""
 _SILENT = ("connecting", "cut off", "left out")
-"""Troubles of nodes that tell nothing about their ranks now."""
+"""Troubles in which nothing is known about the ranks of a node now."""
 DELAY = "tenths of a step that the others waited for it"
 
 
@@ -41,7 +41,7 @@ def delay_sign(share: float | None, look: Look) -> Span:
 
 
 def rank_map(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[int, int], look: Look) -> list[Row]:
-    """The map, and a row that explains it. `room`: rows for several nodes each, if they suffice, and most rows."""
+    """The map, and a row that explains it. `room`: usual rows if nodes share rows, and most rows."""
     if facts.state.nodes:
         rows = _by_node(facts, ranks, width, room, look)
     else:

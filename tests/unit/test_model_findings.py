@@ -123,6 +123,11 @@ def test_a_busy_machine(facts: HostFacts | None, kinds: list[str]) -> None:
         assert found[0].ground == "processors 97 % in use, 4.9 of 8 by this run, load 12.0 (medians of 60 samples)"
 
 
+def test_busy_machines() -> None:
+    (found,) = findings(changed(HEALTHY, host=host()._replace(machines=2)))
+    assert found.text == "The machines are busy with other work: a median of 3.0 of 8 processors per machine."
+
+
 def test_what_the_script_can_change_comes_before_other_work_on_the_machine() -> None:
     waits = mode(data=0.3, forward=0.4, backward=0.3)
     both = findings(changed(HEALTHY, modes=(waits,), host=host(others=7.0)))

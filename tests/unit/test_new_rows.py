@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from stored import Recording
 from synthetic import Training, device_event
 
@@ -67,7 +68,12 @@ def test_a_long_cut_loses_no_sums() -> None:
     assert sums.same(recording)
 
 
-def test_tallies_of_many_ranks_come_in_chunks_of_fewer_seconds() -> None:
-    rows = NewRows(rollups=True, offset=1, tallied_s=1)
+@pytest.mark.parametrize(
+    ("tallied_s", "seconds"),
+    [(2000, MOST_OF_RANKS // 8 + 1), (1, ((MOST_OF_RANKS // 8 + 1) // 8 + 1) * 10)],
+    ids=["seconds", "stretches of 10 s, of which each is made of many rows"],
+)
+def test_tallies_of_many_ranks_come_in_chunks_of_fewer_seconds(tallied_s: int, seconds: int) -> None:
+    rows = NewRows(rollups=True, offset=1, tallied_s=tallied_s)
     rows.chunk(begun(8).store(), 5000, last=False)
-    assert MOST_OF_RANKS // 8 < rows.tallied_s <= MOST_OF_RANKS // 8 + 2
+    assert rows.tallied_s == tallied_s + seconds

@@ -39,7 +39,7 @@ from dpmon.run.rundir import RunInfo  # noqa: E402
 from dpmon.store.tally import WIDTHS  # noqa: E402
 
 WARM_S = 3
-RANKS, STEP_NS, CYCLE_S = 8, 100_000_000, 40
+RANKS, STEP_NS, CYCLE_S = 8, 100_000_000, 60
 BUDGET = "budget: 5 % of a core on the reference machine, memory flat"
 _TIMES = ("start_ns", "t_ns", "begin_ns", "end_ns", "first_ns", "last_ns")
 

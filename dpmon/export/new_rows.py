@@ -138,11 +138,13 @@ class NewRows:
         For the beginning of a long run, only wider stretches are sent, each made from many rows. `most`: the most
         seconds, if tallies of single seconds are sent.
         """
+        narrowest = WIDTHS[len(self._since)]
         for width, since in sorted(self._since.items()):
             if since <= self._tallied:
-                return min(upto_s, self._tallied + (most if width == 1 else (most // 8 + 1) * width))
+                narrowest = width
+                break
             upto_s = min(upto_s, since)
-        return min(upto_s, self._tallied + most)
+        return min(upto_s, self._tallied + (most if narrowest == 1 else (most // 8 + 1) * narrowest))
 
     def _begin(self, store: Store, upto_s: int) -> None:
         """Limit what is sent of the time before."""

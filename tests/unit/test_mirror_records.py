@@ -424,12 +424,13 @@ def test_the_wide_tallies_of_a_machine_that_is_gone_are_made_here(tmp_path: Path
     records.close()
 
 
-def test_the_newest_records_of_a_long_run_come_after_few_chunks() -> None:
-    rows = NewRows(rollups=True)
-    rows._since = {width: 86_400 - before for width, before in {**SINCE_S, 600: 86_400}.items()}
+@pytest.mark.parametrize("days", [1, 10])
+def test_the_newest_records_of_a_long_run_come_after_few_chunks(days: int) -> None:
+    rows, end = NewRows(rollups=True), days * 86_400
+    rows._since = {width: end - before for width, before in SINCE_S.items()}
     reached = []
-    while rows._tallied < 86_400:
-        rows._tallied = rows._next_s(86_400, 251)
+    while rows._tallied < end:
+        rows._tallied = rows._next_s(end, 251)
         reached.append(rows._tallied)
-    assert len(reached) < 20
+    assert len(reached) < 20 + days
     assert {rows._since[width] for width in (1, 10, 60)} < set(reached)  # what is sent changes there

@@ -396,12 +396,16 @@ class Records:
         return [self._names.number(name) or 0 for name in (EXPOSED, WAIT, HELD)]
 
     def _due(self, place: _Place, second: int) -> bytes:
-        """Return the entries of the waits up to a second, and remove them from the pending ones."""
+        """Return the entries of the waits up to a second, and remove them from the pending ones.
+
+        Older ones are put where they belong: after a very long cut, their own seconds are sent only as wider tallies.
+        """
         pending = self._pending.pop(place, ())
         later = tuple(one for one in pending if one.step.second > second)
         if later:
             self._pending[place] = later
-        return self._entries([one for one in pending if one.step.second <= second])
+        self._late += [one for one in pending if one.step.second < second - _LATE_S]
+        return self._entries([one for one in pending if second - _LATE_S <= one.step.second <= second])
 
     def _put_late(self) -> None:
         """Add late waits to the stored tallies of their seconds: the steps of a machine that was cut off came later."""

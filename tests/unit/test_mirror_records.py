@@ -277,7 +277,8 @@ def waits_of_steps(mirror: Store, shifts: dict[int, int]) -> dict[tuple[int, int
     return found
 
 
-def test_the_waits_of_a_long_cut_are_in_the_tallies_of_their_seconds(tmp_path: Path) -> None:
+def after_a_cut(tmp_path: Path) -> tuple[Records, Store]:
+    """Return the records of four ranks on two machines, of which the second is cut off for a minute."""
     records, together = connected(Records(tmp_path, info_of(2))), Together()
     for second in range(5, 110):
         together.write(second)
@@ -289,7 +290,11 @@ def test_the_waits_of_a_long_cut_are_in_the_tallies_of_their_seconds(tmp_path: P
                     records.write([(node, chunk)])
             elif second == 20:  # the connection is cut
                 machine.rows = machine.connected(node.received, node.tallied_s)
-    mirror = store_of_mirror(records)
+    return records, store_of_mirror(records)
+
+
+def test_the_waits_of_a_long_cut_are_in_the_tallies_of_their_seconds(tmp_path: Path) -> None:
+    records, mirror = after_a_cut(tmp_path)
     shift_ns = {ring.process: SHIFTS[ring.node or 0] for ring in mirror.rings.values() if ring.process >= 0}
     steps = waits_of_steps(mirror, {process: ns % SECOND for process, ns in shift_ns.items()})
     narrow, wide = (waits_by_second(mirror, width) for width in (1, 60))
@@ -299,6 +304,23 @@ def test_the_waits_of_a_long_cut_are_in_the_tallies_of_their_seconds(tmp_path: P
         assert [narrow.get(place) for place in cut] == [steps.get(place) for place in cut]
         sums = [sum(found[0] for place, found in each.items() if place[0] == process) for each in (steps, narrow, wide)]
         assert sums[0] - 3 <= sums[1] == sums[2] <= sums[0]  # the last ones are in no tally yet
+    records.close()
+
+
+def test_the_waits_of_a_cut_whose_seconds_are_not_sent_are_in_no_other_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the time before, a machine sends only wider tallies."""
+    monkeypatch.setattr("dpmon.export.new_rows.AGAIN", 1)
+    monkeypatch.setitem(SINCE_S, 1, 20)
+    records, mirror = after_a_cut(tmp_path)
+    narrow = [tally for _, width, _, tally in mirror.tally_rows(widest=1) if width == 1]
+    assert narrow
+    assert all(tally.stat(WAIT).count <= tally.steps for tally in narrow)
+    for process in range(4):
+        known = mirror.query(f"SELECT count(wait_ns) FROM steps WHERE process = {process}")[0][0]
+        sums = [count for (of, _), (count, _) in waits_by_second(mirror, 60).items() if of == process]
+        assert known - 3 <= sum(sums) <= known
     records.close()
 
 

@@ -56,9 +56,22 @@ class _Copied:
 
 
 class ManyNodes:
-    """A run of `nodes` nodes with `each` ranks; all steps are alike. The rank `slow` holds the others up."""
+    """A run of `nodes` nodes with `each` ranks; all steps are alike. The rank `slow` holds the others up.
 
-    def __init__(self, nodes: int, each: int = 8, *, slow: int = 0, phase: str = "data", directory: Path | None = None):
+    `groups`: process groups, of neighbours; `wrapper`: further facts of each DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        nodes: int,
+        each: int = 8,
+        *,
+        slow: int = 0,
+        phase: str = "data",
+        directory: Path | None = None,
+        groups: int = 1,
+        **wrapper: object,
+    ):
         run = Recording()
         rows, _ = joined_rows(_KINDS, slow=_KINDS - 1, phase=phase, steps=200)
         for rank, own in rows.items():
@@ -78,6 +91,7 @@ class ManyNodes:
         self.samples = True
         self._id = 1
         self._snapshots = Snapshots()
+        self._wrapper, self._of_group = wrapper, self.ranks // groups
         self._begin(store, rows)
 
     def rows_of(self, rank: int) -> _Copied:
@@ -112,7 +126,10 @@ class ManyNodes:
             for event in (one for one in rows[0] if isinstance(one, Event)):
                 own: dict[str, Any] = {"process": rank, "rank": rank}
                 own |= {"world": self.ranks} if event.kind == "process" else {}
-                own |= {"group": list(range(self.ranks)), "group_size": self.ranks} if event.kind == "ddp" else {}
+                if event.kind == "ddp":
+                    first = rank // self._of_group * self._of_group
+                    own |= {"group": list(range(first, first + self._of_group)), "group_size": self._of_group}
+                    own |= self._wrapper
                 self._event(changed(event, **own), rank)
         self._db.execute("COMMIT")
 

@@ -206,7 +206,7 @@ def communication(
         if first is not None and one.process == first.process
     ]
     own.sort(key=lambda one: one.number)
-    missing = None if any(one.joined for one in ranks) else _missing(ranks, own)
+    missing = None if any(one.joined for one in ranks) else _missing((*ranks, *elsewhere), own)
     waits = any(one.waits_in_forward for one in wrappers)
     groups = groups_of([one.rank for one in (*ranks, *elsewhere)], wrappers)
     times, others = (

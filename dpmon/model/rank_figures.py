@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dpmon.model.communication import Wrapper, groups_of
 from dpmon.model.pace import figures_end_s, spread
 from dpmon.model.state import WORST, Process
-from dpmon.model.stragglers import MIN_STEPS, RankTimes, rank_times
+from dpmon.model.stragglers import MIN_STEPS, Group, RankTimes, rank_times
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.record.schema import SECOND, STEP
 from dpmon.store.figures import figures, merged, trains
@@ -33,20 +33,22 @@ _AGE_S = 8
 """With many ranks, some times may be old, but less than this."""
 _LATE_S = 6
 """Waits that become known later than this after their step are left out of a live picture."""
+_OLD_STEPS = 4
+"""The last known waits of a rank are too old after so many steps, and `_SAMPLED_S`: a machine may be cut off."""
 _JOINED, _SYNCED = map(RankTimes._fields.index, ("joined", "synced"))
 _SERIES = (STEP, "forward", "backward")
 _MINUTE_S = 60
-_RANK = attrgetter("rank")
+_RANK, _STEPS = map(attrgetter, ("rank", "steps"))
 
 
 class _Waits:
     """The last steps of a rank with known waits: as many as are needed to name a straggler."""
 
-    __slots__ = ("exposed", "number", "waits")
+    __slots__ = ("exposed", "number", "second", "waits")
 
     def __init__(self) -> None:
-        self.number = -1
-        """The number of its last synchronised pass."""
+        self.number = self.second = -1
+        """The number of its last synchronised pass, and the second in which it ended."""
         self.waits: deque[int] = deque(maxlen=MIN_STEPS)
         """How long it waited for the slowest rank in each step (ns)."""
         self.exposed: deque[int] = deque(maxlen=MIN_STEPS)
@@ -70,15 +72,16 @@ class _LastWaits:
         self.of: dict[int, _Waits] = {}
         """By process."""
 
-    def read(self, rows: Store, end_s: int) -> bool:
-        """Read the waits that are known now; return whether any are new.
+    def read(self, rows: Store, end_s: int, ranks: Sequence[Process], step_s: int) -> bool:
+        """Read the waits that are known now, and forget those that are too old; return whether any have changed.
 
-        The waits of a step are known when the rows of all ranks have come.
+        The waits of a step are known when the rows of all ranks have come. `step_s`: the length of a step.
         """
         while len(self._read) > 1 and self._read[1][0] < end_s - _LATE_S:
             self._read.popleft()
         last_id, of, new = self._read[-1][1], self.of, False
-        least = min((own.number for own in of.values()), default=-1)
+        # The ranks of another group may have far fewer passes.
+        least = min(of[one.process].number if one.process in of else -1 for one in ranks)
         for number, process, sync_number, exposed_ns, wait_ns, second in rows.waits(self._read[0][1], least):
             last_id = max(last_id, number)
             if self._stalled and any(second in each for each in self._stalled):
@@ -87,11 +90,13 @@ class _LastWaits:
             if own is None:
                 own = of[process] = _Waits()
             if sync_number > own.number:
-                own.number, new = sync_number, True
+                own.number, own.second, new = sync_number, second, True
                 own.waits.append(wait_ns)
                 own.exposed.append(exposed_ns)
         self._read.append((end_s, last_id))
-        return new
+        oldest_s = _parts(end_s, max(_SAMPLED_S, _OLD_STEPS * step_s), self._stalled)[0][0]
+        self.of = {process: own for process, own in of.items() if own.second >= oldest_s}
+        return new or len(self.of) < len(of)
 
 
 @dataclass(slots=True)
@@ -137,7 +142,8 @@ class RankTimesReader:
             return self._read_whole(rows, focus, ranks, end_s, len(ranks) // RANKS_A_SECOND)
         if self._waits is None or end_s < self._end_s or rows.until_s is not None:
             self._waits, self._times = _LastWaits(rows, focus.process, end_s, stalled), ()
-        self._end_s, new = end_s, self._waits.read(rows, end_s)
+        new = self._waits.read(rows, end_s, ranks, focus.last_step.wall_ns // SECOND)
+        self._end_s = end_s
         if new or not self._times:
             self._times = self._with_waits(rows, focus, ranks, wrappers, end_s, self._waits.of)
         return self._times
@@ -152,14 +158,17 @@ class RankTimesReader:
         waits: Mapping[int, _Waits],
     ) -> tuple[RankTimes, ...]:
         """The times of many ranks with their last waits."""
-        whole = {one.process: one for one in self._read_whole(rows, focus, _some(ranks, focus, waits), end_s, _AGE_S)}
-        first, groups = whole[focus.process], groups_of((one.number for one in ranks), wrappers)
-        part, found = min(first.synced / first.steps, 1.0) if first.steps else 0.0, []
+        groups = groups_of((one.number for one in ranks), wrappers)
+        read = self._read_whole(rows, focus, _some(ranks, focus, waits, groups), end_s, _AGE_S)
+        whole = {one.process: one._replace(group=groups[one.rank]) for one in read}
+        of_group, found = {one.group: one for one in (*sorted(whole.values(), key=_STEPS), whole[focus.process])}, []
         for one in ranks:
             times, own, group = whole.get(one.process), waits.get(one.process), groups[one.number]
+            like = of_group[group]
             if times is None:  # all leave a synchronised pass together, so they have the same mean step
-                times = RankTimes(one.process, one.number, 0, first.step_ns, {}, group=group, node=one.node)
+                times = RankTimes(one.process, one.number, 0, like.step_ns, {}, group=group, node=one.node)
             if own is not None:
+                part = min(like.synced / like.steps, 1.0) if like.steps else 0.0
                 exposed_ns, wait_ns = sum(own.exposed) / len(own.exposed) * part, own.wait_ns * part
                 known = len(own.waits), exposed_ns, wait_ns, own.waits.count(0), *times[_SYNCED:]
                 times = RankTimes._make((*times[:_JOINED], *known))
@@ -179,10 +188,14 @@ class RankTimesReader:
         return tuple(self._whole[one.process][1] for one in ranks)
 
 
-def _some(ranks: Sequence[Process], focus: Process, waits: Mapping[int, _Waits]) -> list[Process]:
-    """The ranks for which all times are read: `focus`, the slowest, and some others for comparison."""
+def _some(
+    ranks: Sequence[Process], focus: Process, waits: Mapping[int, _Waits], groups: Mapping[int, Group | None]
+) -> list[Process]:
+    """The ranks for which all times are read: `focus`, the slowest, and some others of each group for comparison."""
     slowest = nsmallest(WORST, waits, key=lambda process: waits[process].wait_ns)
     wanted = {focus.process, *slowest, *(one.process for one in spread(ranks, RANKS_A_SECOND - WORST))}
+    read = [one for one in ranks if one.process in wanted]
+    wanted.update({groups[one.number]: one.process for one in (*ranks, *read)}.values())
     return [one for one in ranks if one.process in wanted]
 
 

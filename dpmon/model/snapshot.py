@@ -406,15 +406,13 @@ def with_ranks(
     times: tuple[RankTimes, ...],
     last: State | None,
 ) -> State:
-    """Add the mean times of the ranks, and the collectives of sampled steps: those of a `last` state if it is given.
-
-    Then the process groups of the ranks are known already (RankTimesReader).
-    """
+    """Add the mean times of the ranks, and the collectives of sampled steps: those of a `last` state if it is given."""
     numbers = {process.process for process in (focus, *others)}
     own = tuple(one for one in times if one.process in numbers)
     elsewhere = tuple(one for one in times if one.process not in numbers)
-    if last is not None and (before := last.communication) is not None and before.missing is None:
-        return replace(state, communication=replace(before, ranks=own, elsewhere=elsewhere))
+    if last is not None and (before := last.communication) is not None:
+        known = communication(own, wrappers, before.collectives, before.sampled_of, elsewhere, lately=True)
+        return replace(state, communication=known)
     end_ns = state.newest_ns + 1
     begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
     found = rows.communicated(begin_s * SECOND, end_ns, list(numbers))

@@ -401,7 +401,8 @@ def test_a_picture_of_very_many_ranks_has_their_newest_waits_and_the_newest_fact
         run.second(second)
         kept, first = run.state(worst=WORST), Snapshots().take(run.store(), Wanted(worst=WORST))
         waits = [
-            [(one.rank, one.joined, one.wait_ns, one.exposed_ns) for one in state.ranks] for state in (kept, first)
+            [(one.rank, one.joined, one.wait_ns, one.exposed_ns, one.group) for one in state.ranks]
+            for state in (kept, first)
         ]
         assert waits[0] == waits[1], second
         assert 150 in kept.drawn or second < 30, "a rank that others wait for is shown in the next picture"
@@ -425,3 +426,48 @@ def test_the_batch_of_a_slow_rank_is_shown_beside_those_of_the_first_ranks() -> 
     assert ranks[0] == 150
     assert set(range(1, 9)) <= set(ranks)
     assert all(one.last_step is not None and one.last_step.runs for one in panel_batch._ranks(facts))
+
+
+@pytest.mark.parametrize(("groups", "forward"), [(2, False), (1, True), (2, True)])
+def test_each_picture_of_very_many_ranks_knows_who_waits_for_whom(groups: int, forward: bool) -> None:
+    run = ManyNodes(20, slow=11, groups=groups, sync_batch_norm=forward).run(0, 24)
+    for second in range(24, 28):
+        run.second(second)
+        state = run.state(worst=WORST)
+        assert {one.group for one in state.ranks[:80]} == {range(160 // groups)}
+        assert len({one.group for one in state.ranks}) == groups
+        assert {one.waits_in_forward for one in state.ranks} == {forward}
+
+
+def test_of_many_ranks_in_several_groups_each_has_the_steps_and_the_passes_of_its_own() -> None:
+    """The second group has fewer passes, of which the first waits are known later."""
+    run = ManyNodes(20, slow=11, groups=2).run(0, 24)
+    lengthen(run, tuple((1, second) for second in range(14, 24)), range(80, 160), 60 * SECOND)
+    run._db.execute("UPDATE steps SET wait_ns = NULL WHERE process >= 80")
+    first, second = ([one for one in run.state().ranks if not one.phases and one.rank // 80 == at] for at in (0, 1))
+    assert len(first) > 50 < len(second)
+    assert max(one.step_ns or 0 for one in first) < min(one.step_ns or 0 for one in second)
+    assert {one.joined for one in second} == {0}
+    run.second(24)
+    run._db.execute("UPDATE steps SET sync_number = sync_number / 1000 WHERE process >= 80")
+    assert {one.joined for one in run.state().ranks if not one.phases} == {20, 1}
+
+
+def test_waits_that_are_long_past_are_unknown_also_on_a_node_alone_while_another_is_cut_off() -> None:
+    run, joined = ManyNodes(20, slow=11).run(0, 24), []
+    for second in range(24, 70):
+        run.silent = {5}
+        run.second(second)
+        if second in (24, 69):
+            run._db.execute(f"UPDATE steps SET wait_ns = NULL WHERE start_ns > {24 * SECOND}")
+            found = run.state(node=1).communication
+            assert found is not None
+            joined.append({one.joined for one in (*found.ranks, *found.elsewhere) if not one.phases})
+    assert joined == [{20}, {0}]
+
+
+def test_a_node_alone_does_not_say_that_the_others_are_missing() -> None:
+    ranks = [one._replace(joined=0) for one in run_of(4).state().ranks]
+    found = communication(ranks[:8], [Wrapper(0, 0, 0, "Model", group_size=32)], elsewhere=ranks[8:], lately=True)
+    assert found is not None
+    assert found.missing == "no step is recorded yet in which all ranks averaged their gradients"

@@ -24,7 +24,8 @@ def processes_in(rows: Store, events: Announced, ended: frozenset[int], node: in
     nodes = nodes_in(rows)
     names = {number: one.name for one in nodes for number in one.processes if node is None or one.number == node}
     numbers = sorted(names if node is not None else {**dict.fromkeys(events.info), **rows.ranks})
-    known = _processes(rows, events, {number: names.get(number) for number in numbers})
+    nodes_of = {number: names.get(number) for number in numbers}
+    known = _processes(rows, events, nodes_of, plain=len(numbers) > MANY)
     newest_ns = max((process.seen_ns for process in known.values()), default=-1)
     state = State(processes=known, nodes=() if node is not None else nodes, newest_ns=newest_ns, ended=ended)
     return replace(state, order=tuple(process.process for process in state.training))
@@ -38,10 +39,15 @@ def with_processes(state: State, rows: Store, events: Announced, numbers: Iterab
     return replace(state, processes={**state.processes, **known}, nodes=nodes, newest_ns=newest_ns)
 
 
-def _processes(rows: Store, events: Announced, nodes: Mapping[int, str | None]) -> dict[int, Process]:
-    """Some processes without their figures, by number; `nodes`: the name of the node of each."""
+def _processes(
+    rows: Store, events: Announced, nodes: Mapping[int, str | None], *, plain: bool = False
+) -> dict[int, Process]:
+    """Some processes without their figures, by number; `nodes`: the name of the node of each.
+
+    `plain`: their last steps are without phases.
+    """
     numbers = sorted(nodes)
-    steps, calls = rows.newest_steps(numbers, plain=len(numbers) > MANY), rows.newest_calls(numbers)
+    steps, calls = rows.newest_steps(numbers, plain=plain), rows.newest_calls(numbers)
     memory = rows.newest_memory(numbers)
     began = rows.began(sorted({*steps, *calls}))
     known = {}

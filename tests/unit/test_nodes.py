@@ -35,6 +35,7 @@ from dpmon.store.tally import COLUMNS, SeriesNames, Tally
 from dpmon.store.tally import _entries_of as entries_of_row
 from dpmon.ui.dialogs import Choice
 from dpmon.ui.facts import Facts, Toggle, View
+from dpmon.ui.feed import FROZEN_RANKS
 from dpmon.ui.paint import TALL
 from dpmon.ui.panels import panel_batch, panel_ranks
 from dpmon.ui.panels.rank_map import by_number
@@ -471,3 +472,11 @@ def test_a_node_alone_does_not_say_that_the_others_are_missing() -> None:
     found = communication(ranks[:8], [Wrapper(0, 0, 0, "Model", group_size=32)], elsewhere=ranks[8:], lately=True)
     assert found is not None
     assert found.missing == "no step is recorded yet in which all ranks averaged their gradients"
+
+
+def test_a_picture_that_lists_more_ranks_than_are_many_has_the_whole_step_in_focus() -> None:
+    """As a frozen picture, which is scrolled without a new read."""
+    focus = ManyNodes(20, slow=11).run(0, 12).state(ranks=FROZEN_RANKS + 4, worst=WORST).focus
+    assert focus is not None
+    assert focus.last_step is not None
+    assert focus.last_step.phases

@@ -1,8 +1,8 @@
 """Writes the chunks of several machines into one history.
 
 Processes and ids get new numbers here, series the numbers of their names. The figures are those of the machines: a
-tally is inserted as it comes. What no machine knows alone is added: the waits between ranks of several machines, of the
-steps that all of them have sent (dpmon.store.rounds).
+tally is inserted as it comes. What no machine knows alone is added: the waits between ranks of several machines
+(dpmon.mirror.joint_waits).
 """
 
 from __future__ import annotations
@@ -13,20 +13,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
 from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from dpmon.errors import HistoryError
+from dpmon.mirror.joint_waits import JointWaits
 from dpmon.mirror.receive import Chunk
-from dpmon.record.schema import EXPOSED, HELD, SECOND, SYNC_NUMBER, WAIT
 from dpmon.run.rundir import RunInfo
-from dpmon.store.answers import NODE_DEVICES, NodeRow, event_in, numbers_in
+from dpmon.store.answers import NODE_DEVICES, NodeRow, event_in
 from dpmon.store.exchange import NUMBERED, columns_sent
-from dpmon.store.rounds import Joined, Rounds, SyncStep, device_tail
-from dpmon.store.tables import LASTING, NODE_COLUMNS, STEP_COLUMNS, RingRow
+from dpmon.store.tables import LASTING, NODE_COLUMNS, RingRow
 from dpmon.store.tally import (
     COLUMNS,
     WIDTHS,
@@ -34,8 +31,6 @@ from dpmon.store.tally import (
     SeriesNames,
     Tally,
     compacted,
-    entries_of,
-    entry_of,
     renumbered,
 )
 from dpmon.store.writer import JOIN_STEP, LIMIT_BYTES, History
@@ -47,19 +42,8 @@ _RING = re.compile(r"process-(\d{1,6})\.ring")
 _OWN = "supervisor"
 """The row of a machine's supervisor among its rings."""
 _PROCESS = re.compile(r'"process": ?(-?\d{1,19})(?=[,}\]\s])')
-_LATE_S, _MOST_PENDING = 5, 1 << 16
-"""Waits that become known later than this change the stored tally of their second; others go into the next tally.
-
-The second number: most pending waits.
-"""
-_AT = {name: at for at, name in enumerate(STEP_COLUMNS)}
-_synced_of = itemgetter(
-    *(_AT[name] for name in ("mode", "kind", "start_ns", "wall_ns", SYNC_NUMBER, "synced", "sync_ns", "device"))
-)
 _REPLACED = ("definitions", "loops", "times", "shapes", "collective_sums")
 """Tables that need nothing but the number of the process."""
-_ANY_BATCH = "width = ? AND start_s = ? AND process = ? AND mode = ? AND kind = ?"
-_ROW = f"{_ANY_BATCH} AND batch = ?"
 
 
 class ChunkError(HistoryError):
@@ -72,8 +56,6 @@ class ChunkError(HistoryError):
 
 _Own = tuple[str, Mapping[str, Any]]
 """Kind and data of an event of the mirror itself."""
-_Place = tuple[int, str, int]
-"""Process, mode and kind of a tally."""
 
 
 class Records:
@@ -101,18 +83,7 @@ class Records:
         self._keys = {Key(*row) for row in self._history.rows("SELECT process, mode, kind, batch FROM keys")}
         meta = dict(self._history.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
         self._whole = {width: meta.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
-        self._rounds = Rounds()
-        self._ranks: dict[int, set[int]] = defaultdict(set)
-        """The ranks on each machine."""
-        self._of_several: dict[int, bool] = {}
-        """By process: whether it averages its gradients with ranks of other machines."""
-        self._pending: dict[_Place, tuple[Joined, ...]] = {}
-        """Waits that are not in a tally yet."""
-        self._joined: list[Joined] = []
-        """All waits of the last call of `write`; `_late`: those of seconds with stored tallies."""
-        self._late: list[Joined] = []
-        self._node_of: dict[int, NodeRow] = {}
-        """The machine of each process."""
+        self._waits = JointWaits(self._db, self._names)
         self._out: dict[str, list[Sequence[Any]]] = defaultdict(list)
         """Rows by table that are inserted together."""
         self._silent = {ring.process: ring for ring in self._rings.values() if ring.first_id is None}
@@ -123,7 +94,7 @@ class Records:
         for process, *text in self._history.rows(query):
             with suppress(HistoryError):
                 event = event_in(text)
-                self._rounds.take_event(process, event.kind, event.data)
+                self._waits.take_event(process, event.kind, event.data)
 
     def close(self) -> None:
         """Close the history."""
@@ -154,22 +125,22 @@ class Records:
             {node: dict(own) for node, own in self._numbers.items()},
             dict(self._whole),
             dict(self._silent),
-            dict(self._pending),
         )
+        pending = dict(self._waits.pending)
         try:
             self._history.transact(lambda: self._put(chunks, events))
         except HistoryError:
             for node, values in before:
                 node.__dict__.update(zip(node.__dict__, values, strict=True))
-            self._rounds.take_back(state[0], self._joined)
-            self._history.next_id, self._rings, self._numbers, self._whole, self._silent, self._pending = state
+            self._waits.take_back(state[0], pending)
+            self._history.next_id, self._rings, self._numbers, self._whole, self._silent = state
             self._keys, self._names.unwritten = set(), list(self._names.by_number.items())
             self._written.clear()
             raise
 
     def _put(self, chunks: Sequence[tuple[NodeRow, Chunk]], events: Sequence[_Own]) -> None:
         self._out.clear()
-        self._joined, self._late = [], []
+        self._waits.begin()
         for node, chunk in chunks:
             try:
                 self._put_chunk(node, chunk)
@@ -181,8 +152,9 @@ class Records:
             t_ns = int(at * 1e9) if isinstance(at, (int, float)) else None
             self._into("events", [(self._next(), None, kind, t_ns, text)])
         self._flush()
-        self._db.executemany(JOIN_STEP, [(one.exposed_ns, one.wait_ns, one.step.id) for one in self._joined])
-        self._put_late()
+        self._db.executemany(JOIN_STEP, [(one.exposed_ns, one.wait_ns, one.step.id) for one in self._waits.joined])
+        self._into("tallies", self._waits.late_rows())
+        self._flush("tallies")
         self._widen()
         changes = {node.number: _values(node) for node in self.nodes}
         self._into("nodes", [row for number, row in changes.items() if self._written.get(number) != row])
@@ -223,7 +195,7 @@ class Records:
         for table in ("calls", "steps", "collectives", "losses"):
             moved = [(new[row[0]], number, *row[2:]) for row, number in self._known(node, rows.get(table, ()), 1)]
             if table == "steps":
-                moved = self._join(node, moved)
+                self._waits.join(node, moved)
             if table in ("calls", "steps"):
                 self._note_ids(moved)
             self._into(table, moved)
@@ -286,10 +258,7 @@ class Records:
 
     def _note_rank(self, ring: RingRow) -> None:
         if ring.node is not None:
-            self._node_of[ring.process] = self.nodes[ring.node]
-        if ring.rank is not None and ring.node is not None and ring.rank not in self._ranks[ring.node]:
-            self._ranks[ring.node].add(ring.rank)
-            self._of_several.clear()
+            self._waits.note(self.nodes[ring.node], ring.process, ring.rank)
 
     def _note_ids(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Note the first id of each process."""
@@ -314,44 +283,9 @@ class Records:
             if own < 0:
                 text = f'{text.rstrip()[:-1]},"node":{node.number}}}'
             elif kind in ("process", "ddp"):
-                self._rounds.take_event(own, kind, event_in([text]).data)
-                self._of_several.clear()
+                self._waits.take_event(own, kind, event_in([text]).data)
             moved.append((new[number], own, kind, t_ns, text))
         self._into("events", moved)
-
-    # ------------------------------------------------------------------------------------------ waits
-
-    def _spans_machines(self, node: NodeRow, process: int) -> bool:
-        """Whether the ranks that a process averages its gradients with are on several machines."""
-        found = self._of_several.get(process)
-        if found is None:
-            group = self._rounds.group(process)
-            found = group is not None and not set(group) <= self._ranks[node.number]
-            self._of_several[process] = found
-        return found
-
-    def _join(self, node: NodeRow, steps: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Return the steps; note those of all ranks whose waits are known now."""
-        rows = list(steps)
-        shift_ns = max(node.clock_ns or 0, 0) - (node.shift_s or 0) * SECOND
-        for row in rows:
-            mode, kind, start, wall, sync_number, synced, sync_ns, device = _synced_of(row)
-            if sync_number is None or not self._spans_machines(node, row[1]):
-                continue
-            tail = sync_ns if device is None else device_tail(numbers_in(device)[1:])
-            if tail is not None:
-                key, second = Key(row[1], mode, kind, 0), (start + wall - shift_ns) // SECOND
-                joined = self._rounds.step(row[1], SyncStep(row[0], key, second, sync_number, synced or 0, tail))
-                self._joined += joined
-                for one in joined:
-                    place, tallied_s = one.step.key[:3], self._node_of[one.step.key.process].tallied_s
-                    if one.step.second < tallied_s - _LATE_S:
-                        self._late.append(one)
-                    else:
-                        self._pending[place] = (*self._pending.get(place, ()), one)
-        while len(self._pending) > _MOST_PENDING:
-            del self._pending[next(iter(self._pending))]
-        return rows
 
     # ------------------------------------------------------------------------------------------ tallies
 
@@ -370,69 +304,21 @@ class Records:
                 sketches = renumbered(row[-1], named)
             except HistoryError:
                 continue
-            if self._spans_machines(node, number):
+            if self._waits.span_machines(node, number):
                 if width > before:  # its waits come from the finer tallies
                     self._into("tallies", moved)
                     self._flush("tallies")
                     moved, before = [], width
                 if width > 1:
-                    sketches += compacted(self._stored(finer[width], start, width, number, mode, kind, batch))
+                    sketches += compacted(self._waits.stored(finer[width], start, width, number, mode, kind, batch))
                 else:
-                    waits = self._due((number, mode, kind), start)
+                    waits = self._waits.due((number, mode, kind), start)
                     if start < node.tallied_s:
                         self._flush("tallies")
-                        waits = compacted(waits + self._stored(1, start, 1, number, mode, kind, batch))
+                        waits = compacted(waits + self._waits.stored(1, start, 1, number, mode, kind, batch))
                     sketches += waits
             moved.append((width, start, number, *row[3:-1], sketches))
         self._into("tallies", moved)
-
-    @cached_property
-    def _waits(self) -> list[int]:
-        """The numbers of the series of waits.
-
-        They come after the numbers of the first machine's series. So most machines have the same numbers as this
-        history, and their sketches are copied unchanged.
-        """
-        return [self._names.number(name) or 0 for name in (EXPOSED, WAIT, HELD)]
-
-    def _due(self, place: _Place, second: int) -> bytes:
-        """Return the entries of the waits up to a second, and remove them from the pending ones.
-
-        Older ones are put where they belong: after a very long cut, their own seconds are sent only as wider tallies.
-        """
-        pending = self._pending.pop(place, ())
-        later = tuple(one for one in pending if one.step.second > second)
-        if later:
-            self._pending[place] = later
-        self._late += [one for one in pending if one.step.second < second - _LATE_S]
-        return self._entries([one for one in pending if second - _LATE_S <= one.step.second <= second])
-
-    def _put_late(self) -> None:
-        """Add late waits to the stored tallies of their seconds: the steps of a machine that was cut off came later."""
-        found: dict[tuple[Any, ...], list[Joined]] = defaultdict(list)
-        for one in self._late:
-            for width in WIDTHS:
-                place = (width, one.step.second // width * width, *one.step.key[:3])
-                found[place].append(one)
-        for place, joined in found.items():
-            for row in self._db.execute(f"SELECT * FROM tallies WHERE {_ANY_BATCH} LIMIT 1", place).fetchall():
-                self._into("tallies", [(*row[:-1], compacted(row[-1] + self._entries(joined)))])
-        self._flush("tallies")
-
-    def _entries(self, joined: Sequence[Joined]) -> bytes:
-        """Return the entries of waits for a tally."""
-        if not joined:
-            return b""
-        exposed, wait, held = self._waits
-        found = entry_of(exposed, [one.exposed_ns for one in joined]) + entry_of(wait, [one.wait_ns for one in joined])
-        delays = [one.held_ns for one in joined if one.held_ns is not None]
-        return found + entry_of(held, delays) if delays else found
-
-    def _stored(self, width: int, start: int, length: int, *key: object) -> bytes:
-        """Return the entries of the waits in the stored tallies of a stretch."""
-        starts = ", ".join(map(str, range(start, start + length, width)))
-        query = f"SELECT sketches FROM tallies WHERE {_ROW.replace('start_s = ?', f'start_s IN ({starts})')}"
-        return b"".join(entries_of(data, self._waits) for (data,) in self._db.execute(query, (width, *key)))
 
     def _widen(self) -> None:
         """Let readers use the wider tallies up to where all machines have sent them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import ClassVar
@@ -27,7 +26,6 @@ from dpmon.ui.stopping import Stopping
 from dpmon.ui.time_axis import moved
 from dpmon.ui.why_pages import WhyPages
 
-_ASKS_AGAIN_S = 5.0
 _SLOWEST = 50
 _FORMS = [
     ("j", "jsonl", "JSON, one object a line: every record"),
@@ -435,22 +433,6 @@ class Monitor(Stopping):
         self.push_screen(runs, compare)
         self._fill(runs, runs.read)
 
-    def _show_text(self, title: str, waits: str, write: Callable[[int], list[str]]) -> None:
-        """Show what `write` returns on another thread: lines of at most as many cells as it is given."""
-        width = max(min(self.size.width - 4, 108), 20)
-        rows: list[Row] = [[(waits, "dim")]]
-        # Open the dialog first: text that is ready later must not cover whatever the user has opened meanwhile.
-        pages = Pages(title, lambda _: rows, self.look)
-
-        def make() -> str | None:
-            nonlocal rows
-            lines = [clean(line, 400) for line in write(width)]
-            rows = [[(line, "title" if line[:1] not in ("", " ") else "")] for line in lines]
-            return None
-
-        self.push_screen(pages)
-        self._fill(pages, make)
-
     def at_end(self) -> None:
         """Show the whole run, and look for what is worth a look in it."""
         self._see(replace(self.view, span_s=0))
@@ -460,30 +442,3 @@ class Monitor(Stopping):
             return None
 
         self._in_thread(look, lambda problem: self.draw())
-
-    def _fill(self, dialog: Dialog, job: Callable[[], str | None]) -> None:
-        """Draw an open dialog again after `job`, which runs on another thread; close it with a message if it fails."""
-
-        def show(problem: str | None) -> None:
-            if dialog.answered:
-                return
-            if problem is None:
-                dialog.draw()
-            else:
-                dialog.settle(None)
-                self._say(problem)
-
-        self._in_thread(job, show)
-
-    def _in_thread(self, job: Callable[[], str | None], then: Callable[[str | None], None]) -> None:
-        """Run `job` on another thread; pass its result or its error to `then` on the screen's thread."""
-
-        def run() -> None:
-            try:
-                error_text = job()
-            except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on
-                is_job_error = isinstance(error, jobs.JobError)
-                error_text = str(error) if is_job_error else f"{type(error).__name__}: {error}"
-            self.from_thread(then, None if error_text is None else clean(error_text, 300))
-
-        threading.Thread(target=run, name="dpmon job", daemon=True).start()

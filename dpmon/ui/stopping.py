@@ -1,24 +1,27 @@
-"""Shows messages to the user, and asks before it leaves the screen or stops the training."""
+"""Shows messages and what other threads find, and asks before it leaves the screen or stops the training."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from textual.timer import Timer
 
 from dpmon.cleaning import clean
-from dpmon.ui.dialogs import Choice, Dialog
+from dpmon.ui import jobs
+from dpmon.ui.dialogs import Choice, Dialog, Pages
 from dpmon.ui.drawing import Drawing
 from dpmon.ui.facts import View
 from dpmon.ui.feed import FROZEN_RANKS
+from dpmon.ui.rows import Row
 
 _STOPS = "stop the training: interrupt, then terminate, then kill"
 
 
 class Stopping(Drawing):
-    """The part of the monitor that shows messages, freezes the picture, leaves and stops."""
+    """The part of the monitor that shows messages, waits for other threads, freezes the picture, leaves and stops."""
 
     said_s = 15.0
     """Seconds that a message stays, also while the picture is frozen."""
@@ -56,6 +59,51 @@ class Stopping(Drawing):
     def _thaw(self) -> None:
         if self._still is not None:
             self.action_freeze()
+
+    # ------------------------------------------------------------------------------------------ on another thread
+
+    def _show_text(self, title: str, waits: str, write: Callable[[int], list[str]]) -> None:
+        """Show what `write` returns on another thread: lines of at most as many cells as it is given."""
+        width = max(min(self.size.width - 4, 108), 20)
+        rows: list[Row] = [[(waits, "dim")]]
+        # Open the dialog first: text that is ready later must not cover whatever the user has opened meanwhile.
+        pages = Pages(title, lambda _: rows, self.look)
+
+        def make() -> str | None:
+            nonlocal rows
+            lines = [clean(line, 400) for line in write(width)]
+            rows = [[(line, "title" if line[:1] not in ("", " ") else "")] for line in lines]
+            return None
+
+        self.push_screen(pages)
+        self._fill(pages, make)
+
+    def _fill(self, dialog: Dialog, job: Callable[[], str | None]) -> None:
+        """Draw an open dialog again after `job`, which runs on another thread; close it with a message if it fails."""
+
+        def show(problem: str | None) -> None:
+            if dialog.answered:
+                return
+            if problem is None:
+                dialog.draw()
+            else:
+                dialog.settle(None)
+                self._say(problem)
+
+        self._in_thread(job, show)
+
+    def _in_thread(self, job: Callable[[], str | None], then: Callable[[str | None], None]) -> None:
+        """Run `job` on another thread; pass its result or its error to `then` on the screen's thread."""
+
+        def run() -> None:
+            try:
+                error_text = job()
+            except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on
+                is_job_error = isinstance(error, jobs.JobError)
+                error_text = str(error) if is_job_error else f"{type(error).__name__}: {error}"
+            self.from_thread(then, None if error_text is None else clean(error_text, 300))
+
+        threading.Thread(target=run, name="dpmon job", daemon=True).start()
 
     # ------------------------------------------------------------------------------------------ leaving
 

@@ -186,6 +186,8 @@ class TallyWriter:
         """Delete the oldest eighth of the tallies and times of each width that exceed their share of `limit` bytes."""
         run = self._db.execute
         run(_PRUNE_LATE, (limit // _LATE_BYTES,))
+        # Read anew: the wider tallies of a mirror come from other machines.
+        whole = dict(self._door.rows("SELECT key, value AS number FROM meta WHERE key LIKE 'whole_%'"))
         query = (
             "SELECT count(*), total(size), min(start_s), max(start_s) FROM"
             " (SELECT start_s, length(sketches) AS size FROM tallies WHERE width = :width"
@@ -195,7 +197,7 @@ class TallyWriter:
             count, data, first, last = run(query, {"width": width}).fetchone()
             if count * _ROW_BYTES + data <= limit / _PARTS[width]:
                 continue
-            before = min(first + max((last - first) // 8, 1), self._whole[wider])
+            before = min(first + max((last - first) // 8, 1), whole.get(f"whole_{wider}", 0))
             for table in ("tallies", "times"):
                 run(f"DELETE FROM {table} WHERE width = ? AND start_s < ?", (width, before))
             run(

@@ -293,6 +293,20 @@ def after_a_cut(tmp_path: Path) -> tuple[Records, Store]:
     return records, store_of_mirror(records)
 
 
+def test_a_full_history_loses_its_oldest_seconds_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpmon.mirror.records.LIMIT_BYTES", 1 << 18)
+    records, together = connected(Records(tmp_path, info_of(2))), Together()
+    kept_from = []
+    for second in range(5, 90):
+        together.write(second)
+        for machine, node in zip(together.machines, records.nodes, strict=True):
+            chunk, _ = machine.chunk(second)
+            records.write([(node, chunk)])
+        kept_from.append(store_of_mirror(records).kept_from(1))
+    assert 0 < kept_from[50] < kept_from[-1] <= 80, "up to the stretches of 10 s that are there"
+    assert store_of_mirror(records).tallies(0, 10), "of which the figures of that time come"
+
+
 def test_the_waits_of_a_long_cut_are_in_the_tallies_of_their_seconds(tmp_path: Path) -> None:
     records, mirror = after_a_cut(tmp_path)
     shift_ns = {ring.process: SHIFTS[ring.node or 0] for ring in mirror.rings.values() if ring.process >= 0}

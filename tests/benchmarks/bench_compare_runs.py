@@ -123,11 +123,10 @@ def main() -> None:
                 print(f"{title}, {figure}: {shares}")
         for figure in FIGURES:
             for title, ranks in (("equal", (0, 1)), ("slower", (2,))):
-                values = [
-                    compare_runs([turn[at]], [turn[at]]).compared[figure].typical(0) or 0.0
-                    for turn in turns
-                    for at in ranks
-                ]
+                sides = [compare_runs([turn[at]], [turn[at]]).compared for turn in turns for at in ranks]
+                values = [side[figure].typical(0) or 0.0 for side in sides if figure in side]
+                if not values:
+                    continue
                 text = f"{min(values) / 1e6:.2f} to {max(values) / 1e6:.2f} ms, median {median(values) / 1e6:.2f} ms"
                 print(f"{figure} of {len(values)} {title} runs: {text}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dpmon.model.state import Process, Recent, State
@@ -67,9 +68,13 @@ def figures_end_s(rows: Store, process: Process) -> int:
 
 def spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
     """All items or, if there are more, `most` of them, at uneven distances: every eighth rank may differ."""
-    if len(items) <= most:
-        return items
-    return [items[at] for at in sorted(sorted(range(len(items)), key=lambda at: at * _GOLDEN % 1.0)[:most])]
+    return items if len(items) <= most else [items[at] for at in _places(len(items), most)]
+
+
+@lru_cache(8)
+def _places(count: int, most: int) -> Sequence[int]:
+    """The places of `most` of `count` items. Each picture needs the same ones."""
+    return sorted(sorted(range(count), key=lambda at: at * _GOLDEN % 1.0)[:most])
 
 
 def recent(rows: Store, processes: Sequence[int], mode: str, begin_s: int, until_s: int, times: float = 1.0) -> Recent:

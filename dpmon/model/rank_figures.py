@@ -34,7 +34,7 @@ _AGE_S = 8
 _LATE_S = 6
 """Waits that become known later than this after their step are left out of a live picture."""
 _OLD_STEPS = 4
-"""The last known waits of a rank are too old after so many steps, and `_SAMPLED_S`: a machine may be cut off."""
+"""The last known waits of a rank are too old after this many steps, and `_SAMPLED_S`: a machine may be cut off."""
 _JOINED, _SYNCED = map(RankTimes._fields.index, ("joined", "synced"))
 _SERIES = (STEP, "forward", "backward")
 _MINUTE_S = 60

@@ -67,9 +67,8 @@ class Machines:
         self._asked: int | None = None
         """The last request of this reader."""
 
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """What the mirror wrote last."""
+    def _read(self) -> None:
+        """Read what the mirror wrote last, if it is new."""
         with contextlib.suppress(OSError, ValueError):
             stamp = os.lstat(self._path).st_mtime_ns
             if stamp != self._stamp:
@@ -77,11 +76,17 @@ class Machines:
                 self._state, self._stamp = found if isinstance(found, dict) else {}, stamp
                 doing = doing_in(self._state.get("doing")).items()
                 self._doing = {number: (what, since and since + self._start_ns) for number, (what, since) in doing}
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What the mirror wrote last."""
+        self._read()
         return self._state
 
     def activities(self) -> dict[int, tuple[str, int]]:
         """What each process does, and since when (monotonic ns)."""
-        return self._doing if self.state else {}
+        self._read()
+        return self._doing
 
     def since(self, name: str) -> int | None:
         """The time under a name (monotonic ns)."""

@@ -216,8 +216,8 @@ def rate(tallies: Mapping[int, Tally], times: Mapping[int, tuple[int, int]], *, 
     """Return the rate of processes that train together or one after the other; None if no time has passed.
 
     `tallies` and `times` (see `elapsed`) are by process. Samples of processes that train at the same time add up; their
-    steps do not: the step rate is per process. `together`: the processes are known to train at the same time, each with
-    so many like it; 0: unknown.
+    steps do not: the step rate is per process. `together`: if the processes are known to train at the same time, the
+    number of processes that each of them stands for; else 0.
     """
     there = [process for process, tally in tallies.items() if tally.steps and times.get(process, (0, 0))[0] > 0]
     if not there:

@@ -278,7 +278,7 @@ def waits_of_steps(mirror: Store, shifts: dict[int, int]) -> dict[tuple[int, int
 
 
 def after_a_cut(tmp_path: Path) -> tuple[Records, Store]:
-    """Return the records of four ranks on two machines, of which the second is cut off for a minute."""
+    """Return the records of four ranks on two machines; the second machine is cut off for a minute."""
     records, together = connected(Records(tmp_path, info_of(2))), Together()
     for second in range(5, 110):
         together.write(second)
@@ -304,7 +304,7 @@ def test_a_full_history_loses_its_oldest_seconds_and_goes_on(tmp_path: Path, mon
             records.write([(node, chunk)])
         kept_from.append(store_of_mirror(records).kept_from(1))
     assert 0 < kept_from[50] < kept_from[-1] <= 80, "up to the stretches of 10 s that are there"
-    assert store_of_mirror(records).tallies(0, 10), "of which the figures of that time come"
+    assert store_of_mirror(records).tallies(0, 10), "the figures of that time come from them"
 
 
 def test_the_waits_of_a_long_cut_are_in_the_tallies_of_their_seconds(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_long_cut_loses_no_sums() -> None:
 @pytest.mark.parametrize(
     ("tallied_s", "seconds"),
     [(2000, MOST_OF_RANKS // 8 + 1), (1, ((MOST_OF_RANKS // 8 + 1) // 8 + 1) * 10)],
-    ids=["seconds", "stretches of 10 s, of which each is made of many rows"],
+    ids=["seconds", "stretches of 10 s, each made of many rows"],
 )
 def test_tallies_of_many_ranks_come_in_chunks_of_fewer_seconds(tallied_s: int, seconds: int) -> None:
     rows = NewRows(rollups=True, offset=1, tallied_s=tallied_s)

@@ -441,7 +441,7 @@ def test_each_picture_of_very_many_ranks_knows_who_waits_for_whom(groups: int, f
 
 
 def test_of_many_ranks_in_several_groups_each_has_the_steps_and_the_passes_of_its_own() -> None:
-    """The second group has fewer passes, of which the first waits are known later."""
+    """The second group has fewer passes, and its first waits are known later."""
     run = ManyNodes(20, slow=11, groups=2).run(0, 24)
     lengthen(run, tuple((1, second) for second in range(14, 24)), range(80, 160), 60 * SECOND)
     run._db.execute("UPDATE steps SET wait_ns = NULL WHERE process >= 80")

@@ -146,7 +146,8 @@ def chosen(runs: Sequence[RunThere], what: str | None, slurm: str | None = None)
     together. RunError if there is none. None are chosen while no live run has said which job it belongs to.
 
     A machine can have several runs of a job: one for each rank (`srun dpmon ...`), or one for each start of the job.
-    Those of its last start are chosen: its live ones, else those that started with its newest one.
+    Those of its last start are chosen, by their number in the job: its live ones, else those that started with its
+    newest one.
     """
     groups = by_job(runs)
     if slurm is not None:
@@ -174,7 +175,9 @@ def chosen(runs: Sequence[RunThere], what: str | None, slurm: str | None = None)
 
 def _last_start(runs: Sequence[RunThere]) -> list[RunThere]:
     newest = runs[-1].run.started_unix
-    return [one for one in runs if one.goes_on] or [one for one in runs if one.run.started_unix > newest - _TOGETHER_S]
+    live = [one for one in runs if one.goes_on]
+    last = live or [one for one in runs if one.run.started_unix > newest - _TOGETHER_S]
+    return sorted(last, key=lambda one: one.run.node or 0)
 
 
 def _is(there: RunThere, what: str) -> bool:

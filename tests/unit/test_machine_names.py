@@ -290,6 +290,7 @@ def slurm(step: str) -> dict[str, str]:
         ([there("a", 1), there("b", 2), over("a", 3, None)], None, None, [1, 2]),
         ([over("a", 1), there("a", 3), there("b", 2)], None, None, [3, 2]),  # started again
         ([there("a", 1), there("a", 3), there("b", 2)], None, None, [1, 3, 2]),  # a run for each rank
+        ([there("a", 1, node=1), there("a", 2, node=0), there("b", 3, node=2)], None, None, [2, 1, 3]),
         ([over("a", 1), over("b", 2)], None, None, [1, 2]),
         ([over("a", 1), over("a", 90), over("a", 91), over("b", 92)], None, None, [90, 91, 92]),
         ([there("a", 1), there("b", 2), there("c", 3, None)], None, None, [1, 2]),  # something else on c

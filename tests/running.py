@@ -6,9 +6,11 @@ import contextlib
 import fcntl
 import json
 import os
+import random
 import select
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -74,9 +76,33 @@ def end_all(processes: Iterable[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
+def free_ports(count: int) -> list[int]:
+    """Return different ports of this machine that nothing listens on.
+
+    Linux gives higher ones to connections, so that none of these takes a port before the program of the test does.
+    """
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.randrange(10_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            found.add(port)
+    return list(found)
+
+
 def until_unsupervised(info: Mapping[str, Any]) -> None:
     """Wait for the end of the supervisor that is named in these contents of run.json."""
     wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]), what="the supervisor's end")
+
+
+def until_no_command_is_left() -> None:
+    """Wait for the end of the commands that `Links` in this process started: each leads a session."""
+
+    def left() -> list[proc.ProcessEntry]:
+        children = (each for each in proc.every_process().values() if each.parent == os.getpid())
+        return [each for each in children if each.pid == each.session and not each.dead]
+
+    wait_for(lambda: not left(), 30, "the end of all commands")
 
 
 @dataclass(frozen=True)

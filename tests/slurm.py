@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from running import end_all, wait_for
+from running import end_all, free_ports, wait_for
 
 NODES = ("n1", "n2")
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "squeue", "sinfo", "scancel")
@@ -47,18 +47,6 @@ _DPMON = """\
 [ -z "$SLURMD_NODENAME" ] || export XDG_STATE_HOME={place}/state-$SLURMD_NODENAME
 exec {python} -m dpmon "$@"
 """
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 @dataclass

@@ -25,7 +25,7 @@ from dpmon.mirror.hosts import machines
 from dpmon.run import proc
 from dpmon.run.rundir import load_info
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -77,9 +77,9 @@ def test_a_cut_is_noticed_and_no_row_is_lost_or_doubled(host: Hosts, reader: Rea
     host.cut(0)
     began = time.monotonic()
     wait_for(lambda: reader.poll() is not None and len(reader.closed) > before, what="the end of the connection")
-    print(f"noticed after {time.monotonic() - began:.1f} s: {reader.closed[-1].why}")
-    assert reader.closed[-1].why in ("the connection was cut", "it has sent nothing for 5 s")
-    assert not reader.closed[-1].for_good
+    print(f"noticed after {time.monotonic() - began:.1f} s: {reader.closed[before].why}")
+    assert reader.closed[before].why in ("the connection was cut", "it has sent nothing for 5 s")
+    assert not reader.closed[before].for_good
     wait_for(lambda: reader.poll() is not None and len(reader.closed) > before + 1, what="a connection in vain")
     host.mend(0)
     more(reader, 20)
@@ -272,15 +272,19 @@ def test_no_process_of_a_mirrored_run_listens(mirrored: Mirrored) -> None:
     mirrored.going_on(0, 1)
     pid = load_info(mirrored.directory).supervisor_pid
     assert pid is not None
-    ours = set(proc.tree(pid)) | set(proc.tree(mirrored.watching.pid))
-    ours |= proc.with_descendants({pid, mirrored.watching.pid}, proc.every_process())
-    for run in mirrored.runs:
-        ours |= set(proc.tree(load_info(run).supervisor_pid or 0))
-    with_sockets = {one: sockets for one in ours if (sockets := sockets_of(one))}
-    assert len(with_sockets) == 2
-    for one, sockets in with_sockets.items():
-        assert os.path.basename(os.readlink(f"/proc/{one}/exe")) == "ssh"
-        assert all(socket.startswith("tcp ") and socket.endswith(" 01") for socket in sockets)  # established
+
+    def both() -> list[tuple[str, str]] | None:
+        """Program and state of each socket, while both are connected: a busy one may be cut off for some time."""
+        ours = set(proc.tree(pid)) | set(proc.tree(mirrored.watching.pid))
+        ours |= proc.with_descendants({pid, mirrored.watching.pid}, proc.every_process())
+        for run in mirrored.runs:
+            ours |= set(proc.tree(load_info(run).supervisor_pid or 0))
+        sockets = [(os.readlink(f"/proc/{one}/exe"), socket) for one in ours for socket in sockets_of(one)]
+        return sockets if len(sockets) == 2 and all(socket.endswith(" 01") for _, socket in sockets) else None
+
+    for program, socket in wait_for(both, what="two established connections, and no other socket"):
+        assert os.path.basename(program) == "ssh"
+        assert socket.startswith("tcp ")
 
 
 @pytest.mark.parametrize("mirrored", ["away"], indirect=True)

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import LIMIT_S, Dpmon, wait_for
-from slurm import NODES, free_ports, slurm
+from running import LIMIT_S, Dpmon, free_ports, wait_for
+from slurm import NODES, slurm
 from sshd import Hosts, no_namespaces
+from torch_aborts import ABORTED
 
 from dpmon.run import proc
 
@@ -47,6 +48,8 @@ class Job:
     """The words before a command on the machine of the viewer."""
     env: Mapping[str, str]
     commands: list[subprocess.Popen[bytes]]
+    aborted: bool = False
+    """Whether torch has ended a rank at its end."""
 
     def command(self, *words: object) -> dict[str, Any]:
         """Arguments for `Dpmon.run` and `start`: dpmon on the machine of the viewer."""
@@ -54,7 +57,9 @@ class Job:
 
     def json(self, *words: object) -> Any:
         """The JSON that a command about the mirrored run prints."""
-        return json.loads(self.dpmon.run(**self.command(*words)).out)
+        done = self.dpmon.run(**self.command(*words))
+        assert done.out, done.errors
+        return json.loads(done.out)
 
     def runs(self, node: int) -> list[dict[str, Any]]:
         """The runs of a machine, as it lists them."""
@@ -82,10 +87,11 @@ class Job:
         wait_for(lambda: all(self.steps(node) >= wanted[node] for node in range(2)), what="more steps")
 
     def end(self) -> dict[int, tuple[int, int, float]]:
-        """Let the training end; return the steps, the rows and the seconds of forward, as each rank counted them."""
+        """Let the training end; return the steps, the rows and the median of forward (s), as each rank counted them."""
         (self.dpmon.cwd / "end").touch()
         outputs = [command.communicate(timeout=LIMIT_S) for command in self.commands]
-        assert [command.returncode for command in self.commands] == [0] * len(self.commands), outputs
+        self.aborted = any(ABORTED.encode() in err for _, err in outputs)
+        assert self.aborted or not any(command.returncode for command in self.commands), outputs
         found = re.findall(rb"counted: (\d+) \d+ (\d+) (\d+) ([\d.]+)", b"".join(out for out, _ in outputs))
         return {int(rank): (int(steps), int(rows), float(seconds)) for rank, steps, rows, seconds in found}
 
@@ -148,7 +154,7 @@ def test_a_job_on_two_machines_is_one_run(dpmon: Dpmon, way: str) -> None:
         others = f"the other 3 wait for it in all_reduce (two_nodes.py:{TOGETHER})"
         named = f"rank 3 ({nodes[3]}) in hold (two_nodes.py:{HOLD}); {others}"
         wait_for(lambda: job.json("status", "--json")["state"] == "stalled", what="the stall")
-        found = job.json("why", "--json")
+        found = wait_for(lambda: complete(job.json("why", "--json")), what="the answers of both machines")
         assert found["now"]["text"] == named
         assert [(rank["rank"], rank["node"], rank["waits"]) for rank in found["now"]["ranks"]] == [
             (3, nodes[3], False), *((rank, nodes[rank], True) for rank in range(3))
@@ -173,11 +179,16 @@ def test_a_job_on_two_machines_is_one_run(dpmon: Dpmon, way: str) -> None:
         counts = job.end()
         assert sorted(counts) == [0, 1, 2, 3]
         _, err = screen.communicate(timeout=LIMIT_S)
-        assert screen.returncode == 0, err
+        assert screen.returncode == 0 or job.aborted, err
         check_figures(job, counts)
         stalls = job.json("why", "--json")["stalls"]
         assert [one["text"] for one in stalls] == [named]
         assert stalls[0]["end_s"] is not None
+
+
+def complete(why: dict[str, Any]) -> dict[str, Any] | None:
+    """The answer to `why`, unless a busy machine has sent no part of it in time."""
+    return why if why["now"] is not None and "without" not in why["now"] else None
 
 
 def check_figures(job: Job, counts: dict[int, tuple[int, int, float]]) -> None:
@@ -203,11 +214,11 @@ def check_figures(job: Job, counts: dict[int, tuple[int, int, float]]) -> None:
         assert calls
         for call in calls:
             assert [each["shape"] for each in (*call["inputs"], *call["outputs"])] == [[rows, w] for w in WIDTHS]
-        assert 0.2 < found["forward_ms"] / (1000 * forward_s / steps) < 2
-        # What no machine knows alone. The last rank sleeps 60 ms more in each step, before the backward pass.
+        assert 0.5 < found["forward_ms"] / (1000 * forward_s) < 2
+        # What no machine knows alone. The last rank sleeps 150 ms more in each step, before the backward pass.
         assert there[rank]["exposed_ms"] is there[rank]["wait_ms"] is None
         assert found["exposed_ms"] > 0
-        assert rank == 3 or found["wait_ms"] > 20
+        assert rank == 3 or found["wait_ms"] > 50
     assert ranks[3]["wait_ms"] < 10
     assert ranks[3]["slowest"] > 0.8 * ranks[3]["joined_steps"]
     told = [each["text"] for each in report["findings"] if each["kind"] == "straggler"]

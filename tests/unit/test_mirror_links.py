@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from running import wait_for
+from running import until_no_command_is_left, wait_for
 
 from dpmon.mirror import links as module
 from dpmon.mirror.causes import reason
@@ -35,15 +35,14 @@ def start() -> Iterator[Start]:
     """Return a function that makes Links of words for each machine; they are closed at the end, and leave nothing."""
     made: list[Links] = []
 
-    def links(*commands: list[str], **how: bool | float) -> Links:
-        made.append(Links(len(commands), lambda node: commands[node], **how))  # type: ignore[arg-type]
+    def links(*commands: list[str], silent_s: float = 100.0, once: bool = False) -> Links:
+        made.append(Links(len(commands), lambda node: commands[node], once=once, silent_s=silent_s))
         return made[-1]
 
     yield links
     for one in made:
         one.close()
-    left = [process for process in proc.every_process().values() if process.parent == os.getpid()]
-    assert not [process for process in left if not process.dead and process.pid == process.session], left
+    until_no_command_is_left()
 
 
 def until(links: Links, condition: Callable[[list[Report]], object]) -> list[Report]:
@@ -176,7 +175,7 @@ def test_a_silent_command_is_ended_and_the_others_go_on(start: Start, monkeypatc
     assert closed(reports, 0) == Closed(0, "it has sent nothing for 5 s", False)
     assert closed(reports, 1) == Closed(1, "it did not answer within 5 s", False)
     assert closed(reports, 2) is None
-    assert lines(until(links, lines)) == [b"beat"]
+    until(links, lambda reports: Received(2, b"beat") in reports)
     wait_for(lambda: links.poll(0.05) is not None and not links._leaving, what="the end of the deaf command")
 
 
@@ -239,14 +238,20 @@ def test_waits_between_starts_grow_and_are_not_all_alike(start: Start) -> None:
     for failures in range(1, 8):
         for link in links._links:
             link.due_s = 0.0
+        due: dict[int, float] = {}
+
+        def all_ended(reports: list[Report], due: dict[int, float] = due) -> bool:
+            for link in (links._links[one.node] for one in reports if one.node not in due):
+                due[link.node], link.due_s = link.due_s, math.inf  # none starts again before the last one has ended
+            return len(due) == 8
+
         began = time.monotonic()
-        until(links, lambda reports: sum(isinstance(one, Closed) for one in reports) == 8)
+        until(links, all_ended)
         assert {link.failures for link in links._links} == {failures}
-        due = {link.due_s for link in links._links}
         longest = min(2 ** (failures - 1), 30)
-        assert len(due) == 8
-        assert min(due) - began > longest / 2
-        assert max(due) - time.monotonic() < longest
+        assert len(set(due.values())) == 8
+        assert min(due.values()) - began > longest / 2
+        assert max(due.values()) - time.monotonic() < longest
 
 
 def test_a_machine_that_is_away_for_days_is_still_tried(start: Start) -> None:

@@ -20,7 +20,7 @@ from dpmon.run.condition import ELSEWHERE, goes_on, run_state
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_info
 from dpmon.run.runs import find_run, newest_run
 from dpmon.stalls.answer import answer, asked
-from dpmon.stalls.answer_lines import lines_of
+from dpmon.stalls.answer_lines import NOT_STALLED, lines_of
 from dpmon.stalls.processes import RankLook
 from dpmon.store.opened import open_store
 from dpmon.supervise.start import ensure_supervisor
@@ -49,12 +49,12 @@ def why(options: argparse.Namespace) -> int:
         return 0
     if found is not None:
         first, *lines = [text for text, _ in lines_of(found, every=options.all)]
-        if found.get("text") is None:
-            first = f"not stalled: {health_now(directory).words(found['t_s'])}"
+        if first == NOT_STALLED:
+            first += f": {health_now(directory).words(found['t_s'])}"
         print("\n".join((clean(first), *lines)))
     elif state == ELSEWHERE:
         print(f"{info.id} runs on another machine ({clean(info.host)}): ask there")
-    else:
+    elif over:
         print(f"{info.id} is over ({state})")
     for one, sentence in zip(seen[-len(sentences) :], sentences, strict=False):
         if over or one.end_ns is not None:
@@ -68,15 +68,19 @@ def why(options: argparse.Namespace) -> int:
 
 
 def _asked(directory: Path, info: RunInfo, *, native: bool) -> dict[str, Any] | None:
-    """The supervisor's answer; without a supervisor, what this process itself can see."""
+    """The supervisor's answer; without one, what this process itself can see: of other machines, nothing (None)."""
     try:
         ensure_supervisor(directory)
         found = asked(directory, native=native)
         if found is not None:
             return found
-        speak("the supervisor does not answer; the stacks are taken from here")
+        trouble = "does not answer"
     except (OSError, RunError) as error:
-        speak(f"the supervisor cannot be asked: {error}")
+        trouble = f"cannot be asked: {error}"
+    if info.nodes:
+        speak(f"the mirror {trouble}")
+        return None
+    speak(f"the supervisor {trouble}; the stacks are taken from here")
     with closing(RankLook(directory, info.cwd, adopted=True)) as look:
         look.ranks({}, time.monotonic_ns())
         time.sleep(_ALLOWED_S)

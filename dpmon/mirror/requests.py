@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpmon.cleaning import clean
 from dpmon.record.plainjson import load_json, number_in, text_in, whole_in
+from dpmon.record.schema import SECOND
 from dpmon.run import proc
 from dpmon.run.files import open_file
 from dpmon.run.mirrored import ASKED_FILE
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
     from dpmon.mirror.mirror import Mirror
     from dpmon.store.answers import NodeRow
 
-WHY_S = 7.0
-"""Longest wait for the answers to "why is it stuck"."""
+WHY_S, BEGIN_S = 7.0, 3.0
+"""Longest wait for the answers to "why is it stuck", and in this time, for machines that have not been tried yet."""
 _LIVING_S = 2.0
 """Time between two checks whether the readers that want all records are alive."""
 _MOST_BYTES, _MOST_TEXT = 1 << 16, 300
@@ -87,10 +89,12 @@ class Requests:
             self._pass_wanted()
         directory = self._mirror.directory
         if (number := request_in(directory)) > self._why.number:
-            self._why = self._send({"ask": "why", "id": number, "native": wants_native(directory)})
-            self._why_until = now + WHY_S
-            away = (each.node.number for each in self._mirror.machines if each.node.state in ("cut", "connecting"))
-            self._why.failed |= dict.fromkeys(away, "it is not connected")
+            age_s, nodes = max((time.time_ns() - number) / SECOND, 0.0), [each.node for each in self._mirror.machines]
+            if age_s > BEGIN_S or not any(node.state == "connecting" and node.why is None for node in nodes):
+                self._why = self._send({"ask": "why", "id": number, "native": wants_native(directory)})
+                self._why_until = now + WHY_S - min(age_s, BEGIN_S)
+                away = (node.number for node in nodes if node.state in ("cut", "connecting"))
+                self._why.failed |= dict.fromkeys(away, "it is not connected")
         if self._why_until is not None and (now > self._why_until or not self._why.waited):
             failed = self._why.failed | dict.fromkeys(self._why.waited, f"it did not answer within {WHY_S:.0f} s")
             without = [f"{self._name(node)}: {text}" for node, text in sorted(failed.items())]

@@ -9,6 +9,7 @@ from typing import Any
 from dpmon.cleaning import clean
 from dpmon.stalls.verdict import RankFacts, names
 
+NOT_STALLED = "not stalled"
 Line = tuple[str, str]
 """A line and its style: "", "bold", "bad" or "dim"."""
 _FIRST_TO_GO = (6, 5, 2)
@@ -32,7 +33,7 @@ def lines_of(found: Mapping[str, Any], *, every: bool = False, width: int | None
 
 def _lines(found: Mapping[str, Any], every: bool, width: int | None) -> list[Line]:
     ranks = found["ranks"]
-    lines: list[Line] = [("not stalled", "")]
+    lines: list[Line] = [(NOT_STALLED if ranks or not found.get("without") else "no machine has answered", "")]
     if found.get("text") is not None:
         lines = [(f"stalled for {found['t_s'] - found['since_s']:.0f} s: {found['text']}", "bad")]
     rows: list[tuple[str, ...]] = [("", "RANK", "STEP", "FOR", "IN", "COLLECTIVES", "PROCESS")]

@@ -22,7 +22,7 @@ from dpmon.run import proc
 from dpmon.run.condition import outcome
 from dpmon.run.mirrored import Answers, Machines
 from dpmon.run.rundir import load_exit, load_info, save
-from dpmon.stalls.answer import ANSWER_FILE, ask
+from dpmon.stalls.answer import ANSWER_FILE, ASKED_FILE, ask
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.store.opened import open_store
 
@@ -234,6 +234,31 @@ def test_an_answer_about_a_stall_names_the_machines_without_one(
     assert found["without"] == [f"gpu-0: {why}"]
     assert (f"  gpu-0: {why}", "") in lines_of(found)
     assert len(sent) > 0
+
+
+def test_a_question_about_a_stall_waits_for_machines_that_were_not_tried_yet(
+    mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror.links, "send", lambda *_: True)
+    number = ask(mirror.directory)
+    mirror._requests.look(0.0)
+    assert not (mirror.directory / ANSWER_FILE).exists()
+    mirror._take(Opened(0, MARKER))
+    send(mirror, beat(0, 0))
+    mirror._requests.look(0.1)
+    send(mirror, {"answer": number, "why": {"ranks": [{}], "text": None}})
+    mirror._requests.look(0.2)
+    assert "without" not in json.loads((mirror.directory / ANSWER_FILE).read_bytes())
+
+
+def test_a_question_that_no_machine_can_answer_is_answered(mirror: Mirror) -> None:
+    number = ask(mirror.directory)
+    long_ago = number - 4 * 10**9
+    os.utime(mirror.directory / ASKED_FILE, ns=(long_ago, long_ago))
+    mirror._requests.look(0.0)
+    found = json.loads((mirror.directory / ANSWER_FILE).read_bytes())
+    assert found["without"] == ["gpu-0: it is not connected"]
+    assert lines_of(found)[0] == ("no machine has answered", "")
 
 
 def test_another_request_does_not_cut_off_the_answers_about_a_stall(

@@ -175,6 +175,18 @@ def test_the_list_says_in_which_stall_a_run_ended(
     assert ["    stalled: rank 1 in save (t.py:3)" in lines, len(lines)] == [shown, 3 + shown]
 
 
+def test_why_looks_at_no_process_of_this_machine_for_a_mirror(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = live()
+    save(directory, replace(load_info(directory), nodes=("gpu-1",)))
+    monkeypatch.setattr("dpmon.cli.why.RankLook", None)
+    monkeypatch.setattr("dpmon.cli.why.ensure_supervisor", lambda _: None)
+    monkeypatch.setattr("dpmon.cli.why.asked", lambda *_, **__: None)
+    assert main(["why", directory.name]) == 0
+    assert capsys.readouterr() == ("no stall was recorded\n", "dpmon: the mirror does not answer\n")
+
+
 @pytest.mark.parametrize(("own", "lasted"), [((STALL,), "20.0 s"), ((STALL, STALL_ENDED), "15.0 s")])
 def test_the_summary_says_where_a_run_stalled(state: Path, own: tuple[Event, ...], lasted: str) -> None:
     directory = a_run(*own)

@@ -13,7 +13,7 @@ from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State
 from dpmon.record.schema import SECOND
 from dpmon.run.activities import why_starting
-from dpmon.run.condition import ELSEWHERE, run_state
+from dpmon.run.condition import BY_YOU, ELSEWHERE, run_state
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, load_exit
 from dpmon.run.runs import short_name
@@ -78,7 +78,8 @@ class Health(NamedTuple):
             took = f" after {run_time(self.since_s)}"
         elif self.since_s is not None and t_s - self.since_s >= _AFTER_A_MOMENT_S:
             took = f" for {duration_words((t_s - self.since_s) * SECOND)}"
-        return f"{self.end or self.state}{took}" + (f": {self.reason}" if self.reason else "")
+        word = BY_YOU if self.end == "stopped" else self.end or self.state
+        return f"{word}{took}" + (f": {self.reason}" if self.reason else "")
 
 
 def health_now(directory: Path) -> Health:
@@ -159,4 +160,4 @@ def _end_reason(how: ExitInfo | None) -> str | None:
     if how is None:
         return "it ended without a record of its end"
     status = how.signal or (f"exit status {how.status}" if how.status else None)
-    return how.error or how.cause or how.unknown or status
+    return how.error or (None if how.stopped else how.cause or how.unknown or status)

@@ -14,6 +14,7 @@ from dpmon.model.run_facts import RunFacts
 from dpmon.model.state import ModeChange, ProcessFacts, ended_in
 from dpmon.record.names import RANK_MODES
 from dpmon.report.collect import Story
+from dpmon.run.condition import BY_YOU
 from dpmon.run.rundir import ExitInfo
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.text.quantities import calls_so_far, clock, count_of, duration_words, percent, quantity_words, run_time
@@ -53,7 +54,7 @@ def how_it_ended(how: ExitInfo, why: str) -> str:
         return how.error
     took = run_time(how.seconds)
     if how.stopped:
-        return f"stopped by you after {took}"
+        return f"{BY_YOU} after {took}"
     if how.status is None:
         return f"ended after {took}, status unknown: {how.unknown or 'nobody recorded it'}"
     if how.signal is not None:

@@ -143,6 +143,10 @@ def unknown_exit(info: RunInfo, by: str, why: str, end_ns: int) -> ExitInfo:
     )
 
 
+BY_YOU = "stopped by you"
+"""What sentences say in place of "stopped"."""
+
+
 def outcome(how: ExitInfo) -> str:
     """One word for an end: finished, stopped (by the user), interrupted (SIGINT), killed (another signal), failed.
 

@@ -28,6 +28,7 @@ from dpmon.record.schema import SETTLING_STEPS
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.document import Plot, Table, Values
+from dpmon.report.health import health_now
 from dpmon.report.page import HEIGHT, WIDTH, drawn, page
 from dpmon.report.plots import plots
 from dpmon.report.sections import document
@@ -140,6 +141,9 @@ def test_a_run_that_was_stopped_has_not_failed(state: Path) -> None:
     assert ended is not None
     os.utime(directory / "stop-asked", (ended.ended_unix, ended.ended_unix))
     assert not any(finding.kind == "failed" for finding in collect(directory).findings)
+    sentence = "stopped by you after 1 min 00 s"
+    assert report_text(directory, 120)[0].endswith(sentence)
+    assert health_now(directory).words(60.0) == sentence
 
 
 def test_a_step_that_a_stop_cut_off_is_not_called_long(state: Path) -> None:

@@ -76,8 +76,8 @@ def test_the_way_is_a_list_of_words_that_ends_with_the_name() -> None:
     assert machine.words[-3:] == ("--", "root@gpu-2", "dpmon")
     (machine,) = machines(["3", "3"], via="kubectl exec -i 'pod-{}' -c 'my trainer' --")
     assert machine.words == ("kubectl", "exec", "-i", "pod-3", "-c", "my trainer", "--", "dpmon")
-    (machine,) = machines([proc.host()])
-    assert machine.words == (sys.executable, "-m", "dpmon")
+    for machine in machines([proc.host(), "localhost"]):
+        assert machine.words == (sys.executable, "-m", "dpmon")
 
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=x", "a b", "", "a;b", "$(x)", "a\nb", "x" * 300])
@@ -431,8 +431,10 @@ def test_doctor_says_of_each_machine_what_is_missing(
     assert said.err.startswith("dpmon: 2 machines: dpmon doctor runs there"), "it takes long"
     text = said.out.splitlines()
     assert text[0] == "a"
-    assert text[-1] == "2 warnings and 2 problems; all other checks passed"
+    assert text[-1] == "2 warnings and 2 problems; all other possible checks passed"
     assert max(map(len, text)) <= 80
+    assert main(["doctor", "--hosts", "key", "--via", via]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "1 problem; no other check was possible"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from importlib.metadata import version
 import dpmon
 from dpmon.cleaning import clean
 from dpmon.cli.doctor import machine, trial
-from dpmon.cli.doctor.machine import OK, PROBLEM, STATES, Check, ok
+from dpmon.cli.doctor.machine import CONNECTION, OK, PROBLEM, STATES, Check, ok
 from dpmon.cli.options import several
 from dpmon.cli.speak import speak
 from dpmon.text.cells import has_colours, in_stream
@@ -90,4 +90,7 @@ def _counts(checks: list[Check]) -> str:
     if counts[OK] == len(checks):
         return "all checks passed"
     parts = [f"{count} {state}{'s' if count > 1 else ''}" for state, count in counts.items() if state != OK and count]
-    return f"{' and '.join(parts)}; all other checks passed"
+    unreached = sum(check.name == CONNECTION for check in checks)
+    if unreached == len(checks):
+        return f"{' and '.join(parts)}; no other check was possible"
+    return f"{' and '.join(parts)}; all other {'possible ' if unreached else ''}checks passed"

@@ -27,6 +27,8 @@ LITTLE_SHM = 1 << 30
 _ASK_S = 5.0
 OK, WARNING, PROBLEM = STATES = ("ok", "warning", "problem")
 """ok: no fault; warning: dpmon works, with limits; problem: dpmon does not work."""
+CONNECTION = "connection"
+"""The only check of a machine that cannot be reached."""
 
 
 class Check(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import dpmon
 from dpmon.cleaning import clean
-from dpmon.cli.doctor.machine import OK, STATES, Check, ok, problem, warning
+from dpmon.cli.doctor.machine import CONNECTION, OK, STATES, Check, ok, problem, warning
 from dpmon.cli.machines import RunThere, runs_of
 from dpmon.mirror.hosts import Machine, Printed, ask, ask_dpmon
 from dpmon.record.plainjson import load_json
@@ -29,7 +29,7 @@ def checks_there(asked: Sequence[Machine], python: str | None) -> Iterator[tuple
             last = b"".join(answer.lines[-1:]).decode("utf-8", "replace")
             why = answer.why or f"it does not print the version of dpmon, but: {clean(last, 200)}"
             by_hand = f"when this works, so does dpmon: {shlex.join([*machine.words, '--version'])}"
-            yield machine.name, [problem("connection", why, by_hand)]
+            yield machine.name, [problem(CONNECTION, why, by_hand)]
             continue
         there = [there for there in runs if there.machine.name == machine.name]
         trouble = failed[machine.name].why if machine.name in failed else None

@@ -257,6 +257,19 @@ def test_the_most_that_an_advice_can_bring_is_the_time_of_its_cause(kind: str, s
     assert found.advised.startswith(f"try ({words}): " if words else "try: ")
 
 
+@pytest.mark.parametrize(
+    ("saves", "words"),
+    [
+        (0.2, "steps at most 25 % faster"),
+        (0.9, "steps at most 10.0 times as fast"),
+        (0.976, "steps in 2 % of the time at best"),
+        (1.0, "steps in 1 % of the time at best"),
+    ],
+)
+def test_a_cause_of_nearly_all_the_time_is_no_promise_of_a_rate(saves: float, words: str) -> None:
+    assert Finding("data", "", "", "", 0.5, saves).ceiling == words
+
+
 def test_evaluations_that_take_much_of_the_time_are_found() -> None:
     spent = {"training": 60 * SECOND, "evaluation": 30 * SECOND, "between": 10 * SECOND}
     evaluated = changed(HEALTHY, spent=spent, evaluations=[replace(GOOD, evaluation=True)], gaps=[])

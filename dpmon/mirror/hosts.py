@@ -83,7 +83,7 @@ def machines(names: Sequence[str], *, via: str | None = None) -> list[Machine]:
             raise HostError(f"{name!r} is not the name of a machine")
         if template is not None:
             found.append(Machine(name, tuple(word.replace("{}", name) for word in template)))
-        elif name == proc.host():
+        elif name in (proc.host(), "localhost"):
             found.append(Machine(name, (), _own()))
         else:
             found.append(Machine(name, (*_SSH, name)))

@@ -474,6 +474,19 @@ def test_a_node_alone_does_not_say_that_the_others_are_missing() -> None:
     assert found.missing == "no step is recorded yet in which all ranks averaged their gradients"
 
 
+@pytest.mark.parametrize(("away", "who"), [((1,), "gpu-1"), ((1, 2), "gpu-1 and 1 other")])
+def test_unknown_waits_are_shown_with_the_nodes_that_send_nothing(away: tuple[int, ...], who: str) -> None:
+    """As after another start of the mirror."""
+    facts = facts_of(run_of(4))
+    ranks = [one._replace(joined=0) for one in facts.state.ranks]
+    found = communication(ranks, [Wrapper(0, 0, 0, "Model", group_size=32)], lately=True)
+    nodes = [node._replace(state="cut") if node.number in away else node for node in facts.state.nodes]
+    state = replace(facts.state, communication=found, nodes=tuple(nodes))
+    rows = panel_ranks.table(replace(facts, state=state), 200, 60, LOOK)
+    text = "no step is recorded yet in which all ranks averaged their gradients"
+    assert plain(rows[-1]) == f"{text} (no records come from {who})"
+
+
 def test_a_picture_that_lists_more_ranks_than_are_many_has_the_whole_step_in_focus() -> None:
     """As a frozen picture, which is scrolled without a new read."""
     focus = ManyNodes(20, slow=11).run(0, 12).state(ranks=FROZEN_RANKS + 4, worst=WORST).focus

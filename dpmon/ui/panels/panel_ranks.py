@@ -331,6 +331,10 @@ def _sizes_table(facts: Facts, width: int, height: int, look: Look) -> list[Row]
     found = facts.state.communication
     why = None if found is None else found.missing
     drawn += [] if why is not None and why.startswith(f"{count} of ") else _missing(facts)
+    away = [node.name for node in facts.state.nodes if node.state in ("connecting", "cut", "refused")]
+    if why is not None and away:
+        others = f" and {count_of(len(away) - 1, 'other')}" if away[1:] else ""
+        why += f" (no records come from {away[0]}{others})"
     return [*drawn, *lines(why or "", width)]
 
 

@@ -91,6 +91,8 @@ class NewRows:
         self._tallied = max(tallied_s - shift_s, 0)
         self._first = offset == 0
         """Whether the reader has nothing yet."""
+        self._begun, self._last_steps = offset, dict[int, int]()
+        """The offset at the begin, and by process the last step that was sent since."""
         self._again = AGAIN if offset else 1
         self._since: dict[int, int] = {}
         self._seen: dict[str, dict[tuple[Any, ...], int]] = {}
@@ -124,7 +126,7 @@ class NewRows:
         if seldom or len(store.rings) > len(self._seen.get("rings", ())):
             lines += self._lines("rings", self._changed("rings", self._rows(store, "rings", ""), 1))
         lines += self._definitions(store)
-        lines += self._ranges(store, until)
+        lines += self._ranges(store, until, last=last)
         lines += self._sums(store, upto_s, seldom=seldom, last=last)
         lines += self._gap_rows(store)
         lines += self._tallies(store, max(tallied, self._tallied))
@@ -208,8 +210,8 @@ class NewRows:
 
     # ------------------------------------------------------------------------------------------ numbered rows
 
-    def _ranges(self, store: Store, until: int) -> list[str]:
-        """Return the rows with ids above the offset, up to `until`."""
+    def _ranges(self, store: Store, until: int, *, last: bool) -> list[str]:
+        """Return the rows with ids above the offset, up to `until`; if it is the `last` time, also the last steps."""
         between = "WHERE id > ? AND id <= ?"
         which = f"{between} AND kind != 'exit'"
         if self._sparse and not self.whole:
@@ -237,6 +239,12 @@ class NewRows:
             for process, ended in steps.items()
             for number in ([row[0] for row in ended] if process in self.whole else sampled(ended, fewer))
         }
+        self._last_steps |= {names[number][0]: number for number in sorted(chosen)}
+        newest = f"SELECT max(id), process, step FROM steps {between} GROUP BY process"
+        for number, process, step in store.query(newest, (self._begun, until)) if last else ():
+            if number > self._last_steps.get(process, 0):  # else readers would show an earlier one as the last
+                chosen.add(number)
+                self._last_steps[process], names[number] = number, (process, step)
         detailed = chosen
         if self._sparse:
             few = {number for ended in steps.values() for number in sampled(ended, SPARSE_STEPS)}

@@ -174,6 +174,8 @@ def test_what_is_killed_goes_on_without_a_lost_or_doubled_step(two: Two, kill: s
         assert [steps_in(store, numbers[i]) for i in range(2)] == counted
         ids = [number for (number,) in store.query("SELECT id FROM steps ORDER BY id")]
         starts = store.query("SELECT process, step FROM steps")
+        last = dict(store.query("SELECT process, max(step) FROM steps GROUP BY process"))
+    assert [last[numbers[i]] for i in range(2)] == counted
     assert ids == sorted(set(ids))
     assert len(starts) == len(set(starts))
     for i, node in enumerate(nodes):

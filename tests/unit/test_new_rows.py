@@ -77,3 +77,15 @@ def test_tallies_of_many_ranks_come_in_chunks_of_fewer_seconds(tallied_s: int, s
     rows = NewRows(rollups=True, offset=1, tallied_s=tallied_s)
     rows.chunk(begun(8).store(), 5000, last=False)
     assert rows.tallied_s == tallied_s + seconds
+
+
+def test_the_last_step_of_a_run_is_sent_also_if_it_was_left_out_before() -> None:
+    recording, rows, sent = begun(2), NewRows(rollups=True), list[tuple[int, int]]()
+    (newest,) = {step for (step,) in recording.store().query("SELECT max(step) FROM steps GROUP BY process")}
+    for last in (False, True, True):
+        lines, _ = rows.chunk(recording.store(), 1000, last=last)
+        for line in (one for one in map(json.loads, lines) if one["table"] == "steps"):
+            of = dict(zip(line["columns"], zip(*line["rows"], strict=True), strict=True))
+            sent += zip(of["process"], of["step"], strict=True)
+        assert ((0, newest) in sent) == ((1, newest) in sent) == last
+    assert len(sent) == len(set(sent))

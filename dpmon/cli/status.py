@@ -144,15 +144,21 @@ def _lines(now: Health, found: dict[str, Any]) -> list[str]:
     if straggler and not any(each["kind"] == "straggler" for each in found["findings"]):
         lines.append(straggler["sentence"])
     lines += [each["text"] for each in found["findings"] if each["kind"] not in past]
-    devices = found["devices"]
+    devices, node = found["devices"], _node_of(found)
     for device in devices if len(devices) <= MOST_DEVICES else ():
         use = UNKNOWN if device.get("util_pct") is None else f"{device['util_pct']} %"
         memory = memory_of(device.get("mem_used_bytes"), device.get("mem_total_bytes"))
-        lines.append(f"GPU {device.get('index')}: {use} used, memory {memory}")
+        lines.append(f"GPU {device.get('index')}{node}: {use} used, memory {memory}")
     uses = [device["util_pct"] for device in devices if device.get("util_pct") is not None]
     if len(devices) > MOST_DEVICES and uses:
-        lines.append(f"{len(devices)} GPUs: {min(uses)} to {max(uses)} % used")
+        lines.append(f"{len(devices)} GPUs{node}: {min(uses)} to {max(uses)} % used")
     return [lines[0], *(f"  {clean(line)}" for line in lines[1:])]
+
+
+def _node_of(found: dict[str, Any]) -> str:
+    """The node whose GPUs are shown, if the run has several: that of the process that represents the run."""
+    ranks = found.get("ranks", ()) if "nodes" in found else ()
+    return next((f" of {one['node']}" for one in ranks if one["process"] == found["process"] and one["node"]), "")
 
 
 _RATES = (("steps_per_s", "steps/s"), ("samples_per_s", "samples/s"))

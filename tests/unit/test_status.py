@@ -124,6 +124,10 @@ def test_ranks_are_counted(state: Path) -> None:
     assert lines[1].startswith("  step 100  3 processes  ")
     assert lines[-1].startswith("  Rank 1 holds the others up by ")
     assert status._lines(now, {**members, "findings": []})[-1].startswith("  rank 1 holds the others up by ")
+    ranks = [{**rank, "node": f"gpu-{rank['rank']}"} for rank in members["ranks"]]
+    many = [{"index": index, "util_pct": 40 + index} for index in range(3)]
+    told = {**members, "ranks": ranks, "devices": many, "nodes": []}
+    assert status._lines(now, told)[-1] == "  3 GPUs of gpu-0: 40 to 42 % used"
 
 
 def test_what_is_unknown_about_a_device_is_a_dash(state: Path) -> None:

@@ -267,7 +267,7 @@ def batch_facts(layouts: Layouts) -> list[BatchFacts]:
     return found
 
 
-def replica_facts(layouts: Layouts, tallies: Mapping[Key, Tally]) -> list[ReplicaFacts]:
+def replica_facts(layouts: Layouts, tallies: Mapping[int, Mapping[Key, Tally]]) -> list[ReplicaFacts]:
     """Each replica with its rows and times; evaluations count only if no call of the same layout trains.
 
     `tallies`: of each process.
@@ -280,7 +280,8 @@ def replica_facts(layouts: Layouts, tallies: Mapping[Key, Tally]) -> list[Replic
         trained = of in layouts.trained
         if shape.kind & EVALUATION and trained:
             continue
-        times = Tally() if of in timed else merged(tallies, shape.mode, False, trained, process=shape.process)
+        own = {} if of in timed else tallies.get(shape.process, {})
+        times = merged(own, shape.mode, False, trained)
         timed.add(of)
         reason = why_untimed(layout, shape.untimed)
         rows = tuple(layouts.rows(shape.process, got, layout) for got, _ in shape.replicas)

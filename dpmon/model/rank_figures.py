@@ -15,7 +15,7 @@ from dpmon.model.state import WORST, Process
 from dpmon.model.stragglers import MIN_STEPS, Group, RankTimes, rank_times
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.record.schema import SECOND, STEP
-from dpmon.store.figures import figures, merged, trains
+from dpmon.store.figures import figures, merged, of_each, trains
 from dpmon.store.tally import Key, Tally
 
 if TYPE_CHECKING:
@@ -248,16 +248,8 @@ def rank_figures(rows: Store, processes: Iterable[Process]) -> Iterator[Process]
         begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # each minute has its own tally
         numbers = tuple(process.process for process in those)
         found = rows.tallies(begin_s, end_s, process=numbers, series=_SERIES)
-        trained, own = trains((key.mode, key.kind) for key in found), _by_process(found)
+        trained, own = trains((key.mode, key.kind) for key in found), of_each(found)
         for process in those:
             mode = process.last_step.mode if process.last_step is not None else ""
             tally = merged(own.get(process.process, {}), mode, False, mode in trained)
             yield replace(process, figures=figures(mode, False, tally, None))
-
-
-def _by_process(tallies: Mapping[Key, Tally]) -> dict[int, dict[Key, Tally]]:
-    """The tallies of each process."""
-    found: dict[int, dict[Key, Tally]] = {}
-    for key, tally in tallies.items():
-        found.setdefault(key.process, {})[key] = tally
-    return found

@@ -90,7 +90,8 @@ class RunFacts:
         self._focus = 0 if focus is None else focus.process
         self.window = Window(self.store)
         there = self.store.processes
-        self.names = {process: self._name(process) for process in there} if len(there) > 1 else {}
+        count = Counter(map(self.rank, there))
+        self.names = {process: self._name(process, count) for process in there} if len(there) > 1 else {}
         """The names of the processes with steps, such as "rank 0"; empty if there is only one."""
 
     def complete(self) -> None:
@@ -105,12 +106,11 @@ class RunFacts:
         """The rank of a process; None if it has none."""
         return self._ranks.get(process)
 
-    def _name(self, process: int) -> str:
+    def _name(self, process: int, count: Mapping[int | None, int]) -> str:
         rank = self.rank(process)
         if rank is None:
             return f"process {process}{on_node(self._nodes.get(process))}"
-        again = sum(self.rank(each) == rank for each in self.store.processes) > 1
-        return f"{rank_name(rank, self._nodes.get(process))}{f' (process {process})' if again else ''}"
+        return f"{rank_name(rank, self._nodes.get(process))}{f' (process {process})' if count[rank] > 1 else ''}"
 
     @cached_property
     def layouts(self) -> Layouts:
@@ -136,7 +136,7 @@ class RunFacts:
     @cached_property
     def replicas(self) -> list[ReplicaFacts]:
         """Each replica with its rows and times."""
-        return replica_facts(self.layouts, self.window.by_process)
+        return replica_facts(self.layouts, self.window.of_each)
 
     @cached_property
     def calls(self) -> int:
@@ -221,8 +221,8 @@ class RunFacts:
         return replace(whole, settled=self._mode(mode, evaluation, process, settled))
 
     def _mode(self, mode: str, evaluation: bool, process: int, tally: Tally) -> ModeFacts:
-        found = figures(mode, evaluation, tally, self.window.rate(mode, evaluation))
-        whole = sum(self.window.tally(mode, evaluation, each).steps for each in self.store.processes)
+        steps, speed = self.window.whole(mode, evaluation)
+        found = figures(mode, evaluation, tally, speed)
         phases = {phase.name: phase for phase in found.phases if phase.ran}
         ran = tuple(phases[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in phases)
         return ModeFacts(
@@ -231,7 +231,7 @@ class RunFacts:
             distributed=self.layouts.distributed if mode == "single" else None,
             process=process,
             who=self.names.get(process),
-            other_steps=whole - found.steps,
+            other_steps=steps - found.steps,
         )
 
     @cached_property

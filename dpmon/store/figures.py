@@ -136,7 +136,6 @@ def merged(
     evaluation: bool,
     trained: bool,
     *,
-    process: int | None = None,
     settled: bool = False,
     batch: int | None = None,
 ) -> Tally:
@@ -148,10 +147,16 @@ def merged(
     for key, tally in tallies.items():
         if key.mode != mode or (trained and bool(key.kind & EVALUATION) != evaluation):
             continue
-        if (settled and key.kind & SETTLING) or (batch is not None and key.batch != batch):
-            continue
-        if process is None or key.process == process:
+        if not (settled and key.kind & SETTLING) and (batch is None or key.batch == batch):
             found.merge(tally)
+    return found
+
+
+def of_each(tallies: Mapping[Key, Tally]) -> dict[int, dict[Key, Tally]]:
+    """Return the tallies of each process."""
+    found: dict[int, dict[Key, Tally]] = {}
+    for key, tally in tallies.items():
+        found.setdefault(key.process, {})[key] = tally
     return found
 
 
@@ -272,6 +277,7 @@ class Window:
         self._kinds = source.kinds()
         self._trained = trains(self._kinds)
         self._times_of: dict[tuple[str, bool], dict[int, tuple[int, int]]] = {}
+        self._whole: dict[tuple[str, bool], tuple[int, Rate | None]] = {}
 
     @cached_property
     def by_process(self) -> dict[Key, Tally]:
@@ -279,6 +285,11 @@ class Window:
         if self._kept is not None and self._process is not None:
             return self._source.tallies_after(self._kept, self._begin_s, self._end_s, self._process)
         return self._source.tallies(self._begin_s, self._end_s, process=self._process)
+
+    @cached_property
+    def of_each(self) -> dict[int, dict[Key, Tally]]:
+        """The tallies of each process with steps in this window."""
+        return of_each(self.by_process)
 
     @cached_property
     def left_out(self) -> dict[Key, Tally]:
@@ -296,7 +307,7 @@ class Window:
         for _, _, key, tally in self._source.tally_rows(begin_s, self._end_s, process=process, widest=widest):
             yield key, tally
 
-    @property
+    @cached_property
     def modes(self) -> list[tuple[str, bool]]:
         """The modes in this window as (mode, evaluation); a mode that trains has a separate pair for its evaluation."""
         there = {(key.mode, key.kind) for key in self.by_process}
@@ -322,8 +333,16 @@ class Window:
         batch: int | None = None,
     ) -> Tally:
         """The tally of a mode's steps; parameters as in dpmon.store.figures.merged."""
-        trained = self.trained(mode)
-        return merged(self.by_process, mode, evaluation, trained, process=process, settled=settled, batch=batch)
+        tallies = self.by_process if process is None else self.of_each.get(process, {})
+        return merged(tallies, mode, evaluation, self.trained(mode), settled=settled, batch=batch)
+
+    def whole(self, mode: str, evaluation: bool) -> tuple[int, Rate | None]:
+        """Return the steps of all processes in a mode, and their rate."""
+        found = self._whole.get((mode, evaluation))
+        if found is None:
+            steps = sum(self.tally(mode, evaluation, process).steps for process in self.processes)
+            found = self._whole[mode, evaluation] = steps, self.rate(mode, evaluation)
+        return found
 
     def rate(self, mode: str | None = None, evaluation: bool = False, process: int | None = None) -> Rate | None:
         """Steps and samples of a mode per elapsed time; None if no time has passed. `mode` None: of all modes."""
@@ -331,9 +350,9 @@ class Window:
         tallies: dict[int, Tally] = {}
         times = dict.fromkeys(there, (0, 0))
         for each in {mode for mode, _ in self._kinds} if mode is None else [mode]:
-            spent, trained = self._elapsed(each, evaluation), self.trained(each)
+            spent = self._elapsed(each, evaluation)
             for who in there:
-                found = merged(self.by_process, each, evaluation, trained, process=who)
+                found = self.tally(each, evaluation, who)
                 if tallies.setdefault(who, found) is not found:
                     tallies[who].merge(found)
                 (whole, within), (more, inside) = times[who], spent.get(who, (0, 0))

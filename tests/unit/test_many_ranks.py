@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pytest
 from joined import ddp_event, joined_ranks
 from stored import Recording
 from synthetic import SECOND, Training
 
 from dpmon.model.announced import WRAPPERS_READ, Announced
+from dpmon.model.run_facts import RunFacts
 from dpmon.record.kinds import Event
 from dpmon.store.queries import Store
+from dpmon.store.tally import Tally
 
 
 def alone(store: Store, processes: Iterable[int]) -> dict[str, dict[int, object]]:
@@ -99,3 +102,22 @@ def test_the_times_of_many_ranks_are_read_again_after_some_seconds() -> None:
     assert run.state(middle).ranks == first, "a playback went back"
     (straggler,) = run.state().straggler.ranks if run.state().straggler is not None else ()
     assert straggler == 3
+
+
+def test_the_work_for_all_facts_of_a_run_grows_as_its_ranks_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    merge, work = Tally.merge, [0]
+
+    def counted(self: Tally, other: Tally) -> None:
+        work[0] += 1
+        merge(self, other)
+
+    monkeypatch.setattr(Tally, "merge", counted)
+    needed = []
+    for number in (10, 40):
+        run, _ = joined_ranks(number, steps=20)
+        work[0] = 0
+        facts = RunFacts(run.store())
+        facts.complete()
+        assert len(facts.others) == number - 1
+        needed.append(work[0])
+    assert 2 * needed[0] < needed[1] < 6 * needed[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -107,6 +108,8 @@ def export(options: argparse.Namespace) -> int:
 
         of_job = options.rollups and options.run.startswith(JOB)
         directory = _of_job(options.run.removeprefix(JOB)) if of_job else find_run(options.run)
+        if options.rollups:  # Slurm sends it as soon as a job is over: the last rows are sent then, and the input ends
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with repeated(ensure_supervisor(directory).look):
             follow(directory, options.start, rollups=options.rollups)
         return 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
+import subprocess
 from pathlib import Path
 
 from plain_training import plain_training
@@ -56,3 +58,21 @@ def test_an_export_that_is_not_possible_gives_one_sentence(dpmon: Dpmon, tmp_pat
     assert (tmp_path / "records").read_text() == dpmon.run("export").text
     narrow = dpmon.run("export", env={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"})
     assert narrow.status == 0
+
+
+def test_the_last_rows_for_a_mirror_come_also_after_the_job_was_told_to_end(dpmon: Dpmon) -> None:
+    """Slurm sends SIGTERM to the steps of a job as soon as its command has ended."""
+    dpmon.waiting("", plain_training(20))
+    dpmon.run(*dpmon.warm(), "--detach", "script.py")
+    dpmon.begun()
+    process = dpmon.start("export", "last", "--follow", "--rollups", stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b'{"ask": "begin"}\n')
+    process.stdin.flush()
+    wait_for(lambda: b'{"beat"' in process.stdout.readline(), what="the first rows")
+    process.send_signal(signal.SIGTERM)
+    dpmon.go()
+    wait_for(lambda: b'"exit"' in process.stdout.readline(), what="the last rows")
+    process.stdin.close()
+    assert process.wait(100) == 0

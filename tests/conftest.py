@@ -28,6 +28,8 @@ FIRST = (
     ),
     *(
         "test_machines",
+        "test_cables",
+        "test_mirror_killed",
         "test_launchers",
         "test_run_deleted",
         "test_run_disk",

@@ -89,7 +89,7 @@ class Job:
     def end(self) -> dict[int, tuple[int, int, float]]:
         """Let the training end; return the steps, the rows and the median of forward (s), as each rank counted them."""
         (self.dpmon.cwd / "end").touch()
-        outputs = [command.communicate(timeout=LIMIT_S) for command in self.commands]
+        outputs = [command.communicate(timeout=2 * LIMIT_S) for command in self.commands]
         self.aborted = any(ABORTED.encode() in err for _, err in outputs)
         assert self.aborted or not any(command.returncode for command in self.commands), outputs
         found = re.findall(rb"counted: (\d+) \d+ (\d+) (\d+) ([\d.]+)", b"".join(out for out, _ in outputs))
@@ -175,10 +175,13 @@ def test_a_job_on_two_machines_is_one_run(dpmon: Dpmon, way: str) -> None:
         job.trains()
 
         # About one step a second is compared; the report names a straggler from 30 of them on.
-        wait_for(lambda: min(rank["joined_steps"] for rank in job.json("report", "--json")["ranks"]) > 32)
+        def compared() -> int:
+            return min(int(rank["joined_steps"]) for rank in job.json("report", "--json")["ranks"])
+
+        wait_for(lambda: compared() > 32, 3 * LIMIT_S, "enough steps that are compared")
         counts = job.end()
         assert sorted(counts) == [0, 1, 2, 3]
-        _, err = screen.communicate(timeout=LIMIT_S)
+        _, err = screen.communicate(timeout=2 * LIMIT_S)
         assert screen.returncode == 0 or job.aborted, err
         check_figures(job, counts)
         stalls = job.json("why", "--json")["stalls"]

@@ -29,6 +29,25 @@ class TimeRow(NamedTuple):
     spent: Mapping[str, int]
 
 
+class RingFacts(NamedTuple):
+    """What queries need of a row of `rings`. There may be a thousand of them in each picture."""
+
+    process: int
+    rank: int | None
+    missed: int
+    """Records that were lost."""
+    calls: int
+    steps: int
+    last_step: int | None
+    first_id: int | None
+    """First id of its calls and steps; `last_id` is the last. None if it has none."""
+    last_id: int | None
+    open_calls: int
+    """Calls so far, while no step has ended."""
+    node: int | None
+    """Number of its machine; None: this machine."""
+
+
 class SecondRow(NamedTuple):
     """The steps of one process, mode and kind that ended in one second."""
 

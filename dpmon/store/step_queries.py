@@ -77,10 +77,9 @@ class Steps(Sums):
         """Take the parameters of Sums."""
         super().__init__(door, damaged)
         self._resolvers: dict[int, Resolver] = {}
-        self._rings = {ring.process: ring for ring in self.rings.values() if ring.process >= 0}
-        self.ranks = {process: ring.rank for process, ring in self._rings.items()}
+        self.ranks = {process: ring.rank for process, ring in self.rings.items() if process >= 0}
         """Rank by process, for all processes with records."""
-        self.open_calls = sum(ring.open_calls for ring in self._rings.values())
+        self.open_calls = sum(ring.open_calls for ring in self.rings.values())
         """Calls so far of processes without a step."""
         self.until_ns = LAST_NS
         """Methods that return the newest rows leave out those after this time (ns since the run's start)."""
@@ -95,7 +94,7 @@ class Steps(Sums):
     @property
     def mirrored(self) -> bool:
         """Whether a mirror writes this history (dpmon.mirror)."""
-        return any(ring.node is not None for ring in self._rings.values())
+        return any(ring.node is not None for ring in self.rings.values())
 
     @property
     def until_s(self) -> int | None:
@@ -282,7 +281,7 @@ class Steps(Sums):
 
     def began(self, processes: Sequence[int]) -> dict[int, int]:
         """Return the start of the first call or step of each process that still has one."""
-        ids = ", ".join(str(ring.first_id) for one in processes if (ring := self._rings.get(one)) and ring.first_id)
+        ids = ", ".join(str(ring.first_id) for one in processes if (ring := self.rings.get(one)) and ring.first_id)
         first = "SELECT process, start_ns, start_ns + wall_ns AS end_ns FROM {} WHERE id IN ({})"
         rows = self.query(" UNION ALL ".join(first.format(table, ids) for table in ("calls", "steps")))
         found = {process: start for process, start, end in rows if end <= self.until_ns}
@@ -293,7 +292,7 @@ class Steps(Sums):
 
     def _first_ns(self, process: int) -> int | None:
         """Return the start of the first call or step of a process that still has a row; None if there is none yet."""
-        ring = self._rings.get(process)
+        ring = self.rings.get(process)
         tables = [] if ring is None else [table for table in ("calls", "steps") if getattr(ring, table)]
         first = (
             "SELECT * FROM (SELECT id, start_ns, start_ns + wall_ns AS end_ns FROM {}"
@@ -355,7 +354,7 @@ class Steps(Sums):
 
     def _bounds(self, process: int) -> tuple[int, int]:
         """Return the lowest and highest possible id of a process's calls and steps."""
-        ring = self._rings.get(process)
+        ring = self.rings.get(process)
         if ring is None:
             return 0, 0
         return ring.first_id or 0, LAST_NS if ring.last_id is None else ring.last_id

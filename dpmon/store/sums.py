@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 from dpmon.errors import HistoryError
 from dpmon.record.schema import LEFT_OUT, STEP
 from dpmon.store.accounting import ACTIVITIES, LATEST_NS
-from dpmon.store.answers import SecondRow, TimeRow
-from dpmon.store.tables import ACTIVITY_COLUMNS, Door, rings_in
+from dpmon.store.answers import RingFacts, SecondRow, TimeRow
+from dpmon.store.tables import ACTIVITY_COLUMNS, Door
 from dpmon.store.tally import TALLY, TALLY_AT, WIDTHS, KeptTallies, Key, Tally, total_in
 
 END = 1 << 40
@@ -48,17 +49,22 @@ class Sums:
         self._door = door
         self.damaged = damaged
         """Why the history could not be read to its end; None if all queries so far succeeded."""
-        self.rings = rings_in(door)
+        rings = door.rows(f"SELECT {', '.join(RingFacts._fields)} FROM rings")
+        self.rings = {row[0]: RingFacts._make(row) for row in rings}
+        """By process."""
         self._names: dict[int, str] = dict(door.rows("SELECT number, name FROM series"))
         meta: dict[str, int] = dict(door.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
         self._whole = {width: min(meta.get(f"whole_{width}", 0), _LATEST_S) for width in WIDTHS[1:]}
         self._pruned = {width: min(meta.get(f"pruned_{width}", 0), _LATEST_S) for width in WIDTHS[:-1]}
         self.pruned = meta.get("pruned", 0)
         """Number of rows deleted to keep the history below its size limit."""
-        self.processes = [number for (number,) in door.rows("SELECT DISTINCT process FROM keys ORDER BY process")]
-        """Processes with steps."""
         self._kinds: set[tuple[str, int]] = {*door.rows("SELECT DISTINCT mode, kind FROM keys")}
         self._newest = self._newest_second()
+
+    @cached_property
+    def processes(self) -> list[int]:
+        """Processes with steps."""
+        return [number for (number,) in self.query("SELECT DISTINCT process FROM keys ORDER BY process")]
 
     def query(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
         """Return all rows of a query; in a damaged database, the rows before the damage."""
@@ -173,7 +179,7 @@ class Sums:
             if not isinstance(process, int):
                 which = "" if process is None else f" AND process IN ({', '.join(map(str, process))})"
                 query = f"SELECT {names} FROM {table} WHERE {_BETWEEN}{counted}{which} ORDER BY start_s"
-            elif len(self.processes) < 2:
+            elif len(self.rings) < 2:
                 values["process"] = process
                 query = f"SELECT {names} FROM {table} WHERE {_BETWEEN}{counted} AND process = :process ORDER BY start_s"
             else:  # one look-up per row, because the rows of all processes are interleaved

@@ -63,7 +63,8 @@ class Machines:
         self._start_ns = start_ns
         self._stamp = 0
         self._state: Mapping[str, Any] = {}
-        self._doing: dict[int, tuple[str, int]] = {}
+        self._doing: dict[int, tuple[str, int]] | None = {}
+        """From `_state`; None until it is asked for."""
         self._asked: int | None = None
         """The last request of this reader."""
 
@@ -73,9 +74,7 @@ class Machines:
             stamp = os.lstat(self._path).st_mtime_ns
             if stamp != self._stamp:
                 found = load_json(read_file(self._path, _MOST_BYTES))
-                self._state, self._stamp = found if isinstance(found, dict) else {}, stamp
-                doing = doing_in(self._state.get("doing")).items()
-                self._doing = {number: (what, since and since + self._start_ns) for number, (what, since) in doing}
+                self._state, self._stamp, self._doing = found if isinstance(found, dict) else {}, stamp, None
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -86,6 +85,9 @@ class Machines:
     def activities(self) -> dict[int, tuple[str, int]]:
         """What each process does, and since when (monotonic ns)."""
         self._read()
+        if self._doing is None:
+            doing = doing_in(self._state.get("doing")).items()
+            self._doing = {number: (what, since and since + self._start_ns) for number, (what, since) in doing}
         return self._doing
 
     def since(self, name: str) -> int | None:

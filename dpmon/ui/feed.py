@@ -83,7 +83,8 @@ class Feed:
         self.ending = False
         """Whether the command is gone and its exit is not recorded yet."""
         self._activities: Mapping[int, tuple[str, int]] = {}
-        """Each process's activity at the last look, and its start (monotonic ns)."""
+        """Each process's activity at the last look, and its start (monotonic ns); `_doing`: since the run's start."""
+        self._doing: Mapping[int, tuple[str, int]] = {}
         self._ranks = self._wanted.ranks
         """Number of ranks that fit on the screen."""
         self._reads = any(directory.glob("process-*.ring"))
@@ -138,18 +139,24 @@ class Feed:
         if reader is None:
             return
         reader.refresh()
-        self._activities = reader.activities()
         if self.ended is None and (ended := reader.exit()) is not None:
             self._end(ended)
         self._look_alive(reader)
-        self._look()
+        self._look(reader)
         self._answer(reader)
 
-    def _look(self) -> None:
-        """Read the state if anything is new; keep the old one if reading fails."""
+    def _look(self, reader: RunReader) -> None:
+        """Read the state if anything is new; keep the old one if reading fails.
+
+        What many processes do is read together with their state.
+        """
         wanted = self._wanted._replace(over=self.over, ranks=self._ranks)
         began, used = time.perf_counter(), time.thread_time()
-        if wanted == self._wanted and (began < self._rests_until or not self._is_new()):
+        rests = wanted == self._wanted and began < self._rests_until
+        if not rests or len(self.state.processes) <= MANY:
+            self._activities, start = reader.activities(), reader.info.start_ns
+            self._doing = {p: (what, since - start if since else 0) for p, (what, since) in self._activities.items()}
+        if rests or (wanted == self._wanted and not self._is_new()):
             return
         self._wanted = wanted
         self.state = self._taken(self._snapshots, self._wanted, self._position_ns()) or self.state
@@ -320,7 +327,7 @@ class Feed:
             if wanted.node != self._wanted.node and not self.over:
                 self._ask_for_records(reader, wanted.node)
             self._wanted, self._rests_until, self._seen = wanted, 0.0, None
-            self._look()
+            self._look(reader)
         start = reader.info.start_ns
         pausing = self.pausing()
         stage = reader.stage() if self.ended is None else None
@@ -332,7 +339,7 @@ class Feed:
             view,
             stage=None if stage is None else (stage[0], max(stage[1] - start, 0)),
             reads_since_ns=None if reads is None else max(reads - start, 0),
-            activities={p: (what, since - start if since else 0) for p, (what, since) in self._activities.items()},
+            activities=self._doing,
             alive=self._alive,
             ended=self.ended,
             last_line=self._last_line,

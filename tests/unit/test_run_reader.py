@@ -18,6 +18,7 @@ from kept import draft
 from dpmon.cli.main import main
 from dpmon.record.spans import DOING
 from dpmon.run import proc
+from dpmon.run.mirrored import STATE_FILE, Machines, by_word
 from dpmon.run.reader import PauseState, RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, save
 from dpmon.run.runs import create_run
@@ -231,3 +232,14 @@ def test_ls_says_paused_while_every_process_that_trains_is(
     assert state() == "paused", "one that has ended does not train"
     two.does("other", 5)
     assert state() == "starting"
+
+
+def test_what_the_processes_of_a_mirror_do_is_what_it_wrote_last(tmp_path: Path) -> None:
+    machines, path = Machines(tmp_path, 5), tmp_path / STATE_FILE
+    assert machines.activities() == {}
+    for at, doing in enumerate(({3: ("data", 7)}, {3: ("backward", 9), 4: ("ended", 0)}, {})):
+        path.write_text(json.dumps({"doing": by_word(doing)}))
+        os.utime(path, ns=(at, at + 1))
+        for _ in range(2):
+            assert machines.state["doing"] == {word: {str(n): since} for n, (word, since) in doing.items()}
+            assert machines.activities() == {n: (word, since and since + 5) for n, (word, since) in doing.items()}

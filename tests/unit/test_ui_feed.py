@@ -184,3 +184,24 @@ def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
     feed.tick(at_once=True)
     feed.tick(at_once=True)
     assert len(reads) == 5
+
+
+def test_what_very_many_ranks_do_is_read_with_their_state_and_what_few_do_in_every_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("dpmon.ui.feed.time.perf_counter", lambda: now[0])
+    reader = FakeReader(tmp_path)
+    feed = feed_of(tmp_path, reader)
+    feed.start()
+    for count, shown in ((1, [0, 1, 2, 3]), (MANY + 1, [4, 4, 6, 6])):
+        state = State(processes={number: Process(number) for number in range(count)})
+        monkeypatch.setattr(feed, "_taken", lambda *_, state=state: state)
+        found = []
+        for _ in range(4):
+            reader.doing = {0: ("backward", reader.info.start_ns + round(now[0]))}
+            feed._rests_until = max(feed._rests_until, now[0] + 0.5 * (count == 1))
+            feed.tick()
+            found.append(feed.facts(View()).activities[0][1])
+            now[0] += 1.0
+        assert found == shown

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from statistics import fmean
 from typing import NamedTuple
 
-from dpmon.model.stragglers import Group, RankTimes, Straggler, straggler
+from dpmon.model.stragglers import Group, RankTimes, Straggler, delays, straggler
 from dpmon.store.answers import Communicated
 from dpmon.text.quantities import count_of, duration, group, memory, percent, three
 
@@ -149,14 +149,26 @@ class Communication:
         return max((one.steps for one in self.ranks), default=0)
 
     @cached_property
+    def passes(self) -> tuple[int, int, int, int]:
+        """All steps, backward passes that averaged gradients, those that did not, and steps with an optimizer step."""
+        every = [(one.steps, one.synced, one.unsynced, one.optimized) for one in self.ranks if one.steps]
+        steps, synced, unsynced, optimized = map(sum, zip(*every, strict=True)) if every else (0, 0, 0, 0)
+        return steps, synced, unsynced, optimized
+
+    @property
     def synced(self) -> float | None:
         """Backward passes per step that averaged gradients."""
-        return _share(sum(one.synced for one in self.ranks), sum(one.steps for one in self.ranks))
+        return _share(self.passes[1], self.passes[0])
 
-    @cached_property
+    @property
     def unsynced(self) -> float | None:
         """Backward passes per step that averaged nothing (no_sync)."""
-        return _share(sum(one.unsynced for one in self.ranks), sum(one.steps for one in self.ranks))
+        return _share(self.passes[2], self.passes[0])
+
+    @cached_property
+    def delays(self) -> Mapping[int, float]:
+        """How much longer the others waited than a rank, by process (dpmon.model.stragglers)."""
+        return delays(self.ranks)
 
     @cached_property
     def straggler(self) -> Straggler | None:
@@ -167,6 +179,24 @@ class Communication:
     def own_names(self) -> str:
         """The script's own collectives: "all_reduce and barrier"; empty without any."""
         return " and ".join(self.collectives.own)
+
+    def with_times(
+        self, ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper], elsewhere: Sequence[RankTimes]
+    ) -> Communication:
+        """The same with other times. `wrappers`: those of all ranks, as before."""
+        missing = None if any(one.joined for one in ranks) else _missing((*ranks, *elsewhere), self.wrappers)
+        waits = any(one.waits_in_forward for one in wrappers)
+        groups = groups_of([one.rank for one in (*ranks, *elsewhere)], wrappers)
+        times, others = (
+            tuple(
+                one
+                if one.group == groups[one.rank] and one.waits_in_forward == waits
+                else one._replace(group=groups[one.rank], waits_in_forward=waits)
+                for one in those
+            )
+            for those in (ranks, elsewhere)
+        )
+        return replace(self, ranks=times, elsewhere=others, missing=missing)
 
     def other_waits(self) -> tuple[str, ...]:
         """Sentences about waits between ranks that are not at the end of the backward pass."""
@@ -206,19 +236,8 @@ def communication(
         if first is not None and one.process == first.process
     ]
     own.sort(key=lambda one: one.number)
-    missing = None if any(one.joined for one in ranks) else _missing((*ranks, *elsewhere), own)
-    waits = any(one.waits_in_forward for one in wrappers)
-    groups = groups_of([one.rank for one in (*ranks, *elsewhere)], wrappers)
-    times, others = (
-        tuple(
-            one
-            if one.group == groups[one.rank] and one.waits_in_forward == waits
-            else one._replace(group=groups[one.rank], waits_in_forward=waits)
-            for one in those
-        )
-        for those in (ranks, elsewhere)
-    )
-    return Communication(times, tuple(own), _torch_times(wrappers), lately, missing, collectives, sampled_of, others)
+    known = Communication((), tuple(own), _torch_times(wrappers), lately, None, collectives, sampled_of)
+    return known.with_times(ranks, wrappers, elsewhere)
 
 
 def groups_of(ranks: Iterable[int], wrappers: Sequence[Wrapper]) -> Mapping[int, Group | None]:

@@ -75,9 +75,9 @@ def _straggler(found: Communication) -> Iterator[Finding]:
 
 def _in_turn(found: Communication) -> Iterator[Finding]:
     """Waits for a rank that is another one each time. With equal work, all ranks would take the mean of their times."""
-    waits = [one.wait_ns or 0.0 for one in found.known]
-    if found.straggler is not None or len(waits) < 2 or found.joined < MIN_STEPS or not found.step_ns:
+    if found.straggler is not None or len(found.known) < 2 or found.joined < MIN_STEPS or not found.step_ns:
         return
+    waits = [one.wait_ns or 0.0 for one in found.known]
     share = sum(waits) / len(waits) / found.step_ns
     if share >= TURN_SHARE:
         yield Finding(
@@ -94,11 +94,11 @@ def _in_turn(found: Communication) -> Iterator[Finding]:
 
 def _own_collectives(found: Communication) -> Iterator[Finding]:
     """No rank is named: how long a rank was blocked in these collectives is not known."""
-    shares = [one.phases.get("other", 0.0) / one.step_ns for one in found.ranks if one.step_ns]
-    if not found.own_names or len(shares) < 2 or min(one.steps for one in found.ranks) < MIN_STEPS:
+    if not found.own_names or min((one.steps for one in found.ranks), default=0) < MIN_STEPS:
         return
-    least = min(shares)
-    if least >= OWN_SHARE:
+    shares = [one.phases.get("other", 0.0) / one.step_ns for one in found.ranks if one.step_ns]
+    least = min(shares, default=0.0)
+    if len(shares) > 1 and least >= OWN_SHARE:
         yield Finding(
             "own collectives",
             f"The ranks may wait for each other in the script's own {found.own_names}: the script's own work (other)"
@@ -166,8 +166,7 @@ def _bucket(found: Communication) -> Iterator[Finding]:
 
 def _accumulation(found: Communication) -> Iterator[Finding]:
     """Gradients averaged several times per optimizer step. Only for one model: several models need several passes."""
-    synced, unsynced = sum(one.synced for one in found.ranks), sum(one.unsynced for one in found.ranks)
-    optimized = sum(one.optimized for one in found.ranks)
+    _, synced, unsynced, optimized = found.passes
     each = optimized // max(len(found.ranks), 1)
     if len(found.wrappers) != 1 or each < MIN_STEPS or synced < AVERAGED_TIMES * optimized:
         return

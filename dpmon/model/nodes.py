@@ -133,8 +133,10 @@ def gpu_name(index: int, nodes: Sequence[NodeFacts]) -> str:
 
 
 def _end(exited: str | None) -> Mapping[str, Any]:
+    if exited is None:
+        return {}
     try:
-        found = load_json(exited or "{}")
+        found = load_json(exited)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

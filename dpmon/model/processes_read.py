@@ -32,11 +32,10 @@ def processes_in(rows: Store, events: Announced, ended: frozenset[int], node: in
 
 
 def with_processes(state: State, rows: Store, events: Announced, numbers: Iterable[int]) -> State:
-    """The state with the newest facts of some processes, and of the nodes."""
+    """The state with the newest facts of some processes."""
     known = _processes(rows, events, {number: state.processes[number].node for number in numbers})
-    nodes = nodes_in(rows) if state.nodes else ()
     newest_ns = max(state.newest_ns, *(process.seen_ns for process in known.values()))
-    return replace(state, processes={**state.processes, **known}, nodes=nodes, newest_ns=newest_ns)
+    return replace(state, processes={**state.processes, **known}, newest_ns=newest_ns)
 
 
 def _processes(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpmon.model.communication import Wrapper, groups_of
 from dpmon.model.pace import figures_end_s, spread
@@ -36,27 +36,40 @@ _LATE_S = 6
 _OLD_STEPS = 4
 """The last known waits of a rank are too old after this many steps, and `_SAMPLED_S`: a machine may be cut off."""
 _JOINED, _SYNCED = map(RankTimes._fields.index, ("joined", "synced"))
+_UNKNOWN: tuple[Any, ...] = (0, None, None, 0)
+"""What lies between them if the waits of a rank are unknown."""
 _SERIES = (STEP, "forward", "backward")
 _MINUTE_S = 60
 _RANK, _STEPS = map(attrgetter, ("rank", "steps"))
 
 
 class _Waits:
-    """The last steps of a rank with known waits: as many as are needed to name a straggler."""
+    """The last steps of a rank with known waits: as many as are needed to name a straggler.
 
-    __slots__ = ("exposed", "number", "second", "waits")
+    Their sums are kept, because a picture needs those of a thousand ranks.
+    """
+
+    __slots__ = ("_last", "exposed_ns", "number", "second", "slowest", "steps", "wait_ns")
 
     def __init__(self) -> None:
         self.number = self.second = -1
         """The number of its last synchronised pass, and the second in which it ended."""
-        self.waits: deque[int] = deque(maxlen=MIN_STEPS)
-        """How long it waited for the slowest rank in each step (ns)."""
-        self.exposed: deque[int] = deque(maxlen=MIN_STEPS)
+        self.steps = self.slowest = self.wait_ns = self.exposed_ns = 0
+        """Sums: all steps, those in which it did not wait, its waits for the slowest rank, exposed communication."""
+        self._last: deque[tuple[int, int]] = deque(maxlen=MIN_STEPS)
 
-    @property
-    def wait_ns(self) -> float:
-        """The mean wait."""
-        return sum(self.waits) / len(self.waits)
+    def add(self, wait_ns: int, exposed_ns: int) -> None:
+        """Add a step, in place of the oldest one if there are enough."""
+        old_ns, old_exposed_ns, was_slowest = 0, 0, False
+        if self.steps < MIN_STEPS:
+            self.steps += 1
+        else:
+            old_ns, old_exposed_ns = self._last[0]
+            was_slowest = not old_ns
+        self._last.append((wait_ns, exposed_ns))
+        self.wait_ns += wait_ns - old_ns
+        self.exposed_ns += exposed_ns - old_exposed_ns
+        self.slowest += (not wait_ns) - was_slowest
 
 
 class _LastWaits:
@@ -79,20 +92,19 @@ class _LastWaits:
         """
         while len(self._read) > 1 and self._read[1][0] < end_s - _LATE_S:
             self._read.popleft()
-        last_id, of, new = self._read[-1][1], self.of, False
+        last_id, of, new, stalled = self._read[-1][1], self.of, False, self._stalled
         # The ranks of another group may have far fewer passes.
         least = min(of[one.process].number if one.process in of else -1 for one in ranks)
         for number, process, sync_number, exposed_ns, wait_ns, second in rows.waits(self._read[0][1], least):
-            last_id = max(last_id, number)
-            if self._stalled and any(second in each for each in self._stalled):
+            last_id = number
+            if stalled and any(second in each for each in stalled):
                 continue
             own = of.get(process)
             if own is None:
                 own = of[process] = _Waits()
             if sync_number > own.number:
                 own.number, own.second, new = sync_number, second, True
-                own.waits.append(wait_ns)
-                own.exposed.append(exposed_ns)
+                own.add(wait_ns, exposed_ns)
         self._read.append((end_s, last_id))
         oldest_s = _parts(end_s, max(_SAMPLED_S, _OLD_STEPS * step_s), self._stalled)[0][0]
         self.of = {process: own for process, own in of.items() if own.second >= oldest_s}
@@ -161,18 +173,20 @@ class RankTimesReader:
         groups = groups_of((one.number for one in ranks), wrappers)
         read = self._read_whole(rows, focus, _some(ranks, focus, waits, groups), end_s, _AGE_S)
         whole = {one.process: one._replace(group=groups[one.rank]) for one in read}
-        of_group, found = {one.group: one for one in (*sorted(whole.values(), key=_STEPS), whole[focus.process])}, []
+        of_group = {one.group: one for one in (*sorted(whole.values(), key=_STEPS), whole[focus.process])}
+        parts = {group: min(one.synced / one.steps, 1.0) if one.steps else 0.0 for group, one in of_group.items()}
+        found = []
         for one in ranks:
-            times, own, group = whole.get(one.process), waits.get(one.process), groups[one.number]
-            like = of_group[group]
-            if times is None:  # all leave a synchronised pass together, so they have the same mean step
-                times = RankTimes(one.process, one.number, 0, like.step_ns, {}, group=group, node=one.node)
+            process, number, known = one.process, one.number, _UNKNOWN
+            times, own, group = whole.get(process), waits.get(process), groups[number]
+            if times is not None:
+                before, known, after = times[:_JOINED], times[_JOINED:_SYNCED], times[_SYNCED:]
+            else:  # all leave a synchronised pass together, so they have the same mean step
+                before, after = (process, number, 0, of_group[group].step_ns, {}), (0, 0, 0, group, False, one.node)
             if own is not None:
-                part = min(like.synced / like.steps, 1.0) if like.steps else 0.0
-                exposed_ns, wait_ns = sum(own.exposed) / len(own.exposed) * part, own.wait_ns * part
-                known = len(own.waits), exposed_ns, wait_ns, own.waits.count(0), *times[_SYNCED:]
-                times = RankTimes._make((*times[:_JOINED], *known))
-            found.append(times)
+                part = parts[group] / own.steps
+                known = own.steps, own.exposed_ns * part, own.wait_ns * part, own.slowest
+            found.append(RankTimes._make(before + known + after))
         return tuple(found)
 
     def _read_whole(
@@ -192,7 +206,7 @@ def _some(
     ranks: Sequence[Process], focus: Process, waits: Mapping[int, _Waits], groups: Mapping[int, Group | None]
 ) -> list[Process]:
     """The ranks for which all times are read: `focus`, the slowest, and some others of each group for comparison."""
-    slowest = nsmallest(WORST, waits, key=lambda process: waits[process].wait_ns)
+    slowest = nsmallest(WORST, waits, key=lambda process: waits[process].wait_ns / waits[process].steps)
     wanted = {focus.process, *slowest, *(one.process for one in spread(ranks, RANKS_A_SECOND - WORST))}
     read = [one for one in ranks if one.process in wanted]
     wanted.update({groups[one.number]: one.process for one in (*ranks, *read)}.values())

@@ -18,7 +18,7 @@ from dpmon.model.devices import HostPeaks, Samples, Visit, device_peaks, visits_
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.loss import LossCurve, loss_curves
 from dpmon.model.memory import HOST
-from dpmon.model.nodes import node_of
+from dpmon.model.nodes import node_of, nodes_in
 from dpmon.model.pace import MOST_RATES, WINDOW_S, figures_end_s, recent, spread
 from dpmon.model.processes_read import (
     other_processes,
@@ -119,7 +119,7 @@ class Snapshots:
             last = None
             state = replace(processes_in(rows, events, ended, wanted.node), chosen=wanted.process)
         else:
-            state = last.state
+            state = replace(last.state, nodes=nodes_in(rows) if last.state.nodes else ())
         if many := len(state.processes) > MANY:
             focus = [] if state.focus is None else [state.focus.process]
             state = with_processes(state, rows, events, [*focus, *state.drawn, *state.order[: wanted.ranks]])
@@ -411,8 +411,7 @@ def with_ranks(
     own = tuple(one for one in times if one.process in numbers)
     elsewhere = tuple(one for one in times if one.process not in numbers)
     if last is not None and (before := last.communication) is not None:
-        known = communication(own, wrappers, before.collectives, before.sampled_of, elsewhere, lately=True)
-        return replace(state, communication=known)
+        return replace(state, communication=before.with_times(own, wrappers, elsewhere))
     end_ns = state.newest_ns + 1
     begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
     found = rows.communicated(begin_s * SECOND, end_ns, list(numbers))

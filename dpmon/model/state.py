@@ -374,8 +374,10 @@ class State:
 
         Before any process trains, it is the first of all.
         """
-        chosen = next((process for process in self.training if process.process == self.chosen), None)
-        return chosen or next(iter(self.training), next(iter(self.processes.values()), None))
+        usual = next(iter(self.training), next(iter(self.processes.values()), None))
+        if self.chosen is None:
+            return usual
+        return next((process for process in self.training if process.process == self.chosen), usual)
 
     def with_histories(self, later: State) -> State:
         """This state with the histories of a later one."""
@@ -399,6 +401,18 @@ class State:
         )
         waits = later.rank_waits
         return replace(self, processes=processes, devices=devices, host=host, losses=losses, rank_waits=waits)
+
+    @cached_property
+    def newest_step(self) -> int | None:
+        """The largest number of a step of the processes in `training`."""
+        return max((one.last_step.step for one in self.training if one.last_step is not None), default=None)
+
+    @cached_property
+    def of_nodes(self) -> list[dict[int, int]]:
+        """The newest process of each rank of each node, by the rank's number, in the order of `nodes`."""
+        there = self.processes
+        own = ({there[each].number: each for each in node.processes if each in there} for node in self.nodes)
+        return [dict(sorted(each.items())) for each in own]
 
     @property
     def stall(self) -> StallSeen | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from joined import ddp_event
 from kept import draft
 from many_nodes import ManyNodes
 from situations import INFO, LOOK, MONO_ASCII, text_of
@@ -402,7 +403,7 @@ def test_a_picture_of_very_many_ranks_has_their_newest_waits_and_the_newest_fact
         run.second(second)
         kept, first = run.state(worst=WORST), Snapshots().take(run.store(), Wanted(worst=WORST))
         waits = [
-            [(one.rank, one.joined, one.wait_ns, one.exposed_ns, one.group) for one in state.ranks]
+            [(one.rank, one.joined, one.wait_ns, one.exposed_ns, one.slowest, one.group) for one in state.ranks]
             for state in (kept, first)
         ]
         assert waits[0] == waits[1], second
@@ -418,6 +419,18 @@ def test_a_picture_of_very_many_ranks_has_their_newest_waits_and_the_newest_fact
     assert kept.straggler.ranks == (150,)
     ended = run._snapshots.take(run.store(), Wanted(worst=WORST), frozenset({5}))
     assert 5 not in [one.process for one in ended.training], "what has ended is left out at once"
+
+
+def test_news_of_nodes_and_wrappers_are_in_the_next_picture_of_very_many_ranks() -> None:
+    run = ManyNodes(20, slow=11).run(0, 24)
+    for iteration, word in ((500, "connected"), (600, "cut"), (700, "connected")):
+        run.node(7, word, None, 24.0)
+        run._event(ddp_event(0, run.ranks, iteration=iteration, comm_ms=44.0, overlap_ms=39.0), 0)
+        state = run.state(worst=WORST)
+        assert state.nodes[7].state == word
+        assert state.communication is not None
+        assert state.communication.torch_times is not None
+        assert state.communication.torch_times.iteration == iteration
 
 
 def test_the_batch_of_a_slow_rank_is_shown_beside_those_of_the_first_ranks() -> None:

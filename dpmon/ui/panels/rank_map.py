@@ -54,11 +54,13 @@ def rank_map(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[i
     return [*rows, fit(legend, width, look.glyphs.more)]
 
 
-def _signs(ranks: Sequence[RankTimes], slow: Straggler | None, look: Look) -> dict[int, Span]:
+def _signs(
+    ranks: Sequence[RankTimes], shares: Mapping[int, float], slow: Straggler | None, look: Look
+) -> dict[int, Span]:
     """The cells by process."""
     signs = dict.fromkeys((one.process for one in ranks), delay_sign(0.0, look))
     signs |= {one.process: delay_sign(None, look) for one in ranks if one.wait_ns is None or not one.step_ns}
-    signs |= {process: delay_sign(share, look) for process, share in delays(ranks).items()}
+    signs |= {process: delay_sign(share, look) for process, share in shares.items()}
     return signs | dict.fromkeys(slow.processes if slow is not None else (), (look.glyphs.focus, "found"))
 
 
@@ -69,7 +71,7 @@ def by_number(ranks: Sequence[RankTimes], slow: Straggler | None, width: int, lo
     counts the ranks that are not drawn.
     """
     each = 32 if width >= _NUMBER + 1 + 32 + 3 else 16
-    signs = _signs(ranks, slow, look)
+    signs = _signs(ranks, delays(ranks), slow, look)
     by_rank = {one.process if one.rank is None else one.rank: signs[one.process] for one in ranks}
     begins = sorted({rank // each * each for rank in by_rank})
     drawn = begins if len(begins) <= MOST_ROWS else begins[: MOST_ROWS - 1]
@@ -98,10 +100,11 @@ def _rows(labels: Sequence[str], blocks: Sequence[Row], each: int) -> list[Row]:
 
 def _by_node(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[int, int], look: Look) -> list[Row]:
     nodes, now_ns = facts.state.nodes, facts.elapsed_ns
-    signs, chosen = _signs(ranks, facts.state.straggler, look), facts.view.process
+    traffic, chosen = facts.state.communication, facts.view.process
+    signs = _signs(ranks, {} if traffic is None else traffic.delays, facts.state.straggler, look)
     if chosen is not None:
         signs[chosen] = (signs[chosen][0] if _is_slow(chosen, facts) else look.glyphs.ring, "key")
-    members = [_members(node, facts) for node in nodes]
+    members = facts.state.of_nodes
     label = min(max(span_width(node.name) for node in nodes), _NAME)
     names = [plain(fit([(node.name, "")], label, look.glyphs.more)) for node in nodes]
     size = max(max(map(len, members)), 1)
@@ -115,7 +118,7 @@ def _by_node(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[i
     blocks, unknown = list[Row](), delay_sign(None, look)
     for node, own in zip(nodes, members, strict=True):
         trouble = node.trouble(now_ns)
-        cells = [signs.get(own[number], unknown) for number in sorted(own)]
+        cells = [signs.get(each, unknown) for each in own.values()]
         if trouble is not None and trouble.word in _SILENT:
             cells = [cell if cell[1] in ("found", "key") else unknown for cell in cells]
         if each > 1 and trouble is not None and trouble.word != "ended":
@@ -123,16 +126,10 @@ def _by_node(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[i
         blocks.append(fit(cells, size))
     rows = _rows(names, blocks, each)
     for row, node, own in zip(rows, nodes, members, strict=True) if each == 1 else ():
-        row.append((f"  {in_ranges(sorted(own), ',', 2)}", "dim"))
+        row.append((f"  {in_ranges(own, ',', 2)}", "dim"))
         if (trouble := node.trouble(now_ns)) is not None:
             row.append((f"  {trouble.words(now_ns)}", STYLES.get(trouble.word, "bad")))
     return rows
-
-
-def _members(node: NodeFacts, facts: Facts) -> dict[int, int]:
-    """The newest process of each rank of a node, by the rank's number."""
-    processes = facts.state.processes
-    return {processes[each].number: each for each in node.processes if each in processes}
 
 
 def _of_node(node: NodeFacts, own: Mapping[int, int], signs: Mapping[int, Span], now_ns: int) -> Span:

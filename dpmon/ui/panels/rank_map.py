@@ -123,7 +123,7 @@ def _by_node(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[i
             cells = [cell if cell[1] in ("found", "key") else unknown for cell in cells]
         if each > 1 and trouble is not None and trouble.word != "ended":
             cells = [(trouble.brief(now_ns, size), STYLES.get(trouble.word, "bad"))]
-        blocks.append(fit(cells, size))
+        blocks.append(fit(merged(cells), size))
     rows = _rows(names, blocks, each)
     for row, node, own in zip(rows, nodes, members, strict=True) if each == 1 else ():
         row.append((f"  {in_ranges(own, ',', 2)}", "dim"))

@@ -194,7 +194,7 @@ class History:
         except (*_FAULTS, OverflowError, struct.error) as error:  # the last two: numbers of damaged rows
             with suppress(sqlite3.Error):  # some errors roll back themselves
                 self._db.execute("ROLLBACK")
-            raise HistoryError(str(error)) from None
+            raise error if isinstance(error, HistoryError) else HistoryError(str(error)) from None
 
     def _put(self, batch: Batch) -> None:
         many = self._db.executemany

@@ -133,7 +133,7 @@ class JointWaits:
                 found[place].append(one)
         for place, joined in found.items():
             for row in self._db.execute(f"SELECT * FROM tallies WHERE {_ANY_BATCH} LIMIT 1", place).fetchall():
-                yield (*row[:-1], compacted(row[-1] + self._entries(joined)))
+                yield (*row[:-1], compacted(self._entries(joined) + row[-1]))
 
     def _entries(self, joined: Sequence[Joined]) -> bytes:
         """Return the entries of waits for a tally."""
@@ -145,7 +145,8 @@ class JointWaits:
         return found + entry_of(held, delays) if delays else found
 
     def stored(self, width: int, start: int, length: int, *key: object) -> bytes:
-        """Return the entries of the waits in the stored tallies of a stretch."""
+        """Return the entries of the waits in the stored tallies of a stretch. In tallies of 1 s, they come first."""
         starts = ", ".join(map(str, range(start, start + length, width)))
         query = f"SELECT sketches FROM tallies WHERE {_ROW.replace('start_s = ?', f'start_s IN ({starts})')}"
-        return b"".join(entries_of(data, self._series) for (data,) in self._db.execute(query, (width, *key)))
+        rows = self._db.execute(query, (width, *key))
+        return b"".join(entries_of(data, self._series, leading=width == 1) for (data,) in rows)

@@ -24,7 +24,7 @@ from dpmon.cleaning import clean
 from dpmon.errors import DpmonError, HistoryError
 from dpmon.mirror.joint_stalls import JointStalls
 from dpmon.mirror.links import Closed, Links, Opened, Received
-from dpmon.mirror.receive import AHEAD_S, Chunk, Receiver, RubbishError
+from dpmon.mirror.receive import AHEAD_S, Chunk, Receiver, RubbishError, Unchecked, checked
 from dpmon.mirror.records import ChunkError, Records
 from dpmon.mirror.requests import Requests
 from dpmon.record.plainjson import number_in, text_in, whole_in
@@ -102,7 +102,10 @@ class Mirror(Record):
         self.links = Links(len(commands), lambda number: command_of(commands[number], self.records.nodes[number].run))
         self.joint = JointStalls(directory, info, self, len(commands), self.records.number)
         self._requests = Requests(self)
+        self._sent: list[tuple[Followed, Unchecked]] = []
+        """What has come since the last commit."""
         self._chunks: list[tuple[Followed, Chunk]] = []
+        """Checked chunks that are not written."""
         self._events: list[tuple[str, Mapping[str, Any]]] = []
         self._last_stall: Mapping[str, Any] | None = None
         self._metrics: Metrics | None = None
@@ -182,8 +185,8 @@ class Mirror(Record):
                 self._close(machine, report)
             elif machine.receiver is not None:
                 node.heard_ns = self.now_ns()
-                found = machine.receiver.take(report.text, node.heard_ns)
-                if isinstance(found, Chunk):
+                found = machine.receiver.take(report.text)
+                if isinstance(found, Unchecked):
                     self._take_chunk(machine, found)
                 elif found is not None:
                     self._take_message(machine, found)
@@ -219,6 +222,7 @@ class Mirror(Record):
 
     def _forget(self, machine: Followed) -> None:
         """Forget the records that are not written."""
+        self._sent = [one for one in self._sent if one[0] is not machine]
         self._chunks = [one for one in self._chunks if one[0] is not machine]
 
     def _close(self, machine: Followed, report: Closed) -> None:
@@ -268,23 +272,20 @@ class Mirror(Record):
         else:
             self._requests.take(machine.node, message)
 
-    def _take_chunk(self, machine: Followed, chunk: Chunk) -> None:
-        node, beat = machine.node, chunk.beat
+    def _take_chunk(self, machine: Followed, sent: Unchecked) -> None:
+        node, beat = machine.node, sent.beat
         begin, offset, tallied = (beat.get(name) for name in ("from", "offset", "tallied_s"))
         if not type(begin) is type(offset) is type(tallied) is int:
             raise RubbishError("a beat without its offsets")
         if not machine.offset == begin <= offset < 1 << 53 or tallied > self.now_ns() // SECOND + AHEAD_S:
             raise RubbishError("records that do not follow those before")
-        if sum(one is machine for one, _ in self._chunks) >= MOST_HELD:
+        if sum(one is machine for one, _ in (*self._sent, *self._chunks)) >= MOST_HELD:
             raise RubbishError("the history cannot be written")
-        if "events" in chunk.rows:
-            kept = [row for row in chunk.rows["events"] if self._keeps(node, row)]
-            chunk = chunk._replace(rows={**chunk.rows, "events": kept})
         if machine.standing is not None:
             age_ns = int(min(max(number_in(machine.standing, "age_s") or 0.0, 0.0), 1e9) * SECOND)
             self.joint.hear(node.number, node.name, machine.standing["standing"], age_ns)
         machine.offset, machine.beat, machine.standing = offset, beat, None
-        self._chunks.append((machine, chunk))
+        self._sent.append((machine, sent))
         self._turn(node, "connected", None)
         if isinstance(output := beat.get("output"), str):
             self._put_output(node, output)
@@ -293,8 +294,12 @@ class Mirror(Record):
             self._end(machine, how)
 
     def _keeps(self, node: NodeRow, row: tuple[Any, ...]) -> bool:
-        """Whether an event goes into the history: a stall does not if the ranks are judged here."""
-        return row[2] != "stall" or row[1] >= 0 or self.joint.keeps(node.number, event_in(row[-1:]).data)
+        """Whether an event goes into the history: a stall does not if it is damaged, or the ranks are judged here."""
+        if row[2] != "stall" or row[1] >= 0:
+            return True
+        with contextlib.suppress(HistoryError):
+            return self.joint.keeps(node.number, event_in(row[-1:]).data)
+        return False
 
     def _end(self, machine: Followed, how: Mapping[str, Any]) -> None:
         """Note the end of a machine's run."""
@@ -324,7 +329,14 @@ class Mirror(Record):
     # ------------------------------------------------------------------------------------------ what is written
 
     def _commit(self) -> bool:
-        """Write what has come; return whether that was possible."""
+        """Check and write what has come; return whether that was possible."""
+        sent, self._sent = self._sent, []
+        chunks = checked([(machine.node.number, one) for machine, one in sent], self.now_ns())
+        for (machine, _), chunk in zip(sent, chunks, strict=True):
+            if "events" in chunk.rows:
+                kept = [row for row in chunk.rows["events"] if self._keeps(machine.node, row)]
+                chunk = chunk._replace(rows={**chunk.rows, "events": kept})
+            self._chunks.append((machine, chunk))
         try:
             self.records.write([(machine.node, chunk) for machine, chunk in self._chunks], self._events)
         except ChunkError as error:  # the others go on

@@ -1,18 +1,19 @@
-"""Checks the lines from a machine and collects them to chunks (dpmon.store.exchange).
+"""Collects the lines from a machine to chunks (dpmon.store.exchange), and checks them.
 
 A line may be damaged or hostile. What readers of a history take for granted is checked here: the type and the range of
-each value, the mode, JSON and sketches. A damaged row is left out and counted.
+each value, the mode, JSON and sketches. A damaged row is left out and counted. Rows of all machines are checked
+together: to check the columns of a few rows takes nearly as long as those of many.
 """
 
 from __future__ import annotations
 
 import json
 from binascii import a2b_base64
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
-from itertools import repeat
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 from dpmon.errors import DpmonError, HistoryError
@@ -33,8 +34,8 @@ _MOST = 1 << 47
 _MOST_SUM, _MOST_ID = 1 << 60, 1 << 53
 _MOST_OF_SECOND = 1 << 42
 """Largest sum of a second: the sum over all seconds of a run must fit into a column."""
-_MOST_TEXT, MOST_ROWS, _MOST_DAMAGED = 1 << 18, 20_000, 1000
-"""Most characters of a text, rows of a line, and damaged rows of a chunk."""
+_MOST_TEXT, MOST_ROWS, MOST_DAMAGED = 1 << 18, 20_000, 1000
+"""Most characters of a text, rows of a line, and damaged rows of a machine in a commit."""
 _MOST_COLUMNS = 100
 """Most columns of a line, and most characters of a column's name."""
 _MOST_STEPS = 1 << 40
@@ -50,8 +51,15 @@ class RubbishError(DpmonError):
     """A machine does not send records; the text says what is wrong with them."""
 
 
+class Unchecked(NamedTuple):
+    """What a machine has sent up to a beat, unchecked: table, columns and rows of each line; and the beat."""
+
+    lines: Sequence[tuple[str, tuple[str, ...], list[Any]]]
+    beat: Mapping[str, Any]
+
+
 class Chunk(NamedTuple):
-    """What a machine has sent up to a beat: the rows of each table, in the order of its columns, and the beat."""
+    """The sound rows of each table that a machine has sent up to a beat, in the order of its columns, and the beat."""
 
     rows: Mapping[str, Sequence[tuple[Any, ...]]]
     beat: Mapping[str, Any]
@@ -97,15 +105,11 @@ class Receiver:
     """The lines from one machine."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+        self._lines: list[tuple[str, tuple[str, ...], list[Any]]] = []
         self._bytes = 0
-        self._damaged = 0
 
-    def take(self, text: bytes, now_ns: int) -> Chunk | Mapping[str, Any] | None:
-        """Take a line; return a chunk when it is complete, and any other message as it is.
-
-        `now_ns`: the run's time. Raises RubbishError.
-        """
+    def take(self, text: bytes) -> Unchecked | Mapping[str, Any] | None:
+        """Take a line; return a chunk when it is complete, and any other message as it is. Raises RubbishError."""
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
@@ -113,9 +117,9 @@ class Receiver:
         if not isinstance(line, dict):
             raise RubbishError("it sent a line that is not an object")
         if "beat" in line:
-            chunk = Chunk(self._rows, line, self._damaged)
-            self._rows, self._bytes, self._damaged = defaultdict(list), 0, 0
-            return chunk
+            sent = Unchecked(self._lines, line)
+            self._lines, self._bytes = [], 0
+            return sent
         if "table" not in line:
             return line
         table, columns, rows = (line.get(name) for name in ("table", "columns", "rows"))
@@ -125,31 +129,57 @@ class Receiver:
             raise RubbishError(f"it sent a chunk of more than {CHUNK_BYTES >> 20} MiB")
         if table not in NUMBERED and table not in KEPT:
             return None  # of another version
-        if not isinstance(columns, list) or not isinstance(rows, list) or not all(type(one) is str for one in columns):
+        if not isinstance(columns, list) or not isinstance(rows, list) or set(map(type, columns)) - {str}:
             raise RubbishError("it sent rows without columns")
         if len(columns) > _MOST_COLUMNS or max(map(len, columns), default=0) > _MOST_COLUMNS:
             raise RubbishError("it sent rows with too many columns")
-        good = checked(table, columns, rows, now_ns)
-        self._damaged += len(rows) - len(good)
-        self._rows[table] += good
-        if self._damaged > _MOST_DAMAGED:
-            raise RubbishError("its records are damaged")
+        if len(rows) > MOST_ROWS:
+            raise RubbishError("it sent too many rows at once")
+        self._lines.append((table, tuple(columns), rows))
         return None
 
 
-def checked(table: str, columns: Sequence[str], rows: Sequence[Any], now_ns: int) -> list[tuple[Any, ...]]:
+def checked(sent: Sequence[tuple[int, Unchecked]], now_ns: int) -> list[Chunk]:
+    """Return the chunks that machines have sent, with their sound rows.
+
+    `sent`: each with the number of its machine. `now_ns`: the run's time. Of a machine with more damaged rows than
+    MOST_DAMAGED, not all rows are checked. Its first chunk has the number of them.
+    """
+    found: list[dict[str, list[tuple[Any, ...]]]] = [defaultdict(list) for _ in sent]
+    damaged: Counter[int] = Counter()
+    lines: dict[tuple[str, tuple[str, ...]], list[tuple[int, list[Any]]]] = defaultdict(list)
+    for at, (_, one) in enumerate(sent):
+        for table, columns, rows in one.lines:
+            lines[table, columns].append((at, rows))
+    for (table, columns), alike in lines.items():
+        together = list(chain.from_iterable(rows for _, rows in alike))
+        sound = _sound_rows(table, columns, together, now_ns)
+        if len(sound) == len(together):
+            each = iter(sound)
+            for at, rows in alike:
+                found[at][table] += islice(each, len(rows))
+            continue
+        for at, rows in alike:  # one of them is damaged
+            machine = sent[at][0]
+            if damaged[machine] <= MOST_DAMAGED:
+                sound = _sound_rows(table, columns, rows, now_ns)
+                if len(sound) < len(rows):
+                    sound = [good for row in rows for good in _sound_rows(table, columns, [row], now_ns)]
+                found[at][table] += sound
+                damaged[machine] += len(rows) - len(sound)
+    return [Chunk(rows, one.beat, damaged.pop(machine, 0)) for rows, (machine, one) in zip(found, sent, strict=True)]
+
+
+def _sound_rows(table: str, columns: tuple[str, ...], rows: Sequence[Any], now_ns: int) -> list[tuple[Any, ...]]:
     """Return the sound rows, in the order of the columns of `table`; of an event, its kind is the third.
 
     Columns that are not known here are left out, and those that are not sent have their default: of another version.
+    Empty if a value does not fit into its column.
     """
-    if len(rows) > MOST_ROWS:
-        raise RubbishError("it sent too many rows at once")
     try:
         found = list(zip(*_sound_columns(table, columns, rows, now_ns), strict=True))
     except (ValueError, TypeError):
-        if len(rows) < 2:
-            return []
-        return [one for row in rows for one in checked(table, columns, [row], now_ns)]  # all but the damaged ones
+        return []
     if table == "events":
         return [event for row in found for event in _event(*row)]
     if table in ("tallies", "times"):
@@ -166,14 +196,14 @@ def _places(table: str, columns: tuple[str, ...]) -> tuple[tuple[_ColumnRule, in
     return tuple((rule, columns.index(rule.name) if rule.name in columns else -1) for rule in _columns(table))
 
 
-def _sound_columns(table: str, columns: Sequence[str], rows: Sequence[Any], now_ns: int) -> Iterator[Iterable[Any]]:
+def _sound_columns(table: str, columns: tuple[str, ...], rows: Sequence[Any], now_ns: int) -> Iterator[Iterable[Any]]:
     """Yield the values of each column. Raises ValueError or TypeError if one is not sound."""
     sent = list(zip(*rows, strict=True))
     if len(sent) != len(columns):
         raise ValueError("rows with other columns")
     latest = now_ns + AHEAD_S * SECOND
     latest_of = latest, latest // SECOND
-    for rule, at in _places(table, tuple(columns)):
+    for rule, at in _places(table, columns):
         if at < 0:
             yield repeat(rule.default, len(rows))
             continue

@@ -19,7 +19,7 @@ from typing import Any
 
 from dpmon.errors import HistoryError
 from dpmon.mirror.joint_waits import JointWaits
-from dpmon.mirror.receive import Chunk
+from dpmon.mirror.receive import MOST_DAMAGED, Chunk
 from dpmon.run.rundir import RunInfo
 from dpmon.store.answers import NODE_DEVICES, NodeRow, event_in
 from dpmon.store.exchange import NUMBERED, columns_sent
@@ -47,7 +47,7 @@ _REPLACED = ("definitions", "loops", "times", "shapes", "collective_sums")
 
 
 class ChunkError(HistoryError):
-    """The records of a machine cannot be written, because of a damage that was not foreseen."""
+    """The records of a machine cannot be written: too many are damaged, or one is in a way that was not foreseen."""
 
     def __init__(self, node: NodeRow, text: str) -> None:
         super().__init__(text)
@@ -182,6 +182,8 @@ class Records:
 
     def _put_chunk(self, node: NodeRow, chunk: Chunk) -> None:
         rows, beat = chunk.rows, chunk.beat
+        if chunk.damaged > MOST_DAMAGED:
+            raise ChunkError(node, f"{chunk.damaged} damaged rows")
         self._put_rings(node, rows.get("rings", ()), chunk.damaged)
         named = self._series[node.number]
         for number, name in rows.get("series", ()):
@@ -192,8 +194,8 @@ class Records:
         new = dict(zip(ids, range(first, first + len(ids)), strict=True))
         self._history.next_id += len(ids)
         self._put_events(node, rows.get("events", ()), new)
-        for table in ("calls", "steps", "collectives", "losses"):
-            moved = [(new[row[0]], number, *row[2:]) for row, number in self._known(node, rows.get(table, ()), 1)]
+        for table in filter(rows.__contains__, ("calls", "steps", "collectives", "losses")):
+            moved = [(new[row[0]], number, *row[2:]) for row, number in self._known(node, rows[table], 1)]
             if table == "steps":
                 self._waits.join(node, moved)
             if table in ("calls", "steps"):
@@ -201,9 +203,9 @@ class Records:
             self._into(table, moved)
             if table == "losses":
                 self._history.thin_losses((row[1], row[2]) for row in moved)
-        for table in _REPLACED:
+        for table in filter(rows.__contains__, _REPLACED):
             at = list(columns_sent(table)).index("process")
-            known = self._known(node, rows.get(table, ()), at)
+            known = self._known(node, rows[table], at)
             self._into(table, [(*row[:at], number, *row[at + 1 :]) for row, number in known])
         self._into("gaps", [(None, number, *row[2:]) for row, number in self._known(node, rows.get("gaps", ()), 1)])
         devices = rows.get("device_rollups", ())
@@ -222,13 +224,10 @@ class Records:
     def _raise(self, how: str, key: str, value: int) -> None:
         self._db.execute(f"INSERT INTO meta VALUES (?, ?) ON CONFLICT DO UPDATE SET value = {how}", (key, value))
 
-    def _known(self, node: NodeRow, rows: Iterable[tuple[Any, ...]], at: int) -> Iterable[tuple[tuple[Any, ...], int]]:
-        """Yield the rows with known processes, and the number of the process. `at`: its column."""
+    def _known(self, node: NodeRow, rows: Iterable[tuple[Any, ...]], at: int) -> list[tuple[tuple[Any, ...], int]]:
+        """Return the rows with known processes, each with the number of its process. `at`: its column."""
         get = self._numbers[node.number].get
-        for row in rows:
-            number = get(row[at])
-            if number is not None:
-                yield row, number
+        return [(row, number) for row in rows if (number := get(row[at])) is not None]
 
     def _put_rings(self, node: NodeRow, rows: Iterable[tuple[Any, ...]], damaged: int) -> None:
         found, numbers, lost = [], self._numbers[node.number], damaged
@@ -304,20 +303,20 @@ class Records:
                 sketches = renumbered(row[-1], named)
             except HistoryError:
                 continue
+            waits = b""
             if self._waits.span_machines(node, number):
                 if width > before:  # its waits come from the finer tallies
                     self._into("tallies", moved)
                     self._flush("tallies")
                     moved, before = [], width
                 if width > 1:
-                    sketches += compacted(self._waits.stored(finer[width], start, width, number, mode, kind, batch))
+                    waits = compacted(self._waits.stored(finer[width], start, width, number, mode, kind, batch))
                 else:
                     waits = self._waits.due((number, mode, kind), start)
                     if start < node.tallied_s:
                         self._flush("tallies")
                         waits = compacted(waits + self._waits.stored(1, start, 1, number, mode, kind, batch))
-                    sketches += waits
-            moved.append((width, start, number, *row[3:-1], sketches))
+            moved.append((width, start, number, *row[3:-1], waits + sketches))
         self._into("tallies", moved)
 
     def _widen(self) -> None:

@@ -7,6 +7,7 @@ add up to the tally of the whole, so the figures between two times come from a m
 from __future__ import annotations
 
 import struct
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +28,12 @@ _TIMED = (*(phase.name for phase in PHASES), REST)
 """The times of a step in a row, which follow its quantities."""
 _ENTRY = struct.Struct("<HIqI")
 """Number of the series, number of values, their sum, bytes of the sketch that follows."""
+_SIZES = struct.Struct("<HI8xI")
+"""The same without the sum."""
 _NUMBER, _PAIR = struct.Struct("<H"), struct.Struct("<HH")
 _ENTRY_BYTES = _ENTRY.size
+_HIGH_BYTES = bytes(range(quantiles.LAST_BUCKET >> 8))
+"""The second bytes of buckets. No number of a record comes into the highest ones, which have others."""
 _MAX = (1 << 63) - 1
 _MOST_VALUES = (1 << 32) - 1
 """Most values of a series in an entry."""
@@ -280,17 +285,15 @@ class Tally:
             found.add_packed(count, total, packed)
 
 
-def _entries_of(
-    data: bytes, names: Mapping[int, str], *, sketches: bool, most: int | None = None
-) -> list[tuple[str, int, int, Packed | None]]:
-    """Return (name, count, sum, sketch) of the series in a row that are in `names`, at most `most`.
+def _entries_of(data: bytes, names: Mapping[int, str], *, sketches: bool) -> list[tuple[str, int, int, Packed | None]]:
+    """Return (name, count, sum, sketch) of the series in a row that are in `names`.
 
-    Raises HistoryError if the part that was read is damaged.
+    Raises HistoryError if the row is damaged.
     """
     found: list[tuple[str, int, int, Packed | None]] = []
     at, end = 0, len(data)
     try:
-        while at < end and len(found) != most:
+        while at < end:
             number, count, total, size = _ENTRY.unpack_from(data, at)
             begin = at + _ENTRY.size
             at = begin + size
@@ -306,7 +309,16 @@ def _entries_of(
 
 def total_in(data: bytes, number: int) -> int:
     """Return the sum of a series in the sketches of a row; 0 without one. Raises HistoryError if they are damaged."""
-    return next((total for _, _, total, _ in _entries_of(data, {number: ""}, sketches=False, most=1)), 0)
+    at, end, unpack = 0, len(data), _ENTRY.unpack_from
+    try:
+        while at < end:
+            found, _, total, size = unpack(data, at)
+            if found == number:
+                return int(total)
+            at += _ENTRY_BYTES + size
+    except struct.error as error:
+        raise HistoryError(f"a damaged tally: {error}") from None
+    return 0
 
 
 def renumbered(data: bytes, numbers: Mapping[int, int]) -> bytes:
@@ -314,26 +326,23 @@ def renumbered(data: bytes, numbers: Mapping[int, int]) -> bytes:
 
     Series without a number are left out. Raises HistoryError if the sketches are damaged.
     """
-    parts = []
-    at, end, alike = 0, len(data), True
-    entry, own_of = _ENTRY.unpack_from, numbers.get
+    entries = []
+    at, end, alike, unpack, own_of = 0, len(data), True, _SIZES.unpack_from, numbers.get
     try:
         while at < end:
-            number, count, _, size = entry(data, at)
+            number, count, size = unpack(data, at)
             begin, at = at, at + _ENTRY_BYTES + size
-            # No number of a record comes into the highest buckets. Their second bytes show it, and take a tenth of the
-            # time of unpacking.
-            highest = max(data[begin + _ENTRY_BYTES + 1 : at : 4], default=0)
-            if at > end or size & 3 or count > size // 4 * quantiles.MOST or highest >= quantiles.LAST_BUCKET >> 8:
+            too_high = data[begin + _ENTRY_BYTES + 1 : at : 4].translate(None, _HIGH_BYTES)
+            if at > end or size & 3 or count > size // 4 * quantiles.MOST or too_high:
                 raise ValueError("too short")
             own = own_of(number)
-            if own != number:
-                alike = False
-            if own is not None:
-                parts.append((begin, at, own))
+            alike = alike and own == number
+            entries.append((own, begin + _NUMBER.size, at))
     except (struct.error, ValueError) as error:
         raise HistoryError(f"a damaged tally: {error}") from None
-    return data if alike else b"".join(_NUMBER.pack(own) + data[begin + _NUMBER.size : at] for begin, at, own in parts)
+    if alike:
+        return data
+    return b"".join(_NUMBER.pack(own) + data[begin:at] for own, begin, at in entries if own is not None)
 
 
 def entry_of(number: int, values: Sequence[int]) -> bytes:
@@ -346,30 +355,35 @@ def entry_of(number: int, values: Sequence[int]) -> bytes:
     return _ENTRY.pack(number, len(values), sum(values), len(packed)) + packed
 
 
-def entries_of(data: bytes, wanted: Collection[int]) -> bytes:
-    """Return the entries of some series in checked sketches."""
+def entries_of(data: bytes, wanted: Collection[int], *, leading: bool = False) -> bytes:
+    """Return the entries of some series in checked sketches; `leading`: only those before all others."""
     parts = []
-    at = 0
-    while at < len(data):
-        number, _, _, size = _ENTRY.unpack_from(data, at)
-        begin, at = at, at + _ENTRY.size + size
+    at, end, unpack = 0, len(data), _SIZES.unpack_from
+    while at < end:
+        number, _, size = unpack(data, at)
+        begin, at = at, at + _ENTRY_BYTES + size
         if number in wanted:
             parts.append(data[begin:at])
+        elif leading:
+            break
     return b"".join(parts)
 
 
 def compacted(data: bytes) -> bytes:
     """Return checked sketches with one entry for each series."""
-    stats: dict[int, Stat] = defaultdict(Stat)
-    at = 0
-    while at < len(data):
-        number, count, total, size = _ENTRY.unpack_from(data, at)
-        begin, at = at + _ENTRY.size, at + _ENTRY.size + size
-        stats[number].add_packed(count, total, quantiles.checked(data[begin:at]))
+    found: dict[int, tuple[int, int, bytes]] = {}
+    at, end, unpack = 0, len(data), _ENTRY.unpack_from
+    while at < end:
+        number, count, total, size = unpack(data, at)
+        begin, at = at + _ENTRY_BYTES, at + _ENTRY_BYTES + size
+        before = found.get(number, (0, 0, b""))
+        found[number] = before[0] + count, before[1] + total, before[2] + data[begin:at]
     parts = []
-    for number, stat in stats.items():
-        packed = quantiles.pack(stat.counts)
-        parts.append(_ENTRY.pack(number, min(stat.count, _MOST_VALUES), stat.total, len(packed)) + packed)
+    for number, (count, total, pairs) in found.items():
+        counts: Counts = {}
+        quantiles.unpack(counts, [array("H", pairs)])
+        packed = quantiles.pack(counts)
+        parts.append(_ENTRY.pack(number, min(count, _MOST_VALUES), _bounded(total), len(packed)) + packed)
     return b"".join(parts)
 
 

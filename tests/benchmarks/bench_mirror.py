@@ -32,7 +32,7 @@ from yardstick import Yardstick  # noqa: E402
 
 from dpmon.export.new_rows import NewRows  # noqa: E402
 from dpmon.mirror.mirror import FEW_COLLECTIONS  # noqa: E402
-from dpmon.mirror.receive import Chunk, Receiver  # noqa: E402
+from dpmon.mirror.receive import Receiver, Unchecked, checked  # noqa: E402
 from dpmon.mirror.records import Records  # noqa: E402
 from dpmon.record.kinds import Event  # noqa: E402
 from dpmon.run.rundir import RunInfo  # noqa: E402
@@ -106,7 +106,7 @@ class Machine:
         for one in [one for one in rows if one["table"] in ("tallies", "times")]:
             width_at = one["columns"].index("width")
             starts = one["columns"].index("start_s")
-            for width in WIDTHS[2:]:
+            for width in WIDTHS[3:]:  # the narrower ones are in the chunks
                 if second % width == 0 and second:
                     wide = [list(row) for row in one["rows"] if row[width_at] == 1]
                     for row in wide:
@@ -147,19 +147,20 @@ def measure(nodes: int, seconds: int, state: Path, *, profile: bool, every: int)
         if profile:
             profiler.enable()
         for half in (0, 1):  # the mirror commits twice a second
-            chunks = []
+            sent = []
             for node in records.nodes[half::2]:
                 receiver = receivers[node.number]
                 for line in each[node.number]:
-                    receiver.take(line, now_ns)
+                    receiver.take(line)
                 node.heard_ns = now_ns
                 beat = {"beat": second, "from": second, "offset": second + 1, "tallied_s": second + 2}
-                chunk = receiver.take(json.dumps(beat).encode(), now_ns)
-                assert isinstance(chunk, Chunk)
-                assert chunk.damaged == 0
-                chunks.append((node, chunk))
+                one = receiver.take(json.dumps(beat).encode())
+                assert isinstance(one, Unchecked)
+                sent.append((node.number, one))
+            chunks = checked(sent, now_ns)
+            assert not any(chunk.damaged for chunk in chunks)
             before = time.process_time()
-            records.write(chunks)
+            records.write(list(zip(records.nodes[half::2], chunks, strict=True)))
             written += time.process_time() - before
         if profile:
             profiler.disable()

@@ -14,8 +14,8 @@ from synthetic import SECOND, Training, changed, device_event, host_event
 from test_mirror_records import Machine, info_of, store_of_mirror
 
 from dpmon.export.new_rows import NewRows
-from dpmon.mirror.receive import MOST_ROWS, Chunk, Receiver, RubbishError, checked
-from dpmon.mirror.records import Records
+from dpmon.mirror.receive import MOST_DAMAGED, MOST_ROWS, Receiver, RubbishError, Unchecked, checked
+from dpmon.mirror.records import ChunkError, Records
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import Wanted
 from dpmon.store.exchange import CHUNK_BYTES
@@ -109,11 +109,12 @@ def test_odd_values_from_one_machine_leave_the_history_readable(tmp_path: Path, 
         receiver = Receiver()
         for line in sent:
             try:
-                receiver.take(line, NOW_NS)
+                receiver.take(line)
             except RubbishError:
                 receiver = Receiver()  # the connection is cut, and what came before is dropped
-        chunk = receiver.take(b'{"beat": 1}', NOW_NS)
-        assert isinstance(chunk, Chunk)
+        whole = receiver.take(b'{"beat": 1}')
+        assert isinstance(whole, Unchecked)
+        (chunk,) = checked([(node.number, whole)], NOW_NS)
         beat = {
             "offset": node.received + 10**6,
             "tallied_s": 8,
@@ -144,33 +145,63 @@ def test_odd_values_from_one_machine_leave_the_history_readable(tmp_path: Path, 
 )  # fmt: skip
 def test_what_is_no_record_ends_the_connection(line: bytes) -> None:
     with pytest.raises(RubbishError):
-        Receiver().take(line, NOW_NS)
+        Receiver().take(line)
 
 
 def test_a_chunk_has_a_limit() -> None:
     receiver = Receiver()
     line = json.dumps({"table": "events", "columns": ["id"], "rows": [], "more": "x" * (CHUNK_BYTES // 8)}).encode()
     for _ in range(7):
-        assert receiver.take(line, NOW_NS) is None
+        assert receiver.take(line) is None
     with pytest.raises(RubbishError, match="more than 16 MiB"):
-        receiver.take(line, NOW_NS)
+        receiver.take(line)
 
 
 def test_the_rows_of_a_chunk_have_a_limit() -> None:
     receiver = Receiver()
     line = json.dumps({"table": "gaps", "columns": ["process"], "rows": [[1]] * MOST_ROWS}).encode()
     for _ in range(CHUNK_BYTES // (40 * MOST_ROWS)):
-        assert receiver.take(line, NOW_NS) is None
+        assert receiver.take(line) is None
     with pytest.raises(RubbishError, match="more than 16 MiB"):
-        receiver.take(line, NOW_NS)
+        receiver.take(line)
 
 
 def test_rows_of_another_version_are_read_as_far_as_both_know() -> None:
-    columns = ["process", "number", "value", "colour"]
-    assert checked("definitions", columns, [[0, 3, "[]", "red"]], NOW_NS) == [(0, 3, "[]")]
-    (row,) = checked("gaps", ["process", "ns"], [[1, 5]], NOW_NS)
+    lines = [("definitions", ("process", "number", "value", "colour"), [[0, 3, "[]", "red"]])]
+    (chunk,) = checked([(0, Unchecked([*lines, ("gaps", ("process", "ns"), [[1, 5]])], {}))], NOW_NS)
+    assert chunk.rows["definitions"] == [(0, 3, "[]")]
+    (row,) = chunk.rows["gaps"]
     assert (row[1], row[-1]) == (1, 5)
-    assert Receiver().take(b'{"table": "colours", "columns": ["a"], "rows": [[1]]}', NOW_NS) is None
+    assert Receiver().take(b'{"table": "colours", "columns": ["a"], "rows": [[1]]}') is None
+
+
+def test_damaged_rows_of_one_machine_cost_no_other_one_its_rows(tmp_path: Path) -> None:
+    columns, good = ("process", "number", "value"), [[0, 3, "[]"], [0, 4, "{}"]]
+    bad = [[0, 1, "[]"], [0, "2", "[]"], [0, 2, "]"], {}]
+    sent = [
+        Unchecked([("definitions", columns, rows)], {"from": number}) for number, rows in enumerate([good, bad, good])
+    ]
+    for order in ([0, 1, 2], [1, 0, 2]):
+        chunks = checked([(number, sent[number]) for number in order], NOW_NS)
+        found = {chunk.beat["from"]: (chunk.rows["definitions"], chunk.damaged) for chunk in chunks}
+        whole = [(0, 3, "[]"), (0, 4, "{}")], 0
+        assert found == {0: whole, 1: ([(0, 1, "[]")], 3), 2: whole}
+
+
+def test_a_machine_with_too_many_damaged_rows_is_named_and_writes_nothing(tmp_path: Path) -> None:
+    records = Records(tmp_path, info_of(2))
+    damage = ("gaps", ("process", "ns"), [[0, "much"]] * (MOST_DAMAGED // 2 + 1))
+    sent = [
+        (1, Unchecked([damage], {})),
+        (0, Unchecked([("gaps", ("process", "ns"), [[0, 5]])], {})),
+        (1, Unchecked([damage], {})),
+    ]
+    first, other, last = checked(sent, NOW_NS)
+    assert (first.damaged, other.damaged, last.damaged) == (MOST_DAMAGED + 2, 0, 0)
+    with pytest.raises(ChunkError, match=f"{MOST_DAMAGED + 2} damaged rows") as error:
+        records.write([(records.nodes[1], first)])
+    assert error.value.node.number == 1
+    records.close()
 
 
 def test_a_machine_of_the_test_is_honest(tmp_path: Path) -> None:

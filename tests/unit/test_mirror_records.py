@@ -16,7 +16,7 @@ from test_takeover_sums import eventful
 
 from dpmon.errors import HistoryError
 from dpmon.export.new_rows import SINCE_S, NewRows
-from dpmon.mirror.receive import Chunk, Receiver
+from dpmon.mirror.receive import Chunk, Receiver, Unchecked, checked
 from dpmon.mirror.records import Records
 from dpmon.model.stragglers import ranks_in, straggler
 from dpmon.record.history_rows import Row
@@ -88,11 +88,12 @@ class Machine:
         receiver = Receiver()
         for line in lines:
             assert line.isascii()
-            assert receiver.take(line.encode(), NOW_NS) is None
+            assert receiver.take(line.encode()) is None
         beat = {"from": before, "offset": self.rows.offset, "tallied_s": self.rows.tallied_s}
         beat |= {"deleted": self.rows.deleted, "left_out": self.rows.left_out}
-        chunk = receiver.take(b'{"beat": 1}', NOW_NS)
-        assert isinstance(chunk, Chunk)
+        sent = receiver.take(b'{"beat": 1}')
+        assert isinstance(sent, Unchecked)
+        (chunk,) = checked([(self.number, sent)], NOW_NS)
         assert chunk.damaged == 0
         return chunk._replace(beat=beat), more
 

@@ -9,6 +9,7 @@ import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -16,7 +17,7 @@ from dpmon.record.schema import EXPOSED, HELD, SECOND, SYNC_NUMBER, WAIT
 from dpmon.store.answers import NodeRow, numbers_in
 from dpmon.store.rounds import Joined, Rounds, SyncStep, device_tail
 from dpmon.store.tables import STEP_COLUMNS
-from dpmon.store.tally import WIDTHS, Key, SeriesNames, compacted, entries_of, entry_of
+from dpmon.store.tally import WIDTHS, Key, SeriesNames, compacted, entry_of
 
 _LATE_S, _MOST_PENDING = 5, 1 << 16
 """Waits that become known later than this change the stored tally of their second; others go into the next tally.
@@ -133,7 +134,7 @@ class JointWaits:
                 found[place].append(one)
         for place, joined in found.items():
             for row in self._db.execute(f"SELECT * FROM tallies WHERE {_ANY_BATCH} LIMIT 1", place).fetchall():
-                yield (*row[:-1], compacted(self._entries(joined) + row[-1]))
+                yield (*row[:-1], compacted([self._entries(joined), row[-1]]))
 
     def _entries(self, joined: Sequence[Joined]) -> bytes:
         """Return the entries of waits for a tally."""
@@ -144,9 +145,9 @@ class JointWaits:
         delays = [one.held_ns for one in joined if one.held_ns is not None]
         return found + entry_of(held, delays) if delays else found
 
-    def stored(self, width: int, start: int, length: int, *key: object) -> bytes:
-        """Return the entries of the waits in the stored tallies of a stretch. In tallies of 1 s, they come first."""
+    def stored(self, width: int, start: int, length: int, key: Key, more: bytes = b"") -> bytes:
+        """Return the waits in the stored tallies of a stretch, which come first in those of 1 s, and in `more`."""
         starts = ", ".join(map(str, range(start, start + length, width)))
         query = f"SELECT sketches FROM tallies WHERE {_ROW.replace('start_s = ?', f'start_s IN ({starts})')}"
         rows = self._db.execute(query, (width, *key))
-        return b"".join(entries_of(data, self._series, leading=width == 1) for (data,) in rows)
+        return compacted(chain([more], (data for (data,) in rows)), self._series, leading=width == 1)

@@ -30,7 +30,6 @@ from dpmon.store.tally import (
     Key,
     SeriesNames,
     Tally,
-    compacted,
     renumbered,
 )
 from dpmon.store.writer import JOIN_STEP, LIMIT_BYTES, History
@@ -299,6 +298,7 @@ class Records:
         finer, before = dict(zip(WIDTHS[1:], WIDTHS, strict=False)), 1
         for row, number in sorted(self._known(node, rows.get("tallies", ()), 2), key=lambda one: one[0][0]):
             width, start, _, mode, kind, batch = row[:6]
+            key = Key(number, mode, kind, batch)
             try:
                 sketches = renumbered(row[-1], named)
             except HistoryError:
@@ -310,12 +310,12 @@ class Records:
                     self._flush("tallies")
                     moved, before = [], width
                 if width > 1:
-                    waits = compacted(self._waits.stored(finer[width], start, width, number, mode, kind, batch))
+                    waits = self._waits.stored(finer[width], start, width, key)
                 else:
-                    waits = self._waits.due((number, mode, kind), start)
+                    waits = self._waits.due(key[:3], start)
                     if start < node.tallied_s:
                         self._flush("tallies")
-                        waits = compacted(waits + self._waits.stored(1, start, 1, number, mode, kind, batch))
+                        waits = self._waits.stored(1, start, 1, key, waits)
             moved.append((width, start, number, *row[3:-1], waits + sketches))
         self._into("tallies", moved)
 

@@ -34,6 +34,8 @@ _NUMBER, _PAIR = struct.Struct("<H"), struct.Struct("<HH")
 _ENTRY_BYTES = _ENTRY.size
 _HIGH_BYTES = bytes(range(quantiles.LAST_BUCKET >> 8))
 """The second bytes of buckets. No number of a record comes into the highest ones, which have others."""
+_MANY_PAIRS = 256
+"""In a sketch with more bytes than this, each bucket has one pair."""
 _MAX = (1 << 63) - 1
 _MOST_VALUES = (1 << 32) - 1
 """Most values of a series in an entry."""
@@ -355,35 +357,30 @@ def entry_of(number: int, values: Sequence[int]) -> bytes:
     return _ENTRY.pack(number, len(values), sum(values), len(packed)) + packed
 
 
-def entries_of(data: bytes, wanted: Collection[int], *, leading: bool = False) -> bytes:
-    """Return the entries of some series in checked sketches; `leading`: only those before all others."""
-    parts = []
-    at, end, unpack = 0, len(data), _SIZES.unpack_from
-    while at < end:
-        number, _, size = unpack(data, at)
-        begin, at = at, at + _ENTRY_BYTES + size
-        if number in wanted:
-            parts.append(data[begin:at])
-        elif leading:
-            break
-    return b"".join(parts)
+def compacted(sketches: Iterable[bytes], wanted: Collection[int] | None = None, *, leading: bool = False) -> bytes:
+    """Return checked sketches as one, with one entry for each series.
 
-
-def compacted(data: bytes) -> bytes:
-    """Return checked sketches with one entry for each series."""
+    `wanted`: only these series; None: all. `leading`: only the wanted ones that come before all others.
+    """
     found: dict[int, tuple[int, int, bytes]] = {}
-    at, end, unpack = 0, len(data), _ENTRY.unpack_from
-    while at < end:
-        number, count, total, size = unpack(data, at)
-        begin, at = at + _ENTRY_BYTES, at + _ENTRY_BYTES + size
-        before = found.get(number, (0, 0, b""))
-        found[number] = before[0] + count, before[1] + total, before[2] + data[begin:at]
+    unpack = _ENTRY.unpack_from
+    for data in sketches:
+        at, end = 0, len(data)
+        while at < end:
+            number, count, total, size = unpack(data, at)
+            begin, at = at + _ENTRY_BYTES, at + _ENTRY_BYTES + size
+            if wanted is None or number in wanted:
+                before = found.get(number, (0, 0, b""))
+                found[number] = before[0] + count, before[1] + total, before[2] + data[begin:at]
+            elif leading:
+                break
     parts = []
     for number, (count, total, pairs) in found.items():
-        counts: Counts = {}
-        quantiles.unpack(counts, [array("H", pairs)])
-        packed = quantiles.pack(counts)
-        parts.append(_ENTRY.pack(number, min(count, _MOST_VALUES), _bounded(total), len(packed)) + packed)
+        if len(pairs) > _MANY_PAIRS:
+            counts: Counts = {}
+            quantiles.unpack(counts, [array("H", pairs)])
+            pairs = quantiles.pack(counts)
+        parts.append(_ENTRY.pack(number, min(count, _MOST_VALUES), _bounded(total), len(pairs)) + pairs)
     return b"".join(parts)
 
 

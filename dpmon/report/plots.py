@@ -208,9 +208,10 @@ def _replicas(facts: RunFacts) -> Plot | None:
 
 
 def _ranks(facts: RunFacts) -> Plot | None:
-    ranks = [line for line in facts.ranks if line.times is not None and line.times.step_ns][:_MAX_RANKS]
+    ranks = [line for line in facts.first_ranks(_MAX_RANKS) if line.times is not None and line.times.step_ns]
     if len(ranks) < 2:
         return None
+    ranks, left_out = ranks[:_MAX_RANKS], _left_out(ranks)
     known = [line.times for line in ranks if line.times is not None]
     series = [
         _in_rows(name, _COLOURS[name], [one.phases.get(name) for one in known], "bars")
@@ -220,19 +221,26 @@ def _ranks(facts: RunFacts) -> Plot | None:
     series.append(_in_rows("exposed", _COLOURS["sync"], [one.exposed_ns for one in known], "bars"))
     series.append(_in_rows("wait", _WAIT, [one.wait_ns for one in known], "bars"))
     labels = [f"rank {line.rank}" for line in ranks]
-    note = "mean step of each rank: the others wait for the rank with the shortest wait"
+    note = f"mean step of each rank: the others wait for the rank with the shortest wait{left_out}"
     return Plot("ranks", "Where a step of each rank goes", note, series, "ms a step (mean)", labels)
 
 
 def _rank_waits(facts: RunFacts) -> Plot | None:
     """A row for each rank: how long the others waited for it."""
     width, shares = facts.rank_waits
-    ranks = sorted(rank for rank, known in shares.items() if known)[:_MAX_RANKS]
-    series = [Values(f"rank {rank}", LIGHT.bad, _cells(shares[rank], width), "cells") for rank in ranks]
+    ranks = [line.rank for line in facts.first_ranks(_MAX_RANKS) if line.rank is not None and shares.get(line.rank)]
+    cells = {rank: _cells(shares[rank], width) for rank in dict.fromkeys(ranks[:_MAX_RANKS])}
+    series = [Values(f"rank {rank}", LIGHT.bad, points, "cells") for rank, points in cells.items()]
     if not any(value for one in series for _, _, value in one.points):
         return None
     note = "how long the others waited for each rank, as a part of its step: 0 to 100 %; right: the mean"
+    note += _left_out(ranks)
     return Plot("waits", "Who was slowest, when", note, series, "", [one.name for one in series])
+
+
+def _left_out(ranks: Sequence[object]) -> str:
+    more = len(ranks) - _MAX_RANKS
+    return f"; {more:,} other ranks are left out" if more > 0 else ""
 
 
 def _cells(shares: Mapping[int, float], width: int) -> list[tuple[float, float, float]]:

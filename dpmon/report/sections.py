@@ -246,7 +246,7 @@ def _ranks(facts: RunFacts) -> list[Table]:
             duration(line.forward_ns),
             flow(line.inputs, line.outputs),
         )
-        for line in facts.ranks
+        for line in facts.first_ranks(MAX_ROWS)
     ]
     head = ("", "device", "steps", "calls", "step", "samples/s", f"forward {_ON_DEVICE}", _FLOW)
     return _table(head, rows, flows=True)
@@ -255,7 +255,7 @@ def _ranks(facts: RunFacts) -> list[Table]:
 def _rank_times(facts: RunFacts) -> list[Table]:
     """The parts of each rank's mean step, if any rank's wait is known."""
     rows = []
-    for line in facts.ranks:
+    for line in facts.first_ranks(MAX_ROWS):
         times = line.times
         if times is None or not times.joined:
             continue

@@ -31,7 +31,7 @@ from dpmon.report.document import Plot, Table, Values
 from dpmon.report.health import health_now
 from dpmon.report.page import HEIGHT, WIDTH, drawn, page
 from dpmon.report.plots import plots
-from dpmon.report.sections import document
+from dpmon.report.sections import MAX_ROWS, document
 from dpmon.report.text import text_lines
 from dpmon.run.rundir import load_exit, load_info, mark_stop
 from dpmon.run.runs import short_name
@@ -312,6 +312,19 @@ def test_the_page_shows_when_which_rank_was_the_slowest(state: Path) -> None:
     assert all(0 <= float(cell.attrib["x"]) <= WIDTH for cell in cells)
     even, _ = joined_rows(3, steps=300, noise=0.0)
     assert not [plot for plot in plots(collect(keep(even)).facts) if plot.name == "waits"], "nobody waited"
+
+
+def test_the_slowest_of_many_ranks_is_shown(state: Path) -> None:
+    made, _ = joined_rows(70, slow=68, phase="data", steps=60)
+    story = collect(keep(made))
+    drawn_plots = [plot for plot in plots(story.facts) if plot.name in ("waits", "ranks")]
+    assert len(drawn_plots) == 2
+    for plot in drawn_plots:
+        assert plot.rows == [f"rank {rank}" for rank in (*range(63), 68)], plot.name
+        assert plot.note.endswith("; 6 other ranks are left out")
+    tables = [part for section in document(story).sections for part in section.parts if isinstance(part, Table)]
+    shown = [[row[0] for row in table.rows[:MAX_ROWS]] for table in tables if len(table.rows) == 70]
+    assert shown == [[f"rank {rank} of 70" for rank in (*range(39), 68)]] * 2
 
 
 def test_the_page_of_a_day_is_small(state: Path) -> None:

@@ -109,8 +109,7 @@ class Records:
 
     def last_stall(self) -> Mapping[str, Any] | None:
         """Return the data of the newest record of a stall."""
-        query = "SELECT json FROM events WHERE kind = 'stall' ORDER BY id DESC LIMIT 1"
-        return next((event_in(row).data for row in self._history.rows(query)), None)
+        return self._history.last_stall()
 
     def write(self, chunks: Sequence[tuple[NodeRow, Chunk]], events: Sequence[_Own] = ()) -> None:
         """Write chunks, events of the mirror itself and the table of machines, or nothing. Raises HistoryError.

@@ -176,7 +176,7 @@ class Drain:
 
     def last_stall(self) -> Mapping[str, Any] | None:
         """Return the data of the last record of a stall."""
-        return next(self._events("kind = 'stall' ORDER BY id DESC LIMIT 1"), None)
+        return None if self._history is None else self._history.last_stall()
 
     def has_exit(self) -> bool:
         """Return whether the history has the end of the command."""

@@ -14,6 +14,7 @@ from typing import Any
 from dpmon.errors import HistoryError
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.run.files import check_database
+from dpmon.store.answers import event_in
 from dpmon.store.batch import GAP_NS, Batch
 from dpmon.store.loops import LOOP_COLUMNS, Loop
 from dpmon.store.tables import (
@@ -159,6 +160,13 @@ class History:
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return the rows of a query. Raises HistoryError."""
         return list(self.door.rows(query, values))
+
+    def last_stall(self) -> Mapping[str, Any] | None:
+        """Return the data of the newest record of a stall; None if there is none that can be read."""
+        query = "SELECT json FROM events WHERE kind = 'stall' ORDER BY id DESC LIMIT 1"
+        with suppress(HistoryError):
+            return next((event_in(row).data for row in self.rows(query)), None)
+        return None
 
     def last_step(self, ring: RingRow) -> list[tuple[Any, ...]]:
         """Return step, mode, start, wall and kind of the last step of a ring, in a list; an empty list if none."""

@@ -125,7 +125,7 @@ class Mirror(Record):
     # ------------------------------------------------------------------------------------------ the record of stalls
 
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Record an event of the mirror."""
+        """Record an event of the mirror, from any thread."""
         data = {"t_s": self.now_ns() / 1e9, **data}
         self._events.append((kind, data))
         if kind == "stall":
@@ -165,8 +165,10 @@ class Mirror(Record):
         if over:
             self._finish()
         self._commit()
-        if self._metrics is not None and (how := load_exit(self.directory)) is not None:
-            self._metrics.end(how)
+        if self._metrics is not None:
+            self._metrics.wait()
+            if (how := load_exit(self.directory)) is not None:
+                self._metrics.end(how)
         self.records.close()
 
     def _turn(self, node: NodeRow, state: str, why: str | None) -> None:
@@ -337,8 +339,9 @@ class Mirror(Record):
                 kept = [row for row in chunk.rows["events"] if self._keeps(machine.node, row)]
                 chunk = chunk._replace(rows={**chunk.rows, "events": kept})
             self._chunks.append((machine, chunk))
+        events = self._events[:]
         try:
-            self.records.write([(machine.node, chunk) for machine, chunk in self._chunks], self._events)
+            self.records.write([(machine.node, chunk) for machine, chunk in self._chunks], events)
         except ChunkError as error:  # the others go on
             _log(f"{error.node.name}: {error}")
             machine = self.machines[error.node.number]
@@ -348,7 +351,8 @@ class Mirror(Record):
         except HistoryError as error:
             _log(f"the history cannot be written: {error}")
             return False
-        self._chunks, self._events = [], []
+        self._chunks = []
+        del self._events[: len(events)]
         return True
 
     def _write_metrics(self, now: float) -> None:

@@ -10,6 +10,7 @@ gauges of steps cover the whole run, with the figures of the summary and the rep
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -129,6 +130,7 @@ class Metrics:
     """Queries the store of a run and writes the file; call `tick` a few times a second."""
 
     def __init__(self, path: Path, directory: Path, warn: Callable[[str], None]) -> None:
+        """`warn`: takes warnings, from another thread."""
         self._path = path
         self._directory = directory
         self._info = load_info(directory)
@@ -140,14 +142,18 @@ class Metrics:
         self._warn = warn
         self._failing = self._over = False
         self._due = 0.0
+        self._thread: threading.Thread | None = None
         self._recorded = ""
         """The text about the record when it was last readable."""
         self._highest: dict[tuple[str, ...], float] = {}
 
     def tick(self, now: float) -> None:
-        """Write the file if it is due. `now`: monotonic s. Never raises."""
-        if self._over or now < self._due:
-            return
+        """Begin to write the file if it is due, in a thread: for 1,000 ranks it takes seconds. `now`: monotonic s."""
+        if not self._over and now >= self._due and not (self._thread is not None and self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._work, args=(now,), name="dpmon metrics", daemon=True)
+            self._thread.start()
+
+    def _work(self, now: float) -> None:
         began = time.monotonic()
         try:
             self._write(None)
@@ -156,9 +162,15 @@ class Metrics:
             self._warn(f"no more metrics: {type(error).__name__}: {error}")
         self._due = now + max(EVERY_S, (time.monotonic() - began) / _SHARE)
 
+    def wait(self) -> None:
+        """Wait until the file that is being written is complete."""
+        if self._thread is not None:
+            self._thread.join()
+
     def end(self, how: ExitInfo) -> None:
         """Write the file for the last time, because the run is over. Never raises."""
-        with contextlib.suppress(Exception):  # `tick` has already reported the error
+        self.wait()
+        with contextlib.suppress(Exception):  # the thread has already reported the error
             self._write(how)
 
     def _write(self, how: ExitInfo | None) -> None:

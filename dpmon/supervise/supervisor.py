@@ -229,6 +229,8 @@ class Supervisor:
             drain.flush()
             drain.close()
             sampler.stop()
+            if metrics is not None:
+                metrics.wait()
 
     def _record_wait(self, drain: Drain, pid: int, since_ns: int, seen_ns: int) -> None:
         """Record a finished wait of the command for a line of input, so that its step is not called slow."""

@@ -132,11 +132,14 @@ def test_a_path_that_is_no_longer_the_metrics_file_stays(directory: Path, tmp_pa
     told: list[str] = []
     metrics = Metrics(target, directory, told.append)
     metrics.tick(100.0)
+    metrics.wait()
     assert target.read_text().startswith("# HELP")
     put(kind, target)
     before = identity(target)
     metrics.tick(100.0 + EVERY_S)
+    metrics.wait()
     metrics.tick(100.0 + 2 * EVERY_S)
+    metrics.wait()
     how = load_exit(directory)
     assert how is not None
     metrics.end(how)
@@ -185,7 +188,9 @@ def test_a_long_file_name_can_be_written(directory: Path, tmp_path: Path) -> Non
 def test_the_end_of_a_run_is_written_after_a_restart_of_the_machine(state: Path, tmp_path: Path) -> None:
     target = tmp_path / "it.prom"
     directory = keep({}, status=None, boot_id="another", options={"metrics": str(target)})
-    Metrics(target, directory, print).tick(100.0)
+    before = Metrics(target, directory, print)
+    before.tick(100.0)
+    before.wait()
     metrics = Supervisor(directory)._metrics(print)
     assert metrics is not None
     metrics.end(ExitInfo(None, None, 1.7e9, 5, 5.0, "supervisor"))

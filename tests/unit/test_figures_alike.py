@@ -178,6 +178,7 @@ def in_metrics(directory: Path) -> Shown:
     assert how is not None
     metrics = Metrics(directory / "run.prom", directory, print)
     metrics.tick(0.0)
+    metrics.wait()
     metrics.end(how)
     names = {
         "step_quantile_seconds": "",

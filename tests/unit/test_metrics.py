@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import stat
+import threading
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -52,6 +53,7 @@ def written(
     warnings: list[str] = []
     metrics = Metrics(target, directory, warnings.append)
     metrics.tick(100.0)
+    metrics.wait()
     if how is not None:
         metrics.end(how)
     assert warnings == []
@@ -201,6 +203,7 @@ def test_a_late_wait_for_input_makes_no_counter_decrease(
             drain.emit("input", {"pid": 4242, "t_s": training.now / SECOND - 1.5, "waited_s": 1.0})
         drain.flush()
         metrics.tick(number * 100.0)
+        metrics.wait()
         found = samples(tmp_path / "it.prom")
         counters = {
             key: value for key, value in found.items() if key[0].endswith(("_total", "_bucket", "_sum", "_count"))
@@ -251,10 +254,13 @@ def test_the_file_is_replaced_and_may_be_read(state: Path, tmp_path: Path) -> No
     try:
         metrics = Metrics(target, directory, print)
         metrics.tick(0.0)
+        metrics.wait()
         first = target.stat()
         metrics.tick(EVERY_S - 0.1)
+        metrics.wait()
         assert target.stat().st_ino == first.st_ino, "not yet due"
         metrics.tick(3600.0)  # a slow write puts off the next one
+        metrics.wait()
     finally:
         os.umask(umask)
     assert target.stat().st_ino != first.st_ino
@@ -262,16 +268,32 @@ def test_the_file_is_replaced_and_may_be_read(state: Path, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["it.prom"]
 
 
+def test_the_file_is_written_beside_the_loop(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics(tmp_path / "it.prom", keep({0: Training().run(2)}, status=None), print)
+    begun, going = threading.Event(), threading.Event()
+    writes: list[object] = []
+    monkeypatch.setattr(metrics, "_write", lambda how: (writes.append(how), begun.set(), going.wait(60)))
+    metrics.tick(0.0)
+    assert begun.wait(60), "and `tick` has returned"
+    metrics.tick(1000.0)
+    going.set()
+    metrics.end(exit_of(0))
+    assert writes == [None, exit_of(0)], "one at a time"
+
+
 def test_a_failure_to_write_is_reported_once(state: Path, tmp_path: Path) -> None:
     directory = keep({0: Training().run(2)}, status=None)
     said: list[str] = []
     metrics = Metrics(tmp_path / "no" / "it.prom", directory, said.append)
     metrics.tick(0.0)
+    metrics.wait()
     metrics.tick(100.0)
+    metrics.wait()
     assert len(said) == 1
     assert "cannot be written" in said[0]
     (tmp_path / "no").mkdir()
     metrics.tick(200.0)
+    metrics.wait()
     assert samples(tmp_path / "no" / "it.prom")
 
 

@@ -247,7 +247,7 @@ _CALL = len(CALL_COLUMNS) - len(tuple(CALL_COLUMNS)[2:])
 def _sound(check: Callable[[tuple[Any, ...]], object], row: tuple[Any, ...]) -> bool:
     try:
         return check(row) is not False
-    except (HistoryError, ValueError):
+    except (HistoryError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError):
         return False
 
 

@@ -287,8 +287,7 @@ class Records:
     # ------------------------------------------------------------------------------------------ tallies
 
     def _put_tallies(self, node: NodeRow, rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> None:
-        known = [(number, *row[1:]) for row, number in self._known(node, rows.get("keys", ()), 0)]
-        keys = {Key(*row) for row in known} - self._keys
+        keys = {Key(number, *row[1:]) for row, number in self._known(node, rows.get("keys", ()), 0)} - self._keys
         if keys and len(self._keys) < _MOST_KEYS * len(self.nodes):
             self._into("keys", list(keys))
             self._keys |= keys

@@ -201,7 +201,7 @@ def _started(directory: Path) -> RunInfo:
     while True:
         info = load_info(directory)
         young = 0 <= time.time() - info.started_unix < YOUNG_S
-        if info.command_pid is not None or not young or load_exit(directory) is not None:
+        if info.command_pid is not None or info.nodes or not young or load_exit(directory) is not None:
             return info
         if time.monotonic() >= until:
             return info

@@ -68,7 +68,8 @@ class Two:
 
     def begin(self) -> None:
         """Start them, and wait for their first steps."""
-        self.runs = [node.start("--headless", *node.warm(), node.script(SCRIPT)) for node in self.nodes]
+        script = self.here.script(SCRIPT)
+        self.runs = [node.start("--headless", *node.warm(), script) for node in self.nodes]
         for node in self.nodes:
             node.info()
         words = [["env", f"XDG_STATE_HOME={node.state}", sys.executable, "-m", "dpmon"] for node in self.nodes]

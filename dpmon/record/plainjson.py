@@ -7,11 +7,12 @@ the standard library only.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
-_ODD = re.compile(r"[0-9]{19}|[eE][+]?[0-9]{2}|NaN|Infinity")
+_ALIKE = str.maketrans("123456789E", "000000000e")
+_ODD = ("0" * 19, "e00", "e+00", "NaN", "Infinity")
+"""What a text with a huge number or without a number contains, if all its digits are 0."""
 _NESTED = 16
 """Texts with more brackets than this are checked for deep nesting."""
 _DEEPEST = 12
@@ -29,8 +30,10 @@ def load_json(text: str | bytes) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    # A search of the text is much cheaper than a walk over the values, and almost no text needs the walk.
-    if _ODD.search(text) or text.count("[") + text.count("{") > _NESTED:
+    # A search of the text is much cheaper than a walk over the values, and almost no text needs the walk. One for plain
+    # parts takes a quarter of the time of one for a pattern.
+    alike = text.translate(_ALIKE)
+    if any(sign in alike for sign in _ODD) or text.count("[") + text.count("{") > _NESTED:
         return _tamed(value, _DEEPEST)
     return value
 

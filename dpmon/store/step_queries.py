@@ -147,11 +147,12 @@ class Steps(Sums):
         one synchronised pass, only the one of the process that the others waited for.
         """
         together = ("", "")
+        which = "" if len(processes) == len(self.ranks) else f" AND process IN ({', '.join(map(str, processes))})"
         if len(processes) > 1:
             together = (", min(ifnull(wait_ns, 0))", f"GROUP BY ifnull({SYNC_NUMBER}, -id)")
         query = (
-            f"SELECT {_SLOW_COLUMNS}{together[0]} FROM steps WHERE id > ? AND id <= ?"
-            f" AND process IN ({', '.join(map(str, processes))}) AND mode = ? AND start_ns + wall_ns > ?"
+            f"SELECT {_SLOW_COLUMNS}{together[0]} FROM steps WHERE id > ? AND id <= ?{which}"
+            " AND mode = ? AND start_ns + wall_ns > ?"
             f" AND {without(SETTLING | EVALUATION)} {together[1]} ORDER BY wall_ns DESC LIMIT ?"
         )
         names = [phase.name for phase in PHASES]

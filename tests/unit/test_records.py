@@ -13,6 +13,7 @@ from dpmon.record.history_rows import CallRow, Definition, Row
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import BUCKET, Call, PhaseSpan, Record, RecordError, Size, Step
 from dpmon.record.names import CALL_PHASES, MAX_JSON, MORE, packed_json, shortened
+from dpmon.record.plainjson import load_json
 from dpmon.record.schema import STEP_PHASES
 
 LAYOUT = {
@@ -321,3 +322,9 @@ def test_an_event_always_fits() -> None:
 def test_a_text_that_fits_is_not_changed() -> None:
     text = "t" * 50_000
     assert json.loads(packed_json({"text": text}))["text"] == text
+
+
+@pytest.mark.parametrize("odd", ["1e999", "-1E+99", "12e19", "NaN", "-Infinity", str(1 << 63), "1234567890" * 9])
+def test_a_number_that_no_run_writes_is_unknown(odd: str) -> None:
+    usual = [(1 << 63) - 1, 1e9, 2.5e-30, "Nan 1e9", 0]
+    assert load_json(f'{{"a": [{odd}, {json.dumps(usual)}]}}') == {"a": [None, usual]}

@@ -180,6 +180,11 @@ class Communication:
         """The script's own collectives: "all_reduce and barrier"; empty without any."""
         return " and ".join(self.collectives.own)
 
+    @cached_property
+    def facts(self) -> list[tuple[str, str]]:
+        """Labels and texts, the most important first."""
+        return _facts(self)
+
     def with_times(
         self, ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper], elsewhere: Sequence[RankTimes]
     ) -> Communication:
@@ -299,8 +304,7 @@ def _share(part: float | None, whole: float | None) -> float | None:
 # ------------------------------------------------------------------------------------------------ words
 
 
-def communication_facts(traffic: Communication) -> list[tuple[str, str]]:
-    """Labels and texts, the most important first."""
+def _facts(traffic: Communication) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     if traffic.exposed_ns is not None:
         steps = f"{'last ' * traffic.lately}{count_of(traffic.joined, 'step')}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.state import Process
+if TYPE_CHECKING:
+    from dpmon.model.state import Process
 
 HOST = "host"
 """The key in a mode's peaks for the sampled memory of all processes of the run."""

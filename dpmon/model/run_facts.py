@@ -29,7 +29,7 @@ from dpmon.model.layouts import (
     replica_facts,
 )
 from dpmon.model.loss import LossCurve, loss_curves
-from dpmon.model.memory import Held, held_by
+from dpmon.model.memory import Held
 from dpmon.model.mode_facts import ModeFacts, RankLine
 from dpmon.model.pauses import Paused, PauseTotals, Span, all_paused, any_paused, pause_totals, pauses_of
 from dpmon.model.processes_read import processes_in
@@ -202,7 +202,7 @@ class RunFacts:
     @cached_property
     def memory(self) -> list[Held]:
         """The memory of each device, of the processes that trained last."""
-        return held_by(self._state.training, self._state.focus)
+        return self._state.held
 
     # ------------------------------------------------------------------------------------------ modes
 

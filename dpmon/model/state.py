@@ -14,6 +14,7 @@ from dpmon.model.active_processes import training_now
 from dpmon.model.communication import Communication
 from dpmon.model.compare import Comparison
 from dpmon.model.loss import LossCurve
+from dpmon.model.memory import Held, held_by
 from dpmon.model.nodes import NodeFacts
 from dpmon.model.progress import NO_STEP, Progress
 from dpmon.model.rank_waits import RankWaits
@@ -401,6 +402,11 @@ class State:
         )
         waits = later.rank_waits
         return replace(self, processes=processes, devices=devices, host=host, losses=losses, rank_waits=waits)
+
+    @cached_property
+    def held(self) -> list[Held]:
+        """The memory of each device, of the processes that trained last."""
+        return held_by(self.training, self.focus)
 
     @cached_property
     def newest_step(self) -> int | None:

@@ -202,14 +202,13 @@ def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
             one._replace(wait_ns=_wait(one) + one.phases.get(_FORWARD, 0.0) - least_forward, slowest=one.joined)
             for one in members
         ]
-    slowest = min(members, key=_wait)
+    waits = [*map(_wait, members)]
+    least, *above = sorted(waits)
+    slowest = members[waits.index(least)]
     assert slowest.step_ns is not None
-    least = _wait(slowest)
-    usual = median(_wait(one) for one in members if one is not slowest)
-    limit = least + ALIKE_SHARE * (usual - least)
-    slow = sorted(
-        (one for one in members if one is slowest or _wait(one) <= limit), key=lambda one: (one.rank, one.process)
-    )
+    limit = least + ALIKE_SHARE * (median(above) - least)
+    late = (one for one, wait in zip(members, waits, strict=True) if one is slowest or wait <= limit)
+    slow = sorted(late, key=lambda one: (one.rank, one.process))
     named = {one.process for one in slow}
     others = [one for one in members if one.process not in named]
     if not others:

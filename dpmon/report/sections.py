@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from dpmon.cleaning import clean
-from dpmon.model.communication import communication_facts
 from dpmon.model.devices import DeviceFacts
 from dpmon.model.finding import MIN_STEPS, faster, measured_modes, of_process
 from dpmon.model.findings import together
@@ -272,7 +271,7 @@ def _communication(facts: RunFacts) -> list[Entries]:
         return []
     slow = communication.straggler
     straggler = [] if slow is None else [("straggler", sentence(slow, lately=False))]
-    rows = [*communication_facts(communication), *straggler, *(("note", note) for note in communication.other_waits())]
+    rows = [*communication.facts, *straggler, *(("note", note) for note in communication.other_waits())]
     return _entries(rows, MAX_ROWS, 12, ("", ""))
 
 

@@ -88,15 +88,18 @@ def _chosen(pieces: Sequence[KeyHint], width: int, gap: int) -> list[KeyHint]:
     """The pieces that fit, the most useful first. A narrow row gets short words, and long ones where there is room."""
     order = sorted(range(len(pieces)), key=lambda index: pieces[index].priority)
     shown: dict[int, KeyHint] = {}
+    taken = 0
     for index in order:
         word = pieces[index].word
-        more = {**shown, index: pieces[index]._replace(word=_SHORT.get(word, word) if gap == 1 else word)}
-        if pieces[index].key in _LAST or _taken(list(more.values()), gap) <= width:
-            shown = more
+        piece = pieces[index]._replace(word=_SHORT.get(word, word) if gap == 1 else word)
+        more = taken + _taken([piece], gap) + (gap - 1) * bool(shown)
+        if piece.key in _LAST or more <= width:
+            shown[index], taken = piece, more
     for index in order:
         if index in shown:
-            more = {**shown, index: pieces[index]}
-            shown = more if _taken(list(more.values()), gap) <= width else shown
+            more = taken + span_width(pieces[index].word) - span_width(shown[index].word)
+            if more <= width:
+                shown[index], taken = pieces[index], more
     return [shown[index] for index in sorted(shown)]
 
 

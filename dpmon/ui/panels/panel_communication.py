@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpmon.cleaning import clean
-from dpmon.model.communication import Communication, communication_facts
+from dpmon.model.communication import Communication
 from dpmon.model.found_between_ranks import between_ranks
 from dpmon.text.cells import right, wrapped
 from dpmon.text.quantities import duration, percent
@@ -27,7 +27,7 @@ def applies(facts: Facts) -> bool:
 def wanted_rows(facts: Facts) -> int:
     """Rows that the whole content needs, with two rows of advice."""
     found = facts.state.communication
-    return 1 if found is None else len(communication_facts(found)) + 2
+    return 1 if found is None else len(found.facts) + 2
 
 
 def title(facts: Facts, look: Look, folded: bool) -> tuple[Row, Row]:
@@ -56,7 +56,7 @@ def table(facts: Facts, width: int, height: int, look: Look, *, advice: bool = T
 
 def _facts(found: Communication, width: int, look: Look) -> list[Row]:
     rows: list[Row] = []
-    for label, text in communication_facts(found):
+    for label, text in found.facts:
         label = clean(label, 40)
         indent = _LABEL if len(label) < _LABEL else len(label) + 1
         lines = wrapped(clean(text, 400), max(width - indent, 10))

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpmon.cleaning import clean
-from dpmon.model.memory import Held, held_by
 from dpmon.model.memory import reasons as reasons_of_memory
 from dpmon.model.nodes import node_of
 from dpmon.model.state import DeviceTrack
@@ -54,7 +53,7 @@ def wanted_rows(facts: Facts) -> int:
     """Rows that the whole content needs."""
     count = len(facts.state.devices)
     rows = (3 * count if count <= 2 else 2 * count if count <= 4 else count) + 1 if count else 2
-    more = len(_held(facts))
+    more = len(facts.state.held)
     return rows + min(more, 8) + (count > 0) if more else rows
 
 
@@ -152,14 +151,10 @@ def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
 # ------------------------------------------------------------------------------------------------ memory by holder
 
 
-def _held(facts: Facts) -> list[Held]:
-    return held_by(facts.state.training, facts.state.focus)
-
-
 def _memory_rows(facts: Facts, width: int, *, with_reasons: bool = True) -> list[Row]:
     """A row for each device with known torch memory: how much models, gradients and optimizers take."""
     rows: list[Row] = []
-    found = _held(facts)
+    found = facts.state.held
     for one in found:
         parts = [("model", one.model), ("grads", one.gradients), ("optim", one.optimizer)]
         parts += [("rest", one.rest), ("peak", one.peak)]

@@ -118,9 +118,10 @@ class JointWaits:
 
         Older ones are put where they belong: after a very long cut, their own seconds are sent only as wider tallies.
         """
-        pending = self.pending.pop(place, ())
-        later = tuple(one for one in pending if one.step.second > second)
-        if later:
+        pending = self.pending.pop(place, None)
+        if pending is None:
+            return b""
+        if later := tuple(one for one in pending if one.step.second > second):
             self.pending[place] = later
         self._late += [one for one in pending if one.step.second < second - _LATE_S]
         return self._entries([one for one in pending if second - _LATE_S <= one.step.second <= second])

@@ -44,6 +44,7 @@ _LEAST_OF_ROW = 40
 """Bytes that a row counts at least."""
 _NESTED = 16
 """JSON with more brackets than this may be nested too deeply to be read."""
+_MODES = set(MODES)
 _IDS = ("id", "number", "first_id", "last_id", "position", "sequence", "lines", "definition", "layout")
 
 
@@ -228,13 +229,15 @@ def _sound_columns(table: str, columns: tuple[str, ...], rows: Sequence[Any], no
 def _texts(name: str, values: Sequence[str | None]) -> Sequence[Any]:
     if name == "sketches":
         return [a2b_base64(value or "") for value in values]
+    if name == "mode":
+        if not set(values) <= _MODES:
+            raise ValueError(name)
+        return values
     for value in values:
         if value is not None and (len(value) > _MOST_TEXT or not value.isascii()):
             value.encode()  # ValueError for a lone surrogate
             if len(value) > _MOST_TEXT:
                 raise ValueError(name)
-    if name == "mode" and not set(values) <= set(MODES):
-        raise ValueError(name)
     return values
 
 

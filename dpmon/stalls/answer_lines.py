@@ -47,8 +47,8 @@ def _lines(found: Mapping[str, Any], every: bool, width: int | None) -> list[Lin
         widths[_IN] = max(
             min(widths[_IN], width - sum(widths[one] + 2 for one in shown if one != _IN)), min(widths[_IN], _LEAST_IN)
         )
-    lines.append(("", ""))
-    for row in rows:
+    lines += [("", "")] if ranks else []
+    for row in rows if ranks else ():
         text = "  ".join(_fitted(row[column], widths[column]) for column in shown).rstrip()
         lines.append((text, "dim" if row is rows[0] else "bold" if row[0] else ""))
     for who, stacks, reason in _folded(ranks):

@@ -35,9 +35,6 @@ class Held(NamedTuple):
 
 def held_by(processes: Iterable[Process], focus: Process | None) -> list[Held]:
     """One row per device, of the processes that ran at the same time as the one in focus."""
-    processes = list(processes)
-    if not any(process.memory for process in processes):
-        return []
     together = [
         process
         for process in processes

@@ -409,11 +409,6 @@ class State:
         return held_by(self.training, self.focus)
 
     @cached_property
-    def newest_step(self) -> int | None:
-        """The largest number of a step of the processes in `training`."""
-        return max((one.last_step.step for one in self.training if one.last_step is not None), default=None)
-
-    @cached_property
     def of_nodes(self) -> list[dict[int, int]]:
         """The newest process of each rank of each node, by the rank's number, in the order of `nodes`."""
         there = self.processes

@@ -130,12 +130,14 @@ class Receiver:
             raise RubbishError(f"it sent a chunk of more than {CHUNK_BYTES >> 20} MiB")
         if table not in NUMBERED and table not in KEPT:
             return None  # of another version
-        if not isinstance(columns, list) or not isinstance(rows, list) or set(map(type, columns)) - {str}:
+        if not isinstance(columns, list) or not isinstance(rows, list):
             raise RubbishError("it sent rows without columns")
-        if len(columns) > _MOST_COLUMNS or max(map(len, columns), default=0) > _MOST_COLUMNS:
-            raise RubbishError("it sent rows with too many columns")
         if len(rows) > MOST_ROWS:
             raise RubbishError("it sent too many rows at once")
+        try:
+            _places(table, tuple(columns))
+        except TypeError:
+            raise RubbishError("it sent rows without columns") from None
         self._lines.append((table, tuple(columns), rows))
         return None
 
@@ -193,7 +195,12 @@ def _sound_rows(table: str, columns: tuple[str, ...], rows: Sequence[Any], now_n
 
 @lru_cache(256)
 def _places(table: str, columns: tuple[str, ...]) -> tuple[tuple[_ColumnRule, int], ...]:
-    """The columns of a table, and the place of each among `columns`; -1: it is missing."""
+    """The columns of a table, and the place of each among `columns`; -1: it is missing.
+
+    Raises TypeError if one has no name, and RubbishError if they are too many.
+    """
+    if len(columns) > _MOST_COLUMNS or max(map(len, columns), default=0) > _MOST_COLUMNS:
+        raise RubbishError("it sent rows with too many columns")
     return tuple((rule, columns.index(rule.name) if rule.name in columns else -1) for rule in _columns(table))
 
 

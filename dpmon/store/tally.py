@@ -328,23 +328,30 @@ def renumbered(data: bytes, numbers: Mapping[int, int]) -> bytes:
 
     Series without a number are left out. Raises HistoryError if the sketches are damaged.
     """
-    entries = []
-    at, end, alike, unpack, own_of = 0, len(data), True, _SIZES.unpack_from, numbers.get
+    there: list[int] = []
+    high: list[bytes] = []
+    at, end, unpack = 0, len(data), _SIZES.unpack_from
     try:
         while at < end:
             number, count, size = unpack(data, at)
-            begin, at = at, at + _ENTRY_BYTES + size
-            too_high = data[begin + _ENTRY_BYTES + 1 : at : 4].translate(None, _HIGH_BYTES)
-            if at > end or size & 3 or count > size // 4 * quantiles.MOST or too_high:
+            begin, at = at + _ENTRY_BYTES, at + _ENTRY_BYTES + size
+            if at > end or size & 3 or count > size // 4 * quantiles.MOST:
                 raise ValueError("too short")
-            own = own_of(number)
-            alike = alike and own == number
-            entries.append((own, begin + _NUMBER.size, at))
+            there.append(number)
+            high.append(data[begin + 1 : at : 4])
+        if b"".join(high).translate(None, _HIGH_BYTES):
+            raise ValueError("too high")
     except (struct.error, ValueError) as error:
         raise HistoryError(f"a damaged tally: {error}") from None
-    if alike:
+    here = [numbers.get(number) for number in there]
+    if here == there:
         return data
-    return b"".join(_NUMBER.pack(own) + data[begin:at] for own, begin, at in entries if own is not None)
+    parts, at = [], 0
+    for own, pairs in zip(here, high, strict=True):
+        begin, at = at + _NUMBER.size, at + _ENTRY_BYTES + 4 * len(pairs)
+        if own is not None:
+            parts.append(_NUMBER.pack(own) + data[begin:at])
+    return b"".join(parts)
 
 
 def entry_of(number: int, values: Sequence[int]) -> bytes:

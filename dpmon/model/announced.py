@@ -289,7 +289,7 @@ def wrapper(data: Mapping[str, object]) -> Wrapper | None:
 def _group(data: Mapping[str, object]) -> Group | None:
     """The process group of a wrapper; None if it is unknown or invalid."""
     listed, rank = data.get("group"), whole_in(data, "rank")
-    if not isinstance(listed, list) or any(type(one) is not int for one in listed) or rank not in listed:
+    if not isinstance(listed, list) or set(map(type, listed)) != {int} or rank not in listed:
         return None
     ranks, every = tuple(sorted(listed)), range(len(listed))
     return every if ranks == tuple(every) else ranks

@@ -16,8 +16,9 @@ from typing import Any
 from dpmon.record.schema import EXPOSED, HELD, SECOND, SYNC_NUMBER, WAIT
 from dpmon.store.answers import NodeRow, numbers_in
 from dpmon.store.rounds import Joined, Rounds, SyncStep, device_tail
+from dpmon.store.series_entries import compacted, entry_of
 from dpmon.store.tables import STEP_COLUMNS
-from dpmon.store.tally import WIDTHS, Key, SeriesNames, compacted, entry_of
+from dpmon.store.tally import WIDTHS, Key, SeriesNames
 
 _LATE_S, _MOST_PENDING = 5, 1 << 16
 """Waits that become known later than this change the stored tally of their second; others go into the next tally.

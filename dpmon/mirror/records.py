@@ -23,6 +23,7 @@ from dpmon.mirror.receive import MOST_DAMAGED, Chunk
 from dpmon.run.rundir import RunInfo
 from dpmon.store.answers import NODE_DEVICES, NodeRow, event_in
 from dpmon.store.exchange import NUMBERED, columns_sent
+from dpmon.store.series_entries import renumbered
 from dpmon.store.tables import LASTING, NODE_COLUMNS, RingRow
 from dpmon.store.tally import (
     COLUMNS,
@@ -30,7 +31,6 @@ from dpmon.store.tally import (
     Key,
     SeriesNames,
     Tally,
-    renumbered,
 )
 from dpmon.store.writer import JOIN_STEP, LIMIT_BYTES, History
 

@@ -126,8 +126,7 @@ def modes_of(kinds: Iterable[tuple[str, int]]) -> list[tuple[str, bool]]:
     """Return pairs (mode, evaluation) in display order; evaluation steps are separate if the mode also trains."""
     there = set(kinds)
     training = trains(there)
-    found = {(mode, bool(kind & EVALUATION) and mode in training) for mode, kind in there}
-    return sorted(found)
+    return sorted({(mode, bool(kind & EVALUATION) and mode in training) for mode, kind in there})
 
 
 def merged(
@@ -311,9 +310,8 @@ class Window:
     def modes(self) -> list[tuple[str, bool]]:
         """The modes in this window as (mode, evaluation); a mode that trains has a separate pair for its evaluation."""
         there = {(key.mode, key.kind) for key in self.by_process}
-        known = modes_of(self._kinds)
         now = {(mode, bool(kind & EVALUATION) and mode in self._trained) for mode, kind in there}
-        return [each for each in known if each in now]
+        return [each for each in modes_of(self._kinds) if each in now]
 
     def trained(self, mode: str) -> bool:
         """Whether a mode ever trains in this run; if not, its figures come from its evaluation steps."""

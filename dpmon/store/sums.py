@@ -12,8 +12,9 @@ from dpmon.errors import HistoryError
 from dpmon.record.schema import LEFT_OUT, STEP
 from dpmon.store.accounting import ACTIVITIES, LATEST_NS
 from dpmon.store.answers import RingFacts, SecondRow, TimeRow
+from dpmon.store.series_entries import total_in
 from dpmon.store.tables import ACTIVITY_COLUMNS, Door
-from dpmon.store.tally import TALLY, TALLY_AT, WIDTHS, KeptTallies, Key, Tally, total_in
+from dpmon.store.tally import TALLY, TALLY_AT, WIDTHS, KeptTallies, Key, Tally
 
 END = 1 << 40
 """A second later than the end of any run."""

@@ -6,10 +6,8 @@ add up to the tally of the whole, so the figures between two times come from a m
 
 from __future__ import annotations
 
-import struct
-from array import array
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -19,6 +17,7 @@ from dpmon.errors import HistoryError
 from dpmon.record.schema import PHASES, QUANTITIES, REST, STEP
 from dpmon.store import quantiles
 from dpmon.store.quantiles import Counts, Packed
+from dpmon.store.series_entries import bounded, entries_of, packed_entry
 
 NO_SAMPLES, OTHER_SIZES = -1, -2
 """Batch sizes in a key for an unknown number of samples, and for all sizes beyond dpmon.store.intake.BATCH_SIZES."""
@@ -26,19 +25,6 @@ WIDTHS = (1, 10, 60, 600, 3600, 14_400, 86_400)
 """Possible lengths of a tally's stretch (s)."""
 _TIMED = (*(phase.name for phase in PHASES), REST)
 """The times of a step in a row, which follow its quantities."""
-_ENTRY = struct.Struct("<HIqI")
-"""Number of the series, number of values, their sum, bytes of the sketch that follows."""
-_SIZES = struct.Struct("<HI8xI")
-"""The same without the sum."""
-_NUMBER, _PAIR = struct.Struct("<H"), struct.Struct("<HH")
-_ENTRY_BYTES = _ENTRY.size
-_HIGH_BYTES = bytes(range(quantiles.LAST_BUCKET >> 8))
-"""The second bytes of buckets. No number of a record comes into the highest ones, which have others."""
-_MANY_PAIRS = 256
-"""In a sketch with more bytes than this, each bucket has one pair."""
-_MAX = (1 << 63) - 1
-_MOST_VALUES = (1 << 32) - 1
-"""Most values of a series in an entry."""
 _MOST_STEPS = 1 << 40
 """Most steps or calls of a valid tally; the sum of larger numbers could overflow a column."""
 
@@ -83,27 +69,27 @@ class Stat:
     def add(self, values: Sequence[int]) -> None:
         """Add values."""
         self.count += len(values)
-        self.total = _bounded(self.total + sum(values))
+        self.total = bounded(self.total + sum(values))
         quantiles.add_values(self.counts, values)
 
     def merge(self, other: Stat) -> None:
         """Add the values of another series."""
         self.count += other.count
-        self.total = _bounded(self.total + other.total)
+        self.total = bounded(self.total + other.total)
         quantiles.merge(self._counts, other._counts)
         self._packed += other._packed
 
     def add_packed(self, count: int, total: int, packed: Packed | None) -> None:
         """Add values, given their number, their sum and their sketch (None: unknown)."""
         self.count += count
-        self.total = _bounded(self.total + total)
+        self.total = bounded(self.total + total)
         if packed is not None:
             self._packed.append(packed)
 
     def changed(self, count: int, total: int, packed: Packed, sign: int) -> Stat:
         """Return the series after values came (`sign` 1) or went (-1); this one remains as it is."""
         found = Stat()
-        found.count, found.total = self.count + sign * count, _bounded(self.total + sign * total)
+        found.count, found.total = self.count + sign * count, bounded(self.total + sign * total)
         found._counts = self.counts.copy()
         quantiles.unpack(found._counts, [packed], sign)
         if sign < 0:
@@ -135,7 +121,7 @@ class Sum:
     def merge(self, other: Sum) -> None:
         """Add the count and the total of another sum."""
         self.count += other.count
-        self.total = _bounded(self.total + other.total)
+        self.total = bounded(self.total + other.total)
 
 
 class SeriesNames:
@@ -258,7 +244,7 @@ class Tally:
             number = names.number(name)
             if number is not None:
                 data = quantiles.pack(stat.counts)
-                yield _ENTRY.pack(number, min(stat.count, _MOST_VALUES), stat.total, len(data)) + data
+                yield packed_entry(number, stat.count, stat.total, data)
 
     @classmethod
     def of_row(cls, row: Sequence[Any], names: Mapping[int, str], *, sketches: bool = True) -> Tally:
@@ -275,7 +261,7 @@ class Tally:
         steps, calls, last_step, low, high, first, last, *summed, data = row
         if max(steps, calls, *filter(None, summed[1::2])) > _MOST_STEPS:
             raise HistoryError("a damaged tally: too many steps")
-        entries = _entries_of(data, names, sketches=sketches)
+        entries = entries_of(data, names, sketches=sketches)
         self._extend(steps, calls, last_step, low, high, first, last)
         for quantity, total, count in zip(QUANTITIES, summed[::2], summed[1::2], strict=True):
             if total is not None and count:
@@ -285,110 +271,6 @@ class Tally:
             if found is None:
                 found = self.stats[name] = Stat()
             found.add_packed(count, total, packed)
-
-
-def _entries_of(data: bytes, names: Mapping[int, str], *, sketches: bool) -> list[tuple[str, int, int, Packed | None]]:
-    """Return (name, count, sum, sketch) of the series in a row that are in `names`.
-
-    Raises HistoryError if the row is damaged.
-    """
-    found: list[tuple[str, int, int, Packed | None]] = []
-    at, end = 0, len(data)
-    try:
-        while at < end:
-            number, count, total, size = _ENTRY.unpack_from(data, at)
-            begin = at + _ENTRY.size
-            at = begin + size
-            if at > end or count > size // 4 * quantiles.MOST:
-                raise ValueError("too short")
-            name = names.get(number)
-            if name is not None:
-                found.append((name, count, total, quantiles.checked(data[begin:at]) if sketches and size else None))
-    except (struct.error, ValueError) as error:
-        raise HistoryError(f"a damaged tally: {error}") from None
-    return found
-
-
-def total_in(data: bytes, number: int) -> int:
-    """Return the sum of a series in the sketches of a row; 0 without one. Raises HistoryError if they are damaged."""
-    at, end, unpack = 0, len(data), _ENTRY.unpack_from
-    try:
-        while at < end:
-            found, _, total, size = unpack(data, at)
-            if found == number:
-                return int(total)
-            at += _ENTRY_BYTES + size
-    except struct.error as error:
-        raise HistoryError(f"a damaged tally: {error}") from None
-    return 0
-
-
-def renumbered(data: bytes, numbers: Mapping[int, int]) -> bytes:
-    """Return the sketches of another history with its series under their numbers here (by number there).
-
-    Series without a number are left out. Raises HistoryError if the sketches are damaged.
-    """
-    there: list[int] = []
-    high: list[bytes] = []
-    at, end, unpack = 0, len(data), _SIZES.unpack_from
-    try:
-        while at < end:
-            number, count, size = unpack(data, at)
-            begin, at = at + _ENTRY_BYTES, at + _ENTRY_BYTES + size
-            if at > end or size & 3 or count > size // 4 * quantiles.MOST:
-                raise ValueError("too short")
-            there.append(number)
-            high.append(data[begin + 1 : at : 4])
-        if b"".join(high).translate(None, _HIGH_BYTES):
-            raise ValueError("too high")
-    except (struct.error, ValueError) as error:
-        raise HistoryError(f"a damaged tally: {error}") from None
-    here = [numbers.get(number) for number in there]
-    if here == there:
-        return data
-    parts, at = [], 0
-    for own, pairs in zip(here, high, strict=True):
-        begin, at = at + _NUMBER.size, at + _ENTRY_BYTES + 4 * len(pairs)
-        if own is not None:
-            parts.append(_NUMBER.pack(own) + data[begin:at])
-    return b"".join(parts)
-
-
-def entry_of(number: int, values: Sequence[int]) -> bytes:
-    """Return the entry of a series with these values."""
-    if len(values) == 1:
-        return _ENTRY.pack(number, 1, values[0], 4) + _PAIR.pack(quantiles.bucket(values[0]), 1)
-    counts: Counts = {}
-    quantiles.add_values(counts, values)
-    packed = quantiles.pack(counts)
-    return _ENTRY.pack(number, len(values), sum(values), len(packed)) + packed
-
-
-def compacted(sketches: Iterable[bytes], wanted: Collection[int] | None = None, *, leading: bool = False) -> bytes:
-    """Return checked sketches as one, with one entry for each series.
-
-    `wanted`: only these series; None: all. `leading`: only the wanted ones that come before all others.
-    """
-    found: dict[int, tuple[int, int, bytes]] = {}
-    unpack = _ENTRY.unpack_from
-    for data in sketches:
-        at, end = 0, len(data)
-        while at < end:
-            number, count, total, size = unpack(data, at)
-            begin, at = at + _ENTRY_BYTES, at + _ENTRY_BYTES + size
-            if wanted is None or number in wanted:
-                before = found.get(number, (0, 0, b""))
-                found[number] = before[0] + count, before[1] + total, before[2] + data[begin:at]
-            elif leading:
-                break
-    parts = []
-    for number, (count, total, pairs) in found.items():
-        if len(pairs) > _MANY_PAIRS:
-            counts: Counts = {}
-            quantiles.unpack(counts, [array("H", pairs)])
-            pairs = quantiles.pack(counts)
-        parts.append(_ENTRY.pack(number, min(count, _MOST_VALUES), _bounded(total), len(pairs)) + pairs)
-    return b"".join(parts)
 
 
 PLAIN = ("steps", "calls", "last_step", "low_ns", "high_ns", "first_ns", "last_ns")
@@ -406,10 +288,6 @@ def _of_known(choose: Callable[[int, int], int], one: int | None, other: int | N
     if one is None or other is None:
         return other if one is None else one
     return choose(one, other)
-
-
-def _bounded(value: int) -> int:
-    return value if -_MAX <= value <= _MAX else _MAX if value > 0 else -_MAX
 
 
 class KeptTallies:
@@ -446,7 +324,7 @@ class KeptTallies:
 
     def _change(self, key: Key, sketches: bytes, names: Mapping[int, str], sign: int) -> None:
         stats = self._stats.setdefault(key, {})
-        for name, count, total, packed in _entries_of(sketches, names, sketches=True):
+        for name, count, total, packed in entries_of(sketches, names, sketches=True):
             if packed is not None:
                 stats[name] = stats.get(name, _NO_VALUES).changed(count, total, packed, sign)
 

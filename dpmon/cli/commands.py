@@ -339,7 +339,7 @@ def _steps(store: Store) -> _Counts:
     None if the record has no rings.
     """
     from dpmon.model.announced import TEXTS_READ, stalls_in
-    from dpmon.model.state import ended_in
+    from dpmon.model.stalls_seen import ended_in
     from dpmon.store.figures import Window
 
     most = max(store.rings.values(), key=lambda row: row.steps, default=None)

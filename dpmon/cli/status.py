@@ -17,7 +17,8 @@ from dpmon.model.active_processes import ended_of
 from dpmon.model.findings import findings
 from dpmon.model.json_fields import fields_of
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import State, Wanted, ended_in
+from dpmon.model.stalls_seen import ended_in
+from dpmon.model.state import State, Wanted
 from dpmon.record.plainjson import finite
 from dpmon.report.collect import facts_of
 from dpmon.report.health import LOST, NO_RUN, TIMED_OUT, Health, health, health_now

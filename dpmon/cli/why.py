@@ -12,7 +12,7 @@ from dpmon.cleaning import clean, json_text
 from dpmon.cli.speak import speak
 from dpmon.errors import HistoryError
 from dpmon.model.json_fields import fields_of
-from dpmon.model.state import StallSeen
+from dpmon.model.stalls_seen import StallSeen
 from dpmon.report.collect import facts_of
 from dpmon.report.health import LOST, NO_RUN, health_now
 from dpmon.report.sentences import stalls

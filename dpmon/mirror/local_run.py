@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from dpmon.cleaning import clean
 from dpmon.run import proc
+from dpmon.run.files import open_file, write_whole
 from dpmon.run.mirrored import Machines
-from dpmon.run.rundir import RunError, RunInfo, load_exit
+from dpmon.run.rundir import RunError, RunInfo, count_file, deleted_bytes, load_exit
 from dpmon.run.runs import JOB, create_run, list_runs, short_name
+
+OUTPUT_BYTES = 8 << 20
+"""When the output has more bytes, its older half is deleted."""
 
 
 def mirror_of(
@@ -42,3 +49,18 @@ def mirror_of(
 def _same(one: Sequence[str], other: Sequence[str]) -> bool:
     """Whether both are the same machine and run, as far as is known."""
     return one == other or (one[0] == other[0] and any(each[1].startswith(JOB) for each in (one, other)))
+
+
+def append_output(directory: Path, name: str, text: str) -> None:
+    """Append the output of a machine to the run's, with its name before each line."""
+    lines = "".join(f"{name}: {clean(line)}\n" for line in text[: 1 << 16].splitlines())
+    path = directory / "output.log"
+    with contextlib.suppress(OSError), open(open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size > OUTPUT_BYTES:
+            file.seek(size - OUTPUT_BYTES // 2)
+            rest = file.read().partition(b"\n")[2]
+            write_whole(count_file(path), f"{deleted_bytes(path) + size - len(rest):020d}")
+            file.truncate(0)
+            file.write(rest)
+        file.write(lines.encode("utf-8", "replace"))

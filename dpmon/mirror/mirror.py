@@ -24,6 +24,7 @@ from dpmon.cleaning import clean
 from dpmon.errors import DpmonError, HistoryError
 from dpmon.mirror.joint_stalls import JointStalls
 from dpmon.mirror.links import Closed, Links, Opened, Received
+from dpmon.mirror.local_run import append_output
 from dpmon.mirror.receive import AHEAD_S, Chunk, Receiver, RubbishError, Unchecked, checked
 from dpmon.mirror.records import ChunkError, Records
 from dpmon.mirror.requests import Requests
@@ -31,20 +32,9 @@ from dpmon.record.plainjson import number_in, text_in, whole_in
 from dpmon.record.schema import SECOND
 from dpmon.run import proc
 from dpmon.run.condition import needs_supervisor, take_lock
-from dpmon.run.files import open_file, write_whole
+from dpmon.run.files import write_whole
 from dpmon.run.mirrored import STATE_FILE, by_word, doing_in
-from dpmon.run.rundir import (
-    ID,
-    MAX_STATUS,
-    ExitInfo,
-    RunInfo,
-    count_file,
-    deleted_bytes,
-    load_exit,
-    load_info,
-    mark_stop,
-    save,
-)
+from dpmon.run.rundir import ID, MAX_STATUS, ExitInfo, RunInfo, load_exit, load_info, mark_stop, save
 from dpmon.run.runs import JOB
 from dpmon.store.answers import NodeRow, event_in
 from dpmon.supervise.metrics import Metrics, metrics_path
@@ -61,8 +51,6 @@ MOST_WHOLE = 16
 FEW_COLLECTIONS = 100_000
 """Objects between two garbage collections: rows create many objects, but no reference cycles."""
 _MOST_TEXT = 1000
-OUTPUT_BYTES = 8 << 20
-"""When the output has more bytes, its older half is deleted."""
 
 
 @dataclass
@@ -290,7 +278,7 @@ class Mirror(Record):
         self._sent.append((machine, sent))
         self._turn(node, "connected", None)
         if isinstance(output := beat.get("output"), str):
-            self._put_output(node, output)
+            append_output(self.directory, node.name, output)
             machine.output_at = whole_in(beat, "output_at")
         if isinstance(how := beat.get("exit"), dict):
             self._end(machine, how)
@@ -313,20 +301,6 @@ class Mirror(Record):
         machine.node.exit = json.dumps(exited)
         self._turn(machine.node, "ended", None)
         self._end_link(machine, "", for_good=True)
-
-    def _put_output(self, node: NodeRow, text: str) -> None:
-        """Append the output of a machine to the run's, with its name before each line."""
-        lines = "".join(f"{node.name}: {clean(line)}\n" for line in text[: 1 << 16].splitlines())
-        path = self.directory / "output.log"
-        with contextlib.suppress(OSError), open(open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "r+b") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size > OUTPUT_BYTES:
-                file.seek(size - OUTPUT_BYTES // 2)
-                rest = file.read().partition(b"\n")[2]
-                write_whole(count_file(path), f"{deleted_bytes(path) + size - len(rest):020d}")
-                file.truncate(0)
-                file.write(rest)
-            file.write(lines.encode("utf-8", "replace"))
 
     # ------------------------------------------------------------------------------------------ what is written
 

@@ -11,7 +11,8 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dpmon.model.communication import Wrapper
-from dpmon.model.state import ModeChange, PauseChange, ProcessFacts, Refusal, StallSeen, WarningText
+from dpmon.model.stalls_seen import StallSeen
+from dpmon.model.state import ModeChange, PauseChange, ProcessFacts, Refusal, WarningText
 from dpmon.model.stragglers import Group
 from dpmon.record.fields import RECORDS
 from dpmon.record.names import MODES

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dpmon.model.finding import Finding, measured_modes, of_process
 from dpmon.model.slow_steps import WAITING_TEXT, waited_ns
-from dpmon.model.state import ended_in
+from dpmon.model.stalls_seen import ended_in
 from dpmon.text.quantities import clock, duration_words
 
 if TYPE_CHECKING:

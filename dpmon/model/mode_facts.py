@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import NamedTuple
 
 from dpmon.model.stragglers import RankTimes
@@ -85,3 +87,10 @@ class RankLine(NamedTuple):
         """Its rank, or its process: "rank 0 of 2", "process 1", "rank 11 of 16 (gpu-1)"."""
         name = f"process {self.process}" if self.rank is None else f"rank {self.rank} of {self.world or '?'}"
         return name + on_node(self.node)
+
+
+def slowest_first(ranks: Sequence[RankLine], most: int) -> list[RankLine]:
+    """Return the ranks; if there are more than `most`, first those that were the slowest in most steps, by rank."""
+    often = nlargest(most, ranks, key=lambda line: 0 if line.times is None else line.times.slowest)
+    first = {line.process for line in often}
+    return sorted(ranks, key=lambda line: line.process not in first)

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from heapq import nlargest
 from typing import TYPE_CHECKING
 
 from dpmon.model.announced import Announced, LoaderStart, loader_start
@@ -173,12 +172,6 @@ class RunFacts:
         communicated = self.communication
         times = {one.rank: one for one in communicated.ranks} if communicated is not None else {}
         return [self._rank(process, times) for process in self.processes] if len(self.processes) > 1 else []
-
-    def first_ranks(self, most: int) -> list[RankLine]:
-        """The ranks; if there are more than `most`, first those that were the slowest in most steps, by rank."""
-        often = nlargest(most, self.ranks, key=lambda line: 0 if line.times is None else line.times.slowest)
-        first = {line.process for line in often}
-        return sorted(self.ranks, key=lambda line: line.process not in first)
 
     def _rank(self, process: int, times: Mapping[int, RankTimes]) -> RankLine:
         sizes, (tally, speed) = self.layouts.of_process(process), self.window.of_process(process)

@@ -5,10 +5,10 @@ Times are ns since the run's start; unknown values are None.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dpmon.model.active_processes import training_now
 from dpmon.model.communication import Communication
@@ -19,6 +19,7 @@ from dpmon.model.nodes import NodeFacts
 from dpmon.model.progress import NO_STEP, Progress
 from dpmon.model.rank_waits import RankWaits
 from dpmon.model.slow_steps import SlowSteps, Uneven
+from dpmon.model.stalls_seen import StallSeen
 from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.record.kinds import Call, Step
 from dpmon.record.names import RANK_MODES, on_node, rank_name
@@ -96,42 +97,6 @@ class PauseChange(NamedTuple):
     """Why the training resumed without a request."""
     refused: str | None
     """Why the training did not pause."""
-
-
-class StallSeen(NamedTuple):
-    """A stall of the run, as it was recorded."""
-
-    since_ns: int
-    """When the last progress was made."""
-    noticed_ns: int
-    end_ns: int | None = None
-    """None if it goes on, or if the run ended in it."""
-    record: Mapping[str, object] = {}
-    """The newest `stall` record that describes the ranks."""
-
-    @property
-    def text(self) -> str:
-        """Which rank stands where, and which ones wait for it."""
-        return str(self.record.get("text") or "")
-
-    @property
-    def ranks(self) -> list[Mapping[str, Any]]:
-        """What each rank did, those that the others waited for first."""
-        found = self.record.get("ranks")
-        return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
-
-    def lasted_ns(self, now_ns: int) -> int:
-        """How long (ns) no progress was made: until now, or until the end of the stall."""
-        return max((now_ns if self.end_ns is None else self.end_ns) - self.since_ns, 0)
-
-
-def ended_in(stalls: Sequence[StallSeen], newest_ns: int) -> StallSeen | None:
-    """The stall in which a run ended that is over and did not finish; `newest_ns`: end of its newest step.
-
-    The interruption of a stalled run may have ended the stall just before the run.
-    """
-    last = stalls[-1] if stalls else None
-    return last if last is not None and (last.end_ns is None or newest_ns <= last.noticed_ns) else None
 
 
 class WarningText(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from dpmon.model.pauses import Paused, Span
 from dpmon.model.progress import Epoch
-from dpmon.model.state import StallSeen
+from dpmon.model.stalls_seen import StallSeen
 
 EPOCH, PAUSED, STALLED, EVALUATION = "epoch", "paused", "stalled", "evaluation"
 _EACH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Literal
 
 from dpmon.model.history import PARTS, Bin
+from dpmon.model.mode_facts import slowest_first
 from dpmon.model.nodes import gpu_name
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.state import ModeChange
@@ -208,7 +209,7 @@ def _replicas(facts: RunFacts) -> Plot | None:
 
 
 def _ranks(facts: RunFacts) -> Plot | None:
-    ranks = [line for line in facts.first_ranks(_MAX_RANKS) if line.times is not None and line.times.step_ns]
+    ranks = [line for line in slowest_first(facts.ranks, _MAX_RANKS) if line.times is not None and line.times.step_ns]
     if len(ranks) < 2:
         return None
     ranks, left_out = ranks[:_MAX_RANKS], _left_out(ranks)
@@ -228,7 +229,9 @@ def _ranks(facts: RunFacts) -> Plot | None:
 def _rank_waits(facts: RunFacts) -> Plot | None:
     """A row for each rank: how long the others waited for it."""
     width, shares = facts.rank_waits
-    ranks = [line.rank for line in facts.first_ranks(_MAX_RANKS) if line.rank is not None and shares.get(line.rank)]
+    ranks = [
+        line.rank for line in slowest_first(facts.ranks, _MAX_RANKS) if line.rank is not None and shares.get(line.rank)
+    ]
     cells = {rank: _cells(shares[rank], width) for rank in dict.fromkeys(ranks[:_MAX_RANKS])}
     series = [Values(f"rank {rank}", LIGHT.bad, points, "cells") for rank, points in cells.items()]
     if not any(value for one in series for _, _, value in one.points):

@@ -12,7 +12,7 @@ from dpmon.model.finding import MIN_STEPS, faster, measured_modes, of_process
 from dpmon.model.findings import together
 from dpmon.model.layouts import flow
 from dpmon.model.memory import reasons
-from dpmon.model.mode_facts import ModeFacts
+from dpmon.model.mode_facts import ModeFacts, slowest_first
 from dpmon.model.nodes import NodeFacts, gpu_name
 from dpmon.model.pauses import Paused
 from dpmon.model.run_facts import RunFacts
@@ -245,7 +245,7 @@ def _ranks(facts: RunFacts) -> list[Table]:
             duration(line.forward_ns),
             flow(line.inputs, line.outputs),
         )
-        for line in facts.first_ranks(MAX_ROWS)
+        for line in slowest_first(facts.ranks, MAX_ROWS)
     ]
     head = ("", "device", "steps", "calls", "step", "samples/s", f"forward {_ON_DEVICE}", _FLOW)
     return _table(head, rows, flows=True)
@@ -254,7 +254,7 @@ def _ranks(facts: RunFacts) -> list[Table]:
 def _rank_times(facts: RunFacts) -> list[Table]:
     """The parts of each rank's mean step, if any rank's wait is known."""
     rows = []
-    for line in facts.first_ranks(MAX_ROWS):
+    for line in slowest_first(facts.ranks, MAX_ROWS):
         times = line.times
         if times is None or not times.joined:
             continue

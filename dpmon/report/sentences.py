@@ -11,7 +11,8 @@ from dpmon.model.finding import host_waits, of_process, partly_timed
 from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.run_facts import RunFacts
-from dpmon.model.state import ModeChange, ProcessFacts, ended_in
+from dpmon.model.stalls_seen import ended_in
+from dpmon.model.state import ModeChange, ProcessFacts
 from dpmon.record.names import RANK_MODES
 from dpmon.report.collect import Story
 from dpmon.run.condition import BY_YOU

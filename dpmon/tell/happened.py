@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dpmon.model.finding import Finding
-from dpmon.model.state import State, ended_in
+from dpmon.model.stalls_seen import ended_in
+from dpmon.model.state import State
 from dpmon.model.stragglers import sentence
 from dpmon.record.schema import SECOND
 from dpmon.report.health import HAS_FAILED, Health

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.model.finding import Finding
-from dpmon.model.state import Process, StallSeen, State, ended_in
+from dpmon.model.stalls_seen import StallSeen, ended_in
+from dpmon.model.state import Process, State
 from dpmon.model.stragglers import Straggler
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import SECOND, SPAN_PHASES

@@ -16,7 +16,8 @@ from kept import draft
 from running import LIMIT_S, wait_for
 
 from dpmon.model.finding import Finding
-from dpmon.model.state import StallSeen, State
+from dpmon.model.stalls_seen import StallSeen
+from dpmon.model.state import State
 from dpmon.record.schema import SECOND
 from dpmon.report.health import Health
 from dpmon.run import proc

@@ -23,7 +23,8 @@ from dpmon.cli.lines import Lines
 from dpmon.cli.main import main
 from dpmon.cli.status import look_at
 from dpmon.model.finding import Finding
-from dpmon.model.state import StallSeen, State
+from dpmon.model.stalls_seen import StallSeen
+from dpmon.model.state import State
 from dpmon.record.history_rows import Definition, LossRow
 from dpmon.record.kinds import Event
 from dpmon.report.asjson import as_object

@@ -22,7 +22,7 @@ from dpmon.model.layouts import BatchFacts, ReplicaFacts
 from dpmon.model.memory import Held
 from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.run_facts import RunFacts
-from dpmon.model.state import StallSeen
+from dpmon.model.stalls_seen import StallSeen
 from dpmon.store.accounting import Gap
 from dpmon.store.answers import LongRow
 from dpmon.store.figures import PhaseFigures, Rate

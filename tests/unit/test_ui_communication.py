@@ -13,7 +13,7 @@ from situations import rows_text as texts
 from synthetic import SECOND
 
 from dpmon.model.communication import Wrapper, communication, operations
-from dpmon.model.state import StallSeen
+from dpmon.model.stalls_seen import StallSeen
 from dpmon.model.step_timeline import last_step_timeline
 from dpmon.record.kinds import BUCKET, Collective, Operation
 from dpmon.run.reader import PauseState

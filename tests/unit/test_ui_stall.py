@@ -30,7 +30,8 @@ from synthetic import SECOND, Training
 
 from dpmon.cli.why import why
 from dpmon.model.announced import Announced
-from dpmon.model.state import Column, StallSeen
+from dpmon.model.stalls_seen import StallSeen
+from dpmon.model.state import Column
 from dpmon.record.kinds import Event
 from dpmon.report.collect import collect
 from dpmon.report.page import page

@@ -1,0 +1,42 @@
+"""The stalls of a run, as they were recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class StallSeen(NamedTuple):
+    """A stall of the run, as it was recorded."""
+
+    since_ns: int
+    """When the last progress was made."""
+    noticed_ns: int
+    end_ns: int | None = None
+    """None if it goes on, or if the run ended in it."""
+    record: Mapping[str, object] = {}
+    """The newest `stall` record that describes the ranks."""
+
+    @property
+    def text(self) -> str:
+        """Which rank stands where, and which ones wait for it."""
+        return str(self.record.get("text") or "")
+
+    @property
+    def ranks(self) -> list[Mapping[str, Any]]:
+        """What each rank did, those that the others waited for first."""
+        found = self.record.get("ranks")
+        return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+
+    def lasted_ns(self, now_ns: int) -> int:
+        """How long (ns) no progress was made: until now, or until the end of the stall."""
+        return max((now_ns if self.end_ns is None else self.end_ns) - self.since_ns, 0)
+
+
+def ended_in(stalls: Sequence[StallSeen], newest_ns: int) -> StallSeen | None:
+    """The stall in which a run ended that is over and did not finish; `newest_ns`: end of its newest step.
+
+    The interruption of a stalled run may have ended the stall just before the run.
+    """
+    last = stalls[-1] if stalls else None
+    return last if last is not None and (last.end_ns is None or newest_ns <= last.noticed_ns) else None

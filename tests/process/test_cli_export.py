@@ -12,6 +12,8 @@ from plain_training import plain_training
 from running import Dpmon, wait_for
 from traceformat import read
 
+from dpmon.run import proc
+
 
 def test_all_formats_of_a_run_that_goes_on_and_that_has_ended(dpmon: Dpmon, tmp_path: Path) -> None:
     dpmon.waiting("", plain_training(20, wrapped=True))
@@ -76,3 +78,18 @@ def test_the_last_rows_for_a_mirror_come_also_after_the_job_was_told_to_end(dpmo
     wait_for(lambda: b'"exit"' in process.stdout.readline(), what="the last rows")
     process.stdin.close()
     assert process.wait(100) == 0
+
+
+def test_a_supervisor_that_an_exporter_starts_can_be_told_to_end(dpmon: Dpmon) -> None:
+    dpmon.waiting("", plain_training(20))
+    dpmon.run(*dpmon.warm(), "--detach", "script.py")
+    dpmon.begun()
+    before = dpmon.kill_supervisor()["supervisor_pid"]
+    process = dpmon.start("export", "last", "--follow", "--rollups", stdin=subprocess.PIPE)
+    pid = wait_for(lambda: (now := dpmon.info()["supervisor_pid"]) != before and now, what="the next supervisor")
+    ignored = int(proc.fact(pid, "status").partition(b"SigIgn:")[2].split()[0], 16)
+    assert not ignored >> (signal.SIGTERM - 1) & 1
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(100)
+    dpmon.go()

@@ -91,8 +91,9 @@ class NewRows:
         self._tallied = max(tallied_s - shift_s, 0)
         self._first = offset == 0
         """Whether the reader has nothing yet."""
-        self._begun, self._last_steps = offset, dict[int, int]()
-        """The offset at the begin, and by process the last step that was sent since."""
+        self._begun = offset
+        self._last_steps: dict[int, int] = {}
+        """By process: the last step that was sent."""
         self._again = AGAIN if offset else 1
         self._since: dict[int, int] = {}
         self._seen: dict[str, dict[tuple[Any, ...], int]] = {}
@@ -126,7 +127,7 @@ class NewRows:
         if seldom or len(store.rings) > len(self._seen.get("rings", ())):
             lines += self._lines("rings", self._changed("rings", self._rows(store, "rings", ""), 1))
         lines += self._definitions(store)
-        lines += self._ranges(store, until, last=last)
+        lines += self._ranges(store, until, last=last and until == newest)
         lines += self._sums(store, upto_s, seldom=seldom, last=last)
         lines += self._gap_rows(store)
         lines += self._tallies(store, max(tallied, self._tallied))

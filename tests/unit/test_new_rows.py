@@ -8,6 +8,7 @@ import pytest
 from stored import Recording
 from synthetic import Training, device_event
 
+from dpmon.export import new_rows
 from dpmon.export.new_rows import MOST_OF_RANKS, NewRows
 from dpmon.store.tables import BEFORE_S
 
@@ -89,3 +90,24 @@ def test_the_last_step_of_a_run_is_sent_also_if_it_was_left_out_before() -> None
             sent += zip(of["process"], of["step"], strict=True)
         assert ((0, newest) in sent) == ((1, newest) in sent) == last
     assert len(sent) == len(set(sent))
+
+
+def test_the_chunks_after_the_end_have_the_same_steps_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [Training(process=rank, rank=rank) for rank in range(3)]
+    recording = Recording()
+    for _ in range(60):
+        for rank, training in enumerate(ranks):
+            recording.add(training.run(1), rank, rank)
+    monkeypatch.setattr(new_rows, "MOST_IDS", 100)
+    rows, chunks, more = NewRows(rollups=True, offset=1), 0, True
+    sent: dict[int, set[int]] = {}
+    while more:
+        lines, more = rows.chunk(recording.store(), 1000, last=True)
+        chunks += 1
+        for one in (one for one in map(json.loads, lines) if one["table"] == "steps"):
+            for row in one["rows"]:
+                found = dict(zip(one["columns"], row, strict=True))
+                sent.setdefault(found["process"], set()).add(found["step"])
+    assert chunks > 3
+    assert sent[0] == sent[1] == sent[2]
+    assert len(sent[0]) < 60

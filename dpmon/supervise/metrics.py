@@ -148,10 +148,15 @@ class Metrics:
         self._highest: dict[tuple[str, ...], float] = {}
 
     def tick(self, now: float) -> None:
-        """Begin to write the file if it is due, in a thread: for 1,000 ranks it takes seconds. `now`: monotonic s."""
+        """Begin to write the file if it is due, in a thread: for 1,000 ranks it takes seconds. Never raises.
+
+        `now`: monotonic s.
+        """
         if not self._over and now >= self._due and not (self._thread is not None and self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._work, args=(now,), name="dpmon metrics", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, args=(now,), name="dpmon metrics", daemon=True)
+            with contextlib.suppress(RuntimeError):  # at a limit of threads: it is tried again
+                thread.start()
+                self._thread = thread
 
     def _work(self, now: float) -> None:
         began = time.monotonic()

@@ -227,10 +227,10 @@ class Supervisor:
             self._finish(how, drain, sampler, metrics)
         else:
             drain.flush()
-            drain.close()
-            sampler.stop()
             if metrics is not None:
                 metrics.wait()
+            drain.close()
+            sampler.stop()
 
     def _record_wait(self, drain: Drain, pid: int, since_ns: int, seen_ns: int) -> None:
         """Record a finished wait of the command for a line of input, so that its step is not called slow."""
@@ -294,6 +294,8 @@ class Supervisor:
         if not drain.has_exit():  # else a supervisor that was killed later has recorded it
             drain.emit("exit", data)
         drain.flush()
+        if metrics is not None:
+            metrics.wait()  # the last connection of a history deletes its journal
         drain.close()
         self._record(replace(how, drained=True))
         if metrics is not None:

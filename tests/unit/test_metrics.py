@@ -10,6 +10,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from kept import draft, keep
@@ -29,6 +30,7 @@ from dpmon.store.drain import Drain
 from dpmon.store.figures import Window
 from dpmon.store.opened import open_store
 from dpmon.supervise.metrics import BOUNDS_S, EVERY_S, Metrics, metrics_path
+from dpmon.supervise.supervisor import Supervisor
 
 HOSTILE = 'a "quoted" \\ back\nslash\x1b[31m\x00 ü'
 
@@ -279,6 +281,30 @@ def test_the_file_is_written_beside_the_loop(state: Path, tmp_path: Path, monkey
     going.set()
     metrics.end(exit_of(0))
     assert writes == [None, exit_of(0)], "one at a time"
+
+
+def test_the_history_is_closed_after_its_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last connection of a history deletes its journal."""
+    monkeypatch.setattr("dpmon.run.retention.prune_runs", lambda *_: [])
+    seen = Mock()
+    Supervisor._finish(Mock(), exit_of(0), seen.drain, seen.sampler, seen.metrics)
+    names = [name for name, *_ in seen.mock_calls]
+    assert names.index("metrics.wait") < names.index("drain.close") < names.index("metrics.end")
+
+
+def test_a_limit_of_threads_delays_the_file_only(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics(tmp_path / "it.prom", keep({0: Training().run(2)}, status=None), print)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", start)
+        metrics.tick(0.0)
+    metrics.wait()
+    metrics.tick(0.1)
+    metrics.wait()
+    assert (tmp_path / "it.prom").exists()
 
 
 def test_a_failure_to_write_is_reported_once(state: Path, tmp_path: Path) -> None:

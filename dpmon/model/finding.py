@@ -25,7 +25,7 @@ MIN_STEPS = 30
 OF_RUN = ("between", "evaluation")
 """Kinds of findings about the time of the run, not only of its training steps."""
 MOST_SAVED, MOST_AS_RATE = 0.99, 0.95
-"""A larger share of the time is never promised, and promised as a rate."""
+"""A larger share of the time is never promised; for a share above the second one, no rate is promised."""
 
 
 class Finding(NamedTuple):

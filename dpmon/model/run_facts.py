@@ -170,7 +170,7 @@ class RunFacts:
     def ranks(self) -> list[RankLine]:
         """Each process, by rank; empty if there is only one."""
         communicated = self.communication
-        times = {one.rank: one for one in communicated.ranks} if communicated is not None else {}
+        times = {one.process: one for one in communicated.ranks} if communicated is not None else {}
         return [self._rank(process, times) for process in self.processes] if len(self.processes) > 1 else []
 
     def _rank(self, process: int, times: Mapping[int, RankTimes]) -> RankLine:
@@ -188,7 +188,7 @@ class RunFacts:
             speed,
             forward.median,
             None if forward.count else untimed or most_common(self.layouts.untimed(process)),
-            None if facts.rank is None else times.get(facts.rank),
+            times.get(process),
             self._nodes.get(process),
         )
 

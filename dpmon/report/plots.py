@@ -229,11 +229,10 @@ def _ranks(facts: RunFacts) -> Plot | None:
 def _rank_waits(facts: RunFacts) -> Plot | None:
     """A row for each rank: how long the others waited for it."""
     width, shares = facts.rank_waits
-    ranks = [
-        line.rank for line in slowest_first(facts.ranks, _MAX_RANKS) if line.rank is not None and shares.get(line.rank)
-    ]
-    cells = {rank: _cells(shares[rank], width) for rank in dict.fromkeys(ranks[:_MAX_RANKS])}
-    series = [Values(f"rank {rank}", LIGHT.bad, points, "cells") for rank, points in cells.items()]
+    known = {line.rank: line for line in facts.ranks if line.rank is not None and shares.get(line.rank)}
+    ranks = [line.rank for line in slowest_first([*known.values()], _MAX_RANKS) if line.rank is not None]
+    of_rank = ((rank, _cells(shares[rank], width)) for rank in ranks[:_MAX_RANKS])
+    series = [Values(f"rank {rank}", LIGHT.bad, cells, "cells") for rank, cells in of_rank]
     if not any(value for one in series for _, _, value in one.points):
         return None
     note = "how long the others waited for each rank, as a part of its step: 0 to 100 %; right: the mean"

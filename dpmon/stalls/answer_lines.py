@@ -33,7 +33,7 @@ def lines_of(found: Mapping[str, Any], *, every: bool = False, width: int | None
 
 def _lines(found: Mapping[str, Any], every: bool, width: int | None) -> list[Line]:
     ranks = found["ranks"]
-    lines: list[Line] = [(NOT_STALLED if ranks or not found.get("without") else "no machine has answered", "")]
+    lines: list[Line] = [(NOT_STALLED if ranks or not found.get("without") else "no rank has answered", "")]
     if found.get("text") is not None:
         lines = [(f"stalled for {found['t_s'] - found['since_s']:.0f} s: {found['text']}", "bad")]
     rows: list[tuple[str, ...]] = [("", "RANK", "STEP", "FOR", "IN", "COLLECTIVES", "PROCESS")]

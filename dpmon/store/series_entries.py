@@ -18,7 +18,7 @@ _NUMBER, _PAIR = struct.Struct("<H"), struct.Struct("<HH")
 _ENTRY_BYTES = _ENTRY.size
 _HIGH_BYTES = bytes(range(quantiles.LAST_BUCKET >> 8))
 """The second bytes of buckets. No number of a record comes into the highest ones, which have others."""
-_MANY_PAIRS = 256
+_MANY_BYTES = 256
 """In a sketch with more bytes than this, each bucket has one pair."""
 _MAX = (1 << 63) - 1
 _MOST_VALUES = (1 << 32) - 1
@@ -131,7 +131,7 @@ def compacted(sketches: Iterable[bytes], wanted: Collection[int] | None = None, 
                 break
     parts = []
     for number, (count, total, pairs) in found.items():
-        if len(pairs) > _MANY_PAIRS:
+        if len(pairs) > _MANY_BYTES:
             counts: Counts = {}
             quantiles.unpack(counts, [array("H", pairs)])
             pairs = quantiles.pack(counts)

@@ -83,8 +83,9 @@ class Feed:
         self.ending = False
         """Whether the command is gone and its exit is not recorded yet."""
         self._activities: Mapping[int, tuple[str, int]] = {}
-        """Each process's activity at the last look, and its start (monotonic ns); `_doing`: since the run's start."""
+        """Each process's activity at the last look, and its start (monotonic ns)."""
         self._doing: Mapping[int, tuple[str, int]] = {}
+        """The same with the start in ns since the run's start."""
         self._ranks = self._wanted.ranks
         """Number of ranks that fit on the screen."""
         self._reads = any(directory.glob("process-*.ring"))

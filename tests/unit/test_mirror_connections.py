@@ -259,7 +259,7 @@ def test_a_question_that_no_machine_can_answer_is_answered(mirror: Mirror) -> No
     found = json.loads((mirror.directory / ANSWER_FILE).read_bytes())
     assert found["without"] == ["gpu-0: it is not connected"]
     lines = [text for text, _ in lines_of(found)]
-    assert lines == ["no machine has answered", "", "no stacks from:", "  gpu-0: it is not connected"]
+    assert lines == ["no rank has answered", "", "no stacks from:", "  gpu-0: it is not connected"]
 
 
 def test_another_request_does_not_cut_off_the_answers_about_a_stall(

@@ -327,6 +327,16 @@ def test_the_slowest_of_many_ranks_is_shown(state: Path) -> None:
     assert shown == [[f"rank {rank} of 70" for rank in (*range(39), 68)]] * 2
 
 
+def test_a_rank_that_started_again_is_one_rank_in_plots(state: Path) -> None:
+    made, _ = joined_rows(40, slow=3, phase="data", steps=60)
+    tries = [Training(process=100 + rank, rank=rank) for rank in range(40)]
+    made |= {one.process: [*one.begin(), *one.run(3)] for one in tries}
+    found = {plot.name: plot for plot in plots(collect(keep(made)).facts)}
+    for name in ("waits", "ranks"):
+        assert sorted(found[name].rows) == sorted(f"rank {rank}" for rank in range(40)), name
+        assert "left out" not in found[name].note, name
+
+
 def test_the_page_of_a_day_is_small(state: Path) -> None:
     slow = {"slow": 1, "phase": "data", "extra_ms": 170_000, "then": (250, 0)}
     made, end = joined_rows(2, steps=500, noise=0.4, **slow)

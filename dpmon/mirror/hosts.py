@@ -78,12 +78,13 @@ def machines(names: Sequence[str], *, via: str | None = None) -> list[Machine]:
     if template is not None and not any("{}" in word for word in template):
         raise HostError("--via needs {} in the place of a machine's name, as in 'kubectl exec -i pod-{} --'")
     found = []
-    for name in dict.fromkeys(names):
+    own = "localhost" if template is None else None
+    for name in dict.fromkeys(proc.host() if name == own else name for name in names):
         if not _NAME.fullmatch(name):
             raise HostError(f"{name!r} is not the name of a machine")
         if template is not None:
             found.append(Machine(name, tuple(word.replace("{}", name) for word in template)))
-        elif name in (proc.host(), "localhost"):
+        elif name == proc.host():
             found.append(Machine(name, (), _own()))
         else:
             found.append(Machine(name, (*_SSH, name)))

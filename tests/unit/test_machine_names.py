@@ -76,8 +76,10 @@ def test_the_way_is_a_list_of_words_that_ends_with_the_name() -> None:
     assert machine.words[-3:] == ("--", "root@gpu-2", "dpmon")
     (machine,) = machines(["3", "3"], via="kubectl exec -i 'pod-{}' -c 'my trainer' --")
     assert machine.words == ("kubectl", "exec", "-i", "pod-3", "-c", "my trainer", "--", "dpmon")
-    for machine in machines([proc.host(), "localhost"]):
-        assert machine.words == (sys.executable, "-m", "dpmon")
+    for names in (["localhost"], [proc.host(), "localhost"]):
+        (machine,) = machines(names)
+        assert (machine.name, machine.words) == (proc.host(), (sys.executable, "-m", "dpmon"))
+    assert machines(["localhost"], via="x {}")[0].words == ("x", "localhost", "dpmon")
 
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=x", "a b", "", "a;b", "$(x)", "a\nb", "x" * 300])

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from dpmon.errors import DpmonError, HistoryError
 from dpmon.record.names import MODES
-from dpmon.record.plainjson import load_json
+from dpmon.record.plainjson import DEEPEST, load_json
 from dpmon.record.schema import SECOND
 from dpmon.store.answers import call_in
 from dpmon.store.exchange import CHUNK_BYTES, KEPT, NUMBERED, TIMES, columns_sent, default_of
@@ -42,8 +42,7 @@ _MOST_STEPS = 1 << 40
 _MOST_FLOAT = 1e300
 _LEAST_OF_ROW = 40
 """Bytes that a row counts at least."""
-_NESTED = 16
-"""JSON with more brackets than this may be nested too deeply to be read."""
+_PLAIN = {int, float, str, bool, type(None)}
 _MODES = set(MODES)
 _IDS = ("id", "number", "first_id", "last_id", "position", "sequence", "lines", "definition", "layout")
 
@@ -138,6 +137,9 @@ class Receiver:
             _places(table, tuple(columns))
         except TypeError:
             raise RubbishError("it sent rows without columns") from None
+        if not (set(map(type, rows)) <= {list} and set(map(type, chain.from_iterable(rows))) <= _PLAIN):
+            # A nested value is damage that needs much more memory than its text has bytes.
+            rows = [row if type(row) is list and set(map(type, row)) <= _PLAIN else None for row in rows]
         self._lines.append((table, tuple(columns), rows))
         return None
 
@@ -146,7 +148,8 @@ def checked(sent: Sequence[tuple[int, Unchecked]], now_ns: int) -> list[Chunk]:
     """Return the chunks that machines have sent, with their sound rows.
 
     `sent`: each with the number of its machine. `now_ns`: the run's time. Of a machine with more damaged rows than
-    MOST_DAMAGED, not all rows are checked. Its first chunk has the number of them.
+    MOST_DAMAGED, not all rows are checked. The first chunk of a machine has the number of its
+    damaged rows.
     """
     found: list[dict[str, list[tuple[Any, ...]]]] = [defaultdict(list) for _ in sent]
     damaged: Counter[int] = Counter()
@@ -275,7 +278,7 @@ def _event(number: int, process: int, t_ns: int | None, text: str) -> Iterator[t
     """Yield the row of an event with its kind, if it is sound."""
     with suppress(ValueError, RecursionError):
         # A search for odd numbers is for those who read it: it would take longer than all else.
-        deep = text.count("[") + text.count("{") > _NESTED
+        deep = text.count("[") + text.count("{") > DEEPEST
         data = load_json(text) if deep else json.loads(text)
         if isinstance(data, dict) and isinstance(kind := data.get("kind"), str):
             yield number, process, kind, t_ns, text

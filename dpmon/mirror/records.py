@@ -280,7 +280,11 @@ class Records:
             if own < 0:
                 text = f'{text.rstrip()[:-1]},"node":{node.number}}}'
             elif kind in ("process", "ddp"):
-                self._waits.take_event(own, kind, event_in([text]).data)
+                try:
+                    data = event_in([text]).data
+                except HistoryError as error:
+                    raise ChunkError(node, str(error)) from error
+                self._waits.take_event(own, kind, data)
             moved.append((new[number], own, kind, t_ns, text))
         self._into("events", moved)
 

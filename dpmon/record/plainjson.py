@@ -15,7 +15,8 @@ _ODD = ("0" * 19, "e00", "e+00", "NaN", "Infinity")
 """What a text with a huge number or without a number contains, if all its digits are 0."""
 _NESTED = 16
 """Texts with more brackets than this are checked for deep nesting."""
-_DEEPEST = 12
+DEEPEST = 12
+"""Most values within each other."""
 _LARGEST = 1 << 63
 
 
@@ -34,7 +35,7 @@ def load_json(text: str | bytes) -> Any:
     # parts takes a quarter of the time of one for a pattern.
     alike = text.translate(_ALIKE)
     if any(sign in alike for sign in _ODD) or text.count("[") + text.count("{") > _NESTED:
-        return _tamed(value, _DEEPEST)
+        return _tamed(value, DEEPEST)
     return value
 
 

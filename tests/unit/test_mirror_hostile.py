@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from stored import Recording
 from synthetic import SECOND, Training, changed, device_event, host_event
 from test_mirror_records import Machine, info_of, store_of_mirror
 
+from dpmon.errors import HistoryError
 from dpmon.export.new_rows import NewRows
 from dpmon.mirror.receive import MOST_DAMAGED, MOST_ROWS, Receiver, RubbishError, Unchecked, checked
 from dpmon.mirror.records import ChunkError, Records
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import Wanted
+from dpmon.store.answers import event_in
 from dpmon.store.exchange import CHUNK_BYTES
 
 NOW_NS = 1000 * SECOND
@@ -188,8 +191,7 @@ def test_damaged_rows_of_one_machine_cost_no_other_one_its_rows(tmp_path: Path) 
         assert found == {0: whole, 1: ([(0, 1, "[]")], 3), 2: whole}
 
 
-def test_a_machine_with_too_many_damaged_rows_is_named_and_writes_nothing(tmp_path: Path) -> None:
-    records = Records(tmp_path, info_of(2))
+def test_the_damaged_rows_of_a_machine_are_counted_together() -> None:
     damage = ("gaps", ("process", "ns"), [[0, "much"]] * (MOST_DAMAGED // 2 + 1))
     sent = [
         (1, Unchecked([damage], {})),
@@ -198,8 +200,37 @@ def test_a_machine_with_too_many_damaged_rows_is_named_and_writes_nothing(tmp_pa
     ]
     first, other, last = checked(sent, NOW_NS)
     assert (first.damaged, other.damaged, last.damaged) == (MOST_DAMAGED + 2, 0, 0)
-    with pytest.raises(ChunkError, match=f"{MOST_DAMAGED + 2} damaged rows") as error:
-        records.write([(records.nodes[1], first)])
+
+
+def test_a_nested_value_is_damage_and_is_not_kept() -> None:
+    receiver = Receiver()
+    rows = [[1, 5], [2, [[]] * 1000], {"process": [[]]}, [3, {}], 7, [4, 6]]
+    receiver.take(json.dumps({"table": "gaps", "columns": ["process", "ns"], "rows": rows}).encode())
+    sent = receiver.take(b'{"beat": 1}')
+    assert isinstance(sent, Unchecked)
+    assert sent.lines == [("gaps", ("process", "ns"), [[1, 5], None, None, None, None, [4, 6]])]
+    (chunk,) = checked([(0, sent)], NOW_NS)
+    assert ([(row[1], row[-1]) for row in chunk.rows["gaps"]], chunk.damaged) == ([(1, 5), (4, 6)], 4)
+
+
+@pytest.mark.parametrize(("depth", "sound"), [(10, True), (11, True), (12, False), (16, False)])
+def test_an_event_is_sound_if_readers_can_read_it(depth: int, sound: bool) -> None:
+    text = f'{{"kind":"process","x":{"[" * depth}1e400{"]" * depth}}}'
+    columns = ("id", "process", "t_ns", "json")
+    (chunk,) = checked([(0, Unchecked([("events", columns, [[1, 0, 0, text]])], {}))], NOW_NS)
+    assert [row[-1] for row in chunk.rows["events"]] == ([text] if sound else [])
+    with pytest.raises(HistoryError) if not sound else nullcontext():
+        event_in([text])
+
+
+def test_an_event_that_cannot_be_read_names_its_machine(tmp_path: Path) -> None:
+    records = Records(tmp_path, info_of(2))
+    machine = Machine(0, 1)
+    machine.write()
+    chunk, _ = machine.chunk(last=True)
+    unread = [(1, 0, "process", 0, "[1"), *chunk.rows["events"]]
+    with pytest.raises(ChunkError) as error:
+        records.write([(records.nodes[1], chunk._replace(rows={**chunk.rows, "events": unread}))])
     assert error.value.node.number == 1
     records.close()
 

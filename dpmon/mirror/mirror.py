@@ -25,7 +25,7 @@ from dpmon.errors import DpmonError, HistoryError
 from dpmon.mirror.joint_stalls import JointStalls
 from dpmon.mirror.links import Closed, Links, Opened, Received
 from dpmon.mirror.local_run import append_output
-from dpmon.mirror.receive import AHEAD_S, Chunk, Receiver, RubbishError, Unchecked, checked
+from dpmon.mirror.receive import AHEAD_S, MOST_DAMAGED, Chunk, Receiver, RubbishError, Unchecked, checked
 from dpmon.mirror.records import ChunkError, Records
 from dpmon.mirror.requests import Requests
 from dpmon.record.plainjson import number_in, text_in, whole_in
@@ -280,8 +280,9 @@ class Mirror(Record):
         if isinstance(output := beat.get("output"), str):
             append_output(self.directory, node.name, output)
             machine.output_at = whole_in(beat, "output_at")
-        if isinstance(how := beat.get("exit"), dict):
-            self._end(machine, how)
+        if isinstance(beat.get("exit"), dict):  # nothing comes after it; it has ended once this is written
+            machine.receiver = None
+            self.links.end(node.number, "", for_good=True)
 
     def _keeps(self, node: NodeRow, row: tuple[Any, ...]) -> bool:
         """Whether an event goes into the history: a stall does not if it is damaged, or the ranks are judged here."""
@@ -313,21 +314,30 @@ class Mirror(Record):
                 kept = [row for row in chunk.rows["events"] if self._keeps(machine.node, row)]
                 chunk = chunk._replace(rows={**chunk.rows, "events": kept})
             self._chunks.append((machine, chunk))
+        for machine, chunk in self._chunks:
+            if chunk.damaged > MOST_DAMAGED:
+                self._refuse(machine, f"{chunk.damaged} damaged rows")
         events = self._events[:]
         try:
             self.records.write([(machine.node, chunk) for machine, chunk in self._chunks], events)
         except ChunkError as error:  # the others go on
-            _log(f"{error.node.name}: {error}")
-            machine = self.machines[error.node.number]
-            self._forget(machine)
-            self._end_link(machine, "it sent damaged records")
+            self._refuse(self.machines[error.node.number], str(error))
             return False
         except HistoryError as error:
             _log(f"the history cannot be written: {error}")
             return False
+        ended = [(machine, how) for machine, chunk in self._chunks if isinstance(how := chunk.beat.get("exit"), dict)]
         self._chunks = []
         del self._events[: len(events)]
-        return True
+        for machine, how in ended:
+            self._end(machine, how)
+        return not ended or self._commit()  # which writes that they have ended
+
+    def _refuse(self, machine: Followed, why: str) -> None:
+        """Cut a machine off because of its records; for good if its run has ended: they would come again."""
+        _log(f"{machine.node.name}: {why}")
+        self._forget(machine)
+        self._end_link(machine, "it sent damaged records", for_good=isinstance(machine.beat.get("exit"), dict))
 
     def _write_metrics(self, now: float) -> None:
         asked = self.info.options.get("metrics")

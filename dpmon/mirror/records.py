@@ -19,7 +19,7 @@ from typing import Any
 
 from dpmon.errors import HistoryError
 from dpmon.mirror.joint_waits import JointWaits
-from dpmon.mirror.receive import MOST_DAMAGED, Chunk
+from dpmon.mirror.receive import Chunk
 from dpmon.run.rundir import RunInfo
 from dpmon.store.answers import NODE_DEVICES, NodeRow, event_in
 from dpmon.store.exchange import NUMBERED, columns_sent
@@ -46,7 +46,7 @@ _REPLACED = ("definitions", "loops", "times", "shapes", "collective_sums")
 
 
 class ChunkError(HistoryError):
-    """The records of a machine cannot be written: too many are damaged, or one is in a way that was not foreseen."""
+    """The records of a machine cannot be written: one is damaged in a way that was not foreseen."""
 
     def __init__(self, node: NodeRow, text: str) -> None:
         super().__init__(text)
@@ -180,8 +180,6 @@ class Records:
 
     def _put_chunk(self, node: NodeRow, chunk: Chunk) -> None:
         rows, beat = chunk.rows, chunk.beat
-        if chunk.damaged > MOST_DAMAGED:
-            raise ChunkError(node, f"{chunk.damaged} damaged rows")
         self._put_rings(node, rows.get("rings", ()), chunk.damaged)
         named = self._series[node.number]
         for number, name in rows.get("series", ()):

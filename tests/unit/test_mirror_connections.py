@@ -16,6 +16,7 @@ from test_mirror_records import info_of
 from dpmon.errors import HistoryError
 from dpmon.mirror.links import Closed, Opened, Received
 from dpmon.mirror.mirror import Mirror
+from dpmon.mirror.receive import MOST_DAMAGED
 from dpmon.mirror.requests import Requests
 from dpmon.model.nodes import nodes_in
 from dpmon.run import proc
@@ -104,6 +105,42 @@ def test_nothing_comes_after_the_end_of_a_run(mirror: Mirror) -> None:
     assert mirror.machines[0].node.state == "ended"
     assert events_in(mirror) == []
     assert not mirror.links._idle
+
+
+def test_a_run_has_ended_once_its_last_records_are_written(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise HistoryError("no room")
+
+    mirror._take(Opened(0, MARKER))
+    send(mirror, event(1), beat(0, 1, exit={"status": 0, "seconds": 1.0}))
+    node = mirror.machines[0].node
+    with monkeypatch.context() as patched:
+        patched.setattr(mirror.records, "write", full)
+        assert not mirror._commit()
+    assert (node.state, mirror.machines[0].over, mirror.links._idle) == ("connected", False, [])
+    assert mirror._commit()
+    assert (mirror.records._history.rows("SELECT state FROM nodes"), events_in(mirror)) == ([("ended",)], [1.0])
+
+
+@pytest.mark.parametrize(("last", "state"), [({}, "cut"), ({"exit": {"status": 0, "seconds": 1.0}}, "refused")])
+def test_a_machine_with_too_many_damaged_rows_delays_no_other_one(
+    tmp_path: Path, last: dict[str, Any], state: str
+) -> None:
+    words = [[f"gpu-{number}", "r", "false"] for number in range(3)]
+    mirror = Mirror(tmp_path, replace(info_of(3), options={"machines": words}))
+    damage = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, "much"]] * (MOST_DAMAGED + 1)}
+    for number, line in enumerate([damage, damage, event(1)]):
+        mirror._take(Opened(number, MARKER))
+        for one in (line, beat(0, 1), event(2), beat(1, 2, **(last if line is damage else {}))):
+            mirror._take(Received(number, json.dumps(one).encode()))
+    assert mirror._commit()
+    assert events_in(mirror) == [1.0, 2.0]
+    why = "it sent damaged records"
+    expected = [(state, why, 0, None), (state, why, 0, None), ("connected", None, 2, None)]
+    assert mirror.records._history.rows("SELECT state, why, received, exit FROM nodes ORDER BY number") == expected
+    assert [link.node for link in mirror.links._idle] == ([0, 1, 2] if state == "cut" else [2])
+    mirror.links.close()
+    mirror.records.close()
 
 
 @pytest.mark.parametrize(
@@ -204,6 +241,7 @@ def test_a_machine_that_ends_when_it_is_stopped_has_not_failed(mirror: Mirror, s
     mirror._requests.look(0.0)
     assert sent[-1]["ask"] == "stop"
     send(mirror, beat(0, 0, exit={"status": 1, "stopped": True, "seconds": 1.0}))
+    assert mirror._commit()
     mirror._save_state()
     assert reader.answers() == Answers(1, 1)
 
@@ -314,6 +352,7 @@ def test_a_machine_that_was_never_reached_does_not_hold_up_the_end(tmp_path: Pat
     assert not away.over
     mirror._take(Closed(1, "it cannot be reached", False))
     assert (away.node.state, away.node.why) == ("connecting", "it cannot be reached")
+    assert mirror._commit()
     assert there.over
     assert away.over
     mirror._finish()

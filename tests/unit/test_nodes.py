@@ -32,8 +32,8 @@ from dpmon.record.schema import STEP, WAIT
 from dpmon.run.mirrored import Answers
 from dpmon.run.reader import PauseState
 from dpmon.run.runs import create_run
+from dpmon.store.series_entries import entries_of as entries_of_row
 from dpmon.store.tally import COLUMNS, SeriesNames, Tally
-from dpmon.store.tally import _entries_of as entries_of_row
 from dpmon.ui.dialogs import Choice
 from dpmon.ui.facts import Facts, Toggle, View
 from dpmon.ui.feed import FROZEN_RANKS
@@ -322,7 +322,7 @@ def test_few_known_waits_are_looked_at_over_more_seconds_also_at_an_earlier_time
             for name, count, total, data in entries_of_row(*of_row, **how)
         ]
 
-    monkeypatch.setattr("dpmon.store.tally._entries_of", few)
+    monkeypatch.setattr("dpmon.store.tally.entries_of", few)
     for store in (run.store(), run.store().at(25 * SECOND + SECOND // 2)):
         state = Snapshots().take(store, Wanted())
         assert {one.joined for one in state.ranks} <= set(range(20, 41)), [one.joined for one in state.ranks]

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
 WINDOW_S = 10
-MOST_RATES = 64
-"""Of very many ranks (dpmon.model.state.MANY), the rates of the focus and of this many others are read; the rest
-count as their mean."""
+MOST_RATES = 128
+"""Most ranks besides the focus with rates that are read; further ranks count as the mean of these."""
 _GOLDEN = 0.6180339887
 _Item = TypeVar("_Item")
 

@@ -256,7 +256,7 @@ class Snapshots:
         key, before = (step.mode, *(one.process for one in there)), self._recent
         age_s = end_s - before.end_s if before is not None and before.key == key else -1
         if before is None or not 0 <= age_s < min(len(there) // RANKS_A_SECOND, _RATE_AGE_S):
-            some = [process, *spread(there[1:], MOST_RATES if len(there) > MANY else MANY)]
+            some = [process, *spread(there[1:], MOST_RATES)]
             until_s = max(figures_end_s(rows, one) for one in some)
             numbers = [one.process for one in some]
             begin_s, times = max(end_s - WINDOW_S - 2, 0), len(there) / len(some)

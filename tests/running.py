@@ -79,7 +79,7 @@ def end_all(processes: Iterable[subprocess.Popen[bytes]]) -> None:
 def free_ports(count: int) -> list[int]:
     """Return different ports of this machine that nothing listens on.
 
-    Linux gives higher ones to connections, so that none of these takes a port before the program of the test does.
+    Linux gives connections higher ports, so no connection takes one of these before the tested program does.
     """
     found: set[int] = set()
     while len(found) < count:

@@ -109,8 +109,8 @@ def export(options: argparse.Namespace) -> int:
         of_job = options.rollups and options.run.startswith(JOB)
         directory = _of_job(options.run.removeprefix(JOB)) if of_job else find_run(options.run)
         if options.rollups:
-            # Slurm sends SIGTERM at the end of a job, before the last rows are sent. The end of the input ends this
-            # process. Children do not inherit a handler, as they would SIG_IGN.
+            # Slurm sends SIGTERM at the end of a job, before the last rows are sent. This process ignores it, and ends
+            # with its input. It sets a handler, because its children would inherit SIG_IGN.
             signal.signal(signal.SIGTERM, lambda *_: None)
         with repeated(ensure_supervisor(directory).look):
             follow(directory, options.start, rollups=options.rollups)

@@ -157,7 +157,7 @@ def _lines(now: Health, found: dict[str, Any]) -> list[str]:
 
 
 def _node_of(found: dict[str, Any]) -> str:
-    """The node whose GPUs are shown, if the run has several: that of the process that represents the run."""
+    """Return " of gpu-1", the node of the shown process and GPUs, if the run has several nodes; else an empty text."""
     ranks = found.get("ranks", ()) if "nodes" in found else ()
     return next((f" of {one['node']}" for one in ranks if one["process"] == found["process"] and one["node"]), "")
 

@@ -68,7 +68,10 @@ def why(options: argparse.Namespace) -> int:
 
 
 def _asked(directory: Path, info: RunInfo, *, native: bool) -> dict[str, Any] | None:
-    """The supervisor's answer; without one, what this process itself can see: of other machines, nothing (None)."""
+    """Return the supervisor's answer. Without one, look at the ranks from this process.
+
+    None for a mirror that does not answer: its ranks run on other machines.
+    """
     try:
         ensure_supervisor(directory)
         found = asked(directory, native=native)

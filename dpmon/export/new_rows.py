@@ -93,7 +93,7 @@ class NewRows:
         """Whether the reader has nothing yet."""
         self._begun = offset
         self._last_steps: dict[int, int] = {}
-        """By process: the last step that was sent."""
+        """By process: the id of the last step that was sent."""
         self._again = AGAIN if offset else 1
         self._since: dict[int, int] = {}
         self._seen: dict[str, dict[tuple[Any, ...], int]] = {}
@@ -243,7 +243,7 @@ class NewRows:
         self._last_steps |= {names[number][0]: number for number in sorted(chosen)}
         newest = f"SELECT max(id), process, step FROM steps {between} GROUP BY process"
         for number, process, step in store.query(newest, (self._begun, until)) if last else ():
-            if number > self._last_steps.get(process, 0):  # else readers would show an earlier one as the last
+            if number > self._last_steps.get(process, 0):  # else readers would show an earlier step
                 chosen.add(number)
                 self._last_steps[process], names[number] = number, (process, step)
         detailed = chosen

@@ -148,7 +148,10 @@ class JointWaits:
         return found + entry_of(held, delays) if delays else found
 
     def stored(self, width: int, start: int, length: int, key: Key, more: bytes = b"") -> bytes:
-        """Return the waits in the stored tallies of a stretch, which come first in those of 1 s, and in `more`."""
+        """Return the waits in `more` and in the stored tallies of a stretch.
+
+        In tallies of 1 s, the entries of waits come first, so the rest is not read.
+        """
         starts = ", ".join(map(str, range(start, start + length, width)))
         query = f"SELECT sketches FROM tallies WHERE {_ROW.replace('start_s = ?', f'start_s IN ({starts})')}"
         rows = self._db.execute(query, (width, *key))

@@ -285,7 +285,7 @@ class Mirror(Record):
             self.links.end(node.number, "", for_good=True)
 
     def _keeps(self, node: NodeRow, row: tuple[Any, ...]) -> bool:
-        """Whether an event goes into the history: a stall does not if it is damaged, or the ranks are judged here."""
+        """Whether an event goes into the history: no stall that is damaged, and none if the mirror judges the ranks."""
         if row[2] != "stall" or row[1] >= 0:
             return True
         with contextlib.suppress(HistoryError):
@@ -331,10 +331,10 @@ class Mirror(Record):
         del self._events[: len(events)]
         for machine, how in ended:
             self._end(machine, how)
-        return not ended or self._commit()  # which writes that they have ended
+        return not ended or self._commit()  # the second commit writes these ends
 
     def _refuse(self, machine: Followed, why: str) -> None:
-        """Cut a machine off because of its records; for good if its run has ended: they would come again."""
+        """Cut off a machine that sends damaged records; after its end for good, because it would send them again."""
         _log(f"{machine.node.name}: {why}")
         self._forget(machine)
         self._end_link(machine, "it sent damaged records", for_good=isinstance(machine.beat.get("exit"), dict))

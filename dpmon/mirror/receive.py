@@ -2,7 +2,7 @@
 
 A line may be damaged or hostile. What readers of a history take for granted is checked here: the type and the range of
 each value, the mode, JSON and sketches. A damaged row is left out and counted. Rows of all machines are checked
-together: to check the columns of a few rows takes nearly as long as those of many.
+together, because a check of a few rows takes nearly as long as a check of many.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Receiver:
         except TypeError:
             raise RubbishError("it sent rows without columns") from None
         if not (set(map(type, rows)) <= {list} and set(map(type, chain.from_iterable(rows))) <= _PLAIN):
-            # A nested value is damage that needs much more memory than its text has bytes.
+            # A row with a nested value is damaged. It is dropped now, because it needs much more memory than its text.
             rows = [row if type(row) is list and set(map(type, row)) <= _PLAIN else None for row in rows]
         self._lines.append((table, tuple(columns), rows))
         return None
@@ -147,9 +147,8 @@ class Receiver:
 def checked(sent: Sequence[tuple[int, Unchecked]], now_ns: int) -> list[Chunk]:
     """Return the chunks that machines have sent, with their sound rows.
 
-    `sent`: each with the number of its machine. `now_ns`: the run's time. Of a machine with more damaged rows than
-    MOST_DAMAGED, not all rows are checked. The first chunk of a machine has the number of its
-    damaged rows.
+    `sent`: what came, each with the number of its machine. `now_ns`: the run's time. The first chunk of a machine has
+    the number of all its damaged rows. If there are more than MOST_DAMAGED, the rest of its rows is not checked.
     """
     found: list[dict[str, list[tuple[Any, ...]]]] = [defaultdict(list) for _ in sent]
     damaged: Counter[int] = Counter()
@@ -165,7 +164,7 @@ def checked(sent: Sequence[tuple[int, Unchecked]], now_ns: int) -> list[Chunk]:
             for at, rows in alike:
                 found[at][table] += islice(each, len(rows))
             continue
-        for at, rows in alike:  # one of them is damaged
+        for at, rows in alike:  # at least one row is damaged
             machine = sent[at][0]
             if damaged[machine] <= MOST_DAMAGED:
                 sound = _sound_rows(table, columns, rows, now_ns)
@@ -277,7 +276,7 @@ def _call(row: tuple[Any, ...]) -> None:
 def _event(number: int, process: int, t_ns: int | None, text: str) -> Iterator[tuple[Any, ...]]:
     """Yield the row of an event with its kind, if it is sound."""
     with suppress(ValueError, RecursionError):
-        # A search for odd numbers is for those who read it: it would take longer than all else.
+        # Readers of the history look for odd numbers. Here, this would take longer than all other checks.
         deep = text.count("[") + text.count("{") > DEEPEST
         data = load_json(text) if deep else json.loads(text)
         if isinstance(data, dict) and isinstance(kind := data.get("kind"), str):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dpmon.store.answers import NodeRow
 
 WHY_S, BEGIN_S = 7.0, 3.0
-"""Longest wait for the answers to "why is it stuck", and in this time, for machines that have not been tried yet."""
+"""Longest wait for the answers to "why is it stuck". The first BEGIN_S may pass until each machine was tried."""
 _LIVING_S = 2.0
 """Time between two checks whether the readers that want all records are alive."""
 _MOST_BYTES, _MOST_TEXT = 1 << 16, 300

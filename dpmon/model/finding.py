@@ -25,7 +25,7 @@ MIN_STEPS = 30
 OF_RUN = ("between", "evaluation")
 """Kinds of findings about the time of the run, not only of its training steps."""
 MOST_SAVED, MOST_AS_RATE = 0.99, 0.95
-"""A larger share of the time is never promised; for a share above the second one, no rate is promised."""
+"""The largest share of the time that advice promises to save, and the largest share with a rate."""
 
 
 class Finding(NamedTuple):
@@ -63,7 +63,7 @@ class Finding(NamedTuple):
 def faster(saves: float) -> str:
     """The most that is gained without this share of the time: "at most 31 % faster", "at most 4.0 times as fast".
 
-    "in 2 % of the time at best" if little is left: a rate would depend on a small error of the share.
+    If little time is left, "in 2 % of the time at best": a small error of the share would change a rate much.
     """
     left = 1 - min(saves, MOST_SAVED)
     return f"in {percent(left)} of the time at best" if saves > MOST_AS_RATE else f"at most {gained(1 / left)}"

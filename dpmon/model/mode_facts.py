@@ -90,7 +90,7 @@ class RankLine(NamedTuple):
 
 
 def slowest_first(ranks: Sequence[RankLine], most: int) -> list[RankLine]:
-    """Return the ranks; if there are more than `most`, first those that were the slowest in most steps, by rank."""
+    """Return all ranks, first the `most` ranks that were the slowest most often; both parts keep their order."""
     often = nlargest(most, ranks, key=lambda line: 0 if line.times is None else line.times.slowest)
     first = {line.process for line in often}
     return sorted(ranks, key=lambda line: line.process not in first)

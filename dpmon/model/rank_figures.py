@@ -37,7 +37,7 @@ _OLD_STEPS = 4
 """The last known waits of a rank are too old after this many steps, and `_SAMPLED_S`: a machine may be cut off."""
 _JOINED, _SYNCED = map(RankTimes._fields.index, ("joined", "synced"))
 _UNKNOWN: tuple[Any, ...] = (0, None, None, 0)
-"""What lies between them if the waits of a rank are unknown."""
+"""The members of RankTimes from `joined` to `slowest`, if the waits of a rank are unknown."""
 _SERIES = (STEP, "forward", "backward")
 _MINUTE_S = 60
 _RANK, _STEPS = map(attrgetter, ("rank", "steps"))
@@ -59,7 +59,7 @@ class _Waits:
         self._last: deque[tuple[int, int]] = deque(maxlen=MIN_STEPS)
 
     def add(self, wait_ns: int, exposed_ns: int) -> None:
-        """Add a step, in place of the oldest one if there are enough."""
+        """Add a step; if there are MIN_STEPS already, drop the oldest one."""
         old_ns, old_exposed_ns, was_slowest = 0, 0, False
         if self.steps < MIN_STEPS:
             self.steps += 1

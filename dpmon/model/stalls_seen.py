@@ -34,7 +34,7 @@ class StallSeen(NamedTuple):
 
 
 def ended_in(stalls: Sequence[StallSeen], newest_ns: int) -> StallSeen | None:
-    """The stall in which a run ended that is over and did not finish; `newest_ns`: end of its newest step.
+    """The last stall of an unfinished run, if the run ended in it; else None. `newest_ns`: end of its newest step.
 
     The interruption of a stalled run may have ended the stall just before the run.
     """

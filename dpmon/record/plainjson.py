@@ -12,11 +12,11 @@ from typing import Any
 
 _ALIKE = str.maketrans("123456789E", "000000000e")
 _ODD = ("0" * 19, "e00", "e+00", "NaN", "Infinity")
-"""What a text with a huge number or without a number contains, if all its digits are 0."""
+"""A text with a huge number, NaN or Infinity contains one of these, after each digit became 0 and each E an e."""
 _NESTED = 16
 """Texts with more brackets than this are checked for deep nesting."""
 DEEPEST = 12
-"""Most values within each other."""
+"""Deepest nesting of values that is read, where it is checked."""
 _LARGEST = 1 << 63
 
 
@@ -31,8 +31,8 @@ def load_json(text: str | bytes) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    # A search of the text is much cheaper than a walk over the values, and almost no text needs the walk. One for plain
-    # parts takes a quarter of the time of one for a pattern.
+    # A search of the text is much cheaper than a walk over the values, and almost no text needs the walk. A search for
+    # plain strings takes a quarter of the time of a pattern.
     alike = text.translate(_ALIKE)
     if any(sign in alike for sign in _ODD) or text.count("[") + text.count("{") > _NESTED:
         return _tamed(value, DEEPEST)

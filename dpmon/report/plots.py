@@ -242,7 +242,7 @@ def _rank_waits(facts: RunFacts) -> Plot | None:
 
 def _left_out(ranks: Sequence[object]) -> str:
     more = len(ranks) - _MAX_RANKS
-    return f"; {more:,} other ranks are left out" if more > 0 else ""
+    return f"; ranks left out: {more:,}" if more > 0 else ""
 
 
 def _cells(shares: Mapping[int, float], width: int) -> list[tuple[float, float, float]]:

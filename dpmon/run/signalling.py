@@ -196,7 +196,10 @@ def _stop_machines(directory: Path, info: RunInfo) -> Iterator[str]:
 
 
 def _started(directory: Path) -> RunInfo:
-    """The contents of run.json. If the run is just being started, wait until they contain the command's process id."""
+    """Return the contents of run.json; wait until a run that starts has the process id of its command.
+
+    A mirror has no command.
+    """
     until = time.monotonic() + _START_S
     while True:
         info = load_info(directory)

@@ -17,9 +17,9 @@ _SIZES = struct.Struct("<HI8xI")
 _NUMBER, _PAIR = struct.Struct("<H"), struct.Struct("<HH")
 _ENTRY_BYTES = _ENTRY.size
 _HIGH_BYTES = bytes(range(quantiles.LAST_BUCKET >> 8))
-"""The second bytes of buckets. No number of a record comes into the highest ones, which have others."""
+"""All second bytes of buckets that a number of a record can reach. Another one is damage."""
 _MANY_BYTES = 256
-"""In a sketch with more bytes than this, each bucket has one pair."""
+"""A joined sketch with more bytes than this is packed again, with one pair for each bucket."""
 _MAX = (1 << 63) - 1
 _MOST_VALUES = (1 << 32) - 1
 """Most values of a series in an entry."""
@@ -58,7 +58,10 @@ def entries_of(data: bytes, names: Mapping[int, str], *, sketches: bool) -> list
 
 
 def total_in(data: bytes, number: int) -> int:
-    """Return the sum of a series in the sketches of a row; 0 without one. Raises HistoryError if they are damaged."""
+    """Return the sum of a series in the sketches of a row; 0 without one.
+
+    Checks no sketch. Raises HistoryError if an entry before the series has no whole head.
+    """
     at, end, unpack = 0, len(data), _ENTRY.unpack_from
     try:
         while at < end:
@@ -115,7 +118,7 @@ def entry_of(number: int, values: Sequence[int]) -> bytes:
 def compacted(sketches: Iterable[bytes], wanted: Collection[int] | None = None, *, leading: bool = False) -> bytes:
     """Return checked sketches as one, with one entry for each series.
 
-    `wanted`: only these series; None: all. `leading`: only the wanted ones that come before all others.
+    `wanted`: only these series; None: all. `leading`: in each row, only the wanted ones before the first other series.
     """
     found: dict[int, tuple[int, int, bytes]] = {}
     unpack = _ENTRY.unpack_from

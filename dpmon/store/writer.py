@@ -162,7 +162,7 @@ class History:
         return list(self.door.rows(query, values))
 
     def last_stall(self) -> Mapping[str, Any] | None:
-        """Return the data of the newest record of a stall; None if there is none that can be read."""
+        """Return the data of the newest record of a stall; None without one, or if it cannot be read."""
         query = "SELECT json FROM events WHERE kind = 'stall' ORDER BY id DESC LIMIT 1"
         with suppress(HistoryError):
             return next((event_in(row).data for row in self.rows(query)), None)

@@ -130,7 +130,7 @@ class Metrics:
     """Queries the store of a run and writes the file; call `tick` a few times a second."""
 
     def __init__(self, path: Path, directory: Path, warn: Callable[[str], None]) -> None:
-        """`warn`: takes warnings, from another thread."""
+        """`warn`: called with a warning, in another thread."""
         self._path = path
         self._directory = directory
         self._info = load_info(directory)
@@ -148,13 +148,13 @@ class Metrics:
         self._highest: dict[tuple[str, ...], float] = {}
 
     def tick(self, now: float) -> None:
-        """Begin to write the file if it is due, in a thread: for 1,000 ranks it takes seconds. Never raises.
+        """If the file is due, write it in a thread, because 1,000 ranks take seconds. Never raises.
 
         `now`: monotonic s.
         """
         if not self._over and now >= self._due and not (self._thread is not None and self._thread.is_alive()):
             thread = threading.Thread(target=self._work, args=(now,), name="dpmon metrics", daemon=True)
-            with contextlib.suppress(RuntimeError):  # at a limit of threads: it is tried again
+            with contextlib.suppress(RuntimeError):  # too many threads: the next call tries again
                 thread.start()
                 self._thread = thread
 

@@ -295,7 +295,7 @@ class Supervisor:
             drain.emit("exit", data)
         drain.flush()
         if metrics is not None:
-            metrics.wait()  # the last connection of a history deletes its journal
+            metrics.wait()  # the journal is deleted only if no other connection is open
         drain.close()
         self._record(replace(how, drained=True))
         if metrics is not None:

@@ -62,7 +62,7 @@ def test_an_export_that_is_not_possible_gives_one_sentence(dpmon: Dpmon, tmp_pat
     assert narrow.status == 0
 
 
-def test_the_last_rows_for_a_mirror_come_also_after_the_job_was_told_to_end(dpmon: Dpmon) -> None:
+def test_a_mirror_gets_the_last_rows_after_a_sigterm(dpmon: Dpmon) -> None:
     """Slurm sends SIGTERM to the steps of a job as soon as its command has ended."""
     dpmon.waiting("", plain_training(20))
     dpmon.run(*dpmon.warm(), "--detach", "script.py")
@@ -80,7 +80,7 @@ def test_the_last_rows_for_a_mirror_come_also_after_the_job_was_told_to_end(dpmo
     assert process.wait(100) == 0
 
 
-def test_a_supervisor_that_an_exporter_starts_can_be_told_to_end(dpmon: Dpmon) -> None:
+def test_a_supervisor_that_an_exporter_starts_does_not_ignore_sigterm(dpmon: Dpmon) -> None:
     dpmon.waiting("", plain_training(20))
     dpmon.run(*dpmon.warm(), "--detach", "script.py")
     dpmon.begun()

@@ -190,7 +190,7 @@ def test_a_job_on_two_machines_is_one_run(dpmon: Dpmon, way: str) -> None:
 
 
 def complete(why: dict[str, Any]) -> dict[str, Any] | None:
-    """The answer to `why`, unless a busy machine has sent no part of it in time."""
+    """Return the answer of `dpmon why`; None if a machine did not answer in time."""
     return why if why["now"] is not None and "without" not in why["now"] else None
 
 

@@ -108,7 +108,7 @@ def test_requests_reach_all_machines_and_their_answers_come_back(two: Two) -> No
         wait_for(lambda: reader.answers() == Answers(2, 2), what="the answers of both")
         rings = [RunReader(node.last()) for node in two.nodes]
         assert all(ring.paused().since_ns is not None for ring in rings)
-        # A machine says what its processes do and that they pause one after the other.
+        # A machine sends the pause and the activities one after the other.
         wait_for(lambda: {what for what, _ in reader.activities().values()} == {"paused"}, what="two paused processes")
         assert reader.request_pause(False) == 2
         wait_for(lambda: not reader.paused().wanted, what="the end of the pause")

@@ -104,7 +104,7 @@ def test_the_times_of_many_ranks_are_read_again_after_some_seconds() -> None:
     assert straggler == 3
 
 
-def test_the_work_for_all_facts_of_a_run_grows_as_its_ranks_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_for_all_facts_grows_linearly_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     merge, work = Tally.merge, [0]
 
     def counted(self: Tally, other: Tally) -> None:

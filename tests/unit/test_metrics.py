@@ -270,7 +270,7 @@ def test_the_file_is_replaced_and_may_be_read(state: Path, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["it.prom"]
 
 
-def test_the_file_is_written_beside_the_loop(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_written_in_a_thread(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = Metrics(tmp_path / "it.prom", keep({0: Training().run(2)}, status=None), print)
     begun, going = threading.Event(), threading.Event()
     writes: list[object] = []
@@ -292,7 +292,7 @@ def test_the_history_is_closed_after_its_last_reader(monkeypatch: pytest.MonkeyP
     assert names.index("metrics.wait") < names.index("drain.close") < names.index("metrics.end")
 
 
-def test_a_limit_of_threads_delays_the_file_only(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_threads_only_delays_the_file(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = Metrics(tmp_path / "it.prom", keep({0: Training().run(2)}, status=None), print)
 
     def start(thread: threading.Thread) -> None:

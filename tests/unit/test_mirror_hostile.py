@@ -178,7 +178,7 @@ def test_rows_of_another_version_are_read_as_far_as_both_know() -> None:
     assert Receiver().take(b'{"table": "colours", "columns": ["a"], "rows": [[1]]}') is None
 
 
-def test_damaged_rows_of_one_machine_cost_no_other_one_its_rows(tmp_path: Path) -> None:
+def test_damaged_rows_of_one_machine_leave_the_rows_of_the_others(tmp_path: Path) -> None:
     columns, good = ("process", "number", "value"), [[0, 3, "[]"], [0, 4, "{}"]]
     bad = [[0, 1, "[]"], [0, "2", "[]"], [0, 2, "]"], {}]
     sent = [

@@ -266,7 +266,7 @@ def test_the_most_that_an_advice_can_bring_is_the_time_of_its_cause(kind: str, s
         (1.0, "steps in 1 % of the time at best"),
     ],
 )
-def test_a_cause_of_nearly_all_the_time_is_no_promise_of_a_rate(saves: float, words: str) -> None:
+def test_no_rate_is_promised_if_a_cause_takes_nearly_all_the_time(saves: float, words: str) -> None:
     assert Finding("data", "", "", "", 0.5, saves).ceiling == words
 
 

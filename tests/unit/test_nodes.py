@@ -421,7 +421,7 @@ def test_a_picture_of_very_many_ranks_has_their_newest_waits_and_the_newest_fact
     assert 5 not in [one.process for one in ended.training], "what has ended is left out at once"
 
 
-def test_news_of_nodes_and_wrappers_are_in_the_next_picture_of_very_many_ranks() -> None:
+def test_the_next_picture_of_very_many_ranks_has_new_facts_of_nodes_and_wrappers() -> None:
     run = ManyNodes(20, slow=11).run(0, 24)
     for word in ("connected", "cut", "connected"):
         run.node(7, word, None, 24.0)

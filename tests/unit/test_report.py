@@ -321,7 +321,7 @@ def test_the_slowest_of_many_ranks_is_shown(state: Path) -> None:
     assert len(drawn_plots) == 2
     for plot in drawn_plots:
         assert plot.rows == [f"rank {rank}" for rank in (*range(63), 68)], plot.name
-        assert plot.note.endswith("; 6 other ranks are left out")
+        assert plot.note.endswith("; ranks left out: 6")
     tables = [part for section in document(story).sections for part in section.parts if isinstance(part, Table)]
     shown = [[row[0] for row in table.rows[:MAX_ROWS]] for table in tables if len(table.rows) == 70]
     assert shown == [[f"rank {rank} of 70" for rank in (*range(39), 68)]] * 2

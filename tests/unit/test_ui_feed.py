@@ -186,7 +186,7 @@ def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
     assert len(reads) == 5
 
 
-def test_what_very_many_ranks_do_is_read_with_their_state_and_what_few_do_in_every_second(
+def test_activities_of_very_many_ranks_are_read_with_their_state_and_of_few_each_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]

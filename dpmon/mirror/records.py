@@ -25,13 +25,7 @@ from dpmon.store.answers import NODE_DEVICES, NodeRow, event_in
 from dpmon.store.exchange import NUMBERED, columns_sent
 from dpmon.store.series_entries import renumbered
 from dpmon.store.tables import LASTING, NODE_COLUMNS, RingRow
-from dpmon.store.tally import (
-    COLUMNS,
-    WIDTHS,
-    Key,
-    SeriesNames,
-    Tally,
-)
+from dpmon.store.tally import COLUMNS, WIDTHS, Key, SeriesNames, Tally
 from dpmon.store.writer import JOIN_STEP, LIMIT_BYTES, History
 
 MOST_BYTES = 1 << 30

@@ -338,8 +338,7 @@ class Window:
         """Return the steps of all processes in a mode, and their rate."""
         found = self._whole.get((mode, evaluation))
         if found is None:
-            steps = sum(self.tally(mode, evaluation, process).steps for process in self.processes)
-            found = self._whole[mode, evaluation] = steps, self.rate(mode, evaluation)
+            found = self._whole[mode, evaluation] = self.tally(mode, evaluation).steps, self.rate(mode, evaluation)
         return found
 
     def rate(self, mode: str | None = None, evaluation: bool = False, process: int | None = None) -> Rate | None:

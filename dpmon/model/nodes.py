@@ -21,6 +21,8 @@ SLOW_NS = 3 * SECOND
 _LASTING = ("ended", "stopped", "failed", "left out")
 """Troubles without a duration."""
 _WORDS = {"connecting": "connecting", "cut": "cut off", "refused": "left out"}
+SILENT = tuple(_WORDS.values())
+"""Troubles in which nothing is known about the ranks of a node now."""
 
 
 class Trouble(NamedTuple):

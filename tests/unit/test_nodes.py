@@ -499,6 +499,9 @@ def test_unknown_waits_are_shown_with_the_nodes_that_send_nothing(away: tuple[in
     rows = panel_ranks.table(replace(facts, state=state), 200, 60, LOOK)
     text = "no step is recorded yet in which all ranks averaged their gradients"
     assert plain(rows[-1]) == f"{text} (no records come from {who})"
+    later = [node._replace(since_ns=facts.elapsed_ns + SECOND, heard_ns=None) for node in nodes]
+    before = replace(facts, state=replace(state, nodes=tuple(later)))
+    assert plain(panel_ranks.table(before, 200, 60, LOOK)[-1]) == text, "in a playback of the time before"
 
 
 def test_a_picture_that_lists_more_ranks_than_are_many_has_the_whole_step_in_focus() -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.model.communication import Communication
+from dpmon.model.nodes import SILENT
 from dpmon.model.state import MAPPED, WORST, CallTrack, Process
 from dpmon.model.stragglers import MIN_STEPS, RankTimes, Straggler, in_short, sentence
 from dpmon.record.names import on_node
@@ -331,7 +332,8 @@ def _sizes_table(facts: Facts, width: int, height: int, look: Look) -> list[Row]
     found = facts.state.communication
     why = None if found is None else found.missing
     drawn += [] if why is not None and why.startswith(f"{count} of ") else _missing(facts)
-    away = [node.name for node in facts.state.nodes if node.state in ("connecting", "cut", "refused")]
+    troubles = ((node.name, node.trouble(facts.elapsed_ns)) for node in facts.state.nodes)
+    away = [name for name, trouble in troubles if trouble is not None and trouble.word in SILENT]
     if why is not None and away:
         others = f" and {count_of(len(away) - 1, 'other')}" if away[1:] else ""
         why += f" (no records come from {away[0]}{others})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from dpmon.model.nodes import NodeFacts
+from dpmon.model.nodes import SILENT, NodeFacts
 from dpmon.model.stragglers import RankTimes, Straggler, delays
 from dpmon.stalls.verdict import in_ranges
 from dpmon.text.cells import right, span_width
@@ -26,8 +26,6 @@ _LITTLE, _MUCH = 0.1, 0.3
 """Parts of a step: below the first, the others hardly wait; above the second, the cell is highlighted."""
 STYLES = {"slow": "wait", "connecting": "wait", "ended": "dim", "stopped": "dim"}
 """The styles of nodes in trouble, by the word for it; else bad."""
-_SILENT = ("connecting", "cut off", "left out")
-"""Troubles in which nothing is known about the ranks of a node now."""
 DELAY = "tenths of a step that the others waited for it"
 
 
@@ -119,7 +117,7 @@ def _by_node(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[i
     for node, own in zip(nodes, members, strict=True):
         trouble = node.trouble(now_ns)
         cells = [signs.get(each, unknown) for each in own.values()]
-        if trouble is not None and trouble.word in _SILENT:
+        if trouble is not None and trouble.word in SILENT:
             cells = [cell if cell[1] in ("found", "key") else unknown for cell in cells]
         if each > 1 and trouble is not None and trouble.word != "ended":
             cells = [(trouble.brief(now_ns, size), STYLES.get(trouble.word, "bad"))]

@@ -416,4 +416,5 @@ class Terminal:
         """Check that the program restored the modes, and left alternate screen, mouse reports and hidden cursor."""
         assert self.after[:4] == self.modes[:4]
         for on, off in ((b"?1049h", b"?1049l"), (b"?25l", b"?25h"), (b"?1000h", b"?1000l")):
-            assert self.raw.rfind(b"\x1b[" + off) > self.raw.rfind(b"\x1b[" + on), off
+            restored = self.raw.rfind(b"\x1b[" + off) > self.raw.rfind(b"\x1b[" + on)
+            assert restored, f"no {off!r} in the end of the output: {bytes(self.raw[-1000:])!r}"

@@ -131,10 +131,12 @@ class Driver(LinuxDriver):
         """`app`: the application; it gets this driver as its `terminal`."""
         super().__init__(app, **more)
         self._drawing = app
-        self._reading = False
-        """Whether the input thread runs."""
+        self._set_up = self._left = False
+        """Whether the terminal is set up for the screen, and whether it is restored for good."""
         app.terminal = self
-        self._handle_signals()
+        # On the loop, because a signal may interrupt code that holds the lock of the queue of writes.
+        get_running_loop().add_signal_handler(signal.SIGTSTP, self._stop)
+        get_running_loop().add_signal_handler(signal.SIGCONT, self._go_on)
 
     def ready(self) -> bool:
         """Whether the terminal takes output now."""
@@ -142,7 +144,6 @@ class Driver(LinuxDriver):
 
     def run_input_thread(self) -> None:
         """Read keys and send them to the application, until asked to end."""
-        self._reading = True
         keys = _Input()
         while not self.exit_event.is_set():
             data = b""
@@ -158,7 +159,6 @@ class Driver(LinuxDriver):
                 keys, messages = _Input(), []
             for message in messages:
                 self.process_message(message)
-        self._reading = False
 
     def process_message(self, message: Message) -> None:
         """Send a message to the application, but no moves of the mouse, and no keys that come faster than it acts."""
@@ -171,28 +171,30 @@ class Driver(LinuxDriver):
 
     # ------------------------------------------------------------------------------------------ stopping
 
-    def _handle_signals(self) -> None:
-        # On the loop, because a signal may interrupt code that holds the lock of the queue of writes.
-        get_running_loop().add_signal_handler(signal.SIGTSTP, self._stop)
-        get_running_loop().add_signal_handler(signal.SIGCONT, self._go_on)
+    def start_application_mode(self) -> None:
+        """Set up the terminal for the screen."""
+        super().start_application_mode()  # type: ignore[no-untyped-call]
+        self._set_up = True
 
     def stop_application_mode(self) -> None:
         """Restore the terminal. From now on, no signal sets it up again."""
-        get_running_loop().remove_signal_handler(signal.SIGTSTP)
-        get_running_loop().remove_signal_handler(signal.SIGCONT)
+        self._set_up, self._left = False, True
         super().stop_application_mode()
 
     def suspend_application_mode(self) -> None:
         """Restore the terminal until the process is continued."""
         super().suspend_application_mode()
-        self._handle_signals()
+        self._left = False
 
     def _stop(self) -> None:
-        self.suspend_application_mode()
-        os.kill(os.getpid(), signal.SIGSTOP)
+        if not self._left:
+            self.suspend_application_mode()
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     def _go_on(self) -> None:
-        if self._reading:  # it was stopped by a SIGSTOP, and a shell may have changed the modes
+        if self._left:  # the loop may have begun to handle the signal before
+            return
+        if self._set_up:  # it was stopped by a SIGSTOP, and a shell may have changed the modes
             self.suspend_application_mode()
         self.resume_application_mode()
         self.send_message(self.SignalResume())
@@ -281,16 +283,26 @@ class Leaving:
 
     def _force(self, status: int) -> None:
         with contextlib.suppress(Exception):
-            stream = sys.__stderr__
-            if stream is not None:
-                os.set_blocking(stream.fileno(), False)
+            if sys.__stderr__ is not None:
+                terminal = _taken(sys.__stderr__.fileno())
+                os.set_blocking(terminal, False)
                 with contextlib.suppress(OSError):
-                    os.write(stream.fileno(), _RESTORE)
-                os.set_blocking(stream.fileno(), True)
+                    os.write(terminal, _RESTORE)
+                os.set_blocking(terminal, True)
         with contextlib.suppress(Exception):
             if self._modes is not None and sys.__stdin__ is not None:
-                termios.tcsetattr(sys.__stdin__.fileno(), termios.TCSANOW, self._modes)
+                termios.tcsetattr(_taken(sys.__stdin__.fileno()), termios.TCSANOW, self._modes)
         os._exit(status)
+
+
+def _taken(descriptor: int) -> int:
+    """Return a copy of a descriptor, which itself leads nowhere from now on.
+
+    Another thread may be setting up the terminal again, because the process was stopped until its deadline had passed.
+    """
+    copy = os.dup(descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+    return copy
 
 
 def terminal_gone() -> bool:

@@ -174,6 +174,46 @@ Driver.stop_application_mode = stop_and_signal
     seen.sane()
 
 
+def test_a_screen_that_continues_after_its_deadline_leaves_the_terminal_restored(run: Run, terminal: Start) -> None:
+    """One thread restores it and ends the process, while another one sets it up again because of the SIGCONT."""
+    run.train(50)
+    seen = terminal(
+        """
+import os, signal, time
+from dpmon.ui import driver, monitor
+driver._LEAVE_PATIENCE_S = 0.01
+exit, end, again = monitor.Monitor.exit, os._exit, driver.Driver.start_application_mode
+def exit_and_stop(self, *args, **more):
+    driver.Driver.start_application_mode = set_up
+    self.leaving.start_deadline(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    self.call_later(exit, self, *args, **more)
+def set_up(self):
+    while not ending:
+        time.sleep(0.001)
+    again(self)
+    done.append(self)
+    time.sleep(60)
+def end_later(status):
+    ending.append(status)
+    while not done:
+        time.sleep(0.001)
+    end(status)
+ending, done = [], []
+monitor.Monitor.exit, os._exit = exit_and_stop, end_later
+"""
+        + SHOW
+    )
+    seen.shows("linear.py")
+    seen.type("q")
+    seen.shows("leave it running")
+    seen.type("l")
+    seen.until(lambda: getattr(proc.read(seen.process.pid), "state", "") == "T", "the process to stop")
+    os.kill(seen.process.pid, signal.SIGCONT)
+    assert seen.wait() == 0
+    seen.sane()
+
+
 def test_leaving_does_not_wait_forever_for_a_blocked_terminal(run: Run, terminal: Start) -> None:
     run.train(50)
     seen = terminal()

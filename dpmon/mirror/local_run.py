@@ -51,6 +51,16 @@ def _same(one: Sequence[str], other: Sequence[str]) -> bool:
     return one == other or (one[0] == other[0] and any(each[1].startswith(JOB) for each in (one, other)))
 
 
+def command_of(words: list[str], known: str | None = None) -> list[str]:
+    """The command that prints the rows of a machine.
+
+    `words`: its name, its run or the job of its run, and the words that run dpmon there. `known`: its run, once it is
+    known.
+    """
+    _, run, *before = words
+    return [*before, "export", known if known and run.startswith(JOB) else run, "--follow", "--rollups"]
+
+
 def append_output(directory: Path, name: str, text: str) -> None:
     """Append the output of a machine to the run's, with its name before each line."""
     lines = "".join(f"{name}: {clean(line)}\n" for line in text[: 1 << 16].splitlines())

@@ -24,7 +24,7 @@ from dpmon.cleaning import clean
 from dpmon.errors import DpmonError, HistoryError
 from dpmon.mirror.joint_stalls import JointStalls
 from dpmon.mirror.links import Closed, Links, Opened, Received
-from dpmon.mirror.local_run import append_output
+from dpmon.mirror.local_run import append_output, command_of
 from dpmon.mirror.receive import AHEAD_S, MOST_DAMAGED, Chunk, Receiver, RubbishError, Unchecked, checked
 from dpmon.mirror.records import ChunkError, Records
 from dpmon.mirror.requests import Requests
@@ -37,6 +37,8 @@ from dpmon.run.mirrored import STATE_FILE, by_word, doing_in
 from dpmon.run.rundir import ID, MAX_STATUS, ExitInfo, RunInfo, load_exit, load_info, mark_stop, save
 from dpmon.run.runs import JOB
 from dpmon.store.answers import NodeRow, event_in
+from dpmon.store.drain import RETRY_S
+from dpmon.store.exchange import CHUNK_BYTES
 from dpmon.supervise.metrics import Metrics, metrics_path
 from dpmon.supervise.stall_watch import Record
 from dpmon.supervise.start import keep_statuses
@@ -44,8 +46,8 @@ from dpmon.supervise.start import keep_statuses
 COMMIT_S, POLL_S, REST_S = 0.5, 0.2, 0.1
 MEASURED = 3
 """Questions for the time before the first record; the fastest answer counts."""
-MOST_HELD = 32
-"""Chunks of a machine that may wait for a history that cannot be written; then it is disconnected."""
+MOST_HELD = 2 * CHUNK_BYTES
+"""Bytes of a machine that may wait for a history that cannot be written; then it is disconnected."""
 MOST_WHOLE = 16
 """More machines than this send only some samples of devices, and only some calls."""
 FEW_COLLECTIONS = 100_000
@@ -67,6 +69,8 @@ class Followed:
     measured: int = 0
     offset: int = 0
     """The last id that it has sent."""
+    held: int = 0
+    """Bytes that it has sent and that are not written."""
     output_at: int | None = None
     """Position in its output up to which it was received; None: nothing was received yet."""
     beat: Mapping[str, Any] = field(default_factory=dict)
@@ -141,9 +145,10 @@ class Mirror(Record):
             self._requests.look(now)
             self.joint.look()
             over = all(machine.over for machine in self.machines)
-            if over or now >= commit_at:
-                commit_at = now + COMMIT_S
-                over = self._commit() and over
+            written = now >= commit_at and self._commit()
+            if now >= commit_at:
+                commit_at = now + (COMMIT_S if written else RETRY_S)
+            over = over and written
             if over or now >= state_at:
                 state_at = now + 1.0
                 self._save_state()
@@ -212,6 +217,7 @@ class Mirror(Record):
 
     def _forget(self, machine: Followed) -> None:
         """Forget the records that are not written."""
+        machine.held = 0
         self._sent = [one for one in self._sent if one[0] is not machine]
         self._chunks = [one for one in self._chunks if one[0] is not machine]
 
@@ -269,8 +275,10 @@ class Mirror(Record):
             raise RubbishError("a beat without its offsets")
         if not machine.offset == begin <= offset < 1 << 53 or tallied > self.now_ns() // SECOND + AHEAD_S:
             raise RubbishError("records that do not follow those before")
-        if sum(one is machine for one, _ in (*self._sent, *self._chunks)) >= MOST_HELD:
-            raise RubbishError("the history cannot be written")
+        machine.held += sent.size
+        if machine.held > MOST_HELD:
+            self._end_link(machine, "what it sent cannot be written here")
+            return
         if machine.standing is not None:
             age_ns = int(min(max(number_in(machine.standing, "age_s") or 0.0, 0.0), 1e9) * SECOND)
             self.joint.hear(node.number, node.name, machine.standing["standing"], age_ns)
@@ -322,12 +330,14 @@ class Mirror(Record):
             self.records.write([(machine.node, chunk) for machine, chunk in self._chunks], events)
         except ChunkError as error:  # the others go on
             self._refuse(self.machines[error.node.number], str(error))
-            return False
+            return self._commit()
         except HistoryError as error:
             _log(f"the history cannot be written: {error}")
             return False
         ended = [(machine, how) for machine, chunk in self._chunks if isinstance(how := chunk.beat.get("exit"), dict)]
         self._chunks = []
+        for machine in self.machines:
+            machine.held = 0
         del self._events[: len(events)]
         for machine, how in ended:
             self._end(machine, how)
@@ -402,16 +412,6 @@ class Mirror(Record):
         self.emit("exit", {"status": end.status, "signal": end.signal, "t_s": seconds})
         with contextlib.suppress(OSError):
             save(self.directory, end)
-
-
-def command_of(words: list[str], known: str | None = None) -> list[str]:
-    """The command that prints the rows of a machine.
-
-    `words`: its name, its run or the job of its run, and the words that run dpmon there. `known`: its run, once it is
-    known.
-    """
-    _, run, *before = words
-    return [*before, "export", known if known and run.startswith(JOB) else run, "--follow", "--rollups"]
 
 
 def _text(sent: Mapping[str, Any], key: str) -> str | None:

@@ -52,10 +52,12 @@ class RubbishError(DpmonError):
 
 
 class Unchecked(NamedTuple):
-    """What a machine has sent up to a beat, unchecked: table, columns and rows of each line; and the beat."""
+    """What a machine has sent up to a beat, unchecked: table, columns and rows of each line; the beat; and its size."""
 
     lines: Sequence[tuple[str, tuple[str, ...], list[Any]]]
     beat: Mapping[str, Any]
+    size: int = 0
+    """Its text has about so many bytes."""
 
 
 class Chunk(NamedTuple):
@@ -117,7 +119,7 @@ class Receiver:
         if not isinstance(line, dict):
             raise RubbishError("it sent a line that is not an object")
         if "beat" in line:
-            sent = Unchecked(self._lines, line)
+            sent = Unchecked(self._lines, line, self._bytes + len(text))
             self._lines, self._bytes = [], 0
             return sent
         if "table" not in line:

@@ -15,7 +15,7 @@ from test_mirror_records import info_of
 
 from dpmon.errors import HistoryError
 from dpmon.mirror.links import Closed, Opened, Received
-from dpmon.mirror.mirror import Mirror
+from dpmon.mirror.mirror import MOST_HELD, Mirror
 from dpmon.mirror.receive import MOST_DAMAGED
 from dpmon.mirror.requests import Requests
 from dpmon.model.nodes import nodes_in
@@ -96,6 +96,32 @@ def test_what_could_not_be_written_comes_once_again(mirror: Mirror, monkeypatch:
     send(mirror, event(1), event(2), beat(0, 2))
     assert mirror._commit()
     assert events_in(mirror) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("texts", "state"), [([200] * 100, "connected"), ([200_000] * 6, "cut")])
+def test_a_bounded_number_of_bytes_waits_for_a_full_disk(
+    mirror: Mirror, monkeypatch: pytest.MonkeyPatch, texts: list[int], state: str
+) -> None:
+    def full(*_: object) -> None:
+        raise HistoryError("no room")
+
+    mirror._take(Opened(0, MARKER))
+    monkeypatch.setattr(mirror.records, "write", full)
+    held = []
+    for number, length in enumerate(texts):
+        text = json.dumps({"kind": "host", "t_s": 0.0, "text": "x" * length})
+        rows = [[30 * number + each, -1, 0, text] for each in range(1, 31)]
+        send(mirror, {**event(0), "rows": rows}, beat(30 * number, 30 * number + 30))
+        mirror._commit()
+        held.append(sum(len(row[-1]) for _, chunk in mirror._chunks for row in chunk.rows["events"]))
+    assert 500_000 < max(held) <= MOST_HELD
+    node = mirror.machines[0].node
+    assert (node.state, node.why) == (state, None if state == "connected" else "what it sent cannot be written here")
+    monkeypatch.undo()
+    mirror._take(Opened(0, MARKER))
+    send(mirror, event(1), beat(0, 1))
+    assert mirror._commit()
+    assert (node.state, events_in(mirror)) == ("connected", [1.0])
 
 
 def test_nothing_comes_after_the_end_of_a_run(mirror: Mirror) -> None:

@@ -120,13 +120,12 @@ class Links:
         """What has happened; waits for at most `timeout_s` for something to happen."""
         until = time.monotonic() + timeout_s
         while True:
+            # One time for all: if this process is stopped after it, what has come meanwhile is read before `_look`.
             now = time.monotonic()
             reports = self._start(now)
             wait = 0.0 if reports else min(max(until - now, 0.0), _LOOK_S)
-            heard = self._selector.select(wait)
-            for key, _ in heard:
+            for key, _ in self._selector.select(wait):
                 key.data(reports)
-            now = time.monotonic()
             if now >= self._look_at:
                 self._look_at = now + _LOOK_S
                 self._look(now, reports)

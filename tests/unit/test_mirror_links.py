@@ -179,6 +179,25 @@ def test_a_silent_command_is_ended_and_the_others_go_on(start: Start, monkeypatc
     wait_for(lambda: links.poll(0.05) is not None and not links._leaving, what="the end of the deaf command")
 
 
+def test_a_stop_of_this_process_is_not_the_silence_of_others(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait in which a process is stopped returns without what has come meanwhile."""
+    links = start(shell(f"{MARK}; read line; echo one; exec sleep 100"), silent_s=5.0)
+    until(links, lambda reports: reports)
+    clock, wait, asleep_s = time.monotonic, links._selector.select, 0.0
+
+    def stopped(timeout: float) -> list[object]:
+        nonlocal asleep_s
+        monkeypatch.setattr(links._selector, "select", wait)
+        assert links.send(0, "go on")
+        wait_for(lambda: wait(0), what="the answer")
+        asleep_s = 60.0
+        return []
+
+    monkeypatch.setattr(links._selector, "select", stopped)
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock() + asleep_s)
+    assert until(links, lambda reports: reports) == [Received(0, b"one")]
+
+
 def test_stderr_that_fills_does_not_stop_a_command(start: Start) -> None:
     text = f"{MARK}; head -c 3000000 /dev/zero | tr '\\0' e >&2; echo after; sleep 100"
     links = start(shell(text))

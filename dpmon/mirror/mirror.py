@@ -137,11 +137,11 @@ class Mirror(Record):
         commit_at = state_at = 0.0
         over = False
         while not (over or self._leave) and self.directory.is_dir():
+            now = time.monotonic()  # before the reports are taken: what they say had come when a wait ends
             for report in self.links.poll(POLL_S):
                 self._take(report)
             if len(self.machines) > MOST_WHOLE:
                 time.sleep(REST_S)  # else each machine's beat would wake this process
-            now = time.monotonic()
             self._requests.look(now)
             self.joint.look()
             over = all(machine.over for machine in self.machines)

@@ -96,7 +96,7 @@ class Requests:
                 away = (node.number for node in nodes if node.state in ("cut", "connecting"))
                 self._why.failed |= dict.fromkeys(away, "it is not connected")
         if self._why_until is not None and (now > self._why_until or not self._why.waited):
-            failed = self._why.failed | dict.fromkeys(self._why.waited, f"it did not answer within {WHY_S:.0f} s")
+            failed = self._why.failed | dict.fromkeys(self._why.waited, "it did not answer in time")
             without = [f"{self._name(node)}: {text}" for node, text in sorted(failed.items())]
             now_ns = self._mirror.now_ns() + self._mirror.info.start_ns
             save_answer(directory, self._why.number, self._mirror.joint.joined(self._why.stacks, now_ns, without))

@@ -291,10 +291,15 @@ def test_a_command_that_has_ended_is_not_planned_twice(start: Start) -> None:
     assert not links._idle
 
 
-def test_a_connection_that_worked_is_tried_again_soon(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_worked_is_tried_again_soon(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_STEADY_S", 0.1)
-    links = start(shell(f"{MARK}; sleep 0.5; exit 1"))
+    go = tmp_path / "go"
+    links = start(shell(f"{MARK}; until [ -e {go} ]; do sleep 0.05; done; exit 1"))
     links._links[0].failures = 9
+    until(links, lambda reports: reports and time.monotonic() - links._links[0].began_s > 0.1)
+    go.touch()
     end_of(links)
     assert links._links[0].failures == 1
     assert isinstance(until(links, lambda reports: reports)[0], Opened)

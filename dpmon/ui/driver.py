@@ -15,6 +15,7 @@ import signal
 import sys
 import termios
 import threading
+import time
 from asyncio import get_running_loop
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator
@@ -203,6 +204,9 @@ class Driver(LinuxDriver):
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _SIGNAL_PATIENCE_S = 1.0
 _LEAVE_PATIENCE_S = 5.0
+_PARTS = 10
+"""A deadline passes in so many parts. Of a time in which the process was stopped, at most one part counts."""
+_RETRIES, _RETRY_S = 10, 0.05
 _RESTORE = (
     b"\x1b[?2026l\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1004l\x1b[?2004l\x1b[<u"
     b"\x1b[m\x1b[?1049l\x1b[?25h"
@@ -227,7 +231,8 @@ class Leaving:
         self._ask = ask
         self._before: dict[int, Any] = {}
         self._modes: list[Any] | None = None
-        self._timer: threading.Timer | None = None
+        self._cancelled: threading.Event | None = None
+        """Ends the wait for the deadline, if there is one."""
         self._begun = False
         self.status = 0
         """128+N after a signal; 0 without one."""
@@ -245,8 +250,8 @@ class Leaving:
     def end(self) -> None:
         """Restore the handlers and cancel the deadline."""
         self._begun = False
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._cancelled is not None:
+            self._cancelled.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
@@ -254,7 +259,7 @@ class Leaving:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGINT:
             self.go(128 + number)
-        elif self._timer is None and not self.go(128 + number):
+        elif self._cancelled is None and not self.go(128 + number):
             self.end()
             raise KeyboardInterrupt  # no application is there yet: end its start
         # Else ctrl+c was pressed again, and the application exits already.
@@ -271,15 +276,18 @@ class Leaving:
 
     def start_deadline(self, status: int) -> None:
         """The user leaves: if the application has not ended after a few seconds, end the process with `status`."""
-        if self._begun and self._timer is None:
+        if self._begun and self._cancelled is None:
             self._within(_LEAVE_PATIENCE_S, status)
 
     def _within(self, seconds: float, status: int) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = threading.Timer(seconds, self._force, (status,))
-        self._timer.daemon = True
-        self._timer.start()
+        if self._cancelled is not None:
+            self._cancelled.set()
+        self._cancelled = threading.Event()
+        threading.Thread(target=self._wait, args=(self._cancelled, seconds, status), daemon=True).start()
+
+    def _wait(self, cancelled: threading.Event, seconds: float, status: int) -> None:
+        if not any(cancelled.wait(seconds / _PARTS) for _ in range(_PARTS)):
+            self._force(status)
 
     def _force(self, status: int) -> None:
         with contextlib.suppress(Exception):
@@ -287,7 +295,7 @@ class Leaving:
                 terminal = _taken(sys.__stderr__.fileno())
                 os.set_blocking(terminal, False)
                 with contextlib.suppress(OSError):
-                    os.write(terminal, _RESTORE)
+                    _write(terminal, _RESTORE)
                 os.set_blocking(terminal, True)
         with contextlib.suppress(Exception):
             if self._modes is not None and sys.__stdin__ is not None:
@@ -303,6 +311,16 @@ def _taken(descriptor: int) -> int:
     copy = os.dup(descriptor)
     os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
     return copy
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    """Write to a terminal that may accept no output; it accepts none, too, while another thread writes to it."""
+    for _ in range(_RETRIES):
+        with contextlib.suppress(BlockingIOError):
+            data = data[os.write(descriptor, data) :]
+        if not data:
+            break
+        time.sleep(_RETRY_S)
 
 
 def terminal_gone() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -9,7 +10,8 @@ from sizes import size
 from textual import events
 from textual.message import Message
 
-from dpmon.ui.driver import _CUT_LOOKS, _ESCAPE_LOOKS, Driver, _Input
+from dpmon.ui import driver as module
+from dpmon.ui.driver import _CUT_LOOKS, _ESCAPE_LOOKS, Driver, Leaving, _Input
 
 SOON, LATER, END = [b""] * (_ESCAPE_LOOKS - 1), [b""] * (_ESCAPE_LOOKS + 1), [b""] * _CUT_LOOKS
 """Looks without input: before an escape is a key, after that, and until an open sequence is dropped."""
@@ -143,3 +145,39 @@ def test_the_terminal_is_not_asked_for_reports_of_its_size() -> None:
     driver.write = written.append  # type: ignore[method-assign, assignment]
     driver._query_in_band_window_resize()
     assert written == []
+
+
+class Stopped:
+    """An event whose wait is over at once, because the process was stopped meanwhile; it is set after some of them."""
+
+    def __init__(self, looks: int) -> None:
+        self._looks = looks
+        self.waited_s: list[float] = []
+
+    def wait(self, seconds: float) -> bool:
+        self.waited_s.append(seconds)
+        return len(self.waited_s) > self._looks
+
+
+@pytest.mark.parametrize(("looks", "forced"), [(1, []), (1000, [7])])
+def test_of_a_time_in_which_the_screen_was_stopped_only_a_part_counts(
+    monkeypatch: pytest.MonkeyPatch, looks: int, forced: list[int]
+) -> None:
+    leaving, over, found = Leaving(lambda _: True), Stopped(looks), list[int]()
+    monkeypatch.setattr(leaving, "_force", found.append)
+    leaving._wait(over, 5.0, 7)  # type: ignore[arg-type]
+    assert found == forced
+    assert max(over.waited_s) <= 0.5
+    assert not forced or sum(over.waited_s) == pytest.approx(5.0)
+
+
+def test_a_terminal_that_takes_no_output_for_a_moment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example because another thread writes to it."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    os.write(writing, bytes(1 << 20))
+    monkeypatch.setattr(module.time, "sleep", lambda _: os.read(reading, 1 << 20))
+    module._write(writing, module._RESTORE)
+    assert os.read(reading, 1 << 20) == module._RESTORE
+    os.close(reading)
+    os.close(writing)

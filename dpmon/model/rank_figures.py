@@ -82,6 +82,8 @@ class _LastWaits:
         self._stalled = stalled
         self._read = deque([(end_s, first_id)])
         """The seconds of the last reads, and the last ids that they found."""
+        self._known_id = first_id
+        """Up to this id, no wait is unknown."""
         self.of: dict[int, _Waits] = {}
         """By process."""
 
@@ -95,7 +97,8 @@ class _LastWaits:
         last_id, of, new, stalled = self._read[-1][1], self.of, False, self._stalled
         # The ranks of another group may have far fewer passes.
         least = min(of[one.process].number if one.process in of else -1 for one in ranks)
-        for number, process, sync_number, exposed_ns, wait_ns, second in rows.waits(self._read[0][1], least):
+        after_id = max(self._read[0][1], self._known_id)
+        for number, process, sync_number, exposed_ns, wait_ns, second in rows.waits(after_id, least):
             last_id = number
             if stalled and any(second in each for each in stalled):
                 continue
@@ -106,6 +109,8 @@ class _LastWaits:
                 own.number, own.second, new = sync_number, second, True
                 own.add(wait_ns, exposed_ns)
         self._read.append((end_s, last_id))
+        unknown_id = rows.unknown_wait(after_id, least)
+        self._known_id = last_id if unknown_id is None else unknown_id - 1
         oldest_s = _parts(end_s, max(_SAMPLED_S, _OLD_STEPS * step_s), self._stalled)[0][0]
         self.of = {process: own for process, own in of.items() if own.second >= oldest_s}
         return new or len(self.of) < len(of)

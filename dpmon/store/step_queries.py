@@ -237,6 +237,12 @@ class Steps(Sums):
         )
         return self._each(query, (after_id, after_number, self.until_ns))
 
+    def unknown_wait(self, after_id: int, after_number: int) -> int | None:
+        """Return the id of the first step of `waits` with an unknown wait; None if there is none."""
+        which = f"id > ? AND {SYNC_NUMBER} > ? AND {WAIT}_ns IS NULL AND {_counted(True)}"
+        found = self.query(f"SELECT id FROM steps WHERE {which} ORDER BY id LIMIT 1", (after_id, after_number))
+        return next((number for (number,) in found), None)
+
     def next_step_ns(self, process: int, after_ns: int) -> int | None:
         """Return the start of the first step of a process that began at or after a time; None if there is none.
 

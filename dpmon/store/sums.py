@@ -173,21 +173,16 @@ class Sums:
         names = ", ".join(columns)
         kinds = f"NOT {without(LEFT_OUT)}" if left_out else without(LEFT_OUT)
         counted = f" AND {kinds}" if table == "tallies" else ""
-        if isinstance(process, Collection) and len(process) == 1:
-            (process,) = process
+        several = [process] if isinstance(process, int) else process
+        which = "" if several is None else f" AND process IN ({', '.join(map(str, several))})"
         for width, begin, end in self.stretches(begin_s, end_s, widest):
             values = {"width": width, "begin": begin, "end": end}
-            if not isinstance(process, int):
-                which = "" if process is None else f" AND process IN ({', '.join(map(str, process))})"
+            if several is None or 2 * len(several) > len(self.rings):
                 query = f"SELECT {names} FROM {table} WHERE {_BETWEEN}{counted}{which} ORDER BY start_s"
-            elif len(self.rings) < 2:
-                values["process"] = process
-                query = f"SELECT {names} FROM {table} WHERE {_BETWEEN}{counted} AND process = :process ORDER BY start_s"
             else:  # one look-up per row, because the rows of all processes are interleaved
-                values["process"] = process
                 query = (
                     f"{_STARTS} SELECT {names} FROM starts CROSS JOIN {table}"
-                    f" ON width = :width AND start_s = starts.at AND process = :process{counted}"
+                    f" ON width = :width AND start_s = starts.at{counted}{which}"
                 )
             for row in self._each(query, values):
                 yield width, row

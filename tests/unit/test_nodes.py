@@ -468,6 +468,19 @@ def test_of_many_ranks_in_several_groups_each_has_the_steps_and_the_passes_of_it
     assert {one.joined for one in run.state().ranks if not one.phases} == {20, 1}
 
 
+def test_waits_that_become_known_later_than_those_of_other_ranks_are_not_missed() -> None:
+    early, late = (ManyNodes(20, slow=11).run(0, 24) for _ in range(2))
+    for second in range(24, 27):
+        for run in (early, late):
+            run.second(second)
+            run._db.execute(f"UPDATE steps SET wait_ns = wait_ns + 1000 WHERE start_ns > {second * SECOND} - 1000")
+        unknown = late.store().query(f"SELECT id, wait_ns FROM steps WHERE process >= 80 AND start_ns > {24 * SECOND}")
+        late._db.execute(f"UPDATE steps SET wait_ns = NULL WHERE process >= 80 AND start_ns > {24 * SECOND}")
+        assert late.state().ranks != early.state().ranks
+        late._db.executemany("UPDATE steps SET wait_ns = ?2 WHERE id = ?1", unknown)
+    assert late.state().ranks == early.state().ranks
+
+
 def test_waits_that_are_long_past_are_unknown_also_on_a_node_alone_while_another_is_cut_off() -> None:
     run, joined = ManyNodes(20, slow=11).run(0, 24), []
     for second in range(24, 70):

@@ -20,6 +20,7 @@ sys.stderr.write("in the middle of a line")
 sys.stderr.flush()
 """
 END = "raise SystemExit(7)"
+WATCHED = "while not pathlib.Path('watched').exists(): time.sleep(0.01)\n"
 
 
 def parsed(text: str) -> list[dict[str, Any]]:
@@ -27,15 +28,21 @@ def parsed(text: str) -> list[dict[str, Any]]:
 
 
 def let_go_once(dpmon: Dpmon, path: Path, lines: int) -> None:
-    """Let the script end after this number of lines with a step."""
-    wait_for(lambda: path.exists() and path.read_text().count('"step":50') >= lines, what="lines of JSON")
+    """Let the script end after this number of lines with a step and a sample of the host."""
+
+    def known() -> int:
+        return sum('"step":50' in line and '"mem_total_bytes":' in line for line in path.read_text().splitlines())
+
+    wait_for(lambda: known() >= lines, what="lines of JSON")
     dpmon.go()
 
 
 def test_lines_of_json_on_stderr_leave_stdout_to_the_script(dpmon: Dpmon, tmp_path: Path) -> None:
-    dpmon.waiting(END, BEGIN)
+    dpmon.waiting(END, WATCHED + BEGIN)
     with open(tmp_path / "err", "wb") as err:
         process = dpmon.start(*dpmon.warm(), "--json", "--devices", "cpu,cpu", "script.py", stderr=err)
+        wait_for((tmp_path / "err").read_bytes, what="the first line, before the first step")
+        (dpmon.cwd / "watched").touch()
         let_go_once(dpmon, tmp_path / "err", 2)
         out, _ = process.communicate(timeout=100)
     assert (out, process.returncode) == (b"out\n", 7)

@@ -162,8 +162,8 @@ def test_interrupts_reach_the_script_and_sampling_goes_on(oddly: Callable[[str],
     run = oddly("interrupts")
     assert run.printed["raised"] == run.printed["caught"] == 600
     assert run.complaints == []
-    last = max(step.start_ns for step in run.steps())
-    assert any(sample.start_ns > last - 5 * 10**8 for sample in of_kind(run, Sampled))
+    # The interrupts end 42 steps before the last one; every fourth step is sampled.
+    assert max(sample.step or 0 for sample in of_kind(run, Sampled)) > len(run.steps()) - 40
 
 
 def test_a_script_that_forks_in_a_sample(oddly: Callable[[str], Traced]) -> None:

@@ -23,8 +23,8 @@ for batch in torch.utils.data.DataLoader(torch.randn(640, 4), 8):
     optimizer.zero_grad()
     model(batch).mean().backward()
     optimizer.step()
-    # The end of each step is fixed, so a busy machine does not move the median.
-    end += PACE
+    # The end of each step is fixed, so a busy machine does not move the median; nor do steps catch up after a pause.
+    end = max(end + PACE, time.monotonic())
     time.sleep(max(end - time.monotonic(), 0))
 """
 

@@ -57,9 +57,8 @@ class Job:
 
     def json(self, *words: object) -> Any:
         """The JSON that a command about the mirrored run prints."""
-        done = self.dpmon.run(**self.command(*words))
-        assert done.out, done.errors
-        return json.loads(done.out)
+        said = wait_for(lambda: self.dpmon.run(**self.command(*words)).out, what=f"the JSON of {words}")
+        return json.loads(said)
 
     def runs(self, node: int) -> list[dict[str, Any]]:
         """The runs of a machine, as it lists them."""

@@ -34,6 +34,8 @@ class Recording:
     def __init__(self, origin_ns: int = 0, directory: Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:
         """`origin_ns`: start of the run on the clock of the rows. `directory`: of a run; None: write to memory."""
         self.origin_ns = origin_ns
+        self.now_s = 0
+        """The run's time, for the next writes."""
         about = {"run": "test", "start_ns": origin_ns}
         if directory is None:
             self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
@@ -80,6 +82,7 @@ class Recording:
 
     def _write(self, batch: Batch) -> Batch:
         batch.rings = [intake.row for process, intake in self._intakes.items() if process >= 0]
+        batch.now_s = self.now_s
         self._history.write(batch)
         return Batch()
 

@@ -15,6 +15,7 @@ from typing import Any
 from dpmon.errors import HistoryError
 from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event, RecordError
+from dpmon.record.schema import SECOND
 from dpmon.run.proc import alive
 from dpmon.run.rundir import RunInfo, ring_paths
 from dpmon.span_ring import RingError
@@ -311,6 +312,7 @@ class Drain:
             self._batch.rings.append(RingRow(_OWN, -1, None, os.getpid(), missed=missed))
         if not (self._batch.rings or self._batch.events):
             return
+        self._batch.now_s = (time.monotonic_ns() - self._info.start_ns) // SECOND
         try:
             self._history.write(self._batch)
         except HistoryError as error:

@@ -60,7 +60,7 @@ class TallyWriter:
         self._whole: dict[int, int] = {}
         """The second up to which all tallies of a width exist, by width."""
         self._newest = 0
-        """The newest second with a step."""
+        """The newest second with a step, or of a write."""
         self._known = False
         """Whether these attributes match the database."""
         self.damage: HistoryError | None = None
@@ -92,14 +92,17 @@ class TallyWriter:
         newest = max((second for second, _ in batch.tallied), default=0)
         self._put(changed)
         self._add_times(batch.spent)
-        self._note_late({key[0] for key in batch.tallied} | {key[0] for key in batch.spent}, newest)
+        self._note_late({key[0] for key in batch.tallied} | {key[0] for key in batch.spent}, max(newest, batch.now_s))
         self._make_wider(newest)
         if self._names.unwritten:
             self._db.executemany("INSERT OR IGNORE INTO series VALUES (?, ?)", self._names.unwritten)
             self._names.unwritten.clear()
 
     def _note_late(self, seconds: Collection[int], newest_s: int) -> None:
-        """Note the seconds that a reader, which looks only at the newest ones, would not read again."""
+        """Note the seconds that a reader, which looks only at the newest ones, would not read again.
+
+        After a stop of this process, that may be all seconds of a batch.
+        """
         self._newest = max(self._newest, newest_s)
         late = [(second,) for second in seconds if second < self._newest - LATE_S]
         if late:

@@ -10,6 +10,7 @@ from synthetic import Training, device_event
 
 from dpmon.export import new_rows
 from dpmon.export.new_rows import MOST_OF_RANKS, NewRows
+from dpmon.record.schema import SECOND
 from dpmon.store.tables import BEFORE_S
 
 
@@ -111,3 +112,19 @@ def test_the_chunks_after_the_end_have_the_same_steps_of_all_ranks(monkeypatch: 
     assert chunks > 3
     assert sent[0] == sent[1] == sent[2]
     assert len(sent[0]) < 60
+
+
+def test_a_stop_of_the_supervisor_loses_no_tally() -> None:
+    """Seconds without records seem to be complete; after the stop, they are written in several parts."""
+    recording, rows, have = Recording(), NewRows(rollups=True), dict[int, int]()
+    training = Training(step_ns=SECOND // 4)
+    for now_s, records_until_s in ((20, 20), (60, 20), (70, 70)):
+        recording.now_s = now_s
+        while training.now < records_until_s * SECOND:
+            recording.add(training.run(40))
+        lines, _ = rows.chunk(recording.store(), now_s, last=False)
+        for line in (one for one in map(json.loads, lines) if one["table"] == "tallies"):
+            for row in (dict(zip(line["columns"], values, strict=True)) for values in line["rows"]):
+                have |= {row["start_s"]: row["steps"]} if (row["width"], row["kind"]) == (1, 0) else {}
+    written = dict(recording.store().query("SELECT start_s, steps FROM tallies WHERE width = 1 AND kind = 0"))
+    assert have == {second: steps for second, steps in written.items() if second < 70}

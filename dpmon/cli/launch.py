@@ -246,12 +246,9 @@ def _screen(guard: Guard, directory: Path, refresh: float, settings: Settings) -
 def _outcome(guard: Guard) -> ExitInfo | None:
     """How the run ended; None if no record of it appears within ten seconds after the screen saw the end."""
     until = time.monotonic() + 10.0
-    while time.monotonic() < until:
-        how = guard.exit()
-        if how is not None:
-            return how
+    while (how := guard.exit()) is None and time.monotonic() < until:
         time.sleep(0.02)
-    return None
+    return how
 
 
 if sys.platform != "linux":  # dpmon relies on /proc, pidfd and prctl

@@ -178,7 +178,7 @@ def _stop_machines(directory: Path, info: RunInfo) -> Iterator[str]:
         return
     mark_stop(directory)
     until, before, told = time.monotonic() + _MACHINES_S, -1, set[str]()
-    while time.monotonic() < until:
+    while True:
         ended, count = machines.ended()
         if ended != before:
             before = ended
@@ -191,6 +191,8 @@ def _stop_machines(directory: Path, info: RunInfo) -> Iterator[str]:
         if load_exit(directory) is not None:
             yield f"{STOPPED_BY}its nodes"
             return
+        if time.monotonic() > until:
+            break
         time.sleep(_LOOK_S)
     yield f"{count - ended} of {count} nodes cannot be stopped"
 

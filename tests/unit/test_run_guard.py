@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from running import wait_for
 
+from dpmon.cli import launch
 from dpmon.run import proc
 from dpmon.run.condition import exit_info, unknown_exit
 from dpmon.run.reader import RunReader
@@ -188,3 +190,22 @@ def test_an_end_counts_when_the_last_records_are_written_or_nobody_writes_them(s
         supervisor.wait()
         save(directory, now)
         assert Guard(RunReader(directory), supervisor).exit() == now, "it was killed"
+
+
+def test_an_end_that_was_recorded_while_this_process_was_stopped_is_known(
+    run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped, as with Ctrl-Z, until the limit of the wait had passed."""
+    guard, directory = run
+    clock, asleep_s = time.monotonic, 0.0
+
+    def stopped(_: float) -> None:
+        nonlocal asleep_s
+        asleep_s = 60.0
+        save(directory, exit_info(guard.info, 3, "supervisor"))
+
+    monkeypatch.setattr(launch.time, "sleep", stopped)
+    monkeypatch.setattr(launch.time, "monotonic", lambda: clock() + asleep_s)
+    how = launch._outcome(guard)
+    assert how is not None
+    assert how.status == 3

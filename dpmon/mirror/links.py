@@ -7,6 +7,7 @@ others: nothing here waits for a single command.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import re
@@ -159,6 +160,8 @@ class Links:
         while self._leaving and time.monotonic() < until:
             self._reap(time.monotonic())
             time.sleep(0.01)
+        for _ in range(2):  # no command goes on because this process was stopped meanwhile: both signals, now
+            self._reap(math.inf)
         self._selector.close()
 
     # -------------------------------------------------------------------------------------------- starting

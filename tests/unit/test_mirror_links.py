@@ -198,6 +198,17 @@ def test_a_stop_of_this_process_is_not_the_silence_of_others(start: Start, monke
     assert until(links, lambda reports: reports) == [Received(0, b"one")]
 
 
+def test_no_command_goes_on_if_this_process_was_stopped_while_it_closed_them(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = start(shell(f"trap '' TERM; {MARK}; while :; do sleep 1; done"))
+    until(links, lambda reports: reports)
+    monkeypatch.setattr(module, "_LEAVE_S", 0.0)  # as if all of the time had passed at once
+    links.close()
+    monkeypatch.undo()
+    until_no_command_is_left()
+
+
 def test_stderr_that_fills_does_not_stop_a_command(start: Start) -> None:
     text = f"{MARK}; head -c 3000000 /dev/zero | tr '\\0' e >&2; echo after; sleep 100"
     links = start(shell(text))

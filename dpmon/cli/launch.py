@@ -57,6 +57,9 @@ def run(options: argparse.Namespace) -> int:
     # If stdin is a terminal, dpmon or the shell reads it, so the command gets a terminal of its own.
     inherit = (headless or options.detach) and not os.isatty(0)
     tells, problem = _event_command(options.on_event or options.settings.on_event)
+    early: list[int] = []
+    if headless:
+        remember_signals(early)  # an interrupt must leave no run without a command behind
     directory, info = create_run(_describe(options, command, headless, inherit, tells))
     if problem is not None:
         speak(problem)
@@ -66,9 +69,6 @@ def run(options: argparse.Namespace) -> int:
     state = os.environ.get("XDG_STATE_HOME", "")
     if state.strip() and not os.path.isabs(state):
         speak(f"XDG_STATE_HOME={state} is not an absolute path and is ignored; this run is kept in {directory.parent}")
-    early: list[int] = []
-    if headless:
-        remember_signals(early)
     keep_statuses()
     if not options.detach:
         become_reaper()

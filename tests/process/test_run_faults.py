@@ -87,7 +87,7 @@ def test_a_stopped_run_that_did_not_end_by_the_signal_is_listed_as_stopped(dpmon
     )
     dpmon.run("--detach", "--name", "aborts", "script.py")
     dpmon.begun()
-    result = dpmon.run("stop", "aborts")
+    result = dpmon.stop("aborts")
     assert result.status == 0, result.errors
     assert result.text.splitlines()[-1].startswith("stopped by SIGINT: aborts-")
     (row,) = [line.split() for line in dpmon.run("ls").text.splitlines() if line.startswith("aborts")]
@@ -165,6 +165,26 @@ def test_an_interrupt_before_the_command_is_there_reaches_it(dpmon: Dpmon) -> No
             info = json.loads((directory / "run.json").read_text())
             pid, since = info["command_pid"], info["command_started"]
             wait_for(lambda pid=pid, since=since: pid is None or not proc.alive(pid, since), what="the command's end")  # type: ignore[misc]
+
+
+INTERRUPTED_AT_ONCE = """\
+import os, signal
+from dpmon.run import runs
+save = runs.save
+def interrupted(*words):
+    os.kill(os.getpid(), signal.SIGINT)
+    save(*words)
+runs.save = interrupted
+from dpmon.cli.main import entry
+entry()
+"""
+
+
+def test_an_interrupt_while_the_run_is_created_leaves_no_half_of_it(dpmon: Dpmon) -> None:
+    dpmon.script("import time; time.sleep(60)")
+    result = dpmon.run(argv=[dpmon.python, "-c", INTERRUPTED_AT_ONCE, "script.py"])
+    assert result.status in (130, 1), result.errors  # Python that is still starting exits with 1
+    assert dpmon.exit()["status"] == result.status
 
 
 def test_a_users_signal_goes_to_the_command_alone(dpmon: Dpmon) -> None:

@@ -41,6 +41,10 @@ pathlib.Path("began").touch()
 while not pathlib.Path("go").exists():
     time.sleep(0.01)
 """
+_PATIENT = (
+    "import dpmon.run.signalling as s; s.stop_run.__defaults__ = (None, 60.0)\n"
+    "from dpmon.cli.main import entry; entry()"
+)
 
 
 def wait_for(condition: Callable[[], Value], limit: float = LIMIT_S, what: str = "") -> Value:
@@ -198,6 +202,10 @@ class Dpmon:
             out, err = process.communicate()
             raise AssertionError(f"not over within {limit} s: {words}\n{err.decode()[-2000:]}") from None
         return Result(process.returncode, out or b"", err or b"")
+
+    def stop(self, run: str) -> Result:
+        """Run `dpmon stop`, with more patience after each signal: on a busy machine, a process needs time to end."""
+        return self.run(argv=[self.python, "-c", _PATIENT, "stop", run])
 
     def script(self, text: str, name: str = "script.py") -> Path:
         """Write a script into the working directory."""

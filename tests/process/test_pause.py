@@ -131,8 +131,8 @@ def test_the_order_of_the_record(both: tuple[Traced, Traced]) -> None:
 @pytest.fixture(scope="module")
 def steered(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     """Very short steps, asked four times: while nobody supervises, then twice with success, once left alone."""
-    # Nobody reads the ring meanwhile, so the steps take a millisecond: it must not overflow.
-    slower = LOOP.replace("model(x)", "time.sleep(0.001); model(x)").replace("import pathlib", "import time, pathlib")
+    # Nobody reads the ring meanwhile, so the steps take 10 ms: it must not overflow.
+    slower = LOOP.replace("model(x)", "time.sleep(0.01); model(x)").replace("import pathlib", "import time, pathlib")
     script = Script(tmp_path_factory.mktemp("steered"), slower + "train()\n")
     ring = script.ring()
     wait_for(lambda: ring.activity()[1] > 0, what="the training")
@@ -279,7 +279,7 @@ def test_an_interrupt_ends_a_pause(dpmon: Dpmon) -> None:
     at = next(n for n, record in enumerate(found) if record["kind"] == "pause" and not record["paused"])
     assert found[at]["reason"] == "interrupted"
     told = dpmon.run("report").text
-    assert re.search(r"\nPAUSES\n  00:00:\d\d  after step \d+  for [\d.]+ m?s, went on by itself: interrupted\n", told)
+    assert re.search(r"\nPAUSES\n  00:0\d:\d\d  after step \d+  for [\d.]+ m?s, went on by itself: interrupted\n", told)
     assert len([record for record in found[at:] if record["kind"] == "step"]) == 5
     reader.close()
 

@@ -92,7 +92,7 @@ def test_the_wheel_has_what_dpmon_needs_and_no_more(wheel: Path) -> None:
     sources = {
         f"dpmon/{path.relative_to(ROOT / 'dpmon')}"
         for path in (ROOT / "dpmon").rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
+        if path.is_file() and "__pycache__" not in path.parts
     }
     assert {"dpmon/py.typed", "dpmon/tracer/site/sitecustomize.py", "dpmon/__main__.py"} <= sources
     shared = {f"{data}/{name}" for name in SHARED}

@@ -161,7 +161,7 @@ def test_every_command_leaves_the_ring_as_it_is(dpmon: Dpmon, disk: Path) -> Non
         dpmon.run(*dpmon.warm(), "other.py", env={"DPMON_KEEP_RUNS": "1"})
         trains_on(dpmon)
         (disk / "hog").unlink()
-        stopped = dpmon.run("stop", "train")
+        stopped = dpmon.stop("train")
         assert "stopped by SIGINT" in stopped.text, stopped.text + stopped.errors
         attached.wait(60)
     finally:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 WRITER = Path(__file__).resolve().parent.parent / "writer.py"
 MIB = 1 << 20
 FLOOD = """\
-import os, pathlib, sys
+import os, pathlib, sys, time
 sys.path.insert(0, {tests!r})
 import writer
 def after(number):
@@ -30,8 +30,14 @@ def after(number):
         for line in range(30000):
             print(f"line {{line}} of the script's own output, about a hundred bytes of it in all", "." * 30)
             if line % 2000 == 0:
-                import time
-                time.sleep(0.4)  # what is left is about half a megabyte a second
+                # What is left is about half a megabyte a second, if the supervisor is not kept from making room.
+                time.sleep(0.4)
+                until = time.monotonic() + 10
+                while room() < 500_000 and time.monotonic() < until:
+                    time.sleep(0.05)
+def room():
+    log = os.fstat(1)
+    return log.st_blocks * 512 - log.st_size
 print("began", flush=True)
 pathlib.Path("began").touch()
 writer.main(6000, 3000, 2, after)

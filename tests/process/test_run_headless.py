@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Callable
 from fcntl import ioctl
 from pathlib import Path
 
@@ -293,26 +294,36 @@ writer.main(100_000, 400, 3, lambda _: pathlib.Path("go").exists() and sys.exit(
 """
 
 
-def often(dpmon: Dpmon, until: str, times: int = 1) -> list[str]:
-    """Return the lines on stderr of a run with a status line every 0.2 s, until it has said this so many times."""
+def often(dpmon: Dpmon, enough: Callable[[list[str]], object]) -> list[str]:
+    """Return the lines on stderr of a run with a status line every 0.2 s, which goes on until they are enough."""
     said = dpmon.cwd / "said"
     with open(said, "wb") as file:
         process = dpmon.start(argv=[sys.executable, "-c", OFTEN, "script.py"], stderr=file)
-    wait_for(lambda: said.read_text().count(until) >= times, what=until)
+    wait_for(lambda: enough(said.read_text().splitlines()), what="its lines")
     dpmon.go()
     assert process.wait(100) == 0
     return said.read_text().splitlines()
 
 
+def in_status(lines: list[str]) -> list[list[str]]:
+    """Return the words of each status line with a rate."""
+    lines = [line.partition("  (run ")[0] for line in lines]
+    return [line.split() for line in lines if line.startswith("dpmon: step ") and "steps/s" in line]
+
+
+def goes_on(lines: list[str]) -> bool:
+    """Return whether some status lines show the progress of the script, which may have to wait for a processor."""
+    status = in_status(lines)
+    return len(status) >= 3 and status[0][2] != status[-1][2]
+
+
 def test_a_line_of_progress_is_printed_now_and_then(dpmon: Dpmon) -> None:
     dpmon.script(TRAINS)
-    lines = often(dpmon, " steps/s", 3)
+    lines = often(dpmon, goes_on)
     named = [line for line in lines if "  (run " in line]
     assert named == [line for line in lines if line.startswith("dpmon: ")][:1]
     assert named[0].endswith(f"  (run {short_name(load_info(dpmon.last()))})")
-    lines = [line.partition("  (run ")[0] for line in lines]
-    status = [line.split() for line in lines if line.startswith("dpmon: step ") and "steps/s" in line]
-    assert len(status) >= 3
+    status = in_status(lines)
     steps = [int(fields[2]) for fields in status]
     assert steps == sorted(steps)
     assert 1 <= steps[0] < steps[-1]
@@ -332,7 +343,7 @@ def test_a_line_of_the_script_is_never_cut_by_one_of_ours(dpmon: Dpmon) -> None:
         "    sys.stderr.write(f'begun {n} '); sys.stderr.flush(); time.sleep(0.5)\n"
         "    sys.stderr.write('ended\\n'); sys.stderr.flush(); time.sleep(0.3)\n"
     )
-    lines = often(dpmon, "dpmon: starting")
+    lines = often(dpmon, lambda lines: "dpmon: starting" in lines)
     assert [line for line in lines if not line.startswith("dpmon: ")] == [f"begun {n} ended" for n in range(2)]
     assert "dpmon: starting" in lines
 

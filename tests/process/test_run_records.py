@@ -64,7 +64,7 @@ STAYS = WRITER, 16_000, 6000, 8, 15_999
 
 
 def test_export_while_the_run_goes_on(dpmon: Dpmon) -> None:
-    process = dpmon.start(WRITER, 200_000, 3000)
+    process = dpmon.start(WRITER, 200_000, 1000)  # its ring has room for a quarter of a minute
     lengths = []
     for wanted in (500, 3500):
 
@@ -114,6 +114,7 @@ def test_a_damaged_history_loses_only_its_own_rows(dpmon: Dpmon, recorded: Path,
 
 def test_the_schema_can_be_queried_by_people(dpmon: Dpmon) -> None:
     dpmon.run(WRITER, 200, 10_000, 3)
+    until_unsupervised(dpmon.info())
     with sqlite3.connect(f"file:{dpmon.last() / 'history.sqlite'}?mode=ro", uri=True) as db:
         query = "SELECT mode, count(*) FROM calls GROUP BY mode"
         assert db.execute(query).fetchall() == [("dp", 100)]

@@ -21,7 +21,7 @@ class Slow(Dataset):
         return 100_000
 
     def __getitem__(self, index):
-        time.sleep(0.005)
+        time.sleep(0.02)
         open("loaded", "a").write(".")
         return torch.ones(4)
 

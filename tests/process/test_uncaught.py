@@ -81,11 +81,19 @@ dist.all_reduce(torch.ones(3))
 """
 
 
+PATIENT = f"""\
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+statuses = os.path.join(os.environ["DPMON_RUN"], {STATUSES!r})
+while not os.path.exists(statuses) or " -6\\n" not in open(statuses).read():
+    time.sleep(0.05)
+"""
+"""Rank 0 waits until the supervisor has seen the end of rank 1, although the launcher ends it."""
+
+
 def test_a_rank_that_ends_without_an_exception_comes_first(dpmon: Dpmon) -> None:
     """Not the exception of the other rank, which lost its connection."""
-    # The supervisor sees the end of rank 1 within a moment; rank 0 gives it that, and the launcher gives it to rank 0.
-    patient = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3)\ndist.all_reduce"
-    script = dpmon.script(ABORTED.replace("dist.all_reduce", patient), "train.py")
+    script = dpmon.script(ABORTED.replace("dist.all_reduce", f"{PATIENT}dist.all_reduce"), "train.py")
     run = dpmon.run("--headless", *TORCHRUN, "--nproc-per-node", "2", script)
     first = "rank 1 was ended by SIGABRT"
     assert dpmon.exit()["cause"].startswith(first), "the launcher may end rank 0 before its exception"

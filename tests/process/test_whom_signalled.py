@@ -89,7 +89,7 @@ def test_processes_left_by_a_finished_run_are_stopped(dpmon: Dpmon) -> None:
     left, nameless = map(int, result.text.split())
     try:
         assert proc.alive(left, None)
-        result = dpmon.run("stop", "leaves")
+        result = dpmon.stop("leaves")
         assert result.status == 0, result.errors
         assert "stopped by SIGINT" in result.text
         assert not proc.alive(left, None)
@@ -127,7 +127,7 @@ def test_a_daemon_of_the_training_is_stopped_with_it(dpmon: Dpmon) -> None:
     dpmon.run("--detach", "--name", "daemons", "script.py")
     dpmon.begun()
     daemon = daemon_of(dpmon)
-    result = dpmon.run("stop", "daemons")
+    result = dpmon.stop("daemons")
     assert result.status == 0, result.errors
     assert "SIGINT to 2 processes" in result.text
     assert not proc.alive(daemon, None)

@@ -173,11 +173,14 @@ def test_a_signal_reaches_a_command_that_could_not_be_recorded(
         supervisor.kill()
 
 
-def test_an_end_counts_when_the_last_records_are_written_or_nobody_writes_them(state: Path) -> None:
+def test_an_end_counts_when_the_last_records_are_written_or_nobody_writes_them(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     info = RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True)
     directory, _ = create_run(info)
     now = exit_info(info, 5, "supervisor", drained=False)
-    earlier = replace(now, end_ns=now.end_ns - 10**10)
+    earlier = replace(now, end_ns=now.end_ns - 2000 * 10**9)
+    monkeypatch.setattr(guards, "STALLED_S", 1000.0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
         guard = Guard(RunReader(directory), supervisor)
         save(directory, now)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from operator import attrgetter
 from statistics import fmean
 from typing import NamedTuple
 
@@ -99,6 +100,11 @@ class Communication:
         return tuple(one for one in self.ranks if one.joined)
 
     @cached_property
+    def by_wait(self) -> Sequence[RankTimes]:
+        """The ranks with known waits, the one that waits least first."""
+        return sorted((one for one in self.ranks if one.wait_ns is not None), key=attrgetter("wait_ns"))
+
+    @cached_property
     def joined(self) -> int:
         """Number of steps with known waits between ranks."""
         return min((one.joined for one in self.known), default=0)
@@ -117,7 +123,7 @@ class Communication:
     def waiting(self) -> tuple[RankTimes, ...]:
         """The ranks with known waits, without those that the others wait for."""
         slow = self.straggler
-        return tuple(one for one in self.known if slow is None or one.process not in slow.processes)
+        return self.known if slow is None else tuple([one for one in self.known if one.process not in slow.processes])
 
     @cached_property
     def wait_ns(self) -> float | None:

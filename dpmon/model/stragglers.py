@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,6 +38,8 @@ _DEVICE = {phase: device_series(phase) for phase in STEP_PHASES}
 _SIGMAS = 4.0
 """Standard deviations by which ranks must be the slowest more often than by chance."""
 _SYNC, _FORWARD = "sync", "forward"
+_wait: Callable[[RankTimes], float] = attrgetter("wait_ns")
+"""The wait of a rank for which it is known."""
 _NAMED = 3
 """Most names in a list of ranks; a longer list ends with a count ("ranks 0, 1 and 3 more")."""
 
@@ -239,11 +242,12 @@ def delays(ranks: Sequence[RankTimes]) -> dict[int, float]:
             groups.setdefault(one.group, []).append(one)
     found = {}
     for members in groups.values():
-        waits = sorted(map(_wait, members))
+        own = [*map(_wait, members)]
+        waits = sorted(own)
         # The median is the same without any one of the waits below the middle.
         usual, middle = median_without(waits, waits[0]), waits[len(waits) // 2]
-        for one in members:
-            wait, step = one.wait_ns or 0.0, one.step_ns or 0.0
+        for one, wait in zip(members, own, strict=True):
+            step = one.step_ns or 0.0
             if wait < middle and usual - wait >= LEAST_SHARE * step:
                 found[one.process] = min((usual - wait) / step, 1.0)
     return found
@@ -281,10 +285,6 @@ def _with_cause(
         return found
     own = fmean(one.phases.get(phase, 0.0) for one in slow)
     return found._replace(phase=phase, own_ns=own, others_ns=usual[phase])
-
-
-def _wait(one: RankTimes) -> float:
-    return one.wait_ns or 0.0
 
 
 def _by_chance(steps: int, expected: float) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from dpmon.text.cells import cropped as cropped_text
@@ -15,6 +16,7 @@ from dpmon.ui.look import Glyphs
 
 Span = tuple[str, str]
 Row = list[Span]
+_TEXT, _STYLE = map(itemgetter, (0, 1))
 
 
 def width_of(row: Iterable[Span]) -> int:
@@ -32,7 +34,7 @@ def plain(row: Iterable[Span]) -> str:
 
 def merged(cells: Iterable[Span]) -> Row:
     """The same text in as few spans as its styles allow."""
-    return [("".join(text for text, _ in same), style) for style, same in groupby(cells, key=lambda cell: cell[1])]
+    return [("".join(map(_TEXT, same)), style) for style, same in groupby(cells, key=_STYLE)]
 
 
 def dimmed(row: Iterable[Span]) -> Row:

@@ -6,8 +6,7 @@ Many ranks, or ranks on several nodes, are drawn as a map with a cell per rank, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from heapq import nsmallest
-from operator import attrgetter
+from itertools import chain, islice
 from typing import NamedTuple
 
 from dpmon.cleaning import clean
@@ -27,7 +26,6 @@ from dpmon.ui.panels.rank_map import rank_map
 from dpmon.ui.panels.ranks_over_time import over_time, slow_rows
 from dpmon.ui.rows import Row, TableColumn, lines, table_rows, width_of
 
-_BY_WAIT = attrgetter("wait_ns")
 _LABEL = 6
 """Cells of the mark and the rank."""
 _LEAST_BAR, _MOST_BAR = 6, 24
@@ -201,14 +199,13 @@ def _notes(facts: Facts, found: Communication, width: int, room: int, ranks: int
 
 def _ranks(facts: Facts, found: Communication) -> list[_Rank]:
     """The ranks of the table by number; if there are many, only the slowest ranks, the slowest first."""
-    times, slow, chosen = found.ranks, facts.state.straggler, facts.view.process
+    times: Iterable[RankTimes] = found.ranks
+    slow, chosen = facts.state.straggler, facts.view.process
     if _many(facts):
-        late = set(slow.processes) if slow is not None else set()
-        known = [one for one in times if one.wait_ns is not None]
-        first = sorted((one for one in known if one.process in late), key=_BY_WAIT)
-        first = [*(one for one in known if one.process == chosen), *(one for one in first if one.process != chosen)]
-        others = nsmallest(_most(facts) + len(first), known, key=_BY_WAIT)
-        times = (*first, *(one for one in others if one.process not in late and one.process != chosen))[: _most(facts)]
+        named = {chosen, *(slow.processes if slow is not None else ())}
+        first = [one for one in found.by_wait if one.process in named]
+        first.sort(key=lambda one: one.process != chosen)
+        times = islice(chain(first, (one for one in found.by_wait if one.process not in named)), _most(facts))
     there = [one for one in times if one.process in facts.state.processes]
     rows = _with_calls(facts, (facts.state.processes[one.process] for one in there))
     return [_Rank(process, track, one) for (process, track), one in zip(rows, there, strict=True)]

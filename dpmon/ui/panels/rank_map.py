@@ -6,6 +6,7 @@ Several nodes share a row where there is no room for one each. Where even that i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 
 from dpmon.model.nodes import SILENT, NodeFacts
@@ -82,15 +83,21 @@ def by_number(ranks: Sequence[RankTimes], slow: Straggler | None, width: int, lo
 
 
 def _blocks(cells: Row) -> list[Row]:
-    return [cells[at : at + _BLOCK] for at in range(0, len(cells), _BLOCK)]
+    return [merged(cells[at : at + _BLOCK]) for at in range(0, len(cells), _BLOCK)]
 
 
 def _rows(labels: Sequence[str], blocks: Sequence[Row], each: int) -> list[Row]:
-    """Rows of `each` blocks; a row begins with the label of its first block."""
+    """Rows of `each` blocks, each row with its label."""
     return [
-        [(labels[at], "dim"), *chain.from_iterable(((" ", ""), *merged(cells)) for cells in blocks[at : at + each])]
-        for at in range(0, len(blocks), each)
+        [(label, "dim"), *chain.from_iterable(((" ", ""), *block) for block in blocks[at * each : (at + 1) * each])]
+        for at, label in enumerate(labels)
     ]
+
+
+@lru_cache(4096)
+def _block(cells: tuple[Span, ...], width: int) -> Row:
+    """Cells as a part of a row. Most of a thousand ranks look like others, and like themselves a second ago."""
+    return merged(fit(cells, width))
 
 
 # ------------------------------------------------------------------------------------------------ nodes
@@ -104,7 +111,6 @@ def _by_node(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[i
         signs[chosen] = (signs[chosen][0] if _is_slow(chosen, facts) else look.glyphs.ring, "key")
     members = facts.state.of_nodes
     label = min(max(span_width(node.name) for node in nodes), _NAME)
-    names = [plain(fit([(node.name, "")], label, look.glyphs.more)) for node in nodes]
     size = max(max(map(len, members)), 1)
     usual, most = (max(rows, 1) for rows in room)
     fitting = max((width - label) // (size + 1), 1)
@@ -112,22 +118,27 @@ def _by_node(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[i
     each = -(-len(nodes) // -(-len(nodes) // each))  # rows of equal length
     if -(-len(nodes) // each) > most and facts.view.zoom is None:
         cells = [_of_node(node, own, signs, now_ns) for node, own in zip(nodes, members, strict=True)]
-        return _rows(names[::_BLOCK], _blocks(cells), max((width - label) // (_BLOCK + 1), 1))
+        each = max((width - label) // (_BLOCK + 1), 1)
+        return _rows(_labels(nodes[:: _BLOCK * each], label, look), _blocks(cells), each)
     blocks, unknown = list[Row](), delay_sign(None, look)
     for node, own in zip(nodes, members, strict=True):
         trouble = node.trouble(now_ns)
-        cells = [signs.get(each, unknown) for each in own.values()]
+        cells = [signs.get(process, unknown) for process in own.values()]
         if trouble is not None and trouble.word in SILENT:
             cells = [cell if cell[1] in ("found", "key") else unknown for cell in cells]
         if each > 1 and trouble is not None and trouble.word != "ended":
             cells = [(trouble.brief(now_ns, size), STYLES.get(trouble.word, "bad"))]
-        blocks.append(fit(merged(cells), size))
-    rows = _rows(names, blocks, each)
+        blocks.append(_block(tuple(cells), size))
+    rows = _rows(_labels(nodes[::each], label, look), blocks, each)
     for row, node, own in zip(rows, nodes, members, strict=True) if each == 1 else ():
         row.append((f"  {in_ranges(own, ',', 2)}", "dim"))
         if (trouble := node.trouble(now_ns)) is not None:
             row.append((f"  {trouble.words(now_ns)}", STYLES.get(trouble.word, "bad")))
     return rows
+
+
+def _labels(nodes: Sequence[NodeFacts], width: int, look: Look) -> list[str]:
+    return [plain(fit([(node.name, "")], width, look.glyphs.more)) for node in nodes]
 
 
 def _of_node(node: NodeFacts, own: Mapping[int, int], signs: Mapping[int, Span], now_ns: int) -> Span:

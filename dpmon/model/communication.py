@@ -192,12 +192,15 @@ class Communication:
         return _facts(self)
 
     def with_times(
-        self, ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper], elsewhere: Sequence[RankTimes]
+        self,
+        ranks: Sequence[RankTimes],
+        wrappers: Sequence[Wrapper],
+        elsewhere: Sequence[RankTimes],
+        groups: Mapping[int, Group | None],
     ) -> Communication:
-        """The same with other times. `wrappers`: those of all ranks, as before."""
+        """The same with other times. `wrappers`: those of all ranks, as before; `groups`: of each rank."""
         missing = None if any(one.joined for one in ranks) else _missing((*ranks, *elsewhere), self.wrappers)
         waits = any(one.waits_in_forward for one in wrappers)
-        groups = groups_of([one.rank for one in (*ranks, *elsewhere)], wrappers)
         times, others = (
             tuple(
                 one
@@ -248,7 +251,7 @@ def communication(
     ]
     own.sort(key=lambda one: one.number)
     known = Communication((), tuple(own), _torch_times(wrappers), lately, None, collectives, sampled_of)
-    return known.with_times(ranks, wrappers, elsewhere)
+    return known.with_times(ranks, wrappers, elsewhere, groups_of([one.rank for one in (*ranks, *elsewhere)], wrappers))
 
 
 def groups_of(ranks: Iterable[int], wrappers: Sequence[Wrapper]) -> Mapping[int, Group | None]:

@@ -53,7 +53,7 @@ def _processes(
     for number in numbers:
         step, (mode, called_ns) = steps.get(number), calls.get(number, ("", -1))
         held = memory.get(number)
-        rank, info = rows.ranks.get(number), events.info.get(number, ProcessFacts(number))
+        rank, info = rows.ranks.get(number), events.info.get(number) or ProcessFacts(number)
         known[number] = Process(
             number,
             rank if rank is not None else info.rank,

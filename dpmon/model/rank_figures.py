@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import nsmallest
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +135,12 @@ class RankTimesReader:
     """Seconds that have enough steps with known waits."""
     _whole: dict[int, tuple[int, RankTimes]] = field(default_factory=dict)
     """All times of some or all processes, and the second up to which they were read."""
+    groups: Mapping[int, Group | None] = field(default_factory=dict)
+    """The process group of each rank."""
+    _grouped: Sequence[object] = ()
+    """The processes and wrappers that `groups` is of."""
+    _one_of: Mapping[Group | None, int] = field(default_factory=dict)
+    """A process of each group."""
 
     def read(
         self,
@@ -153,6 +158,9 @@ class RankTimesReader:
         if (of, stalled) != (self._of, self._stalled):
             self._of, self._stalled, self._width_s = of, stalled, RANK_S
             self._waits, self._whole, self._times = None, {}, ()
+        if (grouped := (of, [*wrappers])) != self._grouped:
+            self._grouped, self.groups = grouped, groups_of((one.number for one in ranks), wrappers)
+            self._one_of = {self.groups[one.number]: one.process for one in ranks}
         # If ranks also wait for each other in the forward, the waits of the backward alone do not show who is slow.
         alone = not any(one.waits_in_forward for one in wrappers)
         if not (rows.mirrored and alone and len(ranks) > RANKS_A_SECOND):
@@ -162,34 +170,31 @@ class RankTimesReader:
         new = self._waits.read(rows, end_s, ranks, focus.last_step.wall_ns // SECOND)
         self._end_s = end_s
         if new or not self._times:
-            self._times = self._with_waits(rows, focus, ranks, wrappers, end_s, self._waits.of)
+            self._times = self._with_waits(rows, focus, ranks, end_s, self._waits.of)
         return self._times
 
     def _with_waits(
-        self,
-        rows: Store,
-        focus: Process,
-        ranks: Sequence[Process],
-        wrappers: Sequence[Wrapper],
-        end_s: int,
-        waits: Mapping[int, _Waits],
+        self, rows: Store, focus: Process, ranks: Sequence[Process], end_s: int, waits: Mapping[int, _Waits]
     ) -> tuple[RankTimes, ...]:
         """The times of many ranks with their last waits."""
-        groups = groups_of((one.number for one in ranks), wrappers)
-        read = self._read_whole(rows, focus, _some(ranks, focus, waits, groups), end_s, _AGE_S)
+        groups = self.groups
+        read = self._read_whole(rows, focus, self._some(ranks, focus, waits), end_s, _AGE_S)
         whole = {one.process: one._replace(group=groups[one.rank]) for one in read}
-        of_group = {one.group: one for one in (*sorted(whole.values(), key=_STEPS), whole[focus.process])}
-        parts = {group: min(one.synced / one.steps, 1.0) if one.steps else 0.0 for group, one in of_group.items()}
+        of_group = {
+            one.group: (one.step_ns, min(one.synced / one.steps, 1.0) if one.steps else 0.0)
+            for one in (*sorted(whole.values(), key=_STEPS), whole[focus.process])
+        }
         found = []
         for one in ranks:
             process, number, known = one.process, one.number, _UNKNOWN
             times, own, group = whole.get(process), waits.get(process), groups[number]
+            step_ns, part = of_group[group]
             if times is not None:
                 before, known, after = times[:_JOINED], times[_JOINED:_SYNCED], times[_SYNCED:]
             else:  # all leave a synchronised pass together, so they have the same mean step
-                before, after = (process, number, 0, of_group[group].step_ns, {}), (0, 0, 0, group, False, one.node)
+                before, after = (process, number, 0, step_ns, {}), (0, 0, 0, group, False, one.node)
             if own is not None:
-                part = parts[group] / own.steps
+                part /= own.steps
                 known = own.steps, own.exposed_ns * part, own.wait_ns * part, own.slowest
             found.append(RankTimes._make(before + known + after))
         return tuple(found)
@@ -206,16 +211,14 @@ class RankTimesReader:
             self._whole |= {one.process: (end_s, one) for one in read}
         return tuple(self._whole[one.process][1] for one in ranks)
 
-
-def _some(
-    ranks: Sequence[Process], focus: Process, waits: Mapping[int, _Waits], groups: Mapping[int, Group | None]
-) -> list[Process]:
-    """The ranks for which all times are read: `focus`, the slowest, and some others of each group for comparison."""
-    slowest = nsmallest(WORST, waits, key=lambda process: waits[process].wait_ns / waits[process].steps)
-    wanted = {focus.process, *slowest, *(one.process for one in spread(ranks, RANKS_A_SECOND - WORST))}
-    read = [one for one in ranks if one.process in wanted]
-    wanted.update({groups[one.number]: one.process for one in (*ranks, *read)}.values())
-    return [one for one in ranks if one.process in wanted]
+    def _some(self, ranks: Sequence[Process], focus: Process, waits: Mapping[int, _Waits]) -> list[Process]:
+        """The ranks for which all times are read: `focus`, the slowest, and some of each group for comparison."""
+        means = {process: own.wait_ns / own.steps for process, own in waits.items()}
+        slowest = sorted(means, key=means.__getitem__)[:WORST]
+        wanted = {focus.process, *slowest, *(one.process for one in spread(ranks, RANKS_A_SECOND - WORST))}
+        own = {self.groups[one.number]: one.process for one in ranks if one.process in wanted}
+        wanted.update({**self._one_of, **own}.values())
+        return [one for one in ranks if one.process in wanted]
 
 
 def _parts(end_s: int, width_s: int, stalled: Seconds) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ change (finished columns of the history, samples) is cached, but no more than a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,7 +33,7 @@ from dpmon.model.rank_figures import RANKS_A_SECOND, RankTimesReader, rank_figur
 from dpmon.model.rank_waits import RankWaitReader, among_many
 from dpmon.model.slow_steps import INPUT, SlowStepReader, SlowSteps, Uneven, uneven_steps, waited_ns
 from dpmon.model.state import MANY, MAPPED, NO_STEPS, Process, Recent, State, Wanted, WarningText
-from dpmon.model.stragglers import RankTimes
+from dpmon.model.stragglers import Group, RankTimes
 from dpmon.record.schema import SECOND, SETTLING, STEP
 from dpmon.store.figures import Figures, Window, figures
 from dpmon.store.tally import KeptTallies
@@ -183,7 +183,7 @@ class Snapshots:
             longest = slow_steps_of(rows, state, wanted.span_s, wanted.slowest, events.inputs, self._slowest)
             state = replace(state, slowest=longest)
         if ranks:
-            state = with_ranks(rows, state, found, ranks, wrappers, times, last)
+            state = with_ranks(rows, state, found, ranks, wrappers, times, last, self._times.groups)
             return self._with_waits(rows, state, found, wanted) if wanted.waits else state
         return replace(state, communication=communication((), wrappers, lately=True))
 
@@ -405,13 +405,14 @@ def with_ranks(
     wrappers: Sequence[Wrapper],
     times: tuple[RankTimes, ...],
     last: State | None,
+    groups: Mapping[int, Group | None],
 ) -> State:
     """Add the mean times of the ranks, and the collectives of sampled steps: those of a `last` state if it is given."""
     numbers = {process.process for process in (focus, *others)}
     own = tuple(one for one in times if one.process in numbers)
     elsewhere = tuple(one for one in times if one.process not in numbers)
     if last is not None and (before := last.communication) is not None:
-        return replace(state, communication=before.with_times(own, wrappers, elsewhere))
+        return replace(state, communication=before.with_times(own, wrappers, elsewhere, groups))
     end_ns = state.newest_ns + 1
     begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
     found = rows.communicated(begin_s * SECOND, end_ns, list(numbers))

@@ -26,14 +26,17 @@ _SHOWN_NS = 30 * 10**9
 """How long a reader shows which machines did not do what they were asked for."""
 
 
-def doing_in(value: object) -> dict[int, tuple[str, int]]:
-    """Return what each process does, and since when (ns), from JSON by word and number; leave out what is damaged."""
+def doing_in(value: object, start_ns: int = 0) -> dict[int, tuple[str, int]]:
+    """Return what each process does, and since when (ns), from JSON by word and number; leave out what is damaged.
+
+    `start_ns` is added to a time other than 0.
+    """
     found = {}
     for word, numbers in value.items() if isinstance(value, Mapping) else ():
         what = clean(word)[:_MOST_WORD]
         for number, since in numbers.items() if isinstance(numbers, Mapping) else ():
             if type(since) is int and number.isdecimal() and len(number) < 10:
-                found[int(number)] = what, since
+                found[int(number)] = what, since and since + start_ns
     return found
 
 
@@ -86,8 +89,7 @@ class Machines:
         """What each process does, and since when (monotonic ns)."""
         self._read()
         if self._doing is None:
-            doing = doing_in(self._state.get("doing")).items()
-            self._doing = {number: (what, since and since + self._start_ns) for number, (what, since) in doing}
+            self._doing = doing_in(self._state.get("doing"), self._start_ns)
         return self._doing
 
     def since(self, name: str) -> int | None:

@@ -150,15 +150,16 @@ class Steps(Sums):
         which = "" if len(processes) == len(self.ranks) else f" AND process IN ({', '.join(map(str, processes))})"
         if len(processes) > 1:
             together = (", min(ifnull(wait_ns, 0))", f"GROUP BY ifnull({SYNC_NUMBER}, -id)")
-        query = (
-            f"SELECT {_SLOW_COLUMNS}{together[0]} FROM steps WHERE id > ? AND id <= ?{which}"
+        longest = (  # first only the columns that decide, because it looks at the steps of a thousand ranks
+            f"SELECT id, wall_ns AS ns{together[0]} FROM steps WHERE id > ? AND id <= ?{which}"
             " AND mode = ? AND start_ns + wall_ns > ?"
             f" AND {without(SETTLING | EVALUATION)} {together[1]} ORDER BY wall_ns DESC LIMIT ?"
         )
+        query = f"SELECT {_SLOW_COLUMNS} FROM ({longest}) CROSS JOIN steps USING (id) ORDER BY ns DESC"
         names = [phase.name for phase in PHASES]
         return [
             SlowRow._make(
-                (*row[:8], {name: took for name, took in zip(names, row[8:], strict=False) if took is not None})
+                (*row[:8], {name: took for name, took in zip(names, row[8:], strict=True) if took is not None})
             )
             for row in self.query(query, (first_id, last_id, mode, begin_ns, most))
         ]
@@ -278,7 +279,12 @@ class Steps(Sums):
         self, decode: Callable[[tuple[Any, ...]], _Decoded], table: str, columns: str, processes: Sequence[int]
     ) -> Iterator[_Decoded]:
         """Yield the newest row of each process in a table, of one query: a run can have a thousand ranks."""
-        bounds = [f"({one}, {self._bounds(one)[0]}, {self._last_id(table, one)})" for one in processes]
+        now = self.until_ns == LAST_NS
+        bounds = [
+            f"({one}, {low}, {high if now else self._last_id(table, one)})"
+            for one in processes
+            for low, high in (self._bounds(one),)
+        ]
         newest = f"SELECT id FROM {table} WHERE process = who AND id BETWEEN low AND high ORDER BY id DESC LIMIT 1"
         query = (
             f"WITH ends(who, low, high) AS (VALUES {', '.join(bounds)})"

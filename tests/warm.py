@@ -102,7 +102,7 @@ class Piped(Forked):
             for fd in inside:
                 os.close(fd)
 
-    def communicate(self, timeout: float) -> tuple[str, str]:
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Close its input and return its output at the end; raise subprocess.TimeoutExpired after `timeout`."""
         with contextlib.suppress(BrokenPipeError):
             self.stdin.close()
@@ -113,7 +113,7 @@ class Piped(Forked):
         for reader in self._readers:
             reader.join(timeout)
             if reader.is_alive():
-                raise subprocess.TimeoutExpired("a script", timeout)
+                raise subprocess.TimeoutExpired("a script", timeout or 0.0)
         self.stdout.close()
         self.stderr.close()
         self.wait(timeout)

@@ -68,6 +68,8 @@ _LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_
 """Columns of a step for `_long_row`."""
 _LOOKED_AT = 20_000
 """A search for single steps reads only this many of the newest ids."""
+_NEAR_ROWS = 8
+"""A search for a time reads this many rows before a place, and after it."""
 
 
 class Steps(Sums):
@@ -84,6 +86,8 @@ class Steps(Sums):
         self.until_ns = LAST_NS
         """Methods that return the newest rows leave out those after this time (ns since the run's start)."""
         self._last_ids: dict[tuple[str, int], int] = {}
+        self._near: dict[str, int] = {}
+        """By table: the id that `_search` found last."""
 
     def at(self: _Same, t_ns: int | None) -> _Same:
         """Return this store as of an earlier time (ns since the run's start); None: as of now."""
@@ -375,20 +379,21 @@ class Steps(Sums):
     def _search(self, table: str, process: int, low: int, high: int) -> int:
         """Return the highest id (`low` to `high`) of a process's rows that ended by `until_ns`; `low` - 1 if none."""
         query = (
-            f"SELECT id, start_ns + wall_ns AS end_ns FROM {table} WHERE process = ? AND id BETWEEN ? AND ?"
-            " ORDER BY id DESC LIMIT 1"
+            f"SELECT id, start_ns + wall_ns <= ? FROM {table} WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id {{}}"
+            f" LIMIT {_NEAR_ROWS}"
         )
-        found = low - 1
+        middle = self._near.get(table, (low + high) // 2)  # of another process: rows of one time have near ids
         while low <= high:
+            middle = min(max(middle, low), high)
+            below = self.query(query.format("DESC"), (self.until_ns, process, low, middle))
+            above = self.query(query.format(""), (self.until_ns, process, middle + 1, high))
+            ended, later = ([number for number, over in (*below, *above) if over == which] for which in (True, False))
+            low, high = max(ended, default=low - 1) + 1, min(later, default=high + 1) - 1
+            if (ended and later) or (not later and len(above) < _NEAR_ROWS) or (not ended and len(below) < _NEAR_ROWS):
+                break  # no other row is between them
             middle = (low + high) // 2
-            rows = self.query(query, (process, low, middle))
-            if not rows:
-                low = middle + 1
-            elif rows[0][1] <= self.until_ns:
-                found, low = rows[0][0], middle + 1
-            else:
-                high = rows[0][0] - 1
-        return found
+        self._near[table] = low - 1
+        return low - 1
 
     def step_end(self, process: int, *, forward: bool) -> int | None:
         """Return the end of the last step before this time, or (`forward`) of the first one after it, or None."""

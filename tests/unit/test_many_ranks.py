@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 
 import pytest
@@ -48,6 +49,33 @@ def test_one_query_finds_the_newest_rows_of_all_processes_now_and_at_any_time() 
     assert set(run.store().newest_steps(processes)) == set(range(5))
     assert set(run.store().newest_memory(processes)) == {0, 1, 2, 3, 9}
     assert run.store().newest_steps([]) == run.store().newest_calls([]) == run.store().newest_memory([]) == {}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_last_row_before_any_time_is_found_and_soon_for_many_processes(seed: int) -> None:
+    chance = random.Random(seed)
+    run, end = joined_ranks(8, steps=chance.choice([3, 40, 100]))
+    ((first,),) = run.store().query("SELECT min(start_ns) FROM steps")
+    for process in range(1, 8):  # some have few rows, or only early or late ones
+        run._db.execute(
+            "DELETE FROM steps WHERE process = ? AND (start_ns NOT BETWEEN ? AND ? OR step % ?)",
+            (process, *sorted(chance.randrange(first, end) for _ in range(2)), chance.choice([1, 1, 1, 7])),
+        )
+    for _ in range(20):
+        until = chance.choice([0, chance.randrange(first, end), end])
+        store = run.store().at(until)
+        for process in chance.sample(range(10), 10):
+            query = "SELECT step FROM steps WHERE process = ? AND start_ns + wall_ns <= ? ORDER BY id DESC LIMIT 1"
+            last = [number for (number,) in store.query(query, (process, until))]
+            assert [step.step for step in store.steps(1, process=process)] == last
+    store = run.store()
+    queries: list[str] = []
+    store.at(end // 2).newest_steps(range(8))
+    again = store.at(end // 2 + SECOND // 100)
+    ask = again.query
+    again.query = lambda query, values=(): (queries.append(query), ask(query, values))[1]  # type: ignore[method-assign]
+    again.newest_steps(range(8))
+    assert 0 < len(queries) <= 8 * 4, "two for each process, and a few more at first"
 
 
 def test_a_process_began_with_its_first_row_that_is_left() -> None:

@@ -184,12 +184,9 @@ def asked(directory: Path, *, native: bool = False) -> dict[str, Any] | None:
         remove_file(directory / ANSWER_FILE)  # after the clock was set back, an old answer could pass for a new one
     serial = ask(directory, native=native)
     end = time.monotonic() + WAIT_S
-    while time.monotonic() < end:
-        found = answered(directory, serial)
-        if found is not None:
-            return found
+    while (found := answered(directory, serial)) is None and time.monotonic() < end:
         time.sleep(_EVERY_S)
-    return None
+    return found
 
 
 def wants_native(directory: Path) -> bool:

@@ -73,7 +73,7 @@ def test_every_command_of_getting_started_works_in_its_order(dpmon: Dpmon, tmp_p
     assert names == {"linear", "slow"}, "the run that is stopped is deleted"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_recipe_for_scripts_works(dpmon: Dpmon, tmp_path: Path) -> None:
     printed = run_all("what-to-do.md", dpmon, tmp_path)
     status, rate = next(text for command, text in printed.items() if "nightly.json'))" in command).split()

@@ -313,3 +313,18 @@ def test_a_restarted_job_leaves_no_rank_behind() -> None:
     assert [(rank.pid, rank.namesake) for rank in both] == [(1, True), (3, True), (2, True), (4, True)]
     alone = newest_of_each_rank([RankFacts(9, 0, doing="ended"), *new])
     assert [rank.pid for rank in alone] == [3, 4]
+
+
+def test_an_answer_that_came_while_the_one_who_asks_was_stopped_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, asleep_s = time.monotonic, 0.0
+
+    def stopped(_: float) -> None:
+        nonlocal asleep_s
+        asleep_s = 60.0
+        save_answer(tmp_path, answer.request_in(tmp_path), {"ranks": []})
+
+    monkeypatch.setattr(answer.time, "sleep", stopped)
+    monkeypatch.setattr(answer.time, "monotonic", lambda: clock() + asleep_s)
+    assert answer.asked(tmp_path) is not None

@@ -11,7 +11,7 @@ ABORTED = "terminate called without an active exception"
 
 
 def unless_aborted(
-    run: Callable[[int], Ended], output: Callable[[Ended], str], *, sign: str = ABORTED, tries: int = 3
+    run: Callable[[int], Ended], output: Callable[[Ended], str], *, sign: str = ABORTED, tries: int = 6
 ) -> Ended:
     """Return the first result of `run` without `sign` in its `output`; the last one after all `tries`.
 

@@ -132,8 +132,8 @@ class Driver(LinuxDriver):
         """`app`: the application; it gets this driver as its `terminal`."""
         super().__init__(app, **more)
         self._drawing = app
-        self._set_up = self._left = False
-        """Whether the terminal is set up for the screen, and whether it is restored for good."""
+        self._left = False
+        """Whether the terminal is restored for good."""
         app.terminal = self
         # On the loop, because a signal may interrupt code that holds the lock of the queue of writes.
         get_running_loop().add_signal_handler(signal.SIGTSTP, self._stop)
@@ -172,15 +172,16 @@ class Driver(LinuxDriver):
 
     # ------------------------------------------------------------------------------------------ stopping
 
-    def start_application_mode(self) -> None:
-        """Set up the terminal for the screen."""
-        super().start_application_mode()  # type: ignore[no-untyped-call]
-        self._set_up = True
+    @property
+    def _set_up(self) -> bool:
+        """Whether the terminal is set up for the screen: what is written without this thread fills its queue."""
+        return self._writer_thread is not None and self._writer_thread.is_alive()
 
     def stop_application_mode(self) -> None:
         """Restore the terminal. From now on, no signal sets it up again."""
-        self._set_up, self._left = False, True
-        super().stop_application_mode()
+        self._left = True
+        if self._set_up:
+            super().stop_application_mode()
 
     def suspend_application_mode(self) -> None:
         """Restore the terminal until the process is continued."""
@@ -189,7 +190,8 @@ class Driver(LinuxDriver):
 
     def _stop(self) -> None:
         if not self._left:
-            self.suspend_application_mode()
+            if self._set_up:  # else this is the second stop without a SIGCONT between them: a stop discards it
+                self.suspend_application_mode()
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def _go_on(self) -> None:

@@ -147,6 +147,33 @@ def test_a_screen_stopped_by_sigstop_goes_on_with_one_reader_of_the_keys(run: Ru
     seen.sane()
 
 
+def test_a_screen_stopped_again_before_it_was_told_to_continue_comes_back(run: Run, terminal: Start) -> None:
+    """The kernel discards a SIGCONT that was not delivered yet when a SIGTSTP comes."""
+    run.train(50)
+    seen = terminal(
+        """
+from dpmon.ui.driver import Driver
+stop, go_on, stops = Driver._stop, Driver._go_on, []
+Driver._stop = lambda self: (stops.append(self), stop(self))
+Driver._go_on = lambda self: len(stops) < 5 or go_on(self)
+"""
+        + SHOW
+    )
+    seen.shows("linear.py")
+    for _ in range(5):
+        os.kill(seen.process.pid, signal.SIGTSTP)
+        seen.until(lambda: getattr(proc.read(seen.process.pid), "state", "") == "T", "the process to stop")
+        seen.screen.reset()
+        os.kill(seen.process.pid, signal.SIGCONT)
+        seen.until(lambda: getattr(proc.read(seen.process.pid), "state", "") != "T", "the process to go on")
+    seen.shows("? help")
+    seen.type("q")
+    seen.shows("leave it running")
+    seen.type("l")
+    assert seen.wait() == 0
+    seen.sane()
+
+
 @pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGTSTP, signal.SIGINT])
 def test_a_signal_after_the_terminal_is_restored_changes_it_no_more(run: Run, terminal: Start, number: int) -> None:
     """Textual still closes its widgets for some milliseconds, and a signal used to set up the terminal again."""

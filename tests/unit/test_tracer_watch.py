@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from running import wait_for
 
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import HEADER_BYTES, MAX_GROUPS, NO_NUMBER, SpanRing, Word
@@ -178,3 +181,26 @@ def test_the_thread_is_unknown_to_threading_and_takes_no_signal() -> None:
     assert signal.SIGUSR1 in seen[0]
     assert signal.SIGINT in seen[0]
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+def test_stacks_that_are_asked_for_before_the_thread_runs_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    ring, over, ended = SpanRing(str(tmp_path / "process-0.ring"), process=0, slots=64), threading.Lock(), Mock()
+    reader = SpanReader(str(tmp_path / "process-0.ring"))
+    asked = reader.request_stacks()
+    reader.close()
+    config = SimpleNamespace(directory=str(tmp_path))
+    session = SimpleNamespace(ring=ring, off=False, config=config, process=0, fault=pytest.fail)
+    over.acquire()
+    watching = watch.Watch(session, SimpleNamespace(training_thread=None, threads={}))  # type: ignore[arg-type]
+    thread = threading.Thread(target=watching._run, args=(ring, threading.get_ident(), over, ended))
+    thread.start()
+    noted = tmp_path / "process-0.stacks"
+    try:
+        wait_for(lambda: noted.read_bytes().endswith(b"\n"), 20, "the stacks")
+    finally:
+        over.release()
+        thread.join()
+    assert json.loads(noted.read_text())["asked"] == asked

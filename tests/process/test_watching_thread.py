@@ -12,7 +12,7 @@ from tracing import Script, traced
 
 from dpmon.cleaning import clean
 from dpmon.run.rundir import RunInfo
-from dpmon.stalls import stacks
+from dpmon.stalls import processes, stacks
 from dpmon.stalls.answer import answer
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.stalls.processes import RankLook
@@ -184,6 +184,9 @@ def test_a_supervisor_that_is_no_ancestor_is_allowed_to_look(tmp_path: Path) -> 
 @pytest.mark.parametrize("by", ["py-spy", "the process"])
 def test_the_stack_of_a_stuck_script(stuck: tuple[str, Script], by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, script = stuck
+    monkeypatch.setattr(stacks, "WAIT_S", 60.0)
+    if name != "GIL":  # a busy machine needs more time for the answer
+        monkeypatch.setattr(processes, "NOTE_WAIT_S", 60.0)
     if by == "the process":
         monkeypatch.setattr(stacks, "py_spy", lambda: None)
     elif stacks.py_spy() is None:

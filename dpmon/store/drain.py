@@ -76,6 +76,7 @@ class Drain:
         """The rows of the rings in the history."""
         self._sources: dict[str, tuple[SpanSource, Intake]] = {}
         self._refused: set[str] = set()
+        """Rings that could not be read when they were tried last."""
         self._own: deque[Event] = deque()
         """Records of the supervisor that are not in the batch yet."""
         self._own_missed = 0
@@ -85,7 +86,7 @@ class Drain:
         self._next_id = 1
         self._gone: Collection[str] = ()
         """The rings with processes that were gone at the last check."""
-        self._find_at = 0.0
+        self._find_at = self._refused_at = 0.0
         self._look_at = 0.0
         self._take_at = 0.0
         self._commit_at = 0.0
@@ -121,7 +122,7 @@ class Drain:
         if self._has_room():
             if now >= self._find_at:
                 self._find_at = now + FIND_S
-                self._find_rings()
+                self._find_rings(now)
             if now >= min(self._take_at, self._commit_at):
                 more = self._take(now)
                 self._take_at = now + TAKE_S if len(self._sources) > MANY_RINGS and not more else now
@@ -141,7 +142,7 @@ class Drain:
         continues this history; include the open steps of processes that outlive the command.
         """
         now = time.monotonic()
-        self._find_at = self._look_at = self._take_at = self._retry_at = 0.0
+        self._find_at = self._refused_at = self._look_at = self._take_at = self._retry_at = 0.0
         for _ in range(64):
             if not self.drain(now):
                 break
@@ -205,14 +206,19 @@ class Drain:
 
     # ------------------------------------------------------------------------------------------ rings
 
-    def _find_rings(self) -> None:
-        for path in ring_paths(self._directory, self._sources.keys() | self._refused):
+    def _find_rings(self, now: float) -> None:
+        known = {*self._sources}
+        if now < self._refused_at:
+            known |= self._refused
+        else:  # the writer of an incomplete one may have been stopped, or its disk is slow
+            self._refused_at = now + RETRY_S
+        for path in ring_paths(self._directory, known):
             kept = self._kept.get(path.name)
             try:
                 source = SpanSource(path, kept)
             except (RingError, OSError) as error:
                 # A new ring may be incomplete: its header follows a moment later.
-                if time.time() - _modified(path) > RETRY_S:
+                if path.name not in self._refused and time.time() - _modified(path) > RETRY_S:
                     self._refused.add(path.name)
                     self.warn(f"{path.name} cannot be read: {error}")
                 continue

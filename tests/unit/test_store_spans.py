@@ -30,7 +30,7 @@ from dpmon.span_reader import HOLE_NS
 from dpmon.span_ring import SLOTS, Word
 from dpmon.store import drain as drain_module
 from dpmon.store.answers import call_in
-from dpmon.store.drain import COMMIT_S, GONE_S, Drain
+from dpmon.store.drain import COMMIT_S, GONE_S, RETRY_S, Drain
 from dpmon.store.opened import open_store
 from dpmon.store.tables import CALL_ROW
 from dpmon.store.writer import History
@@ -134,6 +134,21 @@ def check(run: Run, process: int = 0) -> int:
         (calls, calls, calls or None, calls or None, 0, 1)
     ]
     return calls
+
+
+def test_a_ring_is_read_although_its_writer_was_stopped_before_the_header_was_complete(run: Run) -> None:
+    training = Training(run.ring())
+    training.run(20)
+    magic, training.ring.map[:8] = training.ring.map[:8], bytes(8)
+    os.utime(run.ring(), (0, 0))
+    for _ in range(20):
+        run.look()
+    assert run.warnings == [f"process-0.ring cannot be read: {run.ring()}: not a ring"]
+    training.ring.map[:8] = magic
+    training.end()
+    run.look(RETRY_S)
+    run.end()
+    assert check(run) == 20
 
 
 # ------------------------------------------------------------------------------------------------ killed at any instant

@@ -276,7 +276,12 @@ class Dpmon:
         return found
 
     def records(self, run: str = "last") -> list[dict[str, Any]]:
-        """Return the records that `dpmon export` writes."""
+        """Return the records that `dpmon export` writes; if the run is over, after waiting for the last ones.
+
+        The foreground waits for these, but for no longer than five seconds.
+        """
+        if run == "last" and self.runs() and (self.last() / "exit.json").exists():
+            self.exit()
         result = self.run("export", run)
         assert result.status == 0, result.errors
         return [json.loads(line) for line in result.out.splitlines()]

@@ -151,11 +151,12 @@ model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 time.sleep(1.0)
 first = time.monotonic()
-for _ in range(50):
+for _ in range(100):
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
-    time.sleep(0.01)
-print(json.dumps([first, time.monotonic()]), flush=True)
+    last = time.monotonic()
+    time.sleep(0.02)
+print(json.dumps([first, last]), flush=True)
 if sys.argv[1:] == ["again"]:
     os.execv(sys.executable, [sys.executable, sys.argv[0]])
 """
@@ -201,12 +202,18 @@ def test_toggles_and_a_pause(dpmon: Dpmon) -> None:
 
 @only_where_waits_show
 def test_waits_for_input(dpmon: Dpmon) -> None:
-    process = dpmon.start("--headless", SCRIPT, "reads", stdin=-1)
-    out, err = answer_twice(dpmon, process)
-    told = json.loads(out)
-    # The beginning of each of the two waits is known within 0.1 s, the end within 0.025 s.
-    found = check(dpmon, told, err.decode(), slack=2 * 0.125 / told["seconds"]["single"])
-    assert found["input"] == pytest.approx(told["apart"]["input"], abs=0.5)
+    for tries_left in (2, 1, 0):
+        process = dpmon.start("--headless", SCRIPT, "reads", stdin=-1)
+        out, err = answer_twice(dpmon, process)
+        told = json.loads(out)
+        try:
+            # The beginning of each of the two waits is known within 0.1 s, the end within 0.025 s.
+            found = check(dpmon, told, err.decode(), slack=2 * 0.125 / told["seconds"]["single"])
+            assert found["input"] == pytest.approx(told["apart"]["input"], abs=0.5)
+            break
+        except AssertionError:  # the supervisor may have got no processor in one of these moments
+            if not tries_left:
+                raise
     assert len(report(dpmon)["inputs"]) == 2
 
 

@@ -97,7 +97,7 @@ class Communication:
     @cached_property
     def known(self) -> tuple[RankTimes, ...]:
         """The ranks with known waits."""
-        return tuple(one for one in self.ranks if one.joined)
+        return tuple([one for one in self.ranks if one.joined])
 
     @cached_property
     def by_wait(self) -> Sequence[RankTimes]:
@@ -107,17 +107,17 @@ class Communication:
     @cached_property
     def joined(self) -> int:
         """Number of steps with known waits between ranks."""
-        return min((one.joined for one in self.known), default=0)
+        return min([one.joined for one in self.known], default=0)
 
     @cached_property
     def step_ns(self) -> float | None:
         """The mean step of these ranks."""
-        return _mean(one.step_ns for one in self.known)
+        return _mean([one.step_ns for one in self.known])
 
     @cached_property
     def exposed_ns(self) -> float | None:
         """Communication that no computation hides."""
-        return _mean(one.exposed_ns for one in self.known)
+        return _mean([one.exposed_ns for one in self.known])
 
     @cached_property
     def waiting(self) -> tuple[RankTimes, ...]:
@@ -128,7 +128,7 @@ class Communication:
     @cached_property
     def wait_ns(self) -> float | None:
         """The wait for the slowest rank, as a mean over the ranks that wait."""
-        return _mean(one.wait_ns for one in self.waiting)
+        return _mean([one.wait_ns for one in self.waiting])
 
     @cached_property
     def exposed_share(self) -> float | None:
@@ -301,7 +301,7 @@ def _torch_times(wrappers: Iterable[Wrapper]) -> Wrapper | None:
     return min(last, key=lambda one: (one.comm_ns or 0.0) - (one.overlap_ns or 0.0), default=None)
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 

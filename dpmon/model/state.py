@@ -398,10 +398,15 @@ class State:
             input_ns,
             None if stall is None else stall.since_ns,
             None if focus is None else focus.last_step,
-            max((each.seen_ns for each in self.processes.values()), default=-1),
+            self.newest_ns,
             self.open_calls,
             ("", 0) if focus is None else doing.get(focus.process, ("", 0)),
         )
+
+    @cached_property
+    def step(self) -> int | None:
+        """The number of the newest step of the processes that train now."""
+        return max([each.last_step.step for each in self.training if each.last_step is not None], default=None)
 
     @cached_property
     def straggler(self) -> Straggler | None:

@@ -124,8 +124,7 @@ def title(facts: Facts, look: Look) -> tuple[Row, Row]:
     what: Row = []
     if track is not None:
         what = [*kind(track.last, look), (name_of(track.last, f" {look.glyphs.middot} "), "")]
-    newest = max((p.last_step.step for p in processes if p.last_step is not None), default=None)
-    corner: Row = [("step", "dim"), (right(group(newest), 9), "")]
+    corner: Row = [("step", "dim"), (right(group(facts.state.step), 9), "")]
     where = f" on {count_of(len(facts.state.nodes), 'node')}" if facts.state.nodes else ""
     where = f" on {processes[0].node}" if facts.view.node is not None and processes else where
     return [(RANK_NAMES["replicas"] + where, "title"), *what], corner

@@ -57,8 +57,8 @@ def _signs(
     ranks: Sequence[RankTimes], shares: Mapping[int, float], slow: Straggler | None, look: Look
 ) -> dict[int, Span]:
     """The cells by process."""
-    signs = dict.fromkeys((one.process for one in ranks), delay_sign(0.0, look))
-    signs |= {one.process: delay_sign(None, look) for one in ranks if one.wait_ns is None or not one.step_ns}
+    usual, unknown = delay_sign(0.0, look), delay_sign(None, look)
+    signs = {one.process: usual if one.wait_ns is not None and one.step_ns else unknown for one in ranks}
     signs |= {process: delay_sign(share, look) for process, share in shares.items()}
     return signs | dict.fromkeys(slow.processes if slow is not None else (), (look.glyphs.focus, "found"))
 

@@ -26,7 +26,7 @@ from dpmon.record.kinds import Event
 from dpmon.record.plainjson import load_event
 from dpmon.record.spans import Kind
 from dpmon.run.runs import create_run
-from dpmon.span_reader import HOLE_NS
+from dpmon.span_reader import HOLE_NS, current_span_in
 from dpmon.span_ring import SLOTS, Word
 from dpmon.store import drain as drain_module
 from dpmon.store.answers import call_in
@@ -110,8 +110,13 @@ def rows_of(path: str) -> tuple[list[Row], int]:
         spans = everything(reader, over=True)
         lines = [line for part in reader.lines() for line in part]
         assert reader.missed == 0
+        words = reader.words()
     assembler = Assembler()
-    rows = [*assembler.feed(spans, lines), *assembler.end()]
+    rows = assembler.feed(spans, lines)
+    kind, since_ns = current_span_in(words, max(assembler.thread, 0))
+    if since_ns:  # killed within a span, whose start may end a step
+        rows += assembler.take_current_span(kind, since_ns)
+    rows += assembler.end()
     return rows, sum(span.kind == Kind.CALL for span in spans)
 
 
@@ -196,6 +201,19 @@ def test_training_and_supervisors_are_killed_at_any_instant(
 
 
 # ------------------------------------------------------------------------------------------------ one thing at a time
+
+
+@pytest.mark.parametrize("steps", [3, 2000])
+def test_a_training_is_killed_while_it_fetches(run: Run, steps: int) -> None:
+    training = Training(run.ring())
+    training.run(steps)
+    time.sleep(0.001)
+    training.ring.words[Word.SPAN_START] = time.monotonic_ns()
+    training.ring.kinds[0] = Kind.FETCH
+    run.look()
+    training.ring.words[Word.ENDED] = 1
+    run.end()
+    assert check(run) == steps
 
 
 def test_a_step_is_there_as_soon_as_the_next_one_fetches(run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from heapq import nsmallest
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from dpmon.model.announced import Announced
@@ -89,7 +90,7 @@ def slowest_of(times: Sequence[RankTimes], wanted: Wanted) -> set[int]:
     known = [one for one in times if one.wait_ns is not None]
     if wanted.worst == 0 or len(known) <= MAPPED:
         return set()
-    return {one.process for one in nsmallest(wanted.worst, known, key=lambda one: one.wait_ns or 0.0)}
+    return {one.process for one in nsmallest(wanted.worst, known, key=attrgetter("wait_ns"))}
 
 
 def other_processes(state: State, focus: Process, wanted: Wanted) -> list[Process]:

@@ -141,6 +141,8 @@ class RankTimesReader:
     """The processes and wrappers that `groups` is of."""
     _one_of: Mapping[Group | None, int] = field(default_factory=dict)
     """A process of each group."""
+    _alone: bool = True
+    """Whether ranks wait for each other in the backward alone."""
 
     def read(
         self,
@@ -161,9 +163,9 @@ class RankTimesReader:
         if (grouped := (of, [*wrappers])) != self._grouped:
             self._grouped, self.groups = grouped, groups_of((one.number for one in ranks), wrappers)
             self._one_of = {self.groups[one.number]: one.process for one in ranks}
-        # If ranks also wait for each other in the forward, the waits of the backward alone do not show who is slow.
-        alone = not any(one.waits_in_forward for one in wrappers)
-        if not (rows.mirrored and alone and len(ranks) > RANKS_A_SECOND):
+            # If ranks also wait for each other in the forward, the waits of the backward alone do not show who is slow.
+            self._alone = not any(one.waits_in_forward for one in wrappers)
+        if not (rows.mirrored and self._alone and len(ranks) > RANKS_A_SECOND):
             return self._read_whole(rows, focus, ranks, end_s, len(ranks) // RANKS_A_SECOND)
         if self._waits is None or end_s < self._end_s or rows.until_s is not None:
             self._waits, self._times = _LastWaits(rows, focus.process, end_s, stalled), ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
@@ -182,12 +182,22 @@ def straggler(ranks: Sequence[RankTimes]) -> Straggler | None:
 
     If there are several process groups, only the slow ranks of the group that waits longest.
     """
-    groups: dict[Group | None, list[RankTimes]] = {}
-    for one in ranks:
-        if one.joined >= MIN_STEPS and one.wait_ns is not None and one.step_ns:
-            groups.setdefault(one.group, []).append(one)
-    found = [slow for members in groups.values() if (slow := _straggler_of(members)) is not None]
+    groups = _groups([one for one in ranks if one.joined >= MIN_STEPS])
+    found = [slow for members in groups if (slow := _straggler_of(members)) is not None]
     return max(found, key=lambda slow: slow.excess_ns, default=None)
+
+
+def _groups(ranks: Iterable[RankTimes]) -> Iterable[list[RankTimes]]:
+    """The ranks with known waits by their process groups."""
+    found: dict[Group | None, list[RankTimes]] = {}
+    group: object = found  # not yet a group; most of a thousand ranks are in the group of the one before
+    members: list[RankTimes] = []
+    for one in ranks:
+        if one.wait_ns is not None and one.step_ns:
+            if one.group is not group:
+                group, members = one.group, found.setdefault(one.group, [])
+            members.append(one)
+    return found.values()
 
 
 def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
@@ -236,12 +246,8 @@ def delays(ranks: Sequence[RankTimes]) -> dict[int, float]:
 
     The wait of the others is their median. Ranks below LEAST_SHARE are left out.
     """
-    groups: dict[Group | None, list[RankTimes]] = {}
-    for one in ranks:
-        if one.wait_ns is not None and one.step_ns:
-            groups.setdefault(one.group, []).append(one)
     found = {}
-    for members in groups.values():
+    for members in _groups(ranks):
         own = [*map(_wait, members)]
         waits = sorted(own)
         # The median is the same without any one of the waits below the middle.

@@ -205,7 +205,8 @@ def pictured(process: Process, axis: TimeAxis, width: int, stalls: Sequence[tupl
     for place in sorted(parts):
         drawn = _of_part(parts[place], found[-1].mode if found else "")
         fill(place, drawn)
-        found.append(replace(drawn, second=axis.begin_of(place, places)))
+        second = axis.begin_of(place, places)
+        found.append(drawn if drawn.second == second else replace(drawn, second=second))
     fill(min(axis.place(axis.now_s, places), places), None)
     return Picture(found, places)
 

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
 from running import Terminal
@@ -54,19 +55,32 @@ def burst(chance: random.Random) -> bytes:
     return bytes(byte for byte in data if chance.random() > 0.1)
 
 
+def shows_or_has_left(seen: Terminal, condition: Callable[[], bool], what: str) -> None:
+    """Wait until the screen shows something or has exited; let it go on whenever it has stopped.
+
+    Each ctrl+z that was typed ahead stops it once, and a burst has dozens of them.
+    """
+
+    def holds() -> bool:
+        if seen.status is None and getattr(proc.read(seen.process.pid), "state", "") == "T":
+            os.kill(seen.process.pid, signal.SIGCONT)
+            return False
+        return seen.status is not None or condition()
+
+    seen.until(holds, what, 2)
+
+
 def answers_or_has_left(seen: Terminal) -> bool:
     """Return whether the screen goes on and shows its panels; otherwise check that it has exited properly."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 100
     while seen.status is None:
         assert time.monotonic() < deadline, f"no answer\n{seen.picture()}"
-        if getattr(proc.read(seen.process.pid), "state", "") == "T":  # by ctrl+z, or by the signal
-            os.kill(seen.process.pid, signal.SIGCONT)
         with contextlib.suppress(OSError):
             seen.type("\x1b")
         with contextlib.suppress(AssertionError):
-            seen.until(lambda: seen.status is not None or "? help" in seen.picture().split("\n")[-1], "the footer", 2)
+            shows_or_has_left(seen, lambda: "? help" in seen.picture().split("\n")[-1], "the footer")
             seen.type("?")
-            seen.until(lambda: seen.status is not None or "where a step's time goes" in seen.picture(), "the help", 2)
+            shows_or_has_left(seen, lambda: "where a step's time goes" in seen.picture(), "the help")
             if seen.status is None:
                 seen.type("\x1b")
                 return True

@@ -174,7 +174,7 @@ class Driver(LinuxDriver):
 
     @property
     def _set_up(self) -> bool:
-        """Whether the terminal is set up for the screen: what is written without this thread fills its queue."""
+        """Whether the terminal is set up for the screen. Without this thread, output waits in its queue forever."""
         return self._writer_thread is not None and self._writer_thread.is_alive()
 
     def stop_application_mode(self) -> None:
@@ -190,7 +190,7 @@ class Driver(LinuxDriver):
 
     def _stop(self) -> None:
         if not self._left:
-            if self._set_up:  # else this is the second stop without a SIGCONT between them: a stop discards it
+            if self._set_up:  # not at a second stop in a row: a stop discards a SIGCONT that was not handled yet
                 self.suspend_application_mode()
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -316,7 +316,7 @@ def _taken(descriptor: int) -> int:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """Write to a terminal that may accept no output; it accepts none, too, while another thread writes to it."""
+    """Write to a terminal that may accept no output, as while another thread writes to it: try for half a second."""
     for _ in range(_RETRIES):
         with contextlib.suppress(BlockingIOError):
             data = data[os.write(descriptor, data) :]

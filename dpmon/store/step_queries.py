@@ -384,7 +384,7 @@ class Steps(Sums):
         )
         middle = self._near.get(table, (low + high) // 2)  # of another process: rows of one time have near ids
         while low <= high:
-            middle = min(max(middle, low), high)
+            middle = min(max(middle, low), high, LAST_NS - 1)
             below = self.query(query.format("DESC"), (self.until_ns, process, low, middle))
             above = self.query(query.format(""), (self.until_ns, process, middle + 1, high))
             ended, later = ([number for number, over in (*below, *above) if over == which] for which in (True, False))

@@ -14,6 +14,7 @@ from dpmon.model.announced import WRAPPERS_READ, Announced
 from dpmon.model.run_facts import RunFacts
 from dpmon.record.kinds import Event
 from dpmon.store.queries import Store
+from dpmon.store.step_queries import LAST_NS
 from dpmon.store.tally import Tally
 
 
@@ -76,6 +77,16 @@ def test_the_last_row_before_any_time_is_found_and_soon_for_many_processes(seed:
     again.query = lambda query, values=(): (queries.append(query), ask(query, values))[1]  # type: ignore[method-assign]
     again.newest_steps(range(8))
     assert 0 < len(queries) <= 8 * 4, "two for each process, and a few more at first"
+
+
+def test_a_row_with_the_highest_possible_id_is_no_damage() -> None:
+    run, end = joined_ranks(2, steps=40)
+    run._db.execute(f"UPDATE steps SET id = {LAST_NS} WHERE id = (SELECT max(id) FROM steps WHERE process = 0)")
+    run._db.execute("UPDATE rings SET last_id = NULL")
+    store = run.store().at(end)
+    assert store.last_step_id([0]) == LAST_NS
+    assert [step.step for step in store.steps(1, process=1)] == [40]
+    assert not store.damaged
 
 
 def test_a_process_began_with_its_first_row_that_is_left() -> None:

@@ -188,7 +188,7 @@ def straggler(ranks: Sequence[RankTimes]) -> Straggler | None:
 
 
 def _groups(ranks: Iterable[RankTimes]) -> Iterable[list[RankTimes]]:
-    """The ranks with known waits by their process groups."""
+    """The ranks with known waits by their process groups, without groups in which only one is known."""
     found: dict[Group | None, list[RankTimes]] = {}
     group: object = found  # not yet a group; most of a thousand ranks are in the group of the one before
     members: list[RankTimes] = []
@@ -197,7 +197,7 @@ def _groups(ranks: Iterable[RankTimes]) -> Iterable[list[RankTimes]]:
             if one.group is not group:
                 group, members = one.group, found.setdefault(one.group, [])
             members.append(one)
-    return found.values()
+    return [members for members in found.values() if len(members) > 1]
 
 
 def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
@@ -206,8 +206,6 @@ def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
     If ranks also wait for each other in the forward, the excess of a forward over the shortest forward counts as a
     wait. The number of steps in which a rank was the slowest is then unknown, so a phase must show the cause.
     """
-    if len(members) < 2:
-        return None
     hidden = any(one.waits_in_forward for one in members)
     if hidden:
         least_forward = min(one.phases.get(_FORWARD, 0.0) for one in members)

@@ -362,6 +362,17 @@ def test_a_cell_shows_how_long_the_others_waited_for_its_rank() -> None:
     assert {process: round(share, 2) for process, share in delays(halves).items()} == {4: 0.38}
 
 
+def test_a_map_is_drawn_while_the_wait_of_only_one_rank_is_known() -> None:
+    """A step may end just before a second on one node and just after it on the other one, which is then cut off."""
+    facts = facts_of(ManyNodes(2, 1, slow=-1).run(0, 12))
+    traffic = facts.state.communication
+    assert traffic is not None
+    one, other = traffic.ranks
+    alone = replace(traffic, ranks=(one, other._replace(joined=0, wait_ns=None)))
+    shown = text_of(replace(facts, state=replace(facts.state, communication=alone)), 120, 40)
+    assert [f"│ gpu-{rank} {sign}  {rank} " in shown for rank, sign in enumerate("·?")] == [True, True], shown
+
+
 def lengthen(run: ManyNodes, at: tuple[tuple[int, int], ...], processes: range, more_ns: int) -> None:
     """Make a step of these processes longer, in the tallies of these widths and seconds."""
     names = SeriesNames(run.store()._names.items())

@@ -48,10 +48,13 @@ MEASURED = 3
 """Questions for the time before the first record; the fastest answer counts."""
 MOST_HELD = 2 * CHUNK_BYTES
 """Bytes of a machine that may wait for a history that cannot be written; then it is disconnected."""
+MOST_WAITING = 4 * MOST_HELD
+"""Bytes of all machines that may wait from one try to write to the next; each may have an equal part of them."""
 MOST_WHOLE = 16
 """More machines than this send only some samples of devices, and only some calls."""
 FEW_COLLECTIONS = 100_000
 """Objects between two garbage collections: rows create many objects, but no reference cycles."""
+_UNWRITTEN = "what it sent cannot be written here"
 _MOST_TEXT = 1000
 
 
@@ -277,7 +280,7 @@ class Mirror(Record):
             raise RubbishError("records that do not follow those before")
         machine.held += sent.size
         if machine.held > MOST_HELD:
-            self._end_link(machine, "what it sent cannot be written here")
+            self._end_link(machine, _UNWRITTEN)
             return
         if machine.standing is not None:
             age_ns = int(min(max(number_in(machine.standing, "age_s") or 0.0, 0.0), 1e9) * SECOND)
@@ -333,6 +336,10 @@ class Mirror(Record):
             return self._commit()
         except HistoryError as error:
             _log(f"the history cannot be written: {error}")
+            for machine in self.machines:
+                if machine.receiver is not None and machine.held > MOST_WAITING // len(self.machines):
+                    self._forget(machine)  # it sends that again
+                    self._end_link(machine, _UNWRITTEN)
             return False
         ended = [(machine, how) for machine, chunk in self._chunks if isinstance(how := chunk.beat.get("exit"), dict)]
         self._chunks = []

@@ -124,6 +124,41 @@ def test_a_bounded_number_of_bytes_waits_for_a_full_disk(
     assert (node.state, events_in(mirror)) == ("connected", [1.0])
 
 
+def test_what_waits_for_a_full_disk_is_bounded_for_all_machines_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunks of each of a hundred machines are small, but the disk may be full for an hour."""
+
+    def full(*_: object) -> None:
+        raise HistoryError("no room")
+
+    count, most = 8, 400_000
+    monkeypatch.setattr("dpmon.mirror.mirror.MOST_WAITING", most)
+    commands = [[f"gpu-{number}", "r", "false"] for number in range(count)]
+    mirror = Mirror(tmp_path, replace(info_of(count), options={"machines": commands}))
+    write, states = mirror.records.write, set[tuple[str, str | None]]()
+    for number in range(count):
+        mirror._take(Opened(number, MARKER))
+    mirror._take(Received(0, json.dumps(beat(0, 0, exit={"status": 0, "seconds": 1.0})).encode()))
+    monkeypatch.setattr(mirror.records, "write", full)
+    for at in range(40):
+        row = [at + 1, -1, 0, json.dumps({"kind": "host", "t_s": float(at), "text": "x" * 4_000})]
+        for machine in mirror.machines[1:]:
+            if machine.node.state == "cut":
+                mirror._take(Opened(machine.node.number, MARKER))
+            for line in ({**event(0), "rows": [row]}, beat(machine.offset, at + 1)):
+                mirror._take(Received(machine.node.number, json.dumps(line).encode()))
+        mirror._commit()
+        assert sum(len(row[-1]) for _, chunk in mirror._chunks for row in chunk.rows.get("events", ())) <= most
+        states |= {(machine.node.state, machine.node.why) for machine in mirror.machines[1:]}
+    assert states == {("connected", None), ("cut", "what it sent cannot be written here")}
+    monkeypatch.setattr(mirror.records, "write", write)
+    assert mirror._commit()
+    assert mirror.machines[0].node.state == "ended"  # what came with the end of its run was kept
+    mirror.links.close()
+    mirror.records.close()
+
+
 def test_nothing_comes_after_the_end_of_a_run(mirror: Mirror) -> None:
     mirror._take(Opened(0, MARKER))
     send(mirror, beat(0, 0, exit={"status": 0, "seconds": 1.0}), event(1), beat(0, 1))

@@ -49,7 +49,11 @@ class SpanSource:
         self._under_way = (0, 0)
         """Kind and start of the training thread's current span, as reported to the assembler since its last feed."""
         if self.resumes:
-            self._go_on(self.row)
+            try:
+                self._go_on(self.row)
+            except BaseException:  # it is tried again and again
+                ring.close()
+                raise
         self._missed_before = missed - self._assembler.dropped
 
     def _go_on(self, row: RingRow) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import sqlite3
@@ -26,7 +27,7 @@ from dpmon.record.kinds import Event
 from dpmon.record.plainjson import load_event
 from dpmon.record.spans import Kind
 from dpmon.run.runs import create_run
-from dpmon.span_reader import HOLE_NS, current_span_in
+from dpmon.span_reader import HOLE_NS, SpanReader, current_span_in
 from dpmon.span_ring import SLOTS, Word
 from dpmon.store import drain as drain_module
 from dpmon.store.answers import call_in
@@ -150,6 +151,32 @@ def test_a_ring_is_read_although_its_writer_was_stopped_before_the_header_was_co
         run.look()
     assert run.warnings == [f"process-0.ring cannot be read: {run.ring()}: not a ring"]
     training.ring.map[:8] = magic
+    training.end()
+    run.look(RETRY_S)
+    run.end()
+    assert check(run) == 20
+
+
+def test_a_ring_is_read_once_its_lines_can_be_read_again_and_leaves_no_file_open_until_then(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(run.ring())
+    training.run(20)
+    run.look()
+    run.kill()
+    os.utime(run.ring(), (0, 0))
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "it cannot be read now")
+
+    monkeypatch.setattr(SpanReader, "_parsed", fail)
+    run.look(RETRY_S)
+    opened = os.listdir("/proc/self/fd")
+    for _ in range(5):
+        run.look(RETRY_S)
+    assert len(os.listdir("/proc/self/fd")) == len(opened)
+    assert len(run.warnings) == 1
+    monkeypatch.undo()
     training.end()
     run.look(RETRY_S)
     run.end()

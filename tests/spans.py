@@ -166,12 +166,17 @@ class Training:
         self.ring.put(head(kind, **parts), began, now - began, sizes)
         self.ring.kinds[0] = 0
 
-    def step(self) -> None:
-        self.phase(Kind.FETCH)
-        self.phase(Kind.CALL, 2 | 3 << 32, site=1, flags=Flag.TRAINING | Flag.GRAD | Flag.SINGLE)
-        self.phase(Kind.BACKWARD)
-        self.phase(Kind.OPTIMIZER, site=0)
-        self.steps += 1
+    def step(self, phases: int = 4) -> None:
+        """Write a step, or only its first phases."""
+        each = (
+            lambda: self.phase(Kind.FETCH),
+            lambda: self.phase(Kind.CALL, 2 | 3 << 32, site=1, flags=Flag.TRAINING | Flag.GRAD | Flag.SINGLE),
+            lambda: self.phase(Kind.BACKWARD),
+            lambda: self.phase(Kind.OPTIMIZER, site=0),
+        )
+        for write_phase in each[:phases]:
+            write_phase()
+        self.steps += phases == len(each)
 
     def run(self, steps: int) -> None:
         for _ in range(steps):

@@ -14,7 +14,7 @@ import signal
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import dpmon
 from dpmon.cleaning import clean
 from dpmon.errors import DpmonError, HistoryError
+from dpmon.mirror.followed import Followed
 from dpmon.mirror.joint_stalls import JointStalls
 from dpmon.mirror.links import Closed, Links, Opened, Received
 from dpmon.mirror.local_run import append_output, command_of
@@ -56,33 +57,6 @@ FEW_COLLECTIONS = 100_000
 """Objects between two garbage collections: rows create many objects, but no reference cycles."""
 _UNWRITTEN = "what it sent cannot be written here"
 _MOST_TEXT = 1000
-
-
-@dataclass
-class Followed:
-    """What this process knows of a machine besides its row in the history."""
-
-    node: NodeRow
-    sought: bool = False
-    """Whether `attach` could not reach it: until it answers, only the job of its run is known."""
-    receiver: Receiver | None = None
-    """None after this process has ended a connection, until the next one: what still arrives is left out."""
-    asked: tuple[int, int] = (0, 0)
-    """Number and time of the question for the time."""
-    measured: int = 0
-    offset: int = 0
-    """The last id that it has sent."""
-    held: int = 0
-    """Bytes that it has sent and that are not written."""
-    output_at: int | None = None
-    """Position in its output up to which it was received; None: nothing was received yet."""
-    beat: Mapping[str, Any] = field(default_factory=dict)
-    standing: Mapping[str, Any] | None = None
-
-    @property
-    def over(self) -> bool:
-        """Whether no more records are expected. A machine that was never reached may not belong to the job."""
-        return self.node.state in ("ended", "refused") or (self.sought and self.node.why is not None)
 
 
 class Mirror(Record):

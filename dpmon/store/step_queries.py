@@ -283,12 +283,7 @@ class Steps(Sums):
         self, decode: Callable[[tuple[Any, ...]], _Decoded], table: str, columns: str, processes: Sequence[int]
     ) -> Iterator[_Decoded]:
         """Yield the newest row of each process in a table, of one query: a run can have a thousand ranks."""
-        now = self.until_ns == LAST_NS
-        bounds = [
-            f"({one}, {low}, {high if now else self._last_id(table, one)})"
-            for one in processes
-            for low, high in (self._bounds(one),)
-        ]
+        bounds = [f"({one}, {self._bounds(one)[0]}, {self._last_id(table, one)})" for one in processes]
         newest = f"SELECT id FROM {table} WHERE process = who AND id BETWEEN low AND high ORDER BY id DESC LIMIT 1"
         query = (
             f"WITH ends(who, low, high) AS (VALUES {', '.join(bounds)})"

@@ -276,9 +276,9 @@ class Dpmon:
         return found
 
     def records(self, run: str = "last") -> list[dict[str, Any]]:
-        """Return the records that `dpmon export` writes; if the run is over, after waiting for the last ones.
+        """Return the records that `dpmon export` writes; if the run is over, wait for the last ones first.
 
-        The foreground waits for these, but for no longer than five seconds.
+        The foreground process waits at most five seconds for them.
         """
         if run == "last" and self.runs() and (self.last() / "exit.json").exists():
             self.exit()
@@ -430,4 +430,4 @@ class Terminal:
         assert self.after[:4] == self.modes[:4]
         for on, off in ((b"?1049h", b"?1049l"), (b"?25l", b"?25h"), (b"?1000h", b"?1000l")):
             restored = self.raw.rfind(b"\x1b[" + off) > self.raw.rfind(b"\x1b[" + on)
-            assert restored, f"no {off!r} in the end of the output: {bytes(self.raw[-1000:])!r}"
+            assert restored, f"no {off!r} at the end of the output: {bytes(self.raw[-1000:])!r}"

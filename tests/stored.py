@@ -35,7 +35,7 @@ class Recording:
         """`origin_ns`: start of the run on the clock of the rows. `directory`: of a run; None: write to memory."""
         self.origin_ns = origin_ns
         self.now_s = 0
-        """The run's time, for the next writes."""
+        """The time of the next writes (s since the run's start)."""
         about = {"run": "test", "start_ns": origin_ns}
         if directory is None:
             self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     tells, problem = _event_command(options.on_event or options.settings.on_event)
     early: list[int] = []
     if headless:
-        remember_signals(early)  # an interrupt must leave no run without a command behind
+        remember_signals(early)  # an interrupt must not leave a run without a command
     directory, info = create_run(_describe(options, command, headless, inherit, tells))
     if problem is not None:
         speak(problem)

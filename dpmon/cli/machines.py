@@ -29,7 +29,7 @@ _JOB_CELLS = 24
 _JOB_S, _ASK_AGAIN_S = 60.0, 5.0
 """Longest wait until the ranks of a job that starts have said which job it is, and the time between two questions."""
 _START_S = 30.0
-"""Longest wait for the process that mirrors the runs, even on a busy machine: after it, a second one is tried."""
+"""Longest wait, even on a busy machine, for the process that mirrors the runs; then a second one is started."""
 _TOGETHER_S = 30.0
 """Ranks that Slurm starts together begin within this time."""
 _STAMP, _DIGITS = len("20260101-000000-"), len("-0123")

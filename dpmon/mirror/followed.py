@@ -1,4 +1,4 @@
-"""What a mirror knows of a machine whose records it writes."""
+"""What a mirror knows about a machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpmon.store.answers import NodeRow
 
 @dataclass
 class Followed:
-    """What this process knows of a machine besides its row in the history."""
+    """What this process knows about a machine besides its row in the history."""
 
     node: NodeRow
     sought: bool = False
@@ -25,7 +25,7 @@ class Followed:
     offset: int = 0
     """The last id that it has sent."""
     held: int = 0
-    """Bytes that it has sent and that are not written."""
+    """Bytes that it has sent and that are not written yet."""
     output_at: int | None = None
     """Position in its output up to which it was received; None: nothing was received yet."""
     beat: Mapping[str, Any] = field(default_factory=dict)

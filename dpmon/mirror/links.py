@@ -121,7 +121,7 @@ class Links:
         """What has happened; waits for at most `timeout_s` for something to happen."""
         until = time.monotonic() + timeout_s
         while True:
-            # One time for all: if this process is stopped after it, what has come meanwhile is read before `_look`.
+            # The time is from before the wait: with a later one, a stop of this process looks like silent machines.
             now = time.monotonic()
             reports = self._start(now)
             wait = 0.0 if reports else min(max(until - now, 0.0), _LOOK_S)
@@ -160,7 +160,7 @@ class Links:
         while self._leaving and time.monotonic() < until:
             self._reap(time.monotonic())
             time.sleep(0.01)
-        for _ in range(2):  # no command goes on because this process was stopped meanwhile: both signals, now
+        for _ in range(2):  # both signals at once: if this process was stopped meanwhile, a command may still run
             self._reap(math.inf)
         self._selector.close()
 

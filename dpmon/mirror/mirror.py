@@ -48,14 +48,14 @@ COMMIT_S, POLL_S, REST_S = 0.5, 0.2, 0.1
 MEASURED = 3
 """Questions for the time before the first record; the fastest answer counts."""
 MOST_HELD = 2 * CHUNK_BYTES
-"""Bytes of a machine that may wait for a history that cannot be written; then it is disconnected."""
+"""Most bytes of a machine that wait while the history cannot be written; a machine that sends more is disconnected."""
 MOST_WAITING = 4 * MOST_HELD
-"""Bytes of all machines that may wait from one try to write to the next; each may have an equal part of them."""
+"""Most bytes of all machines that wait after a failed write; each machine may have an equal part of them."""
 MOST_WHOLE = 16
 """More machines than this send only some samples of devices, and only some calls."""
 FEW_COLLECTIONS = 100_000
 """Objects between two garbage collections: rows create many objects, but no reference cycles."""
-_UNWRITTEN = "what it sent cannot be written here"
+_UNWRITTEN = "its records cannot be written here"
 _MOST_TEXT = 1000
 
 
@@ -114,7 +114,7 @@ class Mirror(Record):
         commit_at = state_at = 0.0
         over = False
         while not (over or self._leave) and self.directory.is_dir():
-            now = time.monotonic()  # before the reports are taken: what they say had come when a wait ends
+            now = time.monotonic()  # before the reports: what came in time is handled before its wait ends
             for report in self.links.poll(POLL_S):
                 self._take(report)
             if len(self.machines) > MOST_WHOLE:
@@ -312,7 +312,7 @@ class Mirror(Record):
             _log(f"the history cannot be written: {error}")
             for machine in self.machines:
                 if machine.receiver is not None and machine.held > MOST_WAITING // len(self.machines):
-                    self._forget(machine)  # it sends that again
+                    self._forget(machine)  # it sends them again
                     self._end_link(machine, _UNWRITTEN)
             return False
         ended = [(machine, how) for machine, chunk in self._chunks if isinstance(how := chunk.beat.get("exit"), dict)]

@@ -52,12 +52,12 @@ class RubbishError(DpmonError):
 
 
 class Unchecked(NamedTuple):
-    """What a machine has sent up to a beat, unchecked: table, columns and rows of each line; the beat; and its size."""
+    """The unchecked lines of a machine up to a beat (table, columns and rows of each), the beat, and their size."""
 
     lines: Sequence[tuple[str, tuple[str, ...], list[Any]]]
     beat: Mapping[str, Any]
     size: int = 0
-    """Its text has about so many bytes."""
+    """Approximate length of their text (bytes)."""
 
 
 class Chunk(NamedTuple):

@@ -101,7 +101,7 @@ class Communication:
 
     @cached_property
     def by_wait(self) -> Sequence[RankTimes]:
-        """The ranks with known waits, the one that waits least first."""
+        """The ranks with known waits, the shortest wait first."""
         return sorted((one for one in self.ranks if one.wait_ns is not None), key=attrgetter("wait_ns"))
 
     @cached_property
@@ -198,7 +198,10 @@ class Communication:
         elsewhere: Sequence[RankTimes],
         groups: Mapping[int, Group | None],
     ) -> Communication:
-        """The same with other times. `wrappers`: those of all ranks, as before; `groups`: of each rank."""
+        """Return a copy with other times.
+
+        `wrappers`: those of all ranks, as before. `groups`: the process group of each rank.
+        """
         missing = None if any(one.joined for one in ranks) else _missing((*ranks, *elsewhere), self.wrappers)
         waits = any(one.waits_in_forward for one in wrappers)
         times, others = (

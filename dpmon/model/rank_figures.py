@@ -82,7 +82,7 @@ class _LastWaits:
         self._read = deque([(end_s, first_id)])
         """The seconds of the last reads, and the last ids that they found."""
         self._known_id = first_id
-        """Up to this id, no wait is unknown."""
+        """All waits up to this id are known."""
         self.of: dict[int, _Waits] = {}
         """By process."""
 
@@ -138,11 +138,11 @@ class RankTimesReader:
     groups: Mapping[int, Group | None] = field(default_factory=dict)
     """The process group of each rank."""
     _grouped: Sequence[object] = ()
-    """The processes and wrappers that `groups` is of."""
+    """The processes and wrappers from which `groups` was made."""
     _one_of: Mapping[Group | None, int] = field(default_factory=dict)
     """A process of each group."""
     _alone: bool = True
-    """Whether ranks wait for each other in the backward alone."""
+    """Whether ranks wait for each other only in the backward."""
 
     def read(
         self,

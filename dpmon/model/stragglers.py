@@ -39,7 +39,7 @@ _SIGMAS = 4.0
 """Standard deviations by which ranks must be the slowest more often than by chance."""
 _SYNC, _FORWARD = "sync", "forward"
 _wait: Callable[[RankTimes], float] = attrgetter("wait_ns")
-"""The wait of a rank for which it is known."""
+"""The wait of a rank (ns); only for ranks with a known wait."""
 _NAMED = 3
 """Most names in a list of ranks; a longer list ends with a count ("ranks 0, 1 and 3 more")."""
 
@@ -188,9 +188,9 @@ def straggler(ranks: Sequence[RankTimes]) -> Straggler | None:
 
 
 def _groups(ranks: Iterable[RankTimes]) -> Iterable[list[RankTimes]]:
-    """The ranks with known waits by their process groups, without groups in which only one is known."""
+    """The ranks with known waits, by process group; a group with only one such rank is left out."""
     found: dict[Group | None, list[RankTimes]] = {}
-    group: object = found  # not yet a group; most of a thousand ranks are in the group of the one before
+    group: object = found  # no group yet; most ranks are in the group of the rank before, so few are hashed
     members: list[RankTimes] = []
     for one in ranks:
         if one.wait_ns is not None and one.step_ns:

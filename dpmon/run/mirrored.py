@@ -29,7 +29,7 @@ _SHOWN_NS = 30 * 10**9
 def doing_in(value: object, start_ns: int = 0) -> dict[int, tuple[str, int]]:
     """Return what each process does, and since when (ns), from JSON by word and number; leave out what is damaged.
 
-    `start_ns` is added to a time other than 0.
+    `start_ns` is added to each time except 0.
     """
     found = {}
     for word, numbers in value.items() if isinstance(value, Mapping) else ():

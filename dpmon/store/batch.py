@@ -38,7 +38,7 @@ class Batch:
     """Rows that are written together."""
 
     now_s: int = 0
-    """The run's time when they are written."""
+    """The time when they are written (s since the run's start)."""
     definitions: list[tuple[int, int, str]] = field(default_factory=list)
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     """Rows of CALL_COLUMNS."""

@@ -76,7 +76,7 @@ class Drain:
         """The rows of the rings in the history."""
         self._sources: dict[str, tuple[SpanSource, Intake]] = {}
         self._refused: set[str] = set()
-        """Rings that could not be read when they were tried last."""
+        """Rings that could not be read at the last try."""
         self._own: deque[Event] = deque()
         """Records of the supervisor that are not in the batch yet."""
         self._own_missed = 0
@@ -210,7 +210,7 @@ class Drain:
         known = {*self._sources}
         if now < self._refused_at:
             known |= self._refused
-        else:  # the writer of an incomplete one may have been stopped, or its disk is slow
+        else:  # an incomplete ring may be complete now: its writer was stopped, or its disk is slow
             self._refused_at = now + RETRY_S
         for path in ring_paths(self._directory, known):
             kept = self._kept.get(path.name)

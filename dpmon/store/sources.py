@@ -51,7 +51,7 @@ class SpanSource:
         if self.resumes:
             try:
                 self._go_on(self.row)
-            except BaseException:  # it is tried again and again
+            except BaseException:  # each new try opens the ring again
                 ring.close()
                 raise
         self._missed_before = missed - self._assembler.dropped

@@ -69,7 +69,7 @@ _LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_
 _LOOKED_AT = 20_000
 """A search for single steps reads only this many of the newest ids."""
 _NEAR_ROWS = 8
-"""A search for a time reads this many rows before a place, and after it."""
+"""A search for a time reads this many rows on each side of an id."""
 
 
 class Steps(Sums):
@@ -154,7 +154,7 @@ class Steps(Sums):
         which = "" if len(processes) == len(self.ranks) else f" AND process IN ({', '.join(map(str, processes))})"
         if len(processes) > 1:
             together = (", min(ifnull(wait_ns, 0))", f"GROUP BY ifnull({SYNC_NUMBER}, -id)")
-        longest = (  # first only the columns that decide, because it looks at the steps of a thousand ranks
+        longest = (  # only the columns that decide, because it may read the steps of a thousand ranks
             f"SELECT id, wall_ns AS ns{together[0]} FROM steps WHERE id > ? AND id <= ?{which}"
             " AND mode = ? AND start_ns + wall_ns > ?"
             f" AND {without(SETTLING | EVALUATION)} {together[1]} ORDER BY wall_ns DESC LIMIT ?"
@@ -377,7 +377,7 @@ class Steps(Sums):
             f"SELECT id, start_ns + wall_ns <= ? FROM {table} WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id {{}}"
             f" LIMIT {_NEAR_ROWS}"
         )
-        middle = self._near.get(table, (low + high) // 2)  # of another process: rows of one time have near ids
+        middle = self._near.get(table, (low + high) // 2)  # found for another process: rows of one time have near ids
         while low <= high:
             middle = min(max(middle, low), high, LAST_NS - 1)
             below = self.query(query.format("DESC"), (self.until_ns, process, low, middle))

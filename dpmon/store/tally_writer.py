@@ -60,7 +60,7 @@ class TallyWriter:
         self._whole: dict[int, int] = {}
         """The second up to which all tallies of a width exist, by width."""
         self._newest = 0
-        """The newest second with a step, or of a write."""
+        """The second of the newest step or of the last write, the later of the two."""
         self._known = False
         """Whether these attributes match the database."""
         self.damage: HistoryError | None = None
@@ -99,9 +99,9 @@ class TallyWriter:
             self._names.unwritten.clear()
 
     def _note_late(self, seconds: Collection[int], newest_s: int) -> None:
-        """Note the seconds that a reader, which looks only at the newest ones, would not read again.
+        """Note the seconds that a reader would not read again, because it looks only at the newest ones.
 
-        After a stop of this process, that may be all seconds of a batch.
+        After a stop of this process, these may be all seconds of a batch.
         """
         self._newest = max(self._newest, newest_s)
         late = [(second,) for second in seconds if second < self._newest - LATE_S]

@@ -85,7 +85,7 @@ class Watch:
 
     def _run(self, ring: SpanRing, opener: int, over: Any, ended: Any) -> None:
         session, words = self._session, ring.words
-        answered = allowed = looks = 0  # the ring is new: what it asks for was asked while this thread began
+        answered = allowed = looks = 0  # the ring is new: any request in it came while this thread started
         try:
             while not over.acquire(True, LOOK_S) and session.ring is ring and not session.off:
                 looks += 1

@@ -174,7 +174,10 @@ class Driver(LinuxDriver):
 
     @property
     def _set_up(self) -> bool:
-        """Whether the terminal is set up for the screen. Without this thread, output waits in its queue forever."""
+        """Whether the terminal is set up for the screen.
+
+        If it is not, no writer thread runs, and output would wait in its queue forever.
+        """
         return self._writer_thread is not None and self._writer_thread.is_alive()
 
     def stop_application_mode(self) -> None:
@@ -190,12 +193,12 @@ class Driver(LinuxDriver):
 
     def _stop(self) -> None:
         if not self._left:
-            if self._set_up:  # not at a second stop in a row: a stop discards a SIGCONT that was not handled yet
+            if self._set_up:  # not at a second stop in a row, which discarded the SIGCONT before it
                 self.suspend_application_mode()
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def _go_on(self) -> None:
-        if self._left:  # the loop may have begun to handle the signal before
+        if self._left:  # the loop may have begun to handle the signal before that
             return
         if self._set_up:  # it was stopped by a SIGSTOP, and a shell may have changed the modes
             self.suspend_application_mode()
@@ -207,7 +210,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _SIGNAL_PATIENCE_S = 1.0
 _LEAVE_PATIENCE_S = 5.0
 _PARTS = 10
-"""A deadline passes in so many parts. Of a time in which the process was stopped, at most one part counts."""
+"""A deadline passes in this many parts. A stop of the process uses up at most one of them."""
 _RETRIES, _RETRY_S = 10, 0.05
 _RESTORE = (
     b"\x1b[?2026l\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1004l\x1b[?2004l\x1b[<u"
@@ -234,7 +237,7 @@ class Leaving:
         self._before: dict[int, Any] = {}
         self._modes: list[Any] | None = None
         self._cancelled: threading.Event | None = None
-        """Ends the wait for the deadline, if there is one."""
+        """Cancels the deadline when it is set; None before the first deadline."""
         self._begun = False
         self.status = 0
         """128+N after a signal; 0 without one."""
@@ -306,9 +309,9 @@ class Leaving:
 
 
 def _taken(descriptor: int) -> int:
-    """Return a copy of a descriptor, which itself leads nowhere from now on.
+    """Return a copy of a descriptor, and let the descriptor itself lead to /dev/null.
 
-    Another thread may be setting up the terminal again, because the process was stopped until its deadline had passed.
+    If the process was stopped until its deadline had passed, another thread may be setting up the terminal again.
     """
     copy = os.dup(descriptor)
     os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
@@ -316,7 +319,7 @@ def _taken(descriptor: int) -> int:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """Write to a terminal that may accept no output, as while another thread writes to it: try for half a second."""
+    """Write to a terminal; try for half a second, because it accepts no output while another thread writes to it."""
     for _ in range(_RETRIES):
         with contextlib.suppress(BlockingIOError):
             data = data[os.write(descriptor, data) :]

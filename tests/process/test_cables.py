@@ -96,7 +96,7 @@ def follows(pid: int, run: str) -> bool:
 
 def test_only_ssh_talks_to_a_network_and_nobody_listens(host: Hosts, reader: Reader, dpmon: Dpmon) -> None:
     def connected() -> list[tuple[str, str]]:
-        """Program and socket of the command and its children, while it is connected: a busy one may be cut off."""
+        """Programs and sockets of the command and its children; none while it is cut off, as on a busy machine."""
         reader.poll()
         process = reader.links._links[0].process
         pids = list(proc.tree(process.pid)) if process is not None else []

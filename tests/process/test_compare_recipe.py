@@ -23,7 +23,7 @@ for batch in torch.utils.data.DataLoader(torch.randn(640, 4), 8):
     optimizer.zero_grad()
     model(batch).mean().backward()
     optimizer.step()
-    # The end of each step is fixed, so a busy machine does not move the median; nor do steps catch up after a pause.
+    # The end of each step is fixed, so a busy machine does not move the median. Steps do not catch up after a pause.
     end = max(end + PACE, time.monotonic())
     time.sleep(max(end - time.monotonic(), 0))
 """

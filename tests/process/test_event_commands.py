@@ -68,7 +68,7 @@ def types(dpmon: Dpmon) -> list[str]:
 
 
 def times(dpmon: Dpmon) -> list[float]:
-    """When each of these events arrived (s since 1970)."""
+    """The times at which the events arrived (s since 1970)."""
     return [float(line) for line in (dpmon.cwd / "times").read_text().split()]
 
 
@@ -114,7 +114,7 @@ def test_the_events_of_a_run_that_stalls_and_fails_arrive_soon_and_in_order(dpmo
     left = time.time()
     assert run.returncode == 3
     wait_for(lambda: "failed" in types(dpmon), what="the last event")
-    # The foreground process waits for the last event, but for no longer than ten seconds.
+    # The foreground process waits at most ten seconds for the last event.
     assert times(dpmon)[-1] <= left or left >= dpmon.exit()["ended_unix"] + 10
     events = received(dpmon)
     assert [each for each in types(dpmon) if each != "alive"] == ["started", "stalled", "resumed", "failed"]

@@ -131,7 +131,7 @@ def test_the_order_of_the_record(both: tuple[Traced, Traced]) -> None:
 @pytest.fixture(scope="module")
 def steered(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     """Very short steps, asked four times: while nobody supervises, then twice with success, once left alone."""
-    # Nobody reads the ring meanwhile, so the steps take 10 ms: it must not overflow.
+    # Nobody reads the ring meanwhile, and it must not overflow, so a step takes 10 ms.
     slower = LOOP.replace("model(x)", "time.sleep(0.01); model(x)").replace("import pathlib", "import time, pathlib")
     script = Script(tmp_path_factory.mktemp("steered"), slower + "train()\n")
     ring = script.ring()

@@ -169,7 +169,7 @@ def test_prometheus_names_the_slow_rank_and_the_stall(dpmon: Dpmon, servers: Ser
 
     wait_for(lambda: shares() == [("1", True)], 300, "the share of the slow rank")
     silent = ("DpmonStalled", "DpmonFailed", "DpmonSilent", "DpmonStragglerOfMachines", "DpmonWaitsForData")
-    # A machine that gave the ranks no processor for some seconds did stall them.
+    # A busy machine may have stalled the ranks for some seconds.
     wait_for(lambda: not any(servers.alerts(name, run) for name in silent), 300, "no other alert")
     check_panels(servers)
 

@@ -30,7 +30,7 @@ def after(number):
         for line in range(30000):
             print(f"line {{line}} of the script's own output, about a hundred bytes of it in all", "." * 30)
             if line % 2000 == 0:
-                # What is left is about half a megabyte a second, if the supervisor is not kept from making room.
+                # Print about half a megabyte a second, or less if the supervisor is too busy to make room.
                 time.sleep(0.4)
                 until = time.monotonic() + 10
                 while room() < 500_000 and time.monotonic() < until:

@@ -180,7 +180,7 @@ entry()
 """
 
 
-def test_an_interrupt_while_the_run_is_created_leaves_no_half_of_it(dpmon: Dpmon) -> None:
+def test_an_interrupt_while_a_run_is_created_leaves_no_incomplete_run(dpmon: Dpmon) -> None:
     dpmon.script("import time; time.sleep(60)")
     result = dpmon.run(argv=[dpmon.python, "-c", INTERRUPTED_AT_ONCE, "script.py"])
     assert result.status in (130, 1), result.errors  # Python that is still starting exits with 1

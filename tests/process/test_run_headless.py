@@ -295,7 +295,7 @@ writer.main(100_000, 400, 3, lambda _: pathlib.Path("go").exists() and sys.exit(
 
 
 def often(dpmon: Dpmon, enough: Callable[[list[str]], object]) -> list[str]:
-    """Return the lines on stderr of a run with a status line every 0.2 s, which goes on until they are enough."""
+    """Return the lines on stderr of a run that prints a status line every 0.2 s and ends when the lines are enough."""
     said = dpmon.cwd / "said"
     with open(said, "wb") as file:
         process = dpmon.start(argv=[sys.executable, "-c", OFTEN, "script.py"], stderr=file)
@@ -312,7 +312,7 @@ def in_status(lines: list[str]) -> list[list[str]]:
 
 
 def goes_on(lines: list[str]) -> bool:
-    """Return whether some status lines show the progress of the script, which may have to wait for a processor."""
+    """Return whether three status lines show progress; on a busy machine, it may take more than three."""
     status = in_status(lines)
     return len(status) >= 3 and status[0][2] != status[-1][2]
 

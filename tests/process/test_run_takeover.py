@@ -80,7 +80,7 @@ def test_attach_starts_a_new_supervisor_and_no_record_is_lost_or_doubled(dpmon: 
     new = wait_for(lambda: new_supervisor(dpmon, old), what="a new supervisor")
     assert proc.alive(new["supervisor_pid"], new["supervisor_started"])
     assert (new["command_pid"], new["command_started"]) == (old["command_pid"], old["command_started"])
-    # It waits for `go`, on a busy machine for so long that it is stalled.
+    # It waits for `go`. On a busy machine, it waits so long that it counts as stalled.
     assert listed_state(dpmon) in ("training", "waiting", "quiet", "stalled")
     dpmon.go()
     _, err = screen.communicate(timeout=100)

@@ -61,7 +61,7 @@ PAUSE_S = 13.0
 """Longer than the threshold."""
 PAUSING = {
     "pauses": ("first", "gap", "evaluation", "checkpoint", "compilation", "loader"),
-    # Alone: the line of its first pauses is learned only if its stack is taken in these few seconds of one of them.
+    # Alone, because its line is learned only if its stack is taken in one of its first pauses, a few seconds each.
     "learned": ("learned",),
 }
 ENDS_WITH = "stopped"
@@ -69,7 +69,7 @@ ENDS_WITH = "stopped"
 
 
 WAIT_S = 300
-"""Limit of a wait for a state: all runs start at once, and a busy machine takes minutes for that."""
+"""Longest wait for a state: all runs start at once, which takes minutes on a busy machine."""
 
 
 def until(dpmon: Dpmon, state: str, *words: str) -> Result:
@@ -83,13 +83,13 @@ def stalls(dpmon: Dpmon) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Dpmon]]:
-    """The runs by cause. They wait most of the time, so they run at once."""
+    """The runs by cause. They wait most of the time, so they run at the same time."""
     yield from started(tmp_path_factory.mktemp("stuck"), {cause: (SCRIPT, cause) for cause in ("input", *CAUSES)})
 
 
 @pytest.fixture(scope="module")
 def pausing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Dpmon]]:
-    """The runs that make pauses. They start later than the others, which keep the machine busy at their start."""
+    """The runs that pause. They start after the others, which keep the machine busy while they start."""
     pauses = {name: (PAUSES, PAUSE_S, *kinds) for name, kinds in PAUSING.items()}
     yield from started(tmp_path_factory.mktemp("pauses"), pauses)
 
@@ -116,7 +116,7 @@ def test_the_cause_is_named(runs: dict[str, Dpmon], cause: str) -> None:
     causes = CAUSES if py_spy() is not None else {**CAUSES, **WITHOUT_PY_SPY}
     expected = causes[cause].format(here=LINES.get(cause), backward=BACKWARD, loop=LINES["loop"])
     assert re.fullmatch(expected, found[0]["text"]), found[0]["text"]
-    # A supervisor that gets a processor samples the host every second.
+    # Counted in samples of the host, one a second, because the supervisor may have got no processor.
     seconds = [one["t_s"] for one in dpmon.records() if one["kind"] == "host"]
     assert sum(found[0]["since_s"] < t_s < found[0]["t_s"] for t_s in seconds) < NOTICED_S
     if cause == "worker" and py_spy() is not None:

@@ -211,7 +211,7 @@ def test_waits_for_input(dpmon: Dpmon) -> None:
             found = check(dpmon, told, err.decode(), slack=2 * 0.125 / told["seconds"]["single"])
             assert found["input"] == pytest.approx(told["apart"]["input"], abs=0.5)
             break
-        except AssertionError:  # the supervisor may have got no processor in one of these moments
+        except AssertionError:  # the supervisor may have got no processor at one of these moments
             if not tries_left:
                 raise
     assert len(report(dpmon)["inputs"]) == 2

@@ -56,9 +56,9 @@ def burst(chance: random.Random) -> bytes:
 
 
 def shows_or_has_left(seen: Terminal, condition: Callable[[], bool], what: str) -> None:
-    """Wait until the screen shows something or has exited; let it go on whenever it has stopped.
+    """Wait until the condition holds or the screen has exited; continue the screen whenever it has stopped.
 
-    Each ctrl+z that was typed ahead stops it once, and a burst has dozens of them.
+    Each ctrl+z stops it once, and a burst has dozens of them.
     """
 
     def holds() -> bool:

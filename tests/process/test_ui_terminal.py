@@ -147,8 +147,8 @@ def test_a_screen_stopped_by_sigstop_goes_on_with_one_reader_of_the_keys(run: Ru
     seen.sane()
 
 
-def test_a_screen_stopped_again_before_it_was_told_to_continue_comes_back(run: Run, terminal: Start) -> None:
-    """The kernel discards a SIGCONT that was not delivered yet when a SIGTSTP comes."""
+def test_a_screen_that_is_stopped_again_before_it_continues_comes_back(run: Run, terminal: Start) -> None:
+    """A SIGTSTP discards a SIGCONT that was not delivered yet."""
     run.train(50)
     seen = terminal(
         """
@@ -202,7 +202,7 @@ Driver.stop_application_mode = stop_and_signal
 
 
 def test_a_screen_that_continues_after_its_deadline_leaves_the_terminal_restored(run: Run, terminal: Start) -> None:
-    """One thread restores it and ends the process, while another one sets it up again because of the SIGCONT."""
+    """One thread restores the terminal and ends the process, while another thread sets it up again after a SIGCONT."""
     run.train(50)
     seen = terminal(
         """

@@ -88,7 +88,7 @@ statuses = os.path.join(os.environ["DPMON_RUN"], {STATUSES!r})
 while not os.path.exists(statuses) or " -6\\n" not in open(statuses).read():
     time.sleep(0.05)
 """
-"""Rank 0 waits until the supervisor has seen the end of rank 1, although the launcher ends it."""
+"""Rank 0 ignores the SIGTERM of the launcher until the supervisor has seen the end of rank 1."""
 
 
 def test_a_rank_that_ends_without_an_exception_comes_first(dpmon: Dpmon) -> None:

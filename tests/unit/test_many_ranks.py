@@ -53,7 +53,7 @@ def test_one_query_finds_the_newest_rows_of_all_processes_now_and_at_any_time() 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_last_row_before_any_time_is_found_and_soon_for_many_processes(seed: int) -> None:
+def test_few_queries_find_the_last_row_before_a_time_for_many_processes(seed: int) -> None:
     chance = random.Random(seed)
     run, end = joined_ranks(8, steps=chance.choice([3, 40, 100]))
     ((first,),) = run.store().query("SELECT min(start_ns) FROM steps")
@@ -79,7 +79,7 @@ def test_the_last_row_before_any_time_is_found_and_soon_for_many_processes(seed:
     assert 0 < len(queries) <= 8 * 4, "two for each process, and a few more at first"
 
 
-def test_a_row_with_the_highest_possible_id_is_no_damage() -> None:
+def test_a_row_with_the_highest_possible_id_does_not_count_as_damage() -> None:
     run, end = joined_ranks(2, steps=40)
     run._db.execute(f"UPDATE steps SET id = {LAST_NS} WHERE id = (SELECT max(id) FROM steps WHERE process = 0)")
     run._db.execute("UPDATE rings SET last_id = NULL")

@@ -99,7 +99,7 @@ def test_what_could_not_be_written_comes_once_again(mirror: Mirror, monkeypatch:
 
 
 @pytest.mark.parametrize(("texts", "state"), [([200] * 100, "connected"), ([200_000] * 6, "cut")])
-def test_a_bounded_number_of_bytes_waits_for_a_full_disk(
+def test_the_bytes_that_wait_for_a_full_disk_are_bounded(
     mirror: Mirror, monkeypatch: pytest.MonkeyPatch, texts: list[int], state: str
 ) -> None:
     def full(*_: object) -> None:
@@ -116,7 +116,7 @@ def test_a_bounded_number_of_bytes_waits_for_a_full_disk(
         held.append(sum(len(row[-1]) for _, chunk in mirror._chunks for row in chunk.rows["events"]))
     assert 500_000 < max(held) <= MOST_HELD
     node = mirror.machines[0].node
-    assert (node.state, node.why) == (state, None if state == "connected" else "what it sent cannot be written here")
+    assert (node.state, node.why) == (state, None if state == "connected" else "its records cannot be written here")
     monkeypatch.undo()
     mirror._take(Opened(0, MARKER))
     send(mirror, event(1), beat(0, 1))
@@ -124,10 +124,10 @@ def test_a_bounded_number_of_bytes_waits_for_a_full_disk(
     assert (node.state, events_in(mirror)) == ("connected", [1.0])
 
 
-def test_what_waits_for_a_full_disk_is_bounded_for_all_machines_together(
+def test_the_bytes_of_all_machines_that_wait_for_a_full_disk_are_bounded_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The chunks of each of a hundred machines are small, but the disk may be full for an hour."""
+    """Each of a hundred machines sends small chunks, but the disk may be full for an hour."""
 
     def full(*_: object) -> None:
         raise HistoryError("no room")
@@ -151,10 +151,10 @@ def test_what_waits_for_a_full_disk_is_bounded_for_all_machines_together(
         mirror._commit()
         assert sum(len(row[-1]) for _, chunk in mirror._chunks for row in chunk.rows.get("events", ())) <= most
         states |= {(machine.node.state, machine.node.why) for machine in mirror.machines[1:]}
-    assert states == {("connected", None), ("cut", "what it sent cannot be written here")}
+    assert states == {("connected", None), ("cut", "its records cannot be written here")}
     monkeypatch.setattr(mirror.records, "write", write)
     assert mirror._commit()
-    assert mirror.machines[0].node.state == "ended"  # what came with the end of its run was kept
+    assert mirror.machines[0].node.state == "ended"  # the end of its run was not forgotten
     mirror.links.close()
     mirror.records.close()
 

@@ -179,8 +179,8 @@ def test_a_silent_command_is_ended_and_the_others_go_on(start: Start, monkeypatc
     wait_for(lambda: links.poll(0.05) is not None and not links._leaving, what="the end of the deaf command")
 
 
-def test_a_stop_of_this_process_is_not_the_silence_of_others(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait in which a process is stopped returns without what has come meanwhile."""
+def test_a_stop_of_this_process_does_not_look_like_silence(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a process is stopped during a wait, the wait returns without the data that came meanwhile."""
     links = start(shell(f"{MARK}; read line; echo one; exec sleep 100"), silent_s=5.0)
     until(links, lambda reports: reports)
     clock, wait, asleep_s = time.monotonic, links._selector.select, 0.0
@@ -198,12 +198,12 @@ def test_a_stop_of_this_process_is_not_the_silence_of_others(start: Start, monke
     assert until(links, lambda reports: reports) == [Received(0, b"one")]
 
 
-def test_no_command_goes_on_if_this_process_was_stopped_while_it_closed_them(
+def test_no_command_is_left_if_this_process_was_stopped_while_it_ended_them(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     links = start(shell(f"trap '' TERM; {MARK}; while :; do sleep 1; done"))
     until(links, lambda reports: reports)
-    monkeypatch.setattr(module, "_LEAVE_S", 0.0)  # as if all of the time had passed at once
+    monkeypatch.setattr(module, "_LEAVE_S", 0.0)  # as if this process was stopped until the limit had passed
     links.close()
     monkeypatch.undo()
     until_no_command_is_left()

@@ -363,7 +363,7 @@ def test_a_cell_shows_how_long_the_others_waited_for_its_rank() -> None:
 
 
 def test_a_map_is_drawn_while_the_wait_of_only_one_rank_is_known() -> None:
-    """A step may end just before a second on one node and just after it on the other one, which is then cut off."""
+    """A step may end just before a second on one node, and just after it on another node that is then cut off."""
     facts = facts_of(ManyNodes(2, 1, slow=-1).run(0, 12))
     traffic = facts.state.communication
     assert traffic is not None

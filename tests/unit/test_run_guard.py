@@ -195,10 +195,10 @@ def test_an_end_counts_when_the_last_records_are_written_or_nobody_writes_them(
         assert Guard(RunReader(directory), supervisor).exit() == now, "it was killed"
 
 
-def test_an_end_that_was_recorded_while_this_process_was_stopped_is_known(
+def test_an_end_that_was_recorded_while_this_process_was_stopped_is_seen(
     run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was stopped, as with Ctrl-Z, until the limit of the wait had passed."""
+    """The process was stopped, as by Ctrl-Z, until the limit of its wait had passed."""
     guard, directory = run
     clock, asleep_s = time.monotonic, 0.0
 

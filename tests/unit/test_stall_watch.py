@@ -315,7 +315,7 @@ def test_a_restarted_job_leaves_no_rank_behind() -> None:
     assert [rank.pid for rank in alone] == [3, 4]
 
 
-def test_an_answer_that_came_while_the_one_who_asks_was_stopped_is_shown(
+def test_an_answer_that_came_while_the_asking_process_was_stopped_is_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, asleep_s = time.monotonic, 0.0

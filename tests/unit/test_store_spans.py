@@ -115,7 +115,7 @@ def rows_of(path: str) -> tuple[list[Row], list[int]]:
     assembler = Assembler()
     rows = assembler.feed(spans, lines)
     kind, since_ns = current_span_in(words, max(assembler.thread, 0))
-    if since_ns:  # killed within a span, whose start may end a step
+    if since_ns:  # killed within a span; the start of a span may end a step
         rows += assembler.take_current_span(kind, since_ns)
     rows += assembler.end()
     return rows, [span.kind for span in spans]
@@ -125,7 +125,7 @@ def check(run: Run, process: int = 0) -> int:
     """Assert that the history has all of a ring exactly once; return how many steps there are."""
     made, spans = rows_of(run.ring(process))
     calls = spans.count(Kind.CALL)
-    cut_off = calls > 1 and spans[-1] == Kind.CALL  # a training that was killed before the backward pass of its step
+    cut_off = calls > 1 and spans[-1] == Kind.CALL  # the training was killed before the backward pass of its last step
     of = {kind: [one for one in made if kind_of(one) == kind] for kind in ("call", "step", "event")}
     only = f"WHERE process = {process}"
     steps = calls - cut_off
@@ -145,7 +145,7 @@ def check(run: Run, process: int = 0) -> int:
     return steps
 
 
-def test_a_ring_is_read_although_its_writer_was_stopped_before_the_header_was_complete(run: Run) -> None:
+def test_a_ring_is_read_although_its_header_was_completed_late(run: Run) -> None:
     training = Training(run.ring())
     training.run(20)
     magic, training.ring.map[:8] = training.ring.map[:8], bytes(8)
@@ -160,7 +160,7 @@ def test_a_ring_is_read_although_its_writer_was_stopped_before_the_header_was_co
     assert check(run) == 20
 
 
-def test_a_ring_is_read_once_its_lines_can_be_read_again_and_leaves_no_file_open_until_then(
+def test_a_ring_with_unreadable_lines_is_tried_again_and_leaves_no_file_open(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training(run.ring())

@@ -183,7 +183,7 @@ def test_the_thread_is_unknown_to_threading_and_takes_no_signal() -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
-def test_stacks_that_are_asked_for_before_the_thread_runs_are_noted(
+def test_stacks_that_are_requested_before_the_thread_runs_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "LOOK_S", 0.01)

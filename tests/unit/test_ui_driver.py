@@ -148,7 +148,7 @@ def test_the_terminal_is_not_asked_for_reports_of_its_size() -> None:
 
 
 class Stopped:
-    """An event whose wait is over at once, because the process was stopped meanwhile; it is set after some of them."""
+    """An event that is set after `looks` waits, each over at once, as if the process was stopped meanwhile."""
 
     def __init__(self, looks: int) -> None:
         self._looks = looks
@@ -160,7 +160,7 @@ class Stopped:
 
 
 @pytest.mark.parametrize(("looks", "forced"), [(1, []), (1000, [7])])
-def test_of_a_time_in_which_the_screen_was_stopped_only_a_part_counts(
+def test_a_stop_of_the_screen_uses_up_only_a_part_of_its_deadline(
     monkeypatch: pytest.MonkeyPatch, looks: int, forced: list[int]
 ) -> None:
     leaving, over, found = Leaving(lambda _: True), Stopped(looks), list[int]()
@@ -172,7 +172,7 @@ def test_of_a_time_in_which_the_screen_was_stopped_only_a_part_counts(
 
 
 def test_a_terminal_that_takes_no_output_for_a_moment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example because another thread writes to it."""
+    """For example, another thread may be writing to it."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     os.write(writing, bytes(1 << 20))

@@ -87,7 +87,7 @@ def _blocks(cells: Row) -> list[Row]:
 
 
 def _rows(labels: Sequence[str], blocks: Sequence[Row], each: int) -> list[Row]:
-    """Rows of `each` blocks, each row with its label."""
+    """Rows of `each` blocks; each row begins with its label."""
     return [
         [(label, "dim"), *chain.from_iterable(((" ", ""), *block) for block in blocks[at * each : (at + 1) * each])]
         for at, label in enumerate(labels)
@@ -96,7 +96,7 @@ def _rows(labels: Sequence[str], blocks: Sequence[Row], each: int) -> list[Row]:
 
 @lru_cache(4096)
 def _block(cells: tuple[Span, ...], width: int) -> Row:
-    """Cells as a part of a row. Most of a thousand ranks look like others, and like themselves a second ago."""
+    """Cells as a part of a row; cached, because most ranks look alike and seldom change."""
     return merged(fit(cells, width))
 
 

@@ -121,7 +121,7 @@ elif how.startswith("threads"):
     def with_the_thread() -> None:
         before = count
         dist.all_reduce(x)
-        while count == before and how == "threads that rest":  # on a busy machine, it may rest for all of the training
+        while count == before and how == "threads that rest":  # on a busy machine, it may rest for the whole training
             time.sleep(0.0001)
 
     train(400, with_the_thread)

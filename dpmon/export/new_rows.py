@@ -228,16 +228,18 @@ class NewRows:
         lines += self._lines(
             "collectives", self._rows(store, "collectives", f"{between} AND {whole}", self.offset, until)
         )
-        steps: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        steps: dict[tuple[int, bool], list[tuple[int, int, int]]] = defaultdict(list)
+        """By process, and by whether they averaged gradients: with accumulation, only some steps do."""
         names: dict[int, tuple[int, int]] = {}
-        query = f"SELECT id, process, step, ifnull(sync_number, step), start_ns + wall_ns FROM steps {between}"
+        query = f"SELECT id, process, step, sync_number, start_ns + wall_ns FROM steps {between}"
         for number, process, step, sync_number, end in store.query(query, (self.offset, until)):
-            steps[process].append((number, sync_number, end))
+            averaged = sync_number is not None
+            steps[process, averaged].append((number, sync_number if averaged else step, end))
             names[number] = process, step
         fewer = 1 + self._sparse
         chosen = {
             number
-            for process, ended in steps.items()
+            for (process, _), ended in steps.items()
             for number in ([row[0] for row in ended] if process in self.whole else sampled(ended, fewer))
         }
         self._last_steps |= {names[number][0]: number for number in sorted(chosen)}
@@ -250,14 +252,14 @@ class NewRows:
         if self._sparse:
             few = {number for ended in steps.values() for number in sampled(ended, SPARSE_STEPS)}
             detailed = {number for number in chosen if number in few or names[number][0] in self.whole}
-        in_steps = {names[number] for number in detailed}
+        in_steps, trains = {names[number] for number in detailed}, {process for process, _ in steps}
         calls: dict[tuple[int, ...], int] = {}
         query = f"SELECT id, process, step, layout FROM calls {between}"
         for number, process, step, layout in store.query(query, (self.offset, until)):
             if process in self.whole:
                 calls[process, number] = number
-            elif (process, step) in in_steps or process not in steps:
-                calls[process, step * (process in steps), layout] = number  # the last one of a module
+            elif (process, step) in in_steps or process not in trains:
+                calls[process, step * (process in trains), layout] = number  # the last one of a module
         lines += self._lines("calls", self._of_ids(store, "calls", sorted(calls.values())))
         spans = list(columns_sent("steps")).index("spans")
         rows = [

@@ -281,7 +281,9 @@ def test_stopping_from_the_screen(dpmon: Dpmon) -> None:
     terminal.shows("a line of the script")
     terminal.type("q")
     terminal.shows("stop the training")
-    terminal.type("xy")
+    terminal.type("x")
+    terminal.shows("Stop the training?")
+    terminal.type("y")
     assert terminal.wait() == 130
     assert dpmon.exit()["signal"] == "SIGINT"
 

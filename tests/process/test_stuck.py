@@ -160,8 +160,9 @@ def check_the_figures(dpmon: Dpmon) -> None:
     usual = (sum(turns) - stood) / (len(turns) - 1)
     assert mode["steps_per_s"] == pytest.approx(1 / usual, rel=0.05)
     assert story["elapsed"]["stalled_s"] == pytest.approx(stood, rel=0.01)
-    (found,) = (one for one in story["findings"] if one["kind"] == "stall")
-    assert re.fullmatch(r"1 step with a stall is left out of the figures: [\d.]+ s\.", found["text"])
+    # On a busy machine, there may also be steps that took much longer than usual.
+    (text,) = (one["text"] for one in story["findings"] if one["kind"] == "stall" and "left out" in one["text"])
+    assert re.fullmatch(r"1 step with a stall is left out of the figures: [\d.]+ s\.", text)
     ranks = story["communication"]
     assert ranks["joined_steps"] == len(begins) - SETTLING_STEPS - 1
     assert (ranks["exposed_ms"] + ranks["wait_ms"]) * ranks["joined_steps"] < 500 * stood, "not with the wait of rank 0"

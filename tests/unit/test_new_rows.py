@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from joined import joined_ranks
 from stored import Recording
 from synthetic import Training, device_event
 
@@ -112,6 +113,25 @@ def test_the_chunks_after_the_end_have_the_same_steps_of_all_ranks(monkeypatch: 
     assert chunks > 3
     assert sent[0] == sent[1] == sent[2]
     assert len(sent[0]) < 60
+
+
+@pytest.mark.parametrize("accumulated", [1, 4, 25])
+def test_steps_that_average_gradients_are_sent_as_often_with_accumulation(accumulated: int) -> None:
+    """About one each second, which is enough to name the slow rank, and the same ones of all ranks."""
+    passes = [(0, 1)] * (accumulated - 1) + [(1, 0)]
+    recording, end = joined_ranks(2, steps=2000, passes=passes)
+    recording._db.execute(f"UPDATE steps SET sync_number = sync_number / {accumulated}")
+    lines, _ = NewRows(rollups=True).chunk(recording.store(), end // SECOND, last=False)
+    sent: dict[int, set[int]] = {0: set(), 1: set()}
+    for one in (one for one in map(json.loads, lines) if one["table"] == "steps"):
+        for row in one["rows"]:
+            found = dict(zip(one["columns"], row, strict=True))
+            if found["sync_number"] is not None:
+                sent[found["process"]].add(found["sync_number"])
+    assert sent[0] == sent[1]
+    ((begin,),) = recording.store().query("SELECT min(start_ns) FROM steps")
+    seconds = (end - begin) / SECOND
+    assert 0.9 * seconds <= len(sent[0]) <= 2.1 * seconds
 
 
 def test_a_stop_of_the_supervisor_loses_no_tally() -> None:

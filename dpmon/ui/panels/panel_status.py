@@ -155,11 +155,8 @@ def _figures(facts: Facts, look: Look) -> list[_Part]:
     found = progress_in(facts)
     parts = [step]
     if found.epoch is not None:
-        batches: Row = [
-            (f"epoch {group(found.epoch)}", ""),
-            (f" {look.glyphs.middot} ", "dim"),
-            (of_batches(found), "bold"),
-        ]
+        epoch: Row = [(f"epoch {group(found.epoch)}", ""), (f" {look.glyphs.middot} ", "dim")]
+        batches = [*epoch, (done, "bold")] if (done := of_batches(found)) else epoch[:1]
         left = "" if found.left_ns is None else f" {look.glyphs.middot} {left_words(found.left_ns, None)} left"
         if found.batch is not None and found.batch == found.batches:
             left = f" {look.glyphs.middot} took {duration_words(found.epochs[-1].took_ns)}"
@@ -167,7 +164,7 @@ def _figures(facts: Facts, look: Look) -> list[_Part]:
         parts = [_Part([*batches, (left.ljust(_room_for_left(found)), "")] if timed else batches, 2, batches)]
     if found.epoch is not None and facts.goes_on and facts.run_state.word == EVALUATING:  # the rates are of training
         own = replace(found, batch=found.evaluated, batches=found.evaluated_of)
-        return [_Part([*batches[:2], ("evaluating ", ""), (of_batches(own), "bold")], 2)]
+        return [_Part([*epoch, ("evaluating ", ""), (of_batches(own), "bold")], 2)]
     if facts.stall is not None and not facts.over:  # the rates are of the time before the stall
         return parts
     rates_shown = [(rates.samples_per_s, " samples/s", 4), (rates.steps_per_s, " steps/s", 9)]

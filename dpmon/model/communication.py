@@ -348,6 +348,7 @@ def operations(traffic: Communication) -> list[str]:
         return [f"collectives: {collectives.why}"]
     lines, known = [], {one.group_size for one in traffic.wrappers}
     of = "" if traffic.one_in is None else f"; 1 step in {group(traffic.one_in)}"
+    per = "an update" if traffic.unsynced else "a step"  # a sample ends with an optimizer step, if there are any
     for one in collectives.operations[:_OPERATIONS]:
         count = three(one.collectives / collectives.samples) if collectives.samples else group(one.collectives)
         size = f" of {memory(one.bytes / one.collectives)}" if one.bytes else ""
@@ -355,7 +356,7 @@ def operations(traffic: Communication) -> list[str]:
         why = one.no_bandwidth if one.bytes or not one.ended else None  # a barrier has none
         fast = f", {bandwidth(bus)} bus" if bus is not None else "" if why is None else f", {why.partition(':')[0]}"
         ranks = "" if one.size in known else f" of {count_of(one.size, 'rank')},"
-        lines.append(f"{one.name}{ranks} {count} a step{size}{fast}{of}")
+        lines.append(f"{one.name}{ranks} {count} {per}{size}{fast}{of}")
     return lines
 
 

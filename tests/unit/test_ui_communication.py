@@ -331,6 +331,15 @@ def test_the_ranks_of_a_collective_are_named_where_no_row_says_it() -> None:
     ]
 
 
+@pytest.mark.parametrize(("passes", "per"), [(((1, 0),), "a step"), (((0, 1), (0, 1), (0, 1), (1, 0)), "an update")])
+def test_a_sample_is_of_an_update_of_several_steps_with_accumulation(passes: Any, per: str) -> None:
+    found = facts_of(2, passes=passes).state.communication
+    sampled = Communicated((Operation("all_reduce", 2, 5, 0, 0, 0, 0),), 5)
+    assert found is not None
+    (line,) = operations(replace(found, collectives=sampled))
+    assert line.startswith(f"all_reduce 1.00 {per}")
+
+
 def test_a_sampled_step_has_a_row_where_there_is_room() -> None:
     facts = facts_of(2, slow=1)
     sample = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_reduce", 10, 2),))

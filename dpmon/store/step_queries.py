@@ -68,8 +68,8 @@ _LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_
 """Columns of a step for `_long_row`."""
 _LOOKED_AT = 20_000
 """A search for single steps reads only this many of the newest ids."""
-_NEAR_ROWS = 8
-"""A search for a time reads this many rows on each side of an id."""
+_NEAR_ROWS = 2
+"""A search for a time reads this many rows on each side. For more, SQLite passes over the rows of too many ranks."""
 
 
 class Steps(Sums):

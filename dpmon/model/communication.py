@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from operator import attrgetter
 from statistics import fmean
 from typing import NamedTuple
 
-from dpmon.model.stragglers import Group, RankTimes, Straggler, delays, straggler
+from dpmon.model.stragglers import Group, RankTimes, Straggler, delays, straggler, wait_of
 from dpmon.store.answers import Communicated
 from dpmon.text.quantities import count_of, duration, group, memory, percent, three
 
@@ -102,7 +101,7 @@ class Communication:
     @cached_property
     def by_wait(self) -> Sequence[RankTimes]:
         """The ranks with known waits, the shortest wait first."""
-        return sorted((one for one in self.ranks if one.wait_ns is not None), key=attrgetter("wait_ns"))
+        return sorted((one for one in self.ranks if one.wait_ns is not None), key=wait_of)
 
     @cached_property
     def joined(self) -> int:

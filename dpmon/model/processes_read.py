@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from heapq import nsmallest
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from dpmon.model.announced import Announced
 from dpmon.model.nodes import nodes_in
 from dpmon.model.state import MANY, MAPPED, Process, ProcessFacts, State, Wanted
-from dpmon.model.stragglers import RankTimes
+from dpmon.model.stragglers import RankTimes, wait_of
 
 if TYPE_CHECKING:
     from dpmon.store.queries import Store
@@ -90,7 +89,7 @@ def slowest_of(times: Sequence[RankTimes], wanted: Wanted) -> set[int]:
     known = [one for one in times if one.wait_ns is not None]
     if wanted.worst == 0 or len(known) <= MAPPED:
         return set()
-    return {one.process for one in nsmallest(wanted.worst, known, key=attrgetter("wait_ns"))}
+    return {one.process for one in nsmallest(wanted.worst, known, key=wait_of)}
 
 
 def other_processes(state: State, focus: Process, wanted: Wanted) -> list[Process]:

@@ -38,7 +38,7 @@ _DEVICE = {phase: device_series(phase) for phase in STEP_PHASES}
 _SIGMAS = 4.0
 """Standard deviations by which ranks must be the slowest more often than by chance."""
 _SYNC, _FORWARD = "sync", "forward"
-_wait: Callable[[RankTimes], float] = attrgetter("wait_ns")
+wait_of: Callable[[RankTimes], float] = attrgetter("wait_ns")
 """The wait of a rank (ns); only for ranks with a known wait."""
 _NAMED = 3
 """Most names in a list of ranks; a longer list ends with a count ("ranks 0, 1 and 3 more")."""
@@ -210,10 +210,10 @@ def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
     if hidden:
         least_forward = min(one.phases.get(_FORWARD, 0.0) for one in members)
         members = [
-            one._replace(wait_ns=_wait(one) + one.phases.get(_FORWARD, 0.0) - least_forward, slowest=one.joined)
+            one._replace(wait_ns=wait_of(one) + one.phases.get(_FORWARD, 0.0) - least_forward, slowest=one.joined)
             for one in members
         ]
-    waits = [*map(_wait, members)]
+    waits = [*map(wait_of, members)]
     least, *above = sorted(waits)
     slowest = members[waits.index(least)]
     assert slowest.step_ns is not None
@@ -226,7 +226,7 @@ def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
         return None
     steps = max(one.joined for one in slow)
     times = min(sum(one.slowest for one in slow), steps)
-    excess = median(map(_wait, others)) - least
+    excess = median(map(wait_of, others)) - least
     share = excess / slowest.step_ns
     if share < LEAST_SHARE or times < _by_chance(steps, len(slow) / len(members)):
         return None
@@ -246,7 +246,7 @@ def delays(ranks: Sequence[RankTimes]) -> dict[int, float]:
     """
     found = {}
     for members in _groups(ranks):
-        own = [*map(_wait, members)]
+        own = [*map(wait_of, members)]
         waits = sorted(own)
         # The median is the same without any one of the waits below the middle.
         usual, middle = median_without(waits, waits[0]), waits[len(waits) // 2]
@@ -268,12 +268,12 @@ def _with_cause(
     found: Straggler, slow: Sequence[RankTimes], others: Sequence[RankTimes], waits: Sequence[str]
 ) -> Straggler:
     """`found` with the phase that covers the excess on each slow rank, if any; `waits`: phases that include waits."""
-    waited = median(map(_wait, others))
+    waited = median(map(wait_of, others))
     slow, others = ([one for one in each if one.phases] for each in (slow, others))  # some of many ranks have none
     if not slow or not others:
         return found
     ran = {phase: None for one in slow for phase in one.phases if phase not in waits}
-    enough = [(one.phases, CAUSE_SHARE * (waited - _wait(one))) for one in slow]
+    enough = [(one.phases, CAUSE_SHARE * (waited - wait_of(one))) for one in slow]
     usual = {
         phase: median(one.phases.get(phase, 0.0) for one in others)
         for phase in ran
@@ -282,7 +282,7 @@ def _with_cause(
 
     def covered(phase: str) -> float:
         """The part of the excess that the phase covers, on the slow rank where it covers least."""
-        return min((one.phases.get(phase, 0.0) - usual[phase]) / (waited - _wait(one)) for one in slow)
+        return min((one.phases.get(phase, 0.0) - usual[phase]) / (waited - wait_of(one)) for one in slow)
 
     phase = max(usual, key=covered, default=None)
     if phase is None or covered(phase) < CAUSE_SHARE:

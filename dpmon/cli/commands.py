@@ -17,14 +17,14 @@ from dpmon.cleaning import clean, json_text
 from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
 from dpmon.run import proc, retention
-from dpmon.run.condition import goes_on, goes_on_elsewhere, run_state
+from dpmon.run.condition import goes_on, goes_on_elsewhere, needs_supervisor, run_state
 from dpmon.run.destination import opened, stdout
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
 from dpmon.run.runs import JOB, find_run, list_runs, newest_run, short_name
 from dpmon.supervise.guard import repeated
-from dpmon.supervise.start import ensure_supervisor
+from dpmon.supervise.start import Successor, ensure_supervisor
 from dpmon.text.cells import cut, has_colours, in_stream
 from dpmon.text.quantities import clock, compact, count_of, on_machines
 
@@ -46,12 +46,19 @@ def attach(options: argparse.Namespace) -> int:
     return follow(newest_run(goes_on) if options.run is None else find_run(options.run), options)
 
 
-def follow(directory: Path, options: argparse.Namespace) -> int:
-    """The same for a run that was found already."""
-    if goes_on_elsewhere(directory, load_info(directory), load_exit(directory)):
+def follow(directory: Path, options: argparse.Namespace, mirror: Successor | None = None) -> int:
+    """The same for a run that was found already. `mirror`: what looks after a run on several machines."""
+    info, how = load_info(directory), load_exit(directory)
+    if goes_on_elsewhere(directory, info, how):
         # This machine cannot see the run's processes or the other machine's clock, so the run would look finished.
         raise RunError(f"{directory.name} runs on another machine; attach to it there (dpmon report also works here)")
-    with repeated(ensure_supervisor(directory).look):
+    if mirror is None and info.nodes and needs_supervisor(directory, info, how):
+        raise RunError(
+            f"nothing is recorded for {directory.name} any more: name its machines again, as in"
+            " dpmon attach --host gpu-1 (dpmon report also works as it is)"
+        )
+    successor = mirror or ensure_supervisor(directory)
+    with repeated(successor.look):
         return _follow(directory, options)
 
 
@@ -112,7 +119,9 @@ def export(options: argparse.Namespace) -> int:
             # Slurm sends SIGTERM at the end of a job, before the last rows are sent. This process ignores it, and ends
             # with its input. It sets a handler, because its children would inherit SIG_IGN.
             signal.signal(signal.SIGTERM, lambda *_: None)
-        with repeated(ensure_supervisor(directory).look):
+        # An exporter with `rollups` is the arm of `attach` on another machine; any other one only reads.
+        look = ensure_supervisor(directory).look if options.rollups else lambda: None
+        with repeated(look):
             follow(directory, options.start, rollups=options.rollups)
         return 0
     from dpmon.export import export as write

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -60,7 +61,13 @@ def run(options: argparse.Namespace) -> int:
     early: list[int] = []
     if headless:
         remember_signals(early)  # an interrupt must not leave a run without a command
-    directory, info = create_run(_describe(options, command, headless, inherit, tells))
+    metrics = metrics_file(options.metrics or os.environ.get("DPMON_METRICS"))
+    # Each supervisor of the run that this process starts reads them here.
+    if tells is not None:
+        os.environ["DPMON_ON_EVENT"] = shlex.join(tells)
+    if metrics is not None:
+        os.environ["DPMON_METRICS"] = metrics
+    directory, info = create_run(_describe(options, command, headless, inherit))
     if problem is not None:
         speak(problem)
         add_warning(directory, problem)
@@ -119,9 +126,7 @@ def _open_standard_descriptors() -> None:
     os.close(null)
 
 
-def _describe(
-    options: argparse.Namespace, command: Command, headless: bool, inherit: bool, tells: tuple[str, ...] | None
-) -> RunInfo:
+def _describe(options: argparse.Namespace, command: Command, headless: bool, inherit: bool) -> RunInfo:
     size = shutil.get_terminal_size((80, 24))
     try:
         cwd = os.getcwd()
@@ -148,8 +153,8 @@ def _describe(
             "loss": options.loss and options.settings.loss is not False,
             "stdin": "inherit" if inherit else "terminal",
             "window": [size.lines, size.columns],
-            "metrics": metrics_file(options.metrics or os.environ.get("DPMON_METRICS")),
-            "on_event": tells,
+            "metrics": os.environ.get("DPMON_METRICS") or None,
+            "on_event": bool(os.environ.get("DPMON_ON_EVENT")),
             "alive_minutes": options.settings.alive_minutes,
         },
         refresh=options.refresh or options.settings.refresh or REFRESH_S,

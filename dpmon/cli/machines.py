@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -187,16 +188,20 @@ def _is(there: RunThere, what: str) -> bool:
 
 def attach(options: argparse.Namespace) -> int:
     """Show the runs of one job on several machines as one run."""
-    directory = _mirrored(options, named(options))
-    mirror, until = ensure_supervisor(directory), time.monotonic() + _START_S
+    directory, commands = _mirrored(options, named(options))
+    os.environ["DPMON_METRICS"] = metrics_file(options.metrics) or ""
+    mirror, until = ensure_supervisor(directory, commands), time.monotonic() + _START_S
     # Once it is named in run.json, what looks after it knows it, and replaces it if it is killed.
     while mirror.at_work and not supervised(load_info(directory)) and time.monotonic() < until:
         time.sleep(0.02)
-    return follow(directory, options)
+    return follow(directory, options, mirror)
 
 
-def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> Path:
-    """The local run that mirrors the chosen job; it is made unless there is one. RunError if no machine has a run."""
+def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> tuple[Path, list[list[str]]]:
+    """The local run that mirrors the chosen job, which is made unless there is one, and the commands of its machines.
+
+    RunError if no machine has a run.
+    """
     until = time.monotonic() + _JOB_S
     on_machine: dict[str, list[RunThere]] = {}
     while not on_machine:
@@ -215,21 +220,21 @@ def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> Path:
     # Look for dpmon where it is on another machine that is reached in the same way.
     place = next((there.machine.dpmon for there in chosen_runs if there.machine.way), ("dpmon",))
     job = JOB + chosen_runs[0].job.replace(" ", ":", 1)
-    ways: list[tuple[str, str, Sequence[str]]] = []
+    ways: list[list[str]] = []
     for machine in asked:
         name = machine.name
         for number, there in enumerate(on_machine.get(name, ()), 1):
-            ways.append((name if number == 1 else f"{name}:{number}", there.run.id, there.machine.words))
+            ways.append([name if number == 1 else f"{name}:{number}", there.run.id, *there.machine.words])
         if name in failed and not failed[name].for_good:
             if job != JOB and PLAIN.fullmatch(job) and len(chosen_runs) == len(on_machine):
-                ways.append((name, job, machine._replace(dpmon=place).words))
+                ways.append([name, job, *machine._replace(dpmon=place).words])
                 speak(f"{name}: dpmon tries again, and shows it when it answers")
             else:
                 speak(f"{name}: it is unknown which of its runs belongs to this job: attach again when it answers")
         elif name not in on_machine and name not in failed:
             speak(f"{name}: it has no run of this job, so it is not shown")
     age_s = max(there.run.seconds for there in chosen_runs)
-    return mirror_of(chosen_runs[0].name, ways, max(age_s, 0.0), metrics_file(options.metrics))
+    return mirror_of(chosen_runs[0].name, ways, max(age_s, 0.0), metrics_file(options.metrics)), ways
 
 
 def _no_run(answered: int) -> str:

@@ -19,20 +19,17 @@ OUTPUT_BYTES = 8 << 20
 """When the output has more bytes, its older half is deleted."""
 
 
-def mirror_of(
-    name: str, machines: Sequence[tuple[str, str, Sequence[str]]], age_s: float = 0.0, metrics: str | None = None
-) -> Path:
+def mirror_of(name: str, machines: Sequence[list[str]], age_s: float = 0.0, metrics: str | None = None) -> Path:
     """The directory of the run that mirrors these runs of other machines; it is created if there is none.
 
     `machines`: for each, its name, the id of its run (JOB and the job if it could not be reached), and the words that
     run dpmon there. `age_s`: how long ago the first of their runs began. `metrics`: the file for Prometheus.
-    `ensure_supervisor` starts the mirror. RunError if no directory can be created, or if there is a mirror without this
-    file.
+    `ensure_supervisor` starts the mirror, with the same `machines`. RunError if no directory can be created, or if
+    there is a mirror without this file.
     """
-    wanted = [[machine, run, *words] for machine, run, words in machines]
     for directory, info in reversed(list_runs()):
         known = info.options.get("machines", ()) if info.nodes and info.boot_id == proc.boot_id() else ()
-        same = len(known) == len(wanted) and all(map(_same, known, wanted)) and load_exit(directory) is None
+        same = len(known) == len(machines) and all(map(_same, known, machines)) and load_exit(directory) is None
         if same and not Machines(directory, info.start_ns).state.get("refused"):  # it does not try these again
             if metrics not in (None, info.options.get("metrics")):
                 name = short_name(info)
@@ -41,7 +38,7 @@ def mirror_of(
     draft = RunInfo(
         id="", name=name, command=(), script=name, cwd="/", python=None, started_unix=time.time() - age_s,
         start_ns=time.monotonic_ns() - int(age_s * 1e9), boot_id=proc.boot_id(), headless=False,
-        options={"machines": wanted, "metrics": metrics}, nodes=tuple(machine for machine, *_ in machines),
+        options={"machines": machines, "metrics": metrics}, nodes=tuple(machine for machine, *_ in machines),
     )  # fmt: skip
     return create_run(draft)[0]
 

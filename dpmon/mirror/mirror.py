@@ -11,9 +11,10 @@ import gc
 import json
 import os
 import signal
+import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -62,10 +63,15 @@ _MOST_TEXT = 1000
 class Mirror(Record):
     """The mirror of one run."""
 
-    def __init__(self, directory: Path, info: RunInfo) -> None:
+    def __init__(
+        self, directory: Path, info: RunInfo, commands: Sequence[list[str]], metrics: str | None = None
+    ) -> None:
+        """`commands`: for each machine, its name, its run or job, and the words that run dpmon there.
+
+        `metrics`: the path of the metrics file.
+        """
         self.directory, self.info = directory, info
         self.records = Records(directory, info)
-        commands: list[list[str]] = info.options["machines"]
         sought = [run.startswith(JOB) for _, run, *_ in commands]
         self.machines = [Followed(node, sought[node.number] and node.run is None) for node in self.records.nodes]
         self.links = Links(len(commands), lambda number: command_of(commands[number], self.records.nodes[number].run))
@@ -77,6 +83,7 @@ class Mirror(Record):
         """Checked chunks that are not written."""
         self._events: list[tuple[str, Mapping[str, Any]]] = []
         self._last_stall: Mapping[str, Any] | None = None
+        self._metrics_file = metrics
         self._metrics: Metrics | None = None
         """The writer of the metrics file; None until a machine has sent the facts of the run."""
         self._ids = count(1)
@@ -331,9 +338,8 @@ class Mirror(Record):
         self._end_link(machine, "it sent damaged records", for_good=isinstance(machine.beat.get("exit"), dict))
 
     def _write_metrics(self, now: float) -> None:
-        asked = self.info.options.get("metrics")
-        if self._metrics is None and self.info.command and isinstance(asked, str):
-            path = metrics_path(asked, self.info)
+        if self._metrics is None and self.info.command and self._metrics_file is not None:
+            path = metrics_path(self._metrics_file, self.info)
             self._metrics = Metrics(
                 path, self.directory, lambda text: self.emit("warning", {"process": None, "text": text})
             )
@@ -411,8 +417,11 @@ def main(directory_text: str, _: str) -> None:
     directory = Path(directory_text)
     lock = take_lock(directory)
     info = load_info(directory)
-    # The commands of a directory that came from another machine are not started here.
     if lock is None or info.boot_id != proc.boot_id() or not needs_supervisor(directory, info, load_exit(directory)):
+        return
+    # The commands come from the user's command line, never from the directory, which may come from another person.
+    commands = json.load(sys.stdin)
+    if [name for name, *_ in commands] != list(info.nodes):
         return
     keep_statuses()
     gc.set_threshold(FEW_COLLECTIONS)
@@ -421,7 +430,7 @@ def main(directory_text: str, _: str) -> None:
     info = replace(info, supervisor_pid=os.getpid(), supervisor_started=proc.started(os.getpid()))
     try:
         save(directory, info)
-        Mirror(directory, info).run()
+        Mirror(directory, info, commands, os.environ.get("DPMON_METRICS") or None).run()
     except (HistoryError, OSError) as error:
         _log(f"the mirror ends: {error}")
     except Exception:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 """Units of processor times and start times in a second."""
-_RUN = b"DPMON_RUN="
 _MAX_ENVIRON_BYTES = 1 << 23
 # ioctl PIDFD_GET_INFO, struct pidfd_info and PIDFD_INFO_EXIT: linux/pidfd.h; Linux 6.15 and later provide the exit.
 _INFO = struct.Struct("=QQ11Ii")
@@ -110,14 +109,15 @@ def is_suspended(pid: int | None) -> bool:
     return process is not None and process.state in "Tt"
 
 
-def run_of(pid: int) -> str | None:
-    """The value of DPMON_RUN in the process's initial environment; None if it is unset or unreadable."""
+def variable(pid: int, name: str) -> str | None:
+    """Return a variable of the process's initial environment; None if it is unset or unreadable."""
+    start = os.fsencode(name) + b"="
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read(_MAX_ENVIRON_BYTES).split(b"\0")
     except (OSError, ValueError):
         return None
-    return next((os.fsdecode(each[len(_RUN) :]) for each in variables if each.startswith(_RUN)), None)
+    return next((os.fsdecode(each[len(start) :]) for each in variables if each.startswith(start)), None)
 
 
 def status_of_dead(pid: int, since: float | None) -> int | None:

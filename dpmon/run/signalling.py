@@ -1,8 +1,9 @@
 """Signals to the processes of a run, and its stop. Every signal that dpmon sends goes through this module.
 
-A process number proves nothing: the kernel may give it to another process once its owner has gone. A process belongs to
-the run if its start time is the one in run.json, or if its initial environment names the run's directory (DPMON_RUN).
-Its descendants belong to the run too, and so does the session that the command leads.
+A process number in run.json proves nothing: the kernel may give the number to another process, and the directory may
+come from another person. A process belongs to the run if its initial environment names the run's directory (DPMON_RUN),
+or if it is the command, and its parent is the run's supervisor (DPMON_SUPERVISES) or this process. Its descendants
+belong to the run too, and so does the session that the command leads, if one of these processes is in it.
 
 If the kernel has pidfds, dpmon opens one first, then checks that the process belongs to the run, then sends the signal
 through the pidfd. A pidfd never refers to another process, so the result of the check still holds at that time.
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.condition import YOUNG_S, goes_on_elsewhere, supervised
+from dpmon.run.condition import YOUNG_S, command_alive, goes_on_elsewhere, supervised
 from dpmon.run.mirrored import Machines
 from dpmon.run.proc import ProcessEntry
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, mark_stop
@@ -27,9 +28,13 @@ _PROCESS_GROUP = 1 << 2
 """PIDFD_SIGNAL_PROCESS_GROUP (linux/pidfd.h), Linux 6.9 and later."""
 
 
-def is_named(pid: int, directory: Path) -> bool:
-    """Whether the process was executed with DPMON_RUN naming `directory`."""
-    named = proc.run_of(pid)
+SUPERVISES = "DPMON_SUPERVISES"
+"""The variable that names the run's directory in the environment of its supervisor."""
+
+
+def is_named(pid: int, directory: Path, variable: str = "DPMON_RUN") -> bool:
+    """Whether the process was executed with this variable naming `directory`."""
+    named = proc.variable(pid, variable)
     if named is None:
         return False
     # The path may contain a link. Names of runs are unique, so compare the name first and resolve only a match.
@@ -38,13 +43,26 @@ def is_named(pid: int, directory: Path) -> bool:
     )
 
 
-def command_of(info: RunInfo) -> ProcessEntry | None:
-    """The command, alive or not yet reaped, if its start is the recorded one."""
+def command_of(directory: Path, info: RunInfo) -> ProcessEntry | None:
+    """Return the command, alive or not yet reaped; None if nothing proves that the recorded process is the command."""
     pid = info.command_pid
     if pid is None or pid <= 1 or info.boot_id != proc.boot_id():
         return None
     process = proc.read(pid)
-    return process if process is not None and proc.same_start(process, info.command_started) else None
+    if process is None or not proc.same_start(process, info.command_started):
+        return None
+    is_child = process.parent == os.getpid() or is_named(process.parent, directory, SUPERVISES)
+    return process if is_child or is_named(pid, directory) else None
+
+
+def is_member(pid: int, directory: Path) -> bool:
+    """Whether the process descends from one that is proven to be the run's, its supervisor or this process."""
+    while pid > 1:
+        if pid == os.getpid() or is_named(pid, directory) or is_named(pid, directory, SUPERVISES):
+            return True
+        process = proc.read(pid)
+        pid = 0 if process is None else process.parent
+    return False
 
 
 def find_members(
@@ -52,14 +70,14 @@ def find_members(
 ) -> dict[int, ProcessEntry]:
     """The living processes that are proven to be the run's, except the caller and the run's supervisor.
 
-    `over`: the run has ended, so its recorded command no longer proves anything. `known`: members found earlier.
+    `over`: the run has ended, so its recorded command is of no interest. `known`: members found earlier.
     """
     table = proc.every_process()
     mine = {pid for pid in table if pid > 1 and is_named(pid, directory)}
     for pid, process in (known or {}).items():
         if pid in table and proc.same_start(table[pid], process.started):
             mine.add(pid)
-    command = None if over else command_of(info)
+    command = None if over else command_of(directory, info)
     if command is not None and command.pid in table:
         mine.add(command.pid)
     root = info.command_pid
@@ -151,6 +169,8 @@ def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float 
         raise RunError(f"{directory.name} is on another machine; stop it there")
     known = find_members(directory, info, over=how is not None)
     if not known:
+        if how is None and command_alive(info):
+            yield f"process {info.command_pid} is recorded as the command, but nothing proves it: no signal was sent"
         yield NOTHING_RUNS
         return
     if how is None:

@@ -15,6 +15,7 @@ from dpmon.run import proc
 from dpmon.run.files import open_file
 from dpmon.run.notes import every_uncaught
 from dpmon.run.rundir import ring_paths
+from dpmon.run.signalling import is_member
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
 from dpmon.stalls.nccl import nccl_report
@@ -79,6 +80,8 @@ class RankLook:
         self._parents: dict[int, int] = {}
         self._started: dict[int, float | None] = {}
         """When each process started. Another one may get its number after its end."""
+        self._members: set[int] = set()
+        """Processes that are proven to be the run's. py-spy halts a process, so it looks into no other one."""
         self._standing: dict[int, LastLook] = {}
         self._loops: dict[int, tuple[int, int | None]] = {}
         """When the last loop over a loader was over, and the last step when this was seen."""
@@ -104,6 +107,8 @@ class RankLook:
                 process = proc.read(ring.pid)
                 self._parents[ring.pid] = 0 if process is None else process.parent
                 self._started[ring.pid] = None if process is None else process.started
+                if is_member(ring.pid, self.directory):
+                    self._members.add(ring.pid)
                 if self._adopted:
                     ring.allow(os.getpid())
         found: list[RankFacts] = []
@@ -178,10 +183,13 @@ class RankLook:
             with contextlib.suppress(RingError, OSError):
                 if proc.is_running(ring.pid, self._started.get(ring.pid)) and now - ring.current_span()[1] >= still_ns:
                     rings[ring.pid] = ring
-        threads = {pid: ring.training_tid() for pid, ring in rings.items()}
-        taken = dump(threads, native=native)
+        threads = {pid: ring.training_tid() for pid, ring in rings.items() if pid in self._members}
+        taken = {
+            pid: Dump(reason="it is not proven to be a process of this run") for pid in rings.keys() - threads.keys()
+        }
+        taken |= dump(threads, native=native)
         if native:  # py-spy cannot see the C frames of a process that is stopped
-            taken |= dump({pid: threads[pid] for pid, one in taken.items() if one.reason is not None})
+            taken |= dump({pid: threads[pid] for pid in threads if taken[pid].reason is not None})
         asked = {}
         for pid, one in taken.items():
             if one.reason is not None:

@@ -108,7 +108,7 @@ class Guard:
         goes to all processes of the run, because the command can no longer end the others.
         """
         info = self._with_command()
-        if (command := command_of(info)) is None or command.dead:
+        if (command := command_of(self._directory, info)) is None or command.dead:
             return False
         if number in (signal.SIGUSR1, signal.SIGUSR2):
             return send(command, number)

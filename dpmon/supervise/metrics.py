@@ -22,7 +22,6 @@ from dpmon.record.fields import RECORDS
 from dpmon.record.schema import EVALUATION, EXPOSED, HELD, PHASES, QUANTITIES, STEP, WAIT, Phase, device_series
 from dpmon.run.condition import outcome
 from dpmon.run.destination import replaced
-from dpmon.run.files import read_file
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, load_info
 from dpmon.run.runs import short_name
@@ -60,14 +59,6 @@ def metrics_path(asked: str, info: RunInfo) -> Path:
     """The path of the file: under the run's own name in a directory, or exactly the path in `asked`."""
     path = Path(asked)
     return path / f"dpmon-{short_name(info)}.prom" if path.is_dir() else path
-
-
-def is_of_run(path: Path, info: RunInfo) -> bool:
-    """Whether the file is the metrics file of this run."""
-    with contextlib.suppress(OSError):
-        head = read_file(path, 1 << 14)
-        return head.startswith(b"# HELP dpmon_run_info ") and f'id="{info.id}"'.encode() in head
-    return False
 
 
 _Labels = Mapping[str, str]

@@ -7,19 +7,21 @@ does nothing makes the kernel keep the status. The command gets the signal ignor
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import dpmon
-from dpmon.run import proc
 from dpmon.run.condition import EVENTS_FILE, command_alive, needs_supervisor, take_lock
 from dpmon.run.files import open_file
-from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
+from dpmon.run.rundir import RunError, load_exit, load_info
+from dpmon.run.signalling import SUPERVISES
 
 FINISH_S = 10.0
 """Longest wait until the record of a run is complete; some milliseconds per megabyte are usual."""
@@ -39,6 +41,8 @@ _SUPERVISOR, _TELLER = "dpmon.supervise.supervisor", "dpmon.tell.teller"
 _MIRROR = "dpmon.mirror.mirror"
 """In the place of the supervisor of a run on other machines."""
 TAKE_OVER = "take over"
+START_DIRECTORY = "DPMON_START_DIRECTORY"
+"""The variable with the directory in which dpmon was started, and in which the commands for events run."""
 TELLER_WAIT_S, MOST_TELLER_WAIT_S = 5.0, 600.0
 """Shortest and longest time between two starts of the process that tells the events."""
 
@@ -54,7 +58,8 @@ def start_supervisor(directory: Path, *, stdin: bool) -> subprocess.Popen[bytes]
         if lock is not None and lock >= 0:
             os.set_inheritable(lock, True)
         # The supervisor passes dpmon's own signal settings on to the command.
-        return _start(directory, "" if lock is None else str(lock), stdin=stdin, before=ignored_again())
+        source = None if stdin else subprocess.DEVNULL
+        return _start(directory, "" if lock is None else str(lock), stdin=source, before=ignored_again())
     finally:
         if lock is not None and lock >= 0:
             os.close(lock)
@@ -63,9 +68,8 @@ def start_supervisor(directory: Path, *, stdin: bool) -> subprocess.Popen[bytes]
 class Teller:
     """Starts the process that tells the events of a run (dpmon.tell.teller), if the user wants that."""
 
-    def __init__(self, directory: Path, info: RunInfo, warn: Callable[[str], None]) -> None:
-        # A directory that came from elsewhere must not start commands here, so the run must be of this boot.
-        self._wanted = bool(info.options.get("on_event")) and info.boot_id == proc.boot_id()
+    def __init__(self, directory: Path, warn: Callable[[str], None], *, wanted: bool) -> None:
+        self._wanted = wanted
         self._directory = directory
         self._warn = warn
         self._process: subprocess.Popen[bytes] | None = None
@@ -87,7 +91,7 @@ class Teller:
             if lock < 0:
                 raise OSError(f"{EVENTS_FILE} cannot be written and locked")
             os.set_inheritable(lock, True)
-            self._process = _start(self._directory, str(lock), stdin=False, module=_TELLER)
+            self._process = _start(self._directory, str(lock), module=_TELLER)
         except OSError as error:
             self._warn(f"no event is told: {error.strerror or error}")
         finally:
@@ -98,8 +102,13 @@ class Teller:
 class Successor:
     """Replaces the killed supervisor of a run, once: whatever killed it may kill each further one too."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, machines: Sequence[Sequence[str]] = ()) -> None:
+        """`machines`: for each machine of a mirror, the words from which the mirror makes its command.
+
+        A mirror is not started without them: the commands in a run's directory may come from another person.
+        """
         self._directory = directory
+        self._machines = machines
         self._tried = False
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -126,10 +135,15 @@ class Successor:
         # With a full or read-only disk, or without the directory, the run goes on as it is.
         with contextlib.suppress(OSError, RunError):
             info = load_info(self._directory)
-            if not self._tried and needs_supervisor(self._directory, info, load_exit(self._directory)):
+            if self._tried or bool(info.nodes) != bool(self._machines):
+                return
+            if needs_supervisor(self._directory, info, load_exit(self._directory)):
                 self._tried = True
-                module = _MIRROR if info.nodes else _SUPERVISOR
-                self._process = _start(self._directory, TAKE_OVER, stdin=False, module=module)
+                with open(os.memfd_create("machines"), "w+") as machines:
+                    json.dump(self._machines, machines)
+                    machines.seek(0)
+                    module = _MIRROR if info.nodes else _SUPERVISOR
+                    self._process = _start(self._directory, TAKE_OVER, stdin=machines, module=module)
                 _started.append(self._process)
 
     def finish(self) -> None:
@@ -139,9 +153,12 @@ class Successor:
                 self._process.wait(FINISH_S)
 
 
-def ensure_supervisor(directory: Path) -> Successor:
-    """Start a supervisor if the run has none; if the run is over, wait until its record is complete."""
-    successor = Successor(directory)
+def ensure_supervisor(directory: Path, machines: Sequence[Sequence[str]] = ()) -> Successor:
+    """Start a supervisor if the run has none; if the run is over, wait until its record is complete.
+
+    `machines`: see Successor.
+    """
+    successor = Successor(directory, machines)
     successor.look()
     info = load_info(directory)
     if not info.nodes and not command_alive(info):
@@ -184,10 +201,15 @@ def _start(
     directory: Path,
     how: str,
     *,
-    stdin: bool,
+    stdin: IO[str] | int | None = subprocess.DEVNULL,
     before: Callable[[], object] | None = None,
     module: str = _SUPERVISOR,
 ) -> subprocess.Popen[bytes]:
+    # Inside another run it must not look like one of that run's processes: `dpmon stop` would end it.
+    env = {name: value for name, value in os.environ.items() if name != "DPMON_RUN"}
+    env[SUPERVISES] = str(directory)
+    with contextlib.suppress(OSError):  # the directory was deleted
+        env.setdefault(START_DIRECTORY, os.getcwd())
     home = str(Path(dpmon.__file__).resolve().parent.parent)
     places = [place for place in sys.path if place and not _is_here(place)]
     bytecode = ["-B"] if sys.dont_write_bytecode else []  # the user's setting, which -I would ignore
@@ -198,9 +220,8 @@ def _start(
     try:
         return subprocess.Popen(
             [sys.executable, "-I", *bytecode, "-c", _BOOT.format(module), str(directory), how, home, *places],
-            # Inside another run it must not look like one of that run's processes: `dpmon stop` would end it.
-            env={name: value for name, value in os.environ.items() if name != "DPMON_RUN"},
-            stdin=None if stdin else subprocess.DEVNULL,
+            env=env,
+            stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=log,
             close_fds=False,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import time
 import traceback
@@ -17,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dpmon.config import ConfigError, load
 from dpmon.run import proc
 from dpmon.run.condition import YOUNG_S, exit_info, needs_supervisor, take_lock, unknown_exit
 from dpmon.run.files import open_file, remove_file
@@ -65,6 +67,14 @@ class Supervisor:
         self._leave_at: float | None = None
         self._oom = OomWatch()
         self._warnings = WarningsLog(directory)
+        # The command for events and the metrics file come from the user's own settings, which include the options of
+        # the command line (dpmon.cli.launch), and never from the directory, which may come from another person.
+        metrics = os.environ.get("DPMON_METRICS")
+        self._metrics_file = os.path.abspath(metrics) if metrics else None
+        self._has_event_command = False
+        with contextlib.suppress(ConfigError):
+            command = load(os.environ).on_event
+            self._has_event_command = command is not None and shutil.which(command[0]) is not None
 
     def run(self, lock: int | None) -> None:
         """Start the command and stay until it has ended. `lock`: the descriptor that holds the run's lock."""
@@ -179,7 +189,7 @@ class Supervisor:
         metrics = self._metrics(drain.warn)
         room = OutputRoom(output_paths(self._directory, self._info), drain.warn, LAST_OUTPUT)
         self._set_aside()
-        teller = Teller(self._directory, self._info, drain.warn)
+        teller = Teller(self._directory, drain.warn, wanted=self._has_event_command)
         teller.look(time.monotonic())
         if late:
             self._catch_up(command, drain, sampler)
@@ -249,6 +259,14 @@ class Supervisor:
         """Read the rest of the rings after the killed supervisor's position, and report the gap."""
         drain.flush()
         self._warnings.passed_on.update(drain.warnings_kept())
+        for option, is_set, lost in (
+            ("on_event", self._has_event_command, "no command is started for its events"),
+            ("metrics", self._metrics_file is not None, "its metrics are not written"),
+        ):
+            if self._info.options.get(option) and not is_set:
+                drain.warn(
+                    f"another supervisor took over: from now on {lost} (set DPMON_{option.upper()} to change that)"
+                )
         last_ns = drain.last_sample_ns()
         if command.over():
             return
@@ -268,15 +286,11 @@ class Supervisor:
 
     def _metrics(self, warn: Callable[[str], None]) -> Metrics | None:
         """The writer of the metrics file, if one was requested."""
-        asked = self._info.options.get("metrics")
-        if not isinstance(asked, str) or "\0" in asked:
+        if self._metrics_file is None:
             return None
-        from dpmon.supervise.metrics import Metrics, is_of_run, metrics_path
+        from dpmon.supervise.metrics import Metrics, metrics_path
 
-        path = metrics_path(asked, self._info)
-        if self._info.boot_id != proc.boot_id() and not is_of_run(path, self._info):
-            return None  # the directory may come from another machine: the run replaces no file here but its own
-        return Metrics(path, self._directory, warn)
+        return Metrics(metrics_path(self._metrics_file, self._info), self._directory, warn)
 
     def _find_ending(self, command: WatchedCommand) -> ExitInfo:
         """Find out how the command ended, and why. Record it at once, before any work that may fail or take long."""

@@ -13,13 +13,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.cleaning import json_text
+from dpmon.config import load
 from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_of
 from dpmon.model.finding import Finding
@@ -34,7 +35,9 @@ from dpmon.run.notes import add_warning
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import EXIT_FILE, RunError, RunInfo
 from dpmon.run.runs import short_name
+from dpmon.run.signalling import SUPERVISES
 from dpmon.store.opened import open_store
+from dpmon.supervise.start import START_DIRECTORY
 from dpmon.tell.happened import Happened, Happenings
 
 EVERY_S = 2.0
@@ -84,11 +87,15 @@ class _Running(NamedTuple):
 class EventCommands:
     """Starts the command for one event after the other."""
 
-    def __init__(self, directory: Path, info: RunInfo, log: EventLog) -> None:
+    def __init__(self, directory: Path, info: RunInfo, log: EventLog, command: Sequence[str]) -> None:
         self._directory = directory
         self._info = info
-        self._command: list[str] = info.options["on_event"]
+        self._command = command
         self._log = log
+        self._environment = {
+            name: value for name, value in os.environ.items() if name not in (SUPERVISES, START_DIRECTORY)
+        }
+        self._start_directory = os.environ.get(START_DIRECTORY, "/")
         self._waiting: list[Happened] = []
         self._running: list[_Running] = []
         self._killed: list[subprocess.Popen[bytes]] = []
@@ -142,7 +149,8 @@ class EventCommands:
                     stdin=body,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    cwd=self._info.cwd if os.path.isdir(self._info.cwd) else "/",
+                    cwd=self._start_directory if os.path.isdir(self._start_directory) else "/",
+                    env=self._environment,
                     start_new_session=True,
                 )
         except OSError as error:
@@ -178,14 +186,16 @@ def main(directory_text: str, lock: str) -> None:
     os.set_inheritable(fd, False)
     with contextlib.suppress(OSError):
         os.nice(5)  # the training comes first
+    command = load(os.environ).on_event
+    assert command is not None, "the supervisor starts this process only if there is a command"
     with closing(RunReader(directory)) as reader:
-        watch(reader, EventLog(fd))
+        watch(reader, EventLog(fd), command)
 
 
-def watch(reader: RunReader, log: EventLog) -> None:
+def watch(reader: RunReader, log: EventLog, command: Sequence[str]) -> None:
     """Tell the events of a run until it is over and its last command has ended."""
     directory, info = reader.directory, reader.info
-    commands = EventCommands(directory, info, log)
+    commands = EventCommands(directory, info, log, command)
     alive = info.options.get("alive_minutes")
     happenings, snapshots, state = Happenings(60.0 * alive if alive else None, log.ids), Snapshots(), State()
     found: list[Finding] = []

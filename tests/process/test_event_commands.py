@@ -193,9 +193,11 @@ def test_no_teller_stays_behind(dpmon: Dpmon, how: str) -> None:
     assert not directory.exists()
 
 
-def test_no_id_is_told_twice_over_many_kills_of_the_supervisor(dpmon: Dpmon) -> None:
+def test_no_id_is_told_twice_over_many_kills_of_the_supervisor(dpmon: Dpmon, monkeypatch: pytest.MonkeyPatch) -> None:
     kills = size(8, 100)
     name = command(dpmon)
+    monkeypatch.chdir(dpmon.cwd)
+    monkeypatch.setenv("DPMON_ON_EVENT", name)  # those that take over have only this process's settings
     dpmon.waiting()
     dpmon.run("--detach", "--on-event", name, "script.py", env={"DPMON_ALIVE_MINUTES": "1"})
     dpmon.begun()
@@ -251,7 +253,7 @@ for _ in range(kills):
         while (lock := take_lock(directory, EVENTS_FILE)) is None:  # a command that is just being started has it
             time.sleep(0.001)
         with closing(RunReader(directory)) as reader:
-            teller.watch(reader, teller.EventLog(lock))
+            teller.watch(reader, teller.EventLog(lock), sys.argv[3:])
     before = size()
     while size() == before:  # the moment after an id is written is the critical one
         time.sleep(0.0002)
@@ -265,10 +267,11 @@ def test_no_id_is_told_twice_over_100_kills_of_the_teller(state: Path, tmp_path:
     kills, received = 100, tmp_path / "received"
     me = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
     me |= {"command_pid": os.getpid(), "command_started": proc.started(os.getpid())}
-    options = {"on_event": ["/bin/sh", "-c", f"cat >>{received}"], "alive_minutes": 0.02 / 60}
+    options = {"alive_minutes": 0.02 / 60}
     now = {"boot_id": proc.boot_id(), "start_ns": time.monotonic_ns(), "host": proc.host()}
     directory = keep({0: Training().begin()}, status=None, cwd=str(tmp_path), options=options, **me, **now)
-    subprocess.run([sys.executable, "-c", TELL, str(directory), str(kills)], check=True, timeout=250)
+    command = ["/bin/sh", "-c", f"cat >>{received}"]
+    subprocess.run([sys.executable, "-c", TELL, str(directory), str(kills), *command], check=True, timeout=250)
     claimed = (directory / "events.log").read_text().splitlines()
     assert len(claimed) == len(set(claimed)) >= kills
 

@@ -73,10 +73,10 @@ class Two:
         for node in self.nodes:
             node.info()
         words = [["env", f"XDG_STATE_HOME={node.state}", sys.executable, "-m", "dpmon"] for node in self.nodes]
-        machines = [(f"gpu-{i}", node.last().name, words[i]) for i, node in enumerate(self.nodes)]
-        self.directory = mirror_of("mirrored", machines, 5.0)
-        assert mirror_of("mirrored", machines) == self.directory
-        ensure_supervisor(self.directory)
+        self.machines = [[f"gpu-{i}", node.last().name, *words[i]] for i, node in enumerate(self.nodes)]
+        self.directory = mirror_of("mirrored", self.machines, 5.0)
+        assert mirror_of("mirrored", self.machines) == self.directory
+        ensure_supervisor(self.directory, self.machines)
         wait_for((self.directory / "history.sqlite").exists, what="the mirror's history")
         wait_for(lambda: min([*steps_here(self.directory).values(), 0][:2]) > 20, what="steps of both machines")
 
@@ -148,7 +148,10 @@ def test_what_is_killed_goes_on_without_a_lost_or_doubled_step(two: Two, kill: s
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not supervised(load_info(directory)), what="the end of the mirror")
         assert run_state(directory, load_info(directory))[0] == "unsupervised"
-        ensure_supervisor(directory)
+        assert ensure_supervisor(directory).pid is None, "run.json names the machines, and proves nothing"
+        refused = two.here.run("attach", "--headless", "mirrored")
+        assert (refused.status, "name its machines again" in refused.errors) == (2, True)
+        ensure_supervisor(directory, two.machines)
     elif kill == "exporter":
         for pid in exporters(directory):
             os.kill(pid, signal.SIGKILL)

@@ -14,7 +14,6 @@ from synthetic import Training, host_event
 
 from dpmon.cli.lines import LineFile
 from dpmon.cli.main import main
-from dpmon.run import proc
 from dpmon.run.destination import check_replaceable, is_stream
 from dpmon.run.rundir import ExitInfo, RunError, load_exit
 from dpmon.supervise.metrics import EVERY_S, Metrics
@@ -185,36 +184,17 @@ def test_a_long_file_name_can_be_written(directory: Path, tmp_path: Path) -> Non
     assert target.stat().st_size
 
 
-def test_the_end_of_a_run_is_written_after_a_restart_of_the_machine(state: Path, tmp_path: Path) -> None:
+def test_the_end_of_a_run_is_written_after_a_restart_of_the_machine(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "it.prom"
     directory = keep({}, status=None, boot_id="another", options={"metrics": str(target)})
     before = Metrics(target, directory, print)
     before.tick(100.0)
     before.wait()
+    monkeypatch.setenv("DPMON_METRICS", str(target))
     metrics = Supervisor(directory)._metrics(print)
     assert metrics is not None
     metrics.end(ExitInfo(None, None, 1.7e9, 5, 5.0, "supervisor"))
     (line,) = [line for line in target.read_text().splitlines() if line.startswith("dpmon_run_running{")]
     assert line.endswith(" 0")
-
-
-OF_ANOTHER = '# HELP dpmon_run_info The run.\ndpmon_run_info{id="another run"} 1\n'
-
-
-@pytest.mark.parametrize(
-    ("boot", "before"), [("another", None), ("another", "precious\n"), ("another", OF_ANOTHER), ("this", None)]
-)
-def test_a_directory_from_another_machine_replaces_no_file(
-    state: Path, tmp_path: Path, boot: str, before: str | None
-) -> None:
-    """A supervisor that takes over trusts run.json only if it was written during this boot of the machine."""
-    target = tmp_path / "it.prom"
-    boot_id = proc.boot_id() if boot == "this" else "11111111-2222-3333-4444-555555555555"
-    directory = keep({}, status=None, boot_id=boot_id, options={"metrics": str(target)})
-    if before is not None:
-        target.write_text(before)
-    metrics = Supervisor(directory)._metrics(print)
-    if metrics is not None:
-        metrics.end(ExitInfo(0, None, 1.7e9, 5, 5.0, "supervisor"))
-    now = target.read_text() if target.exists() else None
-    assert (now != before) == (boot == "this")

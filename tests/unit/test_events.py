@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,9 +19,7 @@ from dpmon.model.stalls_seen import StallSeen
 from dpmon.model.state import State
 from dpmon.record.schema import SECOND
 from dpmon.report.health import Health
-from dpmon.run import proc
 from dpmon.run.condition import EVENTS_FILE, take_lock
-from dpmon.run.rundir import RunInfo
 from dpmon.supervise import start
 from dpmon.supervise.start import Teller
 from dpmon.tell import teller
@@ -161,15 +158,11 @@ class Told:
 
     def commands(self, *command: str) -> EventCommands:
         """The commands of a run with this command for events."""
-        return EventCommands(self.place, self.info(*command), self.log)
+        return EventCommands(self.place, draft(id=RUN, cwd="/elsewhere"), self.log, command)
 
     def shell(self, text: str) -> EventCommands:
         """The commands of a run with a shell script for events, which runs in this directory."""
         return self.commands("/bin/sh", "-c", text)
-
-    def info(self, *command: str) -> RunInfo:
-        """The run."""
-        return draft(id=RUN, cwd=str(self.place), options={"on_event": list(command)})
 
     @property
     def received(self) -> list[str]:
@@ -184,7 +177,8 @@ class Told:
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> Iterator[Told]:
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
+    monkeypatch.setenv(start.START_DIRECTORY, str(tmp_path))
     made = Told(tmp_path)
     yield made
     os.close(made.log._fd)
@@ -314,21 +308,19 @@ def test_one_process_tells_and_it_is_started_again_ever_more_rarely(
         started.append(how)
 
     monkeypatch.setattr(start, "_start", begin)
-    info = draft(boot_id=proc.boot_id(), options={"on_event": ["x"]})
     warnings: list[str] = []
-    keeper = Teller(tmp_path, info, warnings.append)
+    keeper = Teller(tmp_path, warnings.append, wanted=True)
     for now in range(100):
         keeper.look(float(now))
     assert len(started) == 5  # at 0, 5, 15, 35 and 75
     lock = take_lock(tmp_path, EVENTS_FILE)
     assert lock is not None, "the starter keeps no copy of the lock"
-    other = Teller(tmp_path, info, warnings.append)
+    other = Teller(tmp_path, warnings.append, wanted=True)
     other.look(0.0)
     assert len(started) == 5, "another process tells the events"
     os.close(lock)
-    for strange in (replace(info, boot_id="of another boot"), replace(info, options={"on_event": None})):
-        Teller(tmp_path, strange, warnings.append).look(0.0)
+    Teller(tmp_path, warnings.append, wanted=False).look(0.0)
     assert len(started) == 5
     assert warnings == []
-    Teller(tmp_path / "gone", info, warnings.append).look(0.0)
+    Teller(tmp_path / "gone", warnings.append, wanted=True).look(0.0)
     assert warnings == ["no event is told: events.log cannot be written and locked"]

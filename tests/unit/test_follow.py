@@ -64,7 +64,7 @@ def test_a_reader_that_is_gone_is_not_waited_for(
 
 def test_machines_that_cannot_be_asked_are_not_called_stopped(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpmon.run.signalling.time.sleep", pytest.fail)  # a mirror has no command to wait for
-    mirror = mirror_of("train", [("gpu-1", "20260101-000000-train-0001", ["false"])])
+    mirror = mirror_of("train", [["gpu-1", "20260101-000000-train-0001", "false"]])
     *_, said = stop_run(mirror, load_info(mirror))
     assert said == "no node is connected, so the run cannot be stopped now: try again in some seconds"
     assert stop_asked_unix(mirror) is None

@@ -483,20 +483,20 @@ def test_a_machine_that_cannot_be_reached_is_sought_by_the_job(
     monkeypatch.setattr(module, "mirror_of", lambda *about: made.append(about))
     module._mirrored(Namespace(run=None, slurm=None, metrics=None), [Machine("a", ()), Machine("b", ("ssh", "b"))])
     ways = made[0][1]
-    assert [name for name, _, _ in ways] == followed
+    assert [name for name, *_ in ways] == followed
     assert said in capsys.readouterr().err
     if "b" in followed:
-        assert ways[-1][1:] == ("job=torchelastic:abc", ("ssh", "b", "dpmon"))
+        assert ways[-1][1:] == ["job=torchelastic:abc", "ssh", "b", "dpmon"]
 
 
 def test_a_machine_that_answers_at_last_is_the_same_one(state: Path) -> None:
-    a, b, later = (("a", "run-1", ["x"]), ("b", "job=master:1", ["y"]), ("b", "run-2", ["y", "z"]))
+    a, b, later = (["a", "run-1", "x"], ["b", "job=master:1", "y"], ["b", "run-2", "y", "z"])
     directory = mirror_of("train", [a, b])
     assert mirror_of("train", [a, b]) == mirror_of("train", [a, later]) == directory
     with pytest.raises(RunError, match=r"mirrors these runs without --metrics: end it first, as `dpmon rm train-"):
         mirror_of("train", [a, b], metrics="/x.prom")
-    assert mirror_of("train", [a, ("c", "run-2", ["y"])]) != directory
-    assert mirror_of("train", [("a", "run-3", ["x"]), b]) != directory
+    assert mirror_of("train", [a, ["c", "run-2", "y"]]) != directory
+    assert mirror_of("train", [["a", "run-3", "x"], b]) != directory
     (directory / "nodes.json").write_text('{"refused": true}')
     assert mirror_of("train", [a, b]) != directory  # that one would not try it again
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ MARKER = {"run": "r", "host": "h", "version": "1"}
 @pytest.fixture
 def mirror(tmp_path: Path) -> Iterator[Mirror]:
     """Return the mirror of one machine, whose command is never started."""
-    made = Mirror(tmp_path, replace(info_of(1), options={"machines": [["gpu-0", "r", "false"]]}))
+    made = Mirror(tmp_path, info_of(1), [["gpu-0", "r", "false"]])
     yield made
     made.links.close()
     made.records.close()
@@ -135,7 +134,7 @@ def test_the_bytes_of_all_machines_that_wait_for_a_full_disk_are_bounded_togethe
     count, most = 8, 400_000
     monkeypatch.setattr("dpmon.mirror.mirror.MOST_WAITING", most)
     commands = [[f"gpu-{number}", "r", "false"] for number in range(count)]
-    mirror = Mirror(tmp_path, replace(info_of(count), options={"machines": commands}))
+    mirror = Mirror(tmp_path, info_of(count), commands)
     write, states = mirror.records.write, set[tuple[str, str | None]]()
     for number in range(count):
         mirror._take(Opened(number, MARKER))
@@ -188,7 +187,7 @@ def test_a_machine_with_too_many_damaged_rows_delays_no_other_one(
     tmp_path: Path, last: dict[str, Any], state: str
 ) -> None:
     words = [[f"gpu-{number}", "r", "false"] for number in range(3)]
-    mirror = Mirror(tmp_path, replace(info_of(3), options={"machines": words}))
+    mirror = Mirror(tmp_path, info_of(3), words)
     damage = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, "much"]] * (MOST_DAMAGED + 1)}
     for number, line in enumerate([damage, damage, event(1)]):
         mirror._take(Opened(number, MARKER))
@@ -390,7 +389,7 @@ def test_a_run_ends_well_if_it_does_on_all_machines(
     tmp_path: Path, exits: list[int | None], status: int | None, unknown: str | None
 ) -> None:
     words = [[f"gpu-{number}", "r", "false"] for number in range(2)]
-    mirror = Mirror(tmp_path, replace(info_of(2), options={"machines": words}))
+    mirror = Mirror(tmp_path, info_of(2), words)
     for number, each in enumerate(exits):
         mirror._take(Opened(number, MARKER))
         line = beat(0, 0, exit={"status": each, "seconds": 1.0})
@@ -406,7 +405,7 @@ def test_a_run_ends_well_if_it_does_on_all_machines(
 
 def test_a_machine_that_was_never_reached_does_not_hold_up_the_end(tmp_path: Path) -> None:
     words = [["gpu-0", "r", "false"], ["gpu-1", "job=slurm:1", "ssh", "gpu-1", "dpmon"]]
-    mirror = Mirror(tmp_path, replace(info_of(2), options={"machines": words}))
+    mirror = Mirror(tmp_path, info_of(2), words)
     there, away = mirror.machines
     mirror._take(Opened(0, MARKER))
     send(mirror, beat(0, 0, exit={"status": 0, "seconds": 1.0}))
@@ -427,7 +426,7 @@ def test_a_machine_that_was_never_reached_does_not_hold_up_the_end(tmp_path: Pat
 
 def test_a_machine_that_is_reached_at_last_is_followed_by_its_run(tmp_path: Path) -> None:
     words = [["gpu-0", "job=slurm:1", "ssh", "gpu-0", "dpmon"]]
-    mirror = Mirror(tmp_path, replace(info_of(1), options={"machines": words}))
+    mirror = Mirror(tmp_path, info_of(1), words)
     machine = mirror.machines[0]
     assert mirror.links._command(0)[-4:] == ["export", "job=slurm:1", "--follow", "--rollups"]
     mirror._take(Opened(0, MARKER))
@@ -451,7 +450,7 @@ def test_a_run_that_its_user_stopped_on_the_machines_was_stopped(
 ) -> None:
     """A failure on another machine is no such end, whichever came first."""
     words = [[f"gpu-{number}", "r", "false"] for number in range(2)]
-    mirror = Mirror(tmp_path, replace(info_of(2), options={"machines": words}))
+    mirror = Mirror(tmp_path, info_of(2), words)
     for number, how in enumerate([{"status": 1, "stopped": True}, others]):
         mirror._take(Opened(number, MARKER))
         line = beat(0, 0, exit={"seconds": 1.0, "cause": "SignalException", **how})

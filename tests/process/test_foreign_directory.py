@@ -1,0 +1,157 @@
+"""A run's directory from another person can be read; no command, file, connection or signal follows from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import Dpmon, until_unsupervised, wait_for
+
+from dpmon.run import proc
+from dpmon.span_ring import SpanRing
+from dpmon.stalls.processes import RankLook
+
+READING = (["report", "old"], ["export", "old"], ["status", "old"], ["ls"], ["compare", "old", "old"])
+STARTING = (["attach", "--headless", "old"], ["why", "old"], ["stop", "old"])
+
+
+@pytest.fixture
+def stranger() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that belongs to no run. It is no child of the commands under test."""
+    words = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def planted(dpmon: Dpmon, options: dict[str, Any], **changed: Any) -> Path:
+    """Return a run that seems to be live on this machine: its run.json has this boot, and there is no exit.json."""
+    dpmon.script("pass")
+    assert dpmon.run("--name", "old", *dpmon.warm(), "script.py").status == 0
+    directory = dpmon.last()
+    info = dpmon.info()
+    until_unsupervised(info)
+    changed = {"boot_id": proc.boot_id(), "started_unix": time.time() - 100, **changed}
+    (directory / "run.json").write_text(json.dumps({**info, **changed, "options": {**info["options"], **options}}))
+    (directory / "exit.json").unlink()
+    return directory
+
+
+def supervisors(directory: Path) -> list[int]:
+    """Return the background processes of dpmon for this directory."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if str(directory).encode() in words and "-I" in map(bytes.decode, words[:3]):
+            found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize("words", [*STARTING, *READING], ids=" ".join)
+def test_nothing_acts_because_a_directory_says_so(
+    dpmon: Dpmon, stranger: subprocess.Popen[bytes], words: list[str]
+) -> None:
+    acted, precious = dpmon.cwd / "acted", dpmon.cwd / "precious"
+    precious.write_text("export PATH\n")
+    directory = planted(
+        dpmon,
+        {"on_event": ["/bin/sh", "-c", f"touch {acted}"], "metrics": str(precious)},
+        command_pid=stranger.pid,
+        command_started=proc.started(stranger.pid),
+    )
+    attached = dpmon.start(*words) if words[0] == "attach" else None  # it follows a run whose command seems to live
+    if attached is None:
+        dpmon.run(*words)
+    if words in STARTING:
+        log = directory / "warnings.log"
+        texts = ("no command is started for its events", "its metrics are not written")
+        wait_for(lambda: all(text in dpmon.run("report", "old").text for text in texts), what="the warnings")
+        assert not log.exists(), "a supervisor writes them into the history"
+    else:
+        assert supervisors(directory) == []
+    assert stranger.poll() is None
+    stranger.kill()  # now the run is over for its supervisor, which tells and writes the end
+    stranger.wait()
+    if attached is not None:
+        attached.communicate(timeout=100)
+    wait_for(lambda: supervisors(directory) == [], what="the end of the supervisor")
+    assert precious.read_text() == "export PATH\n"
+    assert not acted.exists()
+
+
+@pytest.mark.parametrize("words", [*STARTING, *READING], ids=" ".join)
+def test_no_connection_is_made_because_a_directory_names_machines(dpmon: Dpmon, words: list[str]) -> None:
+    acted = dpmon.cwd / "acted"
+    command = ["gpu-0", "20260101-000000-train-0001", "/bin/sh", "-c", f"touch {acted}"]
+    directory = planted(dpmon, {"machines": [command]}, nodes=["gpu-0"], command_pid=None, command_started=None)
+    result = dpmon.run(*words)
+    assert "Traceback" not in result.errors
+    wait_for(lambda: supervisors(directory) == [], what="the end of every background process")
+    assert not acted.exists()
+
+
+def test_a_command_without_its_environment_is_stopped_as_the_child_of_its_supervisor(dpmon: Dpmon) -> None:
+    """`env -i` takes the proof away, and so does setproctitle, which writes over the environment."""
+    words = ["env", "-i", sys.executable, "-c", "import time; open('began', 'w').close(); time.sleep(600)"]
+    dpmon.run("--detach", "--name", "bare", *words)
+    dpmon.begun()
+    info = dpmon.info()
+    result = dpmon.stop("bare")
+    assert result.status == 0, result.errors
+    assert not proc.alive(info["command_pid"], info["command_started"])
+
+
+def test_a_process_that_nothing_proves_is_left_alone(dpmon: Dpmon) -> None:
+    """Its supervisor was killed, and its environment does not name the run."""
+    words = ["env", "-i", sys.executable, "-c", "import time; open('began', 'w').close(); time.sleep(600)"]
+    dpmon.run("--detach", "--name", "bare", *words)
+    dpmon.begun()
+    info = dpmon.kill_supervisor()
+    try:
+        first, last = dpmon.stop("bare").text.splitlines()
+        assert (
+            first
+            == f"process {info['command_pid']} is recorded as the command, but nothing proves it: no signal was sent"
+        )
+        assert last == "nothing runs"
+        assert proc.alive(info["command_pid"], info["command_started"])
+    finally:
+        subprocess.run(["kill", "-9", str(info["command_pid"])], check=True)
+
+
+def test_no_stack_is_taken_of_a_process_that_only_a_ring_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """py-spy halts a process while it reads the stack."""
+    code = "import time; time.sleep(600)"
+    words = [
+        "sh",
+        "-c",
+        f"{sys.executable} -c '{code}' >&- 2>&- & echo $!",
+    ]  # the shell ends, so it is no child of ours
+    pid = int(subprocess.run(words, check=True, capture_output=True, start_new_session=True).stdout)
+    try:
+        with monkeypatch.context() as another:
+            another.setattr(os, "getpid", lambda: pid)
+            SpanRing(str(tmp_path / "process-0.ring"), process=0)
+        with closing(RankLook(tmp_path, "/", adopted=True)) as look:
+            look.ranks({}, time.monotonic_ns())
+            (taken,) = look.take_stacks().values()
+        assert taken.reason is not None
+        assert taken.reason.startswith("it is not proven to be a process of this run")
+    finally:
+        os.kill(pid, signal.SIGKILL)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import dpmon
 from dpmon.cli.headless import Follower
 from dpmon.cli.speak import closing, speak
+from dpmon.record.names import hide_secrets
 from dpmon.run import proc
 from dpmon.run.condition import EVENTS_FILE, take_lock
 from dpmon.run.destination import check_replaceable
@@ -26,7 +27,7 @@ from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info
 from dpmon.run.runs import create_run, short_name
 from dpmon.supervise.guard import Guard, become_reaper, remember_signals, repeated
 from dpmon.supervise.program import Command, resolve
-from dpmon.supervise.start import keep_statuses, start_supervisor
+from dpmon.supervise.start import ARGUMENT, keep_statuses, start_supervisor
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -84,8 +85,9 @@ def run(options: argparse.Namespace) -> int:
     if headless:
         _make_logs(reader)
     follower = Follower(reader, lines=lines) if headless else None
+    secrets = {f"{ARGUMENT}{at}": word for at, word in enumerate(command.argv) if word != info.command[at]}
     try:
-        supervisor = start_supervisor(directory, stdin=inherit)
+        supervisor = start_supervisor(directory, stdin=inherit, secrets=secrets)
     except OSError as error:
         raise RunError(f"the supervisor cannot be started: {error.strerror or error}") from None
     if options.detach:
@@ -135,7 +137,7 @@ def _describe(options: argparse.Namespace, command: Command, headless: bool, inh
     return RunInfo(
         id="",
         name=options.name or command.name,
-        command=command.argv,
+        command=hide_secrets(command.argv),
         script=command.script,
         cwd=cwd,
         python=command.python,

@@ -53,6 +53,7 @@ def main(words: Sequence[str]) -> int:
         return int(getattr(commands, command)(options))
     except DpmonError as error:
         from dpmon.cli.speak import speak
+        from dpmon.record.names import hide_secrets
         from dpmon.supervise.program import NotFoundError
 
         hint = ""
@@ -60,7 +61,7 @@ def main(words: Sequence[str]) -> int:
             hint = "; dpmon --help lists commands and options"
         elif isinstance(error, NotFoundError) and (near := meant(error.word)) is not None:
             hint = f" (did you mean {near}?)"
-        speak(f"{error}{hint}")
+        speak(f"{hide_secrets([str(error)])[0]}{hint}")
         return 2
 
 

@@ -299,7 +299,7 @@ RECORDS: Mapping[str, RecordKind] = {
                 and id; null if the environment does not tell [not in CSV]
             node, integer: the number of this machine in the job; null if the environment does not tell
             pid, integer: the process id
-            argv, list: sys.argv of the process
+            argv, list: sys.argv of the process; secrets are hidden
             python, text: the version of Python
             torch, text: the version of torch
             device_kind, text: cuda or cpu

@@ -6,7 +6,8 @@ Standard library only, and little of it: the training process imports this modul
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 MODES = ("", "dp", "single")
@@ -40,6 +41,11 @@ MAX_JSON = 60_000
 """Most characters of JSON in one line or event."""
 _LENGTHS = (4096, 1024, 256, 64, 16)
 """Lengths (characters) to which texts are cut, tried in order until the JSON fits."""
+_SECRET = r"(?:(?<![^\W\d_])(?i:token|key|secret|password)|Token|Key|Secret|Password)"
+"""The end of a name whose value is a secret, as in --api-key, HF_TOKEN and authToken."""
+_OPTION = rf"(?:^|[\s\0])-[^\s\0=]*{_SECRET}(?:\0|\s+(?!\s))(?!-\D)"
+"""An option in words that NUL joins, up to its value. Spaces separate the two in the word after `bash -c`."""
+_VALUES = re.compile(rf"({_SECRET}=|{_OPTION})[^\0]*")
 
 
 def rank_name(rank: int, node: str | None = None) -> str:
@@ -59,6 +65,14 @@ def shortened(text: str, most: int = MAX_NAME) -> str:
     """
     text = "".join((text,))
     return text if len(text) <= most else text[: most - 1] + MORE
+
+
+def hide_secrets(words: Iterable[str]) -> tuple[str, ...]:
+    """Return the words of a command with *** for secrets: the values of options and variables such as --api-key.
+
+    *** stands for all text after the name, up to the end of the word.
+    """
+    return tuple(_VALUES.sub(r"\1***", "\0".join(words)).split("\0"))
 
 
 def packed_json(value: Any) -> bytes:

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -43,14 +43,17 @@ _MIRROR = "dpmon.mirror.mirror"
 TAKE_OVER = "take over"
 START_DIRECTORY = "DPMON_START_DIRECTORY"
 """The variable with the directory in which dpmon was started, and in which the commands for events run."""
+ARGUMENT = "DPMON_ARGUMENT_"
+"""Begins the names of the variables that give a supervisor the words with secrets, which run.json does not have. The
+word's position in the command follows. Other users cannot read the environment of a process."""
 TELLER_WAIT_S, MOST_TELLER_WAIT_S = 5.0, 600.0
 """Shortest and longest time between two starts of the process that tells the events."""
 
 
-def start_supervisor(directory: Path, *, stdin: bool) -> subprocess.Popen[bytes]:
+def start_supervisor(directory: Path, *, stdin: bool, secrets: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the supervisor for the run in `directory`; with `stdin`, the command gets dpmon's own input.
 
-    OSError if it cannot be started.
+    `secrets`: the words with secrets, as variables (ARGUMENT). OSError if it cannot be started.
     """
     # Take the lock before the process exists, so that the run never seems to have lost its supervisor.
     lock = take_lock(directory)
@@ -59,7 +62,8 @@ def start_supervisor(directory: Path, *, stdin: bool) -> subprocess.Popen[bytes]
             os.set_inheritable(lock, True)
         # The supervisor passes dpmon's own signal settings on to the command.
         source = None if stdin else subprocess.DEVNULL
-        return _start(directory, "" if lock is None else str(lock), stdin=source, before=ignored_again())
+        how = "" if lock is None else str(lock)
+        return _start(directory, how, stdin=source, before=ignored_again(), secrets=secrets)
     finally:
         if lock is not None and lock >= 0:
             os.close(lock)
@@ -204,6 +208,7 @@ def _start(
     stdin: IO[str] | int | None = subprocess.DEVNULL,
     before: Callable[[], object] | None = None,
     module: str = _SUPERVISOR,
+    secrets: Mapping[str, str] = {},
 ) -> subprocess.Popen[bytes]:
     # Inside another run it must not look like one of that run's processes: `dpmon stop` would end it.
     env = {name: value for name, value in os.environ.items() if name != "DPMON_RUN"}
@@ -220,7 +225,7 @@ def _start(
     try:
         return subprocess.Popen(
             [sys.executable, "-I", *bytecode, "-c", _BOOT.format(module), str(directory), how, home, *places],
-            env=env,
+            env={**env, **secrets},
             stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=log,

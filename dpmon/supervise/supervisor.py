@@ -30,7 +30,7 @@ from dpmon.run.runs import file_system
 from dpmon.run.standard_input import INPUT_FIFO, InputWatch, Terminal
 from dpmon.supervise.room import OutputRoom
 from dpmon.supervise.spawn import ProcessEnds, WatchedCommand, find_command, last_sign, start_command
-from dpmon.supervise.start import TAKE_OVER, Teller, keep_statuses
+from dpmon.supervise.start import ARGUMENT, TAKE_OVER, Teller, keep_statuses
 
 if TYPE_CHECKING:
     from dpmon.gpu.sampler import DeviceSampler
@@ -91,7 +91,9 @@ class Supervisor:
                 echo = None if self._info.headless else self._directory / "output.log"
                 rows, columns = self._info.options.get("window", (24, 80))
                 self._terminal = Terminal(self._directory, min(rows, 9999), min(columns, 9999), echo)
-            pid = start_command(self._info, self._directory, self._terminal, os.environ)
+            command = tuple(os.environ.pop(f"{ARGUMENT}{at}", word) for at, word in enumerate(self._info.command))
+            info = replace(self._info, command=command)  # never saved
+            pid = start_command(info, self._directory, self._terminal, os.environ)
         except OSError as error:
             text = f"{self._info.command[0]} cannot be started: {error.strerror or error}"
             _log(text)

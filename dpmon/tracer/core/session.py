@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.names import packed_json, shortened
+from dpmon.record.names import hide_secrets, packed_json, shortened
 from dpmon.record.spans import MAX_SITE
 from dpmon.span_ring import SLOTS, SpanRing
 from dpmon.tracer.append import append, note
@@ -215,7 +215,7 @@ class Session:
             "world": self.world,
             **job_and_node(os.environ, self.world),
             "pid": os.getpid(),
-            "argv": [shortened(str(argument)) for argument in sys.argv[:32]],
+            "argv": [shortened(word) for word in hide_secrets(map(str, sys.argv[:32]))],
             "python": platform.python_version(),
             "torch": str(torch.__version__),
             # torch.cuda.is_available() may initialise the driver. Forked children do not survive that.

@@ -162,9 +162,10 @@ class SpanReader:
     def request_pause(self, paused: bool) -> int:
         """Ask the training process to pause between two steps, or to resume. Return the request.
 
-        A request is a number that grows. Its lowest bit is 1 for a pause, and 0 to resume.
+        Each request differs from the one before. Its lowest bit is 1 for a pause, and 0 to resume.
         """
-        asked = (((self._word(Word.PAUSE) >> 1) + 1) << 1 | paused) & 0xFFFFFFFFFFFFFFFF
+        number = (((self._word(Word.PAUSE) >> 1) + 1) << 1 | paused) & 0xFFFFFFFF
+        asked = (number ^ 0xFFFFFFFF) << 32 | number
         self._set(Word.PAUSE, asked)
         return asked
 

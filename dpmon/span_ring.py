@@ -86,6 +86,11 @@ class Word:
     """Start of thread 0's current or last span (monotonic ns); the other threads follow."""
 
 
+def wants_pause(word: int) -> bool:
+    """Return whether a word is a pause request: odd, below its complement. Random bytes are none: who would end it?"""
+    return word & 1 == 1 and word >> 32 == ~word & 0xFFFFFFFF
+
+
 class SpanRing:
     """Writes spans, in the traced process."""
 

@@ -28,7 +28,7 @@ from dpmon.run.rundir import (
 )
 from dpmon.run.standard_input import waits_since
 from dpmon.span_reader import SpanReader
-from dpmon.span_ring import RingError
+from dpmon.span_ring import RingError, wants_pause
 
 NO_TRAINING = "no training process is running"
 """Why a request has no addressee."""
@@ -190,7 +190,7 @@ class RunReader:
         own = [doing[ring.process] for ring in training]
         paused = bool(own) and all(what == "paused" for what, _ in own)
         return PauseState(
-            wanted=any(asked & 1 for asked, _ in requests),
+            wanted=any(wants_pause(asked) for asked, _ in requests),
             pending=any(asked != answered for asked, answered in requests),
             since_ns=max(since for _, since in own) if paused else None,
         )

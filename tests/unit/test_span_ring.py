@@ -21,7 +21,7 @@ import dpmon.span_reader
 import dpmon.span_ring
 from dpmon.record.spans import LAP_AT, Kind, Span
 from dpmon.span_reader import HOLE_NS, SpanReader, lines_path
-from dpmon.span_ring import HEADER_BYTES, SLOT, SLOT_BYTES, SLOTS, RingError, SpanRing, Word
+from dpmon.span_ring import HEADER_BYTES, SLOT, SLOT_BYTES, SLOTS, RingError, SpanRing, Word, wants_pause
 
 WRITER = Path(__file__).resolve().parent.parent / "spans.py"
 FEW = 256
@@ -235,10 +235,24 @@ def test_a_request_and_its_answer(ring: SpanRing, reader: SpanReader) -> None:
 
 
 def test_a_request_for_a_pause_and_its_answer(ring: SpanRing, reader: SpanReader) -> None:
-    assert reader.request_pause(True) == 3
-    assert reader.request_pause(False) == 4
-    ring.words[Word.PAUSED] = 3
-    assert reader.pause_requests() == (4, 3)
+    asked = reader.request_pause(True)
+    assert (asked, wants_pause(asked)) == (0xFFFFFFFC_00000003, True)
+    ring.words[Word.PAUSED] = asked
+    ended = reader.request_pause(False)
+    assert (ended, wants_pause(ended)) == (0xFFFFFFFB_00000004, False)
+    assert reader.pause_requests() == (ended, asked)
+
+
+def test_a_request_follows_any_other_and_random_bytes_are_none(ring: SpanRing, reader: SpanReader) -> None:
+    chance = random.Random(4)
+    for word in (0, 1, (1 << 64) - 1, *(chance.getrandbits(64) for _ in range(1000))):
+        assert not wants_pause(word)
+        ring.words[Word.PAUSE] = word
+        asked = reader.request_pause(True)
+        assert wants_pause(asked)
+        assert not any(wants_pause(asked ^ 1 << bit) for bit in range(64))
+        assert not wants_pause(reader.request_pause(False))
+        assert reader.request_pause(True) != asked
 
 
 def test_the_current_phase_of_each_thread(ring: SpanRing, reader: SpanReader) -> None:

@@ -13,7 +13,7 @@ from time import monotonic_ns, sleep
 from typing import Any
 
 from dpmon.record.spans import Kind
-from dpmon.span_ring import SpanRing, Word
+from dpmon.span_ring import SpanRing, Word, wants_pause
 from dpmon.tracer.core.session import Session, rank_and_world
 from dpmon.tracer.steps.recorder import Recorder
 
@@ -49,7 +49,7 @@ class Pauser:
         words = ring.words
         self._asked = asked = words[Word.PAUSE]
         try:
-            if asked & 1:
+            if wants_pause(asked):
                 world = max(session.world or 1, rank_and_world()[1] or 1)
                 refused = _RANKS if world > 1 else _why_unsupervised(session)
                 if refused is None:
@@ -57,7 +57,7 @@ class Pauser:
                 else:
                     session.event("pause", "last", paused=False, step=None, paused_s=0.0, reason=None, refused=refused)
         finally:
-            words[Word.PAUSED] = words[Word.PAUSE] if words[Word.PAUSE] & 1 == 0 else self._asked
+            words[Word.PAUSED] = self._asked if wants_pause(words[Word.PAUSE]) else words[Word.PAUSE]
 
     def _wait(self, ring: SpanRing) -> None:
         session, words, me = self.session, ring.words, self.recorder.thread()
@@ -67,7 +67,7 @@ class Pauser:
             session.event("pause", "last", paused=True, step=None, paused_s=None, reason=None, refused=None)
             while True:
                 self._asked = asked = words[Word.PAUSE]
-                if not asked & 1:
+                if not wants_pause(asked):
                     reason = None
                     break
                 words[Word.PAUSED] = asked

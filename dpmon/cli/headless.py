@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -37,15 +38,23 @@ SETTLE_S = 1.0
 IDLE_S = 0.03
 LOOK_S = 0.05
 STATUS_S = 10.0
+GIVE_UP_S, LAST_S = 4.0, 1.0
+"""Output is given up this long after a signal to end the run, but not before LAST_S after the run's end was seen."""
 _ESCALATION = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 class Stream:
     """Copies one log file to one descriptor, byte for byte, as the file grows."""
 
-    def __init__(self, path: Path, fd: int) -> None:
+    def __init__(self, path: Path, fd: int, gives_up: Callable[[], bool] = lambda: False) -> None:
         self._path = path
         self._fd = fd
+        with contextlib.suppress(OSError):  # O_NONBLOCK on `fd` itself would also hold for the user's shell
+            if os.isatty(fd):
+                self._fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        self._gives_up = gives_up
+        self.left = 0
+        """Number of bytes that were not passed on, because `gives_up` returned true."""
         self._file: int | None = None
         self._at = 0
         self._deleted = deleted_bytes(path)
@@ -90,16 +99,21 @@ class Stream:
         return bool(data)
 
     def write(self, data: bytes) -> None:
-        """Write all of `data`; a missing reader ends the copying, never the run."""
+        """Write all of `data`, unless its reader is slow and `gives_up`; a missing reader ends only the copying."""
         view = memoryview(data)
-        while view:
+        poller = select.poll()
+        poller.register(self._fd, select.POLLOUT)
+        while view and self.open:
             try:
-                view = view[os.write(self._fd, view) :]
+                if poller.poll(IDLE_S * 1000):  # a pipe that is ready takes PIPE_BUF bytes at once
+                    view = view[os.write(self._fd, view[: select.PIPE_BUF]) :]
             except BlockingIOError:
-                select.select([], [self._fd], [])
+                time.sleep(IDLE_S)
             except OSError:
                 self.open = False
-                return
+            if view and self._gives_up():
+                self.open = False
+                self.left = len(view) + (0 if self._file is None else os.fstat(self._file).st_size - self._at)
         self.last = data[-1:]
 
     def skip(self, keep: int) -> None:
@@ -127,15 +141,17 @@ class Follower:
         self._reader = reader
         self._guard: Guard | None = None
         paths = self._reader.output_paths
-        self._streams = [Stream(path, fd) for fd, path in enumerate(paths, start=1)]
+        self._streams = [Stream(path, fd, self._gives_up) for fd, path in enumerate(paths, start=1)]
         if keep is not None:
             for stream in self._streams:
                 stream.skip(keep)
-        self._err = self._streams[-1] if len(paths) > 1 else Stream(self._directory / "none", 2)
+        self._err = self._streams[-1] if len(paths) > 1 else Stream(self._directory / "none", 2, self._gives_up)
         self._speaks_json = lines == "stderr"
         self._lines_to = lines
         self._lines: Lines | None = None
         self._interrupts = 0
+        self._until = math.inf
+        """How long to wait for readers that do not take the output (monotonic s)."""
         self._owed: deque[int] = deque()
         """Signals that came before the command was started and must still be sent to it."""
         self._named = False
@@ -204,6 +220,8 @@ class Follower:
             self._forward(self._owed.popleft())
         guard.look()
         how = guard.exit()
+        if how is None:
+            self._until = max(self._until, time.monotonic() + LAST_S)
         if guard.killed:
             self._say_once("the supervisor was killed; the training goes on, and another supervisor takes over")
         if guard.unrecorded and how is None:
@@ -213,8 +231,14 @@ class Follower:
 
     def _drain_output(self) -> None:
         for stream in self._streams:
-            while self._pump(stream):
+            while stream.open and self._pump(stream):
                 pass
+        if left := sum(stream.left for stream in self._streams):
+            self.say(f"{left:,} bytes of the script's output were not passed on: their reader did not take them")
+
+    def _gives_up(self) -> bool:
+        """Whether the run is over, and its readers have had enough time since a signal to end it."""
+        return time.monotonic() > self._until and self._look()[1]
 
     def _pump(self, stream: Stream) -> bool:
         moved = stream.pump()
@@ -249,12 +273,12 @@ class Follower:
 
     def _on_signal(self, number: int, *_: object) -> None:
         """Pass a signal on to the command; each further interrupt is sent as a stronger signal."""
-        if number != signal.SIGINT:
-            self._forward(number)
-            return
-        mark_stop(self._directory)
-        number = _ESCALATION[min(self._interrupts, len(_ESCALATION) - 1)]
-        self._interrupts += 1  # first, because the next interrupt may come while this one is passed on
+        if number == signal.SIGINT:
+            mark_stop(self._directory)
+            number = _ESCALATION[min(self._interrupts, len(_ESCALATION) - 1)]
+            self._interrupts += 1  # first, because the next interrupt may come while this one is passed on
+        if number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGKILL):
+            self._until = min(self._until, time.monotonic() + GIVE_UP_S)
         self._forward(number)
 
     def _forward(self, number: int) -> None:

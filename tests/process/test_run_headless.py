@@ -14,6 +14,7 @@ import termios
 from collections.abc import Callable
 from fcntl import ioctl
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alternatives import as_alone
@@ -384,3 +385,101 @@ def test_colour_is_forced_only_where_a_screen_shows_the_output(dpmon: Dpmon) -> 
         dpmon.run("--detach", "script.py", env=env)
         dpmon.exit()
         assert (dpmon.last() / "output.log").read_text().strip() == str(expected)
+
+
+# ------------------------------------------------------------------------------------------------ readers that stop
+
+FLOOD = """\
+import os, pathlib, signal, sys, time
+def ends(*_):
+    while not pathlib.Path("go").exists():
+        time.sleep(0.01)
+    sys.exit(3)
+if "survives" in sys.argv:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+if "ends slowly" in sys.argv:
+    signal.signal(signal.SIGTERM, ends)
+os.write(2, b"e" * 100)
+for _ in range(64):
+    os.write(1, b"x" * 65536)
+pathlib.Path("printed").touch()
+while "stays" in sys.argv:
+    signal.pause()
+"""
+
+
+def flood(
+    dpmon: Dpmon, *words: str, give_up_s: float = 0.5, last_s: float = 0.1, **more: Any
+) -> subprocess.Popen[bytes]:
+    """Start a script that prints 4 MiB, wait until it has printed them, and read nothing."""
+    dpmon.script(FLOOD)
+    times = f"import dpmon.cli.headless as h; h.GIVE_UP_S, h.LAST_S = {give_up_s}, {last_s}"
+    entry = f"{times}; from dpmon.cli.main import entry; entry()"
+    process = dpmon.start(argv=[sys.executable, "-c", entry, "--headless", *words], **more)
+    wait_for((dpmon.cwd / "printed").exists, what="the output")
+    return process
+
+
+def rest_of(process: subprocess.Popen[bytes]) -> tuple[int, str]:
+    """Return the exit status of a foreground that must not wait for its reader, then what it wrote to stderr."""
+    status = process.wait(60)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    err = process.stderr.read().decode()
+    passed = len(process.stdout.read())
+    (told,) = re.findall(r"dpmon: ([\d,]+) bytes of the script's output were not passed on", err)
+    assert passed + int(told.replace(",", "")) == 64 * 65536
+    return status, err
+
+
+def test_a_signal_ends_a_foreground_whose_reader_has_stopped(dpmon: Dpmon) -> None:
+    """While the script runs, and after its end."""
+    process = flood(dpmon, "script.py", "stays")
+    process.send_signal(signal.SIGTERM)
+    status, err = rest_of(process)
+    assert status == 128 + signal.SIGTERM
+    assert err.startswith("e" * 100)
+    assert "killed by SIGTERM" in err
+    assert dpmon.exit()["signal"] == "SIGTERM"
+
+    (dpmon.cwd / "printed").unlink()
+    process = flood(dpmon, "script.py")
+    dpmon.exit()
+    process.send_signal(signal.SIGTERM)
+    assert rest_of(process)[0] == 0
+
+
+def test_the_second_interrupt_ends_a_foreground_whose_reader_has_stopped(dpmon: Dpmon) -> None:
+    process = flood(dpmon, "script.py", "survives", "stays")
+    asked = dpmon.last() / "stop-asked"
+    process.send_signal(signal.SIGINT)
+    wait_for(asked.exists, what="the first interrupt")
+    process.send_signal(signal.SIGINT)
+    assert rest_of(process)[0] == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_signal_ends_a_foreground_if_nobody_reads_its_messages(dpmon: Dpmon, options: list[str]) -> None:
+    """Standard output and standard error are the same pipe, and it is full."""
+    process = flood(dpmon, *options, "script.py", "stays", stderr=subprocess.STDOUT)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+
+
+def test_a_terminal_that_takes_no_output_holds_nobody_up(dpmon: Dpmon) -> None:
+    terminal, slave = pty.openpty()
+    process = flood(dpmon, "script.py", "stays", stdout=slave, stderr=slave)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert os.get_blocking(slave), "the terminal is also the shell's"
+    os.close(slave)
+    os.close(terminal)
+
+
+def test_a_script_that_ends_long_after_a_signal_has_its_output_passed_on(dpmon: Dpmon) -> None:
+    process = flood(dpmon, "script.py", "ends slowly", "stays", give_up_s=0.0, last_s=100.0)
+    process.send_signal(signal.SIGTERM)
+    dpmon.go()
+    out, err = process.communicate(timeout=100)
+    assert (process.returncode, len(out)) == (3, 64 * 65536)
+    assert b"not passed on" not in err

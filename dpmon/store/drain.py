@@ -162,8 +162,14 @@ class Drain:
 
     def last_sample_ns(self) -> int | None:
         """Return the time of the last device sample in the history (ns since the run's start) or None."""
-        newest = self._rows("SELECT max(t_ns) FROM events WHERE kind IN ('host', 'device')")
+        newest = self._rows("SELECT CAST(max(t_ns) AS INTEGER) FROM events WHERE kind IN ('host', 'device')")
         return next((at for (at,) in newest), None)
+
+    def newest_ns(self) -> int:
+        """Return the end of the newest device sample or step in the history (ns since the run's start); 0: none."""
+        steps = "SELECT start_ns + wall_ns AS ns FROM steps ORDER BY id DESC LIMIT 999"
+        ((end,),) = self._rows(f"SELECT CAST(max(ns) AS INTEGER) FROM ({steps})") or [(0,)]
+        return max(self.last_sample_ns() or 0, end or 0)
 
     def last_steps(self) -> dict[int, int | None]:
         """Return the number of the last step of each process."""

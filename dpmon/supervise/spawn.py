@@ -105,8 +105,8 @@ class WatchedCommand:
         self._same_boot = info.boot_id == proc.boot_id()
         self._seen_alive = self._same_boot and proc.is_running(pid, started)
         self._pidfd = open_pidfd(pid) if self._seen_alive else None
-        # Read the time of the last sign of life before dpmon writes to these files again.
-        self._last_ns = last_sign(directory, info)
+        self.last_ns = last_sign(directory, info)  # before dpmon writes to these files again
+        """The last known sign of life of the command (monotonic ns)."""
         self._returncode: int | None = None
 
     def over(self) -> bool:
@@ -122,11 +122,13 @@ class WatchedCommand:
         """How the command ended, from its parent, the kernel, or its own last note; otherwise an unknown end."""
         now = time.monotonic_ns()
         until = time.monotonic() + PATIENCE_S
-        while self._same_boot:
+        while True:
             if self._returncode is not None:
                 return exit_info(info, self._returncode, "supervisor")
             if (found := load_exit(self._directory)) is not None:
                 return found
+            if not self._same_boot:
+                return unknown_exit(info, "supervisor", "the machine was restarted", self.last_ns)
             status = None if self._pidfd is None else wait_status(self._pidfd)
             status = proc.status_of_dead(self.pid, self._started) if status is None else status
             if status is not None:
@@ -134,9 +136,7 @@ class WatchedCommand:
             if not self._seen_alive or time.monotonic() > until:
                 break
             time.sleep(0.02)
-        if not self._same_boot:
-            return unknown_exit(info, "supervisor", "the machine was restarted", self._last_ns)
-        end = now if self._seen_alive else self._last_ns
+        end = now if self._seen_alive else self.last_ns
         raised = next((one.kind for one in every_uncaught(self._directory) if one.pid == self.pid), None)
         if raised is None:
             return unknown_exit(info, "supervisor", _LOST, end)

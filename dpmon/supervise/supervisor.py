@@ -270,6 +270,7 @@ class Supervisor:
                     f"another supervisor took over: from now on {lost} (set DPMON_{option.upper()} to change that)"
                 )
         last_ns = drain.last_sample_ns()
+        command.last_ns = max(command.last_ns, self._info.start_ns + drain.newest_ns())
         if command.over():
             return
         since = "" if last_ns is None else f" after {last_ns / 1e9:.0f} s"

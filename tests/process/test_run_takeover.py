@@ -25,6 +25,7 @@ from test_run_records import WRITER, expected, of_training, tailed
 from dpmon.record.kinds import Event
 from dpmon.run import proc
 from dpmon.run.rundir import load_exit
+from dpmon.store.opened import open_store
 from dpmon.supervise.start import ensure_supervisor
 
 pytestmark = pytest.mark.slow
@@ -295,15 +296,55 @@ def test_a_supervisor_killed_right_after_it_recorded_the_end(dpmon: Dpmon) -> No
     db.close()
 
 
+def restart(directory: Path) -> None:
+    """Let the run be one of an earlier boot of this machine."""
+    path = directory / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "boot_id": "another"}))
+
+
+def test_a_power_cut_is_the_end_of_the_run(dpmon: Dpmon) -> None:
+    """The end is at the newest record, although the script has printed nothing for a while."""
+    dpmon.waiting(begin="print('up', flush=True)")
+    dpmon.run("--detach", "script.py")
+    info, directory = dpmon.info(), dpmon.last()
+
+    def newest_s() -> float:
+        with open_store(directory) as store:
+            ((found,),) = store.query("SELECT max(t_ns) FROM events WHERE kind = 'host'")
+        return (found or 0) / 1e9
+
+    dpmon.begun()
+    printed_s = (directory / "output.log").lstat().st_mtime - info["started_unix"]
+    wait_for(lambda: newest_s() > printed_s + 1, what="samples")
+    dpmon.kill_supervisor()
+    os.killpg(info["command_pid"], signal.SIGKILL)
+    wait_for(lambda: gone(info), what="the end")
+    restart(directory)
+    dpmon.run("attach")
+    how = dpmon.exit()
+    assert "restarted" in how["unknown"]
+    assert how["seconds"] == pytest.approx(newest_s())
+    assert how["end_ns"] == info["start_ns"] + round(how["seconds"] * 1e9)
+
+
+def test_the_end_before_a_power_cut_stays_known(dpmon: Dpmon) -> None:
+    dpmon.script("raise SystemExit(3)")
+    dpmon.run("--headless", "script.py")
+    before = dpmon.exit()
+    until_unsupervised(dpmon.info())
+    (dpmon.last() / "exit.json").write_text(json.dumps({**before, "drained": False}))
+    restart(dpmon.last())
+    dpmon.run("attach")
+    assert dpmon.exit() == before
+
+
 def test_a_machine_that_was_restarted(dpmon: Dpmon) -> None:
     dpmon.run("--detach", WRITER, 200, 4000)
     dpmon.exit()
     directory = dpmon.last()
     (directory / "exit.json").unlink()
-    path = directory / "run.json"
-    info = json.loads(path.read_text())
-    until_unsupervised(info)
-    path.write_text(json.dumps({**info, "boot_id": "another"}))
+    until_unsupervised(dpmon.info())
+    restart(directory)
     assert listed_state(dpmon) == "lost"
     dpmon.run("attach")
     assert "restarted" in dpmon.exit()["unknown"]

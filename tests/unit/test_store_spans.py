@@ -145,6 +145,18 @@ def check(run: Run, process: int = 0) -> int:
     return steps
 
 
+def test_the_end_of_the_newest_record_is_known(run: Run) -> None:
+    run.look()
+    assert run.drain.newest_ns() == 0
+    Training(run.ring()).run(20)
+    run.look()
+    ((end,),) = run.rows("SELECT max(start_ns + wall_ns) FROM steps")
+    assert run.drain.newest_ns() == end > 0
+    run.drain.emit("host", {"t_s": end / 1e9 + 1})
+    run.look()
+    assert run.drain.newest_ns() == pytest.approx(end + 1e9)
+
+
 def test_a_ring_is_read_although_its_header_was_completed_late(run: Run) -> None:
     training = Training(run.ring())
     training.run(20)

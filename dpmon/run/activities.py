@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from dpmon.run import proc
+from dpmon.run.condition import command_alive
 from dpmon.run.notes import read_notes
 from dpmon.run.rundir import ExitInfo, RunInfo, ring_paths
 from dpmon.span_reader import SpanReader
@@ -58,20 +59,20 @@ def ring_activities(directory: Path) -> Iterator[tuple[SpanReader, str, int]]:
 
 
 def why_nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Iterable[str]) -> str | None:
-    """Why a run has no steps and no calls; None if its command was not started."""
-    # A warning that no ring could take is only in the log. The warning about the place of the run is not a reason.
-    for text in (*warnings, *(note.text for note in read_notes(directory / "warnings.log", _MAX_BYTES))):
-        if text != info.options.get("elsewhere"):
-            return text
+    """Why a run has no steps and no calls; None if its command was not started. `warnings`: of training processes."""
+    # A warning that no ring could take is only in the log.
+    for text in (*warnings, *(note.text for note in read_notes(directory / "warnings.log", _MAX_BYTES) if note.pid)):
+        return text
     if info.command_pid is None:
         return None
     stage = newest_stage(stages(directory), lambda pid: proc.alive(pid, None))
     if stage is None:
         return "no Python process of the run imported torch"
-    if stage[0] == IMPORTING:
+    alive = how is None and command_alive(info)
+    if stage[0] == IMPORTING and not alive:
         return "the process ended while it imported torch"
     if stage[0] in IDLE:
         return "torch was imported, but no model was called"
     end_ns = time.monotonic_ns() if how is None else how.end_ns
-    process = "the process is" if how is None else "when the process ended, it was"
+    process = "the process is" if alive else "when the process ended, it was"
     return f"no model was called; {process} {stage[0]}, for {max(end_ns - stage[1], 0) / 1e9:.0f} s"

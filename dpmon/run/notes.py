@@ -30,7 +30,7 @@ _PLACE_IN_C = re.compile(r"^\[[^\[\]\s]*:[0-9]+\] ")
 
 
 class Note(NamedTuple):
-    """One note of a process."""
+    """One note of a process. `pid` is 0 if it is not of the training, but of dpmon."""
 
     pid: int
     at_ns: int
@@ -58,7 +58,7 @@ def add_warning(directory: Path, text: str) -> None:
     with contextlib.suppress(OSError):
         fd = open_file(directory / "warnings.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
-            os.write(fd, f"{os.getpid()} {time.monotonic_ns()} {harmless(text)[:4096]}\n".encode())
+            os.write(fd, f"0 {time.monotonic_ns()} {harmless(text)[:4096]}\n".encode())
         finally:
             os.close(fd)
 

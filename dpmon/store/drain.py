@@ -109,10 +109,10 @@ class Drain:
         else:
             self._own_missed += 1
 
-    def warn(self, text: str) -> None:
-        """Record a warning of the supervisor. A reader, which only adds to its copy of a history, records none."""
+    def warn(self, text: str, process: int | None = None) -> None:
+        """Record a warning, perhaps of a process. A reader, which only adds to its copy of a history, records none."""
         if not self._in_memory:
-            self.emit("warning", {"process": None, "text": text})
+            self.emit("warning", {"process": process, "text": text})
 
     def drain(self, now: float) -> bool:
         """Take new records, and write if a commit is due. Return whether more records are ready. `now`: monotonic s."""
@@ -226,7 +226,7 @@ class Drain:
                 # A new ring may be incomplete: its header follows a moment later.
                 if path.name not in self._refused and time.time() - _modified(path) > RETRY_S:
                     self._refused.add(path.name)
-                    self.warn(f"{path.name} cannot be read: {error}")
+                    self.warn(f"{path.name} cannot be read: {error}", int(path.stem.rpartition("-")[2]))
                 continue
             intake = Intake(source.row, self._info.start_ns, self._accounts)
             self._sources[path.name] = source, intake

@@ -33,6 +33,8 @@ from dpmon.report.page import HEIGHT, WIDTH, drawn, page
 from dpmon.report.plots import plots
 from dpmon.report.sections import MAX_ROWS, document
 from dpmon.report.text import text_lines
+from dpmon.run import proc
+from dpmon.run.notes import add_warning
 from dpmon.run.rundir import load_exit, load_info, mark_stop
 from dpmon.run.runs import short_name
 from dpmon.ui.time_axis import fitted, pictured
@@ -110,13 +112,34 @@ def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -
     assert "no Python process of the run imported torch" in "\n".join(lines)
 
 
-def test_a_warning_about_the_runs_directory_does_not_explain_that_nothing_was_traced(state: Path) -> None:
-    where = "no run can be kept in /x: this run is kept in /tmp/x"
-    warning = Event("warning", {"process": None, "t_s": 0.0, "text": where})
-    directory = keep({-1: [warning]}, options={"elsewhere": where})
-    text = "\n".join(report_text(directory, 200))
-    assert "nothing was traced: no Python process of the run imported torch" in text
-    assert where in text
+@pytest.mark.parametrize("status", [None, 0])
+def test_an_import_of_torch_is_the_end_only_if_the_process_has_ended(state: Path, status: int | None) -> None:
+    pid = os.getpid()
+    me = {"command_pid": pid, "command_started": proc.started(pid), "boot_id": proc.boot_id()}
+    directory = keep({}, status=status, **me)
+    (directory / "stages.log").write_text(f"{pid} {time.monotonic_ns() - 7_000_000_000} importing torch\n")
+    said = report_text(directory, 200) + summary_lines(directory, load_exit(directory))
+    if status is None:
+        alive = [line for line in said if "no model was called; the process is importing torch, for " in line]
+        assert len(alive) == 2
+    else:
+        assert len([line for line in said if "the process ended while it imported torch" in line]) == 2
+
+
+@pytest.mark.parametrize("text", ["this run is kept in /tmp/x", "no event is told: it was not found"])
+def test_a_warning_of_dpmon_does_not_explain_that_nothing_was_traced(state: Path, text: str) -> None:
+    """Only one about a process of the training does."""
+    warning = Event("warning", {"process": None, "t_s": 0.0, "text": text})
+    directory = keep({-1: [warning]}, options={"elsewhere": "this run is kept in /tmp/x"})
+    add_warning(directory, text)
+    said = "\n".join(report_text(directory, 200))
+    assert "nothing was traced: no Python process of the run imported torch" in said
+    assert text in said
+    (directory / "warnings.log").write_text("12 34 this torch cannot be traced\n")
+    for lines in (report_text(directory, 200), summary_lines(directory, None)):
+        assert "nothing was traced: this torch cannot be traced" in "\n".join(lines)
+    ring = Event("warning", {"process": 0, "t_s": 0.0, "text": "process-0.ring cannot be read: not a ring"})
+    assert "nothing was traced: process-0.ring cannot be read" in "\n".join(report_text(keep({-1: [ring]}), 200))
 
 
 def test_a_run_that_failed_shows_the_end_of_its_output(state: Path) -> None:

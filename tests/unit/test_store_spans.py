@@ -49,6 +49,7 @@ class Run:
     def __init__(self) -> None:
         self.directory, self.info = create_run(draft(command_pid=None))
         self.warnings: list[str] = []
+        self.warned_of: list[int | None] = []
         self.now = time.monotonic()
         self._killed: list[Drain] = []
         self.drain = self._new()
@@ -58,7 +59,7 @@ class Run:
 
     def _new(self) -> Drain:
         drain = Drain(self.directory, self.info)
-        drain.warn = self.warnings.append  # type: ignore[method-assign]
+        drain.warn = self._warn  # type: ignore[method-assign]
         return drain
 
     def look(self, seconds: float = COMMIT_S) -> None:
@@ -81,6 +82,10 @@ class Run:
         for drain in (self.drain, *self._killed):
             drain.close()
         self._killed.clear()
+
+    def _warn(self, text: str, process: int | None = None) -> None:
+        self.warnings.append(text)
+        self.warned_of.append(process)
 
     def rows(self, query: str) -> list[Any]:
         """Query the history."""
@@ -165,6 +170,7 @@ def test_a_ring_is_read_although_its_header_was_completed_late(run: Run) -> None
     for _ in range(20):
         run.look()
     assert run.warnings == [f"process-0.ring cannot be read: {run.ring()}: not a ring"]
+    assert run.warned_of == [0]
     training.ring.map[:8] = magic
     training.end()
     run.look(RETRY_S)

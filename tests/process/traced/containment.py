@@ -170,7 +170,7 @@ def train_by_hand(halfway):
         if number == 4:
             halfway()
         if number == 6:
-            ask(3, at=208)  # a pause
+            ask(0xFFFFFFFC_00000003, at=208)  # a pause
         x = torch.randn(6, 4)
         for split in (composed, functional):
             with torch.no_grad():

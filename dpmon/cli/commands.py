@@ -24,7 +24,7 @@ from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
 from dpmon.run.runs import JOB, find_run, list_runs, newest_run, short_name
 from dpmon.supervise.guard import repeated
-from dpmon.supervise.start import Successor, ensure_supervisor
+from dpmon.supervise.start import ensure_supervisor
 from dpmon.text.cells import cut, has_colours, in_stream
 from dpmon.text.quantities import clock, compact, count_of, on_machines
 
@@ -46,19 +46,18 @@ def attach(options: argparse.Namespace) -> int:
     return follow(newest_run(goes_on) if options.run is None else find_run(options.run), options)
 
 
-def follow(directory: Path, options: argparse.Namespace, mirror: Successor | None = None) -> int:
-    """The same for a run that was found already. `mirror`: what looks after a run on several machines."""
+def follow(directory: Path, options: argparse.Namespace, machines: Sequence[Sequence[str]] = ()) -> int:
+    """The same for a run that was found already. `machines`: see dpmon.supervise.start.Successor."""
     info, how = load_info(directory), load_exit(directory)
     if goes_on_elsewhere(directory, info, how):
         # This machine cannot see the run's processes or the other machine's clock, so the run would look finished.
         raise RunError(f"{directory.name} runs on another machine; attach to it there (dpmon report also works here)")
-    if mirror is None and info.nodes and needs_supervisor(directory, info, how):
+    if info.nodes and not machines and needs_supervisor(directory, info, how):
         raise RunError(
             f"nothing is recorded for {directory.name} any more: name its machines again, as in"
             " dpmon attach --host gpu-1 (dpmon report also works as it is)"
         )
-    successor = mirror or ensure_supervisor(directory)
-    with repeated(successor.look):
+    with repeated(ensure_supervisor(directory, machines).look):
         return _follow(directory, options)
 
 

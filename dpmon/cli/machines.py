@@ -194,7 +194,7 @@ def attach(options: argparse.Namespace) -> int:
     # Once it is named in run.json, what looks after it knows it, and replaces it if it is killed.
     while mirror.at_work and not supervised(load_info(directory)) and time.monotonic() < until:
         time.sleep(0.02)
-    return follow(directory, options, mirror)
+    return follow(directory, options, commands)
 
 
 def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> tuple[Path, list[list[str]]]:

@@ -69,18 +69,13 @@ class DeviceSpan:
         self.device = device
         self.first: Any = None
         self.last: Any = None
-        """The events at its beginning and its end."""
+        """The events at its beginning and its end; None after its end: `ms` is known, or `why` it stays unknown."""
         self.follows = False
         """Whether `first` is the last event of the phase before."""
         self.taken = False
         """Whether `last` is also the first event of the next phase, which then frees it."""
         self.ms: float | None = None
         self.why = Untimed.NONE
-
-    @property
-    def settled(self) -> bool:
-        """Whether its time is known, or will stay unknown."""
-        return self.ms is not None or self.why != Untimed.NONE
 
 
 class Mark:
@@ -191,7 +186,7 @@ class Timing:
         """Record an event on the device of a phase now; None, with the reason in `span`, if that is not possible."""
         if self._faults >= MAX_FAULTS:
             span.why = Untimed.FAULT
-        elif self._behind or self._is_full(1):
+        elif self._behind:
             span.why = Untimed.NO_EVENT
         else:
             try:
@@ -266,11 +261,13 @@ class Timing:
 
     def wait_for(self, mark: Mark) -> None:
         """Write the times of a phase once they are known. The span of the phase has been written."""
-        if all(span.settled for span in mark.spans):  # it is not timed
-            self._write(mark, Untimed.NONE)
-            return
-        mark.step = self._steps
-        self._waiting.append(mark)
+        for span in mark.spans:
+            if span.last is not None:
+                mark.step = self._steps
+                self._waiting.append(mark)
+                self._behind = self._behind or self._is_full(1)
+                return
+        self._write(mark, Untimed.NONE)  # it is not timed
 
     def step_ends(self) -> None:
         """Write the known times, because a step may have ended."""
@@ -321,9 +318,9 @@ class Timing:
 
     def _settles(self, span: DeviceSpan) -> bool:
         """Read the time of a phase on one device. Return False if the device has not reached its end."""
-        if span.settled:
-            return True
         events, first, last = self._events, span.first, span.last
+        if last is None:
+            return True
         try:
             # The first event may be on another stream, which may be behind. A shared one was reached with its phase.
             if not (events.done(last) and (span.follows or events.done(first))):

@@ -24,24 +24,33 @@ def note(text: str, file: str = "stages.log") -> None:
 def append(directory: str, file: str, data: bytes, most: int = 1 << 62) -> bool:
     """Append `data` to a file in the run's directory; return whether all of it was written.
 
-    Writes nothing if the file would become larger than `most` bytes, or if it is not a regular file of this user.
+    Writes nothing if the file would become larger than `most` bytes, or if it is not a regular file with one name.
     Raises OSError if the file cannot be opened.
     """
-    from dpmon.span_ring import NoSizeSignal  # imported here, because a process without torch does not need it
+    fd = open_to_append(directory, file)
+    try:
+        return append_to(fd, data, most)
+    finally:
+        os.close(fd)
 
+
+def open_to_append(directory: str, file: str) -> int:
+    """Return a descriptor of a file in the run's directory. Raises OSError."""
     # As in dpmon.run.files: do not wait for the reader of a FIFO, do not follow a link.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     place = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fd = os.open(file, flags, 0o600, dir_fd=place)
+        return os.open(file, flags, 0o600, dir_fd=place)
     finally:
         os.close(place)
-    try:
-        info = os.fstat(fd)
-        ours = stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid() and info.st_nlink < 2
-        if not ours or info.st_size + len(data) > most:
-            return False
-        with NoSizeSignal():
-            return os.write(fd, data) == len(data)
-    finally:
-        os.close(fd)
+
+
+def append_to(fd: int, data: bytes, most: int) -> bool:
+    """Do the same as `append` with an open file."""
+    from dpmon.span_ring import NoSizeSignal  # imported here, because a process without torch does not need it
+
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1 or info.st_size + len(data) > most:
+        return False
+    with NoSizeSignal():
+        return os.write(fd, data) == len(data)

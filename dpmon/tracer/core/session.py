@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from dpmon.record.names import hide_secrets, packed_json, shortened
 from dpmon.record.spans import MAX_SITE
 from dpmon.span_ring import SLOTS, SpanRing
-from dpmon.tracer.append import append, note
+from dpmon.tracer.append import append_to, note, open_to_append
 from dpmon.tracer.core.exceptions import in_a_line
 from dpmon.tracer.core.sizes import leaves, signature_of_call, spell_out
 
@@ -141,6 +142,8 @@ class Session:
         self._known: dict[Hashable, int] = {}
         self._retry_ns = 0
         """When a line may be written again (monotonic ns)."""
+        self._lines: tuple[int, Any] = -1, None
+        """The open file of lines, and its identity. A process that changes its user could not open it again."""
         self._torn = False
         """Whether the last line may be incomplete."""
         self._unwritten: list[bytes] = []
@@ -232,7 +235,7 @@ class Session:
             data = (b"\n" if self._torn else b"") + b"".join(self._unwritten) + line
             self._torn = True  # until the line is known to be complete
             try:
-                if append(self.config.directory, f"process-{self.process}.jsonl", data, MAX_BYTES_OF_LINES):
+                if append_to(self._lines_fd(), data, MAX_BYTES_OF_LINES):
                     self._torn = False
                     self._unwritten.clear()
                     return True
@@ -242,6 +245,16 @@ class Session:
         if keep and len(self._unwritten) < MAX_UNWRITTEN:
             self._unwritten.append(line)
         return False
+
+    def _lines_fd(self) -> int:
+        """Return the descriptor of the file of lines. Raises OSError."""
+        fd, opened = self._lines
+        with suppress(OSError):  # the script may close descriptors of others, and get their numbers for its files
+            if os.path.samestat(os.fstat(fd), opened):
+                return fd
+        fd = open_to_append(self.config.directory, f"process-{self.process}.jsonl")
+        self._lines = fd, os.fstat(fd)
+        return fd
 
     def write_line(self, **data: object) -> None:
         """Write a line for the assembler only."""

@@ -21,7 +21,7 @@ from dpmon.run import proc
 from dpmon.run.condition import EVENTS_FILE, take_lock
 from dpmon.run.destination import check_replaceable
 from dpmon.run.files import open_file
-from dpmon.run.notes import add_warning
+from dpmon.run.notes import add_note
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info
 from dpmon.run.runs import create_run, short_name
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     directory, info = create_run(_describe(options, command, headless, inherit))
     if problem is not None:
         speak(problem)
-        add_warning(directory, problem)
+        add_note(directory, problem)
     if "elsewhere" in info.options:
         speak(info.options["elsewhere"])
     state = os.environ.get("XDG_STATE_HOME", "")

@@ -53,12 +53,12 @@ def parse_notes(data: bytes) -> list[Note]:
     return [Note(int(match[1]), int(match[2]), match[3]) for match in found if match is not None]
 
 
-def add_warning(directory: Path, text: str) -> None:
-    """Add a line to the warnings of the run; the supervisor records it."""
+def add_note(directory: Path, text: str, file: str = "warnings.log", pid: int = 0) -> None:
+    """Add a note about process `pid` (0: dpmon itself). The supervisor records those in warnings.log."""
     with contextlib.suppress(OSError):
-        fd = open_file(directory / "warnings.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        fd = open_file(directory / file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
-            os.write(fd, f"0 {time.monotonic_ns()} {harmless(text)[:4096]}\n".encode())
+            os.write(fd, f"{pid} {time.monotonic_ns()} {harmless(text)[:4096]}\n".encode())
         finally:
             os.close(fd)
 

@@ -29,7 +29,7 @@ from dpmon.run.rundir import ExitInfo, load_exit, load_info, output_paths, save
 from dpmon.run.runs import file_system
 from dpmon.run.standard_input import INPUT_FIFO, InputWatch, Terminal
 from dpmon.supervise.room import OutputRoom
-from dpmon.supervise.spawn import ProcessEnds, WatchedCommand, find_command, last_sign, start_command
+from dpmon.supervise.spawn import ProcessEnds, WatchedCommand, find_command, last_sign, note_unrecorded, start_command
 from dpmon.supervise.start import ARGUMENT, TAKE_OVER, Teller, keep_statuses
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ DRAIN_S = 0.05
 to reach the history. A ring is full in 0.3 s at 100,000 spans a second, so it must be read more often."""
 LOOK_S = 0.2
 """Time between two checks of everything that changes rarely."""
+UNRECORDED_S = 2.0
+"""Time between two searches for processes that cannot be recorded: each may read the whole process table."""
 
 
 def _log(text: str) -> None:
@@ -205,7 +207,7 @@ class Supervisor:
         ends = ProcessEnds(self._directory, command.pid, poller)
         stalls = StallWatch(self._directory, self._info, drain, adopted=late)
         drain.on_memory_event = sampler.take_memory
-        ended, look_at = False, 0.0
+        ended, look_at, search_at = False, 0.0, 0.0
         while self._leave_at is None or time.monotonic() < self._leave_at:
             now = time.monotonic()
             if now >= look_at:
@@ -216,6 +218,9 @@ class Supervisor:
                 room.look()
                 teller.look(now)
                 ends.look()
+                if now >= search_at:
+                    search_at = now + UNRECORDED_S
+                    note_unrecorded(self._directory, command.pid)
             busy = drain.drain(now)
             reads.look(now)
             stalls.look()

@@ -31,7 +31,7 @@ from dpmon.record.schema import SECOND
 from dpmon.report.collect import facts_of
 from dpmon.report.health import LOST, health
 from dpmon.run.condition import supervised
-from dpmon.run.notes import add_warning
+from dpmon.run.notes import add_note
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import EXIT_FILE, RunError, RunInfo
 from dpmon.run.runs import short_name
@@ -162,7 +162,7 @@ class EventCommands:
         """Warn once: a command that fails once mostly fails always."""
         if not self._complained:
             self._complained = True
-            add_warning(self._directory, f"the event command {self._command[0]}: {text}")
+            add_note(self._directory, f"the event command {self._command[0]}: {text}")
 
 
 def envelope(event: Happened, name: str, info: RunInfo) -> dict[str, object]:

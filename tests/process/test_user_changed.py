@@ -1,11 +1,16 @@
-"""A process that changes its user or its root directory is recorded as before."""
+"""A process that changes its user or its root directory is recorded as before; if it cannot be, a warning says so."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from running import Dpmon, wait_for
 from tracing import traced
 
 from dpmon.record.jsonl import as_json
@@ -20,6 +25,7 @@ CHANGES = {
     "user": f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})",
     "root": "os.mkdir('empty'); os.chroot('empty')",
 }
+HOW = {"user": f"as another user (uid {NOBODY})", "root": "with another root directory"}
 
 TRAINS = """
 import os, sys
@@ -54,3 +60,53 @@ def test_all_steps_are_recorded(tmp_path: Path, how: str, before: str) -> None:
     assert len(run.steps()) == len(rows)
     assert len({as_json(call)["root"] for call in run.calls()}) == 2
     assert run.complaints == []
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_change_before_the_first_call_is_said(dpmon: Dpmon, how: str) -> None:
+    """Once, in the records, in the status while it runs, in the summary and in the report."""
+    dpmon.cwd.chmod(0o777)  # for the files with which it and the test wait for each other
+    dpmon.waiting(begin=CHANGES[how])
+    process = dpmon.start("--headless", "script.py")
+    text = f"a Python process runs {HOW[how]}, so dpmon cannot record what it trains"
+
+    def said() -> list[str]:
+        return [record["text"] for record in dpmon.records() if record["kind"] == "warning"]
+
+    dpmon.begun()
+    wait_for(said, what="the warning")
+    status = json.loads(dpmon.run("status", "--json").text)
+    assert status["health"]["reason"] == f"running {HOW[how]}, which cannot be recorded"
+    dpmon.go()
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0
+    assert said() == [text]
+    assert f"nothing was traced: {text}" in errors.decode()
+    assert text in " ".join(dpmon.run("report").text.split())
+
+
+def test_a_launcher_of_another_user(dpmon: Dpmon) -> None:
+    launcher = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", sys.executable]
+    if shutil.which(launcher[0]) is None or subprocess.run([*launcher, "-c", ""], capture_output=True).returncode != 0:
+        pytest.skip("another user cannot run this Python")
+    dpmon.cwd.chmod(0o777)
+    text = dpmon.waiting().read_text()  # only root can open the file by its path
+    process = dpmon.start("--headless", *launcher, "-c", text)
+    dpmon.begun()
+    wait_for(lambda: any(HOW["user"] in str(record) for record in dpmon.records()), what="the warning")
+    dpmon.go()
+    process.communicate(timeout=300)
+    assert process.returncode == 0
+
+
+def test_a_recorded_process_needs_no_warning(dpmon: Dpmon) -> None:
+    dpmon.cwd.chmod(0o777)
+    change = f"train(*first, 3, 2)\n{CHANGES['user']}\ntrain(*first, 4, 2)\n"
+    dpmon.waiting(begin=TRAINS.partition("train(*first")[0] + change, end="train(*second, 5, 2)")
+    process = dpmon.start(*dpmon.warm(), "--headless", "script.py", "x")
+    dpmon.begun()
+    wait_for(lambda: [record["kind"] for record in dpmon.records()].count("step") >= 3, what="steps")
+    dpmon.go()
+    process.communicate(timeout=300)
+    kinds = [record["kind"] for record in dpmon.records()]
+    assert (kinds.count("step"), kinds.count("warning")) == (6, 0)

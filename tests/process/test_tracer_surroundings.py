@@ -72,6 +72,18 @@ def test_the_surroundings_of_a_script_are_the_same_as_without_dpmon(
     assert bool(run.calls()) == (piece not in WITHOUT_RECORD)
 
 
+@pytest.mark.parametrize("filters", ["always", "once a line"])
+def test_warnings_blame_the_same_lines_as_without_dpmon(tmp_path: Path, filters: str) -> None:
+    """The frames of the tracer do not count, so filters of the script match, and repeated warnings are shown once."""
+    text = text_of("warned")
+    expected = alone(tmp_path, text, filters)
+    assert expected.status == 0, expected.err
+    assert len(expected.out.splitlines()) > 100
+    run = traced(tmp_path, text, filters, mode="script")  # no virtual replicas, which torch would not run
+    assert (run.status, run.out) == (0, expected.out)
+    assert (bool(run.steps()), run.complaints) == (True, [])
+
+
 OPENED = """
 import platform, signal, sys
 import torch

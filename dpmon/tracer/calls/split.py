@@ -18,7 +18,7 @@ from dpmon.record.spans import INSIDE_AT, Kind
 from dpmon.tracer.calls.replicas import ROWS, ReplicaWatch, Unsuited
 from dpmon.tracer.calls.sites import Functional, Site, Sites
 from dpmon.tracer.core.exceptions import in_a_line
-from dpmon.tracer.core.frames import Function
+from dpmon.tracer.core.frames import Function, uncounted
 from dpmon.tracer.core.module_tables import BUFFERS, tensors_of
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.core.sizes import first_rows, signature_of_call, tensors_in
@@ -80,6 +80,7 @@ class Split:
         self.sites = sites
         self.originals = originals
 
+    @uncounted
     def run(self, me: Thread, site: Site, original: Function, module: object, args: Any, kwargs: Any) -> object:
         """Run a call in place of `original(module, *args, **kwargs)`. The caller must call `settle` afterwards."""
         call = None
@@ -169,6 +170,7 @@ class Split:
 
     # ---------------------------------------------------------------- DataParallel
 
+    @uncounted
     def _wrapper(self, call: SplitCall, me: Thread, original: Function, module: Any, args: Any, kwargs: Any) -> object:
         plan = call.plan
         if plan.device_ids is None:

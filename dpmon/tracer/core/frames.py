@@ -15,10 +15,12 @@ from typing import Any
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 Function = Callable[..., Any]
 """A function of torch or of the script."""
-OF_CALLS = frozenset(
+OF_CALLS = tuple(
     os.path.join(_HERE, "calls", f"{name}.py") for name in ("call_wrapper", "split", "primitives", "roots")
 )
 """Files with functions that are on the stack while a call is traced."""
+_UNCOUNTED: dict[CodeType, CodeType] = {}
+"""Old and new code of the functions that were passed to `uncounted`."""
 _KEEPS_TRACEBACK = sys.version_info < (3, 11)
 """Whether a bare `raise` restores the traceback that was caught, and so undoes a change of `__traceback__`."""
 
@@ -98,12 +100,22 @@ def _overwrite(entry: TracebackType, following: TracebackType) -> None:
     entry.tb_next = following.tb_next
 
 
+def uncounted(function: Function) -> Function:
+    """Hide a function from `warnings.warn`, so that torch's warnings blame the script's lines; return the function.
+
+    CPython does not count frames of files with these two words in their name (Python/_warnings.c).
+    """
+    code = function.__code__
+    function.__code__ = _UNCOUNTED.setdefault(code, code.replace(co_filename=f"{code.co_filename}:importlib_bootstrap"))
+    return function
+
+
 def named_like(wrapper: Function, original: Function) -> Function:
-    """Give a wrapper the name, module and signature of the original."""
+    """Give a wrapper the name, module and signature of the original, and hide it from warnings."""
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(wrapper, name, getattr(original, name))
     wrapper.__dict__["__wrapped__"] = original
-    return wrapper
+    return uncounted(wrapper)
 
 
 def followed(
@@ -157,7 +169,7 @@ def hide_from_dynamo() -> None:
     strategy: object = None
     if skip is None:  # later versions of torch. torch._C is used because importing torch._dynamo takes a second
         strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    for code in _codes():
+    for code in (*_codes(), *_UNCOUNTED.values()):
         if skip is None:
             frames.set_code_exec_strategy(code, strategy)
         else:

@@ -24,7 +24,7 @@ import torch
 
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, THREAD_AT, Flag, Kind
 from dpmon.span_ring import HEADER_BYTES, THREADS, SpanRing, Word
-from dpmon.tracer.core.frames import OF_CALLS, Function, drop_frames, named_like, outwards
+from dpmon.tracer.core.frames import OF_CALLS, Function, drop_frames, named_like, outwards, uncounted
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.devices.timing import Mark, Timing, usable
 from dpmon.tracer.steps.startup import Startup
@@ -202,7 +202,7 @@ class Recorder:
     def heal(self) -> None:
         """Reset this thread's state if an interrupt left a call in it that is no longer running."""
         me = self.thread()
-        if not any(frame.f_code.co_filename in OF_CALLS for frame in outwards(sys._getframe(1))):
+        if not any(frame.f_code.co_filename.startswith(OF_CALLS) for frame in outwards(sys._getframe(1))):
             me.inside, me.split, me.root = 0, None, None
 
     # ---------------------------------------------------------------- writing
@@ -247,6 +247,7 @@ class Recorder:
 
     # ---------------------------------------------------------------- phases
 
+    @uncounted
     def within(
         self,
         me: Thread,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dpmon.record.field import Field, RecordKind
-from dpmon.record.fields import RECORDS
+from dpmon.record.field_spec import FieldSpec, RecordSpec
+from dpmon.record.record_specs import RECORDS
 from dpmon.record.schema import PHASES, QUANTITIES, SPAN_PHASES
 
 _HEAD = """\
@@ -13,7 +13,7 @@ _HEAD = """\
 
 This page lists every kind of record that `dpmon export` writes, with its fields. In JSON lines, each record is an
 object. In CSV, each kind is a table. [Export](reports-and-exports.md#export) describes the command, and
-[Tracing](tracing.md) describes how dpmon gets the values. The page is generated from `dpmon/record/fields.py` with
+[Tracing](tracing.md) describes how dpmon gets the values. The page is generated from `dpmon/record/record_specs.py` with
 `python docs/records.py > docs/records.md`.
 
 - Every object has a field `kind`. An unknown field is null, and `absent` has the reason.
@@ -40,7 +40,7 @@ def reference() -> str:
     return "\n".join(parts)
 
 
-def _kind(kind: RecordKind) -> str:
+def _kind(kind: RecordSpec) -> str:
     head = "field", "type", "unit", "meaning", "in CSV", "metric"
     shown = 6 if any(each.metric for each in kind.fields) else 5
     rows = [_field(each)[:shown] for each in kind.fields]
@@ -48,7 +48,7 @@ def _kind(kind: RecordKind) -> str:
     return f"## {kind.name}\n\n{kind.meaning[0].upper()}{kind.meaning[1:]}.{note}\n\n{_table(head[:shown], rows)}"
 
 
-def _field(field: Field) -> tuple[str, ...]:
+def _field(field: FieldSpec) -> tuple[str, ...]:
     columns = "yes" if field.in_csv == (field.name,) else ", ".join(f"`{name}`" for name in field.in_csv)
     if field.only_csv:
         columns = "only in CSV"
@@ -60,7 +60,7 @@ def _phases() -> str:
     rows = [
         (
             f"`{phase.name}`",
-            phase.shown,
+            phase.display_name,
             phase.letter,
             "calls" if phase.of_call else "step",
             phase.meaning,

@@ -9,7 +9,7 @@
     ├── HostError        machines that are named wrongly                  dpmon.mirror.hosts
     ├── RingError        a file that is not a usable ring                 dpmon.span_ring
     ├── HistoryError     a history that cannot be read or written
-    ├── RecordError      bytes that are not a record                      dpmon.record.kinds
+    ├── RecordError      bytes that are not a record                      dpmon.record.record_types
     ├── ExportError      data that cannot be exported                     dpmon.export
     └── JobError         a job of the screen that failed                 dpmon.ui.jobs
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from dpmon.record.plainjson import load_json
-from dpmon.record.spans import DOING, LAP_AT, Span, unpacked
+from dpmon.record.safe_json import load_json
+from dpmon.record.span_format import DOING, LAP_AT, Span, unpack_span
 from dpmon.span_ring import (
     HEAD,
     HEADER_BYTES,
@@ -269,7 +269,7 @@ class SpanReader:
         for number, (head, start, took, sizes, mark) in enumerate(SLOT.iter_unpack(data), self.position):
             if mark != number + 1 or head & 0xFF == 0 or head >> LAP_AT & 0xFF != number // self.slots & 0xFF:
                 return found or None
-            found.append(unpacked(number, head, start, took, sizes))
+            found.append(unpack_span(number, head, start, took, sizes))
         return found
 
     def _is_lapped(self, number: int, mark: int) -> bool:

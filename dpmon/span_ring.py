@@ -11,7 +11,7 @@ Layout of a ring file (native byte order; a run never leaves its machine)::
     256    identity and sequence number of each process group                     written by the process
     512    for each thread, the start of its current span; from 3584 on, the
            kind of that span                                                      written by the process
-    4096   slots of 40 bytes (dpmon.record.spans)
+    4096   slots of 40 bytes (dpmon.record.span_format)
 
 A slot's number comes from one counter, so threads need no lock. The number is the last word to be written, and the lap
 is in the first word. So a reader recognises an unwritten slot by its number, and a slot that is being overwritten by
@@ -39,7 +39,7 @@ from collections.abc import Callable
 from itertools import count
 
 from dpmon.errors import DpmonError
-from dpmon.record.spans import LAP_AT
+from dpmon.record.span_format import LAP_AT
 
 HEADER_BYTES = 4096
 SLOT = struct.Struct("=5Q")

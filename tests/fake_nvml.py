@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from running import wait_for
 
-from dpmon.record.kinds import Event
-from dpmon.record.plainjson import load_event
+from dpmon.record.record_types import Event
+from dpmon.record.safe_json import load_event
 
 NVML, CUDA = (Path(__file__).parent / "nvml" / name for name in ("fake_nvml.c", "fake_cuda.c"))
 SONAMES = {NVML: "libnvidia-ml.so.1", CUDA: "libcuda.so.1"}

@@ -11,9 +11,9 @@ from stored import Recording
 from synthetic import Training, changed, step_row
 
 from dpmon.record.history_rows import Row
-from dpmon.record.kinds import BUCKET, Event
-from dpmon.record.names import DDP
+from dpmon.record.record_types import BUCKET, Event
 from dpmon.record.schema import SPAN_PHASES
+from dpmon.record.shared_names import DDP
 
 MS = 1_000_000
 USUAL: Mapping[str, float] = {"data": 0.4, "forward": 3.1, "backward": 5.0, "optimizer": 1.0}

@@ -12,7 +12,7 @@ from typing import Any
 from stored import Recording
 
 from dpmon.record.history_rows import Row
-from dpmon.record.kinds import Record
+from dpmon.record.record_types import Record
 from dpmon.run import proc
 from dpmon.run.rundir import ExitInfo, RunInfo, save
 from dpmon.run.runs import create_run

@@ -14,7 +14,7 @@ from synthetic import SECOND, changed, device_event, host_event
 
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State, Wanted
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.store.answers import NODE_DEVICES, NodeRow
 from dpmon.store.queries import Store
 from dpmon.store.tables import CALL_COLUMNS, NODE_COLUMNS, STEP_COLUMNS

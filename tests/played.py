@@ -12,8 +12,8 @@ import torch
 from pretend import Result, decoded
 
 from dpmon.assemble import Assembler
-from dpmon.record.names import Untimed
-from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind, unpacked
+from dpmon.record.shared_names import Untimed
+from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind, unpack_span
 from dpmon.span_ring import Word
 from dpmon.tracer.core.session import FaultGuard
 from dpmon.tracer.devices.timing import Timing
@@ -154,7 +154,7 @@ class Process:
             self.timing.read(Untimed.ENDED)
         lines = [] if self._heard else [{**self._layout, "value": {**self._layout["value"], "devices": list(devices)}}]
         self._heard = True
-        new = [unpacked(self._fed + at, *words) for at, words in enumerate(self.spans[self._fed :])]
+        new = [unpack_span(self._fed + at, *words) for at, words in enumerate(self.spans[self._fed :])]
         self._fed = len(self.spans)
         rows = self._assembler.feed(new, lines)
         if end:

@@ -15,8 +15,8 @@ from synthetic import RowReader
 from dpmon.assemble import Assembler
 from dpmon.assemble.assembler import Predecessor
 from dpmon.record.history_rows import CollectiveRow, Definition, LossRow, Row
-from dpmon.record.kinds import Call, Collective, Event, Sampled, Step
-from dpmon.record.spans import Flag, Kind, Span
+from dpmon.record.record_types import Call, Collective, Event, Sampled, Step
+from dpmon.record.span_format import Flag, Kind, Span
 from dpmon.span_ring import SpanRing
 
 MS = 1_000_000

@@ -15,7 +15,7 @@ from typing import Any
 from synthetic import decoded, with_other
 
 from dpmon.record.history_rows import CallParts, CallRow, Definition, Row
-from dpmon.record.kinds import Call, Event, Record, Step
+from dpmon.record.record_types import Call, Event, Record, Step
 from dpmon.record.schema import SPAN_PHASES
 
 _FILE = Path(__file__).parent / "data" / "linear.records"

@@ -13,7 +13,7 @@ from synthetic import SECOND, Training, device_event, host_event, whole_device_e
 from timed import staged, trained
 
 from dpmon.model.state import Process, State
-from dpmon.record.kinds import Event, Record
+from dpmon.record.record_types import Event, Record
 from dpmon.run.rundir import ExitInfo, RunInfo
 from dpmon.ui.facts import Facts, Toggle, View
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from synthetic import device_event, host_event
 
-from dpmon.record.kinds import Event
-from dpmon.record.plainjson import load_event
+from dpmon.record.record_types import Event
+from dpmon.record.safe_json import load_event
 
 EVENTS: dict[str, dict[str, object]] = {
     "process": {"process": 0, "pid": 1, "rank": 0, "world": 2, "t_s": 0.1, "devices": ["cpu:0"], "torch": "2.13",

@@ -18,7 +18,7 @@ from synthetic import SECOND, Training, decoded, host_event
 from textual.geometry import Region
 from textual.pilot import Pilot
 
-from dpmon.record.kinds import Event, Record
+from dpmon.record.record_types import Event, Record
 from dpmon.run.rundir import ExitInfo
 from dpmon.store.queries import Store
 from dpmon.ui.look import COLOUR, UNICODE, Look

@@ -20,7 +20,7 @@ from dpmon.store.writer import History
 
 NOT_RUN = -1
 
-_CALLS = [PHASES.index(phase.shown) for phase in SCHEMA if phase.of_call]
+_CALLS = [PHASES.index(phase.display_name) for phase in SCHEMA if phase.of_call]
 _FORWARD = PHASES.index("forward")
 _TRAINS = [PHASES.index(name) for name in ("backward", "optimizer")]
 

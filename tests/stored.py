@@ -13,8 +13,8 @@ from synthetic import flags_of
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State, Wanted
 from dpmon.record.history_rows import CallParts, CallRow, Definition, Row
-from dpmon.record.kinds import Call, Event, Record, RecordError, Size
-from dpmon.record.names import CALL_PHASES
+from dpmon.record.record_types import Call, Event, Record, RecordError, Size
+from dpmon.record.shared_names import CALL_PHASES
 from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
 from dpmon.store.intake import Intake

@@ -10,7 +10,7 @@ from situations import INFO, exit_of
 from stored import SUPERVISOR, Recording
 from synthetic import SECOND, Training
 
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.ui.facts import Facts, Playing
 
 GUILTY = {"words": "in checkpoint (train.py:12)", "place": "train.py:12", "function": "checkpoint", "inside": None}

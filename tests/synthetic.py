@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dpmon.record.history_rows import CallParts, CallRow, Definition, LossRow, Resolver, Row
-from dpmon.record.kinds import Event, Record, Step
-from dpmon.record.names import CALL_PHASES
+from dpmon.record.record_types import Event, Record, Step
 from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
-from dpmon.record.spans import Flag
+from dpmon.record.shared_names import CALL_PHASES
+from dpmon.record.span_format import Flag
 
 SECOND = 1_000_000_000
 LEARNS = Flag.TRAINING | Flag.GRAD

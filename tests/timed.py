@@ -8,8 +8,8 @@ from typing import Any
 from synthetic import LEARNS, Training, call_row, step_row
 
 from dpmon.record.history_rows import CallRow, Definition, Row
-from dpmon.record.kinds import Step
-from dpmon.record.names import Untimed
+from dpmon.record.record_types import Step
+from dpmon.record.shared_names import Untimed
 
 GPUS = ("cuda:0", "cuda:1")
 OF_CALL = (0.5, 1.0, 2.0, 0.25)

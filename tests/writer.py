@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from spans import Lines, head
 
-from dpmon.record.spans import Flag, Kind
+from dpmon.record.span_format import Flag, Kind
 from dpmon.span_ring import SpanRing, Word
 
 BURST_S = 0.01

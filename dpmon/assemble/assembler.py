@@ -14,9 +14,9 @@ from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_recorder import Item, StepRecorder
 from dpmon.assemble.step_rules import StepRules
 from dpmon.record.history_rows import Row
-from dpmon.record.kinds import Event
-from dpmon.record.names import Untimed
-from dpmon.record.spans import DOING, Flag, Kind, Span
+from dpmon.record.record_types import Event
+from dpmon.record.shared_names import Untimed
+from dpmon.record.span_format import DOING, Flag, Kind, Span
 
 MAX_NESTED = 1 << 14
 """Most spans that wait for their enclosing span."""

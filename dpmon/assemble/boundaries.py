@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dpmon.assemble.nesting import LEARNS
 from dpmon.assemble.step_totals import StepTotals
-from dpmon.record.kinds import Batches
-from dpmon.record.spans import Span
+from dpmon.record.record_types import Batches
+from dpmon.record.span_format import Span
 
 
 class OpenStep:

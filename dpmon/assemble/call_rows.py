@@ -13,8 +13,8 @@ from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_times import Pending, Slots
 from dpmon.assemble.nesting import PRIMITIVES
 from dpmon.record.history_rows import CallParts, CallRow
-from dpmon.record.names import CALL_PHASES, Untimed
-from dpmon.record.spans import Flag, Kind, Span
+from dpmon.record.shared_names import CALL_PHASES, Untimed
+from dpmon.record.span_format import Flag, Kind, Span
 
 LARGEST = (1 << 62) - 1
 """Longest duration of a phase in a row (ns)."""

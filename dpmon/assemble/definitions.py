@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterable, Mapping
 from zlib import crc32
 
-from dpmon.record.history_rows import Definition, Definitions, defined, value_of
-from dpmon.record.kinds import rows_of
+from dpmon.record.history_rows import Definition, Definitions, parse_definition, serialize_definition
+from dpmon.record.record_types import count_rows
 
 OWN = 1 << 31
 MAX_DEFINITIONS = 1 << 15
@@ -37,7 +37,7 @@ class KnownDefinitions(Definitions):
         if type(number) is not int or not 0 < number < OWN or self.get(number) is not None:
             return False
         try:
-            self.keep(number, defined(line.get("value")))
+            self.remember(number, parse_definition(line.get("value")))
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
             return False
         return True
@@ -53,7 +53,7 @@ class KnownDefinitions(Definitions):
 
     def batch(self, number: int, layout: int) -> int:
         """Return the rows of a batch with these sizes in calls of a known layout; -1 if no tensor has its dimension."""
-        rows = rows_of(self.sizes.get(number), self.layouts[layout].dim)
+        rows = count_rows(self.sizes.get(number), self.layouts[layout].dim)
         return -1 if rows is None else rows
 
     def with_absent(self, number: int, absent: Mapping[str, str]) -> int:
@@ -63,7 +63,7 @@ class KnownDefinitions(Definitions):
             return number
         copy = layout._replace(absent={**layout.absent, **absent}, module=self.module(number))
         own = OWN | crc32(json.dumps(copy._asdict(), separators=(",", ":")).encode()) & (OWN - 1)
-        self.keep(own, copy)
+        self.remember(own, copy)
         return own
 
     def rows(self, numbers: Iterable[int]) -> list[Definition]:
@@ -72,5 +72,5 @@ class KnownDefinitions(Definitions):
         for number in numbers:
             if number and number not in self._sent and (known := self.get(number)) is not None:
                 self._sent.add(number)
-                found.append(Definition(number, value_of(known)))
+                found.append(Definition(number, serialize_definition(known)))
         return found

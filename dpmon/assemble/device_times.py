@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeAlias
 
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.record.history_rows import CallRow, Row
-from dpmon.record.kinds import Step
-from dpmon.record.names import Untimed
-from dpmon.record.spans import Span
+from dpmon.record.record_types import Step
+from dpmon.record.shared_names import Untimed
+from dpmon.record.span_format import Span
 
 MAX_STEPS = 64
 MAX_GROUPS = 1 << 13

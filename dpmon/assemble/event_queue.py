@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 
 NEVER = 1 << 64
 """A time after the end of every span."""

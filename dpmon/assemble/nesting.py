@@ -10,9 +10,9 @@ import struct
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from dpmon.record.kinds import BUCKET, MAX_SPANS
+from dpmon.record.record_types import BUCKET, MAX_SPANS
 from dpmon.record.schema import SPAN_PHASES, SYNC_NUMBER
-from dpmon.record.spans import COUNTED, DOING, LEAD_NS, MAX_LEAD, WRAPPER_AT, Flag, Kind, Span
+from dpmon.record.span_format import COUNTED, DOING, LEAD_NS, MAX_LEAD, WRAPPER_AT, Flag, Kind, Span
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, COPY, SYNC = map(
     SPAN_PHASES.index, ("data", "forward", "backward", "optimizer", "copy", "sync")
@@ -24,7 +24,7 @@ PHASE_OF = tuple(
 )
 """Phase of a step by kind of span; -1 for none."""
 PRIMITIVES = {Kind.SCATTER: 0, Kind.REPLICATE: 1, Kind.PARALLEL_APPLY: 2, Kind.GATHER: 3}
-"""Indices in dpmon.record.names.CALL_PHASES by kind of span."""
+"""Indices in dpmon.record.shared_names.CALL_PHASES by kind of span."""
 CALLS = (Kind.CALL, Kind.WRAPPED)
 LEARNS = Flag.TRAINING | Flag.GRAD
 """Flags of calls that train or record gradients."""

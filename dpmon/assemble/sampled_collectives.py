@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.record.history_rows import CollectiveRow, Definition, LossRow
-from dpmon.record.spans import Flag, Span
+from dpmon.record.span_format import Flag, Span
 
 MAX_STEPS = 32
 """Most remembered steps. A collective that ends more than this many steps later is recorded without a step."""

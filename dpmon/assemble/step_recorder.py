@@ -14,9 +14,9 @@ from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, PRIMITIVES, Blo
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_totals import MAX_TIMED, StepTotals
 from dpmon.record.history_rows import CallRow
-from dpmon.record.kinds import MAX_SPANS
-from dpmon.record.names import Untimed
-from dpmon.record.spans import COUNTED, Flag, Kind, Span
+from dpmon.record.record_types import MAX_SPANS
+from dpmon.record.shared_names import Untimed
+from dpmon.record.span_format import COUNTED, Flag, Kind, Span
 
 Item: TypeAlias = "Block | QueuedEvent"
 _SLOW = Flag.TIMED | Flag.UNTIMED | Flag.FAILED

@@ -16,7 +16,7 @@ from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import EDGE, LEARNS, PHASE_OF, PRIMITIVES, Block
 from dpmon.assemble.step_recorder import Item, StepRecorder, before_edge
-from dpmon.record.spans import Flag, Kind, Span
+from dpmon.record.span_format import Flag, Kind, Span
 
 STALE_STEPS = 64
 """A loader no longer counts after more than this many steps of the loop's last optimizer without a fetch."""

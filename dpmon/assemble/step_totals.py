@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dpmon.assemble.device_times import Pending, Slots
 from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, PhaseSums
-from dpmon.record.kinds import Batches, Step
-from dpmon.record.names import Untimed
+from dpmon.record.record_types import Batches, Step
 from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
-from dpmon.record.spans import Flag, Span
+from dpmon.record.shared_names import Untimed
+from dpmon.record.span_format import Flag, Span
 
 _IN_ORDER = tuple((name, SPAN_PHASES.index(name)) for name in STEP_PHASES[:-1])
 MAX_TIMED = 4096

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import dpmon
 from dpmon.cli.headless import Follower
 from dpmon.cli.speak import closing, speak
-from dpmon.record.names import hide_secrets
+from dpmon.record.shared_names import hide_secrets
 from dpmon.run import proc
 from dpmon.run.condition import EVENTS_FILE, take_lock
 from dpmon.run.destination import check_replaceable

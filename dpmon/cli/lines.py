@@ -32,7 +32,7 @@ from dpmon.model.progress import NO_STEP, without_time, words
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import Process, State, Wanted
 from dpmon.model.stragglers import in_short
-from dpmon.record.plainjson import finite
+from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.schema import PHASES
 from dpmon.report.health import Health, health, standing
 from dpmon.run.destination import is_stream, open_stream, open_truncated
@@ -136,7 +136,7 @@ class Lines:
 
     def _put(self, members: dict[str, object]) -> None:
         members["skipped"] = self._skipped
-        line = json_text(finite(members), separators=(",", ":")).encode() + b"\n"
+        line = json_text(replace_nonfinite(members), separators=(",", ":")).encode() + b"\n"
         self._skipped = 0 if self._write(line) else self._skipped + 1
 
 

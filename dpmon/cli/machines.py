@@ -17,7 +17,7 @@ from dpmon.cli.options import UsageError
 from dpmon.cli.speak import speak
 from dpmon.mirror.hosts import PLAIN, Machine, Printed, ask_dpmon, expanded, in_file, machines, of_slurm
 from dpmon.mirror.local_run import mirror_of
-from dpmon.record.plainjson import load_json
+from dpmon.record.safe_json import load_json
 from dpmon.run.condition import supervised
 from dpmon.run.rundir import ID, RunError, load_info
 from dpmon.run.runs import JOB

@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> int:
         return int(getattr(commands, command)(options))
     except DpmonError as error:
         from dpmon.cli.speak import speak
-        from dpmon.record.names import hide_secrets
+        from dpmon.record.shared_names import hide_secrets
         from dpmon.supervise.program import NotFoundError
 
         hint = ""

@@ -275,7 +275,7 @@ def command_parser(command: str) -> argparse.ArgumentParser:
         form.add_argument("--html", action="store_true", help="a self-contained page with plots")
         add("-o", "--output", metavar="FILE", help="output file (default: standard output; of --html, RUN.html)")
     if command == "export":
-        from dpmon.record.fields import RECORDS
+        from dpmon.record.record_specs import RECORDS
 
         forms = "jsonl: one JSON object per line; csv: one table per kind; perfetto: a trace for ui.perfetto.dev"
         add("--format", choices=("jsonl", "csv", "perfetto"), default="jsonl", help=forms)

@@ -19,7 +19,7 @@ from dpmon.model.json_fields import fields_of
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.stalls_seen import ended_in
 from dpmon.model.state import State, Wanted
-from dpmon.record.plainjson import finite
+from dpmon.record.safe_json import replace_nonfinite
 from dpmon.report.collect import facts_of
 from dpmon.report.health import LOST, NO_RUN, TIMED_OUT, Health, health, health_now
 from dpmon.run.condition import ELSEWHERE, goes_on, run_state
@@ -108,7 +108,7 @@ def look_at(directory: Path) -> tuple[Health, dict[str, Any]]:
             "findings": listed,
             "exit": None if how is None else fields_of(how, "status", "signal", "seconds"),
         }
-    return now, {name: finite(value) for name, value in members.items()}
+    return now, {name: replace_nonfinite(value) for name, value in members.items()}
 
 
 def _headline(now: Health, found: dict[str, Any]) -> str:

@@ -12,9 +12,9 @@ from dpmon.cleaning import json_text
 from dpmon.errors import DpmonError, HistoryError
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables
-from dpmon.record.fields import RECORDS
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Event, Record, kind_of
+from dpmon.record.record_specs import RECORDS
+from dpmon.record.record_types import Event, Record, kind_of
 from dpmon.run.destination import check_replaceable, opened, replaced, stdout
 from dpmon.run.rundir import load_exit, load_info
 from dpmon.store.opened import open_store

@@ -27,7 +27,7 @@ import dpmon
 from dpmon.errors import DpmonError, HistoryError
 from dpmon.export import ExportError
 from dpmon.export.new_rows import NewRows
-from dpmon.record.plainjson import load_json, number_in
+from dpmon.record.safe_json import load_json, number_member
 from dpmon.record.schema import SECOND
 from dpmon.run.condition import supervised
 from dpmon.run.files import open_file, read_file
@@ -154,7 +154,7 @@ class _Follow:
         if stamp == self._stood or not isinstance(found, dict):
             return []
         self._stood = stamp
-        age_s = max(self.now_ns() / 1e9 - (number_in(found, "t_s") or 0.0), 0.0) if found else 0.0
+        age_s = max(self.now_ns() / 1e9 - (number_member(found, "t_s") or 0.0), 0.0) if found else 0.0
         return [json.dumps({"standing": found or {"ranks": []}, "age_s": age_s})]
 
     def _moved(self, monotonic_ns: int) -> int:

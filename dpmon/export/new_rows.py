@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from dpmon.record.plainjson import load_json
+from dpmon.record.safe_json import load_json
 from dpmon.record.schema import SECOND
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.exchange import NUMBERED, TIMES, columns_sent, lines_of

@@ -25,8 +25,8 @@ from typing import TextIO
 
 from dpmon.cleaning import json_text
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Call, Collective, Event, Record, Sampled, Step
-from dpmon.record.plainjson import finite, number_in, whole_in
+from dpmon.record.record_types import Call, Collective, Event, Record, Sampled, Step
+from dpmon.record.safe_json import int_member, number_member, replace_nonfinite
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.run.rundir import RunInfo
 from dpmon.run.runs import short_name
@@ -98,7 +98,7 @@ class _Trace:
 
     def _at(self, data: Mapping[str, object]) -> float:
         """The time of an event in µs; the newest time so far if it has none."""
-        seconds = number_in(data, "t_s")
+        seconds = number_member(data, "t_s")
         if seconds is not None and 0 <= seconds < 1e9:
             self._newest_us = max(self._newest_us, seconds * 1e6)
             return round(seconds * 1e6, 3)
@@ -254,19 +254,19 @@ class _Trace:
 
     def _event(self, event: Event) -> None:
         data = event.data
-        number = whole_in(data, "process")
-        if event.kind == "host" or (event.kind == "device" and whole_in(data, "index") is not None):
+        number = int_member(data, "process")
+        if event.kind == "host" or (event.kind == "device" and int_member(data, "index") is not None):
             self._sample(event)
             return
         if number is not None:
-            process, scope = self._training(number, whole_in(data, "rank")), "p"
+            process, scope = self._training(number, int_member(data, "rank")), "p"
         else:
             process, scope = self._process(_SUPERVISOR, _SUPERVISOR), "g"
         at = self._at(data)
         if event.kind == "memory":
             self._memory(process, data, at)
             return
-        self._instant(process, _title(event), at, scope, finite(dict(data)))
+        self._instant(process, _title(event), at, scope, replace_nonfinite(dict(data)))
 
     def _sample(self, event: Event) -> None:
         data = event.data

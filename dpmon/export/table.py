@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TextIO
 
 from dpmon.cleaning import harmless, json_text
-from dpmon.record.fields import COLUMNS, RECORDS
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Call, Event, PhaseSpan, Record, Size, Step, kind_of, rows_of
-from dpmon.record.names import MORE
+from dpmon.record.record_specs import COLUMNS, RECORDS
+from dpmon.record.record_types import Call, Event, PhaseSpan, Record, Size, Step, count_rows, kind_of
+from dpmon.record.shared_names import MORE
 
 _SPREAD = ("kind", *(one.name for one in RECORDS["step"].fields if one.in_csv != (one.name,)))
 """Members of a step in JSON that have no column of the same name."""
@@ -128,7 +128,7 @@ def _call(call: Call) -> dict[str, object]:
     cells["replicas"] = len(shares)
     cells["idle_devices"] = list(call.devices[len(shares) :]) if call.mode == "dp" else None
     cells["replica_devices"] = [share.device for share in shares]
-    cells["replica_rows"] = _many(rows_of(share.inputs, call.dim) for share in shares)
+    cells["replica_rows"] = _many(count_rows(share.inputs, call.dim) for share in shares)
     cells["replica_host_ms"] = _many(share.host_ns / 1e6 for share in shares)
     if any(share.device_ms is not None for share in shares):
         cells["replica_device_ms"] = _many(share.device_ms for share in shares)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from dpmon.record.fields import RECORDS
+from dpmon.record.record_specs import RECORDS
 
 VALUES = tuple(each.name for each in RECORDS["device"].fields if each.name not in ("t_s", "index", "absent"))
 """The fields of a GPU that may be unknown."""

@@ -21,7 +21,7 @@ from dpmon.gpu.card import RETRY_S, SILENT_S, Asker, Card
 from dpmon.gpu.host import HostSampler
 from dpmon.gpu.nvml import CallFailed, Nvml, leave
 from dpmon.gpu.sample import NOT_ASKED, Run, TorchUse, visible_gpus
-from dpmon.record.plainjson import text_in, whole_in
+from dpmon.record.safe_json import int_member, text_member
 
 NVML_PERIOD_S = 1.0
 """Shortest period of questions to NVML, because the driver answers while it holds a lock that the training needs."""
@@ -215,15 +215,15 @@ class DeviceSampler:
 
 def _uses_in(data: Mapping[str, Any]) -> tuple[TorchUse, ...]:
     """Return the GPUs in a `memory` record without invalid entries: any program may have written it."""
-    process, devices = whole_in(data, "process"), data.get("devices")
+    process, devices = int_member(data, "process"), data.get("devices")
     if process is None or not isinstance(devices, list):
         return ()
     return tuple(
-        TorchUse(process, name, uuid, whole_in(device, "reserved_bytes"))
+        TorchUse(process, name, uuid, int_member(device, "reserved_bytes"))
         for device in devices
         if isinstance(device, dict)
-        and (name := text_in(device, "device")) is not None
-        and (uuid := text_in(device, "uuid")) is not None
+        and (name := text_member(device, "device")) is not None
+        and (uuid := text_member(device, "uuid")) is not None
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
+from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.run.rundir import RunInfo
 from dpmon.stalls.answer import facts_in
@@ -92,7 +92,7 @@ class JointStalls:
 
         Not if its ranks are judged here. The end of a stall is kept if its beginning was.
         """
-        key = node, ns_in(stall, "since_s")
+        key = node, ns_member(stall, "since_s")
         if "ranks" not in stall:
             return key in self._begun
         if node not in self._judged:
@@ -126,19 +126,19 @@ class JointStalls:
         ranks: list[dict[str, Any]] = []
         for node, (name, found) in answers.items():
             judged = node in self._judged
-            texts += [f"{name}: {text}"] if (text := text_in(found, "text")) is not None and not judged else []
+            texts += [f"{name}: {text}"] if (text := text_member(found, "text")) is not None and not judged else []
             nccl += [f"{name}: {line}" for line in _list_in(found, "nccl")]
             for rank in _list_in(found, "ranks"):
                 if isinstance(rank, dict):
-                    part = _part(waits.get((name, whole_in(rank, "pid") or 0)), stall is not None) if judged else {}
-                    process = whole_in(rank, "process")
+                    part = _part(waits.get((name, int_member(rank, "pid") or 0)), stall is not None) if judged else {}
+                    process = int_member(rank, "process")
                     number = None if process is None else self._number(node, process)
                     ranks.append({**rank, **part, "node": name, "process": number})
         ranks.sort(key=_place)
         since_ns = None if stall is None else stall.since_ns
         if stall is not None and self._watch is not None:
             texts.insert(0, self._watch.told)
-        begun = [since for _, found in answers.values() if (since := number_in(found, "since_s")) is not None]
+        begun = [since for _, found in answers.values() if (since := number_member(found, "since_s")) is not None]
         return {
             "t_s": (now_ns - self.info.start_ns) / SECOND,
             "since_s": min(begun, default=None) if since_ns is None else (since_ns - self.info.start_ns) / SECOND,
@@ -156,7 +156,7 @@ def _list_in(found: Mapping[str, Any], key: str) -> list[Any]:
 
 def _place(rank: Mapping[str, Any]) -> tuple[bool, bool, int]:
     """What sorts the ranks: those that the others wait for come first."""
-    number = whole_in(rank, "rank")
+    number = int_member(rank, "rank")
     return rank.get("apart") is True, rank.get("waits") is True, -1 if number is None else number
 
 

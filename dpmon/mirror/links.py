@@ -21,7 +21,7 @@ from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from typing import Any, NamedTuple
 
 from dpmon.mirror.causes import reason
-from dpmon.record.plainjson import load_json
+from dpmon.record.safe_json import load_json
 from dpmon.run.proc import ended_child
 from dpmon.store.exchange import RECORDS, VERSION
 

@@ -30,7 +30,7 @@ from dpmon.mirror.local_run import append_output, command_of
 from dpmon.mirror.receive import AHEAD_S, MOST_DAMAGED, Chunk, Receiver, RubbishError, Unchecked, checked
 from dpmon.mirror.records import ChunkError, Records
 from dpmon.mirror.requests import Requests
-from dpmon.record.plainjson import number_in, text_in, whole_in
+from dpmon.record.safe_json import int_member, number_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.run import proc
 from dpmon.run.condition import needs_supervisor, take_lock
@@ -246,7 +246,7 @@ class Mirror(Record):
     def _take_message(self, machine: Followed, message: Mapping[str, Any]) -> None:
         if isinstance(message.get("standing"), dict):
             machine.standing = message
-        elif message.get("answer") == machine.asked[0] and (there := whole_in(message, "now_ns")) is not None:
+        elif message.get("answer") == machine.asked[0] and (there := int_member(message, "now_ns")) is not None:
             if abs(there) < 1 << 60 and machine.measured < MEASURED:
                 self._take_time(machine, there)
         else:
@@ -264,14 +264,14 @@ class Mirror(Record):
             self._end_link(machine, _UNWRITTEN)
             return
         if machine.standing is not None:
-            age_ns = int(min(max(number_in(machine.standing, "age_s") or 0.0, 0.0), 1e9) * SECOND)
+            age_ns = int(min(max(number_member(machine.standing, "age_s") or 0.0, 0.0), 1e9) * SECOND)
             self.joint.hear(node.number, node.name, machine.standing["standing"], age_ns)
         machine.offset, machine.beat, machine.standing = offset, beat, None
         self._sent.append((machine, sent))
         self._turn(node, "connected", None)
         if isinstance(output := beat.get("output"), str):
             append_output(self.directory, node.name, output)
-            machine.output_at = whole_in(beat, "output_at")
+            machine.output_at = int_member(beat, "output_at")
         if isinstance(beat.get("exit"), dict):  # nothing comes after it; it has ended once this is written
             machine.receiver = None
             self.links.end(node.number, "", for_good=True)
@@ -286,7 +286,7 @@ class Mirror(Record):
 
     def _end(self, machine: Followed, how: Mapping[str, Any]) -> None:
         """Note the end of a machine's run."""
-        status, seconds = whole_in(how, "status"), min(max(number_in(how, "seconds") or 0.0, 0.0), 1e9)
+        status, seconds = int_member(how, "status"), min(max(number_member(how, "seconds") or 0.0, 0.0), 1e9)
         exited = {
             "status": status if status is not None and 0 <= status <= MAX_STATUS else None, "seconds": seconds,
             "stopped": how.get("stopped") is True, "signal": _text(how, "signal"), "cause": _text(how, "cause"),
@@ -357,8 +357,8 @@ class Mirror(Record):
         }
         pauses = [pause for machine in live if isinstance(pause := machine.beat.get("pause"), list) and len(pause) == 3]
         since = [at for *_, at in pauses if type(at) is int]
-        waits = [at for machine in live if (at := whole_in(machine.beat, "input_ns")) is not None]
-        refusals = [text for machine in live if (text := text_in(machine.beat, "refusal")) is not None]
+        waits = [at for machine in live if (at := int_member(machine.beat, "input_ns")) is not None]
+        refusals = [text for machine in live if (text := text_member(machine.beat, "refusal")) is not None]
         stages = [stage for machine in live if isinstance(stage := machine.beat.get("stage"), list)]
         state = {
             "doing": by_word(doing),
@@ -403,7 +403,7 @@ class Mirror(Record):
 
 def _text(sent: Mapping[str, Any], key: str) -> str | None:
     """A text that a machine has sent, safe to show and short; None if there is none."""
-    text = text_in(sent, key)
+    text = text_member(sent, key)
     return None if text is None else clean(text, _MOST_TEXT)
 
 

@@ -17,9 +17,9 @@ from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 from dpmon.errors import DpmonError, HistoryError
-from dpmon.record.names import MODES
-from dpmon.record.plainjson import DEEPEST, load_json
+from dpmon.record.safe_json import DEEPEST, load_json
 from dpmon.record.schema import SECOND
+from dpmon.record.shared_names import MODES
 from dpmon.store.answers import call_in
 from dpmon.store.exchange import CHUNK_BYTES, KEPT, NUMBERED, TIMES, columns_sent, default_of
 from dpmon.store.queries import shape_in

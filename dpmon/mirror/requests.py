@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dpmon.cleaning import clean
-from dpmon.record.plainjson import load_json, number_in, text_in, whole_in
+from dpmon.record.safe_json import int_member, load_json, number_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.run import proc
 from dpmon.run.files import open_file
@@ -107,7 +107,7 @@ class Requests:
         for sent in (self._last, self._why):
             if answer.get("answer") == sent.number and node.number in sent.waited:
                 sent.waited.discard(node.number)
-                if (error := text_in(answer, "error")) is not None:
+                if (error := text_member(answer, "error")) is not None:
                     sent.failed[node.number] = clean(error, _MOST_TEXT)
                 elif isinstance(why := answer.get("why"), dict):
                     sent.stacks[node.number] = node.name, why
@@ -137,7 +137,7 @@ class Requests:
         return sent
 
     def _take_wanted(self, request: Mapping[str, Any]) -> None:
-        pid, started, wanted = whole_in(request, "pid"), number_in(request, "started"), request.get("processes")
+        pid, started, wanted = int_member(request, "pid"), number_member(request, "started"), request.get("processes")
         if request.get("ask") == "records" and pid is not None and started is not None and isinstance(wanted, list):
             self._wanted[pid, started] = [one for one in wanted if type(one) is int]
 

@@ -14,12 +14,12 @@ from dpmon.model.communication import Wrapper
 from dpmon.model.stalls_seen import StallSeen
 from dpmon.model.state import ModeChange, PauseChange, ProcessFacts, Refusal, WarningText
 from dpmon.model.stragglers import Group
-from dpmon.record.fields import RECORDS
-from dpmon.record.names import MODES
-from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
+from dpmon.record.record_specs import RECORDS
+from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
+from dpmon.record.shared_names import MODES
 
 if TYPE_CHECKING:
-    from dpmon.record.kinds import Step
+    from dpmon.record.record_types import Step
     from dpmon.store.queries import Store
 
 CHANGES_READ = 500
@@ -170,10 +170,10 @@ def stalls_in(records: Iterable[Mapping[str, object]]) -> tuple[StallSeen, ...]:
     """The stalls in `stall` records. Of several records of one stall, the newest one with ranks describes it."""
     found: dict[int, StallSeen] = {}
     for data in records:
-        since, lasted = ns_in(data, "since_s"), ns_in(data, "lasted_s")
+        since, lasted = ns_member(data, "since_s"), ns_member(data, "lasted_s")
         if since is None:
             continue
-        seen = found.get(since, StallSeen(since, ns_in(data, "t_s") or since))
+        seen = found.get(since, StallSeen(since, ns_member(data, "t_s") or since))
         if "ranks" in data:
             seen = seen._replace(record=data)
         found[since] = seen if lasted is None else seen._replace(end_ns=since + lasted)
@@ -187,17 +187,17 @@ def waits_in(
     numbers = {one.pid: one.process for one in processes if one.pid is not None}
     found = []
     for data in records:
-        at, took = ns_in(data, "t_s"), ns_in(data, "waited_s")
+        at, took = ns_member(data, "t_s"), ns_member(data, "waited_s")
         if at is not None and took is not None:
-            found.append((numbers.get(whole_in(data, "pid") or 0), at, at + took))
+            found.append((numbers.get(int_member(data, "pid") or 0), at, at + took))
     return tuple(sorted(found, key=lambda one: one[1:]))
 
 
 # ------------------------------------------------------------------------------------------------ records
 
 _READERS: dict[str, Callable[[Mapping[str, object], str], object]] = {
-    "integer": whole_in,
-    "text": text_in,
+    "integer": int_member,
+    "text": text_member,
     "boolean": lambda data, name: data.get(name) is True,
 }
 
@@ -216,42 +216,46 @@ def _facts_in(kind: str, facts: Callable[..., _Read], data: Mapping[str, object]
 
 def loader_start(data: Mapping[str, object]) -> LoaderStart | None:
     """The content of a `loader` record; None if process, time or duration is missing."""
-    process, at, took = whole_in(data, "process"), ns_in(data, "t_s"), ns_in(data, "iter_s")
+    process, at, took = int_member(data, "process"), ns_member(data, "t_s"), ns_member(data, "iter_s")
     if process is None or at is None or took is None:
         return None
-    return _facts_in("loader", LoaderStart, data, start_ns=at, took_ns=took, start=whole_in(data, "start") or 1)
+    return _facts_in("loader", LoaderStart, data, start_ns=at, took_ns=took, start=int_member(data, "start") or 1)
 
 
 def _process_facts(data: Mapping[str, object]) -> ProcessFacts | None:
-    return None if whole_in(data, "process") is None else _facts_in("process", ProcessFacts, data)
+    return None if int_member(data, "process") is None else _facts_in("process", ProcessFacts, data)
 
 
 def mode_change(data: Mapping[str, object]) -> ModeChange | None:
     """The content of a `mode` record; None if process or mode is missing."""
-    if whole_in(data, "process") is None or data.get("mode") not in MODES:
+    if int_member(data, "process") is None or data.get("mode") not in MODES:
         return None
-    root, by, listed = text_in(data, "root") or "", text_in(data, "requested_by") or "", data.get("devices")
+    root, by, listed = text_member(data, "root") or "", text_member(data, "requested_by") or "", data.get("devices")
     devices = tuple(str(name) for name in listed) if isinstance(listed, list) else ()
-    return _facts_in("mode", ModeChange, data, root=root, t_ns=ns_in(data, "t_s"), requested_by=by, devices=devices)
+    return _facts_in("mode", ModeChange, data, root=root, t_ns=ns_member(data, "t_s"), requested_by=by, devices=devices)
 
 
 def pause_change(data: Mapping[str, object]) -> PauseChange | None:
     """The content of a `pause` record; None if its process, its time, or whether it paused or resumed, is missing."""
-    at = ns_in(data, "t_s")
-    if whole_in(data, "process") is None or at is None or not isinstance(data.get("paused"), bool):
+    at = ns_member(data, "t_s")
+    if int_member(data, "process") is None or at is None or not isinstance(data.get("paused"), bool):
         return None
-    return _facts_in("pause", PauseChange, data, t_ns=at, paused_ns=ns_in(data, "paused_s"))
+    return _facts_in("pause", PauseChange, data, t_ns=at, paused_ns=ns_member(data, "paused_s"))
 
 
 def _warning(data: Mapping[str, object]) -> WarningText | None:
-    return None if text_in(data, "text") is None else _facts_in("warning", WarningText, data, t_ns=ns_in(data, "t_s"))
+    return (
+        None
+        if text_member(data, "text") is None
+        else _facts_in("warning", WarningText, data, t_ns=ns_member(data, "t_s"))
+    )
 
 
 def newest_wrappers(records: Iterable[Mapping[str, object]]) -> tuple[Wrapper, ...]:
     """The newest record of each wrapper, from a run's `ddp` records in order; `all_used` covers all its records."""
     of_each: dict[tuple[int | None, int | None], list[Mapping[str, object]]] = {}
     for data in records:
-        of_each.setdefault((whole_in(data, "process"), whole_in(data, "wrapper")), []).append(data)
+        of_each.setdefault((int_member(data, "process"), int_member(data, "wrapper")), []).append(data)
     found = ((wrapper(each[-1]), _all_used(each)) for each in of_each.values())
     return tuple(one._replace(all_used=count) for one, count in found if one is not None)
 
@@ -260,36 +264,36 @@ def _all_used(records: Iterable[Mapping[str, object]]) -> int:
     """In how many iterations all parameters were used; 0 if one was unused in any, or if torch cannot tell."""
     iterations = set()
     for data in records:
-        size, absent = whole_in(data, "unused_bytes"), data.get("absent")
+        size, absent = int_member(data, "unused_bytes"), data.get("absent")
         if size or (isinstance(absent, Mapping) and "unused_bytes" in absent):
             return 0
         if size == 0:
-            iterations.add(whole_in(data, "iteration"))
+            iterations.add(int_member(data, "iteration"))
     return len(iterations - {None})
 
 
 def wrapper(data: Mapping[str, object]) -> Wrapper | None:
     """The facts in a `ddp` record; None if it names no process."""
-    if whole_in(data, "process") is None:
+    if int_member(data, "process") is None:
         return None
     sizes, absent = data.get("bucket_bytes"), data.get("absent")
     return _facts_in(
         "ddp",
         Wrapper,
         data,
-        number=whole_in(data, "wrapper") or 0,
-        root=text_in(data, "root") or "",
+        number=int_member(data, "wrapper") or 0,
+        root=text_member(data, "root") or "",
         bucket_bytes=tuple(size for size in sizes if type(size) is int) if isinstance(sizes, list) else (),
         comm_ns=_ms_in(data, "comm_ms"),
         overlap_ns=_ms_in(data, "overlap_ms"),
-        no_sync_times=text_in(absent, "sync") if isinstance(absent, Mapping) else None,
+        no_sync_times=text_member(absent, "sync") if isinstance(absent, Mapping) else None,
         group=_group(data),
     )
 
 
 def _group(data: Mapping[str, object]) -> Group | None:
     """The process group of a wrapper; None if it is unknown or invalid."""
-    listed, rank = data.get("group"), whole_in(data, "rank")
+    listed, rank = data.get("group"), int_member(data, "rank")
     if not isinstance(listed, list) or set(map(type, listed)) != {int} or rank not in listed:
         return None
     ranks, every = tuple(sorted(listed)), range(len(listed))
@@ -297,5 +301,5 @@ def _group(data: Mapping[str, object]) -> Group | None:
 
 
 def _ms_in(data: Mapping[str, object], key: str) -> float | None:
-    value = number_in(data, key)
+    value = number_member(data, key)
     return value * 1e6 if value is not None and 0 <= value < 1e9 else None

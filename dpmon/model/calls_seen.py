@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dpmon.model.state import CallTrack, Spread
 from dpmon.record.history_rows import CallParts, CallRow
-from dpmon.record.kinds import Call
+from dpmon.record.record_types import Call
 from dpmon.record.schema import EVALUATION, device_series, is_device_series
 from dpmon.store import quantiles
 from dpmon.store.answers import replica_series, stage_series
@@ -124,7 +124,7 @@ def _of_recent(calls: SeenCalls, recent: Sequence[CallRow]) -> CallTrack | None:
     for row in alike[:_TIMED]:
         if row.failed:
             continue
-        for index, (ns, device_ms) in enumerate(_times(row.whole)):
+        for index, (ns, device_ms) in enumerate(_times(row.parts_or_replica)):
             if ns is not None:
                 took.setdefault(index, []).append(ns)
             if device_ms is not None:
@@ -162,7 +162,7 @@ def _of_tallies(
         names = (replica_series(row.layout, index) for index in range(len(call.replicas)))
         series = [(name, device_series(name)) for name in names]
     else:
-        for index, stage in enumerate(row.whole.stages):
+        for index, stage in enumerate(row.parts_or_replica.stages):
             any_sizes = stage_series(row.layout, index, stage[0], 0, 0).removesuffix("0 0")
             series.append({name for tally in alike for name in tally.stats if name.startswith(any_sizes)})
     found = [_merged(alike, [name for name in names if not is_device_series(name)]) for names in series]

@@ -15,8 +15,8 @@ from dpmon.model.pauses import any_paused
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.state import ProcessFacts
 from dpmon.model.stragglers import sentence as straggler_sentence
-from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_PHASES, device_series
+from dpmon.record.shared_names import RANK_MODES
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Tally
 from dpmon.text.quantities import compact, count_of, duration, memory
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.compare import Peak
 from dpmon.model.state import DeviceTrack, ModeChange
-from dpmon.record.fields import RECORDS
-from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
+from dpmon.record.record_specs import RECORDS
+from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.store.answers import NODE_DEVICES, ChartSample, MinuteRow
 
@@ -154,7 +154,11 @@ def device_peaks(rows: Store, process: int, visits: Sequence[Visit]) -> dict[str
         for one in listed if isinstance(listed, list) else ():
             if not isinstance(one, Mapping):
                 continue
-            name, peak, after = text_in(one, "device"), whole_in(one, "peak_bytes"), whole_in(one, "peak_after_step")
+            name, peak, after = (
+                text_member(one, "device"),
+                int_member(one, "peak_bytes"),
+                int_member(one, "peak_after_step"),
+            )
             if name is None or peak is None or peak < 0:
                 continue
             before = peaks.get(name)
@@ -266,14 +270,14 @@ class DeviceFacts:
 
     def identify(self, data: Mapping[str, object]) -> None:
         """Take the names of a GPU, and why its clocks were lowered."""
-        self.name = text_in(data, "name") or self.name
-        self.uuid = text_in(data, "uuid") or self.uuid
+        self.name = text_member(data, "name") or self.name
+        self.uuid = text_member(data, "uuid") or self.uuid
         of_run = data.get("of_run")
         if isinstance(of_run, bool):
             self.of_run = bool(self.of_run) or of_run
         ordinals, throttle = data.get("ordinals"), data.get("throttle")
         if isinstance(ordinals, list) and ordinals and isinstance(ordinals[0], dict):
-            self.called = text_in(ordinals[0], "device") or self.called
+            self.called = text_member(ordinals[0], "device") or self.called
         if isinstance(throttle, list):
             self.throttle_samples += 1
             self.throttled.update(reason for reason in throttle if isinstance(reason, str))
@@ -343,27 +347,27 @@ class DeviceTotals:
 
     def sample(self, kind: str, data: Mapping[str, object]) -> None:
         """Add a `device` or `host` record; a value of another type counts as unknown."""
-        index = whole_in(data, "index") if kind == "device" else _HOST - max(whole_in(data, "node") or 0, 0)
+        index = int_member(data, "index") if kind == "device" else _HOST - max(int_member(data, "node") or 0, 0)
         if index is None:
             return
         track = self._track(index)
         track.samples += 1
-        t_ns, used = ns_in(data, "t_s"), number_in(data, "mem_used_bytes")
-        util, paused = number_in(data, "util_pct" if kind == "device" else "cpu_pct"), self._in_pause(t_ns)
+        t_ns, used = ns_member(data, "t_s"), number_member(data, "mem_used_bytes")
+        util, paused = number_member(data, "util_pct" if kind == "device" else "cpu_pct"), self._in_pause(t_ns)
         if util is not None and not paused:
             track.util.append(util)
-        if (clock := number_in(data, "sm_clock_mhz")) is not None and not paused:
+        if (clock := number_member(data, "sm_clock_mhz")) is not None and not paused:
             track.clocks.append(clock)
         for key in _HIGHEST:
-            if (value := number_in(data, key)) is not None:
+            if (value := number_member(data, key)) is not None:
                 track.raise_to(key, float(value))
         if kind == "device":
             track.identify(data)
         else:
-            self.gpu_absent = text_in(data, "gpu_absent")
+            self.gpu_absent = text_member(data, "gpu_absent")
             if not paused:
                 self._take_processors(data)
-            own = number_in(data, "run_cpu_pct")
+            own = number_member(data, "run_cpu_pct")
             later = t_ns is not None and (not self._at or t_ns > self._at[-1])
             if own is not None and t_ns is not None and later and data.get("node") is None:  # else of one of several
                 self._spent.append(self._spent[-1] + own / 100 * (t_ns - self._at[-1]) if self._at else 0.0)
@@ -386,7 +390,7 @@ class DeviceTotals:
 
     def _take_processors(self, data: Mapping[str, object]) -> None:
         """Add the processors' use, in total and by the run."""
-        cpus, use, own, load = (number_in(data, key) for key in ("cpus", "cpu_pct", "run_cpu_pct", "load_1m"))
+        cpus, use, own, load = (number_member(data, key) for key in ("cpus", "cpu_pct", "run_cpu_pct", "load_1m"))
         if cpus is None or not 1 <= cpus < 1e6 or use is None or own is None:
             return
         self._cpus = int(cpus)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.state import Column
-from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import EVALUATION, PHASES, REST, SECOND, STEP, STEP_PHASES
+from dpmon.record.shared_names import CALL_PHASES
 from dpmon.store.figures import trains
 from dpmon.store.tally import WIDTHS, Tally
 

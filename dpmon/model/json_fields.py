@@ -9,7 +9,7 @@ from dpmon.model.communication import Communication, Wrapper
 from dpmon.model.loss import LossCurve
 from dpmon.model.progress import Progress, words
 from dpmon.model.stragglers import RankTimes, Straggler, sentence
-from dpmon.record.kinds import Operation
+from dpmon.record.record_types import Operation
 from dpmon.store.figures import PhaseFigures
 
 _SECONDS = {

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dpmon.record.history_rows import Definitions, Layout
-from dpmon.record.kinds import UNTIMED, rows_of
-from dpmon.record.names import RANK_MODES
+from dpmon.record.record_types import UNTIMED, count_rows
 from dpmon.record.schema import EVALUATION, device_series
+from dpmon.record.shared_names import RANK_MODES
 from dpmon.store.answers import Shape, replica_series, stage_series
 from dpmon.store.figures import merged
 from dpmon.store.tally import Key, Stat, Tally
@@ -122,7 +122,7 @@ class Layouts:
 
     def rows(self, process: int, number: int, layout: Layout) -> int | None:
         """Rows of a definition of sizes: those of the first tensor with the layout's dimension of the batch."""
-        return rows_of(self._definitions[process].sizes.get(number), layout.dim)
+        return count_rows(self._definitions[process].sizes.get(number), layout.dim)
 
     def calls(self, mode: str, evaluation: bool, trained: bool) -> int:
         """Number of calls of a mode, including those outside steps; parameters as in dpmon.store.figures.merged."""

@@ -8,7 +8,7 @@ from heapq import nlargest
 from typing import NamedTuple
 
 from dpmon.model.stragglers import RankTimes
-from dpmon.record.names import CALL_PHASES, on_node
+from dpmon.record.shared_names import CALL_PHASES, node_suffix
 from dpmon.store.figures import Figures, PhaseFigures, Rate
 from dpmon.store.tally import Tally
 
@@ -86,7 +86,7 @@ class RankLine(NamedTuple):
     def label(self) -> str:
         """Its rank, or its process: "rank 0 of 2", "process 1", "rank 11 of 16 (gpu-1)"."""
         name = f"process {self.process}" if self.rank is None else f"rank {self.rank} of {self.world or '?'}"
-        return name + on_node(self.node)
+        return name + node_suffix(self.node)
 
 
 def slowest_first(ranks: Sequence[RankLine], most: int) -> list[RankLine]:

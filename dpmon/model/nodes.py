@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.cleaning import clean
-from dpmon.record.names import on_node
-from dpmon.record.plainjson import load_json, whole_in
+from dpmon.record.safe_json import int_member, load_json
 from dpmon.record.schema import SECOND
+from dpmon.record.shared_names import node_suffix
 from dpmon.store.answers import NODE_DEVICES
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def nodes_in(rows: Store) -> tuple[NodeFacts, ...]:
             None if row.why is None else clean(row.why, 300),
             row.since_ns,
             row.heard_ns,
-            whole_in(exited, "status"),
+            int_member(exited, "status"),
             tuple(sorted(processes[row.number])),
             exited.get("stopped") is True,
         )
@@ -131,7 +131,7 @@ def gpu_name(index: int, nodes: Sequence[NodeFacts]) -> str:
         return "host" if index < 0 else f"GPU {index}"
     number = -1 - index if index < 0 else index // NODE_DEVICES
     what = "host" if index < 0 else f"GPU {index % NODE_DEVICES}"
-    return what + on_node(next((one.name for one in nodes if one.number == number), None))
+    return what + node_suffix(next((one.name for one in nodes if one.number == number), None))
 
 
 def _end(exited: str | None) -> Mapping[str, Any]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.record.kinds import Step
-from dpmon.record.plainjson import text_in
+from dpmon.record.record_types import Step
+from dpmon.record.safe_json import text_member
 from dpmon.record.schema import SECOND
 from dpmon.store.loops import Loop, left_in
 from dpmon.text.quantities import group, minutes
@@ -146,7 +146,7 @@ def _why_no_length(rows: Store, now: Loop) -> str:
     for event in reversed(rows.events("loader", newest=64)):
         absent = event.data.get("absent")
         if event.data.get("process") == now.process and event.data.get("dataset") == now.dataset:
-            why = text_in(absent, "batches") if isinstance(absent, Mapping) else None
+            why = text_member(absent, "batches") if isinstance(absent, Mapping) else None
             if why is not None:
                 return why
     return "the loader does not tell its length, or gave more batches"

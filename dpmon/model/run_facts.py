@@ -36,8 +36,8 @@ from dpmon.model.progress import Progress, progress_of
 from dpmon.model.rank_waits import RankWaitReader, RankWaits
 from dpmon.model.state import ProcessFacts
 from dpmon.model.stragglers import RankTimes, ranks_in
-from dpmon.record.names import CALL_PHASES, on_node, rank_name
 from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STALLED, STARTUP, STEP, STEP_PHASES, device_series
+from dpmon.record.shared_names import CALL_PHASES, node_suffix, rank_name
 from dpmon.store.accounting import Gap
 from dpmon.store.answers import LongRow, UnfitLoss
 from dpmon.store.figures import Window, accounted, figures, thirds
@@ -109,7 +109,7 @@ class RunFacts:
     def _name(self, process: int, count: Mapping[int | None, int]) -> str:
         rank = self.rank(process)
         if rank is None:
-            return f"process {process}{on_node(self._nodes.get(process))}"
+            return f"process {process}{node_suffix(self._nodes.get(process))}"
         return f"{rank_name(rank, self._nodes.get(process))}{f' (process {process})' if count[rank] > 1 else ''}"
 
     @cached_property

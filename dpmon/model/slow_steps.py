@@ -29,7 +29,7 @@ _SPARE = 4
 """How many times as many steps are kept as shown: they replace the longest steps when these leave the range."""
 _LATE = 4096
 """Ids to read again, because the rows of a synchronised pass arrive one after the other."""
-_SHOWN = {**{phase.name: phase.shown for phase in PHASES}, REST: "forward"}
+_SHOWN = {**{phase.name: phase.display_name for phase in PHASES}, REST: "forward"}
 
 
 class SlowStep(NamedTuple):

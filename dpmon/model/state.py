@@ -21,10 +21,10 @@ from dpmon.model.rank_waits import RankWaits
 from dpmon.model.slow_steps import SlowSteps, Uneven
 from dpmon.model.stalls_seen import StallSeen
 from dpmon.model.stragglers import RankTimes, Straggler
-from dpmon.record.kinds import Call, Step
-from dpmon.record.names import RANK_MODES, on_node, rank_name
-from dpmon.record.plainjson import number_in
+from dpmon.record.record_types import Call, Step
+from dpmon.record.safe_json import number_member
 from dpmon.record.schema import PHASES as SCHEMA
+from dpmon.record.shared_names import RANK_MODES, node_suffix, rank_name
 from dpmon.stalls.run_state import Now
 from dpmon.store.answers import LastSample, UnfitLoss
 from dpmon.store.figures import Figures, Rate, figures
@@ -36,7 +36,7 @@ MANY = 128
 """The state of more processes is read less often."""
 MAPPED, WORST = 16, 10
 """More ranks than the first are drawn as a map; below it are this many that wait least."""
-PHASES = tuple(phase.shown for phase in SCHEMA)
+PHASES = tuple(phase.display_name for phase in SCHEMA)
 """Shown phases of a step: `forward` is the part outside the phases of its calls."""
 NO_STEPS = figures("", False, Tally(), None)
 """The figures of a time range without steps."""
@@ -124,7 +124,7 @@ class DeviceTrack(NamedTuple):
     @property
     def mem_pct(self) -> float | None:
         """Used memory in the newest sample, per cent of all."""
-        used, total = number_in(self.data, "mem_used_bytes"), number_in(self.data, "mem_total_bytes")
+        used, total = number_member(self.data, "mem_used_bytes"), number_member(self.data, "mem_total_bytes")
         return used / total * 100 if used is not None and total else None
 
 
@@ -257,7 +257,9 @@ class Process:
     @property
     def name(self) -> str:
         """What it is called: "rank 1", "rank 11 (gpu-3)", "process 1"."""
-        return f"process {self.process}{on_node(self.node)}" if self.rank is None else rank_name(self.rank, self.node)
+        return (
+            f"process {self.process}{node_suffix(self.node)}" if self.rank is None else rank_name(self.rank, self.node)
+        )
 
     @property
     def had_dp(self) -> bool:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from dpmon.model.state import Process
-from dpmon.record.kinds import Call, Step
-from dpmon.record.schema import phase_named
+from dpmon.record.record_types import Call, Step
+from dpmon.record.schema import phase_by_name
 
 
 class Piece(NamedTuple):
@@ -69,7 +69,7 @@ def _phases(calls: Iterable[Call], step: Step) -> Iterator[Piece]:
     for call in calls:
         begin = call.start_ns - step.start_ns
         for name, (offset, took, _) in call.phases.items() if begin in begun else ():
-            yield Piece(phase_named(name).shown, begin + offset, begin + offset + took)
+            yield Piece(phase_by_name(name).display_name, begin + offset, begin + offset + took)
 
 
 def _innermost(pieces: Iterable[Piece], wall_ns: int) -> list[Piece]:

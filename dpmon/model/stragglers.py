@@ -14,8 +14,8 @@ from operator import attrgetter
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.record.names import on_node, rank_name
 from dpmon.record.schema import EXPOSED, HELD, STEP, STEP_PHASES, WAIT, device_series
+from dpmon.record.shared_names import node_suffix, rank_name
 from dpmon.store.tally import Tally
 from dpmon.text.quantities import duration, group, percent
 
@@ -118,10 +118,10 @@ class Straggler(NamedTuple):
         if len(self.ranks) == 1:
             return rank_name(self.ranks[0], nodes[0])
         together = len(set(nodes)) == 1
-        words = [f"{rank}{'' if together else on_node(node)}" for rank, node in zip(self.ranks, nodes, strict=True)]
+        words = [f"{rank}{'' if together else node_suffix(node)}" for rank, node in zip(self.ranks, nodes, strict=True)]
         if len(words) > _NAMED:
             words[_NAMED - 1 :] = [f"{len(words) - _NAMED + 1} more"]
-        return f"ranks {', '.join(words[:-1])} and {words[-1]}{on_node(nodes[0]) if together else ''}"
+        return f"ranks {', '.join(words[:-1])} and {words[-1]}{node_suffix(nodes[0]) if together else ''}"
 
 
 def rank_times(process: int, rank: int, tally: Tally, node: str | None = None) -> RankTimes:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
-from dpmon.record.kinds import (
+from dpmon.record.record_types import (
     Call,
-    CallPhase,
+    CallPhaseTime,
     Collective,
     Event,
     RecordError,
@@ -23,8 +23,8 @@ from dpmon.record.kinds import (
     Step,
     untimed_text,
 )
-from dpmon.record.names import CALL_PHASES
-from dpmon.record.spans import DOING, Flag
+from dpmon.record.shared_names import CALL_PHASES
+from dpmon.record.span_format import DOING, Flag
 
 UNENDED = (
     "",
@@ -33,7 +33,7 @@ UNENDED = (
     "the process ended before it was complete",
     "gloo does not report when a reduce_scatter is complete",
 )
-"""Why the end of a collective is unknown: the texts for the numbers of `dpmon.record.names.Unended`."""
+"""Why the end of a collective is unknown: the texts for the numbers of `dpmon.record.shared_names.Unended`."""
 MAX_DEFINITIONS = 1 << 16
 """Most definitions of each sort of a process. Beyond this limit, readers drop the oldest."""
 _LARGEST = 1 << 53
@@ -88,7 +88,7 @@ class CallRow(NamedTuple):
     call: int
     mode: str
     flags: int
-    """The lowest four of dpmon.record.spans.Flag."""
+    """The lowest four of dpmon.record.span_format.Flag."""
     layout: int
     start: int
     """Monotonic; in the history, since the run's start. The same holds for other rows."""
@@ -99,7 +99,7 @@ class CallRow(NamedTuple):
     """None: it has no phases, and one replica that takes the whole call."""
 
     @property
-    def whole(self) -> CallParts:
+    def parts_or_replica(self) -> CallParts:
         """Its parts; if `parts` is None, the single replica."""
         return self.parts or CallParts(replicas=((self.inputs, self.outputs, 0, self.wall),))
 
@@ -121,13 +121,13 @@ class CallRow(NamedTuple):
     @property
     def definitions(self) -> set[int]:
         """The numbers of all definitions that it refers to."""
-        parts = self.whole
+        parts = self.parts_or_replica
         inner = [*(one[:2] for one in parts.replicas), *(one[:3] for one in parts.stages)]
         return {self.layout, self.inputs, self.outputs}.union(*inner) - {0}
 
     def timed(self, times: Sequence[float | None], why: int) -> CallRow:
         """Return the call with device times."""
-        return self._replace(parts=self.whole._replace(device_ms=times, why=why))
+        return self._replace(parts=self.parts_or_replica._replace(device_ms=times, why=why))
 
 
 class CollectiveRow(NamedTuple):
@@ -202,7 +202,7 @@ class StageParts(NamedTuple):
     parts: tuple[str, ...]
 
 
-class CollectiveFacts(NamedTuple):
+class CollectiveDefinition(NamedTuple):
     """What collectives of one operation on one process group share, or `why` none can be recorded."""
 
     operation: str | None
@@ -215,26 +215,26 @@ class CollectiveFacts(NamedTuple):
     why: str | None = None
 
 
-class LossPlace(NamedTuple):
+class LossSite(NamedTuple):
     """A line that calls backward, or `why` the losses there cannot be read."""
 
     place: str
     why: str | None = None
 
 
-Defined = Layout | StageParts | CollectiveFacts | LossPlace | tuple[Size, ...]
+Defined = Layout | StageParts | CollectiveDefinition | LossSite | tuple[Size, ...]
 
 
-def defined(value: Any) -> Defined:
+def parse_definition(value: Any) -> Defined:
     """Return what a definition defines. Raises LookupError, ValueError, TypeError or AttributeError if damaged."""
     if isinstance(value, list):
-        return tuple([_size(*one) for one in value])
+        return tuple([_parse_size(*one) for one in value])
     if "parts" in value:
         return StageParts(str(value["device"]), tuple(map(str, value["parts"])))
     if "operation" in value:
-        return _facts(value)
+        return _parse_collective(value)
     if "place" in value:
-        return LossPlace(str(value["place"]), _text(value["why"]))
+        return LossSite(str(value["place"]), _text(value["why"]))
     absent = {str(key): str(reason) for key, reason in value["absent"].items()}
     devices, module = tuple(map(str, value["devices"])), value.get("module")
     if len(devices) > _MAX_DEVICES:
@@ -243,9 +243,9 @@ def defined(value: Any) -> Defined:
     return Layout(str(value["root"]), _text(value["via"]), devices, absent, dim, module and _whole(module))
 
 
-def value_of(known: Defined) -> Any:
+def serialize_definition(known: Defined) -> Any:
     """Return the value of a definition."""
-    if isinstance(known, (Layout, StageParts, CollectiveFacts, LossPlace)):
+    if isinstance(known, (Layout, StageParts, CollectiveDefinition, LossSite)):
         return known._asdict()
     return [
         [size.path, size.shape, size.dtype, size.bytes, *(() if size.global_shape is None else [size.global_shape])]
@@ -253,20 +253,20 @@ def value_of(known: Defined) -> Any:
     ]
 
 
-def _size(path: object, shape: Any, dtype: object, count: object, whole: Any = None) -> Size:
+def _parse_size(path: object, shape: Any, dtype: object, count: object, whole: Any = None) -> Size:
     global_shape = None if whole is None else tuple(map(_whole, whole))
     return Size(str(path), tuple(map(_whole, shape)), str(dtype), _whole(count), global_shape)
 
 
-def _facts(value: Mapping[str, Any]) -> CollectiveFacts:
+def _parse_collective(value: Mapping[str, Any]) -> CollectiveDefinition:
     if value["operation"] is None:
-        return CollectiveFacts(None, why=str(value["why"]))
+        return CollectiveDefinition(None, why=str(value["why"]))
     operation, group, dtype, device = (str(value[name]) for name in ("operation", "group", "dtype", "device"))
     size, backend = _whole(value["size"]), _text(value["backend"])
     ranks = None if value["ranks"] is None else tuple(map(_whole, value["ranks"]))
     if not 0 < size < 1 << 32:
         raise ValueError("an impossible size of a process group")
-    return CollectiveFacts(operation, group, dtype, device, backend, size, ranks)
+    return CollectiveDefinition(operation, group, dtype, device, backend, size, ranks)
 
 
 def _text(value: object) -> str | None:
@@ -290,17 +290,17 @@ class Definitions:
         self.layouts: dict[int, Layout] = {}
         self.sizes: dict[int, tuple[Size, ...]] = {}
         self.stages: dict[int, StageParts] = {}
-        self.collectives: dict[int, CollectiveFacts] = {}
-        self.losses: dict[int, LossPlace] = {}
+        self.collectives: dict[int, CollectiveDefinition] = {}
+        self.losses: dict[int, LossSite] = {}
         self._tables: dict[type, dict[int, Any]] = {
             Layout: self.layouts,
             tuple: self.sizes,
             StageParts: self.stages,
-            CollectiveFacts: self.collectives,
-            LossPlace: self.losses,
+            CollectiveDefinition: self.collectives,
+            LossSite: self.losses,
         }
 
-    def keep(self, number: int, known: Defined) -> None:
+    def remember(self, number: int, known: Defined) -> None:
         """Remember a definition, and forget the oldest of its sort if there are too many."""
         table = self._tables[type(known)]
         table.pop(number, None)
@@ -324,7 +324,7 @@ class Resolver:
     def define(self, number: int, value: Any) -> None:
         """Remember a definition. Raises RecordError if it is damaged."""
         try:
-            self.definitions.keep(number, defined(value))
+            self.definitions.remember(number, parse_definition(value))
         except _DAMAGE as error:
             raise RecordError(f"damaged definition: {error}") from None
 
@@ -357,10 +357,10 @@ class Resolver:
         return self.definitions.sizes[number] if number else None
 
     def _call(self, row: CallRow) -> Call:
-        layout, parts = self.definitions.layouts[row.layout], row.whole
+        layout, parts = self.definitions.layouts[row.layout], row.parts_or_replica
         sizes, times = self._sizes, iter(parts.of_devices)
         phases = {
-            name: CallPhase(*at, None if parts.device_ms is None else parts.device_ms[index])
+            name: CallPhaseTime(*at, None if parts.device_ms is None else parts.device_ms[index])
             for index, (name, at) in enumerate(zip(CALL_PHASES, parts.phases, strict=True))
             if at is not None
         }
@@ -379,7 +379,7 @@ class Resolver:
         absent = layout.absent
         if parts.device_ms is not None:
             absent = {key: text for key, text in absent.items() if key != "device_ms"}
-            of_parts: tuple[CallPhase | Replica | Stage, ...] = (*phases.values(), *replicas, *stages)
+            of_parts: tuple[CallPhaseTime | Replica | Stage, ...] = (*phases.values(), *replicas, *stages)
             if any(part.device_ms is None for part in of_parts):
                 absent["device_ms"] = untimed_text(parts.why)
         return Call(
@@ -407,7 +407,7 @@ class Resolver:
         )
 
     def _collective(self, row: CollectiveRow) -> Collective | Sampled:
-        facts = self.definitions.collectives[row.definition] if row.definition else CollectiveFacts(None)
+        facts = self.definitions.collectives[row.definition] if row.definition else CollectiveDefinition(None)
         start, step = row.start, row.step or None
         if facts.operation is None:
             count = row.quantity if facts.why is None else None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpmon.record.fields import RECORDS
-from dpmon.record.kinds import Call, Collective, Record, Sampled, Size, Stage, Step
-from dpmon.record.names import MORE
+from dpmon.record.record_specs import RECORDS
+from dpmon.record.record_types import Call, Collective, Record, Sampled, Size, Stage, Step
 from dpmon.record.schema import EXPOSED, NOT_JOINED, QUANTITIES, STEP_PHASES, WAIT
+from dpmon.record.shared_names import MORE
 
 _MADE = ("phases", "inputs", "outputs", "replicas", "stages", "alg_bytes_s", "bus_bytes_s", "absent")
 """Fields that are no attribute of the record, or that other functions convert."""

@@ -2,14 +2,14 @@
 
 Tables of the store, columns of CSV, keys of JSON, metrics, figures of the report and the summary, the screen's phase
 table and legend, and docs/records.md all come from these lists. To add a phase or quantity, add it here and where it
-is measured; a phase of calls is also in dpmon.record.names.CALL_PHASES.
+is measured; a phase of calls is also in dpmon.record.shared_names.CALL_PHASES.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dpmon.record.names import CALL_PHASES
+from dpmon.record.shared_names import CALL_PHASES
 
 SECOND = 1_000_000_000
 """A second in ns."""
@@ -40,14 +40,14 @@ class Phase:
     """Added to its meaning where the screen also shows the phases of the calls."""
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """Its name on the screen."""
         return self.label or self.name
 
     @property
-    def shortened(self) -> str:
+    def short_display_name(self) -> str:
         """Its name on the screen where there is little room."""
-        return self.short or self.shown
+        return self.short or self.display_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Quantity:
     """Whether rates show it, so that it is not listed separately."""
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """Its name beside its numbers."""
         return self.label or self.name
 
@@ -178,16 +178,16 @@ _BY_NAME = {phase.name: phase for phase in PHASES}
 _BODY = ("data", "forward", "backward", "optimizer")
 SPAN_PHASES = (*_BODY, *(name for name in STEP_PHASES[:-1] if name not in _BODY))
 """The phases with spans and device times, in order of their numbers in rows."""
-_BY_LABEL = {phase.shown: phase for phase in PHASES}
+_BY_LABEL = {phase.display_name: phase for phase in PHASES}
 assert tuple(phase.name for phase in PHASES if phase.of_call) == CALL_PHASES, "schema and names differ in call phases"
 
 
-def phase_named(name: str) -> Phase:
+def phase_by_name(name: str) -> Phase:
     """Return the phase with this name in the record. Raises KeyError if there is none."""
     return _BY_NAME[name]
 
 
-def phase_shown(label: str) -> Phase:
+def phase_by_display_name(label: str) -> Phase:
     """Return the phase with this name on the screen. Raises KeyError if there is none."""
     return _BY_LABEL[label]
 

@@ -18,7 +18,7 @@ from dpmon.report.document import Marked, Plot, TimeSpan, Values
 from dpmon.text.palettes import LIGHT
 
 # The colours of the screen's light theme, because the page has a light background.
-_COLOURS = {phase.name: LIGHT.by_phase[phase.shown] for phase in PHASES}
+_COLOURS = {phase.name: LIGHT.by_phase[phase.display_name] for phase in PHASES}
 _MODE_COLOURS = {"dp": LIGHT.dp, "single": LIGHT.single}
 _ORDER = tuple(phase.name for phase in PHASES)
 _LINES = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#000000", "#999999")

@@ -13,7 +13,7 @@ from dpmon.model.pauses import PauseTotals
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.stalls_seen import ended_in
 from dpmon.model.state import ModeChange, ProcessFacts
-from dpmon.record.names import RANK_MODES
+from dpmon.record.shared_names import RANK_MODES
 from dpmon.report.collect import Story
 from dpmon.run.condition import BY_YOU
 from dpmon.run.rundir import ExitInfo

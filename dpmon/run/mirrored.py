@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpmon.cleaning import clean
-from dpmon.record.plainjson import load_json, text_in, whole_in
+from dpmon.record.safe_json import int_member, load_json, text_member
 from dpmon.run import proc
 from dpmon.run.files import open_file, read_file
 
@@ -94,12 +94,12 @@ class Machines:
 
     def since(self, name: str) -> int | None:
         """The time under a name (monotonic ns)."""
-        at = whole_in(self.state, name)
+        at = int_member(self.state, name)
         return None if at is None else at + self._start_ns
 
     def text(self, name: str) -> str | None:
         """The text under a name."""
-        return text_in(self.state, name)
+        return text_member(self.state, name)
 
     def ask(self, request: Mapping[str, Any]) -> int:
         """Send a request to all machines; return the number of those that it can reach. OSError if that fails."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.cleaning import harmless
-from dpmon.record.plainjson import load_json
+from dpmon.record.safe_json import load_json
 from dpmon.run.files import open_file, read_file, read_tail
 
 _MAX_WARNINGS = 1 << 16

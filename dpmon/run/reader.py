@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.record.names import MODES
+from dpmon.record.shared_names import MODES
 from dpmon.run import proc
 from dpmon.run.activities import newest_stage, stages
 from dpmon.run.condition import command_alive

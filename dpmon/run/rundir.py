@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.errors import DpmonError
-from dpmon.record.plainjson import load_json
+from dpmon.record.safe_json import load_json
 from dpmon.run.files import open_file, read_file, write_whole
 
 INFO_FILE = "run.json"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpmon.record.plainjson import load_json, ns_in, number_in, text_in, whole_in
+from dpmon.record.safe_json import int_member, load_json, ns_member, number_member, text_member
 from dpmon.run.files import open_file, read_file, remove_file, write_whole
 from dpmon.run.rundir import RunInfo
 from dpmon.stalls.stacks import Dump, Frame, Stack
@@ -129,30 +129,30 @@ def facts_in(data: Mapping[str, Any], node: str, now_ns: int) -> RankFacts:
     ValueError if it is none: another machine sent it.
     """
     try:
-        pid, since_ns, worker = whole_in(data, "pid"), ns_in(data, "for_s"), data.get("worker")
+        pid, since_ns, worker = int_member(data, "pid"), ns_member(data, "for_s"), data.get("worker")
         stack = next((one for one in data.get("stacks") or () if one["main"]), None)
         return RankFacts(
             pid or 0,
-            whole_in(data, "process"),
-            whole_in(data, "rank"),
-            whole_in(data, "world") or 1,
-            text_in(data, "doing") or "other",
+            int_member(data, "process"),
+            int_member(data, "rank"),
+            int_member(data, "world") or 1,
+            text_member(data, "doing") or "other",
             0 if since_ns is None else now_ns - since_ns,
-            whole_in(data, "step"),
+            int_member(data, "step"),
             tuple(
-                GroupSeen(whole_in(each, "group") or 0, whole_in(each, "ranks") or 0, whole_in(each, "sequence"))
+                GroupSeen(int_member(each, "group") or 0, int_member(each, "ranks") or 0, int_member(each, "sequence"))
                 for each in data.get("groups") or ()
             ),
-            text_in(data, "state") or "sleeping",
-            number_in(data, "cpu"),
-            job=whole_in(data, "job") or 0,
+            text_member(data, "state") or "sleeping",
+            number_member(data, "cpu"),
+            job=int_member(data, "job") or 0,
             stack=stack
             and Stack(tuple(Frame(str(name), str(file), int(line)) for name, file, line in stack["frames"])),
-            why_no_stack=text_in(data, "why_no_stack"),
-            raised=text_in(data, "raised"),
-            worker=worker and LoaderWorker(whole_in(worker, "pid") or 0, text_in(worker, "words") or "?"),
+            why_no_stack=text_member(data, "why_no_stack"),
+            raised=text_member(data, "raised"),
+            worker=worker and LoaderWorker(int_member(worker, "pid") or 0, text_member(worker, "words") or "?"),
             node=node,
-            usual_ns=ns_in(data, "usual_s") or 0,
+            usual_ns=ns_member(data, "usual_s") or 0,
             **{name: data[name] for name in _YES_OR_NO if isinstance(data.get(name), bool)},
         )
     except (KeyError, TypeError, AttributeError, ValueError):

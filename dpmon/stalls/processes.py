@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.record.plainjson import load_json
+from dpmon.record.safe_json import load_json
 from dpmon.record.schema import SECOND
 from dpmon.run import proc
 from dpmon.run.files import open_file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dpmon.record.kinds import Step
+from dpmon.record.record_types import Step
 from dpmon.record.schema import SECOND
 
 STARTING, TRAINING, EVALUATING = "starting", "training", "evaluating"

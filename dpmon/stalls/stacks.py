@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.record.names import INNER_FRAMES, MOST_THREADS, OUTER_FRAMES
+from dpmon.record.shared_names import INNER_FRAMES, MOST_THREADS, OUTER_FRAMES
 from dpmon.run.notes import place_in
 
 _MOST_BYTES = 32 << 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from dpmon.record.names import on_node
 from dpmon.record.schema import SECOND
+from dpmon.record.shared_names import node_suffix
 from dpmon.stalls.stacks import Stack
 
 LEAST_NS = 10 * SECOND
@@ -357,4 +357,4 @@ def in_ranges(numbers: Iterable[int], between: str = ", ", least: int = 3) -> st
 
 def _on(group: Sequence[RankFacts]) -> str:
     """The machine of these ranks: " (gpu-2)"; empty if they have several, or if the run has only one."""
-    return on_node(group[0].node) if len({rank.node for rank in group}) == 1 else ""
+    return node_suffix(group[0].node) if len({rank.node for rank in group}) == 1 else ""

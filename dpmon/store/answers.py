@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CallParts, CallRow, LossRow
-from dpmon.record.kinds import Collective, Event, Operation
-from dpmon.record.names import CALL_PHASES
-from dpmon.record.plainjson import load_event, load_json
+from dpmon.record.record_types import Collective, Event, Operation
+from dpmon.record.safe_json import load_event, load_json
+from dpmon.record.shared_names import CALL_PHASES
 
 
 class TimeRow(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 
 from dpmon.errors import HistoryError
 from dpmon.record.history_rows import Row
-from dpmon.record.kinds import Event, RecordError
+from dpmon.record.record_types import Event, RecordError
 from dpmon.record.schema import SECOND
 from dpmon.run.proc import alive
 from dpmon.run.rundir import RunInfo, ring_paths

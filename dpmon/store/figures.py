@@ -95,7 +95,7 @@ class Figures:
         """The phases that add up to the step, with their names on the screen; forward excludes its calls' phases."""
         named = {phase.name: phase for phase in self.phases}
         found = ((phase, named[REST if phase.name == "forward" else phase.name]) for phase in PHASES)
-        return tuple(figures._replace(name=phase.shown) for phase, figures in found)
+        return tuple(figures._replace(name=phase.display_name) for phase, figures in found)
 
     @property
     def counted(self) -> Counted:

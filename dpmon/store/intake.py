@@ -14,9 +14,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from dpmon.record.history_rows import CallRow, CollectiveRow, LossRow, Row
-from dpmon.record.kinds import Event, RecordError, Step
-from dpmon.record.names import CALL_PHASES, packed_json
-from dpmon.record.plainjson import load_json
+from dpmon.record.record_types import Event, RecordError, Step
+from dpmon.record.safe_json import load_json
 from dpmon.record.schema import (
     EVALUATION,
     PHASES,
@@ -28,7 +27,8 @@ from dpmon.record.schema import (
     STEP_PHASES,
     device_series,
 )
-from dpmon.record.spans import Flag
+from dpmon.record.shared_names import CALL_PHASES, to_bounded_json
+from dpmon.record.span_format import Flag
 from dpmon.store.accounting import LATEST_NS
 from dpmon.store.accounts import Accounts, ns_of
 from dpmon.store.answers import parts_column, replica_series, stage_series
@@ -244,9 +244,9 @@ class Intake:
         self._accounts.event(batch, process, kind, data, t_ns)
         if process is None and t_ns is not None and kind in ("device", "host"):
             _add_sample(batch, t_ns, kind, data)
-        text = packed_json({"kind": kind, **data})
+        text = to_bounded_json({"kind": kind, **data})
         if b"NaN" in text or b"Infinity" in text:  # not JSON: unknown
-            text = packed_json(load_json(text))
+            text = to_bounded_json(load_json(text))
         batch.event(number, process, kind, t_ns, text.decode())
 
 

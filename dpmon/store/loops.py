@@ -19,7 +19,7 @@ from math import sqrt
 from statistics import stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dpmon.record.kinds import Batches
+from dpmon.record.record_types import Batches
 from dpmon.store.answers import LoopStep
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from operator import itemgetter
 from typing import Any
 
 from dpmon.errors import HistoryError
-from dpmon.record.history_rows import CollectiveRow, LossPlace, LossRow, Resolver
-from dpmon.record.kinds import Collective, Event, Operation, Record, RecordError, Sampled
-from dpmon.record.plainjson import text_in, whole_in
+from dpmon.record.history_rows import CollectiveRow, LossRow, LossSite, Resolver
+from dpmon.record.record_types import Collective, Event, Operation, Record, RecordError, Sampled
+from dpmon.record.safe_json import int_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.store.answers import (
     SMOOTHED,
@@ -184,8 +184,8 @@ class Store(Steps):
         Both as the newest training process knows them, None if it does not.
         """
         for event in reversed(self.events("process", newest=_PROCESSES_READ)):
-            job, node = event.data.get("job"), whole_in(event.data, "node")
-            by, name = (text_in(job, "by"), text_in(job, "id")) if isinstance(job, Mapping) else (None, None)
+            job, node = event.data.get("job"), int_member(event.data, "node")
+            by, name = (text_member(job, "by"), text_member(job, "id")) if isinstance(job, Mapping) else (None, None)
             if by is not None and name is not None:
                 return {"by": by, "id": name}, node
         return None, None
@@ -237,7 +237,7 @@ class Store(Steps):
             f" SELECT json FROM ends CROSS JOIN events AS row ON row.id = ({newest})"
         )
         found = self.read(event_in, query, (self.until_ns,)) if processes else ()
-        return {process: event for event in found if (process := whole_in(event.data, "process")) is not None}
+        return {process: event for event in found if (process := int_member(event.data, "process")) is not None}
 
     # ------------------------------------------------------------------------------------------ collectives
 
@@ -302,12 +302,12 @@ class Store(Steps):
 
     # ------------------------------------------------------------------------------------------ losses
 
-    def loss_places(self, process: int) -> dict[int, LossPlace]:
+    def loss_places(self, process: int) -> dict[int, LossSite]:
         """Return the lines of a process with losses, by definition, in order of their first loss."""
         query = "SELECT DISTINCT definition FROM losses WHERE process = ? AND t_ns <= ? ORDER BY definition"
         return self._places(process, [number for (number,) in self.query(query, (process, self.until_ns))])
 
-    def _places(self, process: int, numbers: Sequence[int]) -> dict[int, LossPlace]:
+    def _places(self, process: int, numbers: Sequence[int]) -> dict[int, LossSite]:
         resolver = Resolver(process)
         for number, value in self.definitions(process, numbers).items() if numbers else ():
             with suppress(RecordError):  # a process may write any value

@@ -10,7 +10,7 @@ from typing import Any
 
 from dpmon.assemble.assembler import CAUGHT_UP, Assembler, Predecessor
 from dpmon.record.history_rows import Row
-from dpmon.record.spans import Span
+from dpmon.record.span_format import Span
 from dpmon.run.proc import alive
 from dpmon.span_reader import SpanReader, current_span_in
 from dpmon.span_ring import RingError, Word

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CallRow, Resolver
-from dpmon.record.kinds import BUCKET, Call, RecordError, Step
+from dpmon.record.record_types import BUCKET, Call, RecordError, Step
 from dpmon.record.schema import (
     EVALUATION,
     EXPOSED,

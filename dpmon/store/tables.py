@@ -71,9 +71,9 @@ from typing import Any
 from zlib import crc32
 
 from dpmon.errors import HistoryError
-from dpmon.record.names import MODES
-from dpmon.record.plainjson import load_json
+from dpmon.record.safe_json import load_json
 from dpmon.record.schema import EXPOSED, PHASES, QUANTITIES, SYNC_NUMBER, WAIT
+from dpmon.record.shared_names import MODES
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.loops import LOOP_COLUMNS
 from dpmon.store.tally import COLUMNS, PLAIN

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dpmon.cleaning import harmless
 from dpmon.errors import HistoryError
-from dpmon.record.fields import RECORDS
+from dpmon.record.record_specs import RECORDS
 from dpmon.record.schema import EVALUATION, EXPOSED, HELD, PHASES, QUANTITIES, STEP, WAIT, Phase, device_series
 from dpmon.run.condition import outcome
 from dpmon.run.destination import replaced

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from dpmon.record.plainjson import ns_in, text_in
+from dpmon.record.safe_json import ns_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.run.files import write_whole
 from dpmon.run.notes import read_notes
@@ -82,9 +82,9 @@ class StallWatch:
         """Whether it waits for another one, for each rank of the stall by its key."""
         self._failed = False
         before = drain.last_stall() if adopted else None
-        if before is not None and "lasted_s" not in before and (since := ns_in(before, "since_s")) is not None:
+        if before is not None and "lasted_s" not in before and (since := ns_member(before, "since_s")) is not None:
             self.stall = Stall(info.start_ns + since, (), ())
-            self.told = text_in(before, "text") or ""
+            self.told = text_member(before, "text") or ""
             with contextlib.suppress(TypeError, AttributeError, KeyError):  # any program may have written the record
                 ranks = (rank for rank in before["ranks"] if not rank.get("apart"))
                 self.waits = {(rank.get("node"), rank["pid"]): bool(rank["waits"]) for rank in ranks}

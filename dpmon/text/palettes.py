@@ -47,7 +47,7 @@ class Palette:
     def by_phase(self) -> Mapping[str, str]:
         """The colour of each phase, by the phase's name on the screen."""
         colours = dict(zip(_COLOURED, self.phases, strict=True))
-        others = (phase.shown for phase in PHASES if phase.shown not in colours)
+        others = (phase.display_name for phase in PHASES if phase.display_name not in colours)
         return colours | dict(zip(others, cycle(self.spare), strict=False))
 
 

@@ -145,10 +145,10 @@ def quantity_words(quantity: Quantity, known: Sum, steps: int) -> str:
     if quantity.unit == "bytes":
         texts = memory(mean), memory(known.total)
     else:
-        unit = "" if quantity.unit in ("", quantity.shown) else f" {quantity.unit}"
+        unit = "" if quantity.unit in ("", quantity.display_name) else f" {quantity.unit}"
         texts = compact(mean) + unit, group(known.total) + unit
     where = "" if known.count == steps else f" (known in {group(known.count)} of {group(steps)} steps)"
-    return f"{quantity.shown}: {texts[0]} a step, {texts[1]} in all{where}"
+    return f"{quantity.display_name}: {texts[0]} a step, {texts[1]} in all{where}"
 
 
 def clock(ns: int | None) -> str:

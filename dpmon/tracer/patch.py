@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.spans import Kind
+from dpmon.record.span_format import Kind
 from dpmon.span_ring import SpanRing
 from dpmon.tracer.append import note
 from dpmon.tracer.calls.call_wrapper import CallTracer

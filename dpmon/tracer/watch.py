@@ -19,7 +19,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from dpmon.record.names import INNER_FRAMES, MOST_THREADS, OUTER_FRAMES, packed_json, shortened
+from dpmon.record.shared_names import INNER_FRAMES, MOST_THREADS, OUTER_FRAMES, shorten_name, to_bounded_json
 from dpmon.span_ring import MAX_GROUPS, NO_NUMBER, OF_NCCL, SpanRing, Word
 from dpmon.tracer.append import append
 from dpmon.tracer.core.session import Session
@@ -101,7 +101,7 @@ class Watch:
                         _allow(allowed)
                     if words[Word.STACKS] != answered:
                         answered = words[Word.STACKS]
-                        line = packed_json({"asked": answered, "threads": stacks(self._training(opener))}) + b"\n"
+                        line = to_bounded_json({"asked": answered, "threads": stacks(self._training(opener))}) + b"\n"
                         _note(session.config.directory, f"process-{session.process}.stacks", line)
                 except OSError:  # the disk: the supervisor says that there is no answer
                     pass
@@ -164,7 +164,8 @@ def stacks(training: int) -> list[dict[str, Any]]:
                 "os_thread_id": None,
                 "left_out": left_out,
                 "frames": [
-                    {"filename": shortened(file), "name": shortened(name), "line": line} for file, name, line in frames
+                    {"filename": shorten_name(file), "name": shorten_name(name), "line": line}
+                    for file, name, line in frames
                 ],
             }
         )

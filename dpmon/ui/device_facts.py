@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.model.state import DeviceTrack
-from dpmon.record.plainjson import number_in, whole_in
+from dpmon.record.safe_json import int_member, number_member
 from dpmon.record.schema import SECOND
 from dpmon.text.cells import right, span_width, wrapped
 from dpmon.text.quantities import UNKNOWN, group, memory, memory_of, short_clock
@@ -154,7 +154,7 @@ def plots(charts: Sequence[_Chart], second: int, width: int, height: int, axis: 
 def _charts(track: DeviceTrack, width: int, tall: int, axis: TimeAxis, look: Look) -> list[Row]:
     """Use, memory and power side by side, each with its newest value; in few rows without scale and axis."""
     data = track.data
-    limit = number_in(data, "power_limit_w")
+    limit = number_member(data, "power_limit_w")
     top_power = limit or max((p for p in track.power if p is not None), default=0.0)
     charts = [
         _Chart("util", track.util, 100.0, "%"),
@@ -162,9 +162,9 @@ def _charts(track: DeviceTrack, width: int, tall: int, axis: TimeAxis, look: Loo
         _Chart("power", track.power, top_power, "W"),
     ]
     newest = (
-        rounded(number_in(data, "util_pct"), "%"),
+        rounded(number_member(data, "util_pct"), "%"),
         rounded(track.mem_pct, "%"),
-        rounded(number_in(data, "power_w"), "W"),
+        rounded(number_member(data, "power_w"), "W"),
     )
     if tall >= _PLOT + 2:
         named = [one._replace(head=f"{one.head} {figure}") for one, figure in zip(charts, newest, strict=True)]
@@ -185,7 +185,7 @@ def _charts(track: DeviceTrack, width: int, tall: int, axis: TimeAxis, look: Loo
 
 def host_plots(track: DeviceTrack, width: int, height: int, axis: TimeAxis, look: Look) -> list[Row]:
     """The host's processor and memory over time."""
-    heads = f"cpu {rounded(number_in(track.data, 'cpu_pct'), '%')}", f"memory {rounded(track.mem_pct, '%')}"
+    heads = f"cpu {rounded(number_member(track.data, 'cpu_pct'), '%')}", f"memory {rounded(track.mem_pct, '%')}"
     charts = [_Chart(heads[0], track.util, 100.0, "%"), _Chart(heads[1], track.mem, 100.0, "%")]
     return plots(charts, track.second, width, height, axis, look)
 
@@ -226,14 +226,14 @@ _TOPICS = {
 
 def _figure(data: Data, key: str, form: str) -> tuple[str, str]:
     """A figure as text, and its style."""
-    raw, value = data.get(key), number_in(data, key)
+    raw, value = data.get(key), number_member(data, key)
     if form == "words":
         words = ", ".join(clean(word, 30) for word in raw[:8]) if isinstance(raw, list) else UNKNOWN
         return words or "nothing", "wait" if words and words != UNKNOWN else ""
     if form == "on":
         return "on" if raw is True else "off" if raw is False else UNKNOWN, ""
     if form == "of all":
-        return memory_of(value, number_in(data, "mem_total_bytes")), ""
+        return memory_of(value, number_member(data, "mem_total_bytes")), ""
     if form == "bytes":
         return memory(value), "bold" if key == "mem_run_bytes" else ""
     if key == "xid" and raw is None and (data.get("absent") or {}).get(key, _NO_XID) == _NO_XID:
@@ -272,12 +272,12 @@ def _processes(data: Data, width: int, look: Look) -> list[Row]:
     listed = data.get("processes")
     if not isinstance(listed, list):
         return []
-    left = int(number_in(data, "process_count") or len(listed))
+    left = int(number_member(data, "process_count") or len(listed))
     row: Row = [("   processes ", "dim")]
     for one in [each for each in listed if isinstance(each, dict)][:16]:
         ours = one.get("of_run") is True
-        held = memory(number_in(one, "mem_bytes"))
-        piece: Row = [(f"{whole_in(one, 'pid')} ", "bold" if ours else ""), (held, "" if ours else "dim")]
+        held = memory(number_member(one, "mem_bytes"))
+        piece: Row = [(f"{int_member(one, 'pid')} ", "bold" if ours else ""), (held, "" if ours else "dim")]
         piece.append((" this run   ", "") if ours else ("   ", "dim"))
         if width_of(row) + width_of(piece) > width:
             break

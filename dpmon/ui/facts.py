@@ -12,8 +12,8 @@ from dpmon.model.finding import Finding
 from dpmon.model.stalls_seen import StallSeen, ended_in
 from dpmon.model.state import Process, State
 from dpmon.model.stragglers import Straggler
-from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import SECOND, SPAN_PHASES
+from dpmon.record.shared_names import RANK_MODES
 from dpmon.run.activities import why_starting
 from dpmon.run.mirrored import Answers
 from dpmon.run.reader import PauseState

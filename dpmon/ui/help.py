@@ -96,8 +96,8 @@ def help_rows(width: int, look: Look) -> list[Row]:
     lettered = not look.colour or look.glyphs.ascii
     phases = [
         (
-            f"{phase.letter} {phase.shown}" if lettered else phase.shown,
-            f"phase.{phase.shown}",
+            f"{phase.letter} {phase.display_name}" if lettered else phase.display_name,
+            f"phase.{phase.display_name}",
             f"{phase.meaning}. {phase.on_screen}".rstrip(),
         )
         for phase in PHASES

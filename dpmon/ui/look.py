@@ -14,7 +14,7 @@ from dpmon.record.schema import PHASES
 from dpmon.text.cells import needs_ascii
 from dpmon.text.palettes import PALETTES, Palette, named
 
-LETTERS: Mapping[str, str] = {phase.shown: phase.letter for phase in PHASES}
+LETTERS: Mapping[str, str] = {phase.display_name: phase.letter for phase in PHASES}
 """The letter of each phase; "other" has a dot."""
 
 

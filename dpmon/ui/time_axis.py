@@ -11,8 +11,8 @@ from dpmon.model.devices import HISTORY_S
 from dpmon.model.pauses import pauses_of
 from dpmon.model.state import Column, Process, State
 from dpmon.model.time_marks import EPOCH, PAUSED, TimeMark, epoch_marks, pause_marks, stall_spans
-from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import SECOND
+from dpmon.record.shared_names import RANK_MODES
 from dpmon.text.cells import right
 from dpmon.text.quantities import duration, short_clock
 from dpmon.ui.facts import Facts

@@ -13,7 +13,7 @@ from itertools import product
 from dpmon.cleaning import clean
 from dpmon.model.state import Process
 from dpmon.model.step_timeline import Lane, Piece, StepTimeline, last_step_timeline
-from dpmon.record.schema import phase_shown
+from dpmon.record.schema import phase_by_display_name
 from dpmon.store.answers import LastSample
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.quantities import count_of, duration, group
@@ -326,7 +326,7 @@ def _name(cells: list[Span], blocks: bool, colour: bool) -> None:
 
 def _text(phase: str, room: int, blocks: bool) -> str:
     letter = LETTERS[phase]
-    for word in (phase, phase_shown(phase).shortened):
+    for word in (phase, phase_by_display_name(phase).short_display_name):
         if len(word) + (1 if blocks else 0) <= room:
             at = letter_in(phase, word)
             named = word if letter == "." else word[:at] + letter + word[at + 1 :]

@@ -37,7 +37,7 @@ from synthetic import LEARNS, call_row, one_after_the_other, step_row  # noqa: E
 from dpmon.model.snapshot import Snapshots  # noqa: E402
 from dpmon.model.state import Wanted  # noqa: E402
 from dpmon.record.history_rows import CallRow, Definition  # noqa: E402
-from dpmon.record.kinds import Event  # noqa: E402
+from dpmon.record.record_types import Event  # noqa: E402
 from dpmon.record.schema import PHASES  # noqa: E402
 from dpmon.run import proc  # noqa: E402
 from dpmon.run.rundir import RunInfo, save  # noqa: E402

@@ -9,8 +9,8 @@ from running import Dpmon
 from simulated import Simulated
 
 from dpmon.export import history
-from dpmon.record.kinds import UNTIMED, Step
-from dpmon.record.names import Untimed
+from dpmon.record.record_types import UNTIMED, Step
+from dpmon.record.shared_names import Untimed
 
 pytestmark = pytest.mark.simulated
 

@@ -10,8 +10,8 @@ from running import wait_for
 from simulated import Simulated
 from tracing import Script, traced
 
-from dpmon.record.kinds import UNTIMED
-from dpmon.record.names import MODES, Untimed
+from dpmon.record.record_types import UNTIMED
+from dpmon.record.shared_names import MODES, Untimed
 
 pytestmark = pytest.mark.simulated
 

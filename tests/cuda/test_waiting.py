@@ -9,8 +9,8 @@ import pytest
 from simulated import NO_CUDNN, WAITING, WORK, Simulated
 from tracing import Traced, traced
 
-from dpmon.record.kinds import UNTIMED
-from dpmon.record.names import Untimed
+from dpmon.record.record_types import UNTIMED
+from dpmon.record.shared_names import Untimed
 
 pytestmark = pytest.mark.simulated
 

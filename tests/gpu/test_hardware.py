@@ -22,7 +22,7 @@ from running import Dpmon
 from tracing import Script, Traced, traced
 
 from dpmon.gpu.sample import bare_uuid
-from dpmon.record.spans import Kind
+from dpmon.record.span_format import Kind
 from dpmon.tracer.core.session import Config, Session
 from dpmon.tracer.devices.events import TorchEvents
 from dpmon.tracer.devices.timing import Mark, Timing

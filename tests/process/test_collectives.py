@@ -16,7 +16,7 @@ from synthetic import kind_of
 from torch_aborts import unless_aborted
 from tracing import Script, Traced, alone, text_of, traced
 
-from dpmon.record.kinds import Collective, Sampled
+from dpmon.record.record_types import Collective, Sampled
 
 pytestmark = pytest.mark.slow
 

@@ -30,8 +30,8 @@ PHASE: tuple[tuple[str, str, str], ...] = (
         '    Phase(\n        "other"',
         '    Phase("await", "W", "the script waits for a device", optional=True),\n    Phase(\n        "other"',
     ),
-    ("record/spans.py", "    BUCKETS = 19\n", "    BUCKETS = 19\n    AWAIT = 30\n"),
-    ("record/spans.py", "DOING = {\n", 'DOING = {\n    Kind.AWAIT: "await",\n'),
+    ("record/span_format.py", "    BUCKETS = 19\n", "    BUCKETS = 19\n    AWAIT = 30\n"),
+    ("record/span_format.py", "DOING = {\n", 'DOING = {\n    Kind.AWAIT: "await",\n'),
     (
         "tracer/steps/recorder.py",
         "                try:\n                    if me.noted:\n",

@@ -8,8 +8,8 @@ import pytest
 from tracing import Traced, text_of, traced
 
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import UNTIMED, Call, Step
-from dpmon.record.names import Untimed
+from dpmon.record.record_types import UNTIMED, Call, Step
+from dpmon.record.shared_names import Untimed
 
 TEXT = (Path(__file__).parent / "scripts" / "plays_cuda.py").read_text() + text_of("devices")
 STEP = {"data": 0.0, "forward": 3.0, "backward": 5.0, "optimizer": 0.5}

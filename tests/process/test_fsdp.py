@@ -20,7 +20,7 @@ from sidebyside import Outcome, SideBySide, of_kind
 from torch_aborts import unless_aborted
 from tracing import Script
 
-from dpmon.record.names import MODES
+from dpmon.record.shared_names import MODES
 
 if not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
     pytest.skip("torch 2.6 and later have fully_shard in torch.distributed.fsdp", allow_module_level=True)

@@ -15,7 +15,7 @@ import pytest
 from alternatives import as_alone
 from tracing import BESIDE, Script, Traced, text_of, traced
 
-from dpmon.record.kinds import Call, Step
+from dpmon.record.record_types import Call, Step
 from dpmon.tracer.memory.measurement import EARLY
 
 NAMES = [name for text in ("loops", "unusual") for name in re.findall(r"^@loop\ndef (\w+)", text_of(text), re.M)]

@@ -17,7 +17,7 @@ from running import Dpmon, wait_for
 from stored import state_in, state_of
 from tracing import Script, Traced, text_of
 
-from dpmon.record.kinds import Step
+from dpmon.record.record_types import Step
 from dpmon.run import proc
 from dpmon.run.reader import RunReader
 from dpmon.span_reader import SpanReader

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from running import Dpmon, until_unsupervised, wait_for
 
-from dpmon.record.spans import Kind
+from dpmon.record.span_format import Kind
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
 

@@ -22,7 +22,7 @@ from synthetic import Training
 from test_run_faults import slow
 from test_run_records import WRITER, expected, of_training, tailed
 
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.run import proc
 from dpmon.run.rundir import load_exit
 from dpmon.store.opened import open_store

@@ -10,7 +10,7 @@ from sidebyside import ROOT, of_kind
 from tracing import Traced, alone, text_of, traced
 
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Call
+from dpmon.record.record_types import Call
 
 
 @pytest.fixture(scope="module")

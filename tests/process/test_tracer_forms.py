@@ -10,7 +10,7 @@ from test_tracer_modes import DP, SINGLE, Steered
 from tracing import Script, Traced, traced
 
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Call
+from dpmon.record.record_types import Call
 
 PRIMITIVES = ["scatter", "replicate", "parallel_apply", "gather"]
 

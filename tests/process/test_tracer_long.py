@@ -10,7 +10,7 @@ import pytest
 from synthetic import RowReader
 from tracing import Script, ScriptRing, Traced, text_of
 
-from dpmon.record.kinds import Call, Record, Step
+from dpmon.record.record_types import Call, Record, Step
 
 pytestmark = pytest.mark.slow
 

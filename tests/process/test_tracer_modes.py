@@ -11,7 +11,7 @@ import pytest
 from alternatives import as_alone
 from tracing import Script, Traced, text_of, traced
 
-from dpmon.record.names import MODES
+from dpmon.record.shared_names import MODES
 
 DP, SINGLE = MODES.index("dp"), MODES.index("single")
 

@@ -24,7 +24,7 @@ from warm import Piped
 
 import dpmon
 from dpmon.record.history_rows import Row
-from dpmon.record.kinds import Call, Event, Record, RecordError, Step
+from dpmon.record.record_types import Call, Event, Record, RecordError, Step
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
 from dpmon.store.sources import SpanSource

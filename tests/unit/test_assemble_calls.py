@@ -8,9 +8,9 @@ import pytest
 from pretend import MS, Script, assembled, decoded
 
 from dpmon.assemble import Assembler, step_rules
-from dpmon.record.kinds import UNTIMED, Call
-from dpmon.record.names import Untimed
-from dpmon.record.spans import Flag, Kind, Span
+from dpmon.record.record_types import UNTIMED, Call
+from dpmon.record.shared_names import Untimed
+from dpmon.record.span_format import Flag, Kind, Span
 
 GPUS = ["cuda:0", "cuda:1"]
 LEARNS = Flag.TRAINING | Flag.GRAD

@@ -6,9 +6,9 @@ from pretend import MS, Script, assembled
 
 from dpmon.assemble import Assembler
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import bus_factor
-from dpmon.record.names import Unended
-from dpmon.record.spans import Kind
+from dpmon.record.record_types import bus_factor
+from dpmon.record.shared_names import Unended
+from dpmon.record.span_format import Kind
 
 
 def trained(script: Script, steps: int = 1) -> list[int]:

@@ -11,8 +11,8 @@ from sizes import size
 from synthetic import RowReader
 
 from dpmon.assemble import Assembler, step_rules
-from dpmon.record.kinds import Event, RecordError, Step
-from dpmon.record.spans import Flag, Kind, Span
+from dpmon.record.record_types import Event, RecordError, Step
+from dpmon.record.span_format import Flag, Kind, Span
 
 Draw = random.Random
 

@@ -10,9 +10,9 @@ from spans import Lines
 
 from dpmon.assemble import Assembler
 from dpmon.assemble.device_times import MAX_ONE_IN, STEPS, Sampling
-from dpmon.record.kinds import UNTIMED
-from dpmon.record.names import Untimed
-from dpmon.record.spans import Flag
+from dpmon.record.record_types import UNTIMED
+from dpmon.record.shared_names import Untimed
+from dpmon.record.span_format import Flag
 from dpmon.span_ring import SpanRing, Word
 from dpmon.store.sources import SpanSource
 

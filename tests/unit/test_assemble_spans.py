@@ -7,8 +7,8 @@ from pretend import MS, START, Script, assembled
 from test_assemble_resumed import check_spans
 
 from dpmon.assemble import step_rules
-from dpmon.record.kinds import MAX_SPANS, Step
-from dpmon.record.spans import Flag
+from dpmon.record.record_types import MAX_SPANS, Step
+from dpmon.record.span_format import Flag
 
 
 def ran(step: Step) -> list[tuple[str, float, float]]:

@@ -11,8 +11,8 @@ from synthetic import kind_of
 
 from dpmon.assemble import Assembler
 from dpmon.assemble.device_times import MAX_GROUPS
-from dpmon.record.kinds import Step
-from dpmon.record.spans import Kind
+from dpmon.record.record_types import Step
+from dpmon.record.span_format import Kind
 
 LEARN, FETCHED, LOOK = "fbo", "dfbo", "f"
 

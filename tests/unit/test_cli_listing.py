@@ -21,7 +21,7 @@ from dpmon.cli.commands import ls
 from dpmon.cli.main import entry, main
 from dpmon.errors import HistoryError
 from dpmon.export import export, history
-from dpmon.record.kinds import Step
+from dpmon.record.record_types import Step
 from dpmon.report import report_text
 from dpmon.run.rundir import RunError
 from dpmon.run.runs import find_run

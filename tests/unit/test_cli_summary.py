@@ -18,7 +18,7 @@ from test_run_playback import a_run
 
 from dpmon.cli.speak import closing, speak
 from dpmon.cli.summary import WIDTH, fitted, summary_lines
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.report.text import report_text
 from dpmon.run.rundir import load_exit
 

@@ -20,7 +20,7 @@ from traceformat import read
 from dpmon.cli.lines import Lines, ProgressLines
 from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.page import page

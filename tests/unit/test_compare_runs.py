@@ -33,7 +33,7 @@ from dpmon.model.compare_runs import (
 )
 from dpmon.model.compare_samples import _chances, change
 from dpmon.model.devices import DeviceTotals
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.report.comparison import as_object, document, read
 from dpmon.report.page import page
 from dpmon.report.text import text_lines

@@ -26,8 +26,8 @@ from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables
 from dpmon.model.state import State
 from dpmon.record.history_rows import Row
-from dpmon.record.kinds import UNTIMED, Call, Event, Step
-from dpmon.record.names import CALL_PHASES, Untimed
+from dpmon.record.record_types import UNTIMED, Call, Event, Step
+from dpmon.record.shared_names import CALL_PHASES, Untimed
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.page import page

@@ -22,8 +22,8 @@ from dpmon.cli.lines import LineFile
 from dpmon.export import ExportError, export
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables, row
-from dpmon.record.fields import COLUMNS
-from dpmon.record.kinds import Call, Event, Record, Step
+from dpmon.record.record_specs import COLUMNS
+from dpmon.record.record_types import Call, Event, Record, Step
 from dpmon.run.destination import opened
 from dpmon.run.rundir import load_info
 

@@ -19,7 +19,7 @@ from dpmon.gpu import sampler as sampler_module
 from dpmon.gpu.nvml import Nvml
 from dpmon.gpu.sample import VALUES
 from dpmon.gpu.sampler import DeviceSampler
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 
 INTERVAL_S = 0.02
 LIMIT_S = 60.0

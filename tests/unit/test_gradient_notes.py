@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dpmon.assemble.nesting import leads_of
-from dpmon.record.spans import FLAGS_AT, LEAD_NS, MAX_LEAD, Flag, Kind, Span
+from dpmon.record.span_format import FLAGS_AT, LEAD_NS, MAX_LEAD, Flag, Kind, Span
 from dpmon.tracer.collectives.gradient_sync import LOOK_EVERY, GradientSync, _TracedWrapper
 from dpmon.tracer.devices.timing import Mark
 

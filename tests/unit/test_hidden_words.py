@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpmon.record.names import hide_secrets
+from dpmon.record.shared_names import hide_secrets
 
 ONE_WORD = (
     *("--api-key=", "--hf_token=", "-token=", "--db.password=", "--authToken=", "--HFToken=", "--Secret=", "--KEY="),

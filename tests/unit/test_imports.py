@@ -65,7 +65,7 @@ def test_a_simple_command_loads_no_heavy_library(
 
 
 def test_the_training_process_loads_only_the_standard_library() -> None:
-    for part in ("dpmon.record.names", "dpmon.span_ring", "dpmon.tracer", "dpmon.tracer.inject"):
+    for part in ("dpmon.record.shared_names", "dpmon.span_ring", "dpmon.tracer", "dpmon.tracer.inject"):
         added = tops(added_by(f"import {part}")) - {"dpmon"}
         assert added <= sys.stdlib_module_names, part
         assert not added & {"sqlite3", "asyncio", "subprocess", "socket", "ssl", "logging"}, part
@@ -76,8 +76,8 @@ def test_the_tracer_loads_of_dpmon_only_itself_its_ring_and_records() -> None:
         "dpmon.tracer",
         "dpmon.span_ring",
         "dpmon.errors",
-        "dpmon.record.spans",
-        "dpmon.record.names",
+        "dpmon.record.span_format",
+        "dpmon.record.shared_names",
     )
     added = loaded_by("import dpmon.tracer.patch", beyond="import torch")
     assert added >= set(ours)

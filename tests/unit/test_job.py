@@ -12,7 +12,7 @@ from kept import keep
 from synthetic import Training
 
 from dpmon.cli.commands import ls
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.tracer.core.session import job_and_node
 
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

@@ -26,7 +26,7 @@ from dpmon.model.finding import Finding
 from dpmon.model.stalls_seen import StallSeen
 from dpmon.model.state import State
 from dpmon.record.history_rows import Definition, LossRow
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.health import Health

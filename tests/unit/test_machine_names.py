@@ -26,7 +26,7 @@ from dpmon.mirror import hosts
 from dpmon.mirror.causes import reason
 from dpmon.mirror.hosts import HostError, Machine, Printed, ask, expanded, in_file, machines, of_slurm
 from dpmon.mirror.local_run import mirror_of
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.run import proc
 from dpmon.run.rundir import RunError
 from dpmon.supervise import start

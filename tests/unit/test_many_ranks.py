@@ -12,7 +12,7 @@ from synthetic import SECOND, Training
 
 from dpmon.model.announced import WRAPPERS_READ, Announced
 from dpmon.model.run_facts import RunFacts
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.store.queries import Store
 from dpmon.store.step_queries import LAST_NS
 from dpmon.store.tally import Tally

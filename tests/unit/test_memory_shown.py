@@ -11,7 +11,7 @@ from synthetic import SECOND, Training, device_event, host_event
 
 from dpmon.model.memory import held, held_by, reasons
 from dpmon.model.state import Process
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.ui.facts import Facts, View
 from dpmon.ui.panels import panel_devices
 from dpmon.ui.rows import plain

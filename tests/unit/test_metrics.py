@@ -22,8 +22,8 @@ from synthetic import SECOND, Training, decoded, device_event, host_event, step_
 
 from dpmon.cleaning import harmless
 from dpmon.record.history_rows import CallRow
-from dpmon.record.kinds import Call, Event, Step
-from dpmon.record.names import CALL_PHASES, Untimed
+from dpmon.record.record_types import Call, Event, Step
+from dpmon.record.shared_names import CALL_PHASES, Untimed
 from dpmon.run.rundir import ExitInfo, load_info, mark_stop, save
 from dpmon.run.runs import create_run
 from dpmon.store.drain import Drain

@@ -20,7 +20,7 @@ from dpmon.mirror.receive import Chunk, Receiver, Unchecked, checked
 from dpmon.mirror.records import Records
 from dpmon.model.stragglers import ranks_in, straggler
 from dpmon.record.history_rows import Row
-from dpmon.record.kinds import Event, Step
+from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import EXPOSED, HELD, WAIT
 from dpmon.run.rundir import RunInfo
 from dpmon.store.answers import NodeRow

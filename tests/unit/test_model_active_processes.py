@@ -8,7 +8,7 @@ from stored import Recording
 from synthetic import SECOND, Training, decoded
 
 from dpmon.model.state import State
-from dpmon.record.kinds import Call, Record, Step
+from dpmon.record.record_types import Call, Record, Step
 from dpmon.ui.facts import Facts
 from dpmon.ui.panels import panel_ranks
 

@@ -16,7 +16,7 @@ from dpmon.model.compare import MIN_STEPS, Comparison, Peak, sentence
 from dpmon.model.compare_samples import Interval, median_interval, ratio
 from dpmon.model.memory import HOST
 from dpmon.model.state import PHASES, Process
-from dpmon.record.kinds import Event, Record
+from dpmon.record.record_types import Event, Record
 from dpmon.record.schema import SETTLING_STEPS, STEP
 from dpmon.store.tally import Stat, Tally
 

@@ -10,7 +10,7 @@ from synthetic import SECOND, Training
 
 from dpmon.model.history import COLUMNS, Columns
 from dpmon.model.state import Process
-from dpmon.record.kinds import Step
+from dpmon.record.record_types import Step
 from dpmon.ui.time_axis import TimeAxis, fitted, pictured, sampled
 
 

@@ -12,7 +12,7 @@ from synthetic import SECOND, Training, device_event, host_event
 from dpmon.model.calls_seen import spread_of
 from dpmon.model.pace import speed
 from dpmon.model.state import PHASES, Process, State
-from dpmon.record.kinds import Call, CallPhase, Event, Record, Replica, Step
+from dpmon.record.record_types import Call, CallPhaseTime, Event, Record, Replica, Step
 
 NOT_RUN = None
 
@@ -42,11 +42,11 @@ def a_call(**changes: object) -> Call:
     return replace(call, **changes)  # type: ignore[arg-type]
 
 
-def took(**phases: int) -> dict[str, CallPhase]:
+def took(**phases: int) -> dict[str, CallPhaseTime]:
     """Return phases of a call with these durations, µs."""
     found, now = {}, 0
     for name, us in phases.items():
-        found[name] = CallPhase(now, us * 1000)
+        found[name] = CallPhaseTime(now, us * 1000)
         now += us * 1000
     return found
 

@@ -9,16 +9,16 @@ from synthetic import runs_of
 
 from dpmon.model.calls_seen import STEP_CALLS_READ
 from dpmon.model.step_timeline import Piece, StepTimeline, last_step_timeline
-from dpmon.record.kinds import Call, CallPhase, Record, Replica, Stage, Step
+from dpmon.record.record_types import Call, CallPhaseTime, Record, Replica, Stage, Step
 
 TOOK = {"data": 10, "forward": 60, "backward": 50, "optimizer": 20, "other": 60}
 SPANS = (("data", 0, 10), ("forward", 12, 60), ("backward", 80, 50), ("optimizer", 140, 20))
 STEP = Step(0, None, 7, "dp", 1000, 200, 8, TOOK, runs=runs_of(SPANS))
 PHASES = {
-    "scatter": CallPhase(0, 5),
-    "replicate": CallPhase(5, 15),
-    "parallel_apply": CallPhase(20, 30),
-    "gather": CallPhase(52, 4),
+    "scatter": CallPhaseTime(0, 5),
+    "replicate": CallPhaseTime(5, 15),
+    "parallel_apply": CallPhaseTime(20, 30),
+    "gather": CallPhaseTime(52, 4),
 }
 
 
@@ -104,7 +104,11 @@ def test_phases_of_a_call_are_drawn_over_its_forward_only() -> None:
 def test_a_call_composed_by_hand_has_its_phases() -> None:
     """Each primitive is forward in the step; work of the script between them is not."""
     step = spans_of(("forward", 12, 17), ("forward", 20, 32), ("forward", 40, 60), ("backward", 61, 90))
-    phases = {"scatter": CallPhase(0, 5), "replicate": CallPhase(8, 12), "parallel_apply": CallPhase(28, 20)}
+    phases = {
+        "scatter": CallPhaseTime(0, 5),
+        "replicate": CallPhaseTime(8, 12),
+        "parallel_apply": CallPhaseTime(28, 20),
+    }
     assert timeline_of(a_call(phases=phases, wall_ns=48), step).main == (
         *(Piece("scatter", 12, 17), Piece("replicate", 20, 32), Piece("apply", 40, 60), Piece("backward", 61, 90)),
     )

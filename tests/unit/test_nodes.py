@@ -27,7 +27,7 @@ from dpmon.model.rank_waits import among_many
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import MANY, WORST, Wanted
 from dpmon.model.stragglers import delays, sentence
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.record.schema import STEP, WAIT
 from dpmon.run.mirrored import Answers
 from dpmon.run.reader import PauseState

@@ -17,8 +17,8 @@ from dpmon.cli.lines import ProgressLines
 from dpmon.cli.main import main
 from dpmon.model.progress import ALONE_STEPS, Epoch, Progress, left_words, words
 from dpmon.record.history_rows import Row
-from dpmon.record.kinds import Batches, Event, Step
-from dpmon.record.spans import Kind, Span
+from dpmon.record.record_types import Batches, Event, Step
+from dpmon.record.span_format import Kind, Span
 from dpmon.run.reader import RunReader
 from dpmon.store.answers import LoopStep
 from dpmon.store.batch import Batch

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from synthetic import changed, host_event, whole_device_event
 
 from dpmon.record.history_rows import Definition, LossRow
-from dpmon.record.kinds import Batches, Event, Step
+from dpmon.record.record_types import Batches, Event, Step
 from dpmon.run.rundir import load_exit
 from dpmon.run.runs import create_run
 from dpmon.supervise.metrics import Metrics

@@ -11,10 +11,10 @@ from synthetic import RowReader, call_row, flags_of, parts_of, step_row
 
 from dpmon.record.history_rows import CallRow, Definition, Row
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import BUCKET, Call, PhaseSpan, Record, RecordError, Size, Step
-from dpmon.record.names import CALL_PHASES, MAX_JSON, MORE, packed_json, shortened
-from dpmon.record.plainjson import load_json
+from dpmon.record.record_types import BUCKET, Call, PhaseSpan, Record, RecordError, Size, Step
+from dpmon.record.safe_json import load_json
 from dpmon.record.schema import STEP_PHASES
+from dpmon.record.shared_names import CALL_PHASES, MAX_JSON, MORE, shorten_name, to_bounded_json
 
 LAYOUT = {
     "root": "Model",
@@ -297,16 +297,16 @@ def test_a_resolver_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_name_is_cut_with_a_mark() -> None:
-    assert shortened("short") == "short"
-    assert shortened("x" * 200) == "x" * 200
-    assert shortened("x" * 201) == "x" * 199 + MORE
-    assert shortened("abcdef", 3) == "ab" + MORE
+    assert shorten_name("short") == "short"
+    assert shorten_name("x" * 200) == "x" * 200
+    assert shorten_name("x" * 201) == "x" * 199 + MORE
+    assert shorten_name("abcdef", 3) == "ab" + MORE
 
 
 @pytest.mark.parametrize("character", ["x", "\U0001f600", "\udcff", '"'])
 @pytest.mark.parametrize(("count", "length"), [(1, 1_000_000), (64, 120), (64, 5000)])
 def test_a_definition_always_fits(character: str, count: int, length: int) -> None:
-    packed = packed_json([(character * length, [3, 4], "float32", 48)] * count)
+    packed = to_bounded_json([(character * length, [3, 4], "float32", 48)] * count)
     assert len(packed) <= MAX_JSON
     found = json.loads(packed)
     assert [size[1:] for size in found] == [[[3, 4], "float32", 48]] * count
@@ -314,14 +314,14 @@ def test_a_definition_always_fits(character: str, count: int, length: int) -> No
 
 
 def test_an_event_always_fits() -> None:
-    packed = packed_json({"text": "t" * 1_000_000, "absent": {"devices": "d" * 100_000}})
+    packed = to_bounded_json({"text": "t" * 1_000_000, "absent": {"devices": "d" * 100_000}})
     assert len(packed) <= MAX_JSON
     assert json.loads(packed)["text"] == "t" * 4095 + MORE
 
 
 def test_a_text_that_fits_is_not_changed() -> None:
     text = "t" * 50_000
-    assert json.loads(packed_json({"text": text}))["text"] == text
+    assert json.loads(to_bounded_json({"text": text}))["text"] == text
 
 
 @pytest.mark.parametrize("odd", ["1e999", "-1E+99", "12e19", "NaN", "-Infinity", str(1 << 63), "1234567890" * 9])

@@ -23,7 +23,7 @@ from synthetic import LEARNS, SECOND, Training, call_row, device_event, host_eve
 from dpmon.cli.summary import summary_lines
 from dpmon.model.history import BINS, PARTS
 from dpmon.record.history_rows import Definition, LossRow
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.record.schema import SETTLING_STEPS
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object

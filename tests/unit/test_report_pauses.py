@@ -19,7 +19,7 @@ from dpmon.model.pace import speed
 from dpmon.model.pauses import Paused, PauseTotals, Span, all_paused, any_paused, pause_totals, pauses_of
 from dpmon.model.slow_steps import waited_ns
 from dpmon.model.state import PauseChange
-from dpmon.record.kinds import Event, Step
+from dpmon.record.record_types import Event, Step
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.page import page

@@ -21,7 +21,7 @@ from synthetic import Training, host_event
 
 from dpmon.errors import HistoryError
 from dpmon.record.history_rows import Row
-from dpmon.record.kinds import Event, Step
+from dpmon.record.record_types import Event, Step
 from dpmon.run import proc
 from dpmon.run.condition import exit_info
 from dpmon.run.rundir import load_info, save

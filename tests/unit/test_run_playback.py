@@ -11,7 +11,7 @@ from synthetic import step_row
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import ProcessFacts, State
 from dpmon.record.history_rows import Row
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.span_ring import SpanRing
 from dpmon.store.opened import open_store
 from dpmon.ui.playback import Player

@@ -16,7 +16,7 @@ import pytest
 from kept import draft
 
 from dpmon.cli.main import main
-from dpmon.record.spans import DOING
+from dpmon.record.span_format import DOING
 from dpmon.run import proc
 from dpmon.run.mirrored import STATE_FILE, Machines, by_word
 from dpmon.run.reader import PauseState, RunReader

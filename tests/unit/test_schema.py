@@ -12,9 +12,9 @@ from recorded import linear_run
 from synthetic import decoded, device_event, host_event
 
 from dpmon.gpu.host import HostSampler
-from dpmon.record.fields import RECORDS
 from dpmon.record.jsonl import as_json
-from dpmon.record.schema import CALL_PHASES, PHASES, STEP_PHASES, phase_named, phase_shown
+from dpmon.record.record_specs import RECORDS
+from dpmon.record.schema import CALL_PHASES, PHASES, STEP_PHASES, phase_by_display_name, phase_by_name
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -49,11 +49,11 @@ def test_no_name_stands_twice() -> None:
     for kind in RECORDS.values():
         assert len(set(kind.columns)) == len(kind.columns), kind.name
         assert len({one.name for one in kind.fields}) == len(kind.fields), kind.name
-    for names in zip(*((phase.name, phase.shown, phase.letter) for phase in PHASES), strict=True):
+    for names in zip(*((phase.name, phase.display_name, phase.letter) for phase in PHASES), strict=True):
         assert len(set(names)) == len(PHASES)
 
 
 def test_phases_are_found_by_both_names() -> None:
     for phase in PHASES:
-        assert phase_named(phase.name) is phase is phase_shown(phase.shown)
+        assert phase_by_name(phase.name) is phase is phase_by_display_name(phase.display_name)
     assert sorted((*STEP_PHASES, *CALL_PHASES)) == sorted(phase.name for phase in PHASES)

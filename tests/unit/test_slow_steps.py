@@ -13,7 +13,7 @@ from synthetic import SECOND
 
 from dpmon.model.announced import Announced
 from dpmon.model.slow_steps import INPUT, SlowStepReader, SlowSteps
-from dpmon.record.kinds import Batches, Event, Step
+from dpmon.record.record_types import Batches, Event, Step
 from dpmon.record.schema import SETTLING_STEPS
 from dpmon.store.figures import Window
 from dpmon.store.queries import Store

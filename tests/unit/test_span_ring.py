@@ -19,7 +19,7 @@ from spans import Children, Lines, everything, head, numbered, opened, own_numbe
 
 import dpmon.span_reader
 import dpmon.span_ring
-from dpmon.record.spans import LAP_AT, Kind, Span
+from dpmon.record.span_format import LAP_AT, Kind, Span
 from dpmon.span_reader import HOLE_NS, SpanReader, lines_path
 from dpmon.span_ring import HEADER_BYTES, SLOT, SLOT_BYTES, SLOTS, RingError, SpanRing, Word, wants_pause
 

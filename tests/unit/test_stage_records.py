@@ -11,10 +11,10 @@ from synthetic import LEARNS, SECOND, RowReader, Training, call_row
 from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.export import table
 from dpmon.model.layouts import Layouts
-from dpmon.record.fields import COLUMNS
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Call, Record, Size
+from dpmon.record.record_specs import COLUMNS
+from dpmon.record.record_types import Call, Record, Size
 from dpmon.store.answers import Shape
 from dpmon.ui.facts import Facts
 from dpmon.ui.panels import panel_replicas

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from dpmon.record.kinds import Step
-from dpmon.record.names import INNER_FRAMES, OUTER_FRAMES
+from dpmon.record.record_types import Step
 from dpmon.record.schema import SECOND
+from dpmon.record.shared_names import INNER_FRAMES, OUTER_FRAMES
 from dpmon.run import proc
 from dpmon.run.rundir import RunInfo
 from dpmon.stalls import processes, stacks

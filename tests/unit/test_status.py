@@ -22,7 +22,7 @@ from dpmon.cli.main import main
 from dpmon.cli.summary import summary_lines
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.report import health
 from dpmon.report.health import Health
 from dpmon.run import proc

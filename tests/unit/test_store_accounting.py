@@ -12,7 +12,7 @@ import pytest
 from kept import keep
 from synthetic import Training, step_row
 
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.store.accounting import Account, Spent
 from dpmon.store.figures import Window, accounted
 from dpmon.store.opened import open_store

@@ -19,11 +19,11 @@ from traceformat import read
 from dpmon.export import history
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables
-from dpmon.record.fields import COLUMNS, RECORDS
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Collective, Operation, Record, Sampled
-from dpmon.record.names import Unended
-from dpmon.record.spans import Kind
+from dpmon.record.record_specs import COLUMNS, RECORDS
+from dpmon.record.record_types import Collective, Operation, Record, Sampled
+from dpmon.record.shared_names import Unended
+from dpmon.record.span_format import Kind
 from dpmon.run.rundir import load_info
 from dpmon.span_ring import SpanRing
 from dpmon.store.answers import Communicated

@@ -13,9 +13,9 @@ import pytest
 from synthetic import LEARNS, call_row, flags_of, step_row
 
 from dpmon.record.history_rows import Definition, Row
-from dpmon.record.kinds import Event, RecordError, Step
-from dpmon.record.names import CALL_PHASES
+from dpmon.record.record_types import Event, RecordError, Step
 from dpmon.record.schema import EVALUATION, SETTLING, SETTLING_STEPS
+from dpmon.record.shared_names import CALL_PHASES
 from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
 from dpmon.store.intake import BATCH_SIZES, HELD_CALLS, SHAPES, Intake

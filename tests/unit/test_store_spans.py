@@ -23,9 +23,9 @@ from synthetic import host_event, kind_of
 from dpmon.assemble.assembler import Assembler
 from dpmon.export import history
 from dpmon.record.history_rows import Row
-from dpmon.record.kinds import Event
-from dpmon.record.plainjson import load_event
-from dpmon.record.spans import Kind
+from dpmon.record.record_types import Event
+from dpmon.record.safe_json import load_event
+from dpmon.record.span_format import Kind
 from dpmon.run.runs import create_run
 from dpmon.span_reader import HOLE_NS, SpanReader, current_span_in
 from dpmon.span_ring import SLOTS, Word

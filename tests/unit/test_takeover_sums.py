@@ -14,7 +14,7 @@ from synthetic import SECOND, Training, changed, pause_event, with_other
 from test_store_spans import Run
 
 from dpmon.record.history_rows import Row
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.record.schema import STEP, WAIT
 from dpmon.store.drain import COMMIT_S
 from dpmon.store.opened import open_store

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dpmon.record.names import Unended
-from dpmon.record.spans import FLAGS_AT, Flag, Kind
+from dpmon.record.shared_names import Unended
+from dpmon.record.span_format import FLAGS_AT, Flag, Kind
 from dpmon.tracer.collectives.ends import CollectiveSample, Ends, Launched
 
 

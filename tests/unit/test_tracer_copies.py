@@ -14,8 +14,8 @@ import pytest
 import torch
 from played import Process
 
-from dpmon.record.kinds import Step
-from dpmon.record.spans import Kind
+from dpmon.record.record_types import Step
+from dpmon.record.span_format import Kind
 from dpmon.tracer.devices.timing import MAX_COPIES
 from dpmon.tracer.steps.copies import Copies, where_cuda, where_to
 

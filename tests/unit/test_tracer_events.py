@@ -11,8 +11,8 @@ import pytest
 import torch
 from played import Process
 
-from dpmon.record.names import Untimed
-from dpmon.record.spans import SITE_AT, Kind
+from dpmon.record.shared_names import Untimed
+from dpmon.record.span_format import SITE_AT, Kind
 from dpmon.tracer.core.session import Config, Session
 from dpmon.tracer.devices import timing
 from dpmon.tracer.devices.events import TorchEvents, watch_captures

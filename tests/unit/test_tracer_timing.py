@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from played import Process
 
-from dpmon.record.kinds import UNTIMED
-from dpmon.record.names import Untimed
-from dpmon.record.spans import DOING, FLAGS_AT, Flag, Kind, unpacked
+from dpmon.record.record_types import UNTIMED
+from dpmon.record.shared_names import Untimed
+from dpmon.record.span_format import DOING, FLAGS_AT, Flag, Kind, unpack_span
 from dpmon.tracer.steps.recorder import Thread
 
 WHOLE = {"data": 0.5, "forward": 2.0, "backward": 3.0, "optimizer": 1.0}
@@ -19,7 +19,7 @@ SAMPLED = UNTIMED[Untimed.SAMPLED]
 
 def times(process: Process) -> list[int]:
     """Return the numbers of the spans whose device times have been written."""
-    spans = [unpacked(number, *words) for number, words in enumerate(process.spans)]
+    spans = [unpack_span(number, *words) for number, words in enumerate(process.spans)]
     return [span.inputs | span.outputs << 32 for span in spans if span.kind == Kind.DEVICE_TIME]
 
 
@@ -97,7 +97,7 @@ def test_a_part_is_timed_on_its_own_device_and_marked_if_it_raised() -> None:
     assert mark.raised() == Flag.TIMED << FLAGS_AT
     mark.written(5)
     (word,) = process.spans
-    span = unpacked(0, *word)
+    span = unpack_span(0, *word)
     assert (span.kind, span.inputs, span.site & 0xFF, span.site >> 8 & 0xFF) == (Kind.DEVICE_TIME, 5, 1, 1)
     assert span.site >> 16 == Untimed.RAISED
 
@@ -127,7 +127,7 @@ def test_a_device_time_that_is_missing_after_64_steps_is_late() -> None:
     process = Process()
     for _ in range(68):
         process.step(0)
-    told = [unpacked(0, *words) for words in process.spans if words[0] & 0xFF == Kind.DEVICE_TIME]
+    told = [unpack_span(0, *words) for words in process.spans if words[0] & 0xFF == Kind.DEVICE_TIME]
     late = [one.inputs for one in told if one.site >> 16 == Untimed.LATE]
     heads = [head & 0xFF for head, *_ in process.spans]
     assert [heads[number] for number in late[:7]] == [

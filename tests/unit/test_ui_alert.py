@@ -10,7 +10,7 @@ from stored import state_of
 from synthetic import SECOND, Training
 
 from dpmon.config import ALERTS
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.ui.alert import _FORMS, Alert
 from dpmon.ui.facts import Facts
 

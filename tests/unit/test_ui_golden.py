@@ -28,7 +28,7 @@ from test_ui_panel_progress import FINDINGS, epochs, losses
 from dpmon.model.finding import Finding
 from dpmon.model.progress import Progress
 from dpmon.model.state import WORST
-from dpmon.record.kinds import Call, Event, Record
+from dpmon.record.record_types import Call, Event, Record
 from dpmon.ui.facts import Facts, Past, Playing, View
 from dpmon.ui.look import Look
 from dpmon.ui.paint import paint, places

@@ -18,7 +18,7 @@ from stage import Stage, stage
 from synthetic import SECOND, Training
 from textual import events
 
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.report.collect import collect
 from dpmon.ui import jobs
 from dpmon.ui.dialogs import LINE_MOST, Choice, Commands, Pages

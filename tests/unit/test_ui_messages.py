@@ -21,7 +21,7 @@ from dpmon.cli.summary import summary_lines
 from dpmon.model.compare import sentence
 from dpmon.model.pace import speed
 from dpmon.model.state import ProcessFacts
-from dpmon.record.kinds import Step
+from dpmon.record.record_types import Step
 from dpmon.run.rundir import load_exit
 from dpmon.ui.dialogs import Commands, Pages
 from dpmon.ui.facts import NAMES, Facts, Playing, View

@@ -14,7 +14,7 @@ from synthetic import SECOND, Training, decoded, host_event
 from textual.events import MouseScrollUp
 
 from dpmon.model.finding import Finding
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.ui.dialogs import Choice, Pages
 from dpmon.ui.facts import View
 from dpmon.ui.monitor import Monitor

@@ -26,8 +26,8 @@ from synthetic import Training
 from timed import GPUS, timed
 
 from dpmon.model.state import PHASES, Column
-from dpmon.record.names import Untimed
 from dpmon.record.schema import SECOND
+from dpmon.record.shared_names import Untimed
 from dpmon.ui.chart import stacked
 from dpmon.ui.facts import Facts, View
 from dpmon.ui.look import MONO as MONO_STYLES

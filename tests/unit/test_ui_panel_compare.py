@@ -10,7 +10,7 @@ from synthetic import SECOND, Training, host_event
 
 from dpmon.model.compare_samples import Interval
 from dpmon.model.memory import HOST
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.ui.facts import Facts, Playing, View
 from dpmon.ui.panels import panel_compare
 from dpmon.ui.rows import plain

@@ -9,7 +9,7 @@ from typing import Any
 from situations import INFO, LOOK, facts_of, focused, rows_text, situations, state_of, text_of, with_call
 from synthetic import Training, decoded
 
-from dpmon.record.kinds import Call, Event, Record, Size, Step
+from dpmon.record.record_types import Call, Event, Record, Size, Step
 from dpmon.text.quantities import duration
 from dpmon.ui.facts import Facts, View
 from dpmon.ui.paint import places, scroll_room

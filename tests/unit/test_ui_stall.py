@@ -32,7 +32,7 @@ from dpmon.cli.why import why
 from dpmon.model.announced import Announced
 from dpmon.model.stalls_seen import StallSeen
 from dpmon.model.state import Column
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.report.collect import collect
 from dpmon.report.page import page
 from dpmon.report.plots import plots

@@ -18,7 +18,7 @@ from dpmon.cli.summary import summary_lines
 from dpmon.model.compare import sentence
 from dpmon.model.slow_steps import INPUT
 from dpmon.model.state import State
-from dpmon.record.kinds import Event
+from dpmon.record.record_types import Event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.store.batch import Batch

@@ -10,7 +10,7 @@ from dpmon.cleaning import clean
 from dpmon.cli.doctor.machine import CONNECTION, OK, STATES, Check, ok, problem, warning
 from dpmon.cli.machines import RunThere, runs_of
 from dpmon.mirror.hosts import Machine, Printed, ask, ask_dpmon
-from dpmon.record.plainjson import load_json
+from dpmon.record.safe_json import load_json
 
 _TRIAL_S = 120.0
 """Longest silence of a doctor, which imports torch."""

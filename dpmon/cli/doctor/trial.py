@@ -20,7 +20,7 @@ from typing import Any
 
 from dpmon.cli.doctor.machine import Check, ok, problem, warning
 from dpmon.errors import HistoryError
-from dpmon.record.kinds import Call
+from dpmon.record.record_types import Call
 from dpmon.run import proc
 from dpmon.run.notes import WarningsLog
 from dpmon.run.reader import RunReader

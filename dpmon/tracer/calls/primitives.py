@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.spans import FLAGS_AT, INSIDE_AT, Flag, Kind
+from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, Flag, Kind
 from dpmon.span_ring import Word
 from dpmon.tracer.calls.replicas import ODD, ReplicaWatch, Unsuited
 from dpmon.tracer.calls.sites import Site, Sites

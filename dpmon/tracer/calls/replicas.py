@@ -12,7 +12,7 @@ from collections import OrderedDict
 from time import monotonic_ns
 from typing import Any
 
-from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
+from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
 from dpmon.tracer.calls.sites import Site
 from dpmon.tracer.core.frames import drop_frames
 from dpmon.tracer.core.session import Memo

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from dpmon.record.names import DDP, FSDP, RANK_MODES
-from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
+from dpmon.record.shared_names import DDP, FSDP, RANK_MODES
+from dpmon.record.span_format import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.tracer.calls.stages import Stages, stages_of
 from dpmon.tracer.core.module_tables import Models, Place, class_name, in_training_mode, is_a
 from dpmon.tracer.core.session import Memo, Session

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from dpmon.record.names import CALL_PHASES
-from dpmon.record.spans import INSIDE_AT, Kind
+from dpmon.record.shared_names import CALL_PHASES
+from dpmon.record.span_format import INSIDE_AT, Kind
 from dpmon.tracer.calls.replicas import ROWS, ReplicaWatch, Unsuited
 from dpmon.tracer.calls.sites import Functional, Site, Sites
 from dpmon.tracer.core.exceptions import in_a_line

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from dpmon.record.names import shortened
-from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
+from dpmon.record.shared_names import shorten_name
+from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
 from dpmon.tracer.core.module_tables import devices_of, is_compiled, modules_of
 from dpmon.tracer.core.session import Memo, Session
 from dpmon.tracer.core.sizes import MAX_PATH, device_in
@@ -204,4 +204,4 @@ def _parts(module: Any, prefix: str, depth: int) -> Iterator[_Part]:
         if len(devices) > 1 and depth < MAX_DEPTH:
             yield from _parts(child, f"{path}.", depth + 1)
         elif not isinstance(child, torch.jit.ScriptModule):
-            yield shortened(path, MAX_PATH), child, devices[0] if devices else None
+            yield shorten_name(path, MAX_PATH), child, devices[0] if devices else None

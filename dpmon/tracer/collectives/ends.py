@@ -13,8 +13,8 @@ from contextlib import suppress
 from time import monotonic_ns, sleep, thread_time_ns
 from typing import Any, NamedTuple
 
-from dpmon.record.names import Unended
-from dpmon.record.spans import FLAGS_AT, Flag
+from dpmon.record.shared_names import Unended
+from dpmon.record.span_format import FLAGS_AT, Flag
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.steps.recorder import Recorder
 from dpmon.tracer.watch import start_thread

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.spans import FLAGS_AT, LEAD_NS, MAX_LEAD, SITE_AT, WRAPPER_AT, Flag, Kind
+from dpmon.record.span_format import FLAGS_AT, LEAD_NS, MAX_LEAD, SITE_AT, WRAPPER_AT, Flag, Kind
 from dpmon.tracer.core.frames import Function, followed
 from dpmon.tracer.core.module_tables import class_name
 from dpmon.tracer.core.session import Session

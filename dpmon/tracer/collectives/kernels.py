@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dpmon.record.names import Unended
-from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
+from dpmon.record.shared_names import Unended
+from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
 from dpmon.tracer.collectives.ends import CollectiveSample, Ends, Launched
 from dpmon.tracer.core.frames import Function, drop_frames, outwards
 from dpmon.tracer.core.session import Session

@@ -21,7 +21,7 @@ from time import monotonic_ns
 
 import torch
 
-from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
+from dpmon.record.span_format import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.span_ring import Word
 from dpmon.tracer.collectives.ends import CollectiveSample, Ends
 from dpmon.tracer.collectives.kernels import Kernels, missing

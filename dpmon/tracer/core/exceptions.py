@@ -9,7 +9,7 @@ import sys
 from types import TracebackType, WrapperDescriptorType
 from typing import Any
 
-from dpmon.record.names import shortened
+from dpmon.record.shared_names import shorten_name
 
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
@@ -67,7 +67,7 @@ def uncaught(rank: int | None) -> str | None:
     facts: dict[str, object] = {"message": message, "rank": rank}
     if place is not None and len(place[0]) <= MAX_PATH:
         facts["file"], facts["line"] = place
-    return f"{shortened(''.join(name.split()))} {json.dumps(facts)}"
+    return f"{shorten_name(''.join(name.split()))} {json.dumps(facts)}"
 
 
 def _repeated(kind: str, value: object) -> tuple[str, str, int | None, tuple[str, int] | None] | None:

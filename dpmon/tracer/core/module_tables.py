@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.names import shortened
+from dpmon.record.shared_names import shorten_name
 
 _WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 _INSIDE = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module")
@@ -162,7 +162,7 @@ def class_name(value: object) -> str:
     kind = type(value)
     bases = _own_mro(kind)
     at = _place_of("FSDPModule", bases)
-    return shortened(_own_name(bases[at + 1] if at else kind))
+    return shorten_name(_own_name(bases[at + 1] if at else kind))
 
 
 def is_a(value: object, name: str) -> bool:
@@ -185,7 +185,7 @@ def name_of(called: object) -> str:
         return class_name(called)
     inner = getattr(called, "func", called)
     name = getattr(inner, "__name__", None)
-    return shortened(name) if isinstance(name, str) else class_name(inner)
+    return shorten_name(name) if isinstance(name, str) else class_name(inner)
 
 
 class Models:
@@ -233,4 +233,4 @@ def _variable(model: object, kind: str) -> str | None:
     for name, value in list(getattr(sys.modules.get("__main__"), "__dict__", {}).items()):
         if issubclass(type(value), torch.nn.Module) and class_name(inner := wrapped_by(value)) == kind:
             variables.setdefault(id(inner), name)
-    return shortened(f"{kind} {variables[id(model)]}") if len(variables) > 1 and id(model) in variables else None
+    return shorten_name(f"{kind} {variables[id(model)]}") if len(variables) > 1 and id(model) in variables else None

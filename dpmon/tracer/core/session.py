@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from dpmon.record.names import hide_secrets, packed_json, shortened
-from dpmon.record.spans import MAX_SITE
+from dpmon.record.shared_names import hide_secrets, shorten_name, to_bounded_json
+from dpmon.record.span_format import MAX_SITE
 from dpmon.span_ring import SLOTS, SpanRing
 from dpmon.tracer.append import append_to, note, open_to_append
 from dpmon.tracer.core.exceptions import in_a_line
@@ -218,7 +218,7 @@ class Session:
             "world": self.world,
             **job_and_node(os.environ, self.world),
             "pid": os.getpid(),
-            "argv": [shortened(word) for word in hide_secrets(map(str, sys.argv[:32]))],
+            "argv": [shorten_name(word) for word in hide_secrets(map(str, sys.argv[:32]))],
             "python": platform.python_version(),
             "torch": str(torch.__version__),
             # torch.cuda.is_available() may initialise the driver. Forked children do not survive that.
@@ -230,7 +230,7 @@ class Session:
     def _line(self, value: Mapping[str, object], keep: bool = False) -> bool:
         """Append a line to the process's file; return False on failure. With `keep`, the line is then written later."""
         now = monotonic_ns()
-        line = packed_json(value) + b"\n"
+        line = to_bounded_json(value) + b"\n"
         if now >= self._retry_ns:
             data = (b"\n" if self._torn else b"") + b"".join(self._unwritten) + line
             self._torn = True  # until the line is known to be complete

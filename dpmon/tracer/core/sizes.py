@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.names import MORE, shortened
+from dpmon.record.shared_names import MORE, shorten_name
 from dpmon.tracer.core.module_tables import class_name, is_a
 
 Tensor = torch.Tensor
@@ -39,7 +39,7 @@ MAX_EXTENTS = 2048
 def signature_of_call(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Signature:
     """Return the signature of arguments; paths begin with the position or the keyword."""
     given = [(str(index), value) for index, value in enumerate(args)]
-    return _leaves([*given, *((shortened(str(name), MAX_PATH), value) for name, value in kwargs.items())])
+    return _leaves([*given, *((shorten_name(str(name), MAX_PATH), value) for name, value in kwargs.items())])
 
 
 def leaves(value: object, path: str) -> Signature:
@@ -69,7 +69,7 @@ def _walk(value: object, path: str, found: list[object], budget: list[int], dept
     for name, child in _children(value):
         inner = f"{path}.{name}" if path else name
         if len(inner) > MAX_PATH:
-            inner = shortened(inner, MAX_PATH)
+            inner = shorten_name(inner, MAX_PATH)
         _walk(child, inner, found, budget, depth + 1)
         if len(found) > MAX_LEAVES or budget[0] < 0:
             return

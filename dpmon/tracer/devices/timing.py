@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
-from dpmon.record.names import Untimed
-from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
+from dpmon.record.shared_names import Untimed
+from dpmon.record.span_format import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.span_ring import Word
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.devices.events import TorchEvents

@@ -16,7 +16,7 @@ from itertools import islice
 from time import monotonic_ns
 from typing import Any
 
-from dpmon.record.spans import INSIDE_AT, SITE_AT, Kind
+from dpmon.record.span_format import INSIDE_AT, SITE_AT, Kind
 from dpmon.tracer.calls.sites import Functional, Sites
 from dpmon.tracer.core.frames import Function, followed
 from dpmon.tracer.core.session import Session

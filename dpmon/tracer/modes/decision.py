@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.names import MODES
+from dpmon.record.shared_names import MODES
 from dpmon.span_ring import Word
 from dpmon.tracer.core.module_tables import Place
 from dpmon.tracer.core.session import Session

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.spans import Kind
+from dpmon.record.span_format import Kind
 from dpmon.tracer.core.frames import Function
 from dpmon.tracer.modes.workers import ReplicaThread, available_cores
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.spans import INSIDE_AT, Kind
+from dpmon.record.span_format import INSIDE_AT, Kind
 from dpmon.tracer.core.frames import Function, drop_frames
 from dpmon.tracer.core.module_tables import parts_of
 from dpmon.tracer.core.session import Session, raise_from_signal

@@ -24,7 +24,7 @@ import torch
 from torch.utils import data as torch_data
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from dpmon.record.spans import MAX_SITE, SITE_AT
+from dpmon.record.span_format import MAX_SITE, SITE_AT
 from dpmon.tracer.core.frames import Function, followed
 from dpmon.tracer.core.module_tables import class_name
 from dpmon.tracer.core.session import Session, raise_from_signal

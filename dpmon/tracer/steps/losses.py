@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from dpmon.record.names import shortened
-from dpmon.record.spans import SITE_AT, Kind
+from dpmon.record.shared_names import shorten_name
+from dpmon.record.span_format import SITE_AT, Kind
 from dpmon.tracer.core.frames import followed, outwards
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.devices.events import TorchEvents
@@ -157,7 +157,7 @@ class Losses:
         if line is None and len(self._lines) < MAX_LINES:
             place = f"{os.path.basename(key[0])}:{key[1]}"
             again = any(one.place == place for one in self._lines.values())
-            line = self._lines[key] = Line(shortened(f"{key[0]}:{key[1]}" if again else place))
+            line = self._lines[key] = Line(shorten_name(f"{key[0]}:{key[1]}" if again else place))
         return line
 
     def _take(self, line: Line, began: int, roots: tuple[Any, ...]) -> None:
@@ -232,7 +232,7 @@ class Losses:
 def _why_not(loss: Any) -> str | None:
     """Why a loss cannot be read; None if it can."""
     if getattr(type(loss), "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:  # or a GradientEdge
-        return f"the pass begins at a {shortened(type(loss).__name__)}, which is no plain tensor"
+        return f"the pass begins at a {shorten_name(type(loss).__name__)}, which is no plain tensor"
     if loss.numel() != 1:
         return f"the pass begins at a tensor of {loss.numel():,} values, not at one value"
     if loss.device.type not in ("cpu", "cuda"):

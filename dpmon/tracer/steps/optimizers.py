@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.spans import INSIDE_AT, MAX_SITE, SITE_AT, Kind
+from dpmon.record.span_format import INSIDE_AT, MAX_SITE, SITE_AT, Kind
 from dpmon.tracer.steps.recorder import IDLE, STALE, Recorder, Thread
 
 UNSEEN = 3

@@ -12,7 +12,7 @@ import stat
 from time import monotonic_ns, sleep
 from typing import Any
 
-from dpmon.record.spans import Kind
+from dpmon.record.span_format import Kind
 from dpmon.span_ring import SpanRing, Word, wants_pause
 from dpmon.tracer.core.session import Session, rank_and_world
 from dpmon.tracer.steps.recorder import Recorder

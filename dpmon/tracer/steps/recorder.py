@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.spans import FLAGS_AT, INSIDE_AT, THREAD_AT, Flag, Kind
+from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, THREAD_AT, Flag, Kind
 from dpmon.span_ring import HEADER_BYTES, THREADS, SpanRing, Word
 from dpmon.tracer.core.frames import OF_CALLS, Function, drop_frames, named_like, outwards, uncounted
 from dpmon.tracer.core.session import Session

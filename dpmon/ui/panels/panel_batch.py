@@ -9,8 +9,8 @@ from dpmon.model.finding import host_waits, partly_timed
 from dpmon.model.slow_steps import INPUT, WAITING_TEXT
 from dpmon.model.state import NO_STEPS, PHASES, Process
 from dpmon.model.step_timeline import StepTimeline, last_step_timeline
-from dpmon.record.kinds import MAX_SPANS, Call
-from dpmon.record.schema import SECOND, phase_shown
+from dpmon.record.record_types import MAX_SPANS, Call
+from dpmon.record.schema import SECOND, phase_by_display_name
 from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import duration, group, percent, quantity_words, rate_words, short_clock, span_words
@@ -166,7 +166,7 @@ def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
     if rest and phase == "forward":
         text = next((word for word in REST if len(word) < room), REST[-1])[: room - 1]
         return [(text[0].upper(), f"chip.{phase}"), (text[1:], "")]
-    text = phase if len(phase) < room else phase_shown(phase).shortened[: room - 1]
+    text = phase if len(phase) < room else phase_by_display_name(phase).short_display_name[: room - 1]
     letter, at = LETTERS[phase], letter_in(phase, text)
     if letter == ".":
         return [("." if not look.colour or look.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
@@ -176,7 +176,7 @@ def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
 def _table(columns: Sequence[PhaseFigures], numbers: Figures, width: int, look: Look, height: int) -> list[Row]:
     label, cell = _widths(width, len(columns))
     whole = _has_step(width, len(columns))
-    rest = any(phase.ran for phase in columns if phase_shown(phase.name).of_call)
+    rest = any(phase.ran for phase in columns if phase_by_display_name(phase.name).of_call)
 
     def head(phase: str) -> Row:
         name = _name(phase, cell, look, rest=rest)
@@ -307,7 +307,7 @@ def usual(process: Process, numbers: Figures, phase: str) -> bool:
 
     The phases of a DataParallel call are expected only in dp.
     """
-    known = phase_shown(phase)
+    known = phase_by_display_name(phase)
     dp = process.distributed is None and numbers.mode == "dp"
     return not known.optional and (dp or not known.of_call)
 
@@ -331,7 +331,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _why(process: Process, call: Call | None, phase: str) -> str:
-    known = phase_shown(phase)
+    known = phase_by_display_name(phase)
     own = known.name
     if not known.of_call:
         return known.absent

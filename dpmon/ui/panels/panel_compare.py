@@ -9,7 +9,7 @@ from dpmon.model.compare import Comparison, ModeSpeedup, Peak, sentence
 from dpmon.model.memory import HOST
 from dpmon.model.state import PHASES
 from dpmon.model.step_timeline import Piece
-from dpmon.record.schema import REST, SETTLING_STEPS, phase_named, phase_shown
+from dpmon.record.schema import REST, SETTLING_STEPS, phase_by_display_name, phase_by_name
 from dpmon.store.figures import Figures
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import UNKNOWN, clock, compact, count_of, duration, group, memory, percent, span_words, times
@@ -140,7 +140,7 @@ class _CompareTable:
         self.modes = [mode for mode in _MODES if mode in found.sides]
         self.room = width - self.label - len(self.modes) * self.cell - 2
         self.rest = any(
-            phase.ran and phase_named(phase.name).of_call
+            phase.ran and phase_by_name(phase.name).of_call
             for side in found.sides.values()
             for phase in side.phases
             if phase.name != REST
@@ -221,7 +221,9 @@ class _CompareTable:
         rows = []
         for index, name in enumerate(PHASES):
             phases = {m: s.parts[index] for m, s in self.found.sides.items()}
-            if phase_shown(name).optional and not any(phase.ran for phase in phases.values()):  # as in panel 3
+            if phase_by_display_name(name).optional and not any(
+                phase.ran for phase in phases.values()
+            ):  # as in panel 3
                 continue
             medians = {m: phase.median_ns for m, phase in phases.items()}
             single, dp = medians.get("single"), medians.get("dp")

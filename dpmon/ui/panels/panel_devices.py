@@ -13,7 +13,7 @@ from dpmon.cleaning import clean
 from dpmon.model.memory import reasons as reasons_of_memory
 from dpmon.model.nodes import node_of
 from dpmon.model.state import DeviceTrack
-from dpmon.record.plainjson import number_in
+from dpmon.record.safe_json import number_member
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.quantities import UNKNOWN, left_of, memory
 from dpmon.ui.chart import filled_bar, spark
@@ -79,7 +79,7 @@ def title(facts: Facts, look: Look, folded: bool = False) -> tuple[Row, Row]:
             corner += [("  free ", "dim"), (right(memory(left), 8), "")]
             corner += [(" or more", "dim")] if len(tracks) > 1 else []
         return head, corner
-    cpu = number_in(facts.state.host.data, "cpu_pct")
+    cpu = number_member(facts.state.host.data, "cpu_pct")
     return [(NAMES["devices"], "title"), (f"{_where(facts)}{dot}host", "")], [
         ("cpu ", "dim"),
         (right(rounded(cpu, "%"), 5), ""),
@@ -96,9 +96,9 @@ def _where(facts: Facts) -> str:
 def _uses(tracks: Sequence[tuple[int, DeviceTrack]]) -> str:
     """The use of each GPU; for many GPUs, the range of the run's own."""
     if len(tracks) <= 4:
-        values = [number_in(track.data, "util_pct") for _, track in tracks]
+        values = [number_member(track.data, "util_pct") for _, track in tracks]
         return " ".join((UNKNOWN if u is None else f"{u:.0f}").rjust(3) for u in values) + " %"
-    known = [u for data in _ours(tracks) if (u := number_in(data, "util_pct")) is not None]
+    known = [u for data in _ours(tracks) if (u := number_member(data, "util_pct")) is not None]
     return f"{min(known):3.0f} to {max(known):3.0f} %" if known else UNKNOWN
 
 
@@ -211,7 +211,7 @@ class _DeviceTable:
         data = track.data
         ours = mine(data)
         used, total = _memory(data)
-        util = number_in(data, "util_pct")
+        util = number_member(data, "util_pct")
         row: Row = [(label(index, data).ljust(self.head), "bold" if ours else "dim")]
         if self.name:
             row += fit([(device_name(data), "" if ours else "dim")], self.name + 1, self.look.glyphs.more)
@@ -250,7 +250,7 @@ class _DeviceTable:
         row: Row = [(" " * self.head, "")]
         parts: list[Row] = []
         for key, word in _THIRD:
-            value, share = number_in(data, key), key.endswith("_pct")
+            value, share = number_member(data, key), key.endswith("_pct")
             if value is not None or not share:
                 figure = right(f"{value:.0f} %", 5) if share else right(memory(value), 8)
                 parts.append([(f"{word} ", "dim"), (figure + " ", "")])
@@ -262,13 +262,13 @@ class _DeviceTable:
 
 def _memory(data: Mapping[str, Any]) -> tuple[float | None, float | None]:
     """The bytes of a GPU that no program can get any more, and all."""
-    used, reserved = number_in(data, "mem_used_bytes"), number_in(data, "mem_reserved_bytes")
-    return None if used is None else used + (reserved or 0), number_in(data, "mem_total_bytes")
+    used, reserved = number_member(data, "mem_used_bytes"), number_member(data, "mem_reserved_bytes")
+    return None if used is None else used + (reserved or 0), number_member(data, "mem_total_bytes")
 
 
 def _memory_bar(data: Mapping[str, Any], width: int, look: Look) -> Row:
     """The memory in use: a full line for this run, a broken one for others; all full if the holders are unknown."""
-    used, total, ours = (number_in(data, key) for key in ("mem_used_bytes", "mem_total_bytes", "mem_run_bytes"))
+    used, total, ours = (number_member(data, key) for key in ("mem_used_bytes", "mem_total_bytes", "mem_run_bytes"))
     if used is None or not total:
         return filled_bar(None, width, look.glyphs)
     if ours is None and mine(data):
@@ -280,7 +280,7 @@ def _memory_bar(data: Mapping[str, Any], width: int, look: Look) -> Row:
 def _figures(data: Mapping[str, Any], style: str, widths: tuple[int, int, int], *, limited: bool = False) -> Row:
     """Power (`limited`: with its limit), temperature, clock; in fixed widths."""
     power, limit, heat, megahertz = (
-        number_in(data, key) for key in ("power_w", "power_limit_w", "temperature_c", "sm_clock_mhz")
+        number_member(data, key) for key in ("power_w", "power_limit_w", "temperature_c", "sm_clock_mhz")
     )
     watts = (UNKNOWN if power is None else f"{power:.0f}") + (f"/{limit:.0f}" if limited and limit is not None else "")
     return [
@@ -301,7 +301,7 @@ def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, facts: Facts, l
 
     def one(index: int, track: DeviceTrack) -> Row:
         style = "" if mine(track.data) else "dim"
-        util = number_in(track.data, "util_pct")
+        util = number_member(track.data, "util_pct")
         share = track.mem_pct
         return [
             (label(index, track.data).ljust(head), style or "bold"),
@@ -348,8 +348,8 @@ def host(facts: Facts, width: int, height: int, look: Look, tall: bool = False) 
     data = track.data
     if not data:
         return [[("no sample yet", "dim")]]
-    cpu, used, total = (number_in(data, key) for key in ("cpu_pct", "mem_used_bytes", "mem_total_bytes"))
-    own, held = number_in(data, "run_cpu_pct"), number_in(data, "run_mem_bytes")
+    cpu, used, total = (number_member(data, key) for key in ("cpu_pct", "mem_used_bytes", "mem_total_bytes"))
+    own, held = number_member(data, "run_cpu_pct"), number_member(data, "run_mem_bytes")
     load: Row = [(right(rounded(cpu, "%"), 6), "bold")]
     load.append((right(left_of(used, total), _FREE + 1), ""))
     of_run: Row = [("this run ", "dim")]

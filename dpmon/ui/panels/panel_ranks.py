@@ -14,7 +14,7 @@ from dpmon.model.communication import Communication
 from dpmon.model.nodes import SILENT
 from dpmon.model.state import MAPPED, WORST, CallTrack, Process
 from dpmon.model.stragglers import MIN_STEPS, RankTimes, Straggler, in_short, sentence
-from dpmon.record.names import on_node
+from dpmon.record.shared_names import node_suffix
 from dpmon.text.cells import right, span_width
 from dpmon.text.quantities import UNKNOWN, count_of, duration, group
 from dpmon.ui.chart import busy_bar, busy_legend
@@ -363,7 +363,7 @@ def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     for process, track in _rows(facts, height + facts.view.scrolled.get("replicas", 0)):
         pid, ranks = process.info.pid, process.info.world or UNKNOWN
         who = f"process {process.process}" if process.rank is None else f"rank {process.rank} of {ranks}"
-        who += on_node(process.node)
+        who += node_suffix(process.node)
         drawn.append([(f"{who}  {_of_call(track)}", "bold"), (f"  pid {UNKNOWN if pid is None else pid}", "dim")])
         drawn += every_size(track.last.inputs, track.last.outputs, width, look) if track is not None else []
     return drawn

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.model.state import CallTrack, Process
-from dpmon.record.kinds import Call, Size, rows_of
+from dpmon.record.record_types import Call, Size, count_rows
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.quantities import UNKNOWN, count_of, duration, group, memory
 from dpmon.ui.chart import filled_bar, range_bar
@@ -152,7 +152,7 @@ def _replicas(track: CallTrack, width: int, height: int, look: Look) -> list[Row
     gave = min(longest, room - given)
     left = room - given - gave - 3  # a gap before the bar, two before the spread
     bar = min(left * 2 // 5, 24) if left * 2 // 5 >= len("share") else 0
-    counts = [rows_of(replica.inputs, call.dim) for replica in call.replicas]
+    counts = [count_rows(replica.inputs, call.dim) for replica in call.replicas]
     columns = [
         TableColumn("#", 2, [str(number) for number in numbers], "bold", gap=1),
         TableColumn("device", device, [clean(replica.device, 40) for replica in call.replicas], left=True, gap=2),

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.model.state import State
-from dpmon.record.names import on_node
-from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
+from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
 from dpmon.record.schema import SECOND
+from dpmon.record.shared_names import node_suffix
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.stalls.verdict import in_ranges
 from dpmon.text.cells import wrapped
@@ -47,16 +47,16 @@ class _Standing(NamedTuple):
 
 
 def _standing(one: Mapping[str, Any], noticed_ns: int, state: State) -> _Standing:
-    process = state.processes.get(whole_in(one, "process") or 0)
-    waited = ns_in(one, "for_s")
+    process = state.processes.get(int_member(one, "process") or 0)
+    waited = ns_member(one, "for_s")
     return _Standing(
-        whole_in(one, "rank"),
-        "" if process is None else f"{devices_in_short(process.devices)}{on_node(process.node)}".strip(),
-        clean(text_in(one, "words") or UNKNOWN, 300),
-        whole_in(one, "step"),
+        int_member(one, "rank"),
+        "" if process is None else f"{devices_in_short(process.devices)}{node_suffix(process.node)}".strip(),
+        clean(text_member(one, "words") or UNKNOWN, 300),
+        int_member(one, "step"),
         None if waited is None else noticed_ns - waited,
-        clean(text_in(one, "state") or "", 20),
-        number_in(one, "cpu"),
+        clean(text_member(one, "state") or "", 20),
+        number_member(one, "cpu"),
         one.get("waits") is True,
     )
 
@@ -65,7 +65,7 @@ def _standings(facts: Facts) -> list[_Standing]:
     stall = facts.stall
     if stall is None:
         return []
-    noticed_ns = ns_in(stall.record, "t_s") or stall.noticed_ns
+    noticed_ns = ns_member(stall.record, "t_s") or stall.noticed_ns
     return [_standing(one, noticed_ns, facts.state) for one in stall.ranks if one.get("apart") is not True]
 
 

@@ -12,8 +12,8 @@ from dpmon.model.found_in_failures import LOSS_WORDS
 from dpmon.model.pace import Speed, speed
 from dpmon.model.progress import Progress, left_words
 from dpmon.model.stragglers import in_short
-from dpmon.record.names import on_node
 from dpmon.record.schema import SECOND, SPAN_PHASES
+from dpmon.record.shared_names import node_suffix
 from dpmon.stalls.run_state import EVALUATING, STALLED, STARTING, WAITING_FOR_DATA
 from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.quantities import clock, compact, count_of, duration_words, group, minutes, percent, within_words
@@ -315,7 +315,7 @@ def _facts(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) -> R
             one = f"process {process.process}, one of {many}"
             one = one if process.rank is None else f"rank {process.rank} of {many}"
             nodes = f"{count_of(len(facts.state.nodes), 'node')}, {count_of(len(facts.state.training), 'rank')}"
-            parts.append(nodes if facts.state.nodes else one + on_node(process.node))
+            parts.append(nodes if facts.state.nodes else one + node_suffix(process.node))
         for key, value in (("python", process.info.python), ("torch", process.info.torch)):
             if value is not None:
                 parts.append(f"{key} {clean(value, 30)}")

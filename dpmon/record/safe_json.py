@@ -35,7 +35,7 @@ def load_json(text: str | bytes) -> Any:
     # plain strings takes a quarter of the time of a pattern.
     alike = text.translate(_ALIKE)
     if any(sign in alike for sign in _ODD) or text.count("[") + text.count("{") > _NESTED:
-        return _tamed(value, DEEPEST)
+        return _replace_unsafe_numbers(value, DEEPEST)
     return value
 
 
@@ -47,13 +47,13 @@ def load_event(text: str | bytes) -> tuple[str, dict[str, Any]]:
     return kind, data
 
 
-def _tamed(value: Any, depth: int) -> Any:
+def _replace_unsafe_numbers(value: Any, depth: int) -> Any:
     if isinstance(value, (dict, list)):
         if not depth:
             raise ValueError("nested too deeply")
         if isinstance(value, dict):
-            return {key: _tamed(child, depth - 1) for key, child in value.items()}
-        return [_tamed(child, depth - 1) for child in value]
+            return {key: _replace_unsafe_numbers(child, depth - 1) for key, child in value.items()}
+        return [_replace_unsafe_numbers(child, depth - 1) for child in value]
     if isinstance(value, (int, float)) and not abs(value) < _LARGEST:
         return None
     return value
@@ -62,7 +62,7 @@ def _tamed(value: Any, depth: int) -> Any:
 # ------------------------------------------------------------------------------------------------ members of an event
 
 
-def number_in(data: Mapping[str, object], key: str) -> float | None:
+def number_member(data: Mapping[str, object], key: str) -> float | None:
     """The finite number under `key`; a bool is not a number. Python's JSON accepts NaN and infinity."""
     value = data.get(key)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300:
@@ -70,28 +70,28 @@ def number_in(data: Mapping[str, object], key: str) -> float | None:
     return None
 
 
-def whole_in(data: Mapping[str, object], key: str) -> int | None:
+def int_member(data: Mapping[str, object], key: str) -> int | None:
     """The whole number under `key`; a bool is not a number."""
     value = data.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def text_in(data: Mapping[str, object], key: str) -> str | None:
+def text_member(data: Mapping[str, object], key: str) -> str | None:
     """The text under `key`."""
     value = data.get(key)
     return value if isinstance(value, str) else None
 
 
-def ns_in(data: Mapping[str, object], key: str) -> int | None:
+def ns_member(data: Mapping[str, object], key: str) -> int | None:
     """A time or a duration in seconds, as ns; None if it is negative or decades long."""
-    seconds = number_in(data, key)
+    seconds = number_member(data, key)
     return int(seconds * 1_000_000_000) if seconds is not None and 0 <= seconds < 1e9 else None
 
 
-def finite(value: object) -> object:
+def replace_nonfinite(value: object) -> object:
     """The value with None for NaN and infinity, which only Python accepts as JSON."""
     if isinstance(value, float) and not abs(value) < 1e308:
         return None
     if isinstance(value, Mapping):
-        return {str(key): finite(one) for key, one in value.items()}
-    return [finite(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {str(key): replace_nonfinite(one) for key, one in value.items()}
+    return [replace_nonfinite(one) for one in value] if isinstance(value, (list, tuple)) else value

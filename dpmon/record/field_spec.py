@@ -24,7 +24,7 @@ _SCALES = {"%": 0.01, "ms": 1e-3, "MHz": 1e6}
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class FieldSpec:
     """A field of a record, under its name in JSON."""
 
     name: str
@@ -62,12 +62,12 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordKind:
+class RecordSpec:
     """A kind of record: its name in `kind`, and its fields in the order of its columns in CSV."""
 
     name: str
     meaning: str
-    fields: tuple[Field, ...]
+    fields: tuple[FieldSpec, ...]
     row: str = "record"
     """What a row of CSV describes."""
 
@@ -77,7 +77,7 @@ class RecordKind:
         return tuple(name for each in self.fields for name in each.in_csv)
 
 
-def _fields(lines: Iterable[str], known: Mapping[str, Field]) -> Iterator[Field]:
+def _parse_fields(lines: Iterable[str], known: Mapping[str, FieldSpec]) -> Iterator[FieldSpec]:
     """Yield the fields in the lines of a table; see `kind`."""
     for line in lines:
         if ": " not in line:
@@ -89,31 +89,31 @@ def _fields(lines: Iterable[str], known: Mapping[str, Field]) -> Iterator[Field]
         name, type_, *unit = head.split(", ")
         whether, _, names = note.removesuffix("]").partition("in CSV")
         columns = () if whether == "not " else tuple(names[2:].split()) or None
-        yield Field(name, type_, meaning, columns, whether == "only ", metric, "".join(unit))
+        yield FieldSpec(name, type_, meaning, columns, whether == "only ", metric, "".join(unit))
 
 
-def _lines(table: str) -> list[str]:
+def _join_indented(table: str) -> list[str]:
     """Return the lines of a table; a line that is indented further continues the line before it."""
     return re.sub(r"\n +", " ", dedent(table).strip()).splitlines()
 
 
-def kind(table: str, *more: Field, row: str = "record") -> RecordKind:
+def parse_record_spec(table: str, *more: FieldSpec, row: str = "record") -> RecordSpec:
     """Return a kind of record from a table of its fields.
 
     The first line is `name: meaning`. The line of a field is `name, type: meaning`, or `name, type, unit: meaning` if
     the end of the name does not tell the unit. After it may come `[only in CSV]`, `[not in CSV]` or `[in CSV: names]`,
     then ` -> ` and the name of its metric. Other lines name fields of `more`, or fields of many kinds.
     """
-    head, *lines = _lines(table)
+    head, *lines = _join_indented(table)
     name, meaning = head.split(": ", 1)
     known = {**_SHARED, **{field.name: field for field in more}}
-    return RecordKind(name, meaning, tuple(_fields(lines, known)), row)
+    return RecordSpec(name, meaning, tuple(_parse_fields(lines, known)), row)
 
 
 _SHARED = {
     field.name: field
-    for field in _fields(
-        _lines("""
+    for field in _parse_fields(
+        _join_indented("""
     process, integer: the training process, from 0
     rank, integer: the rank of the process; null if it has none
     t_s, number: time since the run's start

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dpmon.record.field import Field, RecordKind, kind
-from dpmon.record.kinds import MAX_SPANS
-from dpmon.record.names import CALL_PHASES
+from dpmon.record.field_spec import FieldSpec, RecordSpec, parse_record_spec
+from dpmon.record.record_types import MAX_SPANS
 from dpmon.record.schema import QUANTITIES, SPAN_PHASES, STEP_PHASES
+from dpmon.record.shared_names import CALL_PHASES
 
 _CALL_TIMES = " ".join(f"{phase}_{clock}_ms" for phase in CALL_PHASES for clock in ("host", "device"))
 _HOST_TIMES = " ".join(f"{name}_ms" for name in STEP_PHASES)
 _DEVICE_TIMES = " ".join(f"{name}_device_ms" for name in STEP_PHASES if name in SPAN_PHASES)
 _QUANTITIES = [
-    Field(each.name, "integer", each.meaning + f"; missing if {each.absent}" * each.optional, odd_unit=each.unit)
+    FieldSpec(each.name, "integer", each.meaning + f"; missing if {each.absent}" * each.optional, odd_unit=each.unit)
     for each in QUANTITIES
 ]
-RECORDS: Mapping[str, RecordKind] = {
+RECORDS: Mapping[str, RecordSpec] = {
     each.name: each
     for each in (
-        kind(f"""
+        parse_record_spec(f"""
             call: one outermost forward of a model
             process rank
             step, integer: the step of the call
@@ -47,7 +47,7 @@ RECORDS: Mapping[str, RecordKind] = {
                 stage_devices stage_parts stage_host_ms stage_device_ms stage_crossed_bytes]
             absent
         """),
-        kind(
+        parse_record_spec(
             f"""
             step: one step of the training loop; an evaluation step has neither `backward` nor `optimizer` in `phases`
             process rank
@@ -75,7 +75,7 @@ RECORDS: Mapping[str, RecordKind] = {
         """,
             *_QUANTITIES,
         ),
-        kind("""
+        parse_record_spec("""
             collective: one collective of torch.distributed in a sampled step
             process rank
             step, integer: the step that ran when it was launched; null between two steps
@@ -99,7 +99,7 @@ RECORDS: Mapping[str, RecordKind] = {
                 all_gather, reduce_scatter, all_to_all, gather and scatter, 1 for others
             absent
         """),
-        kind("""
+        parse_record_spec("""
             sampled: a period, usually one step, in which every collective was recorded
             process rank
             step, integer: the step that ran in the middle of the period; null if none did
@@ -107,7 +107,7 @@ RECORDS: Mapping[str, RecordKind] = {
             collectives, integer: number of collectives launched; null if they cannot be recorded
             absent
         """),
-        kind("""
+        parse_record_spec("""
             loss: the value from which a backward pass began, at most once a second for each line that calls backward
             process rank
             step, integer: the step of the pass
@@ -116,7 +116,7 @@ RECORDS: Mapping[str, RecordKind] = {
             loss, number: the value, before a GradScaler multiplied it -> loss
             absent
         """),
-        kind("""
+        parse_record_spec("""
             device: one GPU, each second, as reported by NVML
             t_s
             index, integer: NVML's number, which may differ from CUDA's: see ordinals
@@ -160,7 +160,7 @@ RECORDS: Mapping[str, RecordKind] = {
             process_count, integer: number of processes that use it
             absent
         """),
-        kind("""
+        parse_record_spec("""
             host: the machine and the run's processes, each second
             t_s
             cpu_pct, number: share of the host's processors in use -> host_cpu_ratio
@@ -174,7 +174,7 @@ RECORDS: Mapping[str, RecordKind] = {
             gpu_absent, text: why there are no device records
             absent
         """),
-        kind(
+        parse_record_spec(
             """
             memory: memory of a process's tensors on each device; for a tensor sharded over ranks, only the part on
                 this rank
@@ -201,7 +201,7 @@ RECORDS: Mapping[str, RecordKind] = {
         """,
             row="device",
         ),
-        kind("""
+        parse_record_spec("""
             mode: the start of a mode, or a refused request
             process rank t_s
             step, integer: the first step in this mode
@@ -215,7 +215,7 @@ RECORDS: Mapping[str, RecordKind] = {
             refused, text: why the requested mode was refused (`mode` is the one that stays); null if it was not
             absent
         """),
-        kind("""
+        parse_record_spec("""
             pause: the start or end of a pause, or a refused request
             process rank t_s
             step, integer: the step before the pause
@@ -224,13 +224,13 @@ RECORDS: Mapping[str, RecordKind] = {
             reason, text: why the training resumed by itself; null if the user resumed it
             refused, text: why the request was refused; null if it was not
         """),
-        kind("""
+        parse_record_spec("""
             input: a finished wait for a line of input
             pid, integer: the process that waited
             t_s
             waited_s, number: how long it waited
         """),
-        kind("""
+        parse_record_spec("""
             stall: the beginning or the end of a stall; also when another rank is found to hold the others up
             t_s
             since_s, number: time of the last progress since the run's start, in all records of the stall
@@ -246,7 +246,7 @@ RECORDS: Mapping[str, RecordKind] = {
                 started, null if the backend does not count them), stacks, why_no_stack, gpus (torch's name, util_pct
                 and power_w of each of its GPUs); missing at its end [not in CSV]
         """),
-        kind("""
+        parse_record_spec("""
             loader: the start of a DataLoader
             process rank t_s
             loader, text: the class of the dataset
@@ -264,7 +264,7 @@ RECORDS: Mapping[str, RecordKind] = {
             left_out_s, number: total duration of these starts
             absent
         """),
-        kind("""
+        parse_record_spec("""
             ddp: the properties of a DistributedDataParallel, recorded once, and again after each change
             process rank t_s
             wrapper, integer: its number in the process, from 0
@@ -291,7 +291,7 @@ RECORDS: Mapping[str, RecordKind] = {
                 ddp_torch_overlap_seconds
             absent
         """),
-        kind("""
+        parse_record_spec("""
             process: a process that began to record
             process rank t_s
             world, integer: number of ranks; null if the process is not a rank
@@ -305,12 +305,12 @@ RECORDS: Mapping[str, RecordKind] = {
             device_kind, text: cuda or cpu
             absent
         """),
-        kind("""
+        parse_record_spec("""
             warning: a message of dpmon
             process rank t_s
             text, text: the message
         """),
-        kind("""
+        parse_record_spec("""
             oom: the state just before a GPU ran out of memory
             process rank t_s
             device, text: torch's name of the device
@@ -321,12 +321,12 @@ RECORDS: Mapping[str, RecordKind] = {
             reserved_bytes, integer: memory that the allocator had reserved on the GPU
             inactive_split_bytes, integer: free parts of blocks that were in use: fragments
         """),
-        kind("""
+        parse_record_spec("""
             dropped: the number of lost and deleted records, written before the exit
             count, integer: lost spans and records
             pruned, integer: old records that were deleted to limit the history
         """),
-        kind("""
+        parse_record_spec("""
             exit: how the command ended
             status, integer: the exit status of the command; null if unknown
             signal, text: the name of the signal that ended the command, such as SIGTERM; null if none did

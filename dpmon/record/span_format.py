@@ -128,7 +128,7 @@ class Span(NamedTuple):
         return self.start + self.took
 
 
-def unpacked(number: int, head: int, start: int, took: int, sizes: int) -> Span:
+def unpack_span(number: int, head: int, start: int, took: int, sizes: int) -> Span:
     """Return the span in a slot's words."""
     words = (
         number,

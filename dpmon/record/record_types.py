@@ -23,7 +23,7 @@ UNTIMED = (
     "the step copies more tensors to devices than can be timed (16)",
     "steps are so short that only a random sample of them is timed on devices",
 )
-"""Why a device time is unknown: the texts for the numbers of `dpmon.record.names.Untimed`."""
+"""Why a device time is unknown: the texts for the numbers of `dpmon.record.shared_names.Untimed`."""
 _BEFORE = "it ran before the first call on a GPU, or not on the training thread"
 MAX_SPANS = 256
 """Most recorded spans in one step; later spans are only counted."""
@@ -50,7 +50,7 @@ class Size:
     """Global shape of a DTensor; None for any other tensor."""
 
 
-class CallPhase(NamedTuple):
+class CallPhaseTime(NamedTuple):
     """A phase of a call: offset from the call's start and duration in ns; device time in ms or None."""
 
     offset_ns: int
@@ -118,7 +118,7 @@ class Call:
     start_ns: int
     wall_ns: int
     devices: tuple[str, ...]
-    phases: Mapping[str, CallPhase]
+    phases: Mapping[str, CallPhaseTime]
     replicas: tuple[Replica, ...]
     inputs: tuple[Size, ...] | None
     outputs: tuple[Size, ...] | None
@@ -136,7 +136,7 @@ class Call:
     @property
     def rows(self) -> int | None:
         """Rows of the batch; None if no tensor has its dimension."""
-        return rows_of(self.inputs, self.dim)
+        return count_rows(self.inputs, self.dim)
 
 
 class Batches(NamedTuple):
@@ -358,7 +358,7 @@ def kind_of(record: Record) -> str:
     return record.kind if isinstance(record, Event) else type(record).__name__.lower()
 
 
-def rows_of(sizes: Sequence[Size] | None, dim: int) -> int | None:
+def count_rows(sizes: Sequence[Size] | None, dim: int) -> int | None:
     """Return the rows along `dim` of the first tensor with that dimension; None if there is none."""
     return next((size.shape[dim] for size in sizes or () if -len(size.shape) <= dim < len(size.shape)), None)
 

@@ -50,15 +50,15 @@ _VALUES = re.compile(rf"({_SECRET}=|{_OPTION})[^\0]*")
 
 def rank_name(rank: int, node: str | None = None) -> str:
     """Return the name of a rank: "rank 11"; on one of several machines "rank 11 (gpu-3)"."""
-    return f"rank {rank}{on_node(node)}"
+    return f"rank {rank}{node_suffix(node)}"
 
 
-def on_node(node: str | None) -> str:
+def node_suffix(node: str | None) -> str:
     """Return what follows the name of a rank or process of a node: " (gpu-3)"; empty on one machine."""
     return f" ({node})" if node else ""
 
 
-def shortened(text: str, most: int = MAX_NAME) -> str:
+def shorten_name(text: str, most: int = MAX_NAME) -> str:
     """Return a name from the script, cut to `most` characters. A cut name ends with MORE.
 
     The result is a plain str: records must not keep the script's own subclass of str alive.
@@ -75,19 +75,19 @@ def hide_secrets(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(_VALUES.sub(r"\1***", "\0".join(words)).split("\0"))
 
 
-def packed_json(value: Any) -> bytes:
+def to_bounded_json(value: Any) -> bytes:
     """Return the value as JSON; long texts are cut if it would be longer than MAX_JSON."""
     packed = json.dumps(value, separators=(",", ":"))
     for most in _LENGTHS:
         if len(packed) <= MAX_JSON:
             break
-        packed = json.dumps(_cut(value, most), separators=(",", ":"))
+        packed = json.dumps(_shorten_texts(value, most), separators=(",", ":"))
     return packed.encode()
 
 
-def _cut(value: Any, most: int) -> Any:
+def _shorten_texts(value: Any, most: int) -> Any:
     if isinstance(value, str):
-        return shortened(value, most)
+        return shorten_name(value, most)
     if isinstance(value, Mapping):
-        return {_cut(key, most): _cut(child, most) for key, child in value.items()}
-    return [_cut(child, most) for child in value] if isinstance(value, (list, tuple)) else value
+        return {_shorten_texts(key, most): _shorten_texts(child, most) for key, child in value.items()}
+    return [_shorten_texts(child, most) for child in value] if isinstance(value, (list, tuple)) else value

@@ -72,19 +72,19 @@ class Settings:
     """How the terminal of the screen alerts the user, one of ALERTS."""
 
 
-def _one_of(names: Collection[str], value: Any) -> str:
+def _parse_choice(names: Collection[str], value: Any) -> str:
     if value not in names:
         raise ValueError(f"one of {', '.join(names)}")
     return str(value)
 
 
-def _whole(form: str, pattern: str, value: Any) -> int:
+def _parse_number(form: str, pattern: str, value: Any) -> int:
     if isinstance(value, bool) or not re.fullmatch(pattern, str(value)):
         raise ValueError(form)
     return int(value)
 
 
-def _refresh(value: Any) -> float:
+def _parse_refresh(value: Any) -> float:
     wanted = "a number of seconds from 0.1 to 60"
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(wanted)
@@ -97,7 +97,7 @@ def _refresh(value: Any) -> float:
     return seconds
 
 
-def _command(value: Any) -> tuple[str, ...]:
+def _parse_command(value: Any) -> tuple[str, ...]:
     try:
         words = shlex.split(value) if isinstance(value, str) else value
     except ValueError:
@@ -111,13 +111,13 @@ def _command(value: Any) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _switch(value: Any) -> bool:
+def _parse_bool(value: Any) -> bool:
     if str(value).lower() not in ("true", "false"):
         raise ValueError("true or false")
     return str(value).lower() == "true"
 
 
-def _bytes(value: Any) -> int:
+def _parse_byte_size(value: Any) -> int:
     found = re.fullmatch(r"([0-9]{1,18}|[0-9]{1,9}\.[0-9]{1,3})\s*([A-Za-z]{0,3})", str(value).strip())
     if isinstance(value, (bool, float)) or found is None or found[2].upper() not in _UNITS:
         raise ValueError('a size such as "500 MB" or "5 GiB"')
@@ -126,20 +126,20 @@ def _bytes(value: Any) -> int:
 
 
 SETTINGS: Mapping[str, Callable[[Any], Any]] = {
-    "theme": lambda value: _one_of(THEMES, "colour-blind" if value == "color-blind" else value),
-    "refresh": _refresh,
-    "keep_runs": partial(_whole, "a whole number", r"[0-9]{1,9}"),
-    "keep_bytes": _bytes,
-    "batch_dim": partial(_whole, "a number from 0 to 7", r"[0-7]"),
-    "on_event": _command,
-    "alive_minutes": partial(_whole, "a number of minutes from 1", r"(?!0+$)[0-9]{1,9}"),
-    "loss": _switch,
-    "alert": partial(_one_of, ALERTS),
+    "theme": lambda value: _parse_choice(THEMES, "colour-blind" if value == "color-blind" else value),
+    "refresh": _parse_refresh,
+    "keep_runs": partial(_parse_number, "a whole number", r"[0-9]{1,9}"),
+    "keep_bytes": _parse_byte_size,
+    "batch_dim": partial(_parse_number, "a number from 0 to 7", r"[0-7]"),
+    "on_event": _parse_command,
+    "alive_minutes": partial(_parse_number, "a number of minutes from 1", r"(?!0+$)[0-9]{1,9}"),
+    "loss": _parse_bool,
+    "alert": partial(_parse_choice, ALERTS),
 }
 """Returns the value of a setting; raises ValueError, with the form that is expected, for anything else."""
 
 
-def home(environ: Mapping[str, str]) -> Path | None:
+def home_directory(environ: Mapping[str, str]) -> Path | None:
     """Return the user's home directory; None if neither HOME nor the system has an absolute path."""
     named = environ.get("HOME", "")
     if os.path.isabs(named):
@@ -159,33 +159,33 @@ def config_path(environ: Mapping[str, str]) -> Path | None:
     named = environ.get("XDG_CONFIG_HOME", "")
     if os.path.isabs(named):
         return Path(named) / "dpmon" / "config.toml"
-    at_home = home(environ)
+    at_home = home_directory(environ)
     return None if at_home is None else at_home / ".config" / "dpmon" / "config.toml"
 
 
-def load(environ: Mapping[str, str]) -> Settings:
+def load_settings(environ: Mapping[str, str]) -> Settings:
     """Return the settings from the file and from `environ`. Raises ConfigError at the first invalid setting."""
     path = config_path(environ)
     found: dict[str, Any] = {}
-    for name, value in _file(path).items() if path is not None else ():
+    for name, value in _read_config_file(path).items() if path is not None else ():
         if name not in SETTINGS:
             raise ConfigError(f"{path}: there is no setting {name!r}; there are {', '.join(SETTINGS)}")
-        found[name] = _checked(name, value, f"{path}: {name}")
+        found[name] = _validate_setting(name, value, f"{path}: {name}")
     for name in SETTINGS:
         variable = f"DPMON_{name.upper()}"
         if environ.get(variable):
-            found[name] = _checked(name, environ[variable], variable)
+            found[name] = _validate_setting(name, environ[variable], variable)
     return Settings(**found)
 
 
-def _checked(name: str, value: Any, where: str) -> Any:
+def _validate_setting(name: str, value: Any, where: str) -> Any:
     try:
         return SETTINGS[name](value)
     except ValueError as error:
         raise ConfigError(f"{where} is {error}, not {str(value)[:60]!r}") from None
 
 
-def _file(path: Path) -> dict[str, Any]:
+def _read_config_file(path: Path) -> dict[str, Any]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except (FileNotFoundError, NotADirectoryError):

@@ -23,8 +23,8 @@ from dpmon.span_ring import (
     SLOT_BYTES,
     THREADS,
     VERSION,
+    HeaderWord,
     RingError,
-    Word,
 )
 
 HOLE_NS = 1_000_000_000
@@ -59,9 +59,9 @@ class SpanReader:
         """
         self.path = path
         try:
-            self._fd = _opened(path, os.O_RDWR)
+            self._fd = _open_own_file(path, os.O_RDWR)
         except PermissionError:
-            self._fd = _opened(path, os.O_RDONLY)
+            self._fd = _open_own_file(path, os.O_RDONLY)
         try:
             self._read_header()
         except BaseException:
@@ -106,7 +106,7 @@ class SpanReader:
 
     # ------------------------------------------------------------------------------------------ control block
 
-    def words(self) -> memoryview:
+    def header_words(self) -> memoryview:
         """Return the current words of the header (see Word). Raises RingError if the file was truncated."""
         return memoryview(self._read(HEADER_BYTES, 0)).cast("Q")
 
@@ -117,23 +117,23 @@ class SpanReader:
             raise RingError(f"{self.path}: truncated")
         return data
 
-    def _word(self, index: int) -> int:
+    def _read_word(self, index: int) -> int:
         value: int = _WORD.unpack(self._read(_WORD.size, 8 * index))[0]
         return value
 
-    def _set(self, index: int, value: int) -> None:
+    def _write_word(self, index: int, value: int) -> None:
         os.pwrite(self._fd, _WORD.pack(value & 0xFFFFFFFFFFFFFFFF), 8 * index)
 
-    def ended(self) -> bool:
+    def is_ended(self) -> bool:
         """Whether the process has announced its end."""
-        return self._word(Word.ENDED) != 0
+        return self._read_word(HeaderWord.ENDED) != 0
 
     def current_span(self, thread: int | None = None) -> tuple[int, int]:
         """Return kind (0: none) and start (monotonic ns) of a thread's current span.
 
         `thread`: its number; None for the training thread. The start is 0 for a thread that has begun no span.
         """
-        return current_span_in(self.words(), thread)
+        return current_span_in(self.header_words(), thread)
 
     def activity(self) -> tuple[str, int]:
         """Return the activity of the training thread, and when it began (monotonic ns; 0 if nothing has begun).
@@ -141,13 +141,13 @@ class SpanReader:
         One of data, copy, forward, backward, optimizer, paused; "other": in the script; "ended".
         """
         kind, since = self.current_span()
-        return "ended" if self.ended() else DOING.get(kind, "other"), since
+        return "ended" if self.is_ended() else DOING.get(kind, "other"), since
 
     def request(self, mode: int) -> int:
         """Ask the training process for `mode`. Return the serial of the request, to compare with `acknowledged`."""
-        serial = (self._word(Word.REQUEST) + 1) & 0xFFFFFFFFFFFFFFFF
-        self._set(Word.WANTED, mode)
-        self._set(Word.REQUEST, serial)
+        serial = (self._read_word(HeaderWord.REQUEST) + 1) & 0xFFFFFFFFFFFFFFFF
+        self._write_word(HeaderWord.WANTED, mode)
+        self._write_word(HeaderWord.REQUEST, serial)
         return serial
 
     def acknowledged(self) -> tuple[int, int]:
@@ -156,52 +156,52 @@ class SpanReader:
         The mode is 0 before the first call, and after a request that the process refused as a whole, as it does under
         --mode script.
         """
-        words = self.words()
-        return words[Word.ANSWERED], words[Word.MODE]
+        words = self.header_words()
+        return words[HeaderWord.ANSWERED], words[HeaderWord.MODE]
 
     def request_pause(self, paused: bool) -> int:
         """Ask the training process to pause between two steps, or to resume. Return the request.
 
         Each request differs from the one before. Its lowest bit is 1 for a pause, and 0 to resume.
         """
-        number = (((self._word(Word.PAUSE) >> 1) + 1) << 1 | paused) & 0xFFFFFFFF
+        number = (((self._read_word(HeaderWord.PAUSE) >> 1) + 1) << 1 | paused) & 0xFFFFFFFF
         asked = (number ^ 0xFFFFFFFF) << 32 | number
-        self._set(Word.PAUSE, asked)
+        self._write_word(HeaderWord.PAUSE, asked)
         return asked
 
     def pause_requests(self) -> tuple[int, int]:
         """Return the last request of `request_pause`, and the last request acted upon; 0 for none."""
-        words = self.words()
-        return words[Word.PAUSE], words[Word.PAUSED]
+        words = self.header_words()
+        return words[HeaderWord.PAUSE], words[HeaderWord.PAUSED]
 
-    def time_one_in(self, steps: int) -> None:
+    def request_device_timing(self, steps: int) -> None:
         """Ask the training process to time one step in `steps` on its devices."""
-        if self._word(Word.ONE_IN) != steps:
-            self._set(Word.ONE_IN, steps)
+        if self._read_word(HeaderWord.ONE_IN) != steps:
+            self._write_word(HeaderWord.ONE_IN, steps)
 
     def request_sample(self) -> int:
         """Ask the training process to sample the collectives of a step soon. Return the serial of the request."""
-        serial = (self._word(Word.SAMPLE) + 1) & 0xFFFFFFFFFFFFFFFF
-        self._set(Word.SAMPLE, serial)
+        serial = (self._read_word(HeaderWord.SAMPLE) + 1) & 0xFFFFFFFFFFFFFFFF
+        self._write_word(HeaderWord.SAMPLE, serial)
         return serial
 
     def request_stacks(self) -> int:
         """Ask the training process to note the stacks of its threads. Return the serial of the request."""
-        serial = (self._word(Word.STACKS) + 1) & 0xFFFFFFFFFFFFFFFF
-        self._set(Word.STACKS, serial)
+        serial = (self._read_word(HeaderWord.STACKS) + 1) & 0xFFFFFFFFFFFFFFFF
+        self._write_word(HeaderWord.STACKS, serial)
         return serial
 
-    def allow(self, pid: int) -> None:
+    def allow_ptrace_by(self, pid: int) -> None:
         """Ask the training process to let `pid` look into it."""
-        self._set(Word.PTRACER, pid)
+        self._write_word(HeaderWord.PTRACER, pid)
 
     def groups(self) -> list[tuple[int, int, int | None, bool]]:
         """Return facts of each process group: identity, ranks, sequence number (None: none), whether it has NCCL.
 
         Empty unless the training thread has stood still for some seconds.
         """
-        words, found = self.words(), []
-        for at in range(Word.GROUPS, Word.GROUPS + 2 * MAX_GROUPS, 2):
+        words, found = self.header_words(), []
+        for at in range(HeaderWord.GROUPS, HeaderWord.GROUPS + 2 * MAX_GROUPS, 2):
             if not words[at]:
                 break
             identity, ranks, number = words[at] >> 32, words[at] & 0xFFFFFFFF, words[at + 1]
@@ -211,11 +211,11 @@ class SpanReader:
 
     def training_tid(self) -> int:
         """Return the kernel's number of the training thread; that of the main thread while it is unknown."""
-        return self._word(Word.TRAINING_TID) or self.pid
+        return self._read_word(HeaderWord.TRAINING_TID) or self.pid
 
-    def loop_over(self) -> int:
+    def last_loop_end_ns(self) -> int:
         """Return the end of the last loop over a loader (monotonic ns); 0 if none has ended."""
-        return self._word(Word.LOOP_OVER)
+        return self._read_word(HeaderWord.LOOP_OVER)
 
     # ------------------------------------------------------------------------------------------ spans
 
@@ -231,28 +231,28 @@ class SpanReader:
         overtaken = 0
         while len(found) < limit and overtaken < _MAX_JUMPS:
             count = min(count, self.slots)
-            marks = self._marks(self.position, count)
-            there = _in_a_row(marks, self.position)
+            marks = self._slot_marks(self.position, count)
+            there = _count_consecutive(marks, self.position)
             part = self._copy(min(there, limit - len(found)))
-            if self._overtaken(marks[0], there > 0, over):
+            if self._skip_if_overwritten(marks[0], there > 0, over):
                 overtaken += 1
                 continue  # the copied spans may be torn
             if part is None:
-                self._pass_over(self.position + 1)
+                self._continue_at(self.position + 1)
                 continue
             found += part
             self.position += len(part)
-            if there < count and len(part) == there and not self._over_a_hole(marks[there:], now_ns, over):
+            if there < count and len(part) == there and not self._skip_unwritten_slots(marks[there:], now_ns, over):
                 break
             count = min(2 * count, _MAX_READ)
         return found
 
-    def _marks(self, number: int, count: int) -> list[int]:
+    def _slot_marks(self, number: int, count: int) -> list[int]:
         """Return the last words of `count` slots, starting with the slot of span `number`."""
-        marks: list[int] = memoryview(self._raw(number, count)).cast("Q")[4::5].tolist()
+        marks: list[int] = memoryview(self._slot_bytes(number, count)).cast("Q")[4::5].tolist()
         return marks
 
-    def _raw(self, number: int, count: int) -> bytes:
+    def _slot_bytes(self, number: int, count: int) -> bytes:
         """Return the bytes of `count` slots, starting with the slot of span `number`."""
         at = number % self.slots
         first = min(count, self.slots - at)
@@ -265,7 +265,7 @@ class SpanReader:
         A slot with the right number is complete until the writer overwrites it: see `_overtaken`.
         """
         found: list[Span] = []
-        data = self._raw(self.position, count) if count else b""
+        data = self._slot_bytes(self.position, count) if count else b""
         for number, (head, start, took, sizes, mark) in enumerate(SLOT.iter_unpack(data), self.position):
             if mark != number + 1 or head & 0xFF == 0 or head >> LAP_AT & 0xFF != number // self.slots & 0xFF:
                 return found or None
@@ -276,7 +276,7 @@ class SpanReader:
         """Whether `mark`, in the slot of span `number`, belongs to a later lap."""
         return number + self.slots < mark <= _LAST_NUMBER and (mark - 1 - number) % self.slots == 0
 
-    def _overtaken(self, mark: int, copied: bool, over: bool) -> bool:
+    def _skip_if_overwritten(self, mark: int, copied: bool, over: bool) -> bool:
         """Skip ahead if the writer has overwritten the next span, or is about to. Return whether it skipped.
 
         `mark`: the mark in the slot of that span. `copied`: whether spans from there on were copied. They are
@@ -285,7 +285,7 @@ class SpanReader:
         lapped = self._is_lapped(self.position, mark)
         if copied and not lapped and not over:
             behind = self.position - self.slots // 16
-            lapped = self._is_lapped(behind, self._marks(behind, 1)[0])
+            lapped = self._is_lapped(behind, self._slot_marks(behind, 1)[0])
         if not lapped:
             return False
         # Keep all spans if the writer is gone, else drop the eighth that it overwrites next.
@@ -297,12 +297,12 @@ class SpanReader:
 
     def _newest(self) -> int:
         """Return the highest span number that directly follows its neighbour's: a single number may be damaged."""
-        marks = self._marks(0, self.slots)
+        marks = self._slot_marks(0, self.slots)
         numbers = (mark - 1 for mark in marks)
         plausible = (n for at, n in enumerate(numbers) if n % self.slots == at and marks[at - 1] == n < _LAST_NUMBER)
         return max(plausible, default=-1)
 
-    def _over_a_hole(self, marks: list[int], now_ns: int, over: bool) -> bool:
+    def _skip_unwritten_slots(self, marks: list[int], now_ns: int, over: bool) -> bool:
         """Skip slots that a thread has taken but not written within HOLE_NS. Return whether it skipped.
 
         `marks`: the marks from the next slot on. Slots count as taken if a later one is written.
@@ -319,10 +319,10 @@ class SpanReader:
         elif now_ns - since >= HOLE_NS:
             over = True
         if over:
-            self._pass_over(later)
+            self._continue_at(later)
         return over
 
-    def _pass_over(self, number: int) -> None:
+    def _continue_at(self, number: int) -> None:
         """Continue at span `number`; the spans before it are lost."""
         self.missed += max(0, number - max(self.position, self.seen))
         self.position = number
@@ -349,12 +349,12 @@ class SpanReader:
                 if len(data) < READ_BYTES:
                     return
                 whole = len(data)  # the tracer never writes so long a line: its parts count as damaged lines
-            found = self._parsed(data[:whole])
+            found = self._parse_lines(data[:whole])
             self.lines_position += whole
             if found:
                 yield found
 
-    def _parsed(self, data: bytes) -> list[dict[str, Any]]:
+    def _parse_lines(self, data: bytes) -> list[dict[str, Any]]:
         """Return the lines in `data`."""
         found = []
         # The writer ends a line that may be torn with a line break. If the line was whole, an empty line follows it.
@@ -373,19 +373,19 @@ class SpanReader:
         """Return the descriptor of the lines; -1 if this user has no such file."""
         if self._lines_fd < 0:
             with suppress(RingError, OSError):
-                self._lines_fd = _opened(lines_path(self.path), os.O_RDONLY)
+                self._lines_fd = _open_own_file(lines_path(self.path), os.O_RDONLY)
         return self._lines_fd
 
 
 def current_span_in(words: memoryview, thread: int | None = None) -> tuple[int, int]:
     """Return what SpanReader.current_span returns, from header words read earlier."""
     if thread is None:
-        thread = words[Word.TRAINING_THREAD]
+        thread = words[HeaderWord.TRAINING_THREAD]
     thread = min(thread, THREADS - 1)
-    return words.cast("B")[KINDS_AT + thread], words[Word.SPAN_START + thread]
+    return words.cast("B")[KINDS_AT + thread], words[HeaderWord.SPAN_START + thread]
 
 
-def _opened(path: str, access: int) -> int:
+def _open_own_file(path: str, access: int) -> int:
     """Open a file. Raises RingError if it is not a regular file of this user, OSError if it cannot be opened."""
     fd = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     info = os.fstat(fd)
@@ -395,7 +395,7 @@ def _opened(path: str, access: int) -> int:
     raise RingError(f"{path}: not a regular file, or the file of another user")
 
 
-def _in_a_row(marks: list[int], number: int) -> int:
+def _count_consecutive(marks: list[int], number: int) -> int:
     """Return the number of consecutive written slots, starting with the slot of span `number`."""
     if marks[-1] == number + len(marks) and marks == list(range(number + 1, number + 1 + len(marks))):
         return len(marks)

@@ -68,7 +68,7 @@ class RingError(DpmonError):
     """A file is not a usable ring: foreign, truncated or of another version."""
 
 
-class Word:
+class HeaderWord:
     """Indices of the 64-bit words of the header that change while the ring is in use."""
 
     TRAINING_THREAD, ENDED, ANSWERED, MODE, PAUSED, LOOP_OVER, TRAINING_TID = range(17, 24)
@@ -105,27 +105,27 @@ class SpanRing:
         """
         if slots & (slots - 1):
             raise ValueError(f"the number of slots must be a power of two: {slots}")
-        self.map = _created(path, slots, process, rank, world, start_ns)
+        self.map = _create_and_map(path, slots, process, rank, world, start_ns)
         try:
             self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
             self.kinds = memoryview(self.map)[KINDS_AT : KINDS_AT + THREADS]
             self.next = count().__next__
             """Returns the number of the next slot."""
-            self.put = _putter(self.map, slots, self.next)
+            self.put = _make_span_writer(self.map, slots, self.next)
             """Writes a span from its words w0 (without the lap) to w3; returns its number."""
         except BaseException:  # an interrupt must not leave a ring without a writer
             os.unlink(path)
             raise
 
 
-def _created(path: str, slots: int, process: int, rank: int, world: int, start_ns: int) -> mmap.mmap:
+def _create_and_map(path: str, slots: int, process: int, rank: int, world: int, start_ns: int) -> mmap.mmap:
     """Make the file of a ring and map it. A page missing later would kill the process with SIGBUS."""
     size = HEADER_BYTES + slots * SLOT_BYTES
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         try:
-            write_in_place(fd)
-            with NoSizeSignal():
+            disable_copy_on_write(fd)
+            with IgnoreFileSizeSignal():
                 os.posix_fallocate(fd, 0, size)
             made = mmap.mmap(fd, size)
         finally:
@@ -139,7 +139,7 @@ def _created(path: str, slots: int, process: int, rank: int, world: int, start_n
     return made
 
 
-def _putter(ring: mmap.mmap, slots: int, take: Callable[[], int]) -> Callable[[int, int, int, int], int]:
+def _make_span_writer(ring: mmap.mmap, slots: int, take: Callable[[], int]) -> Callable[[int, int, int, int], int]:
     """Make the function that writes spans. A closure, because this is the hot path of the training."""
     pack, size = SLOT.pack_into, SLOT_BYTES
     mask, bits = slots - 1, slots.bit_length() - 1
@@ -153,7 +153,7 @@ def _putter(ring: mmap.mmap, slots: int, take: Callable[[], int]) -> Callable[[i
     return put
 
 
-class NoSizeSignal:
+class IgnoreFileSizeSignal:
     """A context in which growing a file beyond RLIMIT_FSIZE only raises OSError.
 
     Otherwise the kernel also sends SIGXFSZ to the thread that writes. Python ignores this signal, but a script may have
@@ -172,7 +172,7 @@ class NoSizeSignal:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
 
 
-def write_in_place(fd: int) -> None:
+def disable_copy_on_write(fd: int) -> None:
     """Switch copy-on-write off for an empty file (chattr +C), if the file system supports it.
 
     On btrfs each write of a page needs new space, so on a full disk SIGBUS would kill the process.

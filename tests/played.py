@@ -14,7 +14,7 @@ from pretend import Result, decoded
 from dpmon.assemble import Assembler
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind, unpack_span
-from dpmon.span_ring import Word
+from dpmon.span_ring import HeaderWord
 from dpmon.tracer.core.session import FaultGuard
 from dpmon.tracer.devices.timing import Timing
 from dpmon.tracer.steps.optimizers import OptimizerSteps
@@ -102,7 +102,7 @@ class Process:
 
     def one_in(self, count: int) -> None:
         """Request device times for one step in `count`."""
-        self.recorder.words[Word.ONE_IN] = count
+        self.recorder.words[HeaderWord.ONE_IN] = count
 
     def phase(self, kind: int, ms: float = 1.0, work: Any = None) -> None:
         """Run a fetch, a backward pass, or a step of the optimizer: `ms` on the device, then `work`."""

@@ -14,7 +14,7 @@ from synthetic import Training
 
 from dpmon.run.condition import exit_info
 from dpmon.run.rundir import save
-from dpmon.span_ring import SpanRing, Word
+from dpmon.span_ring import HeaderWord, SpanRing
 
 WIDTH, HEIGHT = 120, 40
 SHOW = """
@@ -47,7 +47,7 @@ class Run:
             self.recording.add(self.training.begin())
         self.training.now = max(self.training.now, time.monotonic_ns() - steps * self.training.step_ns)
         self.recording.add(self.training.run(steps))
-        self.control.words[Word.SPAN_START] = time.monotonic_ns()
+        self.control.words[HeaderWord.SPAN_START] = time.monotonic_ns()
 
     def end(self, status: int) -> None:
         """Write exit.json."""

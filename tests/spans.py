@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Flag, Kind, Span
 from dpmon.span_reader import SpanReader, lines_path
-from dpmon.span_ring import SLOTS, SpanRing, Word
+from dpmon.span_ring import SLOTS, HeaderWord, SpanRing
 
 _PRIME = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -160,7 +160,7 @@ class Training:
     def phase(self, kind: int, sizes: int = 0, **parts: int) -> None:
         """Write a phase."""
         began = self._clock()
-        self.ring.words[Word.SPAN_START] = began
+        self.ring.words[HeaderWord.SPAN_START] = began
         self.ring.kinds[0] = kind
         now = self._clock()
         self.ring.put(head(kind, **parts), began, now - began, sizes)
@@ -191,7 +191,7 @@ class Training:
     def end(self) -> None:
         """Write the normal end of the process."""
         self.lines.put(end=True, uncaught=False)
-        self.ring.words[Word.ENDED] = 1
+        self.ring.words[HeaderWord.ENDED] = 1
 
 
 def train(path: str) -> None:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from spans import Lines, head
 
 from dpmon.record.span_format import Flag, Kind
-from dpmon.span_ring import SpanRing, Word
+from dpmon.span_ring import HeaderWord, SpanRing
 
 BURST_S = 0.01
 SPANS = 4
@@ -74,10 +74,10 @@ def main(records: int, rate: float, replicas: int, after: Callable[[int], object
             put(fetch, before, now - before, number // 2 + 1)
             before, now = now, monotonic_ns()
             written = put(call, before, now - before, 2 | 3 << 32)
-        ring.words[Word.SPAN_START] = now  # as the tracer does; else the process seems to stand still
+        ring.words[HeaderWord.SPAN_START] = now  # as the tracer does; else the process seems to stand still
         after(number)
     lines.put(end=True, uncaught=False)
-    ring.words[Word.ENDED] = 1
+    ring.words[HeaderWord.ENDED] = 1
     # In one write, because other threads of the script also print.
     print(f"sent {written + 1}", flush=True)
 

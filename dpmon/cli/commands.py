@@ -13,7 +13,6 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.cleaning import clean, json_text
 from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
 from dpmon.run import proc, retention
@@ -23,6 +22,7 @@ from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
 from dpmon.run.runs import JOB, find_run, list_runs, newest_run, short_name
+from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.supervise.guard import repeated
 from dpmon.supervise.start import ensure_supervisor
 from dpmon.text.cells import cut, has_colours, in_stream
@@ -100,7 +100,7 @@ def stop(options: argparse.Namespace) -> int:
             line = f"{directory.name} is over (exit status {status})"
         elif line.startswith(STOPPED_BY):
             line = f"{line}: {short_name(load_info(directory))}"
-        print(clean(line), flush=True)
+        print(sanitize_line(line), flush=True)
     ensure_supervisor(directory)
     if line.startswith(STOPPED_BY):
         wait_for_record(directory)
@@ -159,7 +159,7 @@ def report(options: argparse.Namespace) -> int:
         text = page(document(story))
         output = output or f"{short_name(load_info(directory))}.html"
     elif options.json:
-        text = json_text(as_object(story), indent=1) + "\n"
+        text = to_safe_json(as_object(story), indent=1) + "\n"
     else:
         text = as_text(document(story), output)
     written(text, output, say=options.html)
@@ -207,7 +207,9 @@ def ls(options: argparse.Namespace) -> int:
 
         found = drift.drift(options.script)
         text = (
-            json_text(drift.as_object(found), indent=1) + "\n" if options.json else as_text(drift.document(found), None)
+            to_safe_json(drift.as_object(found), indent=1) + "\n"
+            if options.json
+            else as_text(drift.document(found), None)
         )
         written(text, None)
         return 0
@@ -218,7 +220,7 @@ def ls(options: argparse.Namespace) -> int:
         speak(f"not listed: {unreadable[0]}{more}")
     if options.json:
         for directory, info in listed:
-            print(json_text(_describe(directory, info)._asdict()), flush=True)  # a reader may not wait for all
+            print(to_safe_json(_describe(directory, info)._asdict()), flush=True)  # a reader may not wait for all
         return 0
     runs = [_describe(directory, info) for directory, info in listed]
     print_table([HEAD, *(run.row() for run in runs)], [[], *(run.below() for run in runs)])
@@ -234,7 +236,7 @@ def print_table(rows: Sequence[tuple[str, ...]], below: Sequence[Sequence[str]])
         command = cut(row[-1], room) if sys.stdout.isatty() else row[-1]
         print("  ".join([*cells, in_stream(command, sys.stdout)]).rstrip())
         for line in lines:
-            print(f"    {clean(line)}")
+            print(f"    {sanitize_line(line)}")
 
 
 class ListedRun(NamedTuple):
@@ -274,14 +276,14 @@ class ListedRun(NamedTuple):
         if self.steps is None and self.open_calls:
             counted = count_of(self.open_calls, "call")
         return (
-            clean(self.name),
+            sanitize_line(self.name),
             self.state + (", kept" if self.kept else ""),
             _age(time.time() - self.started_unix),
             clock(int(self.seconds * 1e9)),
             counted,
             compact(self.samples_per_s),
-            "-" if self.status is None else clean(self.signal or self.status),
-            clean(on_machines(self.machines) + " ".join(self.command)),
+            "-" if self.status is None else sanitize_line(self.signal or self.status),
+            sanitize_line(on_machines(self.machines) + " ".join(self.command)),
         )
 
     def below(self) -> list[str]:

@@ -6,13 +6,13 @@ import argparse
 from collections import Counter
 from itertools import chain
 
-from dpmon.cleaning import json_text
 from dpmon.cli.commands import as_text, written
 from dpmon.model.compare_runs import Threshold, judge, status_of
 from dpmon.report.comparison import as_object, document, read_and_compare
 from dpmon.report.page import page
 from dpmon.run.rundir import RunError
 from dpmon.run.runs import find_run
+from dpmon.sanitize import to_safe_json
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -32,7 +32,7 @@ def compare(options: argparse.Namespace) -> int:
         output = options.output or "-".join(side[0].name for side in found.sides) + ".html"
         written(page(document(found, judgements)), output, say=True)
     elif options.json:
-        written(json_text(as_object(found, judgements), indent=1) + "\n", options.output)
+        written(to_safe_json(as_object(found, judgements), indent=1) + "\n", options.output)
     else:
         written(as_text(document(found, judgements), options.output), options.output)
     return status_of(judgements)

@@ -16,13 +16,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dpmon.cleaning import clean
 from dpmon.cli.speak import error_words
 from dpmon.run.condition import run_state
 from dpmon.run.files import open_file
 from dpmon.run.rundir import ExitInfo, deleted_bytes, mark_stop
 from dpmon.run.runs import short_name
 from dpmon.run.standard_input import send_input
+from dpmon.sanitize import sanitize_line
 from dpmon.supervise.guard import FORWARDED
 from dpmon.text.cells import in_stream
 
@@ -292,7 +292,7 @@ class Follower:
         if self._speaks_json:
             self._put_line(json.dumps({"kind": "message", "text": text}).encode() + b"\n")
         else:
-            self._put_line(in_stream(f"dpmon: {clean(text)}\n", sys.stderr).encode("utf-8", "replace"))
+            self._put_line(in_stream(f"dpmon: {sanitize_line(text)}\n", sys.stderr).encode("utf-8", "replace"))
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:

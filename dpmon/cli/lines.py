@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from dpmon.cleaning import json_text
 from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_of
 from dpmon.model.json_fields import (
@@ -38,6 +37,7 @@ from dpmon.report.health import Health, health, standing
 from dpmon.run.destination import is_stream, open_stream, open_truncated
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, is_run_directory
+from dpmon.sanitize import to_safe_json
 from dpmon.stalls.run_state import ENDED, STALLED
 from dpmon.store.figures import Figures, counted_as_fields, rate_as_fields
 from dpmon.store.opened import open_store
@@ -136,7 +136,7 @@ class Lines:
 
     def _put(self, members: dict[str, object]) -> None:
         members["skipped"] = self._skipped
-        line = json_text(replace_nonfinite(members), separators=(",", ":")).encode() + b"\n"
+        line = to_safe_json(replace_nonfinite(members), separators=(",", ":")).encode() + b"\n"
         self._skipped = 0 if self._write(line) else self._skipped + 1
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import NoneType
 from typing import NamedTuple
 
-from dpmon.cleaning import clean, json_text
 from dpmon.cli.commands import HEAD, ListedRun, follow, print_table
 from dpmon.cli.launch import metrics_file
 from dpmon.cli.options import UsageError
@@ -21,6 +20,7 @@ from dpmon.record.safe_json import load_json
 from dpmon.run.condition import supervised
 from dpmon.run.rundir import ID, RunError, load_info
 from dpmon.run.runs import JOB
+from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.supervise.start import ensure_supervisor, keep_statuses
 from dpmon.text.cells import cut
 from dpmon.text.quantities import count_of
@@ -101,7 +101,7 @@ def runs_of(asked: Sequence[Machine]) -> tuple[list[RunThere], dict[str, Printed
         if answer.why:
             failed[machine.name] = answer
         elif lines and not runs:
-            last = clean(lines[-1].decode("utf-8", "replace"), 200)
+            last = sanitize_line(lines[-1].decode("utf-8", "replace"), 200)
             failed[machine.name] = Printed([], f"it lists no run that this dpmon can read, but prints: {last}", True)
     # Machines with a common home list each other's runs.
     count = dict.fromkeys((machine.name for machine in found), 0)
@@ -129,7 +129,9 @@ def _read(line: bytes) -> ListedRun | None:
         return None
     if run.name != run.id[_STAMP:] or not all(0 <= at < _MOST_S for at in (run.started_unix, run.seconds)):
         return None
-    return run._replace(state=clean(run.state, 20), job=run.job and {key: clean(run.job[key], 200) for key in run.job})
+    return run._replace(
+        state=sanitize_line(run.state, 20), job=run.job and {key: sanitize_line(run.job[key], 200) for key in run.job}
+    )
 
 
 def by_job(runs: Sequence[RunThere]) -> list[list[RunThere]]:
@@ -250,11 +252,13 @@ def ls(options: argparse.Namespace) -> int:
     ordered = [there for group in by_job(runs) for there in group]
     if options.json:
         for there in ordered:
-            print(json_text({"machine": there.machine.name, **there.run._asdict()}))
+            print(to_safe_json({"machine": there.machine.name, **there.run._asdict()}))
         for name, answer in failed.items():
-            print(json_text({"machine": name, "why": answer.why}))
+            print(to_safe_json({"machine": name, "why": answer.why}))
         return int(bool(failed))
-    rows = [(cut(clean(there.job) or "-", _JOB_CELLS), there.machine.name, *there.run.row()) for there in ordered]
+    rows = [
+        (cut(sanitize_line(there.job) or "-", _JOB_CELLS), there.machine.name, *there.run.row()) for there in ordered
+    ]
     if rows:
         print_table([("JOB", "MACHINE", *HEAD), *rows], [[], *(there.run.below() for there in ordered)])
     for name, answer in failed.items():

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 def main(words: Sequence[str]) -> int:
     """Run the command line and return its exit status; 2, with one sentence on stderr, if it cannot run."""
     from dpmon.cli.options import SEVERAL, UsageError, meant, parse, several
-    from dpmon.config import Settings, load
+    from dpmon.config import Settings, load_settings
     from dpmon.errors import DpmonError
 
     try:
@@ -19,7 +19,7 @@ def main(words: Sequence[str]) -> int:
         if command == "help":
             return 2
         # A wrong theme must not keep anyone from listing or stopping runs.
-        options.settings = load(os.environ) if command in ("run", "attach") else Settings()
+        options.settings = load_settings(os.environ) if command in ("run", "attach") else Settings()
         if command == "run":
             from dpmon.cli.launch import run
 

@@ -9,7 +9,6 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from dpmon.cleaning import clean, json_text
 from dpmon.cli.lines import status_members
 from dpmon.cli.speak import speak
 from dpmon.errors import HistoryError
@@ -26,6 +25,7 @@ from dpmon.run.condition import ELSEWHERE, goes_on, run_state
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError
 from dpmon.run.runs import find_run, list_runs, newest_run, short_name
+from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.stalls.run_state import ENDED, QUIET, STALLED
 from dpmon.store.opened import open_store
 from dpmon.text.cells import in_stream
@@ -51,7 +51,7 @@ def status(options: argparse.Namespace) -> int:
     except RunError as error:
         speak(str(error))
         return NO_RUN
-    print(json_text(members, indent=1) if options.json else in_stream("\n".join(_lines(now, members)), sys.stdout))
+    print(to_safe_json(members, indent=1) if options.json else in_stream("\n".join(_lines(now, members)), sys.stdout))
     return now.status if reached is None else reached
 
 
@@ -61,7 +61,7 @@ def _all(as_json: bool) -> int:
         with suppress(RunError):  # it was deleted meanwhile
             runs.append(look_at(directory))
     if as_json:
-        print(json_text({"schema": SCHEMA, "runs": [members for _, members in runs]}, indent=1))
+        print(to_safe_json({"schema": SCHEMA, "runs": [members for _, members in runs]}, indent=1))
     else:
         lines = [_headline(now, members) for now, members in runs] or ["there are no runs"]
         print(in_stream("\n".join(lines), sys.stdout))
@@ -112,7 +112,7 @@ def look_at(directory: Path) -> tuple[Health, dict[str, Any]]:
 
 
 def _headline(now: Health, found: dict[str, Any]) -> str:
-    return clean(f"{found['name']}  {now.words(found['t_s'])}")
+    return sanitize_line(f"{found['name']}  {now.words(found['t_s'])}")
 
 
 def _lines(now: Health, found: dict[str, Any]) -> list[str]:
@@ -153,7 +153,7 @@ def _lines(now: Health, found: dict[str, Any]) -> list[str]:
     uses = [device["util_pct"] for device in devices if device.get("util_pct") is not None]
     if len(devices) > MOST_DEVICES and uses:
         lines.append(f"{len(devices)} GPUs{node}: {min(uses)} to {max(uses)} % used")
-    return [lines[0], *(f"  {clean(line)}" for line in lines[1:])]
+    return [lines[0], *(f"  {sanitize_line(line)}" for line in lines[1:])]
 
 
 def _node_of(found: dict[str, Any]) -> str:

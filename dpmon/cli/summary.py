@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from dpmon.cleaning import clean
 from dpmon.errors import HistoryError
 from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.run_facts import RunFacts
@@ -20,6 +19,7 @@ from dpmon.run.notes import clean_traceback_line
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.runs import short_name
+from dpmon.sanitize import sanitize_line
 from dpmon.store.figures import PhaseFigures
 from dpmon.store.opened import open_store
 from dpmon.text.cells import span_width
@@ -56,7 +56,7 @@ def summary_lines(directory: Path, how: ExitInfo | None, width: int = WIDTH) -> 
         texts = [f"the history cannot be read: {error}"]
         lines += [*_warnings(texts, short_name(info)), _nothing(directory, info, how, texts)]
     lines.append(f"record: {directory}  (dpmon export {short_name(info)})")
-    return [clean(text) for text in lines]
+    return [sanitize_line(text) for text in lines]
 
 
 def _nothing(directory: Path, info: RunInfo, how: ExitInfo | None, reasons: Iterable[str]) -> str:
@@ -183,7 +183,7 @@ def fitted(lines: list[str], rows: int, columns: int, more: str) -> list[str]:
 def ending_line(directory: Path, how: ExitInfo | None) -> str:
     """How the run in `directory` ended, and the command for more; safe for a terminal. RunError if it is not a run."""
     info = load_info(directory)
-    return clean(f"{_outcome(info, how)}  (dpmon report {short_name(info)})")
+    return sanitize_line(f"{_outcome(info, how)}  (dpmon report {short_name(info)})")
 
 
 def _outcome(info: RunInfo, how: ExitInfo | None) -> str:

@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpmon.cleaning import clean, json_text
 from dpmon.cli.commands import as_text, written
 from dpmon.cli.speak import speak
 from dpmon.errors import HistoryError
@@ -34,6 +33,7 @@ from dpmon.run.condition import run_state
 from dpmon.run.rundir import RunError, load_info
 from dpmon.run.runs import find_run, short_name
 from dpmon.run.signalling import stop_run, wait_for_record
+from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.store.opened import open_store
 from dpmon.text.quantities import UNKNOWN, count_of, percent
 
@@ -143,7 +143,7 @@ class _Bench:
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environ, check=False
             )
             if started.returncode:
-                raise RunError(clean(started.stderr.strip().rpartition("\n")[2].removeprefix("dpmon: "), 500))
+                raise RunError(sanitize_line(started.stderr.strip().rpartition("\n")[2].removeprefix("dpmon: "), 500))
             directory = find_run(name)
             speak(f"{trial.name}, run {turn} of {options.rounds}: {short_name(load_info(directory))}")
             self._wait(directory)
@@ -168,7 +168,7 @@ class _Bench:
         how, steps = run_state(directory, info)[1], _steps(directory)
         if how is not None and how.status and not how.stopped:
             last = collect(directory).last_output
-            line = f": {clean(last[-1], 300)}" if last else ""
+            line = f": {sanitize_line(last[-1], 300)}" if last else ""
             raise RunError(f"{short_name(info)} {how_it_ended(how, '')}{line}")
         if steps < self._options.steps:
             why = "ended by itself" if how is not None and not how.stopped else "was stopped by --timeout"
@@ -296,7 +296,7 @@ def _document(
     facts = [
         "The losses and checkpoints of these runs are worthless: they are short, and trials change the computation.",
     ]
-    title = f"trials of {clean(base.set_up['script'] or '', 200)}"
+    title = f"trials of {sanitize_line(base.set_up['script'] or '', 200)}"
     how = f"{count_of(options.rounds, 'run')} of up to {options.steps} steps for each, in turn"
     there = tuple(one for one in sections if one.parts)
     return Document(title, how, "tried", "dpmon ls lists them", facts, there)
@@ -315,4 +315,6 @@ def _json(found: Sequence[Result], runs: dict[str, list[ComparedRun]], absent: d
         }
 
     names = [one.name for one in runs[_BASE]]
-    return json_text({"schema": SCHEMA, "runs": names, "trials": [*map(row, found)], "absent": absent}, indent=1) + "\n"
+    return (
+        to_safe_json({"schema": SCHEMA, "runs": names, "trials": [*map(row, found)], "absent": absent}, indent=1) + "\n"
+    )

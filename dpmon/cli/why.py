@@ -8,7 +8,6 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from dpmon.cleaning import clean, json_text
 from dpmon.cli.speak import speak
 from dpmon.errors import HistoryError
 from dpmon.model.json_fields import fields_of
@@ -19,6 +18,7 @@ from dpmon.report.sentences import stalls
 from dpmon.run.condition import ELSEWHERE, goes_on, run_state
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_info
 from dpmon.run.runs import find_run, newest_run
+from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.stalls.answer import answer, asked
 from dpmon.stalls.answer_lines import NOT_STALLED, lines_of
 from dpmon.stalls.processes import RankLook
@@ -45,20 +45,20 @@ def why(options: argparse.Namespace) -> int:
     seen, sentences = _recorded(directory, how, over)
     if options.json:
         members = [{**fields_of(one, "since_ns", "end_ns", "text"), "ranks": one.ranks} for one in seen]
-        print(json_text({"run": info.id, "state": state, "now": found, "stalls": members}, indent=1))
+        print(to_safe_json({"run": info.id, "state": state, "now": found, "stalls": members}, indent=1))
         return 0
     if found is not None:
         first, *lines = [text for text, _ in lines_of(found, every=options.all)]
         if first == NOT_STALLED:
             first += f": {health_now(directory).words(found['t_s'])}"
-        print("\n".join((clean(first), *lines)))
+        print("\n".join((sanitize_line(first), *lines)))
     elif state == ELSEWHERE:
-        print(f"{info.id} runs on another machine ({clean(info.host)}): ask there")
+        print(f"{info.id} runs on another machine ({sanitize_line(info.host)}): ask there")
     elif over:
         print(f"{info.id} is over ({state})")
     for one, sentence in zip(seen[-len(sentences) :], sentences, strict=False):
         if over or one.end_ns is not None:
-            print(clean(sentence))
+            print(sanitize_line(sentence))
         if over:
             print(f"what each rank did when dpmon noticed it, at {clock(one.noticed_ns)}:")
             print("\n".join(text for text, _ in lines_of(one.record, every=options.all)[2:]))

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TextIO
 
-from dpmon.cleaning import json_text
 from dpmon.errors import DpmonError, HistoryError
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables
@@ -17,6 +16,7 @@ from dpmon.record.record_specs import RECORDS
 from dpmon.record.record_types import Event, Record, kind_of
 from dpmon.run.destination import check_replaceable, opened, replaced, stdout
 from dpmon.run.rundir import load_exit, load_info
+from dpmon.sanitize import to_safe_json
 from dpmon.store.opened import open_store
 
 
@@ -103,4 +103,4 @@ def write_jsonl(directory: Path, file: IO[str], only: str | None = None) -> None
     """Write all records of a run (or those of one kind) to `file`, one JSON object per line, in ASCII."""
     for record in history(directory):
         if only is None or kind_of(record) == only:
-            file.write(json_text(as_json(record), separators=(",", ":")) + "\n")
+            file.write(to_safe_json(as_json(record), separators=(",", ":")) + "\n")

@@ -23,13 +23,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TextIO
 
-from dpmon.cleaning import json_text
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_types import Call, Collective, Event, Record, Sampled, Step
 from dpmon.record.safe_json import int_member, number_member, replace_nonfinite
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.run.rundir import RunInfo
 from dpmon.run.runs import short_name
+from dpmon.sanitize import to_safe_json
 
 MAX_LANES = 64
 _SUPERVISOR = "dpmon"
@@ -75,7 +75,7 @@ class _Trace:
     # ------------------------------------------------------------------------------------------ events
 
     def _put(self, **event: object) -> None:
-        text = json_text(event, separators=(",", ":"), allow_nan=False)
+        text = to_safe_json(event, separators=(",", ":"), allow_nan=False)
         self._file.write(("[\n" if self._first else ",\n") + text)
         self._first = False
 

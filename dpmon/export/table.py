@@ -14,11 +14,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TextIO
 
-from dpmon.cleaning import harmless, json_text
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_specs import COLUMNS, RECORDS
 from dpmon.record.record_types import Call, Event, PhaseSpan, Record, Size, Step, count_rows, kind_of
 from dpmon.record.shared_names import MORE
+from dpmon.sanitize import strip_control_chars, to_safe_json
 
 _SPREAD = ("kind", *(one.name for one in RECORDS["step"].fields if one.in_csv != (one.name,)))
 """Members of a step in JSON that have no column of the same name."""
@@ -83,12 +83,12 @@ def _text(value: object) -> str:
         return repr(value)
     if isinstance(value, (list, tuple)) and all(isinstance(one, (str, int, float)) for one in value):
         return _cell(" ".join(map(str, value)))
-    return _cell(json_text(value, separators=(",", ":")))
+    return _cell(to_safe_json(value, separators=(",", ":")))
 
 
 def _cell(text: str) -> str:
     """`text` made harmless, with an apostrophe before what a spreadsheet would take for a formula."""
-    text = harmless(text)
+    text = strip_control_chars(text)
     return f"'{text}" if _FORMULA.match(text) and not _NUMBERS.fullmatch(text) else text
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from dpmon.cleaning import clean
 from dpmon.run.condition import signal_name
+from dpmon.sanitize import sanitize_line
 
 _WHY_CELLS = 300
 MISSING = "dpmon is not there, or not in the PATH of its commands"
@@ -55,11 +55,11 @@ def reason(status: int | None, errors: bytes, shown: bytes, *, was_open: bool) -
     said = errors.decode("utf-8", "replace").strip()
     for pattern, text, for_good in _CAUSES:
         if (found := pattern.search(said)) is not None:
-            return text or clean(found[1], _WHY_CELLS), for_good
+            return text or sanitize_line(found[1], _WHY_CELLS), for_good
     if status == 127:
         return MISSING, True
     said = said or shown.decode("utf-8", "replace").strip()
-    last = clean(said.rpartition("\n")[2].removeprefix("dpmon: "), _WHY_CELLS)
+    last = sanitize_line(said.rpartition("\n")[2].removeprefix("dpmon: "), _WHY_CELLS)
     if status is None:
         how = "it sends no more"
     elif status < 0:

@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpmon.cleaning import clean
 from dpmon.run import proc
 from dpmon.run.files import open_file, write_whole
 from dpmon.run.mirrored import Machines
 from dpmon.run.rundir import RunError, RunInfo, count_file, deleted_bytes, load_exit
 from dpmon.run.runs import JOB, create_run, list_runs, short_name
+from dpmon.sanitize import sanitize_line
 
 OUTPUT_BYTES = 8 << 20
 """When the output has more bytes, its older half is deleted."""
@@ -60,7 +60,7 @@ def command_of(words: list[str], known: str | None = None) -> list[str]:
 
 def append_output(directory: Path, name: str, text: str) -> None:
     """Append the output of a machine to the run's, with its name before each line."""
-    lines = "".join(f"{name}: {clean(line)}\n" for line in text[: 1 << 16].splitlines())
+    lines = "".join(f"{name}: {sanitize_line(line)}\n" for line in text[: 1 << 16].splitlines())
     path = directory / "output.log"
     with contextlib.suppress(OSError), open(open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "r+b") as file:
         size = file.seek(0, os.SEEK_END)

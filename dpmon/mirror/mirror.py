@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import dpmon
-from dpmon.cleaning import clean
 from dpmon.errors import DpmonError, HistoryError
 from dpmon.mirror.followed import Followed
 from dpmon.mirror.joint_stalls import JointStalls
@@ -38,6 +37,7 @@ from dpmon.run.files import write_whole
 from dpmon.run.mirrored import STATE_FILE, by_word, doing_in
 from dpmon.run.rundir import ID, MAX_STATUS, ExitInfo, RunInfo, load_exit, load_info, mark_stop, save
 from dpmon.run.runs import JOB
+from dpmon.sanitize import sanitize_line
 from dpmon.store.answers import NodeRow, event_in
 from dpmon.store.drain import RETRY_S
 from dpmon.store.exchange import CHUNK_BYTES
@@ -170,7 +170,7 @@ class Mirror(Record):
                 elif found is not None:
                     self._take_message(machine, found)
         except (DpmonError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            self._end_link(machine, f"it sent rubbish: {clean(str(error))}")
+            self._end_link(machine, f"it sent rubbish: {sanitize_line(str(error))}")
 
     def _open(self, machine: Followed, marker: Mapping[str, Any]) -> None:
         node = machine.node
@@ -187,7 +187,7 @@ class Mirror(Record):
         node.host, node.run, node.version, machine.sought = host, run, version, False
         words = marker.get("command")
         if not self.info.command and isinstance(words, list):  # what the run is, as the first machine says
-            command = tuple(clean(word, _MOST_TEXT) for word in words[:100])
+            command = tuple(sanitize_line(word, _MOST_TEXT) for word in words[:100])
             info = replace(self.info, command=command, script=script, cwd=cwd, versions={"dpmon": version})
             self.info = self.joint.info = info
             with contextlib.suppress(OSError):
@@ -369,9 +369,9 @@ class Mirror(Record):
             "pausing": any(pending is True for _, pending, _ in pauses),
             "paused_ns": max(since) if len(since) == len(live) > 0 else None,
             "pending": any(machine.beat.get("pending") is True for machine in live),
-            "refusal": min(map(clean, refusals)) if len(refusals) == len(live) > 0 else None,
+            "refusal": min(map(sanitize_line, refusals)) if len(refusals) == len(live) > 0 else None,
             "input_ns": min(waits, default=None),
-            "stage": next((clean(str(stage[0]))[:200] for stage in stages[:1]), None),
+            "stage": next((sanitize_line(str(stage[0]))[:200] for stage in stages[:1]), None),
             "stage_ns": next((stage[1] for stage in stages[:1] if len(stage) > 1 and type(stage[1]) is int), None),
             **self._requests.state,
         }
@@ -404,7 +404,7 @@ class Mirror(Record):
 def _text(sent: Mapping[str, Any], key: str) -> str | None:
     """A text that a machine has sent, safe to show and short; None if there is none."""
     text = text_member(sent, key)
-    return None if text is None else clean(text, _MOST_TEXT)
+    return None if text is None else sanitize_line(text, _MOST_TEXT)
 
 
 def _log(text: str) -> None:

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dpmon.cleaning import clean
 from dpmon.record.safe_json import int_member, load_json, number_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.run import proc
 from dpmon.run.files import open_file
 from dpmon.run.mirrored import ASKED_FILE
+from dpmon.sanitize import sanitize_line
 from dpmon.stalls.answer import request_in, save_answer, wants_native
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Requests:
             if answer.get("answer") == sent.number and node.number in sent.waited:
                 sent.waited.discard(node.number)
                 if (error := text_member(answer, "error")) is not None:
-                    sent.failed[node.number] = clean(error, _MOST_TEXT)
+                    sent.failed[node.number] = sanitize_line(error, _MOST_TEXT)
                 elif isinstance(why := answer.get("why"), dict):
                     sent.stacks[node.number] = node.name, why
 

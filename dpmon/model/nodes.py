@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dpmon.cleaning import clean
 from dpmon.record.safe_json import int_member, load_json
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import node_suffix
+from dpmon.sanitize import sanitize_line
 from dpmon.store.answers import NODE_DEVICES
 
 if TYPE_CHECKING:
@@ -95,9 +95,9 @@ def nodes_in(rows: Store) -> tuple[NodeFacts, ...]:
     return tuple(
         NodeFacts(
             row.number,
-            clean(row.name, 40),
+            sanitize_line(row.name, 40),
             row.state,
-            None if row.why is None else clean(row.why, 300),
+            None if row.why is None else sanitize_line(row.why, 300),
             row.since_ns,
             row.heard_ns,
             int_member(exited, "status"),

@@ -10,7 +10,6 @@ import html
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from dpmon.cleaning import clean
 from dpmon.record.schema import SECOND
 from dpmon.report.document import (
     Document,
@@ -25,6 +24,7 @@ from dpmon.report.document import (
     Verbatim,
 )
 from dpmon.report.sections import MAX_ROWS
+from dpmon.sanitize import sanitize_line
 from dpmon.text.quantities import clock, percent, short_clock, three
 
 WIDTH, HEIGHT, ROW = 960.0, 300.0, 34.0
@@ -163,7 +163,7 @@ def drawn(plot: Plot) -> str:
 
 def escaped(text: str) -> str:
     """`text`, which may come from the script, as harmless HTML."""
-    return html.escape(clean(text))
+    return html.escape(sanitize_line(text))
 
 
 class _Canvas:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from dpmon.cleaning import clean
 from dpmon.model.devices import DeviceFacts
 from dpmon.model.finding import MIN_STEPS, faster, measured_modes, of_process
 from dpmon.model.findings import together
@@ -23,6 +22,7 @@ from dpmon.report.collect import Story
 from dpmon.report.document import Bars, Document, Entries, Findings, Paragraph, Part, Section, Table, Verbatim
 from dpmon.report.plots import plots
 from dpmon.run.runs import short_name
+from dpmon.sanitize import sanitize_line
 from dpmon.text.quantities import (
     UNKNOWN,
     clock,
@@ -344,7 +344,7 @@ def _changes(facts: RunFacts) -> list[Entries]:
         if change.requested_by != "start":
             step = UNKNOWN if change.step is None else f"{change.step:,}"
             what = f"to {change.mode}" if change.refused is None else f"refused: {change.refused}"
-            what = f"{clean(change.root, 60)}: {what}" if several else what
+            what = f"{sanitize_line(change.root, 60)}: {what}" if several else what
             rows.append((clock(change.t_ns), f"step {step}{of_process(change.process, facts)}", what))
     return _entries(rows, _MAX_CHANGES, 6, ("time", "where", "what"))
 

@@ -7,10 +7,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from dpmon.cleaning import clean
 from dpmon.report.collect import collect
 from dpmon.report.document import Bars, Document, Entries, Findings, Paragraph, Part, Section, Table, Verbatim
 from dpmon.report.sections import MAX_ROWS, document
+from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import cut
 from dpmon.text.quantities import clock, duration
 
@@ -43,7 +43,7 @@ def text_lines(report: Document, width: int = 80) -> list[str]:
 def section_lines(section: Section, width: int) -> list[str]:
     """The title of a section and its parts."""
     return [
-        clean(section.title.upper() + section.about),
+        sanitize_line(section.title.upper() + section.about),
         *(line for part in section.parts for line in _part(part, width)),
     ]
 
@@ -58,13 +58,13 @@ def _part(part: Part, width: int) -> Iterable[str]:
     if isinstance(part, Findings):
         return _findings(part, width)
     if isinstance(part, Verbatim):
-        return [cut(f"  {clean(line)}", width) for line in part.lines]
+        return [cut(f"  {sanitize_line(line)}", width) for line in part.lines]
     return _bars(part, width) if isinstance(part, Bars) else ()
 
 
 def _wrap(text: str, width: int, first: str = "  ", rest: str | None = None) -> list[str]:
     rest = first if rest is None else rest
-    kept = _UNIT.sub(_KEPT, clean(text))
+    kept = _UNIT.sub(_KEPT, sanitize_line(text))
     lines = textwrap.wrap(kept, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
     return [line.replace(_KEPT, " ") for line in lines] or [first.rstrip()]
 
@@ -75,7 +75,7 @@ def _more(rows: Sequence[object], shown: int) -> list[str]:
 
 def _columns(rows: Sequence[Sequence[str]], width: int, left: int) -> list[str]:
     """Columns as wide as their content, `left` of them left-aligned; whatever exceeds `width` is cut."""
-    rows = [[clean(cell) for cell in row] for row in rows]
+    rows = [[sanitize_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -95,8 +95,11 @@ def _table(table: Table, width: int) -> list[str]:
         return [*_columns(rows, width, left=1), *more]
     narrow = _columns([row[:-1] for row in rows], width, left=2)
     widest = max(map(len, narrow))
-    if max(len(clean(row[-1])) for row in rows) <= width - widest - 2:
-        return [*(f"{line.ljust(widest)}  {clean(row[-1])}" for line, row in zip(narrow, rows, strict=True)), *more]
+    if max(len(sanitize_line(row[-1])) for row in rows) <= width - widest - 2:
+        return [
+            *(f"{line.ljust(widest)}  {sanitize_line(row[-1])}" for line, row in zip(narrow, rows, strict=True)),
+            *more,
+        ]
     short = f"{table.head[-1]}: " if len(table.head[-1]) == 1 else ""
     lines = narrow[:1]
     for line, row in zip(narrow[1:], rows[1:], strict=True):
@@ -107,7 +110,9 @@ def _table(table: Table, width: int) -> list[str]:
 def _entries(entries: Entries, width: int) -> list[str]:
     lines = []
     for row in entries.rows[: entries.most]:
-        label, text = ("", "  ".join(row)) if len(row) != 2 else (clean(row[0]).ljust(entries.indent - 2), row[1])
+        label, text = (
+            ("", "  ".join(row)) if len(row) != 2 else (sanitize_line(row[0]).ljust(entries.indent - 2), row[1])
+        )
         lines += _wrap(text, width, f"  {label}", " " * entries.indent)
     return [*lines, *_more(entries.rows, entries.most)]
 

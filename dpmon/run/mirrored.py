@@ -14,10 +14,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpmon.cleaning import clean
 from dpmon.record.safe_json import int_member, load_json, text_member
 from dpmon.run import proc
 from dpmon.run.files import open_file, read_file
+from dpmon.sanitize import sanitize_line
 
 STATE_FILE, ASKED_FILE = "nodes.json", "asked.jsonl"
 _MOST_BYTES = 8 << 20
@@ -33,7 +33,7 @@ def doing_in(value: object, start_ns: int = 0) -> dict[int, tuple[str, int]]:
     """
     found = {}
     for word, numbers in value.items() if isinstance(value, Mapping) else ():
-        what = clean(word)[:_MOST_WORD]
+        what = sanitize_line(word)[:_MOST_WORD]
         for number, since in numbers.items() if isinstance(numbers, Mapping) else ():
             if type(since) is int and number.isdecimal() and len(number) < 10:
                 found[int(number)] = what, since and since + start_ns
@@ -132,7 +132,11 @@ class Machines:
         failed = self.state.get("failed")
         if not isinstance(failed, dict) or time.time_ns() - self._asked > _SHOWN_NS:
             failed = {}
-        return Answers(found[1], found[2], {clean(name, 40): clean(str(text), 300) for name, text in failed.items()})
+        return Answers(
+            found[1],
+            found[2],
+            {sanitize_line(name, 40): sanitize_line(str(text), 300) for name, text in failed.items()},
+        )
 
     def ended(self) -> tuple[int, int]:
         """How many machines' runs have ended, and the number of machines."""

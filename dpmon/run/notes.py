@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.cleaning import harmless
 from dpmon.record.safe_json import load_json
 from dpmon.run.files import open_file, read_file, read_tail
+from dpmon.sanitize import strip_control_chars
 
 _MAX_WARNINGS = 1 << 16
 """Most bytes of warnings.log to read at once."""
@@ -58,7 +58,7 @@ def add_note(directory: Path, text: str, file: str = "warnings.log", pid: int = 
     with contextlib.suppress(OSError):
         fd = open_file(directory / file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
-            os.write(fd, f"{pid} {time.monotonic_ns()} {harmless(text)[:4096]}\n".encode())
+            os.write(fd, f"{pid} {time.monotonic_ns()} {strip_control_chars(text)[:4096]}\n".encode())
         finally:
             os.close(fd)
 
@@ -188,4 +188,4 @@ def traceback_line(end: bytes) -> str | None:
 def clean_traceback_line(end: bytes, most: int = 300) -> str | None:
     """The line found by `traceback_line`, cut to `most` characters and safe for a terminal."""
     line = traceback_line(end)
-    return None if line is None else harmless(line)[:most]
+    return None if line is None else strip_control_chars(line)[:most]

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.config import ConfigError, load
+from dpmon.config import ConfigError, load_settings
 from dpmon.run.condition import goes_on, run_state, supervised, take_lock
 from dpmon.run.files import open_file, remove_file
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
@@ -45,7 +45,7 @@ class Limits(NamedTuple):
 def limits(environ: Mapping[str, str]) -> Limits:
     """The limits from the environment or the configuration, else the defaults; all defaults if it is invalid."""
     with contextlib.suppress(ConfigError):  # commands that start or show a run report it
-        settings = load(environ)
+        settings = load_settings(environ)
         given = {"runs": settings.keep_runs, "bytes": settings.keep_bytes}
         return Limits()._replace(**{name: value for name, value in given.items() if value is not None})
     return Limits()

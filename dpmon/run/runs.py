@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from dpmon.config import home
+from dpmon.config import home_directory
 from dpmon.run import proc
 from dpmon.run.rundir import ID, INFO_FILE, RunError, RunInfo, check_directory, load_info, save
 
@@ -40,7 +40,7 @@ def runs_directory() -> Path:
     state = os.environ.get("XDG_STATE_HOME", "")
     if os.path.isabs(state):
         return Path(state) / "dpmon" / "runs"
-    at_home = home(os.environ)
+    at_home = home_directory(os.environ)
     if at_home is None:
         raise RunError("there is no home directory for runs; set XDG_STATE_HOME to an absolute path")
     return at_home / ".local" / "state" / "dpmon" / "runs"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpmon.cleaning import clean
+from dpmon.sanitize import sanitize_line
 from dpmon.stalls.verdict import RankFacts, names
 
 NOT_STALLED = "not stalled"
@@ -26,7 +26,7 @@ def lines_of(found: Mapping[str, Any], *, every: bool = False, width: int | None
     wider has fewer columns, and a long path only its last part.
     """
     try:
-        return [(clean(text), style) for text, style in _lines(found, every, width)]
+        return [(sanitize_line(text), style) for text, style in _lines(found, every, width)]
     except (KeyError, TypeError, ValueError, AttributeError):  # any program may have written the record
         return [("the record of the stall is damaged", "bad")]
 

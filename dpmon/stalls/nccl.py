@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 
-from dpmon.cleaning import clean
+from dpmon.sanitize import sanitize_line
 
 _ADDRESS = "localhost:28028"
 """Where NCCL answers, unless NCCL_RAS_ADDR names another place."""
@@ -51,4 +51,4 @@ def _problems(text: str, pids: Collection[int]) -> tuple[str, ...]:
     found = [line for line in below if line.strip("=") not in ("", "Errors", "Warnings")]
     if not any(int(pid) in pids for line in found for pid in _PROCESS.findall(line)):
         return ()
-    return tuple(clean(line, _MOST_CHARACTERS) for line in found[:_MOST_LINES])
+    return tuple(sanitize_line(line, _MOST_CHARACTERS) for line in found[:_MOST_LINES])

@@ -110,7 +110,7 @@ class RankLook:
                 if is_member(ring.pid, self.directory):
                     self._members.add(ring.pid)
                 if self._adopted:
-                    ring.allow(os.getpid())
+                    ring.allow_ptrace_by(os.getpid())
         found: list[RankFacts] = []
         self._table: Mapping[int, proc.ProcessEntry] = {}
         for ring in self._rings.values():
@@ -124,7 +124,7 @@ class RankLook:
         ]
 
     def _facts(self, ring: SpanReader, step: int | None, now_ns: int) -> RankFacts:
-        pid, world, loop_over = ring.pid, ring.world or 1, ring.loop_over()
+        pid, world, loop_over = ring.pid, ring.world or 1, ring.last_loop_end_ns()
         doing, span_ns = ring.activity()
         since, before = span_ns, self._standing.get(pid)
         if before is not None and before.span_ns == span_ns:  # a span may have ended: the ring has only its start

@@ -13,7 +13,7 @@ from dpmon.record.history_rows import Row
 from dpmon.record.span_format import Span
 from dpmon.run.proc import alive
 from dpmon.span_reader import SpanReader, current_span_in
-from dpmon.span_ring import RingError, Word
+from dpmon.span_ring import HeaderWord, RingError
 from dpmon.store.tables import RingRow
 
 _MUCH = 8
@@ -85,7 +85,7 @@ class SpanSource:
         before = ring.position
         try:
             # The words are read before the spans, so that all spans before a thread's current span are included.
-            words = ring.words()
+            words = ring.header_words()
             self._spans += ring.read(now_ns, over=gone)
         except RingError:
             if not gone:
@@ -101,8 +101,8 @@ class SpanSource:
         if self._assembler.one_in not in (0, self._one_in):
             self._one_in = self._assembler.one_in
             with suppress(RingError, OSError):  # truncated or not writable: keep the old sampling
-                ring.time_one_in(self._one_in)
-        if ring.at_end and (gone or words[Word.ENDED]):
+                ring.request_device_timing(self._one_in)
+        if ring.at_end and (gone or words[HeaderWord.ENDED]):
             rows += self._ended()
         return rows, ring.position - before >= ring.slots // _MUCH
 

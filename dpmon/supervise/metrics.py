@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from dpmon.cleaning import harmless
 from dpmon.errors import HistoryError
 from dpmon.record.record_specs import RECORDS
 from dpmon.record.schema import EVALUATION, EXPOSED, HELD, PHASES, QUANTITIES, STEP, WAIT, Phase, device_series
@@ -25,6 +24,7 @@ from dpmon.run.destination import replaced
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, load_info
 from dpmon.run.runs import short_name
+from dpmon.sanitize import strip_control_chars
 from dpmon.stalls.run_state import ENDED, Now, state_of
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.figures import Figures, PhaseFigures, Window, elapsed
@@ -110,7 +110,7 @@ class MetricsText:
 
 
 def _escaped(value: str) -> str:
-    return harmless(value[:MAX_LABEL]).replace("\\", "\\\\").replace('"', '\\"')  # as the format requires
+    return strip_control_chars(value[:MAX_LABEL]).replace("\\", "\\\\").replace('"', '\\"')  # as the format requires
 
 
 def _number(value: float) -> str:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpmon.config import ConfigError, load
+from dpmon.config import ConfigError, load_settings
 from dpmon.run import proc
 from dpmon.run.condition import YOUNG_S, exit_info, needs_supervisor, take_lock, unknown_exit
 from dpmon.run.files import open_file, remove_file
@@ -75,7 +75,7 @@ class Supervisor:
         self._metrics_file = os.path.abspath(metrics) if metrics else None
         self._has_event_command = False
         with contextlib.suppress(ConfigError):
-            command = load(os.environ).on_event
+            command = load_settings(os.environ).on_event
             self._has_event_command = command is not None and shutil.which(command[0]) is not None
 
     def run(self, lock: int | None) -> None:

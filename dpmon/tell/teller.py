@@ -19,8 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.cleaning import json_text
-from dpmon.config import load
+from dpmon.config import load_settings
 from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_of
 from dpmon.model.finding import Finding
@@ -36,6 +35,7 @@ from dpmon.run.reader import RunReader
 from dpmon.run.rundir import EXIT_FILE, RunError, RunInfo
 from dpmon.run.runs import short_name
 from dpmon.run.signalling import SUPERVISES
+from dpmon.sanitize import to_safe_json
 from dpmon.store.opened import open_store
 from dpmon.supervise.start import START_DIRECTORY
 from dpmon.tell.happened import Happened, Happenings
@@ -142,7 +142,7 @@ class EventCommands:
         try:
             fd = os.memfd_create("event")  # neither a full pipe nor a full disk stops it
             with open(fd, "w+b") as body:
-                body.write(json_text(envelope(event, name, self._info)).encode() + b"\n")
+                body.write(to_safe_json(envelope(event, name, self._info)).encode() + b"\n")
                 body.seek(0)
                 process = subprocess.Popen(
                     self._command,
@@ -186,7 +186,7 @@ def main(directory_text: str, lock: str) -> None:
     os.set_inheritable(fd, False)
     with contextlib.suppress(OSError):
         os.nice(5)  # the training comes first
-    command = load(os.environ).on_event
+    command = load_settings(os.environ).on_event
     assert command is not None, "the supervisor starts this process only if there is a command"
     with closing(RunReader(directory)) as reader:
         watch(reader, EventLog(fd), command)

@@ -1,7 +1,7 @@
 """The width of plain text in terminal cells, functions to cut and wrap it, and ASCII for terminals that need it.
 
 The widths are equal to Rich's, which Textual uses on the screen; a test compares every character. The command line gets
-them without importing Rich. The text must be clean (`dpmon.cleaning`).
+them without importing Rich. The text must be clean (`dpmon.sanitize`).
 """
 
 from __future__ import annotations

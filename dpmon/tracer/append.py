@@ -47,10 +47,10 @@ def open_to_append(directory: str, file: str) -> int:
 
 def append_to(fd: int, data: bytes, most: int) -> bool:
     """Do the same as `append` with an open file."""
-    from dpmon.span_ring import NoSizeSignal  # imported here, because a process without torch does not need it
+    from dpmon.span_ring import IgnoreFileSizeSignal  # imported here, because a process without torch does not need it
 
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1 or info.st_size + len(data) > most:
         return False
-    with NoSizeSignal():
+    with IgnoreFileSizeSignal():
         return os.write(fd, data) == len(data)

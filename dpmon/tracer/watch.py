@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from dpmon.record.shared_names import INNER_FRAMES, MOST_THREADS, OUTER_FRAMES, shorten_name, to_bounded_json
-from dpmon.span_ring import MAX_GROUPS, NO_NUMBER, OF_NCCL, SpanRing, Word
+from dpmon.span_ring import MAX_GROUPS, NO_NUMBER, OF_NCCL, HeaderWord, SpanRing
 from dpmon.tracer.append import append
 from dpmon.tracer.core.session import Session
 
@@ -91,16 +91,16 @@ class Watch:
                 looks += 1
                 try:
                     if looks % GROUPS_EVERY == 0:
-                        begun = words[Word.SPAN_START + words[Word.TRAINING_THREAD]]
+                        begun = words[HeaderWord.SPAN_START + words[HeaderWord.TRAINING_THREAD]]
                         if monotonic_ns() - begun > STILL_NS:
                             note_groups(words)
-                        elif words[Word.GROUPS]:
-                            words[Word.GROUPS] = 0
-                    if words[Word.PTRACER] != allowed:
-                        allowed = words[Word.PTRACER]
+                        elif words[HeaderWord.GROUPS]:
+                            words[HeaderWord.GROUPS] = 0
+                    if words[HeaderWord.PTRACER] != allowed:
+                        allowed = words[HeaderWord.PTRACER]
                         _allow(allowed)
-                    if words[Word.STACKS] != answered:
-                        answered = words[Word.STACKS]
+                    if words[HeaderWord.STACKS] != answered:
+                        answered = words[HeaderWord.STACKS]
                         line = to_bounded_json({"asked": answered, "threads": stacks(self._training(opener))}) + b"\n"
                         _note(session.config.directory, f"process-{session.process}.stacks", line)
                 except OSError:  # the disk: the supervisor says that there is no answer
@@ -127,7 +127,7 @@ def _note(directory: str, file: str, line: bytes) -> None:
 def note_groups(words: memoryview) -> None:
     """Write the sequence number of each process group into the ring."""
     world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    at = Word.GROUPS
+    at = HeaderWord.GROUPS
     for group in tuple(world.pg_names)[:MAX_GROUPS] if world is not None else ():
         # Groups of different ranks may have the same name: torch counts them in each process.
         ranks = list(world.pg_group_ranks.get(group, ()))
@@ -139,7 +139,7 @@ def note_groups(words: memoryview) -> None:
         nccl = OF_NCCL if "nccl" in backends else 0
         words[at] = crc32(f"{world.pg_names.get(group)} {ranks}".encode()) << 32 | nccl | max(len(ranks), 1)
         at += 2
-    if at < Word.GROUPS + 2 * MAX_GROUPS:
+    if at < HeaderWord.GROUPS + 2 * MAX_GROUPS:
         words[at] = 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpmon.cleaning import clean
+from dpmon.sanitize import sanitize_line
 from dpmon.stalls.run_state import ENDED, STALLED
 from dpmon.ui.facts import Facts
 
@@ -28,4 +28,4 @@ class Alert:
         stall = facts.stall
         why = f": {stall.text}" if self._before == STALLED and stall is not None else ""
         # The text may have no part that ends the sequence, or begins another field.
-        return self._form.format(clean(f"{facts.title} {self._before}{why}", _MOST).replace(";", ","))
+        return self._form.format(sanitize_line(f"{facts.title} {self._before}{why}", _MOST).replace(";", ","))

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.cleaning import clean
 from dpmon.model.state import DeviceTrack
 from dpmon.record.safe_json import int_member, number_member
 from dpmon.record.schema import SECOND
+from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import right, span_width, wrapped
 from dpmon.text.quantities import UNKNOWN, group, memory, memory_of, short_clock
 from dpmon.ui.chart import area
@@ -48,7 +48,7 @@ _WORDS = {
 
 def device_name(data: Data) -> str:
     """The GPU's name without "NVIDIA"."""
-    return clean(data.get("name") or "GPU", 60).removeprefix("NVIDIA ")
+    return sanitize_line(data.get("name") or "GPU", 60).removeprefix("NVIDIA ")
 
 
 def mine(data: Data) -> bool:
@@ -63,7 +63,7 @@ def rounded(value: float | None, unit: str) -> str:
 
 def label(index: int, data: Data) -> str:
     """A GPU's number, followed by its name in the run's processes (cuda:N) if that has another number."""
-    names = {clean(one.get("device"), 10) for one in data.get("ordinals") or () if isinstance(one, dict)}
+    names = {sanitize_line(one.get("device"), 10) for one in data.get("ordinals") or () if isinstance(one, dict)}
     named = names.pop() if len(names) == 1 else f"cuda:{index}"
     return f"{index:2d}" if named == f"cuda:{index}" else f"{index:2d} {named}"
 
@@ -74,8 +74,8 @@ def reasons(samples: Sequence[Data], only: Sequence[str] | None = None) -> str:
     for data in samples:
         for key, reason in (data.get("absent") or {}).items():
             if (only is None or key in only) and (key != "xid" or reason != _NO_XID):
-                name = _WORDS.get(key, _UNIT.sub("", clean(key, 40)).replace("_", " "))
-                by_reason.setdefault(clean(reason, 200), {})[name] = None
+                name = _WORDS.get(key, _UNIT.sub("", sanitize_line(key, 40)).replace("_", " "))
+                by_reason.setdefault(sanitize_line(reason, 200), {})[name] = None
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
 
@@ -105,8 +105,8 @@ def _head(index: int, data: Data, width: int) -> Row:
         (f"  {_whose(data)}", "" if ours else "dim"),
     ]
     uuid = data.get("uuid")
-    if isinstance(uuid, str) and width_of(head) + 2 + span_width(clean(uuid, 60)) <= width:
-        head.append((f"  {clean(uuid, 60)}", "dim"))
+    if isinstance(uuid, str) and width_of(head) + 2 + span_width(sanitize_line(uuid, 60)) <= width:
+        head.append((f"  {sanitize_line(uuid, 60)}", "dim"))
     return head
 
 
@@ -228,7 +228,7 @@ def _figure(data: Data, key: str, form: str) -> tuple[str, str]:
     """A figure as text, and its style."""
     raw, value = data.get(key), number_member(data, key)
     if form == "words":
-        words = ", ".join(clean(word, 30) for word in raw[:8]) if isinstance(raw, list) else UNKNOWN
+        words = ", ".join(sanitize_line(word, 30) for word in raw[:8]) if isinstance(raw, list) else UNKNOWN
         return words or "nothing", "wait" if words and words != UNKNOWN else ""
     if form == "on":
         return "on" if raw is True else "off" if raw is False else UNKNOWN, ""

@@ -11,7 +11,7 @@ from textual.app import ComposeResult
 from textual.message import Message
 from textual.screen import ModalScreen
 
-from dpmon.cleaning import clean, harmless
+from dpmon.sanitize import sanitize_line, strip_control_chars
 from dpmon.text.cells import cut, span_width
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, box
@@ -25,7 +25,7 @@ _HEAD = 3
 
 def key_name(event: events.Key) -> str:
     """The display name of the pressed key: its character, or its name if the character is not printable."""
-    return clean(event.character if event.is_printable and event.character else event.key, 20)
+    return sanitize_line(event.character if event.is_printable and event.character else event.key, 20)
 
 
 class Dialog(ModalScreen[str | None]):
@@ -239,7 +239,7 @@ class _Typing(Dialog):
 
     def add(self, text: str) -> None:
         """Add typed text, up to the limit."""
-        whole = (self.typed + harmless(text)).encode()
+        whole = (self.typed + strip_control_chars(text)).encode()
         self.typed = whole[:LINE_MOST].decode("utf-8", "ignore")
         self.draw()
 

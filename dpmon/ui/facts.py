@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
-from dpmon.cleaning import clean
 from dpmon.model.finding import Finding
 from dpmon.model.stalls_seen import StallSeen, ended_in
 from dpmon.model.state import Process, State
@@ -18,6 +17,7 @@ from dpmon.run.activities import why_starting
 from dpmon.run.mirrored import Answers
 from dpmon.run.reader import PauseState
 from dpmon.run.rundir import ExitInfo, RunInfo
+from dpmon.sanitize import sanitize_line
 from dpmon.stalls.run_state import (
     PAUSED,
     QUIET,
@@ -155,8 +155,8 @@ class Facts:
         """The name that the user gave the run, else the script without its directories; clean."""
         if self.info is None:
             return ""
-        script = clean(self.info.script, 200)
-        return clean(self.info.options.get("name") or "", 40) or script.rsplit("/", 1)[-1] or script
+        script = sanitize_line(self.info.script, 200)
+        return sanitize_line(self.info.options.get("name") or "", 40) or script.rsplit("/", 1)[-1] or script
 
     @property
     def process(self) -> Process | None:
@@ -296,10 +296,10 @@ def _before_first_batch(facts: Facts, doing: str, spent: int) -> Life:
     if facts.state.open_calls:
         return Life(facts.run_state.word, "wait", calls_so_far(facts.state.open_calls))
     if doing:  # a script without a loader has no visible first batch
-        where = "the script" if doing == "other" else clean(doing, 20)
+        where = "the script" if doing == "other" else sanitize_line(doing, 20)
         first = "first batch" if doing == "data" else "first step"
         return Life(STARTING, "wait", f"{first} in {where}, {spent / 1e9:.0f} s" if spent >= SECOND else first)
-    why = clean(why_starting(facts.stage, facts.now_ns), 200)
+    why = sanitize_line(why_starting(facts.stage, facts.now_ns), 200)
     lasted = f"{max(facts.now_ns - (0 if facts.stage is None else facts.stage[1]), 0) / 1e9:.0f} s"
     return Life(STARTING, "wait", f"{why}, {lasted}" if why else lasted)
 
@@ -313,7 +313,7 @@ def _outcome(ended: ExitInfo) -> Life:
         return Life("ended", "bad", "status unknown")
     if ended.signal is not None:
         perhaps = "perhaps out of memory" if ended.signal == "SIGKILL" else ""
-        return Life(f"killed by {clean(ended.signal, 12)}", "bad", perhaps)
+        return Life(f"killed by {sanitize_line(ended.signal, 12)}", "bad", perhaps)
     if ended.status == 0:
         return Life("finished", "good", "status 0")
     return Life("failed", "bad", f"status {ended.status}")
@@ -322,7 +322,9 @@ def _outcome(ended: ExitInfo) -> Life:
 def devices_in_short(devices: tuple[str, ...]) -> str:
     """("cuda:0", "cuda:1", "cuda:3") -> "cuda:0-1,3"; clean."""
     parts = []
-    for kind, same in groupby((clean(device, 40).partition(":") for device in devices), key=lambda part: part[0]):
+    for kind, same in groupby(
+        (sanitize_line(device, 40).partition(":") for device in devices), key=lambda part: part[0]
+    ):
         indices = [index for *_, index in same]
         numbered = all(index.isdecimal() for index in indices)
         listed = in_ranges(map(int, indices), ",", 2) if numbered else ",".join(indices)

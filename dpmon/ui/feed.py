@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from dpmon.cleaning import clean
 from dpmon.model.active_processes import ended_of
 from dpmon.model.state import MANY, MOST_RANKS, WORST, State, Wanted, toggle_refusal
 from dpmon.run.notes import traceback_line
 from dpmon.run.reader import NO_TRAINING, PauseState, RunReader
+from dpmon.sanitize import sanitize_line
 from dpmon.ui.facts import Facts, Past, Toggle, View, all_finished
 from dpmon.ui.panels.panel_output import Output, Tail
 
@@ -216,7 +216,7 @@ class Feed:
         elif ended.status and not ended.stopped:
             lines = [line for tail in reversed(self.output.tails) if (line := traceback_line(tail.last_bytes()))]
             text = ended.error or ended.cause or (lines[0] if lines else None)
-        self.ended, self._last_line = ended, clean(text, 500) if text else None
+        self.ended, self._last_line = ended, sanitize_line(text, 500) if text else None
 
     # ------------------------------------------------------------------------------------------ asking
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from textual import events
 
-from dpmon.cleaning import clean
 from dpmon.model.slow_steps import SlowSteps
 from dpmon.run.condition import run_state
 from dpmon.run.runs import list_runs, short_name
+from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import cut
 from dpmon.text.quantities import clock, on_machines
 from dpmon.ui.dialogs import Dialog
@@ -123,9 +123,9 @@ class RunList(_List):
         found: list[RunEntry] = []
         for place, info in reversed(list_runs()):
             script = [Path(info.script).name] if info.python is not None else []
-            command = clean(on_machines(info.nodes) + " ".join([*script, *info.arguments]), 300)
+            command = sanitize_line(on_machines(info.nodes) + " ".join([*script, *info.arguments]), 300)
             state = run_state(place, info)[0]
-            found.append(RunEntry(place, clean(short_name(info), 60), state, info.started_unix, command))
+            found.append(RunEntry(place, sanitize_line(short_name(info), 60), state, info.started_unix, command))
         self.found = sorted(found, key=lambda one: one.directory.name != self.own.name)
 
     def side(self, name: str) -> list[Path]:

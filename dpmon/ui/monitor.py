@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from textual import events
 
-from dpmon.cleaning import clean
 from dpmon.model.nodes import found_rank
 from dpmon.run.reader import NO_TRAINING
+from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import wrapped
 from dpmon.text.quantities import clock, range_words, span_words
 from dpmon.ui import jobs, keys
@@ -287,7 +287,7 @@ class Monitor(Stopping):
             return
         process = found_rank(self.feed.state, text)
         if process is None:
-            self._say(f"there is no rank or node {clean(text, 40)}")
+            self._say(f"there is no rank or node {sanitize_line(text, 40)}")
         else:
             self._see(replace(self.view, focus="replicas", process=process))
 
@@ -354,7 +354,7 @@ class Monitor(Stopping):
             found: list[Row] = []
             for warning in reversed(self.feed.state.warnings):
                 found.append([(f"{clock(warning.t_ns)}  ", "dim"), (self._source(warning.process), "bold")])
-                found += [[("  " + line, "")] for line in wrapped(clean(warning.text), width - 2)]
+                found += [[("  " + line, "")] for line in wrapped(sanitize_line(warning.text), width - 2)]
             return found
 
         self.push_screen(Pages(f"Warnings ({self.feed.state.warning_count})", rows, self.look))
@@ -381,7 +381,7 @@ class Monitor(Stopping):
                 problem = self.feed.type_line(line)
                 # The output files of a headless run do not contain typed lines, so a message has to confirm the line.
                 apart = len(self.feed.output.tails) > 1
-                sent = f"sent to the script: {clean(line, 200)}" if apart and not hidden else None
+                sent = f"sent to the script: {sanitize_line(line, 200)}" if apart and not hidden else None
                 self._say(sent if problem is None else f"the line was not sent: {problem}")
 
         hidden = self.feed.hides_input()

@@ -9,7 +9,7 @@ from functools import partial
 
 from textual.timer import Timer
 
-from dpmon.cleaning import clean
+from dpmon.sanitize import sanitize_line
 from dpmon.ui import jobs
 from dpmon.ui.dialogs import Choice, Dialog, Pages
 from dpmon.ui.drawing import Drawing
@@ -71,7 +71,7 @@ class Stopping(Drawing):
 
         def make() -> str | None:
             nonlocal rows
-            lines = [clean(line, 400) for line in write(width)]
+            lines = [sanitize_line(line, 400) for line in write(width)]
             rows = [[(line, "title" if line[:1] not in ("", " ") else "")] for line in lines]
             return None
 
@@ -101,7 +101,7 @@ class Stopping(Drawing):
             except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on
                 is_job_error = isinstance(error, jobs.JobError)
                 error_text = str(error) if is_job_error else f"{type(error).__name__}: {error}"
-            self.from_thread(then, None if error_text is None else clean(error_text, 300))
+            self.from_thread(then, None if error_text is None else sanitize_line(error_text, 300))
 
         threading.Thread(target=run, name="dpmon job", daemon=True).start()
 
@@ -172,10 +172,10 @@ class Stopping(Drawing):
 
         try:
             for progress in stop_run(self.feed.directory, self.feed.info):
-                self.from_thread(self._stopped_so_far, clean(progress, 200))
+                self.from_thread(self._stopped_so_far, sanitize_line(progress, 200))
             self.from_thread(self._stopped)
         except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on
-            self.from_thread(self._stop_failed, clean(f"{type(error).__name__}: {error}", 200))
+            self.from_thread(self._stop_failed, sanitize_line(f"{type(error).__name__}: {error}", 200))
 
     def _stopped_so_far(self, text: str) -> None:
         self._stopping = text

@@ -20,7 +20,7 @@ from functools import lru_cache
 from rich.ansi import AnsiDecoder
 from rich.style import Style
 
-from dpmon.cleaning import visible
+from dpmon.sanitize import displayable_char
 from dpmon.text.cells import char_width
 from dpmon.ui.look import ATTRIBUTES
 from dpmon.ui.rows import Row, merged, plain
@@ -186,7 +186,7 @@ class TerminalPage:
     def _cells(self, text: str, line: TerminalLine) -> list[str]:
         cells: list[str] = []
         for char in text:
-            shown = visible(char)
+            shown = displayable_char(char)
             if not shown:
                 continue
             size = char_width(shown)

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import product
 
-from dpmon.cleaning import clean
 from dpmon.model.state import Process
 from dpmon.model.step_timeline import Lane, Piece, StepTimeline, last_step_timeline
 from dpmon.record.schema import phase_by_display_name
+from dpmon.sanitize import sanitize_line
 from dpmon.store.answers import LastSample
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.quantities import count_of, duration, group
@@ -56,7 +56,7 @@ def waterfall(
         names = ["main" if with_scale else "last step"]
     label = max(10, len(names[0]) + 1)
     if not ranks:
-        label = min(max(label, *(5 + span_width(clean(lane.device, 12)) for lane in lanes_of(own)), 0), 18)
+        label = min(max(label, *(5 + span_width(sanitize_line(lane.device, 12)) for lane in lanes_of(own)), 0), 18)
     room = width - label - _TOOK
     if room < 8:
         return []
@@ -214,7 +214,7 @@ def _chosen(lanes: Sequence[Lane], room: int) -> tuple[list[Lane], list[Lane]]:
 
 def _lane(lane: Lane, timeline: StepTimeline, label: int, room: int, top: float, look: Look) -> Row:
     word = f"{'s' if timeline.staged else 'r'}{lane.number}"
-    head = fit([(word.ljust(4), "bold"), (clean(lane.device, 20), "dim")], label - 1, look.glyphs.more)
+    head = fit([(word.ljust(4), "bold"), (sanitize_line(lane.device, 20), "dim")], label - 1, look.glyphs.more)
     if not lane.pieces:
         return [*head, (" ", ""), *fit([("idle", "wait")], room + _TOOK)]
     return [*head, (" ", ""), *lane_row(lane.pieces, room, top, look), (right(duration(lane.took_ns), _TOOK), "")]

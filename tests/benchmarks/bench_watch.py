@@ -67,7 +67,7 @@ def steps(blocks: int, count: int, directory: str) -> None:
     print(f"a step: {bare:.1f} us; the thread adds {beside - bare:+.2f} us; A/A {again - bare:+.2f} us")
     start(thread, ring)
     for name in ("training", "standing still"):
-        ring.words[watch.Word.SPAN_START] = time.monotonic_ns() + 10**12 if name == "training" else 1
+        ring.words[watch.HeaderWord.SPAN_START] = time.monotonic_ns() + 10**12 if name == "training" else 1
         begun = time.process_time()
         time.sleep(IDLE_S)
         print(f"the thread, {name}: {(time.process_time() - begun) / IDLE_S * 1e6:.0f} us of a processor a second")
@@ -76,7 +76,7 @@ def steps(blocks: int, count: int, directory: str) -> None:
 def look(directory: str) -> None:
     """Print what the supervisor's look costs."""
     from dpmon.run.rundir import RunInfo
-    from dpmon.span_ring import SpanRing, Word
+    from dpmon.span_ring import HeaderWord, SpanRing
     from dpmon.supervise.stall_watch import StallWatch
 
     rings = [
@@ -93,7 +93,7 @@ def look(directory: str) -> None:
         begun = time.process_time()
         for _ in range(LOOKS):
             for ring in rings:
-                ring.words[Word.SPAN_START] = time.monotonic_ns() if name == "train" else 1
+                ring.words[HeaderWord.SPAN_START] = time.monotonic_ns() if name == "train" else 1
             watch._look_at = 0
             watch.look()
         took = (time.process_time() - begun) / LOOKS

@@ -16,7 +16,7 @@ import pytest
 from documented import DOCS, blocks
 from kept import draft
 
-from dpmon.cleaning import json_text
+from dpmon.sanitize import to_safe_json
 from dpmon.tell.happened import Happened
 from dpmon.tell.teller import envelope
 
@@ -40,7 +40,7 @@ def event(kind: str) -> bytes:
     """An event as the command gets it."""
     run = draft(id="20261125-213000-train-3f2a", name="train", host="box7")
     happened = Happened(kind, "1", {"text": STALL}, 1.0)
-    return json_text(envelope(happened, happened.id_in(run.id), run)).encode() + b"\n"
+    return to_safe_json(envelope(happened, happened.id_in(run.id), run)).encode() + b"\n"
 
 
 class Service:

@@ -21,7 +21,7 @@ from dpmon.record.record_types import Step
 from dpmon.run import proc
 from dpmon.run.reader import RunReader
 from dpmon.span_reader import SpanReader
-from dpmon.span_ring import Word
+from dpmon.span_ring import HeaderWord
 from dpmon.tracer.core.session import Config, Session
 from dpmon.tracer.steps.pause import Pauser
 from dpmon.tracer.steps.recorder import Recorder
@@ -283,9 +283,9 @@ def test_random_bytes_in_the_control_block_pause_nothing_for_long(dpmon: Dpmon, 
         dpmon.kill_supervisor()
     for seed in range(8):
         with open(path, "r+b", buffering=0) as ring:
-            ring.seek(8 * Word.TRAINING_THREAD)
-            data = bytearray(random.Random(seed).randbytes(8 * (Word.SPAN_START - Word.TRAINING_THREAD)))
-            data[8 * (Word.PAUSE - Word.TRAINING_THREAD)] |= 1  # an odd request
+            ring.seek(8 * HeaderWord.TRAINING_THREAD)
+            data = bytearray(random.Random(seed).randbytes(8 * (HeaderWord.SPAN_START - HeaderWord.TRAINING_THREAD)))
+            data[8 * (HeaderWord.PAUSE - HeaderWord.TRAINING_THREAD)] |= 1  # an odd request
             ring.write(data)
         before = count.stat().st_size
         wait_for(lambda before=before: count.stat().st_size > before + 1, what=f"the training after seed {seed}")

@@ -12,7 +12,7 @@ import pytest
 from running import Dpmon
 
 from dpmon.cli.doctor import machine
-from dpmon.config import config_path, home
+from dpmon.config import config_path, home_directory
 from dpmon.run.rundir import RunError
 from dpmon.run.runs import list_runs, runs_directory
 
@@ -44,7 +44,7 @@ def test_a_relative_state_directory_is_ignored(dpmon: Dpmon, tmp_path: Path, val
 def test_a_relative_home_is_not_the_home(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Path(pwd.getpwuid(os.getuid()).pw_dir)
     environ = {"HOME": value} if value else {}
-    assert home(environ) == real
+    assert home_directory(environ) == real
     assert config_path(environ) == config_path({**environ, "XDG_CONFIG_HOME": "here"})
     assert config_path(environ) == real / ".config" / "dpmon" / "config.toml"
     monkeypatch.setenv("HOME", value)

@@ -263,5 +263,5 @@ def test_a_child_of_multiprocessing_has_not_ended_while_a_thread_trains(tmp_path
     run = traced(tmp_path, CHILD, "outlives")
     assert [step.step for step in run.steps()] == [1, 2, 3, 4, 5]
     ring = SpanReader(str(run.directory / "process-0.ring"))
-    assert ring.ended() is SHUTS_DOWN_FIRST
+    assert ring.is_ended() is SHUTS_DOWN_FIRST
     ring.close()

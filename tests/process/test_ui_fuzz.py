@@ -18,7 +18,7 @@ from screens import SHOW, Run, Start
 from sizes import reached, size
 
 from dpmon.run import proc
-from dpmon.span_ring import Word
+from dpmon.span_ring import HeaderWord
 
 pytestmark = pytest.mark.slow
 
@@ -160,7 +160,7 @@ def test_interrupts_work_in_the_middle_of_anything(run: Run, terminal: Start) ->
         seen.type("\x1b")
         seen.until(lambda: "leave it running" not in seen.picture(), "the panels", 30)
     assert run.control is not None
-    assert run.control.words[Word.REQUEST] == 0, "no part of it counted as a key"
+    assert run.control.words[HeaderWord.REQUEST] == 0, "no part of it counted as a key"
     seen.type(ENDLESS["paste"])
     seen.type("\x1a")
     seen.until(lambda: getattr(proc.read(seen.process.pid), "state", "") == "T", "the process to stop", 60)

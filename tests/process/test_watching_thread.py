@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tracing import Script, traced
 
-from dpmon.cleaning import clean
 from dpmon.run.rundir import RunInfo
+from dpmon.sanitize import sanitize_line
 from dpmon.stalls import processes, stacks
 from dpmon.stalls.answer import answer
 from dpmon.stalls.answer_lines import lines_of
@@ -211,4 +211,4 @@ def test_the_stack_of_a_stuck_script(stuck: tuple[str, Script], by: str, monkeyp
     rank = RankFacts(1, 0, since_ns=1, stack=main)
     info = RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True)
     shown = lines_of(answer([rank], {1: found}, Stall(1, (0,), ()), 2, info, text=doing_words(rank, "")), every=True)
-    assert all(text == clean(text) for text, _ in shown)
+    assert all(text == sanitize_line(text) for text, _ in shown)

@@ -13,7 +13,7 @@ from dpmon.assemble.device_times import MAX_ONE_IN, STEPS, Sampling
 from dpmon.record.record_types import UNTIMED
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import Flag
-from dpmon.span_ring import SpanRing, Word
+from dpmon.span_ring import HeaderWord, SpanRing
 from dpmon.store.sources import SpanSource
 
 MS = 1_000_000
@@ -93,9 +93,9 @@ def test_the_rate_is_requested_through_the_ring_of_the_process(tmp_path: Path, w
     script.write_to(ring, Lines(path))
     source = SpanSource(path, None)
     try:
-        assert ring.words[Word.ONE_IN] == 0
+        assert ring.words[HeaderWord.ONE_IN] == 0
         source.take(0, False)
-        assert ring.words[Word.ONE_IN] == one_in
+        assert ring.words[HeaderWord.ONE_IN] == one_in
     finally:
         source.close()
 

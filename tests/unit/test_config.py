@@ -11,7 +11,7 @@ import pytest
 from places import PLACES, put
 
 from dpmon.cli.main import main
-from dpmon.config import ConfigError, Settings, config_path, load
+from dpmon.config import ConfigError, Settings, config_path, load_settings
 
 
 def written(home: Path, text: str) -> dict[str, str]:
@@ -22,29 +22,33 @@ def written(home: Path, text: str) -> dict[str, str]:
 
 
 def test_nothing_is_set_by_default(tmp_path: Path) -> None:
-    assert load({"XDG_CONFIG_HOME": str(tmp_path)}) == Settings(None, None, None, None)
+    assert load_settings({"XDG_CONFIG_HOME": str(tmp_path)}) == Settings(None, None, None, None)
 
 
 def test_a_command_for_events_is_a_list_or_a_line_of_a_shell(tmp_path: Path) -> None:
     environ = written(tmp_path, 'on_event = ["tell", "two words"]\nalive_minutes = 10\nalert = "osc9"\n')
-    found = load(environ)
+    found = load_settings(environ)
     assert (found.on_event, found.alive_minutes, found.alert) == (("tell", "two words"), 10, "osc9")
-    assert load({**environ, "DPMON_ON_EVENT": "tell 'two words' three"}).on_event == ("tell", "two words", "three")
+    assert load_settings({**environ, "DPMON_ON_EVENT": "tell 'two words' three"}).on_event == (
+        "tell",
+        "two words",
+        "three",
+    )
 
 
 @pytest.mark.parametrize(("text", "found"), [("", None), ("loss = false", False), ("loss = true", True)])
 def test_whether_losses_are_read_is_a_switch(tmp_path: Path, text: str, found: bool | None) -> None:
     environ = written(tmp_path, text)
-    assert load(environ).loss is found
-    assert load({**environ, "DPMON_LOSS": "false"}).loss is False
+    assert load_settings(environ).loss is found
+    assert load_settings({**environ, "DPMON_LOSS": "false"}).loss is False
 
 
 def test_the_file_and_the_variables_before_it(tmp_path: Path) -> None:
     environ = written(tmp_path, 'theme = "light"\nrefresh = 0.5\nkeep_runs = 20\nkeep_bytes = "1.5 GiB"\n')
-    assert load(environ) == Settings("light", 0.5, 20, 3 << 29)
+    assert load_settings(environ) == Settings("light", 0.5, 20, 3 << 29)
     environ |= {"DPMON_THEME": "color-blind", "DPMON_REFRESH": "2", "DPMON_KEEP_RUNS": "0", "DPMON_KEEP_BYTES": "500MB"}
-    assert load(environ) == Settings("colour-blind", 2.0, 0, 500_000_000)
-    assert load({**environ, "DPMON_THEME": ""}).theme == "light", "empty is not set"
+    assert load_settings(environ) == Settings("colour-blind", 2.0, 0, 500_000_000)
+    assert load_settings({**environ, "DPMON_THEME": ""}).theme == "light", "empty is not set"
 
 
 @pytest.mark.parametrize(
@@ -75,14 +79,14 @@ def test_the_file_and_the_variables_before_it(tmp_path: Path) -> None:
 )
 def test_a_setting_that_means_nothing_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load(written(tmp_path, text))
+        load_settings(written(tmp_path, text))
     assert said in str(error.value)
     assert str(config_path({"XDG_CONFIG_HOME": str(tmp_path)})) in str(error.value)
 
 
 def test_a_variable_is_named_by_its_own_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"DPMON_REFRESH is a number of seconds from 0\.1 to 60, not 'x'"):
-        load({"XDG_CONFIG_HOME": str(tmp_path), "DPMON_REFRESH": "x"})
+        load_settings({"XDG_CONFIG_HOME": str(tmp_path), "DPMON_REFRESH": "x"})
 
 
 def test_a_wrong_setting_is_reported_before_anything_starts(
@@ -115,4 +119,4 @@ def test_a_configuration_that_is_not_a_file_is_refused(tmp_path: Path, kind: str
     path.parent.mkdir()
     put(kind, path)
     with pytest.raises(ConfigError, match=r"is not a regular file|cannot be read"):
-        load({"XDG_CONFIG_HOME": str(tmp_path)})
+        load_settings({"XDG_CONFIG_HOME": str(tmp_path)})

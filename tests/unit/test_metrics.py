@@ -20,12 +20,12 @@ from rowring import RowRing, use_row_rings
 from situations import exit_of
 from synthetic import SECOND, Training, decoded, device_event, host_event, step_row
 
-from dpmon.cleaning import harmless
 from dpmon.record.history_rows import CallRow
 from dpmon.record.record_types import Call, Event, Step
 from dpmon.record.shared_names import CALL_PHASES, Untimed
 from dpmon.run.rundir import ExitInfo, load_info, mark_stop, save
 from dpmon.run.runs import create_run
+from dpmon.sanitize import strip_control_chars
 from dpmon.store.drain import Drain
 from dpmon.store.figures import Window
 from dpmon.store.opened import open_store
@@ -244,7 +244,7 @@ def test_metrics_name_the_job_that_the_run_is_part_of(state: Path, tmp_path: Pat
 def test_labels_are_escaped(state: Path, tmp_path: Path) -> None:
     directory = keep({-1: [device_event(1.0, 0, name=HOSTILE)]}, script=HOSTILE)
     found = written(directory, tmp_path / "it.prom")
-    shown = harmless(HOSTILE)
+    shown = strip_control_chars(HOSTILE)
     assert [dict(labels)["script"] for name, labels in found if name == "run_info"] == [shown]
     assert [dict(labels)["name"] for name, labels in found if name == "device_memory_used_bytes"] == [shown]
 

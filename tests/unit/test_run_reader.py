@@ -22,7 +22,7 @@ from dpmon.run.mirrored import STATE_FILE, Machines, by_word
 from dpmon.run.reader import PauseState, RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, save
 from dpmon.run.runs import create_run
-from dpmon.span_ring import SpanRing, Word
+from dpmon.span_ring import HeaderWord, SpanRing
 from dpmon.supervise.spawn import last_sign
 
 START = 1_000_000_000
@@ -50,23 +50,23 @@ class Process:
         path = str(directory / f"process-{process}.ring")
         ring = SpanRing(path, process=process, rank=rank, world=world, start_ns=START, slots=64)
         self.words, self.kinds = ring.words, ring.kinds
-        self.words[Word.TRAINING_THREAD] = 3
+        self.words[HeaderWord.TRAINING_THREAD] = 3
 
     def does(self, what: str, since_ns: int) -> None:
         """Set the phase of the training thread."""
-        self.words[Word.ENDED] = what == "ended"
+        self.words[HeaderWord.ENDED] = what == "ended"
         kind = 0 if what in ("other", "ended") else next(kind for kind, name in DOING.items() if name == what)
-        self.words[Word.SPAN_START + 3] = since_ns
+        self.words[HeaderWord.SPAN_START + 3] = since_ns
         self.kinds[3] = kind
 
     def asked(self) -> tuple[int, int]:
         """Return the requested mode, and the last request for a pause."""
-        return self.words[Word.WANTED], self.words[Word.PAUSE]
+        return self.words[HeaderWord.WANTED], self.words[HeaderWord.PAUSE]
 
     def answer(self, mode: int) -> None:
         """Answer the requests."""
-        self.words[Word.MODE], self.words[Word.ANSWERED] = mode, self.words[Word.REQUEST]
-        self.words[Word.PAUSED] = self.words[Word.PAUSE]
+        self.words[HeaderWord.MODE], self.words[HeaderWord.ANSWERED] = mode, self.words[HeaderWord.REQUEST]
+        self.words[HeaderWord.PAUSED] = self.words[HeaderWord.PAUSE]
 
 
 def test_a_request_is_pending_until_every_process_has_acted(run: tuple[Path, RunInfo], reader: RunReader) -> None:

@@ -21,7 +21,7 @@ import dpmon.span_reader
 import dpmon.span_ring
 from dpmon.record.span_format import LAP_AT, Kind, Span
 from dpmon.span_reader import HOLE_NS, SpanReader, lines_path
-from dpmon.span_ring import HEADER_BYTES, SLOT, SLOT_BYTES, SLOTS, RingError, SpanRing, Word, wants_pause
+from dpmon.span_ring import HEADER_BYTES, SLOT, SLOT_BYTES, SLOTS, HeaderWord, RingError, SpanRing, wants_pause
 
 WRITER = Path(__file__).resolve().parent.parent / "spans.py"
 FEW = 256
@@ -229,15 +229,15 @@ def test_a_hole_is_counted_once_by_two_readers_one_after_the_other(ring: SpanRin
 def test_a_request_and_its_answer(ring: SpanRing, reader: SpanReader) -> None:
     assert reader.acknowledged() == (0, 0)
     assert reader.request(2) == 1
-    assert (ring.words[Word.REQUEST], ring.words[Word.WANTED]) == (1, 2)
-    ring.words[Word.MODE], ring.words[Word.ANSWERED] = 2, 1
+    assert (ring.words[HeaderWord.REQUEST], ring.words[HeaderWord.WANTED]) == (1, 2)
+    ring.words[HeaderWord.MODE], ring.words[HeaderWord.ANSWERED] = 2, 1
     assert reader.acknowledged() == (1, 2)
 
 
 def test_a_request_for_a_pause_and_its_answer(ring: SpanRing, reader: SpanReader) -> None:
     asked = reader.request_pause(True)
     assert (asked, wants_pause(asked)) == (0xFFFFFFFC_00000003, True)
-    ring.words[Word.PAUSED] = asked
+    ring.words[HeaderWord.PAUSED] = asked
     ended = reader.request_pause(False)
     assert (ended, wants_pause(ended)) == (0xFFFFFFFB_00000004, False)
     assert reader.pause_requests() == (ended, asked)
@@ -247,7 +247,7 @@ def test_a_request_follows_any_other_and_random_bytes_are_none(ring: SpanRing, r
     chance = random.Random(4)
     for word in (0, 1, (1 << 64) - 1, *(chance.getrandbits(64) for _ in range(1000))):
         assert not wants_pause(word)
-        ring.words[Word.PAUSE] = word
+        ring.words[HeaderWord.PAUSE] = word
         asked = reader.request_pause(True)
         assert wants_pause(asked)
         assert not any(wants_pause(asked ^ 1 << bit) for bit in range(64))
@@ -257,18 +257,18 @@ def test_a_request_follows_any_other_and_random_bytes_are_none(ring: SpanRing, r
 
 def test_the_current_phase_of_each_thread(ring: SpanRing, reader: SpanReader) -> None:
     assert reader.current_span() == (0, 0)
-    ring.words[Word.SPAN_START + 5] = 99
+    ring.words[HeaderWord.SPAN_START + 5] = 99
     ring.kinds[5] = Kind.BACKWARD
-    ring.words[Word.SPAN_START] = 55
+    ring.words[HeaderWord.SPAN_START] = 55
     assert reader.current_span(5) == (Kind.BACKWARD, 99)
     assert reader.current_span() == (0, 55)
-    ring.words[Word.TRAINING_THREAD] = 5
+    ring.words[HeaderWord.TRAINING_THREAD] = 5
     assert reader.current_span() == (Kind.BACKWARD, 99)
-    ring.words[Word.TRAINING_THREAD] = (1 << 64) - 1  # damage
+    ring.words[HeaderWord.TRAINING_THREAD] = (1 << 64) - 1  # damage
     assert reader.current_span() == (0, 0)
-    assert not reader.ended()
-    ring.words[Word.ENDED] = 1
-    assert reader.ended()
+    assert not reader.is_ended()
+    ring.words[HeaderWord.ENDED] = 1
+    assert reader.is_ended()
 
 
 # ------------------------------------------------------------------------------------------------ foreign files
@@ -335,7 +335,7 @@ def test_a_ring_that_is_truncated_under_its_reader(ring: SpanRing, reader: SpanR
     with pytest.raises(RingError, match="truncated"):
         reader.read(0)
     os.truncate(path, 100)
-    for action in (reader.words, reader.current_span, lambda: reader.request(1), reader.ended):
+    for action in (reader.header_words, reader.current_span, lambda: reader.request(1), reader.is_ended):
         with pytest.raises(RingError, match="truncated"):
             action()
     assert os.stat(path).st_size == 100, "a request does not make the file grow again"

@@ -16,7 +16,7 @@ from dpmon.record.schema import SECOND
 from dpmon.run import proc
 from dpmon.run.rundir import RunInfo, mark_stop
 from dpmon.span_reader import SpanReader
-from dpmon.span_ring import SpanRing, Word
+from dpmon.span_ring import HeaderWord, SpanRing
 from dpmon.stalls import answer, processes
 from dpmon.stalls.answer import answered, ask, save_answer
 from dpmon.stalls.answer_lines import lines_of
@@ -299,7 +299,7 @@ def test_a_loop_begins_until_its_second_step(tmp_path: Path) -> None:
     look = RankLook(tmp_path, "")
     begins = []
     for step, over in ((None, 0), (3, 0), (59, 5), (60, 5), (61, 5), (61, 9), (62, 9), (63, 9)):
-        ring.words[Word.LOOP_OVER] = over
+        ring.words[HeaderWord.LOOP_OVER] = over
         begins.append(look.ranks({0: step}, time.monotonic_ns())[0].loop_begins)
     look.close()
     assert begins == [False, False, True, True, False, True, True, False]

@@ -28,7 +28,7 @@ from dpmon.record.safe_json import load_event
 from dpmon.record.span_format import Kind
 from dpmon.run.runs import create_run
 from dpmon.span_reader import HOLE_NS, SpanReader, current_span_in
-from dpmon.span_ring import SLOTS, Word
+from dpmon.span_ring import SLOTS, HeaderWord
 from dpmon.store import drain as drain_module
 from dpmon.store.answers import call_in
 from dpmon.store.drain import COMMIT_S, GONE_S, RETRY_S, Drain
@@ -116,7 +116,7 @@ def rows_of(path: str) -> tuple[list[Row], list[int]]:
         spans = everything(reader, over=True)
         lines = [line for part in reader.lines() for line in part]
         assert reader.missed == 0
-        words = reader.words()
+        words = reader.header_words()
     assembler = Assembler()
     rows = assembler.feed(spans, lines)
     kind, since_ns = current_span_in(words, max(assembler.thread, 0))
@@ -260,10 +260,10 @@ def test_a_training_is_killed_after_or_within_any_phase(run: Run, steps: int, ph
     training.step(phases)
     if within:
         time.sleep(0.001)
-        training.ring.words[Word.SPAN_START] = time.monotonic_ns()
+        training.ring.words[HeaderWord.SPAN_START] = time.monotonic_ns()
         training.ring.kinds[0] = (Kind.FETCH, Kind.CALL, Kind.BACKWARD, Kind.OPTIMIZER)[phases % 4]
     run.look()
-    training.ring.words[Word.ENDED] = 1
+    training.ring.words[HeaderWord.ENDED] = 1
     run.end()
     assert check(run) == steps + (phases > 2)
 
@@ -273,7 +273,7 @@ def test_a_step_is_there_as_soon_as_the_next_one_fetches(run: Run) -> None:
     training.run(3)
     run.look()
     assert run.steps() == [1, 2], "the third may go on"
-    training.ring.words[Word.SPAN_START] = time.monotonic_ns()
+    training.ring.words[HeaderWord.SPAN_START] = time.monotonic_ns()
     training.ring.kinds[0] = Kind.FETCH
     run.look()
     assert run.steps() == [1, 2, 3]

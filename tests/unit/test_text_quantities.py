@@ -7,8 +7,8 @@ import random
 import pytest
 from rich.cells import cell_len, set_cell_size
 
-from dpmon.cleaning import harmless, visible
 from dpmon.record.schema import Quantity
+from dpmon.sanitize import displayable_char, strip_control_chars
 from dpmon.store.figures import Rate
 from dpmon.store.tally import Sum
 from dpmon.text.cells import char_width, cropped, span_width, wrapped
@@ -121,7 +121,7 @@ def test_texts_show_both_rates_only_if_they_differ() -> None:
 
 
 def test_every_character_is_as_wide_as_rich_says() -> None:
-    shown = [char for char in map(chr, range(0x110000)) if visible(char) == char]
+    shown = [char for char in map(chr, range(0x110000)) if displayable_char(char) == char]
     assert [f"{ord(char):X}" for char in shown if char_width(char) != cell_len(char)] == []
 
 
@@ -129,7 +129,7 @@ def test_texts_are_cropped_as_rich_does() -> None:
     chance = random.Random(7)
     signs = ["a", " ", "é", "漢", "…", "─", "🚀", "e\u0301", "한", "\u1112\u1161", "क\u093f", "👍\U0001f3fd", "䷀"]
     for _ in range(2000):
-        text = harmless("".join(chance.choices(signs, k=chance.randint(1, 30))))
+        text = strip_control_chars("".join(chance.choices(signs, k=chance.randint(1, 30))))
         assert span_width(text) == cell_len(text)
         width = chance.randint(0, cell_len(text))
         assert cropped(text, width) == set_cell_size(text, width)

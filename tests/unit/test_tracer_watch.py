@@ -18,7 +18,7 @@ import torch.distributed as dist
 from running import wait_for
 
 from dpmon.span_reader import SpanReader
-from dpmon.span_ring import HEADER_BYTES, MAX_GROUPS, NO_NUMBER, SpanRing, Word
+from dpmon.span_ring import HEADER_BYTES, MAX_GROUPS, NO_NUMBER, HeaderWord, SpanRing
 from dpmon.tracer import watch
 
 
@@ -44,7 +44,7 @@ def begin() -> None:
 def numbers(words: memoryview) -> list[int]:
     watch.note_groups(words)
     found = []
-    for at in range(Word.GROUPS, Word.GROUPS + 2 * MAX_GROUPS, 2):
+    for at in range(HeaderWord.GROUPS, HeaderWord.GROUPS + 2 * MAX_GROUPS, 2):
         if not words[at]:
             break
         found.append(words[at + 1])
@@ -61,7 +61,7 @@ def test_the_numbers_are_those_of_the_collectives_that_were_started(words: memor
     dist.all_reduce(torch.ones(2), group=group)
     whole, part = numbers(words)
     assert part < whole
-    identities = words[Word.GROUPS], words[Word.GROUPS + 2]
+    identities = words[HeaderWord.GROUPS], words[HeaderWord.GROUPS + 2]
     assert identities[0] != identities[1]
     assert [identity & 0xFFFFFFFF for identity in identities] == [1, 1]
 
@@ -97,8 +97,8 @@ def test_a_backend_without_numbers_and_more_groups_than_fit(words: memoryview, m
     )
     monkeypatch.setitem(watch.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world))
     assert numbers(words) == [NO_NUMBER] * MAX_GROUPS
-    assert words[Word.GROUPS + 4] & 0xFFFFFFFF == 3
-    assert words[Word.GROUPS + 2 * MAX_GROUPS] == 0
+    assert words[HeaderWord.GROUPS + 4] & 0xFFFFFFFF == 3
+    assert words[HeaderWord.GROUPS + 2 * MAX_GROUPS] == 0
 
 
 @pytest.mark.parametrize(("backends", "nccl"), [("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)])
@@ -125,7 +125,7 @@ def test_groups_with_the_same_name_and_other_ranks_are_two(words: memoryview, mo
         world = SimpleNamespace(pg_names={group: "1"}, pg_group_ranks={group: dict.fromkeys(ranks, 0)})
         monkeypatch.setitem(watch.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world))
         numbers(words)
-        found.append(words[Word.GROUPS])
+        found.append(words[HeaderWord.GROUPS])
     assert found[0] != found[1]
 
 

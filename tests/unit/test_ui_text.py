@@ -11,7 +11,7 @@ import pyte
 import pytest
 from rich.cells import cell_len
 
-from dpmon.cleaning import LIMIT, clean, harmless
+from dpmon.sanitize import LIMIT, sanitize_line, strip_control_chars
 from dpmon.text.cells import ascii_text
 from dpmon.ui.rows import Row, plain
 from dpmon.ui.terminal_text import COLUMNS, HEIGHT, TerminalPage
@@ -49,10 +49,10 @@ def interpret(lines: list[bytes]) -> list[Row]:
 @pytest.mark.parametrize("text", STEERING)
 def test_neither_a_name_nor_a_line_of_output_can_steer(text: str) -> None:
     for dirty in (text, "before" + text + "after", text * 50):
-        shown(clean(dirty))
-        assert clean(dirty) == clean(clean(dirty)), "cleaning twice changes nothing"
+        shown(sanitize_line(dirty))
+        assert sanitize_line(dirty) == sanitize_line(sanitize_line(dirty)), "cleaning twice changes nothing"
         harmless_rows(interpret([dirty.encode("utf-8", "surrogatepass")]))
-    around = clean("before " + text + " after")
+    around = sanitize_line("before " + text + " after")
     assert around.startswith("before ")
     assert around.endswith(" after")
 
@@ -64,21 +64,21 @@ def test_random_bytes_never_steer() -> None:
         parts = [chance.choice(pieces) if chance.random() < 0.4 else chance.randbytes(chance.randint(1, 30))]
         raw = b"".join(parts * chance.randint(1, 8)).replace(b"\n", b"")
         harmless_rows(interpret([raw, raw]))
-        shown(clean(raw.decode("utf-8", "replace")))
+        shown(sanitize_line(raw.decode("utf-8", "replace")))
 
 
 def test_ordinary_text_is_untouched() -> None:
     for text in ("linear.py", "Größe 3×4 → 漢字 ok", "café", "naïve", "ไทย", "emoji 🚀"):
-        assert clean(text) == text
+        assert sanitize_line(text) == text
 
 
 def test_clean_is_bounded_and_takes_anything() -> None:
-    assert len(clean("x" * 1_000_000)) == LIMIT
-    assert clean("x" * 1_000_000).endswith("…")
-    assert clean("abc", limit=2) == "a…"
-    assert clean(None) == "None"
-    assert clean(["a"]) == "['a']"
-    assert len(harmless("a" + "\u0301" * 1000)) == 3
+    assert len(sanitize_line("x" * 1_000_000)) == LIMIT
+    assert sanitize_line("x" * 1_000_000).endswith("…")
+    assert sanitize_line("abc", limit=2) == "a…"
+    assert sanitize_line(None) == "None"
+    assert sanitize_line(["a"]) == "['a']"
+    assert len(strip_control_chars("a" + "\u0301" * 1000)) == 3
 
 
 # ------------------------------------------------------------------------------------------------ output

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 
 import dpmon
-from dpmon.cleaning import clean
 from dpmon.cli.doctor import machine, trial
 from dpmon.cli.doctor.machine import CONNECTION, OK, PROBLEM, STATES, Check, ok
 from dpmon.cli.options import several
 from dpmon.cli.speak import speak
+from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import has_colours, in_stream
 from dpmon.text.quantities import count_of
 
@@ -79,9 +79,9 @@ def _lines(check: Check, *, coloured: bool) -> list[str]:
         state = f"\x1b[{_COLOURS[check.state]}m{state}\x1b[0m"
     room = WIDTH - _STATE - _NAME
     wrap = {"width": room, "break_on_hyphens": False}
-    first, *rest = textwrap.wrap(clean(check.found), **wrap) or [""]  # type: ignore[arg-type]
+    first, *rest = textwrap.wrap(sanitize_line(check.found), **wrap) or [""]  # type: ignore[arg-type]
     if check.remedy is not None:
-        rest += textwrap.wrap(clean(f"-> {check.remedy}"), subsequent_indent="   ", **wrap)  # type: ignore[arg-type]
+        rest += textwrap.wrap(sanitize_line(f"-> {check.remedy}"), subsequent_indent="   ", **wrap)  # type: ignore[arg-type]
     return [f"{state}{check.name:<{_NAME}}{first}", *(" " * (_STATE + _NAME) + line for line in rest)]
 
 

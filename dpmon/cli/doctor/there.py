@@ -6,11 +6,11 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 import dpmon
-from dpmon.cleaning import clean
 from dpmon.cli.doctor.machine import CONNECTION, OK, STATES, Check, ok, problem, warning
 from dpmon.cli.machines import RunThere, runs_of
 from dpmon.mirror.hosts import Machine, Printed, ask, ask_dpmon
 from dpmon.record.safe_json import load_json
+from dpmon.sanitize import sanitize_line
 
 _TRIAL_S = 120.0
 """Longest silence of a doctor, which imports torch."""
@@ -27,7 +27,7 @@ def checks_there(asked: Sequence[Machine], python: str | None) -> Iterator[tuple
     for machine, answer, version in zip(found, answers, versions, strict=True):
         if version is None:
             last = b"".join(answer.lines[-1:]).decode("utf-8", "replace")
-            why = answer.why or f"it does not print the version of dpmon, but: {clean(last, 200)}"
+            why = answer.why or f"it does not print the version of dpmon, but: {sanitize_line(last, 200)}"
             by_hand = f"when this works, so does dpmon: {shlex.join([*machine.words, '--version'])}"
             yield machine.name, [problem(CONNECTION, why, by_hand)]
             continue
@@ -38,7 +38,7 @@ def checks_there(asked: Sequence[Machine], python: str | None) -> Iterator[tuple
 
 def _version_in(lines: Sequence[bytes]) -> str | None:
     found = (line for line in reversed(lines) if line.startswith(b"dpmon "))
-    return next((clean(line.removeprefix(b"dpmon ").decode("utf-8", "replace"), 40) for line in found), None)
+    return next((sanitize_line(line.removeprefix(b"dpmon ").decode("utf-8", "replace"), 40) for line in found), None)
 
 
 def _version(found: str) -> Check:
@@ -68,6 +68,6 @@ def _own_checks(answer: Printed) -> list[Check]:
     except (ValueError, TypeError, KeyError, AttributeError):
         why = answer.why or "its output cannot be read"
         return [warning("doctor", f"its doctor does not answer: {why}", "run `dpmon doctor` there")]
-    texts = [Check(*("" if text is None else clean(text, 500) for text in check)) for check in found[:50]]
+    texts = [Check(*("" if text is None else sanitize_line(text, 500) for text in check)) for check in found[:50]]
     faults = [check for check in texts if check.state in STATES and check.state != OK]
     return faults or [ok("doctor", "all checks passed there")]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, Flag, Kind
-from dpmon.span_ring import Word
+from dpmon.span_ring import HeaderWord
 from dpmon.tracer.calls.sites import Functional, Site, Sites
 from dpmon.tracer.calls.split import Split
 from dpmon.tracer.core.frames import Function, drop_frames, named_like
@@ -26,7 +26,7 @@ from dpmon.tracer.core.session import Session
 from dpmon.tracer.modes.decision import Modes
 from dpmon.tracer.steps.recorder import Recorder, Thread
 
-REQUEST = Word.REQUEST
+REQUEST = HeaderWord.REQUEST
 _LEARNS = (Flag.TRAINING | Flag.GRAD) << FLAGS_AT
 HIDING = frozenset(kind for kind in range(32) if kind not in (0, Kind.FETCH, Kind.OPTIMIZER, Kind.COPY))
 """Kinds of spans inside which a call of a module is not recorded as a call."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, Flag, Kind
-from dpmon.span_ring import Word
+from dpmon.span_ring import HeaderWord
 from dpmon.tracer.calls.replicas import ODD, ReplicaWatch, Unsuited
 from dpmon.tracer.calls.sites import Site, Sites
 from dpmon.tracer.core.frames import Function, drop_frames, named_like
@@ -185,7 +185,7 @@ class Primitives:
             recorder.calls += 1
             if recorder.calls > recorder.calls_before_step:
                 recorder.called(me)
-            if recorder.words[Word.REQUEST] != modes.serial and modes.poll():
+            if recorder.words[HeaderWord.REQUEST] != modes.serial and modes.poll():
                 self.sites.forget()
         elif me.inside == Kind.CALL and me.root is not None:
             self.sites.splits_itself(me.root)

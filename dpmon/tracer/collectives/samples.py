@@ -22,7 +22,7 @@ from time import monotonic_ns
 import torch
 
 from dpmon.record.span_format import FLAGS_AT, SITE_AT, Flag, Kind
-from dpmon.span_ring import Word
+from dpmon.span_ring import HeaderWord
 from dpmon.tracer.collectives.ends import CollectiveSample, Ends
 from dpmon.tracer.collectives.kernels import Kernels, missing
 from dpmon.tracer.core.session import Session, raise_from_signal
@@ -112,7 +112,7 @@ class Collectives:
                 return self._go_on(now)
             if not self._ready and not self._usable(now):
                 return NEVER if self._given_up else now + (SOON_NS if self._session.ring is None else WAIT_NS)
-            asked = self._recorder.words[Word.SAMPLE]
+            asked = self._recorder.words[HeaderWord.SAMPLE]
             if asked != self._asked or self._is_time(now):
                 if not self._begin():
                     self._put_off += 1

@@ -22,7 +22,7 @@ import torch
 
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import FLAGS_AT, SITE_AT, Flag, Kind
-from dpmon.span_ring import Word
+from dpmon.span_ring import HeaderWord
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.devices.events import TorchEvents
 
@@ -286,7 +286,7 @@ class Timing:
         k is the number that a reader has requested; 0 and 1 time every step.
         Ranks with a larger k time a subset of the steps that other ranks time.
         """
-        bits = max(self._recorder.words[Word.ONE_IN] - 1, 0).bit_length()
+        bits = max(self._recorder.words[HeaderWord.ONE_IN] - 1, 0).bit_length()
         number = self._steps if self.synced is None else self.synced()
         self._skips = _mixed(number) & (1 << bits) - 1 != 0
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dpmon.record.shared_names import MODES
-from dpmon.span_ring import Word
+from dpmon.span_ring import HeaderWord
 from dpmon.tracer.core.module_tables import Place
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.modes.plans import (
@@ -77,10 +77,10 @@ class Modes:
     def poll(self) -> bool:
         """Act on a new request; return whether calls must be planned again. Called only between calls."""
         ring = self.session.ring
-        if ring is None or ring.words[Word.REQUEST] == self.serial:
+        if ring is None or ring.words[HeaderWord.REQUEST] == self.serial:
             return False
-        self.serial = ring.words[Word.REQUEST]
-        wanted = ring.words[Word.WANTED]
+        self.serial = ring.words[HeaderWord.REQUEST]
+        wanted = ring.words[HeaderWord.WANTED]
         if self.locked or wanted not in (DP, SINGLE):
             reason = "--mode script leaves the computation as written" if self.locked else "unknown mode"
             self.session.event("mode", mode=None, requested_by="user", refused=reason, reason=reason)
@@ -96,8 +96,8 @@ class Modes:
         """Publish the number of the last request and the mode in force."""
         ring = self.session.ring
         if ring is not None:
-            ring.words[Word.MODE] = mode
-            ring.words[Word.ANSWERED] = self.serial
+            ring.words[HeaderWord.MODE] = mode
+            ring.words[HeaderWord.ANSWERED] = self.serial
 
     def failed(self, me: Thread, module: torch.nn.Module, reason: str, final: bool) -> Plan | None:
         """Handle a failure of dp in one call. Return the plan for that call; None to plan the module again.

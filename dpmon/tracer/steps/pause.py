@@ -13,7 +13,7 @@ from time import monotonic_ns, sleep
 from typing import Any
 
 from dpmon.record.span_format import Kind
-from dpmon.span_ring import SpanRing, Word, wants_pause
+from dpmon.span_ring import HeaderWord, SpanRing, wants_pause
 from dpmon.tracer.core.session import Session, rank_and_world
 from dpmon.tracer.steps.recorder import Recorder
 
@@ -47,7 +47,7 @@ class Pauser:
         if ring is None:
             return
         words = ring.words
-        self._asked = asked = words[Word.PAUSE]
+        self._asked = asked = words[HeaderWord.PAUSE]
         try:
             if wants_pause(asked):
                 world = max(session.world or 1, rank_and_world()[1] or 1)
@@ -57,7 +57,7 @@ class Pauser:
                 else:
                     session.event("pause", "last", paused=False, step=None, paused_s=0.0, reason=None, refused=refused)
         finally:
-            words[Word.PAUSED] = self._asked if wants_pause(words[Word.PAUSE]) else words[Word.PAUSE]
+            words[HeaderWord.PAUSED] = self._asked if wants_pause(words[HeaderWord.PAUSE]) else words[HeaderWord.PAUSE]
 
     def _wait(self, ring: SpanRing) -> None:
         session, words, me = self.session, ring.words, self.recorder.thread()
@@ -66,11 +66,11 @@ class Pauser:
         try:
             session.event("pause", "last", paused=True, step=None, paused_s=None, reason=None, refused=None)
             while True:
-                self._asked = asked = words[Word.PAUSE]
+                self._asked = asked = words[HeaderWord.PAUSE]
                 if not wants_pause(asked):
                     reason = None
                     break
-                words[Word.PAUSED] = asked
+                words[HeaderWord.PAUSED] = asked
                 words[me.word] = began
                 self.recorder.kinds[me.number] = Kind.PAUSE
                 sleep(POLL_S)
@@ -85,7 +85,7 @@ class Pauser:
                         break
                     reason = "interrupted"
         except BaseException:
-            self._asked = words[Word.PAUSE]
+            self._asked = words[HeaderWord.PAUSE]
             raise
         finally:
             now = monotonic_ns()

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, THREAD_AT, Flag, Kind
-from dpmon.span_ring import HEADER_BYTES, THREADS, SpanRing, Word
+from dpmon.span_ring import HEADER_BYTES, THREADS, HeaderWord, SpanRing
 from dpmon.tracer.core.frames import OF_CALLS, Function, drop_frames, named_like, outwards, uncounted
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.devices.timing import Mark, Timing, usable
@@ -49,8 +49,8 @@ STALE = 64
 """After this many optimizer steps without a fetch, steps no longer begin at a fetch (the script keeps one batch)."""
 FEW_CALLS = 64
 """A step may begin at a call after this many calls without a fetch or optimizer step, if there was a fetch before."""
-PAUSE, PAUSED, TRAINING_THREAD = Word.PAUSE, Word.PAUSED, Word.TRAINING_THREAD
-TRAINING_TID, LOOP_OVER = Word.TRAINING_TID, Word.LOOP_OVER
+PAUSE, PAUSED, TRAINING_THREAD = HeaderWord.PAUSE, HeaderWord.PAUSED, HeaderWord.TRAINING_THREAD
+TRAINING_TID, LOOP_OVER = HeaderWord.TRAINING_TID, HeaderWord.LOOP_OVER
 
 
 class Thread:
@@ -62,7 +62,7 @@ class Thread:
         self.head = number << THREAD_AT
         """The number of the thread, as a part of a span's first word."""
         self.number = number
-        self.word = Word.SPAN_START + number
+        self.word = HeaderWord.SPAN_START + number
         """Index in the ring's header of the start of the thread's current span."""
         self.inside = 0
         """Kind of the current span, 0 for none."""
@@ -431,7 +431,7 @@ class Recorder:
             if self.ring is not None:
                 self.session.write_line(end=True, uncaught=_raised())
                 if not _others_run():
-                    self.words[Word.ENDED] = 1
+                    self.words[HeaderWord.ENDED] = 1
 
 
 def _raised() -> bool:

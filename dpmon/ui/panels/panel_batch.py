@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dpmon.cleaning import clean
 from dpmon.model.finding import host_waits, partly_timed
 from dpmon.model.slow_steps import INPUT, WAITING_TEXT
 from dpmon.model.state import NO_STEPS, PHASES, Process
 from dpmon.model.step_timeline import StepTimeline, last_step_timeline
 from dpmon.record.record_types import MAX_SPANS, Call
 from dpmon.record.schema import SECOND, phase_by_display_name
+from dpmon.sanitize import sanitize_line
 from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import duration, group, percent, quantity_words, rate_words, short_clock, span_words
@@ -338,7 +338,7 @@ def _why(process: Process, call: Call | None, phase: str) -> str:
     if call is None:
         return "no call was seen"
     if own in call.absent:
-        return clean(call.absent[own], 200)
+        return sanitize_line(call.absent[own], 200)
     if call.stages:
         return "the model is split into stages, not copied"
     if call.mode != "dp" or len(call.devices) < 2:

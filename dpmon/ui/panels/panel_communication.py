@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dpmon.cleaning import clean
 from dpmon.model.communication import Communication
 from dpmon.model.found_between_ranks import between_ranks
+from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import right, wrapped
 from dpmon.text.quantities import duration, percent
 from dpmon.ui.facts import RANK_NAMES, Facts
@@ -57,9 +57,9 @@ def table(facts: Facts, width: int, height: int, look: Look, *, advice: bool = T
 def _facts(found: Communication, width: int, look: Look) -> list[Row]:
     rows: list[Row] = []
     for label, text in found.facts:
-        label = clean(label, 40)
+        label = sanitize_line(label, 40)
         indent = _LABEL if len(label) < _LABEL else len(label) + 1
-        lines = wrapped(clean(text, 400), max(width - indent, 10))
+        lines = wrapped(sanitize_line(text, 400), max(width - indent, 10))
         for index, line in enumerate(lines):
             head = label.ljust(indent) if index == 0 else " " * indent
             rows.append([(head, "dim"), (line, "bold" if label == "exposed" else "")])
@@ -71,8 +71,8 @@ def _advice(found: Communication, width: int, most: int | None, look: Look) -> l
     rows: list[Row] = []
     for finding in sorted(between_ranks(found), key=lambda one: -one.weight):
         # The first rows of the screen and panel 2 name the straggler.
-        text = "" if finding.kind == "straggler" else clean(finding.text, 400)
-        advice = clean(finding.advised, 400)
+        text = "" if finding.kind == "straggler" else sanitize_line(finding.text, 400)
+        advice = sanitize_line(finding.advised, 400)
         own = [*lines(text, width, "wait"), *lines(advice, width, "")]
         if most is not None and len(rows) + len(own) > most:
             return rows or lines(advice, width, "", most, look.glyphs.more)

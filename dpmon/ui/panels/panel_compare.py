@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dpmon.cleaning import clean
 from dpmon.model.compare import Comparison, ModeSpeedup, Peak, sentence
 from dpmon.model.memory import HOST
 from dpmon.model.state import PHASES
 from dpmon.model.step_timeline import Piece
 from dpmon.record.schema import REST, SETTLING_STEPS, phase_by_display_name, phase_by_name
+from dpmon.sanitize import sanitize_line
 from dpmon.store.figures import Figures
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import UNKNOWN, clock, compact, count_of, duration, group, memory, percent, span_words, times
@@ -210,7 +210,7 @@ class _CompareTable:
             return [self.line("memory", {m: _peak(each.get(HOST)) for m, each in peaks.items()})]
         return [
             self.line(
-                ("peak " if index == 0 else "     ") + clean(device, 12).replace("cuda:", "gpu "),
+                ("peak " if index == 0 else "     ") + sanitize_line(device, 12).replace("cuda:", "gpu "),
                 {m: _peak(each.get(device)) for m, each in peaks.items()},
             )
             for index, device in enumerate(devices)
@@ -313,8 +313,8 @@ def _refused(facts: Facts) -> str:
         stepped = process.last_step.mode if process.last_step is not None else process.mode
         if refusal.mode == stepped and facts.view.zoom != "compare":
             continue
-        roots_by_text.setdefault(f"{refusal.mode} refused{{}}: {clean(refusal.reason, 300)}", []).append(
-            clean(root, 60)
+        roots_by_text.setdefault(f"{refusal.mode} refused{{}}: {sanitize_line(refusal.reason, 300)}", []).append(
+            sanitize_line(root, 60)
         )
     return "; ".join(
         head.replace("{}", f" for {', '.join(roots)}" if several and all(roots) else "", 1)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpmon.cleaning import clean
 from dpmon.model.memory import reasons as reasons_of_memory
 from dpmon.model.nodes import node_of
 from dpmon.model.state import DeviceTrack
 from dpmon.record.safe_json import number_member
+from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.quantities import UNKNOWN, left_of, memory
 from dpmon.ui.chart import filled_bar, spark
@@ -158,7 +158,7 @@ def _memory_rows(facts: Facts, width: int, *, with_reasons: bool = True) -> list
     for one in found:
         parts = [("model", one.model), ("grads", one.gradients), ("optim", one.optimizer)]
         parts += [("rest", one.rest), ("peak", one.peak)]
-        row: Row = [(clean(one.device, 10).ljust(8) + " ", "dim")]
+        row: Row = [(sanitize_line(one.device, 10).ljust(8) + " ", "dim")]
         if not with_reasons or width_of(row) + sum(len(word) + 11 for word, _ in parts) > width:
             parts = [part for part in parts if part[1] is not None]  # the reason for missing ones is in a row below
         for word, count in parts:
@@ -170,7 +170,7 @@ def _memory_rows(facts: Facts, width: int, *, with_reasons: bool = True) -> list
     if why and with_reasons:
         named = "; ".join(dict.fromkeys(f"{names}: {reason}" for names, reason in why))
         short = "; ".join(dict.fromkeys(reason for _, reason in why))
-        rows.append([(cut(clean(named if span_width(named) <= width else short, 300), width), "dim")])
+        rows.append([(cut(sanitize_line(named if span_width(named) <= width else short, 300), width), "dim")])
     return rows
 
 
@@ -326,7 +326,7 @@ def _below(tracks: Sequence[tuple[int, DeviceTrack]], width: int, look: Look) ->
     for index, track in tracks:
         words = track.data.get("throttle")
         for word in words if isinstance(words, list) else ():
-            down.setdefault(clean(word, 40), []).append(label(index, track.data))
+            down.setdefault(sanitize_line(word, 40), []).append(label(index, track.data))
     if down:
         text = "; ".join(f"{word}: {' '.join(who)}" for word, who in down.items())
         rows.append([("clocks held down ", "wait"), (cut(text, max(width - 17, 1), look.glyphs.more), "")])
@@ -374,4 +374,4 @@ def _why_no_gpu(data: Mapping[str, Any], width: int, look: Look) -> list[Row]:
     if isinstance(reason, str):
         absent = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"
         text = f"{absent}; {text}" if text else absent
-    return lines(clean(text, 600), width, most=_MOST_REASONS, more=look.glyphs.more)
+    return lines(sanitize_line(text, 600), width, most=_MOST_REASONS, more=look.glyphs.more)

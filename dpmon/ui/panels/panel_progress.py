@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp, isfinite
 
-from dpmon.cleaning import clean
 from dpmon.model.loss import LossCurve
 from dpmon.model.progress import Epoch, Progress, left_words, without_time
 from dpmon.record.schema import SECOND
+from dpmon.sanitize import sanitize_line
 from dpmon.store.answers import SMOOTHED
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, count_of, duration_words, group, percent
@@ -138,7 +138,7 @@ def _plan(facts: Facts) -> list[tuple[str, str]]:
     names = {str(track.data.get("name") or "GPU") for track in facts.state.devices.values()}
     rows = [("mode", _MODES.get(str(options.get("mode")), "")), ("replicas", ", ".join(asked))]
     rows += [("GPUs", f"{len(facts.state.devices)} × {', '.join(sorted(names))}" if names else "")]
-    return [(label, clean(text, 200)) for label, text in rows if text]
+    return [(label, sanitize_line(text, 200)) for label, text in rows if text]
 
 
 def _labelled(label: str, text: str, width: int) -> list[Row]:
@@ -152,9 +152,9 @@ def _findings(facts: Facts, width: int) -> list[Row]:
     rows: list[Row] = [] if facts.findings is None or facts.findings else [[("nothing stands out", "dim")]]
     for number, found in enumerate(facts.findings or (), start=1):
         style = "bad" if found.kind == "failed" else "wait"
-        for index, row in enumerate(lines(clean(found.text, 400), width - 2, style)):
+        for index, row in enumerate(lines(sanitize_line(found.text, 400), width - 2, style)):
             rows.append([(f"{number} " if index == 0 else "  ", "dim"), *row])
-        rows += [[("  ", ""), *row] for row in lines(clean(found.advised, 400), width - 2, "")]
+        rows += [[("  ", ""), *row] for row in lines(sanitize_line(found.advised, 400), width - 2, "")]
     return rows
 
 
@@ -179,7 +179,7 @@ def _bar(found: Progress, width: int, look: Look) -> list[Row]:
     """How much of the epoch is done, and the time left; or why this is unknown."""
     if found.epoch is None or found.batch is None or not found.batches:
         name = "epoch" if found.epoch is None else "batch" if found.batch is None else "batches"
-        why = clean(found.absent.get(name, ""), 200)
+        why = sanitize_line(found.absent.get(name, ""), 200)
         return (
             [[(cut(f"no length: {why}" if name == "batches" else why, width, look.glyphs.more), "dim")]] if why else []
         )
@@ -214,7 +214,7 @@ def _loss(facts: Facts, one: LossCurve, several: bool, width: int, height: int, 
     if one.smoothed is not None:
         head += [("smoothed ", "bar"), loss_span(one.smoothed, 8)]
     if several:
-        head.append((cut(clean(one.place, 200), 24, look.glyphs.more) + " ", "dim"))
+        head.append((cut(sanitize_line(one.place, 200), 24, look.glyphs.more) + " ", "dim"))
     beside = height < 2
     room = width - (width_of(head) if beside else _GUTTER)
     if room < _BAR:

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
-from dpmon.cleaning import clean
 from dpmon.model.communication import Communication
 from dpmon.model.nodes import SILENT
 from dpmon.model.state import MAPPED, WORST, CallTrack, Process
 from dpmon.model.stragglers import MIN_STEPS, RankTimes, Straggler, in_short, sentence
 from dpmon.record.shared_names import node_suffix
+from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import right, span_width
 from dpmon.text.quantities import UNKNOWN, count_of, duration, group
 from dpmon.ui.chart import busy_bar, busy_legend
@@ -352,7 +352,7 @@ def _median(process: Process, phase: str) -> str:
 
 def _of_call(track: CallTrack | None) -> str:
     devices = track.last.devices if track is not None else ()
-    return clean(devices[0], 20) if devices else UNKNOWN
+    return sanitize_line(devices[0], 20) if devices else UNKNOWN
 
 
 def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dpmon.cleaning import clean
 from dpmon.model.state import CallTrack, Process
 from dpmon.record.record_types import Call, Size, count_rows
+from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.quantities import UNKNOWN, count_of, duration, group, memory
 from dpmon.ui.chart import filled_bar, range_bar
@@ -96,7 +96,7 @@ def title(facts: Facts, look: Look) -> tuple[Row, Row]:
 
 def name_of(call: Call, dot: str) -> str:
     """The root of a call, and what calls it; `dot` separates them."""
-    return f"{dot}{clean(call.root, 60)}{dot}{clean(call.via, 40) if call.via else 'bare module'}"
+    return f"{dot}{sanitize_line(call.root, 60)}{dot}{sanitize_line(call.via, 40) if call.via else 'bare module'}"
 
 
 def kind(call: Call, look: Look) -> Row:
@@ -116,7 +116,7 @@ def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     if call.failed:
         rows.append([("the forward raised an exception", "bad")])
     for reason in call.absent.values():
-        rows += lines(clean(reason, 300), width, most=None if staged else 1, more=look.glyphs.more)
+        rows += lines(sanitize_line(reason, 300), width, most=None if staged else 1, more=look.glyphs.more)
     process = facts.process
     if process is not None and call.virtual and len(rows) < height:
         shared = "one GPU" if any(device.startswith("cuda") for device in call.devices) else "this machine's processor"
@@ -141,7 +141,7 @@ def _replicas(track: CallTrack, width: int, height: int, look: Look) -> list[Row
     """
     call = track.last
     numbers = [replica.replica for replica in call.replicas]
-    device = min(max([span_width(clean(d, 20)) for d in call.devices] + [6]), 10)
+    device = min(max([span_width(sanitize_line(d, 20)) for d in call.devices] + [6]), 10)
     ins = [size_text(replica.inputs) for replica in call.replicas]
     outs = [size_text(replica.outputs) for replica in call.replicas]
     # Number, device, rows, times and gaps have fixed widths. Sizes get the rest; drawings get what the sizes leave.
@@ -155,7 +155,9 @@ def _replicas(track: CallTrack, width: int, height: int, look: Look) -> list[Row
     counts = [count_rows(replica.inputs, call.dim) for replica in call.replicas]
     columns = [
         TableColumn("#", 2, [str(number) for number in numbers], "bold", gap=1),
-        TableColumn("device", device, [clean(replica.device, 40) for replica in call.replicas], left=True, gap=2),
+        TableColumn(
+            "device", device, [sanitize_line(replica.device, 40) for replica in call.replicas], left=True, gap=2
+        ),
         TableColumn("input", given, ins, left=True, gap=2),
         TableColumn("output", gave, outs, left=True),
         TableColumn("rows", 6, [UNKNOWN if count is None else str(count) for count in counts]),
@@ -207,17 +209,17 @@ def _scale(base: float, top: float, width: int) -> str:
 def _stages(track: CallTrack, width: int, look: Look) -> list[Row]:
     """A header, and a row per stage with its incoming tensors and its time."""
     call = track.last
-    device = min(max([span_width(clean(s.device, 20)) for s in call.stages] + [6]), 10)
+    device = min(max([span_width(sanitize_line(s.device, 20)) for s in call.stages] + [6]), 10)
     ins = [size_text(stage.inputs) for stage in call.stages]
     outs = [size_text(stage.outputs) for stage in call.stages]
-    names = [clean(", ".join(stage.parts), 200) for stage in call.stages]
+    names = [sanitize_line(", ".join(stage.parts), 200) for stage in call.stages]
     room = max(width - 3 - device - 2 - 10 - 10 - 4 - (10 if track.device_ns else 0), 18)
     given = min(max(map(span_width, [*ins, "input"])), room // 3)
     gave = min(max(map(span_width, [*outs, "output"])), room // 3)
     parts = min(max(map(span_width, [*names, "parts"])), room - given - gave)
     columns = [
         TableColumn("#", 2, [str(stage.stage) for stage in call.stages], "bold", gap=1),
-        TableColumn("device", device, [clean(stage.device, 20) for stage in call.stages], left=True, gap=2),
+        TableColumn("device", device, [sanitize_line(stage.device, 20) for stage in call.stages], left=True, gap=2),
         TableColumn("parts", parts, names, left=True, gap=2),
         TableColumn("input", given, ins, left=True, gap=2),
         TableColumn("output", gave, outs, left=True),
@@ -255,8 +257,8 @@ def every_size(
 
 def _size_line(size: Size) -> str:
     """Everything about one size: "0.mask [16, 512] float32 32.0 KiB"; clean."""
-    name = clean(size.path, 80) + " " if size.path else ""
-    return f"{name}{_shape(size, 32)} {clean(size.dtype, 20)} {memory(size.bytes)}"
+    name = sanitize_line(size.path, 80) + " " if size.path else ""
+    return f"{name}{_shape(size, 32)} {sanitize_line(size.dtype, 20)} {memory(size.bytes)}"
 
 
 def _shape(size: Size, most: int) -> str:
@@ -273,7 +275,7 @@ def _idle(call: Call, look: Look) -> list[Row]:
     rows = call.rows
     why = f"idle: a batch of {rows} makes {used} chunks" if rows is not None else f"idle: {used} chunks"
     return [
-        [(right(str(i), 2) + " ", "dim"), (clean(device, 20) + "  ", "dim"), (why, "wait")]
+        [(right(str(i), 2) + " ", "dim"), (sanitize_line(device, 20) + "  ", "dim"), (why, "wait")]
         for i, device in enumerate(call.devices[used:], used)
     ]
 
@@ -309,10 +311,10 @@ def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
         rows += lines(_what_times(track), width)
         rows.append([])
     for replica in track.last.replicas:
-        rows.append([(f"{right(str(replica.replica), 2)} {clean(replica.device, 40)}", "bold")])
+        rows.append([(f"{right(str(replica.replica), 2)} {sanitize_line(replica.device, 40)}", "bold")])
         rows += every_size(replica.inputs, replica.outputs, width, look, "not seen by a forward hook")
     for stage in track.last.stages:
-        names = clean(", ".join(stage.parts), max(width - 20, 10))
-        rows.append([(f"{right(str(stage.stage), 2)} {clean(stage.device, 40)}  ", "bold"), (names, "")])
+        names = sanitize_line(", ".join(stage.parts), max(width - 20, 10))
+        rows.append([(f"{right(str(stage.stage), 2)} {sanitize_line(stage.device, 40)}  ", "bold"), (names, "")])
         rows += every_size(stage.inputs, stage.outputs, width, look)
     return rows

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.cleaning import clean
 from dpmon.model.state import State
 from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import node_suffix
+from dpmon.sanitize import sanitize_line
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.stalls.verdict import in_ranges
 from dpmon.text.cells import wrapped
@@ -52,10 +52,10 @@ def _standing(one: Mapping[str, Any], noticed_ns: int, state: State) -> _Standin
     return _Standing(
         int_member(one, "rank"),
         "" if process is None else f"{devices_in_short(process.devices)}{node_suffix(process.node)}".strip(),
-        clean(text_member(one, "words") or UNKNOWN, 300),
+        sanitize_line(text_member(one, "words") or UNKNOWN, 300),
         int_member(one, "step"),
         None if waited is None else noticed_ns - waited,
-        clean(text_member(one, "state") or "", 20),
+        sanitize_line(text_member(one, "state") or "", 20),
         number_member(one, "cpu"),
         one.get("waits") is True,
     )
@@ -90,7 +90,7 @@ def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame. What gives way first: the keys, then step, state and CPU of each rank."""
     ranks = _standings(facts)
     if not ranks:
-        text = "" if facts.stall is None else clean(facts.stall.text, 400)
+        text = "" if facts.stall is None else sanitize_line(facts.stall.text, 400)
         return lines(text or "the record of the stall is damaged", width, "bad", height, look.glyphs.more)
     guilty, waiting = ([one for one in ranks if one.waits is waits] for waits in (False, True))
     below = _folded(waiting, facts, look)

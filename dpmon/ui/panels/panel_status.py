@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from dpmon.cleaning import clean
 from dpmon.model.finding import DATA_SHARE, MIN_STEPS, data_share
 from dpmon.model.found_in_failures import LOSS_WORDS
 from dpmon.model.pace import Speed, speed
@@ -14,6 +13,7 @@ from dpmon.model.progress import Progress, left_words
 from dpmon.model.stragglers import in_short
 from dpmon.record.schema import SECOND, SPAN_PHASES
 from dpmon.record.shared_names import node_suffix
+from dpmon.sanitize import sanitize_line
 from dpmon.stalls.run_state import EVALUATING, STALLED, STARTING, WAITING_FOR_DATA
 from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.quantities import clock, compact, count_of, duration_words, group, minutes, percent, within_words
@@ -205,7 +205,7 @@ def reports_straggler(facts: Facts, look: Look) -> bool:
 def _message(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) -> Row:
     """The most important event now: the end, an answer, a warning; else the figures left out above, and plain facts."""
     if facts.stopping is not None:  # also after the command has ended, while it has processes left
-        return [("stopping: ", "wait"), (clean(facts.stopping, 200), "")]
+        return [("stopping: ", "wait"), (sanitize_line(facts.stopping, 200), "")]
     reply = answer(facts, look)
     if reply:
         return reply
@@ -234,7 +234,7 @@ def _message(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) ->
 
 def _stalled(facts: Facts, look: Look) -> Row:
     """Which rank stands where; at the end of the run, also its outcome."""
-    text = "" if facts.stall is None else clean(facts.stall.text, 400)
+    text = "" if facts.stall is None else sanitize_line(facts.stall.text, 400)
     if facts.stall is not None and facts.over:
         seconds = facts.stall.lasted_ns(facts.elapsed_ns) / SECOND
         last = f"; {facts.last_line}" if facts.last_line else ""
@@ -253,7 +253,7 @@ def _warning(facts: Facts) -> Row:
     warning = facts.state.warnings[-1] if facts.state.warnings else None
     if warning is None or facts.now_ns - (warning.t_ns or 0) >= WARNING_SHOWN_NS:
         return []
-    return [("warning: ", "wait"), (clean(warning.text, 300), "")]
+    return [("warning: ", "wait"), (sanitize_line(warning.text, 300), "")]
 
 
 def _troubled(facts: Facts) -> Row:
@@ -281,7 +281,7 @@ def _unfit(facts: Facts) -> Row:
     when = "" if unfit.step is None else f", first seen in step {group(unfit.step)}"
     process = facts.state.processes.get(unfit.process)
     who = "" if process is None or process.rank is None else f" of {process.name}"
-    return [(f"the loss{who} was {LOSS_WORDS[repr(unfit.loss)]}{when} ({clean(unfit.place, 80)})", "bad")]
+    return [(f"the loss{who} was {LOSS_WORDS[repr(unfit.loss)]}{when} ({sanitize_line(unfit.place, 80)})", "bad")]
 
 
 def _afterwards(facts: Facts) -> Row:
@@ -298,7 +298,7 @@ def _next(facts: Facts, room: int, look: Look) -> Row:
     """The next command to try after the end, if it fits in full."""
     if facts.info is None or not facts.over:
         return []
-    hint = f"{look.glyphs.middot} dpmon export {clean(facts.info.id, 120)} writes the records "
+    hint = f"{look.glyphs.middot} dpmon export {sanitize_line(facts.info.id, 120)} writes the records "
     return [("  " + hint, "dim")] if len(hint) + 4 <= room else []
 
 
@@ -308,7 +308,7 @@ def _facts(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) -> R
     parts: list[str] = [plain(part.row).strip(" ()") for part in left_out]
     if process is not None:
         if process.virtual and process.mode == "dp":
-            parts.append("virtual replicas: " + clean(process.mode_reason or "devices are shared", 200))
+            parts.append("virtual replicas: " + sanitize_line(process.mode_reason or "devices are shared", 200))
         if len(facts.state.processes) > 1:
             many = process.info.world or len(facts.state.processes)
             # Processes are numbered from 0 like ranks, but "process 1 of 2" would suggest numbers from 1.
@@ -318,9 +318,9 @@ def _facts(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) -> R
             parts.append(nodes if facts.state.nodes else one + node_suffix(process.node))
         for key, value in (("python", process.info.python), ("torch", process.info.torch)):
             if value is not None:
-                parts.append(f"{key} {clean(value, 30)}")
+                parts.append(f"{key} {sanitize_line(value, 30)}")
     elif facts.info is not None and facts.info.python:
-        parts.append(f"Python: {clean(facts.info.python, 200)}")
+        parts.append(f"Python: {sanitize_line(facts.info.python, 200)}")
     if facts.info is not None and facts.info.options.get("mode") == "script":
         parts.append("mode script: observed only")
     dot = f" {look.glyphs.middot} "
@@ -378,9 +378,9 @@ def _pausing(facts: Facts) -> Row:
     if last is None or last.t_ns is None or facts.now_ns - last.t_ns > DONE_SHOWN_NS:
         return []
     if last.refused is not None:
-        return [("pause", ""), (" refused: ", "bad"), (clean(last.refused, 300), "")]
+        return [("pause", ""), (" refused: ", "bad"), (sanitize_line(last.refused, 300), "")]
     if last.reason is not None and not last.paused:
-        return [("the pause is over: ", "wait"), (clean(last.reason, 300), "")]
+        return [("the pause is over: ", "wait"), (sanitize_line(last.reason, 300), "")]
     return []
 
 
@@ -405,7 +405,7 @@ def _answer(facts: Facts, look: Look) -> Row:
     if facts.now_ns - toggle.since_ns > DONE_SHOWN_NS:
         return []
     if toggle.status == "refused":
-        why = clean(toggle.reason, 300) if toggle.reason else "no reason was given"
+        why = sanitize_line(toggle.reason, 300) if toggle.reason else "no reason was given"
         return [(toggle.mode, style), (" refused: ", "bad"), (why, "")]
     at = " done" if toggle.step is None else f" from step {group(toggle.step)} on"
     return [(toggle.mode, style), (at, "good")]

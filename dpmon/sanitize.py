@@ -33,7 +33,7 @@ _AS_SPACE = frozenset("\t\n\v\f\r\x1c\x1d\x1e\x1f\x85\u2028\u2029")
 
 
 @lru_cache(maxsize=4096)
-def visible(char: str) -> str:
+def displayable_char(char: str) -> str:
     """The display form of one character: itself, a space, the replacement character, or nothing."""
     if char in _AS_SPACE:
         return " "
@@ -50,14 +50,14 @@ def visible(char: str) -> str:
     return "" if category == "Cf" else char
 
 
-def harmless(text: str) -> str:
+def strip_control_chars(text: str) -> str:
     """`text`, of any length: control characters replaced, invisible ones dropped, at most two marks on a character."""
     if text.isascii() and text.isprintable():
         return text
     kept: list[str] = []
     marks = 0
     for char in text:
-        shown = visible(char)
+        shown = displayable_char(char)
         if shown and unicodedata.combining(shown):
             marks += 1
             if marks > _MARKS_IN_A_ROW or not kept:
@@ -68,21 +68,21 @@ def harmless(text: str) -> str:
     return "".join(kept)
 
 
-def json_text(value: object, **how: Any) -> str:
+def to_safe_json(value: object, **how: Any) -> str:
     """`value` as JSON in ASCII, with all its texts harmless; `how`: arguments of json.dumps."""
     text = json.dumps(value, **how)
-    return json.dumps(_all_harmless(value), **how) if _ESCAPED.search(text) else text
+    return json.dumps(_sanitize_nested(value), **how) if _ESCAPED.search(text) else text
 
 
-def _all_harmless(value: object) -> object:
+def _sanitize_nested(value: object) -> object:
     if isinstance(value, str):
-        return harmless(value)
+        return strip_control_chars(value)
     if isinstance(value, Mapping):
-        return {_all_harmless(key): _all_harmless(one) for key, one in value.items()}
-    return [_all_harmless(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {_sanitize_nested(key): _sanitize_nested(one) for key, one in value.items()}
+    return [_sanitize_nested(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def clean(text: object, limit: int = LIMIT) -> str:
+def sanitize_line(text: object, limit: int = LIMIT) -> str:
     """One line of at most `limit` characters that any terminal prints unchanged; cut text ends in an ellipsis.
 
     Control characters (C0, C1 and DEL, so also the ESC of a terminal sequence), lone surrogates and unassigned code
@@ -91,5 +91,5 @@ def clean(text: object, limit: int = LIMIT) -> str:
     """
     line = text if isinstance(text, str) else str(text)
     if len(line) > limit:
-        return harmless(line[: limit - 1]) + "…"
-    return harmless(line)
+        return strip_control_chars(line[: limit - 1]) + "…"
+    return strip_control_chars(line)

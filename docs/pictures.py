@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from textual.pilot import Pilot
 
-from dpmon.run.runs import find_run
+from dpmon.run.run_registry import find_run
 from dpmon.text.cells import span_width
 from dpmon.ui.facts import Facts
 from dpmon.ui.look import Look, look

@@ -5,7 +5,7 @@
     ├── ConfigError      a setting, or a file of settings                 dpmon.config
     ├── CommandError     a command that cannot be run                     dpmon.supervise.program
     │   └── NotFoundError
-    ├── RunError         no such run, or an unusable directory            dpmon.run.rundir
+    ├── RunError         no such run, or an unusable directory            dpmon.run.run_directory
     ├── HostError        machines that are named wrongly                  dpmon.mirror.hosts
     ├── RingError        a file that is not a usable ring                 dpmon.span_ring
     ├── HistoryError     a history that cannot be read or written

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from running import Dpmon, wait_for
 
-from dpmon.run.reader import RunReader
-from dpmon.run.standard_input import reads_input
+from dpmon.run.run_reader import RunReader
+from dpmon.run.stdin_terminal import is_reading_stdin
 
 SCRIPT = Path(__file__).resolve().parent / "process" / "scripts" / "clocked.py"
 CLOSE = 0.02
 """Largest relative difference between a rate and the script's own."""
 only_where_waits_show = pytest.mark.skipif(
-    reads_input(os.getpid()) is None, reason="this kernel does not say in which system call a process is"
+    is_reading_stdin(os.getpid()) is None, reason="this kernel does not say in which system call a process is"
 )
 
 
@@ -39,17 +39,17 @@ def switch(reader: RunReader, *modes: str, seconds: float) -> None:
     """Let the script train in one mode after another, `seconds` in each."""
     for mode in modes:
         reader.request_mode(mode)
-        wait_for(lambda: not reader.pending(), what="the answer")
+        wait_for(lambda: not reader.has_pending_request(), what="the answer")
         pass_time(seconds)
 
 
 def pause(reader: RunReader, seconds: float) -> None:
     """Pause the script for `seconds`."""
     reader.request_pause(True)
-    wait_for(lambda: reader.paused().since_ns, what="the pause")
+    wait_for(lambda: reader.pause_state().since_ns, what="the pause")
     pass_time(seconds)
     reader.request_pause(False)
-    wait_for(lambda: not reader.paused().pending, what="the end of the pause")
+    wait_for(lambda: not reader.pause_state().pending, what="the end of the pause")
 
 
 def end(dpmon: Dpmon, reader: RunReader, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:

@@ -14,8 +14,8 @@ from stored import Recording
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Record
 from dpmon.run import proc
-from dpmon.run.rundir import ExitInfo, RunInfo, save
-from dpmon.run.runs import create_run
+from dpmon.run.run_directory import ExitInfo, RunInfo, write_info
+from dpmon.run.run_registry import create_run
 from dpmon.store.writer import LIMIT_BYTES
 
 
@@ -33,9 +33,9 @@ def live(directory: Path, **about: Any) -> RunInfo:
     """Write run.json of a run that has just begun, and has this process as its command; return the contents."""
     directory.chmod(0o700)
     now = {"started_unix": time.time(), "start_ns": time.monotonic_ns(), "boot_id": proc.boot_id()}
-    us = {"command_pid": os.getpid(), "command_started": proc.started(os.getpid()), "python": sys.executable}
+    us = {"command_pid": os.getpid(), "command_started": proc.start_time_s(os.getpid()), "python": sys.executable}
     info = draft(id="20261120-141502-linear-7f3a", headless=False, options={"mode": "auto"}, **now, **us, **about)
-    save(directory, info)
+    write_info(directory, info)
     return info
 
 
@@ -62,5 +62,5 @@ def keep(
     run.end()
     run.close()
     if status is not None:
-        save(directory, ExitInfo(status, None, 1.7e9 + seconds, int(seconds * 1e9), seconds, "supervisor"))
+        write_info(directory, ExitInfo(status, None, 1.7e9 + seconds, int(seconds * 1e9), seconds, "supervisor"))
     return directory

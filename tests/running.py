@@ -27,9 +27,9 @@ from sizes import LONG
 from warm import python
 
 from dpmon.run import proc
-from dpmon.run.condition import supervised
-from dpmon.run.rundir import load_info
-from dpmon.run.runs import LASTING, SHARED_MEMORY
+from dpmon.run.lifecycle import has_live_supervisor
+from dpmon.run.run_directory import load_info
+from dpmon.run.run_registry import LASTING, SHARED_MEMORY
 
 Value = TypeVar("Value")
 POLL_S = 0.02
@@ -42,7 +42,7 @@ while not pathlib.Path("go").exists():
     time.sleep(0.01)
 """
 _PATIENT = (
-    "import dpmon.run.signalling as s; s.stop_run.__defaults__ = (None, 60.0)\n"
+    "import dpmon.run.run_signals as s; s.stop_run.__defaults__ = (None, 60.0)\n"
     "from dpmon.cli.main import entry; entry()"
 )
 
@@ -96,15 +96,15 @@ def free_ports(count: int) -> list[int]:
 
 def until_unsupervised(info: Mapping[str, Any]) -> None:
     """Wait for the end of the supervisor that is named in these contents of run.json."""
-    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]), what="the supervisor's end")
+    wait_for(lambda: not proc.is_alive(info["supervisor_pid"], info["supervisor_started"]), what="the supervisor's end")
 
 
 def until_no_command_is_left() -> None:
     """Wait for the end of the commands that `Links` in this process started: each leads a session."""
 
     def left() -> list[proc.ProcessEntry]:
-        children = (each for each in proc.every_process().values() if each.parent == os.getpid())
-        return [each for each in children if each.pid == each.session and not each.dead]
+        children = (each for each in proc.read_process_table().values() if each.parent == os.getpid())
+        return [each for each in children if each.pid == each.session and not each.is_dead]
 
     wait_for(lambda: not left(), 30, "the end of all commands")
 
@@ -269,7 +269,7 @@ class Dpmon:
         def ended() -> dict[str, Any] | None:
             path = self.last() / "exit.json"
             how = json.loads(path.read_text()) if path.exists() else None
-            return how if how is None or how["drained"] or not supervised(load_info(self.last())) else None
+            return how if how is None or how["drained"] or not has_live_supervisor(load_info(self.last())) else None
 
         found = wait_for(ended, limit, "exit.json")
         assert found is not None
@@ -299,7 +299,7 @@ class Dpmon:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         mark = f"{zlib.crc32(os.fsencode(self.state / 'dpmon' / 'runs')):08x}"
-        for place in (LASTING, tempfile.gettempdir(), SHARED_MEMORY):  # as `stand_ins` of dpmon.run.runs
+        for place in (LASTING, tempfile.gettempdir(), SHARED_MEMORY):  # as `stand_ins` of dpmon.run.run_registry
             shutil.rmtree(Path(place) / f"dpmon-{os.getuid()}-{mark}", ignore_errors=True)
 
     def _leftovers(self) -> Iterator[int]:

@@ -14,7 +14,7 @@ from timed import staged, trained
 
 from dpmon.model.state import Process, State
 from dpmon.record.record_types import Event, Record
-from dpmon.run.rundir import ExitInfo, RunInfo
+from dpmon.run.run_directory import ExitInfo, RunInfo
 from dpmon.ui.facts import Facts, Toggle, View
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import whole

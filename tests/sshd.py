@@ -224,7 +224,7 @@ class Hosts:
     def close(self) -> None:
         """End all that was started, and delete the namespaces."""
         for daemon in self._daemons:
-            for pid in proc.tree(daemon.pid):
+            for pid in proc.process_tree(daemon.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             daemon.wait()

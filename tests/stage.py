@@ -19,7 +19,7 @@ from textual.geometry import Region
 from textual.pilot import Pilot
 
 from dpmon.record.record_types import Event, Record
-from dpmon.run.rundir import ExitInfo
+from dpmon.run.run_directory import ExitInfo
 from dpmon.store.queries import Store
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.monitor import Monitor

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
 from dpmon.run import proc, retention
-from dpmon.run.condition import goes_on, goes_on_elsewhere, needs_supervisor, run_state
-from dpmon.run.destination import opened, stdout
-from dpmon.run.reader import RunReader
-from dpmon.run.retention import is_kept
-from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
-from dpmon.run.runs import JOB, find_run, list_runs, newest_run, short_name
+from dpmon.run.lifecycle import is_live, may_be_live_elsewhere, needs_supervisor, run_state
+from dpmon.run.output_target import open_replacement, utf8_stdout
+from dpmon.run.retention import is_protected
+from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info
+from dpmon.run.run_reader import RunReader
+from dpmon.run.run_registry import JOB, find_run, list_runs, newest_run, short_name
 from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.supervise.guard import repeated
 from dpmon.supervise.start import ensure_supervisor
@@ -43,13 +43,13 @@ _COMMAND_CELLS = 12
 
 def attach(options: argparse.Namespace) -> int:
     """Show a run again on a screen; without a terminal, follow its output and print its summary."""
-    return follow(newest_run(goes_on) if options.run is None else find_run(options.run), options)
+    return follow(newest_run(is_live) if options.run is None else find_run(options.run), options)
 
 
 def follow(directory: Path, options: argparse.Namespace, machines: Sequence[Sequence[str]] = ()) -> int:
     """The same for a run that was found already. `machines`: see dpmon.supervise.start.Successor."""
     info, how = load_info(directory), load_exit(directory)
-    if goes_on_elsewhere(directory, info, how):
+    if may_be_live_elsewhere(directory, info, how):
         # This machine cannot see the run's processes or the other machine's clock, so the run would look finished.
         raise RunError(f"{directory.name} runs on another machine; attach to it there (dpmon report also works here)")
     if info.nodes and not machines and needs_supervisor(directory, info, how):
@@ -89,9 +89,9 @@ def _follow(directory: Path, options: argparse.Namespace) -> int:
 
 def stop(options: argparse.Namespace) -> int:
     """Stop a run; return 0 when it is over, 1 if it could not be stopped."""
-    from dpmon.run.signalling import NOTHING_RUNS, STOPPED_BY, stop_run, wait_for_record
+    from dpmon.run.run_signals import NOTHING_RUNS, STOPPED_BY, stop_run, wait_for_record
 
-    directory = find_run(options.run, goes_on=goes_on)
+    directory = find_run(options.run, goes_on=is_live)
     how = load_exit(directory)
     line = ""
     for line in stop_run(directory):
@@ -135,7 +135,7 @@ def _of_job(job: str) -> Path:
     from dpmon.store.opened import open_store
 
     for directory, info in reversed(list_runs()):
-        if not info.nodes and info.host in ("", proc.host()):
+        if not info.nodes and info.host in ("", proc.host_name()):
             with suppress(HistoryError, RunError), open_store(directory) as store:
                 found, _ = store.job()
                 if found is not None and f"{found['by']}:{found['id']}" == job:
@@ -169,12 +169,12 @@ def report(options: argparse.Namespace) -> int:
 def written(text: str, output: str | None, *, say: bool = False) -> None:
     """Write to a file, or to standard output (None or "-"). `say`: print the file's name. RunError if that fails."""
     if output in (None, "-"):
-        with stdout() as out:
+        with utf8_stdout() as out:
             out.write(text)
         return
     path = Path(output)
     try:
-        with opened(path) as file:
+        with open_replacement(path) as file:
             file.write(text)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror or error}") from None
@@ -316,7 +316,7 @@ def _describe(directory: Path, info: RunInfo) -> ListedRun:
     words = [*([] if info.python is None else [info.script]), *info.arguments]
     end = (None, None, None, None) if how is None else (how.status, how.signal, how.unknown, how.cause)
     return ListedRun(
-        info.id, short_name(info), state, is_kept(directory), info.started_unix, seconds, steps, evaluation_steps,
+        info.id, short_name(info), state, is_protected(directory), info.started_unix, seconds, steps, evaluation_steps,
         open_calls, samples_per_s, *end, standing, job, node, list(info.nodes), words, str(directory),
     )  # fmt: skip
 
@@ -324,7 +324,7 @@ def _describe(directory: Path, info: RunInfo) -> ListedRun:
 def keep(options: argparse.Namespace) -> int:
     """Protect a run from automatic deletion, or end the protection."""
     directory = find_run(options.run)
-    retention.keep(directory, options.kept)
+    retention.set_protected(directory, options.kept)
     print(f"{directory.name} is {'kept until you delete it' if options.kept else 'no longer protected from deletion'}")
     return 0
 
@@ -333,10 +333,10 @@ def rm(options: argparse.Namespace) -> int:
     """Delete finished runs; delete none of them if an argument is ambiguous or names a protected run."""
     directories = dict.fromkeys(find_run(run, only=True) for run in options.runs)
     for directory in directories:
-        if is_kept(directory):
+        if is_protected(directory):
             raise RunError(f"{directory.name} is kept: run `dpmon keep --not {directory.name}` first")
     for directory in directories:
-        retention.remove(directory, load_info(directory))
+        retention.delete_run(directory, load_info(directory))
         print(f"{directory.name} is deleted")
     return 0
 

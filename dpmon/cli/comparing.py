@@ -10,8 +10,8 @@ from dpmon.cli.commands import as_text, written
 from dpmon.model.compare_runs import Threshold, judge, status_of
 from dpmon.report.comparison import as_object, document, read_and_compare
 from dpmon.report.page import page
-from dpmon.run.rundir import RunError
-from dpmon.run.runs import find_run
+from dpmon.run.run_directory import RunError
+from dpmon.run.run_registry import find_run
 from dpmon.sanitize import to_safe_json
 
 

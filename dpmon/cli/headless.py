@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dpmon.cli.speak import error_words
-from dpmon.run.condition import run_state
-from dpmon.run.files import open_file
-from dpmon.run.rundir import ExitInfo, deleted_bytes, mark_stop
-from dpmon.run.runs import short_name
-from dpmon.run.standard_input import send_input
+from dpmon.run.lifecycle import run_state
+from dpmon.run.run_directory import ExitInfo, deleted_bytes, record_stop_request
+from dpmon.run.run_registry import short_name
+from dpmon.run.safe_files import open_file
+from dpmon.run.stdin_terminal import send_input
 from dpmon.sanitize import sanitize_line
 from dpmon.supervise.guard import FORWARDED
 from dpmon.text.cells import in_stream
 
 if TYPE_CHECKING:
     from dpmon.cli.lines import LineFile, Lines, ProgressLines
-    from dpmon.run.reader import RunReader
+    from dpmon.run.run_reader import RunReader
     from dpmon.supervise.guard import Guard
 
 
@@ -214,7 +214,7 @@ class Follower:
         if guard is None:
             # Check the state first: everything that the supervisor wrote before it left is then visible to `exit`.
             gone = run_state(self._reader.directory, self._reader.refresh())[0] == "lost"
-            how = self._reader.exit()
+            how = self._reader.exit_info()
             return how, how is not None or gone
         for _ in range(len(self._owed)):  # `_forward` may put a signal back, and a new signal may add one
             self._forward(self._owed.popleft())
@@ -274,7 +274,7 @@ class Follower:
     def _on_signal(self, number: int, *_: object) -> None:
         """Pass a signal on to the command; each further interrupt is sent as a stronger signal."""
         if number == signal.SIGINT:
-            mark_stop(self._directory)
+            record_stop_request(self._directory)
             number = _ESCALATION[min(self._interrupts, len(_ESCALATION) - 1)]
             self._interrupts += 1  # first, because the next interrupt may come while this one is passed on
         if number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGKILL):

@@ -18,13 +18,13 @@ from dpmon.cli.headless import Follower
 from dpmon.cli.speak import closing, speak
 from dpmon.record.shared_names import hide_secrets
 from dpmon.run import proc
-from dpmon.run.condition import EVENTS_FILE, take_lock
-from dpmon.run.destination import check_replaceable
-from dpmon.run.files import open_file
-from dpmon.run.notes import add_note
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info
-from dpmon.run.runs import create_run, short_name
+from dpmon.run.lifecycle import EVENTS_FILE, take_lock
+from dpmon.run.output_target import check_replaceable
+from dpmon.run.process_notes import add_note
+from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_exit, load_info
+from dpmon.run.run_reader import RunReader
+from dpmon.run.run_registry import create_run, short_name
+from dpmon.run.safe_files import open_file
 from dpmon.supervise.guard import Guard, become_reaper, remember_signals, repeated
 from dpmon.supervise.program import Command, resolve
 from dpmon.supervise.start import ARGUMENT, keep_statuses, start_supervisor

@@ -34,9 +34,9 @@ from dpmon.model.stragglers import in_short
 from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.schema import PHASES
 from dpmon.report.health import Health, health, standing
-from dpmon.run.destination import is_stream, open_stream, open_truncated
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunError, is_run_directory
+from dpmon.run.output_target import is_stream, open_stream, open_truncated
+from dpmon.run.run_directory import ExitInfo, RunError, is_run_directory
+from dpmon.run.run_reader import RunReader
 from dpmon.sanitize import to_safe_json
 from dpmon.stalls.run_state import ENDED, STALLED
 from dpmon.store.figures import Figures, counted_as_fields, rate_as_fields

@@ -17,9 +17,9 @@ from dpmon.cli.speak import speak
 from dpmon.mirror.hosts import PLAIN, Machine, Printed, ask_dpmon, expanded, in_file, machines, of_slurm
 from dpmon.mirror.local_run import mirror_of
 from dpmon.record.safe_json import load_json
-from dpmon.run.condition import supervised
-from dpmon.run.rundir import ID, RunError, load_info
-from dpmon.run.runs import JOB
+from dpmon.run.lifecycle import has_live_supervisor
+from dpmon.run.run_directory import ID, RunError, load_info
+from dpmon.run.run_registry import JOB
 from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.supervise.start import ensure_supervisor, keep_statuses
 from dpmon.text.cells import cut
@@ -194,7 +194,7 @@ def attach(options: argparse.Namespace) -> int:
     os.environ["DPMON_METRICS"] = metrics_file(options.metrics) or ""
     mirror, until = ensure_supervisor(directory, commands), time.monotonic() + _START_S
     # Once it is named in run.json, what looks after it knows it, and replaces it if it is killed.
-    while mirror.at_work and not supervised(load_info(directory)) and time.monotonic() < until:
+    while mirror.at_work and not has_live_supervisor(load_info(directory)) and time.monotonic() < until:
         time.sleep(0.02)
     return follow(directory, options, commands)
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from dpmon.run.rundir import ExitInfo, RunError
+from dpmon.run.run_directory import ExitInfo, RunError
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import in_stream
 
@@ -50,8 +50,8 @@ def _room() -> tuple[int, int] | None:
 
 def _sum_up(directory: Path, how: ExitInfo | None, say: Callable[[str], None], brief: bool) -> None:
     from dpmon.cli.summary import WIDTH, ending_line, fitted, summary_lines
-    from dpmon.run.rundir import load_info
-    from dpmon.run.runs import short_name
+    from dpmon.run.run_directory import load_info
+    from dpmon.run.run_registry import short_name
 
     try:
         room = _room() if say is speak else None

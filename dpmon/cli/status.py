@@ -21,10 +21,10 @@ from dpmon.model.state import State, Wanted
 from dpmon.record.safe_json import replace_nonfinite
 from dpmon.report.collect import facts_of
 from dpmon.report.health import LOST, NO_RUN, TIMED_OUT, Health, health, health_now
-from dpmon.run.condition import ELSEWHERE, goes_on, run_state
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import RunError
-from dpmon.run.runs import find_run, list_runs, newest_run, short_name
+from dpmon.run.lifecycle import ELSEWHERE, is_live, run_state
+from dpmon.run.run_directory import RunError
+from dpmon.run.run_reader import RunReader
+from dpmon.run.run_registry import find_run, list_runs, newest_run, short_name
 from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.stalls.run_state import ENDED, QUIET, STALLED
 from dpmon.store.opened import open_store
@@ -45,7 +45,7 @@ def status(options: argparse.Namespace) -> int:
     if options.all:
         return _all(options.json)
     try:
-        directory = newest_run(goes_on) if options.run is None else find_run(options.run, goes_on=goes_on)
+        directory = newest_run(is_live) if options.run is None else find_run(options.run, goes_on=is_live)
         reached = _wait(directory, options.wait, options.timeout) if options.wait is not None else None
         now, members = look_at(directory)
     except RunError as error:

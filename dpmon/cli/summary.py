@@ -14,11 +14,11 @@ from dpmon.report.collect import facts_of, output_end
 from dpmon.report.sections import of_parts
 from dpmon.report.sentences import how_it_ended, mode_title, slow_start, stalls, time_spent, times_paused, waited
 from dpmon.report.text import section_lines
-from dpmon.run.activities import why_nothing
-from dpmon.run.notes import clean_traceback_line
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunInfo, load_info
-from dpmon.run.runs import short_name
+from dpmon.run.activities import nothing_traced_reason
+from dpmon.run.process_notes import clean_traceback_line
+from dpmon.run.run_directory import ExitInfo, RunInfo, load_info
+from dpmon.run.run_reader import RunReader
+from dpmon.run.run_registry import short_name
 from dpmon.sanitize import sanitize_line
 from dpmon.store.figures import PhaseFigures
 from dpmon.store.opened import open_store
@@ -60,7 +60,7 @@ def summary_lines(directory: Path, how: ExitInfo | None, width: int = WIDTH) -> 
 
 
 def _nothing(directory: Path, info: RunInfo, how: ExitInfo | None, reasons: Iterable[str]) -> str:
-    why = why_nothing(directory, info, how, reasons)
+    why = nothing_traced_reason(directory, info, how, reasons)
     return f"nothing was traced: {why}" if why else "nothing was traced"
 
 

@@ -29,10 +29,10 @@ from dpmon.report.collect import collect, facts_of
 from dpmon.report.comparison import read
 from dpmon.report.document import Document, Paragraph, Part, Section, Table
 from dpmon.report.sentences import how_it_ended
-from dpmon.run.condition import run_state
-from dpmon.run.rundir import RunError, load_info
-from dpmon.run.runs import find_run, short_name
-from dpmon.run.signalling import stop_run, wait_for_record
+from dpmon.run.lifecycle import run_state
+from dpmon.run.run_directory import RunError, load_info
+from dpmon.run.run_registry import find_run, short_name
+from dpmon.run.run_signals import stop_run, wait_for_record
 from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.store.opened import open_store
 from dpmon.text.quantities import UNKNOWN, count_of, percent

@@ -15,9 +15,9 @@ from dpmon.model.stalls_seen import StallSeen
 from dpmon.report.collect import facts_of
 from dpmon.report.health import LOST, NO_RUN, health_now
 from dpmon.report.sentences import stalls
-from dpmon.run.condition import ELSEWHERE, goes_on, run_state
-from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_info
-from dpmon.run.runs import find_run, newest_run
+from dpmon.run.lifecycle import ELSEWHERE, is_live, run_state
+from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_info
+from dpmon.run.run_registry import find_run, newest_run
 from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.stalls.answer import answer, asked
 from dpmon.stalls.answer_lines import NOT_STALLED, lines_of
@@ -33,7 +33,7 @@ _ALLOWED_S = 0.5
 def why(options: argparse.Namespace) -> int:
     """Print what each rank of a live run does now, or the stalls of a finished run. Return 0, or 4: no such run."""
     try:
-        directory = newest_run(goes_on) if options.run is None else find_run(options.run, goes_on=goes_on)
+        directory = newest_run(is_live) if options.run is None else find_run(options.run, goes_on=is_live)
         info = load_info(directory)
     except RunError as error:
         speak(str(error))

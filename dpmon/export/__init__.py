@@ -14,8 +14,8 @@ from dpmon.export.table import Tables
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_specs import RECORDS
 from dpmon.record.record_types import Event, Record, kind_of
-from dpmon.run.destination import check_replaceable, opened, replaced, stdout
-from dpmon.run.rundir import load_exit, load_info
+from dpmon.run.output_target import check_replaceable, open_replacement, replace_file, utf8_stdout
+from dpmon.run.run_directory import load_exit, load_info
 from dpmon.sanitize import to_safe_json
 from dpmon.store.opened import open_store
 
@@ -40,7 +40,7 @@ def export(directory: Path, form: str = "jsonl", output: str | None = None, only
         if form == "csv" and only is None:
             _write_tables(directory, Path(str(output)))
             return
-        with stdout() if piped else opened(Path(str(output))) as file:
+        with utf8_stdout() if piped else open_replacement(Path(str(output))) as file:
             _write_one(directory, form, only, file)
     except BrokenPipeError:
         raise
@@ -67,7 +67,7 @@ def _write_tables(directory: Path, where: Path) -> None:
     for name in RECORDS:  # check all files before writing the first
         check_replaceable(where / f"{name}.csv")
     with contextlib.ExitStack() as files:
-        tables = Tables(lambda which: files.enter_context(replaced(where / f"{which}.csv")))
+        tables = Tables(lambda which: files.enter_context(replace_file(where / f"{which}.csv")))
         tables.write(history(directory))
 
 

@@ -29,12 +29,12 @@ from dpmon.export import ExportError
 from dpmon.export.new_rows import NewRows
 from dpmon.record.safe_json import load_json, number_member
 from dpmon.record.schema import SECOND
-from dpmon.run.condition import supervised
-from dpmon.run.files import open_file, read_file
-from dpmon.run.mirrored import by_word
-from dpmon.run.reader import NO_TRAINING, RunReader
-from dpmon.run.rundir import load_exit
-from dpmon.run.signalling import stop_run
+from dpmon.run.lifecycle import has_live_supervisor
+from dpmon.run.mirror_state import activities_by_word
+from dpmon.run.run_directory import load_exit
+from dpmon.run.run_reader import NO_TRAINING, RunReader
+from dpmon.run.run_signals import stop_run
+from dpmon.run.safe_files import open_file, read_file
 from dpmon.stalls.answer import STANDING_FILE, asked
 from dpmon.store.exchange import MARK
 from dpmon.store.opened import open_store
@@ -100,13 +100,13 @@ class _Follow:
 
     def chunk(self) -> tuple[list[str], bool, bool]:
         """Return the lines of a chunk, whether more is ready, and whether it is the last one."""
-        info, how = self._reader.refresh(), self._reader.exit()
+        info, how = self._reader.refresh(), self._reader.exit_info()
         complete = how is not None and how.drained  # else the supervisor, or the next one, still writes
         before, more = self._rows.offset, False
         lines: list[str] = []
         now = how.end_ns - self._start_ns + 2 * SECOND if complete and how is not None else self.now_ns() - AFTER_NS
         # Without a supervisor, the history does not change, and a second that seems to be complete may not be.
-        if complete or supervised(info):
+        if complete or has_live_supervisor(info):
             with open_store(self._directory, as_written=True) as store:
                 lines, more = self._rows.chunk(store, max(now // SECOND, 0), last=complete)
                 if store.damaged is not None:  # else rows would be missing without a sign
@@ -134,14 +134,14 @@ class _Follow:
             process: (what, since - self._start_ns + self._shift_ns if since else 0)
             for process, (what, since) in reader.activities().items()
         }
-        paused, waits = reader.paused(), reader.waits_for_input()
+        paused, waits = reader.pause_state(), reader.waits_for_input()
         return {
-            "doing": by_word(doing),
-            "pending": reader.pending(),
+            "doing": activities_by_word(doing),
+            "pending": reader.has_pending_request(),
             "pause": [paused.wanted, paused.pending, None if paused.since_ns is None else self._moved(paused.since_ns)],
             "refusal": reader.pause_refusal(),
             "input_ns": None if waits is None else self._moved(waits),
-            "stage": None if (stage := reader.stage()) is None else [stage[0], self._moved(stage[1])],
+            "stage": None if (stage := reader.startup_stage()) is None else [stage[0], self._moved(stage[1])],
         }
 
     def _standing(self) -> list[str]:

@@ -27,8 +27,8 @@ from dpmon.record.jsonl import as_json
 from dpmon.record.record_types import Call, Collective, Event, Record, Sampled, Step
 from dpmon.record.safe_json import int_member, number_member, replace_nonfinite
 from dpmon.record.schema import EXPOSED, WAIT
-from dpmon.run.rundir import RunInfo
-from dpmon.run.runs import short_name
+from dpmon.run.run_directory import RunInfo
+from dpmon.run.run_registry import short_name
 from dpmon.sanitize import to_safe_json
 
 MAX_LANES = 64

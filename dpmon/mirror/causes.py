@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dpmon.run.condition import signal_name
+from dpmon.run.lifecycle import signal_name
 from dpmon.sanitize import sanitize_line
 
 _WHY_CELLS = 300

@@ -19,7 +19,7 @@ from dpmon.errors import DpmonError
 from dpmon.mirror.causes import MISSING
 from dpmon.mirror.links import Closed, Links, Received
 from dpmon.run import proc
-from dpmon.run.files import read_file
+from dpmon.run.safe_files import read_file
 
 _SSH = (
     *("ssh", "-T", "-C", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"),
@@ -79,12 +79,12 @@ def machines(names: Sequence[str], *, via: str | None = None) -> list[Machine]:
         raise HostError("--via needs {} in the place of a machine's name, as in 'kubectl exec -i pod-{} --'")
     found = []
     own = "localhost" if template is None else None
-    for name in dict.fromkeys(proc.host() if name == own else name for name in names):
+    for name in dict.fromkeys(proc.host_name() if name == own else name for name in names):
         if not _NAME.fullmatch(name):
             raise HostError(f"{name!r} is not the name of a machine")
         if template is not None:
             found.append(Machine(name, tuple(word.replace("{}", name) for word in template)))
-        elif name == proc.host():
+        elif name == proc.host_name():
             found.append(Machine(name, (), _own()))
         else:
             found.append(Machine(name, (*_SSH, name)))

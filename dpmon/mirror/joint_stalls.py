@@ -9,7 +9,7 @@ from typing import Any
 
 from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
 from dpmon.record.schema import SECOND
-from dpmon.run.rundir import RunInfo
+from dpmon.run.run_directory import RunInfo
 from dpmon.stalls.answer import facts_in
 from dpmon.stalls.processes import RankLook
 from dpmon.stalls.stacks import Dump

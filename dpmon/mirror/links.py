@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from dpmon.mirror.causes import reason
 from dpmon.record.safe_json import load_json
-from dpmon.run.proc import ended_child
+from dpmon.run.proc import ended_child_status
 from dpmon.store.exchange import RECORDS, VERSION
 
 MAX_LINE = 1 << 20
@@ -358,6 +358,6 @@ class Links:
 def _status(process: subprocess.Popen[bytes]) -> int | None:
     """The exit status of a command that has ended, which stays a zombie until it is collected; else None."""
     try:
-        return ended_child(process.pid)
+        return ended_child_status(process.pid)
     except ChildProcessError:  # whoever started dpmon lets the kernel collect its children
         return 0

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.files import open_file, write_whole
-from dpmon.run.mirrored import Machines
-from dpmon.run.rundir import RunError, RunInfo, count_file, deleted_bytes, load_exit
-from dpmon.run.runs import JOB, create_run, list_runs, short_name
+from dpmon.run.mirror_state import MirrorState
+from dpmon.run.run_directory import RunError, RunInfo, count_file, deleted_bytes, load_exit
+from dpmon.run.run_registry import JOB, create_run, list_runs, short_name
+from dpmon.run.safe_files import open_file, write_atomically
 from dpmon.sanitize import sanitize_line
 
 OUTPUT_BYTES = 8 << 20
@@ -30,7 +30,7 @@ def mirror_of(name: str, machines: Sequence[list[str]], age_s: float = 0.0, metr
     for directory, info in reversed(list_runs()):
         known = info.options.get("machines", ()) if info.nodes and info.boot_id == proc.boot_id() else ()
         same = len(known) == len(machines) and all(map(_same, known, machines)) and load_exit(directory) is None
-        if same and not Machines(directory, info.start_ns).state.get("refused"):  # it does not try these again
+        if same and not MirrorState(directory, info.start_ns).state.get("refused"):  # it does not try these again
             if metrics not in (None, info.options.get("metrics")):
                 name = short_name(info)
                 raise RunError(f"{name} mirrors these runs without --metrics: end it first, as `dpmon rm {name}` says")
@@ -67,7 +67,7 @@ def append_output(directory: Path, name: str, text: str) -> None:
         if size > OUTPUT_BYTES:
             file.seek(size - OUTPUT_BYTES // 2)
             rest = file.read().partition(b"\n")[2]
-            write_whole(count_file(path), f"{deleted_bytes(path) + size - len(rest):020d}")
+            write_atomically(count_file(path), f"{deleted_bytes(path) + size - len(rest):020d}")
             file.truncate(0)
             file.write(rest)
         file.write(lines.encode("utf-8", "replace"))

@@ -32,11 +32,20 @@ from dpmon.mirror.requests import Requests
 from dpmon.record.safe_json import int_member, number_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.run import proc
-from dpmon.run.condition import needs_supervisor, take_lock
-from dpmon.run.files import write_whole
-from dpmon.run.mirrored import STATE_FILE, by_word, doing_in
-from dpmon.run.rundir import ID, MAX_STATUS, ExitInfo, RunInfo, load_exit, load_info, mark_stop, save
-from dpmon.run.runs import JOB
+from dpmon.run.lifecycle import needs_supervisor, take_lock
+from dpmon.run.mirror_state import STATE_FILE, activities_by_word, parse_activities
+from dpmon.run.run_directory import (
+    ID,
+    MAX_STATUS,
+    ExitInfo,
+    RunInfo,
+    load_exit,
+    load_info,
+    record_stop_request,
+    write_info,
+)
+from dpmon.run.run_registry import JOB
+from dpmon.run.safe_files import write_atomically
 from dpmon.sanitize import sanitize_line
 from dpmon.store.answers import NodeRow, event_in
 from dpmon.store.drain import RETRY_S
@@ -191,7 +200,7 @@ class Mirror(Record):
             info = replace(self.info, command=command, script=script, cwd=cwd, versions={"dpmon": version})
             self.info = self.joint.info = info
             with contextlib.suppress(OSError):
-                save(self.directory, self.info)
+                write_info(self.directory, self.info)
         self._ask_time(machine)
 
     def _end_link(self, machine: Followed, why: str, *, for_good: bool = False) -> None:
@@ -352,7 +361,7 @@ class Mirror(Record):
         doing = {
             number: pair
             for machine in live
-            for process, pair in doing_in(machine.beat.get("doing")).items()
+            for process, pair in parse_activities(machine.beat.get("doing")).items()
             if (number := self.records.number(machine.node.number, process)) is not None
         }
         pauses = [pause for machine in live if isinstance(pause := machine.beat.get("pause"), list) and len(pause) == 3]
@@ -361,7 +370,7 @@ class Mirror(Record):
         refusals = [text for machine in live if (text := text_member(machine.beat, "refusal")) is not None]
         stages = [stage for machine in live if isinstance(stage := machine.beat.get("stage"), list)]
         state = {
-            "doing": by_word(doing),
+            "doing": activities_by_word(doing),
             "connected": [machine.node.number for machine in self.machines if machine.node.state == "connected"],
             "refused": any(machine.node.state == "refused" for machine in self.machines),
             "ended": [sum(machine.node.state == "ended" for machine in self.machines), len(self.machines)],
@@ -376,7 +385,7 @@ class Mirror(Record):
             **self._requests.state,
         }
         with contextlib.suppress(OSError):
-            write_whole(self.directory / STATE_FILE, json.dumps(state))
+            write_atomically(self.directory / STATE_FILE, json.dumps(state))
 
     def _finish(self) -> None:
         """Write how the run has ended: like the first machine that failed, else was stopped, else has no known end."""
@@ -395,10 +404,10 @@ class Mirror(Record):
             seconds=seconds, by="mirror", unknown=unknown, cause=None if cause is None else f"{node.name}: {cause}",
         )  # fmt: skip
         if how.get("stopped"):
-            mark_stop(self.directory)
+            record_stop_request(self.directory)
         self.emit("exit", {"status": end.status, "signal": end.signal, "t_s": seconds})
         with contextlib.suppress(OSError):
-            save(self.directory, end)
+            write_info(self.directory, end)
 
 
 def _text(sent: Mapping[str, Any], key: str) -> str | None:
@@ -427,9 +436,9 @@ def main(directory_text: str, _: str) -> None:
     gc.set_threshold(FEW_COLLECTIONS)
     os.chdir("/")
     os.umask(0o077)
-    info = replace(info, supervisor_pid=os.getpid(), supervisor_started=proc.started(os.getpid()))
+    info = replace(info, supervisor_pid=os.getpid(), supervisor_started=proc.start_time_s(os.getpid()))
     try:
-        save(directory, info)
+        write_info(directory, info)
         Mirror(directory, info, commands, os.environ.get("DPMON_METRICS") or None).run()
     except (HistoryError, OSError) as error:
         _log(f"the mirror ends: {error}")

@@ -20,7 +20,7 @@ from typing import Any
 from dpmon.errors import HistoryError
 from dpmon.mirror.joint_waits import JointWaits
 from dpmon.mirror.receive import Chunk
-from dpmon.run.rundir import RunInfo
+from dpmon.run.run_directory import RunInfo
 from dpmon.store.answers import NODE_DEVICES, NodeRow, event_in
 from dpmon.store.exchange import NUMBERED, columns_sent
 from dpmon.store.series_entries import renumbered

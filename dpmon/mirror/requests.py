@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from dpmon.record.safe_json import int_member, load_json, number_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.run import proc
-from dpmon.run.files import open_file
-from dpmon.run.mirrored import ASKED_FILE
+from dpmon.run.mirror_state import ASKED_FILE
+from dpmon.run.safe_files import open_file
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.answer import request_in, save_answer, wants_native
 
@@ -143,7 +143,7 @@ class Requests:
 
     def _pass_wanted(self) -> None:
         """Tell the machines which processes living readers want."""
-        self._wanted = {reader: each for reader, each in self._wanted.items() if each and proc.alive(*reader)}
+        self._wanted = {reader: each for reader, each in self._wanted.items() if each and proc.is_alive(*reader)}
         before, there = self._whole, self._mirror.records.processes()
         self._whole = defaultdict(list)
         for process in sorted({one for each in self._wanted.values() for one in each if one in there}):

@@ -11,13 +11,13 @@ from dpmon.model.active_processes import ended_of
 from dpmon.model.finding import Finding
 from dpmon.model.findings import findings
 from dpmon.model.run_facts import RunFacts
-from dpmon.run.activities import why_nothing
-from dpmon.run.condition import run_state
-from dpmon.run.files import read_tail
-from dpmon.run.first_failure import failure
-from dpmon.run.notes import READ_BYTES, Uncaught, clean_traceback_line, last_lines
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunInfo, load_info, stop_asked_unix
+from dpmon.run.activities import nothing_traced_reason
+from dpmon.run.failure_cause import find_first_failure
+from dpmon.run.lifecycle import run_state
+from dpmon.run.process_notes import READ_BYTES, UncaughtException, clean_traceback_line, trim_launcher_lines
+from dpmon.run.run_directory import ExitInfo, RunInfo, load_info, stop_requested_unix
+from dpmon.run.run_reader import RunReader
+from dpmon.run.safe_files import read_tail
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 
@@ -33,7 +33,7 @@ class Story:
     info: RunInfo
     exit: ExitInfo | None
     state: str
-    """A state of `dpmon.run.condition.run_state`."""
+    """A state of `dpmon.run.lifecycle.run_state`."""
     facts: RunFacts
     findings: Sequence[Finding]
     warnings: Sequence[str]
@@ -49,9 +49,9 @@ def collect(directory: Path) -> Story:
     """The story of the run in `directory`, up to now. Raises RunError if it is not a run, HistoryError if damaged."""
     info = load_info(directory)
     state, how = run_state(directory, info)
-    asked = stop_asked_unix(directory)
+    asked = stop_requested_unix(directory)
     failed = how is not None and how.status and how.signal is None and not how.stopped
-    why = failure(directory, info, how.status) if how is not None and failed else None
+    why = find_first_failure(directory, info, how.status) if how is not None and failed else None
     with open_store(directory) as store:
         facts = facts_of(
             store,
@@ -66,7 +66,7 @@ def collect(directory: Path) -> Story:
     warnings, nothing = list(dict.fromkeys([*reasons, *(one.text for one in facts.announced.warnings)])), None
     if not facts.steps and not facts.calls:
         reasons += [one.text for one in facts.announced.warnings if one.process is not None]
-        nothing = why_nothing(directory, info, how, reasons) or "the command was not started"
+        nothing = nothing_traced_reason(directory, info, how, reasons) or "the command was not started"
     reader = RunReader(directory)
     end = output_end(reader) if how is not None and how.status else b""
     last = _last_output(end, None if why is None else why.raised, reader.info.command_pid)
@@ -97,9 +97,9 @@ def output_end(reader: RunReader) -> bytes:
         return b""
 
 
-def _last_output(end: bytes, raised: Uncaught | None, command: int | None) -> tuple[str, ...]:
+def _last_output(end: bytes, raised: UncaughtException | None, command: int | None) -> tuple[str, ...]:
     """The last lines of the script's output. `end`: its last bytes. `command`: the process id of the command."""
     lines = end[-_TAIL_BYTES:].decode("utf-8", "replace").split("\n")
     # A carriage return starts the line again, so only the last state of a progress bar is shown.
     shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
-    return tuple([line for line in last_lines(shown, raised, command) if line.strip()][-LINES_KEPT:])
+    return tuple([line for line in trim_launcher_lines(shown, raised, command) if line.strip()][-LINES_KEPT:])

@@ -26,9 +26,9 @@ from dpmon.report.collect import facts_of
 from dpmon.report.document import Document, Paragraph, Section, Table
 from dpmon.report.plots import plots_of_runs
 from dpmon.report.text import text_lines
-from dpmon.run.condition import run_state
-from dpmon.run.rundir import load_info
-from dpmon.run.runs import short_name
+from dpmon.run.lifecycle import run_state
+from dpmon.run.run_directory import load_info
+from dpmon.run.run_registry import short_name
 from dpmon.store.opened import open_store
 from dpmon.text.quantities import UNKNOWN, count_of, group
 

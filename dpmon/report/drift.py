@@ -17,8 +17,8 @@ from dpmon.model.compared_run import ComparedRun, Figure
 from dpmon.report.comparison import SCHEMA, read
 from dpmon.report.document import Document, Section, Table
 from dpmon.report.text import BARS
-from dpmon.run.rundir import RunError
-from dpmon.run.runs import list_runs
+from dpmon.run.run_directory import RunError
+from dpmon.run.run_registry import list_runs
 from dpmon.text.quantities import UNKNOWN, count_of
 
 MOST_RUNS = 60

@@ -12,11 +12,11 @@ from dpmon.model.active_processes import ended_of
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State
 from dpmon.record.schema import SECOND
-from dpmon.run.activities import why_starting
-from dpmon.run.condition import BY_YOU, ELSEWHERE, run_state
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunError, load_exit
-from dpmon.run.runs import short_name
+from dpmon.run.activities import startup_wait_reason
+from dpmon.run.lifecycle import BY_YOU, ELSEWHERE, run_state
+from dpmon.run.run_directory import ExitInfo, RunError, load_exit
+from dpmon.run.run_reader import RunReader
+from dpmon.run.run_registry import short_name
 from dpmon.stalls.run_state import (
     ENDED,
     EVALUATING,
@@ -121,17 +121,17 @@ def standing(reader: RunReader, state: State, now_ns: int) -> Health:
     """How a run does that goes on here; `now_ns`: the time since its start."""
     start, name = reader.info.start_ns, short_name(reader.info)
     since = {number: (what, at - start if at else 0) for number, (what, at) in reader.activities().items()}
-    paused, reads = reader.paused().since_ns, reader.waits_for_input()
+    paused, reads = reader.pause_state().since_ns, reader.waits_for_input()
     doing, began_ns = since.get(-1 if state.focus is None else state.focus.process, ("", 0))
     found = state_of(state.now(now_ns, since, _from(paused, start), _from(reads, start)))
-    stage, reason, remedy = reader.stage(), None, None
+    stage, reason, remedy = reader.startup_stage(), None, None
     over = doing == "ended" and found.word in (QUIET, *FINE)
     if over and stage is not None and stage[1] - start > state.newest_ns:
         found = RunState(STARTING)  # the command starts another training
     if found.word == STALLED and state.stall is not None:
         reason, remedy = state.stall.text, f"dpmon why {name} shows the stacks"
     elif found.word == STARTING:
-        reason = why_starting(stage, now_ns) or None
+        reason = startup_wait_reason(stage, now_ns) or None
     elif found.word == PAUSED:
         remedy = f"dpmon attach {name}, then p"
     elif found.word == QUIET:

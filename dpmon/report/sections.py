@@ -21,7 +21,7 @@ from dpmon.report import sentences
 from dpmon.report.collect import Story
 from dpmon.report.document import Bars, Document, Entries, Findings, Paragraph, Part, Section, Table, Verbatim
 from dpmon.report.plots import plots
-from dpmon.run.runs import short_name
+from dpmon.run.run_registry import short_name
 from dpmon.sanitize import sanitize_line
 from dpmon.text.quantities import (
     UNKNOWN,

@@ -15,8 +15,8 @@ from dpmon.model.stalls_seen import ended_in
 from dpmon.model.state import ModeChange, ProcessFacts
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.report.collect import Story
-from dpmon.run.condition import BY_YOU
-from dpmon.run.rundir import ExitInfo
+from dpmon.run.lifecycle import BY_YOU
+from dpmon.run.run_directory import ExitInfo
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.text.quantities import calls_so_far, clock, count_of, duration_words, percent, quantity_words, run_time
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.condition import command_alive
-from dpmon.run.notes import read_notes
-from dpmon.run.rundir import ExitInfo, RunInfo, ring_paths
+from dpmon.run.lifecycle import is_command_alive
+from dpmon.run.process_notes import read_notes
+from dpmon.run.run_directory import ExitInfo, RunInfo, ring_paths
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
 
@@ -24,13 +24,13 @@ _MAX_BYTES = 1 << 16
 Stage = tuple[str, int]
 
 
-def stages(directory: Path, until_ns: int | None = None) -> dict[int, Stage]:
+def read_startup_stages(directory: Path, until_ns: int | None = None) -> dict[int, Stage]:
     """The last stage that each process noted (up to `until_ns`) and its time (monotonic ns), by process id."""
     notes = read_notes(directory / "stages.log", _MAX_BYTES, newest=True)
     return {pid: (text, at_ns) for pid, at_ns, text in notes if until_ns is None or at_ns <= until_ns}
 
 
-def newest_stage(found: Mapping[int, Stage], alive: Callable[[int], bool] = lambda pid: True) -> Stage | None:
+def current_startup_stage(found: Mapping[int, Stage], alive: Callable[[int], bool] = lambda pid: True) -> Stage | None:
     """The stage shown for the run: the newest with an operation in progress, among living processes.
 
     A process that only imported torch (a launcher, a worker) does not count if another process is further.
@@ -41,14 +41,14 @@ def newest_stage(found: Mapping[int, Stage], alive: Callable[[int], bool] = lamb
     return max(busy, key=lambda stage: stage[1], default=None)
 
 
-def why_starting(stage: Stage | None, age_ns: int) -> str:
+def startup_wait_reason(stage: Stage | None, age_ns: int) -> str:
     """What a run without a step waits for; empty if unknown. `age_ns`: how long ago it started."""
     if stage is None:
         return NO_TORCH if age_ns > NO_TORCH_NS else ""
     return "waiting for the first step" if stage[0] in IDLE else stage[0]
 
 
-def ring_activities(directory: Path) -> Iterator[tuple[SpanReader, str, int]]:
+def iter_ring_activities(directory: Path) -> Iterator[tuple[SpanReader, str, int]]:
     """Yield the ring of each training process, its activity, and the activity's start (monotonic ns).
 
     The ring is open until the next item is requested.
@@ -58,17 +58,17 @@ def ring_activities(directory: Path) -> Iterator[tuple[SpanReader, str, int]]:
             yield ring, *ring.activity()
 
 
-def why_nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Iterable[str]) -> str | None:
+def nothing_traced_reason(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Iterable[str]) -> str | None:
     """Why a run has no steps and no calls; None if its command was not started. `warnings`: of training processes."""
     # A warning that no ring could take is only in the log.
     for text in (*warnings, *(note.text for note in read_notes(directory / "warnings.log", _MAX_BYTES) if note.pid)):
         return text
     if info.command_pid is None:
         return None
-    stage = newest_stage(stages(directory), lambda pid: proc.alive(pid, None))
+    stage = current_startup_stage(read_startup_stages(directory), lambda pid: proc.is_alive(pid, None))
     if stage is None:
         return "no Python process of the run imported torch"
-    alive = how is None and command_alive(info)
+    alive = how is None and is_command_alive(info)
     if stage[0] == IMPORTING and not alive:
         return "the process ended while it imported torch"
     if stage[0] in IDLE:

@@ -39,15 +39,15 @@ class ProcessEntry:
     """Time that it has used on processors."""
 
     @property
-    def dead(self) -> bool:
+    def is_dead(self) -> bool:
         """Whether it has ended. A zombie counts as ended."""
         return self.state in "ZXx"
 
 
-def read(pid: int) -> ProcessEntry | None:
+def read_process(pid: int) -> ProcessEntry | None:
     """The process with this number, even a zombie; None if it does not exist."""
     try:
-        raw = fact(pid, "stat")
+        raw = read_proc_file(pid, "stat")
     except (OSError, ValueError):  # ValueError: a number of thousands of digits
         return None
     # The name in parentheses may itself contain blanks and parentheses.
@@ -61,7 +61,7 @@ def read(pid: int) -> ProcessEntry | None:
     return ProcessEntry(pid, state, parent, group, session, started, code, cpu_s)
 
 
-def sleeps(pid: int, thread: int) -> int | None:
+def voluntary_switches(pid: int, thread: int) -> int | None:
     """How often a thread of a process has gone to sleep by itself; None if unknown."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/task/{thread}/status").read_text("ascii", "replace").splitlines():
@@ -70,7 +70,7 @@ def sleeps(pid: int, thread: int) -> int | None:
     return None
 
 
-def fact(pid: int, name: str) -> bytes:
+def read_proc_file(pid: int, name: str) -> bytes:
     """The start of /proc/PID/NAME. Raises OSError. Often called, so without a Path or a file object."""
     fd = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -79,33 +79,33 @@ def fact(pid: int, name: str) -> bytes:
         os.close(fd)
 
 
-def started(pid: int) -> float | None:
+def start_time_s(pid: int) -> float | None:
     """Start of the process in seconds since boot; None if it does not exist."""
-    process = read(pid)
+    process = read_process(pid)
     return None if process is None else process.started
 
 
-def alive(pid: int, since: float | None) -> bool:
+def is_alive(pid: int, since: float | None) -> bool:
     """Whether exactly this process runs; with `since` None, whether any process with this number does."""
-    process = read(pid)
-    if process is None or process.dead:
+    process = read_process(pid)
+    if process is None or process.is_dead:
         return False
-    return since is None or same_start(process, since)
+    return since is None or has_start_time(process, since)
 
 
-def same_start(process: ProcessEntry, since: float | None) -> bool:
+def has_start_time(process: ProcessEntry, since: float | None) -> bool:
     """Whether the process started at `since`, in the same kernel clock tick; False if `since` was not recorded."""
     return since is not None and abs(process.started - since) < 0.5 / _TICKS
 
 
 def is_running(pid: int | None, since: float | None) -> bool:
     """Whether the process recorded with this number and start time runs; False without a start time."""
-    return pid is not None and since is not None and alive(pid, since)
+    return pid is not None and since is not None and is_alive(pid, since)
 
 
 def is_suspended(pid: int | None) -> bool:
     """Whether the process exists, and a signal or a debugger has stopped it."""
-    process = None if pid is None else read(pid)
+    process = None if pid is None else read_process(pid)
     return process is not None and process.state in "Tt"
 
 
@@ -120,10 +120,10 @@ def variable(pid: int, name: str) -> str | None:
     return next((os.fsdecode(each[len(start) :]) for each in variables if each.startswith(start)), None)
 
 
-def status_of_dead(pid: int, since: float | None) -> int | None:
+def unreaped_wait_status(pid: int, since: float | None) -> int | None:
     """The wait status of a process that has ended and was not reaped yet; None if unknown."""
-    process = read(pid)
-    if process is None or not process.dead or not same_start(process, since):
+    process = read_process(pid)
+    if process is None or not process.is_dead or not has_start_time(process, since):
         return None
     return process.exit_code
 
@@ -136,7 +136,7 @@ def open_pidfd(pid: int) -> int | None:
         return None
 
 
-def wait_status(fd: int) -> int | None:
+def wait_status_from_pidfd(fd: int) -> int | None:
     """The wait status of a process that its parent has reaped; None if the kernel does not provide it."""
     data = bytearray(_INFO.size)
     _INFO.pack_into(data, 0, _INFO_EXIT, *(0,) * 13)
@@ -148,7 +148,7 @@ def wait_status(fd: int) -> int | None:
     return int(status) if mask & _INFO_EXIT else None
 
 
-def ended_child(pid: int) -> int | None:
+def ended_child_status(pid: int) -> int | None:
     """The status (as in subprocess) of a child that has ended; None while it runs. It is not reaped.
 
     Raises ChildProcessError if it is not a child of this process.
@@ -159,22 +159,22 @@ def ended_child(pid: int) -> int | None:
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
-def every_process() -> dict[int, ProcessEntry]:
+def read_process_table() -> dict[int, ProcessEntry]:
     """The process table, by number."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
-            process = read(int(name))
+            process = read_process(int(name))
             if process is not None:
                 found[process.pid] = process
     return found
 
 
-def tree(root: int) -> dict[int, ProcessEntry]:
+def process_tree(root: int) -> dict[int, ProcessEntry]:
     """The living processes that belong to `root`: its descendants, group and session, and their descendants."""
-    table = every_process()
+    table = read_process_table()
     mine = {pid for pid, p in table.items() if pid == root or root in (p.group, p.session)}
-    return {pid: table[pid] for pid in with_descendants(mine, table) if not table[pid].dead}
+    return {pid: table[pid] for pid in with_descendants(mine, table) if not table[pid].is_dead}
 
 
 def with_descendants(pids: set[int], table: Mapping[int, ProcessEntry]) -> set[int]:
@@ -193,6 +193,6 @@ def boot_id() -> str:
         return ""
 
 
-def host() -> str:
+def host_name() -> str:
     """The machine's own name."""
     return os.uname().nodename

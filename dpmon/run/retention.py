@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.config import ConfigError, load_settings
-from dpmon.run.condition import goes_on, run_state, supervised, take_lock
-from dpmon.run.files import open_file, remove_file
-from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
-from dpmon.run.runs import list_runs
+from dpmon.run.lifecycle import has_live_supervisor, is_live, run_state, take_lock
+from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info
+from dpmon.run.run_registry import list_runs
+from dpmon.run.safe_files import open_file, remove_file
 
 _KEEP_FILE = "keep"
 _GONE = ".gone-"
@@ -37,7 +37,7 @@ class Limits(NamedTuple):
     bytes: int = 10 << 30
 
     @property
-    def share(self) -> int:
+    def bytes_per_run(self) -> int:
         """A run of at most this many bytes is not deleted for its size."""
         return self.bytes // max(self.runs, 1)
 
@@ -51,7 +51,7 @@ def limits(environ: Mapping[str, str]) -> Limits:
     return Limits()
 
 
-def keep(directory: Path, kept: bool = True) -> None:
+def set_protected(directory: Path, kept: bool = True) -> None:
     """Mark a run as protected from automatic deletion, or remove the mark; RunError if that fails."""
     path = directory / _KEEP_FILE
     try:
@@ -64,17 +64,17 @@ def keep(directory: Path, kept: bool = True) -> None:
         raise RunError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def is_kept(directory: Path) -> bool:
+def is_protected(directory: Path) -> bool:
     """Whether the run is marked as protected."""
     return os.path.lexists(directory / _KEEP_FILE)
 
 
-def remove(directory: Path, info: RunInfo) -> None:
+def delete_run(directory: Path, info: RunInfo) -> None:
     """Delete a run; RunError if it is live or cannot be deleted. Waits for a supervisor that is just finishing."""
     until = time.monotonic() + _FINISHING_S
     while True:
         # First, because the supervisor may leave during the attempt.
-        finishing = load_exit(directory) is not None and supervised(load_info(directory))
+        finishing = load_exit(directory) is not None and has_live_supervisor(load_info(directory))
         problem = _delete(directory, info)
         if problem is None or not finishing or time.monotonic() >= until:
             break
@@ -88,7 +88,7 @@ def prune_runs(limit: Limits, current: Path) -> list[Path]:
 
     Considers only the runs in the directory that contains `current`.
     """
-    _sweep(current.parent)
+    _delete_leftovers(current.parent)
     runs = [(directory, info) for directory, info in list_runs() if directory.parent == current.parent]
     sizes = {directory: _size(directory) for directory, _ in runs}
     count, total = len(runs), sum(sizes.values())
@@ -97,9 +97,9 @@ def prune_runs(limit: Limits, current: Path) -> list[Path]:
     for directory, info in runs:
         if count <= limit.runs and total <= limit.bytes:
             break
-        if directory == current or is_kept(directory):
+        if directory == current or is_protected(directory):
             continue
-        if count <= limit.runs and (directory in newest or sizes[directory] <= limit.share):
+        if count <= limit.runs and (directory in newest or sizes[directory] <= limit.bytes_per_run):
             continue
         if _delete(directory, info) is None:
             gone.append(directory)
@@ -114,9 +114,9 @@ def _delete(directory: Path, info: RunInfo) -> str | None:
     """Delete a run; return None, or why that failed."""
     with contextlib.suppress(RunError):
         info = load_info(directory)  # again, because measuring many runs took time
-    if goes_on(info) and info.nodes:
+    if is_live(info) and info.nodes:
         return f"{directory.name} mirrors other runs; kill {info.supervisor_pid} ends the mirror, not the training"
-    if goes_on(info):
+    if is_live(info):
         return f"{directory.name} is running; dpmon stop {info.id} ends it"
     state, _ = run_state(directory, info)
     if state == "elsewhere":
@@ -140,7 +140,7 @@ def _delete(directory: Path, info: RunInfo) -> str | None:
     return None
 
 
-def _sweep(runs: Path) -> None:
+def _delete_leftovers(runs: Path) -> None:
     """Delete the directories that an interrupted deletion left behind."""
     with contextlib.suppress(OSError):
         for entry in runs.glob(_GONE + "*"):

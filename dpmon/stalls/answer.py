@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.record.safe_json import int_member, load_json, ns_member, number_member, text_member
-from dpmon.run.files import open_file, read_file, remove_file, write_whole
-from dpmon.run.rundir import RunInfo
+from dpmon.run.run_directory import RunInfo
+from dpmon.run.safe_files import open_file, read_file, remove_file, write_atomically
 from dpmon.stalls.stacks import Dump, Frame, Stack
 from dpmon.stalls.verdict import GroupSeen, LoaderWorker, RankFacts, Stall, doing_words
 
@@ -199,7 +199,7 @@ def wants_native(directory: Path) -> bool:
 def save_answer(directory: Path, number: int, found: Mapping[str, Any]) -> None:
     """Write the answer to a request in one step."""
     with contextlib.suppress(OSError):
-        write_whole(directory / ANSWER_FILE, json.dumps({**found, "asked": number}))
+        write_atomically(directory / ANSWER_FILE, json.dumps({**found, "asked": number}))
 
 
 def answered(directory: Path, asked: int) -> dict[str, Any] | None:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from dpmon.record.safe_json import load_json
 from dpmon.record.schema import SECOND
 from dpmon.run import proc
-from dpmon.run.files import open_file
-from dpmon.run.notes import every_uncaught
-from dpmon.run.rundir import ring_paths
-from dpmon.run.signalling import is_member
+from dpmon.run.process_notes import read_uncaught_exceptions
+from dpmon.run.run_directory import ring_paths
+from dpmon.run.run_signals import is_member
+from dpmon.run.safe_files import open_file
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
 from dpmon.stalls.nccl import nccl_report
@@ -104,7 +104,7 @@ class RankLook:
         for path in ring_paths(self.directory, self._rings):
             with contextlib.suppress(RingError, OSError):
                 ring = self._rings[path.name] = SpanReader(str(path))
-                process = proc.read(ring.pid)
+                process = proc.read_process(ring.pid)
                 self._parents[ring.pid] = 0 if process is None else process.parent
                 self._started[ring.pid] = None if process is None else process.started
                 if is_member(ring.pid, self.directory):
@@ -138,15 +138,15 @@ class RankLook:
         if now_ns - since < DETAILS_NS:
             self._counters.pop(pid, None)
             return rank
-        process = proc.read(pid)
-        if process is None or process.dead or not proc.same_start(process, self._started.get(pid)):
+        process = proc.read_process(pid)
+        if process is None or process.is_dead or not proc.has_start_time(process, self._started.get(pid)):
             return rank._replace(doing=doing if doing == "ended" else "gone", state="gone")
         asked_ns, taken = self._dumps.get(pid, (0, Dump()))
         if asked_ns < since:
             taken = Dump()
         counters = self._counters.setdefault(pid, [])
         if not counters or now_ns - counters[-1].at_ns >= SECOND // 2:  # an answer may need a look in between
-            self._table = self._table or proc.every_process()
+            self._table = self._table or proc.read_process_table()
             counters.append(_counted(pid, ring.training_tid(), self._table, now_ns))
         while now_ns - counters[0].at_ns > SIGNS_OVER_NS and len(counters) > 1:
             del counters[0]
@@ -169,7 +169,9 @@ class RankLook:
 
     def with_ends(self, ranks: list[RankFacts]) -> list[RankFacts]:
         """The same with the exceptions that ended processes."""
-        raised = {one.pid: one._replace(rank=None).sentence(self.cwd) for one in every_uncaught(self.directory)}
+        raised = {
+            one.pid: one._replace(rank=None).sentence(self.cwd) for one in read_uncaught_exceptions(self.directory)
+        }
         return [rank._replace(raised=raised.get(rank.pid)) for rank in ranks]
 
     def take_stacks(self, *, native: bool = False, still_ns: int = 0) -> Mapping[int, Dump]:
@@ -206,7 +208,7 @@ class RankLook:
         for pid in asked:
             reason = f"{taken[pid].reason}; and the process does not answer: C code holds the GIL, or it is stopped"
             taken[pid] = Dump(reason=reason)
-        table = proc.every_process() if any(_waits_for_data(one) for one in taken.values()) else {}
+        table = proc.read_process_table() if any(_waits_for_data(one) for one in taken.values()) else {}
         for pid, one in taken.items():
             children = [each for each in table.values() if each.parent == pid and each.pid not in taken]
             self._workers[pid] = self._worker(children) if _waits_for_data(one) else None
@@ -220,8 +222,8 @@ class RankLook:
     def _worker(self, children: Sequence[proc.ProcessEntry]) -> LoaderWorker | None:
         """The first worker of a data loader that is dead, stopped or waits for a disk, else the first one at work."""
         for one in children:
-            if one.dead or (one.state in _STATES and one.state != "R"):
-                return LoaderWorker(one.pid, "dead" if one.dead else _STATES[one.state])
+            if one.is_dead or (one.state in _STATES and one.state != "R"):
+                return LoaderWorker(one.pid, "dead" if one.is_dead else _STATES[one.state])
         for pid, taken in dump({one.pid: one.pid for one in children[:MOST_WORKERS]}).items():
             stack = taken.main
             if stack is not None and stack.script is not None and not stack.idle:
@@ -270,4 +272,4 @@ def _counted(pid: int, tid: int, table: Mapping[int, proc.ProcessEntry], now_ns:
                 if line.startswith(("rchar:", "wchar:")):
                     io += int(line.split()[1])
     cpu_s = sum(table[one].cpu_s for one in family if one in table)
-    return Counters(now_ns, cpu_s, proc.sleeps(pid, tid) or 0, io)
+    return Counters(now_ns, cpu_s, proc.voluntary_switches(pid, tid) or 0, io)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dpmon.record.shared_names import INNER_FRAMES, MOST_THREADS, OUTER_FRAMES
-from dpmon.run.notes import place_in
+from dpmon.run.process_notes import relative_location
 
 _MOST_BYTES = 32 << 20
 _LONGEST = 1000
@@ -59,7 +59,7 @@ class Frame(NamedTuple):
 
     def place(self, directory: str) -> str:
         """File and line, as seen from `directory`."""
-        return place_in(directory, self.file, self.line)
+        return relative_location(directory, self.file, self.line)
 
     def words(self, directory: str) -> str:
         """Function and place: "in save (train.py:88)"; outside of functions "at train.py:88"."""

@@ -16,8 +16,8 @@ from dpmon.errors import HistoryError
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, RecordError
 from dpmon.record.schema import SECOND
-from dpmon.run.proc import alive
-from dpmon.run.rundir import RunInfo, ring_paths
+from dpmon.run.proc import is_alive
+from dpmon.run.run_directory import RunInfo, ring_paths
 from dpmon.span_ring import RingError
 from dpmon.store.accounts import Accounts
 from dpmon.store.answers import event_in
@@ -240,7 +240,7 @@ class Drain:
         if now >= self._look_at:
             self._look_at = now + GONE_S
             there = ((name, source) for name, (source, _) in self._sources.items() if not source.over)
-            self._gone = {name for name, source in there if not alive(source.row.pid, None)}
+            self._gone = {name for name, source in there if not is_alive(source.row.pid, None)}
         more = False
         for name, (source, intake) in self._sources.items():
             more = self._take_ring(source, intake, now, name in self._gone) or more

@@ -16,10 +16,10 @@ from operator import methodcaller
 from pathlib import Path
 
 from dpmon.errors import HistoryError
-from dpmon.run.condition import supervised
-from dpmon.run.files import check_database
+from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.proc import is_suspended
-from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, ring_paths
+from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info, ring_paths
+from dpmon.run.safe_files import check_database
 from dpmon.span_ring import RingError
 from dpmon.store.drain import Drain
 from dpmon.store.queries import Store
@@ -73,7 +73,7 @@ def _store(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -
     db = stack.enter_context(closing(_connect(f"{path.absolute().as_uri()}?mode=ro", path)))
     door = Door(db, size_of(path))
     db.execute("BEGIN")
-    if not db.execute("SELECT 1 FROM sqlite_master").fetchone() and supervised(info):
+    if not db.execute("SELECT 1 FROM sqlite_master").fetchone() and has_live_supervisor(info):
         raise FileNotFoundError(path)  # the supervisor is creating it
     if (version := version_of(db)) != SCHEMA_VERSION:
         raise RunError(
@@ -122,7 +122,7 @@ def stamp(directory: Path, info: RunInfo) -> object:
 def _is_written(directory: Path, info: RunInfo) -> bool:
     """Whether a supervisor writes the history. False after the command's end: the history may lack the last records."""
     age_s = time.time() - max((file.st_mtime for file in files_of(directory / HISTORY_FILE)), default=0.0)
-    if age_s >= STARVED_S or not supervised(info) or load_exit(directory) is not None:
+    if age_s >= STARVED_S or not has_live_supervisor(info) or load_exit(directory) is not None:
         return False
     return age_s < STALE_S or not is_suspended(info.supervisor_pid)
 

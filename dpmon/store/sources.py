@@ -11,7 +11,7 @@ from typing import Any
 from dpmon.assemble.assembler import CAUGHT_UP, Assembler, Predecessor
 from dpmon.record.history_rows import Row
 from dpmon.record.span_format import Span
-from dpmon.run.proc import alive
+from dpmon.run.proc import is_alive
 from dpmon.span_reader import SpanReader, current_span_in
 from dpmon.span_ring import HeaderWord, RingError
 from dpmon.store.tables import RingRow
@@ -153,6 +153,6 @@ def holds_more(path: Path, row: RingRow | None, over: bool) -> bool:
         if row is None or row.pid != ring.pid:
             return True
         ring.position, ring.lines_position = row.sequence, row.lines or 0
-        if row.ended or over or not alive(ring.pid, None):
+        if row.ended or over or not is_alive(ring.pid, None):
             return not row.ended
         return bool(ring.read(0, 1) or ring.missed or not ring.at_end or any(ring.lines()))

@@ -13,7 +13,7 @@ from typing import Any
 
 from dpmon.errors import HistoryError
 from dpmon.record.schema import EXPOSED, WAIT
-from dpmon.run.files import check_database
+from dpmon.run.safe_files import check_database
 from dpmon.store.answers import event_in
 from dpmon.store.batch import GAP_NS, Batch
 from dpmon.store.loops import LOOP_COLUMNS, Loop

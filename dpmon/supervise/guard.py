@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dpmon.run import proc
-from dpmon.run.condition import exit_info, unknown_exit
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, save
-from dpmon.run.signalling import command_of, find_members, send, send_to_all
+from dpmon.run.lifecycle import exit_info, unknown_exit
+from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, write_info
+from dpmon.run.run_reader import RunReader
+from dpmon.run.run_signals import find_members, find_run_command, send_signal, send_to_all
 from dpmon.supervise.spawn import find_command
 from dpmon.supervise.start import Successor
 
@@ -94,7 +94,7 @@ class Guard:
 
     def exit(self) -> ExitInfo | None:
         """How the run ended, from any source; None while unknown."""
-        how = self._reader.exit()
+        how = self._reader.exit_info()
         if how is not None and not how.drained and self._supervisor.poll() is None:
             # The supervisor is writing the last records, unless it is stopped or stuck.
             how = how if time.monotonic_ns() > how.end_ns + STALLED_S * 1e9 else None
@@ -108,14 +108,14 @@ class Guard:
         goes to all processes of the run, because the command can no longer end the others.
         """
         info = self._with_command()
-        if (command := command_of(self._directory, info)) is None or command.dead:
+        if (command := find_run_command(self._directory, info)) is None or command.is_dead:
             return False
         if number in (signal.SIGUSR1, signal.SIGUSR2):
-            return send(command, number)
+            return send_signal(command, number)
         if number == signal.SIGKILL:
             send_to_all(find_members(self._directory, info, over=False), command.pid, number)
             return True
-        return send(command, number, group=True)
+        return send_signal(command, number, group=True)
 
     def look(self) -> None:
         """Replace a killed supervisor, record the command's end if no supervisor does, and reap orphans.
@@ -136,7 +136,7 @@ class Guard:
         # At first, the supervisor is about to write run.json.
         info = self._with_command() if time.monotonic_ns() > self.info.start_ns + STALLED_S * 1e9 else self.info
         now = time.monotonic()
-        status = None if info.command_pid is None else proc.status_of_dead(info.command_pid, info.command_started)
+        status = None if info.command_pid is None else proc.unreaped_wait_status(info.command_pid, info.command_started)
         if status is None:
             self._dead_since = None
         elif self._dead_since is None:
@@ -153,7 +153,7 @@ class Guard:
             # The supervisor may just have started it, and the new one searches for it.
             return None if self._successor.at_work else exit_info(info, 2, "foreground", _NOT_STARTED)
         try:
-            returncode = proc.ended_child(pid)
+            returncode = proc.ended_child_status(pid)
         except ChildProcessError:
             if self._successor.at_work or proc.is_running(pid, info.command_started):
                 return None
@@ -174,7 +174,11 @@ class Guard:
 
     def _ended_child(self) -> proc.ProcessEntry | None:
         """The command, if it has ended and this process has adopted it: it has no environment any more."""
-        mine = (process for process in proc.every_process().values() if process.parent == os.getpid() and process.dead)
+        mine = (
+            process
+            for process in proc.read_process_table().values()
+            if process.parent == os.getpid() and process.is_dead
+        )
         leaders = (process for process in mine if process.session == process.pid)
         ours = (self._supervisor.pid, self._successor.pid)
         return min((p for p in leaders if p.pid not in ours), key=lambda process: process.started, default=None)
@@ -185,7 +189,7 @@ class Guard:
         self.outcome = replace(how, drained=recorded is not None and recorded.drained)
         if recorded is None or recorded.status is None:
             with contextlib.suppress(OSError):
-                save(self._directory, self.outcome)
+                write_info(self._directory, self.outcome)
 
     def _reap_orphans(self) -> None:
         """Reap the processes that the command left behind, and the command itself once its end is recorded.
@@ -203,7 +207,7 @@ class Guard:
                 return  # Popen reaps these
             if ended.si_pid == command and self.outcome is None and load_exit(self._directory) is None:
                 return
-            process = proc.read(ended.si_pid)
+            process = proc.read_process(ended.si_pid)
             if process is None or process.session == own:
                 return
             with contextlib.suppress(ChildProcessError):

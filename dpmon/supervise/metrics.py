@@ -19,11 +19,11 @@ from pathlib import Path
 from dpmon.errors import HistoryError
 from dpmon.record.record_specs import RECORDS
 from dpmon.record.schema import EVALUATION, EXPOSED, HELD, PHASES, QUANTITIES, STEP, WAIT, Phase, device_series
-from dpmon.run.condition import outcome
-from dpmon.run.destination import replaced
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, load_info
-from dpmon.run.runs import short_name
+from dpmon.run.lifecycle import outcome_word
+from dpmon.run.output_target import replace_file
+from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, load_info
+from dpmon.run.run_reader import RunReader
+from dpmon.run.run_registry import short_name
 from dpmon.sanitize import strip_control_chars
 from dpmon.stalls.run_state import ENDED, Now, state_of
 from dpmon.store.accounting import ACTIVITIES
@@ -173,7 +173,7 @@ class Metrics:
         try:
             # Everybody may read it. "?" replaces invalid text, because a backslash is special in this format.
             text = self.text(how).encode("utf-8", "replace").decode("utf-8")
-            with replaced(self._path, 0o644) as file:
+            with replace_file(self._path, 0o644) as file:
                 file.write(text)
         except OSError as error:
             if not self._failing:
@@ -190,7 +190,7 @@ class Metrics:
         text.gauge("run_start_time_seconds", "When the run began, since 1970.", run, info.started_unix)
         text.gauge("run_running", "1 while the run is live, 0 when it has ended.", run, int(how is None))
         if how is not None:
-            end = outcome(load_exit(self._directory) or how)
+            end = outcome_word(load_exit(self._directory) or how)
             text.gauge("run_exit_status", "The run's exit status.", {**run, "end": end}, how.status)
         # A history that is unreadable now may be readable later.
         with contextlib.suppress(HistoryError), open_store(self._directory, as_written=True) as store:
@@ -209,7 +209,7 @@ class Metrics:
         seen = [call.end for call in calls] if step is None else [step.start_ns + step.wall_ns]
         stalls = [event.data for event in store.events("stall", newest=1) if "lasted_s" not in event.data]
         with contextlib.closing(RunReader(self._directory)) as reader:
-            paused, reads, activities = reader.paused().since_ns, reader.waits_for_input(), reader.activities()
+            paused, reads, activities = reader.pause_state().since_ns, reader.waits_for_input(), reader.activities()
         doing, since = activities.get(step.process if step is not None else 0, ("", 0))
         now = Now(
             time.monotonic_ns() - start,

@@ -13,8 +13,8 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dpmon.run.files import open_file
-from dpmon.run.rundir import count_file, deleted_bytes
+from dpmon.run.run_directory import count_file, deleted_bytes
+from dpmon.run.safe_files import open_file
 
 AHEAD = 2 << 20
 """Bytes to allocate beyond the end of a file."""

@@ -19,15 +19,15 @@ from pathlib import Path
 
 import dpmon
 from dpmon.run import proc
-from dpmon.run.activities import ring_activities, stages
-from dpmon.run.condition import exit_info, unknown_exit
-from dpmon.run.files import open_file
-from dpmon.run.first_failure import STATUSES
-from dpmon.run.notes import add_note, every_uncaught, read_notes
-from dpmon.run.proc import open_pidfd, wait_status
-from dpmon.run.rundir import ExitInfo, RunInfo, load_exit
-from dpmon.run.signalling import is_named
-from dpmon.run.standard_input import Terminal
+from dpmon.run.activities import iter_ring_activities, read_startup_stages
+from dpmon.run.failure_cause import STATUSES
+from dpmon.run.lifecycle import exit_info, unknown_exit
+from dpmon.run.proc import open_pidfd, wait_status_from_pidfd
+from dpmon.run.process_notes import add_note, read_notes, read_uncaught_exceptions
+from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit
+from dpmon.run.run_signals import belongs_to_run
+from dpmon.run.safe_files import open_file
+from dpmon.run.stdin_terminal import InputTerminal
 from dpmon.supervise.start import ignored_again
 
 _SITE = Path(dpmon.__file__).resolve().parent / "tracer" / "site"
@@ -64,7 +64,7 @@ def _log(path: Path) -> int:
     return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
-def start_command(info: RunInfo, directory: Path, terminal: Terminal | None, outer: Mapping[str, str]) -> int:
+def start_command(info: RunInfo, directory: Path, terminal: InputTerminal | None, outer: Mapping[str, str]) -> int:
     """Start the command in its own session and return its process id; OSError if it cannot be started.
 
     This process never reaps it, so that the foreground, which is a subreaper, can always learn how it ended. Its output
@@ -113,7 +113,7 @@ class WatchedCommand:
         """Whether the command has ended, reaped or not. A later process with the same id does not count."""
         if self._returncode is None:
             try:
-                self._returncode = proc.ended_child(self.pid)
+                self._returncode = proc.ended_child_status(self.pid)
             except ChildProcessError:
                 return not self._same_boot or not proc.is_running(self.pid, self._started)
         return self._returncode is not None
@@ -129,15 +129,15 @@ class WatchedCommand:
                 return found
             if not self._same_boot:
                 return unknown_exit(info, "supervisor", "the machine was restarted", self.last_ns)
-            status = None if self._pidfd is None else wait_status(self._pidfd)
-            status = proc.status_of_dead(self.pid, self._started) if status is None else status
+            status = None if self._pidfd is None else wait_status_from_pidfd(self._pidfd)
+            status = proc.unreaped_wait_status(self.pid, self._started) if status is None else status
             if status is not None:
                 return exit_info(info, os.waitstatus_to_exitcode(status), "supervisor")
             if not self._seen_alive or time.monotonic() > until:
                 break
             time.sleep(0.02)
         end = now if self._seen_alive else self.last_ns
-        raised = next((one.kind for one in every_uncaught(self._directory) if one.pid == self.pid), None)
+        raised = next((one.kind for one in read_uncaught_exceptions(self._directory) if one.pid == self.pid), None)
         if raised is None:
             return unknown_exit(info, "supervisor", _LOST, end)
         how = exit_info(info, -signal.SIGINT if raised == "KeyboardInterrupt" else 1, "tracer")
@@ -150,14 +150,16 @@ def last_sign(directory: Path, info: RunInfo) -> int:
     for name in ("output.log", "stdout.log", "stderr.log"):
         with contextlib.suppress(OSError):
             end = max(end, info.start_ns + int(((directory / name).lstat().st_mtime - info.started_unix) * 1e9))
-    return max([end, *(since for _, _, since in ring_activities(directory))])
+    return max([end, *(since for _, _, since in iter_ring_activities(directory))])
 
 
 def find_command(directory: Path) -> proc.ProcessEntry | None:
     """Search for the command of a run. Its killed supervisor may have started it without recording the process."""
-    leaders = (process for pid, process in proc.every_process().items() if process.session == pid and not process.dead)
+    leaders = (
+        process for pid, process in proc.read_process_table().items() if process.session == pid and not process.is_dead
+    )
     return min(
-        (process for process in leaders if is_named(process.pid, directory)),
+        (process for process in leaders if belongs_to_run(process.pid, directory)),
         key=lambda process: process.started,
         default=None,
     )
@@ -165,12 +167,12 @@ def find_command(directory: Path) -> proc.ProcessEntry | None:
 
 def note_unrecorded(directory: Path, command: int) -> None:
     """Warn of the run's Python processes that cannot write to its private directory, while no process is recorded."""
-    if any(proc.alive(ring.pid, None) for ring, *_ in ring_activities(directory)):
+    if any(proc.is_alive(ring.pid, None) for ring, *_ in iter_ring_activities(directory)):
         return
-    for pid in proc.tree(command):
+    for pid in proc.process_tree(command):
         with contextlib.suppress(OSError, LookupError):  # it has ended
-            program = os.path.basename(proc.fact(pid, "cmdline").partition(b"\0")[0])
-            uid = int(proc.fact(pid, "status").partition(b"\nUid:")[2].split()[1])
+            program = os.path.basename(proc.read_proc_file(pid, "cmdline").partition(b"\0")[0])
+            uid = int(proc.read_proc_file(pid, "status").partition(b"\nUid:")[2].split()[1])
             root = f"/proc/{pid}/root"
             if uid != os.geteuid():
                 how = f"as another user (uid {uid})"
@@ -216,15 +218,15 @@ class ProcessEnds:
         if size == self._size:
             return
         self._size = size
-        for pid in stages(self._directory).keys() - self._known:
+        for pid in read_startup_stages(self._directory).keys() - self._known:
             if len(self._watched) >= _MOST:
                 break
             self._known.add(pid)
             # A number in a file proves nothing: a process belongs to the run only if its environment names the run.
             if (fd := open_pidfd(pid)) is None:
                 continue
-            self._watched[fd] = pid, proc.started(pid)
-            if is_named(pid, self._directory):
+            self._watched[fd] = pid, proc.start_time_s(pid)
+            if belongs_to_run(pid, self._directory):
                 self._poller.register(fd, select.POLLIN)
             else:
                 self._forget(fd)
@@ -234,8 +236,8 @@ class ProcessEnds:
         at_ns = time.monotonic_ns()
         for fd in [fd for fd, _ in self._poller.poll(0) if fd in self._watched]:
             pid, started = self._watched[fd]
-            status = proc.status_of_dead(pid, started)
-            status = wait_status(fd) if status is None else status
+            status = proc.unreaped_wait_status(pid, started)
+            status = wait_status_from_pidfd(fd) if status is None else status
             self._forget(fd)
             if status:
                 with contextlib.suppress(OSError):

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from dpmon.record.safe_json import ns_member, text_member
 from dpmon.record.schema import SECOND
-from dpmon.run.files import write_whole
-from dpmon.run.notes import read_notes
-from dpmon.run.rundir import RunInfo, stop_asked_unix
-from dpmon.run.standard_input import waits_since
+from dpmon.run.process_notes import read_notes
+from dpmon.run.run_directory import RunInfo, stop_requested_unix
+from dpmon.run.safe_files import write_atomically
+from dpmon.run.stdin_terminal import input_wait_start_ns
 from dpmon.stalls.answer import STANDING_FILE, answer, request_in, save_answer, standing, wants_native
 from dpmon.stalls.processes import DETAILS_NS, RankLook
 from dpmon.stalls.run_state import WAITING_FOR_DATA
@@ -122,7 +122,7 @@ class StallWatch:
             return
         times = [now - rank.since_ns for rank in ranks if not rank.over and rank.doing != "paused" and rank.since_ns]
         longest = max(times, default=0)
-        reads = longest >= DETAILS_NS and waits_since(self._directory) is not None
+        reads = longest >= DETAILS_NS and input_wait_start_ns(self._directory) is not None
         if reads:
             self._before = {}  # the time that a person takes is not learned
         over = any(rank.over for rank in ranks)
@@ -147,11 +147,11 @@ class StallWatch:
         if ranks != self._standing:
             self._standing = ranks
             with contextlib.suppress(OSError):
-                write_whole(self._directory / STANDING_FILE, json.dumps(standing(ranks, now, self._info)))
+                write_atomically(self._directory / STANDING_FILE, json.dumps(standing(ranks, now, self._info)))
 
     def _stopping(self, now: int) -> bool:
         """Whether the user has asked for the run's end since the stall began. What its ranks do then is no cause."""
-        asked = stop_asked_unix(self._directory)
+        asked = stop_requested_unix(self._directory)
         began = time.time() - (now - self.stall.since_ns) / SECOND if self.stall is not None else 0.0
         return asked is not None and asked > began
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import IO
 
 import dpmon
-from dpmon.run.condition import EVENTS_FILE, command_alive, needs_supervisor, take_lock
-from dpmon.run.files import open_file
-from dpmon.run.rundir import RunError, load_exit, load_info
-from dpmon.run.signalling import SUPERVISES
+from dpmon.run.lifecycle import EVENTS_FILE, is_command_alive, needs_supervisor, take_lock
+from dpmon.run.run_directory import RunError, load_exit, load_info
+from dpmon.run.run_signals import SUPERVISES
+from dpmon.run.safe_files import open_file
 
 FINISH_S = 10.0
 """Longest wait until the record of a run is complete; some milliseconds per megabyte are usual."""
@@ -165,7 +165,7 @@ def ensure_supervisor(directory: Path, machines: Sequence[Sequence[str]] = ()) -
     successor = Successor(directory, machines)
     successor.look()
     info = load_info(directory)
-    if not info.nodes and not command_alive(info):
+    if not info.nodes and not is_command_alive(info):
         successor.finish()
     return successor
 

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 
 from dpmon.config import ConfigError, load_settings
 from dpmon.run import proc
-from dpmon.run.condition import YOUNG_S, exit_info, needs_supervisor, take_lock, unknown_exit
-from dpmon.run.files import open_file, remove_file
-from dpmon.run.first_failure import OomWatch, failure
-from dpmon.run.notes import WarningsLog
+from dpmon.run.failure_cause import OomKillCounter, find_first_failure
+from dpmon.run.lifecycle import YOUNG_S, exit_info, needs_supervisor, take_lock, unknown_exit
 from dpmon.run.proc import open_pidfd
-from dpmon.run.rundir import ExitInfo, load_exit, load_info, output_paths, save
-from dpmon.run.runs import file_system
-from dpmon.run.standard_input import INPUT_FIFO, InputWatch, Terminal
+from dpmon.run.process_notes import WarningsLog
+from dpmon.run.run_directory import ExitInfo, load_exit, load_info, output_paths, write_info
+from dpmon.run.run_registry import file_system
+from dpmon.run.safe_files import open_file, remove_file
+from dpmon.run.stdin_terminal import INPUT_FIFO, InputTerminal, InputWaitWatcher
 from dpmon.supervise.room import OutputRoom
 from dpmon.supervise.spawn import ProcessEnds, WatchedCommand, find_command, last_sign, note_unrecorded, start_command
 from dpmon.supervise.start import ARGUMENT, TAKE_OVER, Teller, keep_statuses
@@ -65,9 +65,9 @@ class Supervisor:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._info = load_info(directory)
-        self._terminal: Terminal | None = None
+        self._terminal: InputTerminal | None = None
         self._leave_at: float | None = None
-        self._oom = OomWatch()
+        self._oom = OomKillCounter()
         self._warnings = WarningsLog(directory)
         # The command for events and the metrics file come from the user's own settings, which include the options of
         # the command line (dpmon.cli.launch), and never from the directory, which may come from another person.
@@ -92,7 +92,7 @@ class Supervisor:
                 # Without a screen the user's terminal echoes the input, and the log is for the script's output alone.
                 echo = None if self._info.headless else self._directory / "output.log"
                 rows, columns = self._info.options.get("window", (24, 80))
-                self._terminal = Terminal(self._directory, min(rows, 9999), min(columns, 9999), echo)
+                self._terminal = InputTerminal(self._directory, min(rows, 9999), min(columns, 9999), echo)
             command = tuple(os.environ.pop(f"{ARGUMENT}{at}", word) for at, word in enumerate(self._info.command))
             info = replace(self._info, command=command)  # never saved
             pid = start_command(info, self._directory, self._terminal, os.environ)
@@ -102,7 +102,7 @@ class Supervisor:
             self._record(exit_info(self._info, 2, "supervisor", text))
             return
         self._detach(inherited)
-        started = proc.started(pid)
+        started = proc.start_time_s(pid)
         self._announce(pid, started)
         self._watch(WatchedCommand(self._directory, self._info, pid, started))
 
@@ -169,12 +169,12 @@ class Supervisor:
         self._info = replace(
             self._info,
             supervisor_pid=os.getpid(),
-            supervisor_started=proc.started(os.getpid()),
+            supervisor_started=proc.start_time_s(os.getpid()),
             command_pid=pid,
             command_started=started,
         )
         try:
-            save(self._directory, self._info)
+            write_info(self._directory, self._info)
         except OSError as error:
             _log(f"run.json cannot be written: {error}")
 
@@ -203,7 +203,9 @@ class Supervisor:
             if isinstance(elsewhere, str):
                 drain.warn(elsewhere)
         poller = self._poller(command.pid)
-        reads = InputWatch(self._directory, command.pid, lambda *wait: self._record_wait(drain, command.pid, *wait))
+        reads = InputWaitWatcher(
+            self._directory, command.pid, lambda *wait: self._record_wait(drain, command.pid, *wait)
+        )
         ends = ProcessEnds(self._directory, command.pid, poller)
         stalls = StallWatch(self._directory, self._info, drain, adopted=late)
         drain.on_memory_event = sampler.take_memory
@@ -213,7 +215,7 @@ class Supervisor:
             if now >= look_at:
                 look_at = now + LOOK_S
                 ended = command.over()
-                for text in self._warnings.new():
+                for text in self._warnings.read_new():
                     drain.warn(text)
                 room.look()
                 teller.look(now)
@@ -222,7 +224,7 @@ class Supervisor:
                     search_at = now + UNRECORDED_S
                     note_unrecorded(self._directory, command.pid)
             busy = drain.drain(now)
-            reads.look(now)
+            reads.poll(now)
             stalls.look()
             if metrics is not None:
                 metrics.tick(now)
@@ -234,12 +236,12 @@ class Supervisor:
                 look_at = 0.0  # the command may have ended
                 ends.note()  # at once, because the order of ends and exceptions matters
                 if self._terminal is not None:
-                    self._terminal.serve()
+                    self._terminal.forward_input()
         stalls.close()
         ends.close()
         how = self._find_ending(command) if command.over() else None
         reads.close()
-        room.close(nobody_writes=how is not None and not proc.tree(command.pid))
+        room.close(nobody_writes=how is not None and not proc.process_tree(command.pid))
         if how is not None:
             self._finish(how, drain, sampler, metrics)
         else:
@@ -331,7 +333,7 @@ class Supervisor:
 
     def _record(self, how: ExitInfo) -> None:
         try:
-            save(self._directory, how)
+            write_info(self._directory, how)
         except OSError as error:
             _log(f"exit.json cannot be written: {error}")
 
@@ -340,7 +342,7 @@ class Supervisor:
         try:
             if (cause := self._oom.cause(how.signal)) or not how.status or how.signal is not None:
                 return cause
-            first = failure(self._directory, self._info, how.status)
+            first = find_first_failure(self._directory, self._info, how.status)
             return None if first is None else first.sentence(self._info.cwd)
         except Exception:  # noqa: BLE001 - whatever it is, the status is known
             _log(f"no cause of the command's end: {traceback.format_exc()}")

@@ -29,12 +29,12 @@ from dpmon.model.state import State, Wanted
 from dpmon.record.schema import SECOND
 from dpmon.report.collect import facts_of
 from dpmon.report.health import LOST, health
-from dpmon.run.condition import supervised
-from dpmon.run.notes import add_note
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import EXIT_FILE, RunError, RunInfo
-from dpmon.run.runs import short_name
-from dpmon.run.signalling import SUPERVISES
+from dpmon.run.lifecycle import has_live_supervisor
+from dpmon.run.process_notes import add_note
+from dpmon.run.run_directory import EXIT_FILE, RunError, RunInfo
+from dpmon.run.run_reader import RunReader
+from dpmon.run.run_registry import short_name
+from dpmon.run.run_signals import SUPERVISES
 from dpmon.sanitize import to_safe_json
 from dpmon.store.opened import open_store
 from dpmon.supervise.start import START_DIRECTORY
@@ -203,9 +203,9 @@ def watch(reader: RunReader, log: EventLog, command: Sequence[str]) -> None:
     alone_at: float | None = None
     while directory.is_dir():  # else the user has deleted the run
         began = time.monotonic()
-        info, how = reader.refresh(), reader.exit()
-        over = how is not None and (how.drained or not supervised(info))
-        if over or supervised(info):  # else a reader would copy the whole history
+        info, how = reader.refresh(), reader.exit_info()
+        over = how is not None and (how.drained or not has_live_supervisor(info))
+        if over or has_live_supervisor(info):  # else a reader would copy the whole history
             with contextlib.suppress(HistoryError, RunError), open_store(directory) as store:
                 state = snapshots.take(store, Wanted(), ended_of(reader.activities()))
                 if began >= findings_at:
@@ -214,7 +214,7 @@ def watch(reader: RunReader, log: EventLog, command: Sequence[str]) -> None:
                     found = findings(facts)
                     findings_at = began + max(FINDINGS_S, (time.monotonic() - began) / FINDINGS_SHARE)
         now = health(reader, state)
-        alone_at = None if how is None and supervised(info) else alone_at or began + ALONE_S
+        alone_at = None if how is None and has_live_supervisor(info) else alone_at or began + ALONE_S
         alone = alone_at is not None and began >= alone_at
         if now.end is None or over or alone:  # the end is told when its record is complete, or is not going to be
             over = over or now.end == LOST

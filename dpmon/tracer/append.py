@@ -36,7 +36,7 @@ def append(directory: str, file: str, data: bytes, most: int = 1 << 62) -> bool:
 
 def open_to_append(directory: str, file: str) -> int:
     """Return a descriptor of a file in the run's directory. Raises OSError."""
-    # As in dpmon.run.files: do not wait for the reader of a FIFO, do not follow a link.
+    # As in dpmon.run.safe_files: do not wait for the reader of a FIFO, do not follow a link.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     place = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dpmon.run.rundir import ExitInfo
+    from dpmon.run.run_directory import ExitInfo
 
 
 _COLOUR_SYSTEMS = ("auto", "standard", "256", "truecolor")
@@ -62,7 +62,7 @@ def run_screen(
     wishes = dict(os.environ)
     prepare(os.environ)
     gc.disable()  # imports make no garbage; looking for it takes a tenth of the time to the first picture
-    from dpmon.run.reader import RunReader
+    from dpmon.run.run_reader import RunReader
     from dpmon.ui.look import choose
     from dpmon.ui.monitor import Monitor
 

@@ -18,7 +18,7 @@ from textual.geometry import Size
 from textual.strip import Strip
 from textual.timer import Timer
 
-from dpmon.run.reader import RunReader
+from dpmon.run.run_reader import RunReader
 from dpmon.ui.alert import Alert
 from dpmon.ui.changes import CellChange, terminal_text
 from dpmon.ui.dialogs import Dialog

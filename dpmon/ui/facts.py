@@ -13,10 +13,10 @@ from dpmon.model.state import Process, State
 from dpmon.model.stragglers import Straggler
 from dpmon.record.schema import SECOND, SPAN_PHASES
 from dpmon.record.shared_names import RANK_MODES
-from dpmon.run.activities import why_starting
-from dpmon.run.mirrored import Answers
-from dpmon.run.reader import PauseState
-from dpmon.run.rundir import ExitInfo, RunInfo
+from dpmon.run.activities import startup_wait_reason
+from dpmon.run.mirror_state import NodeReplies
+from dpmon.run.run_directory import ExitInfo, RunInfo
+from dpmon.run.run_reader import PauseState
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.run_state import (
     PAUSED,
@@ -131,7 +131,7 @@ class Facts:
     """Whether the training can be paused or resumed."""
     can_toggle: bool = False
     can_type: bool = False
-    answers: Answers | None = None
+    answers: NodeReplies | None = None
     """How the nodes have answered the last request; None on one machine."""
     outputs: int = 1
     """Number of output files: two if the script's errors are separate."""
@@ -299,7 +299,7 @@ def _before_first_batch(facts: Facts, doing: str, spent: int) -> Life:
         where = "the script" if doing == "other" else sanitize_line(doing, 20)
         first = "first batch" if doing == "data" else "first step"
         return Life(STARTING, "wait", f"{first} in {where}, {spent / 1e9:.0f} s" if spent >= SECOND else first)
-    why = sanitize_line(why_starting(facts.stage, facts.now_ns), 200)
+    why = sanitize_line(startup_wait_reason(facts.stage, facts.now_ns), 200)
     lasted = f"{max(facts.now_ns - (0 if facts.stage is None else facts.stage[1]), 0) / 1e9:.0f} s"
     return Life(STARTING, "wait", f"{why}, {lasted}" if why else lasted)
 

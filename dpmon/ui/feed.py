@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dpmon.model.active_processes import ended_of
 from dpmon.model.state import MANY, MOST_RANKS, WORST, State, Wanted, toggle_refusal
-from dpmon.run.notes import traceback_line
-from dpmon.run.reader import NO_TRAINING, PauseState, RunReader
+from dpmon.run.process_notes import traceback_line
+from dpmon.run.run_reader import NO_TRAINING, PauseState, RunReader
 from dpmon.sanitize import sanitize_line
 from dpmon.ui.facts import Facts, Past, Toggle, View, all_finished
 from dpmon.ui.panels.panel_output import Output, Tail
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dpmon.model.finding import Finding
     from dpmon.model.slow_steps import SlowSteps
     from dpmon.model.snapshot import Snapshots
-    from dpmon.run.rundir import ExitInfo, RunInfo
+    from dpmon.run.run_directory import ExitInfo, RunInfo
     from dpmon.store.queries import Store
 
 
@@ -140,7 +140,7 @@ class Feed:
         if reader is None:
             return
         reader.refresh()
-        if self.ended is None and (ended := reader.exit()) is not None:
+        if self.ended is None and (ended := reader.exit_info()) is not None:
             self._end(ended)
         self._look_alive(reader)
         self._look(reader)
@@ -189,7 +189,7 @@ class Feed:
     def _read(self, t_ns: int | None, read: Callable[[Store], _Found]) -> _Found | None:
         """What `read` finds in the records as of a time; None if they cannot be read."""
         from dpmon.errors import HistoryError
-        from dpmon.run.rundir import RunError
+        from dpmon.run.run_directory import RunError
         from dpmon.store.opened import open_store
 
         opened = open_store(self.directory) if self._open_given is None else self._open_given()
@@ -251,7 +251,7 @@ class Feed:
 
     def _answer(self, reader: RunReader) -> None:
         toggle = self._toggle
-        if toggle is None or toggle.status != "pending" or reader.pending(self._activities):
+        if toggle is None or toggle.status != "pending" or reader.has_pending_request(self._activities):
             return
         fresh = self.state.mode_change_count - self._asked_at_change
         process = self.state.focus
@@ -269,7 +269,7 @@ class Feed:
         """The last request for a pause, and whether the training is paused (since when, in ns of the run)."""
         if self._reader is None or self.over or not self.state.processes:
             return PauseState()
-        now = self._reader.paused(self._activities)
+        now = self._reader.pause_state(self._activities)
         since = None if now.since_ns is None else max(now.since_ns - self._reader.info.start_ns, 0)
         return PauseState(now.wanted, now.pending, since)
 
@@ -294,20 +294,20 @@ class Feed:
 
     def can_type(self) -> bool:
         """Whether the script's standard input can be reached."""
-        from dpmon.run.standard_input import INPUT_FIFO
+        from dpmon.run.stdin_terminal import INPUT_FIFO
 
         return (self.directory / INPUT_FIFO).is_fifo()
 
     def hides_input(self) -> bool:
         """Whether typed text must stay hidden, as for a password."""
-        from dpmon.run.standard_input import hides_input
+        from dpmon.run.stdin_terminal import has_echo_off
 
         pid = None if self._reader is None else self._reader.info.command_pid
-        return pid is not None and hides_input(pid)
+        return pid is not None and has_echo_off(pid)
 
     def type_line(self, line: str) -> str | None:
         """Send a line to the script's standard input; returns None, or why it failed."""
-        from dpmon.run.standard_input import send_input
+        from dpmon.run.stdin_terminal import send_input
 
         sent = send_input(self.directory, (line + "\n").encode("utf-8", "replace"))
         return None if sent else "the input pipe is full or closed"
@@ -331,7 +331,7 @@ class Feed:
             self._look(reader)
         start = reader.info.start_ns
         pausing = self.pausing()
-        stage = reader.stage() if self.ended is None else None
+        stage = reader.startup_stage() if self.ended is None else None
         reads = reader.waits_for_input() if self.ended is None else None
         return Facts(
             self.state,
@@ -355,7 +355,7 @@ class Feed:
             stopping=stopping,
             ending=self.ending,
             reading=self._reads,
-            answers=reader.answers() if self.ended is None else None,
+            answers=reader.node_replies() if self.ended is None else None,
         )
 
     def _ask_for_records(self, reader: RunReader, node: int | None) -> None:

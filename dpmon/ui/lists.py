@@ -10,8 +10,8 @@ from typing import NamedTuple
 from textual import events
 
 from dpmon.model.slow_steps import SlowSteps
-from dpmon.run.condition import run_state
-from dpmon.run.runs import list_runs, short_name
+from dpmon.run.lifecycle import run_state
+from dpmon.run.run_registry import list_runs, short_name
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import cut
 from dpmon.text.quantities import clock, on_machines

@@ -9,7 +9,7 @@ from typing import ClassVar
 from textual import events
 
 from dpmon.model.nodes import found_rank
-from dpmon.run.reader import NO_TRAINING
+from dpmon.run.run_reader import NO_TRAINING
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import wrapped
 from dpmon.text.quantities import clock, range_words, span_words

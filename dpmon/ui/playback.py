@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from dpmon.errors import HistoryError
 from dpmon.record.schema import SECOND
-from dpmon.run.activities import newest_stage, stages
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunError, load_exit
+from dpmon.run.activities import current_startup_stage, read_startup_stages
+from dpmon.run.run_directory import ExitInfo, RunError, load_exit
+from dpmon.run.run_reader import RunReader
 from dpmon.store.opened import open_store
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.facts import Facts, Playing, View
@@ -97,7 +97,7 @@ class Player(RunReader):
 
     def stage(self) -> tuple[str, int] | None:
         """The run's stage at the position, before its first call, and its start (monotonic ns)."""
-        return newest_stage(stages(self.directory, self.now_ns()))
+        return current_startup_stage(read_startup_stages(self.directory, self.now_ns()))
 
     def waits_for_input(self) -> int | None:
         """None: a playback shows no waits for input."""

@@ -168,7 +168,7 @@ class Stopping(Drawing):
 
     def _stop(self) -> None:
         """Stop the whole run and report the progress; runs on a thread of its own."""
-        from dpmon.run.signalling import stop_run
+        from dpmon.run.run_signals import stop_run
 
         try:
             for progress in stop_run(self.feed.directory, self.feed.info):

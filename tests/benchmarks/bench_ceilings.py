@@ -27,9 +27,9 @@ from dpmon.model.finding import MOST_SAVED, OF_RUN, faster, gained
 from dpmon.model.findings import findings
 from dpmon.report.collect import facts_of
 from dpmon.report.comparison import read
-from dpmon.run.condition import run_state
-from dpmon.run.rundir import load_info
-from dpmon.run.runs import find_run
+from dpmon.run.lifecycle import run_state
+from dpmon.run.run_directory import load_info
+from dpmon.run.run_registry import find_run
 from dpmon.store.opened import open_store
 from dpmon.text.quantities import percent
 

@@ -26,7 +26,7 @@ from statistics import median
 from dpmon.model.compare_runs import Threshold, compare_runs, judge
 from dpmon.model.compared_run import ComparedRun
 from dpmon.report.comparison import read
-from dpmon.run.runs import list_runs
+from dpmon.run.run_registry import list_runs
 
 SCRIPT = """\
 import os

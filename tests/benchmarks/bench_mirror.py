@@ -35,7 +35,7 @@ from dpmon.mirror.mirror import FEW_COLLECTIONS  # noqa: E402
 from dpmon.mirror.receive import Receiver, Unchecked, checked  # noqa: E402
 from dpmon.mirror.records import Records  # noqa: E402
 from dpmon.record.record_types import Event  # noqa: E402
-from dpmon.run.rundir import RunInfo  # noqa: E402
+from dpmon.run.run_directory import RunInfo  # noqa: E402
 from dpmon.store.tally import WIDTHS  # noqa: E402
 
 WARM_S = 3

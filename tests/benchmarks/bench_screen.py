@@ -52,10 +52,10 @@ from synthetic import Training, device_event, host_event
 from yardstick import Yardstick, peak_mib, processor_s
 
 from dpmon.run import proc
-from dpmon.run.condition import exit_info
-from dpmon.run.files import write_whole
-from dpmon.run.mirrored import STATE_FILE, by_word
-from dpmon.run.rundir import save
+from dpmon.run.lifecycle import exit_info
+from dpmon.run.mirror_state import STATE_FILE, activities_by_word
+from dpmon.run.run_directory import write_info
+from dpmon.run.safe_files import write_atomically
 from dpmon.store.drain import Drain
 
 WIDTH, HEIGHT = 120, 40
@@ -74,7 +74,7 @@ class Generated:
 
     def __init__(self, directory: Path, steps_per_s: float, lines_per_s: float, ranks: int = 1) -> None:
         self.directory = directory
-        self.info = live(directory, supervisor_pid=os.getpid(), supervisor_started=proc.started(os.getpid()))
+        self.info = live(directory, supervisor_pid=os.getpid(), supervisor_started=proc.start_time_s(os.getpid()))
         self.rates = steps_per_s, lines_per_s
         self.over = threading.Event()
         self.writers: list[tuple[RowRing, Training]] = []
@@ -109,7 +109,7 @@ class Generated:
     def end(self) -> None:
         """Stop writing, and record the exit."""
         self.__exit__()
-        save(self.directory, exit_info(self.info, 0, "supervisor"))
+        write_info(self.directory, exit_info(self.info, 0, "supervisor"))
 
     def _write(self) -> None:
         steps_per_s, lines_per_s = self.rates
@@ -223,7 +223,7 @@ class Mirrored:
     """A mirror's run, written by this process."""
 
     def __init__(self, directory: Path, nodes: int) -> None:
-        own = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
+        own = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
         self.directory, names = directory, tuple(f"gpu-{number}" for number in range(nodes))
         self.info = live(directory, nodes=names, **own)
         self.run = ManyNodes(nodes, slow=11, directory=directory)
@@ -242,8 +242,8 @@ class Mirrored:
             fresh, self.run.slow = self.run.slow != self.next, self.next
             self.run.second(second)
             self.slow_since = time.monotonic() if fresh else self.slow_since
-            doing = by_word(dict.fromkeys(range(self.run.ranks), ("backward", second * 10**9)))
-            write_whole(
+            doing = activities_by_word(dict.fromkeys(range(self.run.ranks), ("backward", second * 10**9)))
+            write_atomically(
                 self.directory / STATE_FILE, json.dumps({"doing": doing, "connected": [*range(self.run.nodes)]})
             )
 

@@ -40,7 +40,7 @@ from dpmon.record.history_rows import CallRow, Definition  # noqa: E402
 from dpmon.record.record_types import Event  # noqa: E402
 from dpmon.record.schema import PHASES  # noqa: E402
 from dpmon.run import proc  # noqa: E402
-from dpmon.run.rundir import RunInfo, save  # noqa: E402
+from dpmon.run.run_directory import RunInfo, write_info  # noqa: E402
 from dpmon.store.accounting import Spent  # noqa: E402
 from dpmon.store.batch import Batch, EndedSteps  # noqa: E402
 from dpmon.store.drain import Drain  # noqa: E402
@@ -64,9 +64,9 @@ SPANS = {"2 min": 120, "10 min": 600, "1 h": 3600, "24 h": DAY_S, "the whole run
 
 def info_of(directory: Path) -> RunInfo:
     """Return a run that began at clock 0."""
-    own = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
+    own = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
     info = RunInfo("id", "bench", ("x.py",), "x.py", "/", None, 1e9, 0, proc.boot_id(), True, **own)
-    save(directory, info)
+    write_info(directory, info)
     return info
 
 

@@ -75,7 +75,7 @@ def steps(blocks: int, count: int, directory: str) -> None:
 
 def look(directory: str) -> None:
     """Print what the supervisor's look costs."""
-    from dpmon.run.rundir import RunInfo
+    from dpmon.run.run_directory import RunInfo
     from dpmon.span_ring import HeaderWord, SpanRing
     from dpmon.supervise.stall_watch import StallWatch
 

@@ -23,7 +23,7 @@ from sshd import Hosts, no_namespaces, sockets_of
 
 from dpmon.mirror.hosts import machines
 from dpmon.run import proc
-from dpmon.run.rundir import load_info
+from dpmon.run.run_directory import load_info
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -89,7 +89,7 @@ def test_a_cut_is_noticed_and_no_row_is_lost_or_doubled(host: Hosts, reader: Rea
 def follows(pid: int, run: str) -> bool:
     """Return whether a process is the dpmon that prints the rows of a run."""
     with contextlib.suppress(OSError):
-        words = proc.fact(pid, "cmdline").split(b"\0")
+        words = proc.read_proc_file(pid, "cmdline").split(b"\0")
         return {b"--follow", run.encode()} <= set(words) and words[1].endswith(b"dpmon")
     return False
 
@@ -99,16 +99,16 @@ def test_only_ssh_talks_to_a_network_and_nobody_listens(host: Hosts, reader: Rea
         """Programs and sockets of the command and its children; none while it is cut off, as on a busy machine."""
         reader.poll()
         process = reader.links._links[0].process
-        pids = list(proc.tree(process.pid)) if process is not None else []
+        pids = list(proc.process_tree(process.pid)) if process is not None else []
         sockets = [(os.readlink(f"/proc/{pid}/exe"), socket) for pid in pids for socket in sockets_of(pid)]
         return sockets if any(socket.startswith("tcp") for _, socket in sockets) else []
 
     more(reader, 20)
     info = dpmon.info()
-    ours = [os.getpid(), *proc.tree(info["supervisor_pid"]), *proc.tree(info["command_pid"])]
+    ours = [os.getpid(), *proc.process_tree(info["supervisor_pid"]), *proc.process_tree(info["command_pid"])]
     run = dpmon.last().name
     exporters = wait_for(
-        lambda: reader.poll() is not None and [pid for pid in proc.every_process() if follows(pid, run)]
+        lambda: reader.poll() is not None and [pid for pid in proc.read_process_table() if follows(pid, run)]
     )
     assert not [socket for pid in (*ours, *exporters) for socket in sockets_of(pid)]
     assert {os.path.basename(program) for program, _ in wait_for(connected, what="a connection")} == {"ssh"}
@@ -262,7 +262,7 @@ def test_a_killed_mirror_or_supervisor_is_replaced_and_the_others_go_on(mirrored
     info = load_info(mirrored.directory)
     assert info.supervisor_pid is not None
     os.kill(info.supervisor_pid, signal.SIGKILL)
-    wait_for(lambda: not proc.alive(info.supervisor_pid or 0, info.supervisor_started), what="the mirror's end")
+    wait_for(lambda: not proc.is_alive(info.supervisor_pid or 0, info.supervisor_started), what="the mirror's end")
     mirrored.going_on(0, 1)  # the reader has started another one
     there = load_info(mirrored.runs[0])
     assert there.supervisor_pid is not None
@@ -283,10 +283,10 @@ def test_no_process_of_a_mirrored_run_listens(mirrored: Mirrored) -> None:
 
     def both() -> list[tuple[str, str]] | None:
         """Program and state of each socket, while both are connected: a busy one may be cut off for some time."""
-        ours = set(proc.tree(pid)) | set(proc.tree(mirrored.watching.pid))
-        ours |= proc.with_descendants({pid, mirrored.watching.pid}, proc.every_process())
+        ours = set(proc.process_tree(pid)) | set(proc.process_tree(mirrored.watching.pid))
+        ours |= proc.with_descendants({pid, mirrored.watching.pid}, proc.read_process_table())
         for run in mirrored.runs:
-            ours |= set(proc.tree(load_info(run).supervisor_pid or 0))
+            ours |= set(proc.process_tree(load_info(run).supervisor_pid or 0))
         sockets = [(os.readlink(f"/proc/{one}/exe"), socket) for one in ours for socket in sockets_of(one)]
         return sockets if len(sockets) == 2 and all(socket.endswith(" 01") for _, socket in sockets) else None
 

@@ -254,7 +254,7 @@ def test_leaving_the_screen_leaves_the_training_and_attach_opens_it_again(dpmon:
         assert terminal.wait() == 0
         assert b"the training goes on; back to it: dpmon attach script-" in terminal.raw
         info = dpmon.info()
-        assert proc.alive(info["command_pid"], info["command_started"])
+        assert proc.is_alive(info["command_pid"], info["command_started"])
     dpmon.go()
     assert dpmon.exit()["status"] == 3
 

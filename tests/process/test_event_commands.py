@@ -139,7 +139,7 @@ def test_a_hanging_command_holds_up_neither_the_run_nor_other_events(dpmon: Dpmo
     assert run.wait(timeout=100) == 4
     assert dpmon.exit()["drained"]
     wait_for(lambda: types(dpmon) == ["failed"], what="the next event")
-    assert proc.alive(hangs, None)
+    assert proc.is_alive(hangs, None)
 
 
 @pytest.mark.parametrize(("setting", "sent"), [("osc9", "\x1b]9;script.py ended\a"), ("", "")])
@@ -238,8 +238,8 @@ TELL = """
 import os, signal, sys, random, time
 from contextlib import closing
 from pathlib import Path
-from dpmon.run.condition import EVENTS_FILE, take_lock
-from dpmon.run.reader import RunReader
+from dpmon.run.lifecycle import EVENTS_FILE, take_lock
+from dpmon.run.run_reader import RunReader
 from dpmon.tell import teller
 teller.EVERY_S, teller.SHORT_S = 0.02, 0.005
 directory, kills = Path(sys.argv[1]), int(sys.argv[2])
@@ -265,10 +265,10 @@ for _ in range(kills):
 
 def test_no_id_is_told_twice_over_100_kills_of_the_teller(state: Path, tmp_path: Path) -> None:
     kills, received = 100, tmp_path / "received"
-    me = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
-    me |= {"command_pid": os.getpid(), "command_started": proc.started(os.getpid())}
+    me = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
+    me |= {"command_pid": os.getpid(), "command_started": proc.start_time_s(os.getpid())}
     options = {"alive_minutes": 0.02 / 60}
-    now = {"boot_id": proc.boot_id(), "start_ns": time.monotonic_ns(), "host": proc.host()}
+    now = {"boot_id": proc.boot_id(), "start_ns": time.monotonic_ns(), "host": proc.host_name()}
     directory = keep({0: Training().begin()}, status=None, cwd=str(tmp_path), options=options, **me, **now)
     command = ["/bin/sh", "-c", f"cat >>{received}"]
     subprocess.run([sys.executable, "-c", TELL, str(directory), str(kills), *command], check=True, timeout=250)

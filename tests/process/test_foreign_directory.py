@@ -73,7 +73,7 @@ def test_nothing_acts_because_a_directory_says_so(
         dpmon,
         {"on_event": ["/bin/sh", "-c", f"touch {acted}"], "metrics": str(precious)},
         command_pid=stranger.pid,
-        command_started=proc.started(stranger.pid),
+        command_started=proc.start_time_s(stranger.pid),
     )
     attached = dpmon.start(*words) if words[0] == "attach" else None  # it follows a run whose command seems to live
     if attached is None:
@@ -114,7 +114,7 @@ def test_a_command_without_its_environment_is_stopped_as_the_child_of_its_superv
     info = dpmon.info()
     result = dpmon.stop("bare")
     assert result.status == 0, result.errors
-    assert not proc.alive(info["command_pid"], info["command_started"])
+    assert not proc.is_alive(info["command_pid"], info["command_started"])
 
 
 def test_a_process_that_nothing_proves_is_left_alone(dpmon: Dpmon) -> None:
@@ -130,7 +130,7 @@ def test_a_process_that_nothing_proves_is_left_alone(dpmon: Dpmon) -> None:
             == f"process {info['command_pid']} is recorded as the command, but nothing proves it: no signal was sent"
         )
         assert last == "nothing runs"
-        assert proc.alive(info["command_pid"], info["command_started"])
+        assert proc.is_alive(info["command_pid"], info["command_started"])
     finally:
         subprocess.run(["kill", "-9", str(info["command_pid"])], check=True)
 

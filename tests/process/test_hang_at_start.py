@@ -14,7 +14,7 @@ from tracing import Script
 from dpmon.cli.commands import ls
 from dpmon.cli.lines import ProgressLines
 from dpmon.report import report_text
-from dpmon.run.reader import RunReader
+from dpmon.run.run_reader import RunReader
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def in_reach(dpmon: Dpmon, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def until_stage(dpmon: Dpmon, text: str) -> RunReader:
     dpmon.info()
     reader = RunReader(dpmon.last())
-    wait_for(lambda: (reader.stage() or ("",))[0] == text, what=text)
+    wait_for(lambda: (reader.startup_stage() or ("",))[0] == text, what=text)
     return reader
 
 

@@ -24,8 +24,8 @@ from sshd import Hosts, no_namespaces
 from torch_aborts import ABORTED
 
 from dpmon.run import proc
-from dpmon.run.condition import supervised
-from dpmon.run.rundir import load_info
+from dpmon.run.lifecycle import has_live_supervisor
+from dpmon.run.run_directory import load_info
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -171,9 +171,9 @@ def test_a_job_on_two_machines_is_one_run(dpmon: Dpmon, way: str) -> None:
         job.trains()
         info = job.info(0)
         os.kill(info["supervisor_pid"], signal.SIGKILL)
-        wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
+        wait_for(lambda: not proc.is_alive(info["supervisor_pid"], info["supervisor_started"]))
         screen = dpmon.start(**job.command("attach", *job.attach, "--headless"))
-        wait_for(lambda: supervised(load_info(mirror)), what="another mirror of the same record")
+        wait_for(lambda: has_live_supervisor(load_info(mirror)), what="another mirror of the same record")
         job.trains()
 
         # About one step a second is compared; the report names a straggler from 30 of them on.

@@ -15,10 +15,10 @@ from running import Dpmon, wait_for
 
 from dpmon.mirror.local_run import mirror_of
 from dpmon.run import proc
-from dpmon.run.condition import run_state, supervised
-from dpmon.run.mirrored import Answers
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import load_exit, load_info
+from dpmon.run.lifecycle import has_live_supervisor, run_state
+from dpmon.run.mirror_state import NodeReplies
+from dpmon.run.run_directory import load_exit, load_info
+from dpmon.run.run_reader import RunReader
 from dpmon.stalls.answer import asked
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
@@ -56,7 +56,7 @@ def steps_here(directory: Path) -> dict[int, int]:
 def exporters(directory: Path) -> list[int]:
     """Return the children of the mirror."""
     pid = load_info(directory).supervisor_pid
-    return [one.pid for one in proc.every_process().values() if one.parent == pid and not one.dead]
+    return [one.pid for one in proc.read_process_table().values() if one.parent == pid and not one.is_dead]
 
 
 class Two:
@@ -101,17 +101,17 @@ def test_requests_reach_all_machines_and_their_answers_come_back(two: Two) -> No
     directory = two.directory
     with closing(RunReader(directory)) as reader:
         wait_for(lambda: len(reader.activities()) == 2, what="the processes of both machines")
-        assert reader.answers() is None
+        assert reader.node_replies() is None
         assert reader.pause_refusal() is None
         assert reader.request_pause(True) == 2
-        wait_for(lambda: reader.paused().since_ns is not None, what="a pause of both machines")
-        wait_for(lambda: reader.answers() == Answers(2, 2), what="the answers of both")
+        wait_for(lambda: reader.pause_state().since_ns is not None, what="a pause of both machines")
+        wait_for(lambda: reader.node_replies() == NodeReplies(2, 2), what="the answers of both")
         rings = [RunReader(node.last()) for node in two.nodes]
-        assert all(ring.paused().since_ns is not None for ring in rings)
+        assert all(ring.pause_state().since_ns is not None for ring in rings)
         # A machine sends the pause and the activities one after the other.
         wait_for(lambda: {what for what, _ in reader.activities().values()} == {"paused"}, what="two paused processes")
         assert reader.request_pause(False) == 2
-        wait_for(lambda: not reader.paused().wanted, what="the end of the pause")
+        wait_for(lambda: not reader.pause_state().wanted, what="the end of the pause")
         for ring in rings:
             ring.close()
         before = steps_here(directory)
@@ -146,7 +146,7 @@ def test_what_is_killed_goes_on_without_a_lost_or_doubled_step(two: Two, kill: s
         pid = load_info(directory).supervisor_pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: not supervised(load_info(directory)), what="the end of the mirror")
+        wait_for(lambda: not has_live_supervisor(load_info(directory)), what="the end of the mirror")
         assert run_state(directory, load_info(directory))[0] == "unsupervised"
         assert ensure_supervisor(directory).pid is None, "run.json names the machines, and proves nothing"
         refused = two.here.run("attach", "--headless", "mirrored")
@@ -169,7 +169,7 @@ def test_what_is_killed_goes_on_without_a_lost_or_doubled_step(two: Two, kill: s
     how = wait_for(lambda: load_exit(directory), what="the end of the mirror's run")
     assert how is not None
     assert how.status == 0
-    wait_for(lambda: not supervised(load_info(directory)), what="the end of the mirror")
+    wait_for(lambda: not has_live_supervisor(load_info(directory)), what="the end of the mirror")
     counted = [int((node.last() / "stdout.log").read_text().split()[-1]) for node in nodes]
     with open_store(directory) as store:
         assert [node.state for node in store.nodes()] == ["ended", "ended"]

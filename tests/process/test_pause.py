@@ -19,7 +19,7 @@ from tracing import Script, Traced, text_of
 
 from dpmon.record.record_types import Step
 from dpmon.run import proc
-from dpmon.run.reader import RunReader
+from dpmon.run.run_reader import RunReader
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import HeaderWord
 from dpmon.tracer.core.session import Config, Session
@@ -44,7 +44,7 @@ def train(steps=10**9):
 def supervised(script: Script, pid: int | None = None) -> None:
     """Write into run.json that this process, or another one, supervises the run."""
     pid = os.getpid() if pid is None else pid
-    text = json.dumps({"supervisor_pid": pid, "supervisor_started": proc.started(pid)})
+    text = json.dumps({"supervisor_pid": pid, "supervisor_started": proc.start_time_s(pid)})
     (script.directory / "run.json").write_text(text)
 
 
@@ -149,7 +149,7 @@ def steered(tmp_path_factory: pytest.TempPathFactory) -> Traced:
 
     pid = script.process.pid
     os.kill(pid, signal.SIGSTOP)  # both requests are there when it looks
-    wait_for(lambda: (found := proc.read(pid)) is not None and found.state == "T", what="the stop")
+    wait_for(lambda: (found := proc.read_process(pid)) is not None and found.state == "T", what="the stop")
     ring.request_pause(True)
     ring.request_pause(False)
     assert not answered(ring)
@@ -245,8 +245,8 @@ def paused_run(dpmon: Dpmon, text: str) -> tuple[Any, RunReader]:
     dpmon.info()
     reader = RunReader(dpmon.last())
     wait_for(lambda: reader.request_pause(True), what="a training process")
-    wait_for(lambda: reader.paused().since_ns, what="the pause")
-    assert reader.paused()[:2] == (True, False)
+    wait_for(lambda: reader.pause_state().since_ns, what="the pause")
+    assert reader.pause_state()[:2] == (True, False)
     assert reader.pause_refusal() is None
     return process, reader
 
@@ -258,9 +258,9 @@ def test_a_paused_training_goes_on_when_all_of_dpmon_was_killed(dpmon: Dpmon) ->
     process.kill()
     process.wait()
     os.kill(info["supervisor_pid"], signal.SIGKILL)
-    wait_for(lambda: reader.paused().since_ns is None, what="the training to go on")
+    wait_for(lambda: reader.pause_state().since_ns is None, what="the training to go on")
     (dpmon.cwd / "stop").touch()
-    wait_for(lambda: not proc.alive(info["command_pid"], info["command_started"]), what="the end")
+    wait_for(lambda: not proc.is_alive(info["command_pid"], info["command_started"]), what="the end")
     dpmon.run("attach")
     records = dpmon.records()
     assert any("continued by itself: the supervisor is gone" in r["text"] for r in records if r["kind"] == "warning")
@@ -295,7 +295,7 @@ def test_random_bytes_in_the_control_block_pause_nothing_for_long(dpmon: Dpmon, 
             wait_for(lambda: reader.pause_requests() == (asked, asked), what="a pause")
             reader.request_pause(False)
     (dpmon.cwd / "stop").touch()
-    wait_for(lambda: not proc.alive(info["command_pid"], info["command_started"]), what="the end")
+    wait_for(lambda: not proc.is_alive(info["command_pid"], info["command_started"]), what="the end")
     if not killed:
         assert dpmon.exit()["status"] == 0
 
@@ -326,11 +326,11 @@ def test_a_screen_opened_during_a_pause_shows_it_and_can_end_it(dpmon: Dpmon) ->
         return process.paused_since_ns if process is not None else None
 
     since = wait_for(known, what="the record of the pause")
-    last = reader.paused().since_ns
+    last = reader.pause_state().since_ns
     assert last is not None
     assert 0 < since <= time.monotonic_ns() - late.info.start_ns
     assert late.request_pause(False) == 1
-    wait_for(lambda: not known() and not late.paused().pending, what="its end")
+    wait_for(lambda: not known() and not late.pause_state().pending, what="its end")
     # A step after the pause shows its end, too, and may be written before the record of the end.
     pauses = wait_for(
         lambda: found if len(found := state_in(late.directory).pauses) > 1 else None, what="the record of its end"
@@ -348,7 +348,7 @@ def test_an_interrupt_ends_a_pause_that_was_requested_again_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pause, go on and pause are requested while the training sleeps: it is one pause, and an interrupt ends it."""
-    about = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
+    about = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
     (tmp_path / "run.json").write_text(json.dumps(about))
     session = Session(Config(str(tmp_path), 0, "script", None, ()))
     assert session.ready()

@@ -20,7 +20,7 @@ from documented import DOCS
 from running import Dpmon, end_all, free_ports, wait_for
 
 from dpmon.run import proc
-from dpmon.run.rundir import RunError, load_info
+from dpmon.run.run_directory import RunError, load_info
 
 EXPORTER = shutil.which("prometheus-node-exporter") or shutil.which("node_exporter")
 PROMETHEUS = shutil.which("prometheus")
@@ -234,7 +234,7 @@ def test_prometheus_names_the_slow_rank_of_a_job_on_two_machines(dpmon: Dpmon, s
     wait_for(lambda: any(labels["job_id"] == job and rate > 0 for labels, rate in servers.query(rates)), what="a rate")
 
     # One file for both: here they are two runs of one machine.
-    host = proc.host()
+    host = proc.host_name()
     dpmon.start("attach", "--headless", "--host", host, "--metrics", servers.machines[0], stdout=subprocess.DEVNULL)
     mirror = wait_for(lambda: [run.name for run in dpmon.runs() if mirrors(run)], what="the mirror")[0]
     name = mirror[len("20261126-000000-") :]

@@ -14,8 +14,8 @@ from running import Dpmon, wait_for
 from sizes import reached
 
 from dpmon.run import proc
-from dpmon.run.first_failure import OomWatch
-from dpmon.run.reader import RunReader
+from dpmon.run.failure_cause import OomKillCounter
+from dpmon.run.run_reader import RunReader
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def test_promise_7_how_it_ended(dpmon: Dpmon) -> None:
         python = () if number else dpmon.warm()
         assert dpmon.run(*python, "--detach", "--name", name.replace(".", ""), "script.py").status == 0
         info = dpmon.info()
-        wait_for(lambda info=info: not proc.alive(info["command_pid"], info["command_started"]))  # type: ignore[misc]
+        wait_for(lambda info=info: not proc.is_alive(info["command_pid"], info["command_started"]))  # type: ignore[misc]
         began = time.monotonic()
         how = dpmon.exit()
         slowest = max(slowest, time.monotonic() - began)
@@ -110,7 +110,7 @@ def test_promise_7_out_of_memory(dpmon: Dpmon, small_memory: Path) -> None:
 def test_out_of_memory_kills_are_counted_from_the_start_of_the_run(tmp_path: Path) -> None:
     vmstat = tmp_path / "vmstat"
     vmstat.write_text("nr_free_pages 5\noom_kill 3\n")
-    watch = OomWatch(vmstat)
+    watch = OomKillCounter(vmstat)
     assert watch.cause("SIGKILL") is None
     vmstat.write_text("nr_free_pages 5\noom_kill 5\n")
     assert watch.cause("SIGTERM") is None
@@ -135,7 +135,7 @@ def test_a_hang_in_the_first_batch_is_not_taken_for_the_end(dpmon: Dpmon) -> Non
     reader.close()
     assert doing in ("forward", "other", "data")
     assert since >= 0
-    assert reader.exit() is None
+    assert reader.exit_info() is None
     assert reader.command_alive() is True
     assert newest_state(dpmon) in ("starting", "stalled")
     assert dpmon.run("stop", "last").status == 0

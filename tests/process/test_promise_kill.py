@@ -96,12 +96,12 @@ def test_promise_2_the_training_outlives_us(dpmon: Dpmon, alone: str, kind: str)
         wait_for((dpmon.cwd / "began").exists)
         info = dpmon.info()
         kill(dpmon, foreground, number)
-        assert proc.alive(info["command_pid"], info["command_started"])
+        assert proc.is_alive(info["command_pid"], info["command_started"])
         (dpmon.cwd / "go").touch()
         wait_for((dpmon.cwd / "weights").exists)
         assert (dpmon.cwd / "weights").read_text() == alone
         if kind != "supervisor":
-            wait_for(lambda info=info: not proc.alive(info["command_pid"], info["command_started"]))  # type: ignore[misc]
+            wait_for(lambda info=info: not proc.is_alive(info["command_pid"], info["command_started"]))  # type: ignore[misc]
             dpmon.run("attach")
         else:
             assert foreground.wait(60) == 7

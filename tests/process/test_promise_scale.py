@@ -22,9 +22,9 @@ from stored import state_in
 from synthetic import step_row
 from test_run_records import STAYS, WRITER, expected, of_training, tailed
 
-from dpmon.run import condition, proc
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import RunInfo, save
+from dpmon.run import lifecycle, proc
+from dpmon.run.run_directory import RunInfo, write_info
+from dpmon.run.run_reader import RunReader
 from dpmon.store.drain import Drain
 from dpmon.store.opened import open_store
 from dpmon.store.tables import rings_in
@@ -60,7 +60,7 @@ def test_promise_5_floods(dpmon: Dpmon) -> None:
     dpmon.script(LINES.format(tests=str(WRITER.parent), records=records, rate=size(0, 100_000), lines=lines))
     dpmon.run("--detach", "script.py")
     info, peak = dpmon.info(), 0
-    while proc.alive(info["supervisor_pid"], info["supervisor_started"]):
+    while proc.is_alive(info["supervisor_pid"], info["supervisor_started"]):
         with contextlib.suppress(OSError):
             peak = max(peak, resident(info["supervisor_pid"]))
         time.sleep(0.05)
@@ -122,7 +122,7 @@ def test_promise_8_attach_and_leave(dpmon: Dpmon) -> None:
         began = time.monotonic()
         reader = RunReader(directory)
         newest = newest_step(directory)
-        assert reader.exit() is not None
+        assert reader.exit_info() is not None
         reader.close()
         slowest = max(slowest, time.monotonic() - began)
         assert newest == 6000
@@ -167,7 +167,7 @@ def test_promise_16_a_long_run_stays_small(tmp_path: Path, monkeypatch: pytest.M
         query = "SELECT sum(count) FROM device_rollups WHERE device = 7 AND name = 'util_pct'"
         assert db.execute(query).fetchone() == (seconds,)
         assert db.execute("SELECT value > 0 FROM meta WHERE key = 'pruned'").fetchone() == (1,)
-    save(tmp_path, info)
+    write_info(tmp_path, info)
     with open_store(tmp_path) as store:
         assert sum(tally.steps for tally in store.tallies(sketches=False).values()) == seconds
     on_disk = (tmp_path / "history.sqlite").stat().st_size
@@ -180,5 +180,5 @@ def test_promise_16_a_clock_that_is_set_changes_no_duration(monkeypatch: pytest.
     info = RunInfo("id", "n", ("c",), "s", "/", None, time.time(), time.monotonic_ns(), "", False)
     real = time.time()
     for hours in (-1, 1):
-        monkeypatch.setattr(condition.time, "time", lambda hours=hours: real + hours * 3600)
-        assert 0 <= condition.exit_info(info, 0, "x").seconds < 600
+        monkeypatch.setattr(lifecycle.time, "time", lambda hours=hours: real + hours * 3600)
+        assert 0 <= lifecycle.exit_info(info, 0, "x").seconds < 600

@@ -63,5 +63,5 @@ def test_promise_15_processes_of_every_shape(dpmon: Dpmon) -> None:
     assert [r["text"] for r in records if r["kind"] == "warning"] == []
     pids = [r["pid"] for r in records if r["kind"] == "process"]
     # The forkserver may end before it collects its child, which then stays a zombie until init does.
-    wait_for(lambda: not any(proc.alive(pid, None) for pid in pids), what="the end of all processes")
+    wait_for(lambda: not any(proc.is_alive(pid, None) for pid in pids), what="the end of all processes")
     reached("P15", f"fork, spawn, forkserver, execv, {workers} workers, all descriptors closed: 5 records of 5")

@@ -13,8 +13,8 @@ from running import Dpmon
 
 from dpmon.cli.doctor import machine
 from dpmon.config import config_path, home_directory
-from dpmon.run.rundir import RunError
-from dpmon.run.runs import list_runs, runs_directory
+from dpmon.run.run_directory import RunError
+from dpmon.run.run_registry import list_runs, runs_directory
 
 SCRIPT = "import os, sys; print(*sorted(os.listdir('.'))); sys.exit(7)"
 

@@ -43,12 +43,12 @@ SHORTEN = {"ftruncate", "truncate", "O_TRUNC", "posix_fallocate", "resize"}
 def test_the_places_in_dpmon_that_can_change_a_files_length() -> None:
     """Each such place is listed with the reason why its file is not a ring. A new place must be added here."""
     known = {
-        ("run/destination.py", "O_TRUNC"),  # the file of --json=FILE, which is refused inside a run
+        ("run/output_target.py", "O_TRUNC"),  # the file of --json=FILE, which is refused inside a run
         (
-            "run/files.py",
+            "run/safe_files.py",
             "O_TRUNC",
         ),  # a file that is written under another name at first: run.json, exit.json, why.json
-        ("run/files.py", "ftruncate"),
+        ("run/safe_files.py", "ftruncate"),
         ("supervise/room.py", "ftruncate"),  # the script's output
         ("span_ring.py", "posix_fallocate"),  # a new ring, before anybody has it
         ("supervise/supervisor.py", "posix_fallocate"),  # the spare file
@@ -200,7 +200,7 @@ def test_deleting_it_leaves_the_training_alone(dpmon: Dpmon, what: str) -> None:
             wait_for(lambda: shutil.rmtree(directory, ignore_errors=True) or not directory.exists())
         trains_on(dpmon)
         trains_on(dpmon)
-        assert proc.alive(info["command_pid"], info["command_started"])
+        assert proc.is_alive(info["command_pid"], info["command_started"])
     finally:
         (dpmon.cwd / "go").touch()
         watch.close()

@@ -128,7 +128,7 @@ def test_a_supervisor_killed_before_it_could_write_exit_json(dpmon: Dpmon) -> No
     info = dpmon.info()
     os.kill(process.pid, signal.SIGSTOP)
     dpmon.go()
-    wait_for(lambda: not proc.alive(info["command_pid"], None), what="the command's end")
+    wait_for(lambda: not proc.is_alive(info["command_pid"], None), what="the command's end")
     with contextlib.suppress(ProcessLookupError):
         os.kill(info["supervisor_pid"], signal.SIGKILL)
     until_unsupervised(info)

@@ -13,7 +13,7 @@ import pytest
 from places import fill
 from running import Dpmon, until_unsupervised, wait_for
 
-from dpmon.run.runs import file_system, network_file_system, stand_ins
+from dpmon.run.run_registry import fallback_directories, file_system, network_file_system
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +85,7 @@ def other_places(dpmon: Dpmon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def places() -> list[Path]:
         monkeypatch.setenv("XDG_STATE_HOME", str(dpmon.state))
-        return stand_ins()
+        return fallback_directories()
 
     yield places
     for place in places():

@@ -14,7 +14,7 @@ import pytest
 from running import Dpmon, until_unsupervised, wait_for
 
 from dpmon.run import proc
-from dpmon.run.rundir import load_exit
+from dpmon.run.run_directory import load_exit
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +115,7 @@ def test_stop_interrupts_then_kills_the_tree_of_processes(dpmon: Dpmon) -> None:
     said = result.text.splitlines()
     assert [line.split()[0] for line in said] == ["SIGINT", "SIGTERM", "SIGKILL", "stopped"]
     assert said[-1].startswith("stopped by SIGKILL: stubborn-")
-    assert not proc.alive(child, None)
+    assert not proc.is_alive(child, None)
     assert process.wait(100) == 128 + signal.SIGTERM
     assert "is over" in dpmon.run("stop", "stubborn").text
     (row,) = [line.split() for line in dpmon.run("ls").text.splitlines() if line.startswith("stubborn")]
@@ -164,12 +164,14 @@ def test_an_interrupt_before_the_command_is_there_reaches_it(dpmon: Dpmon) -> No
         for directory in dpmon.runs():
             info = json.loads((directory / "run.json").read_text())
             pid, since = info["command_pid"], info["command_started"]
-            wait_for(lambda pid=pid, since=since: pid is None or not proc.alive(pid, since), what="the command's end")  # type: ignore[misc]
+            wait_for(
+                lambda pid=pid, since=since: pid is None or not proc.is_alive(pid, since), what="the command's end"
+            )  # type: ignore[misc]
 
 
 INTERRUPTED_AT_ONCE = """\
 import os, signal
-from dpmon.run import runs
+from dpmon.run import run_registry
 save = runs.save
 def interrupted(*words):
     os.kill(os.getpid(), signal.SIGINT)
@@ -227,6 +229,6 @@ def test_a_supervisor_that_gets_sigterm_leaves_the_training(dpmon: Dpmon) -> Non
     dpmon.begun()
     os.kill(info["supervisor_pid"], signal.SIGTERM)
     until_unsupervised(info)
-    assert proc.alive(info["command_pid"], info["command_started"])
+    assert proc.is_alive(info["command_pid"], info["command_started"])
     dpmon.go()
     wait_for((dpmon.cwd / "done").exists)

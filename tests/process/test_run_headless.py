@@ -21,8 +21,8 @@ from alternatives import as_alone
 from running import Dpmon, wait_for
 from sidebyside import SideBySide
 
-from dpmon.run.rundir import load_info
-from dpmon.run.runs import short_name
+from dpmon.run.run_directory import load_info
+from dpmon.run.run_registry import short_name
 
 # Variables that dpmon adds to the environment of the command (see docs/faq.md).
 OURS = {"PYTHONPATH", "PYTHONUNBUFFERED"}

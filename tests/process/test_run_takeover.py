@@ -24,7 +24,7 @@ from test_run_records import WRITER, expected, of_training, tailed
 
 from dpmon.record.record_types import Event
 from dpmon.run import proc
-from dpmon.run.rundir import load_exit
+from dpmon.run.run_directory import load_exit
 from dpmon.store.opened import open_store
 from dpmon.supervise.start import ensure_supervisor
 
@@ -40,7 +40,7 @@ for number in range(3):
 
 
 def gone(info: dict[str, Any]) -> bool:
-    return not proc.alive(info["command_pid"], info["command_started"])
+    return not proc.is_alive(info["command_pid"], info["command_started"])
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_attach_starts_a_new_supervisor_and_no_record_is_lost_or_doubled(dpmon: 
     assert listed_state(dpmon) == "unsupervised"
     screen = dpmon.start("attach")
     new = wait_for(lambda: new_supervisor(dpmon, old), what="a new supervisor")
-    assert proc.alive(new["supervisor_pid"], new["supervisor_started"])
+    assert proc.is_alive(new["supervisor_pid"], new["supervisor_started"])
     assert (new["command_pid"], new["command_started"]) == (old["command_pid"], old["command_started"])
     # It waits for `go`. On a busy machine, it waits so long that it counts as stalled.
     assert listed_state(dpmon) in ("training", "waiting", "quiet", "stalled")
@@ -88,7 +88,7 @@ def test_attach_starts_a_new_supervisor_and_no_record_is_lost_or_doubled(dpmon: 
     how = dpmon.exit()
     assert how["status"] == 0 or how["unknown"], how
     assert screen.returncode == (2 if how["status"] is None else 0), err
-    wait_for(lambda: not proc.alive(new["supervisor_pid"], new["supervisor_started"]))
+    wait_for(lambda: not proc.is_alive(new["supervisor_pid"], new["supervisor_started"]))
     records = dpmon.records()
     assert of_training(records) == expected(9000)
     assert next(r for r in records if r["kind"] == "dropped")["count"] == 0
@@ -355,7 +355,7 @@ def test_a_run_of_another_machine_is_left_to_it(dpmon: Dpmon) -> None:
     dpmon.script("pass\n")
     dpmon.run("script.py")
     old = dpmon.info()
-    wait_for(lambda: not proc.alive(old["supervisor_pid"], old["supervisor_started"]))
+    wait_for(lambda: not proc.is_alive(old["supervisor_pid"], old["supervisor_started"]))
     (dpmon.last() / "exit.json").unlink()
     info = old | {"host": "another-node", "boot_id": "another-boot", "command_pid": 1, "supervisor_pid": 1}
     (dpmon.last() / "run.json").write_text(json.dumps(info))

@@ -94,7 +94,11 @@ def test_records_come_over_ssh_and_go_on_after_it_was_killed(ssh: Ssh, dpmon: Dp
             assert process is not None
             listening = [
                 socket
-                for pid in (os.getpid(), *proc.tree(process.pid), *proc.tree(dpmon.info()["supervisor_pid"]))
+                for pid in (
+                    os.getpid(),
+                    *proc.process_tree(process.pid),
+                    *proc.process_tree(dpmon.info()["supervisor_pid"]),
+                )
                 for socket in sockets_of(pid)
             ]
             assert not listening

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 # the real command line.
 HARMLESS = SHOW.replace(
     "result =",
-    "import os, signal; import dpmon.run.signalling as e; e.stop_run = lambda *_: iter(()); os.chdir(sys.argv[1])\n"
+    "import os, signal; import dpmon.run.run_signals as e; e.stop_run = lambda *_: iter(()); os.chdir(sys.argv[1])\n"
     "signal.signal(signal.SIGINT, lambda *_: os._exit(130))\n"
     "result =",
 )
@@ -62,7 +62,7 @@ def shows_or_has_left(seen: Terminal, condition: Callable[[], bool], what: str) 
     """
 
     def holds() -> bool:
-        if seen.status is None and getattr(proc.read(seen.process.pid), "state", "") == "T":
+        if seen.status is None and getattr(proc.read_process(seen.process.pid), "state", "") == "T":
             os.kill(seen.process.pid, signal.SIGCONT)
             return False
         return seen.status is not None or condition()
@@ -163,7 +163,7 @@ def test_interrupts_work_in_the_middle_of_anything(run: Run, terminal: Start) ->
     assert run.control.words[HeaderWord.REQUEST] == 0, "no part of it counted as a key"
     seen.type(ENDLESS["paste"])
     seen.type("\x1a")
-    seen.until(lambda: getattr(proc.read(seen.process.pid), "state", "") == "T", "the process to stop", 60)
+    seen.until(lambda: getattr(proc.read_process(seen.process.pid), "state", "") == "T", "the process to stop", 60)
     seen.screen.reset()
     os.kill(seen.process.pid, signal.SIGCONT)
     seen.shows("? help")

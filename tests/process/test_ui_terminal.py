@@ -111,7 +111,7 @@ def test_stopped_and_continued_it_draws_everything_again(run: Run, terminal: Sta
     before = seen.picture().splitlines()[2:6]
     seen.type("\x1a")
     seen.until(lambda: b"\x1b[?1049l" in seen.raw, "the terminal to be given back")
-    seen.until(lambda: getattr(proc.read(seen.process.pid), "state", "") == "T", "the process to stop")
+    seen.until(lambda: getattr(proc.read_process(seen.process.pid), "state", "") == "T", "the process to stop")
     seen.screen.reset()
     mark = len(seen.raw)
     os.kill(seen.process.pid, signal.SIGCONT)
@@ -128,7 +128,7 @@ def test_a_screen_stopped_by_sigstop_goes_on_with_one_reader_of_the_keys(run: Ru
     before = len(list(threads.iterdir()))
     for _ in range(2):
         os.kill(seen.process.pid, signal.SIGSTOP)
-        seen.until(lambda: getattr(proc.read(seen.process.pid), "state", "") == "T", "the process to stop")
+        seen.until(lambda: getattr(proc.read_process(seen.process.pid), "state", "") == "T", "the process to stop")
         seen.take()
         mark = len(seen.raw)
         # In the mode in which a shell leaves the terminal.
@@ -162,10 +162,10 @@ Driver._go_on = lambda self: len(stops) < 5 or go_on(self)
     seen.shows("linear.py")
     for _ in range(5):
         os.kill(seen.process.pid, signal.SIGTSTP)
-        seen.until(lambda: getattr(proc.read(seen.process.pid), "state", "") == "T", "the process to stop")
+        seen.until(lambda: getattr(proc.read_process(seen.process.pid), "state", "") == "T", "the process to stop")
         seen.screen.reset()
         os.kill(seen.process.pid, signal.SIGCONT)
-        seen.until(lambda: getattr(proc.read(seen.process.pid), "state", "") != "T", "the process to go on")
+        seen.until(lambda: getattr(proc.read_process(seen.process.pid), "state", "") != "T", "the process to go on")
     seen.shows("? help")
     seen.type("q")
     seen.shows("leave it running")
@@ -235,7 +235,7 @@ monitor.Monitor.exit, os._exit = exit_and_stop, end_later
     seen.type("q")
     seen.shows("leave it running")
     seen.type("l")
-    seen.until(lambda: getattr(proc.read(seen.process.pid), "state", "") == "T", "the process to stop")
+    seen.until(lambda: getattr(proc.read_process(seen.process.pid), "state", "") == "T", "the process to stop")
     os.kill(seen.process.pid, signal.SIGCONT)
     assert seen.wait() == 0
     seen.sane()

@@ -10,8 +10,8 @@ import pytest
 from running import Dpmon
 from tracing import traced
 
-from dpmon.run.first_failure import STATUSES, failure
-from dpmon.run.notes import Uncaught, last_lines
+from dpmon.run.failure_cause import STATUSES, find_first_failure
+from dpmon.run.process_notes import UncaughtException, trim_launcher_lines
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,9 @@ def test_a_message_is_shortened_to_its_first_line() -> None:
     gloo = (
         "[/w/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:22196: Connection reset by peer. "
     )
-    raised = Uncaught(7, 9, "RuntimeError", gloo + "This is typically caused by a remote worker. " * 9 + "\nMore", 0)
+    raised = UncaughtException(
+        7, 9, "RuntimeError", gloo + "This is typically caused by a remote worker. " * 9 + "\nMore", 0
+    )
     said = raised.sentence("/")
     assert said.startswith("rank 0: RuntimeError: Read error [127.0.0.1]:22196: Connection reset by peer. This")
     assert said.endswith(" ...")
@@ -136,7 +138,7 @@ def of(rank: int, message: str = "") -> str:
 )  # fmt: skip
 def test_which_exception_ended_the_run(tmp_path: Path, lines: tuple[str, ...], sentence: str | None) -> None:
     noted(tmp_path, *lines)
-    found = failure(tmp_path, _Info(), 1)  # type: ignore[arg-type]
+    found = find_first_failure(tmp_path, _Info(), 1)  # type: ignore[arg-type]
     assert (None if found is None else found.sentence("/work")) == sentence
 
 
@@ -152,7 +154,7 @@ def test_a_noted_exception_counts_only_with_the_status_of_an_exception(
     tmp_path: Path, lines: tuple[str, ...], kind: str | None
 ) -> None:
     noted(tmp_path, *lines)
-    found = failure(tmp_path, _Info(), 3)  # type: ignore[arg-type]
+    found = find_first_failure(tmp_path, _Info(), 3)  # type: ignore[arg-type]
     assert (None if found is None or found.raised is None else found.raised.kind) == kind
 
 
@@ -214,7 +216,7 @@ def test_the_last_attempt_of_a_restarting_launcher_counts(tmp_path: Path) -> Non
           "7 30 ChildFailedError {}")  # fmt: skip
     stages = ["7 1 importing torch", "8 2 importing torch", "9 11 importing torch", "10 12 importing torch"]
     (tmp_path / "stages.log").write_text("".join(f"{line}\n" for line in stages))
-    found = failure(tmp_path, _Info(), 1)  # type: ignore[arg-type]
+    found = find_first_failure(tmp_path, _Info(), 1)  # type: ignore[arg-type]
     assert found is not None
     assert found.sentence("/work") == "rank 1: KeyError: a (train.py:3)"
 
@@ -240,7 +242,7 @@ def test_a_rank_that_ended_without_a_note(
     joined = [f"{pid} 2 joining the process group: gloo, rank {9 - pid} of 2" for pid in (8, 9)]
     (tmp_path / "stages.log").write_text("".join(f"{line}\n" for line in ["7 1 importing torch", *joined]))
     (tmp_path / STATUSES).write_text("".join(f"{line}\n" for line in statuses))
-    found = failure(tmp_path, _Info(), 1)  # type: ignore[arg-type]
+    found = find_first_failure(tmp_path, _Info(), 1)  # type: ignore[arg-type]
     assert found is not None
     assert found.sentence("/work") == sentence
 
@@ -249,7 +251,7 @@ def test_a_signal_that_the_launcher_passes_on_is_its_own(tmp_path: Path) -> None
     noted(tmp_path, "7 9 SignalException {}")
     (tmp_path / "stages.log").write_text("8 2 joining the process group: gloo, rank 1 of 2\n")
     (tmp_path / STATUSES).write_text("8 5 -15\n")
-    found = failure(tmp_path, _Info(), 1)  # type: ignore[arg-type]
+    found = find_first_failure(tmp_path, _Info(), 1)  # type: ignore[arg-type]
     assert found is not None
     assert found.sentence("/work") == "SignalException"
 
@@ -279,9 +281,9 @@ def test_a_rank_of_mp_spawn_that_raises(dpmon: Dpmon) -> None:
 
 
 def test_the_output_ends_with_the_exception() -> None:
-    raised = Uncaught(8, 5, "RuntimeError", "broke")
+    raised = UncaughtException(8, 5, "RuntimeError", "broke")
     lines = ["training", "[rank1]: RuntimeError: broke", "E1122 failed", "ChildFailedError: "]
-    assert last_lines(lines, raised, 7) == lines[:2]
-    assert last_lines(lines, None, 7) == lines
-    assert last_lines(lines[2:], raised, 7) == lines[2:]
-    assert last_lines(lines, raised, 8) == lines, "the script's own output, which atexit may add to"
+    assert trim_launcher_lines(lines, raised, 7) == lines[:2]
+    assert trim_launcher_lines(lines, None, 7) == lines
+    assert trim_launcher_lines(lines[2:], raised, 7) == lines[2:]
+    assert trim_launcher_lines(lines, raised, 8) == lines, "the script's own output, which atexit may add to"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tracing import Script, traced
 
-from dpmon.run.rundir import RunInfo
+from dpmon.run.run_directory import RunInfo
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls import processes, stacks
 from dpmon.stalls.answer import answer

@@ -15,7 +15,7 @@ import pytest
 from running import Dpmon, until_unsupervised, wait_for
 
 from dpmon.run import proc
-from dpmon.run.signalling import NOTHING_RUNS
+from dpmon.run.run_signals import NOTHING_RUNS
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def ended_run(dpmon: Dpmon, *, recorded: bool, **changed: Any) -> Path:
 
 
 def started(process: subprocess.Popen[bytes]) -> float:
-    since = proc.started(process.pid)
+    since = proc.start_time_s(process.pid)
     assert since is not None
     return since
 
@@ -88,15 +88,15 @@ def test_processes_left_by_a_finished_run_are_stopped(dpmon: Dpmon) -> None:
     result = dpmon.run("--name", "leaves", "script.py")
     left, nameless = map(int, result.text.split())
     try:
-        assert proc.alive(left, None)
+        assert proc.is_alive(left, None)
         result = dpmon.stop("leaves")
         assert result.status == 0, result.errors
         assert "stopped by SIGINT" in result.text
-        assert not proc.alive(left, None)
+        assert not proc.is_alive(left, None)
         assert "finished" in dpmon.run("ls").text, "a later stop does not change how the run ended"
     finally:
         for pid in (left, nameless):
-            if proc.alive(pid, None):
+            if proc.is_alive(pid, None):
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -130,7 +130,7 @@ def test_a_daemon_of_the_training_is_stopped_with_it(dpmon: Dpmon) -> None:
     result = dpmon.stop("daemons")
     assert result.status == 0, result.errors
     assert "SIGINT to 2 processes" in result.text
-    assert not proc.alive(daemon, None)
+    assert not proc.is_alive(daemon, None)
 
 
 def test_the_third_interrupt_also_kills_processes_that_left_the_session(dpmon: Dpmon) -> None:
@@ -155,7 +155,7 @@ def test_the_third_interrupt_also_kills_processes_that_left_the_session(dpmon: D
         wait_for((dpmon.cwd / name).exists, what=name)
     process.send_signal(signal.SIGINT)
     assert process.wait(100) == 137
-    wait_for(lambda: not proc.alive(child, None), what="the child's end")
+    wait_for(lambda: not proc.is_alive(child, None), what="the child's end")
 
 
 def test_a_run_within_a_run_is_left_alone(dpmon: Dpmon) -> None:
@@ -169,8 +169,8 @@ def test_a_run_within_a_run_is_left_alone(dpmon: Dpmon) -> None:
     info = dpmon.info(inner)
     result = dpmon.run("stop", "outer")
     assert "is over" in result.text, result.text + result.errors
-    assert proc.alive(info["supervisor_pid"], info["supervisor_started"])
-    assert proc.alive(info["command_pid"], info["command_started"])
+    assert proc.is_alive(info["supervisor_pid"], info["supervisor_started"])
+    assert proc.is_alive(info["command_pid"], info["command_started"])
     assert dpmon.run("stop", "inner").status == 0
 
 

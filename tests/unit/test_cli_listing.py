@@ -23,8 +23,8 @@ from dpmon.errors import HistoryError
 from dpmon.export import export, history
 from dpmon.record.record_types import Step
 from dpmon.report import report_text
-from dpmon.run.rundir import RunError
-from dpmon.run.runs import find_run
+from dpmon.run.run_directory import RunError
+from dpmon.run.run_registry import find_run
 from dpmon.store.tables import SCHEMA_VERSION
 from dpmon.store.writer import History
 

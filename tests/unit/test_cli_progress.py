@@ -15,7 +15,7 @@ from synthetic import step_row
 from dpmon.cli.lines import ProgressLines
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
-from dpmon.run.reader import PauseState
+from dpmon.run.run_reader import PauseState
 
 _SECOND = 10**9
 NOW_NS = 10**15

@@ -20,7 +20,7 @@ from dpmon.cli.speak import closing, speak
 from dpmon.cli.summary import WIDTH, fitted, summary_lines
 from dpmon.record.record_types import Event
 from dpmon.report.text import report_text
-from dpmon.run.rundir import load_exit
+from dpmon.run.run_directory import load_exit
 
 MORE = "dpmon report linear-7f3a"
 

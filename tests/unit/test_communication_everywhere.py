@@ -26,8 +26,8 @@ from dpmon.report.collect import collect
 from dpmon.report.page import page
 from dpmon.report.sections import document
 from dpmon.report.text import text_lines
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import load_exit, load_info
+from dpmon.run.run_directory import load_exit, load_info
+from dpmon.run.run_reader import RunReader
 from dpmon.span_ring import SpanRing
 from dpmon.store.opened import open_store
 from dpmon.supervise.metrics import Metrics

@@ -37,8 +37,8 @@ from dpmon.record.record_types import Event
 from dpmon.report.comparison import as_object, document, read
 from dpmon.report.page import page
 from dpmon.report.text import text_lines
-from dpmon.run.rundir import load_info
-from dpmon.run.runs import short_name
+from dpmon.run.run_directory import load_info
+from dpmon.run.run_registry import short_name
 from dpmon.store.answers import MinuteRow
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.lists import RunEntry, RunList

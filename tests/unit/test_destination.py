@@ -14,8 +14,8 @@ from synthetic import Training, host_event
 
 from dpmon.cli.lines import LineFile
 from dpmon.cli.main import main
-from dpmon.run.destination import check_replaceable, is_stream
-from dpmon.run.rundir import ExitInfo, RunError, load_exit
+from dpmon.run.output_target import check_replaceable, is_stream
+from dpmon.run.run_directory import ExitInfo, RunError, load_exit
 from dpmon.supervise.metrics import EVERY_S, Metrics
 from dpmon.supervise.supervisor import Supervisor
 

@@ -33,8 +33,8 @@ from dpmon.report.asjson import as_object
 from dpmon.report.page import page
 from dpmon.report.plots import plots
 from dpmon.report.sections import document
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import load_info
+from dpmon.run.run_directory import load_info
+from dpmon.run.run_reader import RunReader
 from dpmon.ui.facts import Facts
 from dpmon.ui.panels import panel_batch, panel_replicas
 from dpmon.ui.rows import plain

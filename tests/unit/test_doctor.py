@@ -13,7 +13,7 @@ import pytest
 from dpmon.cli import doctor as command
 from dpmon.cli.doctor import machine, trial
 from dpmon.cli.doctor.machine import Check, ok, problem, warning
-from dpmon.run import runs
+from dpmon.run import run_registry
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -85,7 +85,7 @@ def test_of_an_unwritable_state_directory_the_replacement_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/self/nowhere")
-    monkeypatch.setattr(runs, "LASTING", str(tmp_path))
+    monkeypatch.setattr(run_registry, "LASTING", str(tmp_path))
     found = by_name(machine.state_directory())["state"]
     assert (found.state, f"runs are kept in {tmp_path}/dpmon-" in found.found) == ("warning", True)
     assert "XDG_STATE_HOME" in str(found.remedy)
@@ -101,13 +101,13 @@ def test_little_room_is_reported(state: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_place_of_runs_is_named_if_the_usual_one_is_on_the_network(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "file_system", lambda place: "nfs4" if place.is_relative_to(state) else "ext4")
-    place = runs.stand_ins()[0]
+    monkeypatch.setattr(run_registry, "file_system", lambda place: "nfs4" if place.is_relative_to(state) else "ext4")
+    place = run_registry.fallback_directories()[0]
     moved, there, _ = machine.state_directory()
     assert (moved.state, there) == ("warning", ok("state", f"{place} (the first run creates it)"))
     assert moved.found == f"{state}/dpmon/runs is on a network file system (nfs4): runs are kept in {place}"
     assert "XDG_STATE_HOME" in str(moved.remedy)
-    monkeypatch.setattr(runs, "file_system", lambda place: "nfs4")
+    monkeypatch.setattr(run_registry, "file_system", lambda place: "nfs4")
     assert [check.state for check in machine.state_directory()] == ["problem"]
 
 

@@ -19,7 +19,7 @@ from dpmon.model.stalls_seen import StallSeen
 from dpmon.model.state import State
 from dpmon.record.schema import SECOND
 from dpmon.report.health import Health
-from dpmon.run.condition import EVENTS_FILE, take_lock
+from dpmon.run.lifecycle import EVENTS_FILE, take_lock
 from dpmon.supervise import start
 from dpmon.supervise.start import Teller
 from dpmon.tell import teller

@@ -24,8 +24,8 @@ from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables, row
 from dpmon.record.record_specs import COLUMNS
 from dpmon.record.record_types import Call, Event, Record, Step
-from dpmon.run.destination import opened
-from dpmon.run.rundir import load_info
+from dpmon.run.output_target import open_replacement
+from dpmon.run.run_directory import load_info
 
 
 class Even(Training):
@@ -285,7 +285,7 @@ def test_new_files_are_the_owners_alone_and_old_ones_keep_their_mode(directory: 
         (tmp_path / "tables").mkdir()
         (tmp_path / "tables" / "step.csv").touch(0o644)
         export(directory, "csv", str(tmp_path / "tables"))
-        with opened(tmp_path / "page.html") as file:
+        with open_replacement(tmp_path / "page.html") as file:
             assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == 0o600, "while it is written, too"
     finally:
         os.umask(before)

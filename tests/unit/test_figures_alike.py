@@ -25,8 +25,8 @@ from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.sections import most_frequent
 from dpmon.report.text import report_text
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import load_exit, load_info
+from dpmon.run.run_directory import load_exit, load_info
+from dpmon.run.run_reader import RunReader
 from dpmon.store.figures import Figures, Window, rate_as_fields
 from dpmon.store.opened import open_store
 from dpmon.supervise.metrics import Metrics

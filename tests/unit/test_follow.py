@@ -19,9 +19,9 @@ from dpmon.export.follow import follow
 from dpmon.export.new_rows import NewRows
 from dpmon.mirror.local_run import mirror_of
 from dpmon.run import proc
-from dpmon.run.reader import NO_TRAINING
-from dpmon.run.rundir import load_exit, load_info, save, stop_asked_unix
-from dpmon.run.signalling import stop_run
+from dpmon.run.run_directory import load_exit, load_info, stop_requested_unix, write_info
+from dpmon.run.run_reader import NO_TRAINING
+from dpmon.run.run_signals import stop_run
 
 
 @pytest.fixture
@@ -63,11 +63,11 @@ def test_a_reader_that_is_gone_is_not_waited_for(
 
 
 def test_machines_that_cannot_be_asked_are_not_called_stopped(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.run.signalling.time.sleep", pytest.fail)  # a mirror has no command to wait for
+    monkeypatch.setattr("dpmon.run.run_signals.time.sleep", pytest.fail)  # a mirror has no command to wait for
     mirror = mirror_of("train", [["gpu-1", "20260101-000000-train-0001", "false"]])
     *_, said = stop_run(mirror, load_info(mirror))
     assert said == "no node is connected, so the run cannot be stopped now: try again in some seconds"
-    assert stop_asked_unix(mirror) is None
+    assert stop_requested_unix(mirror) is None
 
 
 @pytest.mark.parametrize("request_", [{"ask": "mode", "mode": "dp"}, {"ask": "pause", "paused": True}])
@@ -109,13 +109,17 @@ def test_the_end_is_sent_when_the_supervisor_has_written_everything(directory: P
     """It records the end of the command before it writes the last rows."""
     how = load_exit(directory)
     assert how is not None
-    me = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid()), "boot_id": proc.boot_id()}
-    save(directory, replace(load_info(directory), **me))
-    save(directory, replace(how, drained=False))
+    me = {
+        "supervisor_pid": os.getpid(),
+        "supervisor_started": proc.start_time_s(os.getpid()),
+        "boot_id": proc.boot_id(),
+    }
+    write_info(directory, replace(load_info(directory), **me))
+    write_info(directory, replace(how, drained=False))
     followed = module._Follow(directory, NewRows(rollups=True))
     lines, _, last = followed.chunk()
     assert (last, "exit" in json.loads(lines[-1])) == (False, False)
-    save(directory, how)
+    write_info(directory, how)
     last = False
     while not last:
         lines, _, last = followed.chunk()

@@ -17,7 +17,7 @@ from spoiled import DAMAGE
 from synthetic import Training, host_event
 
 from dpmon.cli.main import main
-from dpmon.run.files import open_file
+from dpmon.run.safe_files import open_file
 
 NAMES = (
     *("run.json", "exit.json", "history.sqlite", "history.sqlite-journal", "history.sqlite-wal", "history.sqlite-shm"),

@@ -15,7 +15,7 @@ from stored import state_in
 from synthetic import Training, host_event
 
 from dpmon.record.history_rows import Row
-from dpmon.run.rundir import RunError
+from dpmon.run.run_directory import RunError
 from dpmon.store.figures import Window, accounted
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store

@@ -131,7 +131,7 @@ def test_the_supervisor_loads_neither_torch_nor_textual() -> None:
 
 
 def test_the_screen_loads_neither_torch_nor_pynvml_nor_the_tracer() -> None:
-    added = added_by(all_of("ui", "model") + "\nimport dpmon.run.reader, dpmon.run.signalling")
+    added = added_by(all_of("ui", "model") + "\nimport dpmon.run.run_reader, dpmon.run.run_signals")
     assert "textual.app" in added
     assert not tops(added) & {"torch", "numpy", "pynvml"}
     assert not [name for name in added if name.startswith(("dpmon.tracer", "dpmon.gpu", "dpmon.supervise.supervisor"))]

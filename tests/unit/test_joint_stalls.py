@@ -13,7 +13,7 @@ import pytest
 from dpmon.mirror import joint_stalls
 from dpmon.mirror.joint_stalls import JointStalls
 from dpmon.record.schema import SECOND
-from dpmon.run.rundir import RunInfo
+from dpmon.run.run_directory import RunInfo
 from dpmon.stalls.answer import STANDING_FILE, answer, facts_in, standing
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.stalls.stacks import Dump, Frame, Stack

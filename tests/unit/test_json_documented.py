@@ -30,9 +30,9 @@ from dpmon.record.record_types import Event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.health import Health
-from dpmon.run.condition import outcome
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import load_exit, load_info
+from dpmon.run.lifecycle import outcome_word
+from dpmon.run.run_directory import load_exit, load_info
+from dpmon.run.run_reader import RunReader
 from dpmon.stalls.answer import answer
 from dpmon.stalls.stacks import Frame, Stack
 from dpmon.stalls.verdict import GroupSeen, RankFacts, Stall
@@ -136,7 +136,7 @@ def test_every_way_to_end_is_described_for_a_listed_run(state: Path) -> None:
         *(replace(how, status=128, signal=name) for name in ("SIGINT", "SIGKILL")),
     ]
     (row,) = re.findall(r"^\| `state` \| text \| (.*`unsupervised`.*)$", PAGE.read_text(), re.M)
-    assert {outcome(each) for each in ends} <= set(re.findall(r"`(\w+)`", row))
+    assert {outcome_word(each) for each in ends} <= set(re.findall(r"`(\w+)`", row))
 
 
 def test_every_field_of_a_status_line_is_described(state: Path) -> None:

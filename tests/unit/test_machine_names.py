@@ -28,7 +28,7 @@ from dpmon.mirror.hosts import HostError, Machine, Printed, ask, expanded, in_fi
 from dpmon.mirror.local_run import mirror_of
 from dpmon.record.record_types import Event
 from dpmon.run import proc
-from dpmon.run.rundir import RunError
+from dpmon.run.run_directory import RunError
 from dpmon.supervise import start
 
 BIN = os.path.dirname(shutil.which("dpmon", path=os.path.dirname(sys.executable)) or sys.executable)
@@ -76,9 +76,9 @@ def test_the_way_is_a_list_of_words_that_ends_with_the_name() -> None:
     assert machine.words[-3:] == ("--", "root@gpu-2", "dpmon")
     (machine,) = machines(["3", "3"], via="kubectl exec -i 'pod-{}' -c 'my trainer' --")
     assert machine.words == ("kubectl", "exec", "-i", "pod-3", "-c", "my trainer", "--", "dpmon")
-    for names in (["localhost"], [proc.host(), "localhost"]):
+    for names in (["localhost"], [proc.host_name(), "localhost"]):
         (machine,) = machines(names)
-        assert (machine.name, machine.words) == (proc.host(), (sys.executable, "-m", "dpmon"))
+        assert (machine.name, machine.words) == (proc.host_name(), (sys.executable, "-m", "dpmon"))
     assert machines(["localhost"], via="x {}")[0].words == ("x", "localhost", "dpmon")
 
 

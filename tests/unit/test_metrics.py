@@ -23,8 +23,8 @@ from synthetic import SECOND, Training, decoded, device_event, host_event, step_
 from dpmon.record.history_rows import CallRow
 from dpmon.record.record_types import Call, Event, Step
 from dpmon.record.shared_names import CALL_PHASES, Untimed
-from dpmon.run.rundir import ExitInfo, load_info, mark_stop, save
-from dpmon.run.runs import create_run
+from dpmon.run.run_directory import ExitInfo, load_info, record_stop_request, write_info
+from dpmon.run.run_registry import create_run
 from dpmon.sanitize import strip_control_chars
 from dpmon.store.drain import Drain
 from dpmon.store.figures import Window
@@ -223,8 +223,8 @@ def test_metrics_report_the_end_of_the_run(state: Path, tmp_path: Path) -> None:
     found = written(directory, tmp_path / "it.prom", ExitInfo(137, "SIGKILL", 1.7e9, 1, 1.0, "supervisor"))
     assert (found["run_running", ()], found["run_exit_status", (("end", "killed"),)]) == (0, 137)
     directory = keep({0: Training().run(2)}, status=1)
-    mark_stop(directory)
-    save(directory, how := replace(exit_of(1), ended_unix=time.time()))
+    record_stop_request(directory)
+    write_info(directory, how := replace(exit_of(1), ended_unix=time.time()))
     found = written(directory, tmp_path / "other.prom", how)
     assert found["run_exit_status", (("end", "stopped"),)] == 1, "the user asked for it"
 

@@ -19,9 +19,9 @@ from dpmon.mirror.receive import MOST_DAMAGED
 from dpmon.mirror.requests import Requests
 from dpmon.model.nodes import nodes_in
 from dpmon.run import proc
-from dpmon.run.condition import outcome
-from dpmon.run.mirrored import Answers, Machines
-from dpmon.run.rundir import load_exit, load_info, save
+from dpmon.run.lifecycle import outcome_word
+from dpmon.run.mirror_state import MirrorState, NodeReplies
+from dpmon.run.run_directory import load_exit, load_info, write_info
 from dpmon.stalls.answer import ANSWER_FILE, ASKED_FILE, ask
 from dpmon.stalls.answer_lines import lines_of
 from dpmon.store.opened import open_store
@@ -236,7 +236,7 @@ def sent(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]
 
 
 def test_records_that_a_reader_wants_are_asked_for_again(mirror: Mirror, sent: list[dict[str, Any]]) -> None:
-    Machines(mirror.directory, 0).want([3])
+    MirrorState(mirror.directory, 0).subscribe([3])
     mirror._requests.look(0.0)
     assert (sent[-1]["ask"], sent[-1]["processes"]) == ("records", [1])
     mirror._take(Opened(0, MARKER))
@@ -253,11 +253,11 @@ def test_records_are_wanted_until_their_last_reader_has_gone(
 ) -> None:
     reader = subprocess.Popen(["sleep", "1000"])
     try:
-        started = proc.started(reader.pid)
-        Machines(mirror.directory, 0).want([3])
+        started = proc.start_time_s(reader.pid)
+        MirrorState(mirror.directory, 0).subscribe([3])
         with monkeypatch.context() as patched:
             patched.setattr(os, "getpid", lambda: reader.pid)
-            Machines(mirror.directory, 0).want([4, 99])
+            MirrorState(mirror.directory, 0).subscribe([4, 99])
         assert started is not None
         mirror._requests.look(0.0)
         assert sent[-1]["processes"] == [1, 2]
@@ -268,7 +268,7 @@ def test_records_are_wanted_until_their_last_reader_has_gone(
     assert sent[-1]["processes"] == [1, 2]
     mirror._requests.look(10.0)
     assert sent[-1]["processes"] == [1]
-    Machines(mirror.directory, 0).want([])
+    MirrorState(mirror.directory, 0).subscribe([])
     mirror._requests.look(10.1)
     assert sent[-1]["processes"] == []
     count = len(sent)
@@ -277,33 +277,33 @@ def test_records_are_wanted_until_their_last_reader_has_gone(
 
 
 def test_a_request_that_fails_on_a_machine_is_reported(mirror: Mirror, sent: list[dict[str, Any]]) -> None:
-    reader = Machines(mirror.directory, 0)
+    reader = MirrorState(mirror.directory, 0)
     for error in (None, "no training\x1b process is running"):
-        reader.ask({"ask": "mode", "mode": "dp"})
+        reader.send_request({"ask": "mode", "mode": "dp"})
         mirror._requests.look(0.0)
         mirror._save_state()
-        assert reader.answers() == Answers(0, 1)
+        assert reader.replies() == NodeReplies(0, 1)
         send(mirror, {"answer": sent[-1]["id"], **({"count": 1} if error is None else {"error": error})})
         mirror._save_state()
-        assert reader.answers() == Answers(
+        assert reader.replies() == NodeReplies(
             1, 1, {} if error is None else {"gpu-0": "no training\ufffd process is running"}
         )
-    reader.ask({"ask": "stop"})
+    reader.send_request({"ask": "stop"})
     mirror._requests.look(0.0)
     mirror._take(Closed(0, "the connection was cut", False))
     mirror._save_state()
-    assert reader.answers() == Answers(1, 1, {"gpu-0": "it was cut off before it answered"})
+    assert reader.replies() == NodeReplies(1, 1, {"gpu-0": "it was cut off before it answered"})
 
 
 def test_a_machine_that_ends_when_it_is_stopped_has_not_failed(mirror: Mirror, sent: list[dict[str, Any]]) -> None:
-    reader = Machines(mirror.directory, 0)
-    reader.ask({"ask": "stop"})
+    reader = MirrorState(mirror.directory, 0)
+    reader.send_request({"ask": "stop"})
     mirror._requests.look(0.0)
     assert sent[-1]["ask"] == "stop"
     send(mirror, beat(0, 0, exit={"status": 1, "stopped": True, "seconds": 1.0}))
     assert mirror._commit()
     mirror._save_state()
-    assert reader.answers() == Answers(1, 1)
+    assert reader.replies() == NodeReplies(1, 1)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_another_request_does_not_cut_off_the_answers_about_a_stall(
     send(mirror, beat(0, 0))
     number = ask(mirror.directory)
     mirror._requests.look(0.0)
-    Machines(mirror.directory, 0).ask({"ask": "sample"})
+    MirrorState(mirror.directory, 0).send_request({"ask": "sample"})
     mirror._requests.look(0.1)
     assert not (mirror.directory / ANSWER_FILE).exists()
     send(mirror, {"answer": number, "why": {"ranks": [], "text": "it waits"}})
@@ -462,8 +462,8 @@ def test_a_run_that_its_user_stopped_on_the_machines_was_stopped(
     mirror.records.close()
     how_ended = load_exit(tmp_path)
     assert how_ended is not None
-    assert outcome(how_ended) == word
-    save(tmp_path, mirror.info)
+    assert outcome_word(how_ended) == word
+    write_info(tmp_path, mirror.info)
     with open_store(tmp_path) as store:
         assert [one.stopped for one in nodes_in(store)] == [True, others["stopped"]]
 

@@ -321,7 +321,7 @@ def test_what_a_command_started_ends_with_it(start: Start, tmp_path: Path) -> No
     until(links, lambda reports: reports)
     pid = int((tmp_path / "pid").read_text())
     links.close()
-    wait_for(lambda: not proc.alive(pid, None), what="the end of the child")
+    wait_for(lambda: not proc.is_alive(pid, None), what="the end of the child")
 
 
 def test_a_command_ends_with_our_decision_and_stays_ended(start: Start) -> None:

@@ -22,7 +22,7 @@ from dpmon.model.stragglers import ranks_in, straggler
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import EXPOSED, HELD, WAIT
-from dpmon.run.rundir import RunInfo
+from dpmon.run.run_directory import RunInfo
 from dpmon.store.answers import NodeRow
 from dpmon.store.figures import Window
 from dpmon.store.queries import Store

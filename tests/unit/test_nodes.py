@@ -29,9 +29,9 @@ from dpmon.model.state import MANY, WORST, Wanted
 from dpmon.model.stragglers import delays, sentence
 from dpmon.record.record_types import Event
 from dpmon.record.schema import STEP, WAIT
-from dpmon.run.mirrored import Answers
-from dpmon.run.reader import PauseState
-from dpmon.run.runs import create_run
+from dpmon.run.mirror_state import NodeReplies
+from dpmon.run.run_reader import PauseState
+from dpmon.run.run_registry import create_run
 from dpmon.store.series_entries import entries_of as entries_of_row
 from dpmon.store.tally import COLUMNS, SeriesNames, Tally
 from dpmon.ui.dialogs import Choice
@@ -252,14 +252,14 @@ def test_what_is_kept_between_pictures_is_what_a_first_picture_reads() -> None:
 
 
 def test_a_pending_request_says_how_many_nodes_have_answered() -> None:
-    facts = replace(facts_of(run_of(4)), answers=Answers(3, 4), toggle=Toggle("dp", "pending", 11 * SECOND))
+    facts = replace(facts_of(run_of(4)), answers=NodeReplies(3, 4), toggle=Toggle("dp", "pending", 11 * SECOND))
     assert "pending 1 s: the training answers at its next call; 3 of 4 nodes answered" in text_of(facts, 120, 40)
     pausing = replace(facts, toggle=None, pausing=PauseState(wanted=True, pending=True))
     assert "the training pauses after the step it is in; 3 of 4 nodes answered" in text_of(pausing, 120, 40)
 
 
 def test_a_node_that_did_not_do_what_it_was_asked_for_says_why() -> None:
-    answers = Answers(4, 4, {"gpu-2": "no training process is running"})
+    answers = NodeReplies(4, 4, {"gpu-2": "no training process is running"})
     assert "gpu-2: no training process is running" in text_of(replace(facts_of(run_of(4)), answers=answers), 120, 40)
 
 

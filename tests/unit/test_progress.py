@@ -19,7 +19,7 @@ from dpmon.model.progress import ALONE_STEPS, Epoch, Progress, left_words, words
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Batches, Event, Step
 from dpmon.record.span_format import Kind, Span
-from dpmon.run.reader import RunReader
+from dpmon.run.run_reader import RunReader
 from dpmon.store.answers import LoopStep
 from dpmon.store.batch import Batch
 from dpmon.store.loops import MAX_DATASETS, Loop, Loops, time_left

@@ -20,8 +20,8 @@ from synthetic import changed, host_event, whole_device_event
 
 from dpmon.record.history_rows import Definition, LossRow
 from dpmon.record.record_types import Batches, Event, Step
-from dpmon.run.rundir import load_exit
-from dpmon.run.runs import create_run
+from dpmon.run.run_directory import load_exit
+from dpmon.run.run_registry import create_run
 from dpmon.supervise.metrics import Metrics
 
 RULES = DOCS / "prometheus" / "rules.yml"

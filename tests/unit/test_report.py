@@ -34,9 +34,9 @@ from dpmon.report.plots import plots
 from dpmon.report.sections import MAX_ROWS, document
 from dpmon.report.text import text_lines
 from dpmon.run import proc
-from dpmon.run.notes import add_warning
-from dpmon.run.rundir import load_exit, load_info, mark_stop
-from dpmon.run.runs import short_name
+from dpmon.run.process_notes import add_warning
+from dpmon.run.run_directory import load_exit, load_info, record_stop_request
+from dpmon.run.run_registry import short_name
 from dpmon.ui.time_axis import fitted, pictured
 
 
@@ -115,7 +115,7 @@ def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -
 @pytest.mark.parametrize("status", [None, 0])
 def test_an_import_of_torch_is_the_end_only_if_the_process_has_ended(state: Path, status: int | None) -> None:
     pid = os.getpid()
-    me = {"command_pid": pid, "command_started": proc.started(pid), "boot_id": proc.boot_id()}
+    me = {"command_pid": pid, "command_started": proc.start_time_s(pid), "boot_id": proc.boot_id()}
     directory = keep({}, status=status, **me)
     (directory / "stages.log").write_text(f"{pid} {time.monotonic_ns() - 7_000_000_000} importing torch\n")
     said = report_text(directory, 200) + summary_lines(directory, load_exit(directory))
@@ -159,7 +159,7 @@ def test_a_run_that_was_stopped_has_not_failed(state: Path) -> None:
     (directory / "statuses.log").write_text("7 20 -6\n")
     (finding,) = [finding for finding in collect(directory).findings if finding.kind == "failed"]
     assert finding.text == "A rank ended without an exception: rank 1 was ended by SIGABRT."
-    mark_stop(directory)
+    record_stop_request(directory)
     ended = load_exit(directory)
     assert ended is not None
     os.utime(directory / "stop-asked", (ended.ended_unix, ended.ended_unix))
@@ -176,7 +176,7 @@ def test_a_step_that_a_stop_cut_off_is_not_called_long(state: Path) -> None:
     made += training.run(1)
     directory = keep({0: made}, status=130)
     assert collect(directory).facts.longest[0].step == 41
-    mark_stop(directory)
+    record_stop_request(directory)
     began = load_info(directory).started_unix + collect(directory).facts.longest[0].start_ns / 1e9
     os.utime(directory / "stop-asked", (began + 0.01, began + 0.01))
     assert 41 not in [step.step for step in collect(directory).facts.longest]

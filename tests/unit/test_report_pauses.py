@@ -25,7 +25,7 @@ from dpmon.report.asjson import as_object
 from dpmon.report.page import page
 from dpmon.report.plots import plots
 from dpmon.report.sections import document
-from dpmon.run.rundir import load_exit
+from dpmon.run.run_directory import load_exit
 
 
 def paused_run(took_s: float = 600.0, at_the_end_s: float = 0.0) -> Path:

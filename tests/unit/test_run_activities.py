@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.model.state import State
-from dpmon.run.activities import newest_stage, stages
+from dpmon.run.activities import current_startup_stage, read_startup_stages
 from dpmon.ui.facts import Facts, life
 
 SECOND = 1_000_000_000
@@ -17,7 +17,7 @@ JOINING, FETCHING = "joining the process group: gloo, rank 1 of 2", "waiting for
 
 
 def test_the_last_complete_line_of_each_process_counts(tmp_path: Path) -> None:
-    assert stages(tmp_path) == {}
+    assert read_startup_stages(tmp_path) == {}
     lines = [
         f"7 100 {IMPORTING}",
         f"8 150 {IMPORTING}",
@@ -29,8 +29,8 @@ def test_the_last_complete_line_of_each_process_counts(tmp_path: Path) -> None:
         "7 300 tor",
     ]
     (tmp_path / "stages.log").write_text("\n".join(lines))
-    assert stages(tmp_path) == {7: (IMPORTED, 200), 8: (IMPORTING, 150)}
-    assert stages(tmp_path, 120) == {7: (IMPORTING, 100)}
+    assert read_startup_stages(tmp_path) == {7: (IMPORTED, 200), 8: (IMPORTING, 150)}
+    assert read_startup_stages(tmp_path, 120) == {7: (IMPORTING, 100)}
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,13 @@ def test_the_last_complete_line_of_each_process_counts(tmp_path: Path) -> None:
 def test_the_stage_of_a_run_is_chosen_among_those_of_its_processes(
     found: dict[int, tuple[str, int]], expected: tuple[str, int] | None
 ) -> None:
-    assert newest_stage(found) == expected
+    assert current_startup_stage(found) == expected
 
 
 def test_a_process_that_has_gone_counts_only_if_all_have() -> None:
     found = {7: (JOINING, 5), 8: (IMPORTING, 2)}
-    assert newest_stage(found, {8}.__contains__) == (IMPORTING, 2)
-    assert newest_stage(found, set().__contains__) == (JOINING, 5)
+    assert current_startup_stage(found, {8}.__contains__) == (IMPORTING, 2)
+    assert current_startup_stage(found, set().__contains__) == (JOINING, 5)
 
 
 @pytest.mark.parametrize(

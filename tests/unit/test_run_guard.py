@@ -16,10 +16,10 @@ from running import wait_for
 
 from dpmon.cli import launch
 from dpmon.run import proc
-from dpmon.run.condition import exit_info, unknown_exit
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, save
-from dpmon.run.runs import create_run
+from dpmon.run.lifecycle import exit_info, unknown_exit
+from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, write_info
+from dpmon.run.run_reader import RunReader
+from dpmon.run.run_registry import create_run
 from dpmon.supervise import guard as guards
 from dpmon.supervise.guard import Guard
 from dpmon.supervise.spawn import find_command
@@ -41,8 +41,8 @@ def run(state: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Guard, P
 def started(directory: Path, info: RunInfo, code: str) -> tuple[subprocess.Popen[bytes], RunInfo]:
     """Start a command, and write it into run.json."""
     command = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    info = replace(info, command_pid=command.pid, command_started=proc.started(command.pid))
-    save(directory, info)
+    info = replace(info, command_pid=command.pid, command_started=proc.start_time_s(command.pid))
+    write_info(directory, info)
     return command, info
 
 
@@ -97,12 +97,12 @@ def test_a_status_wins_over_an_unknown_end_and_a_complete_record_over_both(
     guard, directory = run
     command, info = started(directory, guard.info, "raise SystemExit(3)")
     recorded = exit_info(info, 3, "supervisor") if complete else unknown_exit(info, "supervisor", "nobody knows", 1)
-    ended_child = proc.ended_child
+    ended_child = proc.ended_child_status
 
     def looks(pid: int) -> int | None:
         found = ended_child(pid)
         if found is not None:
-            save(directory, recorded)
+            write_info(directory, recorded)
         return found
 
     monkeypatch.setattr(proc, "ended_child", looks)
@@ -127,7 +127,7 @@ def test_a_process_that_an_unrecorded_command_left_behind_is_not_the_command(
     run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guard, directory = run
-    env, every_process = {**os.environ, "DPMON_RUN": str(directory)}, proc.every_process
+    env, every_process = {**os.environ, "DPMON_RUN": str(directory)}, proc.read_process_table
     code = "import subprocess, sys; subprocess.Popen(['sleep', '60'], start_new_session=True); sys.exit(3)"
     with subprocess.Popen([sys.executable, "-c", code], start_new_session=True, env=env) as command:
         os.waitid(os.P_PID, command.pid, os.WEXITED | os.WNOWAIT)
@@ -167,7 +167,7 @@ def test_a_signal_reaches_a_command_that_could_not_be_recorded(
         command = int(supervisor.stdout.readline())
         guard = Guard(RunReader(directory), supervisor)
         wait_for(lambda: guard.send(number))
-        wait_for(lambda: not proc.alive(command, None))
+        wait_for(lambda: not proc.is_alive(command, None))
         assert not guard.send(number)
         assert wait_for(lambda: looked(guard)).status == 128 + number, "the supervisor does not record it"
         supervisor.kill()
@@ -183,15 +183,15 @@ def test_an_end_counts_when_the_last_records_are_written_or_nobody_writes_them(
     monkeypatch.setattr(guards, "STALLED_S", 1000.0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
         guard = Guard(RunReader(directory), supervisor)
-        save(directory, now)
+        write_info(directory, now)
         assert guard.exit() is None, "the supervisor is writing them"
-        save(directory, earlier)
+        write_info(directory, earlier)
         assert guard.exit() == earlier, "the supervisor is stopped or stuck"
-        save(directory, replace(now, drained=True))
+        write_info(directory, replace(now, drained=True))
         assert guard.exit() == replace(now, drained=True)
         supervisor.kill()
         supervisor.wait()
-        save(directory, now)
+        write_info(directory, now)
         assert Guard(RunReader(directory), supervisor).exit() == now, "it was killed"
 
 
@@ -205,7 +205,7 @@ def test_an_end_that_was_recorded_while_this_process_was_stopped_is_seen(
     def stopped(_: float) -> None:
         nonlocal asleep_s
         asleep_s = 60.0
-        save(directory, exit_info(guard.info, 3, "supervisor"))
+        write_info(directory, exit_info(guard.info, 3, "supervisor"))
 
     monkeypatch.setattr(launch.time, "sleep", stopped)
     monkeypatch.setattr(launch.time, "monotonic", lambda: clock() + asleep_s)

@@ -19,8 +19,8 @@ from dpmon.cli.summary import summary_lines
 from dpmon.export import history
 from dpmon.record.jsonl import as_json
 from dpmon.report import report_text
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import RunError, load_exit, load_info
+from dpmon.run.run_directory import RunError, load_exit, load_info
+from dpmon.run.run_reader import RunReader
 from dpmon.store.drain import Drain
 from dpmon.store.opened import can_be_opened
 
@@ -95,7 +95,13 @@ def test_a_run_with_randomly_damaged_files_can_be_read(whole: Path, tmp_path: Pa
             for record in history(directory):
                 as_json(record)
             reader = RunReader(directory)
-            reader.stage(), reader.exit(), reader.activities(), reader.command_alive(), reader.pending()
+            (
+                reader.startup_stage(),
+                reader.exit_info(),
+                reader.activities(),
+                reader.command_alive(),
+                reader.has_pending_request(),
+            )
             reader.close()
             assert summary_lines(directory, load_exit(directory))
             assert report_text(directory)

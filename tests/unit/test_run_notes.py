@@ -9,8 +9,15 @@ import pytest
 from test_cli_progress import NOW_NS, fake_reader, still
 
 from dpmon.cli.lines import ProgressLines
-from dpmon.run.activities import newest_stage, stages
-from dpmon.run.notes import Note, WarningsLog, clean_traceback_line, every_uncaught, parse_notes, traceback_line
+from dpmon.run.activities import current_startup_stage, read_startup_stages
+from dpmon.run.process_notes import (
+    Note,
+    WarningsLog,
+    clean_traceback_line,
+    parse_notes,
+    read_uncaught_exceptions,
+    traceback_line,
+)
 
 __all__ = ["still"]
 DAMAGE = {
@@ -30,11 +37,11 @@ def test_a_line_that_is_no_note_hides_no_other(tmp_path: Path, damage: str) -> N
     for name in ("stages.log", "endings.log", "warnings.log"):
         (tmp_path / name).write_text(lines)
     assert [(note.pid, note.text) for note in parse_notes(lines.encode())] == [(7, "First {}"), (8, "Second {}")]
-    assert [(one.pid, one.kind) for one in every_uncaught(tmp_path)] == [(7, "First"), (8, "Second")]
-    assert {pid: text for pid, (text, _) in stages(tmp_path).items()} == {7: "First {}", 8: "Second {}"}
-    assert WarningsLog(tmp_path).new() == ["First {}", "Second {}"]
+    assert [(one.pid, one.kind) for one in read_uncaught_exceptions(tmp_path)] == [(7, "First"), (8, "Second")]
+    assert {pid: text for pid, (text, _) in read_startup_stages(tmp_path).items()} == {7: "First {}", 8: "Second {}"}
+    assert WarningsLog(tmp_path).read_new() == ["First {}", "Second {}"]
     reader = fake_reader(tmp_path)
-    reader.stage = lambda: newest_stage(stages(tmp_path))
+    reader.stage = lambda: current_startup_stage(read_startup_stages(tmp_path))
     assert ProgressLines(reader).line() == "starting: Second {}"
 
 
@@ -48,10 +55,10 @@ def test_a_warning_behind_a_line_without_end_is_still_passed_on(tmp_path: Path) 
     log = WarningsLog(tmp_path)
     (tmp_path / "warnings.log").write_bytes(b"x" * (1 << 18))
     for _ in range(8):
-        assert log.new() == []
+        assert log.read_new() == []
     with open(tmp_path / "warnings.log", "ab") as file:
         file.write(f"\n{os.getpid()} 5 heard\n".encode())
-    assert log.new() == ["heard"]
+    assert log.read_new() == ["heard"]
 
 
 @pytest.mark.parametrize(

@@ -167,5 +167,5 @@ def test_stages_of_the_time_before_the_first_batch(player: Player) -> None:
 
 
 def test_a_playback_accepts_no_requests(player: Player) -> None:
-    assert (player.request_mode("dp"), player.request_pause(True), player.pending()) == (0, 0, False)
+    assert (player.request_mode("dp"), player.request_pause(True), player.has_pending_request()) == (0, 0, False)
     assert player.pause_refusal()

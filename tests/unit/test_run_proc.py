@@ -37,26 +37,26 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_process_and_its_name_full_of_traps(sleeper: subprocess.Popen[bytes]) -> None:
-    found = proc.read(sleeper.pid)
+    found = proc.read_process(sleeper.pid)
     assert found is not None
     assert (found.pid, found.parent, found.session) == (sleeper.pid, os.getpid(), os.getsid(0))
-    assert not found.dead
-    assert proc.alive(sleeper.pid, found.started)
-    assert not proc.alive(sleeper.pid, found.started - 1)
+    assert not found.is_dead
+    assert proc.is_alive(sleeper.pid, found.started)
+    assert not proc.is_alive(sleeper.pid, found.started - 1)
 
 
 def test_a_zombie_is_dead_and_tells_how(sleeper: subprocess.Popen[bytes]) -> None:
-    since = proc.started(sleeper.pid)
-    assert proc.status_of_dead(sleeper.pid, since) is None
+    since = proc.start_time_s(sleeper.pid)
+    assert proc.unreaped_wait_status(sleeper.pid, since) is None
     sleeper.kill()
-    wait_for(lambda: not proc.alive(sleeper.pid, since))
-    assert proc.read(sleeper.pid) is not None, "it is not reaped yet"
-    status = proc.status_of_dead(sleeper.pid, since)
+    wait_for(lambda: not proc.is_alive(sleeper.pid, since))
+    assert proc.read_process(sleeper.pid) is not None, "it is not reaped yet"
+    status = proc.unreaped_wait_status(sleeper.pid, since)
     assert status is not None
     assert os.waitstatus_to_exitcode(status) == -9
     sleeper.wait()
-    assert proc.read(sleeper.pid) is None
-    assert proc.started(sleeper.pid) is None
+    assert proc.read_process(sleeper.pid) is None
+    assert proc.start_time_s(sleeper.pid) is None
 
 
 def test_the_tree_holds_children_in_other_sessions(tmp_path: object) -> None:
@@ -65,15 +65,15 @@ def test_the_tree_holds_children_in_other_sessions(tmp_path: object) -> None:
         file.write(CHAIN)
     root = subprocess.Popen([sys.executable, path, "3", path], stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        members = wait_for(lambda: found if len(found := proc.tree(root.pid)) == 4 else None)
+        members = wait_for(lambda: found if len(found := proc.process_tree(root.pid)) == 4 else None)
         assert members is not None
         assert len({member.session for member in members.values()}) == 2
         assert os.getpid() not in members
     finally:
-        for pid in proc.tree(root.pid):
+        for pid in proc.process_tree(root.pid):
             os.kill(pid, 9)
         root.wait()
-    wait_for(lambda: not proc.tree(root.pid))  # a killed process is there until the system has taken it apart
+    wait_for(lambda: not proc.process_tree(root.pid))  # a killed process is there until the system has taken it apart
 
 
 def test_this_boot_has_a_name() -> None:

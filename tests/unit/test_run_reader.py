@@ -18,10 +18,10 @@ from kept import draft
 from dpmon.cli.main import main
 from dpmon.record.span_format import DOING
 from dpmon.run import proc
-from dpmon.run.mirrored import STATE_FILE, Machines, by_word
-from dpmon.run.reader import PauseState, RunReader
-from dpmon.run.rundir import ExitInfo, RunInfo, save
-from dpmon.run.runs import create_run
+from dpmon.run.mirror_state import STATE_FILE, MirrorState, activities_by_word
+from dpmon.run.run_directory import ExitInfo, RunInfo, write_info
+from dpmon.run.run_reader import PauseState, RunReader
+from dpmon.run.run_registry import create_run
 from dpmon.span_ring import HeaderWord, SpanRing
 from dpmon.supervise.spawn import last_sign
 
@@ -31,7 +31,7 @@ START = 1_000_000_000
 @pytest.fixture
 def run(state: Path) -> tuple[Path, RunInfo]:
     """A run's directory whose command is this process."""
-    us = {"command_pid": os.getpid(), "command_started": proc.started(os.getpid()), "boot_id": proc.boot_id()}
+    us = {"command_pid": os.getpid(), "command_started": proc.start_time_s(os.getpid()), "boot_id": proc.boot_id()}
     return create_run(draft(start_ns=START, **us))
 
 
@@ -71,15 +71,15 @@ class Process:
 
 def test_a_request_is_pending_until_every_process_has_acted(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     assert reader.request_mode("single") == 0
-    assert not reader.pending()
+    assert not reader.has_pending_request()
     one, two = Process(run[0], 0), Process(run[0], 1)
     assert reader.request_mode("single") == 2
-    assert reader.pending()
+    assert reader.has_pending_request()
     for writer in (one, two):
         assert writer.asked() == (2, 0)
-        assert reader.pending()
+        assert reader.has_pending_request()
         writer.answer(2)
-    assert not reader.pending()
+    assert not reader.has_pending_request()
     with pytest.raises(ValueError, match="not in tuple"):
         reader.request_mode("fast")
 
@@ -88,28 +88,28 @@ def test_an_ended_process_is_not_waited_for(run: tuple[Path, RunInfo], reader: R
     one, two = Process(run[0], 0), Process(run[0], 1)
     reader.request_mode("dp")
     one.answer(1)
-    assert reader.pending()
+    assert reader.has_pending_request()
     two.does("ended", time.monotonic_ns())
-    assert not reader.pending()
+    assert not reader.has_pending_request()
     assert reader.request_mode("single") == 1
 
 
 def test_a_pause_holds_once_all_that_train_have_paused(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     assert reader.request_pause(True) == 0
     assert reader.pause_refusal() == "no training process is running"
-    assert reader.paused() == PauseState(False, False, None)
+    assert reader.pause_state() == PauseState(False, False, None)
     one, two = Process(run[0], 0), Process(run[0], 1)
     assert reader.request_pause(True) == 2
-    assert reader.paused() == PauseState(True, True, None)
+    assert reader.pause_state() == PauseState(True, True, None)
     for number, writer in enumerate((one, two), 1):
         writer.does("paused", number * 1000)
         writer.answer(0)
-    assert reader.paused() == PauseState(True, False, 2000)
+    assert reader.pause_state() == PauseState(True, False, 2000)
     assert reader.request_pause(False) == 2
-    assert reader.paused() == PauseState(False, True, 2000)
+    assert reader.pause_state() == PauseState(False, True, 2000)
     for writer in (one, two):
         writer.does("ended", 3000)
-    assert reader.paused() == PauseState(False, False, None)
+    assert reader.pause_state() == PauseState(False, False, None)
 
 
 def test_ranks_are_not_asked_to_pause(run: tuple[Path, RunInfo], reader: RunReader) -> None:
@@ -121,14 +121,14 @@ def test_ranks_are_not_asked_to_pause(run: tuple[Path, RunInfo], reader: RunRead
 
 def test_activities_and_stages(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     assert reader.activities() == {}
-    assert reader.stage() is None
+    assert reader.startup_stage() is None
     path = run[0] / "stages.log"
     path.write_text("12 1000 importing torch\n12 2000 torch imp")
-    assert reader.stage() == ("importing torch", 1000)
+    assert reader.startup_stage() == ("importing torch", 1000)
     path.write_text("12 1000 importing torch\n12 2000 torch imported\n")
-    assert reader.stage() == ("torch imported", 2000)
+    assert reader.startup_stage() == ("torch imported", 2000)
     path.write_bytes(b"\xff\n" * 10_000 + b"no line of ours\n")
-    assert reader.stage() is None
+    assert reader.startup_stage() is None
 
 
 @pytest.mark.parametrize("what", sorted({*DOING.values(), "ended"}))
@@ -152,9 +152,9 @@ def test_a_killed_process_counts_as_ended(run: tuple[Path, RunInfo], reader: Run
 
 
 def test_the_end_is_read_from_the_file(run: tuple[Path, RunInfo], reader: RunReader) -> None:
-    assert reader.exit() is None
-    save(run[0], ExitInfo(137, "SIGKILL", 1.0, 2, 2.5, "supervisor"))
-    found = reader.exit()
+    assert reader.exit_info() is None
+    write_info(run[0], ExitInfo(137, "SIGKILL", 1.0, 2, 2.5, "supervisor"))
+    found = reader.exit_info()
     assert found is not None
     assert (found.status, found.signal, found.seconds) == (137, "SIGKILL", 2.5)
 
@@ -167,7 +167,7 @@ def test_whether_the_command_lives(run: tuple[Path, RunInfo], reader: RunReader)
         ({"boot_id": "another boot"}, False),
         ({"command_pid": None}, None),
     ):
-        save(directory, replace(info, **change))
+        write_info(directory, replace(info, **change))
         other = RunReader(directory)
         assert other.command_alive() is expected
         other.close()
@@ -175,7 +175,7 @@ def test_whether_the_command_lives(run: tuple[Path, RunInfo], reader: RunReader)
 
 def test_run_json_is_read_again_when_it_was_replaced(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     directory, info = run
-    save(directory, replace(info, command_pid=4))
+    write_info(directory, replace(info, command_pid=4))
     assert reader.refresh().command_pid == 4
     (directory / "run.json").write_text("{")
     assert reader.refresh().command_pid == 4
@@ -205,7 +205,7 @@ def test_descriptors_are_given_back(run: tuple[Path, RunInfo]) -> None:
     for _ in range(20):
         reader = RunReader(run[0])
         assert reader.activities()
-        assert reader.exit() is None
+        assert reader.exit_info() is None
         reader.close()
     assert len(os.listdir("/proc/self/fd")) <= before
 
@@ -215,7 +215,7 @@ def test_ls_says_paused_while_every_process_that_trains_is(
 ) -> None:
     directory, info = run
     pid = os.getpid()
-    save(directory, replace(info, supervisor_pid=pid, supervisor_started=proc.started(pid)))
+    write_info(directory, replace(info, supervisor_pid=pid, supervisor_started=proc.start_time_s(pid)))
 
     def state() -> str:
         assert main(["ls", "--json"]) == 0
@@ -235,10 +235,10 @@ def test_ls_says_paused_while_every_process_that_trains_is(
 
 
 def test_what_the_processes_of_a_mirror_do_is_what_it_wrote_last(tmp_path: Path) -> None:
-    machines, path = Machines(tmp_path, 5), tmp_path / STATE_FILE
+    machines, path = MirrorState(tmp_path, 5), tmp_path / STATE_FILE
     assert machines.activities() == {}
     for at, doing in enumerate(({3: ("data", 7)}, {3: ("backward", 9), 4: ("ended", 0)}, {})):
-        path.write_text(json.dumps({"doing": by_word(doing)}))
+        path.write_text(json.dumps({"doing": activities_by_word(doing)}))
         os.utime(path, ns=(at, at + 1))
         for _ in range(2):
             assert machines.state["doing"] == {word: {str(n): since} for n, (word, since) in doing.items()}

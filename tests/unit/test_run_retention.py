@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 
 from dpmon.run import proc, retention
-from dpmon.run.condition import SILENT_S, exit_info, take_lock
-from dpmon.run.retention import Limits, keep, limits, prune_runs, remove
-from dpmon.run.rundir import RunError, RunInfo, load_info, save
-from dpmon.run.runs import create_run, list_runs
+from dpmon.run.lifecycle import SILENT_S, exit_info, take_lock
+from dpmon.run.retention import Limits, delete_run, limits, prune_runs, set_protected
+from dpmon.run.run_directory import RunError, RunInfo, load_info, write_info
+from dpmon.run.run_registry import create_run, list_runs
 
 
 def a_run(number: int, size: int = 0, pid: int | None = None, started: float | None = None) -> Path:
     when = 1000.0 + number if started is None else started
     info = RunInfo("", f"n{number}", ("c",), "s", "/", None, when, 0, proc.boot_id(), False)
-    info = RunInfo(**{**info.__dict__, "command_pid": pid, "command_started": pid and proc.started(pid)})
+    info = RunInfo(**{**info.__dict__, "command_pid": pid, "command_started": pid and proc.start_time_s(pid)})
     directory, _ = create_run(info)
     (directory / "output.log").write_bytes(b"x" * size)
-    save(directory, exit_info(info, 0, "supervisor"))
+    write_info(directory, exit_info(info, 0, "supervisor"))
     return directory
 
 
@@ -63,7 +63,7 @@ def test_one_large_run_does_not_cost_all_the_others() -> None:
     large = a_run(4, size=3_000_000)
     small += [a_run(number, size=5_000) for number in range(5, 12)]
     limit = Limits(100, 2_000_000)
-    assert limit.share == 20_000
+    assert limit.bytes_per_run == 20_000
     assert prune_runs(limit, small[-1]) == [large]
     larger = a_run(12, size=3_000_000)
     assert prune_runs(limit, larger) == []
@@ -80,13 +80,13 @@ def test_running_kept_and_current_ones_stay(sleeper: int) -> None:
     current = a_run(0)
     a_run(1, pid=sleeper)
     kept, started = a_run(2), a_run(3)
-    keep(kept)
+    set_protected(kept)
     lock = take_lock(started)
     assert lock is not None
     gone = a_run(4)
     assert prune_runs(Limits(0, 0), current) == [gone]
     os.close(lock)
-    keep(kept, False)
+    set_protected(kept, False)
     assert prune_runs(Limits(0, 0), current) == [kept, started]
     assert names() == ["n0", "n1"]
 
@@ -97,7 +97,7 @@ def test_a_run_that_is_about_to_start_stays() -> None:
     (young / "exit.json").unlink()  # made a moment ago: no supervisor yet, and no lock
     assert prune_runs(Limits(0, 0), current) == []
     with pytest.raises(RunError, match="is being started"):
-        remove(young, load_info(young))
+        delete_run(young, load_info(young))
 
 
 @pytest.mark.usefixtures("state")
@@ -105,10 +105,13 @@ def test_a_run_is_removed_once_its_supervisor_has_finished(monkeypatch: pytest.M
     """After the end is recorded, the supervisor still stops its threads and deletes old runs."""
     run, active = a_run(0), a_run(1)
     for directory in (run, active):
-        save(directory, replace(load_info(directory), supervisor_pid=sleeper, supervisor_started=proc.started(sleeper)))
+        write_info(
+            directory,
+            replace(load_info(directory), supervisor_pid=sleeper, supervisor_started=proc.start_time_s(sleeper)),
+        )
     monkeypatch.setattr(retention, "_FINISHING_S", 0.0)
     with pytest.raises(RunError, match="is running"):
-        remove(active, load_info(active))
+        delete_run(active, load_info(active))
     monkeypatch.setattr(retention, "_FINISHING_S", 60.0)
     waits = []
 
@@ -117,7 +120,7 @@ def test_a_run_is_removed_once_its_supervisor_has_finished(monkeypatch: pytest.M
         os.kill(sleeper, signal.SIGKILL)
 
     monkeypatch.setattr(retention.time, "sleep", leaves)
-    remove(run, load_info(run))
+    delete_run(run, load_info(run))
     assert waits
     assert not run.exists()
 
@@ -128,12 +131,12 @@ def test_a_mirror_that_goes_on_is_not_to_be_stopped_with_its_runs(
 ) -> None:
     """`dpmon stop` would end the training on all machines."""
     directory = a_run(1)
-    started = proc.started(sleeper)
+    started = proc.start_time_s(sleeper)
     info = replace(load_info(directory), nodes=("gpu-1",), supervisor_pid=sleeper, supervisor_started=started)
-    save(directory, info)
+    write_info(directory, info)
     monkeypatch.setattr(retention, "_FINISHING_S", 0.0)
     with pytest.raises(RunError, match=f"mirrors other runs; kill {sleeper} ends the mirror, not the training"):
-        remove(directory, info)
+        delete_run(directory, info)
     assert directory.is_dir()
 
 
@@ -142,10 +145,10 @@ def test_a_run_of_another_machine_stays() -> None:
     current, other = a_run(0), a_run(1)
     ended = (other / "exit.json").read_text()
     (other / "exit.json").unlink()
-    save(other, replace(load_info(other), host="elsewhere", boot_id="another", command_pid=1, supervisor_pid=1))
+    write_info(other, replace(load_info(other), host="elsewhere", boot_id="another", command_pid=1, supervisor_pid=1))
     assert prune_runs(Limits(0, 0), current) == []
     with pytest.raises(RunError, match="on another machine"):
-        remove(other, load_info(other))
+        delete_run(other, load_info(other))
     (other / "exit.json").write_text(ended)
     assert prune_runs(Limits(0, 0), current) == [other]
 
@@ -154,7 +157,7 @@ def test_a_run_of_another_machine_stays() -> None:
 def test_a_run_that_another_machine_left_days_ago_is_deleted() -> None:
     current, other = a_run(0), a_run(1)
     (other / "exit.json").unlink()
-    save(other, replace(load_info(other), host="elsewhere", boot_id="another", command_pid=1, supervisor_pid=1))
+    write_info(other, replace(load_info(other), host="elsewhere", boot_id="another", command_pid=1, supervisor_pid=1))
     long_ago = time.time() - 2 * SILENT_S
     for path in other.iterdir():
         os.utime(path, (long_ago, long_ago))

@@ -14,9 +14,17 @@ from pathlib import Path
 import pytest
 from kept import draft
 
-from dpmon.run import runs
-from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info, save
-from dpmon.run.runs import create_run, find_run, list_runs, newest_run, runs_directory, short_name, stand_ins
+from dpmon.run import run_registry
+from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_exit, load_info, write_info
+from dpmon.run.run_registry import (
+    create_run,
+    fallback_directories,
+    find_run,
+    list_runs,
+    newest_run,
+    runs_directory,
+    short_name,
+)
 
 
 def test_a_saved_run_is_read_back_unchanged(state: Path) -> None:
@@ -25,14 +33,14 @@ def test_a_saved_run_is_read_back_unchanged(state: Path) -> None:
     assert directory.name == info.id
     how = ExitInfo(137, "SIGKILL", 1.5, 10**12, 3.25, "supervisor")
     assert load_exit(directory) is None
-    save(directory, how)
+    write_info(directory, how)
     assert load_exit(directory) == how
     assert sorted(path.name for path in directory.iterdir()) == ["exit.json", "run.json"]
 
 
 @pytest.fixture(autouse=True)
 def _leave_no_run_in_var(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "LASTING", str(tmp_path / "no-var"))
+    monkeypatch.setattr(run_registry, "LASTING", str(tmp_path / "no-var"))
 
 
 def test_a_relative_temporary_directory_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +121,7 @@ def test_a_linked_run_json_is_refused(state: Path, tmp_path: Path) -> None:
 def test_a_foreign_owner_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, _ = create_run(draft())
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    monkeypatch.setattr(runs, "stand_ins", list)  # files created there would be left behind
+    monkeypatch.setattr(run_registry, "stand_ins", list)  # files created there would be left behind
     with pytest.raises(RunError, match="another user"):
         load_info(directory)
     with pytest.raises(RunError, match="another user"):
@@ -150,7 +158,7 @@ def test_every_member_is_checked_for_its_type(state: Path, member: str, value: o
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "1e300"])
 def test_numbers_out_of_range_are_damage(state: Path, number: str) -> None:
     directory, _ = create_run(draft())
-    save(directory, ExitInfo(0, None, 1.7e9, 5, 5.0, "supervisor"))
+    write_info(directory, ExitInfo(0, None, 1.7e9, 5, 5.0, "supervisor"))
     assert load_exit(directory) is not None
     for name, member in (("run.json", "started_unix"), ("exit.json", "seconds")):
         path = directory / name
@@ -204,10 +212,10 @@ def test_a_temporary_directory_that_is_not_there_is_not_made(tmp_path: Path, mon
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(runs, "SHARED_MEMORY", str(tmp_path / "no-memory"))
+    monkeypatch.setattr(run_registry, "SHARED_MEMORY", str(tmp_path / "no-memory"))
     for name in ("missing", "file", "link", "missing/deeper"):
         monkeypatch.setenv("TMPDIR", str(tmp_path / name))
-        assert stand_ins()[1].is_relative_to(tmp_path / name)
+        assert fallback_directories()[1].is_relative_to(tmp_path / name)
         with pytest.raises(RunError, match="no run can be kept"):
             create_run(draft())
     assert sorted(os.listdir(tmp_path)) == ["file", "link"]
@@ -230,9 +238,9 @@ def test_only_the_user_can_read_what_is_made_in_a_temporary_directory(
 
 def mounted_as(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the mount of `tmp_path` have another type, as far as dpmon knows."""
-    mounts = runs.MOUNTS.read_text().replace(f" - {runs.file_system(tmp_path)} ", f" - {kind} ")
+    mounts = run_registry.MOUNTS.read_text().replace(f" - {run_registry.file_system(tmp_path)} ", f" - {kind} ")
     (tmp_path / "mountinfo").write_text(mounts)
-    monkeypatch.setattr(runs, "MOUNTS", tmp_path / "mountinfo")
+    monkeypatch.setattr(run_registry, "MOUNTS", tmp_path / "mountinfo")
 
 
 @pytest.mark.parametrize(
@@ -242,22 +250,22 @@ def mounted_as(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_type_of_a_file_system_is_that_of_its_mount(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, shared: bool
 ) -> None:
-    assert runs.file_system(Path("/proc/self")) == "proc"
-    assert runs.file_system(Path("/proc/missing/too")) == "proc"
+    assert run_registry.file_system(Path("/proc/self")) == "proc"
+    assert run_registry.file_system(Path("/proc/missing/too")) == "proc"
     mounted_as(kind, tmp_path, monkeypatch)
     for place in (tmp_path, tmp_path / "missing" / "too", tmp_path / "mountinfo"):
-        assert runs.file_system(place) == kind
-        assert runs.network_file_system(place) == (kind if shared else None)
-    assert runs.file_system(Path("/proc")) == "proc"
-    monkeypatch.setattr(runs, "MOUNTS", tmp_path / "missing")
-    assert runs.file_system(tmp_path) is None
+        assert run_registry.file_system(place) == kind
+        assert run_registry.network_file_system(place) == (kind if shared else None)
+    assert run_registry.file_system(Path("/proc")) == "proc"
+    monkeypatch.setattr(run_registry, "MOUNTS", tmp_path / "missing")
+    assert run_registry.file_system(tmp_path) is None
 
 
 def as_nfs(monkeypatch: pytest.MonkeyPatch, *places: Path) -> None:
     def kind_of(place: Path) -> str:
         return "nfs4" if any(place.is_relative_to(one) for one in places) else "ext4"
 
-    monkeypatch.setattr(runs, "file_system", kind_of)
+    monkeypatch.setattr(run_registry, "file_system", kind_of)
 
 
 def test_a_run_is_not_kept_on_a_network_file_system(
@@ -267,10 +275,10 @@ def test_a_run_is_not_kept_on_a_network_file_system(
     as_nfs(monkeypatch, state)
     for name in ("var", "tmp"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(runs, "LASTING", str(tmp_path / "var"))
+    monkeypatch.setattr(run_registry, "LASTING", str(tmp_path / "var"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     directory, info = create_run(draft())
-    assert directory.parent == stand_ins()[0]
+    assert directory.parent == fallback_directories()[0]
     assert directory.is_relative_to(tmp_path / "var")
     assert mode(directory.parent.parent) == 0o700
     assert info.options["elsewhere"] == (
@@ -301,8 +309,8 @@ def test_a_directory_of_another_user_is_not_used(tmp_path: Path, monkeypatch: py
     (tmp_path / "theirs").mkdir(mode=0o755)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setattr(runs, "SHARED_MEMORY", str(tmp_path / "no-memory"))
-    ours = stand_ins()[1].parent
+    monkeypatch.setattr(run_registry, "SHARED_MEMORY", str(tmp_path / "no-memory"))
+    ours = fallback_directories()[1].parent
     if trap == "link":
         ours.symlink_to(tmp_path / "theirs")
     elif trap == "file":

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from running import wait_for
 
-from dpmon.run import proc, signalling
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import RunError, RunInfo, save
-from dpmon.run.runs import create_run
-from dpmon.run.signalling import NOTHING_RUNS, stop_run
+from dpmon.run import proc, run_signals
+from dpmon.run.run_directory import RunError, RunInfo, write_info
+from dpmon.run.run_reader import RunReader
+from dpmon.run.run_registry import create_run
+from dpmon.run.run_signals import NOTHING_RUNS, stop_run
 from dpmon.supervise.guard import Guard
 
 SLEEPER = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
@@ -54,7 +54,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
 
 
 def own(process: subprocess.Popen[bytes]) -> proc.ProcessEntry:
-    found = proc.read(process.pid)
+    found = proc.read_process(process.pid)
     assert found is not None
     return found
 
@@ -68,12 +68,12 @@ def test_numbers_that_no_command_has(
     run: tuple[Path, RunInfo], sent: list[object], number: int, since: float | str | None
 ) -> None:
     directory, info = run
-    start = proc.started(number) if since == "its own" else since
+    start = proc.start_time_s(number) if since == "its own" else since
     info = replace(info, command_pid=number, command_started=start)  # type: ignore[arg-type]
     if number < 10**4300:
-        save(directory, info)
-    assert signalling.command_of(directory, info) is None
-    assert signalling.find_members(directory, info, over=False) == {}
+        write_info(directory, info)
+    assert run_signals.find_run_command(directory, info) is None
+    assert run_signals.find_members(directory, info, over=False) == {}
     if 1 << 63 <= number < 10**4300:
         with pytest.raises(RunError):  # a run.json that cannot be read
             list(stop_run(directory))
@@ -84,9 +84,9 @@ def test_numbers_that_no_command_has(
 
 @pytest.mark.parametrize("number", [-1, 0, 1])
 def test_numbers_that_mean_more_than_one_process_are_never_sent_to(sent: list[object], number: int) -> None:
-    everybody = proc.ProcessEntry(number, "S", 0, number, number, proc.started(number) or 0.0, None)
-    assert not signalling.send(everybody, signal.SIGTERM)
-    assert not signalling.send(everybody, signal.SIGTERM, group=True)
+    everybody = proc.ProcessEntry(number, "S", 0, number, number, proc.start_time_s(number) or 0.0, None)
+    assert not run_signals.send_signal(everybody, signal.SIGTERM)
+    assert not run_signals.send_signal(everybody, signal.SIGTERM, group=True)
     assert sent == []
 
 
@@ -94,12 +94,12 @@ def test_another_start_is_another_process(one: subprocess.Popen[bytes]) -> None:
     found = own(one)
     tick = 1 / os.sysconf("SC_CLK_TCK")
     for other in (found.started - tick, found.started + tick, found.started + 1e6):
-        assert not signalling.send(replace(found, started=other), signal.SIGKILL)
-        assert not signalling.send(replace(found, started=other), signal.SIGKILL, group=True)
+        assert not run_signals.send_signal(replace(found, started=other), signal.SIGKILL)
+        assert not run_signals.send_signal(replace(found, started=other), signal.SIGKILL, group=True)
     assert one.poll() is None
-    assert signalling.send(found, signal.SIGKILL)
+    assert run_signals.send_signal(found, signal.SIGKILL)
     assert one.wait() == -signal.SIGKILL
-    assert not signalling.send(found, signal.SIGKILL)
+    assert not run_signals.send_signal(found, signal.SIGKILL)
 
 
 def test_a_group_is_signalled_only_through_its_leader() -> None:
@@ -107,8 +107,8 @@ def test_a_group_is_signalled_only_through_its_leader() -> None:
     member = sleeper(preexec_fn=lambda: os.setpgid(0, leader.pid))
     try:
         assert own(member).group == leader.pid
-        assert not signalling.send(own(member), signal.SIGKILL, group=True)
-        assert signalling.send(own(leader), signal.SIGTERM, group=True)
+        assert not run_signals.send_signal(own(member), signal.SIGKILL, group=True)
+        assert run_signals.send_signal(own(leader), signal.SIGTERM, group=True)
         assert leader.wait() == member.wait() == -signal.SIGTERM
     finally:
         for process in (leader, member):
@@ -125,9 +125,9 @@ def test_older_kernels(one: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(*((os, "pidfd_open") if missing == "pidfd" else (signal, "pidfd_send_signal")), refused)
     found = own(one)
-    assert not signalling.send(replace(found, started=1.0), signal.SIGKILL, group=True)
+    assert not run_signals.send_signal(replace(found, started=1.0), signal.SIGKILL, group=True)
     assert one.poll() is None
-    assert signalling.send(found, signal.SIGTERM, group=True)
+    assert run_signals.send_signal(found, signal.SIGTERM, group=True)
     assert one.wait() == -signal.SIGTERM
 
 
@@ -138,9 +138,9 @@ def test_the_environment_names_the_run(run: tuple[Path, RunInfo], tmp_path: Path
     values = (str(directory), str(link / directory.name), f"{directory}x", str(directory.parent), directory.name, "")
     children = [sleeper(env={"DPMON_RUN": value}) for value in values]
     try:
-        named = [signalling.is_named(child.pid, directory) for child in children]
+        named = [run_signals.belongs_to_run(child.pid, directory) for child in children]
         assert named == [True, True, False, False, False, False]
-        found = signalling.find_members(directory, info, over=True)
+        found = run_signals.find_members(directory, info, over=True)
         assert set(found) == {child.pid for child in children[:2]}
     finally:
         for child in children:
@@ -154,12 +154,12 @@ def test_the_supervisor_and_the_caller_are_no_members(
     directory, info = run
     supervisor = sleeper(env={"DPMON_RUN": str(directory)})
     try:
-        info = replace(info, supervisor_pid=supervisor.pid, supervisor_started=proc.started(supervisor.pid))
-        assert signalling.find_members(directory, info, over=False) == {}
+        info = replace(info, supervisor_pid=supervisor.pid, supervisor_started=proc.start_time_s(supervisor.pid))
+        assert run_signals.find_members(directory, info, over=False) == {}
         info = replace(info, command_pid=one.pid, command_started=own(one).started)
-        assert set(signalling.find_members(directory, info, over=False)) == {one.pid}
+        assert set(run_signals.find_members(directory, info, over=False)) == {one.pid}
         monkeypatch.setattr(os, "getpid", lambda: one.pid)
-        assert signalling.find_members(directory, info, over=False) == {}
+        assert run_signals.find_members(directory, info, over=False) == {}
     finally:
         supervisor.kill()
         supervisor.wait()
@@ -172,11 +172,11 @@ def test_the_foreground_signals_no_stranger_that_run_json_names(
     with subprocess.Popen(["true"]) as supervisor:
         supervisor.wait()
         for since in (None, own(one).started - 1, own(one).started + 0.02):
-            save(directory, replace(info, command_pid=one.pid, command_started=since))
+            write_info(directory, replace(info, command_pid=one.pid, command_started=since))
             guard = Guard(RunReader(directory), supervisor)
             for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGKILL):
                 assert not guard.send(number)
         assert one.poll() is None
-        save(directory, replace(info, command_pid=one.pid, command_started=own(one).started))
+        write_info(directory, replace(info, command_pid=one.pid, command_started=own(one).started))
         assert Guard(RunReader(directory), supervisor).send(signal.SIGTERM)
         wait_for(lambda: one.poll() == -signal.SIGTERM)

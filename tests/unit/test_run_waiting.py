@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from running import wait_for
 
-from dpmon.run.standard_input import WAITS_FILE, InputWatch, reads_input, waits_since
+from dpmon.run.stdin_terminal import WAITS_FILE, InputWaitWatcher, input_wait_start_ns, is_reading_stdin
 
 pytestmark = pytest.mark.skipif(
-    reads_input(os.getpid()) is None, reason="this kernel does not say in which system call a process is"
+    is_reading_stdin(os.getpid()) is None, reason="this kernel does not say in which system call a process is"
 )
 TWICE = "print(input(), flush=True); input()"
 SCRIPT = "print(input(), flush=True); import time; time.sleep(60)"
@@ -39,48 +39,48 @@ def answer(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_begin_and_end_of_a_read_of_standard_input_are_seen(asking: subprocess.Popen[bytes]) -> None:
-    wait_for(lambda: reads_input(asking.pid), what="the wait for a line")
+    wait_for(lambda: is_reading_stdin(asking.pid), what="the wait for a line")
     answer(asking)
-    wait_for(lambda: reads_input(asking.pid) is False, what="the end of the wait")
+    wait_for(lambda: is_reading_stdin(asking.pid) is False, what="the end of the wait")
     asking.kill()
     asking.wait()
-    assert not reads_input(asking.pid)
+    assert not is_reading_stdin(asking.pid)
 
 
 def test_the_file_is_there_while_it_waits(asking: subprocess.Popen[bytes], tmp_path: Path) -> None:
     now = time.monotonic_ns()
     (tmp_path / WAITS_FILE).write_text(f"{now} {now}")
-    assert waits_since(tmp_path) == now
-    watch = InputWatch(tmp_path, asking.pid)
-    assert waits_since(tmp_path) is None, "what a supervisor that was killed has left"
-    wait_for(lambda: reads_input(asking.pid), what="the wait for a line")
+    assert input_wait_start_ns(tmp_path) == now
+    watch = InputWaitWatcher(tmp_path, asking.pid)
+    assert input_wait_start_ns(tmp_path) is None, "what a supervisor that was killed has left"
+    wait_for(lambda: is_reading_stdin(asking.pid), what="the wait for a line")
     before = time.monotonic_ns()
-    watch.look(100.0)
-    since = waits_since(tmp_path)
+    watch.poll(100.0)
+    since = input_wait_start_ns(tmp_path)
     assert since is not None
     assert before <= since <= time.monotonic_ns()
-    watch.look(101.5)
-    assert waits_since(tmp_path) == since, "it still waits, since then"
+    watch.poll(101.5)
+    assert input_wait_start_ns(tmp_path) == since, "it still waits, since then"
     answer(asking)
-    wait_for(lambda: reads_input(asking.pid) is False, what="the end of the wait")
-    watch.look(101.52)
-    assert waits_since(tmp_path) == since, "not checked again at once"
-    watch.look(103.0)
-    assert waits_since(tmp_path) is None
+    wait_for(lambda: is_reading_stdin(asking.pid) is False, what="the end of the wait")
+    watch.poll(101.52)
+    assert input_wait_start_ns(tmp_path) == since, "not checked again at once"
+    watch.poll(103.0)
+    assert input_wait_start_ns(tmp_path) is None
 
 
 def test_a_new_wait_is_not_taken_for_the_previous_one(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TWICE]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as asking:
-        watch = InputWatch(tmp_path, asking.pid)
-        wait_for(lambda: reads_input(asking.pid), what="the wait for a line")
-        watch.look(100.0)
-        first = waits_since(tmp_path)
+        watch = InputWaitWatcher(tmp_path, asking.pid)
+        wait_for(lambda: is_reading_stdin(asking.pid), what="the wait for a line")
+        watch.poll(100.0)
+        first = input_wait_start_ns(tmp_path)
         answer(asking)
         answered = time.monotonic_ns()
-        wait_for(lambda: reads_input(asking.pid), what="the wait for another")
-        watch.look(101.0)
-        second = waits_since(tmp_path)
+        wait_for(lambda: is_reading_stdin(asking.pid), what="the wait for another")
+        watch.poll(101.0)
+        second = input_wait_start_ns(tmp_path)
         asking.kill()
     assert first is not None
     assert second is not None
@@ -96,30 +96,30 @@ def test_an_old_note_of_a_wait_expires(tmp_path: Path) -> None:
         (now, now - second, None),
     ):
         (tmp_path / WAITS_FILE).write_text(f"{since} {seen}")
-        assert waits_since(tmp_path) == expected
+        assert input_wait_start_ns(tmp_path) == expected
 
 
 @pytest.mark.parametrize("text", ["", "-3", "1e5 1e5", "since yesterday", "12", "1 2 3"])
 def test_nonsense_in_the_file_is_no_wait(tmp_path: Path, text: str) -> None:
     (tmp_path / WAITS_FILE).write_text(text)
-    assert waits_since(tmp_path) is None
+    assert input_wait_start_ns(tmp_path) is None
 
 
 def test_a_wait_is_reported_once_at_its_end_unless_it_was_short(
     asking: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[int, int]] = []
-    watch = InputWatch(tmp_path, asking.pid, lambda since, seen: told.append((since, seen)))
-    wait_for(lambda: reads_input(asking.pid), what="the wait for a line")
+    watch = InputWaitWatcher(tmp_path, asking.pid, lambda since, seen: told.append((since, seen)))
+    wait_for(lambda: is_reading_stdin(asking.pid), what="the wait for a line")
     clock = iter(range(10**9, 10**11, 10**9))
-    monkeypatch.setattr("dpmon.run.standard_input.time.monotonic_ns", lambda: next(clock))
+    monkeypatch.setattr("dpmon.run.stdin_terminal.time.monotonic_ns", lambda: next(clock))
     for now in (100.0, 101.0, 101.1, 102.0):
-        watch.look(now)
+        watch.poll(now)
     assert told == []
     answer(asking)
-    wait_for(lambda: reads_input(asking.pid) is False, what="the end of the wait")
-    watch.look(103.0)
-    watch.look(104.0)
+    wait_for(lambda: is_reading_stdin(asking.pid) is False, what="the end of the wait")
+    watch.poll(103.0)
+    watch.poll(104.0)
     watch.close()
     assert told == [(10**9, 45 * 10**8)], (
         "once; the end is halfway between the last check that saw the wait and the next one"
@@ -130,12 +130,12 @@ def test_a_short_wait_is_not_reported_but_one_cut_off_by_the_end_is(
     asking: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[int, int]] = []
-    wait_for(lambda: reads_input(asking.pid), what="the wait for a line")
+    wait_for(lambda: is_reading_stdin(asking.pid), what="the wait for a line")
     for step, expected in ((10**8, []), (10**9, [(10**9, 2 * 10**9)])):
         clock = iter((10**9, 10**9 + step))
-        monkeypatch.setattr("dpmon.run.standard_input.time.monotonic_ns", lambda clock=clock: next(clock))
-        watch = InputWatch(tmp_path, asking.pid, lambda since, seen: told.append((since, seen)))
-        watch.look(100.0)
-        watch.look(101.0)
+        monkeypatch.setattr("dpmon.run.stdin_terminal.time.monotonic_ns", lambda clock=clock: next(clock))
+        watch = InputWaitWatcher(tmp_path, asking.pid, lambda since, seen: told.append((since, seen)))
+        watch.poll(100.0)
+        watch.poll(101.0)
         watch.close()
         assert told == expected

@@ -14,7 +14,7 @@ import pytest
 
 from dpmon.record.schema import SECOND
 from dpmon.run import proc
-from dpmon.run.rundir import RunInfo, mark_stop
+from dpmon.run.run_directory import RunInfo, record_stop_request
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import HeaderWord, SpanRing
 from dpmon.stalls import answer, processes
@@ -98,7 +98,7 @@ def test_what_the_ranks_do_after_a_stop_ends_no_stall(tmp_path: Path, monkeypatc
     for at in range(20):
         run.look(at)
     assert run.texts() == [(1.0, None, TEXT)]
-    mark_stop(tmp_path)
+    record_stop_request(tmp_path)
     for moved in ({"since_ns": START + 20 * SECOND}, {"doing": "ended", "raised": "KeyboardInterrupt (train.py:4)"}):
         run.ranks = [STUCK._replace(**moved), STUCK._replace(pid=8)]  # type: ignore[arg-type]
         for at in range(20, 25):
@@ -266,7 +266,7 @@ def test_another_process_with_the_same_number_is_not_looked_at(tmp_path: Path, m
     SpanRing(str(tmp_path / "process-0.ring"), process=0, slots=64)
     look = RankLook(tmp_path, "")
     assert look.ranks({}, time.monotonic_ns())[0].state != "gone"
-    me = proc.read(os.getpid())
+    me = proc.read_process(os.getpid())
     assert me is not None
     monkeypatch.setattr(proc, "read", lambda pid: replace(me, started=me.started + 5))
     assert look.ranks({}, time.monotonic_ns())[0].state == "gone"

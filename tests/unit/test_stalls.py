@@ -15,7 +15,7 @@ from dpmon.record.record_types import Step
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import INNER_FRAMES, OUTER_FRAMES
 from dpmon.run import proc
-from dpmon.run.rundir import RunInfo
+from dpmon.run.run_directory import RunInfo
 from dpmon.stalls import processes, stacks
 from dpmon.stalls.answer import answer
 from dpmon.stalls.answer_lines import lines_of

@@ -26,8 +26,8 @@ from dpmon.record.record_types import Event
 from dpmon.report import health
 from dpmon.report.health import Health
 from dpmon.run import proc
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import load_exit, load_info, save
+from dpmon.run.run_directory import load_exit, load_info, write_info
+from dpmon.run.run_reader import RunReader
 from dpmon.stalls.run_state import STATES
 from dpmon.store.opened import open_store
 
@@ -46,9 +46,9 @@ def a_run(*own: Event, steps: int = 40, name: str = "linear", **about: Any) -> P
 
 def live(*own: Event, **about: Any) -> Path:
     """A run that goes on: this process plays the supervisor and the command."""
-    me = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
-    me |= {"command_pid": os.getpid(), "command_started": proc.started(os.getpid())}
-    now = {"start_ns": time.monotonic_ns() - 60 * 10**9, "started_unix": time.time() - 60, "host": proc.host()}
+    me = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
+    me |= {"command_pid": os.getpid(), "command_started": proc.start_time_s(os.getpid())}
+    now = {"start_ns": time.monotonic_ns() - 60 * 10**9, "started_unix": time.time() - 60, "host": proc.host_name()}
     return a_run(*own, status=None, boot_id=proc.boot_id(), **me, **now, **about)
 
 
@@ -183,7 +183,7 @@ def test_why_looks_at_no_process_of_this_machine_for_a_mirror(
     state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = live()
-    save(directory, replace(load_info(directory), nodes=("gpu-1",)))
+    write_info(directory, replace(load_info(directory), nodes=("gpu-1",)))
     monkeypatch.setattr("dpmon.cli.why.RankLook", None)
     monkeypatch.setattr("dpmon.cli.why.ensure_supervisor", lambda _: None)
     monkeypatch.setattr("dpmon.cli.why.asked", lambda *_, **__: None)
@@ -249,7 +249,7 @@ def test_a_wait_ends_when_the_state_is_reached_or_the_time_is_over(
         naps.append(seconds)
         end = load_exit(a_run())
         assert end is not None
-        save(directory, replace(end, status=0))
+        write_info(directory, replace(end, status=0))
 
     monkeypatch.setattr(status.time, "sleep", nap)
     assert main(["status", directory.name, "--wait", "finished", "--timeout", "60"]) == 0
@@ -285,7 +285,9 @@ def test_the_history_of_a_run_that_is_over_is_not_read_for_its_health(
 
 def test_the_time_of_a_run_elsewhere_is_that_of_its_record(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = a_run(status=None)
-    save(directory, replace(load_info(directory), boot_id="another", host="box7", start_ns=time.monotonic_ns() * 2))
+    write_info(
+        directory, replace(load_info(directory), boot_id="another", host="box7", start_ns=time.monotonic_ns() * 2)
+    )
     now, members = status.look_at(directory)
     assert (now.state, now.reason, now.status) == ("elsewhere", "it runs on box7", 3)
     assert 0 < members["t_s"] < 60
@@ -297,7 +299,7 @@ def test_the_time_of_a_run_elsewhere_is_that_of_its_record(state: Path, capsys: 
     ("about", "sentence"),
     [
         ({"host": "box7"}, "runs on another machine (box7): ask there"),
-        ({"host": proc.host(), "supervisor_pid": 1, "command_pid": 1}, "is over (lost)"),
+        ({"host": proc.host_name(), "supervisor_pid": 1, "command_pid": 1}, "is over (lost)"),
     ],
     ids=["elsewhere", "lost"],
 )
@@ -308,7 +310,7 @@ def test_why_looks_at_no_process_that_has_only_the_number_of_the_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     directory = a_run(STALL, status=None)
-    save(directory, replace(load_info(directory), boot_id="another", **about))
+    write_info(directory, replace(load_info(directory), boot_id="another", **about))
     monkeypatch.setattr("dpmon.cli.why.RankLook", None)
     monkeypatch.setattr("dpmon.cli.why.asked", None)
     assert main(["why", directory.name]) == 0
@@ -391,7 +393,7 @@ def test_without_its_mirror_nothing_is_known_of_a_run_on_several_machines(
     state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = live(nodes=("gpu-1", "gpu-2"))
-    save(directory, replace(load_info(directory), supervisor_pid=None, command_pid=None))
+    write_info(directory, replace(load_info(directory), supervisor_pid=None, command_pid=None))
     assert main(["status", directory.name]) == 3
     said = capsys.readouterr().out
     assert "quiet: its mirror has gone: what its machines do is not known here, but they record it" in said

@@ -24,7 +24,7 @@ from dpmon.record.record_specs import COLUMNS, RECORDS
 from dpmon.record.record_types import Collective, Operation, Record, Sampled
 from dpmon.record.shared_names import Unended
 from dpmon.record.span_format import Kind
-from dpmon.run.rundir import load_info
+from dpmon.run.run_directory import load_info
 from dpmon.span_ring import SpanRing
 from dpmon.store.answers import Communicated
 from dpmon.store.drain import Drain

@@ -26,7 +26,7 @@ from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.record.safe_json import load_event
 from dpmon.record.span_format import Kind
-from dpmon.run.runs import create_run
+from dpmon.run.run_registry import create_run
 from dpmon.span_reader import HOLE_NS, SpanReader, current_span_in
 from dpmon.span_ring import SLOTS, HeaderWord
 from dpmon.store import drain as drain_module

@@ -16,7 +16,7 @@ from dpmon.model.communication import Wrapper, communication, operations
 from dpmon.model.stalls_seen import StallSeen
 from dpmon.model.step_timeline import last_step_timeline
 from dpmon.record.record_types import BUCKET, Collective, Operation
-from dpmon.run.reader import PauseState
+from dpmon.run.run_reader import PauseState
 from dpmon.store.answers import Communicated, LastSample
 from dpmon.ui.facts import Facts, Toggle, View, life
 from dpmon.ui.paint import whole

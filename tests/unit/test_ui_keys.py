@@ -323,7 +323,7 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         on.end(130, "SIGINT", stopped=True)
         yield "stopped by SIGINT"
 
-    monkeypatch.setattr("dpmon.run.signalling.stop_run", stop_run)
+    monkeypatch.setattr("dpmon.run.run_signals.stop_run", stop_run)
     async with stage(tmp_path) as on:
         await on.press("x")
         assert isinstance(on.app.screen, Choice)

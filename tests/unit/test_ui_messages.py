@@ -22,7 +22,7 @@ from dpmon.model.compare import sentence
 from dpmon.model.pace import speed
 from dpmon.model.state import ProcessFacts
 from dpmon.record.record_types import Step
-from dpmon.run.rundir import load_exit
+from dpmon.run.run_directory import load_exit
 from dpmon.ui.dialogs import Commands, Pages
 from dpmon.ui.facts import NAMES, Facts, Playing, View
 from dpmon.ui.keys import COMMANDS, PLAYED, possible

@@ -170,7 +170,7 @@ async def test_stop_stops_the_run_in_the_background_or_says_why_it_fails(
         on.end(130, "SIGINT")
         yield "stopped by SIGINT"
 
-    monkeypatch.setattr("dpmon.run.signalling.stop_run", stop_run)
+    monkeypatch.setattr("dpmon.run.run_signals.stop_run", stop_run)
     async with stage(tmp_path) as on:
         await on.press("q", "x", "y")
         await on.shows("could not stop the training: 2 processes cannot be stopped: 1, 2")
@@ -193,7 +193,7 @@ async def test_leaving_waits_until_all_processes_are_stopped(
         killed.wait(60)
         yield "stopped by SIGKILL"
 
-    monkeypatch.setattr("dpmon.run.signalling.stop_run", stop_run)
+    monkeypatch.setattr("dpmon.run.run_signals.stop_run", stop_run)
     async with stage(tmp_path) as on:
         await on.press("x", "y")
         await on.shows("stopping: SIGTERM to 1 process")

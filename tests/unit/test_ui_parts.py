@@ -12,7 +12,7 @@ from stored import state_of
 from synthetic import Training
 
 from dpmon.model.step_timeline import Piece
-from dpmon.run.reader import PauseState
+from dpmon.run.run_reader import PauseState
 from dpmon.text.cells import cut
 from dpmon.text.palettes import FEW, PALETTES, Palette
 from dpmon.ui.chart import ceiling, filled_bar, range_bar, spark

@@ -10,8 +10,8 @@ from situations import INFO, LOOK, MONO_ASCII, exit_of, facts_of, situations, st
 from synthetic import SECOND, Training, host_event
 
 from dpmon.model.state import PauseChange, State, WarningText, toggle_refusal
-from dpmon.run.reader import _RANKS, PauseState
-from dpmon.run.rundir import ExitInfo
+from dpmon.run.run_directory import ExitInfo
+from dpmon.run.run_reader import _RANKS, PauseState
 from dpmon.ui.facts import Facts, Toggle, View, devices_in_short, life
 from dpmon.ui.footer import hints
 from dpmon.ui.look import Look

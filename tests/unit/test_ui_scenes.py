@@ -16,7 +16,7 @@ from synthetic import SECOND, Training
 
 from dpmon.model.progress import Epoch, Progress
 from dpmon.model.state import State
-from dpmon.run.reader import PauseState
+from dpmon.run.run_reader import PauseState
 from dpmon.ui.facts import PANELS, Facts, Playing
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, Tree, arrange
 from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_standing

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.run.rundir import RunError
-from dpmon.run.runs import network_file_system, runs_directory, stand_ins
+from dpmon.run.run_directory import RunError
+from dpmon.run.run_registry import fallback_directories, network_file_system, runs_directory
 from dpmon.text.quantities import memory
 
 FULL_SIZE = (80, 24)
@@ -116,7 +116,9 @@ def state_directory() -> Iterator[Check]:
         yield problem("state", str(error), "set XDG_STATE_HOME, or HOME, to an absolute path")
         return
     elsewhere = "set XDG_STATE_HOME to a directory of yours on a local disk"
-    runs, *others = [place for place in (usual, *stand_ins()) if network_file_system(place) is None] or [usual]
+    runs, *others = [place for place in (usual, *fallback_directories()) if network_file_system(place) is None] or [
+        usual
+    ]
     if (kind := network_file_system(usual)) is not None:
         found = f"{usual} is on a network file system ({kind})"
         if runs == usual:

@@ -22,9 +22,9 @@ from dpmon.cli.doctor.machine import Check, ok, problem, warning
 from dpmon.errors import HistoryError
 from dpmon.record.record_types import Call
 from dpmon.run import proc
-from dpmon.run.notes import WarningsLog
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import RunError, RunInfo, save
+from dpmon.run.process_notes import WarningsLog
+from dpmon.run.run_directory import RunError, RunInfo, write_info
+from dpmon.run.run_reader import RunReader
 from dpmon.store.opened import open_store
 from dpmon.supervise.program import CommandError, choose_python
 from dpmon.supervise.spawn import environment
@@ -105,7 +105,7 @@ def _try(directory: Path, python: str | None, environ: Mapping[str, str]) -> _Tr
         started_unix=time.time(), start_ns=time.monotonic_ns(), boot_id=proc.boot_id(), headless=True,
         options={"mode": "script"},
     )  # fmt: skip
-    save(directory, info)
+    write_info(directory, info)
     from dpmon.gpu.sampler import DeviceSampler
 
     seen = _TrialResults()
@@ -120,8 +120,8 @@ def _try(directory: Path, python: str | None, environ: Mapping[str, str]) -> _Tr
     finally:
         sampler.stop()
     _read(seen, directory)
-    seen.warnings += WarningsLog(directory).new()
-    stage = RunReader(directory).stage()
+    seen.warnings += WarningsLog(directory).read_new()
+    stage = RunReader(directory).startup_stage()
     seen.stage = None if stage is None else stage[0]
     return seen
 

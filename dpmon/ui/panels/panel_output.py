@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dpmon.run.files import open_file
-from dpmon.run.notes import READ_BYTES
+from dpmon.run.process_notes import READ_BYTES
+from dpmon.run.safe_files import open_file
 from dpmon.text.cells import span_width
 from dpmon.text.quantities import group
 from dpmon.ui.facts import NAMES, Facts

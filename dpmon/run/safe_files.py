@@ -29,7 +29,7 @@ def file_kind(mode: int) -> str:
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "a device")
 
 
-def not_a_file(path: Path | str, mode: int) -> OSError:
+def not_regular_file_error(path: Path | str, mode: int) -> OSError:
     """The error for a path that is not a regular file but has this mode."""
     return OSError(errno.EINVAL, f"it is {file_kind(mode)}, not a regular file", str(path))
 
@@ -40,15 +40,15 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, anyone: bool = False) -> 
     `flags`: as for os.open; a new file has mode 0600. Without `anyone`, a file opened for writing must not have a
     second name (a hard link), because that name could be outside the run. Raises OSError for anything else.
     """
-    with _parent(path, linked=anyone) as place:
+    with _open_parent(path, linked=anyone) as place:
         try:  # check before opening, because opening some devices has side effects
-            _check(path, os.stat(path.name, dir_fd=place, follow_symlinks=False), flags, anyone)
+            _check_file(path, os.stat(path.name, dir_fd=place, follow_symlinks=False), flags, anyone)
         except FileNotFoundError:
             if not flags & os.O_CREAT:
                 raise
         fd = os.open(path.name, flags & ~os.O_TRUNC | _SAFE, 0o600, dir_fd=place)
     try:
-        _check(path, os.fstat(fd), flags, anyone)
+        _check_file(path, os.fstat(fd), flags, anyone)
         if flags & os.O_TRUNC:
             os.ftruncate(fd, 0)
         os.set_blocking(fd, True)  # a script may get the file as its output, and expects blocking mode, as from a shell
@@ -59,7 +59,7 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, anyone: bool = False) -> 
 
 
 @contextlib.contextmanager
-def _parent(path: Path, *, linked: bool = False) -> Iterator[int]:
+def _open_parent(path: Path, *, linked: bool = False) -> Iterator[int]:
     """A descriptor of the directory that contains `path`; the directory must not be a link unless `linked`."""
     # The directory itself may be replaced while a run goes on, and a link in its place would lead elsewhere.
     fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if linked else os.O_NOFOLLOW))
@@ -71,18 +71,18 @@ def _parent(path: Path, *, linked: bool = False) -> Iterator[int]:
 
 def remove_file(path: Path) -> None:
     """Delete a file of a run, of any file type; OSError if that fails, FileNotFoundError if it does not exist."""
-    with _parent(path) as place:
+    with _open_parent(path) as place:
         os.unlink(path.name, dir_fd=place)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file of a run in one step: a reader gets the old one or the new one, never half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         with open(fd, "w", encoding="utf-8") as file:
             file.write(text)
-        with _parent(path) as place:
+        with _open_parent(path) as place:
             os.replace(temporary.name, path.name, src_dir_fd=place, dst_dir_fd=place)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -90,9 +90,9 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
-def _check(path: Path, info: os.stat_result, flags: int, anyone: bool) -> None:
+def _check_file(path: Path, info: os.stat_result, flags: int, anyone: bool) -> None:
     if not stat.S_ISREG(info.st_mode):
-        raise not_a_file(path, info.st_mode)
+        raise not_regular_file_error(path, info.st_mode)
     if anyone:
         return
     if info.st_uid != os.getuid():
@@ -103,7 +103,7 @@ def _check(path: Path, info: os.stat_result, flags: int, anyone: bool) -> None:
 
 def open_fifo(path: Path, flags: int) -> int:
     """A descriptor of a FIFO of this user, without waiting; OSError for anything else."""
-    with _parent(path) as place:
+    with _open_parent(path) as place:
         fd = os.open(path.name, flags | _SAFE, dir_fd=place)
     info = os.fstat(fd)
     if stat.S_ISFIFO(info.st_mode) and info.st_uid == os.getuid():
@@ -135,7 +135,7 @@ def check_database(path: Path, *, written: bool = False) -> None:
     SQLite opens them itself and would wait for the writer of a FIFO. FileNotFoundError if the database does not exist
     and is not `written`.
     """
-    with _parent(path) as place:
+    with _open_parent(path) as place:
         for part in _DATABASE_PARTS:
             name = Path(f"{path}{part}")
             try:
@@ -144,4 +144,4 @@ def check_database(path: Path, *, written: bool = False) -> None:
                 if not part and not written:
                     raise
                 continue
-            _check(name, info, os.O_RDWR if written else os.O_RDONLY, False)
+            _check_file(name, info, os.O_RDWR if written else os.O_RDONLY, False)

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.files import open_file
-from dpmon.run.rundir import ExitInfo, RunInfo, load_exit
+from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit
+from dpmon.run.safe_files import open_file
 
 _LOCK_FILE = "supervisor.lock"
 EVENTS_FILE = "events.log"
@@ -41,17 +41,17 @@ def take_lock(directory: Path, name: str = _LOCK_FILE) -> int | None:
     return fd
 
 
-def supervised(info: RunInfo) -> bool:
+def has_live_supervisor(info: RunInfo) -> bool:
     """Whether the supervisor named in run.json is alive, even if it is suspended."""
     return info.boot_id == proc.boot_id() and proc.is_running(info.supervisor_pid, info.supervisor_started)
 
 
-def goes_on_elsewhere(directory: Path, info: RunInfo, how: ExitInfo | None) -> bool:
+def may_be_live_elsewhere(directory: Path, info: RunInfo, how: ExitInfo | None) -> bool:
     """Whether another machine that shares the directory owns the run, and may still be running it.
 
     This machine cannot see the run's processes, and perhaps not even its locks.
     """
-    if (how is not None and how.drained) or info.host in ("", proc.host()) or info.boot_id == proc.boot_id():
+    if (how is not None and how.drained) or info.host in ("", proc.host_name()) or info.boot_id == proc.boot_id():
         return False
     newest = 0.0
     try:
@@ -65,21 +65,25 @@ def goes_on_elsewhere(directory: Path, info: RunInfo, how: ExitInfo | None) -> b
 
 def needs_supervisor(directory: Path, info: RunInfo, how: ExitInfo | None) -> bool:
     """Whether a run's record is unfinished and no supervisor is alive to finish it. Only `take_lock` makes sure."""
-    return (how is None or not how.drained) and not supervised(info) and not goes_on_elsewhere(directory, info, how)
+    return (
+        (how is None or not how.drained)
+        and not has_live_supervisor(info)
+        and not may_be_live_elsewhere(directory, info, how)
+    )
 
 
-def command_alive(info: RunInfo) -> bool | None:
+def is_command_alive(info: RunInfo) -> bool | None:
     """Whether the command runs; None while its start is not recorded. Of a mirror: whether the mirror runs."""
     if info.nodes:
-        return supervised(info)
+        return has_live_supervisor(info)
     if info.command_pid is None:
         return None
     return info.boot_id == proc.boot_id() and proc.is_running(info.command_pid, info.command_started)
 
 
-def goes_on(info: RunInfo) -> bool:
+def is_live(info: RunInfo) -> bool:
     """Whether the command or the supervisor of a run is alive, as far as this machine can see."""
-    return bool(command_alive(info)) or supervised(info)
+    return bool(is_command_alive(info)) or has_live_supervisor(info)
 
 
 def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
@@ -91,11 +95,11 @@ def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
     lost (ended without a record of its end).
     """
     # Check the processes before exit.json: then everything that they wrote before they ended is visible.
-    alive, watched = command_alive(info), supervised(info)
+    alive, watched = is_command_alive(info), has_live_supervisor(info)
     how = load_exit(directory)
     if how is not None:
-        return outcome(how), how
-    if goes_on_elsewhere(directory, info, how):
+        return outcome_word(how), how
+    if may_be_live_elsewhere(directory, info, how):
         return ELSEWHERE, None
     if info.nodes and info.boot_id == proc.boot_id():
         return "running" if watched else "unsupervised", None
@@ -147,7 +151,7 @@ BY_YOU = "stopped by you"
 """What sentences say in place of "stopped"."""
 
 
-def outcome(how: ExitInfo) -> str:
+def outcome_word(how: ExitInfo) -> str:
     """One word for an end: finished, stopped (by the user), interrupted (SIGINT), killed (another signal), failed.
 
     "ended" if the status is unknown.

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from dpmon.run.files import not_a_file, open_file
+from dpmon.run.safe_files import not_regular_file_error, open_file
 
 _DESCRIPTOR = re.compile(r"/dev/(?:std(?:in|out|err)|fd/\d+)|/proc/(?:self|thread-self|\d+)(?:/task/\d+)?/fd/\d+")
 
@@ -50,7 +50,7 @@ def check_replaceable(path: Path) -> int | None:
     if stat.S_ISLNK(mode):
         raise OSError(errno.ELOOP, "it is a symbolic link; give the file that it points to", str(path))
     if not stat.S_ISREG(mode):
-        raise not_a_file(path, mode)
+        raise not_regular_file_error(path, mode)
     return mode
 
 
@@ -61,7 +61,7 @@ def open_truncated(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def replaced(path: Path, mode: int | None = None) -> Iterator[TextIO]:
+def replace_file(path: Path, mode: int | None = None) -> Iterator[TextIO]:
     """A text file (UTF-8, "\\n") that replaces `path` when the block ends without an error; else nothing changes.
 
     `mode`: the file's mode; None: the mode of the existing file, or 0600 for a new one. OSError if the file cannot be
@@ -86,7 +86,7 @@ def replaced(path: Path, mode: int | None = None) -> Iterator[TextIO]:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[TextIO]:
+def open_replacement(path: Path) -> Iterator[TextIO]:
     """A text file (UTF-8, "\\n") that replaces `path` when the block ends without an error; else nothing changes.
 
     A stream (a FIFO, a terminal, /dev/fd/3) is written to directly. Like the record, a new file is readable only by its
@@ -98,12 +98,12 @@ def opened(path: Path) -> Iterator[TextIO]:
         with open(fd, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             yield file
     else:
-        with replaced(path) as file:
+        with replace_file(path) as file:
             yield file
 
 
 @contextlib.contextmanager
-def stdout() -> Iterator[TextIO]:
+def utf8_stdout() -> Iterator[TextIO]:
     """Standard output as UTF-8, whatever the locale."""
     out = sys.stdout
     if hasattr(out, "reconfigure"):

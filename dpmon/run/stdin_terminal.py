@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.files import open_fifo, open_file, read_file, remove_file
+from dpmon.run.safe_files import open_fifo, open_file, read_file, remove_file
 
 INPUT_FIFO = "input.fifo"
 _CHUNK = 4096
@@ -41,7 +41,7 @@ _VALID_NS = 10_000_000_000
 """How long the file's contents are valid. They expire because a stopped or killed supervisor leaves the file behind."""
 
 
-class Terminal:
+class InputTerminal:
     """The supervisor's end: gives the command a terminal and forwards everything written to the FIFO."""
 
     def __init__(self, directory: Path, rows: int, columns: int, echo: Path | None = None) -> None:
@@ -72,7 +72,7 @@ class Terminal:
         else:
             poller.register(self.fifo, select.POLLIN)
 
-    def serve(self) -> None:
+    def forward_input(self) -> None:
         """Forward new input. Never blocks.
 
         Discards the terminal's echo, which is already in the log, and anything that the command writes to its input.
@@ -84,11 +84,11 @@ class Terminal:
             if not self._waiting:
                 self._waiting = os.read(self.fifo, _CHUNK)
                 # Write the echo before the command reads the line, so that the command's output follows it.
-                self._note(self._echoed(self._waiting))
+                self._append_echo(self._echo_of(self._waiting))
             if self._waiting:
                 self._waiting = self._waiting[os.write(self.master, self._waiting) :]
 
-    def _echoed(self, typed: bytes) -> bytes:
+    def _echo_of(self, typed: bytes) -> bytes:
         """The terminal's echo of `typed`, by its current settings (ECHO and ECHONL of termios(3)).
 
         The command may have changed these settings.
@@ -103,7 +103,7 @@ class Terminal:
             return b"".join(_CONTROLS.get(code) or bytes((code,)) for code in typed)
         return b"\n" * typed.count(b"\n") if flags & termios.ECHONL and flags & termios.ICANON else b""
 
-    def _note(self, echoed: bytes) -> None:
+    def _append_echo(self, echoed: bytes) -> None:
         """Append to the log, to which the command writes as well; a full disk loses only the echo."""
         if self._echo is None or not echoed:
             return
@@ -112,7 +112,7 @@ class Terminal:
             file.write(echoed)
 
 
-def hides_input(pid: int) -> bool:
+def has_echo_off(pid: int) -> bool:
     """Whether a process has switched off the echo of the terminal of its standard input (getpass does)."""
     try:
         fd = os.open(f"/proc/{pid}/fd/0", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -144,18 +144,18 @@ def send_input(directory: Path, data: bytes) -> bool:
 # ------------------------------------------------------------------------------------------------ waits for a line
 
 
-def reads_input(pid: int) -> bool | None:
+def is_reading_stdin(pid: int) -> bool | None:
     """Whether the process's first thread sleeps in a read of descriptor 0; None if unknown."""
     if _READ_CALL is None:
         return None
     try:
-        fields = proc.fact(pid, "syscall").split()
+        fields = proc.read_proc_file(pid, "syscall").split()
     except OSError:
         return None
     return len(fields) > 2 and fields[0] == b"%d" % _READ_CALL and fields[1] == b"0x0"
 
 
-def waits_since(directory: Path) -> int | None:
+def input_wait_start_ns(directory: Path) -> int | None:
     """When the command began to wait for input (monotonic ns), as its supervisor saw it; None if it does not wait."""
     try:
         fields = read_file(directory / WAITS_FILE, 64).split()
@@ -167,7 +167,7 @@ def waits_since(directory: Path) -> int | None:
     return since if since <= seen and 0 <= time.monotonic_ns() - seen < _VALID_NS else None
 
 
-class InputWatch:
+class InputWaitWatcher:
     """Maintains the file WAITS_FILE; calls `tell` with start and end (ns) of each finished wait that is long enough."""
 
     def __init__(self, directory: Path, pid: int, tell: Callable[[int, int], None] = lambda since, seen: None) -> None:
@@ -182,19 +182,19 @@ class InputWatch:
         self._next = 0.0
         self.close()  # remove the file of a killed supervisor
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """If a check is due, make it and write the result. `now`: monotonic s."""
         if now < self._next:
             return
-        reads = reads_input(self._pid) is True
-        sleeps, asked = proc.sleeps(self._pid, self._pid) if reads else None, time.monotonic_ns()
+        reads = is_reading_stdin(self._pid) is True
+        sleeps, asked = proc.voluntary_switches(self._pid, self._pid) if reads else None, time.monotonic_ns()
         before, self._asked = self._asked or asked, asked
         if not reads:
             if self._since is not None:
                 self.close()
         else:
             if self._since is None or sleeps != self._sleeps:  # the process worked in between, so this is a new wait
-                self._over()
+                self._end_wait()
                 # The wait began between two checks.
                 self._since, self._sleeps, self._began = asked, sleeps, (before + asked) // 2
             self._seen = asked
@@ -203,11 +203,11 @@ class InputWatch:
 
     def close(self) -> None:
         """End the current wait, if there is one, and delete the file."""
-        self._over()
+        self._end_wait()
         with contextlib.suppress(OSError):
             remove_file(self._path)
 
-    def _over(self) -> None:
+    def _end_wait(self) -> None:
         if self._since is not None and self._seen - self._since >= _REPORTED_NS:
             self._tell(self._began, (self._seen + max(self._asked, self._seen)) // 2)
         self._since = None

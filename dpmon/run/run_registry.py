@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dpmon.config import home_directory
 from dpmon.run import proc
-from dpmon.run.rundir import ID, INFO_FILE, RunError, RunInfo, check_directory, load_info, save
+from dpmon.run.run_directory import ID, INFO_FILE, RunError, RunInfo, check_directory, load_info, write_info
 
 _IDS_NAMED = 8
 ROOM_BYTES = 24 << 20
@@ -46,7 +46,7 @@ def runs_directory() -> Path:
     return at_home / ".local" / "state" / "dpmon" / "runs"
 
 
-def stand_ins() -> list[Path]:
+def fallback_directories() -> list[Path]:
     """Replacements for `runs_directory` if it cannot store runs: directories for temporary files, then memory.
 
     Their names depend on the usual place, so that runs of different state directories do not mix.
@@ -87,7 +87,7 @@ def _make_private(directory: Path) -> None:
         os.chmod(directory, 0o700)
 
 
-def _prepare(runs: Path) -> None:
+def _create_private(runs: Path) -> None:
     """Create a directory of runs if it is missing, and make it private; RunError if that fails."""
     try:
         state_home = runs.parent.parent
@@ -117,7 +117,7 @@ def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
     sentence in `options["elsewhere"]` says so.
     """
     problem, local = "", list[Path]()
-    for runs in (runs_directory(), *stand_ins()):
+    for runs in (runs_directory(), *fallback_directories()):
         options = dict(draft.options)
         if problem:
             why = problem.partition(";")[0]
@@ -126,28 +126,28 @@ def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
             if (kind := network_file_system(runs)) is not None:
                 raise RunError(f"{runs} is on a network file system ({kind})")
             local.append(runs)
-            _prepare(runs)
+            _create_private(runs)
             free = shutil.disk_usage(runs).free
             if free < ROOM_BYTES:
                 raise RunError(f"{runs} has only {free >> 20} MiB left")
-            return _make(runs, replace(draft, options=options))
+            return _create_in(runs, replace(draft, options=options))
         except RunError as error:
             problem = problem or str(error)
     # No place has enough space: use what is left in the usual place, or raise its error.
     if not local:
         raise RunError(f"{problem}; set XDG_STATE_HOME to a local directory")
-    _prepare(local[0])
-    return _make(local[0], replace(draft, options={**draft.options, "elsewhere": problem}))
+    _create_private(local[0])
+    return _create_in(local[0], replace(draft, options={**draft.options, "elsewhere": problem}))
 
 
-def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
+def _create_in(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(draft.started_unix))
     for _ in range(1000):
         run_id = f"{stamp}-{draft.name}-{os.urandom(2).hex()}"
-        directory, info = runs / run_id, replace(draft, id=run_id, host=proc.host())
+        directory, info = runs / run_id, replace(draft, id=run_id, host=proc.host_name())
         try:
             _make_private(directory)
-            save(directory, info)
+            write_info(directory, info)
         except FileExistsError:
             continue
         except OSError as error:
@@ -164,7 +164,7 @@ def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]
     `unreadable`: a list that receives an error for each run with an unreadable run.json.
     """
     found = []
-    for runs in (runs_directory(), *stand_ins()):
+    for runs in (runs_directory(), *fallback_directories()):
         try:
             if runs != runs_directory():
                 check_directory(runs.parent)
@@ -211,27 +211,27 @@ def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunIn
     for meaning in (lambda run: run.id, short_name, lambda run: run.name):
         same = [(directory, info) for directory, info in runs if meaning(info) == what]
         if only and len(same) > 1:
-            raise RunError(f"{what!r} could be any of {len(same)} runs: {_listed([info.id for _, info in same])}")
+            raise RunError(f"{what!r} could be any of {len(same)} runs: {_format_ids([info.id for _, info in same])}")
         going = [run for run in same if goes_on is not None and goes_on(run[1])] if len(same) > 1 else []
         if len(going) > 1:
-            raise RunError(f"{what!r} matches {len(going)} live runs: {_listed([info.id for _, info in going])}")
+            raise RunError(f"{what!r} matches {len(going)} live runs: {_format_ids([info.id for _, info in going])}")
         if same:
             return (going or same)[-1][0]
-    starts = [run for run in runs if what and _begins(run[1], what, only)]
+    starts = [run for run in runs if what and _has_prefix(run[1], what, only)]
     if len(starts) > 1:
-        names = _listed([short_name(info) for _, info in starts])
+        names = _format_ids([short_name(info) for _, info in starts])
         raise RunError(f"{what!r} could be any of {len(starts)} runs: {names}")
     if not starts:
         raise RunError(f"there is no run {what!r}; `dpmon ls` lists them")
     return starts[0][0]
 
 
-def _begins(info: RunInfo, what: str, only: bool) -> bool:
+def _has_prefix(info: RunInfo, what: str, only: bool) -> bool:
     """Whether the run's id or short name begins with `what`; with `only`, only the id counts."""
     return info.id.startswith(what) or (not only and short_name(info).startswith(what))
 
 
-def _listed(ids: list[str]) -> str:
+def _format_ids(ids: list[str]) -> str:
     """The newest ids, the newest first."""
     shown = ", ".join(ids[: -_IDS_NAMED - 1 : -1])
     return shown if len(ids) <= _IDS_NAMED else f"{shown} and {len(ids) - _IDS_NAMED} more (dpmon ls lists them)"

@@ -14,7 +14,7 @@ from typing import Any
 
 from dpmon.errors import DpmonError
 from dpmon.record.safe_json import load_json
-from dpmon.run.files import open_file, read_file, write_whole
+from dpmon.run.safe_files import open_file, read_file, write_atomically
 
 INFO_FILE = "run.json"
 EXIT_FILE = "exit.json"
@@ -104,7 +104,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def _load(kind: type[Any], path: Path) -> dict[str, Any]:
+def _load_members(kind: type[Any], path: Path) -> dict[str, Any]:
     """The members in a file that `kind` has, each of its declared type; RunError for anything else."""
     text = read_file(path, _MAX_JSON_BYTES)
     data = load_json(text)
@@ -133,7 +133,7 @@ def load_info(directory: Path) -> RunInfo:
     path = directory / INFO_FILE
     check_directory(directory)
     try:
-        info = RunInfo(**_load(RunInfo, path))
+        info = RunInfo(**_load_members(RunInfo, path))
         if not _FILE_NAME.fullmatch(info.id) or not _NAME.fullmatch(info.name):
             # The id and the name become parts of file names.
             raise RunError(f"{path}: the id or the name is not valid")
@@ -147,16 +147,16 @@ def load_exit(directory: Path) -> ExitInfo | None:
     """The contents of exit.json; None without a readable one."""
     path = directory / EXIT_FILE
     try:
-        how = ExitInfo(**_load(ExitInfo, path))
+        how = ExitInfo(**_load_members(ExitInfo, path))
         if how.status is not None and not 0 <= how.status <= MAX_STATUS:
             return None
     except (OSError, ValueError, TypeError, RunError):
         return None
-    asked = stop_asked_unix(directory)
+    asked = stop_requested_unix(directory)
     return replace(how, stopped=asked is not None and how.ended_unix - asked < _STOP_HOLDS_S)
 
 
-def mark_stop(directory: Path) -> None:
+def record_stop_request(directory: Path) -> None:
     """Note that the user is stopping the run, so that its end does not count as a failure."""
     # If this fails on a full disk, the only effect is that the run is not called "stopped".
     with contextlib.suppress(OSError):
@@ -165,7 +165,7 @@ def mark_stop(directory: Path) -> None:
         os.close(fd)
 
 
-def stop_asked_unix(directory: Path) -> float | None:
+def stop_requested_unix(directory: Path) -> float | None:
     """When the user last asked the run to stop (seconds since 1970); None if never."""
     try:
         return os.lstat(directory / STOP_FILE).st_mtime
@@ -173,10 +173,10 @@ def stop_asked_unix(directory: Path) -> float | None:
         return None
 
 
-def save(directory: Path, what: RunInfo | ExitInfo) -> None:
+def write_info(directory: Path, what: RunInfo | ExitInfo) -> None:
     """Write run.json or exit.json in one step; OSError if that fails."""
     name = INFO_FILE if isinstance(what, RunInfo) else EXIT_FILE
-    write_whole(directory / name, json.dumps(asdict(what), indent=1) + "\n")
+    write_atomically(directory / name, json.dumps(asdict(what), indent=1) + "\n")
 
 
 def check_directory(directory: Path) -> None:

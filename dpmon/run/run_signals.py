@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.condition import YOUNG_S, command_alive, goes_on_elsewhere, supervised
-from dpmon.run.mirrored import Machines
+from dpmon.run.lifecycle import YOUNG_S, has_live_supervisor, is_command_alive, may_be_live_elsewhere
+from dpmon.run.mirror_state import MirrorState
 from dpmon.run.proc import ProcessEntry
-from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, mark_stop
+from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info, record_stop_request
 
 _PROCESS_GROUP = 1 << 2
 """PIDFD_SIGNAL_PROCESS_GROUP (linux/pidfd.h), Linux 6.9 and later."""
@@ -32,7 +32,7 @@ SUPERVISES = "DPMON_SUPERVISES"
 """The variable that names the run's directory in the environment of its supervisor."""
 
 
-def is_named(pid: int, directory: Path, variable: str = "DPMON_RUN") -> bool:
+def belongs_to_run(pid: int, directory: Path, variable: str = "DPMON_RUN") -> bool:
     """Whether the process was executed with this variable naming `directory`."""
     named = proc.variable(pid, variable)
     if named is None:
@@ -43,24 +43,24 @@ def is_named(pid: int, directory: Path, variable: str = "DPMON_RUN") -> bool:
     )
 
 
-def command_of(directory: Path, info: RunInfo) -> ProcessEntry | None:
+def find_run_command(directory: Path, info: RunInfo) -> ProcessEntry | None:
     """Return the command, alive or not yet reaped; None if nothing proves that the recorded process is the command."""
     pid = info.command_pid
     if pid is None or pid <= 1 or info.boot_id != proc.boot_id():
         return None
-    process = proc.read(pid)
-    if process is None or not proc.same_start(process, info.command_started):
+    process = proc.read_process(pid)
+    if process is None or not proc.has_start_time(process, info.command_started):
         return None
-    is_child = process.parent == os.getpid() or is_named(process.parent, directory, SUPERVISES)
-    return process if is_child or is_named(pid, directory) else None
+    is_child = process.parent == os.getpid() or belongs_to_run(process.parent, directory, SUPERVISES)
+    return process if is_child or belongs_to_run(pid, directory) else None
 
 
 def is_member(pid: int, directory: Path) -> bool:
     """Whether the process descends from one that is proven to be the run's, its supervisor or this process."""
     while pid > 1:
-        if pid == os.getpid() or is_named(pid, directory) or is_named(pid, directory, SUPERVISES):
+        if pid == os.getpid() or belongs_to_run(pid, directory) or belongs_to_run(pid, directory, SUPERVISES):
             return True
-        process = proc.read(pid)
+        process = proc.read_process(pid)
         pid = 0 if process is None else process.parent
     return False
 
@@ -72,12 +72,12 @@ def find_members(
 
     `over`: the run has ended, so its recorded command is of no interest. `known`: members found earlier.
     """
-    table = proc.every_process()
-    mine = {pid for pid in table if pid > 1 and is_named(pid, directory)}
+    table = proc.read_process_table()
+    mine = {pid for pid in table if pid > 1 and belongs_to_run(pid, directory)}
     for pid, process in (known or {}).items():
-        if pid in table and proc.same_start(table[pid], process.started):
+        if pid in table and proc.has_start_time(table[pid], process.started):
             mine.add(pid)
-    command = None if over else command_of(directory, info)
+    command = None if over else find_run_command(directory, info)
     if command is not None and command.pid in table:
         mine.add(command.pid)
     root = info.command_pid
@@ -87,22 +87,22 @@ def find_members(
     mine = proc.with_descendants(mine, table)
     mine.discard(os.getpid())
     supervisor = table.get(info.supervisor_pid or 0)
-    if supervisor is not None and proc.same_start(supervisor, info.supervisor_started):
+    if supervisor is not None and proc.has_start_time(supervisor, info.supervisor_started):
         mine.discard(supervisor.pid)
-    return {pid: table[pid] for pid in mine if not table[pid].dead}
+    return {pid: table[pid] for pid in mine if not table[pid].is_dead}
 
 
 def send_to_all(members: Mapping[int, ProcessEntry], root: int | None, number: int) -> None:
     """Send a signal to the group of the command `root` in one call, then to the other members, parents first."""
     leader = members.get(root or 0)
     # The caller may be in that group: the training can call `dpmon stop`.
-    grouped = leader is not None and os.getpgrp() != root and send(leader, number, group=True)
+    grouped = leader is not None and os.getpgrp() != root and send_signal(leader, number, group=True)
     for process in sorted(members.values(), key=lambda process: process.started):
         if not (grouped and process.group == root):
-            send(process, number)
+            send_signal(process, number)
 
 
-def send(process: ProcessEntry, number: int, *, group: bool = False) -> bool:
+def send_signal(process: ProcessEntry, number: int, *, group: bool = False) -> bool:
     """Send a signal to this very process; False if it has gone or may not be signalled.
 
     `group`: to the group that it leads, in one call as a terminal does; False also if it leads none.
@@ -111,7 +111,7 @@ def send(process: ProcessEntry, number: int, *, group: bool = False) -> bool:
         return False
     fd = proc.open_pidfd(process.pid)
     try:
-        if not proc.alive(process.pid, process.started):
+        if not proc.is_alive(process.pid, process.started):
             return False
         if fd is not None:
             try:
@@ -156,25 +156,25 @@ def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float 
     on another machine.
     """
     try:
-        info = _started(directory)
+        info = _wait_for_start(directory)
     except RunError:
         if last_known is None or directory.exists():
             raise
         info = last_known
     how = load_exit(directory)
     if info.nodes:
-        yield from _stop_machines(directory, info)
+        yield from _stop_nodes(directory, info)
         return
-    if goes_on_elsewhere(directory, info, how):
+    if may_be_live_elsewhere(directory, info, how):
         raise RunError(f"{directory.name} is on another machine; stop it there")
     known = find_members(directory, info, over=how is not None)
     if not known:
-        if how is None and command_alive(info):
+        if how is None and is_command_alive(info):
             yield f"process {info.command_pid} is recorded as the command, but nothing proves it: no signal was sent"
         yield NOTHING_RUNS
         return
     if how is None:
-        mark_stop(directory)
+        record_stop_request(directory)
     for number in _SIGNALS:
         count = len(known)
         yield f"{number.name} to {count} process{'es' if count != 1 else ''}"
@@ -187,23 +187,23 @@ def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float 
     yield f"{left} cannot be stopped: {', '.join(map(str, sorted(known)))}"
 
 
-def _stop_machines(directory: Path, info: RunInfo) -> Iterator[str]:
+def _stop_nodes(directory: Path, info: RunInfo) -> Iterator[str]:
     """Ask the nodes of a mirror to stop their runs; yield how many have ended, whenever that changes."""
-    machines = Machines(directory, info.start_ns)
+    machines = MirrorState(directory, info.start_ns)
     if load_exit(directory) is not None:
         yield NOTHING_RUNS
         return
-    if not supervised(info) or not machines.ask({"ask": "stop"}):
+    if not has_live_supervisor(info) or not machines.send_request({"ask": "stop"}):
         yield "no node is connected, so the run cannot be stopped now: try again in some seconds"
         return
-    mark_stop(directory)
+    record_stop_request(directory)
     until, before, told = time.monotonic() + _MACHINES_S, -1, set[str]()
     while True:
-        ended, count = machines.ended()
+        ended, count = machines.ended_counts()
         if ended != before:
             before = ended
             yield f"{ended} of {count} nodes have ended"
-        answers = machines.answers()
+        answers = machines.replies()
         for name, text in answers.failed.items() if answers is not None else ():
             if name not in told:
                 told.add(name)
@@ -217,7 +217,7 @@ def _stop_machines(directory: Path, info: RunInfo) -> Iterator[str]:
     yield f"{count - ended} of {count} nodes cannot be stopped"
 
 
-def _started(directory: Path) -> RunInfo:
+def _wait_for_start(directory: Path) -> RunInfo:
     """Return the contents of run.json; wait until a run that starts has the process id of its command.
 
     A mirror has no command.
@@ -237,7 +237,7 @@ def wait_for_record(directory: Path, limit_s: float = _RECORD_S) -> None:
     """Wait up to `limit_s` seconds for a supervisor that lives to record the end of a stopped run."""
     until = time.monotonic() + limit_s
     info = load_info(directory)
-    while load_exit(directory) is None and supervised(info) and time.monotonic() < until:
+    while load_exit(directory) is None and has_live_supervisor(info) and time.monotonic() < until:
         time.sleep(_LOOK_S)
 
 
@@ -247,7 +247,7 @@ def _wait(directory: Path, info: RunInfo, known: dict[int, ProcessEntry], grace_
     search_at = 0.0
     while True:
         now = time.monotonic()
-        if now >= min(search_at, until) or not any(proc.alive(pid, each.started) for pid, each in known.items()):
+        if now >= min(search_at, until) or not any(proc.is_alive(pid, each.started) for pid, each in known.items()):
             known = find_members(directory, info, over=load_exit(directory) is not None, known=known)
             search_at = now + _SEARCH_S
             if not known or now >= until:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.record.safe_json import load_json
-from dpmon.run.files import open_file, read_file, read_tail
+from dpmon.run.safe_files import open_file, read_file, read_tail
 from dpmon.sanitize import strip_control_chars
 
 _MAX_WARNINGS = 1 << 16
@@ -72,7 +72,7 @@ class WarningsLog:
         self.passed_on: set[str] = set()
         """Texts that an earlier supervisor has already passed on."""
 
-    def new(self) -> list[str]:
+    def read_new(self) -> list[str]:
         """The texts of the lines added since the last call."""
         try:
             with open(open_file(self._path), "rb") as file:
@@ -86,7 +86,7 @@ class WarningsLog:
         return [note.text for note in parse_notes(whole) if note.text not in self.passed_on]
 
 
-class Uncaught(NamedTuple):
+class UncaughtException(NamedTuple):
     """An exception that one process did not catch."""
 
     pid: int
@@ -113,16 +113,16 @@ class Uncaught(NamedTuple):
         who = "" if self.rank is None else f"rank {self.rank}: "
         message = _PLACE_IN_C.sub("", self.message.strip().partition("\n")[0])
         text = f"{self.kind}: {textwrap.shorten(message, _MOST, placeholder=' ...')}" if message else self.kind
-        return who + text + (f" ({place_in(cwd, self.file, self.line or 0)})" if self.file is not None else "")
+        return who + text + (f" ({relative_location(cwd, self.file, self.line or 0)})" if self.file is not None else "")
 
 
-def place_in(directory: str, file: str, line: int) -> str:
+def relative_location(directory: str, file: str, line: int) -> str:
     """File and line as seen from `directory`: "src/train.py:88"; of a file elsewhere only the name."""
     inside = directory and file.startswith(directory.rstrip(os.sep) + os.sep)
     return f"{os.path.relpath(file, directory) if inside else os.path.basename(file)}:{line}"
 
 
-def last_lines(lines: list[str], raised: Uncaught | None, command: int | None) -> list[str]:
+def trim_launcher_lines(lines: list[str], raised: UncaughtException | None, command: int | None) -> list[str]:
     """The output up to the exception that ended the run, without the lines that a launcher prints after it.
 
     `command`: the process id of the command. If the command itself raised the exception, all lines are returned.
@@ -133,16 +133,16 @@ def last_lines(lines: list[str], raised: Uncaught | None, command: int | None) -
     return lines[: end + 1]
 
 
-def every_uncaught(directory: Path) -> list[Uncaught]:
+def read_uncaught_exceptions(directory: Path) -> list[UncaughtException]:
     """The exceptions of all processes, in the order of their notes."""
     found = []
     for pid, at_ns, text in read_notes(directory / "endings.log", _MAX_ENDINGS):
         kind, _, rest = text.partition(" ")
-        found.append(_of(pid, at_ns, kind, rest or "{}"))
+        found.append(_parse_uncaught(pid, at_ns, kind, rest or "{}"))
     return found
 
 
-def _of(pid: int, at_ns: int, kind: str, rest: str) -> Uncaught:
+def _parse_uncaught(pid: int, at_ns: int, kind: str, rest: str) -> UncaughtException:
     try:
         more = load_json(rest)
     except ValueError:
@@ -150,7 +150,7 @@ def _of(pid: int, at_ns: int, kind: str, rest: str) -> Uncaught:
     if not isinstance(more, dict):
         more = {}
     message, rank, file, line = (more.get(name) for name in ("message", "rank", "file", "line"))
-    return Uncaught(
+    return UncaughtException(
         pid,
         at_ns,
         kind,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from dpmon.record.safe_json import int_member, load_json, text_member
 from dpmon.run import proc
-from dpmon.run.files import open_file, read_file
+from dpmon.run.safe_files import open_file, read_file
 from dpmon.sanitize import sanitize_line
 
 STATE_FILE, ASKED_FILE = "nodes.json", "asked.jsonl"
@@ -26,7 +26,7 @@ _SHOWN_NS = 30 * 10**9
 """How long a reader shows which machines did not do what they were asked for."""
 
 
-def doing_in(value: object, start_ns: int = 0) -> dict[int, tuple[str, int]]:
+def parse_activities(value: object, start_ns: int = 0) -> dict[int, tuple[str, int]]:
     """Return what each process does, and since when (ns), from JSON by word and number; leave out what is damaged.
 
     `start_ns` is added to each time except 0.
@@ -40,7 +40,7 @@ def doing_in(value: object, start_ns: int = 0) -> dict[int, tuple[str, int]]:
     return found
 
 
-def by_word(doing: Mapping[int, tuple[str, int]]) -> dict[str, dict[int, int]]:
+def activities_by_word(doing: Mapping[int, tuple[str, int]]) -> dict[str, dict[int, int]]:
     """Return the JSON that `doing_in` reads: grouped by word, because there may be a thousand processes."""
     found: dict[str, dict[int, int]] = {}
     for number, (what, since) in doing.items():
@@ -48,7 +48,7 @@ def by_word(doing: Mapping[int, tuple[str, int]]) -> dict[str, dict[int, int]]:
     return found
 
 
-class Answers(NamedTuple):
+class NodeReplies(NamedTuple):
     """How the machines of a mirror have answered a request."""
 
     answered: int
@@ -57,7 +57,7 @@ class Answers(NamedTuple):
     """Why a machine did not do it, by its name, for some time after the request; both clean."""
 
 
-class Machines:
+class MirrorState:
     """The processes of the mirror in `directory`; `start_ns`: the start of its run (monotonic)."""
 
     def __init__(self, directory: Path, start_ns: int) -> None:
@@ -89,27 +89,27 @@ class Machines:
         """What each process does, and since when (monotonic ns)."""
         self._read()
         if self._doing is None:
-            self._doing = doing_in(self._state.get("doing"), self._start_ns)
+            self._doing = parse_activities(self._state.get("doing"), self._start_ns)
         return self._doing
 
-    def since(self, name: str) -> int | None:
+    def time_member(self, name: str) -> int | None:
         """The time under a name (monotonic ns)."""
         at = int_member(self.state, name)
         return None if at is None else at + self._start_ns
 
-    def text(self, name: str) -> str | None:
+    def text_member(self, name: str) -> str | None:
         """The text under a name."""
         return text_member(self.state, name)
 
-    def ask(self, request: Mapping[str, Any]) -> int:
+    def send_request(self, request: Mapping[str, Any]) -> int:
         """Send a request to all machines; return the number of those that it can reach. OSError if that fails."""
         self._asked = self._write(request)
         return len(self.state.get("connected") or ())
 
-    def want(self, processes: Collection[int]) -> None:
+    def subscribe(self, processes: Collection[int]) -> None:
         """Ask for all records of these processes while the caller's process lives. OSError if that fails."""
         pid = os.getpid()
-        self._write({"ask": "records", "processes": sorted(processes), "pid": pid, "started": proc.started(pid)})
+        self._write({"ask": "records", "processes": sorted(processes), "pid": pid, "started": proc.start_time_s(pid)})
 
     def _write(self, request: Mapping[str, Any]) -> int:
         """Write a request; return its number."""
@@ -122,23 +122,23 @@ class Machines:
             os.close(fd)
         return number
 
-    def answers(self) -> Answers | None:
+    def replies(self) -> NodeReplies | None:
         """The answers to the last request of this reader; None without one."""
         if self._asked is None:
             return None
         found = self.state.get("answered")
         if not isinstance(found, list) or [*map(type, found)] != [int] * 3 or found[0] < self._asked:
-            return Answers(0, len(self.state.get("connected") or ()))
+            return NodeReplies(0, len(self.state.get("connected") or ()))
         failed = self.state.get("failed")
         if not isinstance(failed, dict) or time.time_ns() - self._asked > _SHOWN_NS:
             failed = {}
-        return Answers(
+        return NodeReplies(
             found[1],
             found[2],
             {sanitize_line(name, 40): sanitize_line(str(text), 300) for name, text in failed.items()},
         )
 
-    def ended(self) -> tuple[int, int]:
+    def ended_counts(self) -> tuple[int, int]:
         """How many machines' runs have ended, and the number of machines."""
         found = self.state.get("ended")
         return (found[0], found[1]) if isinstance(found, list) and [*map(type, found)] == [int] * 2 else (0, 0)

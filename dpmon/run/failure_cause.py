@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.run.activities import ring_activities
-from dpmon.run.condition import signal_name
-from dpmon.run.notes import Note, Uncaught, every_uncaught, read_notes
-from dpmon.run.rundir import RunInfo
+from dpmon.run.activities import iter_ring_activities
+from dpmon.run.lifecycle import signal_name
+from dpmon.run.process_notes import Note, UncaughtException, read_notes, read_uncaught_exceptions
+from dpmon.run.run_directory import RunInfo
 
 STATUSES = "statuses.log"
 """Notes of the supervisor: the status (as in subprocess) of each process that it saw end with a status other than 0."""
@@ -30,7 +30,7 @@ connection notes its exception within milliseconds, so the two times alone do no
 _STATUS = re.compile(r"-?[0-9]{1,3}")
 
 
-class Death(NamedTuple):
+class RankExit(NamedTuple):
     """The end of a rank with a status other than 0."""
 
     pid: int
@@ -51,9 +51,9 @@ class Death(NamedTuple):
 class FirstFailure(NamedTuple):
     """Why a run failed; at least one of the two is known."""
 
-    death: Death | None
+    death: RankExit | None
     """The end of a rank, unless it came after the first exception."""
-    raised: Uncaught | None
+    raised: UncaughtException | None
     """The first exception."""
 
     def sentence(self, cwd: str) -> str:
@@ -64,14 +64,14 @@ class FirstFailure(NamedTuple):
         return f"{self.death.text}; {raised}" if raised else self.death.text
 
 
-def failure(directory: Path, info: RunInfo, status: int | None) -> FirstFailure | None:
+def find_first_failure(directory: Path, info: RunInfo, status: int | None) -> FirstFailure | None:
     """Why a run that ended with `status` failed; None if no exception and no status of a rank explains it.
 
     This is the exception of the command itself, unless it only reports that another process ended. None also if the
     command noted an exception but its status is not 1: the tracer notes Python's last exception, and `code` or IPython
     may have handled it long before the script called sys.exit.
     """
-    found = sorted(every_uncaught(directory), key=lambda one: one.at_ns)
+    found = sorted(read_uncaught_exceptions(directory), key=lambda one: one.at_ns)
     own = next((one for one in found if one.pid == info.command_pid), None)
     if own is not None and status != _UNCAUGHT_STATUS:
         return None
@@ -86,7 +86,7 @@ def failure(directory: Path, info: RunInfo, status: int | None) -> FirstFailure 
         # The command ended by sys.exit, so it may have handled the exception of a child. Only an exception of a rank
         # counts, because a failed rank ends its launcher.
         others = [one for one in others if one.rank is not None]
-    deaths = [] if own is not None and own.kind == _SIGNALLED else _deaths(directory, stages)
+    deaths = [] if own is not None and own.kind == _SIGNALLED else _read_rank_exits(directory, stages)
     told = {one.pid for one in found}
     silent = [one for one in deaths if one.pid not in told]
     # A launcher that restarts its ranks reports the last attempt. Take the first failure of that attempt, because
@@ -96,29 +96,29 @@ def failure(directory: Path, info: RunInfo, status: int | None) -> FirstFailure 
     attempt = begun.get(newest, 0)
     raised = next((one for one in others if one.at_ns >= attempt), None)
     death = next((one for one in silent if one.at_ns >= attempt), None)
-    if death is not None and (raised is None or _came_first(death, raised, deaths)):
+    if death is not None and (raised is None or _rank_exit_came_first(death, raised, deaths)):
         return FirstFailure(death, raised)
     raised = raised or own
     return None if raised is None else FirstFailure(None, raised)
 
 
-def _came_first(death: Death, raised: Uncaught, deaths: list[Death]) -> bool:
+def _rank_exit_came_first(death: RankExit, raised: UncaughtException, deaths: list[RankExit]) -> bool:
     """Whether the death came first. If not, it may follow from the exception: a launcher then ends the other ranks."""
     ended = min((one.at_ns for one in deaths if one.pid == raised.pid), default=death.at_ns + 1)
     return death.at_ns < ended and death.at_ns < raised.at_ns + _SEEN_LATE_NS
 
 
-def _deaths(directory: Path, stages: list[Note]) -> list[Death]:
+def _read_rank_exits(directory: Path, stages: list[Note]) -> list[RankExit]:
     """The ranks that the supervisor saw end with a status other than 0, in this order."""
     notes = [note for note in read_notes(directory / STATUSES, _MAX_BYTES) if _STATUS.fullmatch(note.text)]
     if not notes:
         return []
     ranks = {note.pid: int(match[1]) for note in stages if (match := _RANK.search(note.text)) is not None}
-    ranks |= {ring.pid: ring.rank for ring, _, _ in ring_activities(directory) if ring.rank is not None}
-    return [Death(note.pid, note.at_ns, int(note.text), ranks[note.pid]) for note in notes if note.pid in ranks]
+    ranks |= {ring.pid: ring.rank for ring, _, _ in iter_ring_activities(directory) if ring.rank is not None}
+    return [RankExit(note.pid, note.at_ns, int(note.text), ranks[note.pid]) for note in notes if note.pid in ranks]
 
 
-class OomWatch:
+class OomKillCounter:
     """Counts the processes that the kernel has killed for lack of memory on this machine since its creation."""
 
     def __init__(self, path: Path = Path("/proc/vmstat")) -> None:

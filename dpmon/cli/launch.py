@@ -112,9 +112,9 @@ def _check_devices(names: str | None) -> None:
     """Raise RunError if --devices names a missing GPU. The driver is asked only if --devices names a GPU at all."""
     if names is None or "cuda" not in names:
         return
-    from dpmon.gpu.nvml import missing
+    from dpmon.gpu.nvml import missing_device_reason
 
-    why = missing(names)
+    why = missing_device_reason(names)
     if why is not None:
         raise RunError(f"--devices {names}: {why}")
 

@@ -19,9 +19,9 @@ from dpmon.run.lifecycle import ELSEWHERE, is_live, run_state
 from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_info
 from dpmon.run.run_registry import find_run, newest_run
 from dpmon.sanitize import sanitize_line, to_safe_json
-from dpmon.stalls.answer import answer, asked
-from dpmon.stalls.answer_lines import NOT_STALLED, lines_of
-from dpmon.stalls.processes import RankLook
+from dpmon.stalls.rank_inspector import RankInspector
+from dpmon.stalls.why_reply import build_reply, request_and_wait
+from dpmon.stalls.why_text import NOT_STALLED, format_reply
 from dpmon.store.opened import open_store
 from dpmon.supervise.start import ensure_supervisor
 from dpmon.text.quantities import clock
@@ -48,7 +48,7 @@ def why(options: argparse.Namespace) -> int:
         print(to_safe_json({"run": info.id, "state": state, "now": found, "stalls": members}, indent=1))
         return 0
     if found is not None:
-        first, *lines = [text for text, _ in lines_of(found, every=options.all)]
+        first, *lines = [text for text, _ in format_reply(found, every=options.all)]
         if first == NOT_STALLED:
             first += f": {health_now(directory).words(found['t_s'])}"
         print("\n".join((sanitize_line(first), *lines)))
@@ -61,7 +61,7 @@ def why(options: argparse.Namespace) -> int:
             print(sanitize_line(sentence))
         if over:
             print(f"what each rank did when dpmon noticed it, at {clock(one.noticed_ns)}:")
-            print("\n".join(text for text, _ in lines_of(one.record, every=options.all)[2:]))
+            print("\n".join(text for text, _ in format_reply(one.record, every=options.all)[2:]))
     if found is None and not seen:
         print("no stall was recorded")
     return 0
@@ -74,7 +74,7 @@ def _asked(directory: Path, info: RunInfo, *, native: bool) -> dict[str, Any] | 
     """
     try:
         ensure_supervisor(directory)
-        found = asked(directory, native=native)
+        found = request_and_wait(directory, native=native)
         if found is not None:
             return found
         trouble = "does not answer"
@@ -84,13 +84,13 @@ def _asked(directory: Path, info: RunInfo, *, native: bool) -> dict[str, Any] | 
         speak(f"the mirror {trouble}")
         return None
     speak(f"the supervisor {trouble}; the stacks are taken from here")
-    with closing(RankLook(directory, info.cwd, adopted=True)) as look:
-        look.ranks({}, time.monotonic_ns())
+    with closing(RankInspector(directory, info.cwd, adopted=True)) as look:
+        look.inspect_ranks({}, time.monotonic_ns())
         time.sleep(_ALLOWED_S)
         dumps = look.take_stacks(native=native)
-        look.ask_nccl()
+        look.query_nccl()
         now = time.monotonic_ns()
-        return answer(look.with_ends(look.ranks({}, now)), dumps, None, now, info, nccl=look.nccl)
+        return build_reply(look.with_exceptions(look.inspect_ranks({}, now)), dumps, None, now, info, nccl=look.nccl)
 
 
 def _recorded(directory: Path, how: ExitInfo | None, over: bool) -> tuple[tuple[StallSeen, ...], list[str]]:

@@ -35,7 +35,7 @@ from dpmon.run.run_directory import load_exit
 from dpmon.run.run_reader import NO_TRAINING, RunReader
 from dpmon.run.run_signals import stop_run
 from dpmon.run.safe_files import open_file, read_file
-from dpmon.stalls.answer import STANDING_FILE, asked
+from dpmon.stalls.why_reply import STANDING_FILE, request_and_wait
 from dpmon.store.exchange import MARK
 from dpmon.store.opened import open_store
 
@@ -209,7 +209,7 @@ class _Follow:
         elif kind == "stop":
             later(self._stop)
         elif kind == "why":
-            later(lambda: {"why": asked(self._directory, native=request.get("native") is True)})
+            later(lambda: {"why": request_and_wait(self._directory, native=request.get("native") is True)})
 
     def _stop(self) -> Mapping[str, Any]:
         *_, last = stop_run(self._directory, self._reader.info)

@@ -56,7 +56,7 @@ _OTHERS = ("/dev/kfd", "/dev/dxg", "/dev/nvgpu", "/dev/nvhost-gpu", "/dev/nvmap"
 """Device files of GPUs that torch calls cuda but NVML does not list: of AMD, WSL and NVIDIA Jetson."""
 
 
-class CallFailed(Exception):
+class NvmlCallError(Exception):
     """A failed call, with the reason in words, and NVML's error number if NVML failed."""
 
     def __init__(self, reason: str, code: int | None = None, *, never: bool = False) -> None:
@@ -67,19 +67,19 @@ class CallFailed(Exception):
         self.gone = code in _GONE  # the GPU as a whole does not answer
 
 
-def words_of(code: int) -> str:
+def describe_return_code(code: int) -> str:
     """Return the meaning of an NVML return code; of a rare one, its number."""
     return _WORDS.get(code, f"NVML error {code}")
 
 
-def call(read: Callable[[], Any]) -> Any:
+def call_nvml(read: Callable[[], Any]) -> Any:
     """Return the result of `read`. Raises CallFailed. NVML's errors are compared by number: they are not hashable."""
     try:
         return read()
-    except CallFailed:
+    except NvmlCallError:
         raise
     except AttributeError:
-        raise CallFailed("the installed nvidia-ml-py does not know it", never=True) from None
+        raise NvmlCallError("the installed nvidia-ml-py does not know it", never=True) from None
     except Exception as error:  # noqa: BLE001 - ctypes and pynvml may raise anything; only one field is lost
         code = getattr(error, "value", None)
         if not isinstance(code, int):
@@ -87,15 +87,15 @@ def call(read: Callable[[], Any]) -> Any:
             if type(error).__name__ == "NVMLLibraryMismatchError":
                 code = _FUNCTION_NOT_FOUND
             else:
-                raise CallFailed(f"NVML: {type(error).__name__}: {error}") from None
-        raise CallFailed(words_of(code), code) from None
+                raise NvmlCallError(f"NVML: {type(error).__name__}: {error}") from None
+        raise NvmlCallError(describe_return_code(code), code) from None
 
 
 _waiting: list[Nvml] = []
 """The instance of each call in flight."""
 
 
-def leave(status: int) -> None:
+def exit_past_nvml(status: int) -> None:
     """End the process with this status if a call is in flight, because the library would crash at a normal exit."""
     if _waiting:
         for stream in (sys.stdout, sys.stderr):
@@ -115,15 +115,15 @@ class Nvml:
         self.uninitialised = False
         """Whether the library reports that it is not initialised, so that it must be started again."""
 
-    def guard(self, read: Callable[[], Any]) -> Any:
+    def run(self, read: Callable[[], Any]) -> Any:
         """Return the result of `read`. The library stays open meanwhile. Raises CallFailed, also after `close`."""
         with self._lock:
             if self._closed:
-                raise CallFailed("NVML was shut down", UNINITIALIZED)
+                raise NvmlCallError("NVML was shut down", UNINITIALIZED)
             _waiting.append(self)
         try:
-            return call(read)
-        except CallFailed as failure:
+            return call_nvml(read)
+        except NvmlCallError as failure:
             self.uninitialised = self.uninitialised or failure.code == UNINITIALIZED
             raise
         finally:
@@ -139,8 +139,8 @@ class Nvml:
                 return "the Python package nvidia-ml-py is not installed"
             return f"the Python package nvidia-ml-py does not load: {type(error).__name__}: {error}"
         try:
-            self.guard(pynvml.nvmlInit)
-        except CallFailed as failure:
+            self.run(pynvml.nvmlInit)
+        except NvmlCallError as failure:
             return _NO_START.get(failure.code, f"NVML does not start: {failure.reason}")
         self.module = pynvml
         self.uninitialised = False
@@ -152,8 +152,8 @@ class Nvml:
         if reason is not None:
             return 0, reason
         try:
-            count = int(self.guard(self.module.nvmlDeviceGetCount))
-        except CallFailed as failure:
+            count = int(self.run(self.module.nvmlDeviceGetCount))
+        except NvmlCallError as failure:
             return 0, f"NVML cannot count the GPUs: {failure.reason}"
         return count, None if count else NO_GPU
 
@@ -164,12 +164,12 @@ class Nvml:
                 return False
             started, self._closed = self.module is not None and not self._closed, True
         if started:
-            with contextlib.suppress(CallFailed):  # then it is already shut down
-                call(self.module.nvmlShutdown)
+            with contextlib.suppress(NvmlCallError):  # then it is already shut down
+                call_nvml(self.module.nvmlShutdown)
         return True
 
 
-def missing(names: str) -> str | None:
+def missing_device_reason(names: str) -> str | None:
     """Return why a device in `names` (cuda:0,cuda:1) is unavailable; None if all exist or if that is unknown."""
     wanted = [name for name in names.split(",") if name.startswith("cuda")]
     if not wanted or any(os.path.exists(path) for path in _OTHERS):

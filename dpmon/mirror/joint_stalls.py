@@ -10,35 +10,37 @@ from typing import Any
 from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.run.run_directory import RunInfo
-from dpmon.stalls.answer import facts_in
-from dpmon.stalls.processes import RankLook
-from dpmon.stalls.stacks import Dump
-from dpmon.stalls.verdict import RankFacts
+from dpmon.stalls.rank_inspector import RankInspector
+from dpmon.stalls.stacks import ProcessStacks
+from dpmon.stalls.stall_detection import RankActivity
+from dpmon.stalls.why_reply import parse_rank
 from dpmon.supervise.stall_watch import Record, StallWatch
 
 _MOST_RANKS = 512
 """Most ranks of one machine."""
 
 
-class _RanksHeardOf(RankLook):
+class _RanksHeardOf(RankInspector):
     """The ranks of the machines, as their supervisors describe them while one stands still."""
 
     def __init__(self, directory: Path, info: RunInfo) -> None:
         super().__init__(directory, info.cwd)
-        self.heard: dict[int, list[RankFacts]] = {}
+        self.heard: dict[int, list[RankActivity]] = {}
         """By machine; empty if none of its ranks stands still. A machine that does not answer is missing."""
 
-    def ranks(self, steps: Mapping[int, int | None], now_ns: int) -> list[RankFacts]:
+    def ranks(self, steps: Mapping[int, int | None], now_ns: int) -> list[RankActivity]:
         if not all(self.heard.values()):
             return []  # a rank that moves holds nobody up for long
         known = [rank for node in self.heard.values() for rank in node]
-        living = {rank.rank for rank in known if not rank.over}
-        return [rank for rank in known if not rank.over or rank.rank not in living]  # a job may start its ranks again
+        living = {rank.rank for rank in known if not rank.is_over}
+        return [
+            rank for rank in known if not rank.is_over or rank.rank not in living
+        ]  # a job may start its ranks again
 
-    def with_ends(self, ranks: list[RankFacts]) -> list[RankFacts]:
+    def with_ends(self, ranks: list[RankActivity]) -> list[RankActivity]:
         return ranks
 
-    def take_stacks(self, *, native: bool = False, still_ns: int = 0) -> Mapping[int, Dump]:
+    def take_stacks(self, *, native: bool = False, still_ns: int = 0) -> Mapping[int, ProcessStacks]:
         return {}  # they come with the facts
 
     def ask_nccl(self) -> None:
@@ -63,11 +65,11 @@ class JointStalls:
         self._begun: set[tuple[int, int | None]] = set()
 
     def hear(self, node: int, name: str, found: Mapping[str, Any], age_ns: int) -> None:
-        """Take what a supervisor wrote (dpmon.stalls.answer.standing) `age_ns` ago. ValueError if it is not that."""
+        """Take what a supervisor wrote (dpmon.stalls.why_reply.standing) `age_ns` ago. ValueError if it is not that."""
         now, ranks = time.monotonic_ns() - age_ns, found.get("ranks")
         if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks[:_MOST_RANKS]):
             raise ValueError("not a list of ranks")
-        facts = [facts_in(rank, name, now) for rank in ranks[:_MOST_RANKS]]
+        facts = [parse_rank(rank, name, now) for rank in ranks[:_MOST_RANKS]]
         self._expected.discard(node)
         # The ranks of a machine that belong to another job, or to none, are judged among themselves.
         self._look.heard[node] = [

@@ -17,7 +17,7 @@ from dpmon.run import proc
 from dpmon.run.mirror_state import ASKED_FILE
 from dpmon.run.safe_files import open_file
 from dpmon.sanitize import sanitize_line
-from dpmon.stalls.answer import request_in, save_answer, wants_native
+from dpmon.stalls.why_reply import last_request_number, wants_native, write_reply
 
 if TYPE_CHECKING:
     from dpmon.mirror.mirror import Mirror
@@ -51,7 +51,7 @@ class Requests:
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
         self._path = mirror.directory / ASKED_FILE
-        self._last, self._why = _Sent(), _Sent(request_in(mirror.directory))
+        self._last, self._why = _Sent(), _Sent(last_request_number(mirror.directory))
         """The last request, and the last one for stacks."""
         self._why_until: float | None = None
         """The end of the wait for its answers; None: it is answered."""
@@ -88,7 +88,7 @@ class Requests:
             self._living_at = now + _LIVING_S
             self._pass_wanted()
         directory = self._mirror.directory
-        if (number := request_in(directory)) > self._why.number:
+        if (number := last_request_number(directory)) > self._why.number:
             age_s, nodes = max((time.time_ns() - number) / SECOND, 0.0), [each.node for each in self._mirror.machines]
             if age_s > BEGIN_S or not any(node.state == "connecting" and node.why is None for node in nodes):
                 self._why = self._send({"ask": "why", "id": number, "native": wants_native(directory)})
@@ -99,7 +99,7 @@ class Requests:
             failed = self._why.failed | dict.fromkeys(self._why.waited, "it did not answer in time")
             without = [f"{self._name(node)}: {text}" for node, text in sorted(failed.items())]
             now_ns = self._mirror.now_ns() + self._mirror.info.start_ns
-            save_answer(directory, self._why.number, self._mirror.joint.joined(self._why.stacks, now_ns, without))
+            write_reply(directory, self._why.number, self._mirror.joint.joined(self._why.stacks, now_ns, without))
             self._why_until = None
 
     def take(self, node: NodeRow, answer: Mapping[str, Any]) -> None:

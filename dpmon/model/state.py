@@ -25,7 +25,7 @@ from dpmon.record.record_types import Call, Step
 from dpmon.record.safe_json import number_member
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.record.shared_names import RANK_MODES, node_suffix, rank_name
-from dpmon.stalls.run_state import Now
+from dpmon.stalls.run_state import StateInputs
 from dpmon.store.answers import LastSample, UnfitLoss
 from dpmon.store.figures import Figures, Rate, figures
 from dpmon.store.tally import Tally
@@ -390,10 +390,10 @@ class State:
 
     def now(
         self, now_ns: int, doing: Mapping[int, tuple[str, int]], paused_ns: int | None, input_ns: int | None
-    ) -> Now:
+    ) -> StateInputs:
         """The facts that decide the word for a live run. `doing`: by process; empty in a playback."""
         focus, stall = self.focus, self.stall
-        return Now(
+        return StateInputs(
             now_ns,
             False,
             paused_ns,

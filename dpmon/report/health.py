@@ -29,7 +29,7 @@ from dpmon.stalls.run_state import (
     WAITING_FOR_DATA,
     WAITING_FOR_INPUT,
     RunState,
-    state_of,
+    decide_state,
 )
 from dpmon.store.opened import open_store
 from dpmon.text.quantities import calls_so_far, duration_words, group, run_time
@@ -123,7 +123,7 @@ def standing(reader: RunReader, state: State, now_ns: int) -> Health:
     since = {number: (what, at - start if at else 0) for number, (what, at) in reader.activities().items()}
     paused, reads = reader.pause_state().since_ns, reader.waits_for_input()
     doing, began_ns = since.get(-1 if state.focus is None else state.focus.process, ("", 0))
-    found = state_of(state.now(now_ns, since, _from(paused, start), _from(reads, start)))
+    found = decide_state(state.now(now_ns, since, _from(paused, start), _from(reads, start)))
     stage, reason, remedy = reader.startup_stage(), None, None
     over = doing == "ended" and found.word in (QUIET, *FINE)
     if over and stage is not None and stage[1] - start > state.newest_ns:

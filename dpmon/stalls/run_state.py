@@ -17,7 +17,7 @@ QUIET_NS, QUIET_STEPS = 5 * SECOND, 3
 """A run is quiet when its script has done nothing traced for this long, and for the time of this many of its steps."""
 
 
-class Now(NamedTuple):
+class StateInputs(NamedTuple):
     """What is known about a run at one time. Times are ns on one clock; None: unknown, or it does not apply."""
 
     now_ns: int
@@ -43,7 +43,7 @@ class RunState(NamedTuple):
     since_ns: int | None = None
 
 
-def state_of(run: Now) -> RunState:
+def decide_state(run: StateInputs) -> RunState:
     """The state of a run. The first of several that apply: a paused run is not quiet."""
     now_ns, (doing, since_ns) = run.now_ns, run.activity
     if run.over:

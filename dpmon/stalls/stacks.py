@@ -53,17 +53,17 @@ class Frame(NamedTuple):
     """0 in C code."""
 
     @property
-    def of_script(self) -> bool:
+    def is_script(self) -> bool:
         """Whether it belongs to the script, not to an installed package, to Python's library, or to C code."""
         return self.line > 0 and not self.file.startswith("<") and not any(part in self.file for part in _NOT_SCRIPT)
 
-    def place(self, directory: str) -> str:
+    def location(self, directory: str) -> str:
         """File and line, as seen from `directory`."""
         return relative_location(directory, self.file, self.line)
 
-    def words(self, directory: str) -> str:
+    def description(self, directory: str) -> str:
         """Function and place: "in save (train.py:88)"; outside of functions "at train.py:88"."""
-        place = self.place(directory)
+        place = self.location(directory)
         return f"at {place}" if self.function == "<module>" else f"in {self.function} ({place})"
 
 
@@ -78,26 +78,26 @@ class Stack(NamedTuple):
     """Frames between the innermost and the outermost that are not listed."""
 
     @property
-    def script(self) -> Frame | None:
+    def innermost_script_frame(self) -> Frame | None:
         """The innermost call of the script; None if there is none."""
-        return next((frame for frame in self.frames if frame.of_script), None)
+        return next((frame for frame in self.frames if frame.is_script), None)
 
     @property
-    def idle(self) -> bool:
+    def is_idle_worker(self) -> bool:
         """Whether a worker with this stack waits for a request."""
         return self.frames[0].file.endswith(_WAITS)
 
     @property
-    def inside(self) -> str | None:
+    def library_operation(self) -> str | None:
         """What the script does there: "DataLoader.__next__", "forward", "all_reduce"; None if it runs its own code.
 
         That is the outermost function that people know, else what the script called.
         """
-        if self.kind == "compile":
+        if self.operation_kind == "compile":
             return "torch.compile"
         found, known = None, False
         for frame in self.frames:
-            if frame.of_script:
+            if frame.is_script:
                 break
             name = next((name for end, name in _KNOWN if frame.file.endswith(end)), None)
             if name is not None or not (known or frame.line == 0 or frame.file.endswith(_WRAPPERS)):
@@ -106,13 +106,13 @@ class Stack(NamedTuple):
         return found
 
     @property
-    def kind(self) -> str:
+    def operation_kind(self) -> str:
         """One of collective, backward, data, save, compile, or "" for other work."""
         for frame in self.frames:
             for kind, ends, functions in _KINDS:
                 if any(end in frame.file for end in ends) and (not functions or frame.function in functions):
                     return kind
-            if frame.of_script:
+            if frame.is_script:
                 break
         return ""
 
@@ -139,7 +139,7 @@ _KINDS: Sequence[tuple[str, Sequence[str], Sequence[str]]] = (
 """Kinds of work, by parts of a file's path and names of functions (none: all in the file). Inner calls decide first."""
 
 
-class Dump(NamedTuple):
+class ProcessStacks(NamedTuple):
     """The stacks of one process, the main thread's first; or none, and why."""
 
     stacks: tuple[Stack, ...] = ()
@@ -157,7 +157,7 @@ def py_spy() -> str | None:
     return beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
 
-def dump(threads: Mapping[int, int], *, native: bool = False) -> dict[int, Dump]:
+def dump_stacks(threads: Mapping[int, int], *, native: bool = False) -> dict[int, ProcessStacks]:
     """Take the stacks of processes, all at once. Takes at most WAIT_S.
 
     `threads`: the kernel's number of the main thread of each process, by pid. `native`: also C frames; py-spy then
@@ -165,17 +165,17 @@ def dump(threads: Mapping[int, int], *, native: bool = False) -> dict[int, Dump]
     """
     program = py_spy()
     if program is None:
-        return dict.fromkeys(threads, Dump(reason=f"py-spy is not installed; {_INSTALL}"))
+        return dict.fromkeys(threads, ProcessStacks(reason=f"py-spy is not installed; {_INSTALL}"))
     how = "--native" if native else "--nonblocking"
     started = {}
-    found: dict[int, Dump] = {}
+    found: dict[int, ProcessStacks] = {}
     for pid in threads:
         try:
             command = [program, "dump", how, "--json", "--pid", str(pid)]
             pipe = subprocess.PIPE
             started[pid] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
         except OSError as error:
-            found[pid] = Dump(reason=f"py-spy cannot be started: {error.strerror or error}")
+            found[pid] = ProcessStacks(reason=f"py-spy cannot be started: {error.strerror or error}")
     end = time.monotonic() + WAIT_S
     for pid, process in started.items():
         try:
@@ -187,13 +187,17 @@ def dump(threads: Mapping[int, int], *, native: bool = False) -> dict[int, Dump]
             for stream in (process.stdout, process.stderr):  # not read to their ends: a child may hold them open
                 if stream is not None:
                     stream.close()
-            found[pid] = Dump(reason=f"py-spy gave no answer within {WAIT_S:.0f} s")
+            found[pid] = ProcessStacks(reason=f"py-spy gave no answer within {WAIT_S:.0f} s")
             continue
-        found[pid] = parsed(out, threads[pid]) if process.returncode == 0 else Dump(reason=_failure(err))
+        found[pid] = (
+            parse_py_spy_json(out, threads[pid])
+            if process.returncode == 0
+            else ProcessStacks(reason=_explain_failure(err))
+        )
     return found
 
 
-def _failure(said: bytes) -> str:
+def _explain_failure(said: bytes) -> str:
     """Why py-spy failed, and the remedy if it is known."""
     text = said[-_LONGEST:].decode("utf-8", "replace").strip()
     line = next((line for line in text.splitlines() if line.startswith("Error:")), text.partition("\n")[0])
@@ -202,18 +206,18 @@ def _failure(said: bytes) -> str:
     return f"py-spy failed: {line.removeprefix('Error: ')[:200] or 'without a message'}"
 
 
-def parsed(out: bytes, main: int) -> Dump:
+def parse_py_spy_json(out: bytes, main: int) -> ProcessStacks:
     """The stacks in py-spy's JSON (`dump --json`). `main`: the kernel's number of the main thread."""
     if len(out) > _MOST_BYTES:
-        return Dump(reason=f"py-spy printed more than {_MOST_BYTES >> 20} MiB")
+        return ProcessStacks(reason=f"py-spy printed more than {_MOST_BYTES >> 20} MiB")
     try:
-        stacks = stacks_in(json.loads(out), main)
+        stacks = parse_threads(json.loads(out), main)
     except (ValueError, RecursionError):
-        return Dump(reason="py-spy printed something else than stacks: another version?")
-    return Dump(stacks, None if stacks else "py-spy saw no Python thread")
+        return ProcessStacks(reason="py-spy printed something else than stacks: another version?")
+    return ProcessStacks(stacks, None if stacks else "py-spy saw no Python thread")
 
 
-def stacks_in(threads: Any, main: int | None = None) -> tuple[Stack, ...]:
+def parse_threads(threads: Any, main: int | None = None) -> tuple[Stack, ...]:
     """The stacks of threads in the form of py-spy, the main thread's first; ValueError if they have another one."""
     try:
         # Older Pythons do not know the kernel's numbers.

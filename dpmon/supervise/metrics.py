@@ -25,7 +25,7 @@ from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import short_name
 from dpmon.sanitize import strip_control_chars
-from dpmon.stalls.run_state import ENDED, Now, state_of
+from dpmon.stalls.run_state import ENDED, StateInputs, decide_state
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.figures import Figures, PhaseFigures, Window, elapsed
 from dpmon.store.loops import left_in
@@ -211,7 +211,7 @@ class Metrics:
         with contextlib.closing(RunReader(self._directory)) as reader:
             paused, reads, activities = reader.pause_state().since_ns, reader.waits_for_input(), reader.activities()
         doing, since = activities.get(step.process if step is not None else 0, ("", 0))
-        now = Now(
+        now = StateInputs(
             time.monotonic_ns() - start,
             paused_ns=None if paused is None else paused - start,
             input_ns=None if reads is None else reads - start,
@@ -221,7 +221,7 @@ class Metrics:
             calls=store.open_calls,
             activity=(doing, max(since - start, 0)),
         )
-        return state_of(now).word
+        return decide_state(now).word
 
     def _add_record(self, text: MetricsText, store: Store) -> None:
         window, run, (job, node) = Window(store), self._run, store.job()

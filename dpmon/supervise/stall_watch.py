@@ -17,11 +17,18 @@ from dpmon.run.process_notes import read_notes
 from dpmon.run.run_directory import RunInfo, stop_requested_unix
 from dpmon.run.safe_files import write_atomically
 from dpmon.run.stdin_terminal import input_wait_start_ns
-from dpmon.stalls.answer import STANDING_FILE, answer, request_in, save_answer, standing, wants_native
-from dpmon.stalls.processes import DETAILS_NS, RankLook
+from dpmon.stalls.rank_inspector import DETAILS_NS, RankInspector
 from dpmon.stalls.run_state import WAITING_FOR_DATA
-from dpmon.stalls.stacks import Dump
-from dpmon.stalls.verdict import FIRST_BATCH, RankFacts, Stall, UsualTimes, sentence, stall
+from dpmon.stalls.stacks import ProcessStacks
+from dpmon.stalls.stall_detection import FIRST_BATCH, LearnedDurations, RankActivity, Stall, find_stall, sentence
+from dpmon.stalls.why_reply import (
+    STANDING_FILE,
+    build_reply,
+    describe_ranks,
+    last_request_number,
+    wants_native,
+    write_reply,
+)
 
 LOOK_NS = SECOND
 STACKS_AFTER_NS = 5 * SECOND
@@ -52,7 +59,7 @@ class StallWatch:
     """Looks at the ranks once a second."""
 
     def __init__(
-        self, directory: Path, info: RunInfo, drain: Record, *, adopted: bool = False, look: RankLook | None = None
+        self, directory: Path, info: RunInfo, drain: Record, *, adopted: bool = False, look: RankInspector | None = None
     ) -> None:
         """`adopted`: another supervisor started the command, and may have recorded the beginning of a stall.
 
@@ -62,18 +69,18 @@ class StallWatch:
         self._sees_all = look is not None
         self._info = info
         self._drain = drain
-        self._look = look or RankLook(directory, info.cwd, adopted=adopted)
-        self._usual = UsualTimes()
+        self._look = look or RankInspector(directory, info.cwd, adopted=adopted)
+        self._usual = LearnedDurations()
         self._look_at = 0
-        self._before: dict[tuple[str | None, int], RankFacts] = {}
+        self._before: dict[tuple[str | None, int], RankActivity] = {}
         self._stacks_at = 0
         self._asked = 0
         self._thread: threading.Thread | None = None
-        self._taken: tuple[int, Mapping[int, Dump]] | None = None
+        self._taken: tuple[int, Mapping[int, ProcessStacks]] | None = None
         """The number of a request, and the stacks for its answer."""
         self._error: Exception | None = None
         """Why the thread that takes stacks failed."""
-        self._standing: list[RankFacts] = []
+        self._standing: list[RankActivity] = []
         """The ranks in the file STANDING_FILE."""
         self.stall: Stall | None = None
         self.told = ""
@@ -104,50 +111,52 @@ class StallWatch:
         if self._error is not None:
             raise self._error
         now = time.monotonic_ns()
-        asked = 0 if self._sees_all else request_in(self._directory)
+        asked = 0 if self._sees_all else last_request_number(self._directory)
         if asked != self._asked and not self._busy():
             self._asked = asked
-            self._look.ranks(self._drain.last_steps(), now)  # finds processes that have begun, as after a takeover
+            self._look.inspect_ranks(
+                self._drain.last_steps(), now
+            )  # finds processes that have begun, as after a takeover
             self._take(asked)
         if self._taken is not None:
             (number, dumps), self._taken = self._taken, None
-            ranks = self._look.with_ends(self._look.ranks(self._drain.last_steps(), now))
-            save_answer(self._directory, number, self._answer(ranks, dumps, self._shown(ranks), now))
+            ranks = self._look.with_exceptions(self._look.inspect_ranks(self._drain.last_steps(), now))
+            write_reply(self._directory, number, self._answer(ranks, dumps, self._shown(ranks), now))
         if now < self._look_at:
             return
         self._look_at = now + LOOK_NS
-        ranks = self._look.ranks(self._drain.last_steps(), now)
+        ranks = self._look.inspect_ranks(self._drain.last_steps(), now)
         self._learn(ranks)
         if self.stall is not None and (self._died(ranks) or self._stopping(now)):
             return
-        times = [now - rank.since_ns for rank in ranks if not rank.over and rank.doing != "paused" and rank.since_ns]
+        times = [now - rank.since_ns for rank in ranks if not rank.is_over and rank.doing != "paused" and rank.since_ns]
         longest = max(times, default=0)
         reads = longest >= DETAILS_NS and input_wait_start_ns(self._directory) is not None
         if reads:
             self._before = {}  # the time that a person takes is not learned
-        over = any(rank.over for rank in ranks)
+        over = any(rank.is_over for rank in ranks)
         self._pass_on(ranks if over or (longest >= DETAILS_NS and not reads) else [], now)
         if longest < DETAILS_NS or reads:
             self._tell(None, ranks, now)
             return
-        found = stall(ranks, self._usual, now)
-        missing = found is not None and not all(ranks[i].examined for i in (*found.guilty, *found.waiting))
+        found = find_stall(ranks, self._usual, now)
+        missing = found is not None and not all(ranks[i].has_current_stack for i in (*found.guilty, *found.waiting))
         if not self._busy() and (missing or (longest >= STACKS_AFTER_NS and now >= self._stacks_at)):
             self._stacks_at = now + max(STACKS_AFTER_NS, longest // 2)
             self._take(None)
         if not missing and not self._unknown(ranks, now):  # without the stacks the wrong rank may be named
             self._tell(found, ranks, now)
 
-    def _pass_on(self, ranks: list[RankFacts], now: int) -> None:
+    def _pass_on(self, ranks: list[RankActivity], now: int) -> None:
         """Write what these ranks do if others of their job are not among them. Their use of processors never rests."""
         if self._sees_all or len(ranks) >= max((rank.world for rank in ranks), default=0):
             ranks = []
-        ranks = self._look.with_ends(ranks) if any(rank.over for rank in ranks) else ranks
-        ranks = [rank._replace(cpu=None, usual_ns=self._usual.learned(rank)) for rank in ranks]
+        ranks = self._look.with_exceptions(ranks) if any(rank.is_over for rank in ranks) else ranks
+        ranks = [rank._replace(cpu=None, usual_ns=self._usual.learned_ns(rank)) for rank in ranks]
         if ranks != self._standing:
             self._standing = ranks
             with contextlib.suppress(OSError):
-                write_atomically(self._directory / STANDING_FILE, json.dumps(standing(ranks, now, self._info)))
+                write_atomically(self._directory / STANDING_FILE, json.dumps(describe_ranks(ranks, now, self._info)))
 
     def _stopping(self, now: int) -> bool:
         """Whether the user has asked for the run's end since the stall began. What its ranks do then is no cause."""
@@ -155,23 +164,23 @@ class StallWatch:
         began = time.time() - (now - self.stall.since_ns) / SECOND if self.stall is not None else 0.0
         return asked is not None and asked > began
 
-    def _died(self, ranks: list[RankFacts]) -> bool:
+    def _died(self, ranks: list[RankActivity]) -> bool:
         """Whether all processes were killed or failed. That is no progress: the run ends in its stall."""
-        if not ranks or not all(rank.over for rank in ranks):
+        if not ranks or not all(rank.is_over for rank in ranks):
             return False
-        return all(rank.doing != "ended" or rank.raised is not None for rank in self._look.with_ends(ranks))
+        return all(rank.doing != "ended" or rank.raised is not None for rank in self._look.with_exceptions(ranks))
 
-    def _shown(self, ranks: list[RankFacts]) -> Stall | None:
+    def _shown(self, ranks: list[RankActivity]) -> Stall | None:
         """The stall with the indices of these ranks: since the last look, some may have come or gone."""
         known = [(i, self.waits[rank.key]) for i, rank in enumerate(ranks) if rank.key in self.waits]
         guilty, waiting = (tuple(i for i, waits in known if waits == which) for which in (False, True))
         return self.stall and self.stall._replace(guilty=guilty, waiting=waiting)
 
-    def _unknown(self, ranks: list[RankFacts], now: int) -> bool:
+    def _unknown(self, ranks: list[RankActivity], now: int) -> bool:
         """Whether the stall that an earlier supervisor saw may go on: for some seconds no sign of life is known."""
         if self.stall is None:
             return False
-        still = [rank for rank in ranks if not rank.over and rank.since_ns <= self.stall.since_ns + SECOND]
+        still = [rank for rank in ranks if not rank.is_over and rank.since_ns <= self.stall.since_ns + SECOND]
         return any(rank.busy is None and now - rank.since_ns >= DETAILS_NS for rank in still)
 
     def close(self) -> None:
@@ -180,7 +189,7 @@ class StallWatch:
             self._thread.join(1.0)
         now = time.monotonic_ns()
         with contextlib.suppress(Exception):  # as in `look`
-            self._pass_on(self._look.ranks(self._drain.last_steps(), now), now)
+            self._pass_on(self._look.inspect_ranks(self._drain.last_steps(), now), now)
         self._look.close()
 
     def _busy(self) -> bool:
@@ -196,10 +205,10 @@ class StallWatch:
                     self._look.take_stacks(still_ns=DETAILS_NS)
                     took = time.monotonic_ns() - begun
                     self._stacks_at = max(self._stacks_at, begun + REST * took)
-                    self._look.ask_nccl()
+                    self._look.query_nccl()
                 else:
                     dumps = self._look.take_stacks(native=wants_native(self._directory))
-                    self._look.ask_nccl()
+                    self._look.query_nccl()
                     self._taken = asked, dumps
             except Exception as error:  # noqa: BLE001 - the next look reports it
                 self._error = error
@@ -207,27 +216,27 @@ class StallWatch:
         self._thread = threading.Thread(target=work, name="dpmon stacks", daemon=True)
         self._thread.start()
 
-    def _learn(self, ranks: list[RankFacts]) -> None:
+    def _learn(self, ranks: list[RankActivity]) -> None:
         """Take note of how long each finished operation took.
 
         Not if the rank waited there for another one, or was stopped.
         """
         before, self._before = self._before, {rank.key: rank for rank in ranks}
-        working = {rank.job for rank in before.values() if not rank.in_collective}
+        working = {rank.job for rank in before.values() if not rank.is_in_collective}
         for rank in ranks:
             was = before.get(rank.key)
             if was is None:  # before the first call, a process has no ring, only stages
                 notes = [note for note in read_notes(self._directory / "stages.log", 1 << 16) if note.pid == rank.pid]
                 for note, after in pairwise(notes):
                     if note.text.startswith(WAITING_FOR_DATA):
-                        self._usual.learn(FIRST_BATCH, after.at_ns - note.at_ns)
+                        self._usual.add_duration(FIRST_BATCH, after.at_ns - note.at_ns)
                 continue
-            if was.state == "stopped" or (was.in_collective and was.job in working):
+            if was.state == "stopped" or (was.is_in_collective and was.job in working):
                 continue
             if rank.since_ns > was.since_ns > 0:
-                self._usual.learn(was.where, rank.since_ns - was.since_ns)
+                self._usual.add_duration(was.timing_key, rank.since_ns - was.since_ns)
 
-    def _tell(self, found: Stall | None, ranks: list[RankFacts], now: int) -> None:
+    def _tell(self, found: Stall | None, ranks: list[RankActivity], now: int) -> None:
         """Record the beginning, a change, or the end of a stall."""
         before = self.stall
         if found is not None and before is not None:  # all its records have the same time
@@ -240,14 +249,14 @@ class StallWatch:
                 self._drain.emit("stall", {"since_s": seconds, "lasted_s": lasted, "text": self.told})
             return
         waited, self.waits = self.waits, {ranks[i].key: i in found.waiting for i in (*found.guilty, *found.waiting)}
-        ranks = self._look.with_ends(ranks)
+        ranks = self._look.with_exceptions(ranks)
         text = sentence(found, ranks, self._info.cwd)
         if before is None or (text != self.told and waited != self.waits):
             self.told = text
             self._drain.emit("stall", self._answer(ranks, {}, found, now))
 
     def _answer(
-        self, ranks: list[RankFacts], dumps: Mapping[int, Dump], found: Stall | None, now: int
+        self, ranks: list[RankActivity], dumps: Mapping[int, ProcessStacks], found: Stall | None, now: int
     ) -> dict[str, Any]:
         gpus, nccl = self._drain.gpus(), self._look.nccl
-        return answer(ranks, dumps, found, now, self._info, text=self.told, gpus=gpus, nccl=nccl)
+        return build_reply(ranks, dumps, found, now, self._info, text=self.told, gpus=gpus, nccl=nccl)

@@ -33,7 +33,7 @@ from dpmon.supervise.spawn import ProcessEnds, WatchedCommand, find_command, las
 from dpmon.supervise.start import ARGUMENT, TAKE_OVER, Teller, keep_statuses
 
 if TYPE_CHECKING:
-    from dpmon.gpu.sampler import DeviceSampler
+    from dpmon.gpu.device_sampler import DeviceSampler
     from dpmon.store.drain import Drain
     from dpmon.supervise.metrics import Metrics
 
@@ -181,7 +181,7 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------ watch
 
     def _watch(self, command: WatchedCommand, *, late: bool = False) -> None:
-        from dpmon.gpu.sampler import DeviceSampler
+        from dpmon.gpu.device_sampler import DeviceSampler
         from dpmon.store.drain import Drain  # loads sqlite while the command loads torch, not before
         from dpmon.store.writer import LIMIT_BYTES
         from dpmon.supervise.stall_watch import StallWatch
@@ -208,7 +208,7 @@ class Supervisor:
         )
         ends = ProcessEnds(self._directory, command.pid, poller)
         stalls = StallWatch(self._directory, self._info, drain, adopted=late)
-        drain.on_memory_event = sampler.take_memory
+        drain.on_memory_event = sampler.add_torch_memory
         ended, look_at, search_at = False, 0.0, 0.0
         while self._leave_at is None or time.monotonic() < self._leave_at:
             now = time.monotonic()

@@ -27,9 +27,9 @@ from dpmon.stalls.run_state import (
     WAITING_FOR_DATA,
     WAITING_FOR_INPUT,
     RunState,
-    state_of,
+    decide_state,
 )
-from dpmon.stalls.verdict import in_ranges
+from dpmon.stalls.stall_detection import format_ranges
 from dpmon.text.quantities import UNKNOWN, calls_so_far, clock
 
 PANELS = ("devices", "replicas", "batch", "compare", "output", "progress")
@@ -177,7 +177,7 @@ class Facts:
         waited = self.input_wait_ns
         reads = None if waited is None else self.now_ns - waited
         now = self.state.now(self.now_ns, self.activities, self.pausing.since_ns, reads)
-        return state_of(now._replace(over=self.over))
+        return decide_state(now._replace(over=self.over))
 
     @property
     def stall(self) -> StallSeen | None:
@@ -327,7 +327,7 @@ def devices_in_short(devices: tuple[str, ...]) -> str:
     ):
         indices = [index for *_, index in same]
         numbered = all(index.isdecimal() for index in indices)
-        listed = in_ranges(map(int, indices), ",", 2) if numbered else ",".join(indices)
+        listed = format_ranges(map(int, indices), ",", 2) if numbered else ",".join(indices)
         parts.append(f"{kind}:{listed}" if any(indices) else kind)
     return " ".join(parts)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dpmon.stalls.answer import asked
-from dpmon.stalls.answer_lines import lines_of
+from dpmon.stalls.why_reply import request_and_wait
+from dpmon.stalls.why_text import format_reply
 from dpmon.text.cells import cut, wrapped
 from dpmon.text.quantities import clock
 from dpmon.ui.dialogs import Pages
@@ -40,14 +40,14 @@ class WhyPages(Pages):
         now = self._facts()
         alike = self._recorded is None and now.stall is not None and found.get("text") is not None
         # The time in the first line goes on, as on the screen, while the answer grows old.
-        (first, style), *rest = lines_of({**found, "t_s": now.now_ns / 1e9} if alike else found, width=width)
+        (first, style), *rest = format_reply({**found, "t_s": now.now_ns / 1e9} if alike else found, width=width)
         if found.get("text") is None and self._recorded is None:
             first = state_words(now) or f"{first}: {now.run_state.word}"
         return [*([(line, style)] for line in wrapped(first, width)), *([(cut(text, width), s)] for text, s in rest)]
 
     def ask(self) -> str | None:
         """Ask the training processes; may take seconds."""
-        self._found = asked(self._directory) or "the supervisor does not answer"
+        self._found = request_and_wait(self._directory) or "the supervisor does not answer"
         return None
 
     def show(self, problem: str | None) -> None:

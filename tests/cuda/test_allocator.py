@@ -11,7 +11,7 @@ from running import Dpmon
 from simulated import Simulated
 from tracing import traced
 
-from dpmon.gpu.sample import bare_uuid
+from dpmon.gpu.device_record import bare_uuid
 
 pytestmark = pytest.mark.simulated
 

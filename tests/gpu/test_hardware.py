@@ -21,7 +21,7 @@ from played import Process
 from running import Dpmon
 from tracing import Script, Traced, traced
 
-from dpmon.gpu.sample import bare_uuid
+from dpmon.gpu.device_record import bare_uuid
 from dpmon.record.span_format import Kind
 from dpmon.tracer.core.session import Config, Session
 from dpmon.tracer.devices.events import TorchEvents

@@ -12,9 +12,9 @@ import os
 import sys
 from typing import Any
 
-from dpmon.gpu.card import Asker, Card
-from dpmon.gpu.nvml import CallFailed, Nvml
-from dpmon.gpu.sample import VALUES, Run
+from dpmon.gpu.device_record import VALUES, RunContext
+from dpmon.gpu.gpu_state import GpuPoller, GpuState
+from dpmon.gpu.nvml import Nvml, NvmlCallError
 
 CODES = [*range(1, 31), 99, 999, 31337]
 GONE = {1, 15, 16, 28}
@@ -71,16 +71,16 @@ def tell(*lines: str) -> None:
 def watched(nvml: Nvml, index: int, seconds: int = 40) -> Any:
     """A GPU after so many seconds of being asked."""
     now = [1000.0]
-    card = Card(index)
-    asker = Asker(card, nvml, lambda: now[0])
+    card = GpuState(index)
+    asker = GpuPoller(card, nvml, lambda: now[0])
     for _ in range(seconds):
         now[0] += 1
         try:
-            asker.round()
-        except CallFailed as failure:
-            card.lose(failure.reason, now[0])
+            asker.poll_due_queries()
+        except NvmlCallError as failure:
+            card.mark_lost(failure.reason, now[0])
             nvml.uninitialised = False
-    return card.sample(Run(same_pids=True), now[0])
+    return card.sample(RunContext(same_pids=True), now[0])
 
 
 def missing(sample: Any) -> set[str]:

@@ -18,7 +18,7 @@ from running import Dpmon, until_unsupervised, wait_for
 
 from dpmon.run import proc
 from dpmon.span_ring import SpanRing
-from dpmon.stalls.processes import RankLook
+from dpmon.stalls.rank_inspector import RankInspector
 
 READING = (["report", "old"], ["export", "old"], ["status", "old"], ["ls"], ["compare", "old", "old"])
 STARTING = (["attach", "--headless", "old"], ["why", "old"], ["stop", "old"])
@@ -148,8 +148,8 @@ def test_no_stack_is_taken_of_a_process_that_only_a_ring_names(tmp_path: Path, m
         with monkeypatch.context() as another:
             another.setattr(os, "getpid", lambda: pid)
             SpanRing(str(tmp_path / "process-0.ring"), process=0)
-        with closing(RankLook(tmp_path, "/", adopted=True)) as look:
-            look.ranks({}, time.monotonic_ns())
+        with closing(RankInspector(tmp_path, "/", adopted=True)) as look:
+            look.inspect_ranks({}, time.monotonic_ns())
             (taken,) = look.take_stacks().values()
         assert taken.reason is not None
         assert taken.reason.startswith("it is not proven to be a process of this run")

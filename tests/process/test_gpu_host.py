@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from dpmon.gpu.host import HostSampler
+from dpmon.gpu.host_sampler import HostSampler
 
 LIMIT_S = 100.0
 MIB = 1 << 20
@@ -85,7 +85,7 @@ def test_a_new_process_counts_from_its_first_sample_on() -> None:
     class Waits(HostSampler):
         def _find(self, root_pid: int | None) -> None:
             if self._processes:
-                super()._find(root_pid)
+                super()._update_process_set(root_pid)
                 time.sleep(0.3)  # meanwhile the child is busy
             else:
                 self._processes.add(psutil.Process(root_pid))

@@ -19,7 +19,7 @@ from dpmon.run.lifecycle import has_live_supervisor, run_state
 from dpmon.run.mirror_state import NodeReplies
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
-from dpmon.stalls.answer import asked
+from dpmon.stalls.why_reply import request_and_wait
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 from dpmon.supervise.start import ensure_supervisor
@@ -127,7 +127,9 @@ def test_requests_reach_all_machines_and_their_answers_come_back(two: Two) -> No
 
         wait_for(in_a_row, what="all steps of one process")
         # A busy machine may not answer in time.
-        found = wait_for(lambda: (one := asked(directory)) and "without" not in one and one, what="both answers")
+        found = wait_for(
+            lambda: (one := request_and_wait(directory)) and "without" not in one and one, what="both answers"
+        )
         assert {rank["node"] for rank in found["ranks"]} == {"gpu-0", "gpu-1"}
         wait_for(lambda: all(n > before[node] for node, n in steps_here(directory).items()), what="more steps")
     result = two.here.run("stop", "mirrored")

@@ -17,9 +17,9 @@ import pytest
 from fake_nvml import FOREVER, FakeNvml, RunSamples, library
 from running import Dpmon, until_unsupervised, wait_for
 
-from dpmon.gpu.card import FIRST_S
-from dpmon.gpu.sample import VALUES
-from dpmon.gpu.sampler import pids_are_shared
+from dpmon.gpu.device_record import VALUES
+from dpmon.gpu.device_sampler import pids_are_shared
+from dpmon.gpu.gpu_state import FIRST_S
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import pytest
 from fake_nvml import CUDA, FakeNvml, RunSamples, library
 from running import Dpmon
 
-from dpmon.gpu.sampler import pids_are_shared
+from dpmon.gpu.device_sampler import pids_are_shared
 
 pytestmark = pytest.mark.slow
 

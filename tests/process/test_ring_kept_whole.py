@@ -52,7 +52,7 @@ def test_the_places_in_dpmon_that_can_change_a_files_length() -> None:
         ("supervise/room.py", "ftruncate"),  # the script's output
         ("span_ring.py", "posix_fallocate"),  # a new ring, before anybody has it
         ("supervise/supervisor.py", "posix_fallocate"),  # the spare file
-        ("stalls/answer.py", "O_TRUNC"),  # the request to say why, an empty file
+        ("stalls/why_reply.py", "O_TRUNC"),  # the request to say why, an empty file
         ("tell/teller.py", "ftruncate"),  # an unfinished line of the told events
         ("mirror/local_run.py", "truncate"),  # a copy of the output of several machines; only the mirror writes it
         ("cli/doctor/machine.py", "posix_fallocate"),  # a temporary file

@@ -12,12 +12,12 @@ from tracing import Script, traced
 
 from dpmon.run.run_directory import RunInfo
 from dpmon.sanitize import sanitize_line
-from dpmon.stalls import processes, stacks
-from dpmon.stalls.answer import answer
-from dpmon.stalls.answer_lines import lines_of
-from dpmon.stalls.processes import RankLook
-from dpmon.stalls.stacks import Dump
-from dpmon.stalls.verdict import RankFacts, Stall, doing_words
+from dpmon.stalls import rank_inspector, stacks
+from dpmon.stalls.rank_inspector import RankInspector
+from dpmon.stalls.stacks import ProcessStacks
+from dpmon.stalls.stall_detection import RankActivity, Stall, describe_activity
+from dpmon.stalls.why_reply import build_reply
+from dpmon.stalls.why_text import format_reply
 
 pytestmark = pytest.mark.slow
 
@@ -131,12 +131,12 @@ def stuck(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
     script.process.wait()
 
 
-def taken(script: Script) -> Dump:
+def taken(script: Script) -> ProcessStacks:
     """The stacks of a script."""
-    look = RankLook(script.directory, str(script.cwd))
+    look = RankInspector(script.directory, str(script.cwd))
     script.ring().close()
-    look.ranks({}, time.monotonic_ns())
-    found, before = Dump(), None
+    look.inspect_ranks({}, time.monotonic_ns())
+    found, before = ProcessStacks(), None
     while found != before:  # until it stands still
         before = found
         (found,) = look.take_stacks().values()
@@ -168,8 +168,8 @@ def test_a_supervisor_that_is_no_ancestor_is_allowed_to_look(tmp_path: Path) -> 
     try:
         assert script.line() == "there"
         script.ring().close()
-        look = RankLook(script.directory, str(script.cwd), adopted=True)
-        look.ranks({}, time.monotonic_ns())
+        look = RankInspector(script.directory, str(script.cwd), adopted=True)
+        look.inspect_ranks({}, time.monotonic_ns())
         option, pid, result = script.line().split()
         look.close()
     finally:
@@ -186,7 +186,7 @@ def test_the_stack_of_a_stuck_script(stuck: tuple[str, Script], by: str, monkeyp
     name, script = stuck
     monkeypatch.setattr(stacks, "WAIT_S", 60.0)
     if name != "GIL":  # a busy machine needs more time for the answer
-        monkeypatch.setattr(processes, "NOTE_WAIT_S", 60.0)
+        monkeypatch.setattr(rank_inspector, "NOTE_WAIT_S", 60.0)
     if by == "the process":
         monkeypatch.setattr(stacks, "py_spy", lambda: None)
     elif stacks.py_spy() is None:
@@ -200,15 +200,17 @@ def test_the_stack_of_a_stuck_script(stuck: tuple[str, Script], by: str, monkeyp
     main = found.main
     assert found.reason is None
     assert main is not None
-    assert main.script is not None
+    assert main.innermost_script_frame is not None
     if name == "deep":
         assert len(main.frames) == 120
         assert main.left_out > 9_800
     if name == "hostile":
-        assert "\x1b" in main.script.file
+        assert "\x1b" in main.innermost_script_frame.file
     else:
-        assert main.script.file.endswith("script.py")
-    rank = RankFacts(1, 0, since_ns=1, stack=main)
+        assert main.innermost_script_frame.file.endswith("script.py")
+    rank = RankActivity(1, 0, since_ns=1, stack=main)
     info = RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True)
-    shown = lines_of(answer([rank], {1: found}, Stall(1, (0,), ()), 2, info, text=doing_words(rank, "")), every=True)
+    shown = format_reply(
+        build_reply([rank], {1: found}, Stall(1, (0,), ()), 2, info, text=describe_activity(rank, "")), every=True
+    )
     assert all(text == sanitize_line(text) for text, _ in shown)

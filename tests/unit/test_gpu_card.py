@@ -9,10 +9,10 @@ import pytest
 from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable, compares badly
 
 from dpmon.gpu import card as card_module
-from dpmon.gpu.card import Asker, Card
-from dpmon.gpu.nvml import call
-from dpmon.gpu.questions import CALLS, QUESTIONS, Question, throttle_words
-from dpmon.gpu.sample import VALUES, Missing, Run
+from dpmon.gpu.device_record import VALUES, MissingValue, RunContext
+from dpmon.gpu.gpu_state import GpuPoller, GpuState
+from dpmon.gpu.nvml import call_nvml
+from dpmon.gpu.nvml_queries import CALLS, QUESTIONS, NvmlQuery, throttle_reasons
 
 NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, GPU_IS_LOST, UNKNOWN = 3, 4, 13, 15, 999
 
@@ -36,26 +36,26 @@ class Clock:
 class Bench:
     """A GPU that was found earlier, an Asker with these questions, and a fake clock."""
 
-    def __init__(self, *questions: Question, found: bool = True) -> None:
+    def __init__(self, *questions: NvmlQuery, found: bool = True) -> None:
         self.module = Module()
         self.clock = Clock()
-        self.card = Card(0, questions)
+        self.card = GpuState(0, questions)
         self.asker = self.another()
         if found:
-            self.card.found("handle", self.clock.now)
+            self.card.attach_handle("handle", self.clock.now)
 
-    def another(self) -> Asker:
+    def another(self) -> GpuPoller:
         """Add a thread that asks; the one before it is left behind."""
-        return Asker(self.card, SimpleNamespace(module=self.module, guard=call), self.clock)  # type: ignore[arg-type]
+        return GpuPoller(self.card, SimpleNamespace(module=self.module, guard=call_nvml), self.clock)  # type: ignore[arg-type]
 
     def round(self, seconds: float = 1.0) -> Any:
         """Run a round after `seconds`; return the sample."""
         self.clock.now += seconds
-        self.card.askers[-1].round()
+        self.card.askers[-1].poll_due_queries()
         return self.sample()
 
-    def sample(self, run: Run | None = None) -> Any:
-        return SimpleNamespace(**self.card.sample(run or Run(), self.clock.now))
+    def sample(self, run: RunContext | None = None) -> Any:
+        return SimpleNamespace(**self.card.sample(run or RunContext(), self.clock.now))
 
 
 class Told:
@@ -78,7 +78,7 @@ class Told:
 
 def test_each_question_is_asked_at_its_own_interval() -> None:
     quick, rare = Told(40), Told(700.0)
-    bench = Bench(Question(("util_pct",), 1, 1, (quick,)), Question(("power_limit_w",), 30, 1, (rare,)))
+    bench = Bench(NvmlQuery(("util_pct",), 1, 1, (quick,)), NvmlQuery(("power_limit_w",), 30, 1, (rare,)))
     for _ in range(60):
         sample = bench.round()
     assert (quick.asked, rare.asked) == (60, 2)
@@ -96,7 +96,7 @@ def test_questions_beyond_the_budget_wait_and_all_are_asked_equally_often(monkey
     monkeypatch.setattr(card_module, "CALLS", 3)
     ways = [Told(i) for i in range(6)]
     names = ("util_pct", "power_w", "energy_j", "fan_pct", "xid", "sm_clock_mhz")
-    bench = Bench(*(Question((n,), 5, 2, (w,)) for n, w in zip(names, ways, strict=True)))
+    bench = Bench(*(NvmlQuery((n,), 5, 2, (w,)) for n, w in zip(names, ways, strict=True)))
     first = bench.round()
     assert sum(way.asked for way in ways) == 1
     assert [first.absent[name] for name in names[1:]] == ["not asked yet"] * 5
@@ -111,7 +111,7 @@ def test_questions_beyond_the_budget_wait_and_all_are_asked_equally_often(monkey
 def test_a_failure_that_passes_is_asked_again() -> None:
     way = Told(7)
     way.code = UNKNOWN
-    bench = Bench(Question(("util_pct",), 1, 1, (way,)))
+    bench = Bench(NvmlQuery(("util_pct",), 1, 1, (way,)))
     assert bench.round().absent["util_pct"] == "NVML: unknown error"
     way.code = None
     sample = bench.round()
@@ -120,18 +120,20 @@ def test_a_failure_that_passes_is_asked_again() -> None:
 
 
 def test_one_value_of_an_answer_can_be_missing() -> None:
-    bench = Bench(Question(("mem_used_bytes", "mem_reserved_bytes"), 1, 1, (Told(5, Missing("counted as used")),)))
+    bench = Bench(
+        NvmlQuery(("mem_used_bytes", "mem_reserved_bytes"), 1, 1, (Told(5, MissingValue("counted as used")),))
+    )
     sample = bench.round()
     assert sample.mem_used_bytes == 5
     assert sample.absent["mem_reserved_bytes"] == "counted as used"
 
 
 def test_a_substitute_is_asked_only_for_missing_values() -> None:
-    first, second = Told(Missing("not here"), 3), Told(9)
-    whole = Question(("pcie_rx_bytes_s", "pcie_tx_bytes_s"), 1, 1, (first,))
-    sub = Question(("pcie_rx_bytes_s",), 1, 1, (second,), instead_of=whole)
+    first, second = Told(MissingValue("not here"), 3), Told(9)
+    whole = NvmlQuery(("pcie_rx_bytes_s", "pcie_tx_bytes_s"), 1, 1, (first,))
+    sub = NvmlQuery(("pcie_rx_bytes_s",), 1, 1, (second,), instead_of=whole)
     other = Told(8)
-    useless = Question(("pcie_tx_bytes_s",), 1, 1, (other,), instead_of=whole)
+    useless = NvmlQuery(("pcie_tx_bytes_s",), 1, 1, (other,), instead_of=whole)
     bench = Bench(whole, sub, useless)
     for _ in range(5):
         sample = bench.round()
@@ -144,24 +146,24 @@ def test_a_substitute_is_asked_only_for_missing_values() -> None:
 
 def test_an_answer_to_a_handle_that_was_lost_meanwhile_is_not_taken() -> None:
     def lost_meanwhile(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-        bench.card.lose("the GPU is lost", bench.clock.now)
-        bench.card.found("handle", bench.clock.now)
+        bench.card.mark_lost("the GPU is lost", bench.clock.now)
+        bench.card.attach_handle("handle", bench.clock.now)
         return (7,)
 
-    bench = Bench(Question(("util_pct",), 1, 1, (lost_meanwhile,)))
+    bench = Bench(NvmlQuery(("util_pct",), 1, 1, (lost_meanwhile,)))
     assert bench.round().util_pct is None
 
 
 def test_a_thread_that_was_left_behind_does_not_open_the_gpu() -> None:
-    bench = Bench(Question(("util_pct",), 1, 1, (Told(40),)))
-    bench.card.lose("the GPU is lost", bench.clock.now)
+    bench = Bench(NvmlQuery(("util_pct",), 1, 1, (Told(40),)))
+    bench.card.mark_lost("the GPU is lost", bench.clock.now)
     bench.another()
-    bench.asker.round()
+    bench.asker.poll_due_queries()
     assert bench.card.handle is None
 
 
 def test_a_value_that_is_not_renewed_is_hidden_after_10_seconds() -> None:
-    bench = Bench(Question(("util_pct",), 1, 1, (Told(40),)))
+    bench = Bench(NvmlQuery(("util_pct",), 1, 1, (Told(40),)))
     bench.round()
     bench.clock.now += 9.0
     assert bench.sample().util_pct == 40
@@ -180,7 +182,7 @@ def test_a_value_that_is_not_renewed_is_hidden_after_10_seconds() -> None:
     ],
 )
 def test_throttle_words(bits: int, words: list[str]) -> None:
-    assert throttle_words(bits) == words
+    assert throttle_reasons(bits) == words
 
 
 def test_the_questions_fit_into_eight_calls_a_second() -> None:
@@ -201,7 +203,7 @@ def test_an_error_that_is_not_nvmls_is_contained() -> None:
     def unknown(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
         return (nvml.nvmlDeviceGetWhatNobodyKnows(handle),)
 
-    bench = Bench(Question(("util_pct",), 1, 1, (odd,)), Question(("power_w",), 1, 1, (unknown,)))
+    bench = Bench(NvmlQuery(("util_pct",), 1, 1, (odd,)), NvmlQuery(("power_w",), 1, 1, (unknown,)))
     absent = bench.round().absent
     assert absent["util_pct"] == "NVML: ValueError: odd structure"
     assert absent["power_w"] == "the installed nvidia-ml-py does not know it"

@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from dpmon.gpu.host import AT_ONCE_S, BUDGET_SHARE, EVERY_S, ProportionalMemory, read_pss
-from dpmon.gpu.sample import Missing
+from dpmon.gpu.device_record import MissingValue
+from dpmon.gpu.host_sampler import AT_ONCE_S, BUDGET_SHARE, EVERY_S, PssEstimator, read_pss
 
 MIB = 1 << 20
 
@@ -21,7 +21,7 @@ class Kernel:
         self.takes_s = takes_s
         self.answers: dict[int, int | OSError | None] = {}
         self.asked: list[tuple[float, int]] = []
-        self.memory = ProportionalMemory(lambda: self.now, self.read)
+        self.memory = PssEstimator(lambda: self.now, self.read)
 
     def read(self, pid: int) -> int | None:
         self.asked.append((self.now, pid))
@@ -31,7 +31,7 @@ class Kernel:
             raise answer
         return answer
 
-    def total(self, *resident: int) -> int | Missing:
+    def total(self, *resident: int) -> int | MissingValue:
         """The memory of processes without a common parent."""
         sizes = {(pid, 1.0): size * MIB for pid, size in enumerate(resident)}
         return self.memory.total(sizes, {key: -1 - key[0] for key in sizes})
@@ -60,7 +60,7 @@ def test_a_process_that_has_gone_is_forgotten() -> None:
 def test_memory_that_cannot_be_read_is_unknown_with_a_reason() -> None:
     kernel = Kernel()
     kernel.answers = {0: 60 * MIB, 1: PermissionError(errno.EACCES, "Permission denied")}
-    assert kernel.total(100, 90) == Missing("the memory of process 1 cannot be read: Permission denied")
+    assert kernel.total(100, 90) == MissingValue("the memory of process 1 cannot be read: Permission denied")
     kernel.answers[1] = 50 * MIB
     kernel.now += EVERY_S
     assert kernel.total(100, 90) == 110 * MIB
@@ -75,7 +75,7 @@ def test_many_expensive_processes_are_read_one_after_the_other() -> None:
         before = len(kernel.asked)
         found.append(kernel.total(*[600] * 9))
         assert (len(kernel.asked) - before) * kernel.takes_s < AT_ONCE_S + kernel.takes_s
-    assert found[0] == Missing("the memory of 7 of 9 processes has not been read yet")
+    assert found[0] == MissingValue("the memory of 7 of 9 processes has not been read yet")
     assert found[-1] == 90 * MIB
 
 
@@ -100,7 +100,7 @@ def test_new_workers_are_estimated_from_their_siblings() -> None:
         workers = {(pid, float(second // 60)): 600 * MIB for pid in range(1, 17)}
         parents = {(0, 0.0): 100, **dict.fromkeys(workers, 0)}
         found.append(kernel.memory.total({(0, 0.0): 600 * MIB, **workers}, parents))
-    assert found[0] == Missing("the memory of 16 of 17 processes has not been read yet")
+    assert found[0] == MissingValue("the memory of 16 of 17 processes has not been read yet")
     assert found[5:] == [170 * MIB] * 595
 
 
@@ -109,7 +109,7 @@ def test_a_process_without_a_sibling_that_was_read_is_not_estimated() -> None:
     kernel.answers = dict.fromkeys(range(3), 10 * MIB)
     resident = {(pid, 1.0): 600 * MIB for pid in range(3)}
     parents = {(0, 1.0): 100, (1, 1.0): 0, (2, 1.0): 0}
-    not_read = Missing("the memory of 2 of 3 processes has not been read yet")
+    not_read = MissingValue("the memory of 2 of 3 processes has not been read yet")
     assert kernel.memory.total(resident, parents) == not_read
     assert kernel.memory.total(resident, parents) == 30 * MIB
     kernel.now += 1

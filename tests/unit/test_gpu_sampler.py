@@ -16,9 +16,9 @@ from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable,
 
 from dpmon.gpu import card as card_module
 from dpmon.gpu import sampler as sampler_module
+from dpmon.gpu.device_record import VALUES
+from dpmon.gpu.device_sampler import DeviceSampler
 from dpmon.gpu.nvml import Nvml
-from dpmon.gpu.sample import VALUES
-from dpmon.gpu.sampler import DeviceSampler
 from dpmon.record.record_types import Event
 
 INTERVAL_S = 0.02
@@ -161,7 +161,7 @@ def test_a_driver_that_comes_later(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [(DeviceSampler, "_look"), (card_module.Asker, "round"), (FakeNvml, "count")]
+    ("place", "name"), [(DeviceSampler, "_look"), (card_module.GpuPoller, "round"), (FakeNvml, "count")]
 )
 def test_an_error_of_dpmon_ends_no_thread(make: Any, monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> None:
     work = getattr(place, name)

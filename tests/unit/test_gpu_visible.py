@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpmon.gpu.sample import visible_gpus
+from dpmon.gpu.device_record import visible_gpus
 
 A, B, C, D = (
     "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",

@@ -123,7 +123,7 @@ def all_of(*packages: str) -> str:
 
 def test_the_supervisor_loads_neither_torch_nor_textual() -> None:
     added = added_by(all_of("supervise", "store", "run", "gpu"))
-    assert {"dpmon.supervise.supervisor", "dpmon.gpu.sampler"} <= added
+    assert {"dpmon.supervise.supervisor", "dpmon.gpu.device_sampler"} <= added
     assert not tops(added) & {"torch", "numpy", "textual", "rich"}
     above = ("dpmon.tracer", "dpmon.model", "dpmon.text", "dpmon.ui", "dpmon.cli")
     assert not [name for name in added if name.startswith(above)]

@@ -14,10 +14,10 @@ from dpmon.mirror import joint_stalls
 from dpmon.mirror.joint_stalls import JointStalls
 from dpmon.record.schema import SECOND
 from dpmon.run.run_directory import RunInfo
-from dpmon.stalls.answer import STANDING_FILE, answer, facts_in, standing
-from dpmon.stalls.answer_lines import lines_of
-from dpmon.stalls.stacks import Dump, Frame, Stack
-from dpmon.stalls.verdict import GroupSeen, LoaderWorker, RankFacts
+from dpmon.stalls.stacks import Frame, ProcessStacks, Stack
+from dpmon.stalls.stall_detection import LoaderWorker, ProcessGroupView, RankActivity
+from dpmon.stalls.why_reply import STANDING_FILE, build_reply, describe_ranks, parse_rank
+from dpmon.stalls.why_text import format_reply
 from dpmon.supervise import stall_watch
 from dpmon.supervise.stall_watch import StallWatch
 
@@ -35,11 +35,11 @@ BACKWARD = Stack(
 NAMES = ("gpu-1", "gpu-2")
 
 
-def rank(number: int, stack: Stack = BACKWARD, sequence: int = 6, **more: Any) -> RankFacts:
+def rank(number: int, stack: Stack = BACKWARD, sequence: int = 6, **more: Any) -> RankActivity:
     """One of four ranks, two on each machine; all of them have the same process ids on both."""
-    facts = RankFacts(
+    facts = RankActivity(
         pid=100 + number % 2, process=number % 2, rank=number, world=4, since_ns=START + SECOND, step=60, busy=False,
-        groups=(GroupSeen(1, 4, sequence),), stack=stack, doing="other" if stack is SAVES else "backward",
+        groups=(ProcessGroupView(1, 4, sequence),), stack=stack, doing="other" if stack is SAVES else "backward",
     )  # fmt: skip
     return facts._replace(**more)
 
@@ -135,7 +135,7 @@ def test_ranks_in_different_collectives_on_two_machines(machines: Machines) -> N
 def test_the_rank_that_failed_on_another_machine_is_named(machines: Machines) -> None:
     raised = "ValueError (train.py:12)"
     machines.ranks[1] = [rank(each, doing="ended", state="gone", raised=raised, stack=None) for each in (2, 3)]
-    machines.watches[1]._look.with_ends = lambda ranks: ranks  # type: ignore[method-assign]
+    machines.watches[1]._look.with_exceptions = lambda ranks: ranks  # type: ignore[method-assign]
     machines.run(20)
     assert machines.texts() == [
         (None, f"ranks 2, 3 (gpu-2) ended: {raised}; ranks 0, 1 (gpu-1) wait in backward (train.py:90)")
@@ -206,9 +206,9 @@ def test_a_machine_whose_ranks_are_a_whole_job_judges_itself(machines: Machines)
 def test_one_answer_says_what_the_ranks_of_all_machines_do(machines: Machines) -> None:
     machines.ranks[1][1] = rank(3, SAVES)
     machines.run(20)
-    dumps = {101: Dump((SAVES, Stack((Frame("run", "/job/pump.py", 1),), "pump", main=False)))}
+    dumps = {101: ProcessStacks((SAVES, Stack((Frame("run", "/job/pump.py", 1),), "pump", main=False)))}
     answers = {
-        node: (NAMES[node], json.loads(json.dumps(answer(ranks, dumps, None, START + 20 * SECOND, INFO))))
+        node: (NAMES[node], json.loads(json.dumps(build_reply(ranks, dumps, None, START + 20 * SECOND, INFO))))
         for node, ranks in enumerate(machines.ranks)
     }
     found = machines.joint.joined(answers, START + 20 * SECOND)
@@ -217,7 +217,7 @@ def test_one_answer_says_what_the_ranks_of_all_machines_do(machines: Machines) -
         ("gpu-2", 3, False, False), ("gpu-1", 0, True, False), ("gpu-1", 1, True, False), ("gpu-2", 2, True, False)
     ]  # fmt: skip
     assert [each["process"] for each in found["ranks"]] == [3, 0, 1, 2]
-    lines = [text for text, _ in lines_of(found, every=True)]
+    lines = [text for text, _ in format_reply(found, every=True)]
     assert lines[0] == f"stalled for 19 s: {STUCK}"
     assert lines[3].split()[:3] == [">", "3", "(gpu-2)"]
     assert "rank 3 (gpu-2):" in lines or "ranks 1, 3:" in lines
@@ -225,23 +225,26 @@ def test_one_answer_says_what_the_ranks_of_all_machines_do(machines: Machines) -
 
 
 def test_an_answer_of_machines_that_are_not_stalled(machines: Machines) -> None:
-    answers: Any = {0: ("gpu-1", answer([rank(0)], {}, None, START, INFO)), 1: ("gpu-2", {"ranks": 7, "nccl": "x"})}
+    answers: Any = {
+        0: ("gpu-1", build_reply([rank(0)], {}, None, START, INFO)),
+        1: ("gpu-2", {"ranks": 7, "nccl": "x"}),
+    }
     found = machines.joint.joined(answers, START)
     assert (found["text"], found["since_s"], [each["rank"] for each in found["ranks"]]) == (None, None, [0])
-    assert lines_of(found)[0][0] == "not stalled"
+    assert format_reply(found)[0][0] == "not stalled"
 
 
 def test_all_that_the_verdict_needs_is_passed_on() -> None:
-    whole = RankFacts(
-        7, 1, 3, 4, "data", START - 5 * SECOND, 12, (GroupSeen(5, 4, 9), GroupSeen(6, 2, None)), "disk wait", None,
+    whole = RankActivity(
+        7, 1, 3, 4, "data", START - 5 * SECOND, 12, (ProcessGroupView(5, 4, 9), ProcessGroupView(6, 2, None)), "disk wait", None,
         True, True, True, 9, True, SAVES, None, "ValueError (a.py:1)", LoaderWorker(8, "dead"), usual_ns=30 * SECOND,
     )  # fmt: skip
-    record = json.loads(json.dumps(standing([whole], START + SECOND, INFO)))
-    read = facts_in(record["ranks"][0], "a", START + SECOND)
+    record = json.loads(json.dumps(describe_ranks([whole], START + SECOND, INFO)))
+    read = parse_rank(record["ranks"][0], "a", START + SECOND)
     assert read == whole._replace(node="a")
-    bare = RankFacts(7, 1, None, since_ns=START, why_no_stack="why")
-    record = json.loads(json.dumps(standing([bare], START + SECOND, INFO)))
-    assert facts_in(record["ranks"][0], "a", START + SECOND) == bare._replace(node="a")
+    bare = RankActivity(7, 1, None, since_ns=START, why_no_stack="why")
+    record = json.loads(json.dumps(describe_ranks([bare], START + SECOND, INFO)))
+    assert parse_rank(record["ranks"][0], "a", START + SECOND) == bare._replace(node="a")
 
 
 @pytest.mark.parametrize(
@@ -261,4 +264,4 @@ def test_rubbish_is_no_rank(wrong: dict[str, Any], machines: Machines) -> None:
 
 def test_members_of_another_type_are_unknown() -> None:
     odd = {name: [] for name in ("pid", "rank", "world", "doing", "for_s", "step", "state", "busy", "job", "usual_s")}
-    assert facts_in(odd, "a", START) == RankFacts(0, node="a")
+    assert parse_rank(odd, "a", START) == RankActivity(0, node="a")

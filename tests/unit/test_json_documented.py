@@ -33,9 +33,9 @@ from dpmon.report.health import Health
 from dpmon.run.lifecycle import outcome_word
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
-from dpmon.stalls.answer import answer
 from dpmon.stalls.stacks import Frame, Stack
-from dpmon.stalls.verdict import GroupSeen, RankFacts, Stall
+from dpmon.stalls.stall_detection import ProcessGroupView, RankActivity, Stall
+from dpmon.stalls.why_reply import build_reply
 from dpmon.tell.happened import Happenings
 from dpmon.tell.teller import envelope
 
@@ -165,9 +165,9 @@ def test_every_field_of_why_is_described(
 ) -> None:
     directory = keep({0: Training().begin(), -1: [Event("stall", STALL)]}, status=1)
     stack = Stack((Frame("save", "t.py", 3),))
-    rank = RankFacts(7, 0, 1, since_ns=1, step=3, groups=(GroupSeen(1, 2, 5),), stack=stack)
+    rank = RankActivity(7, 0, 1, since_ns=1, step=3, groups=(ProcessGroupView(1, 2, 5),), stack=stack)
     gpu = {"util_pct": 3.0, "power_w": 60.0, "ordinals": [{"process": 0, "device": "cuda:0"}]}
-    now = answer([rank], {}, Stall(1, (0,), ()), 2, load_info(directory), gpus=[gpu], nccl=["DEAD"])
+    now = build_reply([rank], {}, Stall(1, (0,), ()), 2, load_info(directory), gpus=[gpu], nccl=["DEAD"])
     monkeypatch.setattr("dpmon.cli.why.run_state", lambda *_: ("running", None))
     mirrored = {**now, "without": ["gpu-2: it did not answer in time"]}
     monkeypatch.setattr("dpmon.cli.why._asked", lambda *_, **how: mirrored)

@@ -22,8 +22,8 @@ from dpmon.run import proc
 from dpmon.run.lifecycle import outcome_word
 from dpmon.run.mirror_state import MirrorState, NodeReplies
 from dpmon.run.run_directory import load_exit, load_info, write_info
-from dpmon.stalls.answer import ANSWER_FILE, ASKED_FILE, ask
-from dpmon.stalls.answer_lines import lines_of
+from dpmon.stalls.why_reply import ANSWER_FILE, ASKED_FILE, request_reply
+from dpmon.stalls.why_text import format_reply
 from dpmon.store.opened import open_store
 
 MARKER = {"run": "r", "host": "h", "version": "1"}
@@ -321,7 +321,7 @@ def test_an_answer_about_a_stall_names_the_machines_without_one(
     cut = Closed(0, "the connection was cut", False)
     if what == "away":
         mirror._take(cut)
-    number = ask(mirror.directory)
+    number = request_reply(mirror.directory)
     mirror._requests.look(0.0)
     if what == "cut":
         mirror._take(cut)
@@ -330,7 +330,7 @@ def test_an_answer_about_a_stall_names_the_machines_without_one(
     mirror._requests.look(8.0)
     found = json.loads((mirror.directory / ANSWER_FILE).read_bytes())
     assert found["without"] == [f"gpu-0: {why}"]
-    assert (f"  gpu-0: {why}", "") in lines_of(found)
+    assert (f"  gpu-0: {why}", "") in format_reply(found)
     assert len(sent) > 0
 
 
@@ -338,7 +338,7 @@ def test_a_question_about_a_stall_waits_for_machines_that_were_not_tried_yet(
     mirror: Mirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirror.links, "send", lambda *_: True)
-    number = ask(mirror.directory)
+    number = request_reply(mirror.directory)
     mirror._requests.look(0.0)
     assert not (mirror.directory / ANSWER_FILE).exists()
     mirror._take(Opened(0, MARKER))
@@ -350,13 +350,13 @@ def test_a_question_about_a_stall_waits_for_machines_that_were_not_tried_yet(
 
 
 def test_a_question_that_no_machine_can_answer_is_answered(mirror: Mirror) -> None:
-    number = ask(mirror.directory)
+    number = request_reply(mirror.directory)
     long_ago = number - 4 * 10**9
     os.utime(mirror.directory / ASKED_FILE, ns=(long_ago, long_ago))
     mirror._requests.look(0.0)
     found = json.loads((mirror.directory / ANSWER_FILE).read_bytes())
     assert found["without"] == ["gpu-0: it is not connected"]
-    lines = [text for text, _ in lines_of(found)]
+    lines = [text for text, _ in format_reply(found)]
     assert lines == ["no rank has answered", "", "no stacks from:", "  gpu-0: it is not connected"]
 
 
@@ -366,7 +366,7 @@ def test_another_request_does_not_cut_off_the_answers_about_a_stall(
     monkeypatch.setattr(mirror.links, "send", lambda *_: True)
     mirror._take(Opened(0, MARKER))
     send(mirror, beat(0, 0))
-    number = ask(mirror.directory)
+    number = request_reply(mirror.directory)
     mirror._requests.look(0.0)
     MirrorState(mirror.directory, 0).send_request({"ask": "sample"})
     mirror._requests.look(0.1)

@@ -11,7 +11,7 @@ from typing import Any
 from recorded import linear_run
 from synthetic import decoded, device_event, host_event
 
-from dpmon.gpu.host import HostSampler
+from dpmon.gpu.host_sampler import HostSampler
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_specs import RECORDS
 from dpmon.record.schema import CALL_PHASES, PHASES, STEP_PHASES, phase_by_display_name, phase_by_name

@@ -17,19 +17,19 @@ from dpmon.run import proc
 from dpmon.run.run_directory import RunInfo, record_stop_request
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import HeaderWord, SpanRing
-from dpmon.stalls import answer, processes
-from dpmon.stalls.answer import answered, ask, save_answer
-from dpmon.stalls.answer_lines import lines_of
-from dpmon.stalls.processes import Counters, RankLook, newest_of_each_rank
-from dpmon.stalls.stacks import Dump, Frame, Stack
-from dpmon.stalls.verdict import RankFacts
+from dpmon.stalls import rank_inspector, why_reply
+from dpmon.stalls.rank_inspector import Counters, RankInspector, newest_process_per_rank
+from dpmon.stalls.stacks import Frame, ProcessStacks, Stack
+from dpmon.stalls.stall_detection import RankActivity
+from dpmon.stalls.why_reply import read_reply, request_reply, write_reply
+from dpmon.stalls.why_text import format_reply
 from dpmon.supervise import stall_watch
 from dpmon.supervise.stall_watch import StallWatch
 
 START = 1000 * SECOND
 INFO = RunInfo("", "n", ("c",), "s", "/job", None, 1e9, START, "", True)
 SAVES = Stack((Frame("save", "/job/train.py", 4),))
-STUCK = RankFacts(7, 0, since_ns=START + SECOND, step=3, busy=False, stack=SAVES, job=7)
+STUCK = RankActivity(7, 0, since_ns=START + SECOND, step=3, busy=False, stack=SAVES, job=7)
 TEXT = "in save (train.py:4)"
 
 
@@ -58,11 +58,11 @@ class Watched:
 
     def answer(self, seconds: float) -> dict[str, Any]:
         """The answer to a request, at a time in seconds since the start."""
-        number = ask(self.place)
+        number = request_reply(self.place)
         self.look(seconds)
         self.watch._taken = number, {}
         self.look(seconds)
-        found = answered(self.place, number)
+        found = read_reply(self.place, number)
         assert found is not None
         return found
 
@@ -149,8 +149,8 @@ def test_what_waited_for_another_rank_is_not_learned(tmp_path: Path, monkeypatch
     run.look(60)
     run.ranks = [each._replace(since_ns=START + 60 * SECOND) for each in run.ranks]
     run.look(61)
-    assert run.watch._usual.learned(waits) == 0
-    assert run.watch._usual.learned(works) == 3 * 59 * SECOND
+    assert run.watch._usual.learned_ns(waits) == 0
+    assert run.watch._usual.learned_ns(works) == 3 * 59 * SECOND
 
 
 @pytest.mark.parametrize("state", ["sleeping", "stopped"])
@@ -162,7 +162,7 @@ def test_the_time_of_a_stopped_process_is_not_learned(
     run.look(60)
     run.ranks = [STUCK._replace(since_ns=START + 60 * SECOND)]
     run.look(61)
-    assert (run.watch._usual.learned(STUCK) > 0) == (state == "sleeping")
+    assert (run.watch._usual.learned_ns(STUCK) > 0) == (state == "sleeping")
 
 
 def test_the_wait_for_the_first_batch_is_learned_before_there_is_a_ring(
@@ -178,8 +178,8 @@ def test_the_wait_for_the_first_batch_is_learned_before_there_is_a_ring(
     run = Watched(tmp_path, monkeypatch)
     run.look(1)
     first = STUCK._replace(doing="data", loop_begins=True)
-    assert run.watch._usual.learned(first) == 3 * 13 * SECOND
-    assert run.watch._usual.learned(first._replace(loop_begins=False)) == 0
+    assert run.watch._usual.learned_ns(first) == 3 * 13 * SECOND
+    assert run.watch._usual.learned_ns(first._replace(loop_begins=False)) == 0
 
 
 def test_a_wait_for_a_line_of_input_is_not_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_a_wait_for_a_line_of_input_is_not_learned(tmp_path: Path, monkeypatch: 
     assert run.told == []
     run.ranks = [STUCK._replace(since_ns=START + 60 * SECOND)]
     run.look(61)
-    assert run.watch._usual.learned(STUCK) == 0
+    assert run.watch._usual.learned_ns(STUCK) == 0
 
 
 def test_a_fault_of_the_watch_leaves_the_supervisor_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_an_answer_names_the_same_processes_after_one_has_gone(tmp_path: Path, m
     run.look(30)
     recorded = run.told[0][1]["ranks"]
     assert [(rank["pid"], rank["apart"]) for rank in recorded] == [(7, False), (6, True)]
-    assert [text.split()[0] for text, _ in lines_of(run.told[0][1])[3:5]] == [">", "pid"]
+    assert [text.split()[0] for text, _ in format_reply(run.told[0][1])[3:5]] == [">", "pid"]
     run.ranks = [STUCK]
     assert [(rank["pid"], rank["apart"]) for rank in run.answer(30.5)["ranks"]] == [(7, False)]
     run.ranks = [goes_on]
@@ -244,14 +244,14 @@ def test_the_death_of_all_processes_is_no_progress(
 
 
 def test_an_old_answer_is_none_after_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_answer(tmp_path, time.time_ns() + 3600 * SECOND, {"text": "old"})
-    monkeypatch.setattr(answer, "WAIT_S", 0.0)
-    assert answer.asked(tmp_path) is None
-    assert answered(tmp_path, ask(tmp_path)) is None
+    write_reply(tmp_path, time.time_ns() + 3600 * SECOND, {"text": "old"})
+    monkeypatch.setattr(why_reply, "WAIT_S", 0.0)
+    assert why_reply.request_and_wait(tmp_path) is None
+    assert read_reply(tmp_path, request_reply(tmp_path)) is None
 
 
 def test_two_requests_have_two_numbers(tmp_path: Path) -> None:
-    assert len({ask(tmp_path) for _ in range(100)}) == 100
+    assert len({request_reply(tmp_path) for _ in range(100)}) == 100
 
 
 def test_a_sign_of_life_is_an_average() -> None:
@@ -264,12 +264,12 @@ def test_a_sign_of_life_is_an_average() -> None:
 
 def test_another_process_with_the_same_number_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SpanRing(str(tmp_path / "process-0.ring"), process=0, slots=64)
-    look = RankLook(tmp_path, "")
-    assert look.ranks({}, time.monotonic_ns())[0].state != "gone"
+    look = RankInspector(tmp_path, "")
+    assert look.inspect_ranks({}, time.monotonic_ns())[0].state != "gone"
     me = proc.read_process(os.getpid())
     assert me is not None
     monkeypatch.setattr(proc, "read", lambda pid: replace(me, started=me.started + 5))
-    assert look.ranks({}, time.monotonic_ns())[0].state == "gone"
+    assert look.inspect_ranks({}, time.monotonic_ns())[0].state == "gone"
     assert look.take_stacks() == {}
     look.close()
 
@@ -279,39 +279,41 @@ def test_nccl_is_asked_with_the_stacks_and_only_in_its_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nccl: bool
 ) -> None:
     asked: list[set[int]] = []
-    monkeypatch.setattr(processes, "nccl_report", lambda pids: asked.append(set(pids)) or ("rank 1 is behind",))
-    monkeypatch.setattr(processes, "dump", lambda threads, native: {pid: Dump((SAVES,)) for pid in threads})
+    monkeypatch.setattr(rank_inspector, "nccl_report", lambda pids: asked.append(set(pids)) or ("rank 1 is behind",))
+    monkeypatch.setattr(
+        rank_inspector, "dump", lambda threads, native: {pid: ProcessStacks((SAVES,)) for pid in threads}
+    )
     monkeypatch.setattr(SpanReader, "groups", lambda ring: [(1, 2, 5, nccl)])
     SpanRing(str(tmp_path / "process-0.ring"), process=0, slots=64)
-    look = RankLook(tmp_path, "")
-    ranks = look.ranks({}, time.monotonic_ns() + 10 * SECOND)
+    look = RankInspector(tmp_path, "")
+    ranks = look.inspect_ranks({}, time.monotonic_ns() + 10 * SECOND)
     dumps = look.take_stacks()
     assert asked == []
-    look.ask_nccl()
+    look.query_nccl()
     look.close()
     assert asked == ([{os.getpid()}] if nccl else [])
-    text = [line for line, _ in lines_of(answer.answer(ranks, dumps, None, START, INFO, nccl=look.nccl))]
+    text = [line for line, _ in format_reply(why_reply.build_reply(ranks, dumps, None, START, INFO, nccl=look.nccl))]
     assert text[-2:] == (["NCCL says:", "  rank 1 is behind"] if nccl else [text[-2], "  save (/job/train.py:4)"])
 
 
 def test_a_loop_begins_until_its_second_step(tmp_path: Path) -> None:
     ring = SpanRing(str(tmp_path / "process-0.ring"), process=0, slots=64)
-    look = RankLook(tmp_path, "")
+    look = RankInspector(tmp_path, "")
     begins = []
     for step, over in ((None, 0), (3, 0), (59, 5), (60, 5), (61, 5), (61, 9), (62, 9), (63, 9)):
         ring.words[HeaderWord.LOOP_OVER] = over
-        begins.append(look.ranks({0: step}, time.monotonic_ns())[0].loop_begins)
+        begins.append(look.inspect_ranks({0: step}, time.monotonic_ns())[0].loop_begins)
     look.close()
     assert begins == [False, False, True, True, False, True, True, False]
 
 
 def test_a_restarted_job_leaves_no_rank_behind() -> None:
-    gone = [RankFacts(pid, pid, rank, 2, "gone") for pid, rank in ((1, 0), (2, 1))]
-    new = [RankFacts(pid, pid, rank, 2) for pid, rank in ((4, 1), (3, 0))]
-    assert [rank.pid for rank in newest_of_each_rank([*gone, *new])] == [3, 4]
-    both = newest_of_each_rank([*(rank._replace(doing="other") for rank in gone), *new])
+    gone = [RankActivity(pid, pid, rank, 2, "gone") for pid, rank in ((1, 0), (2, 1))]
+    new = [RankActivity(pid, pid, rank, 2) for pid, rank in ((4, 1), (3, 0))]
+    assert [rank.pid for rank in newest_process_per_rank([*gone, *new])] == [3, 4]
+    both = newest_process_per_rank([*(rank._replace(doing="other") for rank in gone), *new])
     assert [(rank.pid, rank.namesake) for rank in both] == [(1, True), (3, True), (2, True), (4, True)]
-    alone = newest_of_each_rank([RankFacts(9, 0, doing="ended"), *new])
+    alone = newest_process_per_rank([RankActivity(9, 0, doing="ended"), *new])
     assert [rank.pid for rank in alone] == [3, 4]
 
 
@@ -323,8 +325,8 @@ def test_an_answer_that_came_while_the_asking_process_was_stopped_is_returned(
     def stopped(_: float) -> None:
         nonlocal asleep_s
         asleep_s = 60.0
-        save_answer(tmp_path, answer.request_in(tmp_path), {"ranks": []})
+        write_reply(tmp_path, why_reply.last_request_number(tmp_path), {"ranks": []})
 
-    monkeypatch.setattr(answer.time, "sleep", stopped)
-    monkeypatch.setattr(answer.time, "monotonic", lambda: clock() + asleep_s)
-    assert answer.asked(tmp_path) is not None
+    monkeypatch.setattr(why_reply.time, "sleep", stopped)
+    monkeypatch.setattr(why_reply.time, "monotonic", lambda: clock() + asleep_s)
+    assert why_reply.request_and_wait(tmp_path) is not None

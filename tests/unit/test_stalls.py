@@ -16,9 +16,7 @@ from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import INNER_FRAMES, OUTER_FRAMES
 from dpmon.run import proc
 from dpmon.run.run_directory import RunInfo
-from dpmon.stalls import processes, stacks
-from dpmon.stalls.answer import answer
-from dpmon.stalls.answer_lines import lines_of
+from dpmon.stalls import rank_inspector, stacks
 from dpmon.stalls.run_state import (
     ENDED,
     EVALUATING,
@@ -29,11 +27,20 @@ from dpmon.stalls.run_state import (
     TRAINING,
     WAITING_FOR_DATA,
     WAITING_FOR_INPUT,
-    Now,
-    state_of,
+    StateInputs,
+    decide_state,
 )
-from dpmon.stalls.stacks import Dump, Frame, Stack, parsed, stacks_in
-from dpmon.stalls.verdict import GroupSeen, LoaderWorker, RankFacts, UsualTimes, sentence, stall
+from dpmon.stalls.stacks import Frame, ProcessStacks, Stack, parse_py_spy_json, parse_threads
+from dpmon.stalls.stall_detection import (
+    LearnedDurations,
+    LoaderWorker,
+    ProcessGroupView,
+    RankActivity,
+    find_stall,
+    sentence,
+)
+from dpmon.stalls.why_reply import build_reply
+from dpmon.stalls.why_text import format_reply
 
 NOW = 1000 * SECOND
 TORCH = "/env/lib/python3.11/site-packages/torch"
@@ -57,9 +64,9 @@ SCRIPT = (Frame("checkpoint", "/job/train.py", 12), Frame("main", "/job/train.py
 
 def rank(
     number: int, frames: tuple[Frame, ...] = (), for_s: float = 30, sequence: int = 5, **more: object
-) -> RankFacts:
+) -> RankActivity:
     """A rank of two that stands at these frames."""
-    facts = RankFacts(
+    facts = RankActivity(
         pid=100 + number,
         process=number,
         rank=number,
@@ -67,15 +74,15 @@ def rank(
         since_ns=NOW - int(for_s * SECOND),
         step=60,
         busy=False,
-        groups=(GroupSeen(1, 2, sequence),),
+        groups=(ProcessGroupView(1, 2, sequence),),
         stack=Stack(frames) if frames else None,
     )
     return facts._replace(**more)  # type: ignore[arg-type]
 
 
-def told(*ranks: RankFacts, usual: UsualTimes | None = None) -> str | None:
+def told(*ranks: RankActivity, usual: LearnedDurations | None = None) -> str | None:
     """The sentence about these ranks; None if they are not stalled."""
-    found = stall(ranks, usual or UsualTimes(), NOW)
+    found = find_stall(ranks, usual or LearnedDurations(), NOW)
     return None if found is None else sentence(found, ranks, "/job")
 
 
@@ -127,7 +134,7 @@ def told(*ranks: RankFacts, usual: UsualTimes | None = None) -> str | None:
         ((rank(0, for_s=0.1), rank(1, SCRIPT)), "rank 1 in checkpoint (train.py:12)"),
     ],
 )
-def test_the_guilty_rank_comes_first(ranks: tuple[RankFacts, ...], expected: str) -> None:
+def test_the_guilty_rank_comes_first(ranks: tuple[RankActivity, ...], expected: str) -> None:
     assert told(*ranks) == expected
 
 
@@ -143,7 +150,7 @@ def test_the_guilty_rank_comes_first(ranks: tuple[RankFacts, ...], expected: str
         (rank(0, BACKWARD, for_s=170), rank(1, LOADER, for_s=170, doing="data", busy=True)),
     ],
 )
-def test_no_alarm(ranks: tuple[RankFacts, ...]) -> None:
+def test_no_alarm(ranks: tuple[RankActivity, ...]) -> None:
     assert told(*ranks) is None
 
 
@@ -173,7 +180,7 @@ def test_a_rank_that_is_ahead_waits_though_its_stack_does_not_say_so() -> None:
 
 
 def test_numbers_are_compared_within_a_group_only() -> None:
-    own = (GroupSeen(7, 1, 3),), (GroupSeen(8, 1, 9),), (GroupSeen(7, 1, None),)
+    own = (ProcessGroupView(7, 1, 3),), (ProcessGroupView(8, 1, 9),), (ProcessGroupView(7, 1, None),)
     for groups in (own[:2], (own[2], own[0])):
         ranks = [rank(i, BACKWARD, groups=each) for i, each in enumerate(groups)]
         assert told(*ranks) == "all 2 ranks wait in backward (train.py:90): no rank is behind"
@@ -226,14 +233,14 @@ def test_a_machine_that_does_not_answer_may_hold_up_the_others() -> None:
 
 def test_a_thousand_ranks_are_judged_in_no_time() -> None:
     ranks = [rank(i, SCRIPT, 1300, world=1000, sequence=1 if i == 7 else 2) for i in range(1000)]
-    found = stall(ranks, UsualTimes(), NOW)
+    found = find_stall(ranks, LearnedDurations(), NOW)
     assert found is not None
     assert found.guilty == (7,)
     begun = time.process_time()
     for sequence in (2, 3):
-        assert stall(
-            [*ranks[:500], *(each._replace(groups=(GroupSeen(1, 2, sequence),)) for each in ranks[500:])],
-            UsualTimes(),
+        assert find_stall(
+            [*ranks[:500], *(each._replace(groups=(ProcessGroupView(1, 2, sequence),)) for each in ranks[500:])],
+            LearnedDurations(),
             NOW,
         )
     assert time.process_time() - begun < 1  # the comparison of each rank with each other takes longer
@@ -296,18 +303,20 @@ def test_a_first_checkpoint_or_compilation_may_take_long(frame: Frame, for_s: fl
 
 
 def test_a_phase_is_learned_whatever_its_line() -> None:
-    usual, step = UsualTimes(), rank(0, LOADER, doing="data", for_s=60)
-    usual.learn(step.where, 30 * SECOND)
+    usual, step = LearnedDurations(), rank(0, LOADER, doing="data", for_s=60)
+    usual.add_duration(step.timing_key, 30 * SECOND)
     assert told(rank(0, (Frame("f", "/job/data.py", 3),), doing="data", for_s=60), usual=usual) is None
     assert told(rank(0, SCRIPT, for_s=60), usual=usual) is not None
-    usual.learn(rank(0, LOADER, doing="data", step=None).where, 300 * SECOND)  # the first batch is not usual
+    usual.add_duration(
+        rank(0, LOADER, doing="data", step=None).timing_key, 300 * SECOND
+    )  # the first batch is not usual
     assert told(step._replace(since_ns=NOW - 100 * SECOND), usual=usual) is not None
 
 
 def test_the_first_batch_of_a_loop_is_learned_by_itself() -> None:
     """A loader that takes 13 s for its first batch does so in each epoch."""
-    usual, first = UsualTimes(), rank(0, LOADER, doing="data", for_s=13)
-    usual.learn(first._replace(step=None).where, 13 * SECOND)
+    usual, first = LearnedDurations(), rank(0, LOADER, doing="data", for_s=13)
+    usual.add_duration(first._replace(step=None).timing_key, 13 * SECOND)
     assert told(first._replace(loop_begins=True), usual=usual) is None
     assert told(first._replace(loop_begins=True, since_ns=NOW - 40 * SECOND), usual=usual) is not None
     assert told(first, usual=usual) is not None
@@ -319,9 +328,9 @@ def test_nothing_is_a_stall_before_the_first_step() -> None:
 
 def test_a_place_may_take_as_long_as_before() -> None:
     """A checkpoint of 60 s raises no alarm again; the same time elsewhere does."""
-    usual, here, there = UsualTimes(), rank(0, SCRIPT, for_s=100), rank(0, (SCRIPT[1],), for_s=100)
+    usual, here, there = LearnedDurations(), rank(0, SCRIPT, for_s=100), rank(0, (SCRIPT[1],), for_s=100)
     assert told(here, usual=usual) is not None
-    usual.learn(here.where, 60 * SECOND)
+    usual.add_duration(here.timing_key, 60 * SECOND)
     assert told(here, usual=usual) is None
     assert told(here._replace(since_ns=NOW - 181 * SECOND), usual=usual) is not None
     assert told(there, usual=usual) is not None
@@ -376,20 +385,20 @@ TRAINER = Frame("Trainer.fit", "/env/lib/python3.11/site-packages/lightning/trai
     ],
 )  # fmt: skip
 def test_functions_of_torch_have_the_names_that_people_know(frames: tuple[Frame, ...], expected: str | None) -> None:
-    assert Stack((*frames, SCRIPT[1])).inside == expected
+    assert Stack((*frames, SCRIPT[1])).library_operation == expected
 
 
 def test_a_compiled_model_that_runs_does_not_compile() -> None:
     """Else it would have the time of a compilation in each step."""
     call = Frame("_fn", f"{TORCH}/_dynamo/eval_frame.py", 700)
     code = Frame("call", "/tmp/torchinductor_me/ab/cab.py", 90)
-    assert Stack((code, call, *FORWARD, SCRIPT[1])).kind == ""
-    assert Stack((code, call, *FORWARD, SCRIPT[1])).inside == "forward"
+    assert Stack((code, call, *FORWARD, SCRIPT[1])).operation_kind == ""
+    assert Stack((code, call, *FORWARD, SCRIPT[1])).library_operation == "forward"
 
 
 def test_c_frames_are_only_in_the_whole_stack() -> None:
     native = {"name": "poll", "filename": "/build/poll.c", "module": "/usr/lib/libc.so.6", "line": 29}
-    found = parsed(dumped([native, {**frame("save", "/job/train.py", 12), "module": None}]), 1).main
+    found = parse_py_spy_json(dumped([native, {**frame("save", "/job/train.py", 12), "module": None}]), 1).main
     assert found is not None
     assert found.frames == (Frame("poll", "/build/poll.c", 0), Frame("save", "/job/train.py", 12))
     assert told(rank(0, found.frames, world=1)) == "in save (train.py:12)"
@@ -407,7 +416,7 @@ def test_c_frames_are_only_in_the_whole_stack() -> None:
         }
         for number, address in ((0, "0x7f01"), (1, "0x7f02"))
     ]
-    lines = [text for text, _ in lines_of({"text": None, "ranks": ranks})]
+    lines = [text for text, _ in format_reply({"text": None, "ranks": ranks})]
     assert lines[-3:] == ["ranks 0, 1:", "  0x7f01 (/lib/libc.so.6)", "  f (t.py:1)"]
 
 
@@ -415,27 +424,29 @@ def test_the_stack_of_a_worker_is_shown_whole() -> None:
     worker = LoaderWorker(
         8, "in Samples.__getitem__ (data.py:3)", Stack((Frame("Samples.__getitem__", "/job/data.py", 3),))
     )
-    threads = Dump((Stack(LOADER), Stack((Frame("f", "/job/t.py", 1),), "pin memory", False)))
+    threads = ProcessStacks((Stack(LOADER), Stack((Frame("f", "/job/t.py", 1),), "pin memory", False)))
     facts = rank(1, LOADER, doing="data", worker=worker)
-    found = answer(
+    found = build_reply(
         [facts], {facts.pid: threads}, None, NOW, RunInfo("", "n", ("c",), "s", "/job", None, 1e9, 0, "", True)
     )
     whole = ["  Samples.__getitem__ (/job/data.py:3)"]
-    text = [line for line, _ in lines_of(found)]
+    text = [line for line, _ in format_reply(found)]
     assert text[-2:] == ["  worker of rank 1 (pid 8):", *whole]
     assert not any("pin memory" in line for line in text)
-    text = [line for line, _ in lines_of(found, every=True)]
+    text = [line for line, _ in format_reply(found, every=True)]
     assert text[-4:] == ["  thread pin memory:", "  f (/job/t.py:1)", "  worker of rank 1 (pid 8):", *whole]
 
 
 def test_frames_of_the_tracer_are_left_out() -> None:
-    found = parsed(dumped([frame("wrapper", "/x/dpmon/tracer/steps/recorder.py", 3), frame("main", "/job/a.py", 4)]), 1)
+    found = parse_py_spy_json(
+        dumped([frame("wrapper", "/x/dpmon/tracer/steps/recorder.py", 3), frame("main", "/job/a.py", 4)]), 1
+    )
     assert found.main is not None
     assert found.main.frames == (Frame("main", "/job/a.py", 4),)
 
 
 def test_a_deep_stack_keeps_both_ends() -> None:
-    found = parsed(dumped([frame(f"f{i}", "/job/a.py", i) for i in range(10_000)]), 1).main
+    found = parse_py_spy_json(dumped([frame(f"f{i}", "/job/a.py", i) for i in range(10_000)]), 1).main
     assert found is not None
     assert len(found.frames) == INNER_FRAMES + OUTER_FRAMES
     assert found.left_out == 10_000 - len(found.frames)
@@ -452,8 +463,8 @@ def test_a_deep_stack_keeps_both_ends() -> None:
     ],
 )
 def test_rubbish_from_py_spy_is_a_reason(out: bytes) -> None:
-    assert parsed(out, 1).stacks == ()
-    assert "py-spy" in (parsed(out, 1).reason or "")
+    assert parse_py_spy_json(out, 1).stacks == ()
+    assert "py-spy" in (parse_py_spy_json(out, 1).reason or "")
 
 
 @pytest.mark.parametrize(
@@ -478,7 +489,7 @@ def test_what_py_spy_cannot_do_is_a_reason(
     path.chmod(0o700 if program else 0o600)
     monkeypatch.setattr(stacks, "py_spy", lambda: None if program is None else str(path))
     monkeypatch.setattr(stacks, "WAIT_S", 0.05 if "no answer" in expected else 300.0)
-    found = stacks.dump({1: 1, 2: 2})
+    found = stacks.dump_stacks({1: 1, 2: 2})
     assert set(found) == {1, 2}
     for taken in found.values():
         assert taken.stacks == ()
@@ -490,16 +501,16 @@ def test_the_training_thread_is_found_by_its_number_or_its_name() -> None:
         {"pid": 1, "os_thread_id": number, "thread_name": name, "frames": [frame(f"f{number}", "/job/a.py", 1)]}
         for number, name in ((1, "MainThread"), (5, "trains"))
     ]
-    assert [stack.main for stack in parsed(json.dumps(threads).encode(), 5).stacks] == [True, False]
-    assert parsed(json.dumps(threads).encode(), 5).stacks[0].thread == "trains"
+    assert [stack.main for stack in parse_py_spy_json(json.dumps(threads).encode(), 5).stacks] == [True, False]
+    assert parse_py_spy_json(json.dumps(threads).encode(), 5).stacks[0].thread == "trains"
     for thread in threads:
         thread["os_thread_id"] = None
-    assert parsed(json.dumps(threads).encode(), 5).stacks[0].thread == "MainThread"
+    assert parse_py_spy_json(json.dumps(threads).encode(), 5).stacks[0].thread == "MainThread"
 
 
 def test_a_noted_stack_is_checked() -> None:
     thread = {"thread_name": "", "os_thread_id": None, "left_out": 7, "frames": [frame("main", "/job/a.py", 4)]}
-    other, training = stacks_in([thread, {**thread, "thread_name": "MainThread"}])[::-1]
+    other, training = parse_threads([thread, {**thread, "thread_name": "MainThread"}])[::-1]
     assert (training.main, other.main, other.left_out) == (True, False, 7)
     assert training.frames == (Frame("main", "/job/a.py", 4),)
     for bad in (
@@ -512,19 +523,19 @@ def test_a_noted_stack_is_checked() -> None:
         [{**thread, "left_out": "x"}],
     ):
         with pytest.raises(ValueError, match="not stacks"):
-            stacks_in(bad)
+            parse_threads(bad)
 
 
 def test_only_a_worker_with_work_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     idle = (Frame("Queue.get", "/usr/lib/python3.11/multiprocessing/queues.py", 1), *SCRIPT)
     children = [proc.ProcessEntry(pid, "S", 1, 1, 1, 0.0, None) for pid in (7, 8)]
-    taken = {7: Dump((Stack(idle),)), 8: Dump((Stack(idle),))}
-    monkeypatch.setattr(processes, "dump", lambda pids: taken)
-    look = processes.RankLook(Path("/nowhere"), "/job")
-    assert look._worker(children) is None
-    taken[8] = Dump((Stack(SCRIPT),))
-    assert look._worker(children) == (8, "in checkpoint (train.py:12)", Stack(SCRIPT))
-    assert look._worker([*children, replace(children[0], pid=9, state="T")]) == (9, "stopped", None)
+    taken = {7: ProcessStacks((Stack(idle),)), 8: ProcessStacks((Stack(idle),))}
+    monkeypatch.setattr(rank_inspector, "dump", lambda pids: taken)
+    look = rank_inspector.RankInspector(Path("/nowhere"), "/job")
+    assert look._find_loader_worker(children) is None
+    taken[8] = ProcessStacks((Stack(SCRIPT),))
+    assert look._find_loader_worker(children) == (8, "in checkpoint (train.py:12)", Stack(SCRIPT))
+    assert look._find_loader_worker([*children, replace(children[0], pid=9, state="T")]) == (9, "stopped", None)
 
 
 # ------------------------------------------------------------------------------------------------ states
@@ -536,24 +547,24 @@ SLOW = Step(0, None, 1, "", 0, 3 * SECOND, None, {"backward": 1})
 @pytest.mark.parametrize(
     ("now", "expected"),
     [
-        (Now(NOW, over=True, paused_ns=1), ENDED),
-        (Now(NOW, paused_ns=1, stalled_ns=1), PAUSED),
-        (Now(NOW, input_ns=NOW - 2 * SECOND, stalled_ns=1), WAITING_FOR_INPUT),
-        (Now(NOW, input_ns=NOW - SECOND // 2), STARTING),
-        (Now(NOW, stalled_ns=1, seen_ns=0), STALLED),
-        (Now(NOW), STARTING),
-        (Now(NOW, calls=1, seen_ns=NOW), TRAINING),
-        (Now(NOW, input_ns=NOW - 2 * SECOND, seen_ns=NOW), TRAINING),
-        (Now(NOW, activity=("data", NOW - 2 * SECOND)), WAITING_FOR_DATA),
-        (Now(NOW, seen_ns=NOW, activity=("data", NOW - SECOND // 2)), TRAINING),
-        (Now(NOW, step=Step(0, None, 1, "", 0, 1, None, {"other": 1}), seen_ns=NOW), EVALUATING),
-        (Now(NOW, seen_ns=NOW - 6 * SECOND, activity=("other", 0)), QUIET),
-        (Now(NOW, step=SLOW, seen_ns=NOW - 6 * SECOND, activity=("other", 0)), TRAINING),
-        (Now(NOW, seen_ns=NOW - 60 * SECOND, activity=("forward", 0)), TRAINING),
+        (StateInputs(NOW, over=True, paused_ns=1), ENDED),
+        (StateInputs(NOW, paused_ns=1, stalled_ns=1), PAUSED),
+        (StateInputs(NOW, input_ns=NOW - 2 * SECOND, stalled_ns=1), WAITING_FOR_INPUT),
+        (StateInputs(NOW, input_ns=NOW - SECOND // 2), STARTING),
+        (StateInputs(NOW, stalled_ns=1, seen_ns=0), STALLED),
+        (StateInputs(NOW), STARTING),
+        (StateInputs(NOW, calls=1, seen_ns=NOW), TRAINING),
+        (StateInputs(NOW, input_ns=NOW - 2 * SECOND, seen_ns=NOW), TRAINING),
+        (StateInputs(NOW, activity=("data", NOW - 2 * SECOND)), WAITING_FOR_DATA),
+        (StateInputs(NOW, seen_ns=NOW, activity=("data", NOW - SECOND // 2)), TRAINING),
+        (StateInputs(NOW, step=Step(0, None, 1, "", 0, 1, None, {"other": 1}), seen_ns=NOW), EVALUATING),
+        (StateInputs(NOW, seen_ns=NOW - 6 * SECOND, activity=("other", 0)), QUIET),
+        (StateInputs(NOW, step=SLOW, seen_ns=NOW - 6 * SECOND, activity=("other", 0)), TRAINING),
+        (StateInputs(NOW, seen_ns=NOW - 60 * SECOND, activity=("forward", 0)), TRAINING),
     ],
 )
-def test_the_state_in_a_word(now: Now, expected: str) -> None:
-    assert state_of(now).word == expected
+def test_the_state_in_a_word(now: StateInputs, expected: str) -> None:
+    assert decide_state(now).word == expected
 
 
 # ------------------------------------------------------------------------------------------------ the answer in lines
@@ -572,7 +583,7 @@ def test_a_narrow_answer_keeps_place_and_line() -> None:
     words = "in DataLoader.__next__ (train.py:88); its worker (pid 7) is in Samples.__getitem__ (train.py:31)"
     ranks = [answered_rank(1, words, waits=False), answered_rank(0, "in backward (train.py:90)", waits=True)]
     found = {"text": "rank 1 ...", "t_s": 30.0, "since_s": 3.0, "ranks": ranks}
-    lines = [text for text, _ in lines_of(found, width=76)]
+    lines = [text for text, _ in format_reply(found, width=76)]
     assert lines[2:5] == [
         "   RANK  STEP  FOR   IN                                          COLLECTIVES",
         ">  1     60    27 s  in DataLoader.__next__ (train.py:88); its…  205",
@@ -580,8 +591,8 @@ def test_a_narrow_answer_keeps_place_and_line() -> None:
     ]
     assert lines[6:8] == ["ranks 0, 1:", "  select (selectors.py:415)"]
     assert "  main (/home/me/a/long/way/to/the/train.py:88)" in lines
-    assert "  main (train.py:88)" in [text for text, _ in lines_of(found, width=40)]
-    whole = [text for text, _ in lines_of(found)]
+    assert "  main (train.py:88)" in [text for text, _ in format_reply(found, width=40)]
+    whole = [text for text, _ in format_reply(found)]
     assert words in whole[3]
     assert whole[3].endswith("sleeping, 0 % CPU")
 
@@ -590,9 +601,9 @@ def test_hostile_names_in_an_answer_are_cleaned() -> None:
     rank = answered_rank(1, "in \x1b[2J (a.py:1)\n", waits=False, state="\x07", rank="\x1b]52;c;x\x07")
     found = {"text": "\x1b[31m", "t_s": 30.0, "since_s": 3.0, "ranks": [rank]}
     for width in (None, 40, 76):
-        assert all(text.isprintable() for text, _ in lines_of(found, width=width))
+        assert all(text.isprintable() for text, _ in format_reply(found, width=width))
     for damaged in ({}, {"ranks": 3}, {**found, "ranks": [3]}, {**found, "ranks": [{}]}, {**found, "t_s": "x"}):
-        assert lines_of(damaged) == [("the record of the stall is damaged", "bad")]
+        assert format_reply(damaged) == [("the record of the stall is damaged", "bad")]
 
 
 def test_a_py_spy_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -614,5 +625,5 @@ def test_a_py_spy_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.Mo
     stuck = Stuck()
     monkeypatch.setattr(stacks, "py_spy", lambda: "/bin/py-spy")
     monkeypatch.setattr(stacks.subprocess, "Popen", lambda *words, **how: stuck)
-    assert stacks.dump({1: 1})[1].reason == "py-spy gave no answer within 5 s"
+    assert stacks.dump_stacks({1: 1})[1].reason == "py-spy gave no answer within 5 s"
     assert len(stuck.waits) == 2

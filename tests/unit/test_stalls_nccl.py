@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dpmon.stalls import nccl
-from dpmon.stalls.nccl import nccl_report
+from dpmon.stalls import nccl_ras
+from dpmon.stalls.nccl_ras import query_ras_problems
 
 # As NCCL prints it (src/ras/client_support.cc of 2.28), for two ranks of which one is behind and one process is gone.
 ANSWER = """OK
@@ -91,7 +91,7 @@ def ras(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.mark.parametrize("ras", [(ANSWER.encode(),)], indirect=True)
 def test_ranks_that_are_gone_or_behind_are_named(ras: Ras) -> None:
-    assert nccl_report({4000, 4001}) == EXPECTED
+    assert query_ras_problems({4000, 4001}) == EXPECTED
     assert ras.asked == b"timeout 1\nverbose status\n"
 
 
@@ -109,18 +109,18 @@ def test_ranks_that_are_gone_or_behind_are_named(ras: Ras) -> None:
     indirect=True,
 )
 def test_nothing_is_said_without_a_name_of_this_run(ras: Ras) -> None:
-    assert nccl_report({4000, 4001, 77}) == ()
+    assert query_ras_problems({4000, 4001, 77}) == ()
 
 
 @pytest.mark.parametrize("ras", [(ANSWER.encode(), False)], indirect=True)
 def test_an_answer_without_an_end_is_not_waited_for(ras: Ras, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "LIMIT_S", 0.3)
-    assert nccl_report({4001}) == ()
+    monkeypatch.setattr(nccl_ras, "LIMIT_S", 0.3)
+    assert query_ras_problems({4001}) == ()
 
 
 @pytest.mark.parametrize("ras", [(ANSWER.encode().replace(b"DEAD", b"DEAD\n" * 500),)], indirect=True)
 def test_a_long_answer_is_cut(ras: Ras) -> None:
-    assert len(nccl_report({4001})) == 20
+    assert len(query_ras_problems({4001})) == 20
 
 
 @pytest.mark.parametrize(
@@ -136,5 +136,5 @@ def test_no_other_machine_and_no_wrong_address_is_asked(address: str, monkeypatc
         return original(to, limit)
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    assert nccl_report({1}) == ()
+    assert query_ras_problems({1}) == ()
     assert set(asked) <= {"localhost", "::1"}

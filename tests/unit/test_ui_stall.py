@@ -38,7 +38,7 @@ from dpmon.report.page import page
 from dpmon.report.plots import plots
 from dpmon.report.sections import document
 from dpmon.report.sentences import stalls
-from dpmon.stalls.answer_lines import lines_of
+from dpmon.stalls.why_text import format_reply
 from dpmon.ui.chart import scale_top
 from dpmon.ui.facts import Facts, View, life
 from dpmon.ui.look import Look
@@ -114,10 +114,10 @@ def test_an_answer_without_collectives_has_no_column_for_them() -> None:
     record = stall_record(2, SECOND, 5).data
     quiet = {**record, "ranks": [{**one, "groups": []} for one in record["ranks"]]}
     told = {**record, "ranks": [{**one, "groups": [{"sequence": 7}]} for one in record["ranks"]]}
-    heads = [next(text for text, _ in lines_of(found, width=76) if "RANK" in text) for found in (quiet, told)]
+    heads = [next(text for text, _ in format_reply(found, width=76) if "RANK" in text) for found in (quiet, told)]
     assert ["COLLECTIVES" in head for head in heads] == [False, True]
     assert heads[0].endswith("PROCESS"), heads[0]
-    assert max(len(text) for text, _ in lines_of(quiet, width=76) if "sleeping" in text) <= 76
+    assert max(len(text) for text, _ in format_reply(quiet, width=76) if "sleeping" in text) <= 76
 
 
 def test_a_process_without_ranks_has_the_same_row() -> None:

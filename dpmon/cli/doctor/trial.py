@@ -106,7 +106,7 @@ def _try(directory: Path, python: str | None, environ: Mapping[str, str]) -> _Tr
         options={"mode": "script"},
     )  # fmt: skip
     write_info(directory, info)
-    from dpmon.gpu.sampler import DeviceSampler
+    from dpmon.gpu.device_sampler import DeviceSampler
 
     seen = _TrialResults()
     sampler = DeviceSampler(seen.take, lambda: None)

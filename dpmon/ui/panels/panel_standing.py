@@ -10,8 +10,8 @@ from dpmon.record.safe_json import int_member, ns_member, number_member, text_me
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import node_suffix
 from dpmon.sanitize import sanitize_line
-from dpmon.stalls.answer_lines import lines_of
-from dpmon.stalls.verdict import in_ranges
+from dpmon.stalls.stall_detection import format_ranges
+from dpmon.stalls.why_text import format_reply
 from dpmon.text.cells import wrapped
 from dpmon.text.quantities import UNKNOWN, clock, count_of, group, percent
 from dpmon.ui.facts import NAMES, RANK_NAMES, Facts, devices_in_short
@@ -106,7 +106,7 @@ def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
 def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """The panel at full size: the table, then the stacks of the recorded stall."""
     stall = facts.stall
-    found = [] if stall is None else lines_of(stall.record, width=width)
+    found = [] if stall is None else format_reply(stall.record, width=width)
     begin = next((index for index, (text, _) in enumerate(found) if index > 1 and not text), len(found))
     noticed: list[Row] = [] if stall is None else [[(f"as noticed at {clock(stall.noticed_ns)}", "dim")]]
     return [*table(facts, width, height, look), [], *noticed, *([(text, style)] for text, style in found[begin + 1 :])]
@@ -144,7 +144,7 @@ def _folded(ranks: Sequence[_Standing], facts: Facts, look: Look) -> list[Row]:
     rows: list[Row] = []
     for words, own in groups.items():
         numbers = sorted(one.number for one in own if one.number is not None)
-        named = in_ranges(numbers, least=2)
+        named = format_ranges(numbers, least=2)
         if len(numbers) < len(own):
             named = "1 process" if len(own) == 1 else f"{group(len(own))} processes"
         named = named if len(named) <= _NUMBERS_SHOWN else count_of(len(own), "rank")

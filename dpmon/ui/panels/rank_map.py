@@ -11,7 +11,7 @@ from itertools import chain
 
 from dpmon.model.nodes import SILENT, NodeFacts
 from dpmon.model.stragglers import RankTimes, Straggler, delays
-from dpmon.stalls.verdict import in_ranges
+from dpmon.stalls.stall_detection import format_ranges
 from dpmon.text.cells import right, span_width
 from dpmon.text.quantities import count_of
 from dpmon.ui.facts import Facts
@@ -131,7 +131,7 @@ def _by_node(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[i
         blocks.append(_block(tuple(cells), size))
     rows = _rows(_labels(nodes[::each], label, look), blocks, each)
     for row, node, own in zip(rows, nodes, members, strict=True) if each == 1 else ():
-        row.append((f"  {in_ranges(own, ',', 2)}", "dim"))
+        row.append((f"  {format_ranges(own, ',', 2)}", "dim"))
         if (trouble := node.trouble(now_ns)) is not None:
             row.append((f"  {trouble.words(now_ns)}", STYLES.get(trouble.word, "bad")))
     return rows

@@ -30,7 +30,7 @@ FIRST_BATCH = ("first batch", None)
 """The place of a wait for the first batch of a loop."""
 
 
-class GroupSeen(NamedTuple):
+class ProcessGroupView(NamedTuple):
     """A process group as one rank sees it."""
 
     name: int
@@ -51,7 +51,7 @@ class LoaderWorker(NamedTuple):
     stack: Stack | None = None
 
 
-class RankFacts(NamedTuple):
+class RankActivity(NamedTuple):
     """What one training process does now."""
 
     pid: int
@@ -64,13 +64,13 @@ class RankFacts(NamedTuple):
     """When that began (monotonic)."""
     step: int | None = None
     """Its last finished step."""
-    groups: tuple[GroupSeen, ...] = ()
+    groups: tuple[ProcessGroupView, ...] = ()
     state: str = "sleeping"
     """running, sleeping, disk wait, stopped or gone, from /proc."""
     cpu: float | None = None
     """Share of a core in the last second, its children included."""
     busy: bool | None = None
-    """Whether it has shown a sign of life in the last seconds (see dpmon.stalls.processes); None: not known yet."""
+    """Whether it has shown a sign of life in the last seconds (see dpmon.stalls.rank_inspector); None: not known yet."""
     between_loops: bool = False
     """Whether its last loop over a loader is over and it has begun nothing since."""
     loop_begins: bool = False
@@ -99,7 +99,7 @@ class RankFacts(NamedTuple):
     def name(self) -> str:
         """Its name in a list of several."""
         if self.rank is not None:
-            return f"rank {self.rank} (pid {self.pid})" if self.namesake else f"rank {self.rank}{_on([self])}"
+            return f"rank {self.rank} (pid {self.pid})" if self.namesake else f"rank {self.rank}{_node_suffix([self])}"
         return f"process {self.process}" if self.process is not None else f"pid {self.pid}"
 
     @property
@@ -108,58 +108,58 @@ class RankFacts(NamedTuple):
         return next(number for number in (self.rank, self.process, self.pid) if number is not None)
 
     @property
-    def examined(self) -> bool:
+    def has_current_stack(self) -> bool:
         """Whether its stack was asked for since it stands there."""
-        return self.over or self.stack is not None or self.why_no_stack is not None
+        return self.is_over or self.stack is not None or self.why_no_stack is not None
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether it makes no further step: ended or gone."""
         return self.doing in ("ended", "gone") or self.state == "gone"
 
     @property
-    def where(self) -> tuple[str, str | None]:
+    def timing_key(self) -> tuple[str, str | None]:
         """The place for which a usual time is learned: what it does; in the script also the line."""
         if self.doing == "data" and (self.step is None or self.loop_begins):
             return FIRST_BATCH
         if self.step is None:
             return "starting", None
-        script = None if self.stack is None or self.doing in PHASES else self.stack.script
+        script = None if self.stack is None or self.doing in PHASES else self.stack.innermost_script_frame
         return self.doing, None if script is None else f"{script.file}:{script.line}"
 
     @property
-    def in_collective(self) -> bool:
+    def is_in_collective(self) -> bool:
         """Whether it stands in an operation that waits for other ranks."""
-        if self.world < 2 or self.over or self.state == "stopped":
+        if self.world < 2 or self.is_over or self.state == "stopped":
             return False
         if self.stack is not None:
-            return self.stack.kind in ("collective", "backward")
+            return self.stack.operation_kind in ("collective", "backward")
         return self.doing in ("backward", "sync")
 
 
-class UsualTimes:
+class LearnedDurations:
     """How long each place may take, learned from the times it took before."""
 
     def __init__(self) -> None:
         self._longest: dict[tuple[str, str | None], int] = {}
 
-    def learn(self, where: tuple[str, str | None], took_ns: int) -> None:
+    def add_duration(self, where: tuple[str, str | None], took_ns: int) -> None:
         """Take note of a finished time."""
         if took_ns > self._longest.get(where, 0):
             self._longest[where] = took_ns
 
-    def of(self, rank: RankFacts, *, awaited: bool = True) -> int:
+    def allowed_ns(self, rank: RankActivity, *, awaited: bool = True) -> int:
         """How long (ns) a rank may stand where it stands. `awaited`: whether other ranks wait for it."""
-        return max(_least(rank, awaited), self.learned(rank))
+        return max(_default_allowed_ns(rank, awaited), self.learned_ns(rank))
 
-    def learned(self, rank: RankFacts) -> int:
+    def learned_ns(self, rank: RankActivity) -> int:
         """How long (ns) a rank may stand there according to earlier times; 0 if there are none."""
-        return max(LONGER * self._longest.get(rank.where, 0), rank.usual_ns)
+        return max(LONGER * self._longest.get(rank.timing_key, 0), rank.usual_ns)
 
 
-def _least(rank: RankFacts, awaited: bool) -> int:
+def _default_allowed_ns(rank: RankActivity, awaited: bool) -> int:
     """How long (ns) a rank may stand where it was not seen before."""
-    kind = "" if rank.stack is None else rank.stack.kind
+    kind = "" if rank.stack is None else rank.stack.operation_kind
     if rank.state == "stopped":
         return LEAST_NS
     if rank.step is None or kind == "compile" or (rank.between_loops and not awaited):
@@ -182,13 +182,13 @@ class Stall(NamedTuple):
     """Indices of the ranks that wait for them."""
 
 
-def stall(ranks: Sequence[RankFacts], usual: UsualTimes, now_ns: int) -> Stall | None:
+def find_stall(ranks: Sequence[RankActivity], usual: LearnedDurations, now_ns: int) -> Stall | None:
     """Return the stall of a run; None if it makes progress, or if the lack of it is plausible."""
     jobs: dict[int, list[int]] = {}
     for i, rank in enumerate(ranks):
         if rank.doing != "paused":
             jobs.setdefault(rank.job, []).append(i)
-    found = [each for job in jobs.values() if (each := _of_job(ranks, job, usual, now_ns)) is not None]
+    found = [each for job in jobs.values() if (each := _find_job_stall(ranks, job, usual, now_ns)) is not None]
     if not found:
         return None
     guilty = [i for each in found for i in each.guilty]
@@ -196,17 +196,19 @@ def stall(ranks: Sequence[RankFacts], usual: UsualTimes, now_ns: int) -> Stall |
     return Stall(min(each.since_ns for each in found), tuple(guilty), tuple(waiting))
 
 
-def _of_job(ranks: Sequence[RankFacts], job: Sequence[int], usual: UsualTimes, now_ns: int) -> Stall | None:
+def _find_job_stall(
+    ranks: Sequence[RankActivity], job: Sequence[int], usual: LearnedDurations, now_ns: int
+) -> Stall | None:
     """The stall of ranks that may wait for each other. `job`: their indices."""
-    if all(ranks[i].over for i in job):
+    if all(ranks[i].is_over for i in job):
         return None
-    waiting = [i for i in job if ranks[i].in_collective]
-    still = [i for i in job if not ranks[i].in_collective and not ranks[i].over]
+    waiting = [i for i in job if ranks[i].is_in_collective]
+    still = [i for i in job if not ranks[i].is_in_collective and not ranks[i].is_over]
     # A rank that is ahead of another one waits for it, or will; without stacks there is no other sign.
-    ahead = {*_apart(ranks, still, min)}
+    ahead = {*_ranks_not_at(ranks, still, min)}
     waiting = sorted([*waiting, *ahead])
     still = [i for i in still if i not in ahead]
-    slow = [i for i in still if now_ns - ranks[i].since_ns >= usual.of(ranks[i], awaited=bool(waiting))]
+    slow = [i for i in still if now_ns - ranks[i].since_ns >= usual.allowed_ns(ranks[i], awaited=bool(waiting))]
     if slow:
         return Stall(min(ranks[i].since_ns for i in slow), tuple(slow), tuple(waiting))
     if still or not waiting:
@@ -214,15 +216,17 @@ def _of_job(ranks: Sequence[RankFacts], job: Sequence[int], usual: UsualTimes, n
     # All ranks that are left wait in a collective: for one that is gone, has ended or is elsewhere, or for each other.
     complete = len(job) >= max(ranks[i].world for i in job)
     since = max(ranks[i].since_ns for i in waiting)
-    if now_ns - since < max(_together(ranks, waiting, complete), *(usual.learned(ranks[i]) for i in waiting)):
+    if now_ns - since < max(
+        _allowed_collective_ns(ranks, waiting, complete), *(usual.learned_ns(ranks[i]) for i in waiting)
+    ):
         return None
-    guilty = tuple(i for i in job if ranks[i].over)
+    guilty = tuple(i for i in job if ranks[i].is_over)
     if complete:  # otherwise, the rank that holds them up may be one that is not seen
-        guilty = guilty or _odd(ranks, waiting) or _apart(ranks, waiting, max)
+        guilty = guilty or _smallest_group(ranks, waiting) or _ranks_not_at(ranks, waiting, max)
     return Stall(since, guilty, tuple(i for i in waiting if i not in guilty))
 
 
-def _together(ranks: Sequence[RankFacts], waiting: Sequence[int], complete: bool) -> int:
+def _allowed_collective_ns(ranks: Sequence[RankActivity], waiting: Sequence[int], complete: bool) -> int:
     """How long (ns) these ranks may stand in collectives. `complete`: whether there are no others."""
     if not complete or any(ranks[i].step is None or ranks[i].busy is None for i in waiting):
         return BUSY_NS
@@ -230,7 +234,9 @@ def _together(ranks: Sequence[RankFacts], waiting: Sequence[int], complete: bool
     return BUSY_NS if len({ranks[i].busy for i in waiting}) > 1 else LEAST_NS
 
 
-def _apart(ranks: Sequence[RankFacts], which: Sequence[int], end: Callable[[list[int]], int]) -> tuple[int, ...]:
+def _ranks_not_at(
+    ranks: Sequence[RankActivity], which: Sequence[int], end: Callable[[list[int]], int]
+) -> tuple[int, ...]:
     """Those that are not last in a group (`end`: min), or not first (max), by the collectives that they have started.
 
     The first and the last one are those among `which`.
@@ -244,13 +250,15 @@ def _apart(ranks: Sequence[RankFacts], which: Sequence[int], end: Callable[[list
     return tuple(i for i in which if any(one.sequence not in (None, ends.get(one.name)) for one in ranks[i].groups))
 
 
-def _odd(ranks: Sequence[RankFacts], waiting: Sequence[int]) -> tuple[int, ...]:
+def _smallest_group(ranks: Sequence[RankActivity], waiting: Sequence[int]) -> tuple[int, ...]:
     """Of ranks that wait for each other, the smallest group that stands elsewhere; empty if all stand together."""
     places: dict[object, list[int]] = {}  # in the order of the ranks
     for i in waiting:
         stack = ranks[i].stack
-        script = None if stack is None else stack.script
-        places.setdefault((ranks[i].doing, script and (script.file, script.line), stack and stack.inside), []).append(i)
+        script = None if stack is None else stack.innermost_script_frame
+        places.setdefault(
+            (ranks[i].doing, script and (script.file, script.line), stack and stack.library_operation), []
+        ).append(i)
     if len(places) < 2:
         return ()
     smallest = min(len(group) for group in places.values())
@@ -264,18 +272,18 @@ _DOING = {"data": "waiting for data", "other": "in the script", "sync": "in a co
 _STATES = {"stopped": "is stopped (SIGSTOP)", "disk wait": "waits for a disk", "gone": "is gone"}
 
 
-def doing_words(rank: RankFacts, directory: str, *, waits: bool = False) -> str:
+def describe_activity(rank: RankActivity, directory: str, *, waits: bool = False) -> str:
     """What a rank does and where: "in DataLoader.__next__ (train.py:88)"; `waits`: as a rank that waits for others."""
-    if rank.over:
+    if rank.is_over:
         return f"ended: {rank.raised}" if rank.raised else "is gone" if rank.doing == "gone" else "has ended"
     stack = rank.stack
-    script = None if stack is None else stack.script
-    place = "" if script is None else f" ({script.place(directory)})"
-    inside = None if stack is None else stack.inside
+    script = None if stack is None else stack.innermost_script_frame
+    place = "" if script is None else f" ({script.location(directory)})"
+    inside = None if stack is None else stack.library_operation
     if inside is not None:
         what = f"in {inside}{place}"
     elif script is not None and not (waits and rank.doing in PHASES):
-        what = script.words(directory)
+        what = script.description(directory)
     else:
         what = f"{_DOING.get(rank.doing, f'in {rank.doing}')}{place}"
     if waits:
@@ -285,32 +293,32 @@ def doing_words(rank: RankFacts, directory: str, *, waits: bool = False) -> str:
     return f"{state}, {what}{worker}" if state else f"{what}{worker}"
 
 
-def sentence(found: Stall, ranks: Sequence[RankFacts], directory: str) -> str:
+def sentence(found: Stall, ranks: Sequence[RankActivity], directory: str) -> str:
     """The stall in one sentence: "rank 3 in DataLoader.__next__ (train.py:88); the other 7 wait for it in backward"."""
     jobs = dict.fromkeys(ranks[i].job for i in (*found.guilty, *found.waiting))
     return "; ".join(_sentence_of_job(found, ranks, job, directory) for job in jobs)
 
 
-def _sentence_of_job(found: Stall, ranks: Sequence[RankFacts], job: int, directory: str) -> str:
+def _sentence_of_job(found: Stall, ranks: Sequence[RankActivity], job: int, directory: str) -> str:
     guilty, waiting = ([ranks[i] for i in part if ranks[i].job == job] for part in found[1:])
 
-    def waits(group: Sequence[RankFacts]) -> list[str]:
-        words = _grouped(group, lambda rank: doing_words(rank, directory, waits=True))
+    def waits(group: Sequence[RankActivity]) -> list[str]:
+        words = _group_by_text(group, lambda rank: describe_activity(rank, directory, waits=True))
         return [f"{who} {'waits' if one else 'wait'} {text}" for who, one, text in words]
 
     if not guilty:
-        words = doing_words(waiting[0], directory, waits=True)
+        words = describe_activity(waiting[0], directory, waits=True)
         places = "this machine" if waiting[0].node is None else "the machines that answer"
         here = "" if len(waiting) == waiting[0].world else f" of {places}"
         who = f"all {len(waiting)} ranks wait" if len(waiting) > 1 else f"{waiting[0].name} waits"
         return f"{who} {words}: no rank{here} is behind"
-    if all(rank.in_collective for rank in guilty):
+    if all(rank.is_in_collective for rank in guilty):
         named = waits([*guilty, *waiting])
         if len(named) > 1:
             return f"{'; '.join(named)}: different collectives"
-        who = names(guilty)
+        who = format_rank_names(guilty)
         return f"{named[0]}: {who} {'has' if len(guilty) == 1 else 'have'} started fewer collectives"
-    stuck = _grouped(guilty, lambda rank: doing_words(rank, directory))
+    stuck = _group_by_text(guilty, lambda rank: describe_activity(rank, directory))
     if len(ranks) == 1:
         (_, _, words), *_ = stuck
         return words if words.startswith(("in ", "at ", "waiting ")) else f"it {words}"
@@ -319,32 +327,33 @@ def _sentence_of_job(found: Stall, ranks: Sequence[RankFacts], job: int, directo
         return text
     named = waits(waiting)
     if len(named) == 1 and len(waiting) > 2 and len(waiting) + len(guilty) == sum(rank.job == job for rank in ranks):
-        return f"{text}; the other {len(waiting)} wait for it {doing_words(waiting[0], directory, waits=True)}"
+        return f"{text}; the other {len(waiting)} wait for it {describe_activity(waiting[0], directory, waits=True)}"
     return "; ".join((text, *named))
 
 
-def _grouped(which: Sequence[RankFacts], words: Callable[[RankFacts], str]) -> list[tuple[str, bool, str]]:
+def _group_by_text(which: Sequence[RankActivity], words: Callable[[RankActivity], str]) -> list[tuple[str, bool, str]]:
     """Names of the ranks with equal words, whether it is a single one, and the words; the smallest group first."""
-    groups: dict[str, list[RankFacts]] = {}
+    groups: dict[str, list[RankActivity]] = {}
     for rank in which:
         groups.setdefault(words(rank), []).append(rank)
     return [
-        (names(group), len(group) == 1, text) for text, group in sorted(groups.items(), key=lambda item: len(item[1]))
+        (format_rank_names(group), len(group) == 1, text)
+        for text, group in sorted(groups.items(), key=lambda item: len(item[1]))
     ]
 
 
-def names(group: Sequence[RankFacts]) -> str:
+def format_rank_names(group: Sequence[RankActivity]) -> str:
     """ "rank 3", "ranks 0-2, 5"."""
     if len(group) == 1:
         return group[0].name
     if any(rank.namesake for rank in group):
         return ", ".join(rank.name for rank in group)
     kind = group[0].name.partition(" ")[0]
-    numbers = in_ranges(sorted(rank.number for rank in group))
-    return f"{kind}{'es' if kind == 'process' else 's'} {numbers}{_on(group)}"
+    numbers = format_ranges(sorted(rank.number for rank in group))
+    return f"{kind}{'es' if kind == 'process' else 's'} {numbers}{_node_suffix(group)}"
 
 
-def in_ranges(numbers: Iterable[int], between: str = ", ", least: int = 3) -> str:
+def format_ranges(numbers: Iterable[int], between: str = ", ", least: int = 3) -> str:
     """(0, 1, 2, 5) -> "0-2, 5"; `least`: the fewest numbers that are written as a range."""
     runs: list[list[int]] = []
     for number in numbers:
@@ -355,6 +364,6 @@ def in_ranges(numbers: Iterable[int], between: str = ", ", least: int = 3) -> st
     return between.join(between.join(map(str, run)) if len(run) < least else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _on(group: Sequence[RankFacts]) -> str:
+def _node_suffix(group: Sequence[RankActivity]) -> str:
     """The machine of these ranks: " (gpu-2)"; empty if they have several, or if the run has only one."""
     return node_suffix(group[0].node) if len({rank.node for rank in group}) == 1 else ""

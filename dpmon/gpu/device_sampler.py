@@ -17,10 +17,10 @@ from typing import Any
 
 import psutil
 
-from dpmon.gpu.card import RETRY_S, SILENT_S, Asker, Card
-from dpmon.gpu.host import HostSampler
-from dpmon.gpu.nvml import CallFailed, Nvml, leave
-from dpmon.gpu.sample import NOT_ASKED, Run, TorchUse, visible_gpus
+from dpmon.gpu.device_record import NOT_ASKED, RunContext, TorchReservation, visible_gpus
+from dpmon.gpu.gpu_state import RETRY_S, SILENT_S, GpuPoller, GpuState
+from dpmon.gpu.host_sampler import HostSampler
+from dpmon.gpu.nvml import Nvml, NvmlCallError, exit_past_nvml
 from dpmon.record.safe_json import int_member, text_member
 
 NVML_PERIOD_S = 1.0
@@ -54,12 +54,12 @@ class DeviceSampler:
         self._environment: dict[str, str] | None = None
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._cards: tuple[Card, ...] = ()
+        self._cards: tuple[GpuState, ...] = ()
         self._opening_s: float | None = None
         self._absent: str | None = "NVML has not answered yet"
         self._pids: frozenset[int] = frozenset()
         self._same_pids = pids_are_shared()
-        self._uses: dict[int, tuple[TorchUse, ...]] = {}
+        self._uses: dict[int, tuple[TorchReservation, ...]] = {}
         """What each process of the run last reported, by process id."""
         self._warned: dict[str, float] = {}
 
@@ -75,11 +75,11 @@ class DeviceSampler:
         for thread in list(self._threads):
             thread.join(max(0.0, until - time.monotonic()))
         if not self._nvml.close():
-            atexit.register(leave, 0)
+            atexit.register(exit_past_nvml, 0)
 
-    def take_memory(self, data: Mapping[str, Any], pid: int) -> None:
+    def add_torch_memory(self, data: Mapping[str, Any], pid: int) -> None:
         """Take a `memory` record of the training process `pid`. It names the GPUs that torch uses there."""
-        self._uses = self._uses | {pid: _uses_in(data)}
+        self._uses = self._uses | {pid: _parse_torch_reservations(data)}
 
     def warn(self, text: str) -> None:
         """Write a warning, at most once a minute for each text."""
@@ -99,13 +99,13 @@ class DeviceSampler:
         host = HostSampler()
         due = time.monotonic()
         while not self._stop.is_set():
-            self._try("the host could not be sampled", lambda: self._emit_host(host))
-            self._try("the GPUs could not be checked", self._look)
+            self._warn_on_error("the host could not be sampled", lambda: self._emit_host(host))
+            self._warn_on_error("the GPUs could not be checked", self._check_unanswered_calls)
             # After a pause (a suspended machine, SIGSTOP), one sample follows, not all missed ones.
             due = max(due + self._interval_s, time.monotonic())
             self._stop.wait(due - time.monotonic())
 
-    def _try(self, failure: str, work: Callable[[], None]) -> None:
+    def _warn_on_error(self, failure: str, work: Callable[[], None]) -> None:
         """Do `work`; an error becomes a warning, because if the thread died, all later samples would be missing."""
         try:
             work()
@@ -124,18 +124,18 @@ class DeviceSampler:
             return self._absent
         return f"NVML has not answered for {time.monotonic() - since:.0f} s"
 
-    def _look(self) -> None:
+    def _check_unanswered_calls(self) -> None:
         """Find calls that do not return: warn, let a second thread ask, and pass on the last answers."""
         now = time.monotonic()
         for card in self._cards:
             card.askers = tuple(asker for asker in card.askers if not asker.ended)
-            silences = [asker.silence(now) for asker in card.askers]
+            silences = [asker.unanswered_s(now) for asker in card.askers]
             silent = max(silences, default=0.0) >= SILENT_S
             if silent != card.silent:
                 card.silent = silent
                 self.warn(f"NVML {'does not answer' if silent else 'answers again'} for GPU {card.index}")
             if not silences or (silences[-1] >= SILENT_S and len(silences) < _MAX_ASKERS):
-                self._start(card, Asker(card, self._nvml))
+                self._start(card, GpuPoller(card, self._nvml))
             if not silences or silences[-1] >= self._period_s / 2:  # its thread will not pass them on in this period
                 self._emit_device(card)
 
@@ -149,60 +149,60 @@ class DeviceSampler:
                 try:
                     count, self._absent = self._nvml.count()
                 except Exception as error:  # noqa: BLE001 - NVML is tried again
-                    count, self._absent = 0, f"NVML cannot count the GPUs: {_words(error)}"
+                    count, self._absent = 0, f"NVML cannot count the GPUs: {_describe_error(error)}"
                 self._opening_s = None
                 for index in range(len(self._cards), min(count, MAX_GPUS)):
-                    card = Card(index)
-                    asker = Asker(card, self._nvml)
+                    card = GpuState(index)
+                    asker = GpuPoller(card, self._nvml)
                     self._cards = (*self._cards, card)
                     self._start(card, asker)
             pause = RETRY_S if self._absent is not None else self._period_s
 
-    def _start(self, card: Card, asker: Asker) -> None:
-        self._spawn(lambda: self._ask(card, asker), f"dpmon gpu {card.index}")
+    def _start(self, card: GpuState, asker: GpuPoller) -> None:
+        self._spawn(lambda: self._poll_gpu(card, asker), f"dpmon gpu {card.index}")
 
-    def _ask(self, card: Card, asker: Asker) -> None:
+    def _poll_gpu(self, card: GpuState, asker: GpuPoller) -> None:
         """Ask one GPU until `stop`, or until this thread is left behind."""
         pause = 0.0
-        while asker.newest and not self._stop.wait(pause):
+        while asker.is_current and not self._stop.wait(pause):
             began = time.monotonic()
             if card.handle is not None or began >= card.retry_at_s:
-                self._round(card, asker)
-            if asker.newest and not self._stop.is_set():
+                self._poll_gpu_once(card, asker)
+            if asker.is_current and not self._stop.is_set():
                 self._emit_device(card)
             pause = max(0.0, began + self._period_s - time.monotonic())
         asker.ended = True
 
-    def _round(self, card: Card, asker: Asker) -> None:
+    def _poll_gpu_once(self, card: GpuState, asker: GpuPoller) -> None:
         was = card.lost
         try:
-            asker.round()
+            asker.poll_due_queries()
         except Exception as error:  # noqa: BLE001 - if the thread died, all later values would be missing
-            if asker.newest and not self._stop.is_set():
-                reason = _words(error)
+            if asker.is_current and not self._stop.is_set():
+                reason = _describe_error(error)
                 if card.lost != reason:
                     self.warn(f"GPU {card.index}: {reason}")
-                card.lose(reason, time.monotonic())
+                card.mark_lost(reason, time.monotonic())
             return
         if was not in ("", card.lost, NOT_ASKED.reason):
             self.warn(f"GPU {card.index} is back")
 
     # ------------------------------------------------------------------------------------------ devices
 
-    def _emit_device(self, card: Card) -> None:
+    def _emit_device(self, card: GpuState) -> None:
         def emit() -> None:
-            self._emit("device", card.sample(self._run(card), time.monotonic()))
+            self._emit("device", card.sample(self._run_context(card), time.monotonic()))
 
-        self._try(f"the sample of GPU {card.index} could not be written", emit)
+        self._warn_on_error(f"the sample of GPU {card.index} could not be written", emit)
 
-    def _run(self, card: Card) -> Run:
+    def _run_context(self, card: GpuState) -> RunContext:
         # An ended process holds no memory.
         uses = tuple(
             use for pid, of_process in self._uses.items() if os.path.exists(f"/proc/{pid}") for use in of_process
         )
-        return Run(self._pids, self._same_pids, uses, self._visible(card))
+        return RunContext(self._pids, self._same_pids, uses, self._is_visible_to_cuda(card))
 
-    def _visible(self, card: Card) -> bool | None:
+    def _is_visible_to_cuda(self, card: GpuState) -> bool | None:
         """Return whether the command's environment lets CUDA see the GPU; None if unknown."""
         if self._environment is None:
             self._environment = _environment_of(self._root_pid())
@@ -213,13 +213,13 @@ class DeviceSampler:
         return visible_gpus(text, order, [each.uuid for each in self._cards], divided)[card.index]
 
 
-def _uses_in(data: Mapping[str, Any]) -> tuple[TorchUse, ...]:
+def _parse_torch_reservations(data: Mapping[str, Any]) -> tuple[TorchReservation, ...]:
     """Return the GPUs in a `memory` record without invalid entries: any program may have written it."""
     process, devices = int_member(data, "process"), data.get("devices")
     if process is None or not isinstance(devices, list):
         return ()
     return tuple(
-        TorchUse(process, name, uuid, int_member(device, "reserved_bytes"))
+        TorchReservation(process, name, uuid, int_member(device, "reserved_bytes"))
         for device in devices
         if isinstance(device, dict)
         and (name := text_member(device, "device")) is not None
@@ -245,5 +245,5 @@ def pids_are_shared() -> bool:
         return False
 
 
-def _words(error: Exception) -> str:
-    return error.reason if isinstance(error, CallFailed) else f"{type(error).__name__}: {error}"
+def _describe_error(error: Exception) -> str:
+    return error.reason if isinstance(error, NvmlCallError) else f"{type(error).__name__}: {error}"

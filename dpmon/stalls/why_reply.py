@@ -13,8 +13,8 @@ from typing import Any
 from dpmon.record.safe_json import int_member, load_json, ns_member, number_member, text_member
 from dpmon.run.run_directory import RunInfo
 from dpmon.run.safe_files import open_file, read_file, remove_file, write_atomically
-from dpmon.stalls.stacks import Dump, Frame, Stack
-from dpmon.stalls.verdict import GroupSeen, LoaderWorker, RankFacts, Stall, doing_words
+from dpmon.stalls.stacks import Frame, ProcessStacks, Stack
+from dpmon.stalls.stall_detection import LoaderWorker, ProcessGroupView, RankActivity, Stall, describe_activity
 
 ASKED_FILE, ANSWER_FILE = "why-asked", "why.json"
 STANDING_FILE = "standing.json"
@@ -27,9 +27,9 @@ _EVERY_S = 0.02
 _MAX_BYTES = 64 << 20
 
 
-def answer(
-    ranks: Sequence[RankFacts],
-    dumps: Mapping[int, Dump],
+def build_reply(
+    ranks: Sequence[RankActivity],
+    dumps: Mapping[int, ProcessStacks],
     found: Stall | None,
     now_ns: int,
     info: RunInfo,
@@ -53,17 +53,21 @@ def answer(
         "ranks": [
             {
                 **_rank(
-                    ranks[i], dumps.get(ranks[i].pid, Dump()), now_ns, info, found is not None and i in found.waiting
+                    ranks[i],
+                    dumps.get(ranks[i].pid, ProcessStacks()),
+                    now_ns,
+                    info,
+                    found is not None and i in found.waiting,
                 ),
                 "apart": found is not None and i not in first,
-                "gpus": _gpus_of(ranks[i], gpus),
+                "gpus": _gpu_usage_of(ranks[i], gpus),
             }
             for i in order
         ],
     }
 
 
-def _gpus_of(rank: RankFacts, gpus: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _gpu_usage_of(rank: RankActivity, gpus: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Use and power of the GPUs of a rank, by torch's name for them."""
     return [
         {"device": use.get("device"), "util_pct": gpu.get("util_pct"), "power_w": gpu.get("power_w")}
@@ -73,12 +77,12 @@ def _gpus_of(rank: RankFacts, gpus: Sequence[Mapping[str, Any]]) -> list[dict[st
     ]
 
 
-def _rank(rank: RankFacts, taken: Dump, now_ns: int, info: RunInfo, waits: bool) -> dict[str, Any]:
+def _rank(rank: RankActivity, taken: ProcessStacks, now_ns: int, info: RunInfo, waits: bool) -> dict[str, Any]:
     stack = taken.main or rank.stack
     stacks = taken.stacks or (() if stack is None else (stack,))
     if rank.worker is not None and rank.worker.stack is not None:
         stacks += (rank.worker.stack._replace(thread=f"worker of {rank.name} (pid {rank.worker.pid})"),)
-    script = None if stack is None else stack.script
+    script = None if stack is None else stack.innermost_script_frame
     return {
         "process": rank.process,
         **({} if rank.node is None else {"node": rank.node}),
@@ -88,10 +92,10 @@ def _rank(rank: RankFacts, taken: Dump, now_ns: int, info: RunInfo, waits: bool)
         "doing": rank.doing,
         "for_s": (now_ns - rank.since_ns) / 1e9 if rank.since_ns else None,
         "waits": waits,
-        "words": doing_words(rank._replace(stack=stack), info.cwd, waits=waits),
-        "place": None if script is None else script.place(info.cwd),
+        "words": describe_activity(rank._replace(stack=stack), info.cwd, waits=waits),
+        "place": None if script is None else script.location(info.cwd),
         "function": None if script is None else script.function,
-        "inside": None if stack is None else stack.inside,
+        "inside": None if stack is None else stack.library_operation,
         "state": rank.state,
         "cpu": rank.cpu,
         "groups": [{"group": group.name, "ranks": group.ranks, "sequence": group.sequence} for group in rank.groups],
@@ -107,13 +111,13 @@ def _stack(one: Stack) -> dict[str, Any]:
 _YES_OR_NO = ("busy", "between_loops", "loop_begins", "namesake")
 
 
-def standing(ranks: Sequence[RankFacts], now_ns: int, info: RunInfo) -> dict[str, Any]:
+def describe_ranks(ranks: Sequence[RankActivity], now_ns: int, info: RunInfo) -> dict[str, Any]:
     """All that the verdict about a stall needs to know of these ranks; `facts_in` reads it."""
     return {
         "t_s": (now_ns - info.start_ns) / 1e9,
         "ranks": [
             {
-                **_rank(rank, Dump(), now_ns, info, False),
+                **_rank(rank, ProcessStacks(), now_ns, info, False),
                 **{name: getattr(rank, name) for name in (*_YES_OR_NO, "world", "job", "raised")},
                 "usual_s": rank.usual_ns / 1e9,
                 "worker": None if rank.worker is None else {"pid": rank.worker.pid, "words": rank.worker.words},
@@ -123,7 +127,7 @@ def standing(ranks: Sequence[RankFacts], now_ns: int, info: RunInfo) -> dict[str
     }
 
 
-def facts_in(data: Mapping[str, Any], node: str, now_ns: int) -> RankFacts:
+def parse_rank(data: Mapping[str, Any], node: str, now_ns: int) -> RankActivity:
     """The rank in a member of `standing`, on the machine `node`; `now_ns`: the time of `t_s` here.
 
     ValueError if it is none: another machine sent it.
@@ -131,7 +135,7 @@ def facts_in(data: Mapping[str, Any], node: str, now_ns: int) -> RankFacts:
     try:
         pid, since_ns, worker = int_member(data, "pid"), ns_member(data, "for_s"), data.get("worker")
         stack = next((one for one in data.get("stacks") or () if one["main"]), None)
-        return RankFacts(
+        return RankActivity(
             pid or 0,
             int_member(data, "process"),
             int_member(data, "rank"),
@@ -140,7 +144,9 @@ def facts_in(data: Mapping[str, Any], node: str, now_ns: int) -> RankFacts:
             0 if since_ns is None else now_ns - since_ns,
             int_member(data, "step"),
             tuple(
-                GroupSeen(int_member(each, "group") or 0, int_member(each, "ranks") or 0, int_member(each, "sequence"))
+                ProcessGroupView(
+                    int_member(each, "group") or 0, int_member(each, "ranks") or 0, int_member(each, "sequence")
+                )
                 for each in data.get("groups") or ()
             ),
             text_member(data, "state") or "sleeping",
@@ -159,7 +165,7 @@ def facts_in(data: Mapping[str, Any], node: str, now_ns: int) -> RankFacts:
         raise ValueError("not a rank") from None
 
 
-def ask(directory: Path, *, native: bool = False) -> int:
+def request_reply(directory: Path, *, native: bool = False) -> int:
     """Ask the supervisor for an answer; return the number of the request. `native`: with C frames."""
     fd = open_file(directory / ASKED_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
@@ -171,20 +177,20 @@ def ask(directory: Path, *, native: bool = False) -> int:
         os.close(fd)
 
 
-def request_in(directory: Path) -> int:
+def last_request_number(directory: Path) -> int:
     """The number of the last request; 0 without one."""
     with contextlib.suppress(OSError):
         return os.lstat(directory / ASKED_FILE).st_mtime_ns
     return 0
 
 
-def asked(directory: Path, *, native: bool = False) -> dict[str, Any] | None:
+def request_and_wait(directory: Path, *, native: bool = False) -> dict[str, Any] | None:
     """The supervisor's answer, after a wait for it; None if it does not answer. OSError if it cannot be asked."""
     with contextlib.suppress(FileNotFoundError):
         remove_file(directory / ANSWER_FILE)  # after the clock was set back, an old answer could pass for a new one
-    serial = ask(directory, native=native)
+    serial = request_reply(directory, native=native)
     end = time.monotonic() + WAIT_S
-    while (found := answered(directory, serial)) is None and time.monotonic() < end:
+    while (found := read_reply(directory, serial)) is None and time.monotonic() < end:
         time.sleep(_EVERY_S)
     return found
 
@@ -196,13 +202,13 @@ def wants_native(directory: Path) -> bool:
     return False
 
 
-def save_answer(directory: Path, number: int, found: Mapping[str, Any]) -> None:
+def write_reply(directory: Path, number: int, found: Mapping[str, Any]) -> None:
     """Write the answer to a request in one step."""
     with contextlib.suppress(OSError):
         write_atomically(directory / ANSWER_FILE, json.dumps({**found, "asked": number}))
 
 
-def answered(directory: Path, asked: int) -> dict[str, Any] | None:
+def read_reply(directory: Path, asked: int) -> dict[str, Any] | None:
     """The answer to a request; None while there is none."""
     with contextlib.suppress(OSError, ValueError):
         found = load_json(read_file(directory / ANSWER_FILE, _MAX_BYTES))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpmon.sanitize import sanitize_line
-from dpmon.stalls.verdict import RankFacts, names
+from dpmon.stalls.stall_detection import RankActivity, format_rank_names
 
 NOT_STALLED = "not stalled"
 Line = tuple[str, str]
@@ -19,7 +19,7 @@ _IN, _LEAST_IN = 4, 36
 _INSTALLED = re.compile(r"\A.*(/(site|dist)-packages/|/lib/python3\.\d+/)")
 
 
-def lines_of(found: Mapping[str, Any], *, every: bool = False, width: int | None = None) -> list[Line]:
+def format_reply(found: Mapping[str, Any], *, every: bool = False, width: int | None = None) -> list[Line]:
     """The sentence, a table of the ranks, and their stacks; ranks with equal stacks share one.
 
     `every`: the stacks of all threads, not only of the main one. `width`: most cells of a line; a table that would be
@@ -49,9 +49,9 @@ def _lines(found: Mapping[str, Any], every: bool, width: int | None) -> list[Lin
         )
     lines += [("", "")] if ranks else []
     for row in rows if ranks else ():
-        text = "  ".join(_fitted(row[column], widths[column]) for column in shown).rstrip()
+        text = "  ".join(_wrap_or_cut(row[column], widths[column]) for column in shown).rstrip()
         lines.append((text, "dim" if row is rows[0] else "bold" if row[0] else ""))
-    for who, stacks, reason in _folded(ranks):
+    for who, stacks, reason in _group_equal_stacks(ranks):
         lines += [("", ""), (f"{who}:", "bold")]
         if not stacks:
             lines.append((f"  no stack: {reason or 'none was taken'}", "dim"))
@@ -62,10 +62,10 @@ def _lines(found: Mapping[str, Any], every: bool, width: int | None) -> list[Lin
             if worker or (every and stack["thread"]):
                 lines.append((f"  {'' if worker else 'thread '}{stack['thread']}:", "bold"))
             for function, file, line in stack["frames"]:
-                place = f"{_short(file)}:{line}" if line else _short(file)
+                place = f"{_shorten_path(file)}:{line}" if line else _shorten_path(file)
                 if width is not None and len(function) + len(place) + 5 > width:
                     place = place.rpartition("/")[2]
-                lines.append((f"  {function} ({place})", "" if _short(file) == file else "dim"))
+                lines.append((f"  {function} ({place})", "" if _shorten_path(file) == file else "dim"))
             if stack["left_out"]:
                 lines.append((f"  {stack['left_out']:,} more between them", "dim"))
     for title, member in (("NCCL says", "nccl"), ("no stacks from", "without")):
@@ -74,11 +74,11 @@ def _lines(found: Mapping[str, Any], every: bool, width: int | None) -> list[Lin
     return lines
 
 
-def _fitted(text: str, width: int) -> str:
+def _wrap_or_cut(text: str, width: int) -> str:
     return text.ljust(width) if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _short(file: str) -> str:
+def _shorten_path(file: str) -> str:
     """The path of a file without the place of installed packages and of Python's own modules."""
     return _INSTALLED.sub("", file)
 
@@ -110,7 +110,7 @@ def _figure(value: Any) -> str:
     return "?" if value is None else f"{value:.0f}"
 
 
-def _folded(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any], str | None]]:
+def _group_equal_stacks(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any], str | None]]:
     """Ranks with equal stacks: their names, the stacks, and why there are none; in the order of the ranks.
 
     Of C code, the addresses may differ.
@@ -122,7 +122,9 @@ def _folded(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any], st
         groups.setdefault(str(python), []).append(rank)
     return [
         (
-            names([RankFacts(pid=rank["pid"], rank=rank["rank"], node=rank.get("node")) for rank in group]),
+            format_rank_names(
+                [RankActivity(pid=rank["pid"], rank=rank["rank"], node=rank.get("node")) for rank in group]
+            ),
             group[0].get("stacks") or [],
             group[0].get("why_no_stack"),
         )

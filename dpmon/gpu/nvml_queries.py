@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dpmon.gpu.nvml import TIMEOUT, CallFailed, call, words_of
-from dpmon.gpu.sample import Missing
+from dpmon.gpu.device_record import MissingValue
+from dpmon.gpu.nvml import TIMEOUT, NvmlCallError, call_nvml, describe_return_code
 
 CALLS = 8
 """Most library calls per GPU and second, after its first round."""
@@ -22,7 +22,7 @@ Way = Callable[[Any, Any, dict[str, Any]], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Question:
+class NvmlQuery:
     """Fields that come from one answer, with the period of the question (s) and its largest number of library calls.
 
     The first answer may take more calls. If a way is not supported, the next one is tried. `instead_of`: ask only if
@@ -33,12 +33,12 @@ class Question:
     every_s: float
     calls: int
     ways: tuple[Way, ...]
-    instead_of: Question | None = None
+    instead_of: NvmlQuery | None = None
 
 
-FIRST = Missing("needs two readings")
-_IMPLAUSIBLE = Missing("NVML returned an implausible value")
-_NO_XID = Missing("no XID error since the run's start")
+FIRST = MissingValue("needs two readings")
+_IMPLAUSIBLE = MissingValue("NVML returned an implausible value")
+_NO_XID = MissingValue("no XID error since the run's start")
 _MAX_INSTANCES = 8
 _ONCE = math.inf
 
@@ -65,7 +65,7 @@ _NVLINK_TX_KIB, _NVLINK_RX_KIB = 138, 139  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_
 _ALL_LINKS = 0xFFFFFFFF
 
 
-def _get(take: Callable[[Any], Any], words: str) -> Way:
+def _device_getter(take: Callable[[Any], Any], words: str) -> Way:
     """Return a way that calls nvmlDeviceGet<first word>; further words are pynvml's constants after the handle."""
     name, *which = words.split()
 
@@ -88,15 +88,15 @@ def _positive(value: Any) -> Any:
     return int(value) if value > 0 else _IMPLAUSIBLE
 
 
-def _thousandth(value: Any) -> float:
+def _divide_by_1000(value: Any) -> float:
     return float(value / 1000)
 
 
-def _thousandfold(value: Any) -> int:
+def _multiply_by_1000(value: Any) -> int:
     return int(value * 1000)
 
 
-def throttle_words(bits: int) -> list[str]:
+def throttle_reasons(bits: int) -> list[str]:
     """Return the reasons for lowered clocks from NVML's bits; unknown bits are given as a number."""
     bits = int(bits)
     named = [word for bit, word in _THROTTLE.items() if bits & bit]
@@ -104,7 +104,7 @@ def throttle_words(bits: int) -> list[str]:
     return [*named, f"reason {unnamed:#x}"] if unnamed else named
 
 
-def _held(processes: Any) -> dict[int, int | None]:
+def _memory_by_pid(processes: Any) -> dict[int, int | None]:
     """Return bytes by process id; None if the driver does not report them."""
     held: dict[int, int | None] = {}
     for process in processes:
@@ -121,7 +121,7 @@ def _memory_v2(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
 
 def _memory_v1(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return int(memory.used), int(memory.total), Missing("this driver counts it as used")
+    return int(memory.used), int(memory.total), MissingValue("this driver counts it as used")
 
 
 def _slowdown_by_margin(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
@@ -147,9 +147,9 @@ def _xid(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
         memo["set"], memo["xid"] = events, _NO_XID
         return (_NO_XID,)
     try:
-        event = call(lambda: nvml.nvmlEventSetWait_v2(memo["set"], 0))
+        event = call_nvml(lambda: nvml.nvmlEventSetWait_v2(memo["set"], 0))
         memo["xid"] = int(event.eventData)
-    except CallFailed as failure:
+    except NvmlCallError as failure:
         if failure.code != TIMEOUT:  # no new event
             raise
     return (memo["xid"],)
@@ -164,14 +164,14 @@ def _mig(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
     instances.pop(index, None)
     found = None
     try:
-        found = call(lambda: nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+        found = call_nvml(lambda: nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
         if found:
-            instances[index] = call(lambda: _instance(nvml, found))
-    except CallFailed as failure:
+            instances[index] = call_nvml(lambda: _instance(nvml, found))
+    except NvmlCallError as failure:
         if failure.gone:
             raise
         if found:  # if not, there is no such instance
-            return True, Missing(failure.reason)
+            return True, MissingValue(failure.reason)
     return True, [instances[index] for index in sorted(instances)]
 
 
@@ -187,7 +187,7 @@ def _gpm(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
     """
     if "now" not in memo:
         if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
-            raise CallFailed("not supported", never=True)
+            raise NvmlCallError("not supported", never=True)
         memo["before"], memo["now"] = nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()
         nvml.nvmlGpmSampleGet(handle, memo["now"])
         return (FIRST,) * len(_METRICS)
@@ -206,7 +206,7 @@ def _gpm(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
         metric = asked.metrics[i]
         value = float(metric.value)
         if metric.nvmlReturn:
-            values.append(Missing(words_of(int(metric.nvmlReturn))))
+            values.append(MissingValue(describe_return_code(int(metric.nvmlReturn))))
         elif not 0 <= value < 1e9:  # also true for NaN
             values.append(_IMPLAUSIBLE)
         else:
@@ -220,60 +220,60 @@ def _nvlink(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
     now = time.monotonic()
     for field in fields:
         if field.nvmlReturn:
-            raise CallFailed(words_of(int(field.nvmlReturn)), int(field.nvmlReturn))
+            raise NvmlCallError(describe_return_code(int(field.nvmlReturn)), int(field.nvmlReturn))
     counts = [int(field.value.ullVal) for field in fields]
     before, memo["at"] = memo.get("at"), (now, counts)
     if before is None:
         return FIRST, FIRST
     then, old = before
     if any(new < last for new, last in zip(counts, old, strict=True)):
-        return (Missing("the counter was reset"),) * 2
+        return (MissingValue("the counter was reset"),) * 2
     return tuple(int((new - last) * 1024 / max(now - then, 1e-6)) for new, last in zip(counts, old, strict=True))
 
 
-def _ask(
+def _make_query(
     field: str,
     every_s: float,
     take: Callable[[Any], Any],
     *ways: str,
     calls: int = 1,
-    instead_of: Question | None = None,
-) -> Question:
-    return Question((field,), every_s, calls, tuple(_get(take, words) for words in ways), instead_of)
+    instead_of: NvmlQuery | None = None,
+) -> NvmlQuery:
+    return NvmlQuery((field,), every_s, calls, tuple(_device_getter(take, words) for words in ways), instead_of)
 
 
-_SLOWDOWN = _get(_positive, "TemperatureThreshold NVML_TEMPERATURE_THRESHOLD_SLOWDOWN")
-_GPM = Question(tuple(_METRICS), 3, 3, (_gpm,))
+_SLOWDOWN = _device_getter(_positive, "TemperatureThreshold NVML_TEMPERATURE_THRESHOLD_SLOWDOWN")
+_GPM = NvmlQuery(tuple(_METRICS), 3, 3, (_gpm,))
 QUESTIONS = (
     # These take microseconds.
-    _ask("uuid", _ONCE, _text, "UUID"),
-    _ask("name", _ONCE, _text, "Name"),
-    _ask("util_pct", 1, lambda rates: _percent(rates.gpu), "UtilizationRates"),
-    Question(("mem_used_bytes", "mem_total_bytes", "mem_reserved_bytes"), 1, 1, (_memory_v2, _memory_v1)),
-    _ask("power_w", 1, _thousandth, "PowerUsage"),
-    _ask("sm_clock_mhz", 2, int, "ClockInfo NVML_CLOCK_SM"),
-    _ask("throttle", 2, throttle_words, "CurrentClocksEventReasons", "CurrentClocksThrottleReasons"),
-    _ask("temperature_c", 2, int, "Temperature NVML_TEMPERATURE_GPU", "TemperatureV NVML_TEMPERATURE_GPU"),
-    _ask("power_limit_w", 30, _thousandth, "EnforcedPowerLimit", "PowerManagementLimit"),
-    Question(("temperature_limit_c",), 60, 2, (_SLOWDOWN, _slowdown_by_margin)),
-    _ask("mem_clock_mhz", 5, int, "ClockInfo NVML_CLOCK_MEM"),
-    _ask("energy_j", 10, _thousandth, "TotalEnergyConsumption"),
-    _ask("fan_pct", 10, _percent, "FanSpeed", "FanSpeed_v2 0"),
+    _make_query("uuid", _ONCE, _text, "UUID"),
+    _make_query("name", _ONCE, _text, "Name"),
+    _make_query("util_pct", 1, lambda rates: _percent(rates.gpu), "UtilizationRates"),
+    NvmlQuery(("mem_used_bytes", "mem_total_bytes", "mem_reserved_bytes"), 1, 1, (_memory_v2, _memory_v1)),
+    _make_query("power_w", 1, _divide_by_1000, "PowerUsage"),
+    _make_query("sm_clock_mhz", 2, int, "ClockInfo NVML_CLOCK_SM"),
+    _make_query("throttle", 2, throttle_reasons, "CurrentClocksEventReasons", "CurrentClocksThrottleReasons"),
+    _make_query("temperature_c", 2, int, "Temperature NVML_TEMPERATURE_GPU", "TemperatureV NVML_TEMPERATURE_GPU"),
+    _make_query("power_limit_w", 30, _divide_by_1000, "EnforcedPowerLimit", "PowerManagementLimit"),
+    NvmlQuery(("temperature_limit_c",), 60, 2, (_SLOWDOWN, _slowdown_by_margin)),
+    _make_query("mem_clock_mhz", 5, int, "ClockInfo NVML_CLOCK_MEM"),
+    _make_query("energy_j", 10, _divide_by_1000, "TotalEnergyConsumption"),
+    _make_query("fan_pct", 10, _percent, "FanSpeed", "FanSpeed_v2 0"),
     # These take milliseconds, are rarely needed, or are known to block.
-    Question(("mig", "mig_devices"), 6, 4, (_mig,)),
+    NvmlQuery(("mig", "mig_devices"), 6, 4, (_mig,)),
     # Two calls each: the number of processes, then the list.
-    _ask("compute", 5, _held, "ComputeRunningProcesses_v3", "ComputeRunningProcesses_v2", calls=2),
-    _ask("graphics", 10, _held, "GraphicsRunningProcesses_v3", "GraphicsRunningProcesses_v2", calls=2),
+    _make_query("compute", 5, _memory_by_pid, "ComputeRunningProcesses_v3", "ComputeRunningProcesses_v2", calls=2),
+    _make_query("graphics", 10, _memory_by_pid, "GraphicsRunningProcesses_v3", "GraphicsRunningProcesses_v2", calls=2),
     _GPM,
     # The driver measures for 20 ms, in units of 1000 bytes/s.
-    _ask("pcie_rx_bytes_s", 10, _thousandfold, "PcieThroughput NVML_PCIE_UTIL_RX_BYTES", instead_of=_GPM),
-    _ask("pcie_tx_bytes_s", 10, _thousandfold, "PcieThroughput NVML_PCIE_UTIL_TX_BYTES", instead_of=_GPM),
-    Question(("nvlink_rx_bytes_s", "nvlink_tx_bytes_s"), 5, 1, (_nvlink,), _GPM),
-    _ask("ecc_corrected", 30, int, "TotalEccErrors NVML_MEMORY_ERROR_TYPE_CORRECTED NVML_VOLATILE_ECC"),
-    _ask("ecc_uncorrected", 30, int, "TotalEccErrors NVML_MEMORY_ERROR_TYPE_UNCORRECTED NVML_VOLATILE_ECC"),
-    _ask("remapped_rows", 60, lambda counts: sum(counts[:2]), "RemappedRows"),
-    Question(("retired_pages",), 60, 4, (_retired_pages,)),
-    _ask("persistence", 60, bool, "PersistenceMode"),
-    Question(("xid",), 5, 2, (_xid,)),
+    _make_query("pcie_rx_bytes_s", 10, _multiply_by_1000, "PcieThroughput NVML_PCIE_UTIL_RX_BYTES", instead_of=_GPM),
+    _make_query("pcie_tx_bytes_s", 10, _multiply_by_1000, "PcieThroughput NVML_PCIE_UTIL_TX_BYTES", instead_of=_GPM),
+    NvmlQuery(("nvlink_rx_bytes_s", "nvlink_tx_bytes_s"), 5, 1, (_nvlink,), _GPM),
+    _make_query("ecc_corrected", 30, int, "TotalEccErrors NVML_MEMORY_ERROR_TYPE_CORRECTED NVML_VOLATILE_ECC"),
+    _make_query("ecc_uncorrected", 30, int, "TotalEccErrors NVML_MEMORY_ERROR_TYPE_UNCORRECTED NVML_VOLATILE_ECC"),
+    _make_query("remapped_rows", 60, lambda counts: sum(counts[:2]), "RemappedRows"),
+    NvmlQuery(("retired_pages",), 60, 4, (_retired_pages,)),
+    _make_query("persistence", 60, bool, "PersistenceMode"),
+    NvmlQuery(("xid",), 5, 2, (_xid,)),
 )
 """All questions, those first whose answers the first sample needs."""

@@ -21,7 +21,7 @@ _MOST_BYTES, _MOST_LINES, _MOST_CHARACTERS = 1 << 20, 20, 200
 _PROCESS = re.compile(r"(?i)\bprocess (\d{1,10}) on node\b")
 
 
-def nccl_report(pids: Collection[int]) -> tuple[str, ...]:
+def query_ras_problems(pids: Collection[int]) -> tuple[str, ...]:
     """The lines with which NCCL names ranks that are missing, failed or behind; empty if it names none of these pids.
 
     Another job may answer at the same address. Takes up to LIMIT_S.
@@ -39,12 +39,12 @@ def nccl_report(pids: Collection[int]) -> tuple[str, ...]:
             connection.settimeout(left)
             part = connection.recv(1 << 16)
             if not part:
-                return _problems(answer.decode("utf-8", "replace"), pids)
+                return _parse_problems(answer.decode("utf-8", "replace"), pids)
             answer += part
     return ()
 
 
-def _problems(text: str, pids: Collection[int]) -> tuple[str, ...]:
+def _parse_problems(text: str, pids: Collection[int]) -> tuple[str, ...]:
     """The lines below the headings "Errors" and "Warnings", if one of them is about one of these processes."""
     lines = [line.rstrip() for line in text.splitlines()]
     below = lines[lines.index("Errors") :] if "Errors" in lines else []

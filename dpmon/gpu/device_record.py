@@ -20,25 +20,25 @@ MAX_PROCESSES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class MissingValue:
     """Takes the place of a missing value, and gives the reason."""
 
     reason: str
 
 
-NOT_ASKED = Missing("not asked yet")
-_NO_PIDS = Missing("inside a container the driver's process ids cannot be matched to ours")
-_NOT_BY_PROCESS = Missing("the driver does not report memory by process")
-_NO_REPORT = Missing("no running training process has reported the GPUs that torch uses")
-_NO_UUID = Missing("NVML does not report the GPU's UUID")
-_NO_RESERVED = Missing("torch does not report its reserved memory")
-_NOT_VISIBLE = Missing("CUDA_VISIBLE_DEVICES does not say whether CUDA sees it")
+NOT_ASKED = MissingValue("not asked yet")
+_NO_PIDS = MissingValue("inside a container the driver's process ids cannot be matched to ours")
+_NOT_BY_PROCESS = MissingValue("the driver does not report memory by process")
+_NO_REPORT = MissingValue("no running training process has reported the GPUs that torch uses")
+_NO_UUID = MissingValue("NVML does not report the GPU's UUID")
+_NO_RESERVED = MissingValue("torch does not report its reserved memory")
+_NOT_VISIBLE = MissingValue("CUDA_VISIBLE_DEVICES does not say whether CUDA sees it")
 _OF_PROCESSES = ("of_run", "mem_run_bytes", "mem_others_bytes", "processes", "process_count")
 _NO_SUCH_LIST = ("not supported", "this driver does not offer it")
 
 
 @dataclass(frozen=True, slots=True)
-class TorchUse:
+class TorchReservation:
     """One GPU as one process of the run reports it: torch's name for it, and the reserved bytes."""
 
     process: int
@@ -48,30 +48,32 @@ class TorchUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunContext:
     """The facts about the run that a sample of a GPU needs."""
 
     pids: Set[int] = frozenset()
     same_pids: bool = True
     """Whether the driver's process ids are from the same namespace as ours."""
-    uses: tuple[TorchUse, ...] = ()
+    uses: tuple[TorchReservation, ...] = ()
     visible: bool | None = None
     """Whether CUDA sees the GPU."""
 
 
-def with_reasons(values: Mapping[str, Any]) -> dict[str, Any]:
+def split_missing(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values, with None for each `Missing`, and its reason in `absent`."""
-    absent = {name: value.reason for name, value in values.items() if isinstance(value, Missing)}
+    absent = {name: value.reason for name, value in values.items() if isinstance(value, MissingValue)}
     return {**values, **dict.fromkeys(absent), "absent": absent}
 
 
-def compose(index: int, answers: Mapping[str, Any], run: Run, uuids: Set[str], lost: str = "") -> dict[str, Any]:
+def build_device_record(
+    index: int, answers: Mapping[str, Any], run: RunContext, uuids: Set[str], lost: str = ""
+) -> dict[str, Any]:
     """Return the fields of the `device` record, but for `t_s`.
 
     `answers`: NVML's values by field, or `Missing`. `uuids`: bare UUIDs of the GPU and its instances. `lost`: why the
     GPU does not answer at all.
     """
-    torch = _torch(run, uuids)
+    torch = _torch_fields(run, uuids)
     used = isinstance(torch["ordinals"], list) and bool(torch["ordinals"]) and torch["mem_torch_bytes"] != 0
     known = {
         **answers,
@@ -81,11 +83,11 @@ def compose(index: int, answers: Mapping[str, Any], run: Run, uuids: Set[str], l
     }
     values = {name: known.get(name, NOT_ASKED) for name in VALUES}
     if lost:
-        values = {name: value if name in _WITHOUT_NVML else Missing(lost) for name, value in values.items()}
-    return {"index": index, **with_reasons(values)}
+        values = {name: value if name in _WITHOUT_NVML else MissingValue(lost) for name, value in values.items()}
+    return {"index": index, **split_missing(values)}
 
 
-def _torch(run: Run, uuids: Set[str]) -> dict[str, Any]:
+def _torch_fields(run: RunContext, uuids: Set[str]) -> dict[str, Any]:
     """Return what torch reports about the GPU (or MIG instances) with these bare UUIDs."""
     if not run.uses or not uuids:
         return dict.fromkeys(("ordinals", "mem_torch_bytes"), _NO_UUID if run.uses else _NO_REPORT)
@@ -96,17 +98,17 @@ def _torch(run: Run, uuids: Set[str]) -> dict[str, Any]:
     }
 
 
-def _processes(answers: Mapping[str, Any], run: Run, used_by_torch: bool) -> dict[str, Any]:
+def _processes(answers: Mapping[str, Any], run: RunContext, used_by_torch: bool) -> dict[str, Any]:
     """Return the shares of the run's processes and of others, from the driver's lists of processes.
 
     In a container the driver's ids are the machine's, or hidden: an id equal to one of ours may belong to another
     process, and an empty list does not mean that no process uses the GPU. Then only torch's report counts.
     """
     compute, graphics = answers.get("compute", NOT_ASKED), answers.get("graphics", NOT_ASKED)
-    if isinstance(graphics, Missing) and graphics.reason in _NO_SUCH_LIST:  # a GPU without a display engine
+    if isinstance(graphics, MissingValue) and graphics.reason in _NO_SUCH_LIST:  # a GPU without a display engine
         graphics = {}
     for each in (compute, graphics):
-        if isinstance(each, Missing):
+        if isinstance(each, MissingValue):
             return {**dict.fromkeys(_OF_PROCESSES, each), **({"of_run": True} if used_by_torch else {})}
     held: dict[int, int | None] = dict(compute)
     for pid, used in graphics.items():  # a process in both lists holds it once
@@ -118,19 +120,21 @@ def _processes(answers: Mapping[str, Any], run: Run, used_by_torch: bool) -> dic
             "of_run": bool(ours) or used_by_torch,
             "mem_run_bytes": _sum(ours, _NOT_BY_PROCESS),
             "mem_others_bytes": _sum(others, _NOT_BY_PROCESS),
-            "processes": _listed(held, run.pids, False),
+            "processes": _process_entries(held, run.pids, False),
             "process_count": len(held),
         }
-    known: dict[str, Any] = {"processes": _listed(held, frozenset(), None), "process_count": len(held)} if held else {}
+    known: dict[str, Any] = (
+        {"processes": _process_entries(held, frozenset(), None), "process_count": len(held)} if held else {}
+    )
     return {**dict.fromkeys(_OF_PROCESSES, _NO_PIDS), **known, **({"of_run": True} if used_by_torch else {})}
 
 
-def _sum(parts: list[int | None], unknown: Missing) -> int | Missing:
+def _sum(parts: list[int | None], unknown: MissingValue) -> int | MissingValue:
     known = [part for part in parts if part is not None]
     return sum(known) if len(known) == len(parts) else unknown
 
 
-def _listed(held: Mapping[int, int | None], pids: Set[int], otherwise: bool | None) -> list[dict[str, Any]]:
+def _process_entries(held: Mapping[int, int | None], pids: Set[int], otherwise: bool | None) -> list[dict[str, Any]]:
     rows = [{"pid": pid, "mem_bytes": used, "of_run": pid in pids or otherwise} for pid, used in held.items()]
     rows.sort(key=lambda row: (row["of_run"] is not True, -(row["mem_bytes"] or 0), row["pid"] or 0))
     return rows[:MAX_PROCESSES]
@@ -142,7 +146,7 @@ def _listed(held: Mapping[int, int | None], pids: Set[int], otherwise: bool | No
 # shortened. Entries after the first invalid one are ignored. A repeated entry hides all GPUs. Indices follow CUDA's
 # order, which equals NVML's only under CUDA_DEVICE_ORDER=PCI_BUS_ID: by default, the fastest GPUs come first, by an
 # undocumented rule. So the GPU of an index may stay unknown here; then the training process reports it by UUID
-# (dpmon.gpu.sample).
+# (dpmon.gpu.device_record).
 
 _NUMBER = re.compile(r"[+-]?[0-9]+")
 MAX_ENTRIES = 1024
@@ -163,7 +167,7 @@ def visible_gpus(
     """
     found: list[int] | None
     if text is not None and text.startswith(("GPU-", "MIG-")):
-        found = None if text.startswith("MIG-") else _by_uuid(text, uuids)
+        found = None if text.startswith("MIG-") else _match_uuids(text, uuids)
     else:
         found = list(range(len(uuids))) if text is None else _numbers(text, len(uuids))
         if found and (divided or (order != "PCI_BUS_ID" and len(found) < len(uuids))):
@@ -186,7 +190,7 @@ def _numbers(text: str, count: int) -> list[int]:
     return found[:beyond]
 
 
-def _by_uuid(text: str, uuids: Sequence[str | None]) -> list[int] | None:
+def _match_uuids(text: str, uuids: Sequence[str | None]) -> list[int] | None:
     """Find the GPUs of full or shortened UUIDs; None if a UUID is unknown."""
     entries: list[str] = []
     for entry in text.split(",")[:MAX_ENTRIES]:

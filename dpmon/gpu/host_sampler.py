@@ -16,11 +16,11 @@ from typing import Any
 
 import psutil
 
-from dpmon.gpu.sample import Missing, with_reasons
+from dpmon.gpu.device_record import MissingValue, split_missing
 
 _SCAN_SHARE = 0.01
 """Largest share of one core for finding new processes, which reads all processes of the machine."""
-_TWO_SAMPLES = Missing("needs two samples")
+_TWO_SAMPLES = MissingValue("needs two samples")
 
 BUDGET_SHARE = 0.01
 """Largest share of one core for readings in the long run."""
@@ -40,7 +40,7 @@ class HostSampler:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns monotonic seconds."""
         self._clock = clock
-        self._proportional = ProportionalMemory(clock)
+        self._proportional = PssEstimator(clock)
         self._processes: set[psutil.Process] = set()
         """The processes of the run."""
         self._machine_known = self._run_known = False
@@ -59,8 +59,8 @@ class HostSampler:
         memory = psutil.virtual_memory()
         known, self._machine_known = self._machine_known, True
         cpu = psutil.cpu_percent()
-        run_cpu, run_mem = self._run(root_pid)
-        return with_reasons(
+        run_cpu, run_mem = self._run_usage(root_pid)
+        return split_missing(
             {
                 "cpu_pct": cpu if known else _TWO_SAMPLES,
                 # What is not available to a new program.
@@ -73,11 +73,11 @@ class HostSampler:
             }
         )
 
-    def _run(self, root_pid: int | None) -> tuple[float | Missing, int | Missing]:
+    def _run_usage(self, root_pid: int | None) -> tuple[float | MissingValue, int | MissingValue]:
         """Return the processors' use by the run's processes, in percent of one, and their memory."""
         now = self._clock()
         if now >= self._scan_due:
-            self._find(root_pid)
+            self._update_process_set(root_pid)
             took = self._clock() - now
             self._scan_due = now + took / _SCAN_SHARE
         used = 0.0
@@ -97,12 +97,14 @@ class HostSampler:
         self._processes = alive
         known, self._run_known = self._run_known, bool(alive)
         if not alive:
-            nothing = Missing("the command has not started" if root_pid is None else "no process of the run is left")
+            nothing = MissingValue(
+                "the command has not started" if root_pid is None else "no process of the run is left"
+            )
             return nothing, nothing
         memory = self._proportional.total(resident, parents)
         return round(used, 1) if known else _TWO_SAMPLES, memory
 
-    def _find(self, root_pid: int | None) -> None:
+    def _update_process_set(self, root_pid: int | None) -> None:
         """Add descendants of the command and of known processes; a known process may have lost its parent."""
         if root_pid is not None:
             with contextlib.suppress(psutil.Error):
@@ -132,7 +134,7 @@ _Process = tuple[int, float]
 """A process id, and when the process started (s)."""
 
 
-class ProportionalMemory:
+class PssEstimator:
     """Sums the processes of a run within a time budget; for use by one thread."""
 
     def __init__(
@@ -141,14 +143,14 @@ class ProportionalMemory:
         """`clock` returns monotonic seconds; `read` returns the PSS of a process id in bytes."""
         self._clock = clock
         self._read = read
-        self._readings: dict[_Process, tuple[int | Missing, float]] = {}
+        self._readings: dict[_Process, tuple[int | MissingValue, float]] = {}
         """Resident bytes that count for other processes, and when the next reading is due (s)."""
         self._typical: dict[int, int] = {}
         """Per parent: the shared part of the child read last."""
         self._budget_s = BUDGET_MOST_S
         self._at_s = clock()
 
-    def total(self, resident: Mapping[_Process, int], parents: Mapping[_Process, int]) -> int | Missing:
+    def total(self, resident: Mapping[_Process, int], parents: Mapping[_Process, int]) -> int | MissingValue:
         """Return the bytes of all processes together.
 
         `resident`: bytes by process. `parents`: ids of the parents. A process without a reading is estimated: its
@@ -167,21 +169,21 @@ class ProportionalMemory:
         total = unread = 0
         for key, size in resident.items():
             shared = self._readings[key][0] if key in self._readings else self._typical.get(parents[key])
-            if isinstance(shared, Missing):
+            if isinstance(shared, MissingValue):
                 return shared
             unread += shared is None
             total += max(size - (shared or 0), 0)
         if unread:
-            return Missing(f"the memory of {unread} of {len(resident)} processes has not been read yet")
+            return MissingValue(f"the memory of {unread} of {len(resident)} processes has not been read yet")
         return total
 
     def _refresh(self, process: _Process, resident: int, parent: int) -> None:
         began = self._clock()
-        shared: int | Missing
+        shared: int | MissingValue
         try:
             shared = self._typical[parent] = max(resident - (self._read(process[0]) or 0), 0)
         except OSError as error:  # the user may not, the kernel does not report it, or the process has just ended
-            shared = Missing(f"the memory of process {process[0]} cannot be read: {error.strerror}")
+            shared = MissingValue(f"the memory of process {process[0]} cannot be read: {error.strerror}")
         ended = self._clock()
         self._budget_s -= ended - began
         self._readings[process] = shared, ended + max(EVERY_S, REST_FACTOR * (ended - began))

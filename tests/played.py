@@ -15,10 +15,10 @@ from dpmon.assemble import Assembler
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind, unpack_span
 from dpmon.span_ring import HeaderWord
-from dpmon.tracer.core.session import FaultGuard
-from dpmon.tracer.devices.timing import Timing
-from dpmon.tracer.steps.optimizers import OptimizerSteps
-from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.core.session import TracerErrorGuard
+from dpmon.tracer.devices.device_timing import DeviceTimer
+from dpmon.tracer.steps.optimizers import OptimizerTracer
+from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 LAYOUT = 1
 _CALL = Kind.CALL | LAYOUT << SITE_AT | (Flag.TRAINING | Flag.GRAD | Flag.SINGLE) << FLAGS_AT
@@ -64,9 +64,9 @@ class Device:
 class _Optimizer(torch.optim.Optimizer):
     """An optimizer with a step that calls the closure."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: SpanRecorder) -> None:
         super().__init__([torch.zeros(1)], {})
-        before, after = OptimizerSteps(recorder).hooks()
+        before, after = OptimizerTracer(recorder).hooks()
         self.register_step_pre_hook(before)
         self.register_step_post_hook(after)
 
@@ -81,14 +81,14 @@ class Process:
         self.device = Device()
         self.faults: list[Any] = []
         self.session: Any = SimpleNamespace(off=False, fault=lambda *what, **_: self.faults.append(what))
-        self.session.guarded = lambda where, fatal=True: FaultGuard(self.session, where, fatal)
-        self.recorder = Recorder(self.session)
+        self.session.guarded = lambda where, fatal=True: TracerErrorGuard(self.session, where, fatal)
+        self.recorder = SpanRecorder(self.session)
         self.spans: list[tuple[int, int, int, int]] = []
         self.recorder.put = self.put
-        self.me = self.recorder.thread()
+        self.me = self.recorder.current_thread_state()
         self.recorder.training_thread = self.me
         device: Any = self.device
-        self.timing = self.recorder.timing = Timing(self.recorder, device)
+        self.timing = self.recorder.timing = DeviceTimer(self.recorder, device)
         self._optimizer = _Optimizer(self.recorder)
         self._assembler = Assembler()
         self._layout: Any = {"define": LAYOUT, "value": {"root": "Net", "via": None, "module": 1, "absent": {}}}
@@ -115,13 +115,13 @@ class Process:
         if kind == Kind.OPTIMIZER:
             self._optimizer.step(original)
         else:
-            self.recorder.phase(kind, original)(self)
+            self.recorder.wrap_phase(kind, original)(self)
 
     @contextmanager
     def call(self, *gpus: int, ms: float = 1.0) -> Iterator[None]:
         """Call the model; phases in the block are nested in the call, and exceptions end there."""
         me, recorder = self.me, self.recorder
-        mark = self.timing.call_begins(me, gpus)
+        mark = self.timing.begin_call(me, gpus)
         head = _CALL | me.head | me.inside << INSIDE_AT
         inside, me.inside = me.inside, Kind.CALL
         began = clock()
@@ -130,14 +130,14 @@ class Process:
             yield
         except ZeroDivisionError as error:
             me.inside = inside
-            recorder.failed(me, head, began, 0, error, mark)
+            recorder.write_failed(me, head, began, 0, error, mark)
             return
         me.inside = inside
         if mark is not None:
             head |= mark.end()
         number = self.put(head, began, clock() - began, 0)
         if mark is not None:
-            mark.written(number)
+            mark.set_span_number(number)
 
     def step(self, *gpus: int) -> None:
         """Run fetch, call, backward pass and optimizer."""
@@ -151,7 +151,7 @@ class Process:
         """Return the records of the new spans. With `end`, the devices have finished and the process has ended."""
         if end:
             self.device.reached = self.device.now
-            self.timing.read(Untimed.ENDED)
+            self.timing.write_known_times(Untimed.ENDED)
         lines = [] if self._heard else [{**self._layout, "value": {**self._layout["value"], "devices": list(devices)}}]
         self._heard = True
         new = [unpack_span(self._fed + at, *words) for at, words in enumerate(self.spans[self._fed :])]

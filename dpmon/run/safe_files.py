@@ -2,7 +2,7 @@
 
 A run's directory may come from another person, or change during the run. A FIFO in the place of a log would block its
 reader; a link would lead out of the directory. So the files of a run are opened here. Three kinds of access have checks
-of their own: rings (`dpmon.span_ring`, `dpmon.span_reader`), the tracer's lines (`dpmon.tracer.append`), and the
+of their own: rings (`dpmon.span_ring`, `dpmon.span_reader`), the tracer's lines (`dpmon.tracer.note_files`), and the
 database, which SQLite opens (`check_database`).
 """
 

@@ -39,28 +39,28 @@ import torch
 
 from dpmon.record.span_format import Kind
 from dpmon.span_ring import SpanRing
-from dpmon.tracer.append import note
 from dpmon.tracer.calls.call_wrapper import CallTracer
-from dpmon.tracer.calls.primitives import Primitives
-from dpmon.tracer.calls.roots import Roots
-from dpmon.tracer.calls.sites import Sites
-from dpmon.tracer.calls.split import Split
-from dpmon.tracer.collectives import Collectives, GradientSync
-from dpmon.tracer.core.exceptions import uncaught
-from dpmon.tracer.core.frames import Function, followed, hide_from_dynamo
-from dpmon.tracer.core.session import Config, Session, rank_and_world
-from dpmon.tracer.devices.timing import cuda_starting
+from dpmon.tracer.calls.primitives import PrimitiveTracer
+from dpmon.tracer.calls.roots import RootFinder
+from dpmon.tracer.calls.split_calls import SplitRunner
+from dpmon.tracer.calls.traced_modules import TracedModules
+from dpmon.tracer.collectives import CollectiveSampler, GradientSync
+from dpmon.tracer.core.exception_text import describe_uncaught
+from dpmon.tracer.core.hidden_frames import Function, hide_from_dynamo, wrap_rare_function
+from dpmon.tracer.core.session import Session, TracerConfig, rank_and_world
+from dpmon.tracer.devices.device_timing import cuda_starting
 from dpmon.tracer.memory import allocator
-from dpmon.tracer.memory.measurement import Memory
-from dpmon.tracer.modes.decision import Modes
-from dpmon.tracer.modes.virtual import PRIMITIVE_NAMES, Originals
-from dpmon.tracer.steps.copies import Copies
-from dpmon.tracer.steps.loaders import Loaders
-from dpmon.tracer.steps.losses import Losses
-from dpmon.tracer.steps.optimizers import OptimizerSteps
+from dpmon.tracer.memory.measurement import MemoryTracer
+from dpmon.tracer.modes.mode_decision import ModeDecider
+from dpmon.tracer.modes.virtual_devices import PRIMITIVE_NAMES, TorchOriginals
+from dpmon.tracer.note_files import append_note
+from dpmon.tracer.responder_thread import ResponderThread
+from dpmon.tracer.steps.copies import CopyTracer
+from dpmon.tracer.steps.loaders import LoaderTracer
+from dpmon.tracer.steps.losses import LossTracer
+from dpmon.tracer.steps.optimizers import OptimizerTracer
 from dpmon.tracer.steps.pause import Pauser
-from dpmon.tracer.steps.recorder import Recorder
-from dpmon.tracer.watch import Watch
+from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 _installed = False
 """Whether the tracer is installed in this process. A second installation would record every call twice."""
@@ -82,76 +82,76 @@ def install() -> None:
     construct = torch.nn.DataParallel.__init__
     forward = torch.nn.DataParallel.forward
 
-    originals = Originals(data_parallel, scatter_gather)
-    session = Session(Config.from_environment())
+    originals = TorchOriginals(data_parallel, scatter_gather)
+    session = Session(TracerConfig.from_environment())
     _installed = True
-    recorder = Recorder(session)
+    recorder = SpanRecorder(session)
     if session.config.replay:
-        from dpmon.tracer.steps.replay import replaying
+        from dpmon.tracer.steps.replay import wrap_next_with_replay
 
-        fetch = replaying(fetch, session.config.replay)
-    optimizers = OptimizerSteps(recorder)
-    modes = Modes(session, originals)
-    sites = Sites(session, modes)
-    calls = CallTracer(session, recorder, modes, sites, Split(session, recorder, modes, sites, originals))
-    primitives = Primitives(session, recorder, modes, sites, originals)
-    roots = Roots(session, recorder, calls)
-    memory = Memory(session, recorder, sites)
-    loaders = Loaders(session, recorder)
-    losses = Losses(session, recorder)
+        fetch = wrap_next_with_replay(fetch, session.config.replay)
+    optimizers = OptimizerTracer(recorder)
+    modes = ModeDecider(session, originals)
+    sites = TracedModules(session, modes)
+    calls = CallTracer(session, recorder, modes, sites, SplitRunner(session, recorder, modes, sites, originals))
+    primitives = PrimitiveTracer(session, recorder, modes, sites, originals)
+    roots = RootFinder(session, recorder, calls)
+    memory = MemoryTracer(session, recorder, sites)
+    loaders = LoaderTracer(session, recorder)
+    losses = LossTracer(session, recorder)
     gradients = GradientSync(session, recorder)
-    collectives = Collectives(session, recorder)
+    collectives = CollectiveSampler(session, recorder)
 
     def idle() -> None:  # fetches or optimizer steps without calls
-        recorder.heal()
+        recorder.reset_interrupted_call()
         roots.watch(missed=True)
 
     def expect_model(missed: bool = False) -> None:  # a loop is over, or an optimizer or a module was made
-        if roots.expect(missed):
-            recorder.soon()
+        if roots.watch_one_step(missed):
+            recorder.schedule_poll()
 
-    session.on_off = recorder.given_up
-    recorder.on_idle, optimizers.on_unseen = idle, roots.unseen
+    session.on_off = recorder.stop_writing
+    recorder.on_idle, optimizers.on_unseen = idle, roots.warn_no_call_seen
     recorder.on_loop_over = memory.on_optimizer = roots.on_made = expect_model
-    recorder.on_look = lambda now: min(roots.look(now), memory.look(now), collectives.look(now))
+    recorder.on_look = lambda now: min(roots.poll(now), memory.poll(now), collectives.poll(now))
 
     def another() -> None:  # an optimizer has stepped for the first time
         expect_model(missed=True)
-        memory.something_new()
+        memory.measure_soon()
 
     optimizers.on_another = another
     recorder.on_pause = Pauser(session, recorder).wait
-    sites.on_gpus = recorder.times_devices
-    sites.on_site = memory.something_new
+    sites.on_gpus = recorder.start_device_timing
+    sites.on_site = memory.measure_soon
 
     for number, name in enumerate((*PRIMITIVE_NAMES, "scatter")):
-        _everywhere(originals.all[number], name, primitives.traced(number))
+        _replace_in_all_modules(originals.all[number], name, primitives.wrap_primitive(number))
     for number, name in enumerate(("Scatter", "Broadcast", "Gather"), 5):
-        getattr(originals.functions, name).apply = primitives.traced(number)
-    _everywhere(originals.data_parallel, "data_parallel", calls.functional(originals.data_parallel))
-    torch.nn.DataParallel.__init__ = _constructing(construct, modes, calls)  # type: ignore[method-assign]
-    torch.nn.DataParallel.forward = calls.forward(forward)  # type: ignore[method-assign]
-    loader._BaseDataLoaderIter.__next__ = recorder.phase(Kind.FETCH, fetch)
-    loader.DataLoader.__iter__ = loaders.iterating(iterate)
-    autograd._engine_run_backward = recorder.phase(Kind.BACKWARD, backward)
+        getattr(originals.functions, name).apply = primitives.wrap_primitive(number)
+    _replace_in_all_modules(originals.data_parallel, "data_parallel", calls.wrap_data_parallel(originals.data_parallel))
+    torch.nn.DataParallel.__init__ = _wrap_dp_init(construct, modes, calls)  # type: ignore[method-assign]
+    torch.nn.DataParallel.forward = calls.wrap_forward(forward)  # type: ignore[method-assign]
+    loader._BaseDataLoaderIter.__next__ = recorder.wrap_phase(Kind.FETCH, fetch)
+    loader.DataLoader.__iter__ = loaders.wrap_iter(iterate)
+    autograd._engine_run_backward = recorder.wrap_phase(Kind.BACKWARD, backward)
     across = sys.modules.get("torch.distributed.autograd")  # None in a build without RPC
     if hasattr(across, "backward"):
-        across.backward = recorder.phase(Kind.BACKWARD, across.backward)  # type: ignore[union-attr]
+        across.backward = recorder.wrap_phase(Kind.BACKWARD, across.backward)  # type: ignore[union-attr]
     before_step, after_step = optimizers.hooks()
     optimizer.register_optimizer_step_pre_hook(before_step)
     optimizer.register_optimizer_step_post_hook(after_step)
-    optimizer.Optimizer.__init__ = memory.constructing(optimizer.Optimizer.__init__)
-    Copies(session, recorder).install()
+    optimizer.Optimizer.__init__ = memory.wrap_optimizer_init(optimizer.Optimizer.__init__)
+    CopyTracer(session, recorder).install()
     gradients.install()
     losses.install()
-    roots.listen()
-    with session.guarded("startup of the process", fatal=False):
+    roots.install_registration_hooks()
+    with session.guard("startup of the process", fatal=False):
         recorder.startup.install()
     roots.watch()
     queued = getattr(torch.cuda, "_queued_calls", None)  # torch runs these when it initialises CUDA
     if isinstance(queued, list):
-        queued += [(cuda_starting.set, []), (sites.all_may_move, [])]
-    watch = Watch(session, recorder)
+        queued += [(cuda_starting.set, []), (sites.expect_moves_to_gpu, [])]
+    watch = ResponderThread(session, recorder)
     parts = (
         session,
         recorder,
@@ -166,12 +166,12 @@ def install() -> None:
         collectives,
         watch,
     )
-    _at_the_end(session, recorder, memory, loaders, losses, collectives, watch, [part.reset for part in parts])
-    with session.guarded("torch.compile", fatal=False):  # else it tries a model with graph breaks once more
+    _install_exit_hooks(session, recorder, memory, loaders, losses, collectives, watch, [part.reset for part in parts])
+    with session.guard("torch.compile", fatal=False):  # else it tries a model with graph breaks once more
         hide_from_dynamo()
 
 
-def _everywhere(original: object, name: str, traced: object) -> None:
+def _replace_in_all_modules(original: object, name: str, traced: object) -> None:
     """Put a function's traced form wherever a script may import it from, so that all imports get the same object."""
     for place in ("", ".data_parallel", ".replicate", ".parallel_apply", ".scatter_gather"):
         module = importlib.import_module(f"torch.nn.parallel{place}")
@@ -179,15 +179,15 @@ def _everywhere(original: object, name: str, traced: object) -> None:
             setattr(module, name, traced)
 
 
-def _constructing(original: Function, modes: Modes, calls: CallTracer) -> Function:
+def _wrap_dp_init(original: Function, modes: ModeDecider, calls: CallTracer) -> Function:
     """Return the traced form of DataParallel.__init__, which notes `dim`: torch does not store it without GPUs."""
 
     def made(_: object, __: int, wrapper: object, module: object, *given: Any, dim: int = 0, **more: object) -> None:
-        modes.constructed(wrapper, given[2] if len(given) > 2 else dim)
+        modes.note_dim(wrapper, given[2] if len(given) > 2 else dim)
         if type(wrapper) is not torch.nn.DataParallel:
-            calls.adopt(type(wrapper))
+            calls.trace_subclass(type(wrapper))
 
-    return followed(original, modes.session.guarded("new DataParallel"), made)
+    return wrap_rare_function(original, modes.session.guard("new DataParallel"), made)
 
 
 def _no_interrupt(number: int, frame: object) -> None:
@@ -212,35 +212,35 @@ def _ignore_interrupts() -> bool:
             continue
 
 
-def _at_the_end(
+def _install_exit_hooks(
     session: Session,
-    recorder: Recorder,
-    memory: Memory,
-    loaders: Loaders,
-    losses: Losses,
-    collectives: Collectives,
-    watch: Watch,
+    recorder: SpanRecorder,
+    memory: MemoryTracer,
+    loaders: LoaderTracer,
+    losses: LossTracer,
+    collectives: CollectiveSampler,
+    watch: ResponderThread,
     resets: Sequence[Callable[[], None]],
 ) -> None:
     """Handle the end and the forks of the process. `resets`: functions that reset the parts in a forked child."""
 
     def end() -> None:
         for part in (watch, collectives, loaders, losses, recorder):
-            with session.guarded("end of the process"):
+            with session.guard("end of the process"):
                 part.at_exit()
         try:
-            ending = uncaught(rank_and_world()[0])
+            ending = describe_uncaught(rank_and_world()[0])
             if ending is not None:  # shows which of several processes ended the run, and why
-                note(ending, "endings.log")
+                append_note(ending, "endings.log")
         except KeyboardInterrupt:  # from the user, for the script
             raise
         except BaseException as error:  # noqa: BLE001 - the interpreter is ending
-            session.fault("exception that ends the process", error)
+            session.count_error("exception that ends the process", error)
 
     def at_exit() -> None:
         ignored = False
         try:
-            with session.guarded("end of the process"):
+            with session.guard("end of the process"):
                 ignored = _ignore_interrupts()
         finally:
             try:
@@ -252,11 +252,11 @@ def _at_the_end(
     atexit.register(at_exit)
 
     def opened(ring: SpanRing) -> None:
-        recorder.opened(ring)
+        recorder.attach_ring(ring)
         watch.start(ring)
-        memory.opened()
-        loaders.opened()
-        allocator.watch(session)
+        memory.report_optimizers()
+        loaders.flush_kept_events()
+        allocator.watch_out_of_memory(session)
         # A child of multiprocessing ends by os._exit, after its own finalizers.
         util = sys.modules.get("multiprocessing.util")
         process = sys.modules.get("multiprocessing.process")

@@ -55,14 +55,14 @@ def rank(number: int, where: str, forced: bool, options: argparse.Namespace) -> 
 
     torch.set_num_threads(1)
     samples: list[tuple[int, int, int]] = []
-    choose = collectives._distance
+    choose = collectives._steps_between_samples
 
     def distance(spent: int, since: int, steps: int) -> int:
         chosen = EVERY if forced else choose(spent, since, steps)
         samples.append((spent, steps, chosen))
         return chosen
 
-    collectives._distance = distance
+    collectives._steps_between_samples = distance
     collectives.APART_NS = 0
     if forced:
         collectives.FIRST = EVERY

@@ -79,10 +79,10 @@ def untraced_data_parallel(replicas: int) -> Callable[[Any, Any], Any]:
     """Return torch's data_parallel over virtual replicas, not recorded; to be made before the tracer is in."""
     import torch
 
-    from dpmon.tracer.modes.virtual import PRIMITIVE_NAMES, Originals, VirtualDevices, with_globals
+    from dpmon.tracer.modes.virtual_devices import PRIMITIVE_NAMES, TorchOriginals, VirtualDevices, with_globals
 
     module = importlib.import_module("torch.nn.parallel.data_parallel")
-    originals = Originals(module, importlib.import_module("torch.nn.parallel.scatter_gather"))
+    originals = TorchOriginals(module, importlib.import_module("torch.nn.parallel.scatter_gather"))
     virtual = VirtualDevices(replicas, torch.device("cpu"), originals)
     function = with_globals(virtual.functional, **dict(zip(PRIMITIVE_NAMES, virtual.primitives, strict=False)))
     ids = list(range(replicas))

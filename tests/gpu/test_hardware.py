@@ -23,9 +23,9 @@ from tracing import Script, Traced, traced
 
 from dpmon.gpu.device_record import bare_uuid
 from dpmon.record.span_format import Kind
-from dpmon.tracer.core.session import Config, Session
-from dpmon.tracer.devices.events import TorchEvents
-from dpmon.tracer.devices.timing import Mark, Timing
+from dpmon.tracer.core.session import Session, TracerConfig
+from dpmon.tracer.devices.cuda_events import TorchEvents
+from dpmon.tracer.devices.device_timing import DeviceTimer, PhaseTimer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -182,21 +182,21 @@ class RealDevice(Process):
 
     def __init__(self) -> None:
         super().__init__()
-        events = TorchEvents(Session(Config("", 0, "auto", None, ())))
-        self.timing = self.recorder.timing = Timing(self.recorder, events)
+        events = TorchEvents(Session(TracerConfig("", 0, "auto", None, ())))
+        self.timing = self.recorder.timing = DeviceTimer(self.recorder, events)
 
-    def begin(self, *, shares: bool = False) -> Mark:
+    def begin(self, *, shares: bool = False) -> PhaseTimer:
         mark = self.timing.begin(self.me, Kind.GATHER, (0,), shares=shares)
         assert mark is not None
         return mark
 
-    def end(self, mark: Mark) -> None:
+    def end(self, mark: PhaseTimer) -> None:
         mark.end()
-        mark.written(0)
+        mark.set_span_number(0)
 
 
 def test_events_measure_the_devices_own_time(gpu: str, row: Any) -> None:
-    """Times of dpmon.tracer.devices.timing, compared with two events around all of them."""
+    """Times of dpmon.tracer.devices.device_timing, compared with two events around all of them."""
     process = RealDevice()
     x = torch.randn(4096, 4096, device=gpu)
     torch.mm(x, x)
@@ -211,7 +211,7 @@ def test_events_measure_the_devices_own_time(gpu: str, row: Any) -> None:
     last.record()
     assert process.spans == []
     torch.cuda.synchronize()
-    process.timing.read()
+    process.timing.write_known_times()
     assert process.faults == []
     assert len(process.spans) == 60
     row("60 phases by events", sum(ns for _, _, ns, _ in process.spans) / 1e6, first.elapsed_time(last), "ms", 0.05)
@@ -224,7 +224,7 @@ def test_an_event_costs_little(gpu: str, row: Any) -> None:
     for _ in range(2000):
         began = time.perf_counter_ns()
         process.end(process.begin())
-        process.timing.read()
+        process.timing.write_known_times()
         spent.append((time.perf_counter_ns() - began) / 1e3)
     row("a phase on a device, host time", statistics.median(spent), 0.0, "µs", 12.0, False)
 

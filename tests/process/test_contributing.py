@@ -33,7 +33,7 @@ PHASE: tuple[tuple[str, str, str], ...] = (
     ("record/span_format.py", "    BUCKETS = 19\n", "    BUCKETS = 19\n    AWAIT = 30\n"),
     ("record/span_format.py", "DOING = {\n", 'DOING = {\n    Kind.AWAIT: "await",\n'),
     (
-        "tracer/steps/recorder.py",
+        "tracer/steps/span_recorder.py",
         "                try:\n                    if me.noted:\n",
         "                if kind == Kind.BACKWARD:\n"
         "                    began = monotonic_ns()\n"

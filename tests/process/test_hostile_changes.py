@@ -12,7 +12,7 @@ from places import put
 from running import Dpmon, until_unsupervised, wait_for
 
 NOTES = """\
-import dpmon.tracer.append as inject  # the tracer calls it when a ring cannot be made
+import dpmon.tracer.note_files as inject  # the tracer calls it when a ring cannot be made
 inject.note("a lost note", "warnings.log")
 inject.note("a lost note", "stages.log")
 print("done", flush=True)

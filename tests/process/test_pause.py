@@ -22,9 +22,9 @@ from dpmon.run import proc
 from dpmon.run.run_reader import RunReader
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import HeaderWord
-from dpmon.tracer.core.session import Config, Session
+from dpmon.tracer.core.session import Session, TracerConfig
 from dpmon.tracer.steps.pause import Pauser
-from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 LOOPS = ("with_calls_only", "with_an_optimizer", "with_a_loader")
 LOOP = """\
@@ -350,8 +350,8 @@ def test_an_interrupt_ends_a_pause_that_was_requested_again_meanwhile(
     """Pause, go on and pause are requested while the training sleeps: it is one pause, and an interrupt ends it."""
     about = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
     (tmp_path / "run.json").write_text(json.dumps(about))
-    session = Session(Config(str(tmp_path), 0, "script", None, ()))
-    assert session.ready()
+    session = Session(TracerConfig(str(tmp_path), 0, "script", None, ()))
+    assert session.ensure_open()
     reader = SpanReader(str(tmp_path / "process-0.ring"))
     slept = []
 
@@ -365,6 +365,6 @@ def test_an_interrupt_ends_a_pause_that_was_requested_again_meanwhile(
     monkeypatch.setattr("dpmon.tracer.steps.pause.sleep", sleep)
     reader.request_pause(True)
     with pytest.raises(KeyboardInterrupt):
-        Pauser(session, Recorder(session)).wait()
+        Pauser(session, SpanRecorder(session)).wait()
     assert answered(reader)
     reader.close()

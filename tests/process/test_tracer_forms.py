@@ -208,7 +208,7 @@ def test_devices_of_a_composed_call_are_not_invented(tmp_path: Path) -> None:
 
 BROKEN = """
 import torch
-from dpmon.tracer.calls.sites import Sites
+from dpmon.tracer.calls.traced_modules import Sites
 from torch import nn
 from torch.nn.parallel import data_parallel
 def broken(*_):

@@ -103,7 +103,7 @@ def test_flags_of_python(tmp_path: Path, flags: tuple[str, ...]) -> None:
 def test_python_started_by_the_program(tmp_path: Path) -> None:
     text = (
         "import subprocess, sys\n"
-        "program = 'import sys; print(sys.argv[1:], \"dpmon.tracer.inject\" in sys.modules)'\n"
+        "program = 'import sys; print(sys.argv[1:], \"dpmon.tracer.torch_import_hook\" in sys.modules)'\n"
         "for how in (['-c', program, 'a'], ['-', 'b']):\n"
         "    subprocess.run([sys.executable, *how], input=program, text=True, check=True)\n"
     )

@@ -10,7 +10,7 @@ import pytest
 from dpmon.assemble.nesting import leads_of
 from dpmon.record.span_format import FLAGS_AT, LEAD_NS, MAX_LEAD, Flag, Kind, Span
 from dpmon.tracer.collectives.gradient_sync import LOOK_EVERY, GradientSync, _TracedWrapper
-from dpmon.tracer.devices.timing import Mark
+from dpmon.tracer.devices.device_timing import PhaseTimer
 
 
 class Module(SimpleNamespace):
@@ -20,13 +20,13 @@ class Module(SimpleNamespace):
 def a_wrapper(buckets: str = "1 2,0", unused: bool = False) -> _TracedWrapper:
     module: Any = Module(find_unused_parameters=unused)
     wrapper = _TracedWrapper(module, 0, lambda _: None)
-    wrapper.divide({"rebuilt_per_bucket_param_indices": buckets})
+    wrapper.read_buckets({"rebuilt_per_bucket_param_indices": buckets})
     return wrapper
 
 
 def ready(wrapper: _TracedWrapper, notes: list[int], end: int) -> list[int]:
     """Return when each bucket was ready, and count the pass if it is complete."""
-    found = list(wrapper.ready(notes, end))
+    found = list(wrapper.bucket_ready_times(notes, end))
     wrapper.passes += bool(found)
     return found
 
@@ -80,7 +80,7 @@ def test_a_bucket_that_was_ready_long_before_has_the_greatest_lead() -> None:
     assert leads_of(span) == [0, 640_000, longest, longest]
 
 
-@pytest.mark.parametrize("mark", [None, Mark(None, Kind.SYNC, [])])  # type: ignore[arg-type]
+@pytest.mark.parametrize("mark", [None, PhaseTimer(None, Kind.SYNC, [])])  # type: ignore[arg-type]
 def test_a_pass_in_a_step_that_sampling_skips_is_still_synchronised(mark: Any) -> None:
     heads: list[int] = []
 

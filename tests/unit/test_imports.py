@@ -65,7 +65,7 @@ def test_a_simple_command_loads_no_heavy_library(
 
 
 def test_the_training_process_loads_only_the_standard_library() -> None:
-    for part in ("dpmon.record.shared_names", "dpmon.span_ring", "dpmon.tracer", "dpmon.tracer.inject"):
+    for part in ("dpmon.record.shared_names", "dpmon.span_ring", "dpmon.tracer", "dpmon.tracer.torch_import_hook"):
         added = tops(added_by(f"import {part}")) - {"dpmon"}
         assert added <= sys.stdlib_module_names, part
         assert not added & {"sqlite3", "asyncio", "subprocess", "socket", "ssl", "logging"}, part
@@ -107,11 +107,11 @@ def test_a_process_without_torch_loads_almost_nothing(tmp_path: Path) -> None:
     assert loaded[1] - loaded[0] <= {
         "dpmon",
         "dpmon.tracer",
-        "dpmon.tracer.append",
-        "dpmon.tracer.inject",
+        "dpmon.tracer.note_files",
+        "dpmon.tracer.torch_import_hook",
         "sitecustomize",
     }
-    assert "dpmon.tracer.inject" in loaded[1]
+    assert "dpmon.tracer.torch_import_hook" in loaded[1]
 
 
 def all_of(*packages: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from dpmon.record.shared_names import Unended
 from dpmon.record.span_format import FLAGS_AT, Flag, Kind
-from dpmon.tracer.collectives.ends import CollectiveSample, Ends, Launched
+from dpmon.tracer.collectives.completion_poller import CompletionPoller, PendingCollective, SampleCost
 
 
 def test_a_collective_is_recorded_although_the_process_ends_before_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,8 +17,8 @@ def test_a_collective_is_recorded_although_the_process_ends_before_a_poll(monkey
     written: list[tuple[int, ...]] = []
     session: Any = None
     recorder: Any = SimpleNamespace(put=lambda *words: written.append(words))
-    monkeypatch.setattr("dpmon.tracer.collectives.ends.start_thread", lambda *_: None)
-    ends = Ends(session, recorder, CollectiveSample())
-    ends.wait_for(Launched(None, Kind.COLLECTIVE, 5, 40))
+    monkeypatch.setattr("dpmon.tracer.collectives.completion_poller.start_thread", lambda *_: None)
+    ends = CompletionPoller(session, recorder, SampleCost())
+    ends.add(PendingCollective(None, Kind.COLLECTIVE, 5, 40))
     ends.stop()
     assert written == [(Kind.COLLECTIVE | Flag.UNENDED << FLAGS_AT, 5, Unended.ENDED, 40)]

@@ -16,8 +16,8 @@ from played import Process
 
 from dpmon.record.record_types import Step
 from dpmon.record.span_format import Kind
-from dpmon.tracer.devices.timing import MAX_COPIES
-from dpmon.tracer.steps.copies import Copies, where_cuda, where_to
+from dpmon.tracer.devices.device_timing import MAX_COPIES
+from dpmon.tracer.steps.copies import CopyTracer, target_of_cuda, target_of_to
 
 pytestmark = pytest.mark.slow
 
@@ -33,8 +33,8 @@ class Setting(Process):
         super().__init__()
         self.phase(Kind.FETCH, 0.0)
         self.seen: list[tuple[int, int]] = []
-        self.copies = Copies(self.session, self.recorder)
-        self.to = self.copies.traced(self.original, where_to)
+        self.copies = CopyTracer(self.session, self.recorder)
+        self.to = self.copies.wrap_copy_method(self.original, target_of_to)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         self.seen.append((self.recorder.kinds[self.me.number], self.me.inside))
@@ -202,7 +202,7 @@ def test_an_exception_of_a_signal_handler_reaches_the_script(setting: Setting, m
 
 
 def test_cuda_goes_to_the_current_gpu_or_to_the_one_it_names(setting: Setting) -> None:
-    cuda = setting.copies.traced(setting.original, where_cuda)
+    cuda = setting.copies.wrap_copy_method(setting.original, target_of_cuda)
     cuda(torch.zeros(1))
     cuda(torch.zeros(1), 3, non_blocking=True)
     cuda(torch.zeros(1), device="cuda:2")
@@ -220,7 +220,7 @@ def test_a_copy_inside_a_phase_is_subtracted_from_it(setting: Setting) -> None:
 
 def test_a_method_that_a_copy_goes_through_again_counts_once(setting: Setting) -> None:
     """A subclass's __torch_function__ may call the method again."""
-    again = setting.copies.traced(lambda *args: setting.to(*args), where_to)
+    again = setting.copies.wrap_copy_method(lambda *args: setting.to(*args), target_of_to)
     again(torch.zeros(2), "cuda:0")
     assert setting.over().quantity("copied_bytes") == 8
 

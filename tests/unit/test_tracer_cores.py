@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.tracer.modes.workers import available_cores
+from dpmon.tracer.modes.replica_threads import available_cores
 
 HERE = "0::/batch/job\n"
 

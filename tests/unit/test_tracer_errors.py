@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpmon.tracer.core.exceptions import in_a_line
+from dpmon.tracer.core.exception_text import one_line_text
 
 RETOLD = """Caught {kind} in replica 1 on device 1.
 Original Traceback (most recent call last):
@@ -39,11 +39,11 @@ def retold(kind: type[BaseException], raised: str) -> BaseException:
     ],
 )
 def test_an_error_is_quoted_by_its_first_line_as_it_was_raised(error: BaseException, line: str) -> None:
-    assert in_a_line(error) == line
-    assert len(in_a_line(ValueError("x" * 1000))) == 300
+    assert one_line_text(error) == line
+    assert len(one_line_text(ValueError("x" * 1000))) == 300
 
 
 def test_a_replica_without_parameters_is_explained() -> None:
     """`next(self.parameters())` raises an exception without a message in a replica."""
-    told = in_a_line(retold(StopIteration, "StopIteration"))
+    told = one_line_text(retold(StopIteration, "StopIteration"))
     assert told.startswith("StopIteration (next() found nothing: a replica has no parameters")

@@ -13,26 +13,26 @@ from played import Process
 
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import SITE_AT, Kind
-from dpmon.tracer.core.session import Config, Session
-from dpmon.tracer.devices import timing
-from dpmon.tracer.devices.events import TorchEvents, watch_captures
-from dpmon.tracer.devices.timing import MAX_FAULTS, MAX_WAITING, Mark
+from dpmon.tracer.core.session import Session, TracerConfig
+from dpmon.tracer.devices import device_timing
+from dpmon.tracer.devices.cuda_events import TorchEvents, watch_captures
+from dpmon.tracer.devices.device_timing import MAX_FAULTS, MAX_WAITING, PhaseTimer
 
-NO_OPTIONS = Config("", 0, "auto", None, ())
+NO_OPTIONS = TracerConfig("", 0, "auto", None, ())
 
 
 class Bench(Process):
     """Phases on one device, each with a mark of its own."""
 
-    def begin(self, shares: bool = False) -> Mark:
+    def begin(self, shares: bool = False) -> PhaseTimer:
         mark = self.timing.begin(self.me, Kind.GATHER, (0,), shares=shares)
         assert mark is not None
         return mark
 
-    def end(self, mark: Mark, took: float = 0.0) -> None:
+    def end(self, mark: PhaseTimer, took: float = 0.0) -> None:
         self.device.now += took
         mark.end()
-        mark.written(0)
+        mark.set_span_number(0)
 
     def phases(self, *took: float) -> None:
         for each in took:
@@ -40,7 +40,7 @@ class Bench(Process):
 
     def collected(self) -> list[float | int]:
         """Return the times (ms) written since the last call; in place of an unknown time, the reason."""
-        self.timing.read()
+        self.timing.write_known_times()
         times = [(took, head >> SITE_AT + 16) for head, _, took, _ in self.spans]
         self.spans.clear()
         return [why or took / 1e6 for took, why in times]
@@ -68,7 +68,7 @@ def test_the_last_lap_is_the_end() -> None:
     mark = bench.begin()
     for took in (1.0, 2.0, 4.0):
         bench.device.now += took
-        mark.lap()
+        mark.mark_possible_end()
     bench.end(mark, 100.0)
     bench.device.reached = 200.0
     assert bench.collected() == [7.0]
@@ -114,7 +114,7 @@ def test_streams_that_passed_each_other_give_no_negative_time() -> None:
 
 def test_a_device_that_is_far_behind_has_all_or_no_phases_of_a_step_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the first phases of a step would use up the events, and its last phases would never have one."""
-    monkeypatch.setattr(timing, "MAX_WAITING", 8)
+    monkeypatch.setattr(device_timing, "MAX_WAITING", 8)
     bench = Bench()
     timed: list[int] = []
     for _ in range(40):
@@ -122,7 +122,7 @@ def test_a_device_that_is_far_behind_has_all_or_no_phases_of_a_step_timed(monkey
         bench.phases(1.0, 1.0, 1.0)
         timed.append(len(bench.device.recorded) - before)
         bench.device.reached = bench.device.now - 30.0  # ten steps behind
-        bench.timing.step_ends()
+        bench.timing.end_step()
     assert set(timed[1:]) == {6, 0}
     assert timed.count(6) >= 4, "events that are read make room for others"
 
@@ -199,7 +199,7 @@ def test_an_exception_of_a_signal_handler_reaches_the_script(monkeypatch: pytest
     def handler(*_: object) -> None:
         raise TimeoutError("the script's own")
 
-    watch_captures([Graph], Session(NO_OPTIONS).guarded("a capture"))
+    watch_captures([Graph], Session(NO_OPTIONS).guard("a capture"))
     monkeypatch.setattr(weakref, "ref", lambda *_: signal.raise_signal(signal.SIGUSR1))
     before = signal.signal(signal.SIGUSR1, handler)
     try:

@@ -25,9 +25,9 @@ from torch.utils.data import (
     random_split,
 )
 
-from dpmon.tracer.core.session import Config, Session
-from dpmon.tracer.steps.loaders import Loaders, _batches, _Known
-from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.core.session import Session, TracerConfig
+from dpmon.tracer.steps.loaders import LoaderTracer, _KnownLoader, _loader_length
+from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 ROWS = TensorDataset(torch.ones(23, 2))
 
@@ -59,7 +59,7 @@ class Watching(TorchFunctionMode):
 
 
 def batches(loader: DataLoader[Any]) -> int | str | None:
-    return _batches(iter(loader).__dict__)
+    return _loader_length(iter(loader).__dict__)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_dataset_within_itself_ends() -> None:
 def test_a_function_mode_of_the_script_sees_nothing() -> None:
     found: Iterator[Any] = iter(DataLoader(ROWS))
     with Watching() as mode:
-        assert _batches(found.__dict__) == 23
+        assert _loader_length(found.__dict__) == 23
     assert mode.seen == []
 
 
@@ -116,9 +116,9 @@ def test_a_sampler_that_shuffles_to_count_changes_no_random_numbers() -> None:
     def states() -> list[str]:
         return [str(random.getstate()), str(torch.get_rng_state().tolist()), str(numpy.random.get_state())]
 
-    session = Session(Config("", 0, "auto", None, ()))
+    session = Session(TracerConfig("", 0, "auto", None, ()))
     loader, before = DataLoader(ROWS, batch_size=2, sampler=Shuffled(ROWS)), states()
     with Watching() as mode:
-        assert Loaders(session, Recorder(session))._asked(loader, _Known(ref(loader))) == 4
+        assert LoaderTracer(session, SpanRecorder(session))._reported_length(loader, _KnownLoader(ref(loader))) == 4
     assert states() == before
     assert mode.seen == ["randperm", "tolist"]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpmon.tracer.core.session import Config, Session
-from dpmon.tracer.steps.losses import Line, Losses
-from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.core.session import Session, TracerConfig
+from dpmon.tracer.steps.losses import BackwardCaller, LossTracer
+from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 
 class Event:
@@ -50,21 +50,21 @@ def loss_on(device: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def losses(monkeypatch: pytest.MonkeyPatch) -> Losses:
+def losses(monkeypatch: pytest.MonkeyPatch) -> LossTracer:
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **how: empty(*sizes, **how))  # needs CUDA
-    session = Session(Config("", 0, "auto", None, ()))
-    return Losses(session, Recorder(session), Events())  # type: ignore[arg-type]
+    session = Session(TracerConfig("", 0, "auto", None, ()))
+    return LossTracer(session, SpanRecorder(session), Events())  # type: ignore[arg-type]
 
 
-def test_losses_of_several_devices_have_events_of_their_own(losses: Losses) -> None:
+def test_losses_of_several_devices_have_events_of_their_own(losses: LossTracer) -> None:
     for device in (0, 1, 1, 0):
-        losses._copy(Line("train.py:1"), 0, loss_on(device), None)
+        losses._copy(BackwardCaller("train.py:1"), 0, loss_on(device), None)
         losses._read_copies()
     assert len(losses._free or ()) == 8
 
 
-def test_a_mode_of_the_script_does_not_see_the_memory_for_copies(losses: Losses) -> None:
+def test_a_mode_of_the_script_does_not_see_the_memory_for_copies(losses: LossTracer) -> None:
     seen: list[Any] = []
 
     class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -74,13 +74,13 @@ def test_a_mode_of_the_script_does_not_see_the_memory_for_copies(losses: Losses)
 
     loss = loss_on(0)
     with torch._C.DisableTorchFunction(), Operators():  # type: ignore[no-untyped-call]
-        losses._copy(Line("train.py:1"), 0, loss, None)
+        losses._copy(BackwardCaller("train.py:1"), 0, loss, None)
     assert seen == []
 
 
-def test_a_forked_child_does_not_return_events_and_memory_of_its_parent(losses: Losses) -> None:
+def test_a_forked_child_does_not_return_events_and_memory_of_its_parent(losses: LossTracer) -> None:
     for _ in range(2):
-        losses._copy(Line("train.py:1"), 0, loss_on(0), None)
+        losses._copy(BackwardCaller("train.py:1"), 0, loss_on(0), None)
     under_way = [weakref.ref(copy.event) for copy in losses._copies]
     memory = [weakref.ref(copy.cells) for copy in losses._free or ()]
     losses.reset()

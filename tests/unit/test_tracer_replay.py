@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data import dataloader as torch_loader
 
-from dpmon.tracer.steps.replay import replaying
+from dpmon.tracer.steps.replay import wrap_next_with_replay
 
 
 class Rows(Dataset[torch.Tensor]):
@@ -36,7 +36,7 @@ class Stream(IterableDataset[torch.Tensor]):
 @pytest.fixture(autouse=True)
 def replay(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = torch_loader._BaseDataLoaderIter
-    monkeypatch.setattr(kind, "__next__", replaying(kind.__next__, 3))
+    monkeypatch.setattr(kind, "__next__", wrap_next_with_replay(kind.__next__, 3))
 
 
 def epoch(loader: DataLoader[Any]) -> list[int]:

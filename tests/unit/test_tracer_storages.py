@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from dpmon.tracer.core.session import FaultGuard
-from dpmon.tracer.memory.measurement import EVERY_NS, NEVER, Memory
-from dpmon.tracer.memory.storages import MAX_TENSORS, MODEL, Walk
+from dpmon.tracer.core.session import TracerErrorGuard
+from dpmon.tracer.memory.measurement import EVERY_NS, NEVER, MemoryTracer
+from dpmon.tracer.memory.storages import MAX_TENSORS, MODEL, StorageWalk
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch calls half of these kinds deprecated, the others beta
 
@@ -19,10 +19,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch calls half of these k
 INT64, FLOAT32 = 8, 4
 
 
-def walked(**buffers: torch.Tensor) -> Walk:
+def walked(**buffers: torch.Tensor) -> StorageWalk:
     model = torch.nn.Module()
     model._buffers.update(buffers)
-    return Walk([model], [])
+    return StorageWalk([model], [])
 
 
 class Closed(torch.Tensor):
@@ -101,16 +101,16 @@ def test_too_many_tensors_are_not_measured(more: int) -> None:
 def test_the_weights_of_a_quantized_module_have_an_unknown_size() -> None:
     """They are in a C++ object, not in the module's tables."""
     model = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(torch.nn.Linear(4, 4)))
-    walk = Walk([model], [])
+    walk = StorageWalk([model], [])
     assert walk.unsized[MODEL] == {"LinearPackedParams": 1}
 
 
 @pytest.mark.parametrize(("error", "due"), [(KeyboardInterrupt, 7 + EVERY_NS), (ZeroDivisionError, NEVER)])
 def test_an_interrupt_ends_one_measurement_and_a_fault_ends_all(error: type[BaseException], due: int) -> None:
     session = SimpleNamespace(ring=object(), fault=lambda *_: None)
-    session.guarded = lambda where, fatal: FaultGuard(session, where, fatal)  # type: ignore[arg-type]
+    session.guarded = lambda where, fatal: TracerErrorGuard(session, where, fatal)  # type: ignore[arg-type]
     recorder = SimpleNamespace(has_run_backward=True, stepped=1, on_backward=None)
-    memory: Any = Memory(session, recorder, SimpleNamespace())  # type: ignore[arg-type]
+    memory: Any = MemoryTracer(session, recorder, SimpleNamespace())  # type: ignore[arg-type]
 
     def raises(*_: object) -> None:
         raise error

@@ -11,7 +11,7 @@ from played import Process
 from dpmon.record.record_types import UNTIMED
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import DOING, FLAGS_AT, Flag, Kind, unpack_span
-from dpmon.tracer.steps.recorder import Thread
+from dpmon.tracer.steps.span_recorder import ThreadState
 
 WHOLE = {"data": 0.5, "forward": 2.0, "backward": 3.0, "optimizer": 1.0}
 SAMPLED = UNTIMED[Untimed.SAMPLED]
@@ -90,12 +90,12 @@ def test_a_backward_pass_that_raises_has_taken_its_time_but_an_optimizer_has_non
 
 def test_a_part_is_timed_on_its_own_device_and_marked_if_it_raised() -> None:
     process = Process()
-    assert process.timing.replica_begins(("cpu", "cuda:1"), 0) is None
-    assert process.timing.replica_begins(("cpu",), 1) is None
-    mark = process.timing.replica_begins(("cpu", "cuda:1/3"), 1)
+    assert process.timing.begin_replica(("cpu", "cuda:1"), 0) is None
+    assert process.timing.begin_replica(("cpu",), 1) is None
+    mark = process.timing.begin_replica(("cpu", "cuda:1/3"), 1)
     assert mark is not None
     assert mark.raised() == Flag.TIMED << FLAGS_AT
-    mark.written(5)
+    mark.set_span_number(5)
     (word,) = process.spans
     span = unpack_span(0, *word)
     assert (span.kind, span.inputs, span.site & 0xFF, span.site >> 8 & 0xFF) == (Kind.DEVICE_TIME, 5, 1, 1)
@@ -104,21 +104,21 @@ def test_a_part_is_timed_on_its_own_device_and_marked_if_it_raised() -> None:
 
 def test_calls_of_another_thread_are_not_timed() -> None:
     process = Process()
-    other = Thread(1)
-    assert process.timing.call_begins(other, (0,)) is None
+    other = ThreadState(1)
+    assert process.timing.begin_call(other, (0,)) is None
     assert process.timing.begin(other, Kind.BACKWARD) is None
     process.step(0)
     gpus = process.timing.gpus
-    assert process.timing.call_begins(other, (3,)) is None
+    assert process.timing.begin_call(other, (3,)) is None
     assert process.timing.gpus == gpus
 
 
 def test_a_span_that_was_not_written_is_not_waited_for() -> None:
     process = Process()
-    mark = process.timing.call_begins(process.me, (0,))
+    mark = process.timing.begin_call(process.me, (0,))
     assert mark is not None
     mark.end()
-    mark.written(-1)
+    mark.set_span_number(-1)
     process.timing.at_exit()
     assert process.spans == []
 
@@ -211,7 +211,7 @@ def test_a_step_that_is_timed_in_part_is_not_timed() -> None:
     with process.call(0, ms=2.0):
         pass
     process.one_in(1 << 40)  # the largest number
-    process.timing.step_ends()
+    process.timing.end_step()
     process.phase(Kind.BACKWARD, 3.0)
     process.phase(Kind.FETCH, 0.5)
     step = process.records().steps[1]
@@ -227,8 +227,8 @@ def test_copies_parts_and_phases_that_raise_are_left_out_too() -> None:
     with pytest.raises(ZeroDivisionError):
         process.phase(Kind.FETCH, 1.0, raises)
     assert [*phases(process).values()][-1] == Flag.UNTIMED | Flag.FAILED
-    marks: list[Any] = [process.timing.copy_begins(process.me, 0) for _ in range(100)]
-    marks.append(process.timing.replica_begins(("cuda:0",), 0))
+    marks: list[Any] = [process.timing.begin_copy(process.me, 0) for _ in range(100)]
+    marks.append(process.timing.begin_replica(("cuda:0",), 0))
     for mark in marks:
         mark.lap()
         assert mark.end() == mark.raised() == Flag.UNTIMED << FLAGS_AT

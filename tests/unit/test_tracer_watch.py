@@ -19,7 +19,7 @@ from running import wait_for
 
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import HEADER_BYTES, MAX_GROUPS, NO_NUMBER, HeaderWord, SpanRing
-from dpmon.tracer import watch
+from dpmon.tracer import responder_thread
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def begin() -> None:
 
 
 def numbers(words: memoryview) -> list[int]:
-    watch.note_groups(words)
+    responder_thread.write_group_sequences(words)
     found = []
     for at in range(HeaderWord.GROUPS, HeaderWord.GROUPS + 2 * MAX_GROUPS, 2):
         if not words[at]:
@@ -78,7 +78,7 @@ def test_the_number_of_a_group_that_is_made_again_falls(words: memoryview, alone
 
 def test_without_process_groups_there_is_no_number(words: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
     assert numbers(words) == []
-    monkeypatch.setitem(watch.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace())
+    monkeypatch.setitem(responder_thread.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace())
     assert numbers(words) == []
 
 
@@ -95,7 +95,9 @@ def test_a_backend_without_numbers_and_more_groups_than_fit(words: memoryview, m
         pg_names={group: str(i) for i, group in enumerate(groups)},
         pg_group_ranks={group: {rank: rank for rank in range(i + 1)} for i, group in enumerate(groups)},
     )
-    monkeypatch.setitem(watch.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world))
+    monkeypatch.setitem(
+        responder_thread.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world)
+    )
     assert numbers(words) == [NO_NUMBER] * MAX_GROUPS
     assert words[HeaderWord.GROUPS + 4] & 0xFFFFFFFF == 3
     assert words[HeaderWord.GROUPS + 2 * MAX_GROUPS] == 0
@@ -109,9 +111,11 @@ def test_a_group_of_nccl_is_marked(
     world = SimpleNamespace(
         pg_names={group: "1"}, pg_group_ranks={group: {0: 0, 1: 1}}, pg_backend_config={group: backends}
     )
-    monkeypatch.setitem(watch.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world))
+    monkeypatch.setitem(
+        responder_thread.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world)
+    )
     ring = SpanRing(str(tmp_path / "process-0.ring"), process=0, slots=64)
-    watch.note_groups(ring.words)
+    responder_thread.write_group_sequences(ring.words)
     reader = SpanReader(str(tmp_path / "process-0.ring"))
     assert [found[1:] for found in reader.groups()] == [(2, None, nccl)]
     reader.close()
@@ -123,7 +127,9 @@ def test_groups_with_the_same_name_and_other_ranks_are_two(words: memoryview, mo
     for ranks in ((0, 1), (2, 3)):
         group = Group()
         world = SimpleNamespace(pg_names={group: "1"}, pg_group_ranks={group: dict.fromkeys(ranks, 0)})
-        monkeypatch.setitem(watch.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world))
+        monkeypatch.setitem(
+            responder_thread.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world)
+        )
         numbers(words)
         found.append(words[HeaderWord.GROUPS])
     assert found[0] != found[1]
@@ -147,7 +153,7 @@ def test_noted_stacks_keep_nothing_alive() -> None:
     inside.wait()
     gc.disable()
     try:
-        found = watch.stacks(thread.ident or 0)
+        found = responder_thread.collect_stacks(thread.ident or 0)
         over.set()
         thread.join()
         assert alive[0]() is None
@@ -158,9 +164,9 @@ def test_noted_stacks_keep_nothing_alive() -> None:
 
 
 def test_a_full_file_of_stacks_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "MAX_BYTES", 10)
+    monkeypatch.setattr(responder_thread, "MAX_BYTES", 10)
     for line in (b"first\n", b"next\n", b"last\n"):
-        watch._note(str(tmp_path), "process-0.stacks", line)
+        responder_thread._append_reply(str(tmp_path), "process-0.stacks", line)
         assert (tmp_path / "process-0.stacks").read_bytes().endswith(line)
     assert (tmp_path / "process-0.stacks").stat().st_size <= 10
 
@@ -176,7 +182,7 @@ def test_the_thread_is_unknown_to_threading_and_takes_no_signal() -> None:
         done.set()
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    watch.start_thread(work, 1)
+    responder_thread.start_thread(work, 1)
     assert done.wait(30)
     assert signal.SIGUSR1 in seen[0]
     assert signal.SIGINT in seen[0]
@@ -186,7 +192,7 @@ def test_the_thread_is_unknown_to_threading_and_takes_no_signal() -> None:
 def test_stacks_that_are_requested_before_the_thread_runs_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(responder_thread, "LOOK_S", 0.01)
     ring, over, ended = SpanRing(str(tmp_path / "process-0.ring"), process=0, slots=64), threading.Lock(), Mock()
     reader = SpanReader(str(tmp_path / "process-0.ring"))
     asked = reader.request_stacks()
@@ -194,7 +200,7 @@ def test_stacks_that_are_requested_before_the_thread_runs_are_written(
     config = SimpleNamespace(directory=str(tmp_path))
     session = SimpleNamespace(ring=ring, off=False, config=config, process=0, fault=pytest.fail)
     over.acquire()
-    watching = watch.Watch(session, SimpleNamespace(training_thread=None, threads={}))  # type: ignore[arg-type]
+    watching = responder_thread.ResponderThread(session, SimpleNamespace(training_thread=None, threads={}))  # type: ignore[arg-type]
     thread = threading.Thread(target=watching._run, args=(ring, threading.get_ident(), over, ended))
     thread.start()
     noted = tmp_path / "process-0.stacks"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpmon.tracer.modes.virtual import _Torch
+from dpmon.tracer.modes.virtual_devices import _SingleDeviceTorch
 
 
 def test_parallel_apply_finds_everything_else_of_torch() -> None:
     """torch 2.4 evaluates the annotation torch.cuda.Stream in each call."""
-    seen = _Torch(torch.device("cpu"))
+    seen = _SingleDeviceTorch(torch.device("cpu"))
     assert seen.cuda.Stream is torch.cuda.Stream
     assert seen.Tensor is torch.Tensor
     assert seen.cuda.current_stream is not torch.cuda.current_stream
@@ -20,6 +20,6 @@ def test_parallel_apply_finds_everything_else_of_torch() -> None:
 
 def test_autocast_is_on_the_replicas_device_whatever_parallel_apply_names(recwarn: pytest.WarningsRecorder) -> None:
     """Older versions name "cuda": torch warns that it is not there, and leaves autocast off."""
-    with _Torch(torch.device("cpu")).amp.autocast("cuda", enabled=True):
+    with _SingleDeviceTorch(torch.device("cpu")).amp.autocast("cuda", enabled=True):
         assert torch.is_autocast_enabled("cpu")
     assert not recwarn.list

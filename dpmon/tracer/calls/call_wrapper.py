@@ -1,7 +1,7 @@
 """Traces calls of models: wraps Module.__call__ of a root, DataParallel.forward and data_parallel.
 
 The wrapper always runs torch's own code, even if the tracer fails. It removes its own frame from tracebacks
-(dpmon.tracer.core.frames).
+(dpmon.tracer.core.hidden_frames).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, Flag, Kind
 from dpmon.span_ring import HeaderWord
-from dpmon.tracer.calls.sites import Functional, Site, Sites
-from dpmon.tracer.calls.split import Split
-from dpmon.tracer.core.frames import Function, drop_frames, named_like
+from dpmon.tracer.calls.split_calls import SplitRunner
+from dpmon.tracer.calls.traced_modules import FunctionalStandIn, TracedModule, TracedModules
+from dpmon.tracer.core.hidden_frames import Function, copy_name_and_signature, drop_frames
 from dpmon.tracer.core.module_tables import in_training_mode
 from dpmon.tracer.core.session import Session
-from dpmon.tracer.modes.decision import Modes
-from dpmon.tracer.steps.recorder import Recorder, Thread
+from dpmon.tracer.modes.mode_decision import ModeDecider
+from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
 REQUEST = HeaderWord.REQUEST
 _LEARNS = (Flag.TRAINING | Flag.GRAD) << FLAGS_AT
@@ -35,7 +35,9 @@ HIDING = frozenset(kind for kind in range(32) if kind not in (0, Kind.FETCH, Kin
 class CallTracer:
     """Traces the calls of one process."""
 
-    def __init__(self, session: Session, recorder: Recorder, modes: Modes, sites: Sites, split: Split) -> None:
+    def __init__(
+        self, session: Session, recorder: SpanRecorder, modes: ModeDecider, sites: TracedModules, split: SplitRunner
+    ) -> None:
         self.session = session
         self.recorder = recorder
         self.modes = modes
@@ -44,10 +46,10 @@ class CallTracer:
 
     # ---------------------------------------------------------------- the wrapper
 
-    def wrapper(
+    def wrap_call(
         self,
         original: Function,
-        site_of: Callable[[Any, Thread], Site | None],
+        site_of: Callable[[Any, ThreadState], TracedModule | None],
         *,
         root: bool,
     ) -> Function:
@@ -58,14 +60,14 @@ class CallTracer:
         data-parallel call inside a root is.
         """
         session, recorder, modes = self.session, self.recorder, self.modes
-        threads, new, sites = recorder.threads, recorder.thread, self.sites.known
+        threads, new, sites = recorder.threads, recorder.current_thread_state, self.sites.known
         hiding = HIDING if root else HIDING - {Kind.CALL}
         is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
         tracing = torch._C._get_tracing_state  # during torch.jit.trace, sizes are tensors of its graph
         function_modes = torch._C._len_torch_function_stack  # a mode of the script would see our reads of sizes
         graph_task = torch._C._current_graph_task_id  # not -1 while autograd recomputes a checkpoint, on any thread
         clock, tensor = monotonic_ns, torch.Tensor
-        run, settle = self.split.run, self.split.settle
+        run, settle = self.split.run, self.split.finish
 
         def traced(module: object, *args: object, **kwargs: object) -> object:
             if is_compiling():
@@ -76,7 +78,7 @@ class CallTracer:
                 me = threads.get(get_ident()) or new()
                 inside, around = me.inside, me.split
                 if inside == Kind.OPTIMIZER:
-                    inside = recorder.still_inside(me)
+                    inside = recorder.current_open_kind(me)
                 if inside in hiding or tracing() is not None or graph_task() != -1:
                     return original(module, *args, **kwargs)
                 site = mark = None
@@ -86,13 +88,13 @@ class CallTracer:
                     if inside == 0:
                         recorder.calls = number = recorder.calls + 1
                         if number > recorder.calls_before_step:
-                            recorder.called(me)
+                            recorder.on_call(me)
                     elif recorder.training_thread is None:  # for example in the closure of an optimizer
-                        recorder.called(me)
-                    if inside != Kind.CALL and recorder.words[REQUEST] != modes.serial and modes.poll():
-                        self.sites.forget()
+                        recorder.on_call(me)
+                    if inside != Kind.CALL and recorder.words[REQUEST] != modes.serial and modes.apply_new_request():
+                        self.sites.replan_all()
                         site = None
-                    if site is None or (site.moves and site.place is not None and site.place.has_moved()):
+                    if site is None or (site.moves and site.place is not None and site.place.is_stale()):
                         with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
                             site = None if session.off else site_of(module, me)
                     if site is not None:
@@ -106,12 +108,12 @@ class CallTracer:
                         ):
                             inputs = memo.number
                         else:
-                            inputs = session.inputs(args, kwargs, memo)
+                            inputs = session.input_definition(args, kwargs, memo)
                         value = None
                         if recorder.timing is not None:
-                            mark = recorder.timing.call_begins(me, site.gpus)
+                            mark = recorder.timing.begin_call(me, site.gpus)
                 except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-                    session.fault("beginning of a call", error)
+                    session.count_error("beginning of a call", error)
                 if site is None:
                     return original(module, *args, **kwargs)
                 kind, plain, layout = site.kind, site.plain, site.head
@@ -133,8 +135,8 @@ class CallTracer:
                             head = head ^ layout | settle(me, site, 0, True)
                         head |= self.flags(module)
                     except Exception as fault:  # noqa: BLE001 - the script's exception must be raised
-                        session.fault("end of a call", fault)
-                    recorder.failed(me, head, began, inputs, error, mark)
+                        session.count_error("end of a call", fault)
+                    recorder.write_failed(me, head, began, inputs, error, mark)
                     raise
                 me.inside = inside
                 took = outputs = 0
@@ -152,7 +154,7 @@ class CallTracer:
                     ):
                         outputs = memo.number
                     else:
-                        outputs = session.outputs(result, memo)
+                        outputs = session.output_definition(result, memo)
                     if not plain:
                         head = head ^ layout | settle(me, site, outputs, False)
                     if site.via is None and is_grad_enabled() and module.__dict__.get("training") is True:
@@ -161,7 +163,7 @@ class CallTracer:
                         head |= self.flags(module)
                     number = recorder.put(head, began, took, inputs | outputs << 32)
                     if mark is not None:
-                        mark.written(number)
+                        mark.set_span_number(number)
                 except BaseException as error:  # noqa: BLE001 - raised again if it is not a fault of ours
                     recorder.write_again(head, began, took or clock() - began, inputs | outputs << 32, error)
                 return result
@@ -172,7 +174,7 @@ class CallTracer:
                 module, args, kwargs, value, result, around = None, (), {}, None, None, None
                 raise
 
-        return named_like(traced, original)
+        return copy_name_and_signature(traced, original)
 
     def flags(self, module: object) -> int:
         """Return the flags for a call's span: whether the module trains, and whether gradients are enabled."""
@@ -180,19 +182,19 @@ class CallTracer:
 
     # ---------------------------------------------------------------- DataParallel
 
-    def forward(self, original: Function) -> Function:
+    def wrap_forward(self, original: Function) -> Function:
         """The traced form of DataParallel.forward."""
-        traced: Any = self.wrapper(original, self._wrapper_site, root=False)
+        traced: Any = self.wrap_call(original, self._wrapper_site, root=False)
         # Its own code object, so that torch.compile starts at it and compiles the original as written.
         traced.__code__ = traced.__code__.replace()
         return traced  # type: ignore[no-any-return]
 
-    def _wrapper_site(self, module: object, me: Thread) -> Site | None:
-        if not self.session.ready():
+    def _wrapper_site(self, module: object, me: ThreadState) -> TracedModule | None:
+        if not self.session.ensure_open():
             return None
-        return self.sites.ready(self.sites.of_wrapper(module))
+        return self.sites.register(self.sites.of_wrapper(module))
 
-    def adopt(self, kind: type) -> None:
+    def trace_subclass(self, kind: type) -> None:
         """Trace a subclass of DataParallel with its own forward."""
         for base in kind.__mro__:
             forward = base.__dict__.get("forward")
@@ -200,31 +202,31 @@ class CallTracer:
                 return
             if forward is not None:
                 if isinstance(forward, FunctionType):
-                    base.forward = _Forward(forward, self.forward(forward))  # type: ignore[attr-defined]
+                    base.forward = _Forward(forward, self.wrap_forward(forward))  # type: ignore[attr-defined]
                 return
 
     # ---------------------------------------------------------------- the functional form
 
-    def functional(self, original: Function) -> Function:
+    def wrap_data_parallel(self, original: Function) -> Function:
         """The traced form of the function torch.nn.parallel.data_parallel."""
 
-        def run(call: Functional, *args: object, **kwargs: object) -> object:
+        def run(call: FunctionalStandIn, *args: object, **kwargs: object) -> object:
             """Run a call that is not recorded. Without GPUs, it still needs virtual replicas."""
             ids, output, dim = call.given
             plan = None
-            with self.session.guarded("data_parallel"):
-                plan = self.modes.for_functional(call.module, ids)
+            with self.session.guard("data_parallel"):
+                plan = self.modes.plan_functional(call.module, ids)
             if plan is None or plan.virtual is None:
                 return original(call.module, args, ids, output, dim, kwargs)
             return plan.virtual.functional(call.module, args, list(plan.device_ids or ()), None, dim, kwargs)
 
-        traced, signature = self.wrapper(run, self._functional_site, root=False), inspect.signature(original)
+        traced, signature = self.wrap_call(run, self._functional_site, root=False), inspect.signature(original)
 
         def data_parallel(*args: object, **kwargs: object) -> object:
             if torch.compiler.is_dynamo_compiling():
                 return original(*args, **kwargs)
             try:
-                bound = self._bound(signature, args, kwargs)
+                bound = self._bind_arguments(signature, args, kwargs)
                 if bound is None:
                     return original(*args, **kwargs)
                 call, inputs, named = bound
@@ -234,11 +236,11 @@ class CallTracer:
                 args, kwargs, bound, call, inputs, named = (), {}, None, None, None, None
                 raise
 
-        return named_like(data_parallel, original)
+        return copy_name_and_signature(data_parallel, original)
 
-    def _bound(self, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
+    def _bind_arguments(self, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
         """Return a stand-in for the module, and its arguments; None to run the call as written. Never raises."""
-        with self.session.guarded("data_parallel"), suppress(TypeError):  # torch reports a wrong number of arguments
+        with self.session.guard("data_parallel"), suppress(TypeError):  # torch reports a wrong number of arguments
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             module, inputs, ids, output, dim, named = bound.args
@@ -248,12 +250,12 @@ class CallTracer:
                 return self.sites.functional(module, given), inputs, named or {}
         return None
 
-    def _functional_site(self, call: Functional, me: Thread) -> Site | None:
-        if not self.session.ready():
+    def _functional_site(self, call: FunctionalStandIn, me: ThreadState) -> TracedModule | None:
+        if not self.session.ensure_open():
             return None
         if me.inside == Kind.CALL and me.root is not None:
             self.sites.splits_itself(me.root)
-        return self.sites.ready(self.sites.of_functional(call))
+        return self.sites.register(self.sites.of_functional(call))
 
 
 class _Forward:

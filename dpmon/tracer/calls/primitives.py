@@ -15,14 +15,14 @@ import torch
 
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, Flag, Kind
 from dpmon.span_ring import HeaderWord
-from dpmon.tracer.calls.replicas import ODD, ReplicaWatch, Unsuited
-from dpmon.tracer.calls.sites import Site, Sites
-from dpmon.tracer.core.frames import Function, drop_frames, named_like
+from dpmon.tracer.calls.replicas import ODD, ReplicaProbes, ResultsWouldChange
+from dpmon.tracer.calls.traced_modules import TracedModule, TracedModules
+from dpmon.tracer.core.hidden_frames import Function, copy_name_and_signature, drop_frames
 from dpmon.tracer.core.module_tables import in_training_mode, name_of
-from dpmon.tracer.core.session import Memo, Session
-from dpmon.tracer.core.sizes import device_in, leaves
-from dpmon.tracer.modes.decision import Modes
-from dpmon.tracer.modes.virtual import (
+from dpmon.tracer.core.session import Session, SizeCache
+from dpmon.tracer.core.tensor_sizes import device_in, signature_of_value
+from dpmon.tracer.modes.mode_decision import ModeDecider
+from dpmon.tracer.modes.virtual_devices import (
     BROADCAST_APPLY,
     PARALLEL_APPLY,
     PRIMITIVES,
@@ -30,9 +30,9 @@ from dpmon.tracer.modes.virtual import (
     SCATTER,
     SCATTER_APPLY,
     SCATTER_KWARGS,
-    Originals,
+    TorchOriginals,
 )
-from dpmon.tracer.steps.recorder import Recorder, Thread
+from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
 KIND_OF = (*PRIMITIVES, Kind.SCATTER, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER)
 """Kind of each function in `Originals.all`."""
@@ -53,16 +53,23 @@ _OUTSIDE = frozenset((0, Kind.FETCH, Kind.CALL, Kind.OPTIMIZER, Kind.COPY))
 """Spans in which the script's own code runs."""
 
 
-class Primitives:
+class PrimitiveTracer:
     """Traces the primitives on every thread of one process."""
 
-    def __init__(self, session: Session, recorder: Recorder, modes: Modes, sites: Sites, originals: Originals) -> None:
+    def __init__(
+        self,
+        session: Session,
+        recorder: SpanRecorder,
+        modes: ModeDecider,
+        sites: TracedModules,
+        originals: TorchOriginals,
+    ) -> None:
         self.session = session
         self.recorder = recorder
         self.modes = modes
         self.sites = sites
         self.originals = originals
-        self._sites: dict[object, tuple[int, Site]] = {}
+        self._sites: dict[object, tuple[int, TracedModule]] = {}
         """For composed calls, by root and devices: the mode request (`Modes.serial`) that the plan follows, and the
         site."""
 
@@ -70,11 +77,11 @@ class Primitives:
         """Set the initial state, also in a forked child."""
         self._sites.clear()
 
-    def traced(self, number: int) -> Function:
+    def wrap_primitive(self, number: int) -> Function:
         """The traced form of one function in `Originals.all`."""
-        recorder, composed = self.recorder, self._composed
+        recorder, composed = self.recorder, self._run_composed
         original, kind = self.originals.all[number], KIND_OF[number]
-        fault = self.session.fault
+        fault = self.session.count_error
         is_compiling = torch.compiler.is_dynamo_compiling
 
         def phase(*args: object, **kwargs: object) -> object:
@@ -82,14 +89,14 @@ class Primitives:
                 return original(*args, **kwargs)
             me, inside = None, 0
             try:
-                me = recorder.threads.get(get_ident()) or recorder.thread()
+                me = recorder.threads.get(get_ident()) or recorder.current_thread_state()
                 call, inside = me.split, me.inside
                 if inside in _MOVING:  # a primitive inside another one is not a phase
                     return original(*args, **kwargs)
                 if call is None or inside not in _OURS:
                     return composed(me, number, kind, original, args, kwargs)
                 if kind == Kind.GATHER and call.watch is not None and call.watch.odd:
-                    raise Unsuited(ODD)
+                    raise ResultsWouldChange(ODD)
                 if kind == Kind.PARALLEL_APPLY and call.watch is not None and not call.watch.probes:
                     try:
                         args, kwargs = call.watch.wrapped_arguments(args, kwargs)
@@ -100,7 +107,7 @@ class Primitives:
                 timing = recorder.timing
                 mark = None if timing is None else timing.begin(me, kind, call.site.gpus, shares=True)
                 head = kind | me.head | inside << INSIDE_AT
-                result = recorder.within(me, head, mark, None, function, args, kwargs)
+                result = recorder.run_in_span(me, head, mark, None, function, args, kwargs)
                 call.primitives.add(kind)
                 try:
                     if number == REPLICATE and call.watch is not None and "parallel_apply" in call.site.own:
@@ -118,11 +125,13 @@ class Primitives:
                 args, kwargs, call, virtual, result = (), {}, None, None, None
                 raise
 
-        return named_like(phase, original)
+        return copy_name_and_signature(phase, original)
 
     # ---------------------------------------------------------------- composed calls
 
-    def _composed(self, me: Thread, number: int, kind: int, original: Function, args: Any, kwargs: Any) -> object:
+    def _run_composed(
+        self, me: ThreadState, number: int, kind: int, original: Function, args: Any, kwargs: Any
+    ) -> object:
         """Run a primitive that the script calls itself. The caller removes our frames from a traceback."""
         session, recorder = self.session, self.recorder
         inside = me.inside
@@ -141,10 +150,10 @@ class Primitives:
             if virtual is not None:
                 function = virtual.primitives[number]
             if number in _DEVICES and (kind == Kind.SCATTER or not me.offered):
-                me.offered = _offered(*_DEVICES[number], args, kwargs)
+                me.offered = _devices_argument(*_DEVICES[number], args, kwargs)
             if records and kind == Kind.PARALLEL_APPLY:
                 records = False
-                found = self._begins(me, virtual, args, kwargs) if session.ready() else None
+                found = self._begin_parallel_apply(me, virtual, args, kwargs) if session.ensure_open() else None
                 if found is not None:
                     records = True
                     watch, more = found
@@ -152,13 +161,13 @@ class Primitives:
                     args, kwargs = watch.wrapped_arguments(args, kwargs)
             timing = recorder.timing
             if records and timing is not None:
-                mark = timing.begin(me, kind) if watch is None else timing.call_begins(me, watch.site.gpus)
+                mark = timing.begin(me, kind) if watch is None else timing.begin_call(me, watch.site.gpus)
         except Exception as error:  # noqa: BLE001 - the script's function runs anyway
-            session.fault("scatter, replicate, parallel_apply or gather", error)
+            session.count_error("scatter, replicate, parallel_apply or gather", error)
         try:
             if records:
                 sizes = partial(self._sizes, number, kind, args, kwargs)
-                return recorder.within(me, head, mark, sizes, function, args, kwargs)
+                return recorder.run_in_span(me, head, mark, sizes, function, args, kwargs)
             me.inside = kind
             return function(*args, **kwargs)
         finally:
@@ -169,10 +178,16 @@ class Primitives:
     def _sizes(self, number: int, kind: int, args: object, kwargs: object, result: object) -> int:
         """Return the sizes for a primitive's span."""
         if kind == Kind.GATHER:
-            return self.session.outputs(result, Memo()) << 32
-        return self.session.sizes("0", tuple(_scattered(number, args, kwargs))) if kind == Kind.SCATTER else 0
+            return self.session.output_definition(result, SizeCache()) << 32
+        return (
+            self.session.size_definition("0", tuple(_scattered_signatures(number, args, kwargs)))
+            if kind == Kind.SCATTER
+            else 0
+        )
 
-    def _begins(self, me: Thread, virtual: object, args: Any, kwargs: Any) -> tuple[ReplicaWatch, int] | None:
+    def _begin_parallel_apply(
+        self, me: ThreadState, virtual: object, args: Any, kwargs: Any
+    ) -> tuple[ReplicaProbes, int] | None:
         """Return the watch of a new parallel_apply and the flags for its span; None if it is not recorded."""
         recorder, modes = self.recorder, self.modes
         modules = args[0] if args else kwargs.get("modules")
@@ -184,9 +199,9 @@ class Primitives:
         if me.inside == 0:
             recorder.calls += 1
             if recorder.calls > recorder.calls_before_step:
-                recorder.called(me)
-            if recorder.words[HeaderWord.REQUEST] != modes.serial and modes.poll():
-                self.sites.forget()
+                recorder.on_call(me)
+            if recorder.words[HeaderWord.REQUEST] != modes.serial and modes.apply_new_request():
+                self.sites.replan_all()
         elif me.inside == Kind.CALL and me.root is not None:
             self.sites.splits_itself(me.root)
         if virtual is not None:
@@ -197,9 +212,9 @@ class Primitives:
         grad = torch.is_grad_enabled()  # a function has no training mode: enabled gradients count as training
         training = in_training_mode(modules[0]) if isinstance(modules[0], torch.nn.Module) else grad
         head = site.head | (Flag.TRAINING * training | Flag.GRAD * grad) << FLAGS_AT
-        return ReplicaWatch(recorder, me, site, strict=False), head
+        return ReplicaProbes(recorder, me, site, strict=False), head
 
-    def _site(self, root: str, devices: tuple[str, ...], virtual: Any) -> Site:
+    def _site(self, root: str, devices: tuple[str, ...], virtual: Any) -> TracedModule:
         modes = self.modes
         known = self._sites.get((root, devices))
         if known is not None and known[0] == modes.serial:
@@ -207,20 +222,20 @@ class Primitives:
         if len(self._sites) >= MAX_SITES:
             self._sites.clear()
         # It belongs to no single module, so it is its own model.
-        site = Site(self, modes.for_composed(devices, virtual), "data_parallel", lambda _: None)
+        site = TracedModule(self, modes.plan_composed(devices, virtual), "data_parallel", lambda _: None)
         site.root, site.kind = root, Kind.PARALLEL_APPLY
-        site.number = self.sites.models.of(site)[1]
+        site.number = self.sites.models.name_and_number(site)[1]
         if _UNKNOWN in devices:
             site.absent = {"device_ms": "a replica got no tensor, so its device is unknown"}
         if site.gpus:
             self.sites.on_gpus()
-        site.head = self.sites.head(site, site.plan)
-        modes.announce(root, site.plan)
+        site.head = self.sites.span_head(site, site.plan)
+        modes.record_plan(root, site.plan)
         self._sites[root, devices] = modes.serial, site
         return site
 
 
-def _offered(at: int, name: str, args: Any, kwargs: Any) -> tuple[str, ...]:
+def _devices_argument(at: int, name: str, args: Any, kwargs: Any) -> tuple[str, ...]:
     """Return the devices in the argument `name`, at position `at`; none if it holds none."""
     found = args[at] if len(args) > at else kwargs.get(name)
     if not isinstance(found, (list, tuple, range)) or None in found:
@@ -228,7 +243,7 @@ def _offered(at: int, name: str, args: Any, kwargs: Any) -> tuple[str, ...]:
     return tuple(f"cuda:{device}" if isinstance(device, int) else str(device) for device in found)
 
 
-def _scattered(number: int, args: Any, kwargs: Any) -> list[object]:
+def _scattered_signatures(number: int, args: Any, kwargs: Any) -> list[object]:
     """Return the input signatures of scatter function `number` of `Originals.all`."""
     if number == SCATTER_KWARGS:  # scatter_kwargs(inputs, kwargs, devices)
         values = args[0] if args else kwargs["inputs"]
@@ -239,5 +254,5 @@ def _scattered(number: int, args: Any, kwargs: Any) -> list[object]:
         values = () if isinstance(value, dict) else tuple(value) if type(value) in (tuple, list) else (value,)
     else:  # Scatter.apply(devices, sizes, dim, tensor)
         values, named = args[3:], {}
-    found = [leaf for at, value in enumerate(values) for leaf in leaves(value, str(at))]
-    return found + [leaf for name, value in named.items() for leaf in leaves(value, name)]
+    found = [leaf for at, value in enumerate(values) for leaf in signature_of_value(value, str(at))]
+    return found + [leaf for name, value in named.items() for leaf in signature_of_value(value, name)]

@@ -13,11 +13,11 @@ from time import monotonic_ns
 from typing import Any
 
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
-from dpmon.tracer.calls.sites import Site
-from dpmon.tracer.core.frames import drop_frames
-from dpmon.tracer.core.session import Memo
-from dpmon.tracer.core.sizes import gathers
-from dpmon.tracer.steps.recorder import Recorder, Thread
+from dpmon.tracer.calls.traced_modules import TracedModule
+from dpmon.tracer.core.hidden_frames import drop_frames
+from dpmon.tracer.core.session import SizeCache
+from dpmon.tracer.core.tensor_sizes import is_gatherable
+from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
 KEY = -7061
 """Key of our hooks. torch counts up from 0, so no other hook has a negative key."""
@@ -26,16 +26,16 @@ ROWS = "return one row per input row, and compute the loss outside the model"
 ODD = f"{ROWS}: the model returns a scalar or values other than tensors, which DataParallel would change"
 
 
-class Unsuited(Exception):
+class ResultsWouldChange(Exception):
     """Raised when dp would change the meaning of a bare root's results for the script; the text is the reason."""
 
 
-class Probe:
+class ReplicaProbe:
     """Observes one replica in one call."""
 
     __slots__ = ("_around", "_began", "_inputs", "_mark", "_memos", "_nested", "_watch", "index", "module")
 
-    def __init__(self, watch: ReplicaWatch, index: int, memos: tuple[Memo, Memo]) -> None:
+    def __init__(self, watch: ReplicaProbes, index: int, memos: tuple[SizeCache, SizeCache]) -> None:
         self._watch = watch
         self._memos = memos
         self.index = index
@@ -49,7 +49,7 @@ class Probe:
         self._mark: Any = None
         """Its device time; None if it is not timed."""
 
-    def enter(self, module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def before_forward(self, module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Forward pre-hook: runs on the replica's thread. It returns None, so the inputs stay unchanged.
 
         A module may call itself. The outermost call has the inputs and outputs of the replica.
@@ -59,16 +59,18 @@ class Probe:
             self._nested += 1
             if self._nested > 1:
                 return
-            me = recorder.thread()
+            me = recorder.current_thread_state()
             self._around, me.inside = me.inside, Kind.REPLICA  # no roots inside a replica
-            self._inputs = recorder.session.inputs(args, kwargs, self._memos[0])
+            self._inputs = recorder.session.input_definition(args, kwargs, self._memos[0])
             if self._watch.timing is not None:
-                self._mark = self._watch.timing.replica_begins(self._watch.site.plan.devices, self.index)
+                self._mark = self._watch.timing.begin_replica(self._watch.site.plan.devices, self.index)
         except Exception as error:  # noqa: BLE001 - missing sizes must not stop a training
-            recorder.session.fault("inputs and outputs of a replica", error)
+            recorder.session.count_error("inputs and outputs of a replica", error)
         self._began = monotonic_ns()
 
-    def leave(self, module: object, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
+    def after_forward(
+        self, module: object, args: tuple[object, ...], kwargs: dict[str, object], result: object
+    ) -> None:
         """Forward hook; torch calls it with None for a replica that raised."""
         now = monotonic_ns()
         watch = self._watch
@@ -79,16 +81,16 @@ class Probe:
             self._nested -= 1
             if self._nested:
                 return
-            recorder.thread().inside = self._around
+            recorder.current_thread_state().inside = self._around
             if result is None and sys.exc_info()[1] is not None:
                 self._failed(now)
                 return
             head = 0 if self._mark is None else self._mark.end()
-            self._write(now, recorder.session.outputs(result, self._memos[1]), head)
-            if watch.odd is False and not gathers(result):
+            self._write(now, recorder.session.output_definition(result, self._memos[1]), head)
+            if watch.odd is False and not is_gatherable(result):
                 watch.odd = True
         except Exception as error:  # noqa: BLE001 - missing sizes must not stop a training
-            recorder.session.fault("inputs and outputs of a replica", error)
+            recorder.session.count_error("inputs and outputs of a replica", error)
 
     def _failed(self, now: int) -> None:
         head = 0 if self._mark is None else self._mark.raised()
@@ -105,7 +107,7 @@ class Probe:
     def hook(self, replica: object) -> None:
         """Put the two hooks on a replica, after the script's own hooks."""
         own = replica.__dict__
-        for name, hook in (("_forward_pre_hooks", self.enter), ("_forward_hooks", self.leave)):
+        for name, hook in (("_forward_pre_hooks", self.before_forward), ("_forward_hooks", self.after_forward)):
             own[name] = hooks = OrderedDict(own[name])
             hooks[KEY] = hook
         for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
@@ -114,7 +116,7 @@ class Probe:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the callable of this probe. parallel_apply calls the probe in place of the callable."""
-        self.enter(None, args, kwargs)
+        self.before_forward(None, args, kwargs)
         try:
             result = self.module(*args, **kwargs)
         except BaseException as error:
@@ -122,23 +124,23 @@ class Probe:
             drop_frames(error)
             args, kwargs = (), {}
             raise
-        self.leave(None, args, kwargs, result)
+        self.after_forward(None, args, kwargs, result)
         return result
 
     def raised(self) -> None:
         """Handle an exception of the module on this thread. Never raises."""
-        with self._watch.recorder.session.guarded("inputs and outputs of a replica", fatal=False):
+        with self._watch.recorder.session.guard("inputs and outputs of a replica", fatal=False):
             self._nested = 0
-            self._watch.recorder.thread().inside = self._around
+            self._watch.recorder.current_thread_state().inside = self._around
             self._failed(monotonic_ns())
 
 
-class ReplicaWatch:
+class ReplicaProbes:
     """The replicas of one call."""
 
     __slots__ = ("_memos", "head", "odd", "probes", "ran", "recorder", "site", "timing")
 
-    def __init__(self, recorder: Recorder, me: Thread, site: Site, strict: bool) -> None:
+    def __init__(self, recorder: SpanRecorder, me: ThreadState, site: TracedModule, strict: bool) -> None:
         """`me`: the thread that makes the call. `strict`: whether to check for results that gather would change."""
         self.recorder = recorder
         self.site = site
@@ -148,14 +150,14 @@ class ReplicaWatch:
         """Whether a replica returned something that torch's gather would change; None if this is not checked."""
         self._memos = site.replicas
         """The last sizes of each replica, kept between calls."""
-        self.probes: list[Probe] = []
+        self.probes: list[ReplicaProbe] = []
         self.ran = 0
         """Number of replicas that have run."""
 
-    def _probe(self, index: int) -> Probe:
+    def _probe(self, index: int) -> ReplicaProbe:
         while len(self._memos) <= index:
-            self._memos.append((Memo(), Memo()))
-        probe = Probe(self, index, self._memos[index])
+            self._memos.append((SizeCache(), SizeCache()))
+        probe = ReplicaProbe(self, index, self._memos[index])
         self.probes.append(probe)
         return probe
 

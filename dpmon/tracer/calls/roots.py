@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from dpmon.tracer.calls.call_wrapper import HIDING, CallTracer
-from dpmon.tracer.calls.sites import Site
-from dpmon.tracer.core.frames import Function, first_argument, outwards
+from dpmon.tracer.calls.traced_modules import TracedModule
+from dpmon.tracer.core.hidden_frames import Function, first_argument, iter_callers
 from dpmon.tracer.core.module_tables import MODULES, PARAMETERS, class_name, modules_of, tensors_of, values_of
 from dpmon.tracer.core.session import Session
-from dpmon.tracer.steps.recorder import Recorder, Thread
+from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
 Module = torch.nn.Module
 
@@ -52,7 +52,7 @@ later ones are at least EXPECT_NS apart. Epochs may be very short."""
 class _RootCall:
     """Descriptor for the `__call__` of a root's class: instances get the traced function, the class the original."""
 
-    def __init__(self, roots: Roots) -> None:
+    def __init__(self, roots: RootFinder) -> None:
         self._called, self._original, self._watcher = roots.called, roots.original, roots.watcher
         self._threads = roots.recorder.threads
 
@@ -71,18 +71,18 @@ class _RootCall:
         return getattr, (Module, "__call__")
 
 
-class Roots:
+class RootFinder:
     """Watches the modules of one process."""
 
-    def __init__(self, session: Session, recorder: Recorder, calls: CallTracer) -> None:
+    def __init__(self, session: Session, recorder: SpanRecorder, calls: CallTracer) -> None:
         self.session = session
         self.recorder = recorder
         self.calls = calls
-        self._guard = session.guarded("new models", fatal=False)
+        self._guard = session.guard("new models", fatal=False)
         self.original: Function = torch.nn.Module.__call__
-        self.called = calls.wrapper(self.original, self._site_of, root=True)
+        self.called = calls.wrap_call(self.original, self._site_of, root=True)
         """Traces the calls of a root's class."""
-        self.watcher = calls.wrapper(self.original, self._site_of, root=True)
+        self.watcher = calls.wrap_call(self.original, self._site_of, root=True)
         """The same for all modules, as Module.__call__ during a watch."""
         self._classes: dict[int, Any] = {}
         """Weak references to the classes of the roots that were found, by id.
@@ -117,9 +117,9 @@ class Roots:
         self.on_made: Callable[[], object] = lambda: None
         """Called when a module is made while no watch is active."""
 
-    def _site_of(self, module: object, me: Thread) -> Site | None:
+    def _site_of(self, module: object, me: ThreadState) -> TracedModule | None:
         """The site of a module; None if its calls are not recorded."""
-        if not self._is_root(module) or not self.session.ready():
+        if not self._is_root(module) or not self.session.ensure_open():
             return None
         kind = type(module)
         if not self._is_known(kind):
@@ -133,18 +133,18 @@ class Roots:
                     "next",
                 )
             self._register(kind, called=True)
-        return self.calls.sites.ready(self.calls.sites.of_root(module))
+        return self.calls.sites.register(self.calls.sites.of_root(module))
 
     def _is_root(self, module: object) -> bool:
         if "_is_replica" in module.__dict__ or not _is_model(module):
             return False
         if not self._warned:
-            self._look_above(module)
+            self._warn_if_parent_bypassed(module)
         return True
 
-    def _look_above(self, module: object) -> None:
+    def _warn_if_parent_bypassed(self, module: object) -> None:
         """Warn if the script calls the forward of an enclosing module directly, so that only its parts are seen."""
-        for frame in outwards(sys._getframe(1)):
+        for frame in iter_callers(sys._getframe(1)):
             if frame.f_code.co_name == "forward":
                 owner = first_argument(frame)
                 parts = modules_of(owner) if isinstance(owner, Module) and _is_model(owner) else ()
@@ -155,7 +155,7 @@ class Roots:
                     )
                     return
 
-    def unseen(self) -> None:
+    def warn_no_call_seen(self) -> None:
         """Warn that an optimizer steps but no call of a module was seen."""
         self._warn_unseen(
             "an optimizer steps, but no call of a module was seen: a module cannot be traced if its forward() is "
@@ -164,7 +164,7 @@ class Roots:
 
     def _warn_unseen(self, text: str) -> None:
         self._warned = True
-        if self.session.ready():
+        if self.session.ensure_open():
             self.session.warn(text)
 
     def _is_known(self, kind: type) -> bool:
@@ -194,13 +194,13 @@ class Roots:
 
     # ---------------------------------------------------------------- models that are made
 
-    def listen(self) -> None:
+    def install_registration_hooks(self) -> None:
         """Make torch call us when a module gets a parameter or a submodule."""
         registering = torch.nn.modules.module
-        registering.register_module_parameter_registration_hook(self._given)
-        registering.register_module_module_registration_hook(self._given)
+        registering.register_module_parameter_registration_hook(self._on_registration)
+        registering.register_module_module_registration_hook(self._on_registration)
 
-    def _given(self, module: object, name: str, part: object) -> None:
+    def _on_registration(self, module: object, name: str, part: object) -> None:
         """Note a module that gets a parameter or a submodule, and trace the model inside a wrapper."""
         with self._guard:
             known = self._made.get(id(module))
@@ -216,7 +216,7 @@ class Roots:
             if not self._watching:
                 self.on_made()
 
-    def _know_models(self) -> None:
+    def _trace_future_roots(self) -> None:
         """Trace the modules that the script may call later: models that were made, and submodules with submodules."""
         with self._guard:
             made = [module for known in list(self._made.values()) if (module := known()) is not None]
@@ -242,11 +242,11 @@ class Roots:
     def end_watch(self) -> None:
         """End the watch. Roots that it found stay traced; models that the script may call later are now traced, too."""
         if self._watching and not self._always and torch.nn.Module.__call__ is self.watcher:
-            self._know_models()
+            self._trace_future_roots()
             self._watching = False
             torch.nn.Module.__call__ = self.original  # type: ignore[method-assign]
 
-    def expect(self, missed: bool = False) -> bool:
+    def watch_one_step(self, missed: bool = False) -> bool:
         """Watch one step, because another model may follow. Return whether a watch begins. `missed`: see `watch`."""
         now = monotonic_ns()
         often = self._expected >= EXPECTED and now - self._expected_ns < EXPECT_NS
@@ -258,7 +258,7 @@ class Roots:
         self._left = 1
         return self._watching
 
-    def look(self, now: int) -> int:
+    def poll(self, now: int) -> int:
         """Start or end a watch when a step may have ended. Return when to call again (monotonic ns)."""
         if self._watching:
             if self._found:

@@ -21,10 +21,10 @@ import torch
 from dpmon.record.shared_names import shorten_name
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
 from dpmon.tracer.core.module_tables import devices_of, is_compiled, modules_of
-from dpmon.tracer.core.session import Memo, Session
-from dpmon.tracer.core.sizes import MAX_PATH, device_in
-from dpmon.tracer.devices.timing import Mark, Timing, gpu_of
-from dpmon.tracer.steps.recorder import Recorder, Thread
+from dpmon.tracer.core.session import Session, SizeCache
+from dpmon.tracer.core.tensor_sizes import MAX_PATH, device_in
+from dpmon.tracer.devices.device_timing import DeviceTimer, PhaseTimer, gpu_of
+from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
 KEY = -7062
 """Key of our hooks. torch counts up from 0, so no other hook has a negative key."""
@@ -60,11 +60,11 @@ class TracedStage:
         self.outputs = 0
         self.names: list[str] = []
         self.began = self.ended = 0
-        self.mark: Mark | None = None
+        self.mark: PhaseTimer | None = None
         """Its device time, if the device is a GPU."""
 
 
-class Stages:
+class StageTracer:
     """The parts of one root, and their stages in the current call."""
 
     def __init__(self, session: Session, devices: tuple[str, ...], parts: Iterable[_Part], absent: str | None) -> None:
@@ -84,13 +84,13 @@ class Stages:
         self._thread = 0
         self._elsewhere = False
         """Whether a part has run on another thread. Such a part is in no stage."""
-        self._timing: Timing | None = None
+        self._timing: DeviceTimer | None = None
         self._hooked = [(weakref.ref(module), self._hooks(name, device)) for name, module, device in parts]
 
     def _hooks(self, name: str, own: str | None) -> tuple[_Hook, _Hook]:
         """Return the two hooks of a part. `own`: its device; a part without parameters runs on its input's device."""
-        session, guard = self.session, self.session.guarded("stages of a model")
-        got, gave = Memo(), Memo()
+        session, guard = self.session, self.session.guard("stages of a model")
+        got, gave = SizeCache(), SizeCache()
 
         def enter(module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             if get_ident() != self._thread:
@@ -106,10 +106,10 @@ class Stages:
                 if last is None or last.device != device:
                     if len(self._ran) >= MAX_STAGES:
                         return
-                    last = TracedStage(device, session.inputs(args, kwargs, got))
+                    last = TracedStage(device, session.input_definition(args, kwargs, got))
                     self._ran.append(last)
                     if self._timing is not None:
-                        last.mark = self._timing.part_begins(Kind.STAGE, gpu_of(device))
+                        last.mark = self._timing.begin_part(Kind.STAGE, gpu_of(device))
                 if name not in last.names and len(last.names) < _MAX_NAMES:
                     last.names.append(name)
                 last.ended = 0  # until the part ends, which it does not if it raises
@@ -129,40 +129,40 @@ class Stages:
             with guard:
                 stage.ended = now
                 if stage.mark is not None:
-                    stage.mark.lap()
-                stage.outputs = session.outputs(result, gave)
+                    stage.mark.mark_possible_end()
+                stage.outputs = session.output_definition(result, gave)
 
         return enter, leave
 
-    def begin(self, recorder: Recorder) -> None:
+    def begin(self, recorder: SpanRecorder) -> None:
         """Hook the parts when a call of the root begins on the training thread. Never raises."""
         self._ran, self._running = [], []
         self._timing = recorder.timing
         self._thread = get_ident()
-        with self.session.guarded("stages of a model"):
+        with self.session.guard("stages of a model"):
             for known, (enter, leave) in self._hooked:
                 module = known()
                 hooks = enter, True, leave, True, True
                 for name, hook in zip(_TABLES, hooks, strict=True) if module is not None else ():
                     module.__dict__[name][KEY] = hook
 
-    def end(self, recorder: Recorder, me: Thread) -> str | None:
+    def end(self, recorder: SpanRecorder, me: ThreadState) -> str | None:
         """Write the stages when a call of the root ends, and remove the hooks. Never raises.
 
         Return why the stages are incomplete; None if they are complete.
         """
-        with self.session.guarded("stages of a model"):
+        with self.session.guard("stages of a model"):
             for stage in self._ran:
                 self._write(recorder, me, stage)
         self._ran = []
         for known, _ in self._hooked:
             module = known()
-            with self.session.guarded("stages of a model"):  # the other parts must lose their hooks, too
+            with self.session.guard("stages of a model"):  # the other parts must lose their hooks, too
                 for name in _TABLES if module is not None else ():
                     module.__dict__[name].pop(KEY, None)
         return _THREADS if self._elsewhere else None
 
-    def _write(self, recorder: Recorder, me: Thread, stage: TracedStage) -> None:
+    def _write(self, recorder: SpanRecorder, me: ThreadState, stage: TracedStage) -> None:
         names, device = tuple(stage.names), stage.device
         number = self.session.define(("stage", device, names), lambda: {"device": device, "parts": list(names)})
         head = Kind.STAGE | me.head | Kind.CALL << INSIDE_AT | number << SITE_AT
@@ -174,7 +174,7 @@ class Stages:
         outputs = stage.outputs if stage.ended else 0
         slot = recorder.put(head, stage.began, took, stage.inputs | outputs << 32)
         if stage.mark is not None:
-            stage.mark.written(slot)
+            stage.mark.set_span_number(slot)
 
 
 _TABLES = (
@@ -186,22 +186,22 @@ _TABLES = (
 )
 
 
-def stages_of(module: object, session: Session) -> Stages | None:
+def make_stage_tracer(module: object, session: Session) -> StageTracer | None:
     """Make the stages of a root; None if the root is on one device."""
     devices = devices_of(module)
     if len(devices) < 2:
         return None
     if any(map(is_compiled, modules_of(module))):
-        return Stages(session, devices, [], _COMPILED)
-    return Stages(session, devices, islice(_parts(module, "", 0), MAX_PARTS), None)
+        return StageTracer(session, devices, [], _COMPILED)
+    return StageTracer(session, devices, islice(_top_level_parts(module, "", 0), MAX_PARTS), None)
 
 
-def _parts(module: Any, prefix: str, depth: int) -> Iterator[_Part]:
+def _top_level_parts(module: Any, prefix: str, depth: int) -> Iterator[_Part]:
     """Yield the top-level parts; a part on several devices is divided further."""
     for name, child in torch.nn.Module.named_children(module):
         devices = devices_of(child)
         path = prefix + name
         if len(devices) > 1 and depth < MAX_DEPTH:
-            yield from _parts(child, f"{path}.", depth + 1)
+            yield from _top_level_parts(child, f"{path}.", depth + 1)
         elif not isinstance(child, torch.jit.ScriptModule):
             yield shorten_name(path, MAX_PATH), child, devices[0] if devices else None

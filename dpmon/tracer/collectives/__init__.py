@@ -5,7 +5,7 @@
 module.
 """
 
+from dpmon.tracer.collectives.collective_sampler import CollectiveSampler
 from dpmon.tracer.collectives.gradient_sync import GradientSync
-from dpmon.tracer.collectives.samples import Collectives
 
-__all__ = ["Collectives", "GradientSync"]
+__all__ = ["CollectiveSampler", "GradientSync"]

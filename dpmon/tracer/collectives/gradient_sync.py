@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from dpmon.record.span_format import FLAGS_AT, LEAD_NS, MAX_LEAD, SITE_AT, WRAPPER_AT, Flag, Kind
-from dpmon.tracer.core.frames import Function, followed
+from dpmon.tracer.core.hidden_frames import Function, wrap_rare_function
 from dpmon.tracer.core.module_tables import class_name
 from dpmon.tracer.core.session import Session
-from dpmon.tracer.devices.timing import Mark
-from dpmon.tracer.steps.recorder import Recorder, Thread
+from dpmon.tracer.devices.device_timing import PhaseTimer
+from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
 _engine: Any = torch.autograd.Variable._execution_engine
 
@@ -52,7 +52,7 @@ _WRAPPER_MASK = (1 << 24 - WRAPPER_AT) - 1
 class GradientSync:
     """Traces the synchronised backward passes of one process."""
 
-    def __init__(self, session: Session, recorder: Recorder) -> None:
+    def __init__(self, session: Session, recorder: SpanRecorder) -> None:
         self._session = session
         self._recorder = recorder
         self._wrappers: dict[int, _TracedWrapper] = {}
@@ -66,7 +66,7 @@ class GradientSync:
         """Set the initial state, also in a forked child."""
         self._wrappers.clear()
         self._waiting.clear()
-        self._mark: Mark | None = None
+        self._mark: PhaseTimer | None = None
         """Device times of the end of the current backward pass."""
         self._computed = 0
         """When all gradients of that pass were computed (monotonic ns); 0 if unknown."""
@@ -86,7 +86,7 @@ class GradientSync:
 
         def forward_ended(_: object, began: int, module: Any, output: object) -> None:
             if torch.is_grad_enabled():
-                wrapper = wrappers.get(id(module)) or self._known(module)
+                wrapper = wrappers.get(id(module)) or self._register_wrapper(module)
                 wrapper.base, wrapper.averages = began, module.require_backward_grad_sync
                 me = threads.get(get_ident())
                 root = None if me is None else me.root
@@ -95,9 +95,11 @@ class GradientSync:
                     wrapper.waits = True
                     waiting.append(wrapper)
 
-        return followed(original, self._session.guarded("gradients of a backward pass", fatal=False), forward_ended)
+        return wrap_rare_function(
+            original, self._session.guard("gradients of a backward pass", fatal=False), forward_ended
+        )
 
-    def _known(self, module: object) -> _TracedWrapper:
+    def _register_wrapper(self, module: object) -> _TracedWrapper:
         """Remember a wrapper while it lives."""
         key, wrappers = id(module), self._wrappers
         wrapper = wrappers[key] = _TracedWrapper(module, next(self._made), lambda _: wrappers.pop(key, None))
@@ -107,7 +109,7 @@ class GradientSync:
 
     # ---------------------------------------------------------------- the end of the computation
 
-    def _backward_begins(self, me: Thread, args: Any) -> None:
+    def _backward_begins(self, me: ThreadState, args: Any) -> None:
         """Find out when all gradients of a pass are computed, if the notes of a single wrapper do not show it.
 
         The notes do not show it on GPUs, or if other models or wrappers take part in the pass. After the last gradient,
@@ -126,7 +128,7 @@ class GradientSync:
         node = next((node for tensor in args[0] if (node := tensor.grad_fn) is not None), None)
         if node is None:
             return
-        guard = self._session.guarded("gradients of a backward pass", fatal=False)
+        guard = self._session.guard("gradients of a backward pass", fatal=False)
 
         def computed() -> None:
             with guard:
@@ -152,7 +154,7 @@ class GradientSync:
             if self._waiting:
                 self._write_passes(head, began, ended)
         except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-            self._session.fault("gradients of a backward pass", error, fatal=False)
+            self._session.count_error("gradients of a backward pass", error, fatal=False)
 
     def _write_passes(self, head: int, began: int, ended: int) -> None:
         """Write the passes that are over.
@@ -166,7 +168,7 @@ class GradientSync:
             module, end = wrapper.module(), ended - wrapper.base
             if module is None:
                 self._waiting.remove(wrapper)
-            elif wrapper.averages and (ready := wrapper.ready(module.reducer.get_backward_stats(), end)):
+            elif wrapper.averages and (ready := wrapper.bucket_ready_times(module.reducer.get_backward_stats(), end)):
                 if not (wrapper.partly or wrapper.in_parts):  # all notes are from this pass
                     wrapper.base = max(wrapper.base, began - min(ready))
                 found.append((wrapper, module, ready))
@@ -207,7 +209,7 @@ class GradientSync:
         self._number = number = self._number + 1
         written = self._recorder.put(first, at, ended - at, number & 0xFFFFFFFF)
         if mark is not None:
-            mark.written(written)
+            mark.set_span_number(written)
 
     def _write_buckets(self, head: int, at: int, leads: Sequence[int]) -> None:
         """Write how long (ns) before `at` each bucket was ready."""
@@ -221,11 +223,11 @@ class GradientSync:
     def _record_facts(self, wrapper: _TracedWrapper, module: Any) -> None:
         """Record the facts of a wrapper if they have changed."""
         data = module._get_ddp_logging_data()
-        wrapper.divide(data)
-        facts = {**_facts(wrapper, module, data), **_times(data)}
+        wrapper.read_buckets(data)
+        facts = {**_wrapper_facts(wrapper, module, data), **_torch_comm_times(data)}
         if facts != wrapper.facts:
             wrapper.facts = facts
-            self._session.event("ddp", fill="last", **facts)
+            self._session.record_event("ddp", fill="last", **facts)
 
 
 class _TracedWrapper:
@@ -265,14 +267,14 @@ class _TracedWrapper:
         self.facts: dict[str, object] = {}
         """The facts that were recorded last."""
 
-    def divide(self, data: Any) -> None:
+    def read_buckets(self, data: Any) -> None:
         """Read the buckets from torch's logging data."""
         text = data.get("rebuilt_per_bucket_param_indices")
         found = [[int(index) for index in part.split()] for part in text.split(",")] if text else []
         if len(found) <= MAX_BUCKETS and found != self.buckets:
             self.buckets, self.several, self.pick = found, len(found) > 1, None
 
-    def ready(self, notes: list[int], end: int) -> Sequence[int]:
+    def bucket_ready_times(self, notes: list[int], end: int) -> Sequence[int]:
         """Return when the last gradient of each bucket was ready (ns after forward); one value if buckets are unknown.
 
         The result is empty if no gradient became ready in this backward pass, or not yet all that must. `end`: its end
@@ -286,9 +288,9 @@ class _TracedWrapper:
                 return values if self.several else values[:1]
             if values == self.values and notes == self.seen:
                 return ()
-        return self._look(notes, end)
+        return self._ready_from_notes(notes, end)
 
-    def _look(self, notes: list[int], end: int) -> Sequence[int]:
+    def _ready_from_notes(self, notes: list[int], end: int) -> Sequence[int]:
         """Return the result of `ready` from the notes of all gradients. Unused parameters keep their old notes."""
         seen = self.seen if len(self.seen) == len(notes) else [0] * len(notes)
         fresh = [note if note != old else -1 for note, old in zip(notes, seen, strict=True)]
@@ -310,7 +312,7 @@ class _TracedWrapper:
         return [max(fresh[index], 0) for index in self.latest]
 
 
-def _facts(wrapper: _TracedWrapper, module: Any, data: Any) -> dict[str, object]:
+def _wrapper_facts(wrapper: _TracedWrapper, module: Any, data: Any) -> dict[str, object]:
     group = module.process_group
     ranks = torch.distributed.get_process_group_ranks(group)
     buffers = bool(data.get("broadcast_buffers")) and any(True for _ in module.module.buffers())
@@ -334,7 +336,7 @@ def _facts(wrapper: _TracedWrapper, module: Any, data: Any) -> dict[str, object]
     }
 
 
-def _times(data: Any) -> dict[str, object]:
+def _torch_comm_times(data: Any) -> dict[str, object]:
     """Return torch's times of the communication and its overlap with the computation, and reasons for absent values.
 
     torch samples these times; they are from the last sampled iteration.

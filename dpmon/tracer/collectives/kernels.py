@@ -26,10 +26,10 @@ import torch
 
 from dpmon.record.shared_names import Unended
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
-from dpmon.tracer.collectives.ends import CollectiveSample, Ends, Launched
-from dpmon.tracer.core.frames import Function, drop_frames, outwards
+from dpmon.tracer.collectives.completion_poller import CompletionPoller, PendingCollective, SampleCost
+from dpmon.tracer.core.hidden_frames import Function, drop_frames, iter_callers
 from dpmon.tracer.core.session import Session
-from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 MAX_RANKS = 1024
 """Larger groups have no list of ranks in their definition."""
@@ -40,7 +40,7 @@ _KEY: Any = torch._C.DispatchKey.BackendSelect
 _c10d: Any = getattr(torch._C, "_distributed_c10d", None)  # None in a build without it
 
 
-class Operator(NamedTuple):
+class OperatorArguments(NamedTuple):
     """Meaning of the arguments of an operator."""
 
     name: str
@@ -54,23 +54,23 @@ class Operator(NamedTuple):
 
 
 OPERATORS = {
-    "allreduce_": Operator("all_reduce", 1, 0),
-    "allreduce_coalesced_": Operator("all_reduce", 1, 0),
-    "broadcast_": Operator("broadcast", 1, 0),
-    "reduce_": Operator("reduce", 1, 0),
-    "allgather_": Operator("all_gather", 2, 0),
-    "_allgather_base_": Operator("all_gather", 2, 0),
-    "allgather_coalesced_": Operator("all_gather", 2, 0),
-    "allgather_into_tensor_coalesced_": Operator("all_gather", 2, 0),
-    "reduce_scatter_": Operator("reduce_scatter", 2, 1),
-    "_reduce_scatter_base_": Operator("reduce_scatter", 2, 1),
-    "reduce_scatter_tensor_coalesced_": Operator("reduce_scatter", 2, 1),
-    "alltoall_": Operator("all_to_all", 2, 1),
-    "alltoall_base_": Operator("all_to_all", 2, 1),
-    "gather_": Operator("gather", 2, 1, by_ranks=True),
-    "scatter_": Operator("scatter", 2, 0, by_ranks=True),
-    "barrier": Operator("barrier", 1, 0),
-    "monitored_barrier_": Operator("barrier", 1, 0),
+    "allreduce_": OperatorArguments("all_reduce", 1, 0),
+    "allreduce_coalesced_": OperatorArguments("all_reduce", 1, 0),
+    "broadcast_": OperatorArguments("broadcast", 1, 0),
+    "reduce_": OperatorArguments("reduce", 1, 0),
+    "allgather_": OperatorArguments("all_gather", 2, 0),
+    "_allgather_base_": OperatorArguments("all_gather", 2, 0),
+    "allgather_coalesced_": OperatorArguments("all_gather", 2, 0),
+    "allgather_into_tensor_coalesced_": OperatorArguments("all_gather", 2, 0),
+    "reduce_scatter_": OperatorArguments("reduce_scatter", 2, 1),
+    "_reduce_scatter_base_": OperatorArguments("reduce_scatter", 2, 1),
+    "reduce_scatter_tensor_coalesced_": OperatorArguments("reduce_scatter", 2, 1),
+    "alltoall_": OperatorArguments("all_to_all", 2, 1),
+    "alltoall_base_": OperatorArguments("all_to_all", 2, 1),
+    "gather_": OperatorArguments("gather", 2, 1, by_ranks=True),
+    "scatter_": OperatorArguments("scatter", 2, 0, by_ranks=True),
+    "barrier": OperatorArguments("barrier", 1, 0),
+    "monitored_barrier_": OperatorArguments("barrier", 1, 0),
 }
 """The operators that get a kernel, by their names in torch.ops.c10d."""
 
@@ -86,10 +86,10 @@ class _ProcessGroup(NamedTuple):
     """The backend for the type of the device; None if unknown."""
 
 
-class Kernels:
+class CollectiveKernels:
     """The kernels of one process; they record each collective that is launched during a sample."""
 
-    def __init__(self, session: Session, recorder: Recorder, ends: Ends, sample: CollectiveSample) -> None:
+    def __init__(self, session: Session, recorder: SpanRecorder, ends: CompletionPoller, sample: SampleCost) -> None:
         self._session = session
         self._recorder = recorder
         self._ends = ends
@@ -111,13 +111,13 @@ class Kernels:
 
     def register(self) -> bool:
         """Register the kernels; False if that is not possible now."""
-        return self._switch(self._register)
+        return self._change_registration(self._register)
 
     def remove(self) -> bool:
         """Remove the kernels; False if that is not possible now."""
-        return self._switch(self._remove)
+        return self._change_registration(self._remove)
 
-    def _switch(self, change: Callable[[], None]) -> bool:
+    def _change_registration(self, change: Callable[[], None]) -> bool:
         """Register or remove the kernels; False if another thread may launch a collective at the same time.
 
         torch's table of kernels must not change while another thread reads it. So no other thread runs Python code
@@ -155,8 +155,8 @@ class Kernels:
             self._library = None
         self._groups.clear()
 
-    def _kernel(self, op: Any, operator: Operator, below: object) -> Function:
-        redispatch, clock, fault = op.redispatch, monotonic_ns, self._session.fault
+    def _kernel(self, op: Any, operator: OperatorArguments, below: object) -> Function:
+        redispatch, clock, fault = op.redispatch, monotonic_ns, self._session.count_error
 
         def kernel(keyset: Any, *args: object, **kwargs: object) -> object:
             began = clock()
@@ -183,14 +183,20 @@ class Kernels:
         return kernel
 
     def _launched(
-        self, operator: Operator, args: tuple[object, ...], result: object, began: int, now: int, launches: list[None]
+        self,
+        operator: OperatorArguments,
+        args: tuple[object, ...],
+        result: object,
+        began: int,
+        now: int,
+        launches: list[None],
     ) -> None:
         """Record a collective that was just launched, and count it in `launches`."""
         recorder = self._recorder
-        me = recorder.threads.get(get_ident()) or recorder.thread()
+        me = recorder.threads.get(get_ident()) or recorder.current_thread_state()
         with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
-            tensors = _flat(args[operator.counted])
-            first = tensors[0] if tensors else _flat(args[1 - operator.counted])[0]
+            tensors = _flatten_tensors(args[operator.counted])
+            first = tensors[0] if tensors else _flatten_tensors(args[1 - operator.counted])[0]
             device, dtype = first.device.type, first.dtype
             if device == "meta":
                 return  # torch.compile only traces the function
@@ -219,7 +225,7 @@ class Kernels:
             if work.is_completed():
                 recorder.put(head, began, now - began, size)
             else:
-                self._ends.wait_for(Launched(work, head, began, size))
+                self._ends.add(PendingCollective(work, head, began, size))
 
     def _group(self, boxed: object, device: str) -> _ProcessGroup:
         group = _c10d.ProcessGroup.unbox(boxed)
@@ -254,18 +260,18 @@ def _others_communicate() -> bool:
         frame.f_code.co_filename.startswith(_DISTRIBUTED)
         for ident, innermost in sys._current_frames().items()
         if ident != me
-        for frame in outwards(innermost)
+        for frame in iter_callers(innermost)
     )
 
 
-def _flat(tensors: Any) -> list[Any]:
+def _flatten_tensors(tensors: Any) -> list[Any]:
     """Return the tensors in a tensor, a list, or a list of lists."""
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     return [tensor for part in tensors for tensor in ((part,) if isinstance(part, torch.Tensor) else part)]
 
 
-def missing() -> str | None:
+def missing_torch_features() -> str | None:
     """Return what this torch lacks for recording collectives; None if it has everything."""
     for name in ("_dispatch_keyset_full_after", "_dispatch_has_kernel_for_dispatch_key"):
         if not hasattr(torch._C, name):

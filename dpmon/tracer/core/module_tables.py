@@ -25,7 +25,7 @@ _TRACED = "_actual_script_module"
 """Attribute of a module from torch.jit.trace that holds its tables."""
 
 
-def _table(module: object, name: str) -> Any:
+def _read_table(module: object, name: str) -> Any:
     """Return a table of a module: a dict, or a similar object of TorchScript; None if its `__init__` has not run."""
     own = module.__dict__
     if name not in own and _TRACED in own:
@@ -35,11 +35,11 @@ def _table(module: object, name: str) -> Any:
 
 def values_of(module: object, table: str) -> list[object]:
     """Return the values in one of a module's own tables, without None."""
-    found = _table(module, table)
+    found = _read_table(module, table)
     return [] if found is None else [value for value in list(found.values()) if value is not None]
 
 
-def parts_of(tensor: Any) -> tuple[Any, ...]:
+def dense_parts(tensor: Any) -> tuple[Any, ...]:
     """Return the dense tensors of a tensor of torch's own type: itself, or indices and values of a sparse tensor (COO).
 
     Raises NotImplementedError for other layouts.
@@ -64,7 +64,7 @@ def modules_of(root: object) -> Iterator[object]:
                 waiting.append(part)
 
 
-def wrapped_by(module: object) -> Any:
+def unwrap_module(module: object) -> Any:
     """The module inside wrappers; the module itself if it is not a wrapper."""
     for _ in range(_MAX_WRAPPERS):
         if isinstance(module, _WRAPPERS):
@@ -84,7 +84,7 @@ def in_training_mode(module: object) -> bool:
     In torch 2.4, `eval` of a compiled model does not change the flag of its wrapper. A property of the script's class
     is not read: enabled gradients then count as training.
     """
-    inner = wrapped_by(module)
+    inner = unwrap_module(module)
     own = getattr(inner, "__dict__", {}).get("training")
     if own is not None:
         return bool(own)
@@ -110,7 +110,7 @@ def is_compiled(module: object) -> bool:
     return compiled or type(module).__module__.startswith("torch._dynamo")
 
 
-class Place:
+class ModuleDevice:
     """The device of a module, read from one of its parameters or buffers.
 
     Each check looks the tensor up by name, because torch does not swap tensors that have weak references.
@@ -121,19 +121,19 @@ class Place:
         """A torch.device; None for a module without tensors."""
         for table in (PARAMETERS, BUFFERS):
             for module in modules_of(root):
-                found = _table(module, table)
+                found = _read_table(module, table)
                 for name, tensor in [] if found is None else list(found.items()):
                     if tensor is not None:
                         self._module, self._table, self._name = weakref.ref(module), table, name
                         self.device = tensor.device
                         return
 
-    def has_moved(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether the module has moved, or the tensor is gone."""
         if self.device is None:
             return False
         module = self._module()
-        table = None if module is None else _table(module, self._table)
+        table = None if module is None else _read_table(module, self._table)
         with torch._C.DisableTorchFunction():  # hides our reads from the script's modes and subclasses
             tensor = table[self._name] if table is not None and self._name in table else None
             return tensor is None or bool(tensor.device != self.device)
@@ -165,7 +165,7 @@ def class_name(value: object) -> str:
     return shorten_name(_own_name(bases[at + 1] if at else kind))
 
 
-def is_a(value: object, name: str) -> bool:
+def is_distributed_class(value: object, name: str) -> bool:
     """Whether a value's class is, or derives from, the class `name` of torch.distributed. Imports nothing."""
     return _place_of(name, _own_mro(type(value))) is not None
 
@@ -188,27 +188,27 @@ def name_of(called: object) -> str:
     return shorten_name(name) if isinstance(name, str) else class_name(inner)
 
 
-class Models:
+class ModelNames:
     """The names and numbers of the models of one process."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, str, int]] = {}
         self._next = count(1)
 
-    def of(self, module: object) -> tuple[str, int]:
+    def name_and_number(self, module: object) -> tuple[str, int]:
         """Return the name of a model without its wrappers, and its number, which its called parts share.
 
         The name is its class, with a suffix if other models of this class are alive. The suffix is its global variable
         in the script if several variables hold such models; otherwise a number, which the first model does not have.
         """
-        inner = wrapped_by(module)
+        inner = unwrap_module(module)
         known = self._known.get(id(inner))
         if known is None or known[0]() is not inner:
             kind = class_name(inner)
             self._known = {key: each for key, each in self._known.items() if each[0]() is not None}
             taken = {name for _, name, _ in self._known.values()}
             names = (kind, *(f"{kind} {number}" for number in range(2, MAX_SAME + 1)))
-            name = _variable(inner, kind) or next((name for name in names if name not in taken), names[-1])
+            name = _find_global_variable(inner, kind) or next((name for name in names if name not in taken), names[-1])
             number = self._number_of_kin(inner) or next(self._next)
             known = self._known[id(inner)] = weakref.ref(inner), name, number
         return known[1:]
@@ -227,10 +227,10 @@ def _parts(module: object) -> Iterator[object]:
     return islice(modules_of(module), MAX_PARTS) if isinstance(module, torch.nn.Module) else iter(())
 
 
-def _variable(model: object, kind: str) -> str | None:
+def _find_global_variable(model: object, kind: str) -> str | None:
     """Return the class and global variable of a model; None unless several variables hold models of this class."""
     variables: dict[int, str] = {}
     for name, value in list(getattr(sys.modules.get("__main__"), "__dict__", {}).items()):
-        if issubclass(type(value), torch.nn.Module) and class_name(inner := wrapped_by(value)) == kind:
+        if issubclass(type(value), torch.nn.Module) and class_name(inner := unwrap_module(value)) == kind:
             variables.setdefault(id(inner), name)
     return shorten_name(f"{kind} {variables[id(model)]}") if len(variables) > 1 and id(model) in variables else None

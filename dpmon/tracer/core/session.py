@@ -24,9 +24,9 @@ import torch
 from dpmon.record.shared_names import hide_secrets, shorten_name, to_bounded_json
 from dpmon.record.span_format import MAX_SITE
 from dpmon.span_ring import SLOTS, SpanRing
-from dpmon.tracer.append import append_to, note, open_to_append
-from dpmon.tracer.core.exceptions import in_a_line
-from dpmon.tracer.core.sizes import leaves, signature_of_call, spell_out
+from dpmon.tracer.core.exception_text import one_line_text
+from dpmon.tracer.core.tensor_sizes import describe_tensors, signature_of_call, signature_of_value
+from dpmon.tracer.note_files import append_note, append_to, open_to_append
 
 Tensor = torch.Tensor
 
@@ -46,7 +46,7 @@ LARGE_RINGS = 8
 
 
 @dataclass(frozen=True)
-class Config:
+class TracerConfig:
     """The options of the command line, passed on in the environment."""
 
     directory: str
@@ -62,7 +62,7 @@ class Config:
     """Batches of each loader to give to the training again and again; 0: none."""
 
     @classmethod
-    def from_environment(cls) -> Config:
+    def from_environment(cls) -> TracerConfig:
         """Read DPMON_*; raises KeyError or ValueError if the supervisor did not set it."""
         replicas = os.environ.get("DPMON_REPLICAS")
         devices = os.environ.get("DPMON_DEVICES")
@@ -78,12 +78,12 @@ class Config:
         )
 
     @property
-    def explicit(self) -> bool:
+    def has_requested_devices(self) -> bool:
         """Whether replicas or devices were requested."""
         return self.replicas is not None or bool(self.devices)
 
 
-class Memo:
+class SizeCache:
     """Caches shape and dtype of the last lone tensor at one place, and the number of their definition."""
 
     __slots__ = ("dtype", "number", "shape")
@@ -94,7 +94,7 @@ class Memo:
         self.number = 0
 
 
-class FaultGuard:
+class TracerErrorGuard:
     """Keeps our faults away from the script: an exception of ours ends the block, and is counted.
 
     Exceptions of the script's signal handlers and interrupts pass.
@@ -110,14 +110,14 @@ class FaultGuard:
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: object) -> bool:
         if kind is None or Exception not in kind.__mro__:  # the script may have replaced isinstance
             return False
-        self._session.fault(self._where, error, self._fatal)
+        self._session.count_error(self._where, error, self._fatal)
         return True
 
 
 class Session:
     """Writes the record of one traced process."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: TracerConfig) -> None:
         self.config = config
         self.process = -1
         self.rank: int | None = None
@@ -157,7 +157,7 @@ class Session:
 
     # ---------------------------------------------------------------- the ring
 
-    def ready(self) -> bool:
+    def ensure_open(self) -> bool:
         """Open the ring if necessary; return False if nothing is recorded (a DataLoader worker, no room, given up)."""
         if self._opened:
             return True
@@ -178,7 +178,7 @@ class Session:
                         self._tries += 1
                         return False
                     self.off = True
-                    note(f"no record of process {os.getpid()}: {error}", "warnings.log")
+                    append_note(f"no record of process {os.getpid()}: {error}", "warnings.log")
                     return False
                 finally:
                     self._opening = False
@@ -189,8 +189,8 @@ class Session:
         if self.ring is None:
             self.ring = self._open()
         if not self._described:
-            with self.guarded("description of the process", fatal=False):
-                self.event("process", **self._describe())
+            with self.guard("description of the process", fatal=False):
+                self.record_event("process", **self._describe())
             self._described = True
         self.on_open(self.ring)
         self._opened = True
@@ -227,7 +227,7 @@ class Session:
 
     # ---------------------------------------------------------------- lines
 
-    def _line(self, value: Mapping[str, object], keep: bool = False) -> bool:
+    def _append_line(self, value: Mapping[str, object], keep: bool = False) -> bool:
         """Append a line to the process's file; return False on failure. With `keep`, the line is then written later."""
         now = monotonic_ns()
         line = to_bounded_json(value) + b"\n"
@@ -261,9 +261,9 @@ class Session:
         if self.ring is not None:
             with self._lock:
                 self._retry_ns = 0
-                self._line(data)
+                self._append_line(data)
 
-    def event(self, kind: str, fill: str | None = None, **data: object) -> None:
+    def record_event(self, kind: str, fill: str | None = None, **data: object) -> None:
         """Write a rare record of this process.
 
         `fill`: whether it gets the step and call numbers of the "next" or the "last" call; None for neither.
@@ -276,48 +276,48 @@ class Session:
             if fill is not None:
                 line["fill"] = fill
             with self._lock:
-                self._line(line, keep=True)
+                self._append_line(line, keep=True)
 
     def warn(self, text: str, fill: str | None = None) -> None:
         """Write a warning for the user of dpmon. The script does not see it."""
         if self.ring is not None:
-            self.event("warning", fill, text=text)
+            self.record_event("warning", fill, text=text)
         else:
-            note(text, "warnings.log")
+            append_note(text, "warnings.log")
 
     # ---------------------------------------------------------------- definitions
 
-    def inputs(self, args: tuple[object, ...], kwargs: Mapping[str, object], memo: Memo) -> int:
+    def input_definition(self, args: tuple[object, ...], kwargs: Mapping[str, object], memo: SizeCache) -> int:
         """Return the number of the definition for the sizes of a call's arguments; 0 if they could not be read."""
         lone = args[0] if len(args) == 1 and not kwargs else None
         return self._sizes_of("0", lone, memo, lambda: signature_of_call(args, kwargs))
 
-    def outputs(self, value: object, memo: Memo) -> int:
+    def output_definition(self, value: object, memo: SizeCache) -> int:
         """Return the number of the definition for the sizes of a result; 0 if they could not be read."""
-        return self._sizes_of("", value, memo, lambda: leaves(value, ""))
+        return self._sizes_of("", value, memo, lambda: signature_of_value(value, ""))
 
-    def _sizes_of(self, lone_path: str, lone: object, memo: Memo, signature: Callable[[], object]) -> int:
+    def _sizes_of(self, lone_path: str, lone: object, memo: SizeCache, signature: Callable[[], object]) -> int:
         """Return the number of the definition of a signature. The memo caches it if `lone` is a plain tensor."""
         try:
             if torch._C._len_torch_function_stack():
                 with torch._C.DisableTorchFunction():  # a mode of the script would see our reads
-                    return self.sizes(lone_path, signature())
+                    return self.size_definition(lone_path, signature())
             if type(lone) is not Tensor:
-                return self.sizes(lone_path, signature())
+                return self.size_definition(lone_path, signature())
             shape, dtype = lone.shape, lone.dtype
             if shape != memo.shape or dtype is not memo.dtype:
-                number = self.sizes(lone_path, (shape, dtype))
+                number = self.size_definition(lone_path, (shape, dtype))
                 if not number:
                     return 0
                 memo.shape, memo.dtype, memo.number = shape, dtype, number
             return memo.number
         except Exception as error:  # noqa: BLE001 - anything may be passed to a module, and returned by it
-            self.fault("sizes of inputs and outputs", error, fatal=False)
+            self.count_error("sizes of inputs and outputs", error, fatal=False)
             return 0
 
-    def sizes(self, lone_path: str, signature: object) -> int:
-        """Return the number of the definition of a signature (see dpmon.tracer.core.sizes)."""
-        return self.define((lone_path, signature), lambda: spell_out(signature, lone_path), self._sizes)
+    def size_definition(self, lone_path: str, signature: object) -> int:
+        """Return the number of the definition of a signature (see dpmon.tracer.core.tensor_sizes)."""
+        return self.define((lone_path, signature), lambda: describe_tensors(signature, lone_path), self._sizes)
 
     def define(self, key: Hashable, spell: Callable[[], object], numbers: Iterator[int] | None = None) -> int:
         """Return the number of the definition for `key`, made by `spell` if it is new; 0 if it cannot be written."""
@@ -330,18 +330,18 @@ class Session:
                 if len(self._known) >= MAX_KNOWN:
                     self._known.clear()
                 number = next(self._layouts if numbers is None else numbers)
-                if not self._line({"define": number, "value": spell()}):
+                if not self._append_line({"define": number, "value": spell()}):
                     return 0
                 self._known[key] = number
         return number or 0
 
     # ---------------------------------------------------------------- faults
 
-    def guarded(self, where: str, fatal: bool = True) -> FaultGuard:
+    def guard(self, where: str, fatal: bool = True) -> TracerErrorGuard:
         """Return a guard of a block; `where` names it in the warning. The hot path has `try` and `fault` instead."""
-        return FaultGuard(self, where, fatal)
+        return TracerErrorGuard(self, where, fatal)
 
-    def fault(self, where: str, error: BaseException, fatal: bool = True) -> None:
+    def count_error(self, where: str, error: BaseException, fatal: bool = True) -> None:
         """Count a fault of ours. With `fatal`, the third fault at the same place switches the tracer off.
 
         Raises only exceptions of the script's signal handlers.
@@ -351,7 +351,7 @@ class Session:
             count = self._faults[where] = self._faults.get(where, 0) + 1
             if len(self._faults) == count == 1:  # later faults mostly follow from the first
                 self.warn(
-                    f"dpmon's tracer failed ({where}): {in_a_line(error)}."
+                    f"dpmon's tracer failed ({where}): {one_line_text(error)}."
                     " The training is not affected; the record may be incomplete"
                 )
             if fatal and count >= MAX_FAULTS and not self.off:

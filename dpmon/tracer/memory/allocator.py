@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dpmon.tracer.core.session import Session
-from dpmon.tracer.devices.timing import usable
+from dpmon.tracer.devices.device_timing import is_cuda_initialized
 
 MAX_REPORTS = 16
 """Most records of out-of-memory errors per process: a script may try smaller and smaller batches."""
@@ -37,7 +37,7 @@ def statistics() -> dict[str, dict[str, object]]:
     until the cache was emptied. `ooms`: allocations that failed even then.
     """
     found = {}
-    for index in range(torch.cuda.device_count() if usable() else 0):
+    for index in range(torch.cuda.device_count() if is_cuda_initialized() else 0):
         known = torch.cuda.memory_stats(index)
         stats = {name: known.get(key) for name, key in _STATISTICS.items()}
         if stats["reserved_bytes"] or stats["peak_bytes"]:
@@ -68,22 +68,22 @@ def _uuid_of(index: int) -> str | None:
 # ------------------------------------------------------------------------------------------------ out of memory
 
 
-def watch(session: Session) -> None:
+def watch_out_of_memory(session: Session) -> None:
     """Record out-of-memory errors from now on. Does nothing before CUDA is initialised, or on later calls."""
-    if _watched or not usable():
+    if _watched or not is_cuda_initialized():
         return
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is None:
         return
     _watched.append(session)
-    with session.guarded("out-of-memory error", fatal=False):  # an allocator may have no observers
-        attach(_observed)
+    with session.guard("out-of-memory error", fatal=False):  # an allocator may have no observers
+        attach(_on_out_of_memory)
 
 
-def _observed(device: int, asked: int, total: int, free: int) -> None:
+def _on_out_of_memory(device: int, asked: int, total: int, free: int) -> None:
     """Called by torch on the allocating thread, without torch's lock, before the error is raised."""
     session = _watched[0]
-    with session.guarded("out-of-memory error", fatal=False):
+    with session.guard("out-of-memory error", fatal=False):
         _reports[0] += 1
         if _reports[0] > MAX_REPORTS:
             return
@@ -92,7 +92,7 @@ def _observed(device: int, asked: int, total: int, free: int) -> None:
         state: dict[str, Any] = {"device": f"cuda:{device}"}
         state |= {"asked_bytes": asked, "total_bytes": total, "free_bytes": free}
         state |= {name: stats.get(_STATISTICS[name]) for name in names}
-        session.event("oom", **state)
+        session.record_event("oom", **state)
         gib = {name: _gib(state[f"{name}_bytes"]) for name in ("asked", "free", "total", "allocated", "reserved")}
         session.warn(
             f"{state['device']} is out of memory: {gib['asked']} GiB were requested, {gib['free']} of {gib['total']}"

@@ -17,12 +17,12 @@ from time import monotonic_ns
 from typing import Any
 
 from dpmon.record.span_format import INSIDE_AT, SITE_AT, Kind
-from dpmon.tracer.calls.sites import Functional, Sites
-from dpmon.tracer.core.frames import Function, followed
+from dpmon.tracer.calls.traced_modules import FunctionalStandIn, TracedModules
+from dpmon.tracer.core.hidden_frames import Function, wrap_rare_function
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.memory import allocator
-from dpmon.tracer.memory.storages import GRADIENTS, MAX_TENSORS, STATES, Walk, mapped_files
-from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.memory.storages import GRADIENTS, MAX_TENSORS, STATES, StorageWalk, mapped_files
+from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 EVERY_NS = 5_000_000_000
 SAME_NS = 60_000_000_000
@@ -44,10 +44,10 @@ _PARTS = ("model_bytes", "gradients_bytes", "optimizer_bytes")
 _ALLOCATOR = ("allocated_bytes", "rest_bytes", "reserved_bytes", "peak_bytes")
 
 
-class Memory:
+class MemoryTracer:
     """Measures the memory of one process."""
 
-    def __init__(self, session: Session, recorder: Recorder, sites: Sites) -> None:
+    def __init__(self, session: Session, recorder: SpanRecorder, sites: TracedModules) -> None:
         self.session = session
         self.recorder = recorder
         self.sites = sites
@@ -68,7 +68,7 @@ class Memory:
         """Per device: the peak at the last measurement, and the number of the last look before that peak."""
         self._looks = self._looked_at = 0
         """Number of measurements (looks), and number of the last one that was completed."""
-        self._walk: Walk | None = None
+        self._walk: StorageWalk | None = None
         """The count with most gradients in the measured step; None until its first backward pass ends."""
         self._spent = 0
         """Time of the measurement so far (ns)."""
@@ -77,7 +77,7 @@ class Memory:
 
     # ---------------------------------------------------------------- when
 
-    def constructing(self, original: Function) -> Function:
+    def wrap_optimizer_init(self, original: Function) -> Function:
         """Return the traced form of Optimizer.__init__, which remembers the optimizer weakly."""
 
         def made(_: object, began: int, optimizer: object, *args: object, **kwargs: object) -> None:
@@ -85,12 +85,12 @@ class Memory:
             known[key] = weakref.ref(optimizer, lambda _: known.pop(key, None))
             if not self._made:
                 self._made = True
-                self.opened()
+                self.report_optimizers()
             self.on_optimizer()
 
-        return followed(original, self.session.guarded("search for optimizers", fatal=False), made)
+        return wrap_rare_function(original, self.session.guard("search for optimizers", fatal=False), made)
 
-    def opened(self) -> None:
+    def report_optimizers(self) -> None:
         """Report to the assembler that the script makes optimizers.
 
         Called when the ring opens, and when the first optimizer is made.
@@ -98,14 +98,14 @@ class Memory:
         if self._made:
             self.session.write_line(optimizer=1)
 
-    def something_new(self) -> None:
+    def measure_soon(self) -> None:
         """Measure soon if the run is young: a model was called, or an optimizer has stepped, for the first time."""
         self._again = self._looks < EARLY
         if self._again and 0 < self._due < NEVER:
             self._due = 0
-            self.recorder.soon()
+            self.recorder.schedule_poll()
 
-    def look(self, now: int) -> int:
+    def poll(self, now: int) -> int:
         """Measure between two steps if it is time to. Return when to call again (monotonic ns). Never raises."""
         if now < self._due or self.session.ring is None:
             return self._due
@@ -118,10 +118,10 @@ class Memory:
         self.recorder.on_backward = None
         walk, self._walk = self._walk, None
         self._due = now + EVERY_NS  # an interrupt may end this measurement
-        with self.session.guarded("memory of devices", fatal=False):
+        with self.session.guard("memory of devices", fatal=False):
             self._looks += 1
-            self._report(walk, now)
-            self._due = self._took(now) + max(0 if self._again else EVERY_NS, self._spent * WAIT_FACTOR)
+            self._record_measurement(walk, now)
+            self._due = self._write_cost_span(now) + max(0 if self._again else EVERY_NS, self._spent * WAIT_FACTOR)
             self._spent = 0
             return self._due
         self._due = NEVER  # after a fault of ours, nothing is measured any more
@@ -131,26 +131,26 @@ class Memory:
 
     def _count(self) -> None:
         """Count after a backward pass of a measured step."""
-        with self.session.guarded("memory of devices", fatal=False):
+        with self.session.guard("memory of devices", fatal=False):
             began = monotonic_ns()
             if self._spent < COUNTS_NS:
-                walk = self._walked()
-                self._took(began)
+                walk = self._walk_storages()
+                self._write_cost_span(began)
                 if self._walk is None or walk.total(GRADIENTS) >= self._walk.total(GRADIENTS):
                     self._walk = walk
 
-    def _walked(self) -> Walk:
+    def _walk_storages(self) -> StorageWalk:
         found = [site.module() for site in list(self.sites.known.values())]
-        models = [owner.module if isinstance(owner, Functional) else owner for owner in found]
+        models = [owner.module if isinstance(owner, FunctionalStandIn) else owner for owner in found]
         optimizers = [made for known in list(self._optimizers.values()) if (made := known()) is not None]
-        walk = Walk([module for module in models if module is not None], optimizers)
+        walk = StorageWalk([module for module in models if module is not None], optimizers)
         walk.stepped = self.recorder.stepped > 0
         return walk
 
-    def _took(self, began: int) -> int:
+    def _write_cost_span(self, began: int) -> int:
         """Write the span of this look, which began at `began`; return its end (monotonic ns)."""
         ended = monotonic_ns()
-        me = self.recorder.thread()
+        me = self.recorder.current_thread_state()
         head = Kind.MEMORY | me.head | me.inside << INSIDE_AT | self._looks << SITE_AT
         self.recorder.put(head, began, ended - began, 0)
         self._spent += ended - began
@@ -158,17 +158,17 @@ class Memory:
 
     # ---------------------------------------------------------------- what
 
-    def _report(self, counted: Walk | None, now: int) -> None:
+    def _record_measurement(self, counted: StorageWalk | None, now: int) -> None:
         """Record a measurement. `counted`: the count of the measured step; None if it had no backward pass."""
-        walk = counted or self._walked()
+        walk = counted or self._walk_storages()
         statistics = allocator.statistics()
         walk.held.pop("meta", None)
         if statistics:
-            allocator.watch(self.session)
+            allocator.watch_out_of_memory(self.session)
         for device in statistics:
             walk.held.setdefault(device, [0, 0, 0])
         devices = [
-            self._entry(walk, name, statistics.get(name), self._unknown(walk, name, counted is None))
+            self._device_entry(walk, name, statistics.get(name), self._unknown_reasons(walk, name, counted is None))
             for name in sorted(walk.held)
         ]
         self._looked_at = self._looks
@@ -177,9 +177,11 @@ class Memory:
             return
         self._reported, self._reported_ns = devices, now
         took = (self._spent + monotonic_ns() - now) / 1e6
-        self.session.event("memory", "last", step=None, look=self._looks, took_ms=took, devices=devices, absent={})
+        self.session.record_event(
+            "memory", "last", step=None, look=self._looks, took_ms=took, devices=devices, absent={}
+        )
 
-    def _unknown(self, walk: Walk, device: str, no_backward: bool) -> dict[str, str]:
+    def _unknown_reasons(self, walk: StorageWalk, device: str, no_backward: bool) -> dict[str, str]:
         """Return the reason for each part that is not fully known."""
         absent = {}
         for kind, part in enumerate(_PARTS):
@@ -198,7 +200,9 @@ class Memory:
             absent.setdefault(_PARTS[STATES], why if self._optimizers else "no torch optimizer was made")
         return absent
 
-    def _entry(self, walk: Walk, name: str, stats: dict[str, Any] | None, absent: dict[str, str]) -> dict[str, object]:
+    def _device_entry(
+        self, walk: StorageWalk, name: str, stats: dict[str, Any] | None, absent: dict[str, str]
+    ) -> dict[str, object]:
         """Return the facts of one device. `absent`: reasons for unknown parts."""
         held = walk.held[name]
         entry: dict[str, object] = {"device": name, **dict(zip(_PARTS, held, strict=True))}

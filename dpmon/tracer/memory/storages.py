@@ -12,8 +12,16 @@ from zlib import crc32
 
 import torch
 
-from dpmon.tracer.core.module_tables import BUFFERS, PARAMETERS, class_name, is_a, modules_of, parts_of, values_of
-from dpmon.tracer.core.sizes import tensors_in
+from dpmon.tracer.core.module_tables import (
+    BUFFERS,
+    PARAMETERS,
+    class_name,
+    dense_parts,
+    is_distributed_class,
+    modules_of,
+    values_of,
+)
+from dpmon.tracer.core.tensor_sizes import tensors_in
 
 MAX_TENSORS = 5_000
 """Most tensors of a kind that are counted: to count one takes about 5 us, and the training waits for it."""
@@ -22,7 +30,7 @@ _UNREADABLE = (RuntimeError, NotImplementedError, TypeError, ValueError, Attribu
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
-class Walk:
+class StorageWalk:
     """The bytes of models, gradients and optimizer states. A shared storage counts for the first of these."""
 
     def __init__(self, models: Iterable[object], optimizers: Iterable[object]) -> None:
@@ -43,7 +51,7 @@ class Walk:
         self._seen: set[tuple[str, int]] = set()
         modules = list({id(module): module for root in models for module in modules_of(root)}.values())
         with torch._C.DisableTorchFunction():
-            self._add_all(MODEL, (value for module in modules for value in _weights(module)))
+            self._add_all(MODEL, (value for module in modules for value in _iter_weights(module)))
             self._add_all(GRADIENTS, (gradient for module in modules for gradient in _gradients(module)))
             self._add_all(STATES, (tensor for optimizer in optimizers for tensor in _states(optimizer)))
 
@@ -54,7 +62,7 @@ class Walk:
     def _add_all(self, kind: int, tensors: Iterator[Any]) -> None:
         for tensor in islice(tensors, MAX_TENSORS):
             try:
-                for part in _parts(tensor):
+                for part in _plain_tensors(tensor):
                     storage = part.untyped_storage()
                     if storage.device.type != "meta":  # a fake tensor reports another device but holds no data
                         self._add(kind, str(part.device), storage)
@@ -90,7 +98,7 @@ def mapped_files(addresses: Iterable[int]) -> str | None:
     return f"{crc32(b' '.join(sorted(found))):08x}" if found else None
 
 
-def _weights(module: object) -> Iterator[object]:
+def _iter_weights(module: object) -> Iterator[object]:
     """Yield the parameters and buffers of a module, and the module itself for weights in a C++ object (quantized)."""
     yield from _parameters(module)
     yield from values_of(module, BUFFERS)
@@ -100,14 +108,14 @@ def _weights(module: object) -> Iterator[object]:
 
 def _parameters(module: object) -> list[Any]:
     tensors = values_of(module, PARAMETERS)
-    for shard in _shards(module):
+    for shard in _iter_fsdp_shards(module):
         tensors += (shard.sharded_param, getattr(shard, "_unsharded_param", None))
     return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
 def _gradients(module: object) -> Iterator[object]:
     found = [tensor.grad for tensor in _parameters(module) if tensor.is_leaf]
-    found += [getattr(shard, "unsharded_accumulated_grad", None) for shard in _shards(module)]
+    found += [getattr(shard, "unsharded_accumulated_grad", None) for shard in _iter_fsdp_shards(module)]
     return (gradient for gradient in found if gradient is not None)
 
 
@@ -117,13 +125,13 @@ def _states(optimizer: object) -> Iterator[torch.Tensor]:
         yield from tensors_in(value)
 
 
-def _shards(module: Any) -> list[Any]:
+def _iter_fsdp_shards(module: Any) -> list[Any]:
     """Return fully_shard's parameters of a module and its parts. While in use, each also has an unsharded form.
 
     The modules' own tables contain one form of each parameter; the other form may hold memory or a gradient, too. The
     private names of torch that are used here may change; then only the tables are counted.
     """
-    if not is_a(module, "FSDPModule"):
+    if not is_distributed_class(module, "FSDPModule"):
         return []
     try:
         state = module._get_fsdp_state()
@@ -133,7 +141,7 @@ def _shards(module: Any) -> list[Any]:
         return []
 
 
-def _parts(tensor: Any) -> tuple[Any, ...]:
+def _plain_tensors(tensor: Any) -> tuple[Any, ...]:
     """Return the plain tensors that hold a tensor's data: several for a sparse tensor or a wrapper (DTensor).
 
     A wrapper's own storage reports the size of all parts but holds no data. Raises NotImplementedError for a wrapper
@@ -147,5 +155,5 @@ def _parts(tensor: Any) -> tuple[Any, ...]:
             raise NotImplementedError
         inner = [getattr(tensor, name) for name in flatten()[0]]
         # A DTensor lists its mesh in addition to its local tensor.
-        return tuple(part for value in inner if isinstance(value, torch.Tensor) for part in _parts(value))
-    return parts_of(tensor)
+        return tuple(part for value in inner if isinstance(value, torch.Tensor) for part in _plain_tensors(value))
+    return dense_parts(tensor)

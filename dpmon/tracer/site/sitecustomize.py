@@ -5,7 +5,7 @@ that it shadows. It must not raise: it runs before the user's program, in every 
 """
 
 
-def _arm() -> None:
+def _install_import_hook() -> None:
     import os
     import sys
 
@@ -19,13 +19,13 @@ def _arm() -> None:
     parent = os.path.dirname(os.path.dirname(os.path.dirname(here)))
     sys.path.insert(0, parent)
     try:
-        from dpmon.tracer import inject
+        from dpmon.tracer import torch_import_hook
     finally:
         sys.path.remove(parent)
-    inject.arm()
+    torch_import_hook.install_import_hook()
 
 
-def _chain() -> None:
+def _run_shadowed_sitecustomize() -> None:
     """Import the sitecustomize that Python would find without ours; pass its exceptions on."""
     import sys
 
@@ -35,11 +35,11 @@ def _chain() -> None:
     except ImportError as error:
         if error.name != "sitecustomize":
             raise
-        sys.modules[__name__] = ours  # the import system expects it; dpmon.tracer.inject removes it later
+        sys.modules[__name__] = ours  # the import system expects it; dpmon.tracer.torch_import_hook removes it later
 
 
 try:  # noqa: SIM105 - contextlib is not loaded yet in every Python
-    _arm()
+    _install_import_hook()
 except Exception:  # noqa: BLE001 - a fault of ours must not stop the user's program
     pass
-_chain()
+_run_shadowed_sitecustomize()

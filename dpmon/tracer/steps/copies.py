@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from dpmon.record.span_format import INSIDE_AT, Kind
-from dpmon.tracer.core.frames import Function, drop_frames
-from dpmon.tracer.core.module_tables import parts_of
+from dpmon.tracer.core.hidden_frames import Function, drop_frames
+from dpmon.tracer.core.module_tables import dense_parts
 from dpmon.tracer.core.session import Session, raise_from_signal
-from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 _Where = Callable[[tuple[object, ...], dict[str, object]], object]
 _GPU = "cuda"
@@ -32,10 +32,10 @@ _WITHIN = frozenset((Kind.COPY, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
 _PYTHON: Any = torch._C.DispatchKey.Python
 
 
-class Copies:
+class CopyTracer:
     """Traces the copies of one process. Its own code never raises."""
 
-    def __init__(self, session: Session, recorder: Recorder) -> None:
+    def __init__(self, session: Session, recorder: SpanRecorder) -> None:
         self._session = session
         self._recorder = recorder
 
@@ -43,10 +43,10 @@ class Copies:
         """Put the traced methods into torch's tensor class, if torch was built for GPUs."""
         if torch.version.cuda is None and torch.version.hip is None:
             return
-        kind.to = self.traced(kind.to, where_to)
-        kind.cuda = self.traced(kind.cuda, where_cuda)
+        kind.to = self.wrap_copy_method(kind.to, target_of_to)
+        kind.cuda = self.wrap_copy_method(kind.cuda, target_of_cuda)
 
-    def traced(self, original: Function, where: _Where) -> Function:
+    def wrap_copy_method(self, original: Function, where: _Where) -> Function:
         """The traced form of a method that copies; `where` finds the target device in its arguments."""
         session, recorder = self._session, self._recorder
         name = original.__name__
@@ -56,12 +56,12 @@ class Copies:
                 me = recorder.threads.get(get_ident())
                 if recorder.timing is None or me is None or me is not recorder.training_thread or me.inside in _WITHIN:
                     return original(tensor, *args, **kwargs)
-                gpu = -1 if session.off else self._gpu(tensor, where, args, kwargs)
+                gpu = -1 if session.off else self._target_gpu(tensor, where, args, kwargs)
                 if gpu < 0:
                     return original(tensor, *args, **kwargs)
-                mark = recorder.timing.copy_begins(me, gpu)
+                mark = recorder.timing.begin_copy(me, gpu)
                 head = Kind.COPY | me.head | me.inside << INSIDE_AT
-                return recorder.within(me, head, mark, _bytes, original, (tensor, *args), kwargs)
+                return recorder.run_in_span(me, head, mark, _bytes, original, (tensor, *args), kwargs)
             except BaseException as error:
                 drop_frames(error)
                 tensor, args, kwargs = None, (), {}
@@ -70,7 +70,7 @@ class Copies:
         method.__module__, method.__name__, method.__qualname__ = "torch", name, f"Tensor.{name}"
         return _Method(original, method, recorder)
 
-    def _gpu(self, tensor: Any, where: _Where, args: tuple[object, ...], kwargs: dict[str, object]) -> int:
+    def _target_gpu(self, tensor: Any, where: _Where, args: tuple[object, ...], kwargs: dict[str, object]) -> int:
         """Return the index of the GPU that a host tensor is copied to; -1 for any other call."""
         try:
             device = where(args, kwargs)
@@ -102,7 +102,7 @@ class _Method:
 
     __objclass__ = torch._C.TensorBase
 
-    def __init__(self, original: Any, function: Function, recorder: Recorder) -> None:
+    def __init__(self, original: Any, function: Function, recorder: SpanRecorder) -> None:
         self.__module__ = "torch"
         self.__name__ = original.__name__
         self.__qualname__ = f"Tensor.{original.__name__}"
@@ -143,18 +143,18 @@ def _bytes(copied: object) -> int:
     """Return the number of bytes copied: the size of the result, since the host converts the dtype; 0 if unknown."""
     try:
         with torch._C.DisableTorchFunction():
-            return sum(part.nelement() * part.element_size() for part in parts_of(copied))
+            return sum(part.nelement() * part.element_size() for part in dense_parts(copied))
     except Exception as error:  # noqa: BLE001 - the copy is already made
         raise_from_signal(error)
         return 0
 
 
-def where_to(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def target_of_to(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """The device argument of to(device, ...), to(other, ...) or to(dtype, ...), by position or by name."""
     return args[0] if args else kwargs.get("device", kwargs.get("other"))
 
 
-def where_cuda(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def target_of_cuda(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """The device argument of cuda(device=None, ...)."""
     device = args[0] if args else kwargs.get("device")
     return _GPU if device is None else device

@@ -25,10 +25,10 @@ from torch.utils import data as torch_data
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from dpmon.record.span_format import MAX_SITE, SITE_AT
-from dpmon.tracer.core.frames import Function, followed
+from dpmon.tracer.core.hidden_frames import Function, wrap_rare_function
 from dpmon.tracer.core.module_tables import class_name
 from dpmon.tracer.core.session import Session, raise_from_signal
-from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 EVERY_NS = 1_000_000_000
 """Shortest time between two events with the same facts."""
@@ -46,7 +46,7 @@ _LONGEST = (1 << 32) - 2
 _ITERABLE = "dpmon does not ask an IterableDataset for its length: torch would warn if it then yields more"
 
 
-class _Known:
+class _KnownLoader:
     """A loader or a dataset that has been seen."""
 
     __slots__ = ("length", "number", "object", "starts")
@@ -61,10 +61,10 @@ class _Known:
         """The answer of a loader's `__len__`, or why there is none; None if it was not asked."""
 
 
-class Loaders:
+class LoaderTracer:
     """Records the starts of loaders in one process."""
 
-    def __init__(self, session: Session, recorder: Recorder) -> None:
+    def __init__(self, session: Session, recorder: SpanRecorder) -> None:
         self.session = session
         self._recorder = recorder
         self.reset()
@@ -85,42 +85,44 @@ class Loaders:
         """Number of starts since the last event, and their total time."""
         self._last: dict[str, Any] = {}
         """The last of these starts; it is recorded when the process ends."""
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _KnownLoader] = {}
         """The loaders and their datasets, by id."""
 
-    def iterating(self, original: Function) -> Function:
+    def wrap_iter(self, original: Function) -> Function:
         """The traced form of DataLoader.__iter__."""
-        return followed(original, self.session.guarded("start of a loader", fatal=False), self._started)
+        return wrap_rare_function(original, self.session.guard("start of a loader", fatal=False), self._record_start)
 
-    def opened(self) -> None:
+    def flush_kept_events(self) -> None:
         """Write the events that were kept until the ring was open."""
-        with self.session.guarded("start of a loader", fatal=False), self._lock:
+        with self.session.guard("start of a loader", fatal=False), self._lock:
             early, self._early = self._early, []
             for event in early:
-                self.session.event("loader", **event)
+                self.session.record_event("loader", **event)
 
     def at_exit(self) -> None:
         """Write the last start if it was left out. Its event counts the other starts that were left out."""
-        with self.session.guarded("start of a loader", fatal=False), self._lock:
+        with self.session.guard("start of a loader", fatal=False), self._lock:
             if self._left_out and self.session.ring is not None:
                 self._left_out -= 1
                 self._left_out_s -= self._last["iter_s"]
                 self._write(self._last)
 
-    def _started(self, iterator: object, began_ns: int, loader: object) -> None:
+    def _record_start(self, iterator: object, began_ns: int, loader: object) -> None:
         took_ns = monotonic_ns() - began_ns
         if self.session.off or not issubclass(type(iterator), _BaseDataLoaderIter):
             return
         with self._lock:
-            known = self._object(loader)
+            known = self._known_object(loader)
             known.starts += 1
             start = known.starts
-        facts = _facts(iterator.__dict__, loader, lambda: self._asked(loader, known))  # may run the script's code
+        facts = _loader_facts(
+            iterator.__dict__, loader, lambda: self._reported_length(loader, known)
+        )  # may run the script's code
         key = str(facts)
         with self._lock:
-            dataset = self._object(iterator.__dict__.get("_dataset"), known)
+            dataset = self._known_object(iterator.__dict__.get("_dataset"), known)
             dataset.number = dataset.number or next(self._datasets)
-            loop = self._numbered(iterator, dataset.number, facts["batches"])
+            loop = self._assign_loop_number(iterator, dataset.number, facts["batches"])
             times = {"t_s": (began_ns - self.session.config.start_ns) / 1e9, "iter_s": took_ns / 1e9}
             event = {**facts, **times, "start": start, "loop": loop, "dataset": dataset.number}
             if self._is_wanted(key, began_ns):
@@ -131,19 +133,19 @@ class Loaders:
                 self._left_out_s += event["iter_s"]
                 self._last = event
 
-    def _numbered(self, iterator: object, dataset: int, length: int | None) -> int:
+    def _assign_loop_number(self, iterator: object, dataset: int, length: int | None) -> int:
         """Give the loop over an iterator a number; from now on, its fetches have it."""
         loop, key, loops = next(self._loops) & MAX_SITE, id(iterator), self._recorder.loops
         sizes = dataset | (0 if length is None or not 0 <= length <= _LONGEST else length + 1) << 32
         loops[key] = loop << SITE_AT, lambda _: sizes, ref(iterator, lambda _: loops.pop(key, None))
         return loop
 
-    def _object(self, found: object, instead: _Known | None = None) -> _Known:
+    def _known_object(self, found: object, instead: _KnownLoader | None = None) -> _KnownLoader:
         """Return what is known about a loader or a dataset; `instead`: about one without weak references (a list)."""
         known = self._known.pop(id(found), None)
         if known is None or known.object() is not found:
             try:
-                known = _Known(ref(found))
+                known = _KnownLoader(ref(found))
             except TypeError:
                 if instead is None:
                     raise
@@ -155,14 +157,14 @@ class Loaders:
         self._known[id(found)] = known
         return known
 
-    def _asked(self, loader: Any, known: _Known) -> int | str:
+    def _reported_length(self, loader: Any, known: _KnownLoader) -> int | str:
         """Return the length that a loader reports itself, or why it does not. It is asked once."""
         if known.length is None:
             if self._asks:
                 return "its length is being computed"
             self._asks = True
             try:
-                with _random_numbers_kept():
+                with _preserve_rng_state():
                     known.length = len(loader)
             except Exception as error:  # noqa: BLE001 - the script's own code may fail
                 raise_from_signal(error)
@@ -178,7 +180,7 @@ class Loaders:
         if self.session.ring is None:
             self._early.append(event)
         else:
-            self.session.event("loader", **event)
+            self.session.record_event("loader", **event)
 
     def _is_wanted(self, facts: str, began_ns: int) -> bool:
         if self.session.ring is None and len(self._early) >= MAX_EARLY:
@@ -195,7 +197,7 @@ class Loaders:
 
 
 @contextmanager
-def _random_numbers_kept() -> Iterator[None]:
+def _preserve_rng_state() -> Iterator[None]:
     """Undo what a block does to the usual random generators: a sampler may shuffle to count its batches."""
     numpy, state, torchs = sys.modules.get("numpy"), random.getstate(), torch.default_generator.get_state()
     numpys = None if numpy is None else numpy.random.get_state()
@@ -208,13 +210,13 @@ def _random_numbers_kept() -> Iterator[None]:
             numpy.random.set_state(numpys)
 
 
-def _facts(iterator: dict[str, object], loader: Any, ask: Callable[[], int | str]) -> dict[str, Any]:
+def _loader_facts(iterator: dict[str, object], loader: Any, ask: Callable[[], int | str]) -> dict[str, Any]:
     """Return the facts of a loader, which torch copies to the attributes of its iterator.
 
     `ask` returns the length that the loader reports.
     """
     try:
-        batches = _batches(iterator)
+        batches = _loader_length(iterator)
         if batches is None:
             batches = ask()
     except Exception as error:  # noqa: BLE001 - the script may have changed torch's own objects
@@ -237,7 +239,7 @@ def _facts(iterator: dict[str, object], loader: Any, ask: Callable[[], int | str
     }
 
 
-def _batches(iterator: dict[str, object]) -> int | str | None:
+def _loader_length(iterator: dict[str, object]) -> int | str | None:
     """Return the length of the loader, or why it has none. None: the script's own code computes it."""
     if iterator.get("_dataset_kind") != _DatasetKind.Map:
         return _ITERABLE

@@ -24,10 +24,10 @@ import torch
 
 from dpmon.record.shared_names import shorten_name
 from dpmon.record.span_format import SITE_AT, Kind
-from dpmon.tracer.core.frames import followed, outwards
+from dpmon.tracer.core.hidden_frames import iter_callers, wrap_rare_function
 from dpmon.tracer.core.session import Session
-from dpmon.tracer.devices.events import TorchEvents
-from dpmon.tracer.steps.recorder import Recorder, Thread
+from dpmon.tracer.devices.cuda_events import TorchEvents
+from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
 EVERY_NS = 1_000_000_000
 PASSES = 8
@@ -42,7 +42,7 @@ _HIDDEN = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, os.p
 _BYTES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 
 
-class Line:
+class BackwardCaller:
     """A line that calls backward."""
 
     __slots__ = ("next_ns", "numbers", "place")
@@ -55,7 +55,7 @@ class Line:
         """When the next loss may be read (monotonic ns)."""
 
 
-class Copy:
+class PinnedCopy:
     """Pinned memory for a loss and its scale, and the event that completes after they were copied there."""
 
     __slots__ = ("cells", "copied", "device", "event", "line", "started")
@@ -70,17 +70,17 @@ class Copy:
         self.started = 0
 
 
-class Losses:
+class LossTracer:
     """The losses of one process."""
 
-    def __init__(self, session: Session, recorder: Recorder, events: TorchEvents | None = None) -> None:
+    def __init__(self, session: Session, recorder: SpanRecorder, events: TorchEvents | None = None) -> None:
         self._session = session
         self._recorder = recorder
         self._events = events
-        self._copies: deque[Copy] = deque()
-        self._free: list[Copy] | None = None
+        self._copies: deque[PinnedCopy] = deque()
+        self._free: list[PinnedCopy] | None = None
         """None until pinned memory is allocated."""
-        self._guard = session.guarded("loss", fatal=False)
+        self._guard = session.guard("loss", fatal=False)
         self._followed: set[type] = set()
         """Classes with a wrapped `scale`."""
         self._parents: list[object] = []
@@ -89,7 +89,7 @@ class Losses:
 
     def reset(self) -> None:
         """Set the initial state, at first and in a forked child."""
-        self._lines: dict[tuple[str, int], Line] = {}
+        self._lines: dict[tuple[str, int], BackwardCaller] = {}
         self._began = -EVERY_NS
         """When the first pass of this second began (monotonic ns)."""
         self._left = 0
@@ -100,27 +100,29 @@ class Losses:
         self._scaled: deque[tuple[Any, Any, Any]] = deque(maxlen=4)
         """References to the last scaled losses, to what was scaled, and to its scaler."""
         self._recorder.loss_due = 0 if self._session.config.loss else NEVER
-        self._recorder.on_loss = self.look
+        self._recorder.on_loss = self.on_backward_end
 
     def install(self) -> None:
         """Wrap GradScaler.scale. Wrap that of a subclass (FSDP has one) when its first scaler is made."""
         if self._session.config.loss:
             kind: Any = torch.amp.GradScaler
-            self._follow(kind)
-            kind.__init__ = followed(kind.__init__, self._guard, lambda _, __, me, *___, **____: self._follow(type(me)))
+            self._wrap_scaler(kind)
+            kind.__init__ = wrap_rare_function(
+                kind.__init__, self._guard, lambda _, __, me, *___, **____: self._wrap_scaler(type(me))
+            )
 
-    def _follow(self, scaler: type) -> None:
+    def _wrap_scaler(self, scaler: type) -> None:
         kinds: Any = scaler.__mro__
         for kind in kinds:
             if "scale" in vars(kind) and kind not in self._followed:
                 self._followed.add(kind)
-                kind.scale = followed(kind.scale, self._guard, self._scales)
+                kind.scale = wrap_rare_function(kind.scale, self._guard, self._note_scaled)
 
-    def _scales(self, result: object, _: int, scaler: object, outputs: object) -> None:
+    def _note_scaled(self, result: object, _: int, scaler: object, outputs: object) -> None:
         if result is not outputs and type(result) is torch.Tensor:
             self._scaled.append((weakref.ref(result), weakref.ref(outputs), weakref.ref(scaler)))
 
-    def look(self, me: Thread, began: int, args: Any, kwargs: Any) -> None:
+    def on_backward_end(self, me: ThreadState, began: int, args: Any, kwargs: Any) -> None:
         """Look at a backward pass that has just ended. `began`: its start; `args`, `kwargs`: of autograd's engine."""
         recorder = self._recorder
         if me is not recorder.training_thread or recorder.ring is None:
@@ -134,20 +136,20 @@ class Losses:
                 # Other passes are torch.autograd.grad, or a pass across RPC.
                 if self._left and kwargs.get("accumulate_grad") and type(args[0]) is tuple and args[0]:
                     self._left -= 1
-                    line = self._line()
+                    line = self._find_caller()
                     if line is not None and began >= line.next_ns:
                         line.next_ns = began + EVERY_NS
-                        self._take(line, began, args[0])
+                        self._read_or_copy(line, began, args[0])
         except Exception as error:  # noqa: BLE001 - a loss is lost, the training is not
             self._left = 0
-            self._session.fault("loss", error, fatal=False)
+            self._session.count_error("loss", error, fatal=False)
         finally:
             _set_eval_frame(compiles)
         recorder.loss_due = 0 if self._copies or self._left else self._began + EVERY_NS
 
-    def _line(self) -> Line | None:
+    def _find_caller(self) -> BackwardCaller | None:
         """Return the line that called the pass; None beyond MAX_LINES."""
-        for frame in outwards(sys._getframe(1)):
+        for frame in iter_callers(sys._getframe(1)):
             if not frame.f_code.co_filename.startswith(_HIDDEN):
                 break
         else:
@@ -157,10 +159,10 @@ class Losses:
         if line is None and len(self._lines) < MAX_LINES:
             place = f"{os.path.basename(key[0])}:{key[1]}"
             again = any(one.place == place for one in self._lines.values())
-            line = self._lines[key] = Line(shorten_name(f"{key[0]}:{key[1]}" if again else place))
+            line = self._lines[key] = BackwardCaller(shorten_name(f"{key[0]}:{key[1]}" if again else place))
         return line
 
-    def _take(self, line: Line, began: int, roots: tuple[Any, ...]) -> None:
+    def _read_or_copy(self, line: BackwardCaller, began: int, roots: tuple[Any, ...]) -> None:
         """Read the loss from which a pass began, or copy it."""
         loss, scale = roots[0], None
         for scaled, source, scaler in self._scaled:
@@ -168,7 +170,7 @@ class Losses:
                 loss = source()
                 if loss is None:  # the script has freed it already
                     loss, scale = roots[0], getattr(scaler(), "_scale", None)
-        why = "the pass begins at several tensors" if len(roots) > 1 else _why_not(loss)
+        why = "the pass begins at several tensors" if len(roots) > 1 else _unreadable_reason(loss)
         if why is not None:
             self._write(line, began, nan, why)
         elif loss.is_cuda:
@@ -176,7 +178,7 @@ class Losses:
         else:
             self._write(line, began, _value(loss) / (1.0 if scale is None else _value(scale)))
 
-    def _write(self, line: Line, began: int, value: float, why: str | None = None) -> None:
+    def _write(self, line: BackwardCaller, began: int, value: float, why: str | None = None) -> None:
         """Write a loss, or, once for each line, `why` it cannot be read."""
         number = line.numbers.get(why is None, 0)
         if number and why is not None:
@@ -190,15 +192,15 @@ class Losses:
 
     # ---------------------------------------------------------------- on a GPU
 
-    def _copy(self, line: Line, began: int, loss: torch.Tensor, scale: torch.Tensor | None) -> None:
+    def _copy(self, line: BackwardCaller, began: int, loss: torch.Tensor, scale: torch.Tensor | None) -> None:
         """Begin to copy a loss, unless a CUDA graph is being captured or too many copies are under way."""
         events = self._events = self._events or TorchEvents(self._session)
-        if events.capturing():
+        if events.is_capturing():
             return
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             if self._free is None:
                 memory = torch.empty((MAX_COPIES, 2, 8), dtype=torch.uint8, device="cpu", pin_memory=True)
-                self._free = list(map(Copy, memory))
+                self._free = list(map(PinnedCopy, memory))
             if not self._free:
                 return
             copy = self._free[-1]
@@ -210,14 +212,14 @@ class Losses:
                     copy.copied.append(target)
         device = loss.get_device()
         if copy.device != device:  # an event belongs to one device
-            copy.event, copy.device = events.make(), device
+            copy.event, copy.device = events.create_event(), device
         events.record(copy.event, device)
         self._copies.append(self._free.pop())
 
     def _read_copies(self) -> None:
         """Write the losses that have arrived."""
         events = self._events
-        while self._copies and events is not None and not events.capturing() and events.done(self._copies[0].event):
+        while self._copies and events is not None and not events.is_capturing() and events.done(self._copies[0].event):
             copy = self._copies.popleft()
             value, *scale = map(_value, copy.copied)
             self._write(copy.line, copy.started, value / (scale[0] if scale else 1.0))
@@ -229,7 +231,7 @@ class Losses:
         self._read_copies()
 
 
-def _why_not(loss: Any) -> str | None:
+def _unreadable_reason(loss: Any) -> str | None:
     """Why a loss cannot be read; None if it can."""
     if getattr(type(loss), "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:  # or a GradientEdge
         return f"the pass begins at a {shorten_name(type(loss).__name__)}, which is no plain tensor"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dpmon.record.span_format import INSIDE_AT, MAX_SITE, SITE_AT, Kind
-from dpmon.tracer.steps.recorder import IDLE, STALE, Recorder, Thread
+from dpmon.tracer.steps.span_recorder import IDLE, STALE, SpanRecorder, ThreadState
 
 UNSEEN = 3
 """`on_unseen` is called after this many optimizer steps without any call of a module."""
@@ -21,10 +21,10 @@ MANY_CALLS = 4096
 """A step may begin at a call after this many calls without an optimizer step, if an optimizer has stepped before."""
 
 
-class OptimizerSteps:
+class OptimizerTracer:
     """Traces the optimizer steps of one process."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: SpanRecorder) -> None:
         self._recorder = recorder
         self.on_unseen: Callable[[], None] = lambda: None
         """Called when optimizers step but no call was seen."""
@@ -54,9 +54,9 @@ class OptimizerSteps:
         exception, but torch.compile would compile it with the step.)
         """
         recorder, known_optimizers = self._recorder, self._known
-        threads, new = recorder.threads, recorder.thread
+        threads, new = recorder.threads, recorder.current_thread_state
         is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
-        fault = recorder.session.fault
+        fault = recorder.session.count_error
 
         def before(optimizer: object, args: object, kwargs: object) -> None:
             if is_compiling():
@@ -64,11 +64,11 @@ class OptimizerSteps:
             try:
                 me = threads.get(get_ident()) or new()
                 if me.steps:
-                    recorder.still_inside(me, 1)
+                    recorder.current_open_kind(me, 1)
                 inside = me.inside
                 known = known_optimizers.get(id(optimizer))
                 if known is None or known[0]() is not optimizer:
-                    known = self._numbered(optimizer)
+                    known = self._assign_number(optimizer)
                 head = Kind.OPTIMIZER | inside << INSIDE_AT | me.head | known[1] << SITE_AT
                 mark = None if recorder.timing is None else recorder.timing.begin(me, Kind.OPTIMIZER)
                 began = clock()
@@ -87,7 +87,7 @@ class OptimizerSteps:
                 if me is None or not me.steps:
                     return
                 if len(me.steps) > 1:
-                    recorder.still_inside(me)
+                    recorder.current_open_kind(me)
                 took = clock()
                 inside, head, began, mark, number = me.steps.pop()
                 me.inside = inside
@@ -101,15 +101,15 @@ class OptimizerSteps:
                 recorder.steps_since_fetch += 1
                 recorder.stepped += 1
                 if recorder.stepped == recorder.sample_at:
-                    recorder.soon()
+                    recorder.schedule_poll()
                 if recorder.steps_since_fetch > STALE or number != self._only:
-                    self._stepped(me, number)
+                    self._handle_step(me, number)
             except Exception as error:  # noqa: BLE001 - the step is done anyway
                 fault("step of an optimizer", error)
 
         return before, after
 
-    def _numbered(self, optimizer: object) -> tuple[object, int]:
+    def _assign_number(self, optimizer: object) -> tuple[object, int]:
         """Give an optimizer a number for its lifetime; return a weak reference to the optimizer, and the number."""
         recorder, known = self._recorder, self._known
         number, key = next(self._numbers) & MAX_SITE, id(optimizer)
@@ -119,12 +119,17 @@ class OptimizerSteps:
             if number == self._only:
                 self._only = 0
             with suppress(Exception):  # for example, when the interpreter ends
-                recorder.put(Kind.OPTIMIZER_FREED | recorder.thread().head | number << SITE_AT, monotonic_ns(), 0, 0)
+                recorder.put(
+                    Kind.OPTIMIZER_FREED | recorder.current_thread_state().head | number << SITE_AT,
+                    monotonic_ns(),
+                    0,
+                    0,
+                )
 
         known[key] = weakref.ref(optimizer, gone), number
         return known[key]
 
-    def _stepped(self, me: Thread, number: int) -> None:
+    def _handle_step(self, me: ThreadState, number: int) -> None:
         """Handle an optimizer step that may end a training step, or that shows which optimizers the loop has."""
         recorder = self._recorder
         if recorder.ring is None:
@@ -146,8 +151,8 @@ class OptimizerSteps:
         self._cycle.append(number)
         if recorder.steps_since_fetch > STALE and number == self._boundary:
             if recorder.timing is not None:
-                recorder.timing.step_ends()
-            recorder.between(me)
+                recorder.timing.end_step()
+            recorder.at_step_boundary(me)
         if number > self._newest:
             self._newest = number
             self.on_another()

@@ -15,7 +15,7 @@ from typing import Any
 from dpmon.record.span_format import Kind
 from dpmon.span_ring import HeaderWord, SpanRing, wants_pause
 from dpmon.tracer.core.session import Session, rank_and_world
-from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 POLL_S = 0.025
 LOOK_NS = 500_000_000
@@ -31,7 +31,7 @@ _RANKS = (
 class Pauser:
     """Pauses the training of one process."""
 
-    def __init__(self, session: Session, recorder: Recorder) -> None:
+    def __init__(self, session: Session, recorder: SpanRecorder) -> None:
         self.session = session
         self.recorder = recorder
         self._asked = 0
@@ -55,16 +55,18 @@ class Pauser:
                 if refused is None:
                     self._wait(ring)
                 else:
-                    session.event("pause", "last", paused=False, step=None, paused_s=0.0, reason=None, refused=refused)
+                    session.record_event(
+                        "pause", "last", paused=False, step=None, paused_s=0.0, reason=None, refused=refused
+                    )
         finally:
             words[HeaderWord.PAUSED] = self._asked if wants_pause(words[HeaderWord.PAUSE]) else words[HeaderWord.PAUSE]
 
     def _wait(self, ring: SpanRing) -> None:
-        session, words, me = self.session, ring.words, self.recorder.thread()
+        session, words, me = self.session, ring.words, self.recorder.current_thread_state()
         began = looked = monotonic_ns()
         reason: str | None = "interrupted"
         try:
-            session.event("pause", "last", paused=True, step=None, paused_s=None, reason=None, refused=None)
+            session.record_event("pause", "last", paused=True, step=None, paused_s=None, reason=None, refused=None)
             while True:
                 self._asked = asked = words[HeaderWord.PAUSE]
                 if not wants_pause(asked):
@@ -75,7 +77,7 @@ class Pauser:
                 self.recorder.kinds[me.number] = Kind.PAUSE
                 sleep(POLL_S)
                 if self.recorder.timing is not None:
-                    self.recorder.timing.read()
+                    self.recorder.timing.write_known_times()
                 now = monotonic_ns()
                 if now - looked >= LOOK_NS:
                     looked = now
@@ -93,7 +95,9 @@ class Pauser:
             self.recorder.kinds[me.number] = 0
             self.recorder.put(Kind.PAUSE | me.head, began, now - began, 0)
             paused_s = (now - began) / 1e9
-            session.event("pause", "last", paused=False, step=None, paused_s=paused_s, reason=reason, refused=None)
+            session.record_event(
+                "pause", "last", paused=False, step=None, paused_s=paused_s, reason=reason, refused=None
+            )
 
 
 def _why_unsupervised(session: Session) -> str | None:

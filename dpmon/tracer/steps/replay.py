@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from dpmon.tracer.core.frames import Function
+from dpmon.tracer.core.hidden_frames import Function
 
 _LOADERS = 8
 """Most loaders with kept batches: a script may make a new loader for each epoch."""
@@ -25,7 +25,7 @@ class _KeptBatches:
             self.length = len(iterator)
 
 
-def replaying(fetch: Function, most: int) -> Function:
+def wrap_next_with_replay(fetch: Function, most: int) -> Function:
     """A `_BaseDataLoaderIter.__next__` that loads at most `most` batches of each loader, and then repeats them."""
     loaders: dict[int, _KeptBatches] = {}
 

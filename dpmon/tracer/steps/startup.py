@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from dpmon.tracer.append import note
-from dpmon.tracer.core.frames import followed
+from dpmon.tracer.core.hidden_frames import wrap_rare_function
 from dpmon.tracer.core.module_tables import class_name
 from dpmon.tracer.core.session import Session
+from dpmon.tracer.note_files import append_note
 
 IN_SCRIPT = "in the script"
 MAX_LOADERS = 16
 """Most loaders with a note of their first batch: a script may read from many loaders before it calls a model."""
 
 
-class Startup:
+class StartupNotes:
     """Writes the notes of one process."""
 
     def __init__(self, session: Session) -> None:
@@ -35,12 +35,12 @@ class Startup:
         original = getattr(torch.distributed, "init_process_group", None)  # some builds lack it
         if original is None:
             return
-        traced = followed(
+        traced = wrap_rare_function(
             original,
-            self.session.guarded("startup of the process", fatal=False),
-            lambda *_, **__: self.ended(None),
-            before=lambda *args, **kwargs: self._note(lambda: _group(args, kwargs)),
-            failed=lambda error, *_, **__: self.ended(error),
+            self.session.guard("startup of the process", fatal=False),
+            lambda *_, **__: self.note_end(None),
+            before=lambda *args, **kwargs: self._note(lambda: _describe_group(args, kwargs)),
+            failed=lambda error, *_, **__: self.note_end(error),
         )
         for name, module in list(sys.modules.items()):
             if not name.startswith("torch.distributed"):
@@ -59,16 +59,16 @@ class Startup:
         self._note(lambda: _first_batch(iterator))
         return True
 
-    def ended(self, error: BaseException | None) -> None:
+    def note_end(self, error: BaseException | None) -> None:
         """Note that the last noted stage is over. `error`: the exception that ended it, or None."""
         # After an interrupt, the last note stays, because it shows where the process was.
         if error is None or isinstance(error, Exception):
             self._note(lambda: IN_SCRIPT)
 
     def _note(self, text: Callable[[], str]) -> None:
-        with self.session.guarded("startup of the process", fatal=False):
+        with self.session.guard("startup of the process", fatal=False):
             if self.session.ring is None:
-                note(text())
+                append_note(text())
 
 
 def _first_batch(iterator: object) -> str:
@@ -78,7 +78,7 @@ def _first_batch(iterator: object) -> str:
     return f"waiting for data: the first batch of {dataset}{with_workers}"
 
 
-def _group(args: Any, kwargs: Any) -> str:
+def _describe_group(args: Any, kwargs: Any) -> str:
     """Describe the process group, as far as the script or its launcher specifies it."""
     backend = kwargs.get("backend", args[0] if args else None)
     rank, world = kwargs.get("rank", -1), kwargs.get("world_size", -1)

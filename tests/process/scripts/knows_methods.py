@@ -11,11 +11,11 @@ import torch._dynamo.utils
 from torch import nn
 
 if sys.argv[1] == "replaced":
-    from dpmon.tracer.steps.copies import Copies
+    from dpmon.tracer.steps.copies import CopyTracer
 
     torch.version.cuda = "13.0"
     original = torch.Tensor.to
-    Copies(SimpleNamespace(off=False), SimpleNamespace(timing=None, threads={}, training_thread=None)).install()
+    CopyTracer(SimpleNamespace(off=False), SimpleNamespace(timing=None, threads={}, training_thread=None)).install()
     assert torch.Tensor.to is not original
     assert torch.Tensor.to == original
 

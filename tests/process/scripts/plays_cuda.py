@@ -93,6 +93,6 @@ def begin():
     # In a torch built for CUDA, they would search for a driver.
     torch._C._cuda_getCurrentRawStream = torch._C._cuda_isCurrentStreamCapturing = None
     torch._C._cuda_attach_out_of_memory_observer = lambda observer: None
-    timing = sys.modules.get("dpmon.tracer.devices.timing")
+    timing = sys.modules.get("dpmon.tracer.devices.device_timing")
     if timing is not None:  # else there is no tracer
         timing.gpu_of = sys.modules["dpmon.tracer.calls.stages"].gpu_of = gpu_of

@@ -172,7 +172,7 @@ def raising(losses: list[float]) -> list[tuple[str, int]]:
 
 def run(rank: int, where: str) -> None:
     torch.set_num_threads(1)
-    ours = sys.modules.get("dpmon.tracer.collectives.samples")
+    ours = sys.modules.get("dpmon.tracer.collectives.collective_sampler")
     if ours is not None:
         ours.SHARE = 1e9  # as often as it may be
         ours.FIRST = 4

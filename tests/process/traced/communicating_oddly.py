@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 STEPS = 40
 HAS = torch._C._dispatch_has_kernel_for_dispatch_key
 how = sys.argv[1]
-ours = sys.modules["dpmon.tracer.collectives.samples"]
+ours = sys.modules["dpmon.tracer.collectives.collective_sampler"]
 operators = sys.modules["dpmon.tracer.collectives.kernels"]
 if how == "asked":
     ours.FIRST = ours.MAX_DISTANCE

@@ -22,9 +22,9 @@ from functools import partial
 
 from asking import ask
 
-from dpmon.tracer import inject
+from dpmon.tracer import torch_import_hook
 
-install, inject._install = inject._install, lambda module: None
+install, torch_import_hook._install = torch_import_hook._install, lambda module: None
 import torch  # noqa: E402 - the tracer is put in by hand, in each child
 import torch._dynamo  # noqa: E402
 from torch import nn  # noqa: E402
@@ -321,7 +321,7 @@ if sys.argv[1:] == ["on", "devices"]:
     with open(os.environ["PLAYS_CUDA"]) as file:
         space = {"__name__": "plays_cuda"}
         exec(file.read(), space)
-    importlib.import_module("dpmon.tracer.devices.timing")
+    importlib.import_module("dpmon.tracer.devices.device_timing")
     space["begin"]()
     jobs = jobs_of(train, DEVICES, lambda name, late: True)
 elif sys.argv[1:]:

@@ -23,7 +23,7 @@ from queue import SimpleQueue
 
 import torch
 
-from dpmon.tracer.core.frames import Function
+from dpmon.tracer.core.hidden_frames import Function
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _ACTIVE: dict[int, object] = getattr(threading, "_active", {})
@@ -49,7 +49,7 @@ class ReplicaThread:
         """Start the thread. Raises RuntimeError if no thread can be started."""
         # Only threads of `threading` call the trace functions that debuggers and coverage set for new threads.
         if threading.gettrace() is None and threading.getprofile() is None and _crew.is_open():
-            _crew.worker().hand(self)
+            _crew.idle_worker().submit(self)
         else:
             thread = threading.Thread(target=self.run)
             self.join = thread.join
@@ -73,13 +73,13 @@ class _Worker:
     `threading` does not list it: a script that joins all threads would wait for it forever.
     """
 
-    def __init__(self, crew: _Crew) -> None:
+    def __init__(self, crew: _WorkerPool) -> None:
         self._crew = crew
         # `put` is one C call. If a signal handler raises, the replica is either in the queue or not.
         self._replicas: SimpleQueue[ReplicaThread] = SimpleQueue()
         start_new_thread(self._serve, ())
 
-    def hand(self, replica: ReplicaThread) -> None:
+    def submit(self, replica: ReplicaThread) -> None:
         """Queue a replica behind the earlier ones."""
         self._replicas.put(replica)
 
@@ -91,7 +91,7 @@ class _Worker:
             try:
                 Context().run(replica.run)
             except BaseException as error:  # noqa: BLE001 - torch handles Exceptions itself
-                _report(error)
+                _report_thread_exception(error)
             # A new thread has no tracer and no profiler. Clearing the thread-locals may run finalisers.
             sys.settrace(None)
             sys.setprofile(None)
@@ -102,7 +102,7 @@ class _Worker:
             del replica
 
 
-class _Crew:
+class _WorkerPool:
     """The worker threads of this process."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class _Crew:
                 self._open = False
         return self._open
 
-    def worker(self) -> _Worker:
+    def idle_worker(self) -> _Worker:
         """An idle worker, or a new one; RuntimeError if no thread can be started."""
         try:
             return self.idle.pop()
@@ -140,7 +140,7 @@ class _Crew:
         self._open = False
         for worker in self._all:
             last = ReplicaThread(1, _nothing)
-            worker.hand(last)
+            worker.submit(last)
             last.join()
 
     def _forked(self) -> None:
@@ -162,7 +162,7 @@ def _locals_of_thread() -> dict[object, object]:
     return found
 
 
-def _report(error: BaseException) -> None:
+def _report_thread_exception(error: BaseException) -> None:
     """Report the exception that ended a thread, as `threading` does."""
     if isinstance(error, SystemExit):
         return
@@ -174,7 +174,7 @@ def _report(error: BaseException) -> None:
             sys.excepthook(*sys.exc_info())
 
 
-_crew = _Crew()
+_crew = _WorkerPool()
 
 
 # ------------------------------------------------------------------------------------------------ cores
@@ -198,12 +198,12 @@ def limit_this_thread(count: int) -> None:
     `torch.set_num_threads` is no alternative: it also sets the initial number of every later thread.
     """
     torch.get_num_threads()  # on a new thread, this sets torch's initial number, which would later replace ours
-    for set_number in _setters():
+    for set_number in _thread_count_setters():
         set_number(count)
 
 
 @cache
-def _setters() -> tuple[Callable[[int], object], ...]:
+def _thread_count_setters() -> tuple[Callable[[int], object], ...]:
     """Return the C functions that set the number for the calling thread only; empty if torch uses no OpenMP and no MKL.
 
     Only loaded libraries are searched. The global scope comes first, as in the linker, because torch would also call

@@ -13,32 +13,32 @@ import torch
 
 from dpmon.record.shared_names import MODES
 from dpmon.span_ring import HeaderWord
-from dpmon.tracer.core.module_tables import Place
+from dpmon.tracer.core.module_tables import ModuleDevice
 from dpmon.tracer.core.session import Session
-from dpmon.tracer.modes.plans import (
+from dpmon.tracer.modes.call_plans import (
     DP,
     SINGLE,
-    Plan,
+    CallPlan,
     default_device,
     holds_data_parallel,
-    on_one,
-    refused,
-    uncopyable,
-    unreplicable,
-    unsplittable,
+    refused_plan,
+    single_device_plan,
+    uncopyable_reason,
+    unreplicable_reason,
+    unsplittable_reason,
 )
-from dpmon.tracer.modes.virtual import Originals, VirtualDevices
-from dpmon.tracer.steps.recorder import Thread
+from dpmon.tracer.modes.virtual_devices import TorchOriginals, VirtualDevices
+from dpmon.tracer.steps.span_recorder import ThreadState
 
 DEFAULT_VIRTUAL = 2
 MAX_EVENTS = 64
 MAX_FAILURES = 3
 
 
-class Modes:
+class ModeDecider:
     """Decides the mode of each call in one process."""
 
-    def __init__(self, session: Session, originals: Originals) -> None:
+    def __init__(self, session: Session, originals: TorchOriginals) -> None:
         self.session = session
         self.originals = originals
         self._constructed: dict[int, tuple[Any, int]] = {}
@@ -62,7 +62,7 @@ class Modes:
         self._events = 0
         self._virtual: dict[tuple[int, str], VirtualDevices] = {}
 
-    def constructed(self, wrapper: object, dim: int) -> None:
+    def note_dim(self, wrapper: object, dim: int) -> None:
         """Note the `dim` of a new DataParallel; torch does not store it on a machine without GPUs."""
         key = id(wrapper)  # not a WeakKeyDictionary: a subclass may compare and hash as it likes
         self._constructed[key] = weakref.ref(wrapper, lambda _: self._constructed.pop(key, None)), dim
@@ -74,7 +74,7 @@ class Modes:
 
     # ---------------------------------------------------------------- requests
 
-    def poll(self) -> bool:
+    def apply_new_request(self) -> bool:
         """Act on a new request; return whether calls must be planned again. Called only between calls."""
         ring = self.session.ring
         if ring is None or ring.words[HeaderWord.REQUEST] == self.serial:
@@ -83,7 +83,7 @@ class Modes:
         wanted = ring.words[HeaderWord.WANTED]
         if self.locked or wanted not in (DP, SINGLE):
             reason = "--mode script leaves the computation as written" if self.locked else "unknown mode"
-            self.session.event("mode", mode=None, requested_by="user", refused=reason, reason=reason)
+            self.session.record_event("mode", mode=None, requested_by="user", refused=reason, reason=reason)
             self._acknowledge(0)
             return False
         self.chosen = wanted
@@ -99,7 +99,7 @@ class Modes:
             ring.words[HeaderWord.MODE] = mode
             ring.words[HeaderWord.ANSWERED] = self.serial
 
-    def failed(self, me: Thread, module: torch.nn.Module, reason: str, final: bool) -> Plan | None:
+    def handle_dp_failure(self, me: ThreadState, module: torch.nn.Module, reason: str, final: bool) -> CallPlan | None:
         """Handle a failure of dp in one call. Return the plan for that call; None to plan the module again.
 
         A batch may be at fault (a single row for BatchNorm), so the next call tries dp again. After MAX_FAILURES
@@ -113,9 +113,9 @@ class Modes:
             return None
         text = f"dp was not possible for call {{call}}, which ran on one device: {reason}"
         me.tried = text, id(module)
-        return refused(Place(module).device or "cpu", reason)
+        return refused_plan(ModuleDevice(module).device or "cpu", reason)
 
-    def tried(self, me: Thread, failed: bool) -> None:
+    def finish_fallback(self, me: ThreadState, failed: bool) -> None:
         """End a call that ran on one device after dp had failed.
 
         `failed`: whether the call raised on one device, too. Then the script is at fault, and dp is not counted out.
@@ -127,21 +127,26 @@ class Modes:
         else:
             self.session.warn(text, "last")
 
-    def succeeded(self, module: torch.nn.Module) -> None:
+    def clear_failures(self, module: torch.nn.Module) -> None:
         """Forget earlier failures of the module, because dp worked."""
         if self._refused:
             self._refused.pop(id(module), None)
 
-    def announce(self, root: str, plan: Plan) -> None:
+    def record_plan(self, root: str, plan: CallPlan) -> None:
         """Acknowledge and record the plan for the next call of a root."""
         self._acknowledge(plan.mode)
         self._events += 1
         if self._events > MAX_EVENTS:
             return
         config = self.session.config
-        if plan.refused and plan.mode == SINGLE and not self.by_user and (config.explicit or config.mode == "dp"):
+        if (
+            plan.refused
+            and plan.mode == SINGLE
+            and not self.by_user
+            and (config.has_requested_devices or config.mode == "dp")
+        ):
             self.session.warn(f"dp was requested, but {root} runs on one device: {plan.reason}")
-        self.session.event(
+        self.session.record_event(
             "mode",
             "next",
             step=None,
@@ -155,31 +160,31 @@ class Modes:
             refused=plan.reason if plan.refused else None,
         )
 
-    def for_functional(self, module: torch.nn.Module, device_ids: Any) -> Plan:
+    def plan_functional(self, module: torch.nn.Module, device_ids: Any) -> CallPlan:
         """Make the plan for torch's functional data_parallel of `module` over `device_ids` (None: all devices)."""
-        inner = Place(module).device or default_device()
+        inner = ModuleDevice(module).device or default_device()
         here = (str(inner),)
         if self.locked or inner.type not in ("cpu", "cuda"):
-            return Plan(DP, here)
+            return CallPlan(DP, here)
         if inner.type == "cpu":
             if torch.cuda.is_available():
-                return Plan(DP, here)  # torch raises a clear error
-            refusal = unreplicable(module)
+                return CallPlan(DP, here)  # torch raises a clear error
+            refusal = unreplicable_reason(module)
             if refusal is not None or self.chosen == SINGLE:
-                return Plan(SINGLE, here, (0,), self._shared(1, inner), refusal, refusal is not None)
-            if device_ids is None or self.session.config.explicit:
-                return self._spread(inner)
-            return self._share(len(device_ids), inner, "no GPU: replicas share the CPU")
-        if self.session.config.explicit and self.chosen != SINGLE:
-            plan = self._spread(inner)
-            if plan.virtual is None or unreplicable(module) is None:
+                return CallPlan(SINGLE, here, (0,), self._virtual_devices(1, inner), refusal, refusal is not None)
+            if device_ids is None or self.session.config.has_requested_devices:
+                return self._plan_over_devices(inner)
+            return self._plan_virtual_devices(len(device_ids), inner, "no GPU: replicas share the CPU")
+        if self.session.config.has_requested_devices and self.chosen != SINGLE:
+            plan = self._plan_over_devices(inner)
+            if plan.virtual is None or unreplicable_reason(module) is None:
                 return plan
         count = torch.cuda.device_count()
         ids = [torch._utils._get_device_index(i, True) for i in device_ids] if device_ids is not None else range(count)
         own = tuple(f"cuda:{i}" for i in ids)
         if self.chosen == SINGLE and len(own) > 1:
-            return Plan(SINGLE, own[:1], tuple(ids)[:1])
-        return Plan(DP if len(own) > 1 else SINGLE, own)
+            return CallPlan(SINGLE, own[:1], tuple(ids)[:1])
+        return CallPlan(DP if len(own) > 1 else SINGLE, own)
 
     # ---------------------------------------------------------------- plans
 
@@ -193,22 +198,22 @@ class Modes:
             self._splitting[id(module)] = weakref.ref(module)
         return known is not None and known() is module
 
-    def for_composed(self, devices: tuple[str, ...], virtual: VirtualDevices | None) -> Plan:
+    def plan_composed(self, devices: tuple[str, ...], virtual: VirtualDevices | None) -> CallPlan:
         """Make the plan for calls that a script composes from primitives, over the devices that the script passes."""
         reason = None if virtual is None else "no GPU: replicas share the CPU"
         if self.chosen == SINGLE and not self.locked:
             reason = "the script composes replicate, scatter, parallel_apply and gather itself"
-            return Plan(DP, devices, None, virtual, reason, True)
+            return CallPlan(DP, devices, None, virtual, reason, True)
         asked = self.session.config.replicas
         if asked is not None and asked != len(devices) and not self.locked:
             reason = f"the script itself passes {len(devices)} devices to the primitives; {asked} were requested"
-        return Plan(DP, devices, None, virtual, reason)
+        return CallPlan(DP, devices, None, virtual, reason)
 
     def composed_devices(self) -> VirtualDevices | None:
         """Return virtual devices for the script's own calls of primitives without a GPU; None to run as written."""
         if self.locked or torch.cuda.is_available():
             return None
-        return self._shared(DEFAULT_VIRTUAL, torch.device("cpu"))
+        return self._virtual_devices(DEFAULT_VIRTUAL, torch.device("cpu"))
 
     def _refusal(self, module: torch.nn.Module) -> str | None:
         known = self._refused.get(id(module))
@@ -216,100 +221,102 @@ class Modes:
             return None
         return known[1]
 
-    def for_wrapper(self, module: Any) -> Plan:
+    def plan_wrapper(self, module: Any) -> CallPlan:
         """Make the plan for a DataParallel."""
         own = tuple(f"{module.src_device_obj.type}:{i}" for i in module.device_ids)
         # A module without parameters, such as a loss, runs on the devices of its inputs.
-        inner = Place(module.module).device or (module.src_device_obj if own else default_device())
+        inner = ModuleDevice(module.module).device or (module.src_device_obj if own else default_device())
         here = (str(inner),)
         if self.locked:
             mode = DP if len(own) > 1 else SINGLE
-            return Plan(mode, own or here)
+            return CallPlan(mode, own or here)
         mode = self.chosen or DP
         if mode == SINGLE:
-            return on_one(module, own) if len(own) > 1 else Plan(SINGLE, own or here)
+            return single_device_plan(module, own) if len(own) > 1 else CallPlan(SINGLE, own or here)
         refusal = self._refusal(module)
         if refusal is None and not own and self.dim_of(module) is None:
             refusal = "this DataParallel was copied or loaded: its dim is not known"
         if refusal is None and not own:
-            refusal = unreplicable(module.module)
+            refusal = unreplicable_reason(module.module)
         if refusal is not None:
-            return Plan(SINGLE, own[:1] or here, tuple(module.device_ids[:1]) if own else None, None, refusal, True)
-        if own and not self.session.config.explicit and (len(own) > 1 or not self.by_user):
-            return Plan(DP, own)
-        unfit = uncopyable(module)
+            return CallPlan(SINGLE, own[:1] or here, tuple(module.device_ids[:1]) if own else None, None, refusal, True)
+        if own and not self.session.config.has_requested_devices and (len(own) > 1 or not self.by_user):
+            return CallPlan(DP, own)
+        unfit = uncopyable_reason(module)
         if unfit is not None:
-            return Plan(DP if len(own) > 1 else SINGLE, own or here, None, None, unfit, True)
-        plan = self._spread(inner)
+            return CallPlan(DP if len(own) > 1 else SINGLE, own or here, None, None, unfit, True)
+        plan = self._plan_over_devices(inner)
         if plan.refused and len(own) > 1:  # as written, the call would run on all its devices
-            return on_one(module, own, plan.reason)
+            return single_device_plan(module, own, plan.reason)
         return plan
 
-    def for_root(self, module: torch.nn.Module) -> Plan:
+    def plan_root(self, module: torch.nn.Module) -> CallPlan:
         """Make the plan for a bare root."""
-        inner = Place(module).device
+        inner = ModuleDevice(module).device
         here = (str(inner or "cpu"),)
         if self.locked:
-            return Plan(SINGLE, here)
-        mode = self.chosen or (DP if self.session.config.explicit else SINGLE)
+            return CallPlan(SINGLE, here)
+        mode = self.chosen or (DP if self.session.config.has_requested_devices else SINGLE)
         if mode == SINGLE:
-            return Plan(SINGLE, here)
-        refusal = self._refusal(module) or unsplittable(module)
+            return CallPlan(SINGLE, here)
+        refusal = self._refusal(module) or unsplittable_reason(module)
         if refusal is None and holds_data_parallel(module):
-            return Plan(SINGLE, here, reason="it holds a DataParallel, which has a mode of its own")
+            return CallPlan(SINGLE, here, reason="it holds a DataParallel, which has a mode of its own")
         if self.splits_itself(module):
             refusal = "its own forward runs a part of it data-parallel"
         if self.session.config.batch_dim:
             refusal = "--batch-dim is not 0: dpmon splits a batch along its first dimension only"
         if refusal is not None:
-            return refused(here[0], refusal)
-        return self._spread(inner)
+            return refused_plan(here[0], refusal)
+        return self._plan_over_devices(inner)
 
-    def _spread(self, base: torch.device | None) -> Plan:
+    def _plan_over_devices(self, base: torch.device | None) -> CallPlan:
         """Plan dp over the requested devices, or over all available devices."""
         if base is None:
-            return refused("cpu", "the module has no parameters")
+            return refused_plan("cpu", "the module has no parameters")
         config = self.session.config
         devices = [torch.device(name) for name in config.devices]
         if devices:
             if len(set(devices)) == len(devices) and all(device.type != "cpu" for device in devices):
-                return self._real([d.index or 0 for d in devices], base)
+                return self._plan_real_devices([d.index or 0 for d in devices], base)
             if len({(d.type, d.index or 0) for d in devices}) > 1:
-                return refused(base, "virtual replicas share one device, but --devices names several")
+                return refused_plan(base, "virtual replicas share one device, but --devices names several")
             if devices[0].type != base.type or (base.type == "cuda" and (devices[0].index or 0) != (base.index or 0)):
-                return refused(base, f"--devices names {devices[0]}, but the module is on {base}")
-            return self._share(len(devices), base, "requested by --devices")
+                return refused_plan(base, f"--devices names {devices[0]}, but the module is on {base}")
+            return self._plan_virtual_devices(len(devices), base, "requested by --devices")
         if base.type == "cuda":
             count = torch.cuda.device_count()
             wanted = config.replicas or count
             first = base.index or 0
             if wanted <= count and (wanted > 1 or config.replicas):
                 others = [i for i in range(count) if i != first]
-                return self._real([first, *others][:wanted], base)
+                return self._plan_real_devices([first, *others][:wanted], base)
             if config.replicas:
-                return self._share(config.replicas, base, f"{config.replicas} replicas on {count} GPU(s)")
-            return refused(base, "there is only one GPU; --replicas N makes virtual replicas")
+                return self._plan_virtual_devices(
+                    config.replicas, base, f"{config.replicas} replicas on {count} GPU(s)"
+                )
+            return refused_plan(base, "there is only one GPU; --replicas N makes virtual replicas")
         if base.type != "cpu":
-            return refused(base, f"DataParallel does not run on {base.type}")
+            return refused_plan(base, f"DataParallel does not run on {base.type}")
         if torch.cuda.is_available() and not config.replicas:
-            return refused(base, "the module is on the CPU of a machine with GPUs")
+            return refused_plan(base, "the module is on the CPU of a machine with GPUs")
         reason = "no GPU" if not torch.cuda.is_available() else "the module is on the CPU"
-        return self._share(config.replicas or DEFAULT_VIRTUAL, base, f"{reason}: replicas share the CPU")
+        return self._plan_virtual_devices(config.replicas or DEFAULT_VIRTUAL, base, f"{reason}: replicas share the CPU")
 
-    def _real(self, ids: list[int], base: torch.device) -> Plan:
+    def _plan_real_devices(self, ids: list[int], base: torch.device) -> CallPlan:
         if ids[0] != (base.index or 0) or base.type != "cuda":
-            return refused(base, f"the module is on {base}, but the first device is cuda:{ids[0]}")
+            return refused_plan(base, f"the module is on {base}, but the first device is cuda:{ids[0]}")
         count = torch.cuda.device_count()  # CUDA_VISIBLE_DEVICES may leave fewer than the machine has
         if max(ids) >= count:
             reason = f"this process has no cuda:{max(ids)}: it has {count} GPU{'s' if count > 1 else ''}"
-            return refused(base, reason)
-        return Plan(DP, tuple(f"cuda:{i}" for i in ids), tuple(ids))
+            return refused_plan(base, reason)
+        return CallPlan(DP, tuple(f"cuda:{i}" for i in ids), tuple(ids))
 
-    def _share(self, count: int, base: torch.device, reason: str) -> Plan:
-        virtual = self._shared(count, base)
-        return Plan(DP, virtual.names, tuple(range(count)), virtual, reason)
+    def _plan_virtual_devices(self, count: int, base: torch.device, reason: str) -> CallPlan:
+        virtual = self._virtual_devices(count, base)
+        return CallPlan(DP, virtual.names, tuple(range(count)), virtual, reason)
 
-    def _shared(self, count: int, base: torch.device) -> VirtualDevices:
+    def _virtual_devices(self, count: int, base: torch.device) -> VirtualDevices:
         key = (count, str(base))
         virtual = self._virtual.get(key)
         if virtual is None:

@@ -10,18 +10,18 @@ import stat
 from time import monotonic_ns
 
 
-def note(text: str, file: str = "stages.log") -> None:
+def append_note(text: str, file: str = "stages.log") -> None:
     """Append a line to a file in the run's directory. For events before the ring exists; too slow for the hot path."""
     directory = os.environ.get("DPMON_RUN")
     if directory:
         line = f"{os.getpid()} {monotonic_ns()} {text[:4096]}\n"  # the script's names may have any length
         try:  # noqa: SIM105 - contextlib is not loaded yet
-            append(directory, file, line.encode("utf-8", "replace"))
+            append_bytes(directory, file, line.encode("utf-8", "replace"))
         except Exception:  # noqa: BLE001 - a full disk or a deleted directory must not disturb the script
             pass
 
 
-def append(directory: str, file: str, data: bytes, most: int = 1 << 62) -> bool:
+def append_bytes(directory: str, file: str, data: bytes, most: int = 1 << 62) -> bool:
     """Append `data` to a file in the run's directory; return whether all of it was written.
 
     Writes nothing if the file would become larger than `most` bytes, or if it is not a regular file with one name.

@@ -24,7 +24,7 @@ from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.span_ring import HeaderWord
 from dpmon.tracer.core.session import Session
-from dpmon.tracer.devices.events import TorchEvents
+from dpmon.tracer.devices.cuda_events import TorchEvents
 
 MAX_FAULTS = 3
 MAX_WAITING = 256
@@ -52,7 +52,7 @@ def gpus_of(devices: Sequence[str]) -> tuple[int, ...]:
 
 
 class SpanWriter(Protocol):
-    """What this module needs of dpmon.tracer.steps.recorder.Recorder, which imports it."""
+    """What this module needs of dpmon.tracer.steps.span_recorder.Recorder, which imports it."""
 
     session: Session
     words: Any
@@ -78,12 +78,12 @@ class DeviceSpan:
         self.why = Untimed.NONE
 
 
-class Mark:
+class PhaseTimer:
     """The events around one phase, on each of its devices. Its methods never raise."""
 
     __slots__ = ("_kind", "_shares", "_timing", "late", "number", "spans", "step")
 
-    def __init__(self, timing: Timing, kind: int, spans: list[DeviceSpan], shares: bool = False) -> None:
+    def __init__(self, timing: DeviceTimer, kind: int, spans: list[DeviceSpan], shares: bool = False) -> None:
         """`spans`: empty in a step that is not timed. `shares`: the call's next phase may begin where this one ends."""
         self._timing = timing
         self._kind = kind
@@ -101,15 +101,15 @@ class Mark:
         timing = self._timing
         for span in self.spans:
             if span.last is None:
-                timing.lap(span)
+                timing.mark_possible_end(span)
             if self._shares:
                 timing.last[span.device] = span
         return _TIMED if self.spans else _UNTIMED
 
-    def lap(self) -> None:
+    def mark_possible_end(self) -> None:
         """Mark a possible end of the phase; it counts if no later lap follows."""
         for span in self.spans:
-            self._timing.lap(span)
+            self._timing.mark_possible_end(span)
 
     def raised(self) -> int:
         """End a phase that raised; return the flags for the head of its span."""
@@ -120,14 +120,14 @@ class Mark:
             span.why = span.why or Untimed.RAISED
         return 0 if self._kind in _PRIMITIVES else _TIMED
 
-    def written(self, number: int) -> None:
+    def set_span_number(self, number: int) -> None:
         """Remember the number of the phase's written span; -1 if it was not written."""
         if number >= 0 and self.spans:
             self.number = number
             self._timing.wait_for(self)
 
 
-class Timing:
+class DeviceTimer:
     """Measures the device times of one process. Its methods never raise."""
 
     def __init__(self, recorder: SpanWriter, events: TorchEvents | None = None) -> None:
@@ -150,17 +150,17 @@ class Timing:
         else its last phases would never be timed."""
         self.synced: Callable[[], int] | None = None
         """Returns the number of synchronised backward passes, so that all ranks time the same steps."""
-        self._waiting: deque[Mark] = deque()
+        self._waiting: deque[PhaseTimer] = deque()
         """The phases with unread events."""
         self._steps = 0
         self._copies = 0
-        self._not_timed = Mark(self, 0, [])
+        self._not_timed = PhaseTimer(self, 0, [])
         self.last: dict[int, DeviceSpan] = {}
         """Per device: the last finished phase of the current call."""
 
     def _failed(self, error: BaseException) -> None:
         self._faults += 1
-        self._recorder.session.fault("time on a device", error, fatal=False)
+        self._recorder.session.count_error("time on a device", error, fatal=False)
 
     # ---------------------------------------------------------------- events
 
@@ -168,21 +168,21 @@ class Timing:
         """Begin a phase on a device: at the end of the phase `after`, or now."""
         span = DeviceSpan(device)
         if after is None or after.last is None or after.taken:
-            span.first = self._event(span)
+            span.first = self._record_event(span)
         else:
             span.first, span.follows, after.taken = after.last, True, True
         return span
 
-    def lap(self, span: DeviceSpan) -> None:
+    def mark_possible_end(self, span: DeviceSpan) -> None:
         """Record a possible end of a phase on its device; a later lap replaces it."""
         if span.first is not None:
             if span.last is not None:
                 self._free[span.device].append(span.last)
-            span.last = self._event(span)
+            span.last = self._record_event(span)
             if span.last is None:
                 span.first = None
 
-    def _event(self, span: DeviceSpan) -> object:
+    def _record_event(self, span: DeviceSpan) -> object:
         """Record an event on the device of a phase now; None, with the reason in `span`, if that is not possible."""
         if self._faults >= MAX_FAULTS:
             span.why = Untimed.FAULT
@@ -190,7 +190,7 @@ class Timing:
             span.why = Untimed.NO_EVENT
         else:
             try:
-                if not self._events.capturing():
+                if not self._events.is_capturing():
                     event = self._free_event(span.device)
                     self._events.record(event, span.device)
                     return event
@@ -204,15 +204,17 @@ class Timing:
         try:
             return self._free.setdefault(device, []).pop()
         except IndexError:  # empty; a check before `pop` would race with other threads
-            return self._events.make()
+            return self._events.create_event()
 
-    def _is_full(self, share: int) -> bool:
+    def _is_above_limit(self, share: int) -> bool:
         """Whether one part in `share` of the phases that may wait for their times do."""
         return len(self._waiting) * share >= MAX_WAITING * max(len(self.gpus), 1)
 
     # ---------------------------------------------------------------- phases
 
-    def begin(self, me: object, kind: int, gpus: Sequence[int] | None = None, *, shares: bool = False) -> Mark | None:
+    def begin(
+        self, me: object, kind: int, gpus: Sequence[int] | None = None, *, shares: bool = False
+    ) -> PhaseTimer | None:
         """Begin a phase on these GPUs, or on all GPUs of the step.
 
         `shares`: it is a phase of a call, which begins on each GPU at the end of the previous phase.
@@ -224,9 +226,9 @@ class Timing:
         if self._skips:
             return self._not_timed
         last = self.last if shares else {}
-        return Mark(self, kind, [self._span(gpu, last.get(gpu)) for gpu in gpus], shares)
+        return PhaseTimer(self, kind, [self._span(gpu, last.get(gpu)) for gpu in gpus], shares)
 
-    def call_begins(self, me: object, gpus: tuple[int, ...]) -> Mark | None:
+    def begin_call(self, me: object, gpus: tuple[int, ...]) -> PhaseTimer | None:
         """Begin a call on the GPUs of its model."""
         if me is not self._recorder.training_thread:
             return None
@@ -240,47 +242,47 @@ class Timing:
         self.last.clear()
         return self.begin(me, Kind.CALL, gpus)
 
-    def replica_begins(self, devices: Sequence[str], index: int) -> Mark | None:
+    def begin_replica(self, devices: Sequence[str], index: int) -> PhaseTimer | None:
         """Begin a replica, on its own thread and stream."""
-        return self.part_begins(Kind.REPLICA, gpu_of(devices[index]) if index < len(devices) else -1)
+        return self.begin_part(Kind.REPLICA, gpu_of(devices[index]) if index < len(devices) else -1)
 
-    def part_begins(self, kind: int, gpu: int) -> Mark | None:
+    def begin_part(self, kind: int, gpu: int) -> PhaseTimer | None:
         """Begin a part of a call of the training thread, on one GPU (-1: none). Any thread may call this."""
         if gpu < 0:
             return None
         if self._skips:
             return self._not_timed
-        return Mark(self, kind, [self._span(gpu)])
+        return PhaseTimer(self, kind, [self._span(gpu)])
 
-    def copy_begins(self, me: object, gpu: int) -> Mark | None:
+    def begin_copy(self, me: object, gpu: int) -> PhaseTimer | None:
         """Begin a copy to one GPU."""
         self._copies += 1
         return self.begin(me, Kind.COPY, (gpu,)) if self._copies <= MAX_COPIES or self._skips else None
 
     # ---------------------------------------------------------------- reading
 
-    def wait_for(self, mark: Mark) -> None:
+    def wait_for(self, mark: PhaseTimer) -> None:
         """Write the times of a phase once they are known. The span of the phase has been written."""
         for span in mark.spans:
             if span.last is not None:
                 mark.step = self._steps
                 self._waiting.append(mark)
-                self._behind = self._behind or self._is_full(1)
+                self._behind = self._behind or self._is_above_limit(1)
                 return
         self._write(mark, Untimed.NONE)  # it is not timed
 
-    def step_ends(self) -> None:
+    def end_step(self) -> None:
         """Write the known times, because a step may have ended."""
         self._copies = 0
         if self._called:
             self._steps += 1
             self.gpus = self._used
             self._used, self._called = (), False
-            self._choose()
-        self.read()
-        self._behind = self._is_full(2)
+            self._choose_next_step()
+        self.write_known_times()
+        self._behind = self._is_above_limit(2)
 
-    def _choose(self) -> None:
+    def _choose_next_step(self) -> None:
         """Decide whether the next step is timed: one step in k, rounded up to a power of two, without a pattern.
 
         k is the number that a reader has requested; 0 and 1 time every step.
@@ -288,14 +290,14 @@ class Timing:
         """
         bits = max(self._recorder.words[HeaderWord.ONE_IN] - 1, 0).bit_length()
         number = self._steps if self.synced is None else self.synced()
-        self._skips = _mixed(number) & (1 << bits) - 1 != 0
+        self._skips = _hash_number(number) & (1 << bits) - 1 != 0
 
-    def read(self, unread: int = Untimed.NONE) -> None:
+    def write_known_times(self, unread: int = Untimed.NONE) -> None:
         """Write the known times. `unread`: if not NONE, also write all other times as unknown, with this reason."""
         waiting = self._waiting
         try:
             if waiting and not self._is_capturing():
-                while waiting and all(map(self._settles, waiting[0].spans)):
+                while waiting and all(map(self._try_read_time, waiting[0].spans)):
                     if not waiting[0].late:
                         self._write(waiting[0], Untimed.NONE)
                     del waiting[0]  # an interrupt before this line repeats the one above; the reader drops duplicates
@@ -311,12 +313,12 @@ class Timing:
 
     def _is_capturing(self) -> bool:
         try:
-            return self._events.capturing()
+            return self._events.is_capturing()
         except Exception as error:  # noqa: BLE001 - times are lost, the training is not
             self._failed(error)
             return False
 
-    def _settles(self, span: DeviceSpan) -> bool:
+    def _try_read_time(self, span: DeviceSpan) -> bool:
         """Read the time of a phase on one device. Return False if the device has not reached its end."""
         events, first, last = self._events, span.first, span.last
         if last is None:
@@ -337,7 +339,7 @@ class Timing:
         span.first = span.last = None
         return True
 
-    def _write(self, mark: Mark, late: int) -> None:
+    def _write(self, mark: PhaseTimer, late: int) -> None:
         for span in mark.spans:
             why = Untimed.NONE if span.ms is not None else span.why or late
             site = span.device & 0xFF | min(len(mark.spans), 0xFF) << 8 | why << 16
@@ -346,10 +348,10 @@ class Timing:
 
     def at_exit(self) -> None:
         """Write all times at the end of the process; unfinished times stay unknown."""
-        self.read(Untimed.ENDED)
+        self.write_known_times(Untimed.ENDED)
 
 
-def _mixed(number: int) -> int:
+def _hash_number(number: int) -> int:
     """Mix the bits of a number, the same way in every process (the finaliser of MurmurHash3)."""
     number = (number ^ number >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     number = (number ^ number >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
@@ -360,11 +362,11 @@ cuda_starting = Event()
 """Set when CUDA is about to be initialised; another thread may then use CUDA before it counts as initialised."""
 
 
-def may_be_used() -> bool:
+def cuda_may_be_used() -> bool:
     """Whether CUDA is initialised, or about to be."""
-    return cuda_starting.is_set() or usable()
+    return cuda_starting.is_set() or is_cuda_initialized()
 
 
-def usable() -> bool:
+def is_cuda_initialized() -> bool:
     """Whether CUDA is initialised in this process."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

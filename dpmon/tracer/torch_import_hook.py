@@ -12,7 +12,7 @@ import os
 import sys
 from _thread import get_ident
 
-from dpmon.tracer.append import note
+from dpmon.tracer.note_files import append_note
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,15 +44,15 @@ class _Loader:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._finder.remove()
-        _leave_another_machine()
-        note("importing torch")
+        _detach_on_other_node()
+        append_note("importing torch")
         try:
             self._loader.exec_module(module)
         except BaseException as error:
             self._finder.restore()  # the program may retry the import
             _drop_own_frame(error)
             raise
-        note("torch imported")
+        append_note("torch imported")
         if "DPMON_RUN" in os.environ:
             _install(module)
 
@@ -104,7 +104,7 @@ def _drop_own_frame(error: BaseException) -> None:
     # The import system removes its own frames from a traceback if they form an unbroken chain down to the module's
     # code. Our frame breaks the chain.
     try:
-        from dpmon.tracer.core.frames import drop_outermost
+        from dpmon.tracer.core.hidden_frames import drop_outermost
     except ImportError:  # a Python without ctypes
         return
     while (entry := error.__traceback__) is not None and entry.tb_frame.f_code.co_filename == __file__:
@@ -122,7 +122,7 @@ def _hide_sitecustomize() -> None:
         del sys.modules["sitecustomize"]
 
 
-def _leave_another_machine() -> None:
+def _detach_on_other_node() -> None:
     """Leave the run if it is on another machine: there is no supervisor here.
 
     A launcher such as srun copies its environment to all machines. The first process of each says so; its children get
@@ -147,10 +147,10 @@ def _install(torch: ModuleType) -> None:
         install()
     except Exception as error:  # noqa: BLE001 - with an unsupported torch, only the record is lost
         version = getattr(torch, "__version__", "unknown version")
-        note(f"this torch ({version}) cannot be traced: {type(error).__name__}: {error}", "warnings.log")
+        append_note(f"this torch ({version}) cannot be traced: {type(error).__name__}: {error}", "warnings.log")
 
 
-def arm() -> None:
+def install_import_hook() -> None:
     """Start waiting for torch; does nothing if torch is already imported."""
     if "torch" not in sys.modules:
         sys.meta_path.insert(0, _Finder())

@@ -25,7 +25,7 @@ _KEEPS_TRACEBACK = sys.version_info < (3, 11)
 """Whether a bare `raise` restores the traceback that was caught, and so undoes a change of `__traceback__`."""
 
 
-def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def iter_callers(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield a frame and its callers, innermost first."""
     while frame is not None:
         yield frame
@@ -110,7 +110,7 @@ def uncounted(function: Function) -> Function:
     return function
 
 
-def named_like(wrapper: Function, original: Function) -> Function:
+def copy_name_and_signature(wrapper: Function, original: Function) -> Function:
     """Give a wrapper the name, module and signature of the original, and hide it from warnings."""
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(wrapper, name, getattr(original, name))
@@ -118,7 +118,7 @@ def named_like(wrapper: Function, original: Function) -> Function:
     return uncounted(wrapper)
 
 
-def followed(
+def wrap_rare_function(
     original: Function,
     guard: AbstractContextManager[object],
     after: Callable[..., object],
@@ -153,7 +153,7 @@ def followed(
             after(result, began, *args, **kwargs)
         return result
 
-    return named_like(wrapper, original)
+    return copy_name_and_signature(wrapper, original)
 
 
 def hide_from_dynamo() -> None:
@@ -162,21 +162,21 @@ def hide_from_dynamo() -> None:
     It skips only a frame that would be the outermost frame of a graph. Inside a graph, it traces through our frames as
     before. Without this function, it would retry from our frame after a graph break, and would compile our code.
     """
-    import torch  # imported here, because dpmon.tracer.inject uses this module while torch is being imported
+    import torch  # imported here, because dpmon.tracer.torch_import_hook uses this module while torch is being imported
 
     frames: Any = torch._C._dynamo.eval_frame
     skip = getattr(frames, "skip_code", None)
     strategy: object = None
     if skip is None:  # later versions of torch. torch._C is used because importing torch._dynamo takes a second
         strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    for code in (*_codes(), *_UNCOUNTED.values()):
+    for code in (*_iter_own_code(), *_UNCOUNTED.values()):
         if skip is None:
             frames.set_code_exec_strategy(code, strategy)
         else:
             skip(code)
 
 
-def _codes() -> Iterator[CodeType]:
+def _iter_own_code() -> Iterator[CodeType]:
     """Yield the code objects of dpmon's functions and classes in this process."""
     found: list[object] = []
     for name, module in list(sys.modules.items()):

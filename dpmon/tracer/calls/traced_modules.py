@@ -10,12 +10,12 @@ import torch
 
 from dpmon.record.shared_names import DDP, FSDP, RANK_MODES
 from dpmon.record.span_format import FLAGS_AT, SITE_AT, Flag, Kind
-from dpmon.tracer.calls.stages import Stages, stages_of
-from dpmon.tracer.core.module_tables import Models, Place, class_name, in_training_mode, is_a
-from dpmon.tracer.core.session import Memo, Session
-from dpmon.tracer.devices.timing import gpus_of, may_be_used
-from dpmon.tracer.modes.decision import Modes
-from dpmon.tracer.modes.plans import DP, SINGLE, Plan, holds_data_parallel, overrides
+from dpmon.tracer.calls.stages import StageTracer, make_stage_tracer
+from dpmon.tracer.core.module_tables import ModelNames, ModuleDevice, class_name, in_training_mode, is_distributed_class
+from dpmon.tracer.core.session import Session, SizeCache
+from dpmon.tracer.devices.device_timing import cuda_may_be_used, gpus_of
+from dpmon.tracer.modes.call_plans import DP, SINGLE, CallPlan, holds_data_parallel, overrides
+from dpmon.tracer.modes.mode_decision import ModeDecider
 
 MAX_SITES = 1024
 _HOST_ONLY = "the devices are CPUs: host time is all there is"
@@ -30,7 +30,7 @@ _NOT_APART = {
 """By `via`: the ranks' collectives, and why they are not phases of a call."""
 
 
-class Functional:
+class FunctionalStandIn:
     """Stands for a module that torch's functional data_parallel calls repeatedly with the same devices."""
 
     def __init__(self, module: object, given: tuple[Any, ...]) -> None:
@@ -49,10 +49,10 @@ class Functional:
         return in_training_mode(self.module)
 
 
-class Site:
+class TracedModule:
     """A called module, with the plan for its calls and the last sizes seen."""
 
-    def __init__(self, module: object, plan: Plan, via: str | None, gone: Callable[[object], object]) -> None:
+    def __init__(self, module: object, plan: CallPlan, via: str | None, gone: Callable[[object], object]) -> None:
         self.module = weakref.ref(module, gone)
         self.plan = plan
         self.via = via
@@ -68,14 +68,14 @@ class Site:
         """The dimension along which a batch is split."""
         self.head = 0
         """Layout and flags for the span of a call: see Sites.head."""
-        self.inputs, self.outputs, self.share = Memo(), Memo(), Memo()
+        self.inputs, self.outputs, self.share = SizeCache(), SizeCache(), SizeCache()
         """For the arguments of a call, its result, and the arguments of a lone replica."""
-        self.replicas: list[tuple[Memo, Memo]] = []
-        self.stages: Stages | None = None
+        self.replicas: list[tuple[SizeCache, SizeCache]] = []
+        self.stages: StageTracer | None = None
         """The model's stages, if its parts are on several devices."""
         self.proven = False
         """Whether dp has worked for this module."""
-        self.place: Place | None = None
+        self.place: ModuleDevice | None = None
         """Where the module was when the plan was made; None if the plan does not depend on it."""
         self.moves = False
         """Whether the module may have moved since then."""
@@ -85,15 +85,15 @@ class Site:
         """Reasons for missing parts of its calls, for example because these methods bypass torch's functions."""
 
 
-class Sites:
+class TracedModules:
     """Keeps a site for each module that one process calls."""
 
-    def __init__(self, session: Session, modes: Modes) -> None:
+    def __init__(self, session: Session, modes: ModeDecider) -> None:
         self.session = session
         self.modes = modes
-        self.known: dict[int, Site] = {}
+        self.known: dict[int, TracedModule] = {}
         """By id. The traced functions refer to this dict: never replace it."""
-        self._functionals: dict[int, Functional] = {}
+        self._functionals: dict[int, FunctionalStandIn] = {}
         self.on_site: Callable[[], None] = lambda: None
         """Called when a module is first called, or planned again."""
         self.on_gpus: Callable[[], None] = lambda: None
@@ -102,72 +102,76 @@ class Sites:
 
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
-        self.forget()
-        self.models = Models()
+        self.replan_all()
+        self.models = ModelNames()
 
-    def forget(self) -> None:
+    def replan_all(self) -> None:
         """Plan all calls again."""
         self.known.clear()
         self._functionals.clear()
 
-    def all_may_move(self) -> None:
+    def expect_moves_to_gpu(self) -> None:
         """Expect modules to move to a GPU, because CUDA is or will be initialised."""
         for site in list(self.known.values()):
             site.moves = site.place is not None
 
     # ---------------------------------------------------------------- how each kind is called
 
-    def of_root(self, module: Any) -> Site:
+    def of_root(self, module: Any) -> TracedModule:
         """Make the site of a bare root."""
-        plan = self.modes.for_root(module)
+        plan = self.modes.plan_root(module)
         ddp = isinstance(module, torch.nn.parallel.DistributedDataParallel)
-        site = self._new(module, plan, DDP if ddp else FSDP if is_a(module, "FSDPModule") else None)
+        site = self._make_traced_module(
+            module, plan, DDP if ddp else FSDP if is_distributed_class(module, "FSDPModule") else None
+        )
         site.dim = self.session.config.batch_dim
-        site.place = Place(module)
+        site.place = ModuleDevice(module)
         if plan.mode == SINGLE:
-            site.stages = stages_of(module.module if ddp else module, self.session)
+            site.stages = make_stage_tracer(module.module if ddp else module, self.session)
             if site.stages is not None:
                 site.gpus = gpus_of(site.stages.devices)
             site.plain = site.stages is None and not holds_data_parallel(module)
         return site
 
-    def of_wrapper(self, module: object) -> Site:
+    def of_wrapper(self, module: object) -> TracedModule:
         """Make the site of a DataParallel."""
-        site = self._new(module, self.modes.for_wrapper(module), class_name(module))
+        site = self._make_traced_module(module, self.modes.plan_wrapper(module), class_name(module))
         site.dim = self.modes.dim_of(module) or 0
-        site.own = own_methods(type(module))
+        site.own = overridden_methods(type(module))
         return site
 
-    def functional(self, module: object, given: tuple[object, ...]) -> Functional:
+    def functional(self, module: object, given: tuple[object, ...]) -> FunctionalStandIn:
         """Return the stand-in for a module passed to `data_parallel`. `given`: devices, output device and dim."""
         found = self._functionals.get(id(module))
         if found is None or found.given != given or found.module is not module:
             if len(self._functionals) >= MAX_SITES:
                 self._functionals.clear()
-            found = self._functionals[id(module)] = Functional(module, given)
+            found = self._functionals[id(module)] = FunctionalStandIn(module, given)
         return found
 
-    def of_functional(self, functional: Functional) -> Site:
+    def of_functional(self, functional: FunctionalStandIn) -> TracedModule:
         """Make the site of a module passed to `data_parallel`."""
         module = functional.module
-        site = self._new(functional, self.modes.for_functional(module, functional.given[0]), "data_parallel")
+        site = self._make_traced_module(
+            functional, self.modes.plan_functional(module, functional.given[0]), "data_parallel"
+        )
         site.dim = functional.given[2]
-        site.place = Place(module)
+        site.place = ModuleDevice(module)
         return site
 
-    def _new(self, module: object, plan: Plan, via: str | None) -> Site:
+    def _make_traced_module(self, module: object, plan: CallPlan, via: str | None) -> TracedModule:
         key, known = id(module), self.known
-        return Site(module, plan, via, lambda _: known.pop(key, None))
+        return TracedModule(module, plan, via, lambda _: known.pop(key, None))
 
-    def ready(self, site: Site) -> Site | None:
+    def register(self, site: TracedModule) -> TracedModule | None:
         """Name the site, and register it for all threads; None if its layout cannot be written."""
         module = site.module()
-        model = module.module if isinstance(module, Functional) else module
-        site.root, site.number = self.models.of(model)
+        model = module.module if isinstance(module, FunctionalStandIn) else module
+        site.root, site.number = self.models.name_and_number(model)
         device = None if site.place is None else site.place.device
-        site.moves = device is not None and (device.type != "cpu" or may_be_used())
-        site.head = self.head(site, site.plan)
-        self.modes.announce(site.root, site.plan)
+        site.moves = device is not None and (device.type != "cpu" or cuda_may_be_used())
+        site.head = self.span_head(site, site.plan)
+        self.modes.record_plan(site.root, site.plan)
         if site.gpus:
             self.on_gpus()
         self.known.pop(id(module), None)
@@ -179,7 +183,7 @@ class Sites:
         self.on_site()
         return site
 
-    def splits_itself(self, root: Site) -> None:
+    def splits_itself(self, root: TracedModule) -> None:
         """Note that a bare root's forward itself runs a part of the root data-parallel: the root cannot be split."""
         module = root.module()
         if module is not None and not self.modes.splits_itself(module, True):
@@ -187,18 +191,18 @@ class Sites:
 
     # ---------------------------------------------------------------- layouts
 
-    def head(self, site: Site, plan: Plan) -> int:
+    def span_head(self, site: TracedModule, plan: CallPlan) -> int:
         """Return layout and flags for the span of a call by this plan. The layout is 0 if it cannot be written."""
         devices = plan.devices if site.stages is None else site.stages.devices
         key = site.root, site.via, devices, tuple(site.absent.items()), plan.on_cpu, site.number, site.dim
-        number = self.session.define(key, lambda: _spell(site, plan))
+        number = self.session.define(key, lambda: _describe_layout(site, plan))
         flags = Flag.DP if plan.mode == DP else Flag.SINGLE
         if plan.virtual is not None and plan.mode == DP:
             flags |= Flag.VIRTUAL
         return number << SITE_AT | flags << FLAGS_AT
 
 
-def _spell(site: Site, plan: Plan) -> dict[str, object]:
+def _describe_layout(site: TracedModule, plan: CallPlan) -> dict[str, object]:
     devices, absent = plan.devices, {"device_ms": _HOST_ONLY if plan.on_cpu else _NO_EVENTS}
     if site.stages is not None:
         devices, absent = site.stages.devices, site.stages.absent
@@ -207,7 +211,7 @@ def _spell(site: Site, plan: Plan) -> dict[str, object]:
     return {**layout, "module": site.number, "dim": site.dim}
 
 
-def own_methods(kind: type) -> tuple[str, ...]:
+def overridden_methods(kind: type) -> tuple[str, ...]:
     """Return the names of the methods that a subclass of DataParallel overrides."""
     return tuple(
         name for name in ("forward", "scatter", "replicate", "parallel_apply", "gather") if overrides(kind, name)

@@ -24,10 +24,17 @@ import torch
 
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, THREAD_AT, Flag, Kind
 from dpmon.span_ring import HEADER_BYTES, THREADS, HeaderWord, SpanRing
-from dpmon.tracer.core.frames import OF_CALLS, Function, drop_frames, named_like, outwards, uncounted
+from dpmon.tracer.core.hidden_frames import (
+    OF_CALLS,
+    Function,
+    copy_name_and_signature,
+    drop_frames,
+    iter_callers,
+    uncounted,
+)
 from dpmon.tracer.core.session import Session
-from dpmon.tracer.devices.timing import Mark, Timing, usable
-from dpmon.tracer.steps.startup import Startup
+from dpmon.tracer.devices.device_timing import DeviceTimer, PhaseTimer, is_cuda_initialized
+from dpmon.tracer.steps.startup import StartupNotes
 
 
 def _code_within(code: CodeType) -> Iterator[CodeType]:
@@ -53,7 +60,7 @@ PAUSE, PAUSED, TRAINING_THREAD = HeaderWord.PAUSE, HeaderWord.PAUSED, HeaderWord
 TRAINING_TID, LOOP_OVER = HeaderWord.TRAINING_TID, HeaderWord.LOOP_OVER
 
 
-class Thread:
+class ThreadState:
     """The state of one thread."""
 
     __slots__ = ("head", "inside", "noted", "number", "offered", "root", "split", "steps", "tried", "word")
@@ -75,23 +82,23 @@ class Thread:
         self.steps: list[tuple[int, int, int, Any, int]] = []
         """Unfinished optimizer steps: enclosing kind, first word of the span, start, device times, number."""
         self.tried: Any = None
-        """The failed attempt at dp for the current call: see dpmon.tracer.modes.decision."""
+        """The failed attempt at dp for the current call: see dpmon.tracer.modes.mode_decision."""
         self.noted = False
         """Whether the current fetch is noted in stages.log."""
 
 
-class Recorder:
+class SpanRecorder:
     """Writes the spans of one process, and finds out which thread trains."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.startup = Startup(session)
-        self.threads: dict[int, Thread] = {}
+        self.startup = StartupNotes(session)
+        self.threads: dict[int, ThreadState] = {}
         """By the ident of a thread. The wrappers refer to this dict: never replace it."""
         self.loops: dict[int, tuple[int, Callable[[object], int], object]] = {}
         """By the id of a loader's iterator: its loop, as a part of a span's first word; a function that returns the
         sizes for the span; a weak reference that removes the entry. The wrapper uses this dict: never replace it."""
-        self.timing: Timing | None = None
+        self.timing: DeviceTimer | None = None
         """Device timing, once a call runs on a GPU."""
         self.on_idle: Callable[[], None] = lambda: None
         """Called after several fetches or optimizer steps without a call."""
@@ -106,11 +113,11 @@ class Recorder:
         self.on_gradients: Callable[[int, int, int], None] | None = None
         """Called at the end of a backward pass of the training thread, to write the spans inside the pass before the
         span of the pass. Arguments: the first word of these spans; start and end of the pass (monotonic ns)."""
-        self.on_backward_begins: Callable[[Thread, object], None] | None = None
+        self.on_backward_begins: Callable[[ThreadState, object], None] | None = None
         """Called before a backward pass of the training thread, with the thread and the arguments of the pass."""
         self.loss_due = 1 << 62
         """When to call `on_loss` after a backward pass (monotonic ns)."""
-        self.on_loss: Callable[[Thread, int, Any, Any], None] = lambda me, began, args, kwargs: None
+        self.on_loss: Callable[[ThreadState, int, Any, Any], None] = lambda me, began, args, kwargs: None
         """Called with the thread, the start and the arguments of a backward pass."""
         self._parents: list[object] = []
         """Timings of the parent process, which a forked child must keep alive."""
@@ -129,7 +136,7 @@ class Recorder:
         self.kinds: Any = memoryview(bytearray(THREADS))
         """By number of thread: the kind of its open span. In the ring, once there is a ring."""
         self._early: list[tuple[int, int, int, int]] = []
-        self.training_thread: Thread | None = None
+        self.training_thread: ThreadState | None = None
         """The training thread; None until it is known."""
         self.has_run_backward = False
         """Whether the training thread has run a backward pass."""
@@ -151,11 +158,11 @@ class Recorder:
         """Number of the optimizer step after which `on_look` is called."""
         self.paused = 0
         """The last pause request acted upon."""
-        self.put: Callable[[int, int, int, int], int] = self._keep
+        self.put: Callable[[int, int, int, int], int] = self._keep_span
         """Writes a span into the ring, or keeps it until there is one. Arguments: first word, start, duration (ns) and
         sizes. Returns its number, or -1 if it was not written."""
 
-    def opened(self, ring: SpanRing) -> None:
+    def attach_ring(self, ring: SpanRing) -> None:
         """Write the kept spans and the number of the training thread into the new ring."""
         while self._early:
             ring.put(*self._early[0])
@@ -167,47 +174,47 @@ class Recorder:
         self.words, self.kinds, self.put = ring.words, ring.kinds, ring.put
         self.ring = ring
 
-    def given_up(self) -> None:
+    def stop_writing(self) -> None:
         """Write no more spans."""
         self.put = lambda head, start, took, sizes: -1
 
-    def times_devices(self) -> None:
+    def start_device_timing(self) -> None:
         """Start device timing, because a call is about to run on a GPU."""
-        if self.timing is None and usable():
-            self.timing = Timing(self)
+        if self.timing is None and is_cuda_initialized():
+            self.timing = DeviceTimer(self)
 
     # ---------------------------------------------------------------- threads
 
-    def thread(self) -> Thread:
+    def current_thread_state(self) -> ThreadState:
         """Return this thread's state, created if necessary. Threads beyond the ring's limit share a number."""
         found = self.threads.get(get_ident())
         if found is None:
-            found = self.threads[get_ident()] = Thread(min(next(self._numbers), THREADS - 1))
+            found = self.threads[get_ident()] = ThreadState(min(next(self._numbers), THREADS - 1))
         return found
 
-    def called(self, me: Thread) -> None:
+    def on_call(self, me: ThreadState) -> None:
         """Handle the first call, or a top-level call at which a step may begin."""
         if self.training_thread is None:
-            self._found(me)
+            self._set_training_thread(me)
         elif me is self.training_thread:
             if self.timing is not None:
-                self.timing.step_ends()
-            self.between(me)
+                self.timing.end_step()
+            self.at_step_boundary(me)
 
-    def _found(self, me: Thread) -> None:
+    def _set_training_thread(self, me: ThreadState) -> None:
         self.training_thread = me
         self.words[TRAINING_THREAD] = me.number
         self.words[TRAINING_TID] = threading.get_native_id()
 
-    def heal(self) -> None:
+    def reset_interrupted_call(self) -> None:
         """Reset this thread's state if an interrupt left a call in it that is no longer running."""
-        me = self.thread()
-        if not any(frame.f_code.co_filename.startswith(OF_CALLS) for frame in outwards(sys._getframe(1))):
+        me = self.current_thread_state()
+        if not any(frame.f_code.co_filename.startswith(OF_CALLS) for frame in iter_callers(sys._getframe(1))):
             me.inside, me.split, me.root = 0, None, None
 
     # ---------------------------------------------------------------- writing
 
-    def _keep(self, head: int, start: int, took: int, sizes: int) -> int:
+    def _keep_span(self, head: int, start: int, took: int, sizes: int) -> int:
         """Keep a span until there is a ring."""
         if not self.session.off:
             self._early.append((head, start, took, sizes))
@@ -216,14 +223,14 @@ class Recorder:
 
     def write_again(self, head: int, start: int, took: int, sizes: int, error: BaseException) -> None:
         """Write a span again after an error at its end. Raises the error, unless it is a fault of ours."""
-        guard = self.session.guarded("end of a phase")
+        guard = self.session.guard("end of a phase")
         with guard:
             self.put(head, start, took, sizes)
         with guard:
             raise error
 
-    def failed(
-        self, me: Thread, head: int, start: int, sizes: int, error: BaseException, mark: Mark | None = None
+    def write_failed(
+        self, me: ThreadState, head: int, start: int, sizes: int, error: BaseException, mark: PhaseTimer | None = None
     ) -> None:
         """Write the span of a phase that raised. `mark`: its device times. Never raises."""
         flags = Flag.FAILED
@@ -237,22 +244,22 @@ class Recorder:
                 head |= mark.raised()
             number = self.put(head, start, now - start, sizes)
             if mark is not None:
-                mark.written(number)
+                mark.set_span_number(number)
         except Exception as fault:  # noqa: BLE001 - the script's exception must be raised
             self._count_fault(fault)
 
     def _count_fault(self, fault: Exception) -> None:
         with suppress(BaseException):  # an exception of a signal handler must not replace the script's exception
-            self.session.fault("end of a phase", fault)
+            self.session.count_error("end of a phase", fault)
 
     # ---------------------------------------------------------------- phases
 
     @uncounted
-    def within(
+    def run_in_span(
         self,
-        me: Thread,
+        me: ThreadState,
         head: int,
-        mark: Mark | None,
+        mark: PhaseTimer | None,
         sizes: Callable[[object], int] | None,
         original: Function,
         args: Any,
@@ -272,7 +279,7 @@ class Recorder:
             result = original(*args, **kwargs)
         except BaseException as error:
             me.inside = inside
-            self.failed(me, head, began, 0, error, mark)
+            self.write_failed(me, head, began, 0, error, mark)
             raise
         me.inside = inside
         took = 0
@@ -288,15 +295,15 @@ class Recorder:
                     self.on_loss(me, began, args, kwargs)
             number = self.put(head, began, took, 0 if sizes is None else sizes(result))
             if mark is not None:
-                mark.written(number)
+                mark.set_span_number(number)
         except BaseException as error:  # noqa: BLE001 - raised again if it is not a fault of ours
             self.write_again(head, began, took or monotonic_ns() - began, 0, error)
         return result
 
-    def phase(self, kind: int, original: Function) -> Function:
+    def wrap_phase(self, kind: int, original: Function) -> Function:
         """The traced form of a function that is one phase: a fetch, or a backward pass."""
-        session, threads, new = self.session, self.threads, self.thread
-        is_compiling, within = torch.compiler.is_dynamo_compiling, self.within
+        session, threads, new = self.session, self.threads, self.current_thread_state
+        is_compiling, within = torch.compiler.is_dynamo_compiling, self.run_in_span
         graph_task = torch._C._current_graph_task_id  # autograd also runs nested backward passes on its own threads
         fetch, loops = kind == Kind.FETCH, self.loops
 
@@ -308,7 +315,7 @@ class Recorder:
                 me = threads.get(get_ident()) or new()
                 inside = me.inside
                 if inside == Kind.OPTIMIZER:
-                    inside = self.still_inside(me)
+                    inside = self.current_open_kind(me)
                 if inside == Kind.BACKWARD or (not fetch and graph_task() != -1):  # recomputation belongs to the pass
                     return original(*args, **kwargs)
                 mark, sizes, head = None, None, kind | inside << INSIDE_AT | me.head
@@ -320,24 +327,24 @@ class Recorder:
                             head |= loop[0]
                             sizes = loop[1]
                     elif not self.has_run_backward:
-                        self._goes_backward(me)
+                        self._on_first_backward(me)
                     if self.timing is not None:
                         mark = self.timing.begin(me, kind)
                     if not fetch and me is self.training_thread and self.on_backward_begins is not None:
                         self.on_backward_begins(me, args)
                 except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-                    session.fault("beginning of a phase", error)
+                    session.count_error("beginning of a phase", error)
                 result = within(me, head, mark, sizes, original, args, kwargs)
                 try:
                     if me.noted:
                         me.noted = False
-                        self.startup.ended(None)
+                        self.startup.note_end(None)
                     if not fetch:
                         self.backwards += 1
                         if self.on_backward is not None and me is self.training_thread:
                             self.on_backward()
                 except Exception as error:  # noqa: BLE001 - the phase is over anyway
-                    session.fault("beginning of a phase", error)
+                    session.count_error("beginning of a phase", error)
                 return result
             except BaseException as error:
                 if me is not None:  # an interrupt may have come between any two lines
@@ -348,11 +355,11 @@ class Recorder:
                 args, kwargs, result = (), {}, None
                 raise
 
-        return named_like(wrapper, original)
+        return copy_name_and_signature(wrapper, original)
 
     # ---------------------------------------------------------------- fetch
 
-    def _fetch_begins(self, me: Thread, iterator: object) -> None:
+    def _fetch_begins(self, me: ThreadState, iterator: object) -> None:
         """Handle the start of a fetch, and of a step, unless another thread fetches in advance."""
         training_thread = self.training_thread
         if me is training_thread or training_thread is None:
@@ -363,17 +370,17 @@ class Recorder:
             if self.idle == IDLE:
                 self.on_idle()
             if self.timing is not None and me.inside == 0:
-                self.timing.step_ends()
-            self.between(me)
+                self.timing.end_step()
+            self.at_step_boundary(me)
         if self.ring is None:
             me.noted = self.startup.fetch_begins(iterator)
 
-    def _fetch_raised(self, me: Thread, error: BaseException) -> None:
+    def _fetch_raised(self, me: ThreadState, error: BaseException) -> None:
         """Handle an exception that ended a fetch. Never raises."""
         try:
             if me.noted:
                 me.noted = False
-                self.startup.ended(error)
+                self.startup.note_end(error)
             if me.inside == 0 and (me is self.training_thread or self.training_thread is None):
                 self.words[LOOP_OVER] = monotonic_ns()
                 self.on_loop_over()
@@ -382,20 +389,20 @@ class Recorder:
 
     # ---------------------------------------------------------------- backward
 
-    def _goes_backward(self, me: Thread) -> None:
+    def _on_first_backward(self, me: ThreadState) -> None:
         """Handle the start of a backward pass, if the training thread has not run one before."""
         if self.training_thread is not None:
             self.has_run_backward = True
             if me is not self.training_thread:  # the supposed training thread never ran a backward pass
-                self._found(me)
+                self._set_training_thread(me)
 
-    def still_inside(self, me: Thread, fewer: int = 0) -> int:
+    def current_open_kind(self, me: ThreadState, fewer: int = 0) -> int:
         """Remove the optimizer steps that have raised, and return the kind of this thread's open span.
 
         `fewer`: number of optimizer steps on the stack that `me.steps` does not contain yet.
         """
-        with self.session.guarded("step of an optimizer"):
-            around = sum(frame.f_code in _AROUND_STEPS for frame in outwards(sys._getframe(1))) - fewer
+        with self.session.guard("step of an optimizer"):
+            around = sum(frame.f_code in _AROUND_STEPS for frame in iter_callers(sys._getframe(1))) - fewer
             while len(me.steps) > around:
                 me.inside, _, _, mark, _ = me.steps.pop()
                 if mark is not None:
@@ -404,7 +411,7 @@ class Recorder:
 
     # ---------------------------------------------------------------- between two steps
 
-    def between(self, me: Thread) -> None:
+    def at_step_boundary(self, me: ThreadState) -> None:
         """Pause or look between two steps, if it is time to. Raises only exceptions of signal handlers in a pause."""
         if me.inside or (me is not self.training_thread and self.training_thread is not None):
             return
@@ -419,22 +426,22 @@ class Recorder:
             self.due = 1 << 62  # if `on_look` raises, it is not repeated at once
             self.due = self.on_look(now)
 
-    def soon(self) -> None:
+    def schedule_poll(self) -> None:
         """Call `on_look` when the next step ends."""
         self.due = 0
 
     def at_exit(self) -> None:
         """Record the end of the process; mark the ring as ended unless another thread may still train. Never raises."""
-        with self.session.guarded("end of the process"):
+        with self.session.guard("end of the process"):
             if self.timing is not None:
                 self.timing.at_exit()
             if self.ring is not None:
-                self.session.write_line(end=True, uncaught=_raised())
-                if not _others_run():
+                self.session.write_line(end=True, uncaught=_exits_by_exception())
+                if not _waits_for_other_threads():
                     self.words[HeaderWord.ENDED] = 1
 
 
-def _raised() -> bool:
+def _exits_by_exception() -> bool:
     """Whether an uncaught exception ends the process."""
     if getattr(sys, "last_type", None) is not None:
         return True
@@ -445,7 +452,7 @@ def _raised() -> bool:
     return error.__traceback__.tb_frame.f_code.co_name == "_bootstrap"
 
 
-def _others_run() -> bool:
+def _waits_for_other_threads() -> bool:
     """Whether the process still waits for other threads, as a child of multiprocessing does after its finalizers."""
     me = threading.current_thread()
     return any(thread is not me and not thread.daemon for thread in threading.enumerate())

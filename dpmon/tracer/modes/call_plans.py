@@ -12,18 +12,18 @@ from dpmon.tracer.core.module_tables import (
     PARAMETERS,
     class_name,
     devices_of,
-    is_a,
     is_compiled,
+    is_distributed_class,
     modules_of,
     values_of,
 )
-from dpmon.tracer.modes.virtual import VirtualDevices
+from dpmon.tracer.modes.virtual_devices import VirtualDevices
 
 DP, SINGLE = 1, 2
 
 
 @dataclass(frozen=True)
-class Plan:
+class CallPlan:
     """How calls of one module run."""
 
     mode: int
@@ -42,21 +42,21 @@ class Plan:
         return all(name.startswith("cpu") for name in self.devices)
 
 
-def refused(device: object, reason: str) -> Plan:
+def refused_plan(device: object, reason: str) -> CallPlan:
     """Make the plan for a call that runs on one device although dp was requested."""
-    return Plan(SINGLE, (str(device),), None, None, reason, True)
+    return CallPlan(SINGLE, (str(device),), None, None, reason, True)
 
 
-def on_one(module: Any, own: tuple[str, ...], reason: str | None = None) -> Plan:
+def single_device_plan(module: Any, own: tuple[str, ...], reason: str | None = None) -> CallPlan:
     """Make the plan that runs a DataParallel on the first of its devices; `reason` is None if that was requested."""
-    unfit = uncopyable(module)
+    unfit = uncopyable_reason(module)
     if unfit is not None:
-        return Plan(DP, own, None, None, unfit, True)
+        return CallPlan(DP, own, None, None, unfit, True)
     for name in ("forward", "scatter"):
         if overrides(type(module), name):
             odd = f"{class_name(module)} has its own {name}, which may not work on one device"
-            return Plan(DP, own, None, None, odd, True)
-    return Plan(SINGLE, own[:1], tuple(module.device_ids[:1]), None, reason, reason is not None)
+            return CallPlan(DP, own, None, None, odd, True)
+    return CallPlan(SINGLE, own[:1], tuple(module.device_ids[:1]), None, reason, reason is not None)
 
 
 def overrides(kind: type, name: str) -> bool:
@@ -69,9 +69,9 @@ def default_device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def unsplittable(module: torch.nn.Module) -> str | None:
+def unsplittable_reason(module: torch.nn.Module) -> str | None:
     """Why a bare root cannot be run by data_parallel; None if it can."""
-    unfit = unreplicable(module)
+    unfit = unreplicable_reason(module)
     if unfit is not None:
         return unfit
     if torch._C._functorch.peek_interpreter_stack() is not None:  # inside torch.func.grad, vmap or the like
@@ -89,7 +89,7 @@ def holds_data_parallel(module: object) -> bool:
     return any(isinstance(inner, torch.nn.DataParallel) for inner in modules_of(module))
 
 
-def uncopyable(module: object) -> str | None:
+def uncopyable_reason(module: object) -> str | None:
     """Why dpmon must not make short-lived copies of this module; None if it may.
 
     A copy shares the module's attributes, so its finaliser could close the module's files.
@@ -104,17 +104,21 @@ def _is_sharded(module: object) -> bool:
 
     Between forward and backward, the parameters of a module given to fully_shard may be ordinary tensors.
     """
-    if is_a(module, "FSDPModule") or is_a(module, "FullyShardedDataParallel"):
+    if is_distributed_class(module, "FSDPModule") or is_distributed_class(module, "FullyShardedDataParallel"):
         return True
-    return any(is_a(tensor, "DTensor") for table in (PARAMETERS, BUFFERS) for tensor in values_of(module, table))
+    return any(
+        is_distributed_class(tensor, "DTensor")
+        for table in (PARAMETERS, BUFFERS)
+        for tensor in values_of(module, table)
+    )
 
 
-def unreplicable(module: torch.nn.Module) -> str | None:
+def unreplicable_reason(module: torch.nn.Module) -> str | None:
     """Why dpmon does not replicate a module, on virtual or real devices; None if it does."""
     for inner in modules_of(module):
         if _is_sharded(inner):
             return "its parameters are sharded over the ranks, which must all run the same calls"
-        unfit = uncopyable(inner)
+        unfit = uncopyable_reason(inner)
         if unfit is not None:
             return unfit
         # The attribute is on the forward of the instance (compiled for this module only) or of the class.

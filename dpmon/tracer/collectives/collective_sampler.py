@@ -23,10 +23,10 @@ import torch
 
 from dpmon.record.span_format import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.span_ring import HeaderWord
-from dpmon.tracer.collectives.ends import CollectiveSample, Ends
-from dpmon.tracer.collectives.kernels import Kernels, missing
+from dpmon.tracer.collectives.completion_poller import CompletionPoller, SampleCost
+from dpmon.tracer.collectives.kernels import CollectiveKernels, missing_torch_features
 from dpmon.tracer.core.session import Session, raise_from_signal
-from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 NEVER = 1 << 62
 WAIT_NS, SOON_NS = 1_000_000_000, 50_000_000
@@ -56,15 +56,15 @@ MAX_PUT_OFF = 100
 _BESIDE = "another thread of the process was in torch.distributed at every attempt to record a step"
 
 
-class Collectives:
+class CollectiveSampler:
     """Samples the collectives of one process."""
 
-    def __init__(self, session: Session, recorder: Recorder) -> None:
+    def __init__(self, session: Session, recorder: SpanRecorder) -> None:
         self._session = session
         self._recorder = recorder
-        self._sample = CollectiveSample()
-        self._ends = Ends(session, recorder, self._sample)
-        self._kernels = Kernels(session, recorder, self._ends, self._sample)
+        self._sample = SampleCost()
+        self._ends = CompletionPoller(session, recorder, self._sample)
+        self._kernels = CollectiveKernels(session, recorder, self._ends, self._sample)
         self.reset()
 
     def reset(self) -> None:
@@ -101,7 +101,7 @@ class Collectives:
 
     # ---------------------------------------------------------------- between two steps
 
-    def look(self, now: int) -> int:
+    def poll(self, now: int) -> int:
         """Begin or end a sample if it is time to; return when to call again (monotonic ns)."""
         if self._ends.failed and not self._given_up:
             self._give_up()
@@ -109,7 +109,7 @@ class Collectives:
             return NEVER
         try:
             if self._sample.on:
-                return self._go_on(now)
+                return self._end_if_over(now)
             if not self._ready and not self._usable(now):
                 return NEVER if self._given_up else now + (SOON_NS if self._session.ring is None else WAIT_NS)
             asked = self._recorder.words[HeaderWord.SAMPLE]
@@ -117,7 +117,7 @@ class Collectives:
                 if not self._begin():
                     self._put_off += 1
                     if self._put_off == MAX_PUT_OFF:
-                        self._say_why(now, _BESIDE)
+                        self._record_no_sample_reason(now, _BESIDE)
                     return now + RETRY_NS
                 self._asked = asked
                 return 0
@@ -125,7 +125,7 @@ class Collectives:
         except Exception as error:  # noqa: BLE001 - the training continues
             raise_from_signal(error)
             self._give_up()
-            self._session.fault("collectives of a step", error, fatal=False)
+            self._session.count_error("collectives of a step", error, fatal=False)
             return NEVER
 
     def _give_up(self) -> None:
@@ -140,24 +140,26 @@ class Collectives:
         distributed = torch.distributed
         if self._session.ring is None or not (distributed.is_available() and distributed.is_initialized()):
             return False
-        why = missing() or (self._kernels.inherited and "the process was forked while its parent recorded collectives")
+        why = missing_torch_features() or (
+            self._kernels.inherited and "the process was forked while its parent recorded collectives"
+        )
         if why:
             self._given_up = True
-            self._say_why(now, why)
+            self._record_no_sample_reason(now, why)
             return False
         recorder = self._recorder
         self._ready = True
         self._last, self._last_stepped = now, recorder.stepped
         self._every = FIRST
-        self._next()
+        self._schedule_next()
         return True
 
-    def _say_why(self, now: int, why: str) -> None:
+    def _record_no_sample_reason(self, now: int, why: str) -> None:
         """Record why there are no samples."""
         site = self._session.define(("collectives", why), lambda: {"operation": None, "why": why})
-        self._recorder.put(Kind.COLLECTIVE | self._recorder.thread().head | site << SITE_AT, now, 0, 0)
+        self._recorder.put(Kind.COLLECTIVE | self._recorder.current_thread_state().head | site << SITE_AT, now, 0, 0)
 
-    def _next(self) -> None:
+    def _schedule_next(self) -> None:
         """Schedule a sample for the next number of optimizer steps that is a multiple of the distance."""
         self._recorder.sample_at = (self._recorder.stepped // self._every + 1) * self._every
 
@@ -170,7 +172,7 @@ class Collectives:
         if recorder.stepped < recorder.sample_at:
             return False
         if now < self._earliest:
-            self._next()
+            self._schedule_next()
             return False
         return True
 
@@ -194,7 +196,7 @@ class Collectives:
         self._sample.on = True
         return True
 
-    def _go_on(self, now: int) -> int:
+    def _end_if_over(self, now: int) -> int:
         """End the sample if its step is over, or if it holds collectives of an evaluation."""
         recorder = self._recorder
         self._looks += 1
@@ -205,10 +207,10 @@ class Collectives:
                 self._sample.began, self._looks = now, 0  # it holds nothing yet
                 return 0
             self._spoiled = self._spoiled or not trained
-            if not self._discards() and self._looks < MAX_LOOKS:
+            if not self._would_discard() and self._looks < MAX_LOOKS:
                 return 0
         recorder.sample_at = recorder.stepped + 1
-        self._is_discarded = self._discards()
+        self._is_discarded = self._would_discard()
         if not self._end(now):
             self._spoiled = True  # it will hold more than a step
             return now + RETRY_NS
@@ -222,12 +224,12 @@ class Collectives:
         since, steps = now - self._last, recorder.stepped - self._last_stepped
         self._last, self._last_stepped = now, recorder.stepped
         self._earliest = now + max(APART_NS, 0 if recorder.stepped else int(self._spent / SHARE))
-        self._every = _distance(self._spent, since, steps)
+        self._every = _steps_between_samples(self._spent, since, steps)
         self._spent = 0
-        self._next()
+        self._schedule_next()
         return now + LOOK_NS
 
-    def _discards(self) -> bool:
+    def _would_discard(self) -> bool:
         """Whether the sample would be discarded if it ended now."""
         return self._spoiled and self._discarded < MAX_DISCARDED
 
@@ -245,7 +247,7 @@ class Collectives:
         self._sample.on = False
         # Another thread may be launching a collective. If it is counted, it began before this time.
         ended = monotonic_ns()
-        head = Kind.COLLECTIVE | self._recorder.thread().head
+        head = Kind.COLLECTIVE | self._recorder.current_thread_state().head
         if self._is_discarded:
             head |= Flag.FAILED << FLAGS_AT
         began = self._sample.began
@@ -256,13 +258,13 @@ class Collectives:
     def at_exit(self) -> None:
         """End the current sample and the polling thread, which must not run while the interpreter ends."""
         if self._sample.on:
-            self._is_discarded = self._discards() or not self._is_over()  # an unfinished step is discarded, too
+            self._is_discarded = self._would_discard() or not self._is_over()  # an unfinished step is discarded, too
             self._end(monotonic_ns())
         self._given_up = True
         self._ends.stop()
 
 
-def _distance(spent: int, since: int, steps: int) -> int:
+def _steps_between_samples(spent: int, since: int, steps: int) -> int:
     """Return the optimizer steps between two samples: a power of two, so that ranks sample the same steps.
 
     `spent`: cost of the samples since the distance was last set (ns). `since`: time since then (ns). `steps`: optimizer

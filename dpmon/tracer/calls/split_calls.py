@@ -1,7 +1,7 @@
 """Runs calls over several devices, or in stages on several devices.
 
 A data-parallel call goes through torch's own functions: scatter, replicate, parallel_apply, gather. For virtual
-devices, the lowest layer of these functions is replaced (dpmon.tracer.modes.virtual). If dp fails for a bare root, or
+devices, the lowest layer of these functions is replaced (dpmon.tracer.modes.virtual_devices). If dp fails for a bare root, or
 for a DataParallel on virtual devices, the call runs again as it would without dpmon. On virtual devices, the random
 state and the buffers are restored first, until dp has worked once for the module.
 """
@@ -15,22 +15,22 @@ import torch
 
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.record.span_format import INSIDE_AT, Kind
-from dpmon.tracer.calls.replicas import ROWS, ReplicaWatch, Unsuited
-from dpmon.tracer.calls.sites import Functional, Site, Sites
-from dpmon.tracer.core.exceptions import in_a_line
-from dpmon.tracer.core.frames import Function, uncounted
+from dpmon.tracer.calls.replicas import ROWS, ReplicaProbes, ResultsWouldChange
+from dpmon.tracer.calls.traced_modules import FunctionalStandIn, TracedModule, TracedModules
+from dpmon.tracer.core.exception_text import one_line_text
+from dpmon.tracer.core.hidden_frames import Function, uncounted
 from dpmon.tracer.core.module_tables import BUFFERS, tensors_of
 from dpmon.tracer.core.session import Session
-from dpmon.tracer.core.sizes import first_rows, signature_of_call, tensors_in
-from dpmon.tracer.modes.decision import Modes
-from dpmon.tracer.modes.plans import DP, SINGLE, Plan
-from dpmon.tracer.modes.virtual import PRIMITIVES, Originals
-from dpmon.tracer.steps.recorder import Recorder, Thread
+from dpmon.tracer.core.tensor_sizes import first_row_count, signature_of_call, tensors_in
+from dpmon.tracer.modes.call_plans import DP, SINGLE, CallPlan
+from dpmon.tracer.modes.mode_decision import ModeDecider
+from dpmon.tracer.modes.virtual_devices import PRIMITIVES, TorchOriginals
+from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
 _OVERLAID = frozenset(("device_ids", "src_device_obj", "output_device", "dim"))
 
 
-class Before:
+class SavedModuleState:
     """The random state and the buffers of a module, restored after a failed attempt at dp."""
 
     def __init__(self, module: object, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class SplitCall:
 
     __slots__ = ("around", "before", "head", "plan", "primitives", "share", "site", "watch")
 
-    def __init__(self, site: Site, around: object, watch: ReplicaWatch | None = None) -> None:
+    def __init__(self, site: TracedModule, around: object, watch: ReplicaProbes | None = None) -> None:
         self.site = site
         self.plan = site.plan
         self.head = site.head
@@ -67,13 +67,20 @@ class SplitCall:
         """Phases that have run, as kinds of spans."""
         self.share: Any = None
         """If torch runs the module itself in place of a lone replica: (args, kwargs, end of scatter); else None."""
-        self.before: Before | None = None
+        self.before: SavedModuleState | None = None
 
 
-class Split:
+class SplitRunner:
     """Runs the calls of one process over several devices."""
 
-    def __init__(self, session: Session, recorder: Recorder, modes: Modes, sites: Sites, originals: Originals) -> None:
+    def __init__(
+        self,
+        session: Session,
+        recorder: SpanRecorder,
+        modes: ModeDecider,
+        sites: TracedModules,
+        originals: TorchOriginals,
+    ) -> None:
         self.session = session
         self.recorder = recorder
         self.modes = modes
@@ -81,15 +88,17 @@ class Split:
         self.originals = originals
 
     @uncounted
-    def run(self, me: Thread, site: Site, original: Function, module: object, args: Any, kwargs: Any) -> object:
+    def run(
+        self, me: ThreadState, site: TracedModule, original: Function, module: object, args: Any, kwargs: Any
+    ) -> object:
         """Run a call in place of `original(module, *args, **kwargs)`. The caller must call `settle` afterwards."""
         call = None
-        with self.session.guarded("beginning of a call"):
-            replicas = ReplicaWatch(self.recorder, me, site, strict=site.via is None) if site.plan.mode == DP else None
+        with self.session.guard("beginning of a call"):
+            replicas = ReplicaProbes(self.recorder, me, site, strict=site.via is None) if site.plan.mode == DP else None
             call = me.split = SplitCall(site, me.split, replicas)
         if call is None:
             return original(module, *args, **kwargs)
-        if isinstance(module, Functional):
+        if isinstance(module, FunctionalStandIn):
             return self._functional(call, module, args, kwargs)
         if site.kind == Kind.WRAPPED and site.via is not None:
             return self._wrapper(call, me, original, module, args, kwargs)
@@ -105,9 +114,9 @@ class Split:
             unclear = stages.end(self.recorder, me)
             if unclear is not None and "stages" not in site.absent:
                 site.absent = {**site.absent, "stages": unclear}
-                site.head = call.head = self.sites.head(site, site.plan)
+                site.head = call.head = self.sites.span_head(site, site.plan)
 
-    def settle(self, me: Thread, site: Site, outputs: int, failed: bool) -> int:
+    def finish(self, me: ThreadState, site: TracedModule, outputs: int, failed: bool) -> int:
         """Finish a call that `run` has run; return layout and flags of its span (Sites.head). Never raises.
 
         `outputs`: the number of the definition for the sizes of its result.
@@ -116,27 +125,27 @@ class Split:
         if call is None or call.site is not site:  # an interrupt came before the SplitCall existed
             return site.head
         me.split = call.around
-        with self.session.guarded("end of a call"):
+        with self.session.guard("end of a call"):
             try:
                 if me.tried is not None:
-                    self.modes.tried(me, failed)
+                    self.modes.finish_fallback(me, failed)
                 if call.share is not None and not failed:
                     self._lone_replica(me, call, outputs)
                 if call.site.own and not failed:
-                    self._bypassed(call)
+                    self._note_bypassed_phases(call)
             finally:
                 if call.watch is not None:
                     call.watch.close()
         return call.head
 
-    def _lone_replica(self, me: Thread, call: SplitCall, outputs: int) -> None:
+    def _lone_replica(self, me: ThreadState, call: SplitCall, outputs: int) -> None:
         """Write the span of a lone replica: torch ran the module itself after the scatter."""
         args, kwargs, began = call.share
-        inputs = self.session.inputs(args, kwargs, call.site.share)
+        inputs = self.session.input_definition(args, kwargs, call.site.share)
         head = Kind.REPLICA | me.head | call.site.kind << INSIDE_AT
         self.recorder.put(head, began, monotonic_ns() - began, inputs | outputs << 32)
 
-    def _bypassed(self, call: SplitCall) -> None:
+    def _note_bypassed_phases(self, call: SplitCall) -> None:
         """Note the phases that are missing because the script's subclass runs them itself."""
         site, absent = call.site, {}
         if call.plan.mode == DP:
@@ -148,12 +157,12 @@ class Split:
                 absent["replicas"] = f"{site.via} has its own {own}: no replica was made or run by torch's functions"
         if absent != site.absent:
             site.absent = absent
-            site.head = self.sites.head(site, site.plan)
-            call.head = self.sites.head(site, call.plan)
+            site.head = self.sites.span_head(site, site.plan)
+            call.head = self.sites.span_head(site, call.plan)
 
     # ---------------------------------------------------------------- the functional form
 
-    def _functional(self, call: SplitCall, functional: Functional, args: Any, kwargs: Any) -> object:
+    def _functional(self, call: SplitCall, functional: FunctionalStandIn, args: Any, kwargs: Any) -> object:
         plan = call.plan
         module, (ids, output, dim) = functional.module, functional.given
         if plan.device_ids is None:
@@ -171,13 +180,15 @@ class Split:
     # ---------------------------------------------------------------- DataParallel
 
     @uncounted
-    def _wrapper(self, call: SplitCall, me: Thread, original: Function, module: Any, args: Any, kwargs: Any) -> object:
+    def _wrapper(
+        self, call: SplitCall, me: ThreadState, original: Function, module: Any, args: Any, kwargs: Any
+    ) -> object:
         plan = call.plan
         if plan.device_ids is None:
             return original(module, *args, **kwargs)
         view = None
-        with self.session.guarded("model for the replicas"):
-            view = _view(module, plan, call.site.dim)
+        with self.session.guard("model for the replicas"):
+            view = _with_devices(module, plan, call.site.dim)
             self._remember(call, module)
         if view is None:
             return original(module, *args, **kwargs)
@@ -185,21 +196,21 @@ class Split:
             result = original(view, *args, **kwargs)
             if plan.mode == SINGLE and module.output_device != plan.device_ids[0]:
                 result = self.originals.gather([result], module.output_device, module.dim)
-            self._take_back(module, view)
+            self._copy_back_attributes(module, view)
             return result
         try:
             result = original(view, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel
             self._fall_back(call, me, module, error, False)
         else:
-            self._take_back(module, view)
+            self._copy_back_attributes(module, view)
             if "forward" in call.site.own and not call.primitives:
                 # It ran as a whole: the script's forward is not data parallel.
                 call.before = None
                 reason = f"{call.site.via} has its own forward, which uses none of DataParallel's functions"
                 self._fall_back(call, me, module, reason, True)
             else:
-                self._worked(call, module)
+                self._note_success(call, module)
             return result
         return original(module, *args, **kwargs)
 
@@ -207,20 +218,20 @@ class Split:
         """Save the state that a first attempt at dp may change, in case it fails. Never raises."""
         if call.site.proven or call.plan.virtual is None:
             return
-        with self.session.guarded("state before a call"):
-            call.before = Before(module, call.plan.virtual.base)
+        with self.session.guard("state before a call"):
+            call.before = SavedModuleState(module, call.plan.virtual.base)
 
-    def _worked(self, call: SplitCall, module: Any) -> None:
+    def _note_success(self, call: SplitCall, module: Any) -> None:
         """Forget earlier failures, because dp worked. Never raises."""
-        with self.session.guarded("end of a call"):
+        with self.session.guard("end of a call"):
             call.site.proven = True
-            self.modes.succeeded(module)
+            self.modes.clear_failures(module)
 
-    def _take_back(self, module: object, view: object) -> None:
+    def _copy_back_attributes(self, module: object, view: object) -> None:
         """Copy to the script's object the attributes that a subclass set on the view in the call. Never raises."""
         if type(module) is torch.nn.DataParallel:
             return
-        with self.session.guarded("model for the replicas"):
+        with self.session.guard("model for the replicas"):
             own = module.__dict__
             for name, value in view.__dict__.items():
                 if name not in _OVERLAID and own.get(name, own) is not value:
@@ -228,42 +239,46 @@ class Split:
 
     # ---------------------------------------------------------------- bare roots
 
-    def _root(self, call: SplitCall, me: Thread, original: Function, module: object, args: Any, kwargs: Any) -> object:
+    def _root(
+        self, call: SplitCall, me: ThreadState, original: Function, module: object, args: Any, kwargs: Any
+    ) -> object:
         plan = call.plan
         self._remember(call, module)
         try:
             function = self.originals.data_parallel if plan.virtual is None else plan.virtual.functional
             result = function(module, args, plan.device_ids, None, 0, kwargs)
-            reason = changed_meaning(result, args, kwargs, 0 if call.watch is None else call.watch.ran)
+            reason = changed_meaning_reason(result, args, kwargs, 0 if call.watch is None else call.watch.ran)
         except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel
-            self._fall_back(call, me, module, error, isinstance(error, Unsuited))
+            self._fall_back(call, me, module, error, isinstance(error, ResultsWouldChange))
         else:
             if reason is None:
-                self._worked(call, module)
+                self._note_success(call, module)
                 return result
             self._fall_back(call, me, module, reason, True)
         return original(module, *args, **kwargs)
 
     # ---------------------------------------------------------------- what failed
 
-    def _fall_back(self, call: SplitCall, me: Thread, module: Any, why: Exception | str, final: bool) -> None:
+    def _fall_back(self, call: SplitCall, me: ThreadState, module: Any, why: Exception | str, final: bool) -> None:
         """Note why dp failed for this call, and prepare to run it as it would run without dpmon. Never raises."""
         watch, call.watch, call.share, call.primitives = call.watch, None, None, set()
         me.inside = call.site.kind  # not reset yet, if a lone replica ran on this thread
-        with self.session.guarded("return to one device"):
+        with self.session.guard("return to one device"):
             try:
                 self.recorder.put(Kind.RESTARTED | me.head | call.site.kind << INSIDE_AT, monotonic_ns(), 0, 0)
                 if call.before is not None:
                     call.before.restore()
-                reason = str(why) if isinstance(why, (str, Unsuited)) else f"the model raised {in_a_line(why)}"
-                plan = self.modes.failed(me, module, reason, final)
+                reason = (
+                    str(why) if isinstance(why, (str, ResultsWouldChange)) else f"the model raised {one_line_text(why)}"
+                )
+                plan = self.modes.handle_dp_failure(me, module, reason, final)
                 if plan is None:
                     make = self.sites.of_root if call.site.via is None else self.sites.of_wrapper
                     fresh = make(module)
-                    self.sites.ready(fresh)
+                    self.sites.register(fresh)
                     plan = fresh.plan
                 call.plan = plan
-                call.head = self.sites.head(call.site, plan)
+                call.head = self.sites.span_head(call.site, plan)
             finally:
                 if watch is not None:
                     watch.close()
@@ -273,12 +288,12 @@ class Split:
             why.__traceback__ = None
 
 
-def changed_meaning(result: object, args: Any, kwargs: Any, replicas: int) -> str | None:
+def changed_meaning_reason(result: object, args: Any, kwargs: Any, replicas: int) -> str | None:
     """Return why dp would change the meaning of a result for the script; None if it would not.
 
     A script that uses DataParallel expects a vector of losses; other scripts do not.
     """
-    rows = first_rows(signature_of_call(args, kwargs))
+    rows = first_row_count(signature_of_call(args, kwargs))
     for tensor in tensors_in(result):
         count = tensor.shape[0] if tensor.dim() else 0
         if count != rows:
@@ -287,7 +302,7 @@ def changed_meaning(result: object, args: Any, kwargs: Any, replicas: int) -> st
     return None
 
 
-def _view(module: object, plan: Plan, dim: int) -> object:
+def _with_devices(module: object, plan: CallPlan, dim: int) -> object:
     """Return a copy of a DataParallel with other devices. It shares all else with `module`, which stays unchanged."""
     ids = list(plan.device_ids or ())
     view: object = object.__new__(type(module))

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from dpmon.record.shared_names import Unended
 from dpmon.record.span_format import FLAGS_AT, Flag
 from dpmon.tracer.core.session import Session
-from dpmon.tracer.steps.recorder import Recorder
-from dpmon.tracer.watch import start_thread
+from dpmon.tracer.responder_thread import start_thread
+from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 DISPATCH_NS = 15_000
 """Cost of a kernel outside its own code: the dispatcher converts the arguments and waits for the GIL."""
@@ -28,7 +28,7 @@ _DRAIN_S = 0.05
 """Longest wait for the polling thread at the end of the process."""
 
 
-class CollectiveSample:
+class SampleCost:
     """The number of collectives in the current sample, and the cost of the sample."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class CollectiveSample:
         return self.own_ns + self.polled_ns + len(self.launches) * DISPATCH_NS
 
 
-class Launched(NamedTuple):
+class PendingCollective(NamedTuple):
     """An unfinished collective."""
 
     work: Any
@@ -61,10 +61,10 @@ class Launched(NamedTuple):
     bytes: int
 
 
-class Ends:
+class CompletionPoller:
     """Waits for the ends of the collectives of one process, and writes their spans."""
 
-    def __init__(self, session: Session, recorder: Recorder, sample: CollectiveSample) -> None:
+    def __init__(self, session: Session, recorder: SpanRecorder, sample: SampleCost) -> None:
         self._session = session
         self._recorder = recorder
         self._sample = sample
@@ -74,7 +74,7 @@ class Ends:
         """Set the initial state, also in a forked child."""
         self.failed = False
         """Whether a fault of ours has ended the polling thread."""
-        self._new: deque[Launched] = deque()
+        self._new: deque[PendingCollective] = deque()
         self._life = object()
         """Token of the polling thread. When it is replaced, the thread ends."""
         self._polling = False
@@ -82,15 +82,15 @@ class Ends:
         """Released to rouse the polling thread. An interrupt in `set` could leave a threading.Event unusable."""
         self._wake.acquire()
 
-    def wait_for(self, launched: Launched) -> None:
+    def add(self, launched: PendingCollective) -> None:
         """Write the span of a collective once it has ended."""
         self._new.append(launched)
         if self._polling:
-            self._rouse()
+            self._wake_thread()
         else:  # the thread sets `_polling`: if it were set here, an interrupt could leave it true without a thread
             start_thread(self._poll, self._life)
 
-    def _rouse(self) -> None:
+    def _wake_thread(self) -> None:
         """Rouse the polling thread, now or when it is about to wait."""
         with suppress(RuntimeError):  # it is roused already
             self._wake.release()
@@ -98,14 +98,14 @@ class Ends:
     def _poll(self, life: object) -> None:
         """Poll the unfinished collectives until `stop`, or until this process is forked."""
         self._polling = True
-        waiting: list[Launched] = []
+        waiting: list[PendingCollective] = []
         new, before = self._new, thread_time_ns()
         try:
             while self._life is life:
                 while new:
                     with suppress(IndexError):  # two polling threads may run for a moment
                         waiting.append(new.popleft())
-                waiting = [launched for launched in waiting if not self._over(launched)]
+                waiting = [launched for launched in waiting if not self._write_if_done(launched)]
                 spent, before = before, thread_time_ns()
                 self._sample.polled_ns += before - spent
                 if waiting:
@@ -116,11 +116,11 @@ class Ends:
                 self._write(launched, Unended.ENDED)
         except Exception as error:  # noqa: BLE001 - only ends are lost
             self.failed = True
-            self._session.fault("collectives of a step", error, fatal=False)
+            self._session.count_error("collectives of a step", error, fatal=False)
         self._polling = False
-        self._rouse()  # wakes the other polling thread, if two were started
+        self._wake_thread()  # wakes the other polling thread, if two were started
 
-    def _over(self, launched: Launched) -> bool:
+    def _write_if_done(self, launched: PendingCollective) -> bool:
         """Write the span of a collective if it has ended or the wait is too long; return whether it was written."""
         if launched.work.is_completed():
             self._recorder.put(launched.head, launched.start, monotonic_ns() - launched.start, launched.bytes)
@@ -130,13 +130,13 @@ class Ends:
         self._write(launched, Unended.LATE)
         return True
 
-    def _write(self, launched: Launched, why: int) -> None:
+    def _write(self, launched: PendingCollective, why: int) -> None:
         self._recorder.put(launched.head | Flag.UNENDED << FLAGS_AT, launched.start, why, launched.bytes)
 
     def stop(self) -> None:
         """End the polling thread and wait briefly for it: it must not run while the interpreter ends."""
         self._life = object()
-        self._rouse()
+        self._wake_thread()
         until = monotonic_ns() + int(_DRAIN_S * 1e9)
         while self._polling and monotonic_ns() < until:
             sleep(_SHORTEST_S)

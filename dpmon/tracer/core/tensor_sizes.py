@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dpmon.record.shared_names import MORE, shorten_name
-from dpmon.tracer.core.module_tables import class_name, is_a
+from dpmon.tracer.core.module_tables import class_name, is_distributed_class
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -42,7 +42,7 @@ def signature_of_call(args: tuple[object, ...], kwargs: Mapping[str, object]) ->
     return _leaves([*given, *((shorten_name(str(name), MAX_PATH), value) for name, value in kwargs.items())])
 
 
-def leaves(value: object, path: str) -> Signature:
+def signature_of_value(value: object, path: str) -> Signature:
     """Return the signature of a value. Paths begin with `path`."""
     return _leaves([(path, value)])
 
@@ -51,13 +51,13 @@ def _leaves(values: Iterable[tuple[str, object]]) -> Signature:
     found: list[object] = []
     budget = [MAX_VISITED]
     for path, value in values:
-        _walk(value, path, found, budget, 0)
+        _collect_tensors(value, path, found, budget, 0)
     if len(found) > MAX_LEAVES or budget[0] < 0:
         found[MAX_LEAVES:] = [(MORE, (), torch.bool)]
     return tuple(found)
 
 
-def _walk(value: object, path: str, found: list[object], budget: list[int], depth: int) -> None:
+def _collect_tensors(value: object, path: str, found: list[object], budget: list[int], depth: int) -> None:
     if len(found) > MAX_LEAVES or budget[0] < 0 or depth > MAX_DEPTH:
         return
     budget[0] -= 1
@@ -70,7 +70,7 @@ def _walk(value: object, path: str, found: list[object], budget: list[int], dept
         inner = f"{path}.{name}" if path else name
         if len(inner) > MAX_PATH:
             inner = shorten_name(inner, MAX_PATH)
-        _walk(child, inner, found, budget, depth + 1)
+        _collect_tensors(child, inner, found, budget, depth + 1)
         if len(found) > MAX_LEAVES or budget[0] < 0:
             return
 
@@ -82,7 +82,7 @@ def _shape_and_dtype(tensor: Any) -> tuple[object, ...]:
     with torch._C.DisableTorchFunctionSubclass():
         shape, dtype = tensor.shape, tensor.dtype
         # Not by to_local(): autograd would record it.
-        local = tensor._local_tensor.shape if is_a(tensor, "DTensor") else None
+        local = tensor._local_tensor.shape if is_distributed_class(tensor, "DTensor") else None
     if type(dtype) is not torch.dtype:
         raise TypeError(f"the dtype of a {class_name(tensor)} is not a torch.dtype")
     shape = torch.Size(shape)  # a copy: the script's subclass of Size must not be kept alive
@@ -113,7 +113,7 @@ def _children(value: object) -> Any:
     return list(own.items()) if type(own) is dict else ()
 
 
-def spell_out(signature: Any, lone_path: str) -> list[tuple[object, ...]]:
+def describe_tensors(signature: Any, lone_path: str) -> list[tuple[object, ...]]:
     """Return (path, shape, dtype, bytes) of each tensor; a DTensor adds its global shape.
 
     `lone_path`: the path of a lone tensor.
@@ -155,17 +155,17 @@ def device_in(value: object) -> str | None:
     return str(found[0].device) if found else None
 
 
-def gathers(value: object, depth: int = 0) -> bool:
+def is_gatherable(value: object, depth: int = 0) -> bool:
     """Whether torch's gather preserves a result: tensors with rows, None, and dicts, lists and tuples of these."""
     if value is None or isinstance(value, Tensor):
         return value is None or value.dim() > 0
     if depth > MAX_DEPTH:
         return False
     if isinstance(value, dict):
-        return all(gathers(child, depth + 1) for child in value.values())
-    return isinstance(value, (list, tuple)) and all(gathers(child, depth + 1) for child in value)
+        return all(is_gatherable(child, depth + 1) for child in value.values())
+    return isinstance(value, (list, tuple)) and all(is_gatherable(child, depth + 1) for child in value)
 
 
-def first_rows(signature: Any) -> int:
+def first_row_count(signature: Any) -> int:
     """Return the rows of the first tensor that has any; -1 if there is none."""
     return next((int(shape[0]) for _, shape, *_ in signature if shape), -1)

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from dpmon.record.span_format import Kind
-from dpmon.tracer.core.frames import Function
-from dpmon.tracer.modes.workers import ReplicaThread, available_cores
+from dpmon.tracer.core.hidden_frames import Function
+from dpmon.tracer.modes.replica_threads import ReplicaThread, available_cores
 
 PRIMITIVE_NAMES = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
 """Names of DataParallel's phases in the module that defines it."""
@@ -113,7 +113,7 @@ def _broadcast(tensors: Sequence[torch.Tensor], devices: Sequence[int], detach: 
     return [list(flat[i : i + count]) for i in range(0, len(flat), count)]
 
 
-class _Instead:
+class _ModuleOverlay:
     """A module with other members in place of some of its own."""
 
     def __init__(self, module: object, **members: object) -> None:
@@ -124,7 +124,7 @@ class _Instead:
         return getattr(self._module, name)
 
 
-class _Torch(_Instead):
+class _SingleDeviceTorch(_ModuleOverlay):
     """The module torch as parallel_apply sees it, with one device for all replicas."""
 
     def __init__(self, base: torch.device) -> None:
@@ -149,9 +149,9 @@ class _Torch(_Instead):
             device_index=on_device,
         )
         # Older parallel_apply evaluates the annotation torch.cuda.Stream in each call.
-        self.cuda = _Instead(torch.cuda, current_stream=cuda_stream, device=on_device, stream=on_stream)
+        self.cuda = _ModuleOverlay(torch.cuda, current_stream=cuda_stream, device=on_device, stream=on_stream)
         self.is_autocast_enabled = lambda: torch.is_autocast_enabled(base.type)
-        self.amp = _Instead(torch.amp, autocast=_autocast_on(base))
+        self.amp = _ModuleOverlay(torch.amp, autocast=_autocast_on(base))
 
 
 def _autocast_on(base: torch.device) -> Function:
@@ -189,11 +189,11 @@ def _index(device: Any, *_: object, **__: object) -> int:
     return 0 if device is None else int(device)
 
 
-def _names_used(code: CodeType) -> set[str]:
+def _global_names_used(code: CodeType) -> set[str]:
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names |= _names_used(constant)
+            names |= _global_names_used(constant)
     return names
 
 
@@ -201,7 +201,7 @@ def with_globals(function: Function, **changed: object) -> Function:
     """Return a copy of a torch function with other globals. Raises TypeError if the function is not as expected."""
     if not isinstance(function, FunctionType):
         raise TypeError(f"{function!r} is not a plain function: this version of torch is not supported")
-    missing = set(changed) - _names_used(function.__code__)
+    missing = set(changed) - _global_names_used(function.__code__)
     if missing:
         raise TypeError(
             f"{function.__name__} does not use {', '.join(sorted(missing))}: this version of torch is not supported"
@@ -220,7 +220,7 @@ def with_globals(function: Function, **changed: object) -> Function:
 class VirtualDevices:
     """`count` virtual devices on the real device `base`, with torch's primitives for them."""
 
-    def __init__(self, count: int, base: torch.device, originals: Originals) -> None:
+    def __init__(self, count: int, base: torch.device, originals: TorchOriginals) -> None:
         self.base = base
         separator = "/" if base.type != "cpu" else ":"
         self.names = tuple(f"{base}{separator}{i}" for i in range(count))
@@ -232,7 +232,7 @@ class VirtualDevices:
             join = _gather_on(base, originals.all[GATHER_APPLY])
         scatter = with_globals(originals.scatter, Scatter=cut)
         replicate = with_globals(originals.replicate, _broadcast_coalesced_reshape=_broadcast, _get_device_index=_index)
-        apply_globals: dict[str, Any] = {"torch": _Torch(base), "_get_device_index": _index}
+        apply_globals: dict[str, Any] = {"torch": _SingleDeviceTorch(base), "_get_device_index": _index}
         if "autocast" in originals.parallel_apply.__globals__:  # torch 2.4
             apply_globals["autocast"] = _autocast_on(base)
         if base.type == "cpu":
@@ -259,7 +259,7 @@ class VirtualDevices:
         """torch's functional data_parallel for these devices."""
 
 
-class Originals:
+class TorchOriginals:
     """torch's own functions, saved before anything is patched. Raises AttributeError if torch lacks one."""
 
     def __init__(self, data_parallel: ModuleType, scatter_gather: ModuleType) -> None:

@@ -34,7 +34,7 @@ _NOTHING_LEFT = (
 """Explanation of a StopIteration, which has no message."""
 
 
-def in_a_line(error: BaseException | str) -> str:
+def one_line_text(error: BaseException | str) -> str:
     """Return class and first line of an error, or of the original error if `error` repeats it with a traceback.
 
     The first line of a torch error is the message; the rest is advice. parallel_apply raises a replica's error again,
@@ -53,15 +53,15 @@ def in_a_line(error: BaseException | str) -> str:
     return f"{name} {_NOTHING_LEFT if kind == 'StopIteration' else 'without a message'}"
 
 
-def uncaught(rank: int | None) -> str | None:
+def describe_uncaught(rank: int | None) -> str | None:
     """Return the entry of endings.log for the exception that ends this process: class name, then JSON; or None."""
     kind = getattr(sys, "last_type", None)
     if kind is None:
         return None
     value = getattr(sys, "last_value", None)
     name, message = _NAME.__get__(kind), _message(value)
-    place = _place(getattr(sys, "last_traceback", None))
-    repeated = _repeated(name, value)
+    place = _script_location(getattr(sys, "last_traceback", None))
+    repeated = _parse_spawn_exception(name, value)
     if repeated is not None:
         name, message, rank, place = repeated
     facts: dict[str, object] = {"message": message, "rank": rank}
@@ -70,7 +70,7 @@ def uncaught(rank: int | None) -> str | None:
     return f"{shorten_name(''.join(name.split()))} {json.dumps(facts)}"
 
 
-def _repeated(kind: str, value: object) -> tuple[str, str, int | None, tuple[str, int] | None] | None:
+def _parse_spawn_exception(kind: str, value: object) -> tuple[str, str, int | None, tuple[str, int] | None] | None:
     """Return class, message, rank and place of a rank's exception that torch.multiprocessing.spawn repeats as text."""
     arguments = _ARGS.__get__(value) if isinstance(value, Exception) else ()
     if kind != "ProcessRaisedException" or not arguments or type(arguments[0]) is not str:
@@ -93,7 +93,7 @@ def _message(error: BaseException | None) -> str:
     values = [*_ARGS.__get__(error)]
     if isinstance(error, OSError):
         values += [part.__get__(error) for part in _FILE_NAMES]
-    lines = str(error).strip().splitlines() if all(map(_is_plain, values)) else []
+    lines = str(error).strip().splitlines() if all(map(_has_safe_str, values)) else []
     return lines[0][:MAX_CHARACTERS] if lines else ""
 
 
@@ -104,10 +104,10 @@ def _has_builtin_str(kind: type) -> bool:
     return type(next(found["__str__"] for found in members if "__str__" in found)) is WrapperDescriptorType
 
 
-def _is_plain(value: object) -> bool:
+def _has_safe_str(value: object) -> bool:
     """Whether only Python's own code runs when a value is printed as an argument of an exception."""
     if type(value) is tuple:
-        return all(map(_is_plain, value))
+        return all(map(_has_safe_str, value))
     return type(value) in _PLAIN
 
 
@@ -116,7 +116,7 @@ def _is_script(file: str) -> bool:
     return not (file.startswith((_LIBRARY, _OURS, "<")) or any(part in file for part in _INSTALLED))
 
 
-def _place(traceback: TracebackType | None) -> tuple[str, int] | None:
+def _script_location(traceback: TracebackType | None) -> tuple[str, int] | None:
     """Return file and number of the innermost line of the script itself; None if there is none."""
     found = None
     while traceback is not None:

@@ -21,11 +21,11 @@ from zlib import crc32
 
 from dpmon.record.shared_names import INNER_FRAMES, MOST_THREADS, OUTER_FRAMES, shorten_name, to_bounded_json
 from dpmon.span_ring import MAX_GROUPS, NO_NUMBER, OF_NCCL, HeaderWord, SpanRing
-from dpmon.tracer.append import append
 from dpmon.tracer.core.session import Session
+from dpmon.tracer.note_files import append_bytes
 
 if TYPE_CHECKING:
-    from dpmon.tracer.steps.recorder import Recorder
+    from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 LOOK_S = 0.25
 GROUPS_EVERY = 4
@@ -53,10 +53,10 @@ def start_thread(function: Callable[..., object], *arguments: object) -> None:
         pthread_sigmask(SIG_SETMASK, before)
 
 
-class Watch:
+class ResponderThread:
     """The thread of one process."""
 
-    def __init__(self, session: Session, recorder: Recorder) -> None:
+    def __init__(self, session: Session, recorder: SpanRecorder) -> None:
         self._session = session
         self._recorder = recorder
         self.reset()
@@ -71,7 +71,7 @@ class Watch:
         over, ended = allocate_lock(), allocate_lock()
         over.acquire()
         ended.acquire()
-        with self._session.guarded("the thread that watches", fatal=False):
+        with self._session.guard("the thread that watches", fatal=False):
             start_thread(self._run, ring, get_ident(), over, ended)
             self._locks = over, ended
 
@@ -93,38 +93,43 @@ class Watch:
                     if looks % GROUPS_EVERY == 0:
                         begun = words[HeaderWord.SPAN_START + words[HeaderWord.TRAINING_THREAD]]
                         if monotonic_ns() - begun > STILL_NS:
-                            note_groups(words)
+                            write_group_sequences(words)
                         elif words[HeaderWord.GROUPS]:
                             words[HeaderWord.GROUPS] = 0
                     if words[HeaderWord.PTRACER] != allowed:
                         allowed = words[HeaderWord.PTRACER]
-                        _allow(allowed)
+                        _allow_ptrace_by(allowed)
                     if words[HeaderWord.STACKS] != answered:
                         answered = words[HeaderWord.STACKS]
-                        line = to_bounded_json({"asked": answered, "threads": stacks(self._training(opener))}) + b"\n"
-                        _note(session.config.directory, f"process-{session.process}.stacks", line)
+                        line = (
+                            to_bounded_json(
+                                {"asked": answered, "threads": collect_stacks(self._training_thread_ident(opener))}
+                            )
+                            + b"\n"
+                        )
+                        _append_reply(session.config.directory, f"process-{session.process}.stacks", line)
                 except OSError:  # the disk: the supervisor says that there is no answer
                     pass
                 except Exception as error:  # noqa: BLE001 - an error here would be printed
-                    session.fault("the thread that watches", error, fatal=False)
+                    session.count_error("the thread that watches", error, fatal=False)
         except BaseException:  # noqa: BLE001 - likewise
             pass
         ended.release()
 
-    def _training(self, opener: int) -> int:
+    def _training_thread_ident(self, opener: int) -> int:
         """The ident of the training thread. `opener`: the thread that opened the ring, which is that as a rule."""
         training = self._recorder.training_thread
         return next((ident for ident, thread in list(self._recorder.threads.items()) if thread is training), opener)
 
 
-def _note(directory: str, file: str, line: bytes) -> None:
+def _append_reply(directory: str, file: str, line: bytes) -> None:
     """Append an answer to a file; begin it anew if it is full, because only the last answer is read."""
-    if not append(directory, file, line, MAX_BYTES):
+    if not append_bytes(directory, file, line, MAX_BYTES):
         os.unlink(os.path.join(directory, file))
-        append(directory, file, line, MAX_BYTES)
+        append_bytes(directory, file, line, MAX_BYTES)
 
 
-def note_groups(words: memoryview) -> None:
+def write_group_sequences(words: memoryview) -> None:
     """Write the sequence number of each process group into the ring."""
     world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     at = HeaderWord.GROUPS
@@ -143,7 +148,7 @@ def note_groups(words: memoryview) -> None:
         words[at] = 0
 
 
-def stacks(training: int) -> list[dict[str, Any]]:
+def collect_stacks(training: int) -> list[dict[str, Any]]:
     """The stacks of all Python threads but this one, in py-spy's form. `training`: ident of the training thread."""
     me, found = get_ident(), []
     for ident, frame in list(_current_frames().items())[:MOST_THREADS]:
@@ -172,7 +177,7 @@ def stacks(training: int) -> list[dict[str, Any]]:
     return found
 
 
-def _allow(pid: int) -> None:
+def _allow_ptrace_by(pid: int) -> None:
     """Let the process `pid` look into this one, if it is not an ancestor and Yama restricts that to ancestors."""
     import ctypes
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dpmon.tracer.core.frames import followed
+from dpmon.tracer.core.hidden_frames import wrap_rare_function
 from dpmon.tracer.core.session import Session
 
 _cuda: Any = torch.cuda  # its type hints differ between versions of torch
@@ -44,8 +44,8 @@ def watch_captures(kinds: Iterable[Any], guard: AbstractContextManager[object]) 
         with suppress(AttributeError):  # another version of torch
             begin, end = kind.capture_begin, kind.capture_end
             # Noted before the capture begins: a query in between would end it.
-            kind.capture_begin = followed(begin, guard, lambda *_, **__: None, before=begins, failed=failed)
-            kind.capture_end = followed(end, guard, ended, failed=failed)
+            kind.capture_begin = wrap_rare_function(begin, guard, lambda *_, **__: None, before=begins, failed=failed)
+            kind.capture_end = wrap_rare_function(end, guard, ended, failed=failed)
     return graphs
 
 
@@ -53,7 +53,7 @@ def watch_captures(kinds: Iterable[Any], guard: AbstractContextManager[object]) 
 def _captures(session: Session) -> dict[int, weakref.ref[object]]:
     """Watch captures from the first call on, before the first timed phase; earlier captures are missed."""
     kinds = (_cuda.CUDAGraph, getattr(getattr(torch, "accelerator", None), "Graph", None))
-    return watch_captures(kinds, session.guarded("capture of a graph", fatal=False))
+    return watch_captures(kinds, session.guard("capture of a graph", fatal=False))
 
 
 class TorchEvents:
@@ -74,11 +74,11 @@ class TorchEvents:
         )
         self._captures = _captures(session)
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         """Whether this thread's current stream is being captured, or any graph in this process."""
         return bool(self._captures) or bool(self._is_captured())
 
-    def make(self) -> object:
+    def create_event(self) -> object:
         """An event with timing; CUDA creates it when it is first recorded."""
         return _cuda.Event(enable_timing=True)
 

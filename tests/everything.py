@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpmon.store.queries import Store
+from dpmon.store.store_queries import Store
 
 _ALL = 1 << 40
 

@@ -16,7 +16,7 @@ from dpmon.record.record_types import Record
 from dpmon.run import proc
 from dpmon.run.run_directory import ExitInfo, RunInfo, write_info
 from dpmon.run.run_registry import create_run
-from dpmon.store.writer import LIMIT_BYTES
+from dpmon.store.history_writer import LIMIT_BYTES
 
 
 def draft(**about: Any) -> RunInfo:

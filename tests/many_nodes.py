@@ -15,11 +15,11 @@ from synthetic import SECOND, changed, device_event, host_event
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State, Wanted
 from dpmon.record.record_types import Event
-from dpmon.store.answers import NODE_DEVICES, NodeRow
-from dpmon.store.queries import Store
-from dpmon.store.tables import CALL_COLUMNS, NODE_COLUMNS, STEP_COLUMNS
+from dpmon.store.history_schema import CALL_COLUMNS, NODE_COLUMNS, STEP_COLUMNS
+from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.query_results import NODE_DEVICES, NodeRow
+from dpmon.store.store_queries import Store
 from dpmon.store.tally import COLUMNS, TALLY, TALLY_AT, SeriesNames, Tally
-from dpmon.store.writer import History
 
 _KINDS = 9
 """Ranks of the recorded run; the last one is slow."""
@@ -48,7 +48,7 @@ class _Copied:
         for width in _WIDER:
             whole = Tally()
             for _ in range(width):
-                whole.merge(Tally.of_row(row, names.by_number))
+                whole.merge(Tally.from_row(row, names.by_number))
             self.tallies[width] = list(whole.row(names))
         query = "SELECT * FROM times WHERE width = 1 AND start_s = ? AND process = ?"
         ((*_, self.times),) = [(row[:4], row[4:]) for row in store.query(query, (_FROM_S, process))]
@@ -81,9 +81,9 @@ class ManyNodes:
         about = {"run": "test", "start_ns": 0}
         if directory is None:
             self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-            self._history = History(self._db, about, 1 << 34)
+            self._history = HistoryWriter(self._db, about, 1 << 34)
         else:
-            self._history = History.open(directory, about, 1 << 34)
+            self._history = HistoryWriter.open(directory, about, 1 << 34)
             self._db = self._history._db
         self.nodes, self.each, self.slow = nodes, each, slow
         self.silent: set[int] = set()
@@ -152,7 +152,7 @@ class ManyNodes:
         """Write the records of one second, in one transaction."""
         many, shift = self._db.executemany, at_s - _FROM_S
         self._history._door.set_size(1 << 30, writes=True)
-        self._history._door.begin()
+        self._history._door.reset_instruction_count()
         self._db.execute("BEGIN IMMEDIATE")
         there = [rank for rank in range(self.ranks) if rank // self.each not in self.silent]
         steps, calls, rings = [], [], []
@@ -210,7 +210,7 @@ class ManyNodes:
 
     def store(self) -> Store:
         """Return the store with all records so far."""
-        return Store(self._history.door)
+        return Store(self._history.checked_connection)
 
     def state(self, **wanted: Any) -> State:
         """Return the state of the screen; `wanted`: fields of Wanted."""

@@ -158,6 +158,6 @@ class Process:
         self._fed = len(self.spans)
         rows = self._assembler.feed(new, lines)
         if end:
-            rows += self._assembler.end()
+            rows += self._assembler.finish()
         assert self._assembler.dropped == 0
         return decoded(rows)

@@ -351,7 +351,7 @@ def in_portions(script: Script, cuts: Sequence[int], lines: Sequence[int] | None
         until = len(script.lines) if cut == len(script.spans) else max(until, lines_read)
         out += assembler.feed(script.spans[before:cut], script.lines_between(lines_read, until))
         before, lines_read = cut, until
-    out += assembler.end()
+    out += assembler.finish()
     assert assembler.dropped == 0
     return out
 
@@ -375,7 +375,7 @@ def numbered(rows: Sequence[Row]) -> list[Row]:
 def successor_of(first: Assembler, lines: list[dict[str, Any]], cut: int, kept: Result) -> Assembler:
     """The assembler of a new supervisor. `kept`: what is in the history from the first one, which read `cut` spans."""
     numbers = max((step.step for step in kept.steps), default=0), max((call.call for call in kept.calls), default=0)
-    return Assembler.successor(lines, Predecessor(*numbers, first.thread, first.position, cut, first.pending))
+    return Assembler.resume_after(lines, Predecessor(*numbers, first.thread, first.position, cut, first.pending))
 
 
 def resumed_at(script: Script, cut: int) -> tuple[list[Row], list[Row]]:
@@ -392,4 +392,4 @@ def resumed_at(script: Script, cut: int) -> tuple[list[Row], list[Row]]:
         more += second.feed(script.spans[at:until], script.lines_between(known, lines))
         at = until
     more += second.feed([], script.lines_between(lines, len(script.lines)))
-    return out, more + second.end()
+    return out, more + second.finish()

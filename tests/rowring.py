@@ -12,7 +12,7 @@ import pytest
 
 from dpmon.record.history_rows import Row
 from dpmon.span_ring import RingError
-from dpmon.store.tables import RingRow
+from dpmon.store.history_schema import RingRow
 
 
 class RowRing:
@@ -41,7 +41,7 @@ class RowRing:
 
 
 class _Source:
-    """Takes the place of dpmon.store.sources.SpanSource."""
+    """Takes the place of dpmon.store.span_source.SpanSource."""
 
     def __init__(self, path: Path, row: RingRow | None) -> None:
         if path not in RowRing.made:
@@ -78,8 +78,8 @@ def _holds_more(path: Path, row: RingRow | None, over: bool) -> bool:
 def use_row_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let supervisors and readers of this process read rings of rows in place of spans."""
     monkeypatch.setattr(RowRing, "made", {})
-    monkeypatch.setattr("dpmon.store.drain.SpanSource", _Source)
-    monkeypatch.setattr("dpmon.store.opened.holds_more", _holds_more)
+    monkeypatch.setattr("dpmon.store.ring_drain.SpanSource", _Source)
+    monkeypatch.setattr("dpmon.store.store_opening.holds_more", _holds_more)
 
 
 def fill(path: Path, rows: Iterable[Row]) -> RowRing:

@@ -20,7 +20,7 @@ from textual.pilot import Pilot
 
 from dpmon.record.record_types import Event, Record
 from dpmon.run.run_directory import ExitInfo
-from dpmon.store.queries import Store
+from dpmon.store.store_queries import Store
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.monitor import Monitor
 

@@ -10,13 +10,13 @@ from dpmon.model.compare import Comparison, compare_modes
 from dpmon.model.state import PHASES
 from dpmon.record.schema import EVALUATION, QUANTITIES, SETTLING, device_series
 from dpmon.record.schema import PHASES as SCHEMA
-from dpmon.store.answers import LongRow
-from dpmon.store.batch import Batch
-from dpmon.store.figures import Window
-from dpmon.store.queries import Store
-from dpmon.store.tables import STEP_COLUMNS
-from dpmon.store.tally import NO_SAMPLES, Key
-from dpmon.store.writer import History
+from dpmon.store.history_schema import STEP_COLUMNS
+from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.query_results import LongStepRow
+from dpmon.store.step_stats import StatsWindow
+from dpmon.store.store_queries import Store
+from dpmon.store.tally import NO_SAMPLES, TallyKey
+from dpmon.store.write_batch import WriteBatch
 
 NOT_RUN = -1
 
@@ -52,9 +52,9 @@ class StepFacts(NamedTuple):
         """Values of further series."""
         return [*((device_series(name), took) for name, took in self.device.items()), *self.parts]
 
-    def row(self, start: int, key: Key | None = None) -> tuple[Any, ...]:
+    def row(self, start: int, key: TallyKey | None = None) -> tuple[Any, ...]:
         """Return its row of STEP_COLUMNS."""
-        process, mode, kind, _ = key or Key(0, "dp", 0, 0)
+        process, mode, kind, _ = key or TallyKey(0, "dp", 0, 0)
         known = None, process, self.number, mode, start, self.wall, kind, self.calls
         row = *known, *self.quantities, *self.phases, self.rest
         return *row, *[None] * (len(STEP_COLUMNS) - len(row))
@@ -81,17 +81,19 @@ def compare_steps(
     virtual: bool = False,
 ) -> Comparison:
     """Compare the steps of "dp" with those of "single", as in `compare_modes`; `seen`: number of all steps by mode."""
-    history, batch, longest = History(sqlite3.connect(":memory:", isolation_level=None), {}), Batch(), []
+    history, batch, longest = HistoryWriter(sqlite3.connect(":memory:", isolation_level=None), {}), WriteBatch(), []
     for mode, samples in steps.items():
         for step in samples:
             facts, start = _facts(step), step.end_ns - step.wall_ns
             kind = 0 if any(step.phases[at] >= 0 for at in _TRAINS) else EVALUATION
-            key = Key(0, mode, kind, NO_SAMPLES if step.samples is None else step.samples)
-            batch.step(key, step.end_ns, facts.row(start, key), ())
+            key = TallyKey(0, mode, kind, NO_SAMPLES if step.samples is None else step.samples)
+            batch.add_step(key, step.end_ns, facts.row(start, key), ())
             phases = {phase.name: took for phase, took in zip(SCHEMA, facts.phases, strict=True) if took is not None}
-            longest.append(LongRow(0, step.step, mode, kind, start, step.wall_ns, phases))
+            longest.append(LongStepRow(0, step.step, mode, kind, start, step.wall_ns, phases))
         for number in range(len(samples), (seen or {}).get(mode, 0)):
-            key = Key(0, mode, SETTLING, NO_SAMPLES)
-            batch.step(key, 1, StepFacts(number, 1, quantities(), [None] * len(SCHEMA)).row(0, key), ())
+            key = TallyKey(0, mode, SETTLING, NO_SAMPLES)
+            batch.add_step(key, 1, StepFacts(number, 1, quantities(), [None] * len(SCHEMA)).row(0, key), ())
     history.write(batch)
-    return compare_modes(Window(Store(history.door)), 0, devices=devices, virtual=virtual, longest=longest)
+    return compare_modes(
+        StatsWindow(Store(history.checked_connection)), 0, devices=devices, virtual=virtual, longest=longest
+    )

@@ -15,13 +15,13 @@ from dpmon.model.state import State, Wanted
 from dpmon.record.history_rows import CallParts, CallRow, Definition, Row
 from dpmon.record.record_types import Call, Event, Record, RecordError, Size
 from dpmon.record.shared_names import CALL_PHASES
-from dpmon.store.accounts import Accounts
-from dpmon.store.batch import Batch
-from dpmon.store.intake import Intake
-from dpmon.store.opened import open_store
-from dpmon.store.queries import Store
-from dpmon.store.tables import RingRow
-from dpmon.store.writer import LIMIT_BYTES, History
+from dpmon.store.history_schema import RingRow
+from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
+from dpmon.store.process_accounts import ProcessAccounts
+from dpmon.store.ring_intake import RingIntake
+from dpmon.store.store_opening import open_store
+from dpmon.store.store_queries import Store
+from dpmon.store.write_batch import WriteBatch
 
 SUPERVISOR = -1
 _OF_SUPERVISOR = ("device", "host", "input", "exit")
@@ -39,12 +39,12 @@ class Recording:
         about = {"run": "test", "start_ns": origin_ns}
         if directory is None:
             self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-            self._history = History(self._db, about, limit_bytes)
+            self._history = HistoryWriter(self._db, about, limit_bytes)
         else:
-            self._history = History.open(directory, about, limit_bytes)
+            self._history = HistoryWriter.open(directory, about, limit_bytes)
             self._db = self._history._db
-        self._accounts = Accounts()
-        self._intakes: dict[int, Intake] = {}
+        self._accounts = ProcessAccounts()
+        self._intakes: dict[int, RingIntake] = {}
         self._makers: dict[int, _Maker] = {}
         self._next_id = self._history.next_id
         self._snapshots = Snapshots()
@@ -56,7 +56,7 @@ class Recording:
 
         `skip`: leave out those that are refused, as a supervisor does.
         """
-        batch = Batch()
+        batch = WriteBatch()
         for count, record in enumerate(records, start=1):
             for row in self._makers.setdefault(process, _Maker()).rows(record):
                 intake = self._intake(_source(row, process), rank)
@@ -69,28 +69,28 @@ class Recording:
 
     def end(self) -> None:
         """Count the last calls, as at the end of the run."""
-        batch = Batch()
+        batch = WriteBatch()
         for process, intake in self._intakes.items():
             if process >= 0:
-                intake.flush(batch)
+                intake.finish_process(batch)
         self._write(batch)
 
     def missed(self, count: int) -> None:
         """Set how many records were overwritten before they could be read."""
         self._intake(0, None).row.missed = count
-        self._write(Batch())
+        self._write(WriteBatch())
 
-    def _write(self, batch: Batch) -> Batch:
+    def _write(self, batch: WriteBatch) -> WriteBatch:
         batch.rings = [intake.row for process, intake in self._intakes.items() if process >= 0]
         batch.now_s = self.now_s
         self._history.write(batch)
-        return Batch()
+        return WriteBatch()
 
-    def _intake(self, process: int, rank: int | None) -> Intake:
+    def _intake(self, process: int, rank: int | None) -> RingIntake:
         found = self._intakes.get(process)
         if found is None:
             row = RingRow(f"process-{process}.ring", process, rank if process >= 0 else None, 4242)
-            found = self._intakes[process] = Intake(row, self.origin_ns, self._accounts)
+            found = self._intakes[process] = RingIntake(row, self.origin_ns, self._accounts)
         return found
 
     def close(self) -> None:
@@ -99,12 +99,12 @@ class Recording:
 
     def store(self) -> Store:
         """Return the store with all records so far."""
-        return Store(self._history.door)
+        return Store(self._history.checked_connection)
 
     def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> State:
         """Return the state at the end, or at time `t_ns`; `wanted`: fields of Wanted."""
         store = self.store()
-        return self._snapshots.take(store.at(t_ns), Wanted(**wanted), frozenset(ended))
+        return self._snapshots.take(store.as_of(t_ns), Wanted(**wanted), frozenset(ended))
 
 
 def store_of(records: Iterable[Row | Record] | Mapping[int, Iterable[Row | Record]], origin_ns: int = 0) -> Store:
@@ -126,7 +126,7 @@ def state_of(
 def state_in(directory: Path, t_ns: int | None = None, **wanted: Any) -> State:
     """Return the state of the screen of the run in `directory`, at the end or at time `t_ns`."""
     with open_store(directory) as store:
-        return Snapshots().take(store.at(t_ns), Wanted(**wanted), frozenset())
+        return Snapshots().take(store.as_of(t_ns), Wanted(**wanted), frozenset())
 
 
 def _recorded(records: Iterable[Any] | Mapping[int, Iterable[Any]], origin_ns: int) -> Recording:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from steps import StepFacts, quantities
 
 from dpmon.record.schema import EVALUATION, PHASES, SETTLING
-from dpmon.store.batch import Batch
-from dpmon.store.queries import Store
-from dpmon.store.tables import HISTORY_FILE, LARGEST, Door
-from dpmon.store.tally import WIDTHS, Key, Tally
+from dpmon.store.history_schema import HISTORY_FILE, LARGEST, CheckedConnection
+from dpmon.store.store_queries import Store
+from dpmon.store.tally import WIDTHS, Tally, TallyKey
+from dpmon.store.write_batch import WriteBatch
 
 SECOND = 1_000_000_000
 _KINDS = (0, EVALUATION, SETTLING, EVALUATION | SETTLING)
@@ -25,7 +25,7 @@ _KINDS = (0, EVALUATION, SETTLING, EVALUATION | SETTLING)
 class OneStep(NamedTuple):
     """A step, its start (ns), and the key of its tally."""
 
-    key: Key
+    key: TallyKey
     start: int
     facts: StepFacts
 
@@ -34,9 +34,9 @@ class OneStep(NamedTuple):
         """Return the end, ns."""
         return self.start + self.facts.wall
 
-    def add_to(self, batch: Batch) -> None:
+    def add_to(self, batch: WriteBatch) -> None:
         """Add the step to a batch."""
-        batch.step(self.key, self.end, self.facts.row(self.start, self.key), self.facts.series)
+        batch.add_step(self.key, self.end, self.facts.row(self.start, self.key), self.facts.series)
 
 
 def some_facts(chance: random.Random, number: int, wall: int, samples: int | None = 8) -> StepFacts:
@@ -60,14 +60,14 @@ def some_steps(
         wall = min(int(chance.lognormvariate(18, 1)), end)
         samples = chance.choice((None, 8, 16))
         batch = -1 if samples is None else samples
-        key = Key(chance.choice(processes), chance.choice(("dp", "single")), chance.choice(_KINDS), batch)
+        key = TallyKey(chance.choice(processes), chance.choice(("dp", "single")), chance.choice(_KINDS), batch)
         found.append(OneStep(key, end - wall, some_facts(chance, number, wall, samples)))
     return found
 
 
-def expected(steps: Iterable[OneStep]) -> dict[int, dict[tuple[int, Key], Tally]]:
+def expected(steps: Iterable[OneStep]) -> dict[int, dict[tuple[int, TallyKey], Tally]]:
     """Return, by width, the tally of each start and key."""
-    found: dict[int, dict[tuple[int, Key], Tally]] = {width: defaultdict(Tally) for width in WIDTHS}
+    found: dict[int, dict[tuple[int, TallyKey], Tally]] = {width: defaultdict(Tally) for width in WIDTHS}
     for step in steps:
         for width in WIDTHS:
             start = step.end // SECOND // width * width
@@ -77,7 +77,7 @@ def expected(steps: Iterable[OneStep]) -> dict[int, dict[tuple[int, Key], Tally]
 
 def store_of(db: sqlite3.Connection) -> Store:
     """Return the store of a history without a limit on reading."""
-    return Store(Door(db, LARGEST))
+    return Store(CheckedConnection(db, LARGEST))
 
 
 @contextmanager

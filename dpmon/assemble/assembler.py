@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.assemble.device_times import DeviceWaits, Pending
+from dpmon.assemble.device_times import DeviceTimeQueue, PendingRow
 from dpmon.assemble.event_queue import EventQueue, QueuedEvent
-from dpmon.assemble.nesting import CALLS, PRIMITIVES, Block, block_of
+from dpmon.assemble.nesting import CALLS, PRIMITIVES, Block, make_block
 from dpmon.assemble.sampled_collectives import SampledCollectives
-from dpmon.assemble.step_recorder import Item, StepRecorder
-from dpmon.assemble.step_rules import StepRules
+from dpmon.assemble.step_boundaries import StepBoundaryFinder
+from dpmon.assemble.step_row_builder import Item, StepRowBuilder
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.record.shared_names import Untimed
@@ -60,9 +60,9 @@ class Assembler:
         self._known = KnownDefinitions()
         self._events = EventQueue()
         self._communication = SampledCollectives(self._known)
-        self._recorder = StepRecorder(self._known, self._communication)
-        self._rules = StepRules(self._known, self._recorder, self._closed)
-        self._waits = DeviceWaits()
+        self._recorder = StepRowBuilder(self._known, self._communication)
+        self._rules = StepBoundaryFinder(self._known, self._recorder, self._queue_recorded_rows)
+        self._waits = DeviceTimeQueue()
         self._out: list[Row | QueuedEvent] = []
         self._next = 0
         """Number of the next span."""
@@ -93,7 +93,7 @@ class Assembler:
         return self._rules.open_calls + sum(waiting)
 
     @property
-    def one_in(self) -> int:
+    def timing_interval(self) -> int:
         """One step in `one_in` should be timed on devices, to limit the cost of timing; 0 while unknown."""
         return self._recorder.sampling.one_in
 
@@ -109,16 +109,16 @@ class Assembler:
         self._take_lines(lines)
         for span in spans:
             try:
-                self._span(span)
+                self._handle_span(span)
             except _DAMAGE:
                 self._dropped += 1
         if spans:
             self._next = spans[-1].number + 1
         if self._next >= self._caught_up:
             if len(spans) < CAUGHT_UP:  # all spans before these events have been taken
-                self._place(self._events.older(self._events_before))
+                self._place_events(self._events.pop_numbered_below(self._events_before))
             self._events_before = self._events.count
-        return self._rows()
+        return self._pop_ready_rows()
 
     def take_current_span(self, kind: int, since_ns: int) -> list[Row]:
         """Take kind and start of the training thread's unfinished span, read before the spans of the last `feed`.
@@ -126,29 +126,29 @@ class Assembler:
         Return rows.
         """
         if kind == Kind.FETCH and self._next >= self._caught_up:
-            self._place(self._events.taken(since_ns - 1))
+            self._place_events(self._events.pop_until(since_ns - 1))
             try:
-                self._rules.fetches(since_ns)
+                self._rules.fetch_began(since_ns)
             except _DAMAGE:
                 self._dropped += 1
-        return self._rows()
+        return self._pop_ready_rows()
 
-    def end(self) -> list[Row]:
+    def finish(self) -> list[Row]:
         """Finish, because the process is gone and no more spans come. Return the last rows."""
-        self._place(self._events.older(self._events.count))
+        self._place_events(self._events.pop_numbered_below(self._events.count))
         recorder, fresh = self._recorder, not self._recorder.number
         try:
             self._release_closures()
             # A killed process may have been in the middle of a training step.
-            self._rules.end(self._rules.has_trained if self._uncaught is None else self._uncaught)
+            self._rules.finish(self._rules.has_trained if self._uncaught is None else self._uncaught)
             if fresh and recorder.number and self._rules.has_trained and self._uncaught is not False:
                 recorder.out.append(Event("warning", {"process": None, "t_s": None, "text": _CUT_OFF}))
-            recorder.end()
-            self._closed([], False)
+            recorder.finish()
+            self._queue_recorded_rows([], False)
         except _DAMAGE:
             self._dropped += 1
-        self._communication.end()
-        return self._rows(Untimed.ENDED)
+        self._communication.finish()
+        return self._pop_ready_rows(Untimed.ENDED)
 
     def _release_closures(self) -> None:
         """Take the calls in an optimizer step that has not ended, as LBFGS makes them in its closure."""
@@ -157,7 +157,7 @@ class Assembler:
             inner: list[Span] = []
             for span in spans:
                 if span.inside == Kind.OPTIMIZER and span.kind not in _INNER:
-                    self._block(block_of(span, [one for one in inner if one.start >= span.start]))
+                    self._route_block(make_block(span, [one for one in inner if one.start >= span.start]))
                     inner = []
                 else:
                     inner.append(span)
@@ -172,7 +172,7 @@ class Assembler:
             except _DAMAGE:
                 self._dropped += 1
 
-    def _span(self, span: Span) -> None:
+    def _handle_span(self, span: Span) -> None:
         number, kind, flags, inside, thread, _, start, took, _, _ = span
         if number < self._caught_up and kind != Kind.DEVICE_TIME and thread != self.thread >= 0:
             return  # a predecessor may have used it
@@ -185,11 +185,11 @@ class Assembler:
             self._dropped += 1
             return
         if kind == Kind.DEVICE_TIME:
-            self._waits.time(span)
-            self._recorder.sampling.time()
+            self._waits.add_device_time(span)
+            self._recorder.sampling.count_device_time()
             return
         if kind in (Kind.COLLECTIVE, Kind.LOSS):
-            take = self._communication.take if kind == Kind.COLLECTIVE else self._communication.loss
+            take = self._communication.add_span if kind == Kind.COLLECTIVE else self._communication.add_loss
             if number >= self._caught_up and not take(span):
                 self._dropped += 1
             return
@@ -198,11 +198,11 @@ class Assembler:
             return  # a duplicate, written after an interrupt
         self._seen[thread] = span
         if inside or kind in _INNER:
-            self._nest(span)
+            self._nest_span(span)
         else:
-            self._block(block_of(span, self._inner(thread, start) if self._waiting else ()))
+            self._route_block(make_block(span, self._pop_inner_spans(thread, start) if self._waiting else ()))
 
-    def _nest(self, span: Span) -> None:
+    def _nest_span(self, span: Span) -> None:
         if self._waiting >= MAX_NESTED:
             self._dropped += self._waiting
             self._nested.clear()
@@ -210,7 +210,7 @@ class Assembler:
         self._nested.setdefault(span.thread, []).append(span)
         self._waiting += 1
 
-    def _inner(self, thread: int, start: int) -> list[Span]:
+    def _pop_inner_spans(self, thread: int, start: int) -> list[Span]:
         """Take the waiting spans inside a span that began at `start`. Discard older ones."""
         waiting = self._nested.pop(thread, None)
         if waiting is None:
@@ -218,59 +218,59 @@ class Assembler:
         self._waiting -= len(waiting)
         return [span for span in waiting if span.start >= start]
 
-    def _block(self, block: Block) -> None:
+    def _route_block(self, block: Block) -> None:
         span, calls = block[0], block[1]
         thread, kind = span[4], span[1]
         if span[6] + span[7] > self._events.due:
-            self._place_before(span)
+            self._place_events_before(span)
         if thread == self._recorder.thread or (kind == Kind.OPTIMIZER_FREED and self._recorder.thread >= 0):
-            self._rules.take(block)
+            self._rules.add_training_block(block)
         elif self._recorder.thread < 0:
             self._early.append(block)
             if calls:
-                self._found_thread(thread)
+                self._set_training_thread(thread)
         elif kind == Kind.BACKWARD and not self._rules.has_trained:
-            self._rules.moves(thread)
-            self._rules.take(block)
+            self._rules.switch_training_thread(thread)
+            self._rules.add_training_block(block)
         elif calls or kind in PRIMITIVES:
-            self._rules.other(block)
+            self._rules.add_other_thread_block(block)
 
-    def _found_thread(self, thread: int) -> None:
+    def _set_training_thread(self, thread: int) -> None:
         """Make the thread of the first call the training thread."""
         self._recorder.thread = thread
         early, self._early = list(self._early), deque(maxlen=MAX_EARLY)
         for block in early:
             if block[0].thread == thread or block[0].kind == Kind.OPTIMIZER_FREED:
-                self._block(block)
+                self._route_block(block)
 
-    def _place_before(self, span: Span) -> None:
+    def _place_events_before(self, span: Span) -> None:
         """Place the events before the end of a block. A fetch ends a step, so events before its start come first."""
         if span.kind == Kind.FETCH and span.thread == self._recorder.thread:
-            self._place(self._events.taken(span.start - 1))
-            self._rules.fetches(span.start)
-        self._place(self._events.taken(span.end - 1))
+            self._place_events(self._events.pop_until(span.start - 1))
+            self._rules.fetch_began(span.start)
+        self._place_events(self._events.pop_until(span.end - 1))
 
-    def _place(self, events: Iterable[QueuedEvent]) -> None:
+    def _place_events(self, events: Iterable[QueuedEvent]) -> None:
         for event in events:
             try:
-                self._rules.place(event)
+                self._rules.add_event(event)
             except _DAMAGE:
                 self._dropped += 1
 
     # ------------------------------------------------------------------------------------------ output
 
-    def _closed(self, items: list[Item], step: bool) -> None:
+    def _queue_recorded_rows(self, items: list[Item], step: bool) -> None:
         """Take the rows recorded from `items`. `step`: whether a step ended with them."""
         out, self._recorder.out = self._recorder.out, []
-        if out and not (self._waits.idle and Pending not in map(type, out)):
-            self._waits.add(out, min(self._firsts(items), default=None), step)
-            self._out += self._waits.ready()
+        if out and not (self._waits.is_empty and PendingRow not in map(type, out)):
+            self._waits.add(out, min(self._first_span_numbers(items), default=None), step)
+            self._out += self._waits.pop_ready()
         else:
             self._out += out  # type: ignore[arg-type]  # nothing is pending
 
-    def _rows(self, unread: int = Untimed.NONE) -> list[Row]:
-        if not self._waits.idle:
-            self._out += self._waits.ready(unread)
+    def _pop_ready_rows(self, unread: int = Untimed.NONE) -> list[Row]:
+        if not self._waits.is_empty:
+            self._out += self._waits.pop_ready(unread)
         out, self._out = self._out, []
         rows: list[Row] = []
         for row in out:
@@ -278,7 +278,7 @@ class Assembler:
                 self._events.pending.discard(row.number)
                 row = row.record
             rows.append(row)
-        return rows + self._communication.rows()
+        return rows + self._communication.pop_rows()
 
     # ------------------------------------------------------------------------------------------ resuming
 
@@ -286,15 +286,15 @@ class Assembler:
     def position(self) -> int:
         """Number of the first span to feed to a successor: that of the open step, or of one that waits for times."""
         nested = [span.number for spans in self._nested.values() for span in spans if self.thread in (-1, span.thread)]
-        held = self._firsts((*self._rules.held, *self._early))
-        return min((*self._waits.firsts(), *held, *nested), default=self._next)
+        held = self._first_span_numbers((*self._rules.held, *self._early))
+        return min((*self._waits.first_span_numbers(), *held, *nested), default=self._next)
 
     @property
     def pending(self) -> list[int]:
         """Numbers of the events that are not returned yet."""
         return sorted(self._events.pending)
 
-    def _firsts(self, items: Iterable[Item]) -> Iterator[int]:
+    def _first_span_numbers(self, items: Iterable[Item]) -> Iterator[int]:
         """Yield the first span of each block of the training thread; of each block while the thread is unknown."""
         for item in items:
             if not isinstance(item, QueuedEvent) and self.thread in (-1, item[0].thread):
@@ -302,7 +302,7 @@ class Assembler:
                 yield span.number if inner is None else inner.first
 
     @classmethod
-    def successor(cls, lines: Iterable[Mapping[str, object]], before: Predecessor) -> Assembler:
+    def resume_after(cls, lines: Iterable[Mapping[str, object]], before: Predecessor) -> Assembler:
         """Go on after an assembler whose supervisor was killed. `lines`: all lines that it was fed.
 
         Feed it the spans from `position` of the predecessor on. It learns the loop again, so it may divide the open
@@ -311,7 +311,7 @@ class Assembler:
         """
         found = cls()
         found._take_lines(lines)
-        found._events.keep(before.pending)
+        found._events.retain(before.pending)
         recorder = found._recorder
         recorder.number, recorder.calls, recorder.thread = before.step, before.call, before.thread
         found._next, found._caught_up = before.position, before.caught_up

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.assemble.device_times import Pending, Slots
+from dpmon.assemble.device_times import PendingRow, Slots
 from dpmon.assemble.nesting import PRIMITIVES
 from dpmon.record.history_rows import CallParts, CallRow
 from dpmon.record.shared_names import CALL_PHASES, Untimed
@@ -29,7 +29,7 @@ def mode_of(flags: int) -> str:
     return "dp" if flags & Flag.DP else "single"
 
 
-def unnumbered_call(known: KnownDefinitions, span: Span, layout: int, parts: Sequence[Span]) -> Pending:
+def unnumbered_call(known: KnownDefinitions, span: Span, layout: int, parts: Sequence[Span]) -> PendingRow:
     """Make the row of a call from its span and the spans of its parts: without step, number and device times.
 
     `layout` must be known.
@@ -40,26 +40,26 @@ def unnumbered_call(known: KnownDefinitions, span: Span, layout: int, parts: Seq
     shares: dict[int, Span] = {}
     stages: list[tuple[int, int, int, int, int | None]] = []
     of_parts: Slots = []
-    inputs, outputs, _, _ = _share(known, span, span.start)
+    inputs, outputs, _, _ = _part_of_call(known, span, span.start)
     scattered = inputs
     for one in parts:
         if one.kind == Kind.REPLICA and one.site < len(about.devices):
             shares.setdefault(one.site, one)
         elif one.kind == Kind.STAGE and one.site in known.stages:
-            got, gave, offset, took = _share(known, one, span.start)
+            got, gave, offset, took = _part_of_call(known, one, span.start)
             stages.append((one.site, got, gave, offset, None if one.flags & Flag.FAILED else took))
-            of_parts.append(_timed(one))
+            of_parts.append(_timed_slot(one))
         elif one.kind in PRIMITIVES:
             _add_phase(phases, slots, one, span.start)
             if one.kind == Kind.SCATTER:
-                scattered = known.known_sizes(one.outputs) or scattered
+                scattered = known.sizes_or_zero(one.outputs) or scattered
     why = Untimed.SAMPLED if span.flags & Flag.UNTIMED else Untimed.ON_CPU if stages else Untimed.NONE
     replicas: list[_Replica] = []
     if not stages:
         found = [shares.get(index) for index in range(max(shares, default=-1) + 1)]
-        replicas = [(0, 0, 0, 0) if one is None else _share(known, one, span.start) for one in found]
-        of_parts = [[] if one is None else _timed(one) for one in found]
-        after_scatter = _timed(span) and _timed(span) + [(number, -sign) for number, sign in slots[0]]
+        replicas = [(0, 0, 0, 0) if one is None else _part_of_call(known, one, span.start) for one in found]
+        of_parts = [[] if one is None else _timed_slot(one) for one in found]
+        after_scatter = _timed_slot(span) and _timed_slot(span) + [(number, -sign) for number, sign in slots[0]]
         if not (replicas or phases[_APPLY]) and about.devices and "replicas" not in about.absent:
             # The single replica of an undivided call is the call without its scatter.
             began = sum(phases[0] or (0,))
@@ -70,10 +70,10 @@ def unnumbered_call(known: KnownDefinitions, span: Span, layout: int, parts: Seq
         *(0, 0, mode_of(span.flags), span.flags & FLAGS, layout, span.start, span.took, inputs, outputs),
         CallParts(phases, replicas, stages),
     )
-    return Pending(row, [*slots, *of_parts], why)
+    return PendingRow(row, [*slots, *of_parts], why)
 
 
-def _timed(span: Span) -> list[tuple[int, int]]:
+def _timed_slot(span: Span) -> list[tuple[int, int]]:
     """Return the slot of one span; empty if it is not timed on devices."""
     return [(span.number, 1)] if span.flags & Flag.TIMED else []
 
@@ -83,13 +83,13 @@ def _add_phase(phases: list[tuple[int, int] | None], slots: Slots, span: Span, s
     at = PRIMITIVES[span.kind]
     offset, took = phases[at] or (max(span.start - start, 0), 0)
     phases[at] = offset, min(took + span.took, LARGEST)
-    slots[at] += _timed(span)
+    slots[at] += _timed_slot(span)
 
 
-def _share(known: KnownDefinitions, span: Span, start: int) -> _Replica:
+def _part_of_call(known: KnownDefinitions, span: Span, start: int) -> _Replica:
     """Return inputs, outputs, offset and duration of a part of a call that began at `start`."""
-    outputs = 0 if span.flags & Flag.FAILED else known.known_sizes(span.outputs)
-    return known.known_sizes(span.inputs), outputs, max(span.start - start, 0), span.took
+    outputs = 0 if span.flags & Flag.FAILED else known.sizes_or_zero(span.outputs)
+    return known.sizes_or_zero(span.inputs), outputs, max(span.start - start, 0), span.took
 
 
 _NOT_SCATTERED = "the script did not scatter in this step"
@@ -98,16 +98,16 @@ _NOT_REPLICATED = "the script did not replicate in this step"
 _NOT_GATHERED = "the script did not gather the outputs of the replicas"
 
 
-class Composer:
+class ComposedCallBuilder:
     """Composes the calls of one process and passes each complete call to `finish`."""
 
-    def __init__(self, known: KnownDefinitions, finish: Callable[[Pending], None]) -> None:
+    def __init__(self, known: KnownDefinitions, finish: Callable[[PendingRow], None]) -> None:
         self._known = known
         self._finish = finish
         self._partial: dict[int, list[Span]] = {}
         """The unfinished call of each thread: its primitives in order, and the replicas before their parallel_apply."""
 
-    def take(self, span: Span, replicas: Sequence[Span]) -> int:
+    def add_primitive(self, span: Span, replicas: Sequence[Span]) -> int:
         """Take the span of a primitive, and the spans of its `replicas` if it is a parallel_apply.
 
         Return the definition of the call's inputs for a parallel_apply, if it is known; else 0.
@@ -148,12 +148,12 @@ class Composer:
 
     def _inputs(self, parts: Sequence[Span]) -> int:
         """Return the sizes of the first scattered inputs; 0 if they are unknown."""
-        numbers = (self._known.known_sizes(one.inputs) for one in parts if one.kind == Kind.SCATTER)
+        numbers = (self._known.sizes_or_zero(one.inputs) for one in parts if one.kind == Kind.SCATTER)
         return next((number for number in numbers if number), 0)
 
-    def _composed_call(self, parts: Sequence[Span], apply: Span) -> Pending:
+    def _composed_call(self, parts: Sequence[Span], apply: Span) -> PendingRow:
         kinds, start, last = {one.kind for one in parts}, min(one.start for one in parts), parts[-1]
-        outputs = self._known.known_sizes(last.outputs) if last.kind == Kind.GATHER else 0
+        outputs = self._known.sizes_or_zero(last.outputs) if last.kind == Kind.GATHER else 0
         absent = {}
         if Kind.SCATTER not in kinds:
             absent["scatter"] = _NOT_SCATTERED

@@ -47,11 +47,11 @@ class KnownDefinitions(Definitions):
         layout = self.layouts.get(number)
         return -1 - number if layout is None or layout.module is None else layout.module
 
-    def known_sizes(self, number: int) -> int:
+    def sizes_or_zero(self, number: int) -> int:
         """Return `number` if it is a definition of sizes, else 0."""
         return number if number in self.sizes else 0
 
-    def batch(self, number: int, layout: int) -> int:
+    def batch_rows(self, number: int, layout: int) -> int:
         """Return the rows of a batch with these sizes in calls of a known layout; -1 if no tensor has its dimension."""
         rows = count_rows(self.sizes.get(number), self.layouts[layout].dim)
         return -1 if rows is None else rows
@@ -66,7 +66,7 @@ class KnownDefinitions(Definitions):
         self.remember(own, copy)
         return own
 
-    def rows(self, numbers: Iterable[int]) -> list[Definition]:
+    def pop_unwritten_rows(self, numbers: Iterable[int]) -> list[Definition]:
         """Return a row for each of these definitions that has none yet; skip number 0."""
         found = []
         for number in numbers:

@@ -30,7 +30,7 @@ Slots: TypeAlias = "list[list[tuple[int, int]]]"
 (sign 1) or subtracted (sign -1)."""
 
 
-class Pending(NamedTuple):
+class PendingRow(NamedTuple):
     """A call or step that waits for device times."""
 
     row: CallRow | Step
@@ -41,7 +41,7 @@ class Pending(NamedTuple):
     """Index of the time for which the fastest device counts (-1: none). For all others, the slowest device counts."""
 
 
-Waiting: TypeAlias = "Row | Pending | QueuedEvent"
+Waiting: TypeAlias = "Row | PendingRow | QueuedEvent"
 
 
 class _Group(NamedTuple):
@@ -55,7 +55,7 @@ class _Group(NamedTuple):
     """Whether a step ends with it; if not, a later group may refer to the same spans."""
 
 
-class DeviceWaits:
+class DeviceTimeQueue:
     """The queue of rows of one process."""
 
     def __init__(self) -> None:
@@ -64,20 +64,20 @@ class DeviceWaits:
         self._queue: deque[_Group] = deque()
         self._steps = 0
 
-    def firsts(self) -> list[int]:
+    def first_span_numbers(self) -> list[int]:
         """Return the first span of each waiting group."""
         return [group.first for group in self._queue if group.first is not None]
 
-    def time(self, span: Span) -> None:
+    def add_device_time(self, span: Span) -> None:
         """Take a span of kind DEVICE_TIME: the time of an earlier span on one device."""
         number, why = span.inputs | span.outputs << 32, span.site >> 16
-        _, times = self._of(number)
+        _, times = self._times_of_span(number)
         times.setdefault(span.site & 0xFF, (None if why else span.took / _MS, why))
         self._times[number] = span.site >> 8 & 0xFF, times
         if len(self._times) > MAX_TIMED_SPANS:
             del self._times[next(iter(self._times))]
 
-    def _of(self, number: int) -> tuple[int, dict[int, tuple[float | None, int]]]:
+    def _times_of_span(self, number: int) -> tuple[int, dict[int, tuple[float | None, int]]]:
         """Return how many devices time a span, and their times so far."""
         return self._times.get(number) or (1, {})
 
@@ -87,38 +87,38 @@ class DeviceWaits:
         self._queue.append(_Group(rows, self._steps, first, step))
 
     @property
-    def idle(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether no rows wait."""
         return not self._queue
 
-    def ready(self, unread: int = Untimed.NONE) -> list[Row | QueuedEvent]:
+    def pop_ready(self, unread: int = Untimed.NONE) -> list[Row | QueuedEvent]:
         """Take out complete and overdue rows; with `unread` (reason for missing times), take out all."""
         found: list[Row | QueuedEvent] = []
         while self._queue:
             group = self._queue[0]
             why = unread
-            if not (unread or self._settled(group)):
+            if not (unread or self._is_complete(group)):
                 if self._steps - group.steps < MAX_STEPS and len(self._queue) <= MAX_GROUPS:
                     break
                 why = Untimed.LATE
             self._queue.popleft()
             for one in group.rows:
-                found.append(self._timed(one, why) if isinstance(one, Pending) else one)
+                found.append(self._with_times(one, why) if isinstance(one, PendingRow) else one)
             for number in _numbers(group) if group.ends_step else ():
                 self._times.pop(number, None)
         return found
 
-    def _settled(self, group: _Group) -> bool:
-        return all(len(times) >= count for count, times in map(self._of, _numbers(group)))
+    def _is_complete(self, group: _Group) -> bool:
+        return all(len(times) >= count for count, times in map(self._times_of_span, _numbers(group)))
 
-    def _timed(self, one: Pending, unread: int) -> CallRow | Step:
+    def _with_times(self, one: PendingRow, unread: int) -> CallRow | Step:
         why = Untimed.NONE
         times: list[float | None] = []
         for index, slot in enumerate(one.slots):
             by_device: dict[int, float] = {}
             missing = not slot
             for number, sign in slot:
-                count, known = self._of(number)
+                count, known = self._times_of_span(number)
                 if len(known) < count:
                     missing, why = True, why or unread
                 for device, (ms, reason) in known.items():
@@ -135,7 +135,7 @@ class DeviceWaits:
 def _numbers(group: _Group) -> Iterator[int]:
     """Yield the numbers of the spans that the times of a group consist of."""
     for one in group.rows:
-        if isinstance(one, Pending):
+        if isinstance(one, PendingRow):
             for slot in one.slots:
                 for number, _ in slot:
                     yield number
@@ -152,7 +152,7 @@ _SMALL_CHANGE = 1.25
 """Smaller changes are ignored, because each new number starts a new block of steps."""
 
 
-class Sampling:
+class TimingIntervalController:
     """Finds `one_in` for one process from its steps."""
 
     def __init__(self) -> None:
@@ -163,19 +163,19 @@ class Sampling:
         self._timed = self._times = 0.0
         """Numbers of timed steps and of their device times. Older ones count less."""
 
-    def time(self) -> None:
+    def count_device_time(self) -> None:
         """Count one device time."""
         self._times += 1
 
-    def step(self, wall_ns: int, timed: bool) -> None:
+    def count_step(self, wall_ns: int, timed: bool) -> None:
         """Count a step that has ended."""
         self._walls.append(wall_ns)
         self._timed += timed
         self._steps += 1
         if self._steps % STEPS == 0 and self._timed:
-            self._decide()
+            self._update_interval()
 
-    def _decide(self) -> None:
+    def _update_interval(self) -> None:
         cost = self._times / self._timed * COST_NS
         wanted = min(max(ceil(cost / (SHARE * max(median(self._walls), 1))), 1), MAX_ONE_IN)
         if not self.one_in / _SMALL_CHANGE <= wanted <= self.one_in * _SMALL_CHANGE:

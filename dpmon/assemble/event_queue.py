@@ -28,11 +28,11 @@ class QueuedEvent:
         """Its record; final once it is placed."""
 
     @property
-    def pauses(self) -> bool:
+    def starts_pause(self) -> bool:
         """Whether the training pauses from here on."""
         return self.data["kind"] == "pause" and self.data.get("paused") is True
 
-    def place(self, step: int, call: int, looks: Mapping[int, int]) -> None:
+    def finalize(self, step: int, call: int, looks: Mapping[int, int]) -> None:
         """Make its record. `looks`: for each memory look, the last step that had begun."""
         data = dict(self.data)
         kind = str(data.pop("kind"))
@@ -46,7 +46,7 @@ class QueuedEvent:
             data["devices"] = [_with_step(device, looks) for device in devices]
         self.record = Event(kind, data)
 
-    def peaks(self) -> list[int]:
+    def referenced_memory_samples(self) -> list[int]:
         """Return the memory looks that it refers to."""
         devices = self.data.get("devices")
         listed = devices if isinstance(devices, list) else []
@@ -91,11 +91,11 @@ class EventQueue:
         self.due = self._queue[0].at
         return True
 
-    def taken(self, until: int) -> list[QueuedEvent]:
+    def pop_until(self, until: int) -> list[QueuedEvent]:
         """Take out and return the events up to this time."""
         return self._take_while(lambda event: event.at <= until)
 
-    def older(self, than: int) -> list[QueuedEvent]:
+    def pop_numbered_below(self, than: int) -> list[QueuedEvent]:
         """Take out and return the events with a number below `than`."""
         return self._take_while(lambda event: event.number < than)
 
@@ -106,7 +106,7 @@ class EventQueue:
         self.due = self._queue[0].at if self._queue else NEVER
         return found
 
-    def keep(self, pending: Collection[int]) -> None:
+    def retain(self, pending: Collection[int]) -> None:
         """Drop the events that are not in `pending`, because a predecessor has returned them."""
         self._queue = deque(event for event in self._queue if event.number in pending)
         self.pending.intersection_update(pending)

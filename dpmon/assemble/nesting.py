@@ -55,12 +55,12 @@ class PhaseSums:
         self.timed: list[tuple[int, int, int]] = []
         """Spans with device times: number, phase, and phase of the enclosing timed span (-1: none)."""
 
-    def count(self, quantity: str, value: int) -> None:
+    def add_count(self, quantity: str, value: int) -> None:
         """Add to a quantity; for pass numbers, keep the highest."""
         before = self.counts.get(quantity, 0)
         self.counts[quantity] = max(before, value) if quantity == SYNC_NUMBER else before + value
 
-    def bound_spans(self) -> None:
+    def truncate_spans(self) -> None:
         """Drop the spans after the first MAX_SPANS."""
         self.missing_spans += len(self.spans[MAX_SPANS:])
         del self.spans[MAX_SPANS:]
@@ -71,7 +71,7 @@ class PhaseSums:
             if took >= 0:
                 self.times[phase] = max(self.times[phase], 0) + took
         for quantity, value in other.counts.items():
-            self.count(quantity, value)
+            self.add_count(quantity, value)
         self.spans += other.spans
         self.missing_spans += other.missing_spans
         self.timed += other.timed
@@ -83,7 +83,7 @@ Block: TypeAlias = tuple[Span, Sequence[Span], Sequence[int], "Inner | None"]
 """The outermost span, the spans of its calls, the optimizers that stepped, and the contents (or None)."""
 
 
-class Inner(PhaseSums):
+class BlockContents(PhaseSums):
     """Sums and lists made from the spans of a block, in one pass."""
 
     backward = False
@@ -107,14 +107,14 @@ class Inner(PhaseSums):
         self._stepped: list[Span] = []
         """The steps of optimizers."""
 
-    def read(self, span: Span, inner: Sequence[Span]) -> Block:
+    def summarize(self, span: Span, inner: Sequence[Span]) -> Block:
         for part in inner:
             self._add(part)
         self._add(span)
         self.timed += [(number, phase, -1) for _, _, phase, number in self._within if number >= 0]
         self.spans.reverse()  # enclosing spans end last and must come first at equal starts
         self.spans.sort(key=lambda run: (run[1], -run[2]))
-        self.bound_spans()
+        self.truncate_spans()
         return span, self._calls, [one.site for one in self._stepped], self
 
     def _add(self, span: Span) -> None:
@@ -126,62 +126,62 @@ class Inner(PhaseSums):
             if not flags & Flag.BY_SCRIPT:
                 self._open_parts.append(span)
                 return
-            self._primitive(span)
+            self._add_primitive(span)
             if span.inside in CALLS:  # its time belongs to the enclosing call
                 self.spans.append((FORWARD, span.start, span.took))
                 return
         elif kind in CALLS:
-            self._call(span)
+            self._add_call(span)
         elif kind == Kind.OPTIMIZER:
             # A nested optimizer step is part of the outer one.
-            _taken_since(self._stepped, span.start)
+            _pop_since(self._stepped, span.start)
             if not flags & Flag.FAILED:
                 self._stepped.append(span)
         elif kind == Kind.BACKWARD:
             self.backward = True
         elif kind in COUNTED:
-            self.count(COUNTED[kind], span.inputs | span.outputs << 32)
+            self.add_count(COUNTED[kind], span.inputs | span.outputs << 32)
         elif kind == Kind.MEMORY:
             self.memory_looks.append(span.site)
         elif kind == Kind.SYNC:
-            self._sync(span)
+            self._add_sync(span)
             if flags & Flag.UNSYNCED:
                 return
         elif kind == Kind.BUCKETS:
-            self._leads += leads_of(span)
+            self._leads += decode_bucket_leads(span)
             return
-        self._time(span)
+        self._add_exclusive_time(span)
 
-    def _sync(self, span: Span) -> None:
+    def _add_sync(self, span: Span) -> None:
         leads, self._leads = self._leads, []
         if span.flags & Flag.UNSYNCED:
-            self.count("unsynced", 1)
+            self.add_count("unsynced", 1)
             return
-        self.count("synced", 1)
-        self.count(SYNC_NUMBER, span.inputs)
+        self.add_count("synced", 1)
+        self.add_count(SYNC_NUMBER, span.inputs)
         count = span.site & (1 << WRAPPER_AT) - 1
         leads = leads[:count] if count > 1 else [0] * count  # a single bucket is ready at the last gradient
         self.spans += [(BUCKET, max(span.start - lead, 0), 0) for lead in leads]
 
-    def _primitive(self, span: Span) -> None:
+    def _add_primitive(self, span: Span) -> None:
         self.by_script.append(span)
         if span.kind == Kind.PARALLEL_APPLY:
             self._calls.append(span)
-            self.parts[span.number] = _taken_since(self._open_parts, span.start)
+            self.parts[span.number] = _pop_since(self._open_parts, span.start)
 
-    def _call(self, span: Span) -> None:
-        parts, within = _taken_since(self._open_parts, span.start), _taken_since(self._calls, span.start)
+    def _add_call(self, span: Span) -> None:
+        parts, within = _pop_since(self._open_parts, span.start), _pop_since(self._calls, span.start)
         if span.kind == Kind.CALL:
             recorded = [call for call in within if call.kind != Kind.CALL or call.flags & Flag.DP]
             if recorded:  # the data-parallel calls inside replace it
                 self._calls += recorded
                 return
-        _taken_since(self.by_script, span.start)
+        _pop_since(self.by_script, span.start)
         restart = max((place for place, part in enumerate(parts, 1) if part.kind == Kind.RESTARTED), default=0)
         self.parts[span.number] = parts[restart:]
         self._calls.append(span)
 
-    def _time(self, span: Span) -> None:
+    def _add_exclusive_time(self, span: Span) -> None:
         """Add the span's exclusive time."""
         start, own, phase = span.start, span.took, PHASE_OF[span.kind]
         within = self._within
@@ -201,11 +201,11 @@ class Inner(PhaseSums):
             self.spans.append((phase, start, span.took))
 
 
-def block_of(span: Span, inner: Sequence[Span]) -> Block:
+def make_block(span: Span, inner: Sequence[Span]) -> Block:
     """Make the block of a top-level span and the spans inside it (in order of number)."""
     kind = span[1]
     if inner:
-        return Inner(inner[0][0]).read(span, inner)
+        return BlockContents(inner[0][0]).summarize(span, inner)
     if kind in CALLS or (kind == Kind.PARALLEL_APPLY and span[2] & Flag.BY_SCRIPT):
         return span, (span,), (), None
     if kind == Kind.OPTIMIZER and not span[2] & Flag.FAILED:
@@ -213,13 +213,13 @@ def block_of(span: Span, inner: Sequence[Span]) -> Block:
     return span, (), (), None
 
 
-def leads_of(span: Span) -> list[int]:
+def decode_bucket_leads(span: Span) -> list[int]:
     """Return the leads of four buckets (ns) in a span of kind BUCKETS."""
     leads = _LEADS.unpack(_SIZES.pack(span.inputs, span.outputs))
     return [int(lead * LEAD_NS) if 0 <= lead <= MAX_LEAD else 0 for lead in leads]
 
 
-def _taken_since(spans: list[Span], start: int) -> list[Span]:
+def _pop_since(spans: list[Span], start: int) -> list[Span]:
     """Take the spans that began at `start` or later from the end of a list."""
     at = len(spans)
     while at and spans[at - 1].start >= start:

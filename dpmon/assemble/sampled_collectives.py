@@ -60,7 +60,7 @@ class SampledCollectives:
         self.skips = False
         """Whether to discard the next sample, because a predecessor may have read a part of it."""
 
-    def take(self, span: Span) -> bool:
+    def add_span(self, span: Span) -> bool:
         """Take a span; False if its definition is unknown."""
         quantity = span.inputs | span.outputs << 32
         unended = span.took if span.flags & Flag.UNENDED else 0
@@ -72,7 +72,7 @@ class SampledCollectives:
                 return False
             launched = facts.operation is not None
             if took >= 0 and launched:
-                queued = self._queued(facts.group, span)
+                queued = self._queue_delay_ns(facts.group, span)
         one = CollectiveRow(span.number, span.site, span.inside, unended & 0xFF, 0, span.start, took, queued, quantity)
         if launched:
             self._hold(one)
@@ -87,7 +87,7 @@ class SampledCollectives:
             self._place(one)
         return True
 
-    def loss(self, span: Span) -> bool:
+    def add_loss(self, span: Span) -> bool:
         """Take the span of a loss; False if its definition is unknown."""
         (value,) = struct.unpack("=d", struct.pack("=Q", span.inputs | span.outputs << 32))
         if span.site not in self._known.losses:
@@ -109,7 +109,7 @@ class SampledCollectives:
                 sample.missing -= 1
                 self._place(one)
 
-    def _queued(self, group: str, span: Span) -> int:
+    def _queue_delay_ns(self, group: str, span: Span) -> int:
         """Return how long a collective waited for earlier ones of its group (ns).
 
         An earlier collective that ended later ran at the same time and does not count.
@@ -138,7 +138,7 @@ class SampledCollectives:
         _, end, number = self._steps[at - 1]
         return number if time < end else 0
 
-    def step(self, number: int, start: int, end: int) -> None:
+    def close_step(self, number: int, start: int, end: int) -> None:
         """Note the end of a step, and place what waited for it."""
         self._steps.append((start, end, number))
         if self._waiting:
@@ -146,7 +146,7 @@ class SampledCollectives:
             for one in waiting:
                 self._place(one)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Release all collectives, because no more samples or steps end."""
         for one in () if self.skips else self._held:  # the process was killed in a sample
             self._place(one)
@@ -154,11 +154,11 @@ class SampledCollectives:
         self._held.clear()
         self._waiting.clear()
 
-    def rows(self) -> list[CollectiveRow | LossRow | Definition]:
+    def pop_rows(self) -> list[CollectiveRow | LossRow | Definition]:
         """Return the collectives and losses with known steps, each once, with their definitions."""
         found: list[CollectiveRow | LossRow | Definition] = []
         for one in self._ready:
-            found += self._known.rows((one.definition,))
+            found += self._known.pop_unwritten_rows((one.definition,))
             found.append(one)
         self._ready.clear()
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpmon.assemble.device_times import Pending, Slots
+from dpmon.assemble.device_times import PendingRow, Slots
 from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, PhaseSums
 from dpmon.record.record_types import Batches, Step
 from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
@@ -52,7 +52,7 @@ class StepTotals(PhaseSums):
             self.mixed |= {COPY, -1}
 
     @property
-    def unfinished(self) -> bool:
+    def is_missing_update(self) -> bool:
         """Whether it should learn but has no backward pass and no optimizer step."""
         return self.learns and self.times[BACKWARD] < 0 and self.times[OPTIMIZER] < 0
 
@@ -60,12 +60,12 @@ class StepTotals(PhaseSums):
         """Whether a call of `module` follows a backward pass with no optimizer step in between."""
         return self.learns and self.module == module and self.passes != self.backwards and self.times[OPTIMIZER] < 0
 
-    def learn(self, module: int, rows: int) -> None:
+    def add_training_call(self, module: int, rows: int) -> None:
         """Note a call with gradients."""
         self.batch_models |= {module}
         self.batch_rows = max(self.batch_rows, rows)
 
-    def end_batch(self) -> None:
+    def end_micro_batch(self) -> None:
         """Note a backward pass. It ends a micro-batch if the same models, and no optimizer, ran before each pass."""
         self.backwards += 1
         models = self.batch_models
@@ -77,7 +77,7 @@ class StepTotals(PhaseSums):
         self.sum_of_rows += self.batch_rows
         self.batch_models, self.batch_rows = frozenset(), 0
 
-    def row(self, step: int, start: int, wall: int, batches: Batches | None) -> Step | Pending:
+    def build_row(self, step: int, start: int, wall: int, batches: Batches | None) -> Step | PendingRow:
         """Return the row of the step. `batches`: those that it fetched."""
         samples = self.learned_rows if self.learned_rows >= 0 else self.evaluated_rows
         # Without a loader, the backward passes divide a step into micro-batches. In a GAN they do not, because passes
@@ -93,9 +93,9 @@ class StepTotals(PhaseSums):
         row = Step(0, None, step, self.mode, start, wall, *facts, batches=batches)
         if self.skipped:
             return row.timed([None] * len(SPAN_PHASES), Untimed.SAMPLED)
-        return Pending(row, *self._slots(), DATA) if self.timed else row
+        return PendingRow(row, *self._device_time_slots(), DATA) if self.timed else row
 
-    def _slots(self) -> tuple[Slots, int]:
+    def _device_time_slots(self) -> tuple[Slots, int]:
         """Return the spans that add up to the device time of each phase, and the reason for missing times."""
         slots: Slots = [[] for _ in SPAN_PHASES]
         if len(self.timed) > MAX_TIMED:

@@ -30,7 +30,7 @@ from dpmon.text.quantities import clock, compact, count_of, on_machines
 
 if TYPE_CHECKING:
     from dpmon.report.document import Document
-    from dpmon.store.queries import Store
+    from dpmon.store.store_queries import Store
 
 WIDTH_NO_TERMINAL, WIDEST = 80, 120
 """Width of a report without a terminal, and its largest width on a terminal."""
@@ -62,9 +62,9 @@ def follow(directory: Path, options: argparse.Namespace, machines: Sequence[Sequ
 
 
 def _follow(directory: Path, options: argparse.Namespace) -> int:
-    from dpmon.store.opened import can_be_opened
+    from dpmon.store.store_opening import is_readable
 
-    readable = can_be_opened(directory)
+    readable = is_readable(directory)
     if options.headless or options.json is not None or not has_screen():
         from dpmon.cli.headless import Follower
 
@@ -132,7 +132,7 @@ def export(options: argparse.Namespace) -> int:
 def _of_job(job: str) -> Path:
     """The newest run of a job on this machine; `job`: such as "slurm:12.0". RunError if there is none."""
     from dpmon.errors import HistoryError
-    from dpmon.store.opened import open_store
+    from dpmon.store.store_opening import open_store
 
     for directory, info in reversed(list_runs()):
         if not info.nodes and info.host in ("", proc.host_name()):
@@ -299,7 +299,7 @@ def _describe(directory: Path, info: RunInfo) -> ListedRun:
     state, how = run_state(directory, info)
     from dpmon.errors import HistoryError
     from dpmon.report.health import health_in
-    from dpmon.store.opened import open_store  # imported here because it loads sqlite
+    from dpmon.store.store_opening import open_store  # imported here because it loads sqlite
 
     live, now, counts, job, node = state == "running", None, _NO_STEPS, None, None
     with suppress(HistoryError, RunError), open_store(directory) as store:
@@ -352,12 +352,12 @@ def _steps(store: Store) -> _Counts:
     """
     from dpmon.model.announced import TEXTS_READ, stalls_in
     from dpmon.model.stalls_seen import ended_in
-    from dpmon.store.figures import Window
+    from dpmon.store.step_stats import StatsWindow
 
     most = max(store.rings.values(), key=lambda row: row.steps, default=None)
     if most is None:
         return _NO_STEPS
-    window = Window(store)
+    window = StatsWindow(store)
     rate = window.rate()
     calls = store.open_calls
     evaluations, samples = window.evaluation_steps(most.process), None if rate is None else rate.samples_per_s

@@ -39,8 +39,8 @@ from dpmon.run.run_directory import ExitInfo, RunError, is_run_directory
 from dpmon.run.run_reader import RunReader
 from dpmon.sanitize import to_safe_json
 from dpmon.stalls.run_state import ENDED, STALLED
-from dpmon.store.figures import Figures, counted_as_fields, rate_as_fields
-from dpmon.store.opened import open_store
+from dpmon.store.step_stats import StepStats, counted_as_fields, rate_as_fields
+from dpmon.store.store_opening import open_store
 from dpmon.text.quantities import calls_so_far, compact, group, within_words
 
 EVERY_S = 1.0
@@ -214,7 +214,7 @@ def _progress(
         "step_ms": None if found is None else fields_of(found, "median_ns", "p95_ns"),
         "phases": None if found is None else _phases(found, of_call=False),
         "call_phases": None if found is None else _phases(found, of_call=True),
-        "quantities": None if found is None else counted_as_fields(found.counted),
+        "quantities": None if found is None else counted_as_fields(found.known_quantities),
     }
     return members, absent
 
@@ -226,7 +226,7 @@ def _why_untimed(focus: Process) -> str | None:
     return None if focus.newest is None else focus.newest.last.absent.get("device_ms")
 
 
-def _phases(figures: Figures, *, of_call: bool) -> dict[str, object]:
+def _phases(figures: StepStats, *, of_call: bool) -> dict[str, object]:
     """The phases that ran: the phases of the calls if `of_call`, else the phases of the step."""
     phases = {named.name: figures.phase(named.name) for named in PHASES if named.of_call == of_call}
     return {name: phase_fields(phase) for name, phase in phases.items() if phase is not None}

@@ -27,7 +27,7 @@ from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import find_run, list_runs, newest_run, short_name
 from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.stalls.run_state import ENDED, QUIET, STALLED
-from dpmon.store.opened import open_store
+from dpmon.store.store_opening import open_store
 from dpmon.text.cells import in_stream
 from dpmon.text.quantities import UNKNOWN, compact, count_of, duration, group, memory_of, percent
 

@@ -20,8 +20,8 @@ from dpmon.run.run_directory import ExitInfo, RunInfo, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import short_name
 from dpmon.sanitize import sanitize_line
-from dpmon.store.figures import PhaseFigures
-from dpmon.store.opened import open_store
+from dpmon.store.step_stats import PhaseStats
+from dpmon.store.store_opening import open_store
 from dpmon.text.cells import span_width
 from dpmon.text.quantities import (
     calls_so_far,
@@ -85,7 +85,7 @@ class _SummaryLines:
             lines.append(_nothing(directory, self._info, self._how, reasons))
         for mode in sorted({mode for mode, _ in kinds}):
             lines += self._mode_lines(mode, False)
-            if facts.window.trained(mode) and any(kind & EVALUATION for name, kind in kinds if name == mode):
+            if facts.window.ever_trains(mode) and any(kind & EVALUATION for name, kind in kinds if name == mode):
                 lines += self._mode_lines(mode, True)
         slow = None if facts.communication is None else facts.communication.straggler
         lines += [] if slow is None else [f"  {sentence(slow, lately=False)}"]
@@ -128,7 +128,7 @@ class _SummaryLines:
         facts = self._facts
         tallies = [facts.window.tally(mode, evaluation, process) for process in facts.store.processes]
         counts = [tally.steps for tally in tallies if tally.steps]
-        calls = count_of(facts.layouts.calls(mode, evaluation, facts.window.trained(mode)), "call")
+        calls = count_of(facts.layouts.calls(mode, evaluation, facts.window.ever_trains(mode)), "call")
         if len(counts) < 2:
             return f"{count_of(sum(counts), 'step')}, {calls}"
         ranks = any(facts.rank(process) is not None for process in facts.processes)
@@ -142,13 +142,13 @@ def _phase_lines(found: ModeFacts) -> list[str]:
     """The times of steps and of each phase that ran (the phases of calls below forward), then the quantities."""
     if not found.steps:
         return []
-    whole = PhaseFigures(STEP, found.steps, found.median_ns, found.p95_ns, found.mean_ns, 1.0)
+    whole = PhaseStats(STEP, found.steps, found.median_ns, found.p95_ns, found.mean_ns, 1.0)
     lines = [_phase_line("step" if found.who is None else f"step of {found.who}", whole)]
     lines += [_phase_line(f"  {'  ' * depth}{phase.name}", phase) for depth, phase in found.nested_phases()]
-    return lines + [f"  {quantity_words(*each, found.steps)}" for each in found.counted]
+    return lines + [f"  {quantity_words(*each, found.steps)}" for each in found.known_quantities]
 
 
-def _phase_line(label: str, phase: PhaseFigures) -> str:
+def _phase_line(label: str, phase: PhaseStats) -> str:
     text = f"  {label:<18} median {duration(phase.median_ns):>8}   p95 {duration(phase.p95_ns):>8}"
     return text if phase.device_ns is None else f"{text}   on device {duration(phase.device_ns):>8}"
 

@@ -34,7 +34,7 @@ from dpmon.run.run_directory import RunError, load_info
 from dpmon.run.run_registry import find_run, short_name
 from dpmon.run.run_signals import stop_run, wait_for_record
 from dpmon.sanitize import sanitize_line, to_safe_json
-from dpmon.store.opened import open_store
+from dpmon.store.store_opening import open_store
 from dpmon.text.quantities import UNKNOWN, count_of, percent
 
 SCHEMA = 1

@@ -22,7 +22,7 @@ from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.stalls.rank_inspector import RankInspector
 from dpmon.stalls.why_reply import build_reply, request_and_wait
 from dpmon.stalls.why_text import NOT_STALLED, format_reply
-from dpmon.store.opened import open_store
+from dpmon.store.store_opening import open_store
 from dpmon.supervise.start import ensure_supervisor
 from dpmon.text.quantities import clock
 

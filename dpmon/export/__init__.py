@@ -17,7 +17,7 @@ from dpmon.record.record_types import Event, Record, kind_of
 from dpmon.run.output_target import check_replaceable, open_replacement, replace_file, utf8_stdout
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.sanitize import to_safe_json
-from dpmon.store.opened import open_store
+from dpmon.store.store_opening import open_store
 
 
 class ExportError(DpmonError):

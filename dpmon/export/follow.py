@@ -1,4 +1,4 @@
-"""`dpmon export --follow`: prints the rows of a run's history as they come (dpmon.store.exchange).
+"""`dpmon export --follow`: prints the rows of a run's history as they come (dpmon.store.row_exchange).
 
 First a line with the facts of the run, then a chunk once a second: the rows that are new, and a last line, the beat.
 With `rollups`, a mirror on another machine reads them (dpmon.mirror.mirror). It sends requests as lines to the
@@ -36,8 +36,8 @@ from dpmon.run.run_reader import NO_TRAINING, RunReader
 from dpmon.run.run_signals import stop_run
 from dpmon.run.safe_files import open_file, read_file
 from dpmon.stalls.why_reply import STANDING_FILE, request_and_wait
-from dpmon.store.exchange import MARK
-from dpmon.store.opened import open_store
+from dpmon.store.row_exchange import MARK
+from dpmon.store.store_opening import open_store
 
 AFTER_NS = 600_000_000
 """A second is complete this long after its end: the supervisor commits twice a second."""

@@ -14,11 +14,11 @@ from typing import Any
 
 from dpmon.record.safe_json import load_json
 from dpmon.record.schema import SECOND
-from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.exchange import NUMBERED, TIMES, columns_sent, lines_of
-from dpmon.store.queries import Store
-from dpmon.store.tables import BEFORE_S, COLLECTIVE_SUMS, LASTING
+from dpmon.store.history_schema import BEFORE_S, COLLECTIVE_SUMS, LASTING
+from dpmon.store.row_exchange import NUMBERED, TIMES, columns_sent, encode_rows
+from dpmon.store.store_queries import Store
 from dpmon.store.tally import WIDTHS, SeriesNames
+from dpmon.store.time_accounting import ACTIVITIES
 
 MOST_IDS, MOST_WHOLE = 20_000, 2000
 """Most ids of a chunk: if only some steps are sent, and if all rows are."""
@@ -28,7 +28,7 @@ _READ_AS = {
     ("events", "process"): "ifnull(process, -1)",  # those of the supervisor have no process
     ("device_rollups", "device"): "device AS number",
 }
-"""Columns that have another type in the tables before theirs, under names of their type (`Door` in store/tables.py)."""
+"""Columns that have another type in the tables before theirs, under names of their type (`Door` in store/history_schema.py)."""
 ROWS_S = 600
 """At its first connection, a reader gets the steps and samples of this time; of earlier time, what the figures need."""
 SINCE_S = {1: 120, 10: 1200, 60: 3 * 3600, 600: 86_400}
@@ -182,13 +182,13 @@ class NewRows:
         if table == "events":
             rows = [(*row[:-1], self._event(row[-1])) for row in rows]
         if not at:
-            return list(lines_of(table, columns, rows))
+            return list(encode_rows(table, columns, rows))
         moved = [list(row) for row in rows]
         for row in moved:
             for i in at:
                 if row[i] is not None:
                     row[i] += self._shift_ns
-        return list(lines_of(table, columns, moved))
+        return list(encode_rows(table, columns, moved))
 
     def _event(self, text: str) -> str:
         """Return the JSON of an event with its times on the reader's clock."""
@@ -353,7 +353,7 @@ class NewRows:
             seconds.update(row[1] for row in found)
             rows[table] = [(1, row[1] + self._shift_s, *row[2:]) for row in found]
         for width, start in self._stretches(seconds, upto_s):
-            first, end = (store.edge(max(at - self._shift_s, 0)) for at in (start, start + width))
+            first, end = (store.next_bucket_edge(max(at - self._shift_s, 0)) for at in (start, start + width))
             if first < end:
                 for left_out in (False, True):
                     whole = store.tallies(first, end, left_out=left_out)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpmon.mirror.receive import Receiver
-from dpmon.store.answers import NodeRow
+from dpmon.store.query_results import NodeRow
 
 
 @dataclass

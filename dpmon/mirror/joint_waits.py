@@ -1,4 +1,4 @@
-"""The waits between ranks of several machines, which no machine knows alone (dpmon.store.rounds).
+"""The waits between ranks of several machines, which no machine knows alone (dpmon.store.sync_passes).
 
 They are known when the steps of all ranks have come, and are added to the tallies of the machines.
 """
@@ -14,11 +14,11 @@ from operator import itemgetter
 from typing import Any
 
 from dpmon.record.schema import EXPOSED, HELD, SECOND, SYNC_NUMBER, WAIT
-from dpmon.store.answers import NodeRow, numbers_in
-from dpmon.store.rounds import Joined, Rounds, SyncStep, device_tail
-from dpmon.store.series_entries import compacted, entry_of
-from dpmon.store.tables import STEP_COLUMNS
-from dpmon.store.tally import WIDTHS, Key, SeriesNames
+from dpmon.store.history_schema import STEP_COLUMNS
+from dpmon.store.query_results import NodeRow, parse_numbers
+from dpmon.store.sync_passes import RankStepWait, SyncPassMatcher, SyncStep, sync_device_ns
+from dpmon.store.tally import WIDTHS, SeriesNames, TallyKey
+from dpmon.store.tally_encoding import encode_entry, merge_sketches
 
 _LATE_S, _MOST_PENDING = 5, 1 << 16
 """Waits that become known later than this change the stored tally of their second; others go into the next tally.
@@ -41,18 +41,18 @@ class JointWaits:
     def __init__(self, db: sqlite3.Connection, names: SeriesNames) -> None:
         """`names`: of the series of the history."""
         self._db, self._names = db, names
-        self._rounds = Rounds()
+        self._rounds = SyncPassMatcher()
         self._ranks: dict[int, set[int]] = defaultdict(set)
         """The ranks on each machine."""
         self._of_several: dict[int, bool] = {}
         """By process: whether it averages its gradients with ranks of other machines."""
         self._node_of: dict[int, NodeRow] = {}
         """The machine of each process."""
-        self.pending: dict[_Place, tuple[Joined, ...]] = {}
+        self.pending: dict[_Place, tuple[RankStepWait, ...]] = {}
         """Waits that are not in a tally yet."""
-        self.joined: list[Joined] = []
+        self.joined: list[RankStepWait] = []
         """All waits since the last call of `begin`; `_late`: those of seconds with stored tallies."""
-        self._late: list[Joined] = []
+        self._late: list[RankStepWait] = []
 
     def note(self, node: NodeRow, process: int, rank: int | None) -> None:
         """Note the machine and the rank of a process."""
@@ -63,23 +63,23 @@ class JointWaits:
 
     def take_event(self, process: int, kind: str, data: Mapping[str, Any]) -> None:
         """Note the rank or the process group of a process, as an event of it says."""
-        self._rounds.take_event(process, kind, data)
+        self._rounds.handle_event(process, kind, data)
         self._of_several.clear()
 
     def begin(self) -> None:
         """Begin a transaction."""
         self.joined, self._late = [], []
 
-    def take_back(self, first_id: int, pending: dict[_Place, tuple[Joined, ...]]) -> None:
+    def take_back(self, first_id: int, pending: dict[_Place, tuple[RankStepWait, ...]]) -> None:
         """Forget the steps of a transaction, with ids from `first_id` on; `pending`: what was pending before it."""
-        self._rounds.take_back(first_id, self.joined)
+        self._rounds.roll_back(first_id, self.joined)
         self.pending = pending
 
     def span_machines(self, node: NodeRow, process: int) -> bool:
         """Whether the ranks that a process averages its gradients with are on several machines."""
         found = self._of_several.get(process)
         if found is None:
-            group = self._rounds.group(process)
+            group = self._rounds.rank_group(process)
             found = group is not None and not set(group) <= self._ranks[node.number]
             self._of_several[process] = found
         return found
@@ -91,10 +91,10 @@ class JointWaits:
             mode, kind, start, wall, sync_number, synced, sync_ns, device = _synced_of(row)
             if sync_number is None or not self.span_machines(node, row[1]):
                 continue
-            tail = sync_ns if device is None else device_tail(numbers_in(device)[1:])
+            tail = sync_ns if device is None else sync_device_ns(parse_numbers(device)[1:])
             if tail is not None:
-                key, second = Key(row[1], mode, kind, 0), (start + wall - shift_ns) // SECOND
-                joined = self._rounds.step(row[1], SyncStep(row[0], key, second, sync_number, synced or 0, tail))
+                key, second = TallyKey(row[1], mode, kind, 0), (start + wall - shift_ns) // SECOND
+                joined = self._rounds.add_step(row[1], SyncStep(row[0], key, second, sync_number, synced or 0, tail))
                 self.joined += joined
                 for one in joined:
                     place, tallied_s = one.step.key[:3], self._node_of[one.step.key.process].tallied_s
@@ -129,25 +129,27 @@ class JointWaits:
 
     def late_rows(self) -> Iterator[tuple[Any, ...]]:
         """Yield the tallies with the late waits of their seconds: of steps of a machine that was cut off."""
-        found: dict[tuple[Any, ...], list[Joined]] = defaultdict(list)
+        found: dict[tuple[Any, ...], list[RankStepWait]] = defaultdict(list)
         for one in self._late:
             for width in WIDTHS:
                 place = (width, one.step.second // width * width, *one.step.key[:3])
                 found[place].append(one)
         for place, joined in found.items():
             for row in self._db.execute(f"SELECT * FROM tallies WHERE {_ANY_BATCH} LIMIT 1", place).fetchall():
-                yield (*row[:-1], compacted([self._entries(joined), row[-1]]))
+                yield (*row[:-1], merge_sketches([self._entries(joined), row[-1]]))
 
-    def _entries(self, joined: Sequence[Joined]) -> bytes:
+    def _entries(self, joined: Sequence[RankStepWait]) -> bytes:
         """Return the entries of waits for a tally."""
         if not joined:
             return b""
         exposed, wait, held = self._series
-        found = entry_of(exposed, [one.exposed_ns for one in joined]) + entry_of(wait, [one.wait_ns for one in joined])
+        found = encode_entry(exposed, [one.exposed_ns for one in joined]) + encode_entry(
+            wait, [one.wait_ns for one in joined]
+        )
         delays = [one.held_ns for one in joined if one.held_ns is not None]
-        return found + entry_of(held, delays) if delays else found
+        return found + encode_entry(held, delays) if delays else found
 
-    def stored(self, width: int, start: int, length: int, key: Key, more: bytes = b"") -> bytes:
+    def stored(self, width: int, start: int, length: int, key: TallyKey, more: bytes = b"") -> bytes:
         """Return the waits in `more` and in the stored tallies of a stretch.
 
         In tallies of 1 s, the entries of waits come first, so the rest is not read.
@@ -155,4 +157,4 @@ class JointWaits:
         starts = ", ".join(map(str, range(start, start + length, width)))
         query = f"SELECT sketches FROM tallies WHERE {_ROW.replace('start_s = ?', f'start_s IN ({starts})')}"
         rows = self._db.execute(query, (width, *key))
-        return compacted(chain([more], (data for (data,) in rows)), self._series, leading=width == 1)
+        return merge_sketches(chain([more], (data for (data,) in rows)), self._series, leading=width == 1)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from dpmon.mirror.causes import reason
 from dpmon.record.safe_json import load_json
 from dpmon.run.proc import ended_child_status
-from dpmon.store.exchange import RECORDS, VERSION
+from dpmon.store.row_exchange import RECORDS, VERSION
 
 MAX_LINE = 1 << 20
 MAX_BANNER = 1 << 16

@@ -47,9 +47,9 @@ from dpmon.run.run_directory import (
 from dpmon.run.run_registry import JOB
 from dpmon.run.safe_files import write_atomically
 from dpmon.sanitize import sanitize_line
-from dpmon.store.answers import NodeRow, event_in
-from dpmon.store.drain import RETRY_S
-from dpmon.store.exchange import CHUNK_BYTES
+from dpmon.store.query_results import NodeRow, event_from_row
+from dpmon.store.ring_drain import RETRY_S
+from dpmon.store.row_exchange import CHUNK_BYTES
 from dpmon.supervise.metrics import Metrics, metrics_path
 from dpmon.supervise.stall_watch import Record
 from dpmon.supervise.start import keep_statuses
@@ -290,7 +290,7 @@ class Mirror(Record):
         if row[2] != "stall" or row[1] >= 0:
             return True
         with contextlib.suppress(HistoryError):
-            return self.joint.keeps(node.number, event_in(row[-1:]).data)
+            return self.joint.keeps(node.number, event_from_row(row[-1:]).data)
         return False
 
     def _end(self, machine: Followed, how: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Collects the lines from a machine to chunks (dpmon.store.exchange), and checks them.
+"""Collects the lines from a machine to chunks (dpmon.store.row_exchange), and checks them.
 
 A line may be damaged or hostile. What readers of a history take for granted is checked here: the type and the range of
 each value, the mode, JSON and sketches. A damaged row is left out and counted. Rows of all machines are checked
@@ -20,11 +20,11 @@ from dpmon.errors import DpmonError, HistoryError
 from dpmon.record.safe_json import DEEPEST, load_json
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import MODES
-from dpmon.store.answers import call_in
-from dpmon.store.exchange import CHUNK_BYTES, KEPT, NUMBERED, TIMES, columns_sent, default_of
-from dpmon.store.queries import shape_in
+from dpmon.store.history_schema import CALL_COLUMNS, STEP_COLUMNS, definition_from_row
+from dpmon.store.query_results import call_from_columns
+from dpmon.store.row_exchange import CHUNK_BYTES, KEPT, NUMBERED, TIMES, column_default, columns_sent
 from dpmon.store.step_queries import step_lists
-from dpmon.store.tables import CALL_COLUMNS, STEP_COLUMNS, definition_in
+from dpmon.store.store_queries import shape_from_row
 from dpmon.store.tally import WIDTHS
 
 AHEAD_S = 60
@@ -99,7 +99,7 @@ def _columns(table: str) -> tuple[_ColumnRule, ...]:
             low = -1
         allowed = {str if kind is bytes else kind for kind in kinds} | ({int} if float in kinds else set())
         latest = None if name in TIMES or seconds else high
-        found.append(_ColumnRule(name, frozenset(allowed), default_of(table, name), low, latest, seconds))
+        found.append(_ColumnRule(name, frozenset(allowed), column_default(table, name), low, latest, seconds))
     return tuple(found)
 
 
@@ -272,7 +272,7 @@ def _step(row: tuple[Any, ...]) -> None:
 
 def _call(row: tuple[Any, ...]) -> None:
     if row[-1] is not None:
-        call_in(row[_CALL:])
+        call_from_columns(row[_CALL:])
 
 
 def _event(number: int, process: int, t_ns: int | None, text: str) -> Iterator[tuple[Any, ...]]:
@@ -288,7 +288,7 @@ def _event(number: int, process: int, t_ns: int | None, text: str) -> Iterator[t
 _CHECKS: Mapping[str, Callable[[tuple[Any, ...]], object]] = {
     "steps": _step,
     "calls": _call,
-    "definitions": lambda row: definition_in(row[1:]),
-    "shapes": shape_in,
+    "definitions": lambda row: definition_from_row(row[1:]),
+    "shapes": shape_from_row,
 }
 """Raise HistoryError or ValueError, or return False, for a row that a reader could not read."""

@@ -21,12 +21,12 @@ from dpmon.errors import HistoryError
 from dpmon.mirror.joint_waits import JointWaits
 from dpmon.mirror.receive import Chunk
 from dpmon.run.run_directory import RunInfo
-from dpmon.store.answers import NODE_DEVICES, NodeRow, event_in
-from dpmon.store.exchange import NUMBERED, columns_sent
-from dpmon.store.series_entries import renumbered
-from dpmon.store.tables import LASTING, NODE_COLUMNS, RingRow
-from dpmon.store.tally import COLUMNS, WIDTHS, Key, SeriesNames, Tally
-from dpmon.store.writer import JOIN_STEP, LIMIT_BYTES, History
+from dpmon.store.history_schema import LASTING, NODE_COLUMNS, RingRow
+from dpmon.store.history_writer import JOIN_STEP, LIMIT_BYTES, HistoryWriter
+from dpmon.store.query_results import NODE_DEVICES, NodeRow, event_from_row
+from dpmon.store.row_exchange import NUMBERED, columns_sent
+from dpmon.store.tally import COLUMNS, WIDTHS, SeriesNames, Tally, TallyKey
+from dpmon.store.tally_encoding import renumber_series
 
 MOST_BYTES = 1 << 30
 _MOST_SERIES, _MOST_KEYS, _MOST_PROCESSES = 8192, 4096, 1 << 16
@@ -57,8 +57,8 @@ class Records:
     def __init__(self, directory: Path, info: RunInfo) -> None:
         """Open the history of the mirror's run. Raises HistoryError."""
         limit = min(LIMIT_BYTES * len(info.nodes), MOST_BYTES)
-        self._history = History.open(directory, {"run": info.id, "start_ns": info.start_ns}, limit)
-        self._db = self._history.door.db
+        self._history = HistoryWriter.open(directory, {"run": info.id, "start_ns": info.start_ns}, limit)
+        self._db = self._history.checked_connection.db
         names = ", ".join(NODE_COLUMNS)
         rows = [NodeRow(*row) for row in self._history.rows(f"SELECT {names} FROM nodes ORDER BY number")]
         self.nodes = rows or [NodeRow(number, name) for number, name in enumerate(info.nodes)]
@@ -73,7 +73,7 @@ class Records:
         self._names = SeriesNames(self._history.rows("SELECT number, name FROM series"))
         self._series: dict[int, dict[int, int]] = defaultdict(dict)
         """By machine and number of a series there: its number here."""
-        self._keys = {Key(*row) for row in self._history.rows("SELECT process, mode, kind, batch FROM keys")}
+        self._keys = {TallyKey(*row) for row in self._history.rows("SELECT process, mode, kind, batch FROM keys")}
         meta = dict(self._history.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
         self._whole = {width: meta.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
         self._waits = JointWaits(self._db, self._names)
@@ -86,7 +86,7 @@ class Records:
         query = f"SELECT process, json FROM events WHERE {LASTING} AND kind IN ('process', 'ddp') ORDER BY id"
         for process, *text in self._history.rows(query):
             with suppress(HistoryError):
-                event = event_in(text)
+                event = event_from_row(text)
                 self._waits.take_event(process, event.kind, event.data)
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Records:
         )
         pending = dict(self._waits.pending)
         try:
-            self._history.transact(lambda: self._put(chunks, events))
+            self._history.run_transaction(lambda: self._put(chunks, events))
         except HistoryError:
             for node, values in before:
                 node.__dict__.update(zip(node.__dict__, values, strict=True))
@@ -273,7 +273,7 @@ class Records:
                 text = f'{text.rstrip()[:-1]},"node":{node.number}}}'
             elif kind in ("process", "ddp"):
                 try:
-                    data = event_in([text]).data
+                    data = event_from_row([text]).data
                 except HistoryError as error:
                     raise ChunkError(node, str(error)) from error
                 self._waits.take_event(own, kind, data)
@@ -283,7 +283,7 @@ class Records:
     # ------------------------------------------------------------------------------------------ tallies
 
     def _put_tallies(self, node: NodeRow, rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> None:
-        keys = {Key(number, *row[1:]) for row, number in self._known(node, rows.get("keys", ()), 0)} - self._keys
+        keys = {TallyKey(number, *row[1:]) for row, number in self._known(node, rows.get("keys", ()), 0)} - self._keys
         if keys and len(self._keys) < _MOST_KEYS * len(self.nodes):
             self._into("keys", list(keys))
             self._keys |= keys
@@ -292,9 +292,9 @@ class Records:
         finer, before = dict(zip(WIDTHS[1:], WIDTHS, strict=False)), 1
         for row, number in sorted(self._known(node, rows.get("tallies", ()), 2), key=lambda one: one[0][0]):
             width, start, _, mode, kind, batch = row[:6]
-            key = Key(number, mode, kind, batch)
+            key = TallyKey(number, mode, kind, batch)
             try:
-                sketches = renumbered(row[-1], named)
+                sketches = renumber_series(row[-1], named)
             except HistoryError:
                 continue
             waits = b""

@@ -21,7 +21,7 @@ from dpmon.stalls.why_reply import last_request_number, wants_native, write_repl
 
 if TYPE_CHECKING:
     from dpmon.mirror.mirror import Mirror
-    from dpmon.store.answers import NodeRow
+    from dpmon.store.query_results import NodeRow
 
 WHY_S, BEGIN_S = 7.0, 3.0
 """Longest wait for the answers to "why is it stuck". The first BEGIN_S may pass until each machine was tried."""

@@ -20,7 +20,7 @@ from dpmon.record.shared_names import MODES
 
 if TYPE_CHECKING:
     from dpmon.record.record_types import Step
-    from dpmon.store.queries import Store
+    from dpmon.store.store_queries import Store
 
 CHANGES_READ = 500
 """Most changes of mode to read, and a few for each rank; older ones do not affect the current mode."""

@@ -12,13 +12,13 @@ from dpmon.model.state import CallTrack, Spread
 from dpmon.record.history_rows import CallParts, CallRow
 from dpmon.record.record_types import Call
 from dpmon.record.schema import EVALUATION, device_series, is_device_series
-from dpmon.store import quantiles
-from dpmon.store.answers import replica_series, stage_series
-from dpmon.store.quantiles import Counts
-from dpmon.store.tally import Key, Tally
+from dpmon.store import quantile_sketch
+from dpmon.store.quantile_sketch import Counts
+from dpmon.store.query_results import replica_series, stage_series
+from dpmon.store.tally import Tally, TallyKey
 
 if TYPE_CHECKING:
-    from dpmon.store.queries import Store
+    from dpmon.store.store_queries import Store
 
 Root = tuple[str, str | None]
 CALLS_READ = 256
@@ -51,7 +51,7 @@ class SeenCalls:
 
 def call_tracks(
     calls: SeenCalls,
-    tallies: Mapping[Key, Tally],
+    tallies: Mapping[TallyKey, Tally],
     trained: Collection[str],
     mode: str,
     *,
@@ -153,7 +153,7 @@ def spread_of(values: Sequence[float]) -> Spread | None:
 
 
 def _of_tallies(
-    row: CallRow, call: Call, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str
+    row: CallRow, call: Call, tallies: Mapping[TallyKey, Tally], trained: Collection[str], mode: str
 ) -> tuple[tuple[Spread | None, ...], dict[int, float]]:
     """The times of a call's replicas or stages, and their median device times, in the time range."""
     alike = _tallies_with(row, tallies, trained, mode)
@@ -167,11 +167,11 @@ def _of_tallies(
             series.append({name for tally in alike for name in tally.stats if name.startswith(any_sizes)})
     found = [_merged(alike, [name for name in names if not is_device_series(name)]) for names in series]
     devices = [_merged(alike, [name for name in names if is_device_series(name)]) for names in series]
-    middles = {index: quantiles.median(counts) for index, counts in enumerate(devices)}
+    middles = {index: quantile_sketch.median(counts) for index, counts in enumerate(devices)}
     return tuple(map(_spread, found)), {index: middle for index, middle in middles.items() if middle is not None}
 
 
-def _tallies_with(row: CallRow, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str) -> list[Tally]:
+def _tallies_with(row: CallRow, tallies: Mapping[TallyKey, Tally], trained: Collection[str], mode: str) -> list[Tally]:
     """The tallies of steps that may include such a call: a root that cannot be split also runs in dp steps."""
     for name in (mode, row.mode):
         found = [
@@ -189,11 +189,11 @@ def _merged(tallies: Iterable[Tally], names: Iterable[str]) -> Counts:
     for tally in tallies:
         for name in names:
             if name in tally.stats:
-                quantiles.merge(counts, tally.stats[name].counts)
+                quantile_sketch.merge(counts, tally.stats[name].counts)
     return counts
 
 
 def _spread(counts: Counts) -> Spread | None:
-    low, high = quantiles.quantiles(counts, (0.05, 0.95))
-    middle = quantiles.median(counts)
+    low, high = quantile_sketch.quantiles(counts, (0.05, 0.95))
+    middle = quantile_sketch.median(counts)
     return None if low is None or middle is None or high is None else Spread(low, middle, high, sum(counts.values()))

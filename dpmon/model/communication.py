@@ -10,14 +10,14 @@ from statistics import fmean
 from typing import NamedTuple
 
 from dpmon.model.stragglers import Group, RankTimes, Straggler, delays, straggler, wait_of
-from dpmon.store.answers import Communicated
+from dpmon.store.query_results import CollectiveSums
 from dpmon.text.quantities import count_of, duration, group, memory, percent, three
 
 _OPERATIONS = 4
 """Most kinds of collectives to name."""
 _RUNS = 4
 """Most runs of equal buckets to name."""
-_NOTHING = Communicated()
+_NOTHING = CollectiveSums()
 _NO_WRAPPER = "no DistributedDataParallel averages gradients here, so it is unknown which rank waits for which"
 _SEVERAL_GROUPS = "its DistributedDataParallel wrappers have different process groups"
 _NOT_YET = "no step is recorded yet in which all ranks averaged their gradients"
@@ -80,7 +80,7 @@ class Communication:
     """Whether the times cover only the last steps, instead of the whole run."""
     missing: str | None
     """Why it is unknown how the ranks wait for each other."""
-    collectives: Communicated = _NOTHING
+    collectives: CollectiveSums = _NOTHING
     """The collectives of sampled steps."""
     sampled_of: int = 0
     """Number of steps of all ranks in the time that these samples cover."""
@@ -232,7 +232,7 @@ class Communication:
 def communication(
     ranks: Sequence[RankTimes],
     wrappers: Sequence[Wrapper],
-    collectives: Communicated = _NOTHING,
+    collectives: CollectiveSums = _NOTHING,
     sampled_of: int = 0,
     elsewhere: Sequence[RankTimes] = (),
     *,

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from dpmon.model.compare_samples import Interval, median_interval, ratio
 from dpmon.model.slow_steps import INPUT, WAITING_TEXT, Uneven, uneven_steps
 from dpmon.record.schema import EVALUATION, REST, SECOND, SETTLING, STEP
-from dpmon.store.answers import LongRow
-from dpmon.store.figures import Figures, PhaseFigures, Window, figures
-from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, Tally
+from dpmon.store.query_results import LongStepRow
+from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats, compute_step_stats
+from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Tally, TallyKey
 from dpmon.text.quantities import duration, percent, times
 
 MODES_COMPARED = ("single", "dp")
@@ -67,7 +67,7 @@ class Peak(NamedTuple):
 class Comparison:
     """Both modes side by side. `missing` says why there is no speed-up; otherwise `outcome` describes it."""
 
-    sides: Mapping[str, Figures] = field(default_factory=dict)
+    sides: Mapping[str, StepStats] = field(default_factory=dict)
     """The figures of each mode over the compared steps; the rate is over all steps of the mode."""
     seen: Mapping[str, int] = field(default_factory=dict)
     """All steps of each mode, without evaluations if the mode trains."""
@@ -117,18 +117,18 @@ class StepKind(NamedTuple):
     trains: bool
 
 
-def settled_kind(key: Key) -> StepKind | None:
+def settled_kind(key: TallyKey) -> StepKind | None:
     """The kind of the steps of a tally; None for the first ones after the start or after a change of mode."""
     return None if key.kind & SETTLING else StepKind(key.batch, not key.kind & EVALUATION)
 
 
 def compare_modes(
-    window: Window,
+    window: StatsWindow,
     process: int,
     *,
     devices: Sequence[str] = (),
     virtual: bool = False,
-    longest: Sequence[LongRow] = (),
+    longest: Sequence[LongStepRow] = (),
     waits: Sequence[tuple[int, int]] = (),
     changes: bool = False,
 ) -> Comparison:
@@ -148,7 +148,7 @@ def compare_modes(
     kind = common_kind(kinds.values()) if both else None
     evaluation, batch = (False, None) if kind is None else (not kind.trains, kind.batch)
     taken = {mode: window.tally(mode, evaluation, process, settled=both, batch=batch) for mode in there}
-    sides = {mode: figures(mode, False, taken[mode], window.rate(mode, process=process)) for mode in there}
+    sides = {mode: compute_step_stats(mode, False, taken[mode], window.rate(mode, process=process)) for mode in there}
     seen = {mode: window.tally(mode, process=process).steps for mode in there}
     base = Comparison(sides=sides, seen=seen, devices=tuple(devices), virtual=virtual)
     lacking = {mode: MIN_STEPS - each[kind] for mode, each in kinds.items() if kind and each[kind] < MIN_STEPS}
@@ -195,7 +195,7 @@ def _changes(rows: Sequence[tuple[str, Tally]]) -> tuple[ModeSpeedup, ...]:
     return tuple(changes[-_CHANGES:])
 
 
-def first_with_both(window: Window) -> int:
+def first_with_both(window: StatsWindow) -> int:
     """The first process with steps in both modes, or else the first."""
     modes: dict[int, set[str]] = {process: set() for process in window.processes}
     for key in window.by_process:
@@ -249,7 +249,7 @@ def _judged(
     base: Comparison,
     taken: Mapping[str, Tally],
     parts: Mapping[str, Sequence[Tally]],
-    longest: Sequence[LongRow],
+    longest: Sequence[LongStepRow],
     waits: Sequence[tuple[int, int]],
 ) -> Comparison:
     single, dp = (median_interval(taken[mode], parts[mode]) for mode in MODES_COMPARED)
@@ -266,7 +266,7 @@ def _judged(
     return replace(base, speedup=found, efficiency=each, outcome=outcome, reason=reason, cost=cost)
 
 
-def _means(found: Interval, sides: Mapping[str, Figures]) -> float | None:
+def _means(found: Interval, sides: Mapping[str, StepStats]) -> float | None:
     """The ratio of the means, if it lies well outside the interval of the medians' ratio."""
     single, dp = (sides[mode].mean_ns for mode in MODES_COMPARED)
     means = single / dp if single and dp else found.value
@@ -274,7 +274,7 @@ def _means(found: Interval, sides: Mapping[str, Figures]) -> float | None:
 
 
 def _more_uneven_mode(
-    taken: Mapping[str, Tally], longest: Sequence[LongRow], waits: Sequence[tuple[int, int]]
+    taken: Mapping[str, Tally], longest: Sequence[LongStepRow], waits: Sequence[tuple[int, int]]
 ) -> tuple[str, Uneven] | None:
     """The mode with the larger gap between mean and median step; None if both gaps are small."""
     most, found = 0.0, None
@@ -286,13 +286,13 @@ def _more_uneven_mode(
     return found
 
 
-def _cost(dp: Figures) -> Reason | None:
+def _cost(dp: StepStats) -> Reason | None:
     copies = [phase for phase in dp.phases if phase.name in COPIES and phase.share is not None]
     most = max(copies, key=lambda phase: phase.share or 0, default=None)
     return Reason(most.name, most.share, most.median_ns, None) if most is not None else None
 
 
-def _largest(sides: Mapping[str, Figures], outcome: str) -> Reason | None:
+def _largest(sides: Mapping[str, StepStats], outcome: str) -> Reason | None:
     """The phase that explains most of the difference; the replicas' forward counts as forward."""
     if outcome == "even":  # the copying, if its share is large enough to mention
         cost = _cost(sides["dp"])
@@ -313,7 +313,7 @@ def most_changed(before: Mapping[str, float], after: Mapping[str, float], *, slo
     return None if name is None or changes[name] <= 0 else name
 
 
-def by_phase(side: Figures, figure: Callable[[PhaseFigures], float | None]) -> dict[str, float]:
+def by_phase(side: StepStats, figure: Callable[[PhaseStats], float | None]) -> dict[str, float]:
     """A figure of each phase that ran. `forward` is the replicas' forward plus the rest of the forward."""
     found: dict[str, float] = {}
     for phase in side.phases:

@@ -27,8 +27,8 @@ from dpmon.model.compare import (
 from dpmon.model.compare_samples import Change, change
 from dpmon.model.compared_run import RUN_FIGURES, STEP_FIGURES, ComparedRun, Figure
 from dpmon.record.schema import STEP
-from dpmon.store.figures import figures
-from dpmon.store.quantiles import fine_quantile
+from dpmon.store.quantile_sketch import fine_quantile
+from dpmon.store.step_stats import compute_step_stats
 from dpmon.store.tally import Tally
 from dpmon.text.quantities import UNKNOWN, count_of, percent, times
 
@@ -197,7 +197,7 @@ def _reason(
         return None
     took = []
     for side in (before, after):
-        each = [by_phase(figures("", False, tally, None), lambda phase: phase.median_ns) for tally in side]
+        each = [by_phase(compute_step_stats("", False, tally, None), lambda phase: phase.median_ns) for tally in side]
         names = {name for phases in each for name in phases}
         took.append({name: median(phases.get(name, 0.0) for phases in each) for name in names})
     name = most_changed(*took, slower=step.change.sign > 0)

@@ -22,8 +22,8 @@ from statistics import NormalDist, fmean, median
 from typing import NamedTuple
 
 from dpmon.record.schema import STEP
-from dpmon.store.quantiles import RELATIVE_WIDTH, Counts, bounds, middle
-from dpmon.store.quantiles import median as middle_of
+from dpmon.store.quantile_sketch import RELATIVE_WIDTH, Counts, bin_bounds, bin_middle
+from dpmon.store.quantile_sketch import median as middle_of
 from dpmon.store.tally import Tally
 
 DOUBT = 0.05
@@ -144,7 +144,7 @@ def median_interval(tally: Tally, parts: Iterable[Tally] = ()) -> Interval | Non
         return None
     reach = _Z * sqrt(count * _widening(counts, [part.stat(STEP).counts for part in parts])) / 2
     rank = max(int((count - 1) / 2 - reach), 0)
-    low, high = bounds(_at(counts, rank))[0], bounds(_at(counts, count - 1 - rank))[1]
+    low, high = bin_bounds(_at(counts, rank))[0], bin_bounds(_at(counts, count - 1 - rank))[1]
     low = max(low, tally.low_ns if tally.low_ns is not None else low)
     high = min(high, tally.high_ns if tally.high_ns is not None else high)
     return Interval(value, min(low, value), max(high, value))
@@ -180,7 +180,7 @@ def _widening(counts: Counts, parts: Sequence[Counts]) -> float:
         return 1.0
     whole = sum(size for size, _ in batches)
     mean = sum(above for _, above in batches) / whole
-    equal = sum(number for bucket, number in counts.items() if middle(bucket) == centre) / count
+    equal = sum(number for bucket, number in counts.items() if bin_middle(bucket) == centre) / count
     variance = mean - equal / 4 - mean * mean  # of scores 0, 1/2 and 1
     spread = sum((above - size * mean) ** 2 for size, above in batches)
     free = 1 - sum((size / whole) ** 2 for size, _ in batches)
@@ -190,7 +190,7 @@ def _widening(counts: Counts, parts: Sequence[Counts]) -> float:
 def _above(counts: Counts, centre: float) -> float:
     """Number of values above the median; values in its bucket count half."""
     return sum(
-        number if middle(bucket) > centre else number / 2 if middle(bucket) == centre else 0
+        number if bin_middle(bucket) > centre else number / 2 if bin_middle(bucket) == centre else 0
         for bucket, number in counts.items()
     )
 

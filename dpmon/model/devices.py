@@ -16,10 +16,10 @@ from dpmon.model.state import DeviceTrack, ModeChange
 from dpmon.record.record_specs import RECORDS
 from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
 from dpmon.record.schema import SECOND
-from dpmon.store.answers import NODE_DEVICES, ChartSample, MinuteRow
+from dpmon.store.query_results import NODE_DEVICES, ChartSample, MinuteRow
 
 if TYPE_CHECKING:
-    from dpmon.store.queries import Store
+    from dpmon.store.store_queries import Store
 
 HISTORY_S = 640
 """Seconds of samples that the charts need."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.schema import STEP_PHASES
-from dpmon.store.figures import Figures, PhaseFigures
+from dpmon.store.step_stats import PhaseStats, StepStats
 from dpmon.text.quantities import count_of, duration_words, percent
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ HOST_SHARE, HOST_RATIO = 0.2, 2.0
 """Smallest share of the step, and smallest ratio of host to device time (near 1 if the device waits for the host)."""
 
 
-def host_waits(phases: Iterable[PhaseFigures]) -> list[str]:
+def host_waits(phases: Iterable[PhaseStats]) -> list[str]:
     """A sentence for each phase that is long only on the host."""
     notes = []
     for phase in phases:
@@ -151,7 +151,7 @@ def host_waits(phases: Iterable[PhaseFigures]) -> list[str]:
     return notes
 
 
-def partly_timed(phases: Iterable[PhaseFigures]) -> list[str]:
+def partly_timed(phases: Iterable[PhaseStats]) -> list[str]:
     """The number of steps with device times, unless nearly all have them; for the phase with the fewest."""
     timed = [phase for phase in phases if phase.device_count and phase.name in STEP_PHASES]
     fewest = min(timed, key=lambda phase: phase.device_count / phase.ran, default=None)
@@ -176,12 +176,12 @@ FEW_TAKE_MOST = 3.0
 """Smallest ratio of mean to median fetch at which a few fetches (the first of each epoch) take most of the time."""
 
 
-def is_timed(phase: PhaseFigures) -> bool:
+def is_timed(phase: PhaseStats) -> bool:
     """Whether the device times of a phase are known in enough steps."""
     return phase.device_share is not None and phase.device_count >= MIN_STEPS
 
 
-def data_share(steps: Figures) -> float:
+def data_share(steps: StepStats) -> float:
     """The share of the steps' time spent waiting for data; by device times if they are known."""
     figures = steps.phase("data")
     if figures is None:

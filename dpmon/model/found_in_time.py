@@ -35,7 +35,7 @@ from dpmon.text.quantities import clock, count_of, duration_words, percent
 
 if TYPE_CHECKING:
     from dpmon.model.mode_facts import ModeFacts
-    from dpmon.store.answers import LongRow
+    from dpmon.store.query_results import LongStepRow
 
 COPY_SHARE = 0.2
 """Smallest share of the step to report: for copies to the device, for replicate, and for scatter with gather. The last
@@ -288,25 +288,25 @@ def stalled(facts: RunFacts) -> Iterator[Finding]:
     )
 
 
-def _waits_for_input(step: LongRow, facts: RunFacts) -> bool:
+def _waits_for_input(step: LongStepRow, facts: RunFacts) -> bool:
     """Whether a step mostly waits for a line of input, which is no stall."""
     waits = facts.announced.waits_of(step.process)
     return 2 * waited_ns(waits, step.start_ns, step.start_ns + step.wall_ns) > step.wall_ns
 
 
-def _longest_phase(step: LongRow) -> str:
+def _longest_phase(step: LongStepRow) -> str:
     """The phase that took most of a step."""
     return max(step.phases, key=lambda name: step.phases[name], default="other")
 
 
-def _where(step: LongRow, facts: RunFacts) -> str:
+def _where(step: LongStepRow, facts: RunFacts) -> str:
     """The step, its time, and the phase that took most of it."""
     process, phase = of_process(step.process, facts), _longest_phase(step)
     where = f"step {step.step}{process} at {clock(step.start_ns)}, {duration_words(step.wall_ns)}"
     return f"{where}, {duration_words(step.phases.get(phase, 0))} in {phase}"
 
 
-def _stall_advice(step: LongRow, facts: RunFacts) -> str:
+def _stall_advice(step: LongStepRow, facts: RunFacts) -> str:
     phase = _longest_phase(step)
     if phase == "backward" and facts.names:
         return _STALL_ADVICE[phase] + ", or a rank that the others waited for"
@@ -408,5 +408,5 @@ def spread(facts: RunFacts) -> Iterator[Finding]:
             )
 
 
-def _is_stall(step: LongRow, median_ns: float | None) -> bool:
+def _is_stall(step: LongStepRow, median_ns: float | None) -> bool:
     return median_ns is not None and step.wall_ns >= max(STALL_RATIO * median_ns, STALL_NS)

@@ -10,7 +10,7 @@ from dpmon.model.loss import LossCurve
 from dpmon.model.progress import Progress, words
 from dpmon.model.stragglers import RankTimes, Straggler, sentence
 from dpmon.record.record_types import Operation
-from dpmon.store.figures import PhaseFigures
+from dpmon.store.step_stats import PhaseStats
 
 _SECONDS = {
     "t_ns": "t_s",
@@ -56,7 +56,7 @@ def fields_of(fact: object, *names: str) -> dict[str, object]:
     return members
 
 
-def phase_fields(phase: PhaseFigures) -> dict[str, object]:
+def phase_fields(phase: PhaseStats) -> dict[str, object]:
     """The times of a phase and its share of the steps."""
     return fields_of(phase, "share", "median_ns", "p95_ns", "device_ns")
 

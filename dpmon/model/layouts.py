@@ -11,9 +11,9 @@ from dpmon.record.history_rows import Definitions, Layout
 from dpmon.record.record_types import UNTIMED, count_rows
 from dpmon.record.schema import EVALUATION, device_series
 from dpmon.record.shared_names import RANK_MODES
-from dpmon.store.answers import Shape, replica_series, stage_series
-from dpmon.store.figures import merged
-from dpmon.store.tally import Key, Stat, Tally
+from dpmon.store.query_results import Shape, replica_series, stage_series
+from dpmon.store.step_stats import merge_mode_tallies
+from dpmon.store.tally import SeriesStats, Tally, TallyKey
 
 _TENSORS_NAMED = 4
 _PARTS_NAMED = 4
@@ -48,8 +48,8 @@ class StageSizes(NamedTuple):
     inputs: str | None
     outputs: str | None
     calls: int
-    time: Stat
-    on_device: Stat
+    time: SeriesStats
+    on_device: SeriesStats
     untimed: str | None
     """Why the device time is unknown, if the record gives a reason."""
 
@@ -86,8 +86,8 @@ class ReplicaFacts:
     rows: int | None = None
     """The rows of this replica in the most frequent split."""
     virtual: bool = False
-    time: Stat = field(default_factory=Stat)
-    on_device: Stat = field(default_factory=Stat)
+    time: SeriesStats = field(default_factory=SeriesStats)
+    on_device: SeriesStats = field(default_factory=SeriesStats)
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of calls without a device time, by reason."""
 
@@ -125,7 +125,7 @@ class Layouts:
         return count_rows(self._definitions[process].sizes.get(number), layout.dim)
 
     def calls(self, mode: str, evaluation: bool, trained: bool) -> int:
-        """Number of calls of a mode, including those outside steps; parameters as in dpmon.store.figures.merged."""
+        """Number of calls of a mode, including those outside steps; parameters as in dpmon.store.step_stats.merged."""
         return sum(
             shape.calls
             for shape, _ in self._shapes
@@ -177,7 +177,7 @@ class Layouts:
         devices = "?" if layout is None else " ".join(layout.devices)
         return devices, self._text(process, got), self._text(process, gave), groups.total()
 
-    def stages(self, tallies: Mapping[Key, Tally]) -> list[StageSizes]:
+    def stages(self, tallies: Mapping[TallyKey, Tally]) -> list[StageSizes]:
         """The inputs and outputs of each stage, by root and stage, then by calls. `tallies`: of each process."""
         calls: Counter[tuple[int, int, int, int, int, int]] = Counter()
         for shape, _ in self._shapes:
@@ -191,7 +191,7 @@ class Layouts:
             if layout is None or stage is None:
                 continue
             key = layout.root, index, *stage, self._text(process, got), self._text(process, gave)
-            known = found.get(key) or StageSizes(*key, 0, Stat(), Stat(), None)
+            known = found.get(key) or StageSizes(*key, 0, SeriesStats(), SeriesStats(), None)
             series = stage_series(layout_number, index, number, got, gave)
             for of, tally in tallies.items():
                 if of.process == process:
@@ -267,7 +267,7 @@ def batch_facts(layouts: Layouts) -> list[BatchFacts]:
     return found
 
 
-def replica_facts(layouts: Layouts, tallies: Mapping[int, Mapping[Key, Tally]]) -> list[ReplicaFacts]:
+def replica_facts(layouts: Layouts, tallies: Mapping[int, Mapping[TallyKey, Tally]]) -> list[ReplicaFacts]:
     """Each replica with its rows and times; evaluations count only if no call of the same layout trains.
 
     `tallies`: of each process.
@@ -281,7 +281,7 @@ def replica_facts(layouts: Layouts, tallies: Mapping[int, Mapping[Key, Tally]]) 
         if shape.kind & EVALUATION and trained:
             continue
         own = {} if of in timed else tallies.get(shape.process, {})
-        times = merged(own, shape.mode, False, trained)
+        times = merge_mode_tallies(own, shape.mode, False, trained)
         timed.add(of)
         reason = why_untimed(layout, shape.untimed)
         rows = tuple(layouts.rows(shape.process, got, layout) for got, _ in shape.replicas)

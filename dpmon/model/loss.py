@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dpmon.store.answers import LossBin
+from dpmon.store.query_results import LossBin
 
 if TYPE_CHECKING:
-    from dpmon.store.queries import Store
+    from dpmon.store.store_queries import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class LossCurve:
     last: float | None = None
     """The newest value, which may be NaN or infinite; None if there is none: see `why`."""
     smoothed: float | None = None
-    """A mean of the last finite values, in which newer ones weigh more (dpmon.store.answers.SMOOTHED)."""
+    """A mean of the last finite values, in which newer ones weigh more (dpmon.store.query_results.SMOOTHED)."""
     step: int | None = None
     """The step of the newest value; None if unknown."""
     t_ns: int | None = None

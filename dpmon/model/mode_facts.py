@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from dpmon.model.stragglers import RankTimes
 from dpmon.record.shared_names import CALL_PHASES, node_suffix
-from dpmon.store.figures import Figures, PhaseFigures, Rate
+from dpmon.store.step_stats import PhaseStats, Rate, StepStats
 from dpmon.store.tally import Tally
 
 
 @dataclass(frozen=True)
-class ModeFacts(Figures):
+class ModeFacts(StepStats):
     """The steps of one process in one mode. `phases`: those that ran, with those of calls last; `rate`: of all."""
 
     virtual: bool = False
@@ -46,10 +46,10 @@ class ModeFacts(Figures):
         """The share of all step time that phases took together (0 to 1)."""
         return sum(phase.share or 0.0 for phase in self.phases if phase.name in names)
 
-    def nested_phases(self) -> list[tuple[int, PhaseFigures]]:
+    def nested_phases(self) -> list[tuple[int, PhaseStats]]:
         """The phases with their depth: those of the calls are one deeper, below forward, if it ran."""
         calls = [phase for phase in self.phases if phase.name in CALL_PHASES]
-        rows: list[tuple[int, PhaseFigures]] = []
+        rows: list[tuple[int, PhaseStats]] = []
         for phase in self.phases:
             if phase.name not in CALL_PHASES:
                 rows.append((0, phase))

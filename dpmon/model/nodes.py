@@ -10,11 +10,11 @@ from dpmon.record.safe_json import int_member, load_json
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import node_suffix
 from dpmon.sanitize import sanitize_line
-from dpmon.store.answers import NODE_DEVICES
+from dpmon.store.query_results import NODE_DEVICES
 
 if TYPE_CHECKING:
     from dpmon.model.state import Process, State
-    from dpmon.store.queries import Store
+    from dpmon.store.store_queries import Store
 
 SLOW_NS = 3 * SECOND
 """A connected node sends something once a second. After this silence it is called slow."""
@@ -53,7 +53,7 @@ class NodeFacts(NamedTuple):
     name: str
     """The name by which the user reaches it; clean."""
     state: str
-    """One of dpmon.store.answers.NODE_STATES."""
+    """One of dpmon.store.query_results.NODE_STATES."""
     why: str | None
     since_ns: int
     heard_ns: int | None

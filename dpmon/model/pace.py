@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dpmon.model.state import Process, Recent, State
 from dpmon.record.schema import EVALUATION, SECOND, STEP
-from dpmon.store.answers import SecondRow
-from dpmon.store.figures import Rate, rate, trains
-from dpmon.store.tally import WIDTHS, Stat, Sum, Tally
+from dpmon.store.query_results import SecondRow
+from dpmon.store.step_stats import Rate, compute_rate, training_modes
+from dpmon.store.tally import WIDTHS, QuantitySum, SeriesStats, Tally
 
 if TYPE_CHECKING:
-    from dpmon.store.queries import Store
+    from dpmon.store.store_queries import Store
 
 WINDOW_S = 10
 MOST_RATES = 128
@@ -83,7 +83,7 @@ def recent(rows: Store, processes: Sequence[int], mode: str, begin_s: int, until
     `processes`: those that train together, in a mode. `begin_s`, `until_s`: the seconds to read. `times`: number
     of processes that train, divided by the number of those that are read.
     """
-    process, trained = processes[0], mode in trains(rows.kinds())
+    process, trained = processes[0], mode in training_modes(rows.kinds())
     found = _lately(rows, tuple(processes), begin_s, until_s, mode, trained)
     own = found[process]
     if not own.enough:
@@ -134,7 +134,7 @@ def _active(
     """The time (ns) of training, and between steps, of each process by start and width of the stretch (s)."""
     found: dict[int, Counter[tuple[int, int]]] = {process: Counter() for process in processes}
     activities = ("training", "between") if trained else ("training", "between", "evaluation")
-    for process, start, width, ns in rows.active(begin_s, end_s, processes, activities, widest=widest):
+    for process, start, width, ns in rows.activity_time(begin_s, end_s, processes, activities, widest=widest):
         found[process][start, width] += ns
     return found
 
@@ -146,26 +146,28 @@ def _trained(taken: Sequence[SecondRow], times: Mapping[tuple[int, int], int]) -
         return Trained(whole, 0, 0)
     whole.steps = sum(row.steps for row in taken)
     whole.first_ns, whole.last_ns = min(row.first_ns for row in taken), max(row.last_ns for row in taken)
-    step = whole.stats[STEP] = Stat()
+    step = whole.stats[STEP] = SeriesStats()
     step.count, step.total = whole.steps, sum(row.step_ns for row in taken)
     known = [row.samples for row in taken if row.samples is not None]
     if len(known) == len(taken):
-        whole.sums["samples"] = Sum(whole.steps, sum(known))
+        whole.sums["samples"] = QuantitySum(whole.steps, sum(known))
     counted = _counted_ns(times, whole.first_ns, whole.last_ns)
     return Trained(whole, counted, min(step.total, counted))
 
 
 def _together(found: Mapping[int, Trained], times: float) -> Rate | None:
-    """The rate of processes that train at the same time (dpmon.store.figures.rate)."""
+    """The rate of processes that train at the same time (dpmon.store.step_stats.rate)."""
     tallies = {process: one.tally for process, one in found.items()}
-    return rate(tallies, {process: (one.elapsed_ns, one.within_ns) for process, one in found.items()}, together=times)
+    return compute_rate(
+        tallies, {process: (one.elapsed_ns, one.within_ns) for process, one in found.items()}, together=times
+    )
 
 
 def _counted_ns(times: Mapping[tuple[int, int], int], begin_ns: int, end_ns: int) -> int:
     """The part of `times` (ns by start and width of a stretch, s) from `begin_ns` to `end_ns`.
 
     It is known only per stretch: of a stretch that is partly outside, at most the part inside counts. A stretch may
-    hold more time than its width; the time then continues after it (dpmon.store.accounting.Spent.by_second).
+    hold more time than its width; the time then continues after it (dpmon.store.time_accounting.Spent.by_second).
     """
     found = 0
     for (start, width), ns in times.items():

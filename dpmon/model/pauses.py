@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dpmon.model.state import PauseChange
 from dpmon.record.schema import SECOND
-from dpmon.store.accounting import union
+from dpmon.store.time_accounting import union_of_intervals
 
 _SLACK_NS = SECOND
 """Times closer than this (ns) belong together: the pauses of several processes at one request."""
@@ -68,7 +68,7 @@ def pause_totals(pauses: Iterable[Paused], end_ns: int | None = None) -> PauseTo
             known.append((start, end))
         elif one.on and end_ns is not None:
             known.append((start, end_ns))
-    return PauseTotals(times, sum(end - start for start, end in union(known)), unended + (not ended), on)
+    return PauseTotals(times, sum(end - start for start, end in union_of_intervals(known)), unended + (not ended), on)
 
 
 def pauses_of(
@@ -112,7 +112,7 @@ def pauses_of(
 
 def any_paused(pauses: Iterable[Paused], end_ns: int | None) -> list[Span]:
     """When any process was paused; a pause that has not ended goes on until `end_ns`."""
-    return union(span for one in pauses if (span := one.span(end_ns)) is not None)
+    return union_of_intervals(span for one in pauses if (span := one.span(end_ns)) is not None)
 
 
 def all_paused(pauses: Sequence[Paused], there: Mapping[int, Span], end_ns: int | None) -> list[Span]:
@@ -121,8 +121,12 @@ def all_paused(pauses: Sequence[Paused], there: Mapping[int, Span], end_ns: int 
     for one in pauses:
         if (span := one.span(end_ns)) is not None:
             paused.setdefault(one.process, []).append(span)
-    busy = [span for process, whole in there.items() for span in _without([whole], union(paused.get(process, ())))]
-    return _without(any_paused(pauses, end_ns), union(busy))
+    busy = [
+        span
+        for process, whole in there.items()
+        for span in _without([whole], union_of_intervals(paused.get(process, ())))
+    ]
+    return _without(any_paused(pauses, end_ns), union_of_intervals(busy))
 
 
 def _without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:

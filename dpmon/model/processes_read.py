@@ -13,7 +13,7 @@ from dpmon.model.state import MANY, MAPPED, Process, ProcessFacts, State, Wanted
 from dpmon.model.stragglers import RankTimes, wait_of
 
 if TYPE_CHECKING:
-    from dpmon.store.queries import Store
+    from dpmon.store.store_queries import Store
 
 
 def processes_in(rows: Store, events: Announced, ended: frozenset[int], node: int | None = None) -> State:
@@ -48,7 +48,7 @@ def _processes(
     numbers = sorted(nodes)
     steps, calls = rows.newest_steps(numbers, plain=plain), rows.newest_calls(numbers)
     memory = rows.newest_memory(numbers)
-    began = rows.began(sorted({*steps, *calls}))
+    began = rows.first_activity_ns(sorted({*steps, *calls}))
     known = {}
     for number in numbers:
         step, (mode, called_ns) = steps.get(number), calls.get(number, ("", -1))

@@ -1,6 +1,6 @@
 """How far the training of a process is: its epoch, batch n of N, and the time left in the epoch. Pure.
 
-An epoch is a loop over a DataLoader with training steps (dpmon.store.loops). The number of epochs to come is unknown.
+An epoch is a loop over a DataLoader with training steps (dpmon.store.loader_loops). The number of epochs to come is unknown.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.record.record_types import Step
 from dpmon.record.safe_json import text_member
 from dpmon.record.schema import SECOND
-from dpmon.store.loops import Loop, left_in
+from dpmon.store.loader_loops import LoaderLoop, estimate_epoch_time_left
 from dpmon.text.quantities import group, minutes
 
 if TYPE_CHECKING:
-    from dpmon.store.queries import Store
+    from dpmon.store.store_queries import Store
 
 EPOCHS = 100
 """Most epochs in a picture."""
@@ -63,7 +63,7 @@ class Progress:
     batches: int | None = None
     """Number of batches of the loader."""
     left_ns: float | None = None
-    """Time left in this epoch at `at_ns` (dpmon.store.loops.left_in)."""
+    """Time left in this epoch at `at_ns` (dpmon.store.loader_loops.left_in)."""
     error_ns: float | None = None
     """Uncertainty of the time left: one standard deviation."""
     at_ns: int = 0
@@ -95,7 +95,7 @@ def progress_of(
     now = loops[-1]
     if not last.evaluation and last.loop is None and last.step > now.last_step + ALONE_STEPS:
         return _absent(process, "the training goes on without a batch of the loader", _epochs(loops, most))
-    batch, at_ns = now.batch, now.end_ns
+    batch, at_ns = now.batches_used, now.end_ns
     if now.end_ns > rows.until_ns:
         found = [(last.batch, last.start_ns + last.wall_ns)] if last.loop == now.loop else []
         found = found or [(one.batch, one.end_ns) for one in rows.loop_steps(process, [now.loop], 1)]
@@ -105,7 +105,7 @@ def progress_of(
         absent["batch"] = "it is not known yet how many batches are read ahead"
     if now.length is None:
         absent["batches"] = _why_no_length(rows, now)
-    left = no_time or left_in(rows, loops, batch)
+    left = no_time or estimate_epoch_time_left(rows, loops, batch)
     times: tuple[float | None, float | None] = (None, None)
     if isinstance(left, str):
         absent |= dict.fromkeys(("left_s", "error_s"), left)
@@ -141,7 +141,7 @@ def _why_none(last: Step) -> str:
     return "the script takes only one batch from each start of its DataLoader"
 
 
-def _why_no_length(rows: Store, now: Loop) -> str:
+def _why_no_length(rows: Store, now: LoaderLoop) -> str:
     """Why the length of the loader is unknown."""
     for event in reversed(rows.events("loader", newest=64)):
         absent = event.data.get("absent")
@@ -152,14 +152,16 @@ def _why_no_length(rows: Store, now: Loop) -> str:
     return "the loader does not tell its length, or gave more batches"
 
 
-def _epochs(loops: Sequence[Loop], most: int, at_ns: int | None = None, batch: int | None = None) -> tuple[Epoch, ...]:
+def _epochs(
+    loops: Sequence[LoaderLoop], most: int, at_ns: int | None = None, batch: int | None = None
+) -> tuple[Epoch, ...]:
     """The newest epochs, at most `most`. `at_ns`: end of the last one's `batch`."""
     found = []
     for before, loop in pairwise((None, *loops)):
         assert loop is not None
         pause = None if before is None else max(loop.begin_ns - before.end_ns - before.after_ns, 0)
         evaluation: int | None = loop.evaluation_ns + loop.after_ns
-        end_ns, batches = loop.end_ns, loop.batch
+        end_ns, batches = loop.end_ns, loop.batches_used
         if loop is loops[-1] and at_ns is not None and at_ns < end_ns:
             end_ns, batches, evaluation = at_ns, batch, None
         found.append(Epoch(loop.epoch or 0, loop.begin_ns, end_ns, batches, loop.length, evaluation, pause))

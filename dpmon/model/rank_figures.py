@@ -14,11 +14,11 @@ from dpmon.model.state import WORST, Process
 from dpmon.model.stragglers import MIN_STEPS, Group, RankTimes, rank_times
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.record.schema import SECOND, STEP
-from dpmon.store.figures import figures, merged, of_each, trains
-from dpmon.store.tally import Key, Tally
+from dpmon.store.step_stats import compute_step_stats, merge_mode_tallies, tallies_by_process, training_modes
+from dpmon.store.tally import Tally, TallyKey
 
 if TYPE_CHECKING:
-    from dpmon.store.queries import Store
+    from dpmon.store.store_queries import Store
 
 Seconds = tuple[range, ...]
 """Seconds of stalls, in order of time."""
@@ -77,7 +77,7 @@ class _LastWaits:
     def __init__(self, rows: Store, process: int, end_s: int, stalled: Seconds) -> None:
         """Begin at a step of `process`, about `_SAMPLED_S` before the second `end_s`; leave `stalled` out."""
         begin_s = _parts(end_s, _SAMPLED_S, stalled)[0][0]
-        first_id = rows.at(begin_s * SECOND).last_step_id([process])
+        first_id = rows.as_of(begin_s * SECOND).last_step_id([process])
         self._stalled = stalled
         self._read = deque([(end_s, first_id)])
         """The seconds of the last reads, and the last ids that they found."""
@@ -156,7 +156,7 @@ class RankTimesReader:
         if focus.last_step is None:
             return ()
         ranks = sorted((one for one in (focus, *others) if one.rank is not None), key=_RANK)
-        end_s, of, stalled = figures_end_s(rows, focus), tuple(one.process for one in ranks), stalled * rows.mirrored
+        end_s, of, stalled = figures_end_s(rows, focus), tuple(one.process for one in ranks), stalled * rows.is_mirror
         if (of, stalled) != (self._of, self._stalled):
             self._of, self._stalled, self._width_s = of, stalled, RANK_S
             self._waits, self._whole, self._times = None, {}, ()
@@ -165,7 +165,7 @@ class RankTimesReader:
             self._one_of = {self.groups[one.number]: one.process for one in ranks}
             # If ranks also wait for each other in the forward, the waits of the backward alone do not show who is slow.
             self._alone = not any(one.waits_in_forward for one in wrappers)
-        if not (rows.mirrored and self._alone and len(ranks) > RANKS_A_SECOND):
+        if not (rows.is_mirror and self._alone and len(ranks) > RANKS_A_SECOND):
             return self._read_whole(rows, focus, ranks, end_s, len(ranks) // RANKS_A_SECOND)
         if self._waits is None or end_s < self._end_s or rows.until_s is not None:
             self._waits, self._times = _LastWaits(rows, focus.process, end_s, stalled), ()
@@ -245,19 +245,19 @@ def _rank_times(
     assert focus.last_step is not None
     end_s = max(figures_end_s(rows, one) for one in (focus, *ranks) if one.last_step is not None)
     step_ns = focus.recent.step_ns or focus.last_step.wall_ns
-    width_s = max(-(-RANK_STEPS * step_ns // SECOND), width_s if rows.mirrored else RANK_S)
+    width_s = max(-(-RANK_STEPS * step_ns // SECOND), width_s if rows.is_mirror else RANK_S)
     numbers, mode = tuple(one.process for one in ranks), focus.last_step.mode
     while True:
-        own: dict[int, dict[Key, Tally]] = {number: {} for number in numbers}
+        own: dict[int, dict[TallyKey, Tally]] = {number: {} for number in numbers}
         for begin_s, until_s in _parts(end_s, width_s, stalled):
             found = rows.tallies(begin_s, until_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
             for key, tally in found.items():
                 own[key.process].setdefault(key, Tally()).merge(tally)
-        trained = mode in trains((key.mode, key.kind) for each in own.values() for key in each)
-        whole = ((one, merged(own[one.process], mode, False, trained, settled=True)) for one in ranks)
+        trained = mode in training_modes((key.mode, key.kind) for each in own.values() for key in each)
+        whole = ((one, merge_mode_tallies(own[one.process], mode, False, trained, settled=True)) for one in ranks)
         times = tuple(rank_times(one.process, one.number, tally, one.node) for one, tally in whole)
         joined = times[0].joined
-        if not rows.mirrored or width_s >= _SAMPLED_S or not 0 < joined < min(times[0].steps, MIN_STEPS):
+        if not rows.is_mirror or width_s >= _SAMPLED_S or not 0 < joined < min(times[0].steps, MIN_STEPS):
             return width_s, times
         width_s = min(-(-width_s * MIN_STEPS // joined), _SAMPLED_S)
 
@@ -272,8 +272,8 @@ def rank_figures(rows: Store, processes: Iterable[Process]) -> Iterator[Process]
         begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # each minute has its own tally
         numbers = tuple(process.process for process in those)
         found = rows.tallies(begin_s, end_s, process=numbers, series=_SERIES)
-        trained, own = trains((key.mode, key.kind) for key in found), of_each(found)
+        trained, own = training_modes((key.mode, key.kind) for key in found), tallies_by_process(found)
         for process in those:
             mode = process.last_step.mode if process.last_step is not None else ""
-            tally = merged(own.get(process.process, {}), mode, False, mode in trained)
-            yield replace(process, figures=figures(mode, False, tally, None))
+            tally = merge_mode_tallies(own.get(process.process, {}), mode, False, mode in trained)
+            yield replace(process, figures=compute_step_stats(mode, False, tally, None))

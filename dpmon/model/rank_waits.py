@@ -11,7 +11,7 @@ from dpmon.record.schema import EVALUATION, STEP, WAIT
 from dpmon.store.tally import WIDTHS
 
 if TYPE_CHECKING:
-    from dpmon.store.queries import Store
+    from dpmon.store.store_queries import Store
 
 MOST_READ = 4000
 """Most tallies to read. For more ranks or a longer time, the stretches are wider."""

@@ -38,13 +38,13 @@ from dpmon.model.state import ProcessFacts
 from dpmon.model.stragglers import RankTimes, ranks_in
 from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STALLED, STARTUP, STEP, STEP_PHASES, device_series
 from dpmon.record.shared_names import CALL_PHASES, node_suffix, rank_name
-from dpmon.store.accounting import Gap
-from dpmon.store.answers import LongRow, UnfitLoss
-from dpmon.store.figures import Window, accounted, figures, thirds
+from dpmon.store.query_results import InvalidLoss, LongStepRow
+from dpmon.store.step_stats import StatsWindow, account_for_elapsed, compute_step_stats, first_and_last_third
 from dpmon.store.tally import WIDTHS, Tally
+from dpmon.store.time_accounting import Gap
 
 if TYPE_CHECKING:
-    from dpmon.store.queries import Store
+    from dpmon.store.store_queries import Store
 
 LONGEST = 64
 """Most long steps to read per mode, and to judge in all."""
@@ -88,7 +88,7 @@ class RunFacts:
         self.nodes = state.nodes
         focus = state.focus
         self._focus = 0 if focus is None else focus.process
-        self.window = Window(self.store)
+        self.window = StatsWindow(self.store)
         there = self.store.processes
         count = Counter(map(self.rank, there))
         self.names = {process: self._name(process, count) for process in there} if len(there) > 1 else {}
@@ -155,7 +155,7 @@ class RunFacts:
         numbers = {process: facts.rank for process, facts in self.announced.info.items()}
         ranks = ranks_in(self.window, numbers, self._nodes)
         steps = sum(one.steps for one in ranks)
-        return communication(ranks, self.announced.wrappers, self.store.communicated(), steps, lately=False)
+        return communication(ranks, self.announced.wrappers, self.store.collective_sums(), steps, lately=False)
 
     @cached_property
     def rank_waits(self) -> RankWaits:
@@ -209,7 +209,7 @@ class RunFacts:
     @property
     def _trainer(self) -> int:
         """The process that represents the run; if it only evaluates, the lowest rank that trains."""
-        modes = [mode for mode, evaluation in self.window.modes if not evaluation and self.window.trained(mode)]
+        modes = [mode for mode, evaluation in self.window.modes if not evaluation and self.window.ever_trains(mode)]
         shown = [self.shown(mode, False) for mode in modes]
         return self._focus if self._focus in shown or not shown else shown[0]
 
@@ -221,8 +221,8 @@ class RunFacts:
         return replace(whole, settled=self._mode(mode, evaluation, process, settled))
 
     def _mode(self, mode: str, evaluation: bool, process: int, tally: Tally) -> ModeFacts:
-        steps, speed = self.window.whole(mode, evaluation)
-        found = figures(mode, evaluation, tally, speed)
+        steps, speed = self.window.steps_and_rate(mode, evaluation)
+        found = compute_step_stats(mode, evaluation, tally, speed)
         phases = {phase.name: phase for phase in found.phases if phase.ran}
         ran = tuple(phases[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in phases)
         return ModeFacts(
@@ -246,13 +246,13 @@ class RunFacts:
 
     def _with_thirds(self, facts: ModeFacts) -> ModeFacts:
         """Add the first and the last third of the steps, if there are enough steps."""
-        trained = self.window.trained(facts.mode)
+        trained = self.window.ever_trains(facts.mode)
         rows = [
             (at, tally)
             for at, _, key, tally in self.store.tally_rows(process=facts.process, widest=self.stretch_s)
             if key.mode == facts.mode and not key.kind & SETTLING and bool(key.kind & EVALUATION) != trained
         ]
-        first, last = thirds(rows, sum(tally.steps for _, tally in rows))
+        first, last = first_and_last_third(rows, sum(tally.steps for _, tally in rows))
         if min(first.steps, last.steps) < _LEAST_OF_THIRD:
             return facts
         return replace(facts, early=first, late=last)
@@ -299,12 +299,12 @@ class RunFacts:
     @cached_property
     def first_step_ns(self) -> int:
         """The start of the first step; 0 without steps."""
-        return min((first for first, _ in self.window.spans.values()), default=0)
+        return min((first for first, _ in self.window.step_intervals.values()), default=0)
 
     @cached_property
     def last_step_ns(self) -> int | None:
         """The end of the last step."""
-        return max((last for _, last in self.window.spans.values()), default=None)
+        return max((last for _, last in self.window.step_intervals.values()), default=None)
 
     @cached_property
     def stretch_s(self) -> int:
@@ -319,11 +319,15 @@ class RunFacts:
 
     def spent_until(self, until_ns: int) -> Mapping[str, int]:
         """The time of each activity (ns) from the run's start to `until_ns`; empty without steps."""
-        return accounted(self.window.spent, until_ns, self.window.lives) if self.window.spans else {}
+        return (
+            account_for_elapsed(self.window.time_by_activity, until_ns, self.window.alive_intervals)
+            if self.window.step_intervals
+            else {}
+        )
 
     @cached_property
     def spent(self) -> Mapping[str, int]:
-        """The time of each activity (dpmon.store.accounting) in the whole run, ns."""
+        """The time of each activity (dpmon.store.time_accounting) in the whole run, ns."""
         return self.spent_until(self.until_ns)
 
     @cached_property
@@ -368,7 +372,7 @@ class RunFacts:
     @cached_property
     def paused(self) -> list[Span]:
         """The times in which all present processes were paused."""
-        return all_paused(self.pauses, self.window.spans, self.until_ns)
+        return all_paused(self.pauses, self.window.step_intervals, self.until_ns)
 
     @property
     def paused_alone_ns(self) -> int:
@@ -385,19 +389,19 @@ class RunFacts:
         return loss_curves(self.store, self._trainer, 0, end_s, width_of_columns(0, end_s))
 
     @cached_property
-    def unfit(self) -> list[UnfitLoss]:
+    def unfit(self) -> list[InvalidLoss]:
         """The first NaN or infinite loss of each process and line, in order of time."""
-        return self.store.unfit_losses()
+        return self.store.first_invalid_losses()
 
     # ------------------------------------------------------------------------------------------ devices
 
     @cached_property
     def samples(self) -> DeviceTotals:
         """The samples of GPUs and host."""
-        found = DeviceTotals(all_paused(self.pauses, self.window.spans, _ALWAYS))
+        found = DeviceTotals(all_paused(self.pauses, self.window.step_intervals, _ALWAYS))
         for row in self.store.device_minutes():
             found.rollup(row)
-        for event in self.store.each_event("device", "host"):
+        for event in self.store.iter_events("device", "host"):
             found.sample(event.kind, event.data)
         return found
 
@@ -414,13 +418,17 @@ class RunFacts:
     # ------------------------------------------------------------------------------------------ long steps
 
     @cached_property
-    def longest(self) -> list[LongRow]:
+    def longest(self) -> list[LongStepRow]:
         """The longest steps of all modes that still have a row, without evaluations, the longest first.
 
         A step that was running when the user asked the run to stop lasts until the process ends, so it does not count.
         """
         modes = [mode for mode, evaluation in self.window.modes if not evaluation]
-        found = [step for mode in modes for step in self.store.longest(LONGEST, mode, trains=self.window.trained(mode))]
+        found = [
+            step
+            for mode in modes
+            for step in self.store.longest_steps(LONGEST, mode, trains=self.window.ever_trains(mode))
+        ]
         stop = -1 if self._stop_asked_ns is None else self._stop_asked_ns
         long = (step for step in found if not step.start_ns <= stop < step.start_ns + step.wall_ns)
         return sorted(long, key=lambda step: -step.wall_ns)
@@ -432,7 +440,7 @@ class RunFacts:
         In each step, the process that waits longest counts.
         """
         found = {
-            mode: self.store.longest_share("data", mode, trains=self.window.trained(mode))
+            mode: self.store.worst_rank_share("data", mode, trains=self.window.ever_trains(mode))
             for mode in {one.mode for one in self.others}
         }
         return {mode: longest for mode, longest in found.items() if longest is not None}

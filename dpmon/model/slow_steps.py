@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.schema import PHASES, REST, STEP
-from dpmon.store.answers import LongRow
-from dpmon.store.quantiles import middle
+from dpmon.store.quantile_sketch import bin_middle
+from dpmon.store.query_results import LongStepRow
 from dpmon.store.tally import Tally
 
 if TYPE_CHECKING:
-    from dpmon.store.answers import SlowRow
-    from dpmon.store.figures import Figures
-    from dpmon.store.queries import Store
+    from dpmon.store.query_results import SlowStepRow
+    from dpmon.store.step_stats import StepStats
+    from dpmon.store.store_queries import Store
 
 INPUT = "input"
 """Named in place of a phase if waits for input took most of the time."""
@@ -72,7 +72,7 @@ class SlowStepReader:
     bound: int | None = None
     """Most ids to read; None: all."""
     _of: object = None
-    _kept: dict[object, SlowRow] = field(default_factory=dict)
+    _kept: dict[object, SlowStepRow] = field(default_factory=dict)
     """By the number of the synchronised pass, or by process and step."""
     _complete: bool = True
     """Whether all steps of the range are kept."""
@@ -85,7 +85,7 @@ class SlowStepReader:
         rows: Store,
         processes: Sequence[int],
         begin_ns: int,
-        usual: Figures,
+        usual: StepStats,
         waits: Sequence[tuple[int | None, int, int]],
         most: int,
     ) -> SlowSteps:
@@ -99,17 +99,17 @@ class SlowStepReader:
         self._kept = {each: row for each, row in self._kept.items() if row.start_ns + row.wall_ns > begin_ns}
         fewer = len(self._kept) < most and not self._complete
         if key != self._of or last_id < self._last_id or begin_ns < self._begin_ns or fewer:
-            first_id = rows.at(begin_ns).last_step_id(processes[:1])
+            first_id = rows.as_of(begin_ns).last_step_id(processes[:1])
             if self.bound is not None:
                 first_id = max(first_id, last_id - self.bound)
             oldest = rows.first_step_ns(processes, first_id)
-            left_out = first_id > rows.at(begin_ns).last_step_id(processes[:1]) or rows.pruned
+            left_out = first_id > rows.as_of(begin_ns).last_step_id(processes[:1]) or rows.pruned
             self._since_ns = oldest if left_out and oldest is not None and oldest > begin_ns else None
             self._of, self._kept, self._complete = key, {}, True
         else:
             first_id = self._last_id - _LATE * (len(processes) > 1)
         self._last_id, self._begin_ns = last_id, begin_ns
-        for row in rows.slowest(most * _SPARE, processes, usual.mode, first_id, last_id, begin_ns):
+        for row in rows.longest_training_steps(most * _SPARE, processes, usual.mode, first_id, last_id, begin_ns):
             each = (row.process, row.step) if row.sync_number is None else row.sync_number
             known = self._kept.get(each)
             if known is None or (row.wait_ns or 0) <= (known.wait_ns or 0):
@@ -123,7 +123,7 @@ class SlowStepReader:
 
 
 def _slow_step(
-    rows: Store, row: SlowRow, medians: dict[str, float], waits: Sequence[tuple[int | None, int, int]]
+    rows: Store, row: SlowStepRow, medians: dict[str, float], waits: Sequence[tuple[int | None, int, int]]
 ) -> SlowStep:
     times = dict(row.phases)
     if "forward" in times:
@@ -155,7 +155,7 @@ class Uneven(NamedTuple):
     """The phase that makes them long; INPUT if waits for a line of input do, in whichever phase."""
 
 
-def uneven_steps(tally: Tally, longest: Sequence[LongRow], waits: Sequence[tuple[int, int]] = ()) -> Uneven | None:
+def uneven_steps(tally: Tally, longest: Sequence[LongStepRow], waits: Sequence[tuple[int, int]] = ()) -> Uneven | None:
     """How uneven the steps of a tally are; None if mean and median are close.
 
     `longest`: the longest of these steps; without them, the phase is unknown. `waits`: start and end (ns) of each wait
@@ -165,15 +165,15 @@ def uneven_steps(tally: Tally, longest: Sequence[LongRow], waits: Sequence[tuple
     mean, centre = steps.mean, tally.median(STEP)
     if not mean or not centre or 1 / _APART <= mean / centre <= _APART:
         return None
-    long = {bucket: count for bucket, count in steps.counts.items() if middle(bucket) > mean}
-    count, spent = sum(long.values()), sum(middle(bucket) * number for bucket, number in long.items())
+    long = {bucket: count for bucket, count in steps.counts.items() if bin_middle(bucket) > mean}
+    count, spent = sum(long.values()), sum(bin_middle(bucket) * number for bucket, number in long.items())
     if not 0 < count < steps.count:
         return None
     known = [step for step in longest if step.wall_ns > mean]
     return Uneven(count / steps.count, min(spent / steps.total, 1.0), _longer_by(tally, known, waits))
 
 
-def _longer_by(tally: Tally, long: Sequence[LongRow], waits: Sequence[tuple[int, int]]) -> str | None:
+def _longer_by(tally: Tally, long: Sequence[LongStepRow], waits: Sequence[tuple[int, int]]) -> str | None:
     """The phase with the largest excess in `long` over the tally's other steps; INPUT if waits explain it."""
     others = tally.steps - len(long)
     if not long or others <= 0:

@@ -35,11 +35,11 @@ from dpmon.model.slow_steps import INPUT, SlowStepReader, SlowSteps, Uneven, une
 from dpmon.model.state import MANY, MAPPED, NO_STEPS, Process, Recent, State, Wanted, WarningText
 from dpmon.model.stragglers import Group, RankTimes
 from dpmon.record.schema import SECOND, SETTLING, STEP
-from dpmon.store.figures import Figures, Window, figures
-from dpmon.store.tally import KeptTallies
+from dpmon.store.step_stats import StatsWindow, StepStats, compute_step_stats
+from dpmon.store.tally import IncrementalTallies
 
 if TYPE_CHECKING:
-    from dpmon.store.queries import Store
+    from dpmon.store.store_queries import Store
 
 RANK_CALLS_READ = 8
 _RATE_AGE_S = 9
@@ -97,8 +97,8 @@ class Snapshots:
     _recent: _ReadRate | None = None
     _last: _Last | None = None
     _times: RankTimesReader = field(default_factory=RankTimesReader)
-    _of_run: KeptTallies = field(default_factory=KeptTallies)
-    _of_range: KeptTallies = field(default_factory=KeptTallies)
+    _of_run: IncrementalTallies = field(default_factory=IncrementalTallies)
+    _of_range: IncrementalTallies = field(default_factory=IncrementalTallies)
     _waits: RankWaitReader = field(default_factory=RankWaitReader)
     _slowest: SlowStepReader = field(default_factory=lambda: SlowStepReader(_SLOW_IDS))
 
@@ -172,7 +172,7 @@ class Snapshots:
         if plain:
             state = with_processes(state, rows, events, plain)
             others = [state.processes[one.process] for one in others]
-        state = replace(state, losses=_losses(rows, found, wanted), unfit=next(iter(rows.unfit_losses()), None))
+        state = replace(state, losses=_losses(rows, found, wanted), unfit=next(iter(rows.first_invalid_losses()), None))
         before = {} if last is None else {number: last.processes[number] for number in last.drawn}
         shown = {one.process: _called(rows, one, before=before.get(one.process)) for one in others}
         shown[found.process] = found
@@ -222,8 +222,8 @@ class Snapshots:
             return _with_devices(replace(process, calls=tracks, progress=NO_STEP))
         end_s = figures_end_s(rows, process)
         begin_s = max(end_s - wanted.span_s, 0) if wanted.span_s else 0
-        whole = Window(rows, 0, end_s, process.process, self._of_run)
-        ranged = Window(rows, begin_s, end_s, process.process, self._of_range) if begin_s else whole
+        whole = StatsWindow(rows, 0, end_s, process.process, self._of_run)
+        ranged = StatsWindow(rows, begin_s, end_s, process.process, self._of_range) if begin_s else whole
         mode = process.mode if any(key.mode == process.mode for key in ranged.by_process) else step.mode
         waits = events.waits_of(process.process)
         shown_s, width = _shown(process, end_s, wanted)
@@ -269,7 +269,7 @@ class Snapshots:
     def _comparison(
         self,
         rows: Store,
-        window: Window,
+        window: StatsWindow,
         process: Process,
         end_s: int,
         wanted: Wanted,
@@ -290,7 +290,7 @@ class Snapshots:
             longest = [
                 step
                 for mode in (MODES_COMPARED if both else ())
-                for step in rows.longest(_LONG_READ, mode, process=number, lately=not wanted.over)
+                for step in rows.longest_steps(_LONG_READ, mode, process=number, lately=not wanted.over)
             ]
             found = compare_modes(
                 window,
@@ -312,7 +312,9 @@ class Snapshots:
 # ------------------------------------------------------------------------------------------------ calls
 
 
-def _called(rows: Store, process: Process, ranged: Window | None = None, *, before: Process | None = None) -> Process:
+def _called(
+    rows: Store, process: Process, ranged: StatsWindow | None = None, *, before: Process | None = None
+) -> Process:
     """`process` with its newest calls; with their times in a time range if it represents the run.
 
     `before`: the process in the last picture, if its calls may be kept.
@@ -327,7 +329,7 @@ def _called(rows: Store, process: Process, ranged: Window | None = None, *, befo
         progress = progress_of(rows, process.process, process.last_step, most=1, no_time=OTHER_RANK)
         process = replace(process, progress=progress)
     else:
-        trained = {key.mode for key in ranged.by_process if ranged.trained(key.mode)}
+        trained = {key.mode for key in ranged.by_process if ranged.ever_trains(key.mode)}
         # The calls of all ranks lie between those of one.
         most = max(CALLS_READ * RANKS_A_SECOND // max(len(rows.ranks), RANKS_A_SECOND), RANK_CALLS_READ)
         tracks = call_tracks(calls, ranged.by_process, trained, mode, most=most)
@@ -344,29 +346,29 @@ def _with_devices(process: Process) -> Process:
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def _figures(window: Window, process: int, mode: str) -> Figures:
+def _figures(window: StatsWindow, process: int, mode: str) -> StepStats:
     """The figures of a mode's training steps; of its evaluation steps if there are no others in this time."""
     found = window.figures(mode, process=process)
-    if not found.steps and window.trained(mode):
+    if not found.steps and window.ever_trains(mode):
         found = window.figures(mode, True, process)
     return found if found.steps else NO_STEPS
 
 
-def _settled(window: Window, ranged: Figures, process: int) -> Figures:
+def _settled(window: StatsWindow, ranged: StepStats, process: int) -> StepStats:
     """The figures `ranged` without the settling steps; none if they are of evaluations."""
     if ranged.evaluation or not ranged.steps:
         return NO_STEPS
     if not any(key.kind & SETTLING for key in window.by_process):
         return ranged
-    return figures(ranged.mode, False, window.tally(ranged.mode, process=process, settled=True), None)
+    return compute_step_stats(ranged.mode, False, window.tally(ranged.mode, process=process, settled=True), None)
 
 
-def _uneven(rows: Store, figures: Figures, process: int, waits: Sequence[tuple[int, int]]) -> Uneven | None:
+def _uneven(rows: Store, figures: StepStats, process: int, waits: Sequence[tuple[int, int]]) -> Uneven | None:
     """How uneven the steps of these figures are."""
     tally = figures.tally
     if uneven_steps(tally, (), waits) is None:
         return None
-    uneven = uneven_steps(tally, rows.longest(_LONG_READ, figures.mode, process=process, lately=True), waits)
+    uneven = uneven_steps(tally, rows.longest_steps(_LONG_READ, figures.mode, process=process, lately=True), waits)
     if uneven is not None and uneven.phase == INPUT:  # count the time of the waits, not of these steps
         waited = waited_ns(waits, tally.first_ns or 0, tally.last_ns or 0)
         return uneven._replace(time=min(waited / max(tally.stat(STEP).total, 1), 1.0))
@@ -389,9 +391,9 @@ def _losses(rows: Store, process: Process, wanted: Wanted) -> tuple[LossCurve, .
     return loss_curves(rows, process.process, max(end_s - shown_s, 0), end_s, width)
 
 
-def _of_run(rows: Store) -> Window:
+def _of_run(rows: Store) -> StatsWindow:
     """The window over the whole run until now."""
-    return Window(rows) if rows.until_s is None else Window(rows, 0, rows.until_s)
+    return StatsWindow(rows) if rows.until_s is None else StatsWindow(rows, 0, rows.until_s)
 
 
 # ------------------------------------------------------------------------------------------------ ranks
@@ -415,7 +417,7 @@ def with_ranks(
         return replace(state, communication=before.with_times(own, wrappers, elsewhere, groups))
     end_ns = state.newest_ns + 1
     begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
-    found = rows.communicated(begin_s * SECOND, end_ns, list(numbers))
+    found = rows.collective_sums(begin_s * SECOND, end_ns, list(numbers))
     steps, sample = 0, None
     if found.samples:
         sample = rows.last_sample(focus.process, begin_s * SECOND)

@@ -26,8 +26,8 @@ from dpmon.record.safe_json import number_member
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.record.shared_names import RANK_MODES, node_suffix, rank_name
 from dpmon.stalls.run_state import StateInputs
-from dpmon.store.answers import LastSample, UnfitLoss
-from dpmon.store.figures import Figures, Rate, figures
+from dpmon.store.query_results import InvalidLoss, LastSample
+from dpmon.store.step_stats import Rate, StepStats, compute_step_stats
 from dpmon.store.tally import Tally
 
 MOST_RANKS = 64
@@ -38,7 +38,7 @@ MAPPED, WORST = 16, 10
 """More ranks than the first are drawn as a map; below it are this many that wait least."""
 PHASES = tuple(phase.display_name for phase in SCHEMA)
 """Shown phases of a step: `forward` is the part outside the phases of its calls."""
-NO_STEPS = figures("", False, Tally(), None)
+NO_STEPS = compute_step_stats("", False, Tally(), None)
 """The figures of a time range without steps."""
 
 
@@ -227,7 +227,7 @@ class Process:
     """By root and its wrapper, the root called last first."""
     last_calls: tuple[Call, ...] = ()
     """The calls of its last step."""
-    figures: Figures = NO_STEPS
+    figures: StepStats = NO_STEPS
     """Its last one to two minutes, if several processes train; only step, forward and backward."""
     recent: Recent = field(default_factory=Recent)
     progress: Progress = NO_STEP
@@ -236,13 +236,13 @@ class Process:
     """The history in the time range, oldest first."""
     column_s: int = 1
     """Seconds per column."""
-    ranged: Figures = NO_STEPS
+    ranged: StepStats = NO_STEPS
     """The steps of the current mode in the time range; of the last step's mode if there are none."""
-    settled: Figures = NO_STEPS
+    settled: StepStats = NO_STEPS
     """The same without the settling steps and without a rate; none if these steps are evaluations."""
     uneven: Uneven | None = None
     """How uneven these steps are, if the median does not represent their speed."""
-    whole: Figures = NO_STEPS
+    whole: StepStats = NO_STEPS
     """The steps of the whole run, once it is over."""
     mean: Rate | None = None
     """The rate in all modes, once the run is over; of all processes together if it is one of several ranks."""
@@ -311,7 +311,7 @@ class State:
     """The communication of the ranks over their last steps; None if they do not train together."""
     losses: tuple[LossCurve, ...] = ()
     """The losses of the process in focus, over the time of its columns."""
-    unfit: UnfitLoss | None = None
+    unfit: InvalidLoss | None = None
     """The first loss of any process that was NaN or infinite."""
     slowest: SlowSteps = field(default_factory=SlowSteps)
     """The longest steps of the current mode in the time range."""

@@ -20,7 +20,7 @@ from dpmon.store.tally import Tally
 from dpmon.text.quantities import duration, group, percent
 
 if TYPE_CHECKING:
-    from dpmon.store.figures import Window
+    from dpmon.store.step_stats import StatsWindow
 
 Group = tuple[int, ...] | range
 """The ranks of a process group, in order; a range if they are the first ones of the run, as of a thousand ranks."""
@@ -156,7 +156,7 @@ def rank_times(process: int, rank: int, tally: Tally, node: str | None = None) -
 
 
 def ranks_in(
-    window: Window, numbers: Mapping[int, int | None], nodes: Mapping[int, str | None]
+    window: StatsWindow, numbers: Mapping[int, int | None], nodes: Mapping[int, str | None]
 ) -> tuple[RankTimes, ...]:
     """The mean times of each rank in a window; a restarted rank includes all its processes.
 

@@ -21,9 +21,9 @@ from dpmon.model.pauses import PauseTotals
 from dpmon.model.progress import Epoch
 from dpmon.model.run_facts import RunFacts
 from dpmon.report.collect import Story
-from dpmon.store.answers import LossBin
-from dpmon.store.figures import counted_as_fields, rate_as_fields
-from dpmon.store.tally import Stat
+from dpmon.store.query_results import LossBin
+from dpmon.store.step_stats import counted_as_fields, rate_as_fields
+from dpmon.store.tally import SeriesStats
 
 _GAPS = 100
 _PARTS = ("model_bytes", "gradients_bytes", "optimizer_bytes", "rest_bytes")
@@ -139,7 +139,7 @@ def _mode(facts: RunFacts, mode: ModeFacts) -> dict[str, object]:
             }
             for phase in mode.phases
         },
-        "quantities": counted_as_fields(mode.counted),
+        "quantities": counted_as_fields(mode.known_quantities),
     }
 
 
@@ -150,7 +150,7 @@ def _elapsed(facts: RunFacts) -> dict[str, object]:
     return {**{f"{activity}_s": ns / 1e9 for activity, ns in facts.spent.items()}, "gaps": gaps}
 
 
-def _on_device(times: Stat, untimed: str | None) -> dict[str, object]:
+def _on_device(times: SeriesStats, untimed: str | None) -> dict[str, object]:
     absent = {} if untimed is None else {"device_median_ms": untimed}
     return {"device_median_ms": ms(times.median), "device_calls": times.count, "absent": absent}
 

@@ -18,8 +18,8 @@ from dpmon.run.process_notes import READ_BYTES, UncaughtException, clean_traceba
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_info, stop_requested_unix
 from dpmon.run.run_reader import RunReader
 from dpmon.run.safe_files import read_tail
-from dpmon.store.opened import open_store
-from dpmon.store.queries import Store
+from dpmon.store.store_opening import open_store
+from dpmon.store.store_queries import Store
 
 LINES_KEPT = 12
 _TAIL_BYTES = 16384

@@ -29,7 +29,7 @@ from dpmon.report.text import text_lines
 from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import short_name
-from dpmon.store.opened import open_store
+from dpmon.store.store_opening import open_store
 from dpmon.text.quantities import UNKNOWN, count_of, group
 
 SCHEMA = 1

@@ -31,11 +31,11 @@ from dpmon.stalls.run_state import (
     RunState,
     decide_state,
 )
-from dpmon.store.opened import open_store
+from dpmon.store.store_opening import open_store
 from dpmon.text.quantities import calls_so_far, duration_words, group, run_time
 
 if TYPE_CHECKING:
-    from dpmon.store.queries import Store
+    from dpmon.store.store_queries import Store
 
 FINE = (TRAINING, EVALUATING, WAITING_FOR_DATA)
 IS_FINE, NOT_TRAINING, NO_RUN, IS_STALLED, HAS_FAILED, TIMED_OUT = 0, 3, 4, 5, 6, 124

@@ -17,7 +17,7 @@ from dpmon.record.shared_names import RANK_MODES
 from dpmon.report.collect import Story
 from dpmon.run.lifecycle import BY_YOU
 from dpmon.run.run_directory import ExitInfo
-from dpmon.store.accounting import ACTIVITIES
+from dpmon.store.time_accounting import ACTIVITIES
 from dpmon.text.quantities import calls_so_far, clock, count_of, duration_words, percent, quantity_words, run_time
 
 _GAPS_NAMED = 3
@@ -197,7 +197,7 @@ ACTIVITY_NAMES = {
     "missed": "not recorded",
     "ending": "after the last step",
 }
-"""Words for the activities of dpmon.store.accounting."""
+"""Words for the activities of dpmon.store.time_accounting."""
 
 
 def time_spent(facts: RunFacts, spent: Mapping[str, int], *, over: bool) -> list[str]:
@@ -227,7 +227,7 @@ def phase_notes(mode: ModeFacts) -> list[str]:
             "samples of a step: the rows of all micro-batches, if the same models are called before each backward pass"
             " and no optimizer steps in between; else, as in a GAN, the rows of its largest call"
         )
-    return lines + [quantity_words(*each, mode.steps) for each in mode.counted]
+    return lines + [quantity_words(*each, mode.steps) for each in mode.known_quantities]
 
 
 def mode_title(mode: ModeFacts) -> str:

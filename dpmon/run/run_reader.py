@@ -1,4 +1,4 @@
-"""Reads the state of a run's processes, and sends requests to them. dpmon.store.opened reads their records.
+"""Reads the state of a run's processes, and sends requests to them. dpmon.store.store_opening reads their records.
 
 This module starts no threads and writes nothing but requests.
 """

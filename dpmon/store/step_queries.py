@@ -26,11 +26,11 @@ from dpmon.record.schema import (
     SYNC_NUMBER,
     WAIT,
 )
-from dpmon.store.accounting import Gap
-from dpmon.store.answers import LongRow, LoopStep, SlowRow, call_in, numbers_in
-from dpmon.store.loops import LOOP_COLUMNS, Loop
-from dpmon.store.sums import Parameters, Sums, without
-from dpmon.store.tables import CALL_ROW, STEP_COLUMNS, Door, definition_in
+from dpmon.store.history_schema import CALL_ROW, STEP_COLUMNS, CheckedConnection, definition_from_row
+from dpmon.store.loader_loops import LOOP_COLUMNS, LoaderLoop
+from dpmon.store.query_results import LongStepRow, LoopStep, SlowStepRow, call_from_columns, parse_numbers
+from dpmon.store.tally_queries import Parameters, TallyStore, exclude_flags_condition
+from dpmon.store.time_accounting import Gap
 
 _Decoded = TypeVar("_Decoded")
 _Same = TypeVar("_Same", bound="Steps")
@@ -72,10 +72,10 @@ _NEAR_ROWS = 2
 """A search for a time reads this many rows on each side. For more, SQLite passes over the rows of too many ranks."""
 
 
-class Steps(Sums):
+class StepStore(TallyStore):
     """The steps and calls of one history, as of one instant."""
 
-    def __init__(self, door: Door, damaged: str | None = None) -> None:
+    def __init__(self, door: CheckedConnection, damaged: str | None = None) -> None:
         """Take the parameters of Sums."""
         super().__init__(door, damaged)
         self._resolvers: dict[int, Resolver] = {}
@@ -89,14 +89,14 @@ class Steps(Sums):
         self._near: dict[str, int] = {}
         """By table: the id that `_search` found last."""
 
-    def at(self: _Same, t_ns: int | None) -> _Same:
+    def as_of(self: _Same, t_ns: int | None) -> _Same:
         """Return this store as of an earlier time (ns since the run's start); None: as of now."""
         found = copy(self)
         found.until_ns, found._last_ids = LAST_NS if t_ns is None else t_ns, {}
         return found
 
     @property
-    def mirrored(self) -> bool:
+    def is_mirror(self) -> bool:
         """Whether a mirror writes this history (dpmon.mirror)."""
         return any(ring.node is not None for ring in self.rings.values())
 
@@ -110,7 +110,7 @@ class Steps(Sums):
         query = "SELECT number, value FROM definitions WHERE process = ?"
         if numbers is not None:
             query += f" AND number IN ({', '.join('?' * len(numbers))})"
-        return dict(self.read(definition_in, query, (process, *(numbers or ()))))
+        return dict(self.read(definition_from_row, query, (process, *(numbers or ()))))
 
     def resolver(self, process: int) -> Resolver:
         """Return a resolver that knows the definitions of a process."""
@@ -127,9 +127,9 @@ class Steps(Sums):
         query = "SELECT process, after_step, mode, begin_ns, end_ns, ns FROM gaps ORDER BY ns DESC LIMIT ?"
         return [Gap(*row) for row in self.query(query, (most,))]
 
-    def longest(
+    def longest_steps(
         self, most: int, mode: str, *, trains: bool = False, process: int | None = None, lately: bool = False
-    ) -> list[LongRow]:
+    ) -> list[LongStepRow]:
         """Return the longest steps of a mode, the longest first, without settling steps and those left out of figures.
 
         `trains`: without evaluation steps. `process`: only its steps up to this time; `lately`: only its newest ones.
@@ -137,14 +137,14 @@ class Steps(Sums):
         last = min(LAST_NS if process is None else self._last_id("steps", process), self._newest_id())
         query = (
             f"SELECT {_LONG_COLUMNS} FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND mode = ?"
-            f" AND {_counted(trains)} ORDER BY wall_ns DESC LIMIT ?"
+            f" AND {_in_stats_condition(trains)} ORDER BY wall_ns DESC LIMIT ?"
         )
         rows = self.query(query, (last - _LOOKED_AT if lately else 0, last, process, mode, most))
         return [_long_row(row) for row in rows]
 
-    def slowest(
+    def longest_training_steps(
         self, most: int, processes: Collection[int], mode: str, first_id: int, last_id: int, begin_ns: int
-    ) -> list[SlowRow]:
+    ) -> list[SlowStepRow]:
         """Return the longest training steps of a mode that end after `begin_ns`, the longest first.
 
         Of ids above `first_id`, up to `last_id`, without settling steps. `processes` train together: of the steps of
@@ -157,12 +157,12 @@ class Steps(Sums):
         longest = (  # only the columns that decide, because it may read the steps of a thousand ranks
             f"SELECT id, wall_ns AS ns{together[0]} FROM steps WHERE id > ? AND id <= ?{which}"
             " AND mode = ? AND start_ns + wall_ns > ?"
-            f" AND {without(SETTLING | EVALUATION)} {together[1]} ORDER BY wall_ns DESC LIMIT ?"
+            f" AND {exclude_flags_condition(SETTLING | EVALUATION)} {together[1]} ORDER BY wall_ns DESC LIMIT ?"
         )
         query = f"SELECT {_SLOW_COLUMNS} FROM ({longest}) CROSS JOIN steps USING (id) ORDER BY ns DESC"
         names = [phase.name for phase in PHASES]
         return [
-            SlowRow._make(
+            SlowStepRow._make(
                 (*row[:8], {name: took for name, took in zip(names, row[8:], strict=True) if took is not None})
             )
             for row in self.query(query, (first_id, last_id, mode, begin_ns, most))
@@ -178,12 +178,12 @@ class Steps(Sums):
         rows = self.query(f"SELECT start_ns FROM steps WHERE {which} ORDER BY id LIMIT 1", (after_id,))
         return next((at for (at,) in rows), None)
 
-    def longest_share(self, phase: str, mode: str, *, trains: bool) -> float | None:
+    def worst_rank_share(self, phase: str, mode: str, *, trains: bool) -> float | None:
         """Return the share of the newest steps (0 to 1) that a phase takes on the rank where it takes longest in each.
 
         `trains`: without evaluation steps.
         """
-        which = f"id > ? AND id <= ? AND mode = ? AND {_counted(trains)}"
+        which = f"id > ? AND id <= ? AND mode = ? AND {_in_stats_condition(trains)}"
         on_all = f"max(ifnull({phase}_ns, 0)) * count(*) AS longest, sum(wall_ns) AS wall"
         query = f"SELECT sum(longest), sum(wall) FROM (SELECT {on_all} FROM steps WHERE {which} GROUP BY step)"
         last = self._newest_id()
@@ -196,7 +196,9 @@ class Steps(Sums):
         `left_out`: with the steps that no figure includes.
         """
         last = LAST_NS if process is None else self._last_id("steps", process)
-        which = "id <= ? AND process = ifnull(?, process)" + ("" if left_out else f" AND {without(LEFT_OUT)}")
+        which = "id <= ? AND process = ifnull(?, process)" + (
+            "" if left_out else f" AND {exclude_flags_condition(LEFT_OUT)}"
+        )
         query = f"SELECT {WHOLE_STEP} FROM steps WHERE {which} ORDER BY id DESC LIMIT ?"
         return list(self.read(self._step, query, (last, process, most)))
 
@@ -228,7 +230,7 @@ class Steps(Sums):
     def _call(self, row: Sequence[Any]) -> Call:
         """Return the record in a row: the process, and CALL_ROW. Raises RecordError for a lost definition."""
         process, *columns = row
-        return self.resolver(process).call(call_in(columns))
+        return self.resolver(process).call(call_from_columns(columns))
 
     def waits(self, after_id: int, after_number: int) -> Iterator[tuple[int, ...]]:
         """Yield id, process, synchronised pass, exposed communication (ns), wait (ns) and end (s) of training steps.
@@ -238,13 +240,13 @@ class Steps(Sums):
         columns = f"id, process, {SYNC_NUMBER}, {EXPOSED}_ns, {WAIT}_ns, (start_ns + wall_ns) / {SECOND} AS end_s"
         query = (
             f"SELECT {columns} FROM steps WHERE id > ? AND {SYNC_NUMBER} > ? AND {WAIT}_ns IS NOT NULL"
-            f" AND {_counted(True)} AND start_ns + wall_ns <= ? ORDER BY id"
+            f" AND {_in_stats_condition(True)} AND start_ns + wall_ns <= ? ORDER BY id"
         )
         return self._each(query, (after_id, after_number, self.until_ns))
 
     def unknown_wait(self, after_id: int, after_number: int) -> int | None:
         """Return the id of the first step of `waits` with an unknown wait; None if there is none."""
-        which = f"id > ? AND {SYNC_NUMBER} > ? AND {WAIT}_ns IS NULL AND {_counted(True)}"
+        which = f"id > ? AND {SYNC_NUMBER} > ? AND {WAIT}_ns IS NULL AND {_in_stats_condition(True)}"
         found = self.query(f"SELECT id FROM steps WHERE {which} ORDER BY id LIMIT 1", (after_id, after_number))
         return next((number for (number,) in found), None)
 
@@ -291,7 +293,7 @@ class Steps(Sums):
         )
         return self.read(decode, query) if bounds else iter(())
 
-    def began(self, processes: Sequence[int]) -> dict[int, int]:
+    def first_activity_ns(self, processes: Sequence[int]) -> dict[int, int]:
         """Return the start of the first call or step of each process that still has one."""
         ids = ", ".join(str(ring.first_id) for one in processes if (ring := self.rings.get(one)) and ring.first_id)
         first = "SELECT process, start_ns, start_ns + wall_ns AS end_ns FROM {} WHERE id IN ({})"
@@ -320,7 +322,7 @@ class Steps(Sums):
         last = min(self._last_id("steps", process), self._newest_id())
         query = (
             "SELECT start_ns + wall_ns AS end_ns FROM steps WHERE process = ? AND id BETWEEN ? AND ?"
-            f" AND {without(EVALUATION)} ORDER BY id DESC LIMIT 1"
+            f" AND {exclude_flags_condition(EVALUATION)} ORDER BY id DESC LIMIT 1"
         )
         rows = self.query(query, (process, last - _LOOKED_AT, last))
         return next((end for (end,) in rows), None)
@@ -344,7 +346,7 @@ class Steps(Sums):
     def _call_rows(self, process: int, low: int, high: int, most: int) -> list[CallRow]:
         query = f"SELECT {CALL_ROW} FROM calls WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT ?"
         values = process, max(low, self._bounds(process)[0]), high, most
-        return list(self.read(call_in, query, values))
+        return list(self.read(call_from_columns, query, values))
 
     def call(self, process: int, row: CallRow) -> Call | None:
         """Return the full call; None if a definition is lost."""
@@ -397,13 +399,13 @@ class Steps(Sums):
         query = query.format("> ?", "") if forward else query.format("<= ?", "DESC")
         return next((end for (end,) in self.query(query, (process, last))), None)
 
-    def epochs(self, process: int, most: int) -> list[Loop]:
+    def epochs(self, process: int, most: int) -> list[LoaderLoop]:
         """Return the newest loops over loaders of a process that are epochs, in order."""
         query = (
             f"SELECT {', '.join(LOOP_COLUMNS)} FROM loops WHERE process = ? AND epoch IS NOT NULL AND begin_ns <= ?"
             " ORDER BY loop DESC LIMIT ?"
         )
-        return [Loop(*row) for row in self.query(query, (process, self.until_ns, most))][::-1]
+        return [LoaderLoop(*row) for row in self.query(query, (process, self.until_ns, most))][::-1]
 
     def epoch_of(self, process: int, loop: int | None) -> tuple[int | None, int | None]:
         """Return the epoch of a loop, and the number of batches of its loader; None if unknown."""
@@ -428,8 +430,8 @@ def step_lists(spans: str | None, device: str | None) -> tuple[list[Any], int, l
     Raises HistoryError if a column is damaged.
     """
     try:
-        flat = [] if spans is None else numbers_in(spans)
-        why, *times = [0] if device is None else numbers_in(device)
+        flat = [] if spans is None else parse_numbers(spans)
+        why, *times = [0] if device is None else parse_numbers(device)
         runs = list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
         if list in map(type, (*flat, *times)) or any(not 0 <= phase <= BUCKET for phase, _, _ in runs):
             raise ValueError("an unknown phase")
@@ -438,12 +440,12 @@ def step_lists(spans: str | None, device: str | None) -> tuple[list[Any], int, l
     return runs, why, None if device is None else times
 
 
-def _counted(trains: bool) -> str:
+def _in_stats_condition(trains: bool) -> str:
     """Return the condition for the steps in figures, without settling ones; `trains`: without evaluation steps."""
-    return without(SETTLING | LEFT_OUT | EVALUATION * trains)
+    return exclude_flags_condition(SETTLING | LEFT_OUT | EVALUATION * trains)
 
 
-def _long_row(row: tuple[Any, ...]) -> LongRow:
+def _long_row(row: tuple[Any, ...]) -> LongStepRow:
     """Return the step in a row of _LONG_COLUMNS."""
     known = {name: took for name, took in zip(STEP_PHASES, row[6:], strict=True) if took is not None}
-    return LongRow._make((*row[:6], known))
+    return LongStepRow._make((*row[:6], known))

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 from dpmon.errors import HistoryError
 from dpmon.record.schema import PHASES, QUANTITIES, REST, STEP
-from dpmon.store import quantiles
-from dpmon.store.quantiles import Counts, Packed
-from dpmon.store.series_entries import bounded, entries_of, packed_entry
+from dpmon.store import quantile_sketch
+from dpmon.store.quantile_sketch import Counts, Packed
+from dpmon.store.tally_encoding import clamp_to_column, decode_entries, packed_entry
 
 NO_SAMPLES, OTHER_SIZES = -1, -2
-"""Batch sizes in a key for an unknown number of samples, and for all sizes beyond dpmon.store.intake.BATCH_SIZES."""
+"""Batch sizes in a key for an unknown number of samples, and for all sizes beyond dpmon.store.ring_intake.BATCH_SIZES."""
 WIDTHS = (1, 10, 60, 600, 3600, 14_400, 86_400)
 """Possible lengths of a tally's stretch (s)."""
 _TIMED = (*(phase.name for phase in PHASES), REST)
@@ -29,7 +29,7 @@ _MOST_STEPS = 1 << 40
 """Most steps or calls of a valid tally; the sum of larger numbers could overflow a column."""
 
 
-class Key(NamedTuple):
+class TallyKey(NamedTuple):
     """Identifies a tally, apart from its time."""
 
     process: int
@@ -40,7 +40,7 @@ class Key(NamedTuple):
     """Samples per step, NO_SAMPLES or OTHER_SIZES."""
 
 
-class Stat:
+class SeriesStats:
     """The values of one series: their number, their sum, and their sketch, which is unpacked on demand."""
 
     __slots__ = ("_counts", "_packed", "count", "total")
@@ -52,7 +52,7 @@ class Stat:
         self._packed: list[Packed] = []
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Stat):
+        if not isinstance(other, SeriesStats):
             return NotImplemented
         return (self.count, self.total, self.counts) == (other.count, other.total, other.counts)
 
@@ -62,36 +62,36 @@ class Stat:
     def counts(self) -> Counts:
         """The sketch."""
         if self._packed:
-            quantiles.unpack(self._counts, self._packed)
+            quantile_sketch.unpack(self._counts, self._packed)
             self._packed.clear()
         return self._counts
 
     def add(self, values: Sequence[int]) -> None:
         """Add values."""
         self.count += len(values)
-        self.total = bounded(self.total + sum(values))
-        quantiles.add_values(self.counts, values)
+        self.total = clamp_to_column(self.total + sum(values))
+        quantile_sketch.add_values(self.counts, values)
 
-    def merge(self, other: Stat) -> None:
+    def merge(self, other: SeriesStats) -> None:
         """Add the values of another series."""
         self.count += other.count
-        self.total = bounded(self.total + other.total)
-        quantiles.merge(self._counts, other._counts)
+        self.total = clamp_to_column(self.total + other.total)
+        quantile_sketch.merge(self._counts, other._counts)
         self._packed += other._packed
 
     def add_packed(self, count: int, total: int, packed: Packed | None) -> None:
         """Add values, given their number, their sum and their sketch (None: unknown)."""
         self.count += count
-        self.total = bounded(self.total + total)
+        self.total = clamp_to_column(self.total + total)
         if packed is not None:
             self._packed.append(packed)
 
-    def changed(self, count: int, total: int, packed: Packed, sign: int) -> Stat:
+    def with_values(self, count: int, total: int, packed: Packed, sign: int) -> SeriesStats:
         """Return the series after values came (`sign` 1) or went (-1); this one remains as it is."""
-        found = Stat()
-        found.count, found.total = self.count + sign * count, bounded(self.total + sign * total)
+        found = SeriesStats()
+        found.count, found.total = self.count + sign * count, clamp_to_column(self.total + sign * total)
         found._counts = self.counts.copy()
-        quantiles.unpack(found._counts, [packed], sign)
+        quantile_sketch.unpack(found._counts, [packed], sign)
         if sign < 0:
             found._counts = {number: left for number, left in found._counts.items() if left}
         return found
@@ -104,24 +104,24 @@ class Stat:
     @property
     def median(self) -> float | None:
         """The median, at most 0.4 % off; None without values."""
-        return quantiles.median(self.counts)
+        return quantile_sketch.median(self.counts)
 
     def quantile(self, fraction: float) -> float | None:
         """Return the quantile at `fraction` (0 to 1), at most 0.4 % off; None without values."""
-        return quantiles.quantile(self.counts, fraction)
+        return quantile_sketch.quantile(self.counts, fraction)
 
 
 @dataclass(slots=True)
-class Sum:
+class QuantitySum:
     """The sum of one quantity over the steps with a known value."""
 
     count: int = 0
     total: int = 0
 
-    def merge(self, other: Sum) -> None:
+    def merge(self, other: QuantitySum) -> None:
         """Add the count and the total of another sum."""
         self.count += other.count
-        self.total = bounded(self.total + other.total)
+        self.total = clamp_to_column(self.total + other.total)
 
 
 class SeriesNames:
@@ -159,30 +159,30 @@ class Tally:
     first_ns: int | None = None
     """Start of the first step; `last_ns`: end of the last step."""
     last_ns: int | None = None
-    sums: dict[str, Sum] = field(default_factory=dict)
+    sums: dict[str, QuantitySum] = field(default_factory=dict)
     """By quantity."""
-    stats: dict[str, Stat] = field(default_factory=dict)
+    stats: dict[str, SeriesStats] = field(default_factory=dict)
     """By series."""
 
-    def stat(self, series: str) -> Stat:
+    def stat(self, series: str) -> SeriesStats:
         """The values of a series; empty if nothing was counted."""
-        return self.stats.get(series) or Stat()
+        return self.stats.get(series) or SeriesStats()
 
-    def sum(self, quantity: str) -> Sum:
+    def sum(self, quantity: str) -> QuantitySum:
         """The sum of a quantity; an empty one if no step has a value."""
-        return self.sums.get(quantity) or Sum()
+        return self.sums.get(quantity) or QuantitySum()
 
     def add(self, rows: Sequence[tuple[Any, ...]], series: Iterable[tuple[str, int]] = ()) -> None:
         """Add steps. `rows`: of STEP_COLUMNS. `series`: values of further series, also of steps that were added."""
         if rows:
             _, _, numbers, _, starts, walls, _, calls, *columns = zip(*rows, strict=True)
             ends = map(int.__add__, starts, walls)
-            self._extend(len(rows), sum(calls), max(numbers), min(walls), max(walls), min(starts), max(ends))
+            self._add_plain_columns(len(rows), sum(calls), max(numbers), min(walls), max(walls), min(starts), max(ends))
             self._count(STEP, walls)
             for quantity, column in zip(QUANTITIES, columns, strict=False):
                 known = [value for value in column if value is not None]
                 if known:
-                    self.sums.setdefault(quantity.name, Sum()).merge(Sum(len(known), sum(known)))
+                    self.sums.setdefault(quantity.name, QuantitySum()).merge(QuantitySum(len(known), sum(known)))
             for name, column in zip(_TIMED, columns[len(QUANTITIES) :], strict=False):
                 self._count(name, [took for took in column if took is not None])
         named: dict[str, list[int]] = defaultdict(list)
@@ -195,38 +195,38 @@ class Tally:
         if values:
             found = self.stats.get(series)
             if found is None:
-                found = self.stats[series] = Stat()
+                found = self.stats[series] = SeriesStats()
             found.add(values)
 
     def merge(self, other: Tally) -> None:
         """Add the steps of another tally."""
-        self._extend(*_plain_in(other))
+        self._add_plain_columns(*_plain_in(other))
         for name, total in other.sums.items():
-            self.sums.setdefault(name, Sum()).merge(total)
+            self.sums.setdefault(name, QuantitySum()).merge(total)
         for name, stat in other.stats.items():
             mine = self.stats.get(name)
             if mine is None:
-                mine = self.stats[name] = Stat()
+                mine = self.stats[name] = SeriesStats()
             mine.merge(stat)
 
-    def _extend(self, steps: int, calls: int, last_step: int | None, *times: int | None) -> None:
+    def _add_plain_columns(self, steps: int, calls: int, last_step: int | None, *times: int | None) -> None:
         """Add the values of the columns in PLAIN, in that order."""
         self.steps += steps
         self.calls += calls
-        self.last_step = _of_known(max, self.last_step, last_step)
+        self.last_step = _choose_known(max, self.last_step, last_step)
         low, high, first, last = times
-        self.low_ns, self.high_ns = _of_known(min, self.low_ns, low), _of_known(max, self.high_ns, high)
-        self.first_ns, self.last_ns = _of_known(min, self.first_ns, first), _of_known(max, self.last_ns, last)
+        self.low_ns, self.high_ns = _choose_known(min, self.low_ns, low), _choose_known(max, self.high_ns, high)
+        self.first_ns, self.last_ns = _choose_known(min, self.first_ns, first), _choose_known(max, self.last_ns, last)
 
     def quantile(self, series: str, fraction: float) -> float | None:
         """Return a quantile of a series (ns), at most 0.4 % off; for STEP, limited to `low_ns` and `high_ns`."""
-        return self._within(series, self.stat(series).quantile(fraction))
+        return self._clamp(series, self.stat(series).quantile(fraction))
 
     def median(self, series: str) -> float | None:
         """Return the median of a series (ns), at most 0.4 % off; None without values."""
-        return self._within(series, self.stat(series).median)
+        return self._clamp(series, self.stat(series).median)
 
-    def _within(self, series: str, value: float | None) -> float | None:
+    def _clamp(self, series: str, value: float | None) -> float | None:
         if value is None or series != STEP or self.low_ns is None or self.high_ns is None:
             return value
         return min(max(value, self.low_ns), self.high_ns)
@@ -243,11 +243,11 @@ class Tally:
         for name, stat in self.stats.items():
             number = names.number(name)
             if number is not None:
-                data = quantiles.pack(stat.counts)
+                data = quantile_sketch.pack(stat.counts)
                 yield packed_entry(number, stat.count, stat.total, data)
 
     @classmethod
-    def of_row(cls, row: Sequence[Any], names: Mapping[int, str], *, sketches: bool = True) -> Tally:
+    def from_row(cls, row: Sequence[Any], names: Mapping[int, str], *, sketches: bool = True) -> Tally:
         """Make the tally in a row of COLUMNS. Raises HistoryError if it is damaged.
 
         `names`: name by number of the series to read. Without `sketches`, only counts and sums are read.
@@ -261,15 +261,15 @@ class Tally:
         steps, calls, last_step, low, high, first, last, *summed, data = row
         if max(steps, calls, *filter(None, summed[1::2])) > _MOST_STEPS:
             raise HistoryError("a damaged tally: too many steps")
-        entries = entries_of(data, names, sketches=sketches)
-        self._extend(steps, calls, last_step, low, high, first, last)
+        entries = decode_entries(data, names, sketches=sketches)
+        self._add_plain_columns(steps, calls, last_step, low, high, first, last)
         for quantity, total, count in zip(QUANTITIES, summed[::2], summed[1::2], strict=True):
             if total is not None and count:
-                self.sums.setdefault(quantity.name, Sum()).merge(Sum(count, total))
+                self.sums.setdefault(quantity.name, QuantitySum()).merge(QuantitySum(count, total))
         for name, count, total, packed in entries:
             found = self.stats.get(name)
             if found is None:
-                found = self.stats[name] = Stat()
+                found = self.stats[name] = SeriesStats()
             found.add_packed(count, total, packed)
 
 
@@ -283,29 +283,29 @@ TALLY_AT = len(TALLY) - len(COLUMNS)
 _plain_in = attrgetter(*PLAIN)
 
 
-def _of_known(choose: Callable[[int, int], int], one: int | None, other: int | None) -> int | None:
+def _choose_known(choose: Callable[[int, int], int], one: int | None, other: int | None) -> int | None:
     """Return the lower or the higher of two values (`choose`: min or max); an unknown one does not count."""
     if one is None or other is None:
         return other if one is None else one
     return choose(one, other)
 
 
-class KeptTallies:
+class IncrementalTallies:
     """The merged series of the rows of one question, for the next one: only rows that came, changed or went count."""
 
     def __init__(self) -> None:
-        self._sketches: dict[tuple[int, int, Key], bytes] = {}
+        self._sketches: dict[tuple[int, int, TallyKey], bytes] = {}
         """By width, start and key of a row."""
-        self._stats: dict[Key, dict[str, Stat]] = {}
+        self._stats: dict[TallyKey, dict[str, SeriesStats]] = {}
 
-    def read(self, rows: Iterable[tuple[int, tuple[Any, ...]]], names: Mapping[int, str]) -> dict[Key, Tally]:
+    def read(self, rows: Iterable[tuple[int, tuple[Any, ...]]], names: Mapping[int, str]) -> dict[TallyKey, Tally]:
         """Return one tally per key of (width, row of TALLY). Raises HistoryError if a row is damaged."""
-        found: dict[Key, Tally] = {}
+        found: dict[TallyKey, Tally] = {}
         before, self._sketches = self._sketches, {}
         gone = dict(before)
         try:
             for width, row in rows:
-                key, sketches = Key(*row[1:TALLY_AT]), row[-1]
+                key, sketches = TallyKey(*row[1:TALLY_AT]), row[-1]
                 place = width, row[0], key
                 self._sketches[place] = sketches
                 if before.get(place) == sketches:
@@ -322,11 +322,11 @@ class KeptTallies:
             tally.stats = {name: stat for name, stat in self._stats[key].items() if stat.count}
         return found
 
-    def _change(self, key: Key, sketches: bytes, names: Mapping[int, str], sign: int) -> None:
+    def _change(self, key: TallyKey, sketches: bytes, names: Mapping[int, str], sign: int) -> None:
         stats = self._stats.setdefault(key, {})
-        for name, count, total, packed in entries_of(sketches, names, sketches=True):
+        for name, count, total, packed in decode_entries(sketches, names, sketches=True):
             if packed is not None:
-                stats[name] = stats.get(name, _NO_VALUES).changed(count, total, packed, sign)
+                stats[name] = stats.get(name, _NO_VALUES).with_values(count, total, packed, sign)
 
 
-_NO_VALUES = Stat()
+_NO_VALUES = SeriesStats()

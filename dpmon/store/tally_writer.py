@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 
 from dpmon.errors import HistoryError
-from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.batch import Batch
-from dpmon.store.tables import ACTIVITY_COLUMNS, SHARE_IDS, Door, check_kinds
-from dpmon.store.tally import COLUMNS, WIDTHS, Key, SeriesNames, Tally
+from dpmon.store.history_schema import ACTIVITY_COLUMNS, SHARE_IDS, CheckedConnection, check_column_types
+from dpmon.store.tally import COLUMNS, WIDTHS, SeriesNames, Tally, TallyKey
+from dpmon.store.time_accounting import ACTIVITIES
+from dpmon.store.write_batch import WriteBatch
 
 _CACHED = 4096
 _PARTS = dict(zip(WIDTHS, (4, 8, 8, 8, 16, 16), strict=False))
@@ -42,20 +42,20 @@ _ADD_TIME = (
     + ", ".join(f"{name} = {name} + excluded.{name}" for name in ACTIVITY_COLUMNS)
 )
 _SUMS = ", ".join(f"sum({name})" for name in ACTIVITY_COLUMNS)
-_Place = tuple[int, int, Key]
+_Place = tuple[int, int, TallyKey]
 """Width, start in seconds, key."""
 
 
 class TallyWriter:
     """Writes the tables `tallies` and `times`, within the transactions of its owner."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: CheckedConnection) -> None:
         self._door = door
         self._db = door.db
         self._names = SeriesNames()
         self._cache: dict[_Place, Tally] = {}
         """Tallies as stored in the database."""
-        self._keys: set[Key] = set()
+        self._keys: set[TallyKey] = set()
         """Keys of all tallies so far."""
         self._whole: dict[int, int] = {}
         """The second up to which all tallies of a width exist, by width."""
@@ -66,19 +66,19 @@ class TallyWriter:
         self.damage: HistoryError | None = None
         """The first damage found in a tally."""
 
-    def forget(self) -> None:
+    def reload_before_write(self) -> None:
         """Read the database again before the next write, because a transaction was rolled back."""
         self._known = False
 
     def _load(self) -> None:
         self._cache.clear()
         self._names = SeriesNames(self._door.rows("SELECT number, name FROM series"))
-        self._keys = {Key(*row) for row in self._door.rows("SELECT process, mode, kind, batch FROM keys")}
+        self._keys = {TallyKey(*row) for row in self._door.rows("SELECT process, mode, kind, batch FROM keys")}
         meta = dict(self._door.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
         self._whole = {width: meta.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
         self._known = True
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: WriteBatch) -> None:
         """Add the steps and times of a batch."""
         if not self._known:
             self._load()
@@ -88,12 +88,12 @@ class TallyWriter:
         self._keys |= new
         for (second, key), ended in batch.tallied.items():
             for width in self._widths(second):
-                self._tally((width, second // width * width, key), changed).add(ended.rows, ended.series)
+                self._changed_tally((width, second // width * width, key), changed).add(ended.rows, ended.series)
         newest = max((second for second, _ in batch.tallied), default=0)
         self._put(changed)
         self._add_times(batch.spent)
         self._note_late({key[0] for key in batch.tallied} | {key[0] for key in batch.spent}, max(newest, batch.now_s))
-        self._make_wider(newest)
+        self._merge_closed_buckets(newest)
         if self._names.unwritten:
             self._db.executemany("INSERT OR IGNORE INTO series VALUES (?, ?)", self._names.unwritten)
             self._names.unwritten.clear()
@@ -114,7 +114,7 @@ class TallyWriter:
         """Return the widths of the tallies that include a second: 1 s, and the wider ones that already exist."""
         return [width for width in WIDTHS if width == 1 or second < self._whole[width]]
 
-    def _tally(self, place: _Place, changed: dict[_Place, Tally]) -> Tally:
+    def _changed_tally(self, place: _Place, changed: dict[_Place, Tally]) -> Tally:
         """Return the tally at a place, and note it as changed."""
         found = changed.get(place)
         if found is None:
@@ -128,7 +128,7 @@ class TallyWriter:
         found = Tally()
         for row in self._db.execute(query, (width, start, *key)):  # past the door, which refuses a damaged row
             try:
-                check_kinds(COLUMNS, list(map(type, row)))
+                check_column_types(COLUMNS, list(map(type, row)))
                 found.add_row(row, self._names.by_number)
             except HistoryError as error:
                 self.damage = self.damage or error
@@ -150,7 +150,7 @@ class TallyWriter:
 
     # ------------------------------------------------------------------------------------------ wider stretches
 
-    def _make_wider(self, newest_s: int) -> None:
+    def _merge_closed_buckets(self, newest_s: int) -> None:
         """Merge tallies and times into the wider stretches that are over by second `newest_s`."""
         for finer, width in pairwise(WIDTHS):
             begin, end = self._whole[width], (newest_s - _SLACK_S) // width * width
@@ -173,7 +173,7 @@ class TallyWriter:
         wider: dict[_Place, Tally] = {}
         at = None
         for second, *values in list(self._door.rows(query, (finer, begin, end))):
-            start, key = second // width * width, Key(*values)
+            start, key = second // width * width, TallyKey(*values)
             if start != at:
                 self._put(wider)
                 wider, at = {}, start

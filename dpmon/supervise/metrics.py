@@ -26,13 +26,13 @@ from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import short_name
 from dpmon.sanitize import strip_control_chars
 from dpmon.stalls.run_state import ENDED, StateInputs, decide_state
-from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.figures import Figures, PhaseFigures, Window, elapsed
-from dpmon.store.loops import left_in
-from dpmon.store.opened import open_store
-from dpmon.store.quantiles import between
-from dpmon.store.queries import Store
+from dpmon.store.loader_loops import estimate_epoch_time_left
+from dpmon.store.quantile_sketch import count_between
+from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats, elapsed_by_process
+from dpmon.store.store_opening import open_store
+from dpmon.store.store_queries import Store
 from dpmon.store.tally import Tally
+from dpmon.store.time_accounting import ACTIVITIES
 
 EVERY_S = 5.0
 """Seconds between two writes; Prometheus reads every 15 to 60 s."""
@@ -91,7 +91,7 @@ class MetricsText:
         """Add the durations of a sketch, with their sum."""
         below = 0
         bounds = (*map(_number, BOUNDS_S), "+Inf")
-        for bound, count in zip(bounds, between(counts, [bound * 1e9 for bound in BOUNDS_S]), strict=True):
+        for bound, count in zip(bounds, count_between(counts, [bound * 1e9 for bound in BOUNDS_S]), strict=True):
             limited = {**labels, "le": bound}
             below += int(self._growing(name, limited, count))
             self._add(name, "histogram", text, "_bucket", limited, below)
@@ -224,7 +224,7 @@ class Metrics:
         return decide_state(now).word
 
     def _add_record(self, text: MetricsText, store: Store) -> None:
-        window, run, (job, node) = Window(store), self._run, store.job()
+        window, run, (job, node) = StatsWindow(store), self._run, store.job()
         names = {machine.number: machine.name for machine in store.nodes()}
         if job is not None and not names:  # else the machines may have files of their own, with the same ranks
             about = {**run, "by": job["by"], "job_id": job["id"], "node": "" if node is None else str(node)}
@@ -268,7 +268,7 @@ class Metrics:
             **({"rank": "" if rank is None else str(rank)} if ranked else {}),
         }
 
-    def _add_steps(self, text: MetricsText, window: Window) -> None:
+    def _add_steps(self, text: MetricsText, window: StatsWindow) -> None:
         """Durations, phases, ranks' communication and quantities of the steps, evaluations included."""
         for labels, _, _, tally in self._by_mode(window):
             steps = tally.stat(STEP)
@@ -285,10 +285,12 @@ class Metrics:
                     about = f"Sum over the steps with a value: {quantity.meaning}."
                     text.counter(quantity.metric, about, labels, known.total)
 
-    def _add_times(self, text: MetricsText, window: Window) -> None:
+    def _add_times(self, text: MetricsText, window: StatsWindow) -> None:
         """Each process's time by activity, its steps and samples, and its newest step."""
-        by_mode = [one for one in self._by_mode(window, evaluation=False) if window.trained(one[2])]
-        times = {mode: elapsed(window.times, mode, False, True) for mode in {mode for _, _, mode, _ in by_mode}}
+        by_mode = [one for one in self._by_mode(window, evaluation=False) if window.ever_trains(one[2])]
+        times = {
+            mode: elapsed_by_process(window.times, mode, False, True) for mode in {mode for _, _, mode, _ in by_mode}
+        }
         for labels, process, mode, tally in by_mode:
             about = "Elapsed training time: steps and time between them, without pauses, evaluations, waits for input."
             whole, _ = times[mode].get(process, (0, 0))
@@ -323,13 +325,13 @@ class Metrics:
                 continue
             labels, now = self._of_process(process), epochs[-1]
             text.gauge("epoch", "Number of the current or the last epoch.", labels, now.epoch)
-            text.gauge("epoch_batch", "Batches that the steps of this epoch have used.", labels, now.batch)
+            text.gauge("epoch_batch", "Batches that the steps of this epoch have used.", labels, now.batches_used)
             text.gauge("epoch_batches", "Batches of the loader of this epoch.", labels, now.length)
-            left = left_in(store, epochs, now.batch) if live else ""
+            left = estimate_epoch_time_left(store, epochs, now.batches_used) if live else ""
             if not isinstance(left, str):
                 text.gauge("epoch_left_seconds", "Time left in this epoch.", labels, left.left_ns / 1e9)
 
-    def _by_mode(self, window: Window, *, evaluation: bool = True) -> list[tuple[_Labels, int, str, Tally]]:
+    def _by_mode(self, window: StatsWindow, *, evaluation: bool = True) -> list[tuple[_Labels, int, str, Tally]]:
         """The steps of each process and mode, with or without evaluations: labels, process, mode, tally."""
         found: dict[tuple[int, str], Tally] = {}
         for key, tally in window.by_process.items():
@@ -340,10 +342,10 @@ class Metrics:
             for (process, mode), tally in sorted(found.items(), key=lambda item: item[0])[: 2 * MAX_PROCESSES]
         ]
 
-    def _add_figures(self, text: MetricsText, window: Window) -> None:
+    def _add_figures(self, text: MetricsText, window: StatsWindow) -> None:
         """The figures of each mode as in summary and report: the times of each process, the rate of all."""
         for mode, evaluation in window.modes:
-            kind = "evaluation" if evaluation or not window.trained(mode) else "training"
+            kind = "evaluation" if evaluation or not window.ever_trains(mode) else "training"
             of_mode = {"mode": mode or "unknown", "kind": kind}
             for process in window.processes[:MAX_PROCESSES]:
                 figures = window.figures(mode, evaluation, process)
@@ -376,7 +378,7 @@ def _add_phase(text: MetricsText, phase: Phase, labels: _Labels, tally: Tally) -
         text.counter(f"{what}_phase_device_known_total", about, labels, stat.count)
 
 
-def _add_durations(text: MetricsText, what: str, of: str, labels: _Labels, figures: Figures | PhaseFigures) -> None:
+def _add_durations(text: MetricsText, what: str, of: str, labels: _Labels, figures: StepStats | PhaseStats) -> None:
     for quantile, ns in (("0.5", figures.median_ns), ("0.95", figures.p95_ns)):
         if ns is not None:
             text.gauge(f"{what}_quantile_seconds", f"Quantiles of {of}.", {**labels, "quantile": quantile}, ns / 1e9)

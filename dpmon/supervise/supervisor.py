@@ -34,7 +34,7 @@ from dpmon.supervise.start import ARGUMENT, TAKE_OVER, Teller, keep_statuses
 
 if TYPE_CHECKING:
     from dpmon.gpu.device_sampler import DeviceSampler
-    from dpmon.store.drain import Drain
+    from dpmon.store.ring_drain import RingDrain
     from dpmon.supervise.metrics import Metrics
 
 
@@ -45,7 +45,7 @@ SPARE_FILE, SPARE_BYTES = "spare", 1 << 16
 LITTLE_HISTORY = 32 << 20
 """Limit of a history in memory, if the user has not chosen this place."""
 DRAIN_S = 0.05
-"""Longest wait between two reads of the rings. With dpmon.store.drain.COMMIT_S, it limits how long a record takes
+"""Longest wait between two reads of the rings. With dpmon.store.ring_drain.COMMIT_S, it limits how long a record takes
 to reach the history. A ring is full in 0.3 s at 100,000 spans a second, so it must be read more often."""
 LOOK_S = 0.2
 """Time between two checks of everything that changes rarely."""
@@ -182,13 +182,13 @@ class Supervisor:
 
     def _watch(self, command: WatchedCommand, *, late: bool = False) -> None:
         from dpmon.gpu.device_sampler import DeviceSampler
-        from dpmon.store.drain import Drain  # loads sqlite while the command loads torch, not before
-        from dpmon.store.writer import LIMIT_BYTES
+        from dpmon.store.history_writer import LIMIT_BYTES
+        from dpmon.store.ring_drain import RingDrain  # loads sqlite while the command loads torch, not before
         from dpmon.supervise.stall_watch import StallWatch
 
         in_memory = "elsewhere" in self._info.options and file_system(self._directory) in ("tmpfs", "ramfs")
         limit = LITTLE_HISTORY if in_memory else LIMIT_BYTES
-        drain = Drain(self._directory, self._info, limit)
+        drain = RingDrain(self._directory, self._info, limit)
         sampler = DeviceSampler(drain.emit, lambda: command.pid)
         metrics = self._metrics(drain.warn)
         room = OutputRoom(output_paths(self._directory, self._info), drain.warn, LAST_OUTPUT)
@@ -223,7 +223,7 @@ class Supervisor:
                 if now >= search_at:
                     search_at = now + UNRECORDED_S
                     note_unrecorded(self._directory, command.pid)
-            busy = drain.drain(now)
+            busy = drain.poll(now)
             reads.poll(now)
             stalls.look()
             if metrics is not None:
@@ -251,7 +251,7 @@ class Supervisor:
             drain.close()
             sampler.stop()
 
-    def _record_wait(self, drain: Drain, pid: int, since_ns: int, seen_ns: int) -> None:
+    def _record_wait(self, drain: RingDrain, pid: int, since_ns: int, seen_ns: int) -> None:
         """Record a finished wait of the command for a line of input, so that its step is not called slow."""
         seconds = (since_ns - self._info.start_ns) / 1e9
         drain.emit("input", {"pid": pid, "t_s": seconds, "waited_s": (seen_ns - since_ns) / 1e9})
@@ -264,7 +264,7 @@ class Supervisor:
             with open(fd, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
 
-    def _catch_up(self, command: WatchedCommand, drain: Drain, sampler: DeviceSampler) -> None:
+    def _catch_up(self, command: WatchedCommand, drain: RingDrain, sampler: DeviceSampler) -> None:
         """Read the rest of the rings after the killed supervisor's position, and report the gap."""
         drain.flush()
         self._warnings.passed_on.update(drain.warnings_kept())
@@ -311,11 +311,11 @@ class Supervisor:
         self._record(replace(how, drained=False))
         return how
 
-    def _finish(self, how: ExitInfo, drain: Drain, sampler: DeviceSampler, metrics: Metrics | None) -> None:
+    def _finish(self, how: ExitInfo, drain: RingDrain, sampler: DeviceSampler, metrics: Metrics | None) -> None:
         drain.flush(over=True)
         data = {"status": how.status, "signal": how.signal, "t_s": how.seconds}
         data |= {name: text for name in ("unknown", "cause") if (text := getattr(how, name)) is not None}
-        if not drain.has_exit():  # else a supervisor that was killed later has recorded it
+        if not drain.has_exit_record():  # else a supervisor that was killed later has recorded it
             drain.emit("exit", data)
         drain.flush()
         if metrics is not None:

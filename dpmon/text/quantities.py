@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpmon.record.schema import Quantity
-from dpmon.store.figures import Rate
-from dpmon.store.tally import Sum
+from dpmon.store.step_stats import Rate
+from dpmon.store.tally import QuantitySum
 
 UNKNOWN = "–"
 _UNITS = ((1e3, "µs"), (1e6, "ms"), (1e9, "s"))
@@ -93,7 +93,7 @@ def compact(number: float | None) -> str:
 
 def within_words(rate: Rate | None) -> str:
     """The rate within steps, as " (332 within steps)", if it differs from the overall rate; else ""."""
-    if rate is None or not rate.apart:
+    if rate is None or not rate.differs_within_steps:
         return ""
     return f" ({compact(rate.steps_within if rate.samples_within is None else rate.samples_within)} within steps)"
 
@@ -139,7 +139,7 @@ def left_of(used: float | None, total: float | None) -> str:
     return f"{UNKNOWN if used is None else three(max(total - used, 0) / scale)} of {whole} free"
 
 
-def quantity_words(quantity: Quantity, known: Sum, steps: int) -> str:
+def quantity_words(quantity: Quantity, known: QuantitySum, steps: int) -> str:
     """A quantity that at least one of `steps` steps has: "copied to GPUs: 1.20 MiB a step, 240 MiB in all"."""
     mean = known.total / known.count
     if quantity.unit == "bytes":

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dpmon.model.slow_steps import SlowSteps
     from dpmon.model.snapshot import Snapshots
     from dpmon.run.run_directory import ExitInfo, RunInfo
-    from dpmon.store.queries import Store
+    from dpmon.store.store_queries import Store
 
 
 _Found = TypeVar("_Found")
@@ -172,10 +172,10 @@ class Feed:
         """Whether there may be something new: a record was written, or a process ended."""
         if self._open_given is not None:
             return True
-        from dpmon.store.opened import stamp
+        from dpmon.store.store_opening import commit_stamp
 
         before = self._seen
-        written = self.info and stamp(self.directory, self.info)
+        written = self.info and commit_stamp(self.directory, self.info)
         self._seen = written and (written, ended_of(self._activities), self._position_ns())
         return self._seen is None or self._seen != before
 
@@ -190,11 +190,11 @@ class Feed:
         """What `read` finds in the records as of a time; None if they cannot be read."""
         from dpmon.errors import HistoryError
         from dpmon.run.run_directory import RunError
-        from dpmon.store.opened import open_store
+        from dpmon.store.store_opening import open_store
 
         opened = open_store(self.directory) if self._open_given is None else self._open_given()
         with suppress(HistoryError, RunError), opened as store:
-            return read(store.at(t_ns))
+            return read(store.as_of(t_ns))
         return None
 
     def _look_alive(self, reader: RunReader) -> None:

@@ -14,7 +14,7 @@ from dpmon.record.schema import SECOND
 from dpmon.run.activities import current_startup_stage, read_startup_stages
 from dpmon.run.run_directory import ExitInfo, RunError, load_exit
 from dpmon.run.run_reader import RunReader
-from dpmon.store.opened import open_store
+from dpmon.store.store_opening import open_store
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.facts import Facts, Playing, View
 from dpmon.ui.feed import Feed
@@ -82,7 +82,7 @@ class Player(RunReader):
         self.playing = False
         here = self.position_ns
         with suppress(HistoryError), open_store(self.directory) as store:
-            rows = store.at(here if by > 0 else here - 1)
+            rows = store.as_of(here if by > 0 else here - 1)
             ends = [end for each in store.processes if (end := rows.step_end(each, forward=by > 0)) is not None]
             if ends:
                 self.seek(min(ends) if by > 0 else max(ends))

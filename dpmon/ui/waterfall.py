@@ -14,7 +14,7 @@ from dpmon.model.state import Process
 from dpmon.model.step_timeline import Lane, Piece, StepTimeline, last_step_timeline
 from dpmon.record.schema import phase_by_display_name
 from dpmon.sanitize import sanitize_line
-from dpmon.store.answers import LastSample
+from dpmon.store.query_results import LastSample
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.quantities import count_of, duration, group
 from dpmon.ui.chart import busy_signs, ceiling

@@ -30,7 +30,7 @@ from dpmon.report.comparison import read
 from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import find_run
-from dpmon.store.opened import open_store
+from dpmon.store.store_opening import open_store
 from dpmon.text.quantities import percent
 
 SCRIPT = """\

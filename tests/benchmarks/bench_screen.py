@@ -56,7 +56,7 @@ from dpmon.run.lifecycle import exit_info
 from dpmon.run.mirror_state import STATE_FILE, activities_by_word
 from dpmon.run.run_directory import write_info
 from dpmon.run.safe_files import write_atomically
-from dpmon.store.drain import Drain
+from dpmon.store.ring_drain import RingDrain
 
 WIDTH, HEIGHT = 120, 40
 _STEP_MS = sum(USUAL.values()) + EXPOSED_MS + 6.0
@@ -92,7 +92,7 @@ class Generated:
             ring = RowRing(directory / f"process-{training.process}.ring", 8000)
             ring.write(*rows)
             self.writers.append((ring, training))
-        self.drain = Drain(directory, self.info)
+        self.drain = RingDrain(directory, self.info)
         self.thread = threading.Thread(target=self._write)
 
     def __enter__(self) -> Generated:
@@ -134,7 +134,7 @@ class Generated:
                         }
                         self.drain.emit("device", device_event(spent, index, **values).data)
                     self.drain.emit("host", host_event(spent, chance.uniform(20, 90), None).data)
-                self.drain.drain(time.monotonic())
+                self.drain.poll(time.monotonic())
 
 
 class Shown:

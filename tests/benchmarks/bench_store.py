@@ -41,12 +41,12 @@ from dpmon.record.record_types import Event  # noqa: E402
 from dpmon.record.schema import PHASES  # noqa: E402
 from dpmon.run import proc  # noqa: E402
 from dpmon.run.run_directory import RunInfo, write_info  # noqa: E402
-from dpmon.store.accounting import Spent  # noqa: E402
-from dpmon.store.batch import Batch, EndedSteps  # noqa: E402
-from dpmon.store.drain import Drain  # noqa: E402
-from dpmon.store.opened import open_store  # noqa: E402
-from dpmon.store.tally import Key  # noqa: E402
-from dpmon.store.writer import History  # noqa: E402
+from dpmon.store.history_writer import HistoryWriter  # noqa: E402
+from dpmon.store.ring_drain import RingDrain  # noqa: E402
+from dpmon.store.store_opening import open_store  # noqa: E402
+from dpmon.store.tally import TallyKey  # noqa: E402
+from dpmon.store.time_accounting import ActivityInterval  # noqa: E402
+from dpmon.store.write_batch import SecondOfSteps, WriteBatch  # noqa: E402
 
 SECOND = 1_000_000_000
 DAY_S = 86_400
@@ -109,7 +109,7 @@ class Process:
 
 def share(directory: Path, ranks: int, per_second: float, replicas: int, seconds: int) -> float:
     """Return the share of a core that the drain takes, per cent."""
-    drain = Drain(directory, info_of(directory))
+    drain = RingDrain(directory, info_of(directory))
     processes = [Process(directory, number, ranks, replicas) for number in range(ranks)]
     took = 0.0
     period = SECOND / per_second
@@ -121,7 +121,7 @@ def share(directory: Path, ranks: int, per_second: float, replicas: int, seconds
                 process.step(start, int(period * 0.98))
             due += 1
         began = time.process_time()
-        while drain.drain(until / 1e9):
+        while drain.poll(until / 1e9):
             pass
         if look >= LOOKS:  # do not measure its start
             took += time.process_time() - began
@@ -171,11 +171,11 @@ def a_day(directory: Path, ranks: int) -> None:
     """
     chance = random.Random(1)
     minutes = [minute(chance) for _ in range(8)]
-    history = History.open(directory, {"run": "id", "start_ns": 0}, 1 << 40)
+    history = HistoryWriter.open(directory, {"run": "id", "start_ns": 0}, 1 << 40)
     for at in range(0, DAY_S - LIVE_S, 60):
         fine = at >= DAY_S - 900
         width = 1 if fine else 60
-        batch = Batch()
+        batch = WriteBatch()
         for second in range(at, min(at + 60, DAY_S - LIVE_S), width):
             for process in range(ranks):
                 source = minutes[(second // 60 + process) % len(minutes)]
@@ -184,10 +184,13 @@ def a_day(directory: Path, ranks: int) -> None:
                 begin, end = second * SECOND, (second + width) * SECOND
                 rows = [step.row(begin) for step in steps]
                 series = [one for step in steps for one in step.series]
-                batch.tallied[second, Key(process, "single", 0, 64)] = EndedSteps(rows, series)
+                batch.tallied[second, TallyKey(process, "single", 0, 64)] = SecondOfSteps(rows, series)
                 middle = begin + (end - begin) * 98 // 100
-                spent = Spent("training", "single", begin, middle), Spent("between", "single", middle, end)
-                batch.spend(process, spent)
+                spent = (
+                    ActivityInterval("training", "single", begin, middle),
+                    ActivityInterval("between", "single", middle, end),
+                )
+                batch.add_activity_time(process, spent)
         history.write(batch)
     history.close()
 
@@ -200,7 +203,7 @@ class Live:
         info = info_of(directory)
         a_day(directory, ranks)
         self._processes = [Process(directory, number, ranks, 0) for number in range(ranks)]
-        self._drain = Drain(directory, info, 1 << 40)
+        self._drain = RingDrain(directory, info, 1 << 40)
         self._second = DAY_S - LIVE_S
         for _ in range(LIVE_S):
             self.go_on()
@@ -218,7 +221,7 @@ class Live:
         """Return the processor time of reading its state, ms."""
         began = time.process_time()
         with open_store(self.directory) as store:
-            rows = store.at(None if t_s is None else t_s * SECOND)
+            rows = store.as_of(None if t_s is None else t_s * SECOND)
             state = snapshots.take(rows, wanted)
         took = (time.process_time() - began) * 1e3
         assert state.focus is not None

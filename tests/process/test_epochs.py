@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tracing import BESIDE, Traced, text_of, traced
 
-from dpmon.store.loops import Loop, Loops
+from dpmon.store.loader_loops import LoaderLoop, LoaderLoopTracker
 
 NAMES = re.findall(r"^@loop\ndef (\w+)", text_of("epochs"), re.M)
 UNKNOWN = {"one_ahead": (0,), "in_groups": (0,), "resumed": (0,)}
@@ -22,16 +22,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     return found
 
 
-def followed(run: Traced, process: int) -> tuple[list[tuple[Loop | None, int | None]], list[Loop]]:
+def followed(run: Traced, process: int) -> tuple[list[tuple[LoaderLoop | None, int | None]], list[LoaderLoop]]:
     """Return the loop and the batch of each training step, and all loops as they are at the end."""
-    loops, steps, found = Loops(process), [], {}
+    loops, steps, found = LoaderLoopTracker(process), [], {}
     for step in run.steps(process):
         end = step.start_ns + step.wall_ns
         evaluation = step.evaluation
-        loop = loops.step(step.step, step.batches, step.start_ns, end, evaluation, step.wall_ns * evaluation)
+        loop = loops.add_step(step.step, step.batches, step.start_ns, end, evaluation, step.wall_ns * evaluation)
         found.update(loops.changed)
         if not evaluation:
-            steps.append((loop, None if loop is None else loop.batch))
+            steps.append((loop, None if loop is None else loop.batches_used))
     return steps, list(found.values())
 
 

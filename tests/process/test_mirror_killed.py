@@ -20,8 +20,8 @@ from dpmon.run.mirror_state import NodeReplies
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.stalls.why_reply import request_and_wait
-from dpmon.store.opened import open_store
-from dpmon.store.queries import Store
+from dpmon.store.store_opening import open_store
+from dpmon.store.store_queries import Store
 from dpmon.supervise.start import ensure_supervisor
 
 pytestmark = pytest.mark.timeout(900)

@@ -25,9 +25,9 @@ from test_run_records import STAYS, WRITER, expected, of_training, tailed
 from dpmon.run import lifecycle, proc
 from dpmon.run.run_directory import RunInfo, write_info
 from dpmon.run.run_reader import RunReader
-from dpmon.store.drain import Drain
-from dpmon.store.opened import open_store
-from dpmon.store.tables import rings_in
+from dpmon.store.history_schema import read_ring_rows
+from dpmon.store.ring_drain import RingDrain
+from dpmon.store.store_opening import open_store
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,7 @@ def test_promise_5_floods(dpmon: Dpmon) -> None:
     # Two threads print, so text of one may be inside a line of the other.
     (sent,) = map(int, re.findall(r"sent ([0-9]+)", output))
     with open_store(dpmon.last()) as store:
-        (row,) = (ring for ring in rings_in(store._door).values() if ring.process == 0)
+        (row,) = (ring for ring in read_ring_rows(store._door).values() if ring.process == 0)
         tallied = store.tallies(process=0).values()
     summed = sum(tally.steps for tally in tallied), sum(tally.calls for tally in tallied)
     assert row.sequence == sent == records // 2 * writer.SPANS
@@ -142,7 +142,7 @@ def test_promise_16_a_long_run_stays_small(tmp_path: Path, monkeypatch: pytest.M
     use_row_rings(monkeypatch)
     ring = RowRing(tmp_path / "process-0.ring", 100)
     info = RunInfo("id", "n", ("c",), "s", "/", None, 0.0, 0, "", False)
-    drain = Drain(tmp_path, info, limit)
+    drain = RingDrain(tmp_path, info, limit)
     drain.warn = pytest.fail  # type: ignore[method-assign]
     memory = 0
     for second in range(1, seconds + 1):

@@ -25,7 +25,7 @@ from test_run_records import WRITER, expected, of_training, tailed
 from dpmon.record.record_types import Event
 from dpmon.run import proc
 from dpmon.run.run_directory import load_exit
-from dpmon.store.opened import open_store
+from dpmon.store.store_opening import open_store
 from dpmon.supervise.start import ensure_supervisor
 
 pytestmark = pytest.mark.slow

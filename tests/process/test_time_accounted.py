@@ -13,8 +13,8 @@ import pytest
 from clocked import CLOSE, SCRIPT, answer_twice, end, only_where_waits_show, pause, reader_of, switch
 from running import Dpmon, wait_for
 
-from dpmon.store.figures import Window, accounted
-from dpmon.store.opened import open_store
+from dpmon.store.step_stats import StatsWindow, account_for_elapsed
+from dpmon.store.store_opening import open_store
 
 pytestmark = pytest.mark.slow
 
@@ -34,8 +34,8 @@ def stored_parts(dpmon: Dpmon) -> dict[str, float]:
     """Return the parts of the elapsed time in seconds, after a check of their sum."""
     elapsed = float(dpmon.exit()["seconds"])
     with open_store(dpmon.last()) as store:
-        window = Window(store)
-        found = accounted(window.spent, int(elapsed * 1e9), window.lives)
+        window = StatsWindow(store)
+        found = account_for_elapsed(window.time_by_activity, int(elapsed * 1e9), window.alive_intervals)
     assert sum(found.values()) / 1e9 == pytest.approx(elapsed, rel=0.01)
     assert min(found.values()) >= 0
     return {name: ns / 1e9 for name, ns in found.items()}
@@ -92,7 +92,7 @@ def check(
     # On a busy machine, time may pass between reading the clock and the first step.
     slack += CLOSE + 0.05 / sum(told["seconds"].values())
     with open_store(dpmon.last()) as store:
-        window = Window(store)
+        window = StatsWindow(store)
         assert {mode for mode, evaluation in window.modes if not evaluation} == told["samples"].keys()
         for mode, samples in told["samples"].items():
             figures = window.figures(mode)
@@ -183,7 +183,7 @@ def test_evaluations_between_epochs(dpmon: Dpmon) -> None:
     found = check(dpmon, told, result.errors)
     assert found["evaluation"] == pytest.approx(told["apart"]["evaluation"], rel=0.3)
     with open_store(dpmon.last()) as store:
-        assert Window(store).figures("single", True).steps == 50
+        assert StatsWindow(store).figures("single", True).steps == 50
 
 
 def test_toggles_and_a_pause(dpmon: Dpmon) -> None:
@@ -225,7 +225,7 @@ def test_ranks(dpmon: Dpmon) -> None:
     slack = CLOSE + 0.05 / took
     true = [rates(each)["single"] for each in told]
     with open_store(dpmon.last()) as store:
-        window = Window(store)
+        window = StatsWindow(store)
         assert len(store.processes) == 2
         for process in store.processes:
             rate = window.rate("single", process=process)

@@ -27,7 +27,7 @@ from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Call, Event, Record, RecordError, Step
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
-from dpmon.store.sources import SpanSource
+from dpmon.store.span_source import SpanSource
 
 __all__ = ["BESIDE", "SITE", "Script", "Traced", "alone", "read_run", "text_of", "traced"]
 
@@ -239,7 +239,7 @@ class ScriptRing:
         found: list[Row] = []
         more = True
         while more:
-            rows, more = self._source.take(time.monotonic_ns(), gone)
+            rows, more = self._source.read_rows(time.monotonic_ns(), gone)
             found += rows
         return found
 
@@ -252,12 +252,12 @@ class ScriptRing:
 
     def missed(self) -> int:
         """Return the number of records or spans that were not read."""
-        self._source.note()
+        self._source.update_position()
         return self._source.row.missed
 
     def laps(self) -> float:
         """Return how often the ring has wrapped around, up to the last span that was read."""
-        self._source.note()
+        self._source.update_position()
         return self._source.row.position / self._ring.slots
 
     def close(self) -> None:

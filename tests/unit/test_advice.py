@@ -15,8 +15,8 @@ from dpmon.model.announced import LoaderStart
 from dpmon.model.communication import Communication
 from dpmon.model.findings import findings
 from dpmon.model.run_facts import RunFacts
-from dpmon.store.accounting import Gap
-from dpmon.store.figures import PhaseFigures
+from dpmon.store.step_stats import PhaseStats
+from dpmon.store.time_accounting import Gap
 
 KEEPS = "persistent_workers"
 
@@ -52,7 +52,7 @@ COPIES = having(
             replace(
                 WAITING,
                 phases=(
-                    PhaseFigures("copy", 1000, MS, MS, MS, 0.4, device_ns=9.0 * MS, device_share=0.4, device_count=500),
+                    PhaseStats("copy", 1000, MS, MS, MS, 0.4, device_ns=9.0 * MS, device_share=0.4, device_count=500),
                 ),
             ),
         ),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pretend import MS, Script, assembled, decoded
 
-from dpmon.assemble import Assembler, step_rules
+from dpmon.assemble import Assembler, step_boundaries
 from dpmon.record.record_types import UNTIMED, Call
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import Flag, Kind, Span
@@ -299,7 +299,7 @@ def test_device_times_of_a_data_parallel_call() -> None:
 def test_device_times_of_a_step_that_is_recorded_in_parts(
     monkeypatch: pytest.MonkeyPatch, calls: int, forward: float | None
 ) -> None:
-    monkeypatch.setattr(step_rules, "MAX_HELD", 3)
+    monkeypatch.setattr(step_boundaries, "MAX_HELD", 3)
     script = Script()
     net = script.model()
     script.fetch()
@@ -328,7 +328,7 @@ def test_a_step_without_its_device_times_holds_back_all_later_steps() -> None:
     assert assembler.feed(script.spans[at : at + 1], []) == []
     rest = decoded([*out, *assembler.feed(script.spans[at + 1 :], [])]).steps[5:]
     assert [step.device_ms for step in rest] == [{"data": None, "forward": 2.0}, {"data": None, "forward": 3.0}]
-    last = decoded([*out, *assembler.end()]).steps[5:]
+    last = decoded([*out, *assembler.finish()]).steps[5:]
     assert {step.untimed for step in last} == {UNTIMED[Untimed.ENDED]}
     assert len(last) == 63
 
@@ -406,4 +406,4 @@ def test_an_event_comes_out_although_nothing_follows() -> None:
     assert assembler.feed([], [{"kind": "process", "at": 5, "pid": 7}]) == []
     (event,) = decoded(assembler.feed([], [])).events
     assert (event.kind, event.data) == ("process", {"pid": 7})
-    assert assembler.end() == []
+    assert assembler.finish() == []

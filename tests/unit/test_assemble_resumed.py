@@ -10,7 +10,7 @@ from pretend import KINDS, Script, apart, decoded, in_portions, numbered, resume
 from sizes import size
 from synthetic import RowReader
 
-from dpmon.assemble import Assembler, step_rules
+from dpmon.assemble import Assembler, step_boundaries
 from dpmon.record.record_types import Event, RecordError, Step
 from dpmon.record.span_format import Flag, Kind, Span
 
@@ -176,7 +176,7 @@ def check_spans(step: Step) -> None:
 def bound(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that are held until they end, and steps that are recorded in parts."""
     if request.param == "in parts":
-        monkeypatch.setattr(step_rules, "MAX_HELD", 3)
+        monkeypatch.setattr(step_boundaries, "MAX_HELD", 3)
 
 
 @pytest.mark.usefixtures("bound")
@@ -244,7 +244,7 @@ def test_a_successor_of_one_that_began_nothing() -> None:
     second = successor_of(Assembler(), [], 0, decoded([]))
     assert second.position == 0
     out = second.feed(script.spans, script.lines_between(0, len(script.lines)))
-    assert apart(out + second.end()) == apart(in_portions(script, []))
+    assert apart(out + second.finish()) == apart(in_portions(script, []))
 
 
 # ------------------------------------------------------------------------------------------ damage
@@ -268,7 +268,7 @@ def test_a_lost_span_does_not_affect_other_steps() -> None:
     wrapped = [span for span in script.spans if span.kind == Kind.WRAPPED]
     script.spans.remove(wrapped[1])
     assembler = Assembler()
-    out = assembler.feed(script.spans, script.lines_between(0, len(script.lines))) + assembler.end()
+    out = assembler.feed(script.spans, script.lines_between(0, len(script.lines))) + assembler.finish()
     result = decoded(out)
     # A step without a call is not recorded.
     assert [call.step for call in result.calls] == [1, 2, 3]
@@ -316,7 +316,7 @@ def test_damaged_spans_raise_nothing(seed: int) -> None:
         payloads += assembler.feed(spans[at : at + 50], lines if at == 0 else [])
         assert 0 <= assembler.position <= len(spans)
         payloads += assembler.take_current_span(draw.randrange(20), draw.getrandbits(64))
-    payloads += assembler.end()
+    payloads += assembler.finish()
     decoder = RowReader(0)
     for payload in payloads:
         try:
@@ -331,7 +331,7 @@ def test_deep_nesting_is_read_in_a_moment() -> None:
     spans.append(Span(len(spans), Kind.CALL, 0, 0, 0, 1, 0, 10**7, 0, 0))
     assembler = Assembler()
     assembler.feed(spans, [{"define": 1, "value": {"root": "A", "via": None, "devices": ["cpu"], "absent": {}}}])
-    result = decoded(assembler.end())
+    result = decoded(assembler.finish())
     assert (len(result.calls), len(result.steps)) == (1, 1)
 
 
@@ -366,7 +366,7 @@ def test_calls_of_an_unknown_layout_are_counted_and_their_time_is_kept() -> None
     script.backward()
     assembler = Assembler()
     assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
-    result = decoded(assembler.end())
+    result = decoded(assembler.finish())
     assert assembler.dropped == 1
     assert [call.root for call in result.calls] == ["Net"]
     assert result.steps[0].phases["forward"] == 2_000_000

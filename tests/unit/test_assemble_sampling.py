@@ -9,24 +9,24 @@ from pretend import Script, decoded
 from spans import Lines
 
 from dpmon.assemble import Assembler
-from dpmon.assemble.device_times import MAX_ONE_IN, STEPS, Sampling
+from dpmon.assemble.device_times import MAX_ONE_IN, STEPS, TimingIntervalController
 from dpmon.record.record_types import UNTIMED
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import Flag
 from dpmon.span_ring import HeaderWord, SpanRing
-from dpmon.store.sources import SpanSource
+from dpmon.store.span_source import SpanSource
 
 MS = 1_000_000
 
 
-def decided(wall_ns: int, times: int, steps: int = STEPS, sampling: Sampling | None = None) -> int:
+def decided(wall_ns: int, times: int, steps: int = STEPS, sampling: TimingIntervalController | None = None) -> int:
     """Return the chosen N (one timed step in each block of N) after these steps."""
-    sampling = sampling or Sampling()
+    sampling = sampling or TimingIntervalController()
     for number in range(steps):
         timed = number % max(sampling.one_in, 1) == 0
         for _ in range(times * timed):
-            sampling.time()
-        sampling.step(wall_ns, timed)
+            sampling.count_device_time()
+        sampling.count_step(wall_ns, timed)
     return sampling.one_in
 
 
@@ -49,14 +49,14 @@ def test_timing_costs_at_most_one_per_cent(wall_ns: int, times: int, one_in: int
 
 def test_no_sampling_rate_is_requested_before_costs_are_known() -> None:
     assert decided(1 * MS, 5, STEPS - 1) == 0
-    sampling = Sampling()
+    sampling = TimingIntervalController()
     for _ in range(10 * STEPS):
-        sampling.step(1 * MS, False)
+        sampling.count_step(1 * MS, False)
     assert sampling.one_in == 0
 
 
 def test_a_small_change_of_the_rate_is_not_requested() -> None:
-    sampling = Sampling()
+    sampling = TimingIntervalController()
     assert decided(1 * MS, 40, sampling=sampling) == 48
     assert decided(1_100_000, 40, 2 * STEPS, sampling) == 48
     assert decided(5 * MS, 40, 20 * STEPS, sampling) == 10
@@ -64,11 +64,11 @@ def test_a_small_change_of_the_rate_is_not_requested() -> None:
 
 
 def test_one_long_step_does_not_change_the_rate() -> None:
-    sampling = Sampling()
+    sampling = TimingIntervalController()
     for number in range(3 * STEPS):
         for _ in range(5):
-            sampling.time()
-        sampling.step(3_600_000 * MS if number == 70 else 1 * MS, True)
+            sampling.count_device_time()
+        sampling.count_step(3_600_000 * MS if number == 70 else 1 * MS, True)
     assert sampling.one_in == 6
 
 
@@ -76,7 +76,7 @@ def test_steps_without_devices_request_no_sampling() -> None:
     script = Script().play("d l " * 3 * STEPS)
     assembler = Assembler()
     assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
-    assert assembler.one_in == 0
+    assert assembler.timing_interval == 0
 
 
 @pytest.mark.parametrize(("wall_ms", "one_in"), [(0.1, 4), (50.0, 1)])
@@ -94,7 +94,7 @@ def test_the_rate_is_requested_through_the_ring_of_the_process(tmp_path: Path, w
     source = SpanSource(path, None)
     try:
         assert ring.words[HeaderWord.ONE_IN] == 0
-        source.take(0, False)
+        source.read_rows(0, False)
         assert ring.words[HeaderWord.ONE_IN] == one_in
     finally:
         source.close()

@@ -335,7 +335,7 @@ def test_a_fetch_that_has_begun_ends_the_step() -> None:
     out += assembler.take_current_span(Kind.FETCH, script.spans[-1].start)
     assert decoded(out).steps == whole
     out += assembler.feed(script.spans[-1:], [])
-    out += assembler.end()
+    out += assembler.finish()
     assert decoded(out).steps == whole
 
 
@@ -362,7 +362,7 @@ def test_a_layout_with_too_many_devices_is_refused() -> None:
     script.fetch()
     script.learn(net)
     assembler = Assembler()
-    found = assembler.feed(script.spans, script.lines_between(0, len(script.lines))) + assembler.end()
+    found = assembler.feed(script.spans, script.lines_between(0, len(script.lines))) + assembler.finish()
     assert [payload for payload in found if kind_of(payload) == "call"] == []
     assert assembler.dropped >= 2  # the layout and the call
 

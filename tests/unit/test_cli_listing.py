@@ -25,8 +25,8 @@ from dpmon.record.record_types import Step
 from dpmon.report import report_text
 from dpmon.run.run_directory import RunError
 from dpmon.run.run_registry import find_run
-from dpmon.store.tables import SCHEMA_VERSION
-from dpmon.store.writer import History
+from dpmon.store.history_schema import SCHEMA_VERSION
+from dpmon.store.history_writer import HistoryWriter
 
 
 def a_run(name: str = "linear", **about: object) -> Path:
@@ -117,7 +117,7 @@ def test_a_history_of_another_version_is_refused_with_a_sentence(
         db.execute("UPDATE meta SET value = ? WHERE key = 'schema'", (version,))
     before = path.read_bytes()
     with pytest.raises(HistoryError, match=f"another version of dpmon wrote it \\(history {version}\\)"):
-        History.open(directory, {})
+        HistoryWriter.open(directory, {})
     says = f"another version of dpmon recorded this run (history {version}; this one reads {SCHEMA_VERSION})"
     monkeypatch.setattr("dpmon.cli.commands.has_screen", lambda: True)
     for words in (["report"], ["export"], ["attach", "--headless"], ["attach"]):

@@ -29,7 +29,7 @@ from dpmon.report.text import text_lines
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.span_ring import SpanRing
-from dpmon.store.opened import open_store
+from dpmon.store.store_opening import open_store
 from dpmon.supervise.metrics import Metrics
 
 HELD_UP = "rank 1 holds the others up by 6.00 ms a step (34 %): its data takes 6.40 ms against 400 µs"

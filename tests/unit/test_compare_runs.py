@@ -39,7 +39,7 @@ from dpmon.report.page import page
 from dpmon.report.text import text_lines
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import short_name
-from dpmon.store.answers import MinuteRow
+from dpmon.store.query_results import MinuteRow
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.lists import RunEntry, RunList
 from dpmon.ui.look import COLOUR, UNICODE, Look

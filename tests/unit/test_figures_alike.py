@@ -1,4 +1,4 @@
-"""All places show the same figures of steps as dpmon.store.figures.Window, and compare the same steps."""
+"""All places show the same figures of steps as dpmon.store.step_stats.Window, and compare the same steps."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from dpmon.report.sections import most_frequent
 from dpmon.report.text import report_text
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
-from dpmon.store.figures import Figures, Window, rate_as_fields
-from dpmon.store.opened import open_store
+from dpmon.store.step_stats import StatsWindow, StepStats, rate_as_fields
+from dpmon.store.store_opening import open_store
 from dpmon.supervise.metrics import Metrics
 from dpmon.text.quantities import compact, duration, percent, rate_words, samples_rate
 from dpmon.ui.facts import View
@@ -77,7 +77,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield keep({0: payloads}, seconds=training.now / SECOND + 1)
 
 
-def figures_of(found: Figures) -> Iterator[tuple[str, str, Any]]:
+def figures_of(found: StepStats) -> Iterator[tuple[str, str, Any]]:
     """Return all figures of a mode: series, figure and number (times in ns)."""
     yield from ((STEP, name, getattr(found, f"{name}_ns")) for name in ("median", "p95", "mean"))
     yield from ((STEP, "rate", found.rate), *((STEP, *rate) for rate in rate_as_fields(found.rate).items()))
@@ -92,7 +92,7 @@ def wanted(directory: Path, place: Place, *, rest: bool) -> Shown:
     without = "forward" if rest else REST
     found: Shown = {}
     with open_store(directory) as store:
-        window = Window(store)
+        window = StatsWindow(store)
         assert tuple(window.modes) == MODES
         for mode, evaluation in place.modes:
             for series, figure, number in figures_of(window.figures(mode, evaluation)):
@@ -285,7 +285,7 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     made, end = joined_rows(2, slow=1, phase="data", extra_ms=38.0)
     directory = keep(made, seconds=end / SECOND + 1)
     with open_store(directory) as store:
-        window = Window(store)
+        window = StatsWindow(store)
         each = [window.figures("single", process=process) for process in (0, 1)]
         rate = window.rate("single")
     took = [figures.phase("data") for figures in each]
@@ -335,7 +335,7 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
 def test_rates_of_all_modes_and_of_each(run: Path) -> None:
     """The last line of JSON and the first row of the screen have the rate of all modes, panel 4 that of each."""
     with open_store(run) as store:
-        window = Window(store)
+        window = StatsWindow(store)
         together = window.of_process(0)[1]
         each = {mode: window.rate(mode) for mode in ("single", "dp")}
     assert together is not None
@@ -358,7 +358,7 @@ def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:
     assert facts.process is not None
     columns = facts.process.columns
     with open_store(run) as store:
-        window = Window(store)
+        window = StatsWindow(store)
         training = sum(window.figures(mode).steps for mode in ("dp", "single"))
         evaluations = sum(window.figures(mode, True).steps for mode in ("dp", "single"))
     assert sum(one.count for one in columns if not one.evaluation) == training

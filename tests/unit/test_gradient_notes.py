@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.assemble.nesting import leads_of
+from dpmon.assemble.nesting import decode_bucket_leads
 from dpmon.record.span_format import FLAGS_AT, LEAD_NS, MAX_LEAD, Flag, Kind, Span
 from dpmon.tracer.collectives.gradient_sync import LOOK_EVERY, GradientSync, _TracedWrapper
 from dpmon.tracer.devices.device_timing import PhaseTimer
@@ -77,7 +77,7 @@ def test_a_bucket_that_was_ready_long_before_has_the_greatest_lead() -> None:
     sync._write_buckets(0, 1, [0, 640_000, longest, 9 * longest])
     ((_, _, _, sizes),) = written
     span = Span(0, Kind.BUCKETS, 0, 0, 0, 0, 1, 0, sizes & 0xFFFFFFFF, sizes >> 32)
-    assert leads_of(span) == [0, 640_000, longest, longest]
+    assert decode_bucket_leads(span) == [0, 640_000, longest, longest]
 
 
 @pytest.mark.parametrize("mark", [None, PhaseTimer(None, Kind.SYNC, [])])  # type: ignore[arg-type]

@@ -13,9 +13,9 @@ from synthetic import Training, host_event
 
 from dpmon.errors import HistoryError
 from dpmon.export import history
-from dpmon.store.figures import Window
-from dpmon.store.opened import open_store
-from dpmon.store.writer import History
+from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.step_stats import StatsWindow
+from dpmon.store.store_opening import open_store
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
 STEP = "0 AS process, i AS step, 'dp' AS mode, i AS start_ns, 1 AS wall_ns"
@@ -43,9 +43,9 @@ def read_all(directory: Path) -> list[str]:
         str(record.data.get("text")) for record in history(directory) if getattr(record, "kind", "") == "warning"
     ]
     with open_store(directory) as store:
-        Window(store).figures("dp")
+        StatsWindow(store).figures("dp")
         store.steps(1 << 30)
-        store.longest(10, "dp")
+        store.longest_steps(10, "dp")
     return warnings
 
 
@@ -57,7 +57,7 @@ def test_a_view_is_not_accepted_as_a_table(directory: Path, table: str) -> None:
     with open_store(directory) as store:
         assert why in str(store.damaged)
     with pytest.raises(HistoryError, match=why):
-        History.open(directory, {})
+        HistoryWriter.open(directory, {})
     assert any(why in text for text in read_all(directory))
 
 
@@ -79,7 +79,7 @@ def test_a_schema_that_computes_something_is_refused(directory: Path, statement:
     with open_store(directory) as store:
         assert "not dpmon's" in str(store.damaged)
     with pytest.raises(HistoryError, match="not dpmon's"):
-        History.open(directory, {})
+        HistoryWriter.open(directory, {})
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_call_with_parts_of_another_shape_is_named(directory: Path, parts: str
 
 def test_a_history_of_ours_is_read(directory: Path) -> None:
     assert read_all(directory) == []
-    History.open(directory, {}).close()
+    HistoryWriter.open(directory, {}).close()
     with open_store(directory) as store:
         assert len(store.steps(1000)) == 200
 
@@ -119,7 +119,7 @@ def test_a_long_history_is_not_taken_for_a_hostile_one(directory: Path, monkeypa
         assert len(store.query("SELECT id FROM events")) > 300_000
         assert store.damaged is None
     assert os.path.getsize(directory / "history.sqlite") < 20 << 20
-    monkeypatch.setattr("dpmon.store.tables._SMALLEST_ROW", 1 << 40)
+    monkeypatch.setattr("dpmon.store.history_schema._SMALLEST_ROW", 1 << 40)
     with open_store(directory) as store:  # as if a damaged tree repeated its rows without end
         store.query("SELECT id FROM steps")
         assert str(store.damaged).startswith("the history cannot be read to its end: ")

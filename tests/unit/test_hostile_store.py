@@ -16,10 +16,10 @@ from synthetic import Training, host_event
 
 from dpmon.record.history_rows import Row
 from dpmon.run.run_directory import RunError
-from dpmon.store.figures import Window, accounted
-from dpmon.store.opened import open_store
-from dpmon.store.queries import Store
-from dpmon.store.tables import HISTORY_FILE
+from dpmon.store.history_schema import HISTORY_FILE
+from dpmon.store.step_stats import StatsWindow, account_for_elapsed
+from dpmon.store.store_opening import open_store
+from dpmon.store.store_queries import Store
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def answers(store: Store) -> list[Any]:
         store.time_rows(0, 10),
         store.time_rows(process=1, widest=60),
         store.gaps(10),
-        store.longest(10, "dp", trains=True),
+        store.longest_steps(10, "dp", trains=True),
         store.steps(100, process=0),
         store.steps(100),
         store.next_step_ns(0, 5),
@@ -62,11 +62,11 @@ def answers(store: Store) -> list[Any]:
         store.shapes(),
     ]
     for begin, end in ((0, 1 << 40), (2, 4)):
-        window = Window(store, begin, end)
+        window = StatsWindow(store, begin, end)
         for mode, evaluation in window.modes:
             for process in (None, *store.processes):
                 found.append(window.figures(mode, evaluation, process))
-        found.append(accounted(window.spent, 10**10, window.lives))
+        found.append(account_for_elapsed(window.time_by_activity, 10**10, window.alive_intervals))
     return [*found, list(store.records())]
 
 

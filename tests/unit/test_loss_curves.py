@@ -27,8 +27,8 @@ from dpmon.report.page import HEIGHT, drawn
 from dpmon.report.plots import plots
 from dpmon.report.sections import document
 from dpmon.report.text import text_lines
-from dpmon.store.answers import SMOOTHED, LossBin, UnfitLoss
-from dpmon.store.writer import KEPT_LOSSES, KEPT_OLDER
+from dpmon.store.history_writer import KEPT_LOSSES, KEPT_OLDER
+from dpmon.store.query_results import SMOOTHED, InvalidLoss, LossBin
 from dpmon.supervise.metrics import Metrics
 
 LINE, OTHER = 3000, 3001
@@ -87,7 +87,7 @@ def test_a_curve_has_points_of_equal_duration() -> None:
         LossBin(2, 2, 1.0, 4.5, 8.0, 0),
     ]
     assert store.loss_bins(0, LINE, 1, 2, 2) == [LossBin(0, 1, 2.0, 2.0, 2.0, 1)]
-    assert store.at(SECOND).loss_bins(0, LINE, 0, 10, 10) == [LossBin(0, 2, 2.0, 3.0, 4.0, 0)]
+    assert store.as_of(SECOND).loss_bins(0, LINE, 0, 10, 10) == [LossBin(0, 2, 2.0, 3.0, 4.0, 0)]
 
 
 def test_the_smoothed_value_is_a_mean_in_which_newer_values_weigh_more() -> None:
@@ -96,7 +96,7 @@ def test_the_smoothed_value_is_a_mean_in_which_newer_values_weigh_more() -> None
     assert newest == LossRow(LINE, 4, 4 * SECOND, 1.0)
     weights = [1.0, exp(-1 / SMOOTHED), exp(-3 / SMOOTHED)]
     assert smoothed == pytest.approx((weights[0] * 1 + weights[1] * 3 + weights[2] * 5) / sum(weights))
-    newest, smoothed = store.at(2 * SECOND).newest_losses(0, LINE)
+    newest, smoothed = store.as_of(2 * SECOND).newest_losses(0, LINE)
     assert newest is not None
     assert isnan(newest.loss)
     assert smoothed == 5.0
@@ -112,7 +112,7 @@ def test_all_new_losses_are_kept_and_old_ones_in_equal_distances(tmp_path: Path)
     recording = Recording(directory=tmp_path)
     store = recording.store()
     steps = [step for (step,) in store.query("SELECT step FROM losses ORDER BY t_ns")]
-    assert [one.step for one in store.unfit_losses()] == [4001]
+    assert [one.step for one in store.first_invalid_losses()] == [4001]
     recording.close()
     assert len(steps) <= KEPT_OLDER + 2 * KEPT_LOSSES
     assert steps[-KEPT_LOSSES:] == list(range(count - KEPT_LOSSES + 1, count + 1))
@@ -163,7 +163,7 @@ def test_a_line_without_a_loss_has_a_reason_and_is_not_unfit() -> None:
     recording = Recording().add([*trained(Training(), 5), *rows])
     (curve,) = recording.state().losses
     assert (curve.place, curve.why, curve.last, curve.points) == ("train.py:91", why, None, ())
-    assert recording.store().unfit_losses() == []
+    assert recording.store().first_invalid_losses() == []
     (record,) = [record for record in recording.store().records() if getattr(record, "kind", "") == "loss"]
     assert record.data["absent"] == {"loss": why}  # type: ignore[union-attr]
 
@@ -174,7 +174,7 @@ def test_a_loss_that_is_no_finite_number_is_the_first_finding(value: float, word
     assert [finding.kind for finding in findings(RunFacts(recording.store())) if finding.kind == "loss"] == []
     other = Training(process=1, rank=1)
     recording.add([*trained(other, 40), *LINES, *losses(1.0, value, value)], 1, 1)
-    assert recording.store().unfit_losses()[0][:4] == UnfitLoss(1, "train.py:88", 2, 2 * SECOND, value)[:4]
+    assert recording.store().first_invalid_losses()[0][:4] == InvalidLoss(1, "train.py:88", 2, 2 * SECOND, value)[:4]
     first = findings(RunFacts(recording.store()))[0]
     assert first.kind == "loss"
     assert first.text == f"The loss of rank 1 is {words}: seen at step 2 (train.py:88)."

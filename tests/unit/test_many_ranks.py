@@ -13,8 +13,8 @@ from synthetic import SECOND, Training
 from dpmon.model.announced import WRAPPERS_READ, Announced
 from dpmon.model.run_facts import RunFacts
 from dpmon.record.record_types import Event
-from dpmon.store.queries import Store
 from dpmon.store.step_queries import LAST_NS
+from dpmon.store.store_queries import Store
 from dpmon.store.tally import Tally
 
 
@@ -45,7 +45,7 @@ def test_one_query_finds_the_newest_rows_of_all_processes_now_and_at_any_time() 
     run.add([memory(9, 2.2)], 9)
     processes = range(12)  # some of them have no step, and some no record
     for at in (None, end, 2 * SECOND + (end - 2 * SECOND) // 3, 2 * SECOND, 0):
-        store = run.store().at(at)
+        store = run.store().as_of(at)
         assert together(store, processes) == alone(store, processes)
     assert set(run.store().newest_steps(processes)) == set(range(5))
     assert set(run.store().newest_memory(processes)) == {0, 1, 2, 3, 9}
@@ -64,15 +64,15 @@ def test_few_queries_find_the_last_row_before_a_time_for_many_processes(seed: in
         )
     for _ in range(20):
         until = chance.choice([0, chance.randrange(first, end), end])
-        store = run.store().at(until)
+        store = run.store().as_of(until)
         for process in chance.sample(range(10), 10):
             query = "SELECT step FROM steps WHERE process = ? AND start_ns + wall_ns <= ? ORDER BY id DESC LIMIT 1"
             last = [number for (number,) in store.query(query, (process, until))]
             assert [step.step for step in store.steps(1, process=process)] == last
     store = run.store()
     queries: list[str] = []
-    store.at(end // 2).newest_steps(range(8))
-    again = store.at(end // 2 + SECOND // 100)
+    store.as_of(end // 2).newest_steps(range(8))
+    again = store.as_of(end // 2 + SECOND // 100)
     ask = again.query
     again.query = lambda query, values=(): (queries.append(query), ask(query, values))[1]  # type: ignore[method-assign]
     again.newest_steps(range(8))
@@ -83,7 +83,7 @@ def test_a_row_with_the_highest_possible_id_does_not_count_as_damage() -> None:
     run, end = joined_ranks(2, steps=40)
     run._db.execute(f"UPDATE steps SET id = {LAST_NS} WHERE id = (SELECT max(id) FROM steps WHERE process = 0)")
     run._db.execute("UPDATE rings SET last_id = NULL")
-    store = run.store().at(end)
+    store = run.store().as_of(end)
     assert store.last_step_id([0]) == LAST_NS
     assert [step.step for step in store.steps(1, process=1)] == [40]
     assert not store.damaged
@@ -93,13 +93,13 @@ def test_a_process_began_with_its_first_row_that_is_left() -> None:
     run, end = joined_ranks(3, steps=40)
     calls = [next(iter(run.store().query("SELECT min(start_ns) FROM calls WHERE process = ?", (n,)))) for n in range(3)]
     steps = [next(iter(run.store().query("SELECT min(start_ns) FROM steps WHERE process = ?", (n,)))) for n in range(3)]
-    assert run.store().began([0, 1, 2, 7]) == {number: call for number, (call,) in enumerate(calls)}
-    assert run.store().at(0).began([0, 1, 2]) == {}
+    assert run.store().first_activity_ns([0, 1, 2, 7]) == {number: call for number, (call,) in enumerate(calls)}
+    assert run.store().as_of(0).first_activity_ns([0, 1, 2]) == {}
     run._db.execute("DELETE FROM calls WHERE process = 1")
-    assert run.store().began([1]) == {1: steps[1][0]}
+    assert run.store().first_activity_ns([1]) == {1: steps[1][0]}
     run._db.execute(f"DELETE FROM steps WHERE process = 1 AND start_ns < {(2 * SECOND + end) // 2}")
     (later,) = next(iter(run.store().query("SELECT min(start_ns) FROM steps WHERE process = 1")))
-    assert run.store().began([1]) == {1: later}
+    assert run.store().first_activity_ns([1]) == {1: later}
 
 
 def test_the_mode_and_the_wrapper_of_every_rank_are_known() -> None:

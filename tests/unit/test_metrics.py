@@ -26,9 +26,9 @@ from dpmon.record.shared_names import CALL_PHASES, Untimed
 from dpmon.run.run_directory import ExitInfo, load_info, record_stop_request, write_info
 from dpmon.run.run_registry import create_run
 from dpmon.sanitize import strip_control_chars
-from dpmon.store.drain import Drain
-from dpmon.store.figures import Window
-from dpmon.store.opened import open_store
+from dpmon.store.ring_drain import RingDrain
+from dpmon.store.step_stats import StatsWindow
+from dpmon.store.store_opening import open_store
 from dpmon.supervise.metrics import BOUNDS_S, EVERY_S, Metrics, metrics_path
 from dpmon.supervise.supervisor import Supervisor
 
@@ -182,7 +182,7 @@ def test_the_activities_of_a_process_add_up_to_its_time(state: Path, tmp_path: P
     directory = keep({0: payloads}, status=None)
     found = written(directory, tmp_path / "it.prom")
     with open_store(directory) as store:
-        whole = sum(Window(store).spent.values()) / 1e9
+        whole = sum(StatsWindow(store).time_by_activity.values()) / 1e9
     spent = {dict(labels)["activity"]: value for (name, labels), value in found.items() if name == "time_seconds_total"}
     assert {"training", "evaluation"} <= set(spent)
     assert sum(spent.values()) == pytest.approx(whole)
@@ -196,7 +196,7 @@ def test_a_late_wait_for_input_makes_no_counter_decrease(
     info = load_info(directory)
     use_row_rings(monkeypatch)
     process = RowRing(directory / "process-0.ring")
-    drain = Drain(directory, info)
+    drain = RingDrain(directory, info)
     metrics = Metrics(tmp_path / "it.prom", directory, print)
     written_before: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
     for number in range(4):

@@ -24,7 +24,7 @@ from dpmon.run.mirror_state import MirrorState, NodeReplies
 from dpmon.run.run_directory import load_exit, load_info, write_info
 from dpmon.stalls.why_reply import ANSWER_FILE, ASKED_FILE, request_reply
 from dpmon.stalls.why_text import format_reply
-from dpmon.store.opened import open_store
+from dpmon.store.store_opening import open_store
 
 MARKER = {"run": "r", "host": "h", "version": "1"}
 

@@ -20,8 +20,8 @@ from dpmon.mirror.receive import MOST_DAMAGED, MOST_ROWS, Receiver, RubbishError
 from dpmon.mirror.records import ChunkError, Records
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import Wanted
-from dpmon.store.answers import event_in
-from dpmon.store.exchange import CHUNK_BYTES
+from dpmon.store.query_results import event_from_row
+from dpmon.store.row_exchange import CHUNK_BYTES
 
 NOW_NS = 1000 * SECOND
 MANY: list[Any] = [[]] * (MOST_ROWS + 1)
@@ -82,9 +82,9 @@ def read_all(records: Records) -> None:
     store = store_of_mirror(records)
     everything: list[Callable[[], object]] = [
         lambda: list(store.records()), store.shapes, store.device_minutes, lambda: store.samples(1 << 60), store.nodes,
-        store.unfit_losses, store.communicated, lambda: store.gaps(100), store.time_rows, store.tallies,
-        lambda: store.tallies(left_out=True), lambda: list(store.each_event("device", "host", "process", "memory")),
-        lambda: store.longest(10, "dp"), lambda: store.host_memory(0, 1 << 60),
+        store.first_invalid_losses, store.collective_sums, lambda: store.gaps(100), store.time_rows, store.tallies,
+        lambda: store.tallies(left_out=True), lambda: list(store.iter_events("device", "host", "process", "memory")),
+        lambda: store.longest_steps(10, "dp"), lambda: store.host_memory(0, 1 << 60),
         *(lambda process=process: store.steps(50, process=process) for process in store.ranks),
         *(lambda process=process: store.epochs(process, 50) for process in store.ranks),
     ]  # fmt: skip
@@ -92,7 +92,7 @@ def read_all(records: Records) -> None:
         read()
         assert store.damaged is None, store.damaged
     for t_ns in (None, 5 * SECOND):
-        state = Snapshots().take(store.at(t_ns), Wanted(), frozenset())
+        state = Snapshots().take(store.as_of(t_ns), Wanted(), frozenset())
         assert state.processes
     assert store.damaged is None
 
@@ -220,7 +220,7 @@ def test_an_event_is_sound_if_readers_can_read_it(depth: int, sound: bool) -> No
     (chunk,) = checked([(0, Unchecked([("events", columns, [[1, 0, 0, text]])], {}))], NOW_NS)
     assert [row[-1] for row in chunk.rows["events"]] == ([text] if sound else [])
     with pytest.raises(HistoryError) if not sound else nullcontext():
-        event_in([text])
+        event_from_row([text])
 
 
 def test_an_event_that_cannot_be_read_names_its_machine(tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import EXPOSED, HELD, WAIT
 from dpmon.run.run_directory import RunInfo
-from dpmon.store.answers import NodeRow
-from dpmon.store.figures import Window
-from dpmon.store.queries import Store
-from dpmon.store.tables import Door
-from dpmon.store.tally import Key, Tally
+from dpmon.store.history_schema import CheckedConnection
+from dpmon.store.query_results import NodeRow
+from dpmon.store.step_stats import StatsWindow
+from dpmon.store.store_queries import Store
+from dpmon.store.tally import Tally, TallyKey
 
 WAITS = {EXPOSED, WAIT, HELD}
 SHIFTS = (0, 7 * SECOND + 400_000_000)
@@ -98,7 +98,7 @@ class Machine:
         return chunk._replace(beat=beat), more
 
 
-def without_waits(tallies: dict[Key, Tally], process: int, number: int) -> dict[Key, Tally]:
+def without_waits(tallies: dict[TallyKey, Tally], process: int, number: int) -> dict[TallyKey, Tally]:
     """Return the tallies of a process under another number, without the series of waits."""
     found = {}
     for key, tally in tallies.items():
@@ -108,7 +108,7 @@ def without_waits(tallies: dict[Key, Tally], process: int, number: int) -> dict[
     return found
 
 
-def moved(tallies: dict[Key, Tally], shift_ns: int) -> dict[Key, Tally]:
+def moved(tallies: dict[TallyKey, Tally], shift_ns: int) -> dict[TallyKey, Tally]:
     """Return tallies with their times on another clock."""
     times = ("first_ns", "last_ns")
     return {
@@ -163,7 +163,7 @@ def sum_of(store: Store, begin_s: int, end_s: int, process: int) -> dict[tuple[s
 
 
 def store_of_mirror(records: Records) -> Store:
-    return Store(Door(records._db, 1 << 30))
+    return Store(CheckedConnection(records._db, 1 << 30))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
@@ -355,7 +355,9 @@ def test_what_could_not_be_written_is_written_later_as_if_nothing_had_happened(
         records, together = connected(Records(directory, info_of(2))), Together()
 
         def write(
-            chunks: list[tuple[NodeRow, Chunk]], transact: Any = records._history.transact, records: Records = records
+            chunks: list[tuple[NodeRow, Chunk]],
+            transact: Any = records._history.run_transaction,
+            records: Records = records,
         ) -> None:
             def full(put: Callable[[], None]) -> None:
                 def work() -> None:
@@ -417,7 +419,7 @@ def test_the_waits_of_ranks_on_several_machines_are_those_of_all_steps(tmp_path:
         assert whole.steps == 900
         assert wait.mean == pytest.approx(sum(waits) / len(waits), abs=1_000_000)
         assert whole.stat(EXPOSED).count == wait.count
-    found = straggler(ranks_in(Window(mirror), {process: rank for rank, process in ranks.items()}, {}))
+    found = straggler(ranks_in(StatsWindow(mirror), {process: rank for rank, process in ranks.items()}, {}))
     assert found is not None
     assert found.rank == 2
     assert found.excess_ns == pytest.approx(30e6, rel=0.05)

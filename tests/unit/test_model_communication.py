@@ -17,8 +17,8 @@ from dpmon.model.json_fields import communication_fields
 from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.stragglers import RankTimes, Straggler, held_up, in_short, rank_times, sentence, straggler
-from dpmon.store.answers import Communicated
-from dpmon.store.figures import PhaseFigures
+from dpmon.store.query_results import CollectiveSums
+from dpmon.store.step_stats import PhaseStats
 from dpmon.store.tally import Tally
 
 
@@ -48,7 +48,7 @@ EVEN = [rank(0, 0.1), rank(1, 0.1)]
 
 
 def with_own(ranks: list[RankTimes], *own: str) -> Communication:
-    found = communication(ranks, [wrapped(group=[0, 1])], Communicated(own=own), lately=False)
+    found = communication(ranks, [wrapped(group=[0, 1])], CollectiveSums(own=own), lately=False)
     assert found is not None
     return found
 
@@ -282,7 +282,7 @@ def test_data_waits_of_all_ranks_are_found_in_addition_to_a_straggler(others_ms:
     fast, slow = rank(0, 5.0), rank(1, 0.0, slowest=180)
     fast = fast._replace(phases={**fast.phases, "data": others_ms * MS})
     slow = slow._replace(phases={**slow.phases, "data": (others_ms + 5) * MS})
-    figures = PhaseFigures("data", 400, others_ms * MS, others_ms * MS, None, 0.5)
+    figures = PhaseStats("data", 400, others_ms * MS, others_ms * MS, None, 0.5)
     mode = ModeFacts("single", False, 400, 0, 20.0 * MS, 26.0 * MS, 20.0 * MS, None, (figures,), Tally())
     found = findings(known(modes=(mode,), names={0: "rank 0", 1: "rank 1"}, communication=of([fast, slow])))
     assert {finding.kind for finding in found} & {"straggler", "data"} == kinds

@@ -18,7 +18,7 @@ from dpmon.model.memory import HOST
 from dpmon.model.state import PHASES, Process
 from dpmon.record.record_types import Event, Record
 from dpmon.record.schema import SETTLING_STEPS, STEP
-from dpmon.store.tally import Stat, Tally
+from dpmon.store.tally import SeriesStats, Tally
 
 MS = 1_000_000
 TWO = ("cuda:0", "cuda:1")
@@ -52,7 +52,7 @@ def autoregressive(chance: random.Random, count: int, rho: float) -> list[float]
 def tally_of(values: list[float]) -> Tally:
     """Return the tally of steps with these durations, ms."""
     walls = [int(value * MS) for value in values]
-    stat = Stat()
+    stat = SeriesStats()
     stat.add(walls)
     return Tally(len(walls), low_ns=min(walls, default=None), high_ns=max(walls, default=None), stats={STEP: stat})
 

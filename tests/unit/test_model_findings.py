@@ -23,10 +23,10 @@ from dpmon.model.memory import Held
 from dpmon.model.mode_facts import ModeFacts
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.stalls_seen import StallSeen
-from dpmon.store.accounting import Gap
-from dpmon.store.answers import LongRow
-from dpmon.store.figures import PhaseFigures, Rate
-from dpmon.store.tally import Key, Stat, Tally
+from dpmon.store.query_results import LongStepRow
+from dpmon.store.step_stats import PhaseStats, Rate
+from dpmon.store.tally import SeriesStats, Tally, TallyKey
+from dpmon.store.time_accounting import Gap
 
 MS = 1_000_000
 SECOND = 1_000_000_000
@@ -36,7 +36,7 @@ GIB = 1 << 30
 def mode(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **shares: float) -> ModeFacts:
     """Return a mode with these shares of phases."""
     phases = tuple(
-        PhaseFigures(phase, steps, share * median_ms * MS, share * median_ms * 1.3 * MS, None, share)
+        PhaseStats(phase, steps, share * median_ms * MS, share * median_ms * 1.3 * MS, None, share)
         for phase, share in shares.items()
     )
     rate = Rate(1000.0, None, 1000.0, None)
@@ -68,8 +68,8 @@ def device(index: int = 0, **more: object) -> DeviceFacts:
     return DeviceFacts(index=index, **{**good, **more})  # type: ignore[arg-type]
 
 
-def timed(ms: float | None, calls: int = 1000) -> Stat:
-    found = Stat()
+def timed(ms: float | None, calls: int = 1000) -> SeriesStats:
+    found = SeriesStats()
     found.add([] if ms is None else [int(ms * MS)] * calls)
     return found
 
@@ -79,8 +79,8 @@ def replica(number: int, rows: int | None = 16, ms: float = 5.0, **more: object)
     return replace(found, **more)  # type: ignore[arg-type]
 
 
-def long_step(ms: float, phase: str = "data", step: int = 500) -> LongRow:
-    return LongRow(0, step, "dp", 0, 60 * SECOND, int(ms * MS), {phase: int(ms * 0.9 * MS)})
+def long_step(ms: float, phase: str = "data", step: int = 500) -> LongStepRow:
+    return LongStepRow(0, step, "dp", 0, 60 * SECOND, int(ms * MS), {phase: int(ms * 0.9 * MS)})
 
 
 HEALTHY = known(
@@ -159,7 +159,7 @@ def test_the_advice_on_drift_follows_the_phase_that_grew_most(phase: str, said: 
 WAITING = mode(data=0.43, forward=0.3, backward=0.27)
 FAST = mode(median_ms=0.3, data=0.43, forward=0.3, backward=0.27)
 STARTING = replace(
-    mode(data=0.1, forward=0.3), mean_ns=60.0 * MS, phases=(PhaseFigures("data", 1000, 2.0 * MS, 3.0 * MS, None, 0.6),)
+    mode(data=0.1, forward=0.3), mean_ns=60.0 * MS, phases=(PhaseStats("data", 1000, 2.0 * MS, 3.0 * MS, None, 0.6),)
 )
 
 
@@ -348,7 +348,7 @@ def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:
 
 def test_a_stall_is_counted_once_and_its_steps_are_left_out() -> None:
     seen = StallSeen(60 * SECOND, 70 * SECOND, 100 * SECOND, {"text": STALL})
-    key = Key(0, "dp", 4, 8)
+    key = TallyKey(0, "dp", 4, 8)
     window = SimpleNamespace(left_out={key: Tally(steps=1), key._replace(process=1): Tally(steps=1)}, times=())
     spent = {"stalled": 40 * SECOND, "training": 60 * SECOND}
     stalled = changed(HEALTHY, announced=Announced(stalls=(seen,)), spent=spent, window=window)

@@ -53,7 +53,7 @@ def took(**phases: int) -> dict[str, CallPhaseTime]:
 
 def phases_of(records: Iterable[Record]) -> dict[str, int | None]:
     """Return the mean of each phase as panel 3 shows it, µs."""
-    shown = of_run(records, span_s=0).ranged.parts
+    shown = of_run(records, span_s=0).ranged.disjoint_phases
     return {phase.name: None if not phase.ran else round((phase.mean_ns or 0) / 1000) for phase in shown}
 
 

@@ -12,7 +12,7 @@ from synthetic import Training, device_event
 from dpmon.export import new_rows
 from dpmon.export.new_rows import MOST_OF_RANKS, NewRows
 from dpmon.record.schema import SECOND
-from dpmon.store.tables import BEFORE_S
+from dpmon.store.history_schema import BEFORE_S
 
 
 class Sums:

@@ -32,8 +32,8 @@ from dpmon.record.schema import STEP, WAIT
 from dpmon.run.mirror_state import NodeReplies
 from dpmon.run.run_reader import PauseState
 from dpmon.run.run_registry import create_run
-from dpmon.store.series_entries import entries_of as entries_of_row
 from dpmon.store.tally import COLUMNS, SeriesNames, Tally
+from dpmon.store.tally_encoding import decode_entries as entries_of_row
 from dpmon.ui.dialogs import Choice
 from dpmon.ui.facts import Facts, Toggle, View
 from dpmon.ui.feed import FROZEN_RANKS
@@ -323,7 +323,7 @@ def test_few_known_waits_are_looked_at_over_more_seconds_also_at_an_earlier_time
         ]
 
     monkeypatch.setattr("dpmon.store.tally.entries_of", few)
-    for store in (run.store(), run.store().at(25 * SECOND + SECOND // 2)):
+    for store in (run.store(), run.store().as_of(25 * SECOND + SECOND // 2)):
         state = Snapshots().take(store, Wanted())
         assert {one.joined for one in state.ranks} <= set(range(20, 41)), [one.joined for one in state.ranks]
         assert state.straggler is not None
@@ -379,7 +379,7 @@ def lengthen(run: ManyNodes, at: tuple[tuple[int, int], ...], processes: range, 
     for process, (width, second) in product(processes, at):
         where = f"width = {width} AND start_s = {second} AND process = {process}"
         ((*row,),) = run._db.execute(f"SELECT {', '.join(COLUMNS)} FROM tallies WHERE {where}").fetchall()
-        tally = Tally.of_row(row, names.by_number)
+        tally = Tally.from_row(row, names.by_number)
         tally.high_ns = more_ns
         tally.stats[STEP].total += more_ns
         values = ", ".join(f"{name} = ?" for name in COLUMNS)

@@ -7,15 +7,15 @@ import pytest
 from dpmon.model.finding import host_waits, partly_timed
 from dpmon.model.mode_facts import ModeFacts
 from dpmon.report.sentences import phase_notes
-from dpmon.store.figures import PhaseFigures
+from dpmon.store.step_stats import PhaseStats
 from dpmon.store.tally import Tally
 
 MS = 1e6
 
 
-def phase(name: str, ms: float | None, share: float | None, device_ms: float | None = None) -> PhaseFigures:
+def phase(name: str, ms: float | None, share: float | None, device_ms: float | None = None) -> PhaseStats:
     middle, on_device = (None if took is None else took * MS for took in (ms, device_ms))
-    return PhaseFigures(name, 100, middle, None, None, share, on_device)
+    return PhaseStats(name, 100, middle, None, None, share, on_device)
 
 
 def test_a_copy_that_waits_for_the_gpu_is_noted_with_its_own_time() -> None:

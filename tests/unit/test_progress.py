@@ -12,7 +12,7 @@ from kept import keep
 from stored import Recording, state_of
 from synthetic import Training
 
-from dpmon.assemble.boundaries import Fetches
+from dpmon.assemble.boundary_state import FetchTracker
 from dpmon.cli.lines import ProgressLines
 from dpmon.cli.main import main
 from dpmon.model.progress import ALONE_STEPS, Epoch, Progress, left_words, words
@@ -20,10 +20,10 @@ from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Batches, Event, Step
 from dpmon.record.span_format import Kind, Span
 from dpmon.run.run_reader import RunReader
-from dpmon.store.answers import LoopStep
-from dpmon.store.batch import Batch
-from dpmon.store.loops import MAX_DATASETS, Loop, Loops, time_left
-from dpmon.store.writer import History
+from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.loader_loops import MAX_DATASETS, LoaderLoop, LoaderLoopTracker, estimate_time_left
+from dpmon.store.query_results import LoopStep
+from dpmon.store.write_batch import WriteBatch
 from dpmon.supervise.metrics import Metrics
 
 SECOND = 1_000_000_000
@@ -33,16 +33,16 @@ MINUTE = 60 * SECOND
 class Process:
     """The loops of a process; each of its steps takes a second."""
 
-    def __init__(self, known: Loops | None = None) -> None:
-        self.loops = known or Loops(0)
-        self.rows: dict[int, Loop] = {}
+    def __init__(self, known: LoaderLoopTracker | None = None) -> None:
+        self.loops = known or LoaderLoopTracker(0)
+        self.rows: dict[int, LoaderLoop] = {}
         self.number = 0
         self.loop = 0
 
     def start(self, length: int | None, dataset: int = 1) -> int:
         """Start a loader; return the number of the loop."""
         self.loop += 1
-        self.rows[self.loop] = Loop(0, self.loop, dataset, length, 0)
+        self.rows[self.loop] = LoaderLoop(0, self.loop, dataset, length, 0)
         return self.loop
 
     def step(self, loop: int | None, fetched: int = 1, *, evaluation: bool = False, over: bool = False) -> int | None:
@@ -52,10 +52,10 @@ class Process:
         if loop is not None:
             batches = Batches(loop, self.rows[loop].dataset, self.rows[loop].length, fetched, over or not fetched)
         begin = self.number * SECOND
-        found = self.loops.step(self.number, batches, begin, begin + SECOND, evaluation, SECOND * evaluation)
+        found = self.loops.add_step(self.number, batches, begin, begin + SECOND, evaluation, SECOND * evaluation)
         self.rows.update(self.loops.changed)
         self.loops.changed.clear()
-        return None if found is None else found.batch
+        return None if found is None else found.batches_used
 
     def read(self, length: int, dataset: int = 1, *, evaluation: bool = False) -> list[int | None]:
         """Loop over a loader to its end; return the batches used after each step."""
@@ -92,7 +92,7 @@ def test_an_epoch_goes_on_however_many_evaluations_it_has(loaders: int) -> None:
         assert [process.step(train) for _ in range(3)] == [3 * evaluations + number for number in (1, 2, 3)]
         for _ in range(loaders):
             process.read(2, 2, evaluation=True)
-        after = Process(Loops(0))  # another supervisor goes on
+        after = Process(LoaderLoopTracker(0))  # another supervisor goes on
         after.loops.resume(process.rows.values())
         after.rows, after.number, after.loop = process.rows, process.number, process.loop
         process = after
@@ -125,7 +125,7 @@ def test_skipped_batches_count_and_a_skipped_first_one_is_not_taken_for_one_read
     for expected in ([None, 2, 3], [None, 3, 4]):  # the first time, it looks as if one batch was read ahead
         loop = process.start(4)
         assert [process.step(loop, 2), process.step(loop), process.step(loop)] == expected
-    assert process.rows[2].batch == 4
+    assert process.rows[2].batches_used == 4
 
 
 def test_a_loader_made_anew_for_each_epoch_goes_on_and_another_dataset_begins_at_1() -> None:
@@ -177,7 +177,7 @@ def test_a_step_after_the_end_of_the_loader_belongs_to_no_epoch() -> None:
     process.read(3)
     assert process.step(1, 0) is None  # itertools.cycle repeats the batches
     assert process.step(None) is None
-    assert process.rows[1].batch == 3
+    assert process.rows[1].batches_used == 3
 
 
 def test_a_loader_that_gives_more_batches_than_its_length_has_none() -> None:
@@ -192,7 +192,7 @@ def test_another_supervisor_goes_on() -> None:
     process.read(4)
     loop = process.start(4)
     process.step(loop)
-    again = Loops(0)
+    again = LoaderLoopTracker(0)
     again.resume(process.rows.values())
     process.loops = again
     assert [process.step(loop) for _ in range(3)] == [2, 3, 4]
@@ -203,8 +203,8 @@ def test_another_supervisor_goes_on() -> None:
 # ------------------------------------------------------------------------------------------------ several loaders
 
 
-def fetch(fetches: Fetches, loop: int, length: int = 10, *, failed: bool = False) -> None:
-    fetches.take(Span(0, Kind.FETCH, 0, 0, 0, loop, 0, 0, loop, length + 1), failed)
+def fetch(fetches: FetchTracker, loop: int, length: int = 10, *, failed: bool = False) -> None:
+    fetches.add_fetch(Span(0, Kind.FETCH, 0, 0, 0, loop, 0, 0, loop, length + 1), failed)
 
 
 @pytest.mark.parametrize(
@@ -216,25 +216,25 @@ def fetch(fetches: Fetches, loop: int, length: int = 10, *, failed: bool = False
     ],
 )
 def test_one_of_several_loaders_drives_the_steps(order: tuple[int, ...], lengths: tuple[int, int], driver: int) -> None:
-    fetches = Fetches()
+    fetches = FetchTracker()
     for _ in range(3):
         for loop in order:
             fetch(fetches, loop, lengths[loop - 1])
-        assert fetches.of_step() == Batches(driver, driver, lengths[driver - 1], 1)
+        assert fetches.pop_step_batches() == Batches(driver, driver, lengths[driver - 1], 1)
 
 
 def test_only_the_end_of_the_loop_itself_lets_a_step_without_a_batch_belong_to_it() -> None:
-    fetches = Fetches()
+    fetches = FetchTracker()
     fetch(fetches, 1)
-    assert fetches.of_step() == Batches(1, 1, 10, 1)
-    assert fetches.of_step() is None
+    assert fetches.pop_step_batches() == Batches(1, 1, 10, 1)
+    assert fetches.pop_step_batches() is None
     fetch(fetches, 2, failed=True)
-    assert fetches.of_step() is None
+    assert fetches.pop_step_batches() is None
     fetch(fetches, 1, failed=True)
-    assert fetches.of_step() == Batches(1, 1, 10, 0, over=True)
+    assert fetches.pop_step_batches() == Batches(1, 1, 10, 0, over=True)
     fetch(fetches, 3)
     fetch(fetches, 3, failed=True)
-    assert fetches.of_step() == Batches(3, 3, 10, 1, over=True)
+    assert fetches.pop_step_batches() == Batches(3, 3, 10, 1, over=True)
 
 
 # ------------------------------------------------------------------------------------------------ time left
@@ -250,28 +250,28 @@ def steps(times: list[int], batches: int = 1) -> list[LoopStep]:
 
 
 def test_equal_batches_have_no_uncertainty() -> None:
-    assert time_left(steps([SECOND] * 9), 20) == (20 * SECOND, 0)
-    assert time_left(steps([SECOND] * 9, batches=4), 20) == (5 * SECOND, 0)
+    assert estimate_time_left(steps([SECOND] * 9), 20) == (20 * SECOND, 0)
+    assert estimate_time_left(steps([SECOND] * 9, batches=4), 20) == (5 * SECOND, 0)
 
 
 def test_a_wait_that_returns_counts_and_an_evaluation_in_the_middle_does_not() -> None:
     for times in ([1, 1, 1, 5] * 32, [*[1] * 19, 21] * 12):  # the second: in some blocks only
-        found = time_left(steps([took * SECOND for took in times]), 40)
+        found = estimate_time_left(steps([took * SECOND for took in times]), 40)
         assert found is not None
         assert found.left_ns == pytest.approx(80 * SECOND, rel=0.02)
-    found = time_left(steps([*[SECOND] * 60, 500 * SECOND, *[SECOND] * 60]), 40)
+    found = estimate_time_left(steps([*[SECOND] * 60, 500 * SECOND, *[SECOND] * 60]), 40)
     assert found == (40 * SECOND, 0)
 
 
 def test_too_few_batches_give_no_time() -> None:
-    assert time_left(steps([SECOND] * 3), 20) is None
-    assert time_left([], 20) is None
+    assert estimate_time_left(steps([SECOND] * 3), 20) is None
+    assert estimate_time_left([], 20) is None
 
 
 def test_uneven_batches_make_the_time_uncertain() -> None:
     chance = random.Random(3)
     times = [int(chance.uniform(1, 3) * SECOND) for _ in range(250)]
-    few, many = (time_left(steps(times[:count]), 100) for count in (8, 250))
+    few, many = (estimate_time_left(steps(times[:count]), 100) for count in (8, 250))
     assert few is not None
     assert many is not None
     assert few.error_ns > many.error_ns > 0
@@ -479,8 +479,8 @@ def test_of_many_epochs_the_report_shows_the_first_and_the_last(
 
 def test_a_full_history_keeps_the_newest_loops_of_each_process() -> None:
     """A script may start a loader for every step."""
-    history = History(sqlite3.connect(":memory:", isolation_level=None), {"run": "test", "start_ns": 0}, 1 << 16)
+    history = HistoryWriter(sqlite3.connect(":memory:", isolation_level=None), {"run": "test", "start_ns": 0}, 1 << 16)
     numbers = [(0, number) for number in range(1, 10_021)] + [(1, 1), (1, 2)]
-    history.write(Batch(loops={key: Loop(*key, 1, 10, 0, ahead=0, epoch=1) for key in numbers}))
+    history.write(WriteBatch(loops={key: LoaderLoop(*key, 1, 10, 0, ahead=0, epoch=1) for key in numbers}))
     assert [len(history.loops(process)) for process in (0, 1)] == [10_000, 2]
     assert history.loops(0)[0].loop == 21

@@ -635,7 +635,7 @@ def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None
 
 
 def test_a_first_forward_that_failed_has_no_speed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.store.drain.alive", lambda *_: False)
+    monkeypatch.setattr("dpmon.store.ring_drain.alive", lambda *_: False)
     training = Training(mode="single", devices=("cpu:0",), virtual=False, via=None)
     only_the_call = [payload for payload in training.step(failed=True) if kind_of(payload) != "step"]
     directory = keep({0: [*training.begin(), *only_the_call]}, status=1)

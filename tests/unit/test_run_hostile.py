@@ -21,8 +21,8 @@ from dpmon.record.jsonl import as_json
 from dpmon.report import report_text
 from dpmon.run.run_directory import RunError, load_exit, load_info
 from dpmon.run.run_reader import RunReader
-from dpmon.store.drain import Drain
-from dpmon.store.opened import can_be_opened
+from dpmon.store.ring_drain import RingDrain
+from dpmon.store.store_opening import is_readable
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def whole(state: Path) -> Path:
     training = Training()
     directory = keep({0: [*training.begin(), *training.run(120)]}, status=0)
     spans = Spans(str(directory / "process-1.ring"), 1, slots=1 << 9)
-    drain = Drain(directory, load_info(directory))
+    drain = RingDrain(directory, load_info(directory))
     for part in range(2):
         for _ in range(10):
             spans.step()
@@ -72,7 +72,7 @@ def changed(data: bytes, chance: random.Random) -> bytes:
 
 def play_back(directory: Path) -> None:
     """Play back at a few times, if there is anything to play."""
-    if can_be_opened(directory):
+    if is_readable(directory):
         for at in (3 * SECOND, 0, 2 * SECOND, 2_100_000_000, None):
             state = state_in(directory, at, over=at is None)
             assert state.missed >= 0

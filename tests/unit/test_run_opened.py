@@ -26,9 +26,9 @@ from dpmon.run import proc
 from dpmon.run.lifecycle import exit_info
 from dpmon.run.run_directory import load_info, write_info
 from dpmon.store import opened as opened_module
-from dpmon.store.drain import Drain
-from dpmon.store.opened import open_store
-from dpmon.store.tables import HISTORY_FILE
+from dpmon.store.history_schema import HISTORY_FILE
+from dpmon.store.ring_drain import RingDrain
+from dpmon.store.store_opening import open_store
 
 
 def rows(steps: int = 300) -> dict[int, list[Row]]:
@@ -57,7 +57,7 @@ def recorded(part: float = 1.0, *, history: bool = True, **about: Any) -> Path:
     ends = [number for number, row in enumerate(own, 1) if isinstance(row, Step)]
     in_history = ends[int((len(ends) - 1) * part)]
     ring = fill(directory / "process-0.ring", own[:in_history])
-    drain = Drain(directory, load_info(directory))
+    drain = RingDrain(directory, load_info(directory))
     for event in supervisor:
         assert isinstance(event, Event)
         drain.emit(event.kind, event.data)
@@ -111,7 +111,7 @@ def test_an_active_supervisor_is_trusted_until_it_stops_writing(state: Path, mon
     directory = recorded(0.3, boot_id=proc.boot_id())
     us = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
     write_info(directory, replace(load_info(directory), **us))
-    monkeypatch.setattr("dpmon.store.opened.STARVED_S", 600.0)
+    monkeypatch.setattr("dpmon.store.store_opening.STARVED_S", 600.0)
     for age_s in (0, 4):
         assert 0 < steps_after(directory, age_s) < 100, "what it writes next follows this, even if it is late"
     assert steps_after(directory, 1000) == 300, "it is stuck, or the disk is full"
@@ -179,7 +179,7 @@ def test_a_damaged_history_is_reported_and_the_rings_are_read(whole: dict[str, A
 
 
 def test_records_are_read_in_parts_between_which_others_write(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.store.queries._AT_ONCE", 7)
+    monkeypatch.setattr("dpmon.store.store_queries._AT_ONCE", 7)
     directory = keep(rows())
     with open_store(directory) as store:
         whole = list(store.records())

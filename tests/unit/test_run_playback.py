@@ -13,7 +13,7 @@ from dpmon.model.state import ProcessFacts, State
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.span_ring import SpanRing
-from dpmon.store.opened import open_store
+from dpmon.store.store_opening import open_store
 from dpmon.ui.playback import Player
 
 SECOND = 1_000_000_000
@@ -64,7 +64,7 @@ def player(state: Path, clock: Clock) -> Player:
 def shown(player: Player) -> State:
     """Return the state at the time of the playback."""
     with open_store(player.directory) as store:
-        return Snapshots().take(store.at(player.position_ns))
+        return Snapshots().take(store.as_of(player.position_ns))
 
 
 def last_step(state: State) -> int:

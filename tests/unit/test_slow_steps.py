@@ -15,8 +15,8 @@ from dpmon.model.announced import Announced
 from dpmon.model.slow_steps import INPUT, SlowStepReader, SlowSteps
 from dpmon.record.record_types import Batches, Event, Step
 from dpmon.record.schema import SETTLING_STEPS
-from dpmon.store.figures import Window
-from dpmon.store.queries import Store
+from dpmon.store.step_stats import StatsWindow
+from dpmon.store.store_queries import Store
 from dpmon.ui.lists import StepList
 from dpmon.ui.panels.longest_steps import step_rows
 from dpmon.ui.rows import width_of
@@ -38,13 +38,13 @@ def steps(count: int = 100, long: dict[int, dict[str, int]] = LONG) -> list[Step
 def read(
     rows: Store, processes: list[int], begin_ns: int, most: int, reader: SlowStepReader | None = None
 ) -> SlowSteps:
-    figures = Window(rows).figures("single")
+    figures = StatsWindow(rows).figures("single")
     waits = Announced.read(rows).inputs
     return (reader or SlowStepReader()).read(rows, processes, begin_ns, figures, waits, most)
 
 
 def found_in(records: list[Step], begin_ns: int = 0, most: int = 3, t_ns: int | None = None) -> SlowSteps:
-    return read(store_of(records).at(t_ns), [0], begin_ns, most)
+    return read(store_of(records).as_of(t_ns), [0], begin_ns, most)
 
 
 def test_the_longest_steps_come_first_with_the_phase_that_made_them_long() -> None:

@@ -15,7 +15,7 @@ from dpmon.record.history_rows import Definition, Row
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_specs import COLUMNS
 from dpmon.record.record_types import Call, Record, Size
-from dpmon.store.answers import Shape
+from dpmon.store.query_results import Shape
 from dpmon.ui.facts import Facts
 from dpmon.ui.panels import panel_replicas
 from dpmon.ui.rows import plain
@@ -97,7 +97,7 @@ def test_a_definition_keeps_the_global_shape() -> None:
     assert definitions.sizes[7] == SIZES
     assert not KnownDefinitions().add({"define": 7, "value": [["0", [4], "float32", 16, ["4"]]]})
     resolver = RowReader(0)
-    for row in definitions.rows([7]):
+    for row in definitions.pop_unwritten_rows([7]):
         resolver.record(row)
     assert resolver.definitions.sizes[7] == SIZES
 

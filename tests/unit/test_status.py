@@ -29,7 +29,7 @@ from dpmon.run import proc
 from dpmon.run.run_directory import load_exit, load_info, write_info
 from dpmon.run.run_reader import RunReader
 from dpmon.stalls.run_state import STATES
-from dpmon.store.opened import open_store
+from dpmon.store.store_opening import open_store
 
 STALL = Event("stall", {"t_s": 52.0, "since_s": 40.0, "text": "rank 1 in save (t.py:3)", "ranks": [{"rank": 1}]})
 STALL_ENDED = Event("stall", {"t_s": 55.0, "since_s": 40.0, "lasted_s": 15.0, "text": "rank 1 in save (t.py:3)"})

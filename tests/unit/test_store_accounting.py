@@ -13,9 +13,9 @@ from kept import keep
 from synthetic import Training, step_row
 
 from dpmon.record.record_types import Event
-from dpmon.store.accounting import Account, Spent
-from dpmon.store.figures import Window, accounted
-from dpmon.store.opened import open_store
+from dpmon.store.step_stats import StatsWindow, account_for_elapsed
+from dpmon.store.store_opening import open_store
+from dpmon.store.time_accounting import ActivityInterval, TimeAccount
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -38,9 +38,9 @@ class Loop:
         self.least = least_ns
         self.losses = losses
         self.now = self.begin = self.chance.randrange(3 * SECOND)
-        self.account = Account(self.begin)
+        self.account = TimeAccount(self.begin)
         self.truth: list[Stretch] = []
-        self.spent: list[Spent] = []
+        self.spent: list[ActivityInterval] = []
         self.number = 0
         self.evaluation: bool | None = None
         self.mode = "dp"
@@ -122,7 +122,7 @@ class Loop:
             self.late.append(wait)
 
 
-def sums(spent: Iterable[Spent]) -> Counter[tuple[str, str]]:
+def sums(spent: Iterable[ActivityInterval]) -> Counter[tuple[str, str]]:
     found: Counter[tuple[str, str]] = Counter()
     for one in spent:
         found[one.activity, one.mode] += one.sign * (one.end - one.begin)
@@ -164,7 +164,7 @@ def test_whatever_is_reported_the_time_adds_up(seed: int) -> None:
     assert min(total.values()) >= 0
 
 
-def three_steps(account: Account, step_ns: int = 100 * MS, gap_ns: int = 50 * MS) -> list[Spent]:
+def three_steps(account: TimeAccount, step_ns: int = 100 * MS, gap_ns: int = 50 * MS) -> list[ActivityInterval]:
     """Return three training steps from 1 s on."""
     spent = []
     for number in range(1, 4):
@@ -176,7 +176,7 @@ def three_steps(account: Account, step_ns: int = 100 * MS, gap_ns: int = 50 * MS
 @pytest.mark.parametrize("told", range(4))
 def test_a_wait_across_several_steps(told: int) -> None:
     """It begins in the first step and ends in the third; it is reported before, between or after them."""
-    account, wait, spent = Account(), (SECOND + 20 * MS, SECOND + 330 * MS), []
+    account, wait, spent = TimeAccount(), (SECOND + 20 * MS, SECOND + 330 * MS), []
     for number in range(1, 4):
         if told == number - 1:
             spent += account.wait(*wait)
@@ -187,7 +187,7 @@ def test_a_wait_across_several_steps(told: int) -> None:
 
 
 def test_a_wait_that_is_reported_twice_counts_once() -> None:
-    account = Account()
+    account = TimeAccount()
     spent = three_steps(account)
     for wait in ((SECOND + 20 * MS, SECOND + 80 * MS), (SECOND + 60 * MS, SECOND + 120 * MS)):
         for _ in range(2):
@@ -197,7 +197,7 @@ def test_a_wait_that_is_reported_twice_counts_once() -> None:
 
 
 def test_a_wait_is_found_after_many_short_steps() -> None:
-    account = Account()
+    account = TimeAccount()
     spent = three_steps(account, gap_ns=500 * MS)
     at = SECOND + 1300 * MS
     for number in range(4, 20_000):
@@ -209,13 +209,13 @@ def test_a_wait_is_found_after_many_short_steps() -> None:
 
 
 def test_after_the_last_step_only_pauses_count() -> None:
-    account = Account(SECOND)
+    account = TimeAccount(SECOND)
     account.pause(True, 2 * SECOND, None)
     assert sums(account.finish(3 * SECOND)) == {("paused", ""): SECOND}
 
 
 def test_a_process_that_began_to_record_within_its_first_step() -> None:
-    account = Account(SECOND + 30 * MS)
+    account = TimeAccount(SECOND + 30 * MS)
     spent = account.step(1, "dp", SECOND, 100 * MS, False)[0] + account.finish(2 * SECOND)
     assert sums(spent) == {("training", "dp"): 100 * MS}
 
@@ -230,17 +230,19 @@ def test_processes_that_train_one_after_another_have_ended_when_the_next_one_tra
         now = training.now
     exit_event = Event("exit", {"status": 0, "t_s": now / SECOND + 1, "signal": None})
     with open_store(keep({**records, -1: [exit_event]})) as store:
-        found = accounted(Window(store).spent, now + SECOND, Window(store).lives)
+        found = account_for_elapsed(
+            StatsWindow(store).time_by_activity, now + SECOND, StatsWindow(store).alive_intervals
+        )
     assert found["training"] + found["between"] == pytest.approx(now - SECOND, rel=0.01)
     assert found["ending"] == pytest.approx(SECOND, rel=0.05)
     assert sum(found.values()) == pytest.approx(now + SECOND, rel=0.001)
 
 
-def stalled_steps(account: Account, *steps: tuple[int, int]) -> list[Spent]:
+def stalled_steps(account: TimeAccount, *steps: tuple[int, int]) -> list[ActivityInterval]:
     """Add steps (start, duration in s) that the account may leave out."""
-    spent: list[Spent] = []
+    spent: list[ActivityInterval] = []
     for number, (start, wall) in enumerate(steps, 1):
-        left_out = account.left_out(start * SECOND, (start + wall) * SECOND, 0)
+        left_out = account.exclusion_flag(start * SECOND, (start + wall) * SECOND, 0)
         spent += account.step(number, "dp", start * SECOND, wall * SECOND, False, left_out)[0]
     return spent
 
@@ -256,13 +258,13 @@ def stalled_steps(account: Account, *steps: tuple[int, int]) -> list[Spent]:
 )
 def test_a_stall_takes_the_whole_step_or_gap_in_which_it_was_noticed(noticed: int, spent: dict[str, int]) -> None:
     since = max(end for end in (1, 21, 25, 45) if end <= noticed)
-    account = Account(0, 0, [(since * SECOND, noticed * SECOND)])
+    account = TimeAccount(0, 0, [(since * SECOND, noticed * SECOND)])
     found = stalled_steps(account, (1, 20), (25, 20))
     assert sums(found) == {(name, "dp"): seconds * SECOND for name, seconds in spent.items()}
 
 
 def test_a_short_step_during_the_stall_of_another_process_is_not_stalled() -> None:
-    account = Account(0, 0, [(SECOND, 12 * SECOND)])
+    account = TimeAccount(0, 0, [(SECOND, 12 * SECOND)])
     spent = stalled_steps(account, (11, 2))
     assert sums(spent) == {("startup", "dp"): 11 * SECOND, ("training", "dp"): 2 * SECOND}
 
@@ -278,15 +280,15 @@ def test_no_figure_has_the_step_in_which_the_run_stalled(state: Path) -> None:
     stall: dict[str, Any] = {"since_s": since / SECOND, "text": "rank 1 is stopped", "ranks": []}
     noted = [Event("stall", {**stall, "t_s": since / SECOND + after}) for after in (11, 12)]
     with open_store(keep({-1: noted, 0: steps})) as store:
-        window = Window(store)
+        window = StatsWindow(store)
         found, rest = window.figures("dp"), walls[:29] + walls[30:]
         assert (found.steps, found.mean_ns) == (59, sum(rest) / 59)
         assert found.rate is not None
         assert found.rate.steps_per_s == pytest.approx(59 * SECOND / sum(rest))
-        assert max(step.wall_ns for step in store.longest(5, "dp")) < 30 * MS
-        assert (window.spent["stalled"], window.spent["training"]) == (walls[29], sum(rest))
+        assert max(step.wall_ns for step in store.longest_steps(5, "dp")) < 30 * MS
+        assert (window.time_by_activity["stalled"], window.time_by_activity["training"]) == (walls[29], sum(rest))
         assert [(tally.steps, tally.last_step) for tally in window.left_out.values()] == [(1, 30)]
-        assert window.spans == {0: (starts[0], starts[59] + walls[59])}
+        assert window.step_intervals == {0: (starts[0], starts[59] + walls[59])}
 
 
 @pytest.mark.parametrize("waits", [{}, {"sync": 20 * SECOND}])
@@ -300,16 +302,19 @@ def test_a_first_step_that_waits_long_is_start_up(state: Path, waits: dict[str, 
         step_row("dp", number + 1, starts[number], walls[number], 8, (5 * MS,) * 3 + (MS,)) for number in range(1, 41)
     ]
     with open_store(keep({0: steps})) as store:
-        window = Window(store)
+        window = StatsWindow(store)
         found = window.figures("dp")
         assert (found.steps, found.mean_ns) == (40, sum(walls[1:]) / 40)
         assert found.rate is not None
         assert found.rate.steps_per_s == pytest.approx(40 * SECOND / sum(walls[1:]))
-        assert (window.spent["startup"], window.spent["training"]) == (2 * SECOND + walls[0], sum(walls[1:]))
+        assert (window.time_by_activity["startup"], window.time_by_activity["training"]) == (
+            2 * SECOND + walls[0],
+            sum(walls[1:]),
+        )
 
 
 def test_steps_that_overlap_count_once() -> None:
-    account = Account()
+    account = TimeAccount()
     spent = account.step(1, "dp", SECOND, SECOND, False)[0]
     spent += account.step(2, "dp", SECOND + 500 * MS, SECOND, False)[0]
     assert sums(spent) == {("startup", "dp"): SECOND, ("training", "dp"): 1500 * MS}

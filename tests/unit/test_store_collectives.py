@@ -26,10 +26,10 @@ from dpmon.record.shared_names import Unended
 from dpmon.record.span_format import Kind
 from dpmon.run.run_directory import load_info
 from dpmon.span_ring import SpanRing
-from dpmon.store.answers import Communicated
-from dpmon.store.drain import Drain
-from dpmon.store.opened import open_store
-from dpmon.store.queries import Store
+from dpmon.store.query_results import CollectiveSums
+from dpmon.store.ring_drain import RingDrain
+from dpmon.store.store_opening import open_store
+from dpmon.store.store_queries import Store
 
 SECOND = 10**9
 
@@ -74,7 +74,7 @@ def recorded(found: Script) -> Store:
 
 
 def test_by_operation() -> None:
-    found = recorded(script()).communicated()
+    found = recorded(script()).collective_sums()
     assert (found.samples, found.why) == (4, None)
     rows = {row.name: row for row in found.operations}
     reduce, gather = rows["all_reduce"], rows["all_gather"]
@@ -96,8 +96,8 @@ def test_of_a_window_and_of_some_processes() -> None:
     store = recorded(script())
     steps = sorted(store.steps(100), key=lambda step: step.step)
     begin, end = steps[0].start_ns, steps[2].start_ns - MS // 10
-    assert store.communicated(processes=[1]).operations == ()
-    assert store.communicated(processes=[0]) == store.communicated()
+    assert store.collective_sums(processes=[1]).operations == ()
+    assert store.collective_sums(processes=[0]) == store.collective_sums()
     assert sum(begin - MS // 10 <= one.start_ns < end for one in both(store.records())) == 6
 
 
@@ -116,8 +116,8 @@ def test_only_collectives_outside_the_phases_are_the_scripts_own() -> None:
         found.sampled(begin, 3)
     found.fetch(over=True)
     store = recorded(found)
-    assert store.communicated().own == ("all_gather", "barrier")
-    assert store.communicated(processes=[1]).own == ()
+    assert store.collective_sums().own == ("all_gather", "barrier")
+    assert store.collective_sums(processes=[1]).own == ()
 
 
 def test_the_newest_sample_with_its_collectives() -> None:
@@ -128,28 +128,28 @@ def test_the_newest_sample_with_its_collectives() -> None:
     within = [
         one for one in both(store.records()) if isinstance(one, Collective) and newest.start_ns <= one.start_ns < end
     ]
-    found = store.at(end).last_sample(0, 0)
+    found = store.as_of(end).last_sample(0, 0)
     assert found is not None
     assert (found.step, found.start_ns, found.wall_ns) == (newest.step, newest.start_ns, newest.wall_ns)
     assert list(found.collectives) == sorted(within, key=lambda one: one.start_ns)
     assert {one.operation for one in found.collectives} == {"all_reduce", "all_gather"}
-    earlier = store.at(newest.start_ns).last_sample(0, 0)
+    earlier = store.as_of(newest.start_ns).last_sample(0, 0)
     assert earlier is not None
     assert earlier.start_ns < newest.start_ns
-    assert store.at(end).last_sample(0, newest.start_ns + 1) is None
-    assert store.at(end).last_sample(1, 0) is None
+    assert store.as_of(end).last_sample(0, newest.start_ns + 1) is None
+    assert store.as_of(end).last_sample(1, 0) is None
 
 
 def test_of_a_window_of_whole_seconds() -> None:
     store = recorded(sampled_seconds(4))
     first, second, third, _ = (one.start_ns for one in both(store.records()) if isinstance(one, Sampled))
-    assert store.communicated(first, third // SECOND * SECOND).samples == 2
-    assert store.communicated(second, third).samples == 2
-    assert store.communicated().samples == 4
+    assert store.collective_sums(first, third // SECOND * SECOND).samples == 2
+    assert store.collective_sums(second, third).samples == 2
+    assert store.collective_sums().samples == 4
 
 
 def test_the_oldest_sums_are_added_up() -> None:
-    wanted = recorded(sampled_seconds(60)).communicated()
+    wanted = recorded(sampled_seconds(60)).collective_sums()
     recording = Recording(limit_bytes=3 * 180 * 40)  # room for 40 sums
     for payload in in_portions(sampled_seconds(60), []):
         recording.add([payload])
@@ -157,7 +157,7 @@ def test_the_oldest_sums_are_added_up() -> None:
     rows = list(store.query("SELECT start_s, count FROM collective_sums", ()))
     assert 30 < len(rows) <= 42
     assert sum(count for start, count in rows if start < 0) > 60
-    assert store.communicated()._replace(own=()) == wanted._replace(own=())
+    assert store.collective_sums()._replace(own=()) == wanted._replace(own=())
     assert wanted.samples == 60
 
 
@@ -211,7 +211,7 @@ def test_old_rows_are_deleted_with_the_others(state: Path) -> None:
 # ------------------------------------------------------------------------------------------ takeover
 
 
-def summed(records: Iterable[Collective | Sampled]) -> Communicated:
+def summed(records: Iterable[Collective | Sampled]) -> CollectiveSums:
     """Return the sums that a store should give for these records."""
     sums: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * 5)
     samples = []
@@ -224,7 +224,7 @@ def summed(records: Iterable[Collective | Sampled]) -> Communicated:
         whole = sums[one.operation, one.group_size]
         whole[:] = [total + value for total, value in zip(whole, (1, one.bytes, *timed), strict=True)]
     operations = sorted((Operation(*key, *whole) for key, whole in sums.items()), key=lambda one: -one.bytes)
-    return Communicated(tuple(operations), len(samples))
+    return CollectiveSums(tuple(operations), len(samples))
 
 
 @pytest.mark.parametrize("cut", range(3, 40, 4))
@@ -233,18 +233,18 @@ def test_a_successor_doubles_no_collective_and_loses_the_open_sample(state: Path
     directory = keep({}, status=None)
     ring = SpanRing(str(directory / "process-0.ring"), process=0)
     lines = Lines(directory / "process-0.ring")
-    first = Drain(directory, load_info(directory))
+    first = RingDrain(directory, load_info(directory))
     found.write_to(ring, lines, 0, cut)
     first.flush()  # and then it is killed
     found.write_to(ring, lines, cut, len(found.spans))
     lines.close()
-    second = Drain(directory, load_info(directory))
+    second = RingDrain(directory, load_info(directory))
     second.flush(over=True, last=True)
     second.close()
     expected = sorted(map(repr, both(recorded(found).records())))
     left = sorted(map(repr, both(history(directory))))
     with open_store(directory) as store:
-        known = store.communicated()._replace(own=())
+        known = store.collective_sums()._replace(own=())
         operations = sorted(known.operations), sorted(summed(both(store.records())).operations)
         assert operations[0] == operations[1]
         assert known._replace(operations=()) == summed(both(store.records()))._replace(operations=())

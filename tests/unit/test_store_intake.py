@@ -16,12 +16,12 @@ from dpmon.record.history_rows import Definition, Row
 from dpmon.record.record_types import Event, RecordError, Step
 from dpmon.record.schema import EVALUATION, SETTLING, SETTLING_STEPS
 from dpmon.record.shared_names import CALL_PHASES
-from dpmon.store.accounts import Accounts
-from dpmon.store.batch import Batch
-from dpmon.store.intake import BATCH_SIZES, HELD_CALLS, SHAPES, Intake
-from dpmon.store.tables import HISTORY_FILE, STEP_COLUMNS, RingRow
+from dpmon.store.history_schema import HISTORY_FILE, STEP_COLUMNS, RingRow
+from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.process_accounts import ProcessAccounts
+from dpmon.store.ring_intake import BATCH_SIZES, HELD_CALLS, SHAPES, RingIntake
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES
-from dpmon.store.writer import History
+from dpmon.store.write_batch import WriteBatch
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -35,11 +35,11 @@ TRAIN, EVALUATE = (1 * MS, 20 * MS, 10 * MS, 2 * MS), (1 * MS, 20 * MS, -1, -1)
 class Ring:
     """Passes rows of one process to an intake, without a ring."""
 
-    def __init__(self, process: int = 0, accounts: Accounts | None = None) -> None:
+    def __init__(self, process: int = 0, accounts: ProcessAccounts | None = None) -> None:
         self.row = RingRow(f"process-{process}.ring", process, None, 1)
-        self.accounts = accounts or Accounts()
-        self.batch = Batch()
-        self.intake = Intake(self.row, 0, self.accounts)
+        self.accounts = accounts or ProcessAccounts()
+        self.batch = WriteBatch()
+        self.intake = RingIntake(self.row, 0, self.accounts)
         self.ids = 0
         self.now = SECOND
         self.number = 0
@@ -167,9 +167,9 @@ def test_calls_in_no_step_are_counted_when_their_process_ends(ring: Ring) -> Non
     ring.call()
     ring.call(SINGLE, flags=flags_of(virtual=False, training=False, grad=False, failed=False))
     assert not ring.batch.shapes
-    ring.intake.flush(ring.batch)
+    ring.intake.finish_process(ring.batch)
     assert ring.shapes() == {("dp", 0): 1, ("single", EVALUATION): 1}
-    ring.intake.flush(ring.batch)
+    ring.intake.finish_process(ring.batch)
     assert sum(ring.batch.shapes.values()) == 2
 
 
@@ -177,7 +177,7 @@ def test_a_process_that_only_calls_holds_a_bounded_number(ring: Ring) -> None:
     for _ in range(HELD_CALLS + 10):
         ring.call()
     assert ring.shapes() == {("dp", 0): 10}
-    ring.intake.flush(ring.batch)
+    ring.intake.finish_process(ring.batch)
     assert ring.shapes() == {("dp", 0): HELD_CALLS + 10}
 
 
@@ -213,11 +213,11 @@ def test_a_row_with_impossible_numbers_leaves_nothing(ring: Ring, row: Row) -> N
     """Its time is beyond that of any run."""
     with pytest.raises(RecordError):
         ring.add(row)
-    empty, found = Batch(), ring.batch
+    empty, found = WriteBatch(), ring.batch
     assert (found.calls, found.steps, found.tallied, found.spent) == ([], [], {}, {}) == (
         empty.calls, empty.steps, empty.tallied, empty.spent,
     )  # fmt: skip
-    ring.intake.flush(found)
+    ring.intake.finish_process(found)
     assert not found.shapes
     assert (ring.row.calls, ring.row.steps) == (0, 0)
 
@@ -273,7 +273,7 @@ def test_a_wait_is_subtracted_from_its_gap_in_the_database(tmp_path: Path, ring:
     ring.step()
     ring.now += SECOND
     ring.step()
-    history = History.open(tmp_path, {})
+    history = HistoryWriter.open(tmp_path, {})
     history.write(ring.batch)
     supervisor.add(event("input", pid=77, t_s=1.1, waited_s=0.7))
     history.write(supervisor.batch)
@@ -311,7 +311,7 @@ def test_the_batch_counts_the_text_of_large_rows() -> None:
 
 
 def test_a_pause_before_the_end_of_the_run_counts_once_if_a_process_goes_on(tmp_path: Path) -> None:
-    ring, history = Ring(), History.open(tmp_path, {})
+    ring, history = Ring(), HistoryWriter.open(tmp_path, {})
     ring.add(Event("process", {"process": 0, "rank": None, "pid": 1, "t_s": 1.0}))
     ring.step()
     ring.add(Event("pause", {"process": 0, "rank": None, "t_s": 2.0, "paused": True}))
@@ -321,7 +321,7 @@ def test_a_pause_before_the_end_of_the_run_counts_once_if_a_process_goes_on(tmp_
     ring.batch.rings = [ring.row]
     history.write(ring.batch)
     assert sum(ns for (*_, activity), ns in ring.batch.spent.items() if activity == "paused") == 2 * SECOND
-    after = Accounts()
+    after = ProcessAccounts()
     after.resume(history)
     spent, _ = after.account(0).step(2, DP, 10 * SECOND, SECOND, False)
     assert [(one.activity, one.begin, one.end) for one in spent] == [

@@ -8,19 +8,19 @@ from math import ceil
 
 import pytest
 
-from dpmon.store.quantiles import (
+from dpmon.store.quantile_sketch import (
     LAST_BUCKET,
     Counts,
     add_values,
-    bucket,
-    checked,
+    bin_middle,
+    bin_of,
     median,
     merge,
-    middle,
     pack,
     quantile,
     quantiles,
     unpack,
+    validate_packed,
 )
 
 LARGEST = (1 << 63) - 1
@@ -53,12 +53,12 @@ def test_the_middle_of_a_bucket_is_close_to_all_its_values() -> None:
     edges = {edge + off for shift in range(63) for edge in (1 << shift,) for off in (-1, 0, 1)}
     before = -1
     for value in sorted({*range(2000), *edges, *(chance.randrange(LARGEST) for _ in range(5000)), LARGEST}):
-        number = bucket(value)
+        number = bin_of(value)
         assert before <= number <= LAST_BUCKET
         before = number
-        assert abs(middle(number) - value) <= (value * ERROR if value >= 256 else 0)
+        assert abs(bin_middle(number) - value) <= (value * ERROR if value >= 256 else 0)
         assert sketch([value]) == {number: 1}
-    assert bucket(LARGEST) == LAST_BUCKET
+    assert bin_of(LARGEST) == LAST_BUCKET
     assert sketch([-5, 0]) == {0: 2}
 
 
@@ -88,17 +88,17 @@ def test_parts_add_up_packed_or_not(seed: int) -> None:
     merge(together, second)
     assert together == sketch(values)
     read: Counts = {}
-    unpack(read, [checked(pack(first)), checked(pack(second))])
+    unpack(read, [validate_packed(pack(first)), validate_packed(pack(second))])
     assert read == sketch(values)
     at_once: Counts = {}
-    unpack(at_once, [checked(pack(first) + pack(second))])
+    unpack(at_once, [validate_packed(pack(first) + pack(second))])
     assert at_once == read
 
 
 def test_large_counts_are_packed_too() -> None:
     counts = {7: 200_000, 9: 65_535, 12: 65_536, LAST_BUCKET: 1}
     read: Counts = {}
-    unpack(read, [checked(pack(counts))])
+    unpack(read, [validate_packed(pack(counts))])
     assert read == counts
     assert pack({}) == b""
 
@@ -106,4 +106,4 @@ def test_large_counts_are_packed_too() -> None:
 @pytest.mark.parametrize("data", [b"1", b"12", b"123", b"123456", b"\xff\xff\x01\x00", pack({5: 1})[:-1]])
 def test_damage_is_noticed(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"damaged|multiple"):
-        checked(data)
+        validate_packed(data)

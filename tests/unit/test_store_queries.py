@@ -16,13 +16,13 @@ from written import SECOND, OneStep, opened, some_steps, store_of
 
 from dpmon.errors import HistoryError
 from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, SETTLING
-from dpmon.store.accounting import ACTIVITIES, Spent
-from dpmon.store.batch import Batch
-from dpmon.store.figures import Window
-from dpmon.store.queries import Store
-from dpmon.store.tables import HISTORY_FILE, Door
-from dpmon.store.tally import WIDTHS, KeptTallies
-from dpmon.store.writer import History
+from dpmon.store.history_schema import HISTORY_FILE, CheckedConnection
+from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.step_stats import StatsWindow
+from dpmon.store.store_queries import Store
+from dpmon.store.tally import WIDTHS, IncrementalTallies
+from dpmon.store.time_accounting import ACTIVITIES, ActivityInterval
+from dpmon.store.write_batch import WriteBatch
 
 ERROR = 0.004
 DAY = 86_400
@@ -30,7 +30,7 @@ DAY = 86_400
 
 def a_store(db: sqlite3.Connection, directory: Path, newest: int, slack: int, pruned: dict[int, int]) -> Store:
     """Return a store without tallies; its wide ones end `slack` seconds before the newest second."""
-    History.open(directory, {}).close()
+    HistoryWriter.open(directory, {}).close()
     meta = {f"whole_{width}": max(newest - slack, 0) // width * width for width in WIDTHS[1:]}
     meta |= {f"pruned_{width}": second for width, second in pruned.items()}
     db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta.items())
@@ -60,7 +60,7 @@ def test_any_time_is_covered_exactly_by_the_fewest_tallies(tmp_path: Path, seed:
         for _ in range(300):
             begin = chance.randrange(newest + 1)
             end = min(begin + int(chance.lognormvariate(6, 3)), 1 << 40)
-            found = store.stretches(begin, end)
+            found = store.covering_buckets(begin, end)
             at = begin
             for width, first, last in found:
                 assert first == at < last
@@ -85,7 +85,7 @@ def test_deleted_tallies_are_not_queried(tmp_path: Path, seed: int) -> None:
         for _ in range(300):
             begin = chance.randrange(newest + 1)
             end = begin + 1 + int(chance.lognormvariate(6, 3))
-            found = store.stretches(begin, end)
+            found = store.covering_buckets(begin, end)
             for width, first, _ in found:
                 assert first >= pruned.get(width, 0)
             for (_, _, last), (_, first, _) in itertools.pairwise(found):
@@ -99,15 +99,15 @@ def test_deleted_tallies_are_not_queried(tmp_path: Path, seed: int) -> None:
                     assert all(begin // each * each < pruned[each] or end < pruned[each] for each in finer)
 
 
-def written(directory: Path, steps: Sequence[OneStep], spent: Sequence[tuple[int, Spent]] = ()) -> None:
-    history = History.open(directory, {})
+def written(directory: Path, steps: Sequence[OneStep], spent: Sequence[tuple[int, ActivityInterval]] = ()) -> None:
+    history = HistoryWriter.open(directory, {})
     for at in range(0, len(steps), 50):
-        batch = Batch()
+        batch = WriteBatch()
         for step in steps[at : at + 50]:
             step.add_to(batch)
         if at == 0:
             for process, one in spent:
-                batch.spend(process, [one])
+                batch.add_activity_time(process, [one])
         history.write(batch)
     history.close()
 
@@ -124,7 +124,7 @@ def test_figures_of_a_window_are_those_of_its_steps(tmp_path: Path, seed: int) -
     written(tmp_path, steps)
     with opened(tmp_path) as store:
         for begin, end in ((0, 1 << 40), (17, 9000), (3599, 3601), (600, 1200), (chance.randrange(5000), 8123)):
-            window = Window(store, begin, end)
+            window = StatsWindow(store, begin, end)
             within = [step for step in steps if begin <= step.end // SECOND < end]
             assert window.modes == sorted({(one.key.mode, bool(one.key.kind & EVALUATION)) for one in within})
             for mode, evaluation in window.modes:
@@ -132,7 +132,9 @@ def test_figures_of_a_window_are_those_of_its_steps(tmp_path: Path, seed: int) -
                     check_figures(window, within, mode, evaluation, process)
 
 
-def check_figures(window: Window, steps: Sequence[OneStep], mode: str, evaluation: bool, process: int | None) -> None:
+def check_figures(
+    window: StatsWindow, steps: Sequence[OneStep], mode: str, evaluation: bool, process: int | None
+) -> None:
     mine = [
         step for step in steps
         if step.key.mode == mode and bool(step.key.kind & EVALUATION) == evaluation
@@ -180,12 +182,12 @@ def test_rates_and_parts_of_a_window_are_those_of_its_time(tmp_path: Path) -> No
         at = process * SECOND // 2
         while at < 5000 * SECOND:
             end = min(at + int(chance.lognormvariate(22, 1)), 5000 * SECOND)
-            spent.append((process, Spent(chance.choice(ACTIVITIES), "dp", at, end)))
+            spent.append((process, ActivityInterval(chance.choice(ACTIVITIES), "dp", at, end)))
             at = end
     written(tmp_path, steps, spent)
     with opened(tmp_path) as store:
         for begin, end in ((0, 1 << 40), (100, 4321), (333, 855)):
-            window = Window(store, begin, end)
+            window = StatsWindow(store, begin, end)
             elapsed = {name: [0, 0] for name in ACTIVITIES}
             for process, one in spent:
                 inside = min(one.end, end * SECOND) - max(one.begin, begin * SECOND)
@@ -203,8 +205,8 @@ def test_rates_and_parts_of_a_window_are_those_of_its_time(tmp_path: Path) -> No
             assert own is not None
             seconds = (elapsed["training"][1] + elapsed["between"][1]) / SECOND
             assert own.steps_per_s == pytest.approx(sum(1 for step in mine if step.key.process == 1) / seconds)
-            assert sum(window.spent.values()) == pytest.approx((min(end, 5000) - begin) * SECOND, rel=1e-3)
-            assert window.spent == pytest.approx(
+            assert sum(window.time_by_activity.values()) == pytest.approx((min(end, 5000) - begin) * SECOND, rel=1e-3)
+            assert window.time_by_activity == pytest.approx(
                 {name: sum(both) / 2 for name, both in elapsed.items()}, abs=1.5 * SECOND
             )
 
@@ -212,10 +214,10 @@ def test_rates_and_parts_of_a_window_are_those_of_its_time(tmp_path: Path) -> No
 def test_processes_that_begin_within_a_second_share_the_time_that_they_were_there(tmp_path: Path) -> None:
     """Three ranks train from 0.6 s on: all this time is training, and no second has more than one second."""
     begin, end, step = 600_000_000, 3 * SECOND, some_steps(random.Random(1), 1, 2.5)[0]
-    trained = [(process, Spent("training", "dp", begin, end)) for process in range(3)]
-    written(tmp_path, [step], [*trained, (0, Spent("missed", "dp", end, end + SECOND // 4))])
+    trained = [(process, ActivityInterval("training", "dp", begin, end)) for process in range(3)]
+    written(tmp_path, [step], [*trained, (0, ActivityInterval("missed", "dp", end, end + SECOND // 4))])
     with opened(tmp_path) as store:
-        spent = Window(store).spent
+        spent = StatsWindow(store).time_by_activity
     assert spent == {**dict.fromkeys(ACTIVITIES, 0), "training": end - begin, "missed": SECOND // 4}
 
 
@@ -223,22 +225,24 @@ def test_kept_tallies_equal_those_read_again(tmp_path: Path) -> None:
     """For windows that move by a second, and jump; rows that come late; and another process."""
     chance = random.Random(11)
     steps = some_steps(chance, 900, 400, (0, 1))
-    kept, begin = KeptTallies(), 0
+    kept, begin = IncrementalTallies(), 0
     for part in range(3):
         written(tmp_path, steps[part::3])
         for _ in range(40):
             begin = chance.choice((begin, begin + 1, begin + 1, begin + 1, chance.randrange(300)))
             end, process = begin + chance.choice((60, 60, 61, 200)), int(chance.random() < 0.1)
             with opened(tmp_path) as store:
-                assert store.tallies_after(kept, begin, end, process) == store.tallies(begin, end, process=process)
+                assert store.tallies_incremental(kept, begin, end, process) == store.tallies(
+                    begin, end, process=process
+                )
 
 
 def test_a_store_without_steps_has_no_figures(tmp_path: Path) -> None:
-    History.open(tmp_path, {}).close()
+    HistoryWriter.open(tmp_path, {}).close()
     with opened(tmp_path) as store:
-        window = Window(store)
+        window = StatsWindow(store)
         assert (window.modes, store.processes, store.kinds()) == ([], [], set())
-        assert set(window.spent.values()) == {0}
+        assert set(window.time_by_activity.values()) == {0}
         assert window.rate("dp") is None
 
 
@@ -251,5 +255,7 @@ def test_the_rows_before_a_damaged_one_are_read_wherever_it_is(at: int, damage: 
         db.execute(f"UPDATE some SET {damage} WHERE id = ?", (at,))
         read: list[int] = []
         with pytest.raises(HistoryError, match=why):
-            read.extend(number for number, _, _ in Door(db, 1 << 20).rows("SELECT id, step, mode FROM some"))
+            read.extend(
+                number for number, _, _ in CheckedConnection(db, 1 << 20).rows("SELECT id, step, mode FROM some")
+            )
         assert read == list(range(at))

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from written import SECOND, opened, some_facts
 
-from dpmon.store.accounting import Spent
-from dpmon.store.batch import Batch
-from dpmon.store.figures import Window
-from dpmon.store.tables import HISTORY_FILE
-from dpmon.store.tally import WIDTHS, Key
-from dpmon.store.writer import History
+from dpmon.store.history_schema import HISTORY_FILE
+from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.step_stats import StatsWindow
+from dpmon.store.tally import WIDTHS, TallyKey
+from dpmon.store.time_accounting import ActivityInterval
+from dpmon.store.write_batch import WriteBatch
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +28,8 @@ DAY = 86_400
 def figures(directory: Path) -> dict[str, Any]:
     """Return all figures of the run."""
     with opened(directory) as store:
-        window = Window(store)
-        found: dict[str, Any] = {"spent": window.spent, "modes": window.modes, "processes": store.processes}
+        window = StatsWindow(store)
+        found: dict[str, Any] = {"spent": window.time_by_activity, "modes": window.modes, "processes": store.processes}
         for mode, evaluation in window.modes:
             for process in (None, *store.processes):
                 one = window.figures(mode, evaluation, process)
@@ -44,32 +44,32 @@ def deleted(directory: Path) -> dict[int, int]:
     return {width: meta.get(f"pruned_{width}", 0) for width in WIDTHS[:-1]}
 
 
-def batches(ranks: int, seconds: int, every_s: int, seed: int) -> Iterator[Batch]:
+def batches(ranks: int, seconds: int, every_s: int, seed: int) -> Iterator[WriteBatch]:
     """Yield steps of some ranks, one per rank every `every_s`, in batches of a minute, with rows and events."""
     chance = random.Random(seed)
     pool = [some_facts(chance, 1, int(chance.lognormvariate(19, 0.3)), 8) for _ in range(50)]
-    number, at, batch = 0, 0, Batch()
+    number, at, batch = 0, 0, WriteBatch()
     for second in range(0, seconds, every_s):
         for process in range(ranks):
             number += 1
             facts = chance.choice(pool)._replace(number=number)
-            key = Key(process, "single", 1 if second % 1000 > 900 else 0, 8)
+            key = TallyKey(process, "single", 1 if second % 1000 > 900 else 0, 8)
             start = second * SECOND
-            batch.step(key, start + facts.wall, (number, *facts.row(start, key)[1:]), facts.series)
-            took = Spent("training", "single", start, start + facts.wall)
-            rest = Spent("between", "single", start + facts.wall, start + 2 * SECOND)
-            batch.spend(process, [took, rest])
+            batch.add_step(key, start + facts.wall, (number, *facts.row(start, key)[1:]), facts.series)
+            took = ActivityInterval("training", "single", start, start + facts.wall)
+            rest = ActivityInterval("between", "single", start + facts.wall, start + 2 * SECOND)
+            batch.add_activity_time(process, [took, rest])
         if second - at >= 60:
             at = second
             yield batch
-            batch = Batch()
+            batch = WriteBatch()
     yield batch
 
 
-def write(directory: Path, source: Iterator[Batch], limit: int, slack: float = 1.1) -> int:
+def write(directory: Path, source: Iterator[WriteBatch], limit: int, slack: float = 1.1) -> int:
     """Write all batches; return the largest size of the database in bytes, which must stay near the limit."""
     directory.mkdir(exist_ok=True)
-    history, most = History.open(directory, {}, limit), 0
+    history, most = HistoryWriter.open(directory, {}, limit), 0
     for batch in source:
         history.write(batch)
         most = max(most, history._used_bytes())
@@ -117,9 +117,9 @@ def test_64_ranks_over_days_stay_below_the_limit(tmp_path: Path) -> None:
     gone = deleted(tmp_path)
     assert gone[1] > DAY / 2
     with opened(tmp_path) as store:
-        window = Window(store)
+        window = StatsWindow(store)
         steps = sum(window.figures(*each).steps for each in window.modes)
         assert steps == 64 * len(range(0, int(1.3 * DAY), 180))
         assert len(store.processes) == 64
-        recent = Window(store, int(1.3 * DAY) - 1800)
+        recent = StatsWindow(store, int(1.3 * DAY) - 1800)
         assert sum(recent.figures(*each).steps for each in recent.modes) == pytest.approx(640, abs=64)

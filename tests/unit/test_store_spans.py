@@ -30,11 +30,11 @@ from dpmon.run.run_registry import create_run
 from dpmon.span_reader import HOLE_NS, SpanReader, current_span_in
 from dpmon.span_ring import SLOTS, HeaderWord
 from dpmon.store import drain as drain_module
-from dpmon.store.answers import call_in
-from dpmon.store.drain import COMMIT_S, GONE_S, RETRY_S, Drain
-from dpmon.store.opened import open_store
-from dpmon.store.tables import CALL_ROW
-from dpmon.store.writer import History
+from dpmon.store.history_schema import CALL_ROW
+from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.query_results import call_from_columns
+from dpmon.store.ring_drain import COMMIT_S, GONE_S, RETRY_S, RingDrain
+from dpmon.store.store_opening import open_store
 
 WRITER = Path(__file__).resolve().parent.parent / "spans.py"
 
@@ -51,21 +51,21 @@ class Run:
         self.warnings: list[str] = []
         self.warned_of: list[int | None] = []
         self.now = time.monotonic()
-        self._killed: list[Drain] = []
+        self._killed: list[RingDrain] = []
         self.drain = self._new()
 
     def ring(self, process: int = 0) -> str:
         return str(self.directory / f"process-{process}.ring")
 
-    def _new(self) -> Drain:
-        drain = Drain(self.directory, self.info)
+    def _new(self) -> RingDrain:
+        drain = RingDrain(self.directory, self.info)
         drain.warn = self._warn  # type: ignore[method-assign]
         return drain
 
     def look(self, seconds: float = COMMIT_S) -> None:
         """Let time pass, then drain until nothing more can be read."""
         self.now += seconds
-        while self.drain.drain(self.now):
+        while self.drain.poll(self.now):
             pass
 
     def kill(self) -> None:
@@ -122,7 +122,7 @@ def rows_of(path: str) -> tuple[list[Row], list[int]]:
     kind, since_ns = current_span_in(words, max(assembler.thread, 0))
     if since_ns:  # killed within a span; the start of a span may end a step
         rows += assembler.take_current_span(kind, since_ns)
-    rows += assembler.end()
+    rows += assembler.finish()
     return rows, [span.kind for span in spans]
 
 
@@ -137,7 +137,9 @@ def check(run: Run, process: int = 0) -> int:
     assert [len(of["call"]), len(of["step"])] == [calls, steps]
     rows = run.rows(f"SELECT call, step FROM calls {only} ORDER BY id")
     assert rows == [(number, number) for number in range(1, calls + 1)]
-    assert [call_in(row) for row in run.rows(f"SELECT {CALL_ROW} FROM calls {only} ORDER BY id")] == of["call"]
+    assert [call_from_columns(row) for row in run.rows(f"SELECT {CALL_ROW} FROM calls {only} ORDER BY id")] == of[
+        "call"
+    ]
     assert run.rows(f"SELECT step, start_ns, wall_ns, calls FROM steps {only} ORDER BY id") == [
         (one.step, one.start_ns, one.wall_ns, 1) for one in of["step"]
     ]
@@ -213,9 +215,9 @@ def test_training_and_supervisors_are_killed_at_any_instant(
 ) -> None:
     """The supervisor is killed between any two reads, before a commit, or directly after it."""
     chance = random.Random(11)
-    write = History.write
+    write = HistoryWriter.write
 
-    def dies(history: History, *batch: Any) -> None:
+    def dies(history: HistoryWriter, *batch: Any) -> None:
         what = chance.random()
         if what < 0.1:
             raise Killed
@@ -223,7 +225,7 @@ def test_training_and_supervisors_are_killed_at_any_instant(
         if what > 0.9:
             raise Killed
 
-    monkeypatch.setattr(History, "write", dies)
+    monkeypatch.setattr(HistoryWriter, "write", dies)
     instants, steps, kills = size(8, 200), 0, 0
     for _ in range(instants):
         run = Run()
@@ -241,7 +243,7 @@ def test_training_and_supervisors_are_killed_at_any_instant(
                 kills += 1
             time.sleep(chance.random() * 0.01)
         with monkeypatch.context() as patch:
-            patch.setattr(History, "write", write)
+            patch.setattr(HistoryWriter, "write", write)
             run.end()
             steps += check(run)
         assert run.warnings == []

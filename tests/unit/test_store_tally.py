@@ -8,7 +8,7 @@ import pytest
 from written import OneStep, some_steps
 
 from dpmon.errors import HistoryError
-from dpmon.store.tally import SeriesNames, Stat, Tally
+from dpmon.store.tally import SeriesNames, SeriesStats, Tally
 
 
 def of_steps(steps: list[OneStep]) -> Tally:
@@ -50,12 +50,12 @@ def test_a_row_comes_back_as_it_was(seed: int) -> None:
     chance = random.Random(seed)
     tally, names = of_steps(some_steps(chance, 30, 100)), SeriesNames()
     row = tally.row(names)
-    back = Tally.of_row(row, names.by_number)
+    back = Tally.from_row(row, names.by_number)
     assert back == tally
-    back.merge(Tally.of_row(row, names.by_number))
-    tally.merge(Tally.of_row(row, names.by_number))
+    back.merge(Tally.from_row(row, names.by_number))
+    tally.merge(Tally.from_row(row, names.by_number))
     assert back == tally
-    slim = Tally.of_row(row, names.by_number, sketches=False)
+    slim = Tally.from_row(row, names.by_number, sketches=False)
     assert slim.median("step") is None
     assert {name: (stat.count, stat.total) for name, stat in slim.stats.items()} == {
         name: (stat.count / 2, stat.total / 2) for name, stat in tally.stats.items()
@@ -65,7 +65,7 @@ def test_a_row_comes_back_as_it_was(seed: int) -> None:
 def test_merging_does_not_change_the_merged_tally() -> None:
     steps = some_steps(random.Random(1), 20, 10)
     part, names = of_steps(steps), SeriesNames()
-    stored = Tally.of_row(part.row(names), names.by_number)
+    stored = Tally.from_row(part.row(names), names.by_number)
     whole = Tally()
     for _ in range(3):
         whole.merge(stored)
@@ -76,9 +76,9 @@ def test_merging_does_not_change_the_merged_tally() -> None:
 
 def test_an_empty_tally_is_an_empty_row() -> None:
     row = Tally().row(SeriesNames())
-    assert Tally.of_row(row, {}) == Tally()
+    assert Tally.from_row(row, {}) == Tally()
     assert Tally().median("step") is None
-    assert (Stat().mean, Stat().median, Stat() == 5) == (None, None, False)
+    assert (SeriesStats().mean, SeriesStats().median, SeriesStats() == 5) == (None, None, False)
 
 
 def test_damage_is_noticed() -> None:
@@ -86,16 +86,16 @@ def test_damage_is_noticed() -> None:
     *row, data = of_steps(some_steps(random.Random(1), 10, 10)).row(names)
     for part in (data[:-1], data[:7], data + b"\0", b"\xff" * 40, data[:-4] + b"\xff\xff\1\0"):
         with pytest.raises(HistoryError, match="damaged"):
-            Tally.of_row((*row, part), names.by_number)
+            Tally.from_row((*row, part), names.by_number)
 
 
 def test_sums_beyond_reason_are_cut() -> None:
     largest = (1 << 63) - 1
-    stat = Stat()
+    stat = SeriesStats()
     for _ in range(3):
         stat.add([largest, largest])
     assert (stat.count, stat.total) == (6, largest)
-    below = Stat()
+    below = SeriesStats()
     for _ in range(2):
         below.add_packed(1, -largest, None)
     assert below.total == -largest

@@ -15,25 +15,25 @@ from written import SECOND, OneStep, expected, some_steps
 
 from dpmon.errors import HistoryError
 from dpmon.record.schema import PHASES, STEP
-from dpmon.store.accounting import ACTIVITIES, Spent
-from dpmon.store.batch import Batch
-from dpmon.store.tables import ACTIVITY_COLUMNS, HISTORY_FILE
-from dpmon.store.tally import COLUMNS, WIDTHS, Key, SeriesNames, Tally
-from dpmon.store.writer import History
+from dpmon.store.history_schema import ACTIVITY_COLUMNS, HISTORY_FILE
+from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.tally import COLUMNS, WIDTHS, SeriesNames, Tally, TallyKey
+from dpmon.store.time_accounting import ACTIVITIES, ActivityInterval
+from dpmon.store.write_batch import WriteBatch
 
 pytestmark = pytest.mark.slow
 
 HOURS = 2.6 * 3600
 
 
-def a_batch(steps: Sequence[OneStep]) -> Batch:
-    batch = Batch()
+def a_batch(steps: Sequence[OneStep]) -> WriteBatch:
+    batch = WriteBatch()
     for step in steps:
         step.add_to(batch)
     return batch
 
 
-def in_batches(chance: random.Random, steps: Sequence[OneStep], most: int) -> list[Batch]:
+def in_batches(chance: random.Random, steps: Sequence[OneStep], most: int) -> list[WriteBatch]:
     found, at = [], 0
     while at < len(steps):
         size = chance.randrange(1, most)
@@ -42,25 +42,25 @@ def in_batches(chance: random.Random, steps: Sequence[OneStep], most: int) -> li
     return found
 
 
-def write(directory: Path, batches: Sequence[Batch], *, writers: int = 1) -> None:
+def write(directory: Path, batches: Sequence[WriteBatch], *, writers: int = 1) -> None:
     """Write batches by several writers, one after the other."""
     part = -(-len(batches) // writers)
     for begin in range(0, len(batches), part):
-        history = History.open(directory, {})
+        history = HistoryWriter.open(directory, {})
         for batch in batches[begin : begin + part]:
             history.write(batch)
         history.close()
 
 
-def stored(directory: Path) -> tuple[dict[int, dict[tuple[int, Key], Tally]], dict[int, int]]:
+def stored(directory: Path) -> tuple[dict[int, dict[tuple[int, TallyKey], Tally]], dict[int, int]]:
     """Return, by width, all tallies by start and key, and the second up to which they were made."""
-    found: dict[int, dict[tuple[int, Key], Tally]] = {width: {} for width in WIDTHS}
+    found: dict[int, dict[tuple[int, TallyKey], Tally]] = {width: {} for width in WIDTHS}
     with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
         db.row_factory = sqlite3.Row
         names = dict(db.execute("SELECT number, name FROM series"))
         for row in db.execute("SELECT * FROM tallies"):
-            key = Key(row["process"], row["mode"], row["kind"], row["batch"])
-            found[row["width"]][row["start_s"], key] = Tally.of_row([row[name] for name in COLUMNS], names)
+            key = TallyKey(row["process"], row["mode"], row["kind"], row["batch"])
+            found[row["width"]][row["start_s"], key] = Tally.from_row([row[name] for name in COLUMNS], names)
         whole = dict(db.execute("SELECT * FROM meta WHERE key LIKE 'whole_%'"))
     return found, {width: whole.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
 
@@ -109,7 +109,7 @@ def test_a_write_that_failed_changes_nothing_and_can_be_tried_again(
 ) -> None:
     chance = random.Random(4)
     steps = some_steps(chance, 300, HOURS, processes=(0, 1))
-    history = History.open(tmp_path, {})
+    history = HistoryWriter.open(tmp_path, {})
     for number, batch in enumerate(in_batches(chance, steps, 20)):
         if number % 3 == 1:
             with monkeypatch.context() as patched:
@@ -133,8 +133,8 @@ def test_times_add_up_at_every_width(tmp_path: Path, seed: int) -> None:
             begin = int(chance.random() * HOURS * SECOND)
             end = begin + min(int(chance.lognormvariate(20, 2)), 599 * SECOND)
             process, mode = chance.choice((0, 1)), chance.choice(("dp", ""))
-            spent = Spent(chance.choice(ACTIVITIES), mode, begin, end, chance.choice((1, -1)))
-            batch.spend(process, [spent])
+            spent = ActivityInterval(chance.choice(ACTIVITIES), mode, begin, end, chance.choice((1, -1)))
+            batch.add_activity_time(process, [spent])
             for width in WIDTHS:
                 first, last = begin // SECOND // width, (end - 1) // SECOND // width
                 for number in range(first, last + 1):
@@ -156,8 +156,8 @@ def test_times_add_up_at_every_width(tmp_path: Path, seed: int) -> None:
 
 def test_a_time_beyond_reason_is_bounded_work() -> None:
     hour = 3600 * SECOND
-    century = Spent("between", "dp", 5, 100 * 365 * 24 * hour + 7)
-    pieces = list(century.by_second())
+    century = ActivityInterval("between", "dp", 5, 100 * 365 * 24 * hour + 7)
+    pieces = list(century.split_by_second())
     assert len(pieces) < 50_000
     assert sum(ns for _, ns in pieces) == century.end - century.begin
     assert dict(pieces)[3600] == hour
@@ -166,7 +166,7 @@ def test_a_time_beyond_reason_is_bounded_work() -> None:
 
 def test_a_long_pause_is_few_rows_and_right_by_the_minute() -> None:
     begin, end = 100 * SECOND + 7, (8 * 3600 + 333) * SECOND + 5
-    pieces = list(Spent("paused", "dp", begin, end, -1).by_second())
+    pieces = list(ActivityInterval("paused", "dp", begin, end, -1).split_by_second())
     assert len(pieces) < 250
     minutes: Counter[int] = Counter()
     for second, ns in pieces:
@@ -175,8 +175,8 @@ def test_a_long_pause_is_few_rows_and_right_by_the_minute() -> None:
     for minute, ns in minutes.items():
         assert ns == min(end, (minute + 1) * 60 * SECOND) - max(begin, minute * 60 * SECOND)
     assert sum(minutes.values()) == end - begin
-    short = Spent("between", "dp", 5, 599 * SECOND, -1)
-    assert len(list(short.by_second())) == 599
+    short = ActivityInterval("between", "dp", 5, 599 * SECOND, -1)
+    assert len(list(short.split_by_second())) == 599
 
 
 @pytest.mark.parametrize(

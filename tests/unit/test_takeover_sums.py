@@ -16,8 +16,8 @@ from test_store_spans import Run
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.record.schema import STEP, WAIT
-from dpmon.store.drain import COMMIT_S
-from dpmon.store.opened import open_store
+from dpmon.store.ring_drain import COMMIT_S
+from dpmon.store.store_opening import open_store
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +108,7 @@ def test_takeovers_count_every_step_once(state: Path, monkeypatch: pytest.Monkey
             run.look(seconds)
         if chance.random() < 0.2:
             killed.kill()
-    monkeypatch.setattr("dpmon.store.drain.alive", lambda *_: False)
+    monkeypatch.setattr("dpmon.store.ring_drain.alive", lambda *_: False)
     killed.drain.flush(over=True)
     killed.kill()
     stores = []

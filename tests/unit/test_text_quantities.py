@@ -9,8 +9,8 @@ from rich.cells import cell_len, set_cell_size
 
 from dpmon.record.schema import Quantity
 from dpmon.sanitize import displayable_char, strip_control_chars
-from dpmon.store.figures import Rate
-from dpmon.store.tally import Sum
+from dpmon.store.step_stats import Rate
+from dpmon.store.tally import QuantitySum
 from dpmon.text.cells import char_width, cropped, span_width, wrapped
 from dpmon.text.quantities import (
     clock,
@@ -95,13 +95,13 @@ def test_minutes_and_hours() -> None:
 @pytest.mark.parametrize(
     ("unit", "known", "text"),
     [
-        ("bytes", Sum(100, 120 << 20), "copied: 1.20 MiB a step, 120 MiB in all"),
-        ("bytes", Sum(1, 1 << 20), "copied: 1.00 MiB a step, 1.00 MiB in all (known in 1 of 100 steps)"),
-        ("tokens", Sum(100, 1_234_567), "copied: 12.3k tokens a step, 1,234,567 tokens in all"),
-        ("copied", Sum(100, 50), "copied: 0.50 a step, 50 in all"),
+        ("bytes", QuantitySum(100, 120 << 20), "copied: 1.20 MiB a step, 120 MiB in all"),
+        ("bytes", QuantitySum(1, 1 << 20), "copied: 1.00 MiB a step, 1.00 MiB in all (known in 1 of 100 steps)"),
+        ("tokens", QuantitySum(100, 1_234_567), "copied: 12.3k tokens a step, 1,234,567 tokens in all"),
+        ("copied", QuantitySum(100, 50), "copied: 0.50 a step, 50 in all"),
     ],
 )
-def test_quantities_of_steps(unit: str, known: Sum, text: str) -> None:
+def test_quantities_of_steps(unit: str, known: QuantitySum, text: str) -> None:
     quantity = Quantity("copied_units", unit, "", "", "", label="copied")
     assert quantity_words(quantity, known, 100) == text
 

@@ -17,7 +17,7 @@ from dpmon.model.stalls_seen import StallSeen
 from dpmon.model.step_timeline import last_step_timeline
 from dpmon.record.record_types import BUCKET, Collective, Operation
 from dpmon.run.run_reader import PauseState
-from dpmon.store.answers import Communicated, LastSample
+from dpmon.store.query_results import CollectiveSums, LastSample
 from dpmon.ui.facts import Facts, Toggle, View, life
 from dpmon.ui.paint import whole
 from dpmon.ui.panels import panel_batch, panel_communication, panel_ranks, panel_standing
@@ -323,7 +323,7 @@ def test_the_collectives_of_a_sampled_step_are_drawn_from_when_they_could_begin(
 
 def test_the_ranks_of_a_collective_are_named_where_no_row_says_it() -> None:
     sums = (Operation("all_reduce", 8, 6, 0, 0, 0, 0), Operation("all_gather", 4, 2, 0, 0, 0, 0))
-    found = communication((), [Wrapper(0, 0, 0, "Model", group_size=8)], Communicated(sums, 2), 4, lately=True)
+    found = communication((), [Wrapper(0, 0, 0, "Model", group_size=8)], CollectiveSums(sums, 2), 4, lately=True)
     assert found is not None
     assert [line.partition(",")[0].split(" a step")[0] for line in operations(found)] == [
         "all_reduce 3.00",
@@ -334,7 +334,7 @@ def test_the_ranks_of_a_collective_are_named_where_no_row_says_it() -> None:
 @pytest.mark.parametrize(("passes", "per"), [(((1, 0),), "a step"), (((0, 1), (0, 1), (0, 1), (1, 0)), "an update")])
 def test_a_sample_is_of_an_update_of_several_steps_with_accumulation(passes: Any, per: str) -> None:
     found = facts_of(2, passes=passes).state.communication
-    sampled = Communicated((Operation("all_reduce", 2, 5, 0, 0, 0, 0),), 5)
+    sampled = CollectiveSums((Operation("all_reduce", 2, 5, 0, 0, 0, 0),), 5)
     assert found is not None
     (line,) = operations(replace(found, collectives=sampled))
     assert line.startswith(f"all_reduce 1.00 {per}")

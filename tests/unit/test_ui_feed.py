@@ -16,7 +16,7 @@ from synthetic import SECOND, Training, decoded
 from dpmon.errors import HistoryError
 from dpmon.model.state import MANY, Process, State
 from dpmon.run.run_directory import ExitInfo
-from dpmon.store.queries import Store
+from dpmon.store.store_queries import Store
 from dpmon.ui.facts import Facts, View, life
 from dpmon.ui.feed import Feed
 from dpmon.ui.paint import whole

@@ -15,7 +15,7 @@ from dpmon.model.finding import Finding
 from dpmon.model.loss import LossCurve
 from dpmon.model.progress import Epoch, Progress
 from dpmon.model.state import State
-from dpmon.store.answers import LossBin, UnfitLoss
+from dpmon.store.query_results import InvalidLoss, LossBin
 from dpmon.ui.chart import curves
 from dpmon.ui.facts import Facts, View
 from dpmon.ui.look import ASCII, UNICODE
@@ -121,7 +121,7 @@ def test_the_loss_has_its_last_and_smoothed_value_and_a_curve() -> None:
 def test_a_loss_that_is_no_number_stands_out(value: float, text: str) -> None:
     assert panel_progress.loss_span(value, 5) == (text.ljust(5), "bad")
     found = facts(epochs(), losses(last=value, bad=20))
-    found = replace(found, state=replace(found.state, unfit=UnfitLoss(0, "train.py:88", 212, 20 * SECOND, value)))
+    found = replace(found, state=replace(found.state, unfit=InvalidLoss(0, "train.py:88", 212, 20 * SECOND, value)))
     rows = panel_progress.table(found, 56, 12, LOOK)
     assert any(("✗", "bad") in row for row in rows)
     header = [plain(row) for row in status(found, 120, 2, LOOK)]

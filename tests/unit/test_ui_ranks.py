@@ -15,7 +15,7 @@ from synthetic import SECOND, Training, step_row
 from dpmon.model.pace import speed
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import MOST_RANKS, ProcessFacts, State, toggle_refusal
-from dpmon.store.figures import Window
+from dpmon.store.step_stats import StatsWindow
 from dpmon.ui.facts import Facts, View, mode_words
 from dpmon.ui.paint import places, rank_room, whole
 from dpmon.ui.panels import panel_ranks
@@ -134,7 +134,7 @@ def test_the_rate_of_ranks_is_the_same_whatever_was_read_before() -> None:
                 late[rank] = []
         for t_ns in (None, None, chance.randrange(1, max(one.now for one in ranks))):
             shown = run.state(t_ns).focus
-            with_nothing = Snapshots().take(run.store().at(t_ns)).focus
+            with_nothing = Snapshots().take(run.store().as_of(t_ns)).focus
             assert shown is not None
             assert with_nothing is not None
             assert shown.recent == with_nothing.recent
@@ -170,7 +170,7 @@ def test_an_evaluation_by_one_rank_is_in_no_training_rate(step_ns: int) -> None:
         run.add(one.run(3), rank, rank)
     live, over = run.state(), run.state(span_s=0, over=True)
     first, ended = live.training[0], over.training[0]
-    assert speed(ended, over, over.newest_ns).rate == Window(run.store()).figures("single").rate
+    assert speed(ended, over, over.newest_ns).rate == StatsWindow(run.store()).figures("single").rate
     shown = speed(first, live, live.newest_ns).samples_per_s
     true = 4 * 30 * SECOND / step_ns
     assert shown is not None
@@ -202,7 +202,7 @@ def test_the_samples_of_ranks_are_unknown_while_a_step_of_one_has_no_count() -> 
     rate = speed(state.training[0], state, state.newest_ns).rate
     assert rate is not None
     assert rate.samples_per_s is None
-    whole = Window(run.store()).rate("single")
+    whole = StatsWindow(run.store()).rate("single")
     assert whole is not None
     assert whole.samples_per_s is None
 

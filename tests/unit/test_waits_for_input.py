@@ -21,8 +21,8 @@ from dpmon.model.state import State
 from dpmon.record.record_types import Event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
-from dpmon.store.batch import Batch
-from dpmon.store.writer import History
+from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.write_batch import WriteBatch
 from dpmon.ui.facts import Facts
 
 PID = 4242
@@ -154,10 +154,10 @@ def test_a_launcher_waits_in_no_step(state: Path) -> None:
 def test_a_script_that_waits_or_stalls_all_day_does_not_fill_its_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("dpmon.store.writer._LASTING_KEPT", 50)
-    writer = History.open(tmp_path, {}, 1 << 16)
+    monkeypatch.setattr("dpmon.store.history_writer._LASTING_KEPT", 50)
+    writer = HistoryWriter.open(tmp_path, {}, 1 << 16)
     for first in range(0, 2000, 100):
-        batch = Batch()
+        batch = WriteBatch()
         batch.events = [(n, None, kind, n * SECOND, '{"pid": 1}') for n in range(first + 1, first + 101)]
         writer.write(batch)
     writer.close()

@@ -25,7 +25,7 @@ from dpmon.run import proc
 from dpmon.run.process_notes import WarningsLog
 from dpmon.run.run_directory import RunError, RunInfo, write_info
 from dpmon.run.run_reader import RunReader
-from dpmon.store.opened import open_store
+from dpmon.store.store_opening import open_store
 from dpmon.supervise.program import CommandError, choose_python
 from dpmon.supervise.spawn import environment
 

@@ -11,7 +11,7 @@ from dpmon.model.step_timeline import StepTimeline, last_step_timeline
 from dpmon.record.record_types import MAX_SPANS, Call
 from dpmon.record.schema import SECOND, phase_by_display_name
 from dpmon.sanitize import sanitize_line
-from dpmon.store.figures import Figures, PhaseFigures
+from dpmon.store.step_stats import PhaseStats, StepStats
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import duration, group, percent, quantity_words, rate_words, short_clock, span_words
 from dpmon.ui.chart import scale_top, stacked
@@ -49,7 +49,7 @@ def _timeline(facts: Facts) -> StepTimeline | None:
     return None if process is None or facts.stall is not None else last_step_timeline(process)
 
 
-def figures(facts: Facts) -> Figures:
+def figures(facts: Facts) -> StepStats:
     """Figures of the current mode in the time range; of the previous mode until the current one has a step there."""
     process = facts.process
     return NO_STEPS if process is None else process.ranged
@@ -111,7 +111,7 @@ def batch(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     remarks = notes(facts, process, numbers, timeline, width, most, look)
     height -= len(remarks)
     # Every phase that ran has a column, and the usual phases of this mode.
-    columns = [phase for phase in numbers.parts if phase.ran or usual(process, numbers, phase.name)]
+    columns = [phase for phase in numbers.disjoint_phases if phase.ran or usual(process, numbers, phase.name)]
     table = _table(columns, numbers, width, look, height)
     if (counted := _counted(numbers)) and height >= _TALL:
         table.append([(cut(f" {look.glyphs.middot} ".join(counted), width, look.glyphs.more), "")])
@@ -134,9 +134,9 @@ def batch(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     return [*table, *history, *below, *blank, *remarks]
 
 
-def _counted(numbers: Figures) -> list[str]:
+def _counted(numbers: StepStats) -> list[str]:
     """What the steps counted, except where it is one in each step."""
-    return [quantity_words(*each, numbers.steps) for each in numbers.counted if each[1].total != numbers.steps]
+    return [quantity_words(*each, numbers.steps) for each in numbers.known_quantities if each[1].total != numbers.steps]
 
 
 def _ranks(facts: Facts) -> list[Process]:
@@ -150,7 +150,7 @@ def _ranks(facts: Facts) -> list[Process]:
     return ranks[:_RANKS_DRAWN] if len(ranks) > 1 else []
 
 
-def _step_count(numbers: Figures, width: int, look: Look) -> Row:
+def _step_count(numbers: StepStats, width: int, look: Look) -> Row:
     """The number of steps behind the figures."""
     text = f"{group(numbers.steps)} steps"
     if not look.colour or look.glyphs.ascii:
@@ -173,7 +173,7 @@ def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
     return [*([(text[:at], "")] if at else []), (letter, f"chip.{phase}"), (text[at + 1 :], "")]
 
 
-def _table(columns: Sequence[PhaseFigures], numbers: Figures, width: int, look: Look, height: int) -> list[Row]:
+def _table(columns: Sequence[PhaseStats], numbers: StepStats, width: int, look: Look, height: int) -> list[Row]:
     label, cell = _widths(width, len(columns))
     whole = _has_step(width, len(columns))
     rest = any(phase.ran for phase in columns if phase_by_display_name(phase.name).of_call)
@@ -202,7 +202,7 @@ def _table(columns: Sequence[PhaseFigures], numbers: Figures, width: int, look: 
     rows = [header, line("share", "", shares, "bold")]
     if height >= 3:
         rows.append(line("median", time(numbers.median_ns), [time(phase.median_ns) for phase in columns], ""))
-    if label and height >= 6 and any(phase.device_count for phase in numbers.parts):
+    if label and height >= 6 and any(phase.device_count for phase in numbers.disjoint_phases):
         # On the slowest device; of data, on the device that waits least. Medians over the steps with known times.
         rows.append(line("device", "", [time(phase.device_ns) for phase in columns], ""))
     if height >= _TALL - 1:
@@ -248,12 +248,16 @@ def history_rows(
 
 
 def notes(
-    facts: Facts, process: Process, numbers: Figures, timeline: StepTimeline | None, width: int, most: int, look: Look
+    facts: Facts, process: Process, numbers: StepStats, timeline: StepTimeline | None, width: int, most: int, look: Look
 ) -> list[Row]:
     """At most `most` rows of notes on the figures and the last step."""
     long = _stalls(facts, numbers) or unevenness(process) or _longest(facts, numbers)
-    usual = [*_between(numbers), *long, *host_waits(numbers.parts)]
-    texts = [*(usual if facts.stall is None else []), *partly_timed(numbers.parts), *missing(process, numbers)]
+    usual = [*_between(numbers), *long, *host_waits(numbers.disjoint_phases)]
+    texts = [
+        *(usual if facts.stall is None else []),
+        *partly_timed(numbers.disjoint_phases),
+        *missing(process, numbers),
+    ]
     if timeline is not None and timeline.step.missing_spans:
         more = f"{group(timeline.step.missing_spans)} spans of the last step are not drawn"
         texts.append(f"{more}: only the first {MAX_SPANS} of a step are recorded")
@@ -263,15 +267,15 @@ def notes(
     return lines(text, width, most=most, more=look.glyphs.more)
 
 
-def _between(numbers: Figures) -> list[str]:
+def _between(numbers: StepStats) -> list[str]:
     """The share of training time between steps, if it is large enough to matter."""
     rate = numbers.rate
-    if rate is None or not rate.apart or rate.steps_within <= rate.steps_per_s:
+    if rate is None or not rate.differs_within_steps or rate.steps_within <= rate.steps_per_s:
         return []
     return [f"{percent(1 - rate.steps_per_s / rate.steps_within)} of the time is between steps: {rate_words(rate)}"]
 
 
-def _stalls(facts: Facts, numbers: Figures) -> list[str]:
+def _stalls(facts: Facts, numbers: StepStats) -> list[str]:
     """A note that the mean includes a stall on another machine, which the process's own machine did not know of."""
     own, known = numbers.tally, any(each.node is not None for each in facts.state.training)
     for one in facts.state.stalls if known else ():
@@ -291,7 +295,7 @@ def unevenness(process: Process) -> list[str]:
     return [f"uneven steps: about {percent(found.steps)} take {percent(found.time)} of the time{by}"]
 
 
-def _longest(facts: Facts, numbers: Figures) -> list[str]:
+def _longest(facts: Facts, numbers: StepStats) -> list[str]:
     """The longest step of the time range, if it stands out."""
     one = next(iter(facts.state.slowest.steps), None)
     if one is None or one.wall_ns < _STANDS_OUT * (numbers.median_ns or one.wall_ns):
@@ -302,7 +306,7 @@ def _longest(facts: Facts, numbers: Figures) -> list[str]:
     return [f"longest step{of}: {duration(one.wall_ns)} at {short_clock(one.start_ns)}{why}"]
 
 
-def usual(process: Process, numbers: Figures, phase: str) -> bool:
+def usual(process: Process, numbers: StepStats, phase: str) -> bool:
     """Whether `phase` is expected in these figures, so that a step without it needs a reason.
 
     The phases of a DataParallel call are expected only in dp.
@@ -312,11 +316,11 @@ def usual(process: Process, numbers: Figures, phase: str) -> bool:
     return not known.optional and (dp or not known.of_call)
 
 
-def missing(process: Process, numbers: Figures) -> list[str]:
+def missing(process: Process, numbers: StepStats) -> list[str]:
     """A note for each reason why phases are missing: the names of these phases, then the reason."""
     call = process.newest.last if process.newest is not None else None
     reasons: dict[str, list[str]] = {}
-    for phase in numbers.parts:
+    for phase in numbers.disjoint_phases:
         if not phase.ran and usual(process, numbers, phase.name):
             reasons.setdefault(_why(process, call, phase.name), []).append(phase.name)
     return [f"no {_names(names)}: {reason}" for reason, names in reasons.items()]

@@ -10,7 +10,7 @@ from dpmon.model.state import PHASES
 from dpmon.model.step_timeline import Piece
 from dpmon.record.schema import REST, SETTLING_STEPS, phase_by_display_name, phase_by_name
 from dpmon.sanitize import sanitize_line
-from dpmon.store.figures import Figures
+from dpmon.store.step_stats import StepStats
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import UNKNOWN, clock, compact, count_of, duration, group, memory, percent, span_words, times
 from dpmon.ui.chart import ceiling, range_bar
@@ -134,7 +134,7 @@ class _CompareTable:
 
     def __init__(self, found: Comparison, width: int, look: Look) -> None:
         self.found, self.width, self.look = found, width, look
-        apart = any(side.rate is not None and side.rate.apart for side in found.sides.values())
+        apart = any(side.rate is not None and side.rate.differs_within_steps for side in found.sides.values())
         self.label = 14 if apart else 12  # for "within steps"
         self.cell = 11 if width >= 52 else 10
         self.modes = [mode for mode in _MODES if mode in found.sides]
@@ -185,7 +185,7 @@ class _CompareTable:
     def within(self) -> list[Row]:
         """The rates within steps, if they differ from the overall rates."""
         rates = {m: s.rate for m, s in self.found.sides.items() if s.rate is not None}
-        if not any(rate.apart for rate in rates.values()):
+        if not any(rate.differs_within_steps for rate in rates.values()):
             return []
         return [self.line(" within steps", {m: compact(rate.samples_within) for m, rate in rates.items()}, "dim")]
 
@@ -220,7 +220,7 @@ class _CompareTable:
         """One row per phase: its median in both modes, and the difference."""
         rows = []
         for index, name in enumerate(PHASES):
-            phases = {m: s.parts[index] for m, s in self.found.sides.items()}
+            phases = {m: s.disjoint_phases[index] for m, s in self.found.sides.items()}
             if phase_by_display_name(name).optional and not any(
                 phase.ran for phase in phases.values()
             ):  # as in panel 3
@@ -252,11 +252,11 @@ class _CompareTable:
         ]
 
 
-def _laid(side: Figures) -> list[Piece]:
+def _laid(side: StepStats) -> list[Piece]:
     """The medians of a mode's phases in order, end to end."""
     pieces: list[Piece] = []
     at = 0
-    for phase in side.parts:
+    for phase in side.disjoint_phases:
         if phase.median_ns:
             end = at + int(phase.median_ns)
             pieces.append(Piece(phase.name, at, end))

@@ -9,7 +9,7 @@ from dpmon.model.loss import LossCurve
 from dpmon.model.progress import Epoch, Progress, left_words, without_time
 from dpmon.record.schema import SECOND
 from dpmon.sanitize import sanitize_line
-from dpmon.store.answers import SMOOTHED
+from dpmon.store.query_results import SMOOTHED
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, count_of, duration_words, group, percent
 from dpmon.ui.chart import curves, filled_bar

@@ -20,10 +20,10 @@ from statistics import stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.record.record_types import Batches
-from dpmon.store.answers import LoopStep
+from dpmon.store.query_results import LoopStep
 
 if TYPE_CHECKING:
-    from dpmon.store.queries import Store
+    from dpmon.store.store_queries import Store
 
 MAX_AHEAD = 8
 """Most batches that a loop prefetches. If more were fetched before its second step, the script skipped them."""
@@ -47,7 +47,7 @@ MOST_SKIPPED = 32
 
 
 @dataclass(slots=True)
-class Loop:
+class LoaderLoop:
     """A row of the table `loops`: one loop over a loader. Times in ns since the run's start."""
 
     process: int
@@ -75,28 +75,28 @@ class Loop:
     """Evaluation after its last step, up to the next epoch."""
 
     @property
-    def batch(self) -> int | None:
+    def batches_used(self) -> int | None:
         """Number of batches that its steps have used; None until it is known how many it prefetches."""
         return None if self.ahead is None else self.fetched - self.ahead
 
     @property
-    def complete(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether all batches were fetched."""
         return self.length is not None and self.fetched >= self.length
 
 
-LOOP_COLUMNS = tuple(field.name for field in fields(Loop))
+LOOP_COLUMNS = tuple(field.name for field in fields(LoaderLoop))
 
 
-class Loops:
+class LoaderLoopTracker:
     """The loops of one process."""
 
     def __init__(self, process: int) -> None:
         self._process = process
-        self._recent: dict[int, Loop] = {}
+        self._recent: dict[int, LoaderLoop] = {}
         self._epochs: dict[int, int] = {}
         """By number of a dataset: the last epoch over it."""
-        self._epoch: Loop | None = None
+        self._epoch: LoaderLoop | None = None
         """The loop of the current epoch, or of the last one."""
         self._reads_ahead = True
         """Whether loops may prefetch: False after a loop that had no step after it had fetched its last batch."""
@@ -104,25 +104,25 @@ class Loops:
         """By number of a dataset: batches that the first step of its last loop fetched, and how many of them ahead."""
         self._single = False
         """Whether the script left the last training loop after one batch."""
-        self.changed: dict[int, Loop] = {}
+        self.changed: dict[int, LoaderLoop] = {}
         """The loops that have changed since the last write."""
 
-    def resume(self, loops: Iterable[Loop]) -> None:
+    def resume(self, loops: Iterable[LoaderLoop]) -> None:
         """Continue after the loops in a history, in order."""
         for loop in loops:
-            self._keep(loop)
+            self._remember_loop(loop)
             if loop.epoch is not None:
                 _remember(self._epochs, loop.dataset, loop.epoch)
                 self._epoch = loop
 
-    def step(
+    def add_step(
         self, number: int, batches: Batches | None, begin_ns: int, end_ns: int, evaluation: bool, evaluated_ns: int
-    ) -> Loop | None:
+    ) -> LoaderLoop | None:
         """Add a step; return its loop, or None if it used no batch. `evaluated_ns`: evaluation up to its end."""
         if evaluated_ns and self._epoch is not None:
             self._epoch.after_ns += evaluated_ns
             self.changed[self._epoch.loop] = self._epoch
-        loop = None if batches is None else self._of(batches, begin_ns, evaluation)
+        loop = None if batches is None else self._find_or_start_loop(batches, begin_ns, evaluation)
         if loop is None:
             return None
         assert batches is not None
@@ -149,44 +149,44 @@ class Loops:
                 loop.evaluation_ns += loop.after_ns
                 loop.after_ns = 0
             elif loop.epoch is None:
-                self._drives(loop)
+                self._promote_to_epoch(loop)
         return loop
 
-    def _of(self, batches: Batches, begin_ns: int, evaluation: bool) -> Loop | None:
+    def _find_or_start_loop(self, batches: Batches, begin_ns: int, evaluation: bool) -> LoaderLoop | None:
         """Return the loop of a step with these batches."""
         loop = self._recent.get(batches.loop)
         if not batches.fetched:  # it may use a batch that was read ahead
             return None if loop is None or loop.ahead == 0 or evaluation == (loop.trained > 0) else loop
         if loop is None:
             before = next(reversed(self._recent.values()), None)
-            if before is not None and before.complete and before.ahead != 0:
+            if before is not None and before.is_exhausted and before.ahead != 0:
                 if before.ahead:
                     self._reads_ahead, self._ahead = False, {}
                 before.ahead = 0
                 self.changed[before.loop] = before
-            loop = Loop(self._process, batches.loop, batches.dataset, batches.length, begin_ns)
-            self._keep(loop)
+            loop = LoaderLoop(self._process, batches.loop, batches.dataset, batches.length, begin_ns)
+            self._remember_loop(loop)
         return loop
 
-    def _keep(self, loop: Loop) -> None:
+    def _remember_loop(self, loop: LoaderLoop) -> None:
         """Keep a loop, and forget the one that went on the longest ago: evaluations may start many within an epoch."""
         if len(self._recent) >= _RECENT:
             others = (one for one in self._recent.values() if one is not self._epoch)
             del self._recent[min(others, key=lambda one: one.last_step).loop]
         self._recent[loop.loop] = loop
 
-    def _drives(self, loop: Loop) -> None:
+    def _promote_to_epoch(self, loop: LoaderLoop) -> None:
         """Make a loop with a training step the current epoch, if it is an epoch."""
         before = self._epoch
-        several = loop.fetched > 1 or loop.complete
+        several = loop.fetched > 1 or loop.is_exhausted
         if before is not None:
             if before.last_step > loop.first_step:
                 return  # both are read in turn, and the earlier one drives the training
-            if before.fetched == 1 and not before.complete:
+            if before.fetched == 1 and not before.is_exhausted:
                 self._epochs[before.dataset] -= 1
                 before.epoch, self._epoch, self._single = None, None, True
                 self.changed[before.loop] = before
-            elif not (several or before.complete or before.dataset == loop.dataset):
+            elif not (several or before.is_exhausted or before.dataset == loop.dataset):
                 return  # the earlier one may go on
         if self._single and not several:
             return
@@ -207,14 +207,14 @@ def _remember(of_datasets: dict[int, Any], dataset: int, value: object) -> None:
 # ------------------------------------------------------------------------------------------------ time left
 
 
-class Left(NamedTuple):
+class TimeLeft(NamedTuple):
     """The time left in an epoch, and its uncertainty as a standard deviation (ns)."""
 
     left_ns: float
     error_ns: float
 
 
-def left_in(rows: Store, epochs: Sequence[Loop], batch: int | None) -> Left | str:
+def estimate_epoch_time_left(rows: Store, epochs: Sequence[LoaderLoop], batch: int | None) -> TimeLeft | str:
     """Return the time left after `batch` of the last of `epochs`, or why it is unknown."""
     now, before = epochs[-1], epochs[-2] if len(epochs) > 1 else None
     if now.length is None:
@@ -223,19 +223,21 @@ def left_in(rows: Store, epochs: Sequence[Loop], batch: int | None) -> Left | st
         return "the batch is unknown"
     if batch >= now.length:
         return "the epoch has used all batches"
-    if before is not None and before.dataset == now.dataset and before.length == now.length and not before.complete:
+    if before is not None and before.dataset == now.dataset and before.length == now.length and not before.is_exhausted:
         return f"the epoch before ended after {before.fetched:,} of {before.length:,} batches"
     read = [one for one in (before, now) if one is not None]
     steps = sum(one.steps for one in read)
     often = WINDOW_NS * steps // (STEPS_READ * max(sum(one.end_ns - one.begin_ns for one in read), 1))
     one_in = max(1, min(often, MOST_SKIPPED, steps // (2 * BLOCKS)))
-    found = time_left(rows.loop_steps(now.process, [one.loop for one in read], STEPS_READ, one_in), now.length - batch)
+    found = estimate_time_left(
+        rows.loop_steps(now.process, [one.loop for one in read], STEPS_READ, one_in), now.length - batch
+    )
     if found is None:
         return "too few batches yet"
     return "more than 100 days" if found.left_ns > LONGEST_NS else found
 
 
-def time_left(steps: Iterable[LoopStep], batches: int) -> Left | None:
+def estimate_time_left(steps: Iterable[LoopStep], batches: int) -> TimeLeft | None:
     """Return the time that `batches` more batches take, from steps (newest first); None with too few steps."""
     cycles = [
         (later.end_ns - sooner.end_ns, later.batch - sooner.batch)
@@ -255,4 +257,4 @@ def time_left(steps: Iterable[LoopStep], batches: int) -> Left | None:
     took, count = sum(took for took, _ in sums), sum(count for _, count in sums)
     # The batches to come vary as the blocks do, and the mean itself is uncertain.
     error = stdev(means) * sqrt(batches * count / len(means) + batches**2 / len(means))
-    return Left(batches * took / count, error)
+    return TimeLeft(batches * took / count, error)

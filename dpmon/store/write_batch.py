@@ -9,11 +9,11 @@ from typing import Any
 
 from dpmon.record.history_rows import CollectiveRow
 from dpmon.record.schema import SECOND
-from dpmon.store.accounting import Gap, Spent
-from dpmon.store.loops import Loop
-from dpmon.store.rounds import Joined
-from dpmon.store.tables import RingRow
-from dpmon.store.tally import Key
+from dpmon.store.history_schema import RingRow
+from dpmon.store.loader_loops import LoaderLoop
+from dpmon.store.sync_passes import RankStepWait
+from dpmon.store.tally import TallyKey
+from dpmon.store.time_accounting import ActivityInterval, Gap
 
 GAP_NS = 20_000_000
 """Shortest gap between two steps that gets a row."""
@@ -24,7 +24,7 @@ ShapeKey = tuple[int, str, int, int, int, str, int]
 
 
 @dataclass(slots=True)
-class EndedSteps:
+class SecondOfSteps:
     """What a batch adds to the tally of one second."""
 
     rows: list[tuple[Any, ...]] = field(default_factory=list)
@@ -34,7 +34,7 @@ class EndedSteps:
 
 
 @dataclass
-class Batch:
+class WriteBatch:
     """Rows that are written together."""
 
     now_s: int = 0
@@ -54,16 +54,16 @@ class Batch:
     characters: int = 0
     """Characters of text in definitions, calls, steps and events."""
     rings: list[RingRow] = field(default_factory=list)
-    tallied: dict[tuple[int, Key], EndedSteps] = field(default_factory=lambda: defaultdict(EndedSteps))
+    tallied: dict[tuple[int, TallyKey], SecondOfSteps] = field(default_factory=lambda: defaultdict(SecondOfSteps))
     """Steps by the second they ended in and their tally."""
     spent: dict[tuple[int, int, str, str], int] = field(default_factory=dict)
     """Time (ns) by second, process, mode and activity; negative values subtract."""
-    loops: dict[tuple[int, int], Loop] = field(default_factory=dict)
+    loops: dict[tuple[int, int], LoaderLoop] = field(default_factory=dict)
     """New and changed loops over loaders, by process and number."""
     gaps: list[Gap] = field(default_factory=list)
     waited: list[tuple[int, int, int]] = field(default_factory=list)
     """Late waits for input, which shorten recorded gaps: process, begin, end."""
-    joined: list[Joined] = field(default_factory=list)
+    joined: list[RankStepWait] = field(default_factory=list)
     """Steps of this or an earlier batch with newly known waits for other ranks."""
     shapes: Counter[ShapeKey] = field(default_factory=Counter)
     """Calls by shape."""
@@ -75,12 +75,12 @@ class Batch:
         """The number of rows of records."""
         return sum(map(len, (self.definitions, self.calls, self.steps, self.collectives, self.events, self.losses)))
 
-    def event(self, number: int, process: int | None, kind: str, t_ns: int | None, text: str) -> None:
+    def add_event(self, number: int, process: int | None, kind: str, t_ns: int | None, text: str) -> None:
         """Add an event; `text`: its JSON."""
         self.events.append((number, process, kind, t_ns, text))
         self.characters += len(text)
 
-    def collective(self, number: int, process: int, collected: CollectiveRow) -> None:
+    def add_collective(self, number: int, process: int, collected: CollectiveRow) -> None:
         """Add a collective or a sample, and add it to the sums of its second."""
         self.collectives.append((number, process, *collected))
         ended, timed = collected.took >= 0, collected.took >= 0 and collected.definition > 0
@@ -93,20 +93,20 @@ class Batch:
         else:
             found[:] = [min(total + value, _MOST) for total, value in zip(found, values, strict=True)]
 
-    def step(self, key: Key, end_ns: int, row: tuple[Any, ...], series: Iterable[tuple[str, int]]) -> None:
+    def add_step(self, key: TallyKey, end_ns: int, row: tuple[Any, ...], series: Iterable[tuple[str, int]]) -> None:
         """Add a step, also to its tally. `row`: of STEP_COLUMNS; `series`: values of further series."""
         self.steps.append(row)
         ended = self.tallied[end_ns // SECOND, key]
         ended.rows.append(row)
         ended.series += series
 
-    def join(self, joined: Iterable[Joined]) -> None:
+    def add_waits(self, joined: Iterable[RankStepWait]) -> None:
         """Add the waits of steps of this or an earlier batch."""
         for one in joined:
             self.joined.append(one)
-            self.tallied[one.step.second, one.step.key].series += one.series.items()
+            self.tallied[one.step.second, one.step.key].series += one.tally_values.items()
 
-    def spend(self, process: int, spent: Iterable[Spent]) -> None:
+    def add_activity_time(self, process: int, spent: Iterable[ActivityInterval]) -> None:
         """Add time of a process's activities."""
         sums = self.spent
         for part in spent:
@@ -118,11 +118,11 @@ class Batch:
                 key = second, process, mode, activity
                 sums[key] = sums.get(key, 0) + sign * (end - begin)
                 continue
-            for second, ns in part.by_second():
+            for second, ns in part.split_by_second():
                 key = second, process, mode, activity
                 sums[key] = sums.get(key, 0) + ns
 
-    def device(self, t_ns: int, device: int, name: str, value: float) -> None:
+    def add_device_value(self, t_ns: int, device: int, name: str, value: float) -> None:
         """Add one value of a sample."""
         key = t_ns // 60_000_000_000 * 60, device, name
         found = self.devices.get(key)

@@ -19,13 +19,13 @@ from dpmon.record.schema import SECOND
 from dpmon.run.proc import is_alive
 from dpmon.run.run_directory import RunInfo, ring_paths
 from dpmon.span_ring import RingError
-from dpmon.store.accounts import Accounts
-from dpmon.store.answers import event_in
-from dpmon.store.batch import Batch
-from dpmon.store.intake import Intake
-from dpmon.store.sources import SpanSource
-from dpmon.store.tables import RingRow
-from dpmon.store.writer import LIMIT_BYTES, History
+from dpmon.store.history_schema import RingRow
+from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
+from dpmon.store.process_accounts import ProcessAccounts
+from dpmon.store.query_results import event_from_row
+from dpmon.store.ring_intake import RingIntake
+from dpmon.store.span_source import SpanSource
+from dpmon.store.write_batch import WriteBatch
 
 COMMIT_S = 0.5
 """Time between two commits while records arrive: each packs the tallies of its second again."""
@@ -56,7 +56,7 @@ _OWN = "supervisor"
 """Name of the supervisor's row among the rings. It has no ring: the row counts its missed records."""
 
 
-class Drain:
+class RingDrain:
     """All rings of one run, and the records taken from them since the last write."""
 
     def __init__(
@@ -64,25 +64,25 @@ class Drain:
         directory: Path,
         info: RunInfo,
         limit_bytes: int = LIMIT_BYTES,
-        history: History | None = None,
+        history: HistoryWriter | None = None,
     ) -> None:
         """`history`: the history to write; None: the history in the run's directory, limited to `limit_bytes`."""
         self._directory = directory
         self._info = info
         self._in_memory = history is not None
         self._limit_bytes = limit_bytes
-        self._history: History | None = None
+        self._history: HistoryWriter | None = None
         self._kept: dict[str, RingRow] = {}
         """The rows of the rings in the history."""
-        self._sources: dict[str, tuple[SpanSource, Intake]] = {}
+        self._sources: dict[str, tuple[SpanSource, RingIntake]] = {}
         self._refused: set[str] = set()
         """Rings that could not be read at the last try."""
         self._own: deque[Event] = deque()
         """Records of the supervisor that are not in the batch yet."""
         self._own_missed = 0
         """Number of records of this supervisor that were dropped."""
-        self._batch = Batch()
-        self._accounts = Accounts()
+        self._batch = WriteBatch()
+        self._accounts = ProcessAccounts()
         self._next_id = 1
         self._gone: Collection[str] = ()
         """The rings with processes that were gone at the last check."""
@@ -98,7 +98,7 @@ class Drain:
         self.on_memory_event: Callable[[Mapping[str, Any], int], None] = lambda data, pid: None
         """Called with the data and the process id of each `memory` event of a training process. It names the GPUs."""
         if history is not None:
-            self._go_on_in(history)
+            self._resume_history(history)
 
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
         """Record an event of the supervisor, from any thread. `t_s` (s since the run's start) is added if missing."""
@@ -114,7 +114,7 @@ class Drain:
         if not self._in_memory:
             self.emit("warning", {"process": process, "text": text})
 
-    def drain(self, now: float) -> bool:
+    def poll(self, now: float) -> bool:
         """Take new records, and write if a commit is due. Return whether more records are ready. `now`: monotonic s."""
         if self._history is None and not self._open(now):
             return False
@@ -124,9 +124,9 @@ class Drain:
                 self._find_at = now + FIND_S
                 self._find_rings(now)
             if now >= min(self._take_at, self._commit_at):
-                more = self._take(now)
+                more = self._read_rings(now)
                 self._take_at = now + TAKE_S if len(self._sources) > MANY_RINGS and not more else now
-            self._take_own()
+            self._read_own_records()
         if now >= self._commit_at or self._batch.rows >= COMMIT_ROWS:
             self._write(now)
         return more and self._has_room()
@@ -144,7 +144,7 @@ class Drain:
         now = time.monotonic()
         self._find_at = self._refused_at = self._look_at = self._take_at = self._retry_at = 0.0
         for _ in range(64):
-            if not self.drain(now):
+            if not self.poll(now):
                 break
         if self._history is None:
             return
@@ -152,7 +152,7 @@ class Drain:
         if last:
             self._gone, self._look_at = self._sources.keys(), math.inf
         for _ in range(64 * over):
-            if not self._has_room() or not self._take(now):
+            if not self._has_room() or not self._read_rings(now):
                 break
         self._write(now)
 
@@ -186,7 +186,7 @@ class Drain:
         """Return the data of the last record of a stall."""
         return None if self._history is None else self._history.last_stall()
 
-    def has_exit(self) -> bool:
+    def has_exit_record(self) -> bool:
         """Return whether the history has the end of the command."""
         return bool(self._rows("SELECT 1 FROM events WHERE kind = 'exit' LIMIT 1"))
 
@@ -194,7 +194,7 @@ class Drain:
         """Yield the data of some events, up to the first damaged one."""
         with suppress(HistoryError):
             for row in self._rows(f"SELECT json FROM events WHERE {which}"):
-                yield event_in(row).data
+                yield event_from_row(row).data
 
     def _rows(self, query: str) -> list[tuple[Any, ...]]:
         """Return the rows of a query; none if the history cannot be read."""
@@ -228,14 +228,14 @@ class Drain:
                     self._refused.add(path.name)
                     self.warn(f"{path.name} cannot be read: {error}", int(path.stem.rpartition("-")[2]))
                 continue
-            intake = Intake(source.row, self._info.start_ns, self._accounts)
+            intake = RingIntake(source.row, self._info.start_ns, self._accounts)
             self._sources[path.name] = source, intake
             self._look_at = 0.0
             if source.resumes and self._history is not None:
                 with suppress(HistoryError):  # damaged; new records can still be recorded
                     intake.resume(self._history)
 
-    def _take(self, now: float) -> bool:
+    def _read_rings(self, now: float) -> bool:
         """Take the new rows of all rings; return whether a ring filled faster than it was read."""
         if now >= self._look_at:
             self._look_at = now + GONE_S
@@ -243,36 +243,36 @@ class Drain:
             self._gone = {name for name, source in there if not is_alive(source.row.pid, None)}
         more = False
         for name, (source, intake) in self._sources.items():
-            more = self._take_ring(source, intake, now, name in self._gone) or more
+            more = self._read_ring(source, intake, now, name in self._gone) or more
         return more
 
-    def _take_ring(self, source: SpanSource, intake: Intake, now: float, gone: bool) -> bool:
+    def _read_ring(self, source: SpanSource, intake: RingIntake, now: float, gone: bool) -> bool:
         """Take the new rows of one ring; return whether it filled faster than it was read."""
         over = source.over
         try:
-            rows, more = source.take(int(now * 1e9), gone)
+            rows, more = source.read_rows(int(now * 1e9), gone)
         except (RingError, OSError):
             return False
         for row in rows:
-            if not self._add(intake, row):
+            if not self._add_row(intake, row):
                 source.unreadable += 1
             if isinstance(row, Event) and row.kind == "memory":
                 self.on_memory_event(row.data, source.row.pid)
         if source.over and not over:
-            intake.flush(self._batch)
+            intake.finish_process(self._batch)
         return more
 
-    def _take_own(self) -> None:
+    def _read_own_records(self) -> None:
         """Take the supervisor's own records."""
         if not self._own:
             return
         row = RingRow(_OWN, -1, None, os.getpid())
-        intake = Intake(row, self._info.start_ns, self._accounts)
+        intake = RingIntake(row, self._info.start_ns, self._accounts)
         while self._own:
-            if not self._add(intake, self._own.popleft()):
+            if not self._add_row(intake, self._own.popleft()):
                 self._own_missed += 1
 
-    def _add(self, intake: Intake, row: Row) -> bool:
+    def _add_row(self, intake: RingIntake, row: Row) -> bool:
         """Put a row into the batch; return False if it is damaged."""
         try:
             if intake.add(self._batch, self._next_id, row):
@@ -290,21 +290,21 @@ class Drain:
             return False
         meta = {"run": self._info.id, "start_ns": self._info.start_ns}
         try:
-            history = History.open(self._directory, meta, self._limit_bytes)
+            history = HistoryWriter.open(self._directory, meta, self._limit_bytes)
             try:
-                self._go_on_in(history)
+                self._resume_history(history)
             except HistoryError:
                 history.close()
                 raise
         except (HistoryError, OSError) as error:
-            self._fail(now, error)
+            self._handle_write_error(now, error)
             return False
         self._commit_at = now
         return True
 
-    def _go_on_in(self, history: History) -> None:
+    def _resume_history(self, history: HistoryWriter) -> None:
         """Write into a history that another supervisor may have begun."""
-        self._accounts = Accounts()
+        self._accounts = ProcessAccounts()
         self._accounts.resume(history)
         self._kept = history.rings()
         self._next_id = history.next_id
@@ -315,7 +315,7 @@ class Drain:
             return
         self._commit_at = self._next_commit(now)
         for source, _ in self._sources.values():
-            source.note()
+            source.update_position()
         rows = [source.row for source, _ in self._sources.values()]
         self._batch.rings = [row for row in rows if self._kept.get(row.name) != row]
         if self._own_missed:
@@ -328,10 +328,10 @@ class Drain:
         try:
             self._history.write(self._batch)
         except HistoryError as error:
-            self._fail(now, error)
+            self._handle_write_error(now, error)
             return
         self._kept.update((row.name, replace(row)) for row in self._batch.rings)
-        self._batch = Batch()
+        self._batch = WriteBatch()
         self._own_missed = 0
         self.failure = None
         if self._history.damage is not None and not self._told_damage:
@@ -344,7 +344,7 @@ class Drain:
         late = (now - self._info.start_ns / 1e9 - _AFTER_S) % 1.0
         return now - late + 1.0
 
-    def _fail(self, now: float, error: Exception) -> None:
+    def _handle_write_error(self, now: float, error: Exception) -> None:
         """Warn once that the history cannot be written, and try again later; the run continues without it."""
         self._retry_at = now + RETRY_S
         if self.failure is None and now >= self._silent_until:

@@ -1,4 +1,4 @@
-"""Opens the record of a run for queries (dpmon.store.queries).
+"""Opens the record of a run for queries (dpmon.store.store_queries).
 
 While a supervisor writes the history, readers query its file. Otherwise the rings may hold more than the history: the
 supervisor was killed, or the disk was full. Then the history is copied to memory, and the supervisor's own code adds
@@ -21,22 +21,22 @@ from dpmon.run.proc import is_suspended
 from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info, ring_paths
 from dpmon.run.safe_files import check_database
 from dpmon.span_ring import RingError
-from dpmon.store.drain import Drain
-from dpmon.store.queries import Store
-from dpmon.store.sources import holds_more
-from dpmon.store.tables import (
+from dpmon.store.history_schema import (
     HISTORY_FILE,
     LARGEST,
     SCHEMA_VERSION,
-    Door,
+    CheckedConnection,
     RingRow,
     check_schema,
-    files_of,
-    rings_in,
-    size_of,
+    database_file_stamps,
+    database_size,
+    read_ring_rows,
     version_of,
 )
-from dpmon.store.writer import History
+from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.ring_drain import RingDrain
+from dpmon.store.span_source import has_unread_spans
+from dpmon.store.store_queries import Store
 
 STALE_S, STARVED_S = 3.0, 10.0
 """A supervisor does not work if it has written nothing for this long: the first if it is suspended, else the second. A
@@ -59,19 +59,19 @@ def open_store(directory: Path, *, as_written: bool = False) -> Iterator[Store]:
     info = load_info(directory)
     with ExitStack() as stack:
         try:
-            store = _store(directory, info, stack, as_written)
+            store = _open_best_source(directory, info, stack, as_written)
         except _FAULTS as error:
             if as_written and not isinstance(error, FileNotFoundError):
                 raise HistoryError(str(error)) from None
             damaged = None if isinstance(error, FileNotFoundError) else f"the history cannot be read: {error}"
-            store = _with_rings(directory, info, stack.enter_context(closing(_connect(_MEMORY))), damaged)
+            store = _store_with_rings(directory, info, stack.enter_context(closing(_connect(_MEMORY))), damaged)
         yield store
 
 
-def _store(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -> Store:
+def _open_best_source(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -> Store:
     path = directory / HISTORY_FILE
     db = stack.enter_context(closing(_connect(f"{path.absolute().as_uri()}?mode=ro", path)))
-    door = Door(db, size_of(path))
+    door = CheckedConnection(db, database_size(path))
     db.execute("BEGIN")
     if not db.execute("SELECT 1 FROM sqlite_master").fetchone() and has_live_supervisor(info):
         raise FileNotFoundError(path)  # the supervisor is creating it
@@ -82,26 +82,26 @@ def _store(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -
         )
     check_schema(db, whole=True)
     written = as_written or _is_written(directory, info)
-    if written or not _have_more(directory, rings_in(door)) or size_of(path) > LARGEST:
+    if written or not _rings_hold_more(directory, read_ring_rows(door)) or database_size(path) > LARGEST:
         return Store(door)
     memory = stack.enter_context(closing(_connect(_MEMORY)))
     db.backup(memory)
-    return _with_rings(directory, info, memory)
+    return _store_with_rings(directory, info, memory)
 
 
-def _with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection, damaged: str | None = None) -> Store:
+def _store_with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection, damaged: str | None = None) -> Store:
     """Make the store of a history in memory, after adding the contents of the rings."""
     history = _history(memory, info)
-    drain = Drain(directory, info, history=history)
+    drain = RingDrain(directory, info, history=history)
     drain.flush(over=True, last=load_exit(directory) is not None)
     drain.close()
     if drain.failure is not None:
         raise drain.failure
-    return Store(history.door, damaged)
+    return Store(history.checked_connection, damaged)
 
 
-def _history(memory: sqlite3.Connection, info: RunInfo) -> History:
-    return History(memory, {"run": info.id, "start_ns": info.start_ns}, _NO_LIMIT)
+def _history(memory: sqlite3.Connection, info: RunInfo) -> HistoryWriter:
+    return HistoryWriter(memory, {"run": info.id, "start_ns": info.start_ns}, _NO_LIMIT)
 
 
 def _connect(uri: str, path: Path | None = None) -> sqlite3.Connection:
@@ -113,31 +113,31 @@ def _connect(uri: str, path: Path | None = None) -> sqlite3.Connection:
     return db
 
 
-def stamp(directory: Path, info: RunInfo) -> object:
+def commit_stamp(directory: Path, info: RunInfo) -> object:
     """Return a value that changes with every commit; None if no supervisor writes: the rings may then hold more."""
-    files = files_of(directory / HISTORY_FILE) if _is_written(directory, info) else None
+    files = database_file_stamps(directory / HISTORY_FILE) if _is_written(directory, info) else None
     return files and [(file.st_mtime_ns, file.st_size) for file in files]
 
 
 def _is_written(directory: Path, info: RunInfo) -> bool:
     """Whether a supervisor writes the history. False after the command's end: the history may lack the last records."""
-    age_s = time.time() - max((file.st_mtime for file in files_of(directory / HISTORY_FILE)), default=0.0)
+    age_s = time.time() - max((file.st_mtime for file in database_file_stamps(directory / HISTORY_FILE)), default=0.0)
     if age_s >= STARVED_S or not has_live_supervisor(info) or load_exit(directory) is not None:
         return False
     return age_s < STALE_S or not is_suspended(info.supervisor_pid)
 
 
-def _have_more(directory: Path, rings: Mapping[str, RingRow]) -> bool:
+def _rings_hold_more(directory: Path, rings: Mapping[str, RingRow]) -> bool:
     """Whether the rings of a run hold more than its history."""
     over = load_exit(directory) is not None
     for path in ring_paths(directory):
         with suppress(RingError, OSError):
-            if holds_more(path, rings.get(path.name), over):
+            if has_unread_spans(path, rings.get(path.name), over):
                 return True
     return False
 
 
-def can_be_opened(directory: Path) -> bool:
+def is_readable(directory: Path) -> bool:
     """Whether the history of a run, if there is one, can be read.
 
     Raises RunError if another version of dpmon recorded it.

@@ -2,7 +2,7 @@
 
 A `Store` reads the database as of one instant; `Store.at` leaves out later records, so that the state known at a time
 in the past is shown. All figures of the screen, the report, the summary, the JSON lines and the metrics come from its
-results (dpmon.store.figures).
+results (dpmon.store.step_stats).
 """
 
 from __future__ import annotations
@@ -21,22 +21,7 @@ from dpmon.record.history_rows import CollectiveRow, LossRow, LossSite, Resolver
 from dpmon.record.record_types import Collective, Event, Operation, Record, RecordError, Sampled
 from dpmon.record.safe_json import int_member, text_member
 from dpmon.record.schema import SECOND
-from dpmon.store.answers import (
-    SMOOTHED,
-    ChartSample,
-    Communicated,
-    LastSample,
-    LossBin,
-    MinuteRow,
-    NodeRow,
-    Shape,
-    UnfitLoss,
-    event_in,
-    loss_in,
-    numbers_in,
-)
-from dpmon.store.step_queries import LAST_NS, WHOLE_STEP, Steps
-from dpmon.store.tables import (
+from dpmon.store.history_schema import (
     BEFORE_S,
     CALL_ROW,
     COLLECTIVE_COLUMNS,
@@ -47,8 +32,23 @@ from dpmon.store.tables import (
     NODE_COLUMNS,
     OWN,
     UNFIT,
-    Door,
+    CheckedConnection,
 )
+from dpmon.store.query_results import (
+    SMOOTHED,
+    ChartSample,
+    CollectiveSums,
+    InvalidLoss,
+    LastSample,
+    LossBin,
+    MinuteRow,
+    NodeRow,
+    Shape,
+    event_from_row,
+    loss_from_columns,
+    parse_numbers,
+)
+from dpmon.store.step_queries import LAST_NS, WHOLE_STEP, StepStore
 
 COLLECTED = ", ".join(tuple(COLLECTIVE_COLUMNS)[1:])
 """Columns of a row for `collective`."""
@@ -84,10 +84,10 @@ _FOR_SMOOTHED = 200
 """Of more values, the oldest weigh less than 1 in 20,000."""
 
 
-class Store(Steps):
+class Store(StepStore):
     """The tables of one history, as of one instant."""
 
-    def __init__(self, door: Door, damaged: str | None = None) -> None:
+    def __init__(self, door: CheckedConnection, damaged: str | None = None) -> None:
         """Take the parameters of Sums."""
         super().__init__(door, damaged)
         self._unreadable = 0
@@ -110,7 +110,7 @@ class Store(Steps):
             found: list[Record] = []
             until = LAST_NS
             with self.until_damage():
-                for record in self._part(first, first + _AT_ONCE):
+                for record in self._records_between(first, first + _AT_ONCE):
                     found.append(record)
                 until = first + _AT_ONCE
             first = max(self._ids(until)[0], until)  # a damaged tree may return lower ids
@@ -124,18 +124,20 @@ class Store(Steps):
         known = [row for row in found if row[0] is not None]
         return min((low for low, _ in known), default=LAST_NS), max((high for _, high in known), default=0)
 
-    def _part(self, first: int, end: int) -> Iterator[Record]:
+    def _records_between(self, first: int, end: int) -> Iterator[Record]:
         """Yield the records with ids from `first` up to, not including, `end`."""
         tables = (
-            self._arrived(table, f"SELECT id, {names} FROM {table} WHERE id >= ? AND id < ? ORDER BY id", (first, end))
+            self._iter_rows(
+                table, f"SELECT id, {names} FROM {table} WHERE id >= ? AND id < ? ORDER BY id", (first, end)
+            )
             for table, names in _TABLES.items()
         )
         return (record for _, record in heapq.merge(*tables, key=itemgetter(0)))
 
-    def _arrived(self, table: str, query: str, values: tuple[int, ...]) -> Iterator[tuple[int, Record]]:
+    def _iter_rows(self, table: str, query: str, values: tuple[int, ...]) -> Iterator[tuple[int, Record]]:
         """Yield the id and the record of each row of a table."""
         decoders: Mapping[str, Callable[[Sequence[Any]], Record]] = {
-            "calls": self._call, "steps": self._step, "collectives": self.collective, "events": event_in,
+            "calls": self._call, "steps": self._step, "collectives": self.collective, "events": event_from_row,
             "losses": self._loss,
         }  # fmt: skip
         decode = decoders[table]
@@ -153,7 +155,7 @@ class Store(Steps):
     def _loss(self, row: Sequence[Any]) -> Event:
         """Return the record in a row of LOSSES. Raises RecordError for a lost definition."""
         process, *columns = row
-        return self.resolver(process).loss(loss_in(columns))
+        return self.resolver(process).loss(loss_from_columns(columns))
 
     def newest_ns(self) -> int:
         """Return the end of the last record (ns); 0 if there is none."""
@@ -169,12 +171,12 @@ class Store(Steps):
         found = list(self.read(_again, query, (*kinds, self.until_ns, -1 if newest is None else newest)))
         return found[::-1]
 
-    def each_event(self, *kinds: str) -> Iterator[Event]:
+    def iter_events(self, *kinds: str) -> Iterator[Event]:
         """Yield all events of some kinds, one at a time: the samples of devices may not fit into memory."""
-        return self.read(event_in, f"{_events_of(kinds)} ORDER BY id", kinds)
+        return self.read(event_from_row, f"{_events_of(kinds)} ORDER BY id", kinds)
 
     def event_count(self, kind: str) -> int:
-        """Return the number of events of a lasting kind (dpmon.store.tables.LASTING)."""
+        """Return the number of events of a lasting kind (dpmon.store.history_schema.LASTING)."""
         query = f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ?"
         return sum(count for (count,) in self.query(query, (kind, self.until_ns)))
 
@@ -213,7 +215,7 @@ class Store(Steps):
     def shapes(self) -> list[Shape]:
         """Return the sizes of inputs and outputs of all calls so far, with their number of calls."""
         query = "SELECT process, mode, kind, layout, virtual, sizes, untimed, calls FROM shapes"
-        return list(self.read(shape_in, query))
+        return list(self.read(shape_from_row, query))
 
     # ------------------------------------------------------------------------------------------ events
 
@@ -224,7 +226,7 @@ class Store(Steps):
             " ORDER BY t_ns DESC, id DESC LIMIT 1"
         )
         until = self.until_ns if until_ns is None else min(until_ns, self.until_ns)
-        return next(self.read(event_in, query, (process, until)), None)
+        return next(self.read(event_from_row, query, (process, until)), None)
 
     def newest_memory(self, processes: Sequence[int]) -> dict[int, Event]:
         """Return the newest memory event of each process that has one."""
@@ -236,7 +238,7 @@ class Store(Steps):
             f"WITH ends(who) AS (VALUES {', '.join(f'({one})' for one in processes)})"
             f" SELECT json FROM ends CROSS JOIN events AS row ON row.id = ({newest})"
         )
-        found = self.read(event_in, query, (self.until_ns,)) if processes else ()
+        found = self.read(event_from_row, query, (self.until_ns,)) if processes else ()
         return {process: event for event in found if (process := int_member(event.data, "process")) is not None}
 
     # ------------------------------------------------------------------------------------------ collectives
@@ -260,9 +262,9 @@ class Store(Steps):
         collectives = tuple(record for record in found if isinstance(record, Collective))
         return LastSample(sample.step, sample.start_ns, sample.wall_ns, collectives) if collectives else None
 
-    def communicated(
+    def collective_sums(
         self, begin_ns: int = 0, end_ns: int = LAST_NS, processes: Collection[int] | None = None
-    ) -> Communicated:
+    ) -> CollectiveSums:
         """Return the sampled collectives between two times by operation, of all processes or only of `processes`.
 
         Both times are rounded outwards to whole seconds.
@@ -298,7 +300,7 @@ class Store(Steps):
         )
         newest = self.read(self.collective, query, (begin_ns, end_ns, *who, MOST_OWN))
         own = {one.operation for one in newest if isinstance(one, Collective)}
-        return Communicated(tuple(operations), samples, why, tuple(sorted(own)))
+        return CollectiveSums(tuple(operations), samples, why, tuple(sorted(own)))
 
     # ------------------------------------------------------------------------------------------ losses
 
@@ -335,13 +337,13 @@ class Store(Steps):
         The weight of a value falls by e for every SMOOTHED values after it. Values are at least a second apart.
         """
         values = process, definition, self.until_ns, _FOR_SMOOTHED
-        rows = [loss_in(row) for row in self.query(_NEWEST_LOSSES, values)]
+        rows = [loss_from_columns(row) for row in self.query(_NEWEST_LOSSES, values)]
         weights = [(exp(-at / SMOOTHED), row.loss) for at, row in enumerate(rows) if isfinite(row.loss)]
         whole = sum(weight for weight, _ in weights)
         smoothed = sum(weight * value for weight, value in weights) / whole if weights else None
         return next(iter(rows), None), smoothed
 
-    def unfit_losses(self) -> list[UnfitLoss]:
+    def first_invalid_losses(self) -> list[InvalidLoss]:
         """Return the first loss of each process and line that is NaN or infinite, in order of time."""
         query = (
             f"SELECT process, definition, step, min(t_ns), loss FROM losses WHERE {UNFIT} AND t_ns <= ?"
@@ -349,10 +351,10 @@ class Store(Steps):
         )
         found = []
         for process, *columns in self.query(query, (self.until_ns,)):
-            row = loss_in(columns)
+            row = loss_from_columns(columns)
             place = self._places(process, [row.definition]).get(row.definition)
             if place is not None and place.why is None:
-                found.append(UnfitLoss(process, place.place, row.step or None, row.start, row.loss))
+                found.append(InvalidLoss(process, place.place, row.step or None, row.start, row.loss))
         return sorted(found, key=lambda one: one.t_ns)
 
     # ------------------------------------------------------------------------------------------ samples
@@ -379,7 +381,7 @@ class Store(Steps):
 
     def sample(self, number: int) -> Event | None:
         """Return the complete sample with this id; None if it was deleted."""
-        return next(self.read(event_in, "SELECT json FROM events WHERE id = ?", (number,)), None)
+        return next(self.read(event_from_row, "SELECT json FROM events WHERE id = ?", (number,)), None)
 
     def host_memory(self, begin_ns: int, end_ns: int) -> list[tuple[int, int]]:
         """Return (start in ns, peak bytes of the run's processes) of each minute that begins between two times."""
@@ -395,11 +397,11 @@ class Store(Steps):
         return [(start * SECOND, int(high)) for start, high in rows]
 
 
-def shape_in(row: Sequence[Any]) -> Shape:
+def shape_from_row(row: Sequence[Any]) -> Shape:
     """Return the shape in a row. Raises HistoryError if it is damaged."""
     process, mode, kind, layout, virtual, sizes, untimed, calls = row
     try:
-        inputs, outputs, *parts = numbers_in(sizes)
+        inputs, outputs, *parts = parse_numbers(sizes)
         pairs = tuple((part[0], part[1]) for part in parts if len(part) == 2)
         stages = tuple((part[0], part[1], part[2]) for part in parts if len(part) == 3)
     except (ValueError, TypeError) as error:
@@ -414,7 +416,7 @@ def _events_of(kinds: Sequence[str]) -> str:
     return f"SELECT json FROM events WHERE {lasting}kind IN ({', '.join('?' * len(kinds))})"
 
 
-_again = lru_cache(maxsize=1024)(event_in)
+_again = lru_cache(maxsize=1024)(event_from_row)
 """Cached, because every picture asks for the same lasting events."""
 
 

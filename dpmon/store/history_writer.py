@@ -1,4 +1,4 @@
-"""Writes history.sqlite (its schema: dpmon.store.tables). Only the supervisor of a run writes it."""
+"""Writes history.sqlite (its schema: dpmon.store.history_schema). Only the supervisor of a run writes it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from typing import Any
 from dpmon.errors import HistoryError
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.run.safe_files import check_database
-from dpmon.store.answers import event_in
-from dpmon.store.batch import GAP_NS, Batch
-from dpmon.store.loops import LOOP_COLUMNS, Loop
-from dpmon.store.tables import (
+from dpmon.store.history_schema import (
     BEFORE_S,
     CALL_COLUMNS,
     COLLECTIVE_COLUMNS,
@@ -29,15 +26,18 @@ from dpmon.store.tables import (
     SCHEMA_VERSION,
     STEP_COLUMNS,
     UNFIT,
-    Door,
+    CheckedConnection,
     RingRow,
     check_schema,
+    database_size,
     last_ids,
-    rings_in,
-    size_of,
+    read_ring_rows,
     version_of,
 )
+from dpmon.store.loader_loops import LOOP_COLUMNS, LoaderLoop
+from dpmon.store.query_results import event_from_row
 from dpmon.store.tally_writer import TallyWriter
+from dpmon.store.write_batch import GAP_NS, WriteBatch
 
 LIMIT_BYTES = 256 << 20
 _FAULTS = sqlite3.Error, OSError, MemoryError, HistoryError
@@ -87,7 +87,7 @@ _DEVICES: tuple[str, str, _Combined] = (
 """Tables of sums by `start_s`: the rest of the key, and how to combine each other column."""
 
 
-class History:
+class HistoryWriter:
     """Writes batches to one history, and deletes its oldest rows at the size limit."""
 
     def __init__(
@@ -104,13 +104,13 @@ class History:
         """By process and definition of a loss: how many losses until the line is thinned."""
         try:
             self._page_bytes: int = db.execute("PRAGMA page_size").fetchone()[0]
-            self._door = Door(db, self._file_bytes() if path is None else size_of(path))
+            self._door = CheckedConnection(db, self._file_bytes() if path is None else database_size(path))
             self._prepare(meta)
         except _FAULTS as error:
             raise HistoryError(str(error)) from None
 
     @classmethod
-    def open(cls, directory: Path, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES) -> History:
+    def open(cls, directory: Path, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES) -> HistoryWriter:
         """Open or create the history of the run in `directory`. Raises HistoryError."""
         path = directory / HISTORY_FILE
         try:
@@ -125,7 +125,7 @@ class History:
             raise
 
     @property
-    def door(self) -> Door:
+    def checked_connection(self) -> CheckedConnection:
         """The door for queries, with limits for the current size of the database."""
         self._door.set_size(self._file_bytes())
         return self._door
@@ -155,17 +155,17 @@ class History:
 
     def rings(self) -> dict[str, RingRow]:
         """Return the rows of the rings as the previous writer left them. Raises HistoryError."""
-        return rings_in(self.door)
+        return read_ring_rows(self.checked_connection)
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return the rows of a query. Raises HistoryError."""
-        return list(self.door.rows(query, values))
+        return list(self.checked_connection.rows(query, values))
 
     def last_stall(self) -> Mapping[str, Any] | None:
         """Return the data of the newest record of a stall; None without one, or if it cannot be read."""
         query = "SELECT json FROM events WHERE kind = 'stall' ORDER BY id DESC LIMIT 1"
         with suppress(HistoryError):
-            return next((event_in(row).data for row in self.rows(query)), None)
+            return next((event_from_row(row).data for row in self.rows(query)), None)
         return None
 
     def last_step(self, ring: RingRow) -> list[tuple[Any, ...]]:
@@ -176,22 +176,22 @@ class History:
         )
         return self.rows(query, (ring.process, ring.first_id, ring.last_id)) if ring.steps else []
 
-    def loops(self, process: int) -> list[Loop]:
+    def loops(self, process: int) -> list[LoaderLoop]:
         """Return the loops of a process, in order. Raises HistoryError."""
         query = f"SELECT {', '.join(LOOP_COLUMNS)} FROM loops WHERE process = ? ORDER BY loop"
-        return [Loop(*row) for row in self.rows(query, (process,))]
+        return [LoaderLoop(*row) for row in self.rows(query, (process,))]
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: WriteBatch) -> None:
         """Write all of `batch` or nothing. After a HistoryError, the same batch may be written again."""
         try:
-            self.transact(lambda: self._put(batch))
+            self.run_transaction(lambda: self._insert_batch(batch))
         except HistoryError:
-            self._tallies.forget()
+            self._tallies.reload_before_write()
             raise
 
-    def transact(self, put: Callable[[], None]) -> None:
+    def run_transaction(self, put: Callable[[], None]) -> None:
         """Do all that `put` writes, or nothing, and delete the oldest rows at the size limit. Raises HistoryError."""
-        self._door.begin()
+        self._door.reset_instruction_count()
         try:
             self._door.set_size(self._file_bytes(), writes=True)
             self._db.execute("BEGIN IMMEDIATE")
@@ -204,7 +204,7 @@ class History:
                 self._db.execute("ROLLBACK")
             raise error if isinstance(error, HistoryError) else HistoryError(str(error)) from None
 
-    def _put(self, batch: Batch) -> None:
+    def _insert_batch(self, batch: WriteBatch) -> None:
         many = self._db.executemany
         many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
         many(_INTO_CALLS, batch.calls)
@@ -213,8 +213,8 @@ class History:
         many(_INTO_LOSSES, batch.losses)
         many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
         many(_INTO_RINGS, map(_of_ring, batch.rings))
-        many(_add_to(*_DEVICES), [(*key, *values) for key, values in batch.devices.items()])
-        many(_add_to(*_COLLECTIVES), [(*key, *values) for key, values in batch.communicated.items()])
+        many(_upsert_sum_sql(*_DEVICES), [(*key, *values) for key, values in batch.devices.items()])
+        many(_upsert_sum_sql(*_COLLECTIVES), [(*key, *values) for key, values in batch.communicated.items()])
         many(JOIN_STEP, [(joined.exposed_ns, joined.wait_ns, joined.step.id) for joined in batch.joined])
         self._tallies.add(batch)
         many(_INTO_LOOPS, map(_of_loop, batch.loops.values()))
@@ -284,8 +284,8 @@ class History:
         query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
         sample, last_s = run(query).fetchone(), 1 << 40
         # Keep each minute whose samples still have rows: readers use these rows instead of its sums.
-        self._add_up(*_DEVICES, last_s if sample is None else sample[0] // 60_000_000_000 * 60)
-        self._add_up(*_COLLECTIVES, last_s)
+        self._roll_up(*_DEVICES, last_s if sample is None else sample[0] // 60_000_000_000 * 60)
+        self._roll_up(*_COLLECTIVES, last_s)
         self._tallies.prune(self._limit)
         run("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (_LASTING_KEPT,))
         newest = "SELECT max(other.loop) FROM loops AS other WHERE other.process = loops.process"
@@ -297,7 +297,7 @@ class History:
                 (kind, kind, _LASTING_KEPT),
             )
 
-    def _add_up(self, table: str, key: str, combined: _Combined, latest_s: int) -> None:
+    def _roll_up(self, table: str, key: str, combined: _Combined, latest_s: int) -> None:
         """If a table of sums is too large, replace its oldest eighth by one sum per key, at most up to `latest_s`."""
         query = f"SELECT count(*), min(start_s), max(start_s) FROM {table} WHERE start_s > ?"
         count, first, last = self._db.execute(query, (BEFORE_S,)).fetchone()
@@ -306,7 +306,7 @@ class History:
         before = min(first + max((last - first) // 8, 1), latest_s)
         oldest = f"FROM {table} WHERE start_s > ? AND start_s < ?"
         sums = ", ".join(f"{how}({name})" for name, how in combined.items())
-        add = _add_to(table, key, combined, f"SELECT ?, {key}, {sums} {oldest} GROUP BY {key}")
+        add = _upsert_sum_sql(table, key, combined, f"SELECT ?, {key}, {sums} {oldest} GROUP BY {key}")
         self._db.execute(add, (BEFORE_S, BEFORE_S, before))
         self._db.execute(f"DELETE {oldest}", (BEFORE_S, before))
 
@@ -321,7 +321,7 @@ class History:
         self._db.close()
 
 
-def _add_to(table: str, key: str, combined: _Combined, rows: str | None = None) -> str:
+def _upsert_sum_sql(table: str, key: str, combined: _Combined, rows: str | None = None) -> str:
     """Return the SQL that adds rows to a table of sums; `rows`: a query for them; None: parameters."""
     which = f"start_s, {key}"
     rows = rows or f"VALUES ({', '.join('?' * (which.count(',') + 1 + len(combined)))})"

@@ -8,7 +8,7 @@
                  nodes; NULL: this machine)
     nodes        the machines of a mirror, which writes what the supervisors of other machines recorded (dpmon.mirror):
                  number; name (how the user reaches it); host, run (its id there) and version (of dpmon there), NULL
-                 until it has answered; state (dpmon.store.answers.NODE_STATES), why (a sentence, or NULL), since_ns;
+                 until it has answered; state (dpmon.store.query_results.NODE_STATES), why (a sentence, or NULL), since_ns;
                  heard_ns (its last answer); received (the last id of its records that is here); tallied_s (its tallies
                  are complete up to this second); clock_ns (added to its times) and clock_error_ns; shift_s (added to
                  the seconds of its tallies); exit (JSON: the end of its run, or NULL)
@@ -19,7 +19,7 @@
                  the ns of each phase (NULL: did not run; phases of its calls are sums), rest_ns (its forward without
                  the phases of its calls), device (NULL, or JSON: `why`, then `times` of Step),
                  spans (JSON: `runs` of Step, flat; NULL: none), missing_spans, sync_number (number of its last
-                 synchronised backward pass), exposed_ns and wait_ns (dpmon.store.rounds; NULL: the other ranks' steps
+                 synchronised backward pass), exposed_ns and wait_ns (dpmon.store.sync_passes; NULL: the other ranks' steps
                  are not known), loop and loop_batch (`loop` and `batch` of Step)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     collectives  id, process, number (of its span), definition (0: a sample, with the collectives of one step), phase,
@@ -29,13 +29,13 @@
                  second; definition 0: samples), bytes (definition 0: collectives of the samples), ended (collectives
                  with a known end), timed_bytes and ran_ns (bytes and running time of the ended collectives)
     series       number, name: the series in the sketches of the tallies (dpmon.record.schema; replicas and stages of
-                 calls: dpmon.store.answers)
+                 calls: dpmon.store.query_results)
     keys         process, mode, kind (as in steps), batch (samples per step): the keys of all tallies,
                  even deleted ones
     tallies      width (dpmon.store.tally.WIDTHS, s), start_s, process, mode, kind, batch, and the columns of
                  dpmon.store.tally.Tally: all steps that ended in that time
-    times        width, start_s, process, mode, ns of each activity in that time (dpmon.store.accounting)
-    loops        the columns of dpmon.store.loops.Loop: loops over the loaders of the processes, and which are epochs
+    times        width, start_s, process, mode, ns of each activity in that time (dpmon.store.time_accounting)
+    loops        the columns of dpmon.store.loader_loops.Loop: loops over the loaders of the processes, and which are epochs
     gaps         id, process, after_step, mode, begin_ns, end_ns, ns: the longer times between two steps
     shapes       number of calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and
                  outputs of the call, then of each replica, or stage and sizes of each stage) and untimed (why a device
@@ -74,9 +74,9 @@ from dpmon.errors import HistoryError
 from dpmon.record.safe_json import load_json
 from dpmon.record.schema import EXPOSED, PHASES, QUANTITIES, SYNC_NUMBER, WAIT
 from dpmon.record.shared_names import MODES
-from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.loops import LOOP_COLUMNS
+from dpmon.store.loader_loops import LOOP_COLUMNS
 from dpmon.store.tally import COLUMNS, PLAIN
+from dpmon.store.time_accounting import ACTIVITIES
 
 BEFORE_S = -1
 """`start_s` of the device_rollups and collective_sums that cover all time before the remaining ones."""
@@ -262,7 +262,7 @@ class RingRow:
     """Number of its machine; None: this machine."""
 
 
-class Door:
+class CheckedConnection:
     """The way to the records in a database, which may be damaged or hostile: it checks each row.
 
     It limits the rows and the work of one query by the size of the database: a damaged tree can have endless rows.
@@ -273,7 +273,7 @@ class Door:
         self.db = db
         self.set_size(size)
         self._done = 0
-        db.set_progress_handler(self._look, _LOOK_STEPS)
+        db.set_progress_handler(self._on_progress, _LOOK_STEPS)
         db.execute("PRAGMA trusted_schema=OFF")
         if sys.version_info >= (3, 11):
             db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
@@ -290,7 +290,7 @@ class Door:
         A column must hold values of its declared type, NULL only if it is optional. An expression must be a whole
         number or NULL: a sum of other values is none. What comes out of JSON is checked by those who read it.
         """
-        self.begin()
+        self.reset_instruction_count()
         left = self.most_rows
         try:
             cursor = self.db.execute(query, values)
@@ -304,21 +304,21 @@ class Door:
                 chunk.extend(islice(cursor, _CHUNK))
             except _FAILURES as error:  # the rows before it are in the chunk
                 failure = str(error) or _TOO_LONG
-            sound = _sound(names, chunk)
+            sound = _count_valid_rows(names, chunk)
             yield from chunk[: min(sound, left)]
             left -= len(chunk)
             if left < 0:
                 failure = "it has more rows than its size allows"
             elif sound < len(chunk):
-                check_kinds(names, list(map(type, chunk[sound])))
+                check_column_types(names, list(map(type, chunk[sound])))
                 failure = "a row has an unknown mode"
             if failure:
                 raise HistoryError(failure)
             if len(chunk) < _CHUNK:
                 return
-            self.begin()
+            self.reset_instruction_count()
 
-    def begin(self) -> None:
+    def reset_instruction_count(self) -> None:
         """Restart the count of instructions, because a query begins."""
         self._done = 0
 
@@ -329,31 +329,35 @@ class Door:
                 self.db.execute("COMMIT")
                 self.db.execute("BEGIN")
 
-    def _look(self) -> int:
+    def _on_progress(self) -> int:
         """Act as SQLite's progress handler: a result other than 0 interrupts the query."""
         self._done += 1
         return self._done > self._most
 
 
-def _sound(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> int:
+def _count_valid_rows(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> int:
     """Return how many rows, from the first on, have values of the right types and known modes."""
     for name, values in zip(names, zip(*rows, strict=True), strict=True) if rows else ():
-        if not _kinds_of(name).issuperset(map(type, values)) or (name == "mode" and not set(values) <= set(MODES)):
-            return next((at for at, row in enumerate(rows) if not _sound(names, [row])), 0) if len(rows) > 1 else 0
+        if not _column_types(name).issuperset(map(type, values)) or (name == "mode" and not set(values) <= set(MODES)):
+            return (
+                next((at for at, row in enumerate(rows) if not _count_valid_rows(names, [row])), 0)
+                if len(rows) > 1
+                else 0
+            )
     return len(rows)
 
 
 @cache
-def _kinds_of(name: str) -> frozenset[type]:
+def _column_types(name: str) -> frozenset[type]:
     """Return the possible types of a column. What comes out of JSON is checked by those who read it."""
     every = frozenset((*_TYPES.values(), type(None)))
     return every if name.startswith("json_extract") else frozenset(_own_schema()[1].get(name, _OF_EXPRESSION))
 
 
-def check_kinds(names: Sequence[str], kinds: Sequence[type]) -> None:
+def check_column_types(names: Sequence[str], kinds: Sequence[type]) -> None:
     """Raise HistoryError if a row with these columns has a value of another type than SCHEMA declares."""
     for name, kind in zip(names, kinds, strict=True):
-        if kind not in _kinds_of(name):
+        if kind not in _column_types(name):
             raise HistoryError(f"a row has {kind.__name__} in {name}")
 
 
@@ -393,7 +397,7 @@ def _own_schema() -> tuple[dict[str, tuple[Any, ...]], dict[str, tuple[type, ...
     return schema, {name: _types(name, kind) for name, kind in found.items()}
 
 
-def files_of(path: Path) -> list[os.stat_result]:
+def database_file_stamps(path: Path) -> list[os.stat_result]:
     """Return the facts of the files of a database; its writer may delete the second one at any time."""
     found = []
     for part in (path, Path(f"{path}-wal")):
@@ -402,9 +406,9 @@ def files_of(path: Path) -> list[os.stat_result]:
     return found
 
 
-def size_of(path: Path) -> int:
+def database_size(path: Path) -> int:
     """Return the size (bytes) of the database at `path`."""
-    return sum(file.st_size for file in files_of(path))
+    return sum(file.st_size for file in database_file_stamps(path))
 
 
 def check_schema(db: sqlite3.Connection, *, whole: bool) -> None:
@@ -436,7 +440,7 @@ def last_ids(db: sqlite3.Connection) -> list[int]:
     return [row[0] or 0 for row in db.execute(query)]
 
 
-def definition_in(row: tuple[int, str]) -> tuple[int, Any]:
+def definition_from_row(row: tuple[int, str]) -> tuple[int, Any]:
     """Return number and value of a definition. Raises HistoryError if it is damaged."""
     try:
         return row[0], load_json(row[1])
@@ -444,7 +448,7 @@ def definition_in(row: tuple[int, str]) -> tuple[int, Any]:
         raise HistoryError(f"a damaged definition: {error}") from None
 
 
-def rings_in(door: Door) -> dict[str, RingRow]:
+def read_ring_rows(door: CheckedConnection) -> dict[str, RingRow]:
     """Return the rows of the table `rings` by file name. Raises HistoryError if one is damaged."""
     columns = ", ".join(member.name for member in fields(RingRow))
     return {row[0]: RingRow(*row) for row in door.rows(f"SELECT {columns} FROM rings")}

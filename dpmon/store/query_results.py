@@ -29,7 +29,7 @@ class TimeRow(NamedTuple):
     spent: Mapping[str, int]
 
 
-class RingFacts(NamedTuple):
+class RingSummary(NamedTuple):
     """What queries need of a row of `rings`. There may be a thousand of them in each picture."""
 
     process: int
@@ -65,7 +65,7 @@ class SecondRow(NamedTuple):
     """Sum of their durations."""
 
 
-class LongRow(NamedTuple):
+class LongStepRow(NamedTuple):
     """One of the longest steps."""
 
     process: int
@@ -78,7 +78,7 @@ class LongRow(NamedTuple):
     """ns by phase, without the phases of its calls."""
 
 
-class SlowRow(NamedTuple):
+class SlowStepRow(NamedTuple):
     """A long step of one of several processes that train together."""
 
     process: int
@@ -183,7 +183,7 @@ class Shape(NamedTuple):
     calls: int
 
 
-class Communicated(NamedTuple):
+class CollectiveSums(NamedTuple):
     """The sampled collectives in a stretch of time."""
 
     operations: tuple[Operation, ...] = ()
@@ -241,7 +241,7 @@ class LossBin(NamedTuple):
     """Number of values that are NaN or infinite."""
 
 
-class UnfitLoss(NamedTuple):
+class InvalidLoss(NamedTuple):
     """The first loss of a process and a line that is NaN or infinite."""
 
     process: int
@@ -271,17 +271,17 @@ _LISTS = re.compile(r"[][0-9,.\-nul]*")
 _LONG = re.compile(r"[0-9]{19}")
 
 
-def numbers_in(text: str) -> Any:
+def parse_numbers(text: str) -> Any:
     """Return the nested lists of numbers and None in a column of JSON. Raises HistoryError if it is anything else."""
     try:
         # Nearly every text has only these characters, and no long number: its values need no check.
         usual = _LISTS.fullmatch(text) is not None and _LONG.search(text) is None
-        return json.loads(text) if usual else _checked(load_json(text))
+        return json.loads(text) if usual else _check_numbers(load_json(text))
     except ValueError as error:
         raise HistoryError(f"a damaged list: {error}") from None
 
 
-def _checked(found: Any) -> Any:
+def _check_numbers(found: Any) -> Any:
     left = [found]
     for one in left:
         if isinstance(one, list):
@@ -291,19 +291,19 @@ def _checked(found: Any) -> Any:
     return found
 
 
-def parts_column(parts: CallParts | None) -> str | None:
+def encode_parts(parts: CallParts | None) -> str | None:
     """Return the parts of a call for their column."""
     return None if parts is None else _json(parts)
 
 
-def call_in(columns: Sequence[Any]) -> CallRow:
-    """Return the call in CALL_ROW columns (dpmon.store.tables). Raises HistoryError if its parts are damaged."""
+def call_from_columns(columns: Sequence[Any]) -> CallRow:
+    """Return the call in CALL_ROW columns (dpmon.store.history_schema). Raises HistoryError if its parts are damaged."""
     row = CallRow._make(columns)
     text: Any = row.parts
-    return row if text is None else row._replace(parts=_parts_in(text))
+    return row if text is None else row._replace(parts=_decode_parts(text))
 
 
-def loss_in(columns: Sequence[Any]) -> LossRow:
+def loss_from_columns(columns: Sequence[Any]) -> LossRow:
     """Return the loss in its columns: definition, step, t_ns, loss."""
     row = LossRow._make(columns)
     value: Any = row.loss
@@ -315,10 +315,10 @@ _MOST_MS = 1e12
 
 
 @lru_cache(1024)
-def _parts_in(text: str) -> CallParts:
+def _decode_parts(text: str) -> CallParts:
     """Return the parts in a column. Cached, because every picture shows the newest calls."""
     try:
-        phases, replicas, stages, times, why = numbers_in(text)
+        phases, replicas, stages, times, why = parse_numbers(text)
         ran = [None if at is None else (at[0], at[1]) for at in phases]
         lengths = [len(ran), *map(len, replicas), *map(len, stages)]
         if lengths != [len(CALL_PHASES), *[4] * len(replicas), *[5] * len(stages)]:
@@ -332,7 +332,7 @@ def _parts_in(text: str) -> CallParts:
         raise HistoryError(f"a damaged call: {error}") from None
 
 
-def event_in(row: Sequence[str]) -> Event:
+def event_from_row(row: Sequence[str]) -> Event:
     """Return the event in a row with its JSON. Raises HistoryError if it is damaged."""
     try:
         return Event(*load_event(row[0]))

@@ -14,7 +14,7 @@ from dpmon.record.span_format import Span
 from dpmon.run.proc import is_alive
 from dpmon.span_reader import SpanReader, current_span_in
 from dpmon.span_ring import HeaderWord, RingError
-from dpmon.store.tables import RingRow
+from dpmon.store.history_schema import RingRow
 
 _MUCH = 8
 """If one read returns this fraction of a ring (1/8), its process may write faster than the reader reads."""
@@ -50,13 +50,13 @@ class SpanSource:
         """Kind and start of the training thread's current span, as reported to the assembler since its last feed."""
         if self.resumes:
             try:
-                self._go_on(self.row)
+                self._resume(self.row)
             except BaseException:  # each new try opens the ring again
                 ring.close()
                 raise
         self._missed_before = missed - self._assembler.dropped
 
-    def _go_on(self, row: RingRow) -> None:
+    def _resume(self, row: RingRow) -> None:
         """Continue where a predecessor left off."""
         ring, lines = self._ring, row.lines or 0
         self.over = row.ended
@@ -64,7 +64,7 @@ class SpanSource:
             numbers = row.last_step or 0, row.last_call or 0, -1 if row.thread is None else row.thread
             pending = {int(number) for number in row.pending.split() if number.isdecimal()}
             before = Predecessor(*numbers, row.position, row.sequence, pending)
-            self._assembler = Assembler.successor(self._lines_until(lines), before)
+            self._assembler = Assembler.resume_after(self._lines_until(lines), before)
         ring.position, ring.seen, ring.lines_position = row.position, row.sequence, lines
 
     def _lines_until(self, end: int) -> Iterator[Mapping[str, Any]]:
@@ -74,7 +74,7 @@ class SpanSource:
             yield from part
         self._ring.damaged_lines = 0
 
-    def take(self, now_ns: int, gone: bool) -> tuple[list[Row], bool]:
+    def read_rows(self, now_ns: int, gone: bool) -> tuple[list[Row], bool]:
         """Return the new rows, and whether the ring filled faster than it was read. Raises RingError or OSError.
 
         `now_ns`: monotonic. `gone`: its process was gone before this call.
@@ -90,23 +90,23 @@ class SpanSource:
         except RingError:
             if not gone:
                 raise
-            return self._fed() + self._ended(), False
+            return self._feed_assembler() + self._finish_rows(), False
         if not ring.at_end and len(self._spans) < CAUGHT_UP:
             # Reading stopped at an empty slot. Wait until it is filled: if the assembler got so few spans, it would
             # conclude that it has caught up.
             return [], False
-        rows = self._fed()
+        rows = self._feed_assembler()
         if ring.at_end and self._assembler.thread >= 0:
             rows += self._report_under_way(*current_span_in(words, self._assembler.thread))
-        if self._assembler.one_in not in (0, self._one_in):
-            self._one_in = self._assembler.one_in
+        if self._assembler.timing_interval not in (0, self._one_in):
+            self._one_in = self._assembler.timing_interval
             with suppress(RingError, OSError):  # truncated or not writable: keep the old sampling
                 ring.request_device_timing(self._one_in)
         if ring.at_end and (gone or words[HeaderWord.ENDED]):
-            rows += self._ended()
+            rows += self._finish_rows()
         return rows, ring.position - before >= ring.slots // _MUCH
 
-    def _fed(self) -> list[Row]:
+    def _feed_assembler(self) -> list[Row]:
         """Feed the assembler the spans and lines read so far."""
         lines = [line for part in self._ring.lines() for line in part]
         spans, self._spans = self._spans, []
@@ -124,12 +124,12 @@ class SpanSource:
         self._under_way = (kind, since_ns)
         return self._assembler.take_current_span(kind, since_ns)
 
-    def _ended(self) -> list[Row]:
+    def _finish_rows(self) -> list[Row]:
         """Return the last rows, which belong to the open step."""
         self.over = True
-        return self._assembler.end()
+        return self._assembler.finish()
 
-    def note(self) -> None:
+    def update_position(self) -> None:
         """Update the row to the position that has been read."""
         ring, assembler, row = self._ring, self._assembler, self.row
         row.sequence, row.lines = ring.position, ring.lines_position
@@ -144,7 +144,7 @@ class SpanSource:
         self._ring.close()
 
 
-def holds_more(path: Path, row: RingRow | None, over: bool) -> bool:
+def has_unread_spans(path: Path, row: RingRow | None, over: bool) -> bool:
     """Whether a ring holds more than the history with this `row`. Raises RingError or OSError.
 
     `over`: the run has ended, so no supervisor continues its history.

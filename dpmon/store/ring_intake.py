@@ -29,17 +29,17 @@ from dpmon.record.schema import (
 )
 from dpmon.record.shared_names import CALL_PHASES, to_bounded_json
 from dpmon.record.span_format import Flag
-from dpmon.store.accounting import LATEST_NS
-from dpmon.store.accounts import Accounts, ns_of
-from dpmon.store.answers import parts_column, replica_series, stage_series
-from dpmon.store.batch import GAP_NS, Batch, ShapeKey
-from dpmon.store.loops import Loops
-from dpmon.store.rounds import SyncStep, device_tail
-from dpmon.store.tables import RingRow
-from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key
+from dpmon.store.history_schema import RingRow
+from dpmon.store.loader_loops import LoaderLoopTracker
+from dpmon.store.process_accounts import ProcessAccounts, seconds_to_ns
+from dpmon.store.query_results import encode_parts, replica_series, stage_series
+from dpmon.store.sync_passes import SyncStep, sync_device_ns
+from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, TallyKey
+from dpmon.store.time_accounting import LATEST_NS
+from dpmon.store.write_batch import GAP_NS, ShapeKey, WriteBatch
 
 if TYPE_CHECKING:
-    from dpmon.store.writer import History
+    from dpmon.store.history_writer import HistoryWriter
 
 BATCH_SIZES = 16
 """Most batch sizes of a process with their own tallies; further sizes share OTHER_SIZES."""
@@ -61,10 +61,10 @@ _phases_of = itemgetter(
 _DAMAGE = (LookupError, ValueError, TypeError, AttributeError, RecursionError)
 
 
-class Intake:
+class RingIntake:
     """Puts the rows of one ring into a batch."""
 
-    def __init__(self, row: RingRow, start_ns: int, accounts: Accounts) -> None:
+    def __init__(self, row: RingRow, start_ns: int, accounts: ProcessAccounts) -> None:
         self.row = row
         self._start_ns = start_ns
         self._accounts = accounts
@@ -76,15 +76,15 @@ class Intake:
         """Batch sizes with their own tallies."""
         self._mode: str | None = None
         self._steps_in_mode = 0
-        self._loops = Loops(row.process)
+        self._loops = LoaderLoopTracker(row.process)
 
-    def resume(self, history: History) -> None:
+    def resume(self, history: HistoryWriter) -> None:
         """Continue after the last step of the ring, which another supervisor wrote. Raises HistoryError."""
         for _, mode, _, _, kind in history.last_step(self.row):
             self._mode, self._steps_in_mode = mode, 0 if kind & SETTLING else SETTLING_STEPS
         self._loops.resume(history.loops(self.row.process))
 
-    def add(self, batch: Batch, number: int, row: Row) -> bool:
+    def add(self, batch: WriteBatch, number: int, row: Row) -> bool:
         """Put `row` into `batch` under the id `number`; False for a definition, which takes no id.
 
         Raises RecordError if its numbers are impossible.
@@ -100,11 +100,11 @@ class Intake:
                 raise RecordError(f"damaged event: {type(error).__name__}") from None
         elif isinstance(row, CollectiveRow):
             row = row._replace(start=row.start - self._start_ns)
-            _check(row.start, max(row.took, 0), row.number, row.step, row.queued, row.quantity)
-            batch.collective(number, self.row.process, row)
+            _check_ranges(row.start, max(row.took, 0), row.number, row.step, row.queued, row.quantity)
+            batch.add_collective(number, self.row.process, row)
         elif isinstance(row, LossRow):
             began = row.start - self._start_ns
-            _check(began, 0, row.definition, row.step)
+            _check_ranges(began, 0, row.definition, row.step)
             batch.losses.append((number, self.row.process, row.definition, row.step, began, row.loss))
         else:
             text = json.dumps(row.value, separators=(",", ":"))
@@ -115,20 +115,20 @@ class Intake:
 
     # ------------------------------------------------------------------------------------------ calls
 
-    def _call(self, batch: Batch, number: int, row: CallRow) -> None:
+    def _call(self, batch: WriteBatch, number: int, row: CallRow) -> None:
         began = row.start - self._start_ns
-        _check(began, row.wall, row.step, row.call)
+        _check_ranges(began, row.wall, row.step, row.call)
         self._calls[number] = row
-        parts = parts_column(row.parts)
+        parts = encode_parts(row.parts)
         batch.calls.append((number, self.row.process, *row[:5], began, *row[6:-1], parts))
         batch.characters += len(parts or "")
         if len(self._calls) > HELD_CALLS:  # a process with calls outside steps
             self._count(batch, [self._calls.pop(next(iter(self._calls)))], None)
-        self._place(number)
+        self._note_id(number)
         self.row.calls += 1
         self.row.last_call = row.call
 
-    def _count(self, batch: Batch, calls: Iterable[CallRow], kind: int | None) -> None:
+    def _count(self, batch: WriteBatch, calls: Iterable[CallRow], kind: int | None) -> None:
         """Count the sizes of calls. `kind`: kind of their step; None if they are in no step."""
         for call in calls:
             of_call = kind if kind is not None else EVALUATION * (call.flags & _LEARNS == 0)
@@ -143,65 +143,65 @@ class Intake:
                     shape = (*shape[:-2], _without_sizes(sizes), untimed)
             batch.shapes[shape] += 1
 
-    def flush(self, batch: Batch) -> None:
+    def finish_process(self, batch: WriteBatch) -> None:
         """Handle the end of the process: count its last calls, which are in no finished step."""
         self._count(batch, self._calls.values(), None)
         self._calls.clear()
 
     # ------------------------------------------------------------------------------------------ steps
 
-    def _step(self, batch: Batch, number: int, row: Step) -> None:
+    def _step(self, batch: WriteBatch, number: int, row: Step) -> None:
         step, mode, began, wall = row.step, row.mode, row.start_ns - self._start_ns, row.wall_ns
-        _check(began, wall, step, row.samples or 0, *row.phases.values(), *row.counts.values())
-        evaluation = row.evaluation and not self._learns(step)
+        _check_ranges(began, wall, step, row.samples or 0, *row.phases.values(), *row.counts.values())
+        evaluation = row.evaluation and not self._is_training_step(step)
         account = self._accounts.account(self.row.process)
         waited = row.phases.get("data", 0) + row.phases.get("sync", 0)
-        left_out = account.left_out(began, began + wall, waited)
-        kind = self._kind(mode, evaluation) | left_out
-        calls = self._of_step(batch, step, kind)
+        left_out = account.exclusion_flag(began, began + wall, waited)
+        kind = self._next_step_kind(mode, evaluation) | left_out
+        calls = self._pop_step_calls(batch, step, kind)
         own = [*map(row.phases.get, STEP_PHASES)]
-        by_call, rest = _of_calls(own, calls)
+        by_call, rest = _sum_call_phases(own, calls)
         values = _phases_of((*own, *by_call))
         quantities = [*map(row.counts.get, _COUNTED)]
         quantities.insert(_SAMPLES_AT, row.samples)
         process = self.row.process
         spent, gap = account.step(step, mode, began, wall, evaluation, left_out)
-        batch.spend(process, spent)
+        batch.add_activity_time(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append(gap)
         evaluated = sum([one.end - one.begin for one in spent if one.activity == "evaluation"]) if evaluation else 0
-        loop = self._loops.step(step, row.batches, began, began + wall, evaluation, evaluated)
+        loop = self._loops.add_step(step, row.batches, began, began + wall, evaluation, evaluated)
         if self._loops.changed:
             batch.loops |= {(process, one): each for one, each in self._loops.changed.items()}
             self._loops.changed.clear()
-        in_loop = (None, None) if loop is None else (loop.loop, loop.batch)
+        in_loop = (None, None) if loop is None else (loop.loop, loop.batches_used)
         named = number, process, step, mode, began, wall, kind, len(calls)
         times = None if row.times is None else json.dumps([row.why, *row.times], separators=(",", ":"))
         spans = f"[{','.join(map(str, chain.from_iterable(row.runs)))}]" if row.runs else None
         sync_number = row.sync_number
         rest_of = rest, times, spans, row.missing_spans, sync_number, None, None, *in_loop
-        key = Key(process, mode, kind, self._batch_size(row.samples))
+        key = TallyKey(process, mode, kind, self._batch_size(row.samples))
         series = [(device_series(name), ns) for name, ns in _device_times(row, calls, by_call).items()]
         series += chain.from_iterable(map(_series_of, calls))
-        batch.step(key, began + wall, (*named, *quantities, *values, *rest_of), series)
+        batch.add_step(key, began + wall, (*named, *quantities, *values, *rest_of), series)
         batch.characters += len(spans or "") + len(times or "")
         if sync_number is not None:
             second = (began + wall) // 1_000_000_000
             # With devices, the host does not wait for other ranks, so its time does not measure the communication.
-            tail = row.phases.get("sync") if row.times is None else device_tail(row.times)
+            tail = row.phases.get("sync") if row.times is None else sync_device_ns(row.times)
             if tail is not None:
                 synced = SyncStep(number, key, second, sync_number, row.counts.get("synced", 0), tail)
-                batch.join(self._accounts.rounds.step(process, synced))
-        self._place(number)
+                batch.add_waits(self._accounts.rounds.add_step(process, synced))
+        self._note_id(number)
         self.row.steps += 1
         self.row.last_step = step
 
-    def _learns(self, step: int) -> bool:
+    def _is_training_step(self, step: int) -> bool:
         """Whether all calls of a step train and none failed: a server (RPC) has no backward pass of its own."""
         flags = [call.flags & (_LEARNS | Flag.FAILED) for call in self._calls.values() if call.step == step]
         return set(flags) == {_LEARNS}
 
-    def _of_step(self, batch: Batch, step: int, kind: int) -> list[CallRow]:
+    def _pop_step_calls(self, batch: WriteBatch, step: int, kind: int) -> list[CallRow]:
         """Return the held calls of a step. Release them, and the calls of earlier steps that were not recorded."""
         held = self._calls
         self._calls = {}
@@ -212,7 +212,7 @@ class Intake:
             self._calls = {number: call for number, call in held.items() if call.step > step}
         return calls
 
-    def _kind(self, mode: str, evaluation: bool) -> int:
+    def _next_step_kind(self, mode: str, evaluation: bool) -> int:
         """Return the kind of the next step."""
         if mode != self._mode:
             self._mode, self._steps_in_mode = mode, 0
@@ -228,7 +228,7 @@ class Intake:
             self._sizes.add(samples)
         return samples
 
-    def _place(self, number: int) -> None:
+    def _note_id(self, number: int) -> None:
         row = self.row
         row.last_id = number
         if row.first_id is None:
@@ -236,18 +236,18 @@ class Intake:
 
     # ------------------------------------------------------------------------------------------ events
 
-    def _event(self, batch: Batch, number: int, event: Event) -> None:
+    def _event(self, batch: WriteBatch, number: int, event: Event) -> None:
         kind, data = event.kind, event.data
         kind.encode()  # ValueError for a lone surrogate, which the database rejects
-        t_ns = ns_of(data.get("t_s"))
+        t_ns = seconds_to_ns(data.get("t_s"))
         process = self.row.process if self.row.process >= 0 else None
-        self._accounts.event(batch, process, kind, data, t_ns)
+        self._accounts.handle_event(batch, process, kind, data, t_ns)
         if process is None and t_ns is not None and kind in ("device", "host"):
             _add_sample(batch, t_ns, kind, data)
         text = to_bounded_json({"kind": kind, **data})
         if b"NaN" in text or b"Infinity" in text:  # not JSON: unknown
             text = to_bounded_json(load_json(text))
-        batch.event(number, process, kind, t_ns, text.decode())
+        batch.add_event(number, process, kind, t_ns, text.decode())
 
 
 def _series_of(row: CallRow) -> list[tuple[str, int]]:
@@ -264,7 +264,7 @@ def _series_of(row: CallRow) -> list[tuple[str, int]]:
 
 
 def _sizes_of(row: CallRow) -> str:
-    """Return the definitions of the sizes of a call and its replicas or stages as JSON (dpmon.store.answers.Shape)."""
+    """Return the definitions of the sizes of a call and its replicas or stages as JSON (dpmon.store.query_results.Shape)."""
     parts = row.parts
     if parts is None:
         return _sizes_text(row.inputs, row.outputs, (row.inputs, row.outputs))
@@ -283,7 +283,7 @@ def _without_sizes(text: str) -> str:
     return _sizes_text(0, 0, *((0, 0) if len(part) == 2 else (part[0], 0, 0) for part in parts))
 
 
-def _of_calls(own: Sequence[int | None], calls: Sequence[CallRow]) -> tuple[list[int | None], int | None]:
+def _sum_call_phases(own: Sequence[int | None], calls: Sequence[CallRow]) -> tuple[list[int | None], int | None]:
     """Return the summed phases of a step's calls (None: did not run), and the rest of its forward.
 
     `own`: the step's phases in the order of STEP_PHASES. Calls of other threads, or calls repeated in the backward
@@ -327,17 +327,17 @@ def _device_times(row: Step, calls: Sequence[CallRow], by_call: Sequence[int | N
     return found
 
 
-def _add_sample(batch: Batch, t_ns: int, kind: str, data: Mapping[str, Any]) -> None:
+def _add_sample(batch: WriteBatch, t_ns: int, kind: str, data: Mapping[str, Any]) -> None:
     index = data.get("index") if kind == "device" else -1
     if type(index) is not int or not -1 <= index <= 0xFFFF:
         return
     for name, value in data.items():
         if type(value) in (int, float) and name not in ("t_s", "index") and abs(value) < 1e18:
             name.encode()
-            batch.device(t_ns, index, name[:64], float(value))
+            batch.add_device_value(t_ns, index, name[:64], float(value))
 
 
-def _check(began: int, wall: int, *numbers: int) -> None:
+def _check_ranges(began: int, wall: int, *numbers: int) -> None:
     """Raise RecordError for numbers that do not fit into the database, and for impossible times."""
     if began < -LATEST_NS or began + wall > LATEST_NS or max(numbers) > _MAX_INT:
         raise RecordError("impossible numbers")

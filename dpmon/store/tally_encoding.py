@@ -7,8 +7,8 @@ from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dpmon.errors import HistoryError
-from dpmon.store import quantiles
-from dpmon.store.quantiles import Counts, Packed
+from dpmon.store import quantile_sketch
+from dpmon.store.quantile_sketch import Counts, Packed
 
 _ENTRY = struct.Struct("<HIqI")
 """Number of the series, number of values, their sum, bytes of the sketch that follows."""
@@ -16,7 +16,7 @@ _SIZES = struct.Struct("<HI8xI")
 """The same without the sum."""
 _NUMBER, _PAIR = struct.Struct("<H"), struct.Struct("<HH")
 _ENTRY_BYTES = _ENTRY.size
-_HIGH_BYTES = bytes(range(quantiles.LAST_BUCKET >> 8))
+_HIGH_BYTES = bytes(range(quantile_sketch.LAST_BUCKET >> 8))
 """All second bytes of buckets that a number of a record can reach. Another one is damage."""
 _MANY_BYTES = 256
 """A joined sketch with more bytes than this is packed again, with one pair for each bucket."""
@@ -27,15 +27,17 @@ _MOST_VALUES = (1 << 32) - 1
 
 def packed_entry(number: int, count: int, total: int, sketch: bytes) -> bytes:
     """Return the entry of a series, with a packed sketch."""
-    return _ENTRY.pack(number, min(count, _MOST_VALUES), bounded(total), len(sketch)) + sketch
+    return _ENTRY.pack(number, min(count, _MOST_VALUES), clamp_to_column(total), len(sketch)) + sketch
 
 
-def bounded(value: int) -> int:
+def clamp_to_column(value: int) -> int:
     """Return the value, or the nearest one that a column can have."""
     return value if -_MAX <= value <= _MAX else _MAX if value > 0 else -_MAX
 
 
-def entries_of(data: bytes, names: Mapping[int, str], *, sketches: bool) -> list[tuple[str, int, int, Packed | None]]:
+def decode_entries(
+    data: bytes, names: Mapping[int, str], *, sketches: bool
+) -> list[tuple[str, int, int, Packed | None]]:
     """Return (name, count, sum, sketch) of the series in a row that are in `names`.
 
     Raises HistoryError if the row is damaged.
@@ -47,17 +49,19 @@ def entries_of(data: bytes, names: Mapping[int, str], *, sketches: bool) -> list
             number, count, total, size = _ENTRY.unpack_from(data, at)
             begin = at + _ENTRY.size
             at = begin + size
-            if at > end or count > size // 4 * quantiles.MOST:
+            if at > end or count > size // 4 * quantile_sketch.MOST:
                 raise ValueError("too short")
             name = names.get(number)
             if name is not None:
-                found.append((name, count, total, quantiles.checked(data[begin:at]) if sketches and size else None))
+                found.append(
+                    (name, count, total, quantile_sketch.validate_packed(data[begin:at]) if sketches and size else None)
+                )
     except (struct.error, ValueError) as error:
         raise HistoryError(f"a damaged tally: {error}") from None
     return found
 
 
-def total_in(data: bytes, number: int) -> int:
+def series_total(data: bytes, number: int) -> int:
     """Return the sum of a series in the sketches of a row; 0 without one.
 
     Checks no sketch. Raises HistoryError if an entry before the series has no whole head.
@@ -74,7 +78,7 @@ def total_in(data: bytes, number: int) -> int:
     return 0
 
 
-def renumbered(data: bytes, numbers: Mapping[int, int]) -> bytes:
+def renumber_series(data: bytes, numbers: Mapping[int, int]) -> bytes:
     """Return the sketches of another history with its series under their numbers here (by number there).
 
     Series without a number are left out. Raises HistoryError if the sketches are damaged.
@@ -86,7 +90,7 @@ def renumbered(data: bytes, numbers: Mapping[int, int]) -> bytes:
         while at < end:
             number, count, size = unpack(data, at)
             begin, at = at + _ENTRY_BYTES, at + _ENTRY_BYTES + size
-            if at > end or size & 3 or count > size // 4 * quantiles.MOST:
+            if at > end or size & 3 or count > size // 4 * quantile_sketch.MOST:
                 raise ValueError("too short")
             there.append(number)
             high.append(data[begin + 1 : at : 4])
@@ -105,17 +109,17 @@ def renumbered(data: bytes, numbers: Mapping[int, int]) -> bytes:
     return b"".join(parts)
 
 
-def entry_of(number: int, values: Sequence[int]) -> bytes:
+def encode_entry(number: int, values: Sequence[int]) -> bytes:
     """Return the entry of a series with these values."""
     if len(values) == 1:
-        return _ENTRY.pack(number, 1, values[0], 4) + _PAIR.pack(quantiles.bucket(values[0]), 1)
+        return _ENTRY.pack(number, 1, values[0], 4) + _PAIR.pack(quantile_sketch.bin_of(values[0]), 1)
     counts: Counts = {}
-    quantiles.add_values(counts, values)
-    packed = quantiles.pack(counts)
+    quantile_sketch.add_values(counts, values)
+    packed = quantile_sketch.pack(counts)
     return _ENTRY.pack(number, len(values), sum(values), len(packed)) + packed
 
 
-def compacted(sketches: Iterable[bytes], wanted: Collection[int] | None = None, *, leading: bool = False) -> bytes:
+def merge_sketches(sketches: Iterable[bytes], wanted: Collection[int] | None = None, *, leading: bool = False) -> bytes:
     """Return checked sketches as one, with one entry for each series.
 
     `wanted`: only these series; None: all. `leading`: in each row, only the wanted ones before the first other series.
@@ -136,7 +140,7 @@ def compacted(sketches: Iterable[bytes], wanted: Collection[int] | None = None, 
     for number, (count, total, pairs) in found.items():
         if len(pairs) > _MANY_BYTES:
             counts: Counts = {}
-            quantiles.unpack(counts, [array("H", pairs)])
-            pairs = quantiles.pack(counts)
+            quantile_sketch.unpack(counts, [array("H", pairs)])
+            pairs = quantile_sketch.pack(counts)
         parts.append(packed_entry(number, count, total, pairs))
     return b"".join(parts)

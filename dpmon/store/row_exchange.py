@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from dpmon.store.tables import columns_of
+from dpmon.store.history_schema import columns_of
 
 RECORDS, VERSION = "dpmon-records ", 1
 """The first word of the first line, and the version of this form."""
@@ -43,13 +43,13 @@ def columns_sent(table: str) -> Mapping[str, tuple[type, ...]]:
 
 
 @cache
-def default_of(table: str, column: str) -> Any:
+def column_default(table: str, column: str) -> Any:
     """Return the value of a column that is left out."""
     kinds = columns_sent(table)[column]
     return None if type(None) in kinds else kinds[0]()
 
 
-def lines_of(table: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
+def encode_rows(table: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
     """Yield rows as lines."""
     rows = list(rows)
     if not rows:
@@ -58,7 +58,7 @@ def lines_of(table: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) 
     if "sketches" in columns:
         at = columns.index("sketches")
         by_column[at] = tuple(b2a_base64(data, newline=False).decode() for data in by_column[at])
-    sent = [i for i, name in enumerate(columns) if {default_of(table, name)} != set(by_column[i])] or [0]
+    sent = [i for i, name in enumerate(columns) if {column_default(table, name)} != set(by_column[i])] or [0]
     head = f'{{"table":"{table}","columns":{_json([columns[i] for i in sent])},"rows":['
     texts: list[str] = []
     size = 0

@@ -10,7 +10,7 @@ stalled     the whole of a step, or between two steps, in which the run stood st
 missed      steps that were not recorded, and the time between them
 
 After its last step, a process accounts only for pauses and waits: it may end long before the others. Time without any
-activity counts as startup if a process begins after it, else as the run's end (dpmon.store.figures.accounted).
+activity counts as startup if a process begins after it, else as the run's end (dpmon.store.step_stats.accounted).
 
 Steps come in order. The length of a pause or a wait for input is known only after its end. Its time is subtracted from
 the activity in which it lies.
@@ -39,7 +39,7 @@ LATEST_NS = 10 * 365 * 86_400 * SECOND
 """Latest possible time of a run; a later one comes from damaged data."""
 
 
-class Spent(NamedTuple):
+class ActivityInterval(NamedTuple):
     """Time of an activity, from `begin` to `end` (ns since the run's start); `sign` -1 subtracts it."""
 
     activity: str
@@ -48,7 +48,7 @@ class Spent(NamedTuple):
     end: int
     sign: int = 1
 
-    def by_second(self) -> Iterator[tuple[int, int]]:
+    def split_by_second(self) -> Iterator[tuple[int, int]]:
         """Yield each second from `begin` to `end`, and the time spent in that second (ns, negative if subtracted).
 
         In a span of ten minutes or more, a whole minute, hour or day is yielded once, with its first second. This
@@ -63,7 +63,7 @@ class Spent(NamedTuple):
             at = until
 
 
-def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def union_of_intervals(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the union of spans as disjoint spans, in order."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(span for span in spans if span[1] > span[0]):
@@ -86,7 +86,7 @@ class Gap(NamedTuple):
     """Its length without pauses and waits."""
 
 
-class Account:
+class TimeAccount:
     """The activities of one process."""
 
     def __init__(self, begin: int = 0, process: int = 0, stalls: Sequence[tuple[int, int]] = ()) -> None:
@@ -101,7 +101,7 @@ class Account:
         self._apart: list[tuple[str, int, int]] = []
         """Pauses and waits for input that lie, or may lie, after `_at`."""
         self._paused_since: int | None = None
-        self._pieces: deque[Spent] = deque(maxlen=_PIECES)
+        self._pieces: deque[ActivityInterval] = deque(maxlen=_PIECES)
         """The newest long pieces of time that are neither pauses nor waits for input."""
 
     def resume(self, number: int, mode: str, start: int, wall: int, evaluation: bool) -> None:
@@ -112,7 +112,7 @@ class Account:
 
     def step(
         self, number: int, mode: str, start: int, wall: int, evaluation: bool, left_out: int = 0
-    ) -> tuple[list[Spent], Gap | None]:
+    ) -> tuple[list[ActivityInterval], Gap | None]:
         """Add a step. Return the time since the previous step, including this one, and the gap before it or None.
 
         `left_out`: the flag that the method of this name returned for the step.
@@ -124,7 +124,7 @@ class Account:
             self._at = min(self._at, start)  # a process reports itself within its first step
         elif number != before + 1:
             activity = "missed"
-        elif self.stalled(self._at, start):
+        elif self.overlaps_stall(self._at, start):
             activity = "stalled"
         elif evaluation and self._evaluation:
             activity = "evaluation"
@@ -136,19 +136,19 @@ class Account:
         if activity == "between" and left > 0 and before is not None:
             gap = Gap(self._process, before, mode, self._at, start, left)
         activity = _LEFT_OUT.get(left_out, "evaluation" if evaluation else "training")
-        spent += self._stretch(activity, mode, max(start, self._at), end)
+        spent += self._step_intervals(activity, mode, max(start, self._at), end)
         self._at, self._number, self._evaluation, self._mode = max(end, self._at), number, evaluation, mode
         if self._apart:
             self._apart = [one for one in self._apart if one[2] > self._at]
         return spent, gap
 
-    def left_out(self, begin: int, end: int, waited: int) -> int:
+    def exclusion_flag(self, begin: int, end: int, waited: int) -> int:
         """The flag of a step that no figure includes; 0 if figures include it. `waited`: for data and other ranks."""
-        if self.stalled(begin, end):
+        if self.overlaps_stall(begin, end):
             return STALLED
         return STARTUP if self._number is None and waited >= _STARTS_NS else 0
 
-    def stalled(self, begin: int, end: int) -> bool:
+    def overlaps_stall(self, begin: int, end: int) -> bool:
         """Whether a stall was noticed in a stretch of time that covers most of the stall up to then."""
         return bool(self._stalls) and any(
             begin <= at <= end and 2 * (at - max(begin, since)) > at - since for since, at in self._stalls
@@ -170,17 +170,17 @@ class Account:
             self._apart.append(("paused", self._paused_since, at))
             self._paused_since = None
 
-    def wait(self, begin: int, end: int) -> list[Spent]:
+    def wait(self, begin: int, end: int) -> list[ActivityInterval]:
         """Note a wait for input. Return the corrections to the time accounted for earlier."""
-        changes: list[Spent] = []
-        pieces: list[Spent] = []
+        changes: list[ActivityInterval] = []
+        pieces: list[ActivityInterval] = []
         for piece in self._pieces:
             low, high = max(begin, piece.begin), min(end, piece.end)
             if high <= low or piece.activity in ("paused", "input"):
                 pieces.append(piece)
                 continue
-            waited = Spent("input", piece.mode, low, high)
-            changes += (Spent(piece.activity, piece.mode, low, high, -1), waited)
+            waited = ActivityInterval("input", piece.mode, low, high)
+            changes += (ActivityInterval(piece.activity, piece.mode, low, high, -1), waited)
             parts = piece._replace(end=low), waited, piece._replace(begin=high)
             pieces += [part for part in parts if part.end > part.begin]
         if changes:
@@ -189,7 +189,7 @@ class Account:
             self._apart.append(("input", begin, end))
         return changes
 
-    def finish(self, end: int) -> list[Spent]:
+    def finish(self, end: int) -> list[ActivityInterval]:
         """End the account with the run. Return the pauses and waits for input after the last step."""
         if self._paused_since is not None:
             self._apart.append(("paused", self._paused_since, end))
@@ -198,39 +198,39 @@ class Account:
         self._at = max(end, self._at)
         return spent
 
-    def _gap(self, activity: str, mode: str, until: int) -> tuple[list[Spent], int]:
+    def _gap(self, activity: str, mode: str, until: int) -> tuple[list[ActivityInterval], int]:
         """Return the time up to `until`, in order, and the sum (ns) of its parts that are neither pauses nor waits.
 
         `activity` "": only pauses and waits are returned.
         """
         if not self._apart:
             return self._piece(activity, mode, self._at, until), max(until - self._at, 0)
-        spent = self._cut(activity, mode, self._at, until, sorted(self._apart, reverse=True))  # pauses first
+        spent = self._split_interval(activity, mode, self._at, until, sorted(self._apart, reverse=True))  # pauses first
         return spent, sum(one.end - one.begin for one in spent if one.activity == activity)
 
-    def _stretch(self, activity: str, mode: str, begin: int, end: int) -> list[Spent]:
+    def _step_intervals(self, activity: str, mode: str, begin: int, end: int) -> list[ActivityInterval]:
         """Return the time of a step, with its waits for input as separate parts."""
         if not self._apart:
             return self._piece(activity, mode, begin, end)
-        return self._cut(activity, mode, begin, end, [one for one in self._apart if one[0] == "input"])
+        return self._split_interval(activity, mode, begin, end, [one for one in self._apart if one[0] == "input"])
 
-    def _cut(
+    def _split_interval(
         self, activity: str, mode: str, begin: int, end: int, apart: Sequence[tuple[str, int, int]]
-    ) -> list[Spent]:
+    ) -> list[ActivityInterval]:
         """Divide a stretch of time: each part belongs to the first of `apart` that covers it, else to `activity`."""
         if not apart:
             return self._piece(activity, mode, begin, end)
         edges = sorted({begin, end, *(at for _, *both in apart for at in both if begin < at < end)})
-        spent: list[Spent] = []
+        spent: list[ActivityInterval] = []
         for low, high in pairwise(edges) if end > begin else ():
             covering = (what for what, since, until in apart if since <= low and high <= until)
             spent += self._piece(next(covering, activity), mode, low, high)
         return spent
 
-    def _piece(self, activity: str, mode: str, begin: int, end: int) -> list[Spent]:
+    def _piece(self, activity: str, mode: str, begin: int, end: int) -> list[ActivityInterval]:
         if end <= begin or not activity:
             return []
-        piece = Spent(activity, mode, begin, end)
+        piece = ActivityInterval(activity, mode, begin, end)
         if end - begin >= _PIECE_NS and activity not in ("paused", "input"):
             self._pieces.append(piece)
         return [piece]

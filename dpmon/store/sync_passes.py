@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dpmon.record.schema import EXPOSED, HELD, SPAN_PHASES, WAIT
-from dpmon.store.tally import Key
+from dpmon.store.tally import TallyKey
 
 MAX_WAITING = 1 << 16
 """Most steps of a group that wait for other ranks: more than fit into the largest ring. The oldest are dropped."""
@@ -24,7 +24,7 @@ class SyncStep(NamedTuple):
 
     id: int
     """Id of its row."""
-    key: Key
+    key: TallyKey
     second: int
     """Second in which it ended, since the run's start."""
     number: int
@@ -34,7 +34,7 @@ class SyncStep(NamedTuple):
     """Total time from the last gradients to the ends of these passes."""
 
 
-class Joined(NamedTuple):
+class RankStepWait(NamedTuple):
     """Communication in a step of one rank (ns), once the steps of all participating ranks are known."""
 
     step: SyncStep
@@ -44,7 +44,7 @@ class Joined(NamedTuple):
     """On the slowest rank, its delay relative to the second slowest; None on the others."""
 
     @property
-    def series(self) -> dict[str, int]:
+    def tally_values(self) -> dict[str, int]:
         """Its values for a tally, by series."""
         found = {EXPOSED: self.exposed_ns, WAIT: self.wait_ns}
         return found if self.held_ns is None else {**found, HELD: self.held_ns}
@@ -64,7 +64,7 @@ class _RankGroup:
         self.replaced: set[int] = set()
         """Processes of the job before its restart."""
 
-    def take_over(self, rank: int, process: int) -> bool:
+    def register_process(self, rank: int, process: int) -> bool:
         """Note the rank of a process; False if the process is from before a restart of the job.
 
         The first process that replaces another one marks a restart: earlier processes no longer count.
@@ -81,24 +81,24 @@ class _RankGroup:
         self.newest[rank] = process
         return True
 
-    def add(self, rank: int, step: SyncStep) -> Sequence[Joined]:
+    def add(self, rank: int, step: SyncStep) -> Sequence[RankStepWait]:
         """Take a step of a rank; return the round's steps of all ranks once they are complete."""
         place = step.number, step.passes
         steps = self.pending.setdefault(place, {})
         self.waiting += rank not in steps
         steps[rank] = step
         if len(steps) == self.size:
-            self._give_up(place)
-            return tuple(_joined(steps))
+            self._drop_round(place)
+            return tuple(_split_waits(steps))
         while self.waiting > MAX_WAITING:
-            self._give_up(next(iter(self.pending)))
+            self._drop_round(next(iter(self.pending)))
         return ()
 
-    def _give_up(self, place: tuple[int, int]) -> None:
+    def _drop_round(self, place: tuple[int, int]) -> None:
         self.waiting -= len(self.pending.pop(place))
 
 
-class Rounds:
+class SyncPassMatcher:
     """The synchronised passes of a run."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Rounds:
         """Processes with wrappers of different groups."""
         self._groups: dict[Sequence[int], _RankGroup] = {}
 
-    def take_event(self, process: int, kind: str, data: Mapping[str, Any]) -> None:
+    def handle_event(self, process: int, kind: str, data: Mapping[str, Any]) -> None:
         """Read the rank and world size of a process, or the group of its wrapper, from an event.
 
         A process that reports only its rank gets no group: it may be a child of that rank.
@@ -131,7 +131,7 @@ class Rounds:
             self._ranks[process] = group_of
             self._group(process)
 
-    def group(self, process: int) -> Sequence[int] | None:
+    def rank_group(self, process: int) -> Sequence[int] | None:
         """Return the ranks with which a process averages its gradients; None if unknown."""
         return None if process in self._several else self._ranks.get(process)
 
@@ -143,9 +143,9 @@ class Rounds:
         group = self._groups.get(ranks)
         if group is None:
             group = self._groups[ranks] = _RankGroup(len(ranks))
-        return group if group.take_over(rank, process) else None
+        return group if group.register_process(rank, process) else None
 
-    def take_back(self, first_id: int, joined: Iterable[Joined]) -> None:
+    def roll_back(self, first_id: int, joined: Iterable[RankStepWait]) -> None:
         """Forget the steps with ids from `first_id` on; the other steps of the rounds they completed wait again."""
         for group in self._groups.values():
             for place, steps in list(group.pending.items()):
@@ -156,23 +156,23 @@ class Rounds:
                     del group.pending[place]
         for one in joined:
             if one.step.id < first_id:
-                self.step(one.step.key.process, one.step)
+                self.add_step(one.step.key.process, one.step)
 
-    def step(self, process: int, step: SyncStep) -> list[Joined]:
+    def add_step(self, process: int, step: SyncStep) -> list[RankStepWait]:
         """Take a step of a process; return the steps of all ranks that are now complete."""
         group = self._group(process)
         return [] if group is None else list(group.add(self._rank_of[process], step))
 
 
-def _joined(steps: Mapping[int, SyncStep]) -> Iterator[Joined]:
+def _split_waits(steps: Mapping[int, SyncStep]) -> Iterator[RankStepWait]:
     tails = sorted(step.tail_ns for step in steps.values())
     least, next_least = tails[:2]
     slowest = min(steps, key=lambda rank: steps[rank].tail_ns)
     for rank, step in steps.items():
-        yield Joined(step, least, step.tail_ns - least, next_least - least if rank == slowest else None)
+        yield RankStepWait(step, least, step.tail_ns - least, next_least - least if rank == slowest else None)
 
 
-def device_tail(times: Sequence[float | None]) -> int | None:
+def sync_device_ns(times: Sequence[float | None]) -> int | None:
     """Return the device time (ns) of a step's phase `sync`, or None. `times`: its device times (ms) of SPAN_PHASES."""
     ms = times[_SYNC_AT] if len(times) > _SYNC_AT else None
     return None if ms is None else int(ms * 1e6)

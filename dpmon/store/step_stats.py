@@ -1,7 +1,7 @@
 """Defines every figure in one place: medians, tails, means, shares and rates of a mode's steps. Pure.
 
 A rate is a number of steps or samples divided by the elapsed training time. That time runs from the start of the first
-step to the end of the last one, without pauses, evaluations, stalls and waits for input (dpmon.store.accounting). The
+step to the end of the last one, without pauses, evaluations, stalls and waits for input (dpmon.store.time_accounting). The
 time between two steps counts, for example to start workers, write a checkpoint or log an epoch. Steps in which the run
 stalled, and a first step that waits long, are in no figure.
 
@@ -21,16 +21,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SECOND, SETTLING, STEP, Quantity, device_series
-from dpmon.store.accounting import ACTIVITIES, union
-from dpmon.store.answers import TimeRow
-from dpmon.store.tally import WIDTHS, KeptTallies, Key, Sum, Tally
+from dpmon.store.query_results import TimeRow
+from dpmon.store.tally import WIDTHS, IncrementalTallies, QuantitySum, Tally, TallyKey
+from dpmon.store.time_accounting import ACTIVITIES, union_of_intervals
 
 if TYPE_CHECKING:
-    from dpmon.store.queries import Store
+    from dpmon.store.store_queries import Store
 
 SAME_RATE = 0.03
 """Up to this relative difference of the two rates, only the first one is shown."""
-Counted = tuple[tuple[Quantity, Sum], ...]
+Counted = tuple[tuple[Quantity, QuantitySum], ...]
 """Quantities with their sums over the steps with a known value."""
 
 
@@ -46,7 +46,7 @@ class Rate(NamedTuple):
     samples_within: float | None
 
     @property
-    def apart(self) -> bool:
+    def differs_within_steps(self) -> bool:
         """Whether the two rates differ so much that both must be shown."""
         return abs(self.steps_within / self.steps_per_s - 1) > SAME_RATE
 
@@ -57,7 +57,7 @@ def rate_as_fields(rate: Rate | None) -> dict[str, float | None]:
     return dict(zip(names, rate or (None,) * len(names), strict=True))
 
 
-class PhaseFigures(NamedTuple):
+class PhaseStats(NamedTuple):
     """One phase: times (ns) over the steps in which it ran, and its share of the time of all steps (0 to 1)."""
 
     name: str
@@ -75,7 +75,7 @@ class PhaseFigures(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Figures:
+class StepStats:
     """The steps of one mode: training, or evaluation."""
 
     mode: str
@@ -86,28 +86,28 @@ class Figures:
     p95_ns: float | None
     mean_ns: float | None
     rate: Rate | None
-    phases: tuple[PhaseFigures, ...]
+    phases: tuple[PhaseStats, ...]
     tally: Tally
     """The tally from which the figures come."""
 
     @property
-    def parts(self) -> tuple[PhaseFigures, ...]:
+    def disjoint_phases(self) -> tuple[PhaseStats, ...]:
         """The phases that add up to the step, with their names on the screen; forward excludes its calls' phases."""
         named = {phase.name: phase for phase in self.phases}
         found = ((phase, named[REST if phase.name == "forward" else phase.name]) for phase in PHASES)
         return tuple(figures._replace(name=phase.display_name) for phase, figures in found)
 
     @property
-    def counted(self) -> Counted:
+    def known_quantities(self) -> Counted:
         """The quantities known in at least one step, without the quantities that rates show."""
         sums = ((quantity, self.tally.sum(quantity.name)) for quantity in QUANTITIES if not quantity.in_rates)
         return tuple(
-            (quantity, Sum(self.steps, known.total) if quantity.absent_is_zero else known)
+            (quantity, QuantitySum(self.steps, known.total) if quantity.absent_is_zero else known)
             for quantity, known in sums
             if known.count
         )
 
-    def phase(self, name: str) -> PhaseFigures | None:
+    def phase(self, name: str) -> PhaseStats | None:
         """One phase; None if it did not run."""
         return next((phase for phase in self.phases if phase.name == name and phase.ran), None)
 
@@ -117,7 +117,7 @@ def counted_as_fields(counted: Counted) -> dict[str, dict[str, int]]:
     return {quantity.name: {"sum": known.total, "steps": known.count} for quantity, known in counted}
 
 
-def trains(kinds: Iterable[tuple[str, int]]) -> set[str]:
+def training_modes(kinds: Iterable[tuple[str, int]]) -> set[str]:
     """Return the modes with training steps. `kinds`: (mode, kind) of a run's steps."""
     return {mode for mode, kind in kinds if not kind & EVALUATION}
 
@@ -125,12 +125,12 @@ def trains(kinds: Iterable[tuple[str, int]]) -> set[str]:
 def modes_of(kinds: Iterable[tuple[str, int]]) -> list[tuple[str, bool]]:
     """Return pairs (mode, evaluation) in display order; evaluation steps are separate if the mode also trains."""
     there = set(kinds)
-    training = trains(there)
+    training = training_modes(there)
     return sorted({(mode, bool(kind & EVALUATION) and mode in training) for mode, kind in there})
 
 
-def merged(
-    tallies: Mapping[Key, Tally],
+def merge_mode_tallies(
+    tallies: Mapping[TallyKey, Tally],
     mode: str,
     evaluation: bool,
     trained: bool,
@@ -151,20 +151,20 @@ def merged(
     return found
 
 
-def of_each(tallies: Mapping[Key, Tally]) -> dict[int, dict[Key, Tally]]:
+def tallies_by_process(tallies: Mapping[TallyKey, Tally]) -> dict[int, dict[TallyKey, Tally]]:
     """Return the tallies of each process."""
-    found: dict[int, dict[Key, Tally]] = {}
+    found: dict[int, dict[TallyKey, Tally]] = {}
     for key, tally in tallies.items():
         found.setdefault(key.process, {})[key] = tally
     return found
 
 
-def figures(mode: str, evaluation: bool, tally: Tally, speed: Rate | None) -> Figures:
+def compute_step_stats(mode: str, evaluation: bool, tally: Tally, speed: Rate | None) -> StepStats:
     """The figures of a mode's steps."""
     step = tally.stat(STEP)
     names = [phase.name for phase in PHASES]
     names.insert(names.index("forward") + 1, REST)
-    return Figures(
+    return StepStats(
         mode,
         evaluation,
         tally.steps,
@@ -178,13 +178,13 @@ def figures(mode: str, evaluation: bool, tally: Tally, speed: Rate | None) -> Fi
     )
 
 
-def _phase(name: str, tally: Tally, total: int) -> PhaseFigures:
+def _phase(name: str, tally: Tally, total: int) -> PhaseStats:
     if name not in tally.stats:
-        return PhaseFigures(name, 0, None, None, None, None)
+        return PhaseStats(name, 0, None, None, None, None)
     stat, device = tally.stat(name), tally.stat(device_series(name))
     share = stat.total / total if stat.count and total else None
     known = device.mean
-    return PhaseFigures(
+    return PhaseStats(
         name,
         stat.count,
         stat.median,
@@ -200,7 +200,9 @@ def _phase(name: str, tally: Tally, total: int) -> PhaseFigures:
 # ------------------------------------------------------------------------------------------------ rates
 
 
-def elapsed(rows: Iterable[TimeRow], mode: str, evaluation: bool, trained: bool) -> dict[int, tuple[int, int]]:
+def elapsed_by_process(
+    rows: Iterable[TimeRow], mode: str, evaluation: bool, trained: bool
+) -> dict[int, tuple[int, int]]:
     """Return the time of a mode's steps by process (ns): (within and between steps, only within steps)."""
     found: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for row in rows:
@@ -216,7 +218,9 @@ def elapsed(rows: Iterable[TimeRow], mode: str, evaluation: bool, trained: bool)
     return {process: (whole, within) for process, (whole, within) in found.items() if whole > 0}
 
 
-def rate(tallies: Mapping[int, Tally], times: Mapping[int, tuple[int, int]], *, together: float = 0.0) -> Rate | None:
+def compute_rate(
+    tallies: Mapping[int, Tally], times: Mapping[int, tuple[int, int]], *, together: float = 0.0
+) -> Rate | None:
     """Return the rate of processes that train together or one after the other; None if no time has passed.
 
     `tallies` and `times` (see `elapsed`) are by process. Samples of processes that train at the same time add up; their
@@ -230,7 +234,7 @@ def rate(tallies: Mapping[int, Tally], times: Mapping[int, tuple[int, int]], *, 
     knowing = [tallies[process].sum("samples") for process in there]
     samples = sum(each.total for each in knowing) if sum(each.count for each in knowing) == steps else None
     whole, within = (sum(times[process][part] for process in there) for part in (0, 1))
-    at_once = len(there) * together if together else _at_once([tallies[process] for process in there])
+    at_once = len(there) * together if together else _mean_concurrency([tallies[process] for process in there])
     within = within or whole
     return Rate(
         steps * 1e9 / whole,
@@ -240,7 +244,7 @@ def rate(tallies: Mapping[int, Tally], times: Mapping[int, tuple[int, int]], *, 
     )
 
 
-def _at_once(tallies: Sequence[Tally]) -> float:
+def _mean_concurrency(tallies: Sequence[Tally]) -> float:
     """Return the mean number of processes that trained at the same time; all processes if the times are unknown."""
     spans = sorted((t.first_ns, t.last_ns) for t in tallies if t.first_ns is not None and t.last_ns is not None)
     covered, reach = 0, 0
@@ -255,7 +259,7 @@ def _at_once(tallies: Sequence[Tally]) -> float:
 # ------------------------------------------------------------------------------------------------ windows
 
 
-class Window:
+class StatsWindow:
     """All figures of the time between two seconds."""
 
     def __init__(
@@ -264,7 +268,7 @@ class Window:
         begin_s: int = 0,
         end_s: int = 1 << 40,
         process: int | None = None,
-        kept: KeptTallies | None = None,
+        kept: IncrementalTallies | None = None,
     ) -> None:
         """`process`: use only its steps; None for all processes. `kept`: of the last such window of this process."""
         self._kept = kept
@@ -274,24 +278,24 @@ class Window:
         """Processes with steps at any time."""
         self._begin_s, self._end_s = begin_s, end_s
         self._kinds = source.kinds()
-        self._trained = trains(self._kinds)
+        self._trained = training_modes(self._kinds)
         self._times_of: dict[tuple[str, bool], dict[int, tuple[int, int]]] = {}
         self._whole: dict[tuple[str, bool], tuple[int, Rate | None]] = {}
 
     @cached_property
-    def by_process(self) -> dict[Key, Tally]:
+    def by_process(self) -> dict[TallyKey, Tally]:
         """Tallies of each process."""
         if self._kept is not None and self._process is not None:
-            return self._source.tallies_after(self._kept, self._begin_s, self._end_s, self._process)
+            return self._source.tallies_incremental(self._kept, self._begin_s, self._end_s, self._process)
         return self._source.tallies(self._begin_s, self._end_s, process=self._process)
 
     @cached_property
-    def of_each(self) -> dict[int, dict[Key, Tally]]:
+    def of_each(self) -> dict[int, dict[TallyKey, Tally]]:
         """The tallies of each process with steps in this window."""
-        return of_each(self.by_process)
+        return tallies_by_process(self.by_process)
 
     @cached_property
-    def left_out(self) -> dict[Key, Tally]:
+    def left_out(self) -> dict[TallyKey, Tally]:
         """Tallies of the steps that no figure includes (dpmon.record.schema.LEFT_OUT)."""
         return self._source.tallies(self._begin_s, self._end_s, process=self._process, sketches=False, left_out=True)
 
@@ -300,7 +304,7 @@ class Window:
         """The activities of each process by mode, in order of time."""
         return self._source.time_rows(self._begin_s, self._end_s, process=self._process)
 
-    def rows(self, process: int, begin_s: int = 0, widest: int = WIDTHS[-1]) -> Iterator[tuple[Key, Tally]]:
+    def rows(self, process: int, begin_s: int = 0, widest: int = WIDTHS[-1]) -> Iterator[tuple[TallyKey, Tally]]:
         """Key and tally of each row of one process from `begin_s` on, in order of time."""
         begin_s = max(begin_s, self._begin_s)
         for _, _, key, tally in self._source.tally_rows(begin_s, self._end_s, process=process, widest=widest):
@@ -313,13 +317,15 @@ class Window:
         now = {(mode, bool(kind & EVALUATION) and mode in self._trained) for mode, kind in there}
         return [each for each in modes_of(self._kinds) if each in now]
 
-    def trained(self, mode: str) -> bool:
+    def ever_trains(self, mode: str) -> bool:
         """Whether a mode ever trains in this run; if not, its figures come from its evaluation steps."""
         return mode in self._trained
 
-    def figures(self, mode: str, evaluation: bool = False, process: int | None = None) -> Figures:
+    def figures(self, mode: str, evaluation: bool = False, process: int | None = None) -> StepStats:
         """The figures of a mode's steps: of all processes together, or of one."""
-        return figures(mode, evaluation, self.tally(mode, evaluation, process), self.rate(mode, evaluation, process))
+        return compute_step_stats(
+            mode, evaluation, self.tally(mode, evaluation, process), self.rate(mode, evaluation, process)
+        )
 
     def tally(
         self,
@@ -330,11 +336,11 @@ class Window:
         settled: bool = False,
         batch: int | None = None,
     ) -> Tally:
-        """The tally of a mode's steps; parameters as in dpmon.store.figures.merged."""
+        """The tally of a mode's steps; parameters as in dpmon.store.step_stats.merged."""
         tallies = self.by_process if process is None else self.of_each.get(process, {})
-        return merged(tallies, mode, evaluation, self.trained(mode), settled=settled, batch=batch)
+        return merge_mode_tallies(tallies, mode, evaluation, self.ever_trains(mode), settled=settled, batch=batch)
 
-    def whole(self, mode: str, evaluation: bool) -> tuple[int, Rate | None]:
+    def steps_and_rate(self, mode: str, evaluation: bool) -> tuple[int, Rate | None]:
         """Return the steps of all processes in a mode, and their rate."""
         found = self._whole.get((mode, evaluation))
         if found is None:
@@ -354,13 +360,13 @@ class Window:
                     tallies[who].merge(found)
                 (whole, within), (more, inside) = times[who], spent.get(who, (0, 0))
                 times[who] = whole + more, within + inside
-        return rate(tallies, times)
+        return compute_rate(tallies, times)
 
     def _elapsed(self, mode: str, evaluation: bool) -> dict[int, tuple[int, int]]:
-        """The time of a mode's steps by process (dpmon.store.figures.elapsed)."""
+        """The time of a mode's steps by process (dpmon.store.step_stats.elapsed)."""
         found = self._times_of.get((mode, evaluation))
         if found is None:
-            found = elapsed(self.times, mode, evaluation, self.trained(mode))
+            found = elapsed_by_process(self.times, mode, evaluation, self.ever_trains(mode))
             self._times_of[mode, evaluation] = found
         return found
 
@@ -376,20 +382,22 @@ class Window:
         return sum(self.tally(mode, True, process).steps for mode, evaluation in self.modes if evaluation)
 
     @cached_property
-    def spent(self) -> dict[str, int]:
+    def time_by_activity(self) -> dict[str, int]:
         """The time of this window by activity (ns). The sum is the time with at least one process."""
-        return shared_out(self.times, self.lives)
+        return divide_concurrent_time(self.times, self.alive_intervals)
 
     @cached_property
-    def lives(self) -> list[tuple[int, int]]:
+    def alive_intervals(self) -> list[tuple[int, int]]:
         """The times with at least one process, from its start-up to its last step, as (begin, end) in ns."""
         startup: Counter[int] = Counter()
         for row in self.times:
             startup[row.process] += row.spent["startup"]
-        return union((begin - startup[process], end) for process, (begin, end) in self.spans.items())
+        return union_of_intervals(
+            (begin - startup[process], end) for process, (begin, end) in self.step_intervals.items()
+        )
 
     @cached_property
-    def spans(self) -> dict[int, tuple[int, int]]:
+    def step_intervals(self) -> dict[int, tuple[int, int]]:
         """By process: the time from its first step to its last, as (begin, end) in ns."""
         found: dict[int, tuple[int, int]] = {}
         for key, tally in (*self.by_process.items(), *self.left_out.items()):
@@ -399,7 +407,7 @@ class Window:
         return found
 
 
-def shared_out(rows: Iterable[TimeRow], lives: Sequence[tuple[int, int]]) -> dict[str, int]:
+def divide_concurrent_time(rows: Iterable[TimeRow], lives: Sequence[tuple[int, int]]) -> dict[str, int]:
     """Return the time of a run by activity (ns). Simultaneous activities of several processes share the time.
 
     `lives`: (begin, end) of the times with at least one process, in order.
@@ -423,7 +431,7 @@ def shared_out(rows: Iterable[TimeRow], lives: Sequence[tuple[int, int]]) -> dic
     return {activity: round(ns) for activity, ns in found.items()}
 
 
-def accounted(spent: Mapping[str, int], elapsed_ns: int, lives: Sequence[tuple[int, int]]) -> dict[str, int]:
+def account_for_elapsed(spent: Mapping[str, int], elapsed_ns: int, lives: Sequence[tuple[int, int]]) -> dict[str, int]:
     """Divide a run's elapsed time by activity (ns); the parts add up to it. `lives`: as in Window.lives.
 
     Time before a process is traced has no activity. It counts as start-up: also where a process follows another one,
@@ -435,7 +443,7 @@ def accounted(spent: Mapping[str, int], elapsed_ns: int, lives: Sequence[tuple[i
     return {**spent, "startup": spent["startup"] + before, "ending": left - before}
 
 
-def thirds(rows: Sequence[tuple[int, Tally]], steps: int) -> tuple[Tally, Tally]:
+def first_and_last_third(rows: Sequence[tuple[int, Tally]], steps: int) -> tuple[Tally, Tally]:
     """Return the first and the last third of the steps, as exactly as the rows of tallies (in order of time) allow."""
     first, last = Tally(), Tally()
     for _, tally in rows:

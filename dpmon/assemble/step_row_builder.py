@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from dpmon.assemble.boundaries import Fetches
-from dpmon.assemble.call_rows import FLAGS, Composer, mode_of, unnumbered_call
+from dpmon.assemble.boundary_state import FetchTracker
+from dpmon.assemble.call_rows import FLAGS, ComposedCallBuilder, mode_of, unnumbered_call
 from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.assemble.device_times import Pending, Sampling, Waiting
+from dpmon.assemble.device_times import PendingRow, TimingIntervalController, Waiting
 from dpmon.assemble.event_queue import QueuedEvent
-from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, PRIMITIVES, Block, Inner
+from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, PRIMITIVES, Block, BlockContents
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_totals import MAX_TIMED, StepTotals
 from dpmon.record.history_rows import CallRow
@@ -25,7 +25,7 @@ _MAX_LOOKS = 64
 _NOTHING: Sequence[Span] = ()
 
 
-class StepRecorder:
+class StepRowBuilder:
     """Makes and numbers the rows of one process."""
 
     def __init__(self, known: KnownDefinitions, communication: SampledCollectives) -> None:
@@ -36,7 +36,7 @@ class StepRecorder:
         self.calls = 0
         self.unmatched_fetches = 0
         """Number of batches fetched directly after another fetch; each may have its own call in the same step."""
-        self.fetches = Fetches()
+        self.fetches = FetchTracker()
         self.thread = -1
         """The training thread; -1 while unknown."""
         self.memory_looks = {0: 0}
@@ -45,11 +45,11 @@ class StepRecorder:
         """Events that wait for the next call."""
         self.dropped = 0
         self.out: list[Waiting] = []
-        self.sampling = Sampling()
+        self.sampling = TimingIntervalController()
         self._peaks: set[int] = set()
         self._totals = StepTotals()
         self._step = 1
-        self._composer = Composer(known, self._record_call)
+        self._composer = ComposedCallBuilder(known, self._record_call)
         self._known: dict[tuple[int, int, int], tuple[bool, int, int, int, int]] = {}
         """What `_common_facts` returns, by (layout, inputs, outputs) of a call."""
 
@@ -58,19 +58,19 @@ class StepRecorder:
     def step(self, totals: StepTotals, start: int, end: int) -> None:
         """Record a step."""
         self.number += 1
-        self.out.append(totals.row(self.number, start, max(end - start, 0), self.fetches.of_step()))
-        self._communication.step(self.number, start, end)
+        self.out.append(totals.build_row(self.number, start, max(end - start, 0), self.fetches.pop_step_batches()))
+        self._communication.close_step(self.number, start, end)
         if totals.timed or totals.skipped:
-            self.sampling.step(max(end - start, 0), not totals.skipped)
+            self.sampling.count_step(max(end - start, 0), not totals.skipped)
 
-    def totals(self, items: Iterable[Item], part: StepTotals | None = None) -> StepTotals:
+    def record_items(self, items: Iterable[Item], part: StepTotals | None = None) -> StepTotals:
         """Record items of the open step; return what they and its recorded `part` add up to."""
         totals = self._totals = part or StepTotals()
         self._step = self.number + 1
         times, spans, thread = totals.times, totals.spans, self.thread
         for item in items:
             if isinstance(item, QueuedEvent):
-                self.event(item, self.number + 1)
+                self.place_event(item, self.number + 1)
                 continue
             span, calls, _, inner = item
             kind, flags = span[1], span[2]
@@ -78,34 +78,34 @@ class StepRecorder:
                 if inner is not None:
                     totals.add(inner)
                     for look in inner.memory_looks:
-                        self.note_memory_look(look, self.number + 1)
+                        self.note_memory_sample(look, self.number + 1)
                 elif (phase := PHASE_OF[kind]) >= 0:
                     took = times[phase]
                     times[phase] = span[7] if took < 0 else took + span[7]
                     spans.append((phase, span[6], span[7]))
                     if kind in COUNTED:
-                        totals.count(COUNTED[kind], span[8] | span[9] << 32)
+                        totals.add_count(COUNTED[kind], span[8] | span[9] << 32)
                     if flags & _SLOW or phase == COPY:
                         totals.note_timing(span, phase)
                 elif kind == Kind.MEMORY:
-                    self.note_memory_look(span[5], self.number + 1)
+                    self.note_memory_sample(span[5], self.number + 1)
             if calls or kind in PRIMITIVES:
                 self._calls(span, calls, (), inner)
             if kind == Kind.BACKWARD or (inner is not None and inner.backward):
-                totals.end_batch()
+                totals.end_micro_batch()
                 totals.failed = flags & Flag.FAILED != 0
             if kind == Kind.OPTIMIZER:
                 totals.failed = flags & Flag.FAILED != 0
                 totals.stepped = totals.stepped or not totals.failed
         if len(spans) > MAX_SPANS:
-            totals.bound_spans()
+            totals.truncate_spans()
         del totals.timed[MAX_TIMED + 1 :]
         self._composer.flush_all()
         return totals
 
     # ------------------------------------------------------------------------------------------ calls
 
-    def of_others(self, block: Block) -> None:
+    def add_calls_outside_step(self, block: Block) -> None:
         """Record calls of another thread while no step is open."""
         if not (block[1] or block[0][1] in PRIMITIVES):
             return
@@ -113,7 +113,7 @@ class StepRecorder:
         self._calls(*block)
         self._composer.flush_all()
 
-    def _calls(self, span: Span, calls: Sequence[Span], _: Sequence[int], inner: Inner | None) -> None:
+    def _calls(self, span: Span, calls: Sequence[Span], _: Sequence[int], inner: BlockContents | None) -> None:
         if inner is None:
             if span.kind in PRIMITIVES:
                 self._primitive(span, None)
@@ -133,7 +133,7 @@ class StepRecorder:
         for primitive in by_script[at:]:
             self._primitive(primitive, inner)
 
-    def _call(self, call: Span, inner: Inner | None) -> None:
+    def _call(self, call: Span, inner: BlockContents | None) -> None:
         flags, thread, site, start, took, inputs, outputs = call[2], *call[4:]
         known = self._known.get((site, inputs, outputs)) or self._common_facts(call)
         if known is None:
@@ -160,23 +160,23 @@ class StepRecorder:
         The facts: whether a call without parts has exactly one replica; inputs and outputs (0: unknown); the module;
         the rows (-1: unknown).
         """
-        site, inputs, outputs = call.site, self.known.known_sizes(call.inputs), self.known.known_sizes(call.outputs)
+        site, inputs, outputs = call.site, self.known.sizes_or_zero(call.inputs), self.known.sizes_or_zero(call.outputs)
         layout = self.known.layouts.get(site)
         if layout is None:
             return None
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
-        self.out += self.known.rows((site, inputs, outputs))
+        self.out += self.known.pop_unwritten_rows((site, inputs, outputs))
         plain = bool(layout.devices) and "replicas" not in layout.absent
-        known = plain, inputs, outputs, self.known.module(site), self.known.batch(inputs, site)
+        known = plain, inputs, outputs, self.known.module(site), self.known.batch_rows(inputs, site)
         self._known[call.site, call.inputs, call.outputs] = known
         return known
 
-    def _record_call(self, call: Pending) -> None:
+    def _record_call(self, call: PendingRow) -> None:
         self.calls += 1
         assert isinstance(call.row, CallRow)
         row = call.row._replace(step=self._step, call=self.calls)
-        self.out += self.known.rows(sorted(row.definitions))
+        self.out += self.known.pop_unwritten_rows(sorted(row.definitions))
         if self.awaiting_call:
             self._emit_awaiting_call()
         if call.why == Untimed.SAMPLED:
@@ -184,16 +184,16 @@ class StepRecorder:
         else:
             self.out.append(call._replace(row=row) if any(call.slots) else row)
 
-    def _primitive(self, span: Span, inner: Inner | None) -> None:
+    def _primitive(self, span: Span, inner: BlockContents | None) -> None:
         """Record a primitive that the script calls itself."""
         parts = inner.parts.get(span.number, _NOTHING) if inner is not None else _NOTHING
-        inputs = self._composer.take(span, parts)
+        inputs = self._composer.add_primitive(span, parts)
         if span.kind != Kind.PARALLEL_APPLY:
             return
         if span.site not in self.known.layouts:
             self.dropped += 1
         elif span.thread == self.thread:
-            self._count(span.flags, self.known.module(span.site), self.known.batch(inputs, span.site))
+            self._count(span.flags, self.known.module(span.site), self.known.batch_rows(inputs, span.site))
 
     def _count(self, flags: int, module: int, rows: int) -> None:
         """Count the rows of a call on the training thread."""
@@ -205,7 +205,7 @@ class StepRecorder:
             totals.evaluated_rows = max(totals.evaluated_rows, rows)
             return
         if flags & Flag.GRAD:  # without gradients, a GAN's generator only makes samples for its discriminator
-            totals.learn(module, rows)
+            totals.add_training_call(module, rows)
         if self.unmatched_fetches and totals.is_micro_batch(module):
             self.unmatched_fetches -= 1
             if rows >= 0:
@@ -217,7 +217,7 @@ class StepRecorder:
 
     # ------------------------------------------------------------------------------------------ events
 
-    def event(self, event: QueuedEvent, step: int) -> None:
+    def place_event(self, event: QueuedEvent, step: int) -> None:
         """Take an event that happened here. `step`: the last step that has begun."""
         if event.fill == "next":
             self.awaiting_call.append(event)
@@ -229,19 +229,19 @@ class StepRecorder:
             self._emit(event, self._step, self.calls)
         self.awaiting_call = []
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Emit the waiting events, because there are no more calls."""
         self._step, self.calls = self.number + 1, self.calls + 1
         self._emit_awaiting_call()
 
     def _emit(self, event: QueuedEvent, step: int, call: int) -> None:
-        event.place(step, call, self.memory_looks)
+        event.finalize(step, call, self.memory_looks)
         self.out.append(event)
-        peaks = event.peaks()
+        peaks = event.referenced_memory_samples()
         if peaks:
             self._peaks = set(peaks)
 
-    def note_memory_look(self, look: int, step: int) -> None:
+    def note_memory_sample(self, look: int, step: int) -> None:
         """Note a memory look taken after `step` began."""
         self.memory_looks[look] = step
         if len(self.memory_looks) > 2 * _MAX_LOOKS:
@@ -251,7 +251,7 @@ class StepRecorder:
             }
 
 
-def before_edge(items: Sequence[Item], end: int) -> int:
+def end_without_overhead(items: Sequence[Item], end: int) -> int:
     """Return the end of a step, without dpmon's own spans just before `end`."""
     for item in reversed(items):
         if isinstance(item, QueuedEvent):

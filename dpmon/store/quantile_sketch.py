@@ -27,7 +27,7 @@ LAST_BUCKET = (63 - _BITS << _BITS) | _MASK
 """The bucket of the largest number in a record (63 bits)."""
 
 
-def bucket(value: int) -> int:
+def bin_of(value: int) -> int:
     """The bucket of a value; negative values count as 0."""
     if value < _EXACT:
         return max(value, 0)
@@ -35,7 +35,7 @@ def bucket(value: int) -> int:
     return (shift << _BITS) + (value >> shift)
 
 
-def middle(number: int) -> float:
+def bin_middle(number: int) -> float:
     """The middle of a bucket."""
     if number < _EXACT:
         return float(number)
@@ -43,7 +43,7 @@ def middle(number: int) -> float:
     return float((1 << _BITS) + (number & _MASK) << shift) + ((1 << shift) - 1) / 2
 
 
-def bounds(number: int) -> tuple[int, int]:
+def bin_bounds(number: int) -> tuple[int, int]:
     """The lowest and the highest value of a bucket."""
     if number < _EXACT:
         return number, number
@@ -72,18 +72,18 @@ def merge(counts: Counts, other: Mapping[int, int]) -> None:
         counts[number] = get(number, 0) + count
 
 
-def between(counts: Mapping[int, int], limits: Sequence[float]) -> list[int]:
+def count_between(counts: Mapping[int, int], limits: Sequence[float]) -> list[int]:
     """Return the number of values up to the first limit, between adjacent limits, and above the last limit.
 
     Limits are at most 0.4 % off.
     """
     found = [0] * (len(limits) + 1)
     for number, count in counts.items():
-        found[bisect_left(limits, middle(number))] += count
+        found[bisect_left(limits, bin_middle(number))] += count
     return found
 
 
-def checked(data: bytes) -> Packed:
+def validate_packed(data: bytes) -> Packed:
     """Return the numbers in bytes from `pack`. Raises ValueError if the bytes are damaged."""
     flat = array("H", data)
     if len(flat) % 2 or max(flat[::2], default=0) > LAST_BUCKET:
@@ -129,7 +129,7 @@ def quantiles(counts: Mapping[int, int], fractions: Sequence[float]) -> list[flo
     if not sums or sums[-1] <= 0:
         return [None] * len(fractions)
     ranks = (min(max(-int(-fraction * sums[-1] // 1), 1), sums[-1]) for fraction in fractions)
-    return [middle(ordered[bisect_left(sums, rank)]) for rank in ranks]
+    return [bin_middle(ordered[bisect_left(sums, rank)]) for rank in ranks]
 
 
 def median(counts: Mapping[int, int]) -> float | None:
@@ -149,7 +149,7 @@ def fine_quantile(counts: Mapping[int, int], fraction: float) -> float | None:
     rank, below = sum(counts.values()) * fraction, 0
     for number in sorted(counts):
         if below + counts[number] >= rank > 0:
-            low, high = bounds(number)
+            low, high = bin_bounds(number)
             return low + (rank - below) / counts[number] * (high - low + (number >= _EXACT))
         below += counts[number]
     return None

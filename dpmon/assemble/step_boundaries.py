@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dpmon.assemble.boundaries import OpenStep, OptimizerCycle, Patience
+from dpmon.assemble.boundary_state import BoundaryTimeout, OpenStep, OptimizerCycle
 from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import EDGE, LEARNS, PHASE_OF, PRIMITIVES, Block
-from dpmon.assemble.step_recorder import Item, StepRecorder, before_edge
+from dpmon.assemble.step_row_builder import Item, StepRowBuilder, end_without_overhead
 from dpmon.record.span_format import Flag, Kind, Span
 
 STALE_STEPS = 64
@@ -29,7 +29,7 @@ MAX_CALLS = 16
 """Under BY_CALL, a step with more calls than this ends at the next call of any module."""
 
 
-class _AtFirst(NamedTuple):
+class _Checkpoint(NamedTuple):
     """The state before the first held block, to take the blocks again."""
 
     opened: bool
@@ -39,18 +39,18 @@ class _AtFirst(NamedTuple):
     since: Sequence[int]
 
 
-class StepRules:
+class StepBoundaryFinder:
     """Divides the blocks of one process into steps."""
 
     def __init__(
-        self, known: KnownDefinitions, recorder: StepRecorder, closed: Callable[[list[Item], bool], None]
+        self, known: KnownDefinitions, recorder: StepRowBuilder, closed: Callable[[list[Item], bool], None]
     ) -> None:
         """`closed(items, step)` is called after `items` are recorded. `step`: whether a step ended."""
         self._known = known
         self._recorder = recorder
         self._closed = closed
         self.held: list[Item] = []
-        self._before = _AtFirst(False, 0, 0, -1, ())
+        self._before = _Checkpoint(False, 0, 0, -1, ())
         self._cycle = OptimizerCycle()
         self.has_trained = False
         """Whether a backward pass or an optimizer step ran on the training thread."""
@@ -63,7 +63,7 @@ class StepRules:
         """Start of the open step, and end of its last phase."""
         self._rule = BY_OPTIMIZER
         self._since_fetch = 0
-        self._patience = Patience()
+        self._patience = BoundaryTimeout()
         self._learned = frozenset[int]()
         """Modules with calls that train or record gradients."""
         self._restarts = 0
@@ -78,36 +78,36 @@ class StepRules:
     def _hold(self, item: Item) -> None:
         if not self.held:
             cycle = self._cycle
-            self._before = _AtFirst(self._open, self._start, self._last, cycle.ends, tuple(cycle.since))
+            self._before = _Checkpoint(self._open, self._start, self._last, cycle.ends, tuple(cycle.since))
         self.held.append(item)
 
     # ------------------------------------------------------------------------------------------ input
 
-    def take(self, block: Block) -> None:
+    def add_training_block(self, block: Block) -> None:
         """Take a block of the training thread, or the block of a freed optimizer."""
         kind = block[0][1]
         if kind == Kind.FETCH:
-            self._fetch(block)
+            self._handle_fetch(block)
         elif self._open or block[1] or kind in _OPENS:
-            self._take(block)
+            self._handle_block(block)
         else:
-            self._outside(block)
+            self._handle_outside_step(block)
         if len(self.held) > MAX_HELD:
-            self._bound()
+            self._flush_oversized_step()
 
-    def other(self, block: Block) -> None:
+    def add_other_thread_block(self, block: Block) -> None:
         """Take calls of another thread. They are recorded with the open step."""
         if self._open:
             self._hold(block)
             if len(self.held) > MAX_HELD:
-                self._bound()
+                self._flush_oversized_step()
         else:
-            self._recorder.of_others(block)
+            self._recorder.add_calls_outside_step(block)
             self._closed([block], False)
 
-    def place(self, event: QueuedEvent) -> None:
+    def add_event(self, event: QueuedEvent) -> None:
         """Take an event that happened after all items taken so far."""
-        if event.pauses and self._step.calls:
+        if event.starts_pause and self._step.calls:
             self._settle()
             if self._step.calls:
                 self._close(event.at)
@@ -115,15 +115,15 @@ class StepRules:
         if self.held and event.fill in ("next", "last"):
             self._hold(event)
             return
-        self._recorder.event(event, self._recorder.number + bool(self.held or self._step.part))
+        self._recorder.place_event(event, self._recorder.number + bool(self.held or self._step.part))
         self._closed([], False)
 
-    def fetches(self, since: int) -> None:
+    def fetch_began(self, since: int) -> None:
         """Take a fetch that has begun at the top level; its start ends the open step."""
         if self._open and self._step.calls and since >= self._last:
             self._close_at_fetch(since)
 
-    def moves(self, thread: int) -> None:
+    def switch_training_thread(self, thread: int) -> None:
         """Switch to another training thread."""
         self._settle()
         if self._step.calls:
@@ -131,7 +131,7 @@ class StepRules:
         self._drop_open()
         self._recorder.thread = thread
 
-    def end(self, cut_off: bool) -> None:
+    def finish(self, cut_off: bool) -> None:
         """End the open step where its last phase ended, because no more items come.
 
         The step is dropped if its last call, backward pass or optimizer step raised an exception. `cut_off`: also drop
@@ -142,8 +142,8 @@ class StepRules:
             self._drop_open()
             return
         items, self.held = self.held, []
-        totals = self._recorder.totals(items, self._step.part)
-        if not totals.failed and not (cut_off and totals.unfinished):
+        totals = self._recorder.record_items(items, self._step.part)
+        if not totals.failed and not (cut_off and totals.is_missing_update):
             self._recorder.step(totals, self._start, self._last)
         self._closed([], True)
         self._step = OpenStep()
@@ -151,12 +151,12 @@ class StepRules:
 
     # ------------------------------------------------------------------------------------------ with a loader
 
-    def _fetch(self, block: Block) -> None:
+    def _handle_fetch(self, block: Block) -> None:
         span = block[0]
         failed = span.flags & (Flag.FAILED | Flag.EXHAUSTED)
         if self._open and self._step.calls:
             self._close_at_fetch(span.start)
-        self._recorder.fetches.take(span, failed != 0)
+        self._recorder.fetches.add_fetch(span, failed != 0)
         if self._open and self._fetched and not failed:
             self._hold(block)
             self._recorder.unmatched_fetches += 1
@@ -173,12 +173,12 @@ class StepRules:
             self._since_fetch = 0
             self._start = span.start
         self._last = span.start + span.took
-        self._called(block[1])
+        self._add_calls(block[1])
 
     def _close_at_fetch(self, start: int) -> None:
         """End the open step, because a fetch begins at `start`."""
         if self._fetched:
-            self._close(before_edge(self.held, start))
+            self._close(end_without_overhead(self.held, start))
         else:
             self._settle()
             if self._step.calls:
@@ -195,40 +195,40 @@ class StepRules:
         recorder = self._recorder
         for item in items:
             if isinstance(item, QueuedEvent):
-                recorder.event(item, recorder.number)
+                recorder.place_event(item, recorder.number)
             elif item[0].thread != recorder.thread:
-                recorder.of_others(item)
+                recorder.add_calls_outside_step(item)
             elif item[0].kind == Kind.MEMORY:
-                recorder.note_memory_look(item[0].site, recorder.number)
+                recorder.note_memory_sample(item[0].site, recorder.number)
         self._closed(items, False)
 
     # ------------------------------------------------------------------------------------------ without a loader
 
-    def _outside(self, block: Block) -> None:
+    def _handle_outside_step(self, block: Block) -> None:
         """Take a block that belongs to no step."""
         span, _, stepped, inner = block
         if span.kind == Kind.MEMORY:
-            self._recorder.note_memory_look(span.site, self._recorder.number)
+            self._recorder.note_memory_sample(span.site, self._recorder.number)
         elif span.kind == Kind.OPTIMIZER_FREED:
-            self._cycle.gone(span.site)
+            self._cycle.forget_optimizer(span.site)
         if span.kind == Kind.BACKWARD or stepped or (inner is not None and inner.backward):
             self.has_trained = True
 
-    def _take(self, block: Block) -> None:
+    def _handle_block(self, block: Block) -> None:
         span, calls, stepped, inner = block
         kind, start = span[1], span[6]
         if self._step.calls and calls and not self._fetched:
             self._before_call(block)
         if not self.held and kind in EDGE and not self._step.calls:
             self._start = max(self._start, start + span[7])
-            self._outside(block)
+            self._handle_outside_step(block)
             return
         self._hold(block)
         if not self._open:
             self._open, self._start, self._last = True, start, start
         if PHASE_OF[kind] >= 0 and start + span[7] > self._last:
             self._last = start + span[7]
-        if calls and self._called(calls):
+        if calls and self._add_calls(calls):
             return
         if kind == Kind.BACKWARD or (inner is not None and inner.backward):
             self._step.backward = self.has_trained = True
@@ -236,18 +236,18 @@ class StepRules:
             if self._rule == BY_CALL:
                 self._rule = BY_BACKWARD
         elif kind == Kind.OPTIMIZER_FREED:
-            self._cycle.gone(span.site)
+            self._cycle.forget_optimizer(span.site)
         if stepped:
-            self._stepped(stepped, start + span[7])
+            self._handle_optimizer_steps(stepped, start + span[7])
         elif calls and not self._fetched and not self._restarts:
-            self._be_patient()
+            self._check_timeout()
 
-    def _called(self, calls: Sequence[Span]) -> bool:
+    def _add_calls(self, calls: Sequence[Span]) -> bool:
         """Add calls to the open step; return whether the step was taken again."""
         step, fresh = self._step, False
         for call in calls:
             module = self._known.module(call[5])
-            if not step.called(call, module):
+            if not step.add_call(call, module):
                 continue
             if module not in self._learned:
                 self._learned |= {module}
@@ -279,11 +279,11 @@ class StepRules:
         self._open, self._start, self._last = True, start, start
         self._replay(rest)
 
-    def _stepped(self, sites: Sequence[int], end: int) -> None:
+    def _handle_optimizer_steps(self, sites: Sequence[int], end: int) -> None:
         """Take the optimizer steps of a block that ended at `end`."""
         self._step.only_evaluates = False
         self.has_trained = True
-        outcomes = [self._cycle.stepped(site) for site in sites]
+        outcomes = [self._cycle.add_optimizer_step(site) for site in sites]
         changed = None in outcomes
         ended = changed or True in outcomes
         if self._fetched:
@@ -298,7 +298,7 @@ class StepRules:
         if changed and not self._restarts and not self._step.part:
             self._start_over()
             return
-        self._patience.stepped(self._start, end, self._recorder.calls + self._step.calls)
+        self._patience.add_optimizer_step(self._start, end, self._recorder.calls + self._step.calls)
         self._close(end)
         self._open, self._start, self._last = True, end, end
 
@@ -321,19 +321,19 @@ class StepRules:
     def _replay(self, items: Sequence[Item]) -> None:
         for item in items:
             if isinstance(item, QueuedEvent):
-                self.place(item)
+                self.add_event(item)
             elif item[0].thread != self._recorder.thread and item[0].kind != Kind.OPTIMIZER_FREED:
-                self.other(item)
+                self.add_other_thread_block(item)
             else:
-                self._take(item)
+                self._handle_block(item)
 
-    def _be_patient(self) -> None:
+    def _check_timeout(self) -> None:
         """Wait for an optimizer step. At the limit, look for another rule, or end the step if it has too many calls."""
         step, patience = self._step, self._patience
         made = bool(self._known.optimizers) or self._cycle.ends >= 0
         learns = not (step.only_evaluates or step.backward)  # a backward pass may follow
-        too_many = patience.too_many(step.calls, made or learns)
-        if not too_many and not patience.too_long(self._last - step.first_call, made):
+        too_many = patience.has_too_many_calls(step.calls, made or learns)
+        if not too_many and not patience.has_waited_too_long(self._last - step.first_call, made):
             return
         if not self._look_for_another_rule() and too_many:
             self._close(self._last)
@@ -353,7 +353,7 @@ class StepRules:
     def _look_for_another_rule(self) -> bool:
         """Take the open step again under the rule that its blocks suggest; False if there is no other rule."""
         if self._rule == BY_OPTIMIZER:
-            if not self._cycle.decide():
+            if not self._cycle.close_cycle():
                 self._rule = BY_BACKWARD if self._step.backward else BY_CALL
         elif self._rule == BY_BACKWARD and not self._step.backward:
             self._rule = BY_CALL
@@ -366,12 +366,12 @@ class StepRules:
 
     def _close(self, end: int) -> None:
         items, self.held = self.held, []
-        self._recorder.step(self._recorder.totals(items, self._step.part), self._start, end)
+        self._recorder.step(self._recorder.record_items(items, self._step.part), self._start, end)
         self._closed(items, True)
         self._step = OpenStep()
 
-    def _bound(self) -> None:
+    def _flush_oversized_step(self) -> None:
         """Record the held items of a step that is too long."""
         items, self.held = self.held, []
-        self._step.part = self._recorder.totals(items, self._step.part)
+        self._step.part = self._recorder.record_items(items, self._step.part)
         self._closed(items, False)

@@ -27,7 +27,7 @@ class OpenStep:
     part: StepTotals | None = None
     """Totals of its recorded part; None while all its blocks are held."""
 
-    def called(self, call: Span, module: int) -> bool:
+    def add_call(self, call: Span, module: int) -> bool:
         """Add a call of `module`; return whether the call trains or records gradients."""
         if not self.calls:
             self.module, self.first_call = module, call[6]
@@ -52,7 +52,7 @@ class OptimizerCycle:
         self.since: dict[int, None] = {}
         """The optimizers that have stepped since the last end of a step, in order."""
 
-    def stepped(self, site: int) -> bool | None:
+    def add_optimizer_step(self, site: int) -> bool | None:
         """Take an optimizer step; return whether it ends a step of the loop.
 
         None means that the cycle has changed: spans assembled under the old cycle must be assembled again.
@@ -64,10 +64,10 @@ class OptimizerCycle:
             if len(self.since) < _MAX_OPTIMIZERS:
                 self.since[site] = None
             return False
-        self.decide()
+        self.close_cycle()
         return None
 
-    def decide(self) -> bool:
+    def close_cycle(self) -> bool:
         """Treat the optimizers that have stepped as the whole cycle; False if there are none."""
         if not self.since:
             return False
@@ -75,7 +75,7 @@ class OptimizerCycle:
         self.since.clear()
         return True
 
-    def gone(self, site: int) -> None:
+    def forget_optimizer(self, site: int) -> None:
         """Forget a freed optimizer, which ends no more steps."""
         self.since.pop(site, None)
         if site == self.ends:
@@ -90,7 +90,7 @@ TIMES = 4
 MAX_PACE = 3_600_000_000_000
 
 
-class Patience:
+class BoundaryTimeout:
     """Tracks time and number of calls between optimizer steps."""
 
     def __init__(self) -> None:
@@ -103,22 +103,22 @@ class Patience:
         self.calls_before = 0
         """Calls of the process up to the last of these steps."""
 
-    def stepped(self, start: int, end: int, calls: int) -> None:
+    def add_optimizer_step(self, start: int, end: int, calls: int) -> None:
         """Note that an optimizer ended the step that began at `start`. `calls`: calls of the process so far."""
         self.calls, self.calls_before = max(calls - self.calls_before, 0), calls
         self.pace = min(max(end - (self.ended or start), 0), MAX_PACE)
         self.ended = end
 
-    def too_many(self, calls: int, many: bool) -> bool:
+    def has_too_many_calls(self, calls: int, many: bool) -> bool:
         """Whether to stop waiting in a step with this many calls. `many`: allow MANY_CALLS instead of FEW_CALLS."""
         return calls > max(MANY_CALLS if many else FEW_CALLS, TIMES * self.calls)
 
-    def too_long(self, took: int, made: bool) -> bool:
+    def has_waited_too_long(self, took: int, made: bool) -> bool:
         """Whether to stop waiting `took` ns after the first call of a step. `made`: whether an optimizer exists."""
         return took > max(LATE_NS if made else SOON_NS, TIMES * self.pace)
 
 
-class Fetches:
+class FetchTracker:
     """The batches fetched since the last step, by loop over a loader."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Fetches:
         self._dataset = 0
         """The dataset of the loop that drove the last step with batches of several loops."""
 
-    def take(self, fetch: Span, failed: bool) -> None:
+    def add_fetch(self, fetch: Span, failed: bool) -> None:
         """Note a fetch; `failed`: it found the loader at its end, or raised."""
         loop, dataset, length = fetch.site, fetch.inputs, fetch.outputs - 1
         if not loop:
@@ -145,18 +145,18 @@ class Fetches:
         self._found[loop] = Batches(loop, dataset, length if length >= 0 else None, fetched)
         self._over = False
 
-    def of_step(self) -> Batches | None:
+    def pop_step_batches(self) -> Batches | None:
         """Take the batches of the step that ends now. Of several loops, one drives the training loop."""
         found, self._found = self._found, {}
         if found:
-            self._last = found[next(iter(found)) if len(found) == 1 else self._driver(found)]
+            self._last = found[next(iter(found)) if len(found) == 1 else self._find_driving_loop(found)]
         elif self._over and self._last is not None:
             self._last = self._last._replace(fetched=0)
         else:
             return None
         return self._last._replace(over=True) if self._over else self._last
 
-    def _driver(self, found: dict[int, Batches]) -> int:
+    def _find_driving_loop(self, found: dict[int, Batches]) -> int:
         """Return the loop that drives a step with batches of several loops: at first the newest one or the shortest.
 
         It is the newest one if the step begins with it: `for` starts its loader after those that its body reads. Else

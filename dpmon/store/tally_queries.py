@@ -10,11 +10,11 @@ from typing import Any
 
 from dpmon.errors import HistoryError
 from dpmon.record.schema import LEFT_OUT, STEP
-from dpmon.store.accounting import ACTIVITIES, LATEST_NS
-from dpmon.store.answers import RingFacts, SecondRow, TimeRow
-from dpmon.store.series_entries import total_in
-from dpmon.store.tables import ACTIVITY_COLUMNS, Door
-from dpmon.store.tally import TALLY, TALLY_AT, WIDTHS, KeptTallies, Key, Tally
+from dpmon.store.history_schema import ACTIVITY_COLUMNS, CheckedConnection
+from dpmon.store.query_results import RingSummary, SecondRow, TimeRow
+from dpmon.store.tally import TALLY, TALLY_AT, WIDTHS, IncrementalTallies, Tally, TallyKey
+from dpmon.store.tally_encoding import series_total
+from dpmon.store.time_accounting import ACTIVITIES, LATEST_NS
 
 END = 1 << 40
 """A second later than the end of any run."""
@@ -34,15 +34,15 @@ _STARTS = (
 )
 
 
-def without(flags: int) -> str:
+def exclude_flags_condition(flags: int) -> str:
     """Return the condition for rows whose kind has none of these flags (dpmon.record.schema)."""
     return f"(kind & {flags} = 0)"
 
 
-class Sums:
+class TallyStore:
     """The sums in one history, as of one instant. If the database is damaged, they cover its readable part."""
 
-    def __init__(self, door: Door, damaged: str | None = None) -> None:
+    def __init__(self, door: CheckedConnection, damaged: str | None = None) -> None:
         """`door`: of a database in a transaction, so that all queries see the same state.
 
         `damaged`: why the history could not be read. Raises HistoryError if its smallest tables are damaged.
@@ -50,8 +50,8 @@ class Sums:
         self._door = door
         self.damaged = damaged
         """Why the history could not be read to its end; None if all queries so far succeeded."""
-        rings = door.rows(f"SELECT {', '.join(RingFacts._fields)} FROM rings")
-        self.rings = {row[0]: RingFacts._make(row) for row in rings}
+        rings = door.rows(f"SELECT {', '.join(RingSummary._fields)} FROM rings")
+        self.rings = {row[0]: RingSummary._make(row) for row in rings}
         """By process."""
         self._names: dict[int, str] = dict(door.rows("SELECT number, name FROM series"))
         meta: dict[str, int] = dict(door.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
@@ -85,7 +85,7 @@ class Sums:
 
     # ------------------------------------------------------------------------------------------ tallies
 
-    def stretches(self, begin_s: int, end_s: int, widest: int = WIDTHS[-1]) -> list[tuple[int, int, int]]:
+    def covering_buckets(self, begin_s: int, end_s: int, widest: int = WIDTHS[-1]) -> list[tuple[int, int, int]]:
         """Return the widest tallies that cover the time from `begin_s` to `end_s`, as stretches (width, begin, end).
 
         Where the tallies up to the width `widest` were deleted, wider ones replace them. They may extend beyond the
@@ -94,9 +94,11 @@ class Sums:
         end_s = min(end_s, max(self._newest, begin_s) + 1)
         # A tally wider than the time is of use only if narrower ones were deleted.
         widest_useful = WIDTHS[-1] if begin_s < max(self._pruned.values()) else max(end_s - begin_s, 1)
-        return self._cover(begin_s, end_s, [width for width in WIDTHS if width <= widest_useful], widest)
+        return self._cover_with_widths(begin_s, end_s, [width for width in WIDTHS if width <= widest_useful], widest)
 
-    def _cover(self, begin: int, end: int, widths: Sequence[int], widest: int) -> list[tuple[int, int, int]]:
+    def _cover_with_widths(
+        self, begin: int, end: int, widths: Sequence[int], widest: int
+    ) -> list[tuple[int, int, int]]:
         """Return the stretches of `stretches`; use only tallies of these widths."""
         *finer, width = widths
         if begin >= end or not finer:
@@ -111,15 +113,18 @@ class Sums:
         low = max(low, -(-self._pruned.get(width, 0) // width) * width)
         high = min(high, self._whole[width] // width * width)
         if low >= high:
-            return self._cover(begin, end, finer, widest)
-        before, after = self._cover(begin, low, finer, widest), self._cover(high, end, finer, widest)
+            return self._cover_with_widths(begin, end, finer, widest)
+        before, after = (
+            self._cover_with_widths(begin, low, finer, widest),
+            self._cover_with_widths(high, end, finer, widest),
+        )
         return [*before, (width, low, high), *after]
 
     def _is_deleted(self, second: int, widths: Sequence[int]) -> bool:
         """Whether no tally of these widths covers a second any more."""
         return all(second // width * width < self._pruned[width] for width in widths)
 
-    def edge(self, second: int) -> int:
+    def next_bucket_edge(self, second: int) -> int:
         """Return the first second from `second` on that no kept tally spans: here, a stretch can be divided exactly."""
         deleted = {width: -(-self._pruned[width] // wider) * wider for width, wider in pairwise(WIDTHS)}
         width = next((width for width, until in deleted.items() if second >= until), WIDTHS[-1])
@@ -143,7 +148,7 @@ class Sums:
         sketches: bool = True,
         widest: int = WIDTHS[-1],
         series: Collection[str] | None = None,
-    ) -> Iterator[tuple[int, int, Key, Tally]]:
+    ) -> Iterator[tuple[int, int, TallyKey, Tally]]:
         """Yield (start, width, key, tally) of each row between two seconds, in order of time.
 
         `process`: one process or several; None: all. `series`: read only these series.
@@ -151,7 +156,12 @@ class Sums:
         names = self._named(series)
         with self.until_damage():
             for width, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, widest):
-                yield row[0], width, Key(*row[1:TALLY_AT]), Tally.of_row(row[TALLY_AT:], names, sketches=sketches)
+                yield (
+                    row[0],
+                    width,
+                    TallyKey(*row[1:TALLY_AT]),
+                    Tally.from_row(row[TALLY_AT:], names, sketches=sketches),
+                )
 
     def _rows_between(
         self,
@@ -171,11 +181,11 @@ class Sums:
         if left_out and not any(kind & LEFT_OUT for _, kind in self._kinds):
             return
         names = ", ".join(columns)
-        kinds = f"NOT {without(LEFT_OUT)}" if left_out else without(LEFT_OUT)
+        kinds = f"NOT {exclude_flags_condition(LEFT_OUT)}" if left_out else exclude_flags_condition(LEFT_OUT)
         counted = f" AND {kinds}" if table == "tallies" else ""
         several = [process] if isinstance(process, int) else process
         which = "" if several is None else f" AND process IN ({', '.join(map(str, several))})"
-        for width, begin, end in self.stretches(begin_s, end_s, widest):
+        for width, begin, end in self.covering_buckets(begin_s, end_s, widest):
             values = {"width": width, "begin": begin, "end": end}
             if several is None or 2 * len(several) > len(self.rings):
                 query = f"SELECT {names} FROM {table} WHERE {_BETWEEN}{counted}{which} ORDER BY start_s"
@@ -196,16 +206,16 @@ class Sums:
         sketches: bool = True,
         series: Collection[str] | None = None,
         left_out: bool = False,
-    ) -> dict[Key, Tally]:
+    ) -> dict[TallyKey, Tally]:
         """Return one tally per key for the time between two seconds. Parameters as in `tally_rows`.
 
         `left_out`: only of the steps that no figure includes; no other method has them.
         """
-        found: dict[Key, Tally] = {}
+        found: dict[TallyKey, Tally] = {}
         names = self._named(series)
         with self.until_damage():
             for _, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, left_out=left_out):
-                found.setdefault(Key(*row[1:TALLY_AT]), Tally()).add_row(row[TALLY_AT:], names, sketches=sketches)
+                found.setdefault(TallyKey(*row[1:TALLY_AT]), Tally()).add_row(row[TALLY_AT:], names, sketches=sketches)
         return found
 
     def seconds(self, begin_s: int, end_s: int, processes: Collection[int]) -> Iterator[SecondRow]:
@@ -219,7 +229,7 @@ class Sums:
             for _, (process, mode, kind, steps, samples, known, first, last, sketches) in rows:
                 if steps and first is not None and last is not None:
                     counted = samples if known == steps else None
-                    yield SecondRow(process, mode, kind, steps, counted, first, last, total_in(sketches, step))
+                    yield SecondRow(process, mode, kind, steps, counted, first, last, series_total(sketches, step))
 
     def step_count(self, begin_s: int, end_s: int, processes: Collection[int]) -> int:
         """Return the number of steps of some processes between two seconds."""
@@ -227,7 +237,9 @@ class Sums:
             steps or 0 for _, (steps,) in self._rows_between("tallies", ("sum(steps)",), begin_s, end_s, processes)
         )
 
-    def tallies_after(self, kept: KeptTallies, begin_s: int, end_s: int, process: int) -> dict[Key, Tally]:
+    def tallies_incremental(
+        self, kept: IncrementalTallies, begin_s: int, end_s: int, process: int
+    ) -> dict[TallyKey, Tally]:
         """Return `tallies` of one process. `kept`: from the last question, which concerned nearly the same rows."""
         with self.until_damage():
             return kept.read(self._rows_between("tallies", TALLY, begin_s, end_s, process), self._names)
@@ -260,7 +272,7 @@ class Sums:
             for width, (start, who, mode, *spent) in rows
         ]
 
-    def active(
+    def activity_time(
         self,
         begin_s: int,
         end_s: int,

@@ -3,7 +3,7 @@
     DpmonError
     ├── UsageError       an invalid command line                          dpmon.cli.options
     ├── ConfigError      a setting, or a file of settings                 dpmon.config
-    ├── CommandError     a command that cannot be run                     dpmon.supervise.program
+    ├── CommandError     a command that cannot be run                     dpmon.supervise.command_resolver
     │   └── NotFoundError
     ├── RunError         no such run, or an unusable directory            dpmon.run.run_directory
     ├── HostError        machines that are named wrongly                  dpmon.mirror.hosts

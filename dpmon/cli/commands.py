@@ -23,10 +23,10 @@ from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import JOB, find_run, list_runs, newest_run, short_name
 from dpmon.sanitize import sanitize_line, to_safe_json
-from dpmon.supervise.guard import repeated
-from dpmon.supervise.start import ensure_supervisor
-from dpmon.text.cells import cut, has_colours, in_stream
-from dpmon.text.quantities import clock, compact, count_of, on_machines
+from dpmon.supervise.foreground_guard import poll_in_background
+from dpmon.supervise.start_supervisor import ensure_supervisor
+from dpmon.text.cells import encode_for_stream, supports_color, truncate
+from dpmon.text.formatting import format_clock, format_compact, format_count_with_noun, node_count_prefix
 
 if TYPE_CHECKING:
     from dpmon.report.document import Document
@@ -47,7 +47,7 @@ def attach(options: argparse.Namespace) -> int:
 
 
 def follow(directory: Path, options: argparse.Namespace, machines: Sequence[Sequence[str]] = ()) -> int:
-    """The same for a run that was found already. `machines`: see dpmon.supervise.start.Successor."""
+    """The same for a run that was found already. `machines`: see dpmon.supervise.start_supervisor.Successor."""
     info, how = load_info(directory), load_exit(directory)
     if may_be_live_elsewhere(directory, info, how):
         # This machine cannot see the run's processes or the other machine's clock, so the run would look finished.
@@ -57,7 +57,7 @@ def follow(directory: Path, options: argparse.Namespace, machines: Sequence[Sequ
             f"nothing is recorded for {directory.name} any more: name its machines again, as in"
             " dpmon attach --host gpu-1 (dpmon report also works as it is)"
         )
-    with repeated(ensure_supervisor(directory, machines).look):
+    with poll_in_background(ensure_supervisor(directory, machines).start_if_needed):
         return _follow(directory, options)
 
 
@@ -119,8 +119,8 @@ def export(options: argparse.Namespace) -> int:
             # with its input. It sets a handler, because its children would inherit SIG_IGN.
             signal.signal(signal.SIGTERM, lambda *_: None)
         # An exporter with `rollups` is the arm of `attach` on another machine; any other one only reads.
-        look = ensure_supervisor(directory).look if options.rollups else lambda: None
-        with repeated(look):
+        look = ensure_supervisor(directory).start_if_needed if options.rollups else lambda: None
+        with poll_in_background(look):
             follow(directory, options.start, rollups=options.rollups)
         return 0
     from dpmon.export import export as write
@@ -189,9 +189,9 @@ def as_text(report: Document, output: str | None) -> str:
     if output is not None or not sys.stdout.isatty():
         return "\n".join(text_lines(report, WIDTH_NO_TERMINAL)) + "\n"
     lines = text_lines(report, min(get_terminal_size((WIDTH_NO_TERMINAL, 24)).columns, WIDEST))
-    if has_colours(sys.stdout, os.environ):
+    if supports_color(sys.stdout, os.environ):
         lines = [f"\x1b[1m{line}\x1b[0m" if line and not line.startswith(" ") else line for line in lines]
-    return in_stream("\n".join(lines) + "\n", sys.stdout)
+    return encode_for_stream("\n".join(lines) + "\n", sys.stdout)
 
 
 # ------------------------------------------------------------------------------------------------ ls
@@ -233,8 +233,8 @@ def print_table(rows: Sequence[tuple[str, ...]], below: Sequence[Sequence[str]])
     room = max(get_terminal_size().columns - sum(widths) - 2 * len(widths), _COMMAND_CELLS)
     for row, lines in zip(rows, below, strict=True):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        command = cut(row[-1], room) if sys.stdout.isatty() else row[-1]
-        print("  ".join([*cells, in_stream(command, sys.stdout)]).rstrip())
+        command = truncate(row[-1], room) if sys.stdout.isatty() else row[-1]
+        print("  ".join([*cells, encode_for_stream(command, sys.stdout)]).rstrip())
         for line in lines:
             print(f"    {sanitize_line(line)}")
 
@@ -274,16 +274,16 @@ class ListedRun(NamedTuple):
         evaluations = f" ({self.evaluation_steps} evaluation)" if self.evaluation_steps else ""
         counted = "-" if self.steps is None else f"{self.steps}{evaluations}"
         if self.steps is None and self.open_calls:
-            counted = count_of(self.open_calls, "call")
+            counted = format_count_with_noun(self.open_calls, "call")
         return (
             sanitize_line(self.name),
             self.state + (", kept" if self.kept else ""),
             _age(time.time() - self.started_unix),
-            clock(int(self.seconds * 1e9)),
+            format_clock(int(self.seconds * 1e9)),
             counted,
-            compact(self.samples_per_s),
+            format_compact(self.samples_per_s),
             "-" if self.status is None else sanitize_line(self.signal or self.status),
-            sanitize_line(on_machines(self.machines) + " ".join(self.command)),
+            sanitize_line(node_count_prefix(self.machines) + " ".join(self.command)),
         )
 
     def below(self) -> list[str]:

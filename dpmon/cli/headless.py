@@ -23,13 +23,13 @@ from dpmon.run.run_registry import short_name
 from dpmon.run.safe_files import open_file
 from dpmon.run.stdin_terminal import send_input
 from dpmon.sanitize import sanitize_line
-from dpmon.supervise.guard import FORWARDED
-from dpmon.text.cells import in_stream
+from dpmon.supervise.foreground_guard import FORWARDED
+from dpmon.text.cells import encode_for_stream
 
 if TYPE_CHECKING:
     from dpmon.cli.lines import LineFile, Lines, ProgressLines
     from dpmon.run.run_reader import RunReader
-    from dpmon.supervise.guard import Guard
+    from dpmon.supervise.foreground_guard import SupervisorGuard
 
 
 CHUNK = 1 << 18
@@ -139,7 +139,7 @@ class Follower:
         """
         self._directory = reader.directory
         self._reader = reader
-        self._guard: Guard | None = None
+        self._guard: SupervisorGuard | None = None
         paths = self._reader.output_paths
         self._streams = [Stream(path, fd, self._gives_up) for fd, path in enumerate(paths, start=1)]
         if keep is not None:
@@ -165,7 +165,7 @@ class Follower:
 
         return ProgressLines(self._reader)
 
-    def follow(self, guard: Guard | None = None, early: Sequence[int] = ()) -> ExitInfo | None:
+    def follow(self, guard: SupervisorGuard | None = None, early: Sequence[int] = ()) -> ExitInfo | None:
         """Copy and report until the run has ended; return how it ended, None if unknown.
 
         `guard` watches the supervisor that this process started; None to follow an existing run. `early`: signals
@@ -218,13 +218,13 @@ class Follower:
             return how, how is not None or gone
         for _ in range(len(self._owed)):  # `_forward` may put a signal back, and a new signal may add one
             self._forward(self._owed.popleft())
-        guard.look()
-        how = guard.exit()
+        guard.poll()
+        how = guard.exit_info()
         if how is None:
             self._until = max(self._until, time.monotonic() + LAST_S)
-        if guard.killed:
+        if guard.is_supervisor_killed:
             self._say_once("the supervisor was killed; the training goes on, and another supervisor takes over")
-        if guard.unrecorded and how is None:
+        if guard.is_takeover_killed and how is None:
             name = short_name(self._reader.info)
             self._say_once(f"that supervisor was killed too; nothing is recorded until dpmon attach {name}")
         return how, how is not None
@@ -292,7 +292,7 @@ class Follower:
         if self._speaks_json:
             self._put_line(json.dumps({"kind": "message", "text": text}).encode() + b"\n")
         else:
-            self._put_line(in_stream(f"dpmon: {sanitize_line(text)}\n", sys.stderr).encode("utf-8", "replace"))
+            self._put_line(encode_for_stream(f"dpmon: {sanitize_line(text)}\n", sys.stderr).encode("utf-8", "replace"))
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:

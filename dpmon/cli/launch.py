@@ -25,9 +25,9 @@ from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_exit, load
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import create_run, short_name
 from dpmon.run.safe_files import open_file
-from dpmon.supervise.guard import Guard, become_reaper, remember_signals, repeated
-from dpmon.supervise.program import Command, resolve
-from dpmon.supervise.start import ARGUMENT, keep_statuses, start_supervisor
+from dpmon.supervise.command_resolver import ResolvedCommand, resolve
+from dpmon.supervise.foreground_guard import SupervisorGuard, become_reaper, poll_in_background, remember_signals
+from dpmon.supervise.start_supervisor import ARGUMENT, keep_child_statuses, start_supervisor
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     state = os.environ.get("XDG_STATE_HOME", "")
     if state.strip() and not os.path.isabs(state):
         speak(f"XDG_STATE_HOME={state} is not an absolute path and is ignored; this run is kept in {directory.parent}")
-    keep_statuses()
+    keep_child_statuses()
     if not options.detach:
         become_reaper()
     # Before the command starts: from then on the user may delete its record at any moment.
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
         raise RunError(f"the supervisor cannot be started: {error.strerror or error}") from None
     if options.detach:
         return _detached(directory, info, supervisor)
-    guard = Guard(reader, supervisor)
+    guard = SupervisorGuard(reader, supervisor)
     if follower is not None:
         how = follower.follow(guard, early)
         status = closing(directory, how, None if lines == "stderr" else follower.say)
@@ -128,7 +128,7 @@ def _open_standard_descriptors() -> None:
     os.close(null)
 
 
-def _describe(options: argparse.Namespace, command: Command, headless: bool, inherit: bool) -> RunInfo:
+def _describe(options: argparse.Namespace, command: ResolvedCommand, headless: bool, inherit: bool) -> RunInfo:
     size = shutil.get_terminal_size((80, 24))
     try:
         cwd = os.getcwd()
@@ -228,8 +228,8 @@ def metrics_file(asked: str | None) -> str | None:
     return path
 
 
-def _screen(guard: Guard, directory: Path, refresh: float, settings: Settings) -> int:
-    with repeated(guard.look):
+def _screen(guard: SupervisorGuard, directory: Path, refresh: float, settings: Settings) -> int:
+    with poll_in_background(guard.poll):
         # The supervisor starts the command meanwhile, which takes about as long as importing the screen.
         try:
             from dpmon.ui.app import run_screen
@@ -250,10 +250,10 @@ def _screen(guard: Guard, directory: Path, refresh: float, settings: Settings) -
     return closing(directory, how, speak)
 
 
-def _outcome(guard: Guard) -> ExitInfo | None:
+def _outcome(guard: SupervisorGuard) -> ExitInfo | None:
     """How the run ended; None if no record of it appears within ten seconds after the screen saw the end."""
     until = time.monotonic() + 10.0
-    while (how := guard.exit()) is None and time.monotonic() < until:
+    while (how := guard.exit_info()) is None and time.monotonic() < until:
         time.sleep(0.02)
     return how
 

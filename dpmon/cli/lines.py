@@ -41,7 +41,7 @@ from dpmon.sanitize import to_safe_json
 from dpmon.stalls.run_state import ENDED, STALLED
 from dpmon.store.step_stats import StepStats, counted_as_fields, rate_as_fields
 from dpmon.store.store_opening import open_store
-from dpmon.text.quantities import calls_so_far, compact, group, within_words
+from dpmon.text.formatting import format_calls_so_far, format_compact, format_count, format_rate_within_steps
 
 EVERY_S = 1.0
 _RATES = tuple(rate_as_fields(None))
@@ -189,7 +189,7 @@ def _progress(
     absent: dict[str, str] = {}
     if focus is None or focus.last_step is None:
         names = ("process", "rank", "step", *_RATES, "mode", "virtual", *_FIGURES)
-        why = calls_so_far(state.open_calls) if state.open_calls else "no step has ended yet"
+        why = format_calls_so_far(state.open_calls) if state.open_calls else "no step has ended yet"
         absent.update(dict.fromkeys(names, why))
         return dict.fromkeys(names), absent
     fast = speed(focus, state, now_ns, since_ns)
@@ -277,7 +277,7 @@ class ProgressLines:
 
     def _stepped(self, state: State, focus: Process, step: int) -> str:
         where = words(focus.progress)
-        parts = [f"step {group(step)}", *([where] if where else [])]
+        parts = [f"step {format_count(step)}", *([where] if where else [])]
         if (count := len(state.training)) > 1:
             parts.append(f"{count} processes")
         now_ns = time.monotonic_ns() - self._reader.info.start_ns
@@ -285,10 +285,10 @@ class ProgressLines:
         if found.rate is None:
             parts.append(found.reason or "")
         else:
-            parts.append(f"{compact(found.rate.steps_per_s)} steps/s")
+            parts.append(f"{format_compact(found.rate.steps_per_s)} steps/s")
             if found.rate.samples_per_s is not None:
-                parts.append(f"{compact(found.rate.samples_per_s)} samples/s")
-            parts[-1] += within_words(found.rate)
+                parts.append(f"{format_compact(found.rate.samples_per_s)} samples/s")
+            parts[-1] += format_rate_within_steps(found.rate)
         ranks = (focus.info.world or 0) > 1
         if focus.mode and not (ranks and focus.mode == "single"):
             parts.append(focus.mode + (" (virtual)" if focus.virtual and focus.mode == "dp" else ""))

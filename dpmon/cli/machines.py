@@ -21,9 +21,9 @@ from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.run_directory import ID, RunError, load_info
 from dpmon.run.run_registry import JOB
 from dpmon.sanitize import sanitize_line, to_safe_json
-from dpmon.supervise.start import ensure_supervisor, keep_statuses
-from dpmon.text.cells import cut
-from dpmon.text.quantities import count_of
+from dpmon.supervise.start_supervisor import ensure_supervisor, keep_child_statuses
+from dpmon.text.cells import truncate
+from dpmon.text.formatting import format_count_with_noun
 
 _OVER = ("lost", "elsewhere")
 _JOB_CELLS = 24
@@ -72,7 +72,7 @@ class RunThere(NamedTuple):
 
 def named(options: argparse.Namespace) -> list[Machine]:
     """The machines that the options name, each once; none if they name none. Raises UsageError and HostError."""
-    keep_statuses()
+    keep_child_statuses()
     names = list(options.host or ())
     if options.hosts is not None:
         names += expanded(options.hosts)
@@ -194,7 +194,7 @@ def attach(options: argparse.Namespace) -> int:
     os.environ["DPMON_METRICS"] = metrics_file(options.metrics) or ""
     mirror, until = ensure_supervisor(directory, commands), time.monotonic() + _START_S
     # Once it is named in run.json, what looks after it knows it, and replaces it if it is killed.
-    while mirror.at_work and not has_live_supervisor(load_info(directory)) and time.monotonic() < until:
+    while mirror.is_running and not has_live_supervisor(load_info(directory)) and time.monotonic() < until:
         time.sleep(0.02)
     return follow(directory, options, commands)
 
@@ -240,7 +240,9 @@ def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> tuple[Pa
 
 
 def _no_run(answered: int) -> str:
-    return f"no run on {count_of(answered, 'machine')} that answered" if answered else "no machine answered"
+    return (
+        f"no run on {format_count_with_noun(answered, 'machine')} that answered" if answered else "no machine answered"
+    )
 
 
 def ls(options: argparse.Namespace) -> int:
@@ -257,7 +259,8 @@ def ls(options: argparse.Namespace) -> int:
             print(to_safe_json({"machine": name, "why": answer.why}))
         return int(bool(failed))
     rows = [
-        (cut(sanitize_line(there.job) or "-", _JOB_CELLS), there.machine.name, *there.run.row()) for there in ordered
+        (truncate(sanitize_line(there.job) or "-", _JOB_CELLS), there.machine.name, *there.run.row())
+        for there in ordered
     ]
     if rows:
         print_table([("JOB", "MACHINE", *HEAD), *rows], [[], *(there.run.below() for there in ordered)])

@@ -54,7 +54,7 @@ def main(words: Sequence[str]) -> int:
     except DpmonError as error:
         from dpmon.cli.speak import speak
         from dpmon.record.shared_names import hide_secrets
-        from dpmon.supervise.program import NotFoundError
+        from dpmon.supervise.command_resolver import NotFoundError
 
         hint = ""
         if isinstance(error, UsageError):

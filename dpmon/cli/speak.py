@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dpmon.run.run_directory import ExitInfo, RunError
 from dpmon.sanitize import sanitize_line
-from dpmon.text.cells import in_stream
+from dpmon.text.cells import encode_for_stream
 
 UNKNOWN_STATUS = 2
 _HEAD = "dpmon: "
@@ -21,7 +21,7 @@ _PROMPTS = 3
 def speak(text: str) -> None:
     """Print a message of dpmon to stderr in one line, without control characters; ignore a closed stderr."""
     with contextlib.suppress(OSError, ValueError):
-        print(in_stream(f"{_HEAD}{sanitize_line(text)}", sys.stderr), file=sys.stderr, flush=True)
+        print(encode_for_stream(f"{_HEAD}{sanitize_line(text)}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def error_words(error: Exception) -> str:

@@ -28,8 +28,16 @@ from dpmon.run.run_registry import find_run, list_runs, newest_run, short_name
 from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.stalls.run_state import ENDED, QUIET, STALLED
 from dpmon.store.store_opening import open_store
-from dpmon.text.cells import in_stream
-from dpmon.text.quantities import UNKNOWN, compact, count_of, duration, group, memory_of, percent
+from dpmon.text.cells import encode_for_stream
+from dpmon.text.formatting import (
+    UNKNOWN,
+    format_bytes_of_total,
+    format_compact,
+    format_count,
+    format_count_with_noun,
+    format_duration,
+    format_percent,
+)
 
 SCHEMA = 1
 """The version of the object of `--json`."""
@@ -51,7 +59,11 @@ def status(options: argparse.Namespace) -> int:
     except RunError as error:
         speak(str(error))
         return NO_RUN
-    print(to_safe_json(members, indent=1) if options.json else in_stream("\n".join(_lines(now, members)), sys.stdout))
+    print(
+        to_safe_json(members, indent=1)
+        if options.json
+        else encode_for_stream("\n".join(_lines(now, members)), sys.stdout)
+    )
     return now.status if reached is None else reached
 
 
@@ -64,7 +76,7 @@ def _all(as_json: bool) -> int:
         print(to_safe_json({"schema": SCHEMA, "runs": [members for _, members in runs]}, indent=1))
     else:
         lines = [_headline(now, members) for now, members in runs] or ["there are no runs"]
-        print(in_stream("\n".join(lines), sys.stdout))
+        print(encode_for_stream("\n".join(lines), sys.stdout))
     return 0
 
 
@@ -125,22 +137,22 @@ def _lines(now: Health, found: dict[str, Any]) -> list[str]:
         lines.append(f"try: {now.remedy}")
     if now.end is not None and found["stall"] is not None:
         stall = found["stall"]
-        lines.append(f"ended in a stall of {duration(stall['lasted_s'] * 1e9)}: {stall['text']}")
+        lines.append(f"ended in a stall of {format_duration(stall['lasted_s'] * 1e9)}: {stall['text']}")
     if found["step"] is not None:
-        rates = [f"{compact(found[name])} {unit}" for name, unit in _RATES if found[name] is not None]
+        rates = [f"{format_compact(found[name])} {unit}" for name, unit in _RATES if found[name] is not None]
         mode = f"{found['mode'] or ''}{' (virtual)' if found['virtual'] else ''}"
         if found["processes"] > 1:
             mode = f"{found['processes']} processes"
-            mode += f" on {count_of(len(found['nodes']), 'node')}" if "nodes" in found else ""
+            mode += f" on {format_count_with_noun(len(found['nodes']), 'node')}" if "nodes" in found else ""
         why = "" if standing else found["absent"].get("steps_per_s") or ""
-        step = f"step {group(found['step'])}"
+        step = f"step {format_count(found['step'])}"
         lines.append("  ".join(word for word in (step, found["progress"]["text"], mode, *(rates or [why])) if word))
     told = [f"{one['name']} {one['trouble']}" for one in found.get("nodes", ()) if one["trouble"]]
     lines += [*told[:MOST_FINDINGS], *([f"{len(told) - MOST_FINDINGS} other nodes too"] * (len(told) > MOST_FINDINGS))]
     if found["step_ms"]:
         shares = sorted(((each["share"] or 0, name) for name, each in found["phases"].items()), reverse=True)
-        parts = ", ".join(f"{name} {percent(share)}" for share, name in shares[:MOST_PHASES] if share)
-        lines.append(f"step median {duration(found['step_ms']['median_ms'] * 1e6)}: {parts}")
+        parts = ", ".join(f"{name} {format_percent(share)}" for share, name in shares[:MOST_PHASES] if share)
+        lines.append(f"step median {format_duration(found['step_ms']['median_ms'] * 1e6)}: {parts}")
     straggler = (found.get("communication") or {}).get("straggler")
     if straggler and not any(each["kind"] == "straggler" for each in found["findings"]):
         lines.append(straggler["sentence"])
@@ -148,7 +160,7 @@ def _lines(now: Health, found: dict[str, Any]) -> list[str]:
     devices, node = found["devices"], _node_of(found)
     for device in devices if len(devices) <= MOST_DEVICES else ():
         use = UNKNOWN if device.get("util_pct") is None else f"{device['util_pct']} %"
-        memory = memory_of(device.get("mem_used_bytes"), device.get("mem_total_bytes"))
+        memory = format_bytes_of_total(device.get("mem_used_bytes"), device.get("mem_total_bytes"))
         lines.append(f"GPU {device.get('index')}{node}: {use} used, memory {memory}")
     uses = [device["util_pct"] for device in devices if device.get("util_pct") is not None]
     if len(devices) > MOST_DEVICES and uses:

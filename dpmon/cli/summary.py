@@ -23,13 +23,13 @@ from dpmon.sanitize import sanitize_line
 from dpmon.store.step_stats import PhaseStats
 from dpmon.store.store_opening import open_store
 from dpmon.text.cells import span_width
-from dpmon.text.quantities import (
-    calls_so_far,
-    count_of,
-    duration,
-    group,
-    quantity_words,
-    rate_words,
+from dpmon.text.formatting import (
+    format_calls_so_far,
+    format_count,
+    format_count_with_noun,
+    format_duration,
+    format_quantity,
+    format_rate,
 )
 
 WIDTH = 113
@@ -79,7 +79,7 @@ class _SummaryLines:
         lines = [*stalled, *self._time_lines(), *self._lacks(warnings)]
         kinds = facts.store.kinds() | facts.layouts.kinds()
         if facts.open_calls:
-            lines.append(calls_so_far(facts.open_calls))
+            lines.append(format_calls_so_far(facts.open_calls))
         elif not kinds:
             reasons += [warning.text for warning in facts.announced.warnings if warning.process is not None]
             lines.append(_nothing(directory, self._info, self._how, reasons))
@@ -101,7 +101,7 @@ class _SummaryLines:
         if facts.announced.inputs:
             lacks.append(waited(facts.announced.inputs))
         if dropped := facts.store.dropped:
-            lacks.append(f"{group(dropped)} records were lost; the figures cover the rest")
+            lacks.append(f"{format_count(dropped)} records were lost; the figures cover the rest")
         return [*lacks, *_warnings(warnings, short_name(self._info))]
 
     # ------------------------------------------------------------------------------------------ time and modes
@@ -119,7 +119,7 @@ class _SummaryLines:
 
     def _mode_lines(self, mode: str, evaluation: bool) -> list[str]:
         found = self._facts.mode(mode, evaluation)
-        title, speed = mode_title(found) + (", evaluation" if evaluation else ""), rate_words(found.rate)
+        title, speed = mode_title(found) + (", evaluation" if evaluation else ""), format_rate(found.rate)
         head = f"{title}: {self._steps(mode, evaluation)}"
         return [f"{head}, {speed}" if speed else head, *_phase_lines(found)]
 
@@ -128,14 +128,14 @@ class _SummaryLines:
         facts = self._facts
         tallies = [facts.window.tally(mode, evaluation, process) for process in facts.store.processes]
         counts = [tally.steps for tally in tallies if tally.steps]
-        calls = count_of(facts.layouts.calls(mode, evaluation, facts.window.ever_trains(mode)), "call")
+        calls = format_count_with_noun(facts.layouts.calls(mode, evaluation, facts.window.ever_trains(mode)), "call")
         if len(counts) < 2:
-            return f"{count_of(sum(counts), 'step')}, {calls}"
+            return f"{format_count_with_noun(sum(counts), 'step')}, {calls}"
         ranks = any(facts.rank(process) is not None for process in facts.processes)
         if ranks and len(set(counts)) == 1:
-            return f"{count_of(counts[0], 'step')} of each of {len(counts)} ranks, {calls} in all"
+            return f"{format_count_with_noun(counts[0], 'step')} of each of {len(counts)} ranks, {calls} in all"
         who = "ranks" if ranks else "processes"
-        return f"{count_of(sum(counts), 'step')} of {len(counts)} {who} in all, {calls}"
+        return f"{format_count_with_noun(sum(counts), 'step')} of {len(counts)} {who} in all, {calls}"
 
 
 def _phase_lines(found: ModeFacts) -> list[str]:
@@ -145,12 +145,12 @@ def _phase_lines(found: ModeFacts) -> list[str]:
     whole = PhaseStats(STEP, found.steps, found.median_ns, found.p95_ns, found.mean_ns, 1.0)
     lines = [_phase_line("step" if found.who is None else f"step of {found.who}", whole)]
     lines += [_phase_line(f"  {'  ' * depth}{phase.name}", phase) for depth, phase in found.nested_phases()]
-    return lines + [f"  {quantity_words(*each, found.steps)}" for each in found.known_quantities]
+    return lines + [f"  {format_quantity(*each, found.steps)}" for each in found.known_quantities]
 
 
 def _phase_line(label: str, phase: PhaseStats) -> str:
-    text = f"  {label:<18} median {duration(phase.median_ns):>8}   p95 {duration(phase.p95_ns):>8}"
-    return text if phase.device_ns is None else f"{text}   on device {duration(phase.device_ns):>8}"
+    text = f"  {label:<18} median {format_duration(phase.median_ns):>8}   p95 {format_duration(phase.p95_ns):>8}"
+    return text if phase.device_ns is None else f"{text}   on device {format_duration(phase.device_ns):>8}"
 
 
 def _warnings(warnings: Iterable[str], name: str) -> list[str]:
@@ -158,7 +158,9 @@ def _warnings(warnings: Iterable[str], name: str) -> list[str]:
     texts = list(dict.fromkeys(warnings))
     lines = [f"warning: {text}" for text in texts[:_MAX_WARNINGS]]
     if more := len(texts) - len(lines):
-        lines.append(f"{count_of(more, 'more warning')}: dpmon export {name} --kind warning lists all {len(texts)}")
+        lines.append(
+            f"{format_count_with_noun(more, 'more warning')}: dpmon export {name} --kind warning lists all {len(texts)}"
+        )
     return lines
 
 
@@ -177,7 +179,7 @@ def fitted(lines: list[str], rows: int, columns: int, more: str) -> list[str]:
     while (room := room - size(lines[shown])) >= 0:
         shown += 1
     shown = max(shown, 1)  # how the run ended
-    return [*lines[:shown], f"{count_of(len(lines) - shown - 1, 'more line')}: {more}", lines[-1]]
+    return [*lines[:shown], f"{format_count_with_noun(len(lines) - shown - 1, 'more line')}: {more}", lines[-1]]
 
 
 def ending_line(directory: Path, how: ExitInfo | None) -> str:

@@ -35,7 +35,7 @@ from dpmon.run.run_registry import find_run, short_name
 from dpmon.run.run_signals import stop_run, wait_for_record
 from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.store.store_opening import open_store
-from dpmon.text.quantities import UNKNOWN, count_of, percent
+from dpmon.text.formatting import UNKNOWN, format_count_with_noun, format_percent
 
 SCHEMA = 1
 """Version of the JSON."""
@@ -172,7 +172,7 @@ class _Bench:
             raise RunError(f"{short_name(info)} {how_it_ended(how, '')}{line}")
         if steps < self._options.steps:
             why = "ended by itself" if how is not None and not how.stopped else "was stopped by --timeout"
-            speak(f"{short_name(info)} {why} after {count_of(steps, 'step')}")
+            speak(f"{short_name(info)} {why} after {format_count_with_noun(steps, 'step')}")
 
 
 def _steps(directory: Path) -> int:
@@ -280,7 +280,7 @@ def _document(
     for each in found:
         if each.trial.name == "one-rank" and each.row is not None and each.row.change is not None:
             many = base.set_up["ranks"] or "1"
-            part = percent(1 / each.row.change.ratio / int(many))
+            part = format_percent(1 / each.row.change.ratio / int(many))
             scaling.append(
                 f"scaling efficiency: {many} ranks make {part} of the samples/s that {many} times one rank would"
             )
@@ -297,7 +297,7 @@ def _document(
         "The losses and checkpoints of these runs are worthless: they are short, and trials change the computation.",
     ]
     title = f"trials of {sanitize_line(base.set_up['script'] or '', 200)}"
-    how = f"{count_of(options.rounds, 'run')} of up to {options.steps} steps for each, in turn"
+    how = f"{format_count_with_noun(options.rounds, 'run')} of up to {options.steps} steps for each, in turn"
     there = tuple(one for one in sections if one.parts)
     return Document(title, how, "tried", "dpmon ls lists them", facts, there)
 

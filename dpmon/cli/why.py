@@ -23,8 +23,8 @@ from dpmon.stalls.rank_inspector import RankInspector
 from dpmon.stalls.why_reply import build_reply, request_and_wait
 from dpmon.stalls.why_text import NOT_STALLED, format_reply
 from dpmon.store.store_opening import open_store
-from dpmon.supervise.start import ensure_supervisor
-from dpmon.text.quantities import clock
+from dpmon.supervise.start_supervisor import ensure_supervisor
+from dpmon.text.formatting import format_clock
 
 _ALLOWED_S = 0.5
 """After this time, the training processes have let this one look into them: they look four times a second."""
@@ -60,7 +60,7 @@ def why(options: argparse.Namespace) -> int:
         if over or one.end_ns is not None:
             print(sanitize_line(sentence))
         if over:
-            print(f"what each rank did when dpmon noticed it, at {clock(one.noticed_ns)}:")
+            print(f"what each rank did when dpmon noticed it, at {format_clock(one.noticed_ns)}:")
             print("\n".join(text for text, _ in format_reply(one.record, every=options.all)[2:]))
     if found is None and not seen:
         print("no stall was recorded")

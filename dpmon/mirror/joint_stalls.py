@@ -14,7 +14,7 @@ from dpmon.stalls.rank_inspector import RankInspector
 from dpmon.stalls.stacks import ProcessStacks
 from dpmon.stalls.stall_detection import RankActivity
 from dpmon.stalls.why_reply import parse_rank
-from dpmon.supervise.stall_watch import Record, StallWatch
+from dpmon.supervise.stall_watch import StallRecorder, StallWatch
 
 _MOST_RANKS = 512
 """Most ranks of one machine."""
@@ -51,7 +51,12 @@ class JointStalls:
     """Judges the ranks of all machines of one job, and records stalls in the place of their supervisors."""
 
     def __init__(
-        self, directory: Path, info: RunInfo, record: Record, nodes: int, number: Callable[[int, int], int | None]
+        self,
+        directory: Path,
+        info: RunInfo,
+        record: StallRecorder,
+        nodes: int,
+        number: Callable[[int, int], int | None],
     ) -> None:
         """`nodes`: how many machines. `number`: the number of a process in this run, by machine and number there."""
         self.info = info
@@ -108,7 +113,7 @@ class JointStalls:
             return
         if self._watch.stall is not None and len(heard) < self._nodes and all(heard.values()):
             return  # no rank moves, so that the stall goes on, whatever those do that are not seen
-        self._watch.look()
+        self._watch.poll()
 
     def close(self) -> None:
         """A stall that goes on stays open in the record."""

@@ -50,9 +50,9 @@ from dpmon.sanitize import sanitize_line
 from dpmon.store.query_results import NodeRow, event_from_row
 from dpmon.store.ring_drain import RETRY_S
 from dpmon.store.row_exchange import CHUNK_BYTES
-from dpmon.supervise.metrics import Metrics, metrics_path
-from dpmon.supervise.stall_watch import Record
-from dpmon.supervise.start import keep_statuses
+from dpmon.supervise.prometheus_file import PrometheusFile, metrics_path
+from dpmon.supervise.stall_watch import StallRecorder
+from dpmon.supervise.start_supervisor import keep_child_statuses
 
 COMMIT_S, POLL_S, REST_S = 0.5, 0.2, 0.1
 MEASURED = 3
@@ -69,7 +69,7 @@ _UNWRITTEN = "its records cannot be written here"
 _MOST_TEXT = 1000
 
 
-class Mirror(Record):
+class Mirror(StallRecorder):
     """The mirror of one run."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Mirror(Record):
         self._events: list[tuple[str, Mapping[str, Any]]] = []
         self._last_stall: Mapping[str, Any] | None = None
         self._metrics_file = metrics
-        self._metrics: Metrics | None = None
+        self._metrics: PrometheusFile | None = None
         """The writer of the metrics file; None until a machine has sent the facts of the run."""
         self._ids = count(1)
         self._leave = False
@@ -154,7 +154,7 @@ class Mirror(Record):
         if self._metrics is not None:
             self._metrics.wait()
             if (how := load_exit(self.directory)) is not None:
-                self._metrics.end(how)
+                self._metrics.write_final(how)
         self.records.close()
 
     def _turn(self, node: NodeRow, state: str, why: str | None) -> None:
@@ -349,7 +349,7 @@ class Mirror(Record):
     def _write_metrics(self, now: float) -> None:
         if self._metrics is None and self.info.command and self._metrics_file is not None:
             path = metrics_path(self._metrics_file, self.info)
-            self._metrics = Metrics(
+            self._metrics = PrometheusFile(
                 path, self.directory, lambda text: self.emit("warning", {"process": None, "text": text})
             )
         if self._metrics is not None:
@@ -432,7 +432,7 @@ def main(directory_text: str, _: str) -> None:
     commands = json.load(sys.stdin)
     if [name for name, *_ in commands] != list(info.nodes):
         return
-    keep_statuses()
+    keep_child_statuses()
     gc.set_threshold(FEW_COLLECTIONS)
     os.chdir("/")
     os.umask(0o077)

@@ -11,7 +11,14 @@ from typing import NamedTuple
 
 from dpmon.model.stragglers import Group, RankTimes, Straggler, delays, straggler, wait_of
 from dpmon.store.query_results import CollectiveSums
-from dpmon.text.quantities import count_of, duration, group, memory, percent, three
+from dpmon.text.formatting import (
+    format_bytes,
+    format_count,
+    format_count_with_noun,
+    format_duration,
+    format_percent,
+    format_three_digits,
+)
 
 _OPERATIONS = 4
 """Most kinds of collectives to name."""
@@ -318,12 +325,19 @@ def _share(part: float | None, whole: float | None) -> float | None:
 def _facts(traffic: Communication) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     if traffic.exposed_ns is not None:
-        steps = f"{'last ' * traffic.lately}{count_of(traffic.joined, 'step')}"
+        steps = f"{'last ' * traffic.lately}{format_count_with_noun(traffic.joined, 'step')}"
         rows.append(
-            ("exposed", f"{duration(traffic.exposed_ns)} a step, {percent(traffic.exposed_share)} of it; {steps}")
+            (
+                "exposed",
+                f"{format_duration(traffic.exposed_ns)} a step, {format_percent(traffic.exposed_share)} of it; {steps}",
+            )
         )
-        who = count_of(len(traffic.waiting), "rank" if len(traffic.waiting) == len(traffic.known) else "waiting rank")
-        rows.append(("wait", f"{duration(traffic.wait_ns)}, {percent(traffic.wait_share)}; mean of {who}"))
+        who = format_count_with_noun(
+            len(traffic.waiting), "rank" if len(traffic.waiting) == len(traffic.known) else "waiting rank"
+        )
+        rows.append(
+            ("wait", f"{format_duration(traffic.wait_ns)}, {format_percent(traffic.wait_share)}; mean of {who}")
+        )
     if traffic.missing is not None:
         rows.append(("wait", f"unknown: {traffic.missing}"))
     if traffic.torch_times is not None and traffic.hidden_share is not None:
@@ -335,8 +349,8 @@ def _facts(traffic: Communication) -> list[tuple[str, str]]:
     if traffic.wrappers:
         rows.append(("group", _group_words(traffic.wrappers[0])))
     if traffic.synced:
-        under = f", {three(traffic.unsynced)} under no_sync" if traffic.unsynced else ""
-        rows.append(("passes", f"{three(traffic.synced)} synchronised a step{under}"))
+        under = f", {format_three_digits(traffic.unsynced)} under no_sync" if traffic.unsynced else ""
+        rows.append(("passes", f"{format_three_digits(traffic.synced)} synchronised a step{under}"))
     return rows
 
 
@@ -346,42 +360,48 @@ def operations(traffic: Communication) -> list[str]:
     if collectives.why is not None and not collectives.samples:
         return [f"collectives: {collectives.why}"]
     lines, known = [], {one.group_size for one in traffic.wrappers}
-    of = "" if traffic.one_in is None else f"; 1 step in {group(traffic.one_in)}"
+    of = "" if traffic.one_in is None else f"; 1 step in {format_count(traffic.one_in)}"
     per = "an update" if traffic.unsynced else "a step"  # a sample ends with an optimizer step, if there are any
     for one in collectives.operations[:_OPERATIONS]:
-        count = three(one.collectives / collectives.samples) if collectives.samples else group(one.collectives)
-        size = f" of {memory(one.bytes / one.collectives)}" if one.bytes else ""
+        count = (
+            format_three_digits(one.collectives / collectives.samples)
+            if collectives.samples
+            else format_count(one.collectives)
+        )
+        size = f" of {format_bytes(one.bytes / one.collectives)}" if one.bytes else ""
         bus = one.bus_bytes_s
         why = one.no_bandwidth if one.bytes or not one.ended else None  # a barrier has none
         fast = f", {bandwidth(bus)} bus" if bus is not None else "" if why is None else f", {why.partition(':')[0]}"
-        ranks = "" if one.size in known else f" of {count_of(one.size, 'rank')},"
+        ranks = "" if one.size in known else f" of {format_count_with_noun(one.size, 'rank')},"
         lines.append(f"{one.name}{ranks} {count} {per}{size}{fast}{of}")
     return lines
 
 
 def bandwidth(bytes_s: float) -> str:
     """Three digits in GB/s, or MB/s below one: "187 GB/s"."""
-    return f"{three(bytes_s / 1e9)} GB/s" if bytes_s >= 1e9 else f"{three(bytes_s / 1e6)} MB/s"
+    return (
+        f"{format_three_digits(bytes_s / 1e9)} GB/s" if bytes_s >= 1e9 else f"{format_three_digits(bytes_s / 1e6)} MB/s"
+    )
 
 
 def _hidden(traffic: Communication, one: Wrapper) -> str:
     """The share of communication that the backward pass hid, from torch's own times of one iteration."""
     who = "" if one.rank is None else f", rank {one.rank}"
-    return f"{percent(traffic.hidden_share)} of {duration(one.comm_ns)} (torch: iteration {group(one.iteration)}{who})"
+    return f"{format_percent(traffic.hidden_share)} of {format_duration(one.comm_ns)} (torch: iteration {format_count(one.iteration)}{who})"
 
 
 def buckets(one: Wrapper) -> str:
     """The number of buckets, and their sizes in the order of averaging: "6: 1.00 MiB, 25.0 MiB ×5"."""
     if not one.bucket_bytes:
         return "unknown so far"
-    runs = [(size, sum(1 for _ in same)) for size, same in groupby(map(memory, one.bucket_bytes))]
+    runs = [(size, sum(1 for _ in same)) for size, same in groupby(map(format_bytes, one.bucket_bytes))]
     named = ", ".join(size if count == 1 else f"{size} ×{count}" for size, count in runs[:_RUNS])
     return f"{len(one.bucket_bytes)}: {named}{' ...' if len(runs) > _RUNS else ''}"
 
 
 def _group_words(one: Wrapper) -> str:
     parts = [
-        "size unknown" if one.group_size is None else count_of(one.group_size, "rank"),
+        "size unknown" if one.group_size is None else format_count_with_noun(one.group_size, "rank"),
         one.backend or "backend unknown",
     ]
     if one.comm_hook:

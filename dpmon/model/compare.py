@@ -20,7 +20,7 @@ from dpmon.record.schema import EVALUATION, REST, SECOND, SETTLING, STEP
 from dpmon.store.query_results import LongStepRow
 from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats, compute_step_stats
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Tally, TallyKey
-from dpmon.text.quantities import duration, percent, times
+from dpmon.text.formatting import format_duration, format_factor, format_percent
 
 MODES_COMPARED = ("single", "dp")
 MIN_STEPS = 20
@@ -333,7 +333,7 @@ def sentence(found: Comparison) -> str | None:
         return None
     over = f" over {len(found.devices)}" if found.devices else ""
     name = f"DataParallel{over}{' virtual replicas' if found.virtual and found.devices else ''}"
-    value, low, high = map(times, found.speedup)
+    value, low, high = map(format_factor, found.speedup)
     reason = "" if found.uncertain else _reason_text(found)
     if found.uncertain:
         head = f"{name} is {low} to {high} as fast as one device: too uncertain for a verdict"
@@ -343,7 +343,7 @@ def sentence(found: Comparison) -> str | None:
         head = f"{name} is {value} as fast as one device"
     means = ""
     if found.by_mean is not None:
-        means = f" By the mean step it is {times(found.by_mean)}{_why_uneven(found)}."
+        means = f" By the mean step it is {format_factor(found.by_mean)}{_why_uneven(found)}."
     return f"{head}: {reason}.{means}" if reason else f"{head}.{means}"
 
 
@@ -352,7 +352,9 @@ def _why_uneven(found: Comparison) -> str:
         return ""
     mode, how = found.uneven
     by = f" ({WAITING_TEXT})" if how.phase == INPUT else ""
-    return f": of the steps in {mode}, about {percent(how.steps)} take {percent(how.time)} of the time{by}"
+    return (
+        f": of the steps in {mode}, about {format_percent(how.steps)} take {format_percent(how.time)} of the time{by}"
+    )
 
 
 def _reason_text(found: Comparison) -> str:
@@ -376,8 +378,8 @@ def _of_step(found: Comparison, reason: Reason) -> str:
     """A phase's median time in a median dp step: the verdict compares medians, but a share refers to the mean step."""
     step = found.sides["dp"].median_ns
     if step is None or reason.dp_ns is None:
-        return f"{percent(reason.share)} of the time"
-    return f"{duration(reason.dp_ns)} of a {duration(step)} step"
+        return f"{format_percent(reason.share)} of the time"
+    return f"{format_duration(reason.dp_ns)} of a {format_duration(step)} step"
 
 
 _PHRASES = {"data": "waiting for data", "other": "the script's own work"}
@@ -385,4 +387,4 @@ _PHRASES = {"data": "waiting for data", "other": "the script's own work"}
 
 def duration_or_none(ns: float | None) -> str:
     """A duration; "none" for a phase that did not run."""
-    return "none" if ns is None else duration(ns)
+    return "none" if ns is None else format_duration(ns)

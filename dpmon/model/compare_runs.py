@@ -30,7 +30,7 @@ from dpmon.record.schema import STEP
 from dpmon.store.quantile_sketch import fine_quantile
 from dpmon.store.step_stats import compute_step_stats
 from dpmon.store.tally import Tally
-from dpmon.text.quantities import UNKNOWN, count_of, percent, times
+from dpmon.text.formatting import UNKNOWN, format_count_with_noun, format_factor, format_percent
 
 SIDES = ("A", "B")
 NOT_COMPARABLE = ("arguments", "mode", "ranks", "devices", "hardware", "samples a step")
@@ -39,7 +39,7 @@ SUM = "samples_per_s"
 """The figure that is a sum over the ranks."""
 MEASURED: Mapping[str, tuple[float, Callable[[float], str]]] = {
     "clock of the GPUs": (30.0, "{:.0f} MHz".format),
-    "throttled": (0.05, percent),
+    "throttled": (0.05, format_percent),
     "processors busy with other work": (0.5, "{:.1f}".format),
 }
 """Measured conditions: the smallest difference to show, and how to write a value."""
@@ -149,7 +149,9 @@ def _missing(runs: Sequence[ComparedRun], kind: StepKind | None) -> str | None:
         return unlike({run.name: run.kinds for run in runs})
     few = min(runs, key=lambda run: run.kinds[kind])
     if few.kinds[kind] < MIN_STEPS:
-        return f"{few.name} has only {count_of(few.kinds[kind], 'step')} to compare, fewer than {MIN_STEPS}"
+        return (
+            f"{few.name} has only {format_count_with_noun(few.kinds[kind], 'step')} to compare, fewer than {MIN_STEPS}"
+        )
     return None
 
 
@@ -214,7 +216,7 @@ def signed(ratio: float | None) -> str:
     part = (ratio - 1) * 100
     if abs(part) < 0.05:
         return "0.0 %"
-    return times(ratio) if part >= 100 else f"{part:+.0f} %" if abs(part) >= 9.95 else f"{part:+.1f} %"
+    return format_factor(ratio) if part >= 100 else f"{part:+.0f} %" if abs(part) >= 9.95 else f"{part:+.1f} %"
 
 
 def range_of(found: Change) -> str:

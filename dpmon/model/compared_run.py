@@ -18,7 +18,7 @@ from dpmon.model.stragglers import sentence as straggler_sentence
 from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_PHASES, device_series
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Tally
-from dpmon.text.quantities import compact, count_of, duration, memory
+from dpmon.text.formatting import format_bytes, format_compact, format_count_with_noun, format_duration
 
 _STRETCHES = 20
 """Most stretches into which the steps of a run are divided."""
@@ -52,7 +52,13 @@ class Figure(NamedTuple):
 
     def text(self, value: float | None) -> str:
         """A value in words."""
-        return duration(value) if self.unit == "ns" else memory(value) if self.unit == "bytes" else compact(value)
+        return (
+            format_duration(value)
+            if self.unit == "ns"
+            else format_bytes(value)
+            if self.unit == "bytes"
+            else format_compact(value)
+        )
 
 
 def _of_step() -> list[Figure]:
@@ -239,7 +245,7 @@ def _set_up(facts: RunFacts, mode: str | None, kinds: Counter[StepKind]) -> dict
     names = [device.name or "GPU" for device in facts.devices if device.of_run]
     gpus = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
     usual = kinds.most_common(1)[0][0].batch if kinds else NO_SAMPLES
-    processors = None if facts.host is None else count_of(facts.host.cpus, "processor")
+    processors = None if facts.host is None else format_count_with_noun(facts.host.cpus, "processor")
     if facts.host is not None and facts.host.machines > 1:
         processors = f"{processors} on one of {facts.host.machines} machines"
     return {

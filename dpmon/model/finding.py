@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.schema import STEP_PHASES
 from dpmon.store.step_stats import PhaseStats, StepStats
-from dpmon.text.quantities import count_of, duration_words, percent
+from dpmon.text.formatting import format_count_with_noun, format_long_duration, format_percent
 
 if TYPE_CHECKING:
     from dpmon.model.announced import LoaderStart
@@ -66,12 +66,12 @@ def faster(saves: float) -> str:
     If little time is left, "in 2 % of the time at best": a small error of the share would change a rate much.
     """
     left = 1 - min(saves, MOST_SAVED)
-    return f"in {percent(left)} of the time at best" if saves > MOST_AS_RATE else f"at most {gained(1 / left)}"
+    return f"in {format_percent(left)} of the time at best" if saves > MOST_AS_RATE else f"at most {gained(1 / left)}"
 
 
 def gained(times: float) -> str:
     """A rate against another one (1 or more): "31 % faster", "4.0 times as fast"."""
-    return f"{percent(times - 1)} faster" if times < 2 else f"{times:.1f} times as fast"
+    return f"{format_percent(times - 1)} faster" if times < 2 else f"{times:.1f} times as fast"
 
 
 def measured_modes(facts: RunFacts) -> Iterator[ModeFacts]:
@@ -108,13 +108,13 @@ def phase_times(mode: ModeFacts, name: str) -> str:
     return (
         "did not run"
         if found is None
-        else f"median {duration_words(found.median_ns)}, p95 {duration_words(found.p95_ns)}"
+        else f"median {format_long_duration(found.median_ns)}, p95 {format_long_duration(found.p95_ns)}"
     )
 
 
 def basis(mode: ModeFacts) -> str:
     """The median step, to which shares refer, and the number and the process of the steps."""
-    return f"step median {duration_words(mode.median_ns)} over {mode.steps:,} steps{of_whom(mode)}"
+    return f"step median {format_long_duration(mode.median_ns)} over {mode.steps:,} steps{of_whom(mode)}"
 
 
 def of_process(process: int, facts: RunFacts) -> str:
@@ -146,7 +146,7 @@ def host_waits(phases: Iterable[PhaseStats]) -> list[str]:
         if phase.name not in _WHERE or device is None or phase.median_ns is None or (phase.share or 0) < HOST_SHARE:
             continue
         if phase.median_ns >= HOST_RATIO * device:
-            own = f"the phase itself takes the GPU {duration_words(device)}"
+            own = f"the phase itself takes the GPU {format_long_duration(device)}"
             notes.append(f"in {phase.name} the host waits for the GPU's earlier work: {own}")
     return notes
 
@@ -158,7 +158,9 @@ def partly_timed(phases: Iterable[PhaseStats]) -> list[str]:
     if fewest is None or fewest.device_count >= KNOWN * fewest.ran:
         return []
     count, ran = fewest.device_count, fewest.ran
-    return [f"device times are known for {count:,} of the {count_of(ran, 'step')} (1 in {ran / count:.3g})"]
+    return [
+        f"device times are known for {count:,} of the {format_count_with_noun(ran, 'step')} (1 in {ran / count:.3g})"
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ advice
@@ -200,26 +202,26 @@ def for_data(mode: ModeFacts, facts: RunFacts) -> str:
     median = None if fetch is None else fetch.median_ns
     mean = None if fetch is None or fetch.share is None or mode.mean_ns is None else fetch.share * mode.mean_ns
     if median and mean and mean >= FEW_TAKE_MOST * median:
-        few = f"a few fetches take most of the time (mean {duration_words(mean)}, median {duration_words(median)})"
+        few = f"a few fetches take most of the time (mean {format_long_duration(mean)}, median {format_long_duration(median)})"
         if restarted(facts, mode.process):
             return f"{few}, as the first of an epoch does after it starts workers: persistent_workers=True keeps them"
         return f"{few}: look for samples that take longer, a cold cache, a slow disk or network"
     if median is not None and median < WORTH_A_WORKER_NS:
         return (
             "not more workers: passing a batch between processes costs more than a fetch of"
-            f" {duration_words(median)}; fetch larger batches, or index tensors in memory without a DataLoader"
+            f" {format_long_duration(median)}; fetch larger batches, or index tensors in memory without a DataLoader"
         )
     host = facts.host
     if host is not None and room(host) < ROOM:
         if host.own < WORKING * mode.share("data") * max(len(facts.processes), 1):
             return (
                 f"more workers (DataLoader num_workers){_keeping(facts, mode.process)} if the fetches wait for a disk"
-                f" or network; otherwise end other work: the processors are {percent(host.cpu_pct / 100)} in use, but"
+                f" or network; otherwise end other work: the processors are {format_percent(host.cpu_pct / 100)} in use, but"
                 f" this run uses only {host.own:.1f} of {host.cpus}"
             )
         return (
             "less work for each sample (decoding, augmentation), or data prepared beforehand: the processors are"
-            f" {percent(host.cpu_pct / 100)} in use, so more workers help only if the fetches wait for a disk or"
+            f" {format_percent(host.cpu_pct / 100)} in use, so more workers help only if the fetches wait for a disk or"
             " network"
         )
     unknown = "" if facts.host is not None else ", if the processors have room"
@@ -257,7 +259,7 @@ def for_spread(facts: RunFacts, phase: str) -> str:
     if host is not None and room(host) < ROOM:
         return (
             f"fewer threads (OMP_NUM_THREADS) or loader workers, so that they fit on {host.cpus} processors, which are"
-            f" {percent(host.cpu_pct / 100)} in use"
+            f" {format_percent(host.cpu_pct / 100)} in use"
         )
     return f"batches of similar size, if their sizes differ; the longest steps show what {phase} waited for"
 
@@ -266,7 +268,7 @@ def for_low_use(facts: RunFacts) -> str:
     """Advice where a GPU is idle."""
     waits = max(most_affected(facts, data_share, DATA_SHARE), key=data_share, default=None)
     if waits is not None:
-        share = percent(data_share(waits))
+        share = format_percent(data_share(waits))
         return f"the loader first: the steps{of_whom(waits)} wait for data for {share} of their time"
     return (
         "fewer and larger kernels, if the host is the limit: torch.compile, CUDA graphs; larger batches change the"

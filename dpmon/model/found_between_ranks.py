@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from dpmon.model.communication import Communication
 from dpmon.model.finding import MIN_STEPS, Finding
 from dpmon.model.stragglers import held_up, how_often
-from dpmon.text.quantities import count_of, duration_words, group, memory, percent
+from dpmon.text.formatting import (
+    format_bytes,
+    format_count,
+    format_count_with_noun,
+    format_long_duration,
+    format_percent,
+)
 
 EXPOSED_SHARE = 0.2
 """Smallest share of the step to report. Some communication is always exposed: nothing can hide the last bucket."""
@@ -61,7 +67,7 @@ def _straggler(found: Communication) -> Iterator[Finding]:
     slow = found.straggler
     if slow is not None and (found.lately or slow.steps >= MIN_STEPS):  # a straggler has enough steps for now
         text, often = held_up(slow), how_often(slow, lately=found.lately)
-        mean = f"mean step {duration_words(found.step_ns)} on {len(found.known)} ranks"
+        mean = f"mean step {format_long_duration(found.step_ns)} on {len(found.known)} ranks"
         yield Finding(
             "straggler",
             f"{text[0].upper()}{text[1:]}.",
@@ -82,9 +88,9 @@ def _in_turn(found: Communication) -> Iterator[Finding]:
     if share >= TURN_SHARE:
         yield Finding(
             "in turn",
-            f"The ranks wait for each other for {percent(share)} of the time of the steps, each time for another one.",
-            f"wait mean {duration_words(share * found.step_ns)}, step mean {duration_words(found.step_ns)} over"
-            f" {count_of(found.joined, 'step')} of {len(waits)} ranks; no rank is the slowest unusually often",
+            f"The ranks wait for each other for {format_percent(share)} of the time of the steps, each time for another one.",
+            f"wait mean {format_long_duration(share * found.step_ns)}, step mean {format_long_duration(found.step_ns)} over"
+            f" {format_count_with_noun(found.joined, 'step')} of {len(waits)} ranks; no rank is the slowest unusually often",
             "batches of equal work on all ranks: group samples of similar length, or pack them",
             min(share, 1.0),
             min(share, 1.0),
@@ -102,7 +108,7 @@ def _own_collectives(found: Communication) -> Iterator[Finding]:
         yield Finding(
             "own collectives",
             f"The ranks may wait for each other in the script's own {found.own_names}: the script's own work (other)"
-            f" takes {percent(least)} of the step or more on every rank.",
+            f" takes {format_percent(least)} of the step or more on every rank.",
             f"{found.own_names} outside the phases in the newest sampled steps",
             "compare the times of these collectives between ranks (dpmon export --kind collective, phase other): in a"
             " collective that blocks, the rank with the shortest time came last; with such calls after the optimizer's"
@@ -128,9 +134,9 @@ def _exposed(found: Communication) -> Iterator[Finding]:
         advice.append("another bucket_cap_mb")
     yield Finding(
         "exposed",
-        f"Communication that nothing hides takes {percent(share)} of the time of the steps.",
-        f"exposed mean {duration_words(found.exposed_ns)}, step mean {duration_words(found.step_ns)} over"
-        f" {count_of(found.joined, 'step')} of {len(found.known)} ranks",
+        f"Communication that nothing hides takes {format_percent(share)} of the time of the steps.",
+        f"exposed mean {format_long_duration(found.exposed_ns)}, step mean {format_long_duration(found.step_ns)} over"
+        f" {format_count_with_noun(found.joined, 'step')} of {len(found.known)} ranks",
         "; ".join(advice),
         min(share, 1.0),
         min(share, 1.0),
@@ -149,16 +155,16 @@ def _bucket(found: Communication) -> Iterator[Finding]:
         return
     if one.bucket_cap_bytes is not None and sizes[-1] >= 2 * one.bucket_cap_bytes:
         return  # torch closes a bucket at its cap: a parameter larger than the cap, which no cap divides
-    named = ", ".join(map(memory, sizes[-_BUCKETS_NAMED:]))
+    named = ", ".join(map(format_bytes, sizes[-_BUCKETS_NAMED:]))
     named = named if len(sizes) <= _BUCKETS_NAMED else f"... {named}"
-    cap = "unknown" if one.bucket_cap_bytes is None else memory(one.bucket_cap_bytes)
+    cap = "unknown" if one.bucket_cap_bytes is None else format_bytes(one.bucket_cap_bytes)
     yield Finding(
         "bucket",
-        f"The last bucket has {percent(sizes[-1] / whole)} of the gradients, and no computation is left to hide it."
+        f"The last bucket has {format_percent(sizes[-1] / whole)} of the gradients, and no computation is left to hide it."
         if len(sizes) > 1
         else "All gradients are in one bucket, and no computation is left to hide it.",
-        f"{count_of(len(sizes), 'bucket')}: {named}; exposed mean {duration_words(found.exposed_ns)},"
-        f" {percent(share)} of the step",
+        f"{format_count_with_noun(len(sizes), 'bucket')}: {named}; exposed mean {format_long_duration(found.exposed_ns)},"
+        f" {format_percent(share)} of the step",
         f"a smaller bucket_cap_mb (now {cap}), so that averaging begins earlier and the last bucket is small",
         share / 2,
     )
@@ -178,7 +184,7 @@ def _accumulation(found: Communication) -> Iterator[Finding]:
     yield Finding(
         "accumulation",
         f"Gradients are averaged {times:.1f} times for each step of the optimizer.",
-        f"{group(synced)} synchronised backward passes, {group(unsynced)} under no_sync, {group(optimized)} steps with"
+        f"{format_count(synced)} synchronised backward passes, {format_count(unsynced)} under no_sync, {format_count(optimized)} steps with"
         " an optimizer step",
         "if gradients accumulate: no_sync() around all backward passes but the last before the optimizer's step",
         min(max(lost, _SMALL), 1.0),
@@ -194,8 +200,8 @@ def _unused(found: Communication) -> Iterator[Finding]:
             yield Finding(
                 "unused",
                 f"find_unused_parameters{named} is on, although every parameter is used.",
-                f"0 bytes unused in {count_of(one.all_used, 'iteration')} checked by torch, up to iteration"
-                f" {group(one.iteration)}; {count_of(found.steps, 'step')}",
+                f"0 bytes unused in {format_count_with_noun(one.all_used, 'iteration')} checked by torch, up to iteration"
+                f" {format_count(one.iteration)}; {format_count_with_noun(found.steps, 'step')}",
                 "find_unused_parameters=False, if every step uses them all: it saves a search of the graph in each",
                 _SMALL,
             )

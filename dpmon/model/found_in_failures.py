@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dpmon.model.finding import Finding, measured_modes, of_process
 from dpmon.model.slow_steps import WAITING_TEXT, waited_ns
 from dpmon.model.stalls_seen import ended_in
-from dpmon.text.quantities import clock, duration_words
+from dpmon.text.formatting import format_clock, format_long_duration
 
 if TYPE_CHECKING:
     from dpmon.model.run_facts import RunFacts
@@ -32,9 +32,9 @@ def quiet(facts: RunFacts) -> Iterator[Finding]:
     waited = waited_ns(waits, facts.last_step_ns, until)
     paused_ns = waited_ns(facts.paused, facts.last_step_ns, until)
     quiet = until - facts.last_step_ns - paused_ns - waited
-    paused = f", {duration_words(paused_ns)} of it paused" if paused_ns else ""
-    paused += f", {duration_words(waited)} of it {WAITING_TEXT}" if waited else ""
-    last = f"the last one at {clock(facts.last_step_ns)}"
+    paused = f", {format_long_duration(paused_ns)} of it paused" if paused_ns else ""
+    paused += f", {format_long_duration(waited)} of it {WAITING_TEXT}" if waited else ""
+    last = f"the last one at {format_clock(facts.last_step_ns)}"
     stall = ended_in(facts.announced.stalls, facts.last_step_ns)
     if stall is not None and facts.end_ns is None and stall.end_ns is not None:
         stall = None
@@ -43,7 +43,7 @@ def quiet(facts: RunFacts) -> Iterator[Finding]:
         if stall is not None and quiet >= max(QUIET_NS, _LONG_STEPS * usual):
             yield Finding(
                 "quiet",
-                f"No step has ended for {duration_words(until - facts.last_step_ns)}{paused}.",
+                f"No step has ended for {format_long_duration(until - facts.last_step_ns)}{paused}.",
                 f"{last}; {stall.text}",
                 "dpmon why shows the stack of each process, the odd one first",
                 1.0,
@@ -54,8 +54,8 @@ def quiet(facts: RunFacts) -> Iterator[Finding]:
         where = "" if stall is None else f"; {stall.text}"
         yield Finding(
             "quiet",
-            f"No step ended in the last {duration_words(until - facts.last_step_ns)} of the run{paused}.",
-            f"{last}, the end at {clock(facts.end_ns)}{where}",
+            f"No step ended in the last {format_long_duration(until - facts.last_step_ns)} of the run{paused}.",
+            f"{last}, the end at {format_clock(facts.end_ns)}{where}",
             "the end of the script's output says whether it saved, evaluated or hung"
             if stall is None
             else "dpmon why shows the stack of each process at that time, the odd one first",
@@ -94,7 +94,7 @@ def losses(facts: RunFacts) -> Iterator[Finding]:
             "loss",
             f"The loss{of_process(first.process, facts)} is {LOSS_WORDS[repr(first.loss)]}: seen at {step}"
             f" ({first.place}).",
-            f"at {clock(first.t_ns)}; at most one loss a second is read, so an earlier step may be the first{also}",
+            f"at {format_clock(first.t_ns)}; at most one loss a second is read, so an earlier step may be the first{also}",
             "look at the last steps before it: the learning rate, a division by zero or log(0), half precision without"
             " a GradScaler; torch.autograd.set_detect_anomaly(True) names the operation",
             1.0,

@@ -31,7 +31,7 @@ from dpmon.model.run_facts import LONGEST, RunFacts
 from dpmon.model.slow_steps import waited_ns
 from dpmon.model.stragglers import Straggler
 from dpmon.record.schema import STEP, STEP_PHASES
-from dpmon.text.quantities import clock, count_of, duration_words, percent
+from dpmon.text.formatting import format_clock, format_count_with_noun, format_long_duration, format_percent
 
 if TYPE_CHECKING:
     from dpmon.model.mode_facts import ModeFacts
@@ -91,13 +91,13 @@ def data(facts: RunFacts) -> Iterator[Finding]:
             continue  # the finding about the slow ranks names the cause
         figures, share, on_device = mode.phase("data"), data_share(mode), ""
         if figures is not None and is_timed(figures):
-            on_device = f", on the device median {duration_words(figures.device_ns)}"
+            on_device = f", on the device median {format_long_duration(figures.device_ns)}"
         who = "The training" if mode.who is None else mode.who[0].upper() + mode.who[1:]
         who = f"The GPU{of_whom(mode)}" if on_device else who
         saves = data_ceiling(mode, facts)
         yield Finding(
             "data",
-            f"{who} waits for data{in_mode(mode, facts)}: {percent(share)} of the time of its steps.",
+            f"{who} waits for data{in_mode(mode, facts)}: {format_percent(share)} of the time of its steps.",
             f"data {phase_times(mode, 'data')}{on_device}; {basis(mode)}{_in_how_many(mode, facts)}",
             for_data(mode, facts),
             share,
@@ -112,7 +112,7 @@ def _in_how_many(mode: ModeFacts, facts: RunFacts) -> str:
         return ""
     alike = [one.usual for one in (*facts.modes, *facts.others) if one.mode == mode.mode]
     many = sum(data_share(one) >= DATA_SHARE for one in alike)
-    return f"; {percent(DATA_SHARE)} or more in {many:,} of {len(alike):,} processes"
+    return f"; {format_percent(DATA_SHARE)} or more in {many:,} of {len(alike):,} processes"
 
 
 def transfers(facts: RunFacts) -> Iterator[Finding]:
@@ -127,8 +127,8 @@ def transfers(facts: RunFacts) -> Iterator[Finding]:
         assert figures is not None
         yield Finding(
             "copy",
-            f"Copying to the GPU{of_whom(mode)}{in_mode(mode, facts)} takes {percent(share)} of the time of its steps.",
-            f"copy on the device median {duration_words(figures.device_ns)}, on the host"
+            f"Copying to the GPU{of_whom(mode)}{in_mode(mode, facts)} takes {format_percent(share)} of the time of its steps.",
+            f"copy on the device median {format_long_duration(figures.device_ns)}, on the host"
             f" {phase_times(mode, 'copy')}; {basis(mode)}",
             for_copies(facts, mode.process),
             share,
@@ -165,7 +165,7 @@ def copies(facts: RunFacts) -> Iterator[Finding]:
         if share >= COPY_SHARE:
             yield Finding(
                 "replicate",
-                f"Copying the model to the devices takes {percent(share)} of the time of the steps.{virtual}",
+                f"Copying the model to the devices takes {format_percent(share)} of the time of the steps.{virtual}",
                 f"replicate {phase_times(mode, 'replicate')}; {basis(mode)}",
                 _ON_GPUS
                 if mode.virtual
@@ -178,7 +178,7 @@ def copies(facts: RunFacts) -> Iterator[Finding]:
         if share >= COPY_SHARE:
             yield Finding(
                 "transfer",
-                f"Scattering inputs and gathering outputs takes {percent(share)} of the time of the steps.{virtual}",
+                f"Scattering inputs and gathering outputs takes {format_percent(share)} of the time of the steps.{virtual}",
                 f"scatter {phase_times(mode, 'scatter')}; gather {phase_times(mode, 'gather')}; {basis(mode)}",
                 _ON_GPUS
                 if mode.virtual
@@ -215,7 +215,7 @@ def drift(facts: RunFacts) -> Iterator[Finding]:
         grown = {name: after - (before or 0) for name, (before, after) in ends.items() if after is not None}
         phase = max(grown, key=lambda name: grown[name], default="")
         where = (
-            f"; {phase} grew most: {duration_words(ends[phase][0])}, then {duration_words(ends[phase][1])}"
+            f"; {phase} grew most: {format_long_duration(ends[phase][0])}, then {format_long_duration(ends[phase][1])}"
             if phase
             else ""
         )
@@ -223,7 +223,7 @@ def drift(facts: RunFacts) -> Iterator[Finding]:
             "drift",
             f"Steps{of_whom(mode)} became slower{in_mode(mode, facts)}: at the end {ratio_words(late, early)} as"
             " long as at first.",
-            f"median {duration_words(early)} over the first third of {mode.steps:,} steps, {duration_words(late)}"
+            f"median {format_long_duration(early)} over the first third of {mode.steps:,} steps, {format_long_duration(late)}"
             f" over the last{where}",
             _DRIFT_ADVICE.get(phase, _GROWS),
             1 - early / late,
@@ -254,13 +254,13 @@ def stalls(facts: RunFacts) -> Iterator[Finding]:
     count = "one" if len(stalls) == 1 else str(len(stalls))
     count = f"At least {count}" if least else count.capitalize()
     if len(stalls) > 1:
-        text = f"{count} steps took more than {STALL_RATIO} times the median: {duration_words(lost)} together."
+        text = f"{count} steps took more than {STALL_RATIO} times the median: {format_long_duration(lost)} together."
     else:
-        text = f"{count} step took {duration_words(lost)}, {ratio_words(lost, median)} the median."
+        text = f"{count} step took {format_long_duration(lost)}, {ratio_words(lost, median)} the median."
     yield Finding(
         "stall",
         text,
-        f"the longest: {_where(worst, facts)}; median {duration_words(median)}",
+        f"the longest: {_where(worst, facts)}; median {format_long_duration(median)}",
         _stall_advice(worst, facts),
         lost / (total + lost),
         None if least else saves,
@@ -275,14 +275,18 @@ def stalled(facts: RunFacts) -> Iterator[Finding]:
     if not lost or not over:
         return
     steps = facts.stalled_steps
-    what = f"{count_of(steps, 'step')} with a stall {'are' if steps > 1 else 'is'}" if steps else "A stall is"
+    what = (
+        f"{format_count_with_noun(steps, 'step')} with a stall {'are' if steps > 1 else 'is'}"
+        if steps
+        else "A stall is"
+    )
     longest = max(over, key=lambda stall: (stall.end_ns or 0) - stall.since_ns)
     # Ranks of a machine that did not know of the stall count its time as training, so their mean is less.
     whole = max(lost, *(spent.get("stalled", 0) for spent in facts.spent_by_process.values()), 0)
     yield Finding(
         "stall",
-        f"{what} left out of the figures: {duration_words(whole)}.",
-        f"{'the longest ' if len(over) > 1 else ''}stall at {clock(longest.since_ns)}: {longest.text}",
+        f"{what} left out of the figures: {format_long_duration(whole)}.",
+        f"{'the longest ' if len(over) > 1 else ''}stall at {format_clock(longest.since_ns)}: {longest.text}",
         "dpmon why shows the stacks of that time",
         lost / (lost + facts.spent.get("training", 0)),
     )
@@ -302,8 +306,8 @@ def _longest_phase(step: LongStepRow) -> str:
 def _where(step: LongStepRow, facts: RunFacts) -> str:
     """The step, its time, and the phase that took most of it."""
     process, phase = of_process(step.process, facts), _longest_phase(step)
-    where = f"step {step.step}{process} at {clock(step.start_ns)}, {duration_words(step.wall_ns)}"
-    return f"{where}, {duration_words(step.phases.get(phase, 0))} in {phase}"
+    where = f"step {step.step}{process} at {format_clock(step.start_ns)}, {format_long_duration(step.wall_ns)}"
+    return f"{where}, {format_long_duration(step.phases.get(phase, 0))} in {phase}"
 
 
 def _stall_advice(step: LongStepRow, facts: RunFacts) -> str:
@@ -325,7 +329,7 @@ def between(facts: RunFacts) -> Iterator[Finding]:
     own = [gap for gap in facts.gaps if gap.process == worst.process]
     together = sum(gap.ns for gap in own)
     where = f"after step {worst.after_step}"
-    longest = f"{duration_words(worst.ns)} {where}"
+    longest = f"{format_long_duration(worst.ns)} {where}"
     text = f"one gap of {longest}" if len(own) == 1 else f"{len(own)} gaps, the longest {longest}"
     again = restarted(facts, worst.process)
     workers = [(one.start_ns, one.start_ns + one.took_ns) for one in again]
@@ -334,12 +338,12 @@ def between(facts: RunFacts) -> Iterator[Finding]:
     # Workers that start again also end, and load their first batch, which a step waits for.
     fetches = max(map(_first_fetches, measured_modes(facts))) if again else 0.0
     apart = _most_spent(facts, "between")
-    by = f" Starting the loader's workers takes {percent(share)} of it." if share >= WORKERS_SHARE else ""
+    by = f" Starting the loader's workers takes {format_percent(share)} of it." if share >= WORKERS_SHARE else ""
     yield Finding(
         "between",
-        f"{percent(lost / whole)} of the time lies between steps: {text}.{by}",
-        f"training {duration_words(facts.spent.get('training', 0))}, between steps {duration_words(lost)};"
-        f" the longest gap at {clock(worst.begin_ns)}",
+        f"{format_percent(lost / whole)} of the time lies between steps: {text}.{by}",
+        f"training {format_long_duration(facts.spent.get('training', 0))}, between steps {format_long_duration(lost)};"
+        f" the longest gap at {format_clock(worst.begin_ns)}",
         "DataLoader(persistent_workers=True): the workers then start once, not in every epoch"
         if by
         else "look at the script's own work there: a checkpoint, logging"
@@ -366,8 +370,8 @@ def evaluation(facts: RunFacts) -> Iterator[Finding]:
         steps = sum(mode.all_steps for mode in facts.evaluations)
         yield Finding(
             "evaluation",
-            f"Evaluations take {percent(took / whole)} of the time.",
-            f"training {duration_words(facts.spent.get('training', 0))}, evaluation {duration_words(took)}"
+            f"Evaluations take {format_percent(took / whole)} of the time.",
+            f"training {format_long_duration(facts.spent.get('training', 0))}, evaluation {format_long_duration(took)}"
             f" in {steps:,} steps",
             "evaluate less often or on fewer samples; larger batches: an evaluation keeps no gradients",
             took / whole,
@@ -401,8 +405,8 @@ def spread(facts: RunFacts) -> Iterator[Finding]:
                 "spread",
                 f"Step times{of_whom(mode)} are spread wide{in_mode(mode, facts)}: one in twenty takes"
                 f" {ratio_words(mode.p95_ns, mode.median_ns)} the median or more.",
-                f"median {duration_words(mode.median_ns)}, p95 {duration_words(mode.p95_ns)} over {mode.steps:,}"
-                f" steps{of_whom(mode)}; {phase} takes most of the time ({percent(share)})",
+                f"median {format_long_duration(mode.median_ns)}, p95 {format_long_duration(mode.p95_ns)} over {mode.steps:,}"
+                f" steps{of_whom(mode)}; {phase} takes most of the time ({format_percent(share)})",
                 for_spread(facts, phase),
                 0.3,
             )

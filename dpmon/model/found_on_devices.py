@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dpmon.model.finding import MIN_STEPS, Finding, for_low_use, measured_modes, ratio_words
 from dpmon.model.nodes import gpu_name
-from dpmon.text.quantities import count_of, duration_words, memory, percent
+from dpmon.text.formatting import format_bytes, format_count_with_noun, format_long_duration, format_percent
 
 if TYPE_CHECKING:
     from dpmon.model.devices import DeviceFacts, HostFacts
@@ -50,12 +50,12 @@ def idle(facts: RunFacts) -> Iterator[Finding]:
     for batch in facts.batches:
         if not _is_idle(batch):
             continue
-        ground = f"{count_of(batch.idle_calls, 'call')} of {batch.calls:,}, {batch.devices} devices"
+        ground = f"{format_count_with_noun(batch.idle_calls, 'call')} of {batch.calls:,}, {batch.devices} devices"
         weight = batch.idle / batch.devices
         if batch.rows is not None and batch.rows < batch.devices:
             yield Finding(
                 "small batch",
-                f"The batch of {batch.root} ({count_of(batch.rows, 'row')}) is smaller than the {batch.devices}"
+                f"The batch of {batch.root} ({format_count_with_noun(batch.rows, 'row')}) is smaller than the {batch.devices}"
                 f" devices: {batch.idle} of them {'stays' if batch.idle == 1 else 'stay'} idle.",
                 ground,
                 f"a batch of {batch.devices} rows or more, or fewer devices",
@@ -99,7 +99,7 @@ def _uneven_rows(root: str, replicas: list[ReplicaFacts], devices: int) -> Itera
         yield Finding(
             "uneven",
             f"The replicas of {root} receive unequal shares: {', '.join(map(str, rows[:16]))} rows.",
-            f"the split most often seen over {count_of(max(replica.calls for replica in replicas), 'call')}",
+            f"the split most often seen over {format_count_with_noun(max(replica.calls for replica in replicas), 'call')}",
             f"a batch that {devices} divides: the fullest replica sets the pace",
             (1 - min(rows) / most) / len(replicas),
         )
@@ -123,7 +123,7 @@ def _uneven_times(root: str, replicas: list[ReplicaFacts]) -> Iterator[Finding]:
             "uneven",
             f"Replica {slow.replica} of {root} ({slow.device}) takes {ratio_words(slowest, fastest)} as long"
             f" as replica {fast.replica} ({fast.device}).",
-            f"forward on the {where}, median {duration_words(slowest)} and {duration_words(fastest)}, equal rows",
+            f"forward on the {where}, median {format_long_duration(slowest)} and {format_long_duration(fastest)}, equal rows",
             "compare the devices: another process on that GPU, a slower link or model of GPU, lower clocks",
             1 - fastest / slowest,
         )
@@ -141,7 +141,7 @@ def fuller(facts: RunFacts) -> Iterator[Finding]:
     if (replicated or facts.names) and most >= FULLER_RATIO * rest and most - rest >= FULLER_BYTES:
         yield Finding(
             "fuller",
-            f"{first} is fuller than the others: {memory(most)} against at most {memory(rest)} ({other}).",
+            f"{first} is fuller than the others: {format_bytes(most)} against at most {format_bytes(rest)} ({other}).",
             f"the most that this run held on each of {len(held)} devices",
             "under DataParallel the first device gathers the outputs, computes the loss and holds the optimizer's"
             " state: compute the loss inside the forward, or use DistributedDataParallel"
@@ -182,7 +182,7 @@ def throttled(facts: RunFacts) -> Iterator[Finding]:
         if share >= THROTTLED:
             yield Finding(
                 "throttled",
-                f"{_called(device, facts)} ran with lowered clocks in {percent(share)} of the samples: {reason}.",
+                f"{_called(device, facts)} ran with lowered clocks in {format_percent(share)} of the samples: {reason}.",
                 f"{count} of {device.throttle_samples} samples"
                 + (f", at most {device.temperature_max:.0f} °C" if device.temperature_max is not None else "")
                 + (f", {device.power_max:.0f} W" if device.power_max is not None else ""),

@@ -14,7 +14,7 @@ from dpmon.record.record_types import Step
 from dpmon.record.safe_json import text_member
 from dpmon.record.schema import SECOND
 from dpmon.store.loader_loops import LoaderLoop, estimate_epoch_time_left
-from dpmon.text.quantities import group, minutes
+from dpmon.text.formatting import format_count, format_minutes
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -175,10 +175,10 @@ def words(progress: Progress) -> str:
     """The progress in short: "epoch 3 · 412/1,563 · 2 min 10 s left"; "" if no epoch is known."""
     if progress.epoch is None:
         return ""
-    parts = [f"epoch {group(progress.epoch)}"]
+    parts = [f"epoch {format_count(progress.epoch)}"]
     if progress.batch is not None:
-        number, whole = group(progress.batch), progress.batches
-        parts.append(f"batch {number}" if whole is None else f"{number}/{group(whole)}")
+        number, whole = format_count(progress.batch), progress.batches
+        parts.append(f"batch {number}" if whole is None else f"{number}/{format_count(whole)}")
     if progress.left_ns is not None:
         parts.append(f"{left_words(progress.left_ns, progress.error_ns)} left")
     return " · ".join(parts)
@@ -191,4 +191,4 @@ def left_words(left_ns: float, error_ns: float | None) -> str:
 
 
 def _time(ns: float) -> str:
-    return f"{ns / 1e9:.0f} s" if ns < 99.5e9 else minutes(ns / 1e9)
+    return f"{ns / 1e9:.0f} s" if ns < 99.5e9 else format_minutes(ns / 1e9)

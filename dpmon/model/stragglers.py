@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.record.schema import EXPOSED, HELD, STEP, STEP_PHASES, WAIT, device_series
 from dpmon.record.shared_names import node_suffix, rank_name
 from dpmon.store.tally import Tally
-from dpmon.text.quantities import duration, group, percent
+from dpmon.text.formatting import format_count, format_duration, format_percent
 
 if TYPE_CHECKING:
     from dpmon.store.step_stats import StatsWindow
@@ -308,7 +308,7 @@ def sentence(found: Straggler, *, lately: bool) -> str:
 def held_up(found: Straggler) -> str:
     """Which ranks the others wait for, how long and why."""
     holds, its = ("hold", "their") if found.several else ("holds", "its")
-    head = f"{found.name} {holds} the others up by {duration(found.excess_ns)} a step ({percent(found.share)})"
+    head = f"{found.name} {holds} the others up by {format_duration(found.excess_ns)} a step ({format_percent(found.share)})"
     if found.phase is None:
         return f"{head}, in no single phase"
     what = "the script's own work (other)" if found.phase == "other" else f"{its} {found.phase}"
@@ -320,15 +320,17 @@ def how_often(found: Straggler, *, lately: bool) -> str:
     if found.slowest is None:
         return ""
     which = "one of them slowest" if found.several else "slowest"
-    return f"{which} in {group(found.slowest)} of {'the last ' if lately else ''}{group(found.steps)} steps"
+    return (
+        f"{which} in {format_count(found.slowest)} of {'the last ' if lately else ''}{format_count(found.steps)} steps"
+    )
 
 
 def in_short(found: Straggler) -> str:
     """`sentence` in few words."""
     cause = f", {found.phase} {_against(found)}" if found.phase is not None else ""
-    return f"others wait for {found.name}: {duration(found.excess_ns)} ({percent(found.share)}){cause}"
+    return f"others wait for {found.name}: {format_duration(found.excess_ns)} ({format_percent(found.share)}){cause}"
 
 
 def _against(found: Straggler) -> str:
-    others = f"against {duration(found.others_ns)}" if found.others_ns else "and nothing on the others"
-    return f"{duration(found.own_ns)} {others}"
+    others = f"against {format_duration(found.others_ns)}" if found.others_ns else "and nothing on the others"
+    return f"{format_duration(found.own_ns)} {others}"

@@ -30,7 +30,7 @@ from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import short_name
 from dpmon.store.store_opening import open_store
-from dpmon.text.quantities import UNKNOWN, count_of, group
+from dpmon.text.formatting import UNKNOWN, format_count, format_count_with_noun
 
 SCHEMA = 1
 """Version of the JSON."""
@@ -98,11 +98,11 @@ def document(found: RunComparison, judgements: Sequence[Judgement] = ()) -> Docu
 
 def _notes(found: RunComparison) -> list[str]:
     before, after = found.sides
-    counts = [group(sum(_steps(one, found) for one in side)) for side in found.sides]
+    counts = [format_count(sum(_steps(one, found) for one in side)) for side in found.sides]
     texts = [f"Compared steps: {counts[0]} in A, {counts[1]} in B."]
     interrupted = sum(one.interrupted_steps for one in (*before, *after))
     if interrupted:
-        texts.append(f"{count_of(interrupted, 'step')} near a pause or a stall are left out.")
+        texts.append(f"{format_count_with_noun(interrupted, 'step')} near a pause or a stall are left out.")
     times = [[one.started_unix for one in side] for side in found.sides]
     apart = max(times[0]) < min(times[1]) or max(times[1]) < min(times[0])
     if apart and not found.pair:

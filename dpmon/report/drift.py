@@ -19,7 +19,7 @@ from dpmon.report.document import Document, Section, Table
 from dpmon.report.text import BARS
 from dpmon.run.run_directory import RunError
 from dpmon.run.run_registry import list_runs
-from dpmon.text.quantities import UNKNOWN, count_of
+from dpmon.text.formatting import UNKNOWN, format_count_with_noun
 
 MOST_RUNS = 60
 """Most runs to read, the newest."""
@@ -76,7 +76,7 @@ def document(found: Drift) -> Document:
     facts = [f"left out: {', '.join(f'{count} {why}' for why, count in found.left_out.items())}"]
     head = ("", "median", "oldest", "newest", "change", "oldest to newest")
     sections = [Section("Figures", [Table(head, rows)], " of each run: medians of steps")] if rows else []
-    runs = count_of(len(found.runs), "run")
+    runs = format_count_with_noun(len(found.runs), "run")
     return Document(found.script, runs, "compared", outcome, facts if found.left_out else [], sections)
 
 

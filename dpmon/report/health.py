@@ -32,7 +32,7 @@ from dpmon.stalls.run_state import (
     decide_state,
 )
 from dpmon.store.store_opening import open_store
-from dpmon.text.quantities import calls_so_far, duration_words, group, run_time
+from dpmon.text.formatting import format_calls_so_far, format_count, format_long_duration, format_run_time
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -75,9 +75,9 @@ class Health(NamedTuple):
         """State, duration and reason in a sentence. `t_s`: now, in seconds since the run's start."""
         took = ""
         if self.since_s is not None and self.end is not None:
-            took = f" after {run_time(self.since_s)}"
+            took = f" after {format_run_time(self.since_s)}"
         elif self.since_s is not None and t_s - self.since_s >= _AFTER_A_MOMENT_S:
-            took = f" for {duration_words((t_s - self.since_s) * SECOND)}"
+            took = f" for {format_long_duration((t_s - self.since_s) * SECOND)}"
         word = BY_YOU if self.end == "stopped" else self.end or self.state
         return f"{word}{took}" + (f": {self.reason}" if self.reason else "")
 
@@ -139,16 +139,16 @@ def standing(reader: RunReader, state: State, now_ns: int) -> Health:
     elif found.word == WAITING_FOR_INPUT:
         remedy = f"dpmon attach {name}, then i"
     elif found.word in FINE[:2] and doing not in ("", "other", "ended") and now_ns - began_ns > QUIET_NS:
-        reason = f"in {doing} for {duration_words(now_ns - began_ns)}"
+        reason = f"in {doing} for {format_long_duration(now_ns - began_ns)}"
     if state.open_calls and reason is None:
-        reason = calls_so_far(state.open_calls)
+        reason = format_calls_so_far(state.open_calls)
     return Health(found.word, None if found.since_ns is None else found.since_ns / SECOND, reason, remedy)
 
 
 def _quiet_reason(state: State, doing: str) -> str:
     """Why nothing is called any more. `doing`: what the process that represents the run does."""
     step = None if state.focus is None else state.focus.last_step
-    since = "no call for so long" if step is None else f"no call since step {group(step.step)}"
+    since = "no call for so long" if step is None else f"no call since step {format_count(step.step)}"
     return f"{since}; {'the training process has ended' if doing == 'ended' else 'the script does something else'}"
 
 

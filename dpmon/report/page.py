@@ -25,7 +25,7 @@ from dpmon.report.document import (
 )
 from dpmon.report.sections import MAX_ROWS
 from dpmon.sanitize import sanitize_line
-from dpmon.text.quantities import clock, percent, short_clock, three
+from dpmon.text.formatting import format_clock, format_percent, format_three_digits, short_clock
 
 WIDTH, HEIGHT, ROW = 960.0, 300.0, 34.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 14.0, 16.0, 42.0
@@ -211,7 +211,7 @@ class _Canvas:
         if not self.cut:
             return ""
         count = sum(value > self.top for value in _tops(self.plot))
-        text = f"{count} higher, up to {three(self.largest)}: cut"
+        text = f"{count} higher, up to {format_three_digits(self.largest)}: cut"
         return f'<text x="{WIDTH - _RIGHT:g}" y="12" text-anchor="end">{escaped(text)}</text>'
 
     def _x(self, x: float) -> float:
@@ -236,7 +236,7 @@ class _Canvas:
         for value in self._ticks():
             x = self.left + value / self.top * self.room
             yield f'<path class=grid d="M{x:.1f} {self.above}V{bottom}"/>'
-            yield f'<text x="{x:.1f}" y="{bottom + 15:g}" text-anchor="middle">{three(value)}</text>'
+            yield f'<text x="{x:.1f}" y="{bottom + 15:g}" text-anchor="middle">{format_three_digits(value)}</text>'
         yield f'<text x="{self.left:g}" y="{self.height - 6:g}">{escaped(self.plot.unit)}</text>'
         yield from self._names(ROW)
 
@@ -247,12 +247,12 @@ class _Canvas:
                 length = sum(end - begin for begin, end, _ in one.points)
                 mean = sum((end - begin) * share for begin, end, share in one.points) / length if length else 0.0
                 place = f'x="{WIDTH}" y="{self.above + (row + 0.5) * _CELLS + 4:g}" text-anchor="end"'
-                yield f"<text {place}>{percent(mean)}</text>"
+                yield f"<text {place}>{format_percent(mean)}</text>"
             return
         for value in self._ticks():
             y = self._y(value)
             yield f'<path class=grid d="M{self.left} {y:.1f}H{WIDTH - _RIGHT}"/>'
-            yield f'<text x="{self.left - 6:g}" y="{y + 4:.1f}" text-anchor="end">{three(value)}</text>'
+            yield f'<text x="{self.left - 6:g}" y="{y + 4:.1f}" text-anchor="end">{format_three_digits(value)}</text>'
         middle = (self.height - _BOTTOM + self.above) / 2
         unit = escaped(self.plot.unit)
         yield f'<text transform="translate(12 {middle:g}) rotate(-90)" text-anchor="middle">{unit}</text>'
@@ -296,7 +296,7 @@ class _Canvas:
             for begin, end, share in one.points:
                 x, wide = self._x(begin), self._x(end) - self._x(begin)
                 colour = f'fill-opacity="{min(share + _PALEST, 1):.1f}"' if share else 'class="none"'
-                text = f"{100 * share:.0f} % until {clock(int(end * SECOND))}"
+                text = f"{100 * share:.0f} % until {format_clock(int(end * SECOND))}"
                 place = f'x="{x:.1f}" width="{wide:.1f}" height="{_CELLS - 2:g}"'
                 yield f"<rect {place} {colour}><title>{text}</title></rect>"
             yield "</g>"
@@ -318,7 +318,7 @@ class _Canvas:
             for x, _, y in one.points if dots else one.points[::each]:
                 look = f'cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="{2 if dots else 3}" fill="{one.colour}"'
                 faint = ' opacity=".4"' if dots else ' opacity="0"'
-                yield f"<circle {look}{faint}><title>{escaped(one.name)}: {three(y)} at {x:g} s</title></circle>"
+                yield f"<circle {look}{faint}><title>{escaped(one.name)}: {format_three_digits(y)} at {x:g} s</title></circle>"
 
     def _across(self) -> Iterator[str]:
         """A row of stacked bars for each name; a whisker begins at the axis."""
@@ -337,7 +337,7 @@ class _Canvas:
         if not value:
             return ""
         place = f'x="{x:.1f}" y="{y:.1f}" width="{max(wide, 0.5):.1f}" height="{tall:.1f}" fill="{one.colour}"'
-        return f"<rect {place}><title>{escaped(one.name)}: {three(value)} {escaped(self.plot.unit)}</title></rect>"
+        return f"<rect {place}><title>{escaped(one.name)}: {format_three_digits(value)} {escaped(self.plot.unit)}</title></rect>"
 
     def _line(self, one: Values) -> str:
         """The path of a line. In a series of steps, there may be gaps."""

@@ -23,17 +23,17 @@ from dpmon.report.document import Bars, Document, Entries, Findings, Paragraph, 
 from dpmon.report.plots import plots
 from dpmon.run.run_registry import short_name
 from dpmon.sanitize import sanitize_line
-from dpmon.text.quantities import (
+from dpmon.text.formatting import (
     UNKNOWN,
-    clock,
-    duration,
-    duration_words,
-    group,
-    loss_words,
-    memory,
-    memory_of,
-    percent,
-    samples_rate,
+    format_bytes,
+    format_bytes_of_total,
+    format_clock,
+    format_count,
+    format_duration,
+    format_long_duration,
+    format_loss,
+    format_percent,
+    format_samples_per_s,
 )
 
 MAX_ROWS = 40
@@ -150,8 +150,8 @@ def _steps(facts: RunFacts) -> list[Part]:
     rows = []
     for title, mode in modes:
         who = (mode.who or "",) if named else ()
-        times = duration(mode.median_ns), duration(mode.p95_ns)
-        rows.append((title, f"{mode.all_steps:,}", *who, *times, samples_rate(mode.rate)))
+        times = format_duration(mode.median_ns), format_duration(mode.p95_ns)
+        rows.append((title, f"{mode.all_steps:,}", *who, *times, format_samples_per_s(mode.rate)))
     head = ("mode", "steps", *(("times of",) if named else ()), "median", "p95", "samples/s")
     bins = [one for one in facts.stretches.bins if not one.evaluation]
     bars = [Bars(bins, facts.stretches.width_ns, sentences.of_whom(facts))] if rows and len(bins) > 1 else []
@@ -163,17 +163,23 @@ def _epochs(facts: RunFacts) -> list[Part]:
     rows: list[Sequence[str]] = []
     for one in facts.progress.epochs:
         batches = (
-            group(one.batches) if one.length in (None, one.batches) else f"{group(one.batches)}/{group(one.length)}"
+            format_count(one.batches)
+            if one.length in (None, one.batches)
+            else f"{format_count(one.batches)}/{format_count(one.length)}"
         )
-        times = duration_words(one.took_ns), duration_words(one.evaluation_ns or None), duration_words(one.pause_ns)
-        rows.append((group(one.epoch), clock(one.begin_ns), batches, *times))
+        times = (
+            format_long_duration(one.took_ns),
+            format_long_duration(one.evaluation_ns or None),
+            format_long_duration(one.pause_ns),
+        )
+        rows.append((format_count(one.epoch), format_clock(one.begin_ns), batches, *times))
     if not rows:
         return []
     left_out = len(rows) - MAX_EPOCHS
     if left_out > 0:
         rows[MAX_EPOCHS // 2 : -MAX_EPOCHS // 2] = [("…", *[""] * 5)]
     head = ("epoch", "from", "batches", "took", "evaluation", "pause before")
-    notes = [f"{group(left_out)} epochs are left out; --json has them"] if left_out > 0 else []
+    notes = [f"{format_count(left_out)} epochs are left out; --json has them"] if left_out > 0 else []
     return [*_table(head, rows), *_paragraphs(notes, soft=True)]
 
 
@@ -183,8 +189,8 @@ def _losses(facts: RunFacts) -> list[Part]:
     for curve in facts.losses:
         first = next((point.mean for point in curve.points if point.mean is not None), None)
         lowest = min((point.low for point in curve.points if point.low is not None), default=None)
-        values = map(loss_words, (first, lowest, curve.last, curve.smoothed))
-        rows.append((curve.place, *values, group(curve.step)))
+        values = map(format_loss, (first, lowest, curve.last, curve.smoothed))
+        rows.append((curve.place, *values, format_count(curve.step)))
     whys = [f"{curve.place}: {curve.why}" for curve in facts.losses if curve.why is not None]
     head = ("backward called at", "first", "lowest", "last", "smoothed", "at step")
     return [*_table(head, rows), *_paragraphs(whys, soft=True)]
@@ -193,7 +199,11 @@ def _losses(facts: RunFacts) -> list[Part]:
 def _phases(mode: ModeFacts) -> list[Part]:
     """One row per phase with its host time, and its device time if any is known; then notes."""
     rows = [
-        ("  " * depth + one.name, percent(one.share), *map(duration, (one.median_ns, one.p95_ns, one.device_ns)))
+        (
+            "  " * depth + one.name,
+            format_percent(one.share),
+            *map(format_duration, (one.median_ns, one.p95_ns, one.device_ns)),
+        )
         for depth, one in mode.nested_phases()
     ]
     head = ("phase", "share", "median", "p95", _ON_DEVICE)
@@ -219,7 +229,7 @@ def _replicas(facts: RunFacts) -> list[Table]:
         label = f"{root} {replica}" if mode == "dp" else f"{root} {mode or '?'}"
         calls = sum(calls for calls, _ in sizes) if fact is None else fact.calls
         times = (None,) * 3 if fact is None else (fact.time.median, fact.time.quantile(0.95), fact.on_device.median)
-        rows.append((label, device, f"{calls:,}", *map(duration, times), most_frequent(sizes, evaluated[key])))
+        rows.append((label, device, f"{calls:,}", *map(format_duration, times), most_frequent(sizes, evaluated[key])))
     return _table(("", "device", "calls", "median", "p95", _ON_DEVICE, _FLOW), rows, flows=True)
 
 
@@ -240,9 +250,9 @@ def _ranks(facts: RunFacts) -> list[Table]:
             line.device,
             f"{line.steps:,}",
             f"{line.calls:,}",
-            duration(line.median_ns),
-            samples_rate(line.rate),
-            duration(line.forward_ns),
+            format_duration(line.median_ns),
+            format_samples_per_s(line.rate),
+            format_duration(line.forward_ns),
             flow(line.inputs, line.outputs),
         )
         for line in slowest_first(facts.ranks, MAX_ROWS)
@@ -258,8 +268,12 @@ def _rank_times(facts: RunFacts) -> list[Table]:
         times = line.times
         if times is None or not times.joined:
             continue
-        phases = (duration(times.phases.get(name)) for name in ("data", "forward", "backward"))
-        waits = duration(times.exposed_ns), duration(times.wait_ns), percent(times.slowest / times.joined)
+        phases = (format_duration(times.phases.get(name)) for name in ("data", "forward", "backward"))
+        waits = (
+            format_duration(times.exposed_ns),
+            format_duration(times.wait_ns),
+            format_percent(times.slowest / times.joined),
+        )
         rows.append((line.label, *phases, *waits))
     return _table(("mean of a step", "data", "forward", "backward", EXPOSED, WAIT, "slowest in"), rows)
 
@@ -280,7 +294,7 @@ def _stages(facts: RunFacts) -> list[Part]:
     rows = []
     for line in (line for line in facts.stages if line.stage < _MAX_STAGES):
         sizes = f"{line.named_parts}: {flow(line.inputs, line.outputs, 'not finished')}"
-        times = duration(line.time.median), duration(line.on_device.median)
+        times = format_duration(line.time.median), format_duration(line.on_device.median)
         rows.append((f"{line.root} {line.stage}", line.device, f"{line.calls:,}", *times, sizes))
     more = len(facts.stages) - len(rows)
     notes = [f"{more} further stages are left out; --json has them"] if more else []
@@ -308,7 +322,7 @@ def _devices(facts: RunFacts) -> list[Part]:
     for host in facts.samples.hosts:
         use = UNKNOWN if host.util_median is None else f"{host.util_median:.0f} %"
         many = "one sample" if host.samples == 1 else f"{host.samples:,} samples"
-        most = memory_of(host.mem_used_max, host.mem_total)
+        most = format_bytes_of_total(host.mem_used_max, host.mem_total)
         name = gpu_name(host.index, facts.nodes)
         rows.append((f"{name}: processors {use} (median of {many}), memory {most} at most",))
     return [*parts, *_entries(rows, _MAX_HOSTS, 2)]
@@ -319,9 +333,9 @@ def _device(nodes: Sequence[NodeFacts], device: DeviceFacts) -> tuple[str, ...]:
     number = gpu_name(device.index, nodes) + called
     return (
         f"{number} {device.name}" if device.name else number,
-        percent(None if device.util_median is None else device.util_median / 100),
-        memory_of(device.mem_used_max, device.mem_total),
-        memory(device.mem_run_max),
+        format_percent(None if device.util_median is None else device.util_median / 100),
+        format_bytes_of_total(device.mem_used_max, device.mem_total),
+        format_bytes(device.mem_run_max),
         UNKNOWN if device.temperature_max is None else f"{device.temperature_max:.0f}",
         UNKNOWN if device.power_max is None else f"{device.power_max:.0f}",
         "not used by this run" if device.of_run is False else "",
@@ -331,7 +345,7 @@ def _device(nodes: Sequence[NodeFacts], device: DeviceFacts) -> tuple[str, ...]:
 def _memory(facts: RunFacts) -> list[Part]:
     """The memory of each device by holder, and the reasons for unknown values."""
     held = facts.memory[:MAX_ROWS]
-    rows = [(one.device, *(memory(part) for part in one[1:6])) for one in held]
+    rows = [(one.device, *(format_bytes(part) for part in one[1:6])) for one in held]
     notes = (f"{names} of {one.device}: {reason}" for one in held for names, reason in reasons(one))
     return [*_table(("", "model", "gradients", "optimizer", "rest", "peak"), rows), *_paragraphs(notes, soft=True)]
 
@@ -345,7 +359,7 @@ def _changes(facts: RunFacts) -> list[Entries]:
             step = UNKNOWN if change.step is None else f"{change.step:,}"
             what = f"to {change.mode}" if change.refused is None else f"refused: {change.refused}"
             what = f"{sanitize_line(change.root, 60)}: {what}" if several else what
-            rows.append((clock(change.t_ns), f"step {step}{of_process(change.process, facts)}", what))
+            rows.append((format_clock(change.t_ns), f"step {step}{of_process(change.process, facts)}", what))
     return _entries(rows, _MAX_CHANGES, 6, ("time", "where", "what"))
 
 
@@ -355,7 +369,7 @@ def _pauses(story: Story) -> list[Entries]:
     for pause in story.facts.pauses:
         step = UNKNOWN if pause.step is None else f"{pause.step:,}"
         after = f"after step {step}{of_process(pause.process, story.facts)}"
-        rows.append((clock(pause.start_ns), after, _how_long(story, pause)))
+        rows.append((format_clock(pause.start_ns), after, _how_long(story, pause)))
     return _entries(rows, _MAX_CHANGES, 6, ("time", "where", "how long"))
 
 
@@ -366,6 +380,8 @@ def _how_long(story: Story, pause: Paused) -> str:
         return "the run ended in it" if sentences.is_over(story) else "paused now"
     if pause.took_ns is None:
         return "its end was not recorded" + (
-            f"; a step began at {clock(pause.end_ns)}" if pause.end_ns is not None else ""
+            f"; a step began at {format_clock(pause.end_ns)}" if pause.end_ns is not None else ""
         )
-    return f"for {duration_words(pause.took_ns)}" + (f", went on by itself: {pause.reason}" if pause.reason else "")
+    return f"for {format_long_duration(pause.took_ns)}" + (
+        f", went on by itself: {pause.reason}" if pause.reason else ""
+    )

@@ -18,7 +18,15 @@ from dpmon.report.collect import Story
 from dpmon.run.lifecycle import BY_YOU
 from dpmon.run.run_directory import ExitInfo
 from dpmon.store.time_accounting import ACTIVITIES
-from dpmon.text.quantities import calls_so_far, clock, count_of, duration_words, percent, quantity_words, run_time
+from dpmon.text.formatting import (
+    format_calls_so_far,
+    format_clock,
+    format_count_with_noun,
+    format_long_duration,
+    format_percent,
+    format_quantity,
+    format_run_time,
+)
 
 _GAPS_NAMED = 3
 _LEAST_SHOWN_NS = 5_000_000
@@ -53,7 +61,7 @@ def how_it_ended(how: ExitInfo, why: str) -> str:
     """How a run ended, and how long it took; `why` follows a failure."""
     if how.error is not None:
         return how.error
-    took = run_time(how.seconds)
+    took = format_run_time(how.seconds)
     if how.stopped:
         return f"{BY_YOU} after {took}"
     if how.status is None:
@@ -80,7 +88,7 @@ def basics(story: Story) -> list[str]:
         f" dpmon {info.versions.get('dpmon', '?')}",
     ]
     if facts.open_calls:
-        texts.append(calls_so_far(facts.open_calls))
+        texts.append(format_calls_so_far(facts.open_calls))
     if story.nothing is not None:
         texts.append(f"nothing was traced: {story.nothing}")
     texts += [*slow_start(facts), *stalls(facts, story.exit, over=is_over(story))]
@@ -102,7 +110,11 @@ def basics(story: Story) -> list[str]:
 def slow_start(facts: RunFacts) -> list[str]:
     """That the first step is in no figure, because it waited long; empty if it is."""
     took = facts.slow_start_ns
-    return [f"the first step took {duration_words(took)}: it counts as start-up, and no figure has it"] if took else []
+    return (
+        [f"the first step took {format_long_duration(took)}: it counts as start-up, and no figure has it"]
+        if took
+        else []
+    )
 
 
 def stalls(facts: RunFacts, how: ExitInfo | None, *, over: bool) -> list[str]:
@@ -113,8 +125,8 @@ def stalls(facts: RunFacts, how: ExitInfo | None, *, over: bool) -> list[str]:
     for stall in found[-MOST_STALLS:]:
         lasts = stall.end_ns is None or stall is last
         until = "" if not lasts else ", until its end" if over else " until now"
-        lasted = duration_words(stall.lasted_ns(facts.until_ns))
-        texts.append(f"stalled at {clock(stall.since_ns)} for {lasted}{until}: {stall.text}")
+        lasted = format_long_duration(stall.lasted_ns(facts.until_ns))
+        texts.append(f"stalled at {format_clock(stall.since_ns)} for {lasted}{until}: {stall.text}")
     return texts
 
 
@@ -125,7 +137,7 @@ def what_ran(facts: RunFacts) -> str:
     for mode in (*facts.modes, *facts.evaluations):
         modes[RANK_MODES[mode.distributed] if mode.distributed else mode.mode] += mode.all_steps
     several_modes = len(+modes) > 1
-    counted = f"{count_of(facts.steps, 'step')}, {count_of(facts.calls, 'call')}{' in all' if count > 1 else ''}"
+    counted = f"{format_count_with_noun(facts.steps, 'step')}, {format_count_with_noun(facts.calls, 'call')}{' in all' if count > 1 else ''}"
     if evaluations := sum(mode.all_steps for mode in facts.evaluations):
         counted += f", {facts.steps - evaluations:,} training and {evaluations:,} evaluation steps"
     if several_modes:
@@ -159,7 +171,7 @@ def waited(inputs: Sequence[tuple[int | None, int, int]]) -> str:
     where = ""
     if any(who is not None for who, _, _ in inputs):
         where = ": step times include that time, rates do not"
-    total = f"{duration_words(in_all)}{' in all' if len(inputs) > 1 else ''}"
+    total = f"{format_long_duration(in_all)}{' in all' if len(inputs) > 1 else ''}"
     return f"waited for a line of input {times}, for {total}{where}"
 
 
@@ -171,7 +183,7 @@ def paused(story: Story) -> str | None:
     nowhere = "that time is in no step, no phase and no figure"
     if story.facts.paused_alone_ns:
         nowhere = (
-            f"that time is in no step and no phase; for {duration_words(story.facts.paused_alone_ns)} of it another"
+            f"that time is in no step and no phase; for {format_long_duration(story.facts.paused_alone_ns)} of it another"
             " process was not paused, and the figures of devices include that part"
         )
     return f"{times_paused(total, is_over(story))}: {nowhere}"
@@ -181,7 +193,7 @@ def times_paused(total: PauseTotals, over: bool) -> str:
     """The number and time of pauses. `over`: whether the run is over."""
     times = "once" if total.times == 1 else f"{total.times:,} times"
     several = total.times > 1
-    parts = [f"for {duration_words(total.ns)}{' in all' if several else ''}"] if total.ns else []
+    parts = [f"for {format_long_duration(total.ns)}{' in all' if several else ''}"] if total.ns else []
     if total.unended:
         parts.append(f"{total.unended:,} of them without an end in the record" if several else _NO_END)
     if total.on:
@@ -203,15 +215,15 @@ ACTIVITY_NAMES = {
 def time_spent(facts: RunFacts, spent: Mapping[str, int], *, over: bool) -> list[str]:
     """The run's time by activity (`spent`) and its longest gaps between steps, in sentences; empty without steps."""
     names = ACTIVITY_NAMES if over else {**ACTIVITY_NAMES, "ending": "since the last step"}
-    parts = [f"{names[name]} {duration_words(ns)}" for name, ns in spent.items() if ns >= _LEAST_SHOWN_NS]
+    parts = [f"{names[name]} {format_long_duration(ns)}" for name, ns in spent.items() if ns >= _LEAST_SHOWN_NS]
     if not parts:
         return []
-    lines = [f"elapsed {duration_words(sum(spent.values()))}: {', '.join(parts)}"]
+    lines = [f"elapsed {format_long_duration(sum(spent.values()))}: {', '.join(parts)}"]
     gaps = facts.gaps[:_GAPS_NAMED]
     if gaps and spent["between"] >= _LEAST_SHOWN_NS:
         named = [
-            f"{duration_words(gap.ns)} after step {gap.after_step:,}{of_process(gap.process, facts)}"
-            f" ({clock(gap.begin_ns)})"
+            f"{format_long_duration(gap.ns)} after step {gap.after_step:,}{of_process(gap.process, facts)}"
+            f" ({format_clock(gap.begin_ns)})"
             for gap in gaps
         ]
         lines.append(f"the longest gaps between steps: {', '.join(named)}")
@@ -220,14 +232,18 @@ def time_spent(facts: RunFacts, spent: Mapping[str, int], *, over: bool) -> list
 
 def phase_notes(mode: ModeFacts) -> list[str]:
     """Notes below the table of phases: about their times, and the quantities of the steps."""
-    lines = [] if mode.who is None else [f"{count_of(mode.steps, 'step')} of {mode.who}; the others have rows below"]
+    lines = (
+        []
+        if mode.who is None
+        else [f"{format_count_with_noun(mode.steps, 'step')} of {mode.who}; the others have rows below"]
+    )
     lines += [*host_waits(mode.phases), *partly_timed(mode.phases)]
     if mode.calls >= 2 * mode.steps and mode.phase("data") is None and mode.phase("backward") is not None:
         lines.append(
             "samples of a step: the rows of all micro-batches, if the same models are called before each backward pass"
             " and no optimizer steps in between; else, as in a GAN, the rows of its largest call"
         )
-    return lines + [quantity_words(*each, mode.steps) for each in mode.known_quantities]
+    return lines + [format_quantity(*each, mode.steps) for each in mode.known_quantities]
 
 
 def mode_title(mode: ModeFacts) -> str:
@@ -250,7 +266,9 @@ def comparison(compared: Comparison) -> list[str]:
     value, low, high = compared.speedup
     text = f"speed-up {value:.2f} (95 %: {low:.2f} to {high:.2f})"
     if compared.efficiency is not None:
-        text += f", {percent(compared.efficiency)} per device"
-    steps = " and ".join(f"{count_of(side.steps, 'step')} in {mode}" for mode, side in compared.sides.items())
+        text += f", {format_percent(compared.efficiency)} per device"
+    steps = " and ".join(
+        f"{format_count_with_noun(side.steps, 'step')} in {mode}" for mode, side in compared.sides.items()
+    )
     without = "not counting the first steps after a change of mode, and steps of another batch size or kind"
     return [sentence(compared) or "", f"{text}; from {steps}, {without}"]

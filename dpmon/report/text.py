@@ -11,8 +11,8 @@ from dpmon.report.collect import collect
 from dpmon.report.document import Bars, Document, Entries, Findings, Paragraph, Part, Section, Table, Verbatim
 from dpmon.report.sections import MAX_ROWS, document
 from dpmon.sanitize import sanitize_line
-from dpmon.text.cells import cut
-from dpmon.text.quantities import clock, duration
+from dpmon.text.cells import truncate
+from dpmon.text.formatting import format_clock, format_duration
 
 NARROWEST = 40
 BARS = "▁▂▃▄▅▆▇█"
@@ -58,7 +58,7 @@ def _part(part: Part, width: int) -> Iterable[str]:
     if isinstance(part, Findings):
         return _findings(part, width)
     if isinstance(part, Verbatim):
-        return [cut(f"  {sanitize_line(line)}", width) for line in part.lines]
+        return [truncate(f"  {sanitize_line(line)}", width) for line in part.lines]
     return _bars(part, width) if isinstance(part, Bars) else ()
 
 
@@ -83,7 +83,7 @@ def _columns(rows: Sequence[Sequence[str]], width: int, left: int) -> list[str]:
             cell.ljust(size) if column < left else cell.rjust(size)
             for column, (cell, size) in enumerate(zip(row, widths, strict=True))
         ]
-        lines.append(cut("  " + "  ".join(cells).rstrip(), width))
+        lines.append(truncate("  " + "  ".join(cells).rstrip(), width))
     return lines
 
 
@@ -139,7 +139,7 @@ def _bars(part: Bars, width: int) -> list[str]:
     means = [wall / steps if steps else None for wall, steps in sums]
     top = max(mean for mean in means if mean is not None)
     bars = "".join(" " if mean is None else BARS[min(int(mean / top * 8), 7)] for mean in means)
-    scale = f"time of a step{part.whose}, mean over each {duration((last - first) / cells)}"
-    scale += f"; the highest bar is {duration(top)}" + ("; no bar where no step ran" if None in means else "")
-    ends = clock(first) + clock(last).rjust(max(cells - 8, 9))
+    scale = f"time of a step{part.whose}, mean over each {format_duration((last - first) / cells)}"
+    scale += f"; the highest bar is {format_duration(top)}" + ("; no bar where no step ran" if None in means else "")
+    ends = format_clock(first) + format_clock(last).rjust(max(cells - 8, 9))
     return [*_wrap(scale, width), "  " + bars, "  " + ends]

@@ -37,7 +37,7 @@ REST = 50
 """After taking stacks, this many times the time that it took passes before the next ones are taken."""
 
 
-class Record(Protocol):
+class StallRecorder(Protocol):
     """What the watch needs from the record of the run. The record of several machines has no steps and no samples."""
 
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
@@ -59,7 +59,13 @@ class StallWatch:
     """Looks at the ranks once a second."""
 
     def __init__(
-        self, directory: Path, info: RunInfo, drain: Record, *, adopted: bool = False, look: RankInspector | None = None
+        self,
+        directory: Path,
+        info: RunInfo,
+        drain: StallRecorder,
+        *,
+        adopted: bool = False,
+        look: RankInspector | None = None,
     ) -> None:
         """`adopted`: another supervisor started the command, and may have recorded the beginning of a stall.
 
@@ -96,38 +102,38 @@ class StallWatch:
                 ranks = (rank for rank in before["ranks"] if not rank.get("apart"))
                 self.waits = {(rank.get("node"), rank["pid"]): bool(rank["waits"]) for rank in ranks}
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look if it is time. Never waits, never raises."""
         if self._failed:
             return
         try:
-            self._look_now()
+            self._inspect()
         except Exception as error:  # noqa: BLE001 - the record of the run must go on
             self._failed = True
             text = f"stalls are no longer noticed: {type(error).__name__}: {error}"
             self._drain.emit("warning", {"process": None, "text": text})
 
-    def _look_now(self) -> None:
+    def _inspect(self) -> None:
         if self._error is not None:
             raise self._error
         now = time.monotonic_ns()
         asked = 0 if self._sees_all else last_request_number(self._directory)
-        if asked != self._asked and not self._busy():
+        if asked != self._asked and not self._is_taking_stacks():
             self._asked = asked
             self._look.inspect_ranks(
                 self._drain.last_steps(), now
             )  # finds processes that have begun, as after a takeover
-            self._take(asked)
+            self._start_taking_stacks(asked)
         if self._taken is not None:
             (number, dumps), self._taken = self._taken, None
             ranks = self._look.with_exceptions(self._look.inspect_ranks(self._drain.last_steps(), now))
-            write_reply(self._directory, number, self._answer(ranks, dumps, self._shown(ranks), now))
+            write_reply(self._directory, number, self._answer(ranks, dumps, self._reindexed_stall(ranks), now))
         if now < self._look_at:
             return
         self._look_at = now + LOOK_NS
         ranks = self._look.inspect_ranks(self._drain.last_steps(), now)
-        self._learn(ranks)
-        if self.stall is not None and (self._died(ranks) or self._stopping(now)):
+        self._learn_durations(ranks)
+        if self.stall is not None and (self._all_died(ranks) or self._stopping(now)):
             return
         times = [now - rank.since_ns for rank in ranks if not rank.is_over and rank.doing != "paused" and rank.since_ns]
         longest = max(times, default=0)
@@ -135,19 +141,19 @@ class StallWatch:
         if reads:
             self._before = {}  # the time that a person takes is not learned
         over = any(rank.is_over for rank in ranks)
-        self._pass_on(ranks if over or (longest >= DETAILS_NS and not reads) else [], now)
+        self._write_rank_report(ranks if over or (longest >= DETAILS_NS and not reads) else [], now)
         if longest < DETAILS_NS or reads:
-            self._tell(None, ranks, now)
+            self._record_stall_change(None, ranks, now)
             return
         found = find_stall(ranks, self._usual, now)
         missing = found is not None and not all(ranks[i].has_current_stack for i in (*found.guilty, *found.waiting))
-        if not self._busy() and (missing or (longest >= STACKS_AFTER_NS and now >= self._stacks_at)):
+        if not self._is_taking_stacks() and (missing or (longest >= STACKS_AFTER_NS and now >= self._stacks_at)):
             self._stacks_at = now + max(STACKS_AFTER_NS, longest // 2)
-            self._take(None)
-        if not missing and not self._unknown(ranks, now):  # without the stacks the wrong rank may be named
-            self._tell(found, ranks, now)
+            self._start_taking_stacks(None)
+        if not missing and not self._may_still_be_stalled(ranks, now):  # without the stacks the wrong rank may be named
+            self._record_stall_change(found, ranks, now)
 
-    def _pass_on(self, ranks: list[RankActivity], now: int) -> None:
+    def _write_rank_report(self, ranks: list[RankActivity], now: int) -> None:
         """Write what these ranks do if others of their job are not among them. Their use of processors never rests."""
         if self._sees_all or len(ranks) >= max((rank.world for rank in ranks), default=0):
             ranks = []
@@ -164,19 +170,19 @@ class StallWatch:
         began = time.time() - (now - self.stall.since_ns) / SECOND if self.stall is not None else 0.0
         return asked is not None and asked > began
 
-    def _died(self, ranks: list[RankActivity]) -> bool:
+    def _all_died(self, ranks: list[RankActivity]) -> bool:
         """Whether all processes were killed or failed. That is no progress: the run ends in its stall."""
         if not ranks or not all(rank.is_over for rank in ranks):
             return False
         return all(rank.doing != "ended" or rank.raised is not None for rank in self._look.with_exceptions(ranks))
 
-    def _shown(self, ranks: list[RankActivity]) -> Stall | None:
+    def _reindexed_stall(self, ranks: list[RankActivity]) -> Stall | None:
         """The stall with the indices of these ranks: since the last look, some may have come or gone."""
         known = [(i, self.waits[rank.key]) for i, rank in enumerate(ranks) if rank.key in self.waits]
         guilty, waiting = (tuple(i for i, waits in known if waits == which) for which in (False, True))
         return self.stall and self.stall._replace(guilty=guilty, waiting=waiting)
 
-    def _unknown(self, ranks: list[RankActivity], now: int) -> bool:
+    def _may_still_be_stalled(self, ranks: list[RankActivity], now: int) -> bool:
         """Whether the stall that an earlier supervisor saw may go on: for some seconds no sign of life is known."""
         if self.stall is None:
             return False
@@ -189,13 +195,13 @@ class StallWatch:
             self._thread.join(1.0)
         now = time.monotonic_ns()
         with contextlib.suppress(Exception):  # as in `look`
-            self._pass_on(self._look.inspect_ranks(self._drain.last_steps(), now), now)
+            self._write_rank_report(self._look.inspect_ranks(self._drain.last_steps(), now), now)
         self._look.close()
 
-    def _busy(self) -> bool:
+    def _is_taking_stacks(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _take(self, asked: int | None) -> None:
+    def _start_taking_stacks(self, asked: int | None) -> None:
         """Take the stacks in a thread, because py-spy may take long. `asked`: the number of a request."""
 
         def work() -> None:
@@ -216,7 +222,7 @@ class StallWatch:
         self._thread = threading.Thread(target=work, name="dpmon stacks", daemon=True)
         self._thread.start()
 
-    def _learn(self, ranks: list[RankActivity]) -> None:
+    def _learn_durations(self, ranks: list[RankActivity]) -> None:
         """Take note of how long each finished operation took.
 
         Not if the rank waited there for another one, or was stopped.
@@ -236,7 +242,7 @@ class StallWatch:
             if rank.since_ns > was.since_ns > 0:
                 self._usual.add_duration(was.timing_key, rank.since_ns - was.since_ns)
 
-    def _tell(self, found: Stall | None, ranks: list[RankActivity], now: int) -> None:
+    def _record_stall_change(self, found: Stall | None, ranks: list[RankActivity], now: int) -> None:
         """Record the beginning, a change, or the end of a stall."""
         before = self.stall
         if found is not None and before is not None:  # all its records have the same time

@@ -28,14 +28,21 @@ from dpmon.run.run_directory import ExitInfo, load_exit, load_info, output_paths
 from dpmon.run.run_registry import file_system
 from dpmon.run.safe_files import open_file, remove_file
 from dpmon.run.stdin_terminal import INPUT_FIFO, InputTerminal, InputWaitWatcher
-from dpmon.supervise.room import OutputRoom
-from dpmon.supervise.spawn import ProcessEnds, WatchedCommand, find_command, last_sign, note_unrecorded, start_command
-from dpmon.supervise.start import ARGUMENT, TAKE_OVER, Teller, keep_statuses
+from dpmon.supervise.command_process import (
+    ProcessExitWatcher,
+    WatchedCommand,
+    find_command,
+    last_sign_of_life_ns,
+    note_unrecorded,
+    start_command,
+)
+from dpmon.supervise.output_space import OutputSpaceReserver
+from dpmon.supervise.start_supervisor import ARGUMENT, TAKE_OVER, NotifierLauncher, keep_child_statuses
 
 if TYPE_CHECKING:
     from dpmon.gpu.device_sampler import DeviceSampler
     from dpmon.store.ring_drain import RingDrain
-    from dpmon.supervise.metrics import Metrics
+    from dpmon.supervise.prometheus_file import PrometheusFile
 
 
 LEAVE_S = 2.0
@@ -80,7 +87,7 @@ class Supervisor:
 
     def run(self, lock: int | None) -> None:
         """Start the command and stay until it has ended. `lock`: the descriptor that holds the run's lock."""
-        inherited = _descriptors()
+        inherited = _inherited_descriptors()
         if lock is None:
             take_lock(self._directory)
         else:  # the command must not inherit it
@@ -99,12 +106,12 @@ class Supervisor:
         except OSError as error:
             text = f"{self._info.command[0]} cannot be started: {error.strerror or error}"
             _log(text)
-            self._record(exit_info(self._info, 2, "supervisor", text))
+            self._record_exit(exit_info(self._info, 2, "supervisor", text))
             return
         self._detach(inherited)
         started = proc.start_time_s(pid)
-        self._announce(pid, started)
-        self._watch(WatchedCommand(self._directory, self._info, pid, started))
+        self._record_command_started(pid, started)
+        self._supervise_command(WatchedCommand(self._directory, self._info, pid, started))
 
     def take_over(self) -> None:
         """Continue a run until its end, after its supervisor was killed, if no other supervisor does."""
@@ -125,26 +132,28 @@ class Supervisor:
         # The killed supervisor's terminal is gone, so nothing can be typed any more.
         with contextlib.suppress(OSError):
             remove_file(self._directory / INPUT_FIFO)
-        self._announce(pid, started)
+        self._record_command_started(pid, started)
         if pid is None:
             why = "the supervisor was killed before it recorded what it started"
-            self._record(unknown_exit(self._info, "supervisor", why, last_sign(self._directory, self._info)))
+            self._record_exit(
+                unknown_exit(self._info, "supervisor", why, last_sign_of_life_ns(self._directory, self._info))
+            )
         else:
-            self._watch(WatchedCommand(self._directory, self._info, pid, started), late=True)
+            self._supervise_command(WatchedCommand(self._directory, self._info, pid, started), late=True)
 
     # ------------------------------------------------------------------------------------------ start
 
     def _handle_signals(self) -> None:
-        keep_statuses()
+        keep_child_statuses()
         # Handlers, not SIG_IGN: the command would inherit an ignored signal, but not a handler. Signals that
         # dpmon itself found ignored (nohup) stay ignored, as they would without dpmon.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
             if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._asked_to_leave)
+                signal.signal(number, self._handle_leave_signal)
 
-    def _asked_to_leave(self, *_: object) -> None:
+    def _handle_leave_signal(self, *_: object) -> None:
         # At a shutdown all processes are signalled at once: wait a moment, to see the command's end too.
         if self._leave_at is None:
             self._leave_at = time.monotonic() + LEAVE_S
@@ -165,7 +174,7 @@ class Supervisor:
         with contextlib.suppress(OSError):  # if processors are scarce, the training comes first
             os.nice(5)
 
-    def _announce(self, pid: int | None, started: float | None) -> None:
+    def _record_command_started(self, pid: int | None, started: float | None) -> None:
         self._info = replace(
             self._info,
             supervisor_pid=os.getpid(),
@@ -180,7 +189,7 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------ watch
 
-    def _watch(self, command: WatchedCommand, *, late: bool = False) -> None:
+    def _supervise_command(self, command: WatchedCommand, *, late: bool = False) -> None:
         from dpmon.gpu.device_sampler import DeviceSampler
         from dpmon.store.history_writer import LIMIT_BYTES
         from dpmon.store.ring_drain import RingDrain  # loads sqlite while the command loads torch, not before
@@ -191,10 +200,10 @@ class Supervisor:
         drain = RingDrain(self._directory, self._info, limit)
         sampler = DeviceSampler(drain.emit, lambda: command.pid)
         metrics = self._metrics(drain.warn)
-        room = OutputRoom(output_paths(self._directory, self._info), drain.warn, LAST_OUTPUT)
-        self._set_aside()
-        teller = Teller(self._directory, drain.warn, wanted=self._has_event_command)
-        teller.look(time.monotonic())
+        room = OutputSpaceReserver(output_paths(self._directory, self._info), drain.warn, LAST_OUTPUT)
+        self._reserve_exit_space()
+        teller = NotifierLauncher(self._directory, drain.warn, wanted=self._has_event_command)
+        teller.poll(time.monotonic())
         if late:
             self._catch_up(command, drain, sampler)
         else:
@@ -206,7 +215,7 @@ class Supervisor:
         reads = InputWaitWatcher(
             self._directory, command.pid, lambda *wait: self._record_wait(drain, command.pid, *wait)
         )
-        ends = ProcessEnds(self._directory, command.pid, poller)
+        ends = ProcessExitWatcher(self._directory, command.pid, poller)
         stalls = StallWatch(self._directory, self._info, drain, adopted=late)
         drain.on_memory_event = sampler.add_torch_memory
         ended, look_at, search_at = False, 0.0, 0.0
@@ -214,18 +223,18 @@ class Supervisor:
             now = time.monotonic()
             if now >= look_at:
                 look_at = now + LOOK_S
-                ended = command.over()
+                ended = command.has_ended()
                 for text in self._warnings.read_new():
                     drain.warn(text)
-                room.look()
-                teller.look(now)
-                ends.look()
+                room.poll()
+                teller.poll(now)
+                ends.watch_new_processes()
                 if now >= search_at:
                     search_at = now + UNRECORDED_S
                     note_unrecorded(self._directory, command.pid)
             busy = drain.poll(now)
             reads.poll(now)
-            stalls.look()
+            stalls.poll()
             if metrics is not None:
                 metrics.tick(now)
             if ended:
@@ -234,12 +243,12 @@ class Supervisor:
                 self._terminal.register(poller)
             if poller.poll(0 if busy else DRAIN_S * 1000):
                 look_at = 0.0  # the command may have ended
-                ends.note()  # at once, because the order of ends and exceptions matters
+                ends.record_exits()  # at once, because the order of ends and exceptions matters
                 if self._terminal is not None:
                     self._terminal.forward_input()
         stalls.close()
         ends.close()
-        how = self._find_ending(command) if command.over() else None
+        how = self._find_ending(command) if command.has_ended() else None
         reads.close()
         room.close(nobody_writes=how is not None and not proc.process_tree(command.pid))
         if how is not None:
@@ -256,7 +265,7 @@ class Supervisor:
         seconds = (since_ns - self._info.start_ns) / 1e9
         drain.emit("input", {"pid": pid, "t_s": seconds, "waited_s": (seen_ns - since_ns) / 1e9})
 
-    def _set_aside(self) -> None:
+    def _reserve_exit_space(self) -> None:
         """Reserve space for exit.json, so that it can be written even on a full disk."""
         path = self._directory / SPARE_FILE
         with contextlib.suppress(OSError):
@@ -278,7 +287,7 @@ class Supervisor:
                 )
         last_ns = drain.last_sample_ns()
         command.last_ns = max(command.last_ns, self._info.start_ns + drain.newest_ns())
-        if command.over():
+        if command.has_ended():
             return
         since = "" if last_ns is None else f" after {last_ns / 1e9:.0f} s"
         now = (time.monotonic_ns() - self._info.start_ns) / 1e9
@@ -294,24 +303,24 @@ class Supervisor:
             poller.register(fd, select.POLLIN)
         return poller
 
-    def _metrics(self, warn: Callable[[str], None]) -> Metrics | None:
+    def _metrics(self, warn: Callable[[str], None]) -> PrometheusFile | None:
         """The writer of the metrics file, if one was requested."""
         if self._metrics_file is None:
             return None
-        from dpmon.supervise.metrics import Metrics, metrics_path
+        from dpmon.supervise.prometheus_file import PrometheusFile, metrics_path
 
-        return Metrics(metrics_path(self._metrics_file, self._info), self._directory, warn)
+        return PrometheusFile(metrics_path(self._metrics_file, self._info), self._directory, warn)
 
     def _find_ending(self, command: WatchedCommand) -> ExitInfo:
         """Find out how the command ended, and why. Record it at once, before any work that may fail or take long."""
-        how = command.ending(self._info)
-        how = how if how.cause is not None else replace(how, cause=self._cause(how))
+        how = command.exit_info(self._info)
+        how = how if how.cause is not None else replace(how, cause=self._find_exit_cause(how))
         with contextlib.suppress(OSError):
             remove_file(self._directory / SPARE_FILE)
-        self._record(replace(how, drained=False))
+        self._record_exit(replace(how, drained=False))
         return how
 
-    def _finish(self, how: ExitInfo, drain: RingDrain, sampler: DeviceSampler, metrics: Metrics | None) -> None:
+    def _finish(self, how: ExitInfo, drain: RingDrain, sampler: DeviceSampler, metrics: PrometheusFile | None) -> None:
         drain.flush(over=True)
         data = {"status": how.status, "signal": how.signal, "t_s": how.seconds}
         data |= {name: text for name in ("unknown", "cause") if (text := getattr(how, name)) is not None}
@@ -321,9 +330,9 @@ class Supervisor:
         if metrics is not None:
             metrics.wait()  # the journal is deleted only if no other connection is open
         drain.close()
-        self._record(replace(how, drained=True))
+        self._record_exit(replace(how, drained=True))
         if metrics is not None:
-            metrics.end(how)
+            metrics.write_final(how)
         sampler.stop()
         # The run is over, so this cannot delay it.
         from dpmon.run.retention import limits, prune_runs
@@ -331,13 +340,13 @@ class Supervisor:
         for gone in prune_runs(limits(os.environ), self._directory):
             _log(f"deleted {gone.name}: too old, or too large")
 
-    def _record(self, how: ExitInfo) -> None:
+    def _record_exit(self, how: ExitInfo) -> None:
         try:
             write_info(self._directory, how)
         except OSError as error:
             _log(f"exit.json cannot be written: {error}")
 
-    def _cause(self, how: ExitInfo) -> str | None:
+    def _find_exit_cause(self, how: ExitInfo) -> str | None:
         """The cause of the command's end, if known. An error in the search must not lose the status."""
         try:
             if (cause := self._oom.cause(how.signal)) or not how.status or how.signal is not None:
@@ -349,7 +358,7 @@ class Supervisor:
             return None
 
 
-def _descriptors() -> list[int]:
+def _inherited_descriptors() -> list[int]:
     """Open descriptors beyond the usual three, before dpmon opens any here."""
     found = map(int, os.listdir("/proc/self/fd"))
     # The listing has its own descriptor, which is closed by now.

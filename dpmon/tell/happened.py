@@ -11,7 +11,7 @@ from dpmon.model.state import State
 from dpmon.model.stragglers import sentence
 from dpmon.record.schema import SECOND
 from dpmon.report.health import HAS_FAILED, Health
-from dpmon.text.quantities import duration_words
+from dpmon.text.formatting import format_long_duration
 
 WEIGHTY = 0.3
 """Weight of the findings that are told."""
@@ -59,7 +59,7 @@ class Happenings:
             yield Happened("dpmon.run.stalled", key, {**data, "ranks": stall.ranks}, stall.noticed_ns / SECOND)
             if stall.end_ns is not None and (now.end is None or stall is not last):
                 lasted_ns = stall.lasted_ns(stall.end_ns)
-                data |= {"lasted_s": lasted_ns / SECOND, "text": f"goes on after {duration_words(lasted_ns)}"}
+                data |= {"lasted_s": lasted_ns / SECOND, "text": f"goes on after {format_long_duration(lasted_ns)}"}
                 yield Happened("dpmon.run.resumed", key, data, stall.end_ns / SECOND)
         self._look_for_straggler(state, elapsed_s)
         yield from self._stragglers

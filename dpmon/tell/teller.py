@@ -37,7 +37,7 @@ from dpmon.run.run_registry import short_name
 from dpmon.run.run_signals import SUPERVISES
 from dpmon.sanitize import to_safe_json
 from dpmon.store.store_opening import open_store
-from dpmon.supervise.start import START_DIRECTORY
+from dpmon.supervise.start_supervisor import START_DIRECTORY
 from dpmon.tell.happened import Happened, Happenings
 
 EVERY_S = 2.0

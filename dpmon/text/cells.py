@@ -62,11 +62,11 @@ def char_width(char: str) -> int:
     return 2 if code in _WIDE or unicodedata.east_asian_width(char) in "WF" else 1
 
 
-def _measured(text: str) -> int:
+def _measure(text: str) -> int:
     return sum(map(char_width, text))
 
 
-kept_width = lru_cache(maxsize=8192)(_measured)
+kept_width = lru_cache(maxsize=8192)(_measure)
 """The width of a short text, cached."""
 
 
@@ -74,10 +74,10 @@ def span_width(text: str) -> int:
     """Cells that `text` takes (wide characters take two)."""
     if text.isascii():
         return len(text)
-    return kept_width(text) if len(text) < _KEPT_BELOW else _measured(text)
+    return kept_width(text) if len(text) < _KEPT_BELOW else _measure(text)
 
 
-def cropped(text: str, width: int) -> str:
+def crop_text(text: str, width: int) -> str:
     """The first `width` cells of `text`; a wide character cut in half becomes a blank."""
     if width <= 0:
         return ""
@@ -92,17 +92,17 @@ def cropped(text: str, width: int) -> str:
     return text
 
 
-def cut(text: str, width: int, more: str = "…") -> str:
+def truncate(text: str, width: int, more: str = "…") -> str:
     """`text` in at most `width` cells; a cut text ends with `more`."""
     if width <= 0:
         return ""
     if span_width(text) <= width:
         return text
     sign = more if span_width(more) <= width else "." * width
-    return cropped(text, width - span_width(sign)) + sign
+    return crop_text(text, width - span_width(sign)) + sign
 
 
-def wrapped(text: str, width: int, most: int | None = None, more: str = "…") -> list[str]:
+def wrap_text(text: str, width: int, most: int | None = None, more: str = "…") -> list[str]:
     """`text` in at most `most` lines of `width` cells, broken between words; the last line is cut if text is left."""
     lines: list[str] = []
     line = ""
@@ -112,15 +112,15 @@ def wrapped(text: str, width: int, most: int | None = None, more: str = "…") -
             line = word
         else:
             line = f"{line} {word}" if line else word
-    lines = [cut(each, width) for each in [*lines, line]]
+    lines = [truncate(each, width) for each in [*lines, line]]
     if most is None or len(lines) <= most:
         return lines
-    return [*lines[: most - 1], cut(" ".join(lines[most - 1 :]), width, more)]
+    return [*lines[: most - 1], truncate(" ".join(lines[most - 1 :]), width, more)]
 
 
-def right(text: str, width: int) -> str:
+def align_right(text: str, width: int) -> str:
     """`text` right-aligned in `width` cells, cut with a sign if it is longer."""
-    shown = cut(text, width)
+    shown = truncate(text, width)
     return " " * (width - span_width(shown)) + shown
 
 
@@ -133,7 +133,7 @@ def needs_ascii(environ: Mapping[str, str], encoding: str | None) -> bool:
     return not utf8 or environ.get("TERM", "").startswith(("linux", "vt1", "vt2", "dumb"))
 
 
-def has_colours(stream: TextIO, environ: Mapping[str, str]) -> bool:
+def supports_color(stream: TextIO, environ: Mapping[str, str]) -> bool:
     """Whether a stream is a terminal that may show colours."""
     return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb"
 
@@ -150,7 +150,7 @@ def ascii_text(text: str) -> str:
     return text if text.isascii() else "".join(map(ascii_for, text))
 
 
-def in_stream(text: str, stream: TextIO) -> str:
+def encode_for_stream(text: str, stream: TextIO) -> str:
     """The text for `stream`: in ASCII if the terminal needs it; unchanged for a file or a pipe."""
     try:
         shown = stream.isatty()

@@ -117,7 +117,9 @@ _LOW = ("#000000", "#aa0000", "#00aa00", "#aa5500", "#0000aa", "#aa00aa", "#00aa
 _HIGH = ("#555555", "#ff5555", "#55ff55", "#ffff55", "#5555ff", "#ff55ff", "#55ffff", "#ffffff")
 
 
-def _few(palette: Palette, phases: tuple[int, ...], spare: tuple[int, ...], dp: int, single: int) -> Palette:
+def _for_sixteen_colors(
+    palette: Palette, phases: tuple[int, ...], spare: tuple[int, ...], dp: int, single: int
+) -> Palette:
     """`palette` for a terminal of sixteen colours, on which the phases' own colours would not stay distinct."""
     sixteen = (*_LOW, *_HIGH)
     shown, others = (tuple(sixteen[number] for number in numbers) for numbers in (phases, spare))
@@ -128,14 +130,14 @@ def _few(palette: Palette, phases: tuple[int, ...], spare: tuple[int, ...], dp: 
 FEW: Mapping[str, Palette] = {
     palette.name: palette
     for palette in (
-        _few(DARK, (5, 15, 11, 9, 14, 3, 6, 12, 7, 10, 8), (2,), 13, 14),
-        _few(LIGHT, (13, 0, 3, 9, 12, 1, 6, 4, 7, 2, 8), (10,), 5, 4),
-        _few(COLOUR_BLIND, (5, 15, 11, 9, 14, 3, 7, 12, 2, 6, 8), (4,), 13, 14),
+        _for_sixteen_colors(DARK, (5, 15, 11, 9, 14, 3, 6, 12, 7, 10, 8), (2,), 13, 14),
+        _for_sixteen_colors(LIGHT, (13, 0, 3, 9, 12, 1, 6, 4, 7, 2, 8), (10,), 5, 4),
+        _for_sixteen_colors(COLOUR_BLIND, (5, 15, 11, 9, 14, 3, 7, 12, 2, 6, 8), (4,), 13, 14),
     )
 }
 
 
-def named(theme: str, few: bool = False) -> Palette:
+def palette_of(theme: str, few: bool = False) -> Palette:
     """The palette of `theme`, or the dark one if `theme` has no palette; `few`: for a terminal of sixteen colours."""
     palette = PALETTES.get(theme, DARK)
     return FEW[f"{palette.name}/16"] if few else palette

@@ -10,8 +10,8 @@ from dpmon.model.state import DeviceTrack
 from dpmon.record.safe_json import int_member, number_member
 from dpmon.record.schema import SECOND
 from dpmon.sanitize import sanitize_line
-from dpmon.text.cells import right, span_width, wrapped
-from dpmon.text.quantities import UNKNOWN, group, memory, memory_of, short_clock
+from dpmon.text.cells import align_right, span_width, wrap_text
+from dpmon.text.formatting import UNKNOWN, format_bytes, format_bytes_of_total, format_count, short_clock
 from dpmon.ui.chart import area
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, fit, width_of
@@ -93,7 +93,7 @@ def fact_rows(index: int, track: DeviceTrack, width: int, look: Look) -> list[Ro
     rows = [_head(index, data, width), *_topics(data, width), *_processes(data, width, look)]
     why = reasons([data])
     if why:
-        rows += [[("   ", ""), (line, "dim")] for line in wrapped(why, width - 3, 4, look.glyphs.more)]
+        rows += [[("   ", ""), (line, "dim")] for line in wrap_text(why, width - 3, 4, look.glyphs.more)]
     return rows
 
 
@@ -146,7 +146,7 @@ def plots(charts: Sequence[_Chart], second: int, width: int, height: int, axis: 
         ends = f"now {now}" if len(begin) + len(now) + 6 <= graph else now
         rows[0] += fit([(" " * _GUTTER, ""), (head, "bold")], each, look.glyphs.more)
         for row, scale, line in zip(rows[1:-1], scales, drawn, strict=True):
-            row += fit([(right(scale, _GUTTER - 1) + " ", "dim"), (line, "bar")], each)
+            row += fit([(align_right(scale, _GUTTER - 1) + " ", "dim"), (line, "bar")], each)
         rows[-1] += fit([(" " * _GUTTER, ""), (begin + ends.rjust(graph - len(begin)), "dim")], each)
     return rows
 
@@ -179,7 +179,7 @@ def _charts(track: DeviceTrack, width: int, tall: int, axis: TimeAxis, look: Loo
         drawn = area(sampled(values, track.second, axis, dots), graph, tall, top or 1.0, look.glyphs)
         heads = [word, figure] if tall > 1 else [figure]
         for row, head, line in zip(rows, [*heads, *[""] * tall], drawn, strict=False):
-            row += [(right(head, 6) + " ", "dim"), (line, "bar"), (" ", "")]
+            row += [(align_right(head, 6) + " ", "dim"), (line, "bar"), (" ", "")]
     return rows
 
 
@@ -233,19 +233,19 @@ def _figure(data: Data, key: str, form: str) -> tuple[str, str]:
     if form == "on":
         return "on" if raw is True else "off" if raw is False else UNKNOWN, ""
     if form == "of all":
-        return memory_of(value, number_member(data, "mem_total_bytes")), ""
+        return format_bytes_of_total(value, number_member(data, "mem_total_bytes")), ""
     if form == "bytes":
-        return memory(value), "bold" if key == "mem_run_bytes" else ""
+        return format_bytes(value), "bold" if key == "mem_run_bytes" else ""
     if key == "xid" and raw is None and (data.get("absent") or {}).get(key, _NO_XID) == _NO_XID:
         return "none", ""
     if value is None:
         return UNKNOWN, ""
     if form == "bytes/s":
-        return memory(value) + "/s", ""
+        return format_bytes(value) + "/s", ""
     if form == "kWh":
         return f"{value / 3.6e6:.2f} kWh", ""
     if form in ("count", "errors"):
-        return group(int(value)), "bad" if form == "errors" and value > 0 else ""
+        return format_count(int(value)), "bad" if form == "errors" and value > 0 else ""
     return rounded(value, form), ""
 
 
@@ -257,7 +257,7 @@ def _topics(data: Data, width: int) -> list[Row]:
         for word, key, form in items:
             value, style = _figure(data, key, form)
             room = 15 if topic == "memory" and not word else 9 if "/s" not in value else 11
-            shown = value if span_width(value) > room else right(value, room)
+            shown = value if span_width(value) > room else align_right(value, room)
             piece: Row = [(word + " " if word else "", "dim"), (shown, style)]
             if width_of(row) + 3 + width_of(piece) > width and len(row) > 1:
                 rows.append(row)
@@ -276,7 +276,7 @@ def _processes(data: Data, width: int, look: Look) -> list[Row]:
     row: Row = [("   processes ", "dim")]
     for one in [each for each in listed if isinstance(each, dict)][:16]:
         ours = one.get("of_run") is True
-        held = memory(number_member(one, "mem_bytes"))
+        held = format_bytes(number_member(one, "mem_bytes"))
         piece: Row = [(f"{int_member(one, 'pid')} ", "bold" if ours else ""), (held, "" if ours else "dim")]
         piece.append((" this run   ", "") if ours else ("   ", "dim"))
         if width_of(row) + width_of(piece) > width:

@@ -12,7 +12,7 @@ from textual.message import Message
 from textual.screen import ModalScreen
 
 from dpmon.sanitize import sanitize_line, strip_control_chars
-from dpmon.text.cells import cut, span_width
+from dpmon.text.cells import span_width, truncate
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, box
 from dpmon.ui.view import PanelView
@@ -128,9 +128,9 @@ class Dialog(ModalScreen[str | None]):
         height = min(len(rows) + 2, screen_height)
         self.row = (screen_height - height) // 2
         self.box.place(0, self.row, screen_width, height)
-        shown = cut(self.remark, width - 11) if self.row < _HEAD else ""
+        shown = truncate(self.remark, width - 11) if self.row < _HEAD else ""
         corner: Row = [(shown, "wait")] if shown else [(self.corner, "dim")] if self.corner else []
-        title: Row = [(cut(self.title_text, width - 6), "title")]
+        title: Row = [(truncate(self.title_text, width - 6), "title")]
         glyphs = self.look.glyphs
         framed = box(title, corner, rows, width, height, glyphs, focused=True, first=self.top, pinned=self.pinned)
         left = (screen_width - width) // 2
@@ -164,10 +164,10 @@ class Choice(Dialog):
 
     def content(self, width: int, height: int) -> list[Row]:
         """The text, then a row per answer."""
-        rows: list[Row] = [[(cut(line, width), "")] for line in self.lines]
-        rows.append([(cut(self.said, width), "dim")])
+        rows: list[Row] = [[(truncate(line, width), "")] for line in self.lines]
+        rows.append([(truncate(self.said, width), "dim")])
         for key, _, text in self.answers:
-            rows.append([("  ", ""), (key.ljust(5), "key"), (" " + cut(text, width - 8), "")])
+            rows.append([("  ", ""), (key.ljust(5), "key"), (" " + truncate(text, width - 8), "")])
         return rows
 
     def over(self) -> None:
@@ -288,7 +288,7 @@ class LineDialog(_Typing):
 
     def content(self, width: int, height: int) -> list[Row]:
         """The typed line, and what enter will do."""
-        return [self.line(width), [], [(cut(self.note, width), "dim")]]
+        return [self.line(width), [], [(truncate(self.note, width), "dim")]]
 
     def pressed(self, event: events.Key) -> None:
         """Send, edit, or give up."""
@@ -337,7 +337,7 @@ class Commands(_Typing):
         for index, (key, text, _) in enumerate(found):
             mark = self.look.glyphs.focus if index == at else " "
             style = "bold" if index == at else ""
-            rows.append([(mark + " ", "key"), (key.ljust(6), "key"), (cut(text, width - 8), style)])
+            rows.append([(mark + " ", "key"), (key.ljust(6), "key"), (truncate(text, width - 8), style)])
         if not found:
             rows.append([("  no command matches now", "dim")])
         return [*rows, *[[]] * (min(self.most, room) - len(found))][: max(len(found), room) + 1]

@@ -30,7 +30,7 @@ from dpmon.stalls.run_state import (
     decide_state,
 )
 from dpmon.stalls.stall_detection import format_ranges
-from dpmon.text.quantities import UNKNOWN, calls_so_far, clock
+from dpmon.text.formatting import UNKNOWN, format_calls_so_far, format_clock
 
 PANELS = ("devices", "replicas", "batch", "compare", "output", "progress")
 NAMES = {
@@ -213,7 +213,7 @@ class Facts:
         """Why there is nothing to show: `over` after the end, READING while older records are read, else `yet`."""
         calls = self.state.open_calls
         if calls and not self.over:
-            return calls_so_far(calls)
+            return format_calls_so_far(calls)
         return over if self.over else READING if self.reading else yet
 
     @property
@@ -261,7 +261,7 @@ def life(facts: Facts) -> Life:
         return Life(PAUSED, "wait", lasted)
     if facts.reading:
         newest = facts.state.newest_ns
-        return Life(READING, "wait", f"{clock(newest)} of {clock(facts.now_ns)}" if newest >= 0 else "")
+        return Life(READING, "wait", f"{format_clock(newest)} of {format_clock(facts.now_ns)}" if newest >= 0 else "")
     if found.word == WAITING_FOR_INPUT:
         return Life(WAITING_FOR_INPUT, "wait", f"{lasted}{': press i' if facts.can_type else ''}")
     if found.word == STALLED:
@@ -294,7 +294,7 @@ def _before_first_batch(facts: Facts, doing: str, spent: int) -> Life:
     if doing == "data" and spent > WAIT_SHOWN_NS:
         return Life(WAITING_FOR_DATA, "wait", f"first batch, {spent / 1e9:.0f} s")
     if facts.state.open_calls:
-        return Life(facts.run_state.word, "wait", calls_so_far(facts.state.open_calls))
+        return Life(facts.run_state.word, "wait", format_calls_so_far(facts.state.open_calls))
     if doing:  # a script without a loader has no visible first batch
         where = "the script" if doing == "other" else sanitize_line(doing, 20)
         first = "first batch" if doing == "data" else "first step"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dpmon.text.cells import span_width
-from dpmon.text.quantities import clock
+from dpmon.text.formatting import format_clock
 from dpmon.ui.facts import Facts, Playing
 from dpmon.ui.keys import COMMANDS, KeyCommand
 from dpmon.ui.look import Look
@@ -123,7 +123,7 @@ def timeline(playing: Playing, width: int, look: Look) -> list[Row]:
     speed = f"{playing.speed:g}{look.glyphs.times}"
     word = "playing" if playing.playing else "stopped"
     head: Row = [(f" {word} ", "good" if playing.playing else "wait"), (f"{speed:>5} ", "bold")]
-    here, whole = clock(playing.position_ns), clock(playing.length_ns)
+    here, whole = format_clock(playing.position_ns), format_clock(playing.length_ns)
     head.append((f"{here} ", "bold"))
     end: Row = [(f" {whole}", "dim")]
     room = width - width_of(head) - width_of(end) - 1

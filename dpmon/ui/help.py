@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpmon.record.schema import PHASES
-from dpmon.text.cells import cut, wrapped
+from dpmon.text.cells import truncate, wrap_text
 from dpmon.ui.facts import NAMES, RANK_NAMES
 from dpmon.ui.keys import COMMANDS, PLAYED
 from dpmon.ui.look import Look
@@ -60,8 +60,8 @@ _MOVES = (
 def _entries(pairs: list[tuple[str, str, str]], label: int, width: int) -> list[Row]:
     rows: list[Row] = []
     for word, style, text in pairs:
-        for index, line in enumerate(wrapped(text, max(width - label, 10))):
-            head = cut(word, label - 1).ljust(label) if index == 0 else " " * label
+        for index, line in enumerate(wrap_text(text, max(width - label, 10))):
+            head = truncate(word, label - 1).ljust(label) if index == 0 else " " * label
             rows.append([(head, style), (line, "")])
     return rows
 

@@ -13,8 +13,8 @@ from dpmon.model.slow_steps import SlowSteps
 from dpmon.run.lifecycle import run_state
 from dpmon.run.run_registry import list_runs, short_name
 from dpmon.sanitize import sanitize_line
-from dpmon.text.cells import cut
-from dpmon.text.quantities import clock, on_machines
+from dpmon.text.cells import truncate
+from dpmon.text.formatting import format_clock, node_count_prefix
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.look import Look
 from dpmon.ui.panels.longest_steps import step_rows
@@ -81,7 +81,7 @@ class StepList(_List):
         head, *rows = step_rows(self.found, width - 2, self.look)
         shown = self.listed(head, rows, height)
         if self.found.since_ns is not None:
-            shown.append([(f"  the list has no steps before {clock(self.found.since_ns)}", "dim")])
+            shown.append([(f"  the list has no steps before {format_clock(self.found.since_ns)}", "dim")])
         return shown
 
     def entered(self) -> None:
@@ -123,7 +123,7 @@ class RunList(_List):
         found: list[RunEntry] = []
         for place, info in reversed(list_runs()):
             script = [Path(info.script).name] if info.python is not None else []
-            command = sanitize_line(on_machines(info.nodes) + " ".join([*script, *info.arguments]), 300)
+            command = sanitize_line(node_count_prefix(info.nodes) + " ".join([*script, *info.arguments]), 300)
             state = run_state(place, info)[0]
             found.append(RunEntry(place, sanitize_line(short_name(info), 60), state, info.started_unix, command))
         self.found = sorted(found, key=lambda one: one.directory.name != self.own.name)
@@ -142,9 +142,9 @@ class RunList(_List):
         for one in self.found:
             began = time.strftime("%m-%d %H:%M", time.localtime(one.started_unix))
             text = f" {one.name.ljust(names)}  {one.state.ljust(states)}  {began}  {one.command}"
-            rows.append([(self.sides.get(one.directory, " "), "key"), (cut(text, width - 3), "")])
+            rows.append([(self.sides.get(one.directory, " "), "key"), (truncate(text, width - 3), "")])
         head = f"  {'name'.ljust(names)}  {'state'.ljust(states)}  {'started'.ljust(11)}  command"
-        return self.listed([(cut(head, width - 2), "dim")], rows, height)
+        return self.listed([(truncate(head, width - 2), "dim")], rows, height)
 
     def entered(self) -> None:
         """Compare; without a run on side A, the chosen one is there."""

@@ -12,7 +12,7 @@ from rich.style import Style
 from dpmon.config import THEMES
 from dpmon.record.schema import PHASES
 from dpmon.text.cells import needs_ascii
-from dpmon.text.palettes import PALETTES, Palette, named
+from dpmon.text.palettes import PALETTES, Palette, palette_of
 
 LETTERS: Mapping[str, str] = {phase.display_name: phase.letter for phase in PHASES}
 """The letter of each phase; "other" has a dot."""
@@ -57,7 +57,7 @@ def styles_of(palette: Palette, *, filled: bool = True) -> dict[str, Style]:
 
 
 def _mono_styles() -> dict[str, Style]:
-    styles = {name: Style() for name in styles_of(named("dark"))}
+    styles = {name: Style() for name in styles_of(palette_of("dark"))}
     for name in ("bold", "title", "key", "mode.dp", "mode.single", "good"):
         styles[name] = Style(bold=True)
     styles["wait"] = Style(underline=True)
@@ -75,7 +75,7 @@ ATTRIBUTES = {"b": "bold", "d": "dim", "i": "italic", "u": "underline", "r": "re
 @lru_cache(maxsize=1024)
 def composed(name: str, theme: str | None, few: bool = False) -> Style:
     """The style of a composed name: "sgr:<fg>:<bg>:<attributes>" or "phase.a/b"; `theme` None: mono."""
-    palette = named(theme, few) if theme is not None else None
+    palette = palette_of(theme, few) if theme is not None else None
     if name.startswith("sgr:"):
         front, back, attributes = name[4:].rsplit(":", 2)
         if palette is None:
@@ -199,7 +199,7 @@ ASCII = Glyphs(
 )
 
 
-COLOUR = styles_of(named("dark"))
+COLOUR = styles_of(palette_of("dark"))
 MONO = _mono_styles()
 
 
@@ -227,7 +227,7 @@ class Look:
     @property
     def background(self) -> str:
         """The colour behind everything; meaningless in mono."""
-        return named(self.theme).background
+        return palette_of(self.theme).background
 
     def next(self) -> Look:
         """The next theme that this terminal can show."""
@@ -244,7 +244,7 @@ def look(theme: str, *, only_ascii: bool = False, only_mono: bool = False, few: 
     """The look of a theme on a terminal, which may have only ASCII, no colours or only sixteen (`few`)."""
     mono = theme == "mono" or only_mono
     glyphs = ASCII if only_ascii or theme == "ascii" else UNICODE
-    styles = MONO if mono else styles_of(named(theme, few), filled=not glyphs.ascii)
+    styles = MONO if mono else styles_of(palette_of(theme, few), filled=not glyphs.ascii)
     return Look(glyphs, styles, not mono, theme, only_ascii, only_mono, few)
 
 

@@ -11,8 +11,8 @@ from textual import events
 from dpmon.model.nodes import found_rank
 from dpmon.run.run_reader import NO_TRAINING
 from dpmon.sanitize import sanitize_line
-from dpmon.text.cells import wrapped
-from dpmon.text.quantities import clock, range_words, span_words
+from dpmon.text.cells import wrap_text
+from dpmon.text.formatting import format_clock, format_range_length, format_time_range
 from dpmon.ui import jobs, keys
 from dpmon.ui.dialogs import Choice, Commands, Dialog, LineDialog, Pages, key_name
 from dpmon.ui.facts import PANELS, View
@@ -245,7 +245,7 @@ class Monitor(Stopping):
         """Choose a longer or shorter time range."""
         view = keys.other_range(self.view, by)
         self.view = view
-        self._say(f"time range: {range_words(view.span_s)}")
+        self._say(f"time range: {format_range_length(view.span_s)}")
 
     def action_refresh(self, by: int) -> None:
         """Draw more or less often."""
@@ -331,7 +331,9 @@ class Monitor(Stopping):
         if process is None or process.last_step is None:
             self._say("no step has ended yet")
             return
-        steps = StepList(f"The longest steps {self.look.glyphs.middot} {span_words(facts.view.span_s)}", self.look)
+        steps = StepList(
+            f"The longest steps {self.look.glyphs.middot} {format_time_range(facts.view.span_s)}", self.look
+        )
 
         def read() -> str | None:
             steps.found = self.feed.slow_steps(facts, _SLOWEST)
@@ -353,8 +355,8 @@ class Monitor(Stopping):
         def rows(width: int) -> list[Row]:
             found: list[Row] = []
             for warning in reversed(self.feed.state.warnings):
-                found.append([(f"{clock(warning.t_ns)}  ", "dim"), (self._source(warning.process), "bold")])
-                found += [[("  " + line, "")] for line in wrapped(sanitize_line(warning.text), width - 2)]
+                found.append([(f"{format_clock(warning.t_ns)}  ", "dim"), (self._source(warning.process), "bold")])
+                found += [[("  " + line, "")] for line in wrap_text(sanitize_line(warning.text), width - 2)]
             return found
 
         self.push_screen(Pages(f"Warnings ({self.feed.state.warning_count})", rows, self.look))

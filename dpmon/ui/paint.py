@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dpmon.model.state import MOST_RANKS
-from dpmon.text.cells import wrapped
+from dpmon.text.cells import wrap_text
 from dpmon.ui.facts import BEFORE_STALL, PANELS, Facts
 from dpmon.ui.footer import footer, timeline
 from dpmon.ui.layout import FIRST, MIN_HEIGHT, MIN_WIDTH, Slot, arrange
@@ -162,7 +162,7 @@ def toast(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
         return []
     across = min(width, _WIDEST)
     room = max(height // _SHARE - 2, 1)
-    lines = wrapped(plain(answer(facts, look)), across - 4, room, look.glyphs.more)
+    lines = wrap_text(plain(answer(facts, look)), across - 4, room, look.glyphs.more)
     rows: list[Row] = [[(line, "")] for line in lines]
     return box([("in full", "wait")], [], rows, across, len(rows) + 2, look.glyphs, focused=True)
 

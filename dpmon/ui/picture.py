@@ -10,7 +10,7 @@ from rich.color import Color
 from rich.style import Style
 
 from dpmon.text.cells import span_width
-from dpmon.text.palettes import named
+from dpmon.text.palettes import palette_of
 from dpmon.ui.chart import DOTS
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
@@ -38,7 +38,7 @@ class SvgPage:
     """Draws rows for one image, and collects the style rules they need."""
 
     def __init__(self, look: Look) -> None:
-        palette = named(look.theme)
+        palette = palette_of(look.theme)
         self.look = look
         self.fore, self.back = palette.text, palette.background
         self.rules: dict[str, str] = {}

@@ -10,8 +10,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from dpmon.text.cells import cropped as cropped_text
-from dpmon.text.cells import right, span_width, wrapped
+from dpmon.text.cells import align_right, span_width, wrap_text
+from dpmon.text.cells import crop_text as cropped_text
 from dpmon.ui.look import Glyphs
 
 Span = tuple[str, str]
@@ -109,7 +109,7 @@ def table_rows(columns: Sequence[TableColumn], more: str) -> list[Row]:
     rows: list[Row] = [[]]
     for head, width, cells, style, left, gap in columns:
         if isinstance(head, str):
-            head = [((head.ljust(width) if left else right(head, width)) + " " * gap, "dim")]
+            head = [((head.ljust(width) if left else align_right(head, width)) + " " * gap, "dim")]
         rows[0] += head
         rows += [[] for _ in range(len(cells) + 1 - len(rows))]
         for row, cell in zip(rows[1:], cells, strict=True):
@@ -118,13 +118,13 @@ def table_rows(columns: Sequence[TableColumn], more: str) -> list[Row]:
             elif left:
                 row += [*fit([(cell, style)], width, more), (" " * gap, "")]
             else:
-                row.append((right(cell, width) + " " * gap, style))
+                row.append((align_right(cell, width) + " " * gap, style))
     return rows
 
 
 def lines(text: str, width: int, style: str = "dim", most: int | None = None, more: str = "…") -> list[Row]:
     """`text` in rows of at most `width` cells, broken between words; at most `most` rows; none without a text."""
-    return [[(line, style)] for line in wrapped(text, width, most, more)] if text else []
+    return [[(line, style)] for line in wrap_text(text, width, most, more)] if text else []
 
 
 def box(

@@ -13,8 +13,8 @@ from dpmon.model.state import Column, Process, State
 from dpmon.model.time_marks import EPOCH, PAUSED, TimeMark, epoch_marks, pause_marks, stall_spans
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import RANK_MODES
-from dpmon.text.cells import right
-from dpmon.text.quantities import duration, short_clock
+from dpmon.text.cells import align_right
+from dpmon.text.formatting import format_duration, short_clock
 from dpmon.ui.facts import Facts
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, merged, width_of
@@ -344,7 +344,7 @@ def row_below(facts: Facts, axis: TimeAxis, picture: Picture, gutter: int, room:
     ranks = None if process is None else process.distributed
     cursor = None if facts.past is None else facts.now_ns
     row = axis_row(axis, picture, room, look, ranks=ranks, word=word, marks=marks, cursor_ns=cursor)
-    return [(right(short_clock(axis.begin_s * SECOND), gutter - 1) + " ", "dim"), *row]
+    return [(align_right(short_clock(axis.begin_s * SECOND), gutter - 1) + " ", "dim"), *row]
 
 
 def _put_end(line: _AxisCells, axis: TimeAxis, places: int, width: int, word: str, drawn: int, room: int) -> None:
@@ -354,7 +354,7 @@ def _put_end(line: _AxisCells, axis: TimeAxis, places: int, width: int, word: st
     """
     each = (axis.end_s - axis.begin_s) / places
     short = short_clock(axis.now_s * SECOND)
-    texts = [f"{duration(each * SECOND)} a column  {word}{short}"] if each >= 2 else []
+    texts = [f"{format_duration(each * SECOND)} a column  {word}{short}"] if each >= 2 else []
     for text in (*texts, word + short, short):
         at = drawn - len(text) - 1
         if len(text) < room and at >= 0 and {sign for sign, _ in line.cells[at:]} <= {line.line, " "}:

@@ -15,8 +15,8 @@ from dpmon.model.step_timeline import Lane, Piece, StepTimeline, last_step_timel
 from dpmon.record.schema import phase_by_display_name
 from dpmon.sanitize import sanitize_line
 from dpmon.store.query_results import LastSample
-from dpmon.text.cells import cut, right, span_width
-from dpmon.text.quantities import count_of, duration, group
+from dpmon.text.cells import align_right, span_width, truncate
+from dpmon.text.formatting import format_count, format_count_with_noun, format_duration
 from dpmon.ui.chart import busy_signs, ceiling
 from dpmon.ui.look import LETTERS, Glyphs, Look, letter_in
 from dpmon.ui.rows import Row, Span, fit, merged, width_of
@@ -110,13 +110,13 @@ def _scale(timelines: Iterable[StepTimeline], label: int, room: int, top: float,
     tick, line = look.glyphs.tick, look.glyphs.span[1]
     cells = [line] * room
     for number in range(int(top / step) + 1):
-        value, unit = duration(number * step).split()
+        value, unit = format_duration(number * step).split()
         text = f"{tick}{float(value):g} {unit} " if number else f"{tick}0 "
         at = int(number * step / top * room)
         if at + len(text) <= room:
             cells[at : at + len(text)] = text
     rest = any(each.idle_ns for each in timelines)
-    legend = right(f"{_dot(look.glyphs)} script", _TOOK) if rest else " " * _TOOK
+    legend = align_right(f"{_dot(look.glyphs)} script", _TOOK) if rest else " " * _TOOK
     return [*fit([("last step", "dim")], label, look.glyphs.more), ("".join(cells), "dim"), (legend, "dim")]
 
 
@@ -125,7 +125,7 @@ def _main(name: str, timeline: StepTimeline, label: int, room: int, top: float, 
     return [
         *fit([(name, "dim")], label, look.glyphs.more),
         *main_row(_moved(timeline.main, begin), room, top, look, (begin, begin + timeline.step.wall_ns)),
-        (right(duration(timeline.step.wall_ns), _TOOK), "bold"),
+        (align_right(format_duration(timeline.step.wall_ns), _TOOK), "bold"),
     ]
 
 
@@ -159,10 +159,10 @@ def bucket_row(timeline: StepTimeline, label: int, room: int, top: float, look: 
     for at, count in marks.items():
         cells[at] = (look.glyphs.down if count == 1 else str(min(count, 9)), "bold")
     waited = sum(piece.end_ns - piece.start_ns for piece in syncs) - (timeline.step.exposed_ns or 0)
-    legend = [(f"{count_of(len(buckets), 'bucket')} ready ", "dim"), (look.glyphs.down, "bold")]
+    legend = [(f"{format_count_with_noun(len(buckets), 'bucket')} ready ", "dim"), (look.glyphs.down, "bold")]
     if timeline.step.exposed_ns is not None:
-        legend += [("  wait ", "dim"), wait, (f" {duration(waited)}  exposed ", "dim"), exposed]
-        legend.append((f" {duration(timeline.step.exposed_ns)}", "dim"))
+        legend += [("  wait ", "dim"), wait, (f" {format_duration(waited)}  exposed ", "dim"), exposed]
+        legend.append((f" {format_duration(timeline.step.exposed_ns)}", "dim"))
     before = min(marks, default=0)
     for text in (legend, legend[:2]):
         if width_of(text) < before:
@@ -188,8 +188,10 @@ def sample_row(sample: LastSample, label: int, room: int, top: float, look: Look
     for begin in launched:
         cells[min(int(begin * room / top), room - 1)] = (look.glyphs.down, "bold")
     counts = Counter((one.operation, one.group_size) for one in sample.collectives).most_common(2)
-    step = "" if sample.step is None else f"step {group(sample.step)}: "
-    whole = step + ", ".join(f"{count} {name} of {count_of(size, 'rank')}" for (name, size), count in counts)
+    step = "" if sample.step is None else f"step {format_count(sample.step)}: "
+    whole = step + ", ".join(
+        f"{count} {name} of {format_count_with_noun(size, 'rank')}" for (name, size), count in counts
+    )
     short = step + ", ".join(f"{count} {name}" for (name, _), count in counts)
     drawn = [at for at, (cell, _) in enumerate(cells) if cell != " "]
     first, last = (drawn[0], drawn[-1]) if drawn else (room, room)
@@ -197,7 +199,7 @@ def sample_row(sample: LastSample, label: int, room: int, top: float, look: Look
         if at + len(text) < (first if at == 0 else room + 1):
             cells[at : at + len(text)] = [(text, "dim")]
             break
-    took = right(duration(sample.wall_ns), _TOOK)
+    took = align_right(format_duration(sample.wall_ns), _TOOK)
     return [*fit([("sampled", "dim")], label, look.glyphs.more), *merged(cells), (took, "dim")]
 
 
@@ -217,17 +219,22 @@ def _lane(lane: Lane, timeline: StepTimeline, label: int, room: int, top: float,
     head = fit([(word.ljust(4), "bold"), (sanitize_line(lane.device, 20), "dim")], label - 1, look.glyphs.more)
     if not lane.pieces:
         return [*head, (" ", ""), *fit([("idle", "wait")], room + _TOOK)]
-    return [*head, (" ", ""), *lane_row(lane.pieces, room, top, look), (right(duration(lane.took_ns), _TOOK), "")]
+    return [
+        *head,
+        (" ", ""),
+        *lane_row(lane.pieces, room, top, look),
+        (align_right(format_duration(lane.took_ns), _TOOK), ""),
+    ]
 
 
 def _condensed(times: Sequence[int], idle: int, label: int, width: int, look: Look) -> Row:
     """One row for the lanes without a row of their own: their number, and the range of their times (ns)."""
-    text = f"{group(len(times) + idle)} more {look.glyphs.down}"
+    text = f"{format_count(len(times) + idle)} more {look.glyphs.down}"
     if times:
-        text += f"  {duration(min(times))} to {duration(max(times))}"
+        text += f"  {format_duration(min(times))} to {format_duration(max(times))}"
     if idle:
         text += f"  {idle} idle"
-    return [(" " * label, ""), (cut(text, width - label, look.glyphs.more), "dim")]
+    return [(" " * label, ""), (truncate(text, width - label, look.glyphs.more), "dim")]
 
 
 def main_row(pieces: Sequence[Piece], width: int, top: float, look: Look, step: tuple[int, int]) -> Row:

@@ -9,8 +9,8 @@ from typing import Any
 
 from dpmon.stalls.why_reply import request_and_wait
 from dpmon.stalls.why_text import format_reply
-from dpmon.text.cells import cut, wrapped
-from dpmon.text.quantities import clock
+from dpmon.text.cells import truncate, wrap_text
+from dpmon.text.formatting import format_clock
 from dpmon.ui.dialogs import Pages
 from dpmon.ui.facts import Facts, state_words
 from dpmon.ui.look import Look
@@ -27,7 +27,7 @@ class WhyPages(Pages):
     ) -> None:
         """`recorded`: the record of a stall to show, instead of the present."""
         stall = facts().stall
-        noticed = "" if recorded is None or stall is None else f", as noticed at {clock(stall.noticed_ns)}"
+        noticed = "" if recorded is None or stall is None else f", as noticed at {format_clock(stall.noticed_ns)}"
         super().__init__(f"Why{noticed}", self._rows_of, look)
         self._facts, self._directory, self._recorded = facts, directory, recorded
         self._asking, self._last = recorded is None, time.monotonic()
@@ -43,7 +43,10 @@ class WhyPages(Pages):
         (first, style), *rest = format_reply({**found, "t_s": now.now_ns / 1e9} if alike else found, width=width)
         if found.get("text") is None and self._recorded is None:
             first = state_words(now) or f"{first}: {now.run_state.word}"
-        return [*([(line, style)] for line in wrapped(first, width)), *([(cut(text, width), s)] for text, s in rest)]
+        return [
+            *([(line, style)] for line in wrap_text(first, width)),
+            *([(truncate(text, width), s)] for text, s in rest),
+        ]
 
     def ask(self) -> str | None:
         """Ask the training processes; may take seconds."""

@@ -31,7 +31,7 @@ from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import find_run
 from dpmon.store.store_opening import open_store
-from dpmon.text.quantities import percent
+from dpmon.text.formatting import format_percent
 
 SCRIPT = """\
 import contextlib
@@ -211,7 +211,7 @@ def judge(case: Case, before: list[Seen], after: list[Seen]) -> tuple[bool, str]
 
 def words(ratio: float) -> str:
     """A ratio of times, changed to unchanged, as a gain."""
-    return gained(1 / ratio) if ratio <= 1 else f"{percent(1 - 1 / ratio)} slower"
+    return gained(1 / ratio) if ratio <= 1 else f"{format_percent(1 - 1 / ratio)} slower"
 
 
 def bounds(told: Change) -> str:

@@ -21,7 +21,7 @@ from sizes import reached, size
 from synthetic import Training
 
 from dpmon.run import proc
-from dpmon.supervise.start import ensure_supervisor
+from dpmon.supervise.start_supervisor import ensure_supervisor
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from dpmon.run.run_reader import RunReader
 from dpmon.stalls.why_reply import request_and_wait
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
-from dpmon.supervise.start import ensure_supervisor
+from dpmon.supervise.start_supervisor import ensure_supervisor
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -26,7 +26,7 @@ from dpmon.record.record_types import Event
 from dpmon.run import proc
 from dpmon.run.run_directory import load_exit
 from dpmon.store.store_opening import open_store
-from dpmon.supervise.start import ensure_supervisor
+from dpmon.supervise.start_supervisor import ensure_supervisor
 
 pytestmark = pytest.mark.slow
 
@@ -373,7 +373,7 @@ def test_a_run_of_another_machine_is_left_to_it(dpmon: Dpmon) -> None:
 
 
 def test_a_slow_supervisor_causes_no_warning(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.supervise.start.FINISH_S", 0.0)
+    monkeypatch.setattr("dpmon.supervise.start_supervisor.FINISH_S", 0.0)
     directory = keep({0: Training().run(3)}, status=None, command_pid=4_000_000)
     gc.collect()  # what other tests have left
     with warnings.catch_warnings(record=True) as said:
@@ -382,7 +382,7 @@ def test_a_slow_supervisor_causes_no_warning(state: Path, monkeypatch: pytest.Mo
         gc.collect()
     assert [str(one.message) for one in said] == []
     assert wait_for(lambda: load_exit(directory), what="the supervisor has taken over").status is None
-    wait_for(lambda: not successor.at_work, what="the supervisor's end")  # else Python warns when this process ends
+    wait_for(lambda: not successor.is_running, what="the supervisor's end")  # else Python warns when this process ends
 
 
 def test_the_chart_of_devices_has_a_gap() -> None:

@@ -30,7 +30,7 @@ from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.span_ring import SpanRing
 from dpmon.store.store_opening import open_store
-from dpmon.supervise.metrics import Metrics
+from dpmon.supervise.prometheus_file import PrometheusFile
 
 HELD_UP = "rank 1 holds the others up by 6.00 ms a step (34 %): its data takes 6.40 ms against 400 µs"
 STEPS = 100
@@ -158,7 +158,7 @@ def test_json_lines_have_the_communication(state: Path) -> None:
 
 def test_metrics_have_the_communication(state: Path, tmp_path: Path) -> None:
     target = tmp_path / "it.prom"
-    metrics = Metrics(target, a_run(None), print)
+    metrics = PrometheusFile(target, a_run(None), print)
     metrics.tick(100.0)
     metrics.wait()
     found = {

@@ -16,7 +16,7 @@ from dpmon.cli.lines import LineFile
 from dpmon.cli.main import main
 from dpmon.run.output_target import check_replaceable, is_stream
 from dpmon.run.run_directory import ExitInfo, RunError, load_exit
-from dpmon.supervise.metrics import EVERY_S, Metrics
+from dpmon.supervise.prometheus_file import EVERY_S, PrometheusFile
 from dpmon.supervise.supervisor import Supervisor
 
 STREAMS = ("a FIFO", "a device")
@@ -129,7 +129,7 @@ def test_the_descriptors_of_the_machine_are_streams_that_are_never_replaced(tmp_
 def test_a_path_that_is_no_longer_the_metrics_file_stays(directory: Path, tmp_path: Path, kind: str) -> None:
     target = tmp_path / "it.prom"
     told: list[str] = []
-    metrics = Metrics(target, directory, told.append)
+    metrics = PrometheusFile(target, directory, told.append)
     metrics.tick(100.0)
     metrics.wait()
     assert target.read_text().startswith("# HELP")
@@ -141,7 +141,7 @@ def test_a_path_that_is_no_longer_the_metrics_file_stays(directory: Path, tmp_pa
     metrics.wait()
     how = load_exit(directory)
     assert how is not None
-    metrics.end(how)
+    metrics.write_final(how)
     assert identity(target) == before
     (text,) = told
     assert f"cannot be written: it is {kind.replace('block ', '')}" in text
@@ -189,12 +189,12 @@ def test_the_end_of_a_run_is_written_after_a_restart_of_the_machine(
 ) -> None:
     target = tmp_path / "it.prom"
     directory = keep({}, status=None, boot_id="another", options={"metrics": str(target)})
-    before = Metrics(target, directory, print)
+    before = PrometheusFile(target, directory, print)
     before.tick(100.0)
     before.wait()
     monkeypatch.setenv("DPMON_METRICS", str(target))
     metrics = Supervisor(directory)._metrics(print)
     assert metrics is not None
-    metrics.end(ExitInfo(None, None, 1.7e9, 5, 5.0, "supervisor"))
+    metrics.write_final(ExitInfo(None, None, 1.7e9, 5, 5.0, "supervisor"))
     (line,) = [line for line in target.read_text().splitlines() if line.startswith("dpmon_run_running{")]
     assert line.endswith(" 0")

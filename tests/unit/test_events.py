@@ -20,8 +20,8 @@ from dpmon.model.state import State
 from dpmon.record.schema import SECOND
 from dpmon.report.health import Health
 from dpmon.run.lifecycle import EVENTS_FILE, take_lock
-from dpmon.supervise import start
-from dpmon.supervise.start import Teller
+from dpmon.supervise import start_supervisor
+from dpmon.supervise.start_supervisor import NotifierLauncher
 from dpmon.tell import teller
 from dpmon.tell.happened import Happened, Happenings
 from dpmon.tell.teller import EventCommands, EventLog, envelope
@@ -178,7 +178,7 @@ class Told:
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    monkeypatch.setenv(start.START_DIRECTORY, str(tmp_path))
+    monkeypatch.setenv(start_supervisor.START_DIRECTORY, str(tmp_path))
     made = Told(tmp_path)
     yield made
     os.close(made.log._fd)
@@ -307,20 +307,20 @@ def test_one_process_tells_and_it_is_started_again_ever_more_rarely(
     def begin(directory: Path, how: str, **_: object) -> None:
         started.append(how)
 
-    monkeypatch.setattr(start, "_start", begin)
+    monkeypatch.setattr(start_supervisor, "_start", begin)
     warnings: list[str] = []
-    keeper = Teller(tmp_path, warnings.append, wanted=True)
+    keeper = NotifierLauncher(tmp_path, warnings.append, wanted=True)
     for now in range(100):
-        keeper.look(float(now))
+        keeper.poll(float(now))
     assert len(started) == 5  # at 0, 5, 15, 35 and 75
     lock = take_lock(tmp_path, EVENTS_FILE)
     assert lock is not None, "the starter keeps no copy of the lock"
-    other = Teller(tmp_path, warnings.append, wanted=True)
-    other.look(0.0)
+    other = NotifierLauncher(tmp_path, warnings.append, wanted=True)
+    other.poll(0.0)
     assert len(started) == 5, "another process tells the events"
     os.close(lock)
-    Teller(tmp_path, warnings.append, wanted=False).look(0.0)
+    NotifierLauncher(tmp_path, warnings.append, wanted=False).poll(0.0)
     assert len(started) == 5
     assert warnings == []
-    Teller(tmp_path / "gone", warnings.append, wanted=True).look(0.0)
+    NotifierLauncher(tmp_path / "gone", warnings.append, wanted=True).poll(0.0)
     assert warnings == ["no event is told: events.log cannot be written and locked"]

@@ -29,8 +29,8 @@ from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.store.step_stats import StatsWindow, StepStats, rate_as_fields
 from dpmon.store.store_opening import open_store
-from dpmon.supervise.metrics import Metrics
-from dpmon.text.quantities import compact, duration, percent, rate_words, samples_rate
+from dpmon.supervise.prometheus_file import PrometheusFile
+from dpmon.text.formatting import format_compact, format_duration, format_percent, format_rate, format_samples_per_s
 from dpmon.ui.facts import View
 from dpmon.ui.feed import Feed
 from dpmon.ui.panels import panel_batch, panel_compare
@@ -176,10 +176,10 @@ def in_last_line(directory: Path) -> Shown:
 def in_metrics(directory: Path) -> Shown:
     how = load_exit(directory)
     assert how is not None
-    metrics = Metrics(directory / "run.prom", directory, print)
+    metrics = PrometheusFile(directory / "run.prom", directory, print)
     metrics.tick(0.0)
     metrics.wait()
-    metrics.end(how)
+    metrics.write_final(how)
     names = {
         "step_quantile_seconds": "",
         "phase_quantile_seconds": "",
@@ -247,12 +247,12 @@ def _s(ns: float) -> float:
     return ns / 1e9
 
 
-_TEXT = {"median": duration, "p95": duration}
+_TEXT = {"median": format_duration, "p95": format_duration}
 _JSON = {"median": _ms, "p95": _ms}
 _GAUGES = {"median": _s, "p95": _s, "mean": _s}
 PLACES = {
-    "summary": Place(in_summary, MODES, {**_TEXT, "rate": rate_words}, _TEXT),
-    "report": Place(in_report, MODES, {**_TEXT, "rate": samples_rate}, {**_TEXT, "share": percent}),
+    "summary": Place(in_summary, MODES, {**_TEXT, "rate": format_rate}, _TEXT),
+    "report": Place(in_report, MODES, {**_TEXT, "rate": format_samples_per_s}, {**_TEXT, "share": format_percent}),
     "report as JSON": Place(
         in_report_as_json, MODES, {**_JSON, **dict.fromkeys(rate_as_fields(None), _same)}, {**_JSON, "share": _same}
     ),
@@ -260,11 +260,11 @@ PLACES = {
     "metrics": Place(in_metrics, MODES, {**_GAUGES, "steps_per_s": _same, "samples_per_s": _same}, _GAUGES),
     "screen": Place(
         lambda directory: on_screen(directory, Feed(directory, lambda: RunReader(directory)))[0],
-        LAST, {**_TEXT, "mean": duration}, {**_TEXT, "share": percent},
+        LAST, {**_TEXT, "mean": format_duration}, {**_TEXT, "share": format_percent},
     ),
     "playback": Place(
         lambda directory: on_screen(directory, _PlaybackFeed(directory, lambda: Player(directory)))[0],
-        LAST, {**_TEXT, "mean": duration}, {**_TEXT, "share": percent},
+        LAST, {**_TEXT, "mean": format_duration}, {**_TEXT, "share": format_percent},
     ),
 }  # fmt: skip
 """Figures of each place: for steps, and for each phase."""
@@ -298,12 +298,12 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
 
     lines = summary_lines(directory, load_exit(directory))
     at = next(number for number, line in enumerate(lines) if "step of rank 0" in line)
-    assert lines[at - 1].endswith(rate_words(rate))
-    assert lines[at].split()[4:7] == ["median", *duration(each[0].median_ns).split()]
-    assert lines[at + 1].split()[:4] == ["data", "median", *duration(median).split()]
+    assert lines[at - 1].endswith(format_rate(rate))
+    assert lines[at].split()[4:7] == ["median", *format_duration(each[0].median_ns).split()]
+    assert lines[at + 1].split()[:4] == ["data", "median", *format_duration(median).split()]
     text = report_text(directory, 120)
     at = text.index("PHASES of a step, ddp, rank 0")
-    assert duration(median) in text[at + 2]
+    assert format_duration(median) in text[at + 2]
     (row,) = (line.split() for line in text if line.startswith("  ddp"))
     assert row[:4] == ["ddp", str(2 * steps), "rank", "0"]
     assert any(line.startswith("  time of a step of rank 0, mean over each") for line in text)
@@ -343,11 +343,15 @@ def test_rates_of_all_modes_and_of_each(run: Path) -> None:
     assert {name: said[name] for name in rate_as_fields(None)} == rate_as_fields(together)
     for feed in (Feed(run, lambda: RunReader(run)), _PlaybackFeed(run, lambda: Player(run))):
         text = on_screen(run, feed)[1]
-        rate, *within = samples_rate(together).split(" (")
-        parts = [f"mean {rate} samples/s", *(f"({w}" for w in within), f"{compact(together.steps_per_s)} steps/s"]
+        rate, *within = format_samples_per_s(together).split(" (")
+        parts = [
+            f"mean {rate} samples/s",
+            *(f"({w}" for w in within),
+            f"{format_compact(together.steps_per_s)} steps/s",
+        ]
         assert "  ".join(parts) in text
         (shown,) = re.findall(r"^samples/s +(\S+) +(\S+)", text, re.M)
-        assert shown == tuple(compact(rate.samples_per_s) for rate in each.values() if rate is not None)
+        assert shown == tuple(format_compact(rate.samples_per_s) for rate in each.values() if rate is not None)
 
 
 def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:

@@ -64,7 +64,7 @@ def runs(request: pytest.FixtureRequest, state: Path, tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     # If the run's end cannot be read, each command would start a supervisor: another test does this in a process.
-    monkeypatch.setattr("dpmon.supervise.start.needs_supervisor", lambda *_: False)
+    monkeypatch.setattr("dpmon.supervise.start_supervisor.needs_supervisor", lambda *_: False)
     made = []
     for name in ("spoiled", "other"):
         training = Training()

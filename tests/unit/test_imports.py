@@ -166,7 +166,7 @@ def test_the_command_line_loads_no_screen_until_it_starts_one() -> None:
 
 def test_text_loads_nothing_above_it_and_no_library() -> None:
     added = added_by(all_of("text"))
-    assert {"dpmon.text.cells", "dpmon.text.quantities"} <= added
+    assert {"dpmon.text.cells", "dpmon.text.formatting"} <= added
     assert tops(added) <= {"dpmon", *sys.stdlib_module_names}
     above = ("ui", "report", "export", "cli", "run", "gpu", "tracer", "ring")
     assert not [name for name in added if name.startswith(tuple(f"dpmon.{part}" for part in above))]

@@ -74,7 +74,7 @@ class Machines:
         """Let all look once a second."""
         while self.now < until:
             for node, watch in enumerate(self.watches):
-                watch.look()
+                watch.poll()
                 if node != cut:
                     self.joint.hear(node, NAMES[node], self.standing(node), 0)
             self.joint.look()

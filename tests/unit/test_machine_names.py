@@ -29,7 +29,7 @@ from dpmon.mirror.local_run import mirror_of
 from dpmon.record.record_types import Event
 from dpmon.run import proc
 from dpmon.run.run_directory import RunError
-from dpmon.supervise import start
+from dpmon.supervise import start_supervisor
 
 BIN = os.path.dirname(shutil.which("dpmon", path=os.path.dirname(sys.executable)) or sys.executable)
 JOB = {"by": "torchelastic", "id": "abc"}
@@ -234,7 +234,7 @@ def test_a_machine_that_drips_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
 def test_why_a_machine_fails_is_known_also_if_dpmon_was_started_with_sigchld_ignored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start, "_was_ignored", False)
+    monkeypatch.setattr(start_supervisor, "_was_ignored", False)
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         assert main(["ls", "--host", "missing", "--via", way(tmp_path, BAD)]) == 1

@@ -29,7 +29,7 @@ from dpmon.sanitize import strip_control_chars
 from dpmon.store.ring_drain import RingDrain
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_opening import open_store
-from dpmon.supervise.metrics import BOUNDS_S, EVERY_S, Metrics, metrics_path
+from dpmon.supervise.prometheus_file import BOUNDS_S, EVERY_S, PrometheusFile, metrics_path
 from dpmon.supervise.supervisor import Supervisor
 
 HOSTILE = 'a "quoted" \\ back\nslash\x1b[31m\x00 ü'
@@ -53,11 +53,11 @@ def written(
     directory: Path, target: Path, how: ExitInfo | None = None
 ) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     warnings: list[str] = []
-    metrics = Metrics(target, directory, warnings.append)
+    metrics = PrometheusFile(target, directory, warnings.append)
     metrics.tick(100.0)
     metrics.wait()
     if how is not None:
-        metrics.end(how)
+        metrics.write_final(how)
     assert warnings == []
     return samples(target)
 
@@ -197,7 +197,7 @@ def test_a_late_wait_for_input_makes_no_counter_decrease(
     use_row_rings(monkeypatch)
     process = RowRing(directory / "process-0.ring")
     drain = RingDrain(directory, info)
-    metrics = Metrics(tmp_path / "it.prom", directory, print)
+    metrics = PrometheusFile(tmp_path / "it.prom", directory, print)
     written_before: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
     for number in range(4):
         process.write(*(training.begin() if not number else ()), *training.run(20))
@@ -254,7 +254,7 @@ def test_the_file_is_replaced_and_may_be_read(state: Path, tmp_path: Path) -> No
     target = tmp_path / "it.prom"
     umask = os.umask(0o077)
     try:
-        metrics = Metrics(target, directory, print)
+        metrics = PrometheusFile(target, directory, print)
         metrics.tick(0.0)
         metrics.wait()
         first = target.stat()
@@ -271,7 +271,7 @@ def test_the_file_is_replaced_and_may_be_read(state: Path, tmp_path: Path) -> No
 
 
 def test_the_file_is_written_in_a_thread(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = Metrics(tmp_path / "it.prom", keep({0: Training().run(2)}, status=None), print)
+    metrics = PrometheusFile(tmp_path / "it.prom", keep({0: Training().run(2)}, status=None), print)
     begun, going = threading.Event(), threading.Event()
     writes: list[object] = []
     monkeypatch.setattr(metrics, "_write", lambda how: (writes.append(how), begun.set(), going.wait(60)))
@@ -279,7 +279,7 @@ def test_the_file_is_written_in_a_thread(state: Path, tmp_path: Path, monkeypatc
     assert begun.wait(60), "and `tick` has returned"
     metrics.tick(1000.0)
     going.set()
-    metrics.end(exit_of(0))
+    metrics.write_final(exit_of(0))
     assert writes == [None, exit_of(0)], "one at a time"
 
 
@@ -293,7 +293,7 @@ def test_the_history_is_closed_after_its_last_reader(monkeypatch: pytest.MonkeyP
 
 
 def test_a_limit_of_threads_only_delays_the_file(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = Metrics(tmp_path / "it.prom", keep({0: Training().run(2)}, status=None), print)
+    metrics = PrometheusFile(tmp_path / "it.prom", keep({0: Training().run(2)}, status=None), print)
 
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -310,7 +310,7 @@ def test_a_limit_of_threads_only_delays_the_file(state: Path, tmp_path: Path, mo
 def test_a_failure_to_write_is_reported_once(state: Path, tmp_path: Path) -> None:
     directory = keep({0: Training().run(2)}, status=None)
     said: list[str] = []
-    metrics = Metrics(tmp_path / "no" / "it.prom", directory, said.append)
+    metrics = PrometheusFile(tmp_path / "no" / "it.prom", directory, said.append)
     metrics.tick(0.0)
     metrics.wait()
     metrics.tick(100.0)

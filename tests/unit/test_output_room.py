@@ -9,25 +9,27 @@ import pytest
 
 from dpmon.cli import headless
 from dpmon.cli.headless import Stream
-from dpmon.supervise import room
-from dpmon.supervise.room import LITTLE, OutputRoom
+from dpmon.supervise import output_space
+from dpmon.supervise.output_space import LITTLE, OutputSpaceReserver
 
 
 def test_the_newest_output_stays_and_the_rest_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "output.log"
     texts: list[str] = []
-    output = OutputRoom([log], texts.append, keep_last=100)
-    output.look()  # the file is missing
-    monkeypatch.setattr(room, "_reserve", lambda fd, size, ahead: size == 0)  # there is space once it is cut off
+    output = OutputSpaceReserver([log], texts.append, keep_last=100)
+    output.poll()  # the file is missing
+    monkeypatch.setattr(
+        output_space, "_reserve", lambda fd, size, ahead: size == 0
+    )  # there is space once it is cut off
     with open(log, "ab", buffering=0) as script:
         script.write(b"a" * LITTLE + b"b" * 100)
-        output.look()
+        output.poll()
         assert log.read_bytes() == b"b" * 100
         script.write(b"c" * LITTLE * 10)
-        output.look()
+        output.poll()
         assert log.read_bytes() == b"c" * 100
         script.write(b"d")
-        output.look()
+        output.poll()
         output.close(nobody_writes=True)
     assert log.read_bytes() == b"c" * 100 + b"d"
     assert texts == [
@@ -60,8 +62,8 @@ def test_a_foreground_goes_on_in_a_log_that_somebody_else_cut_off(
 @pytest.mark.parametrize("keep_last", [0, 1000, LITTLE])
 def test_a_slow_foreground_says_what_it_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int) -> None:
     log, copied = tmp_path / "stdout.log", tmp_path / "copied"
-    output = OutputRoom([log], lambda text: None, keep_last)
-    monkeypatch.setattr(room, "_reserve", lambda fd, size, ahead: size == 0)
+    output = OutputSpaceReserver([log], lambda text: None, keep_last)
+    monkeypatch.setattr(output_space, "_reserve", lambda fd, size, ahead: size == 0)
     lines = [b"line %08d\n" % number for number in range(480_000)]
     missed: list[str] = []
     with open(log, "ab", buffering=0) as script, open(copied, "wb") as stdout:
@@ -69,7 +71,7 @@ def test_a_slow_foreground_says_what_it_missed(tmp_path: Path, monkeypatch: pyte
         for first in (0, 240_000):
             script.write(b"".join(lines[first : first + 200_000]))
             assert stream.pump()  # a part of it
-            output.look()
+            output.poll()
             script.write(b"".join(lines[first + 200_000 : first + 240_000]))  # beyond the position of the reader
             while stream.pump():
                 missed += [stream.gap] if stream.gap else []
@@ -86,8 +88,8 @@ def test_a_slow_foreground_says_what_it_missed(tmp_path: Path, monkeypatch: pyte
 
 def test_a_foreground_in_time_misses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, copied = tmp_path / "stdout.log", tmp_path / "copied"
-    output = OutputRoom([log], lambda text: None, LITTLE)
-    monkeypatch.setattr(room, "_reserve", lambda fd, size, ahead: size == 0)
+    output = OutputSpaceReserver([log], lambda text: None, LITTLE)
+    monkeypatch.setattr(output_space, "_reserve", lambda fd, size, ahead: size == 0)
     lines = [b"line %08d\n" % number for number in range(240_000)]
     with open(log, "ab", buffering=0) as script, open(copied, "wb") as stdout:
         stream = Stream(log, stdout.fileno())
@@ -95,7 +97,7 @@ def test_a_foreground_in_time_misses_nothing(tmp_path: Path, monkeypatch: pytest
         while stream.pump():
             pass
         script.write(b"".join(lines[160_000:200_000]))
-        output.look()
+        output.poll()
         script.write(b"".join(lines[200_000:]))
         while stream.pump():
             assert stream.gap is None

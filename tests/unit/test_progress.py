@@ -24,7 +24,7 @@ from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.loader_loops import MAX_DATASETS, LoaderLoop, LoaderLoopTracker, estimate_time_left
 from dpmon.store.query_results import LoopStep
 from dpmon.store.write_batch import WriteBatch
-from dpmon.supervise.metrics import Metrics
+from dpmon.supervise.prometheus_file import PrometheusFile
 
 SECOND = 1_000_000_000
 MINUTE = 60 * SECOND
@@ -436,7 +436,7 @@ def test_every_place_tells_the_same(state: Path, capsys: pytest.CaptureFixture[s
     said = words(progress)
     assert said.startswith("epoch 2 · 12/20 · 8 s")
 
-    metrics = Metrics(directory / "it.prom", directory, print).text(None).splitlines()
+    metrics = PrometheusFile(directory / "it.prom", directory, print).text(None).splitlines()
     values = {line.split("{")[0]: line.split()[-1] for line in metrics if line.startswith("dpmon_epoch")}
     assert (values["dpmon_epoch"], values["dpmon_epoch_batch"], values["dpmon_epoch_batches"]) == ("2", "12", "20")
     assert progress.left_ns is not None

@@ -22,7 +22,7 @@ from dpmon.record.history_rows import Definition, LossRow
 from dpmon.record.record_types import Batches, Event, Step
 from dpmon.run.run_directory import load_exit
 from dpmon.run.run_registry import create_run
-from dpmon.supervise.metrics import Metrics
+from dpmon.supervise.prometheus_file import PrometheusFile
 
 RULES = DOCS / "prometheus" / "rules.yml"
 DASHBOARD = json.loads((DOCS / "prometheus" / "dashboard.json").read_text())
@@ -51,7 +51,7 @@ def schema(state: Path, tmp_path: Path) -> dict[str, set[str]]:
     of_attach, _ = create_run(draft(nodes=("gpu-0", "gpu-1")))
     ManyNodes(2, directory=of_attach).run(0, 5)
     for directory in (keep(rows, status=None), keep(rows, status=0), of_attach):
-        metrics = Metrics(tmp_path / "it.prom", directory, print)
+        metrics = PrometheusFile(tmp_path / "it.prom", directory, print)
         for family in text_string_to_metric_families(metrics.text(load_exit(directory))):
             for sample in family.samples:
                 found.setdefault(sample.name, set()).update(sample.labels)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.supervise import program as command
-from dpmon.supervise.program import CommandError, choose_python, resolve
+from dpmon.supervise.command_resolver import CommandError, choose_python, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +159,7 @@ def test_no_torch_names_every_python_that_was_asked(here: Path, torch_in: set[st
 
 def test_own_torch_is_looked_for_without_importing_it() -> None:
     before = "torch" in sys.modules
-    assert command._lacks_torch(sys.executable) is None
+    assert command._missing_torch_reason(sys.executable) is None
     assert ("torch" in sys.modules) == before
 
 
@@ -167,4 +167,4 @@ def test_a_folder_called_torch_is_not_torch(here: Path, monkeypatch: pytest.Monk
     (here / "torch").mkdir()
     monkeypatch.setattr(sys, "path", [str(here)])
     monkeypatch.delitem(sys.modules, "torch", raising=False)  # where another test has imported it
-    assert command._lacks_torch(sys.executable) == ""
+    assert command._missing_torch_reason(sys.executable) == ""

@@ -21,21 +21,21 @@ from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, write_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import create_run
 from dpmon.supervise import guard as guards
-from dpmon.supervise.guard import Guard
-from dpmon.supervise.spawn import find_command
-from dpmon.supervise.start import Successor
+from dpmon.supervise.command_process import find_command
+from dpmon.supervise.foreground_guard import SupervisorGuard
+from dpmon.supervise.start_supervisor import SupervisorTakeover
 
 
 @pytest.fixture
-def run(state: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Guard, Path]]:
+def run(state: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SupervisorGuard, Path]]:
     """A guard of a supervisor that was killed before it wrote anything; no other one is started."""
-    monkeypatch.setattr(Successor, "look", lambda self: None)
+    monkeypatch.setattr(SupervisorTakeover, "look", lambda self: None)
     info = RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True)
     directory, _ = create_run(info)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
         supervisor.kill()
         supervisor.wait()
-        yield Guard(RunReader(directory), supervisor), directory
+        yield SupervisorGuard(RunReader(directory), supervisor), directory
 
 
 def started(directory: Path, info: RunInfo, code: str) -> tuple[subprocess.Popen[bytes], RunInfo]:
@@ -46,19 +46,19 @@ def started(directory: Path, info: RunInfo, code: str) -> tuple[subprocess.Popen
     return command, info
 
 
-def looked(guard: Guard) -> ExitInfo | None:
-    guard.look()
-    return guard.exit()
+def looked(guard: SupervisorGuard) -> ExitInfo | None:
+    guard.poll()
+    return guard.exit_info()
 
 
 def test_a_command_that_may_have_been_started_is_left_to_the_new_supervisor(
-    run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch
+    run: tuple[SupervisorGuard, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The supervisor was killed before it recorded the command, or before it started it."""
     guard, directory = run
     monkeypatch.setattr(proc, "every_process", dict)  # children that another test left behind are no command
     with monkeypatch.context() as patch:
-        patch.setattr(Successor, "at_work", True)
+        patch.setattr(SupervisorTakeover, "at_work", True)
         assert looked(guard) is None
     assert looked(guard) == load_exit(directory)
     how = load_exit(directory)
@@ -67,19 +67,19 @@ def test_a_command_that_may_have_been_started_is_left_to_the_new_supervisor(
 
 
 def test_the_command_is_reaped_only_after_its_status_is_recorded(
-    run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch
+    run: tuple[SupervisorGuard, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a new supervisor that looks in between finds neither the process nor its status."""
     guard, directory = run
     command, _ = started(directory, guard.info, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     seen = []
-    record = Guard._record
+    record = SupervisorGuard._record_exit
 
-    def records(self: Guard, how: ExitInfo) -> None:
+    def records(self: SupervisorGuard, how: ExitInfo) -> None:
         seen.append(Path(f"/proc/{command.pid}/stat").read_text().rpartition(")")[2].split()[0])
         record(self, how)
 
-    monkeypatch.setattr(Guard, "_record", records)
+    monkeypatch.setattr(SupervisorGuard, "_record", records)
     wait_for(lambda: looked(guard))
     command.returncode = -9  # the guard has reaped it
     assert seen == ["Z"]
@@ -91,7 +91,7 @@ def test_the_command_is_reaped_only_after_its_status_is_recorded(
 
 @pytest.mark.parametrize("complete", [False, True])
 def test_a_status_wins_over_an_unknown_end_and_a_complete_record_over_both(
-    run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch, complete: bool
+    run: tuple[SupervisorGuard, Path], monkeypatch: pytest.MonkeyPatch, complete: bool
 ) -> None:
     """A new supervisor records the end while this process looks for the status."""
     guard, directory = run
@@ -108,13 +108,13 @@ def test_a_status_wins_over_an_unknown_end_and_a_complete_record_over_both(
     monkeypatch.setattr(proc, "ended_child", looks)
     wait_for(lambda: looked(guard))
     command.returncode = 3  # the guard has reaped it
-    for how in (guard.exit(), load_exit(directory)):
+    for how in (guard.exit_info(), load_exit(directory)):
         assert how is not None
         assert how.status == 3
     assert (load_exit(directory) == recorded) is complete
 
 
-def test_the_end_of_a_command_that_another_process_reaped_is_unknown(run: tuple[Guard, Path]) -> None:
+def test_the_end_of_a_command_that_another_process_reaped_is_unknown(run: tuple[SupervisorGuard, Path]) -> None:
     guard, directory = run
     command, _ = started(directory, guard.info, "")
     command.wait()
@@ -124,7 +124,7 @@ def test_the_end_of_a_command_that_another_process_reaped_is_unknown(run: tuple[
 
 
 def test_a_process_that_an_unrecorded_command_left_behind_is_not_the_command(
-    run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch
+    run: tuple[SupervisorGuard, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guard, directory = run
     env, every_process = {**os.environ, "DPMON_RUN": str(directory)}, proc.read_process_table
@@ -165,7 +165,7 @@ def test_a_signal_reaches_a_command_that_could_not_be_recorded(
     with subprocess.Popen([sys.executable, "-c", STARTS, code, directory], text=True, **pipes) as supervisor:
         assert supervisor.stdout is not None
         command = int(supervisor.stdout.readline())
-        guard = Guard(RunReader(directory), supervisor)
+        guard = SupervisorGuard(RunReader(directory), supervisor)
         wait_for(lambda: guard.send(number))
         wait_for(lambda: not proc.is_alive(command, None))
         assert not guard.send(number)
@@ -182,21 +182,21 @@ def test_an_end_counts_when_the_last_records_are_written_or_nobody_writes_them(
     earlier = replace(now, end_ns=now.end_ns - 2000 * 10**9)
     monkeypatch.setattr(guards, "STALLED_S", 1000.0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
-        guard = Guard(RunReader(directory), supervisor)
+        guard = SupervisorGuard(RunReader(directory), supervisor)
         write_info(directory, now)
-        assert guard.exit() is None, "the supervisor is writing them"
+        assert guard.exit_info() is None, "the supervisor is writing them"
         write_info(directory, earlier)
-        assert guard.exit() == earlier, "the supervisor is stopped or stuck"
+        assert guard.exit_info() == earlier, "the supervisor is stopped or stuck"
         write_info(directory, replace(now, drained=True))
-        assert guard.exit() == replace(now, drained=True)
+        assert guard.exit_info() == replace(now, drained=True)
         supervisor.kill()
         supervisor.wait()
         write_info(directory, now)
-        assert Guard(RunReader(directory), supervisor).exit() == now, "it was killed"
+        assert SupervisorGuard(RunReader(directory), supervisor).exit_info() == now, "it was killed"
 
 
 def test_an_end_that_was_recorded_while_this_process_was_stopped_is_seen(
-    run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch
+    run: tuple[SupervisorGuard, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process was stopped, as by Ctrl-Z, until the limit of its wait had passed."""
     guard, directory = run

@@ -23,7 +23,7 @@ from dpmon.run.run_directory import ExitInfo, RunInfo, write_info
 from dpmon.run.run_reader import PauseState, RunReader
 from dpmon.run.run_registry import create_run
 from dpmon.span_ring import HeaderWord, SpanRing
-from dpmon.supervise.spawn import last_sign
+from dpmon.supervise.command_process import last_sign_of_life_ns
 
 START = 1_000_000_000
 
@@ -138,7 +138,7 @@ def test_the_activity_of_a_process_is_known(run: tuple[Path, RunInfo], reader: R
     assert reader.activities() == {0: ("other", 0)}
     writer.does(what, 77_000)
     assert reader.activities() == {0: (what, 0 if what == "ended" else 77_000)}
-    assert last_sign(*run) == START
+    assert last_sign_of_life_ns(*run) == START
 
 
 def test_a_killed_process_counts_as_ended(run: tuple[Path, RunInfo], reader: RunReader) -> None:

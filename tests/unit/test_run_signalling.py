@@ -18,7 +18,7 @@ from dpmon.run.run_directory import RunError, RunInfo, write_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import create_run
 from dpmon.run.run_signals import NOTHING_RUNS, stop_run
-from dpmon.supervise.guard import Guard
+from dpmon.supervise.foreground_guard import SupervisorGuard
 
 SLEEPER = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
 
@@ -173,10 +173,10 @@ def test_the_foreground_signals_no_stranger_that_run_json_names(
         supervisor.wait()
         for since in (None, own(one).started - 1, own(one).started + 0.02):
             write_info(directory, replace(info, command_pid=one.pid, command_started=since))
-            guard = Guard(RunReader(directory), supervisor)
+            guard = SupervisorGuard(RunReader(directory), supervisor)
             for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGKILL):
                 assert not guard.send(number)
         assert one.poll() is None
         write_info(directory, replace(info, command_pid=one.pid, command_started=own(one).started))
-        assert Guard(RunReader(directory), supervisor).send(signal.SIGTERM)
+        assert SupervisorGuard(RunReader(directory), supervisor).send(signal.SIGTERM)
         wait_for(lambda: one.poll() == -signal.SIGTERM)

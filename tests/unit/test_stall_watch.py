@@ -69,7 +69,7 @@ class Watched:
     def look(self, seconds: float) -> None:
         """Look at a time in seconds since the start."""
         self._now = START + int(seconds * SECOND)
-        self.watch.look()
+        self.watch.poll()
 
     def texts(self) -> list[tuple[float, float | None, str]]:
         return [(data["since_s"], data.get("lasted_s"), data["text"]) for _, data in self.told]
@@ -124,7 +124,7 @@ def test_a_new_supervisor_goes_on_with_the_stall(
 ) -> None:
     ranks = [{"pid": 7, "waits": False}, {"pid": 8, "waits": True}, {"pid": 9, "waits": False, "apart": True}]
     run = Watched(tmp_path, monkeypatch, {"since_s": 1.0, "text": TEXT, "ranks": ranks})
-    assert run.watch._shown([STUCK._replace(pid=pid) for pid in (9, 8, 7)]) == (START + SECOND, (2,), (1,))
+    assert run.watch._reindexed_stall([STUCK._replace(pid=pid) for pid in (9, 8, 7)]) == (START + SECOND, (2,), (1,))
     run.ranks = [STUCK._replace(busy=None)]  # no sign of life is known yet
     for at in range(40, 45):
         run.look(at)
@@ -205,7 +205,7 @@ def test_a_fault_of_the_watch_leaves_the_supervisor_alone(tmp_path: Path, monkey
 def test_a_fault_while_stacks_are_taken_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Watched(tmp_path, monkeypatch)
     monkeypatch.setattr(run.watch._look, "take_stacks", lambda **how: 1 // 0)
-    StallWatch._take(run.watch, None)
+    StallWatch._start_taking_stacks(run.watch, None)
     assert run.watch._thread is not None
     run.watch._thread.join()
     for at in range(5):

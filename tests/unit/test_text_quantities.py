@@ -11,23 +11,23 @@ from dpmon.record.schema import Quantity
 from dpmon.sanitize import displayable_char, strip_control_chars
 from dpmon.store.step_stats import Rate
 from dpmon.store.tally import QuantitySum
-from dpmon.text.cells import char_width, cropped, span_width, wrapped
-from dpmon.text.quantities import (
-    clock,
-    compact,
-    duration,
-    duration_words,
-    group,
-    left_of,
-    memory,
-    memory_of,
-    minutes,
-    percent,
-    quantity_words,
-    rate_words,
-    run_time,
-    samples_rate,
-    times,
+from dpmon.text.cells import char_width, crop_text, span_width, wrap_text
+from dpmon.text.formatting import (
+    format_bytes,
+    format_bytes_of_total,
+    format_clock,
+    format_compact,
+    format_count,
+    format_duration,
+    format_factor,
+    format_free_bytes,
+    format_long_duration,
+    format_minutes,
+    format_percent,
+    format_quantity,
+    format_rate,
+    format_run_time,
+    format_samples_per_s,
 )
 
 SECOND = 1_000_000_000
@@ -52,14 +52,14 @@ SECOND = 1_000_000_000
     ],
 )
 def test_durations(ns: float | None, text: str) -> None:
-    assert duration(ns) == text
+    assert format_duration(ns) == text
     assert len(text) <= 7
-    assert duration(ns, "") == text.replace(" ", "")
+    assert format_duration(ns, "") == text.replace(" ", "")
 
 
 def test_numbers() -> None:
-    assert [group(n) for n in (None, 0, 999, 12_340, 1_234_567)] == ["–", "0", "999", "12,340", "1,234,567"]
-    assert [compact(n) for n in (None, 0.5, 41.2, 412.3, 12_400, 999_960, 3.1e6)] == [
+    assert [format_count(n) for n in (None, 0, 999, 12_340, 1_234_567)] == ["–", "0", "999", "12,340", "1,234,567"]
+    assert [format_compact(n) for n in (None, 0.5, 41.2, 412.3, 12_400, 999_960, 3.1e6)] == [
         "–",
         "0.50",
         "41.2",
@@ -68,14 +68,19 @@ def test_numbers() -> None:
         "1.00M",
         "3.10M",
     ]
-    assert [percent(n) for n in (None, 0.0, 0.004, 0.31, 1.0)] == ["–", "0 %", "<1 %", "31 %", "100 %"]
-    assert [memory(n) for n in (None, 0, 1023, 1024, 71 << 30)] == ["–", "0 B", "1023 B", "1.00 KiB", "71.0 GiB"]
-    assert memory_of(512 << 20, 141 << 30) == "512 MiB / 141 GiB"
-    assert left_of(72 << 30, 141 << 30) == "69.0 of 141 GiB free"
-    assert left_of((80 << 30) - (871 << 20), 80 << 30) == "0.85 of 80.0 GiB free"
-    assert left_of(None, 80 << 30) == "– of 80.0 GiB free"
-    assert left_of(None, None) == "–"
-    assert [clock(n) for n in (None, 0, 221 * SECOND, 90_061 * SECOND)] == ["–", "00:00:00", "00:03:41", "1d 01:01:01"]
+    assert [format_percent(n) for n in (None, 0.0, 0.004, 0.31, 1.0)] == ["–", "0 %", "<1 %", "31 %", "100 %"]
+    assert [format_bytes(n) for n in (None, 0, 1023, 1024, 71 << 30)] == ["–", "0 B", "1023 B", "1.00 KiB", "71.0 GiB"]
+    assert format_bytes_of_total(512 << 20, 141 << 30) == "512 MiB / 141 GiB"
+    assert format_free_bytes(72 << 30, 141 << 30) == "69.0 of 141 GiB free"
+    assert format_free_bytes((80 << 30) - (871 << 20), 80 << 30) == "0.85 of 80.0 GiB free"
+    assert format_free_bytes(None, 80 << 30) == "– of 80.0 GiB free"
+    assert format_free_bytes(None, None) == "–"
+    assert [format_clock(n) for n in (None, 0, 221 * SECOND, 90_061 * SECOND)] == [
+        "–",
+        "00:00:00",
+        "00:03:41",
+        "1d 01:01:01",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -83,12 +88,12 @@ def test_numbers() -> None:
     [(0.412, "0.41 s"), (12.34, "12.3 s"), (59.96, "60.0 s"), (221, "3 min 41 s"), (7500, "2 h 05 min")],
 )
 def test_the_time_of_a_run(seconds: float, text: str) -> None:
-    assert run_time(seconds) == text
+    assert format_run_time(seconds) == text
 
 
 def test_minutes_and_hours() -> None:
-    assert [minutes(seconds) for seconds in (99.96, 3600)] == ["1 min 40 s", "1 h 00 min"]
-    found = [duration_words(ns) for ns in (412_000, 99_940_000_000, 99_960_000_000, 7_500_000_000_000, None)]
+    assert [format_minutes(seconds) for seconds in (99.96, 3600)] == ["1 min 40 s", "1 h 00 min"]
+    found = [format_long_duration(ns) for ns in (412_000, 99_940_000_000, 99_960_000_000, 7_500_000_000_000, None)]
     assert found == ["412 µs", "99.9 s", "1 min 40 s", "2 h 05 min", "–"]
 
 
@@ -103,21 +108,21 @@ def test_minutes_and_hours() -> None:
 )
 def test_quantities_of_steps(unit: str, known: QuantitySum, text: str) -> None:
     quantity = Quantity("copied_units", unit, "", "", "", label="copied")
-    assert quantity_words(quantity, known, 100) == text
+    assert format_quantity(quantity, known, 100) == text
 
 
 def test_ratios() -> None:
-    assert [times(ratio) for ratio in (0.611, 9.99, 12.5)] == ["0.61×", "9.99×", "12.5×"]
-    assert times(9.996, "x") == "10.0x"
+    assert [format_factor(ratio) for ratio in (0.611, 9.99, 12.5)] == ["0.61×", "9.99×", "12.5×"]
+    assert format_factor(9.996, "x") == "10.0x"
 
 
 def test_texts_show_both_rates_only_if_they_differ() -> None:
     nearly, apart = Rate(10 / 1.02, 40 / 1.02, 10, 40), Rate(2.5, 10, 10, 40)
-    assert rate_words(nearly) == "39.2 samples/s"
-    assert rate_words(apart) == "10.0 samples/s (40.0 within steps)"
-    assert samples_rate(apart) == "10.0 (40.0 within steps)"
-    assert rate_words(Rate(2.5, None, 10, None)) == "2.50 steps/s (10.0 within steps)"
-    assert (rate_words(None), samples_rate(None)) == ("", "–")
+    assert format_rate(nearly) == "39.2 samples/s"
+    assert format_rate(apart) == "10.0 samples/s (40.0 within steps)"
+    assert format_samples_per_s(apart) == "10.0 (40.0 within steps)"
+    assert format_rate(Rate(2.5, None, 10, None)) == "2.50 steps/s (10.0 within steps)"
+    assert (format_rate(None), format_samples_per_s(None)) == ("", "–")
 
 
 def test_every_character_is_as_wide_as_rich_says() -> None:
@@ -132,13 +137,13 @@ def test_texts_are_cropped_as_rich_does() -> None:
         text = strip_control_chars("".join(chance.choices(signs, k=chance.randint(1, 30))))
         assert span_width(text) == cell_len(text)
         width = chance.randint(0, cell_len(text))
-        assert cropped(text, width) == set_cell_size(text, width)
+        assert crop_text(text, width) == set_cell_size(text, width)
 
 
 def test_wrapping() -> None:
-    assert wrapped("one two three four", 9) == ["one two", "three", "four"]
+    assert wrap_text("one two three four", 9) == ["one two", "three", "four"]
 
 
 @pytest.mark.parametrize("width", range(1, 20))
 def test_wrapped_lines_fit(width: int) -> None:
-    assert all(span_width(line) <= width for line in wrapped("one 漢字漢字漢字 three e\u0301 five", width))
+    assert all(span_width(line) <= width for line in wrap_text("one 漢字漢字漢字 three e\u0301 five", width))

@@ -10,7 +10,7 @@ from situations import INFO, LOOK, facts_of, focused, rows_text, situations, sta
 from synthetic import Training, decoded
 
 from dpmon.record.record_types import Call, Event, Record, Size, Step
-from dpmon.text.quantities import duration
+from dpmon.text.formatting import format_duration
 from dpmon.ui.facts import Facts, View
 from dpmon.ui.paint import places, scroll_room
 from dpmon.ui.panels import panel_replicas
@@ -94,11 +94,11 @@ def test_the_spread_has_a_scale_and_full_screen_says_what_the_times_are() -> Non
     header = rows_text(panel_replicas.table(facts, 90, 9, LOOK))[0]
     fastest = min(spread.low for spread in times)
     low, *what, high = header.split()[-6:]
-    assert (" ".join(what), high) == ("5 to 95 %", duration(slowest, ""))
-    assert low == duration(min(fastest, slowest * 0.7), ""), "the left edge"
+    assert (" ".join(what), high) == ("5 to 95 %", format_duration(slowest, ""))
+    assert low == format_duration(min(fastest, slowest * 0.7), ""), "the left edge"
     said = " ".join(rows_text(panel_replicas.zoomed(facts, 100, 40, LOOK)))
     assert f"the median of {times[0].calls} calls" in said
-    assert f" to {duration(slowest)}; apply, in panels 3 and 4, lasts until the slowest is done" in said
+    assert f" to {format_duration(slowest)}; apply, in panels 3 and 4, lasts until the slowest is done" in said
 
 
 def several_calls(more: Sequence[Record] = ()) -> Facts:

@@ -13,7 +13,7 @@ from synthetic import Training
 
 from dpmon.model.step_timeline import Piece
 from dpmon.run.run_reader import PauseState
-from dpmon.text.cells import cut
+from dpmon.text.cells import truncate
 from dpmon.text.palettes import FEW, PALETTES, Palette
 from dpmon.ui.chart import ceiling, filled_bar, range_bar, spark
 from dpmon.ui.dialogs import LineDialog
@@ -75,7 +75,7 @@ def test_the_narrowest_footer_keeps_the_keys_that_resume() -> None:
 @pytest.mark.parametrize("width", range(1, 20))
 def test_cutting_measures_cells_and_leaves_a_sign(width: int) -> None:
     for text in ("short", "漢字漢字漢字漢字漢字", "a漢b字c漢d字e漢f"):
-        shown = cut(text, width)
+        shown = truncate(text, width)
         assert width_of([(shown, "")]) <= width
         if width_of([(text, "")]) > width:
             assert shown.endswith("…")

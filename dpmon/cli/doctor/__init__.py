@@ -16,8 +16,8 @@ from dpmon.cli.doctor.machine import CONNECTION, OK, PROBLEM, STATES, Check, ok
 from dpmon.cli.options import several
 from dpmon.cli.speak import speak
 from dpmon.sanitize import sanitize_line
-from dpmon.text.cells import has_colours, in_stream
-from dpmon.text.quantities import count_of
+from dpmon.text.cells import encode_for_stream, supports_color
+from dpmon.text.formatting import format_count_with_noun
 
 WIDTH = 80
 _NAME = 13
@@ -63,13 +63,15 @@ def _there(options: argparse.Namespace) -> Iterator[tuple[str, Iterable[Check]]]
     from dpmon.cli.machines import named
 
     asked = named(options)
-    speak(f"{count_of(len(asked), 'machine')}: dpmon doctor runs there and imports torch, for up to two minutes")
+    speak(
+        f"{format_count_with_noun(len(asked), 'machine')}: dpmon doctor runs there and imports torch, for up to two minutes"
+    )
     yield from checks_there(asked, options.python)
 
 
 def _print(check: Check) -> None:
-    lines = _lines(check, coloured=has_colours(sys.stdout, os.environ))
-    print(in_stream("\n".join(lines), sys.stdout), flush=True)
+    lines = _lines(check, coloured=supports_color(sys.stdout, os.environ))
+    print(encode_for_stream("\n".join(lines), sys.stdout), flush=True)
 
 
 def _lines(check: Check, *, coloured: bool) -> list[str]:

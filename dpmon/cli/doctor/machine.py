@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from dpmon.run.run_directory import RunError
 from dpmon.run.run_registry import fallback_directories, network_file_system, runs_directory
-from dpmon.text.quantities import memory
+from dpmon.text.formatting import format_bytes
 
 FULL_SIZE = (80, 24)
 """Columns and rows for which the screen is made. A smaller terminal cuts or hides panels."""
@@ -151,10 +151,14 @@ def state_directory() -> Iterator[Check]:
 def _space(place: Path, elsewhere: str) -> Check:
     free = shutil.disk_usage(place).free
     if free < LITTLE_SPACE:
-        return problem("disk", f"{memory(free)} free: a run's record may not fit", f"free some space, or {elsewhere}")
+        return problem(
+            "disk", f"{format_bytes(free)} free: a run's record may not fit", f"free some space, or {elsewhere}"
+        )
     if free < SOME_SPACE:
-        return warning("disk", f"{memory(free)} free: room for a few runs (256 MiB each at most)", "free some space")
-    return ok("disk", f"{memory(free)} free")
+        return warning(
+            "disk", f"{format_bytes(free)} free: room for a few runs (256 MiB each at most)", "free some space"
+        )
+    return ok("disk", f"{format_bytes(free)} free")
 
 
 # ------------------------------------------------------------------------------------------------ shared memory
@@ -167,7 +171,7 @@ def shared_memory(place: Path = Path("/dev/shm")) -> Check:
     except OSError as error:
         remedy = "DataLoader workers need it: mount a tmpfs there"
         return warning("/dev/shm", f"cannot be used: {error.strerror}", remedy)
-    found = f"{memory(usage.free)} of {memory(usage.total)} free"
+    found = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} free"
     if usage.free < LITTLE_SHM:
         remedy = "DataLoader workers pass batches through it: docker run --shm-size=8g, or --ipc=host"
         return warning("/dev/shm", found, remedy)

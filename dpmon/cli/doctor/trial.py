@@ -26,8 +26,8 @@ from dpmon.run.process_notes import WarningsLog
 from dpmon.run.run_directory import RunError, RunInfo, write_info
 from dpmon.run.run_reader import RunReader
 from dpmon.store.store_opening import open_store
-from dpmon.supervise.program import CommandError, choose_python
-from dpmon.supervise.spawn import environment
+from dpmon.supervise.command_process import command_environment
+from dpmon.supervise.command_resolver import CommandError, choose_python
 
 CHILD_S = 120.0
 """Time limit of the child in seconds: importing torch from a cold network file system is slow."""
@@ -134,7 +134,7 @@ def _run_child(seen: _TrialResults, python: str, directory: Path, info: RunInfo,
         done = subprocess.run(
             [python, str(script)],
             cwd=directory,
-            env=environment(info, directory, environ),
+            env=command_environment(info, directory, environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=CHILD_S,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dpmon.model.slow_steps import INPUT, WAITING_TEXT, SlowStep, SlowSteps
-from dpmon.text.cells import cut, right
-from dpmon.text.quantities import duration, group, short_clock
+from dpmon.text.cells import align_right, truncate
+from dpmon.text.formatting import format_count, format_duration, short_clock
 from dpmon.ui.chart import bar
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, width_of
@@ -16,8 +16,8 @@ def _place(step: SlowStep) -> str:
     """Epoch and batch of a step in short: "e2 1/200"; empty if unknown."""
     if step.epoch is None or step.batch is None:
         return ""
-    whole = "" if step.batches is None else f"/{group(step.batches)}"
-    return f"e{step.epoch} {group(step.batch)}{whole}"
+    whole = "" if step.batches is None else f"/{format_count(step.batches)}"
+    return f"e{step.epoch} {format_count(step.batch)}{whole}"
 
 
 def step_rows(found: SlowSteps, width: int, look: Look) -> list[Row]:
@@ -32,15 +32,15 @@ def step_rows(found: SlowSteps, width: int, look: Look) -> list[Row]:
     longest = max((step.wall_ns for step in found.steps), default=1)
     for step, place in zip(found.steps, places, strict=True):
         word = WAITING_TEXT if step.phase == INPUT else step.phase or "no single phase"
-        more = f" +{duration(step.excess_ns)}" if step.phase is not None else ""
+        more = f" +{format_duration(step.excess_ns)}" if step.phase is not None else ""
         row: Row = [
-            (right(group(step.step), 8), "bold"),
-            (right(short_clock(step.start_ns), 9), ""),
-            (right(duration(step.wall_ns), 9), "bold"),
-            ("  " + cut(word + more, 21).ljust(21), "" if step.phase is None else "wait"),
+            (align_right(format_count(step.step), 8), "bold"),
+            (align_right(short_clock(step.start_ns), 9), ""),
+            (align_right(format_duration(step.wall_ns), 9), "bold"),
+            ("  " + truncate(word + more, 21).ljust(21), "" if step.phase is None else "wait"),
         ]
         if ranks:
-            row.append((right("" if step.rank is None else str(step.rank), 7), ""))
+            row.append((align_right("" if step.rank is None else str(step.rank), 7), ""))
         if size:
             row.append(("  " + place.ljust(size), "dim"))
         room = width - width_of(row) - 2

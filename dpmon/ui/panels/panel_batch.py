@@ -12,8 +12,16 @@ from dpmon.record.record_types import MAX_SPANS, Call
 from dpmon.record.schema import SECOND, phase_by_display_name
 from dpmon.sanitize import sanitize_line
 from dpmon.store.step_stats import PhaseStats, StepStats
-from dpmon.text.cells import cut, right
-from dpmon.text.quantities import duration, group, percent, quantity_words, rate_words, short_clock, span_words
+from dpmon.text.cells import align_right, truncate
+from dpmon.text.formatting import (
+    format_count,
+    format_duration,
+    format_percent,
+    format_quantity,
+    format_rate,
+    format_time_range,
+    short_clock,
+)
 from dpmon.ui.chart import scale_top, stacked
 from dpmon.ui.facts import BEFORE_STALL, NAMES, Facts, mode_words
 from dpmon.ui.look import LETTERS, Look, letter_in
@@ -63,7 +71,7 @@ def title(facts: Facts, look: Look, width: int) -> tuple[Row, Row]:
     process, numbers = facts.process, figures(facts)
     if not numbers.steps or process is None:
         return [(NAMES["batch"], "title")], []
-    span = span_words(facts.view.span_s)
+    span = format_time_range(facts.view.span_s)
     dot = f" {look.glyphs.middot} "
     mode = numbers.mode
     word = mode_words(process, look.glyphs.times)[0]
@@ -78,7 +86,7 @@ def title(facts: Facts, look: Look, width: int) -> tuple[Row, Row]:
         ("median", numbers.median_ns, "bold"),
         ("p95", numbers.p95_ns, ""),
     ):
-        corner += [(f" {name}", "dim"), (right(duration(value), 8), style)]
+        corner += [(f" {name}", "dim"), (align_right(format_duration(value), 8), style)]
     kind: Row = [(dot, "dim"), ("evaluation", "wait")] if numbers.evaluation else []
     head: Row = [(NAMES["batch"], "title"), (dot, "dim"), (word, f"mode.{mode}"), *kind]
     if facts.stall is not None:
@@ -114,7 +122,7 @@ def batch(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     columns = [phase for phase in numbers.disjoint_phases if phase.ran or usual(process, numbers, phase.name)]
     table = _table(columns, numbers, width, look, height)
     if (counted := _counted(numbers)) and height >= _TALL:
-        table.append([(cut(f" {look.glyphs.middot} ".join(counted), width, look.glyphs.more), "")])
+        table.append([(truncate(f" {look.glyphs.middot} ".join(counted), width, look.glyphs.more), "")])
     if facts.view.zoom == "batch":
         table.append(_step_count(numbers, width, look))
     if facts.stall is not None:
@@ -136,7 +144,9 @@ def batch(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
 
 def _counted(numbers: StepStats) -> list[str]:
     """What the steps counted, except where it is one in each step."""
-    return [quantity_words(*each, numbers.steps) for each in numbers.known_quantities if each[1].total != numbers.steps]
+    return [
+        format_quantity(*each, numbers.steps) for each in numbers.known_quantities if each[1].total != numbers.steps
+    ]
 
 
 def _ranks(facts: Facts) -> list[Process]:
@@ -152,10 +162,10 @@ def _ranks(facts: Facts) -> list[Process]:
 
 def _step_count(numbers: StepStats, width: int, look: Look) -> Row:
     """The number of steps behind the figures."""
-    text = f"{group(numbers.steps)} steps"
+    text = f"{format_count(numbers.steps)} steps"
     if not look.colour or look.glyphs.ascii:
         text += "; a small letter: too short for a cell"
-    return [(cut(text, width, look.glyphs.more), "dim")]
+    return [(truncate(text, width, look.glyphs.more), "dim")]
 
 
 def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
@@ -183,22 +193,24 @@ def _table(columns: Sequence[PhaseStats], numbers: StepStats, width: int, look: 
         return [(" " * (cell - width_of(name)), ""), *name]
 
     def time(ns: float | None) -> str:
-        return duration(ns) if cell > 8 else duration(ns, "")
+        return format_duration(ns) if cell > 8 else format_duration(ns, "")
 
     def line(word: str, last: str, values: Sequence[str], style: str) -> Row:
         row: Row = [(word.ljust(label)[:label], "dim")]
         for phase, value in zip(columns, values, strict=True):
-            row.append((right(value, cell), style if phase.ran else "dim"))
+            row.append((align_right(value, cell), style if phase.ran else "dim"))
         if whole:
-            row.append((right(last, cell), style))
+            row.append((align_right(last, cell), style))
         return row
 
     header: Row = [(" " * label, "")]
     for phase in columns:
         header += head(phase.name)
     if whole:
-        header.append((right("step", cell), "dim"))
-    shares = [percent(phase.share) if cell > 5 else percent(phase.share).replace(" ", "") for phase in columns]
+        header.append((align_right("step", cell), "dim"))
+    shares = [
+        format_percent(phase.share) if cell > 5 else format_percent(phase.share).replace(" ", "") for phase in columns
+    ]
     rows = [header, line("share", "", shares, "bold")]
     if height >= 3:
         rows.append(line("median", time(numbers.median_ns), [time(phase.median_ns) for phase in columns], ""))
@@ -237,8 +249,10 @@ def history_rows(
     rows = stacked(picture.columns, room, bars, top, look, picture.places, by_mode=by_mode)
     out: list[Row] = []
     for index, row in enumerate(rows):
-        scale = "" if not known else duration(top) if index == 0 else "0" if index == bars - 1 and bars > 1 else ""
-        out.append([(right(scale, gutter - 1) + " ", "dim"), *row])
+        scale = (
+            "" if not known else format_duration(top) if index == 0 else "0" if index == bars - 1 and bars > 1 else ""
+        )
+        out.append([(align_right(scale, gutter - 1) + " ", "dim"), *row])
     if labelled:
         out.append(row_below(facts, axis, picture, gutter, room, look))
     return out
@@ -259,7 +273,7 @@ def notes(
         *missing(process, numbers),
     ]
     if timeline is not None and timeline.step.missing_spans:
-        more = f"{group(timeline.step.missing_spans)} spans of the last step are not drawn"
+        more = f"{format_count(timeline.step.missing_spans)} spans of the last step are not drawn"
         texts.append(f"{more}: only the first {MAX_SPANS} of a step are recorded")
     if not texts or not most:
         return []
@@ -272,7 +286,9 @@ def _between(numbers: StepStats) -> list[str]:
     rate = numbers.rate
     if rate is None or not rate.differs_within_steps or rate.steps_within <= rate.steps_per_s:
         return []
-    return [f"{percent(1 - rate.steps_per_s / rate.steps_within)} of the time is between steps: {rate_words(rate)}"]
+    return [
+        f"{format_percent(1 - rate.steps_per_s / rate.steps_within)} of the time is between steps: {format_rate(rate)}"
+    ]
 
 
 def _stalls(facts: Facts, numbers: StepStats) -> list[str]:
@@ -290,9 +306,9 @@ def unevenness(process: Process) -> list[str]:
     if found is None:
         return []
     if found.phase == INPUT:
-        return [f"{WAITING_TEXT} took {percent(found.time)} of the time: the mean includes it"]
+        return [f"{WAITING_TEXT} took {format_percent(found.time)} of the time: the mean includes it"]
     by = f", slower in {found.phase}" if found.phase is not None else ""
-    return [f"uneven steps: about {percent(found.steps)} take {percent(found.time)} of the time{by}"]
+    return [f"uneven steps: about {format_percent(found.steps)} take {format_percent(found.time)} of the time{by}"]
 
 
 def _longest(facts: Facts, numbers: StepStats) -> list[str]:
@@ -302,8 +318,8 @@ def _longest(facts: Facts, numbers: StepStats) -> list[str]:
         return []
     of = "" if one.rank is None else f" of rank {one.rank}"
     phase = WAITING_TEXT if one.phase == INPUT else one.phase
-    why = "" if phase is None else f", {duration(one.excess_ns)} more than usual in {phase}"
-    return [f"longest step{of}: {duration(one.wall_ns)} at {short_clock(one.start_ns)}{why}"]
+    why = "" if phase is None else f", {format_duration(one.excess_ns)} more than usual in {phase}"
+    return [f"longest step{of}: {format_duration(one.wall_ns)} at {short_clock(one.start_ns)}{why}"]
 
 
 def usual(process: Process, numbers: StepStats, phase: str) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dpmon.model.communication import Communication
 from dpmon.model.found_between_ranks import between_ranks
 from dpmon.sanitize import sanitize_line
-from dpmon.text.cells import right, wrapped
-from dpmon.text.quantities import duration, percent
+from dpmon.text.cells import align_right, wrap_text
+from dpmon.text.formatting import format_duration, format_percent
 from dpmon.ui.facts import RANK_NAMES, Facts
 from dpmon.ui.look import Look
 from dpmon.ui.panels import panel_ranks
@@ -35,8 +35,10 @@ def title(facts: Facts, look: Look, folded: bool) -> tuple[Row, Row]:
     found = facts.state.communication
     corner: Row = []
     if found is not None and found.exposed_ns is not None:
-        corner = [("exposed", "dim"), (right(duration(found.exposed_ns), 8), "bold")]
-        corner += [] if folded else [(right(percent(found.exposed_share), 6), "bold"), (" of the step", "dim")]
+        corner = [("exposed", "dim"), (align_right(format_duration(found.exposed_ns), 8), "bold")]
+        corner += (
+            [] if folded else [(align_right(format_percent(found.exposed_share), 6), "bold"), (" of the step", "dim")]
+        )
     return [(RANK_NAMES["compare"], "title")], corner
 
 
@@ -59,7 +61,7 @@ def _facts(found: Communication, width: int, look: Look) -> list[Row]:
     for label, text in found.facts:
         label = sanitize_line(label, 40)
         indent = _LABEL if len(label) < _LABEL else len(label) + 1
-        lines = wrapped(sanitize_line(text, 400), max(width - indent, 10))
+        lines = wrap_text(sanitize_line(text, 400), max(width - indent, 10))
         for index, line in enumerate(lines):
             head = label.ljust(indent) if index == 0 else " " * indent
             rows.append([(head, "dim"), (line, "bold" if label == "exposed" else "")])

@@ -11,8 +11,19 @@ from dpmon.model.step_timeline import Piece
 from dpmon.record.schema import REST, SETTLING_STEPS, phase_by_display_name, phase_by_name
 from dpmon.sanitize import sanitize_line
 from dpmon.store.step_stats import StepStats
-from dpmon.text.cells import cut, right
-from dpmon.text.quantities import UNKNOWN, clock, compact, count_of, duration, group, memory, percent, span_words, times
+from dpmon.text.cells import align_right, truncate
+from dpmon.text.formatting import (
+    UNKNOWN,
+    format_bytes,
+    format_clock,
+    format_compact,
+    format_count,
+    format_count_with_noun,
+    format_duration,
+    format_factor,
+    format_percent,
+    format_time_range,
+)
 from dpmon.ui.chart import ceiling, range_bar
 from dpmon.ui.facts import NAMES, Facts
 from dpmon.ui.look import Look
@@ -58,12 +69,19 @@ def title(facts: Facts, look: Look, folded: bool) -> tuple[Row, Row]:
     elif found.speedup is not None:
         style = "good" if found.outcome == "faster" else "bad"
         more = "" if folded else " as one device"
-        corner = [(right(times(found.speedup.value, look.glyphs.times), 6), style), (f" as fast{more}", "dim")]
+        corner = [
+            (align_right(format_factor(found.speedup.value, look.glyphs.times), 6), style),
+            (f" as fast{more}", "dim"),
+        ]
     elif folded and len(found.sides) > 1:
         corner = [("no verdict yet", "dim")]
     else:
         for mode, side in ((mode, found.sides[mode]) for mode in _MODES if mode in found.sides):
-            corner += [("  " if corner else "", ""), (mode, f"mode.{mode}"), (right(duration(side.median_ns), 8), "")]
+            corner += [
+                ("  " if corner else "", ""),
+                (mode, f"mode.{mode}"),
+                (align_right(format_duration(side.median_ns), 8), ""),
+            ]
     return [(NAMES["compare"], "title")], corner
 
 
@@ -105,7 +123,7 @@ def _over_time(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     if facts.process is None or facts.view.zoom != "compare" or height < _LEAST_CHART:
         return []
     drawn = history_rows(facts, facts.process, width, min(height, _MOST_CHART), look, by_mode=True)
-    return [[], [(f"mean step, {span_words(facts.view.span_s)}", "bold")], *drawn]
+    return [[], [(f"mean step, {format_time_range(facts.view.span_s)}", "bold")], *drawn]
 
 
 def _changes(changes: Sequence[ModeSpeedup], width: int, look: Look) -> list[Row]:
@@ -113,18 +131,18 @@ def _changes(changes: Sequence[ModeSpeedup], width: int, look: Look) -> list[Row
     low, high = min(one.speedup.low for one in changes), max(one.speedup.high for one in changes)
     room = min(width - 44, 60)
     texts = [
-        f"{times(one.speedup.value, look.glyphs.times)} ({times(one.speedup.low, '')} to {times(one.speedup.high, '')})"
+        f"{format_factor(one.speedup.value, look.glyphs.times)} ({format_factor(one.speedup.low, '')} to {format_factor(one.speedup.high, '')})"
         for one in changes
     ]
     columns = [
-        TableColumn("change", 9, [clock(one.t_ns) for one in changes]),
+        TableColumn("change", 9, [format_clock(one.t_ns) for one in changes]),
         TableColumn("  to", 8, [[("  " + one.to.ljust(6), f"mode.{one.to}")] for one in changes], left=True),
         TableColumn("speed-up (95 %)", 23, texts, "bold"),
     ]
     if room >= _LEAST_RANGE:
         found = [one.speedup for one in changes]
         drawn = [range_bar(one.low, one.value, one.high, high, room, look.glyphs, low) for one in found]
-        scale = times(low, "") + times(high, "").rjust(room - len(times(low, "")))
+        scale = format_factor(low, "") + format_factor(high, "").rjust(room - len(format_factor(low, "")))
         columns.append(TableColumn("  " + scale, room + 2, [[("  " + text, "bar")] for text in drawn]))
     return table_rows(columns, look.glyphs.more)
 
@@ -148,8 +166,8 @@ class _CompareTable:
         """Whether the call's phases are shown separately, so that forward is only the rest."""
 
     def line(self, word: str, values: Mapping[str, str], style: str = "", note: Row | None = None) -> Row:
-        row: Row = [(cut(word, self.label - 1).ljust(self.label), "dim")]
-        row += [(right(values.get(mode, UNKNOWN), self.cell), style) for mode in self.modes]
+        row: Row = [(truncate(word, self.label - 1).ljust(self.label), "dim")]
+        row += [(align_right(values.get(mode, UNKNOWN), self.cell), style) for mode in self.modes]
         return [*row, ("  ", ""), *note] if note and width_of(note) <= self.room else row
 
     def head(self) -> Row:
@@ -157,16 +175,16 @@ class _CompareTable:
         dp = f"dp {self.look.glyphs.times}{count}" if count else "dp"
         words = {"single": "single", "dp": dp}
         row: Row = [(" " * self.label, "")]
-        row += [(right(words[mode], self.cell), f"mode.{mode}") for mode in self.modes]
+        row += [(align_right(words[mode], self.cell), f"mode.{mode}") for mode in self.modes]
         return [*row, ("  speed-up (95 %)", "dim")] if self.found.speedup is not None else row
 
     def step(self) -> Row:
         found, look = self.found, self.look
-        steps = {mode: duration(side.median_ns) for mode, side in found.sides.items()}
+        steps = {mode: format_duration(side.median_ns) for mode, side in found.sides.items()}
         note: Row = []
         if found.speedup is not None:
-            value = times(found.speedup.value, look.glyphs.times)
-            low, high = (times(each, "") for each in found.speedup[1:])
+            value = format_factor(found.speedup.value, look.glyphs.times)
+            low, high = (format_factor(each, "") for each in found.speedup[1:])
             if found.outcome == "even":  # no difference shows: give only the range, not a ratio
                 return self.line("median step", steps, "bold", [(f"{low} to {high}{look.glyphs.times}", "dim")])
             note = [(value, "bold"), (f" ({low} to {high})", "dim")]
@@ -178,27 +196,31 @@ class _CompareTable:
         found = self.found
         note: Row = []
         if found.efficiency is not None and found.outcome != "even":
-            note = [(percent(found.efficiency), "bold"), (" efficiency", "dim")]
+            note = [(format_percent(found.efficiency), "bold"), (" efficiency", "dim")]
         rates = {m: s.rate for m, s in found.sides.items() if s.rate is not None}
-        return self.line("samples/s", {m: compact(rate.samples_per_s) for m, rate in rates.items()}, "bold", note)
+        return self.line(
+            "samples/s", {m: format_compact(rate.samples_per_s) for m, rate in rates.items()}, "bold", note
+        )
 
     def within(self) -> list[Row]:
         """The rates within steps, if they differ from the overall rates."""
         rates = {m: s.rate for m, s in self.found.sides.items() if s.rate is not None}
         if not any(rate.differs_within_steps for rate in rates.values()):
             return []
-        return [self.line(" within steps", {m: compact(rate.samples_within) for m, rate in rates.items()}, "dim")]
+        return [
+            self.line(" within steps", {m: format_compact(rate.samples_within) for m, rate in rates.items()}, "dim")
+        ]
 
     def p95(self) -> Row:
-        return self.line("p95 step", {m: duration(s.p95_ns) for m, s in self.found.sides.items()})
+        return self.line("p95 step", {m: format_duration(s.p95_ns) for m, s in self.found.sides.items()})
 
     def steps(self) -> Row:
         """How many steps are compared, and their samples; before a comparison, how many steps were seen."""
         found, samples = self.found, self.found.samples
         if samples is None:
-            return self.line("steps seen", {m: group(seen) for m, seen in found.seen.items()}, "dim")
-        note: Row = [(f"of {group(samples)} samples each", "dim")]
-        return self.line("compared", {m: group(side.steps) for m, side in found.sides.items()}, "dim", note)
+            return self.line("steps seen", {m: format_count(seen) for m, seen in found.seen.items()}, "dim")
+        note: Row = [(f"of {format_count(samples)} samples each", "dim")]
+        return self.line("compared", {m: format_count(side.steps) for m, side in found.sides.items()}, "dim", note)
 
     def memory(self) -> list[Row]:
         """One row per device: peak allocated memory; without GPUs the memory of the run's processes."""
@@ -230,8 +252,8 @@ class _CompareTable:
             note: Row = []
             if len(medians) == 2 and (single is not None or dp is not None):
                 change = (dp or 0.0) - (single or 0.0)
-                note = [(("+" if change >= 0 else "-") + duration(abs(change)), "dim")]
-            shown = {m: duration(medians[m]) if phase.ran else "none" for m, phase in phases.items()}
+                note = [(("+" if change >= 0 else "-") + format_duration(abs(change)), "dim")]
+            shown = {m: format_duration(medians[m]) if phase.ran else "none" for m, phase in phases.items()}
             word = "fwd rest" if name == "forward" and self.rest else name
             rows.append(self.line(" " + word, shown, "", note))
         return rows
@@ -267,7 +289,7 @@ def _laid(side: StepStats) -> list[Piece]:
 def _peak(peak: Peak | None) -> str:
     if peak is None:
         return UNKNOWN
-    return memory(peak.bytes) if peak.exact else "≤" + memory(peak.bytes)
+    return format_bytes(peak.bytes) if peak.exact else "≤" + format_bytes(peak.bytes)
 
 
 def _notes(facts: Facts, found: Comparison, width: int, look: Look) -> list[Row]:
@@ -333,7 +355,7 @@ def _left_out(found: Comparison) -> list[str]:
     passes, sizes = found.left_other_kind, found.left_out - found.left_other_kind
     which = "without" if found.trained else "with"
     parts = [(sizes, "of another batch size"), (passes, f"{which} a backward pass")]
-    return [f"left out: {count_of(number, 'step')} {what}" for number, what in parts if number]
+    return [f"left out: {format_count_with_noun(number, 'step')} {what}" for number, what in parts if number]
 
 
 def _coverage(found: Comparison) -> str:

@@ -14,8 +14,8 @@ from dpmon.model.nodes import node_of
 from dpmon.model.state import DeviceTrack
 from dpmon.record.safe_json import number_member
 from dpmon.sanitize import sanitize_line
-from dpmon.text.cells import cut, right, span_width
-from dpmon.text.quantities import UNKNOWN, left_of, memory
+from dpmon.text.cells import align_right, span_width, truncate
+from dpmon.text.formatting import UNKNOWN, format_bytes, format_free_bytes
 from dpmon.ui.chart import filled_bar, spark
 from dpmon.ui.device_facts import chart_rows, device_name, fact_rows, host_plots, label, mine, reasons, rounded
 from dpmon.ui.facts import NAMES, Facts
@@ -72,17 +72,17 @@ def title(facts: Facts, look: Look, folded: bool = False) -> tuple[Row, Row]:
         head: Row = [(NAMES["devices"], "title"), (_where(facts), "")]
         if name is not None:
             many = f"{len(tracks)} {look.glyphs.times} " if len(tracks) > 1 else ""
-            head.append((f"{dot}{many}{cut(name, 24, look.glyphs.more)}", ""))
+            head.append((f"{dot}{many}{truncate(name, 24, look.glyphs.more)}", ""))
         corner: Row = [("util ", "dim"), (_uses(tracks), "")]
         left = min((total - used for used, total in map(_memory, _ours(tracks)) if used and total), default=None)
         if folded and left is not None:
-            corner += [("  free ", "dim"), (right(memory(left), 8), "")]
+            corner += [("  free ", "dim"), (align_right(format_bytes(left), 8), "")]
             corner += [(" or more", "dim")] if len(tracks) > 1 else []
         return head, corner
     cpu = number_member(facts.state.host.data, "cpu_pct")
     return [(NAMES["devices"], "title"), (f"{_where(facts)}{dot}host", "")], [
         ("cpu ", "dim"),
-        (right(rounded(cpu, "%"), 5), ""),
+        (align_right(rounded(cpu, "%"), 5), ""),
     ]
 
 
@@ -164,13 +164,13 @@ def _memory_rows(facts: Facts, width: int, *, with_reasons: bool = True) -> list
         for word, count in parts:
             gap = "  " if len(row) > 1 else ""
             if width_of(row) + len(gap) + len(word) + 9 <= width:
-                row += [(gap + word, "dim"), (right(memory(count), 9), "")]
+                row += [(gap + word, "dim"), (align_right(format_bytes(count), 9), "")]
         rows.append(row)
     why = [known for one in found for known in reasons_of_memory(one)]
     if why and with_reasons:
         named = "; ".join(dict.fromkeys(f"{names}: {reason}" for names, reason in why))
         short = "; ".join(dict.fromkeys(reason for _, reason in why))
-        rows.append([(cut(sanitize_line(named if span_width(named) <= width else short, 300), width), "dim")])
+        rows.append([(truncate(sanitize_line(named if span_width(named) <= width else short, 300), width), "dim")])
     return rows
 
 
@@ -217,17 +217,17 @@ class _DeviceTable:
             row += fit([(device_name(data), "" if ours else "dim")], self.name + 1, self.look.glyphs.more)
         row += [
             (_history(track, track.util, self.axis, self.graph, self.look), "bar" if ours else "dim"),
-            (right(rounded(util, "%"), 6), "bold" if ours else "dim"),
+            (align_right(rounded(util, "%"), 6), "bold" if ours else "dim"),
             ("  ", ""),
         ]
         if self.bar:
             row += [*_memory_bar(data, self.bar, self.look)]
         full = used is not None and total is not None and total - used < total * _FULL
-        text = left_of(used, total)
+        text = format_free_bytes(used, total)
         if self.free < _FREE:
             number, _, rest = text.partition(" of ")
             text = " ".join([number, *rest.split()[1:]])
-        row.append((right(text, self.free), ("wait" if full else "") if ours else "dim"))
+        row.append((align_right(text, self.free), ("wait" if full else "") if ours else "dim"))
         return [*row, *_figures(data, "" if ours else "dim", _FIGURES)[: self.figures]]
 
     def second(self, track: DeviceTrack) -> Row:
@@ -239,7 +239,7 @@ class _DeviceTable:
         row: Row = [
             (("memory" if lead >= 7 else "mem").ljust(lead), "dim"),
             (_history(track, track.mem, self.axis, self.graph, self.look), "bar" if not ours else "dim"),
-            (right(rounded(share, "%"), 6), ours),
+            (align_right(rounded(share, "%"), 6), ours),
         ]
         figures = _figures(data, ours, (11, 7, 9), limited=True)
         return [*row, *figures] if width_of(row) + width_of(figures) <= self.width else [*row, *figures[:2]]
@@ -252,7 +252,7 @@ class _DeviceTable:
         for key, word in _THIRD:
             value, share = number_member(data, key), key.endswith("_pct")
             if value is not None or not share:
-                figure = right(f"{value:.0f} %", 5) if share else right(memory(value), 8)
+                figure = align_right(f"{value:.0f} %", 5) if share else align_right(format_bytes(value), 8)
                 parts.append([(f"{word} ", "dim"), (figure + " ", "")])
         for part in parts:
             if width_of(row) + width_of(part) - 1 <= self.width:
@@ -284,9 +284,9 @@ def _figures(data: Mapping[str, Any], style: str, widths: tuple[int, int, int], 
     )
     watts = (UNKNOWN if power is None else f"{power:.0f}") + (f"/{limit:.0f}" if limited and limit is not None else "")
     return [
-        (right(f"{watts} W", widths[0]), style),
-        (right(rounded(heat, "°C"), widths[1]), style),
-        (right(rounded(megahertz, "MHz"), widths[2]), style),
+        (align_right(f"{watts} W", widths[0]), style),
+        (align_right(rounded(heat, "°C"), widths[1]), style),
+        (align_right(rounded(megahertz, "MHz"), widths[2]), style),
     ]
 
 
@@ -306,10 +306,10 @@ def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, facts: Facts, l
         return [
             (label(index, track.data).ljust(head), style or "bold"),
             (_history(track, track.util, axis, graph, look), style or "bar"),
-            (right(rounded(util, "%"), 6), style or "bold"),
+            (align_right(rounded(util, "%"), 6), style or "bold"),
             (" ", ""),
             *_memory_bar(track.data, space, look),
-            (right(rounded(share, "%"), 5), style),
+            (align_right(rounded(share, "%"), 5), style),
         ]
 
     rows: list[Row] = []
@@ -329,10 +329,10 @@ def _below(tracks: Sequence[tuple[int, DeviceTrack]], width: int, look: Look) ->
             down.setdefault(sanitize_line(word, 40), []).append(label(index, track.data))
     if down:
         text = "; ".join(f"{word}: {' '.join(who)}" for word, who in down.items())
-        rows.append([("clocks held down ", "wait"), (cut(text, max(width - 17, 1), look.glyphs.more), "")])
+        rows.append([("clocks held down ", "wait"), (truncate(text, max(width - 17, 1), look.glyphs.more), "")])
     why = reasons([track.data for _, track in tracks], _SHOWN)
     if why:
-        rows.append([(cut(why, width, look.glyphs.more), "dim")])
+        rows.append([(truncate(why, width, look.glyphs.more), "dim")])
     return rows
 
 
@@ -350,14 +350,14 @@ def host(facts: Facts, width: int, height: int, look: Look, tall: bool = False) 
         return [[("no sample yet", "dim")]]
     cpu, used, total = (number_member(data, key) for key in ("cpu_pct", "mem_used_bytes", "mem_total_bytes"))
     own, held = number_member(data, "run_cpu_pct"), number_member(data, "run_mem_bytes")
-    load: Row = [(right(rounded(cpu, "%"), 6), "bold")]
-    load.append((right(left_of(used, total), _FREE + 1), ""))
+    load: Row = [(align_right(rounded(cpu, "%"), 6), "bold")]
+    load.append((align_right(format_free_bytes(used, total), _FREE + 1), ""))
     of_run: Row = [("this run ", "dim")]
     if facts.over and own is None and held is None:
         of_run.append(("has ended", ""))
     else:
-        of_run += [(right(UNKNOWN if own is None else f"{own / 100:.2f}", 5), ""), (" cores", "dim")]
-        of_run += [(right(memory(held), 10), "")]
+        of_run += [(align_right(UNKNOWN if own is None else f"{own / 100:.2f}", 5), ""), (" cores", "dim")]
+        of_run += [(align_right(format_bytes(held), 10), "")]
     whole = [*load, ("  ", ""), *of_run]
     rows = [] if tall or width >= width_of(whole) + 9 + _LEAST_GRAPH else [of_run]
     whole = load if rows else whole

@@ -12,7 +12,7 @@ from pathlib import Path
 from dpmon.run.process_notes import READ_BYTES
 from dpmon.run.safe_files import open_file
 from dpmon.text.cells import span_width
-from dpmon.text.quantities import group
+from dpmon.text.formatting import format_count
 from dpmon.ui.facts import NAMES, Facts
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, cropped, merged, plain, width_of
@@ -180,7 +180,7 @@ class Output:
             if found:
                 break
         else:
-            within = "" if tail.whole else f" in the last {group(tail.end - tail.first)} lines"
+            within = "" if tail.whole else f" in the last {format_count(tail.end - tail.first)} lines"
             return f"no {'older' if older else 'newer'} line with {needle!r}{within}"
         self.hit = serial
         self._go_to(tail, top if top <= serial < top + height else serial - height // 2, height)
@@ -192,7 +192,7 @@ class Output:
 
 def place_of(tail: Tail, serial: int) -> str:
     """The place of a row among those that can be shown."""
-    return f"line {group(serial - tail.first + 1)} of {'' if tail.whole else 'the last '}{group(tail.end - tail.first)}"
+    return f"line {format_count(serial - tail.first + 1)} of {'' if tail.whole else 'the last '}{format_count(tail.end - tail.first)}"
 
 
 def hits(text: str, needle: str) -> list[tuple[int, int]]:

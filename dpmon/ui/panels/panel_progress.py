@@ -10,8 +10,14 @@ from dpmon.model.progress import Epoch, Progress, left_words, without_time
 from dpmon.record.schema import SECOND
 from dpmon.sanitize import sanitize_line
 from dpmon.store.query_results import SMOOTHED
-from dpmon.text.cells import cut, right
-from dpmon.text.quantities import clock, count_of, duration_words, group, percent
+from dpmon.text.cells import align_right, truncate
+from dpmon.text.formatting import (
+    format_clock,
+    format_count,
+    format_count_with_noun,
+    format_long_duration,
+    format_percent,
+)
 from dpmon.ui.chart import curves, filled_bar
 from dpmon.ui.facts import NAMES, Facts
 from dpmon.ui.look import Look
@@ -77,13 +83,13 @@ def title(facts: Facts, look: Look, folded: bool) -> tuple[Row, Row]:
     found, dot = progress_in(facts), f" {look.glyphs.middot} "
     if facts.over and facts.findings is not None:
         count = len(facts.findings)
-        corner: Row = [(count_of(count, "finding"), "wait")] if count else []
+        corner: Row = [(format_count_with_noun(count, "finding"), "wait")] if count else []
         return [(NAMES["progress"][:2] + "What happened", "title")], corner
     if found.epoch is None:
         return name, [part for one in losses_in(facts)[:1] for part in (("loss ", "dim"), loss_span(one.last, 7))]
     if folded:
         return name, [(of_batches(found).strip(), "bold")]
-    return [*name, (f"{dot}epoch {group(found.epoch)}", "dim")], [(of_batches(found), "bold")]
+    return [*name, (f"{dot}epoch {format_count(found.epoch)}", "dim")], [(of_batches(found), "bold")]
 
 
 def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
@@ -112,9 +118,9 @@ def of_batches(found: Progress) -> str:
     if found.batch is None:
         return ""
     if found.batches is None:
-        return f"batch {group(found.batch)}"
-    whole = group(found.batches)
-    return f"{right(group(found.batch), len(whole))}/{whole}"
+        return f"batch {format_count(found.batch)}"
+    whole = format_count(found.batches)
+    return f"{align_right(format_count(found.batch), len(whole))}/{whole}"
 
 
 def loss_span(value: float | None, width: int) -> tuple[str, str]:
@@ -181,10 +187,12 @@ def _bar(found: Progress, width: int, look: Look) -> list[Row]:
         name = "epoch" if found.epoch is None else "batch" if found.batch is None else "batches"
         why = sanitize_line(found.absent.get(name, ""), 200)
         return (
-            [[(cut(f"no length: {why}" if name == "batches" else why, width, look.glyphs.more), "dim")]] if why else []
+            [[(truncate(f"no length: {why}" if name == "batches" else why, width, look.glyphs.more), "dim")]]
+            if why
+            else []
         )
     done = found.batch / found.batches
-    share: Row = [(right(percent(done), 6), "bold")]
+    share: Row = [(align_right(format_percent(done), 6), "bold")]
     left: Row = (
         [("  ", ""), (f"{left_words(found.left_ns, found.error_ns)} left".rjust(16), "")]
         if found.left_ns is not None
@@ -200,10 +208,10 @@ def _epochs(past: Sequence[Epoch], height: int, look: Look) -> list[Row]:
     """The past epochs, the newest first, as many as have room. A column without a value is left out."""
     shown = [*reversed(past)][: height - 1]
     parts = [
-        ("epoch", 5, [group(one.epoch) for one in shown]),
-        ("time", 12, [duration_words(one.took_ns) for one in shown]),
-        ("evaluation", 12, [duration_words(one.evaluation_ns) if one.evaluation_ns else "" for one in shown]),
-        ("between", 12, [duration_words(one.pause_ns) if one.pause_ns is not None else "" for one in shown]),
+        ("epoch", 5, [format_count(one.epoch) for one in shown]),
+        ("time", 12, [format_long_duration(one.took_ns) for one in shown]),
+        ("evaluation", 12, [format_long_duration(one.evaluation_ns) if one.evaluation_ns else "" for one in shown]),
+        ("between", 12, [format_long_duration(one.pause_ns) if one.pause_ns is not None else "" for one in shown]),
     ]
     return table_rows([TableColumn(head, size, cells) for head, size, cells in parts if any(cells)], look.glyphs.more)
 
@@ -214,7 +222,7 @@ def _loss(facts: Facts, one: LossCurve, several: bool, width: int, height: int, 
     if one.smoothed is not None:
         head += [("smoothed ", "bar"), loss_span(one.smoothed, 8)]
     if several:
-        head.append((cut(sanitize_line(one.place, 200), 24, look.glyphs.more) + " ", "dim"))
+        head.append((truncate(sanitize_line(one.place, 200), 24, look.glyphs.more) + " ", "dim"))
     beside = height < 2
     room = width - (width_of(head) if beside else _GUTTER)
     if room < _BAR:
@@ -235,9 +243,9 @@ def _loss(facts: Facts, one: LossCurve, several: bool, width: int, height: int, 
         return [[*head, *drawn[0]]]
     marks = {0: loss_span(top, 0)[0] if top > low else "", len(drawn) - 1: loss_span(low, 0)[0]}
     rows: list[Row] = [
-        [(right(marks.get(index, ""), _GUTTER - 1) + " ", "dim"), *row] for index, row in enumerate(drawn)
+        [(align_right(marks.get(index, ""), _GUTTER - 1) + " ", "dim"), *row] for index, row in enumerate(drawn)
     ]
-    since = f"since {clock(axis.begin_s * SECOND)}"
+    since = f"since {format_clock(axis.begin_s * SECOND)}"
     return [
         columns(head, [(since, "dim")] if width_of(head) + len(since) < width else [], width, look.glyphs.more),
         *rows,

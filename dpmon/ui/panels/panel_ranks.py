@@ -15,8 +15,8 @@ from dpmon.model.state import MAPPED, WORST, CallTrack, Process
 from dpmon.model.stragglers import MIN_STEPS, RankTimes, Straggler, in_short, sentence
 from dpmon.record.shared_names import node_suffix
 from dpmon.sanitize import sanitize_line
-from dpmon.text.cells import right, span_width
-from dpmon.text.quantities import UNKNOWN, count_of, duration, group
+from dpmon.text.cells import align_right, span_width
+from dpmon.text.formatting import UNKNOWN, format_count, format_count_with_noun, format_duration
 from dpmon.ui.chart import busy_bar, busy_legend
 from dpmon.ui.facts import RANK_NAMES, Facts, devices_in_short
 from dpmon.ui.look import Look
@@ -124,8 +124,8 @@ def title(facts: Facts, look: Look) -> tuple[Row, Row]:
     what: Row = []
     if track is not None:
         what = [*kind(track.last, look), (name_of(track.last, f" {look.glyphs.middot} "), "")]
-    corner: Row = [("step", "dim"), (right(group(facts.state.step), 9), "")]
-    where = f" on {count_of(len(facts.state.nodes), 'node')}" if facts.state.nodes else ""
+    corner: Row = [("step", "dim"), (align_right(format_count(facts.state.step), 9), "")]
+    where = f" on {format_count_with_noun(len(facts.state.nodes), 'node')}" if facts.state.nodes else ""
     where = f" on {processes[0].node}" if facts.view.node is not None and processes else where
     return [(RANK_NAMES["replicas"] + where, "title"), *what], corner
 
@@ -190,7 +190,9 @@ def _notes(facts: Facts, found: Communication, width: int, room: int, ranks: int
         rows += lines(f"a slow rank is named after {MIN_STEPS} steps with known waits: {found.joined} so far", width)
     else:
         where = f" of {facts.state.training[0].node}" if facts.view.node is not None else ""
-        rows += lines(f"no rank{where} holds the others up (last {count_of(found.joined, 'step')})", width)
+        rows += lines(
+            f"no rank{where} holds the others up (last {format_count_with_noun(found.joined, 'step')})", width
+        )
     for note in found.other_waits():
         rows += lines(note, width)
     return [*rows, *_missing(facts)][:most]
@@ -236,7 +238,7 @@ def _times_table(facts: Facts, found: Communication, width: int, height: int, lo
     if node:
         columns.insert(1, TableColumn("node", node - 1, [one.process.node or "" for one in ranks], left=True, gap=1))
     for name, word in zip(_NAMES, _NAMES if cell > 8 else _SHORT, strict=True):
-        times = [right(_time(one.times, name, gap), cell) for one in ranks]
+        times = [align_right(_time(one.times, name, gap), cell) for one in ranks]
         usual = "bold" if name == "wait" else ""
         cause = slow.phase if slow is not None else None
         styles = ["wait" if marked and name == cause else usual for marked in slowest]
@@ -259,7 +261,7 @@ def _is_slow(slow: Straggler | None, one: _Rank) -> bool:
 
 
 def _mark(one: _Rank, marked: bool, facts: Facts, look: Look) -> Row:
-    number = right(str(one.process.number), _LABEL - 2) + "  "
+    number = align_right(str(one.process.number), _LABEL - 2) + "  "
     sign = look.glyphs.focus if marked else look.glyphs.ring if one.process.process == facts.view.process else " "
     return [(sign, "wait"), (number, "wait" if marked else "bold")]
 
@@ -273,7 +275,7 @@ def _time(times: RankTimes, name: str, gap: str) -> str:
     """A time of a rank; exactly 0 is "0", without a unit."""
     own = {"exposed": times.exposed_ns, "wait": times.wait_ns}
     ns = own[name] if name in own else times.phases.get(name)
-    return "0" if ns == 0 else duration(ns, gap)
+    return "0" if ns == 0 else format_duration(ns, gap)
 
 
 def _size_cells(ranks: Sequence[_Rank], height: int, room: int) -> list[Row]:
@@ -285,7 +287,7 @@ def _size_cells(ranks: Sequence[_Rank], height: int, room: int) -> list[Row]:
         call = one.track.last
         rows = call.rows
         count = UNKNOWN if rows is None else str(rows)
-        cells.append([(f"  {size_text(call.inputs)}  {size_text(call.outputs)}{right(count, 6)}", "dim")])
+        cells.append([(f"  {size_text(call.inputs)}  {size_text(call.outputs)}{align_right(count, 6)}", "dim")])
     return cells if max(len(_SIZES), *map(width_of, cells)) <= room else []
 
 
@@ -321,7 +323,7 @@ def _sizes_table(facts: Facts, width: int, height: int, look: Look) -> list[Row]
         TableColumn("rows", count_room, [UNKNOWN if batch is None else str(batch) for batch in batches]),
         TableColumn("forward", cell, [_median(process, "forward") for process, _ in rows]),
         TableColumn("backward" if cell == 9 else "backwd", cell, [_median(process, "backward") for process, _ in rows]),
-        TableColumn("step", cell, [duration(process.figures.median_ns) for process, _ in rows], "bold"),
+        TableColumn("step", cell, [format_duration(process.figures.median_ns) for process, _ in rows], "bold"),
     ]
     drawn = table_rows(columns, look.glyphs.more)
     drawn += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
@@ -331,7 +333,7 @@ def _sizes_table(facts: Facts, width: int, height: int, look: Look) -> list[Row]
     troubles = ((node.name, node.trouble(facts.elapsed_ns)) for node in facts.state.nodes)
     away = [name for name, trouble in troubles if trouble is not None and trouble.word in SILENT]
     if why is not None and away:
-        others = f" and {count_of(len(away) - 1, 'other')}" if away[1:] else ""
+        others = f" and {format_count_with_noun(len(away) - 1, 'other')}" if away[1:] else ""
         why += f" (no records come from {away[0]}{others})"
     return [*drawn, *lines(why or "", width)]
 
@@ -347,7 +349,7 @@ def _missing(facts: Facts) -> list[Row]:
 
 def _median(process: Process, phase: str) -> str:
     found = process.figures.phase(phase)
-    return duration(None if found is None else found.median_ns)
+    return format_duration(None if found is None else found.median_ns)
 
 
 def _of_call(track: CallTrack | None) -> str:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from dpmon.model.state import CallTrack, Process
 from dpmon.record.record_types import Call, Size, count_rows
 from dpmon.sanitize import sanitize_line
-from dpmon.text.cells import cut, right, span_width
-from dpmon.text.quantities import UNKNOWN, count_of, duration, group, memory
+from dpmon.text.cells import align_right, span_width, truncate
+from dpmon.text.formatting import UNKNOWN, format_bytes, format_count, format_count_with_noun, format_duration
 from dpmon.ui.chart import filled_bar, range_bar
 from dpmon.ui.facts import NAMES, Facts, mode_words
 from dpmon.ui.look import Look
@@ -88,7 +88,7 @@ def title(facts: Facts, look: Look) -> tuple[Row, Row]:
     dot = f" {look.glyphs.middot} "
     part = f"{dot}call {choice.nth} of {choice.of} a step" if choice.of > 1 else ""
     many = f"{dot}newest of {count}" if count > 1 and not which else f"{dot}{which} of {count}" if which else ""
-    corner: Row = [("call", "dim"), (right(group(call.call), 9), "")]
+    corner: Row = [("call", "dim"), (align_right(format_count(call.call), 9), "")]
     head = "2 Stages" if _staged(call) else NAMES["replicas"]
     # The names come last, so that they are cut before the number of the choice.
     return [(head, "title"), (many + part, ""), *kind(call, look), (name_of(call, dot), "")], corner
@@ -127,10 +127,10 @@ def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
 def _times(track: CallTrack, numbers: Sequence[int]) -> list[TableColumn]:
     """The median times of replicas or stages: on the host and, if they are known, on the device."""
     times = [track.times[number] if number < len(track.times) else None for number in numbers]
-    host = [duration(None if each is None else each.middle) for each in times]
+    host = [format_duration(None if each is None else each.middle) for each in times]
     columns = [TableColumn("host time", 10, host, "bold")]
     if track.device_ns:
-        columns.append(TableColumn("on device", 10, [duration(track.device_ns.get(n)) for n in numbers], "bold"))
+        columns.append(TableColumn("on device", 10, [format_duration(track.device_ns.get(n)) for n in numbers], "bold"))
     return columns
 
 
@@ -194,7 +194,7 @@ def _scale(base: float, top: float, width: int) -> str:
 
     The right edge is the 95th percentile of the slowest replica.
     """
-    begin, end = (duration(base, ""), duration(top, "")) if top else ("", "")
+    begin, end = (format_duration(base, ""), format_duration(top, "")) if top else ("", "")
     room = width - len(begin) - len(end)
     if top and room >= 1:
         between = next(word for word in (_RANGE, "5-95%", "") if len(word) + 2 <= max(room, 2))
@@ -223,7 +223,7 @@ def _stages(track: CallTrack, width: int, look: Look) -> list[Row]:
         TableColumn("parts", parts, names, left=True, gap=2),
         TableColumn("input", given, ins, left=True, gap=2),
         TableColumn("output", gave, outs, left=True),
-        TableColumn("crossed", 10, ["" if not stage.stage else memory(stage.crossed) for stage in call.stages]),
+        TableColumn("crossed", 10, ["" if not stage.stage else format_bytes(stage.crossed) for stage in call.stages]),
         *_times(track, [stage.stage for stage in call.stages]),
     ]
     rows = table_rows(columns, look.glyphs.more)
@@ -251,14 +251,14 @@ def every_size(
         if sizes is None:
             rows.append([(f"   {word}  {UNKNOWN}  {unseen}", "dim")])
         for size in sizes or ():
-            rows.append([(f"   {word}  ", "dim"), (cut(_size_line(size), width - 8, look.glyphs.more), "")])
+            rows.append([(f"   {word}  ", "dim"), (truncate(_size_line(size), width - 8, look.glyphs.more), "")])
     return rows
 
 
 def _size_line(size: Size) -> str:
     """Everything about one size: "0.mask [16, 512] float32 32.0 KiB"; clean."""
     name = sanitize_line(size.path, 80) + " " if size.path else ""
-    return f"{name}{_shape(size, 32)} {sanitize_line(size.dtype, 20)} {memory(size.bytes)}"
+    return f"{name}{_shape(size, 32)} {sanitize_line(size.dtype, 20)} {format_bytes(size.bytes)}"
 
 
 def _shape(size: Size, most: int) -> str:
@@ -275,7 +275,7 @@ def _idle(call: Call, look: Look) -> list[Row]:
     rows = call.rows
     why = f"idle: a batch of {rows} makes {used} chunks" if rows is not None else f"idle: {used} chunks"
     return [
-        [(right(str(i), 2) + " ", "dim"), (sanitize_line(device, 20) + "  ", "dim"), (why, "wait")]
+        [(align_right(str(i), 2) + " ", "dim"), (sanitize_line(device, 20) + "  ", "dim"), (why, "wait")]
         for i, device in enumerate(call.devices[used:], used)
     ]
 
@@ -287,10 +287,8 @@ def _what_times(track: CallTrack) -> str:
         return ""
     calls = max(spread.calls for spread in known)
     low, high = min(spread.low for spread in known), max(spread.high for spread in known)
-    spread_note = (
-        f"host time: each replica's own forward, the median of {count_of(calls, 'call')}; 5th to 95th percentile:"
-    )
-    spread_note += f" {duration(low)} to {duration(high)}"
+    spread_note = f"host time: each replica's own forward, the median of {format_count_with_noun(calls, 'call')}; 5th to 95th percentile:"
+    spread_note += f" {format_duration(low)} to {format_duration(high)}"
     return (
         spread_note + "; apply, in panels 3 and 4, lasts until the slowest is done"
         if len(track.times) > 1
@@ -311,10 +309,10 @@ def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
         rows += lines(_what_times(track), width)
         rows.append([])
     for replica in track.last.replicas:
-        rows.append([(f"{right(str(replica.replica), 2)} {sanitize_line(replica.device, 40)}", "bold")])
+        rows.append([(f"{align_right(str(replica.replica), 2)} {sanitize_line(replica.device, 40)}", "bold")])
         rows += every_size(replica.inputs, replica.outputs, width, look, "not seen by a forward hook")
     for stage in track.last.stages:
         names = sanitize_line(", ".join(stage.parts), max(width - 20, 10))
-        rows.append([(f"{right(str(stage.stage), 2)} {sanitize_line(stage.device, 40)}  ", "bold"), (names, "")])
+        rows.append([(f"{align_right(str(stage.stage), 2)} {sanitize_line(stage.device, 40)}  ", "bold"), (names, "")])
         rows += every_size(stage.inputs, stage.outputs, width, look)
     return rows

@@ -12,8 +12,8 @@ from dpmon.record.shared_names import node_suffix
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.stall_detection import format_ranges
 from dpmon.stalls.why_text import format_reply
-from dpmon.text.cells import wrapped
-from dpmon.text.quantities import UNKNOWN, clock, count_of, group, percent
+from dpmon.text.cells import wrap_text
+from dpmon.text.formatting import UNKNOWN, format_clock, format_count, format_count_with_noun, format_percent
 from dpmon.ui.facts import NAMES, RANK_NAMES, Facts, devices_in_short
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, lines, width_of
@@ -41,8 +41,8 @@ class _Standing(NamedTuple):
     @property
     def details(self) -> str:
         """Its step, state and CPU."""
-        since = "no step yet" if self.step is None else f"since step {group(self.step)}"
-        cpu = f"{percent(self.cpu)} CPU" if self.cpu is not None and 0 <= self.cpu < _MOST_CORES else ""
+        since = "no step yet" if self.step is None else f"since step {format_count(self.step)}"
+        cpu = f"{format_percent(self.cpu)} CPU" if self.cpu is not None and 0 <= self.cpu < _MOST_CORES else ""
         return ", ".join(part for part in (since, self.state, cpu) if part)
 
 
@@ -81,7 +81,7 @@ def title(facts: Facts, look: Look) -> tuple[Row, Row]:
     ranks = _standings(facts)
     guilty = [one for one in ranks if not one.waits] or ranks
     steps = [one.step for one in guilty if one.step is not None]
-    word = f"stalled at step {group(min(steps))}" if steps else "stalled"
+    word = f"stalled at step {format_count(min(steps))}" if steps else "stalled"
     ranked = any(one.number is not None for one in ranks)
     return [((RANK_NAMES if ranked else NAMES)["replicas"], "title")], [(word, "bad")]
 
@@ -108,7 +108,7 @@ def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     stall = facts.stall
     found = [] if stall is None else format_reply(stall.record, width=width)
     begin = next((index for index, (text, _) in enumerate(found) if index > 1 and not text), len(found))
-    noticed: list[Row] = [] if stall is None else [[(f"as noticed at {clock(stall.noticed_ns)}", "dim")]]
+    noticed: list[Row] = [] if stall is None else [[(f"as noticed at {format_clock(stall.noticed_ns)}", "dim")]]
     return [*table(facts, width, height, look), [], *noticed, *([(text, style)] for text, style in found[begin + 1 :])]
 
 
@@ -130,8 +130,8 @@ def _guilty(ranks: Sequence[_Standing], facts: Facts, width: int, look: Look, *,
         if details and len(one.words) + 2 + len(one.details) <= room:
             rows.append([*head, (one.words, "bad"), (f"  {one.details}", "dim")])
             continue
-        below = [(line, "bad") for line in wrapped(one.words, room, 2 if details else 1, look.glyphs.more)]
-        below += [(line, "dim") for line in wrapped(one.details, room, 1, look.glyphs.more) if details]
+        below = [(line, "bad") for line in wrap_text(one.words, room, 2 if details else 1, look.glyphs.more)]
+        below += [(line, "dim") for line in wrap_text(one.details, room, 1, look.glyphs.more) if details]
         rows += [[*([(" " * indent, "")] if index else head), span] for index, span in enumerate(below)]
     return rows
 
@@ -146,8 +146,8 @@ def _folded(ranks: Sequence[_Standing], facts: Facts, look: Look) -> list[Row]:
         numbers = sorted(one.number for one in own if one.number is not None)
         named = format_ranges(numbers, least=2)
         if len(numbers) < len(own):
-            named = "1 process" if len(own) == 1 else f"{group(len(own))} processes"
-        named = named if len(named) <= _NUMBERS_SHOWN else count_of(len(own), "rank")
+            named = "1 process" if len(own) == 1 else f"{format_count(len(own))} processes"
+        named = named if len(named) <= _NUMBERS_SHOWN else format_count_with_noun(len(own), "rank")
         since = max((one.since_ns for one in own if one.since_ns is not None), default=None)
         text = f"{'waits' if len(own) == 1 else 'wait'} {words}" if own[0].waits else words
         mark, style = ("  ", "") if own[0].waits else (f"{look.glyphs.focus} ", "bad")

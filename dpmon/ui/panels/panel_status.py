@@ -15,8 +15,17 @@ from dpmon.record.schema import SECOND, SPAN_PHASES
 from dpmon.record.shared_names import node_suffix
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.run_state import EVALUATING, STALLED, STARTING, WAITING_FOR_DATA
-from dpmon.text.cells import cut, right, span_width, wrapped
-from dpmon.text.quantities import clock, compact, count_of, duration_words, group, minutes, percent, within_words
+from dpmon.text.cells import align_right, span_width, truncate, wrap_text
+from dpmon.text.formatting import (
+    format_clock,
+    format_compact,
+    format_count,
+    format_count_with_noun,
+    format_long_duration,
+    format_minutes,
+    format_percent,
+    format_rate_within_steps,
+)
 from dpmon.ui.facts import READING, Facts, Life, life, mode_words
 from dpmon.ui.look import Look
 from dpmon.ui.panels.panel_progress import loss_span, losses_in, of_batches, progress_in
@@ -49,7 +58,7 @@ class _Part(NamedTuple):
 def status(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """`height` rows of `width` cells: two where panels stand side by side, three on a narrow screen."""
     alive, more = life(facts), look.glyphs.more
-    figures, about = _figures(facts, look), [_Part([(clock(facts.elapsed_ns), "")], 1), *_mode(facts, look)]
+    figures, about = _figures(facts, look), [_Part([(format_clock(facts.elapsed_ns), "")], 1), *_mode(facts, look)]
     if height >= 3:
         first, _ = _first(facts, alive, about, width, look)
         second, left_out = _fitting(figures, width - 2)
@@ -64,7 +73,7 @@ def status(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     room = width - 2 - width_of(before)
     message = _message(facts, look, room, left_out)
     if height >= 3 and facts.stall is not None:  # the sentence needs more room than the rates, which are unknown
-        sentence, *rest = wrapped(plain(_stalled(facts, look)), width - 2, 2, more)
+        sentence, *rest = wrap_text(plain(_stalled(facts, look)), width - 2, 2, more)
         rows[1] = [(" ", ""), (sentence, "bad")]
         if message == _stalled(facts, look):
             known = second if progress_in(facts).epoch is not None and not facts.over else []
@@ -107,8 +116,8 @@ def _first(facts: Facts, alive: Life, parts: Sequence[_Part], width: int, look: 
         ago = ""
         if facts.past.now_ns is not None:
             since = max(facts.past.now_ns - facts.now_ns, 0) / SECOND
-            ago = f", {since:.0f} s ago" if since < 59.5 else f", {minutes(since)} ago"
-        head = [(f"at {clock(facts.now_ns)}{ago} ", "wait")]
+            ago = f", {since:.0f} s ago" if since < 59.5 else f", {format_minutes(since)} ago"
+        head = [(f"at {format_clock(facts.now_ns)}{ago} ", "wait")]
     sign = {"good": look.glyphs.dot, "bad": look.glyphs.cross}.get(alive.style, look.glyphs.ring)
     sign = look.glyphs.square if alive.word == STALLED.upper() else sign
     state: Row = [*head, (f"{sign} {alive.word}", alive.style)]
@@ -119,7 +128,7 @@ def _first(facts: Facts, alive: Life, parts: Sequence[_Part], width: int, look: 
     room = width - len(brand) - min(span_width(facts.title), _NAME) - 4
     figures, left_out = _fitting(parts, room - max(width_of(state), min(_STATE, room // 3)))
     room = width - len(brand) - width_of(figures) - 4
-    name = cut(facts.title, max(room - width_of(state), _NAME), look.glyphs.more)
+    name = truncate(facts.title, max(room - width_of(state), _NAME), look.glyphs.more)
     # Show the detail in full or not at all: if it does not fit here, the row below shows it.
     if span_width(name) + width_of(state) + width_of(detail) <= room:
         state += detail
@@ -139,7 +148,7 @@ def _speed(facts: Facts) -> Speed:
 def _mode(facts: Facts, look: Look) -> list[_Part]:
     process = facts.process
     mode, where = mode_words(process, look.glyphs.times)
-    where = count_of(len(facts.state.nodes), "node") if facts.state.nodes else where
+    where = format_count_with_noun(len(facts.state.nodes), "node") if facts.state.nodes else where
     where = process.node or where if process is not None and facts.view.node is not None else where
     if process is None or not process.mode:
         return []
@@ -151,15 +160,15 @@ def _figures(facts: Facts, look: Look) -> list[_Part]:
     process, rates = facts.process, _speed(facts)
     if process is None or process.last_step is None:
         return []
-    step = _Part([("step ", "dim"), (group(process.last_step.step).ljust(7), "bold")], 2)
+    step = _Part([("step ", "dim"), (format_count(process.last_step.step).ljust(7), "bold")], 2)
     found = progress_in(facts)
     parts = [step]
     if found.epoch is not None:
-        epoch: Row = [(f"epoch {group(found.epoch)}", ""), (f" {look.glyphs.middot} ", "dim")]
+        epoch: Row = [(f"epoch {format_count(found.epoch)}", ""), (f" {look.glyphs.middot} ", "dim")]
         batches = [*epoch, (done, "bold")] if (done := of_batches(found)) else epoch[:1]
         left = "" if found.left_ns is None else f" {look.glyphs.middot} {left_words(found.left_ns, None)} left"
         if found.batch is not None and found.batch == found.batches:
-            left = f" {look.glyphs.middot} took {duration_words(found.epochs[-1].took_ns)}"
+            left = f" {look.glyphs.middot} took {format_long_duration(found.epochs[-1].took_ns)}"
         timed = found.batches is not None and facts.stall is None
         parts = [_Part([*batches, (left.ljust(_room_for_left(found)), "")] if timed else batches, 2, batches)]
     if found.epoch is not None and facts.goes_on and facts.run_state.word == EVALUATING:  # the rates are of training
@@ -171,12 +180,14 @@ def _figures(facts: Facts, look: Look) -> list[_Part]:
     if rates.rate is not None and rates.samples_per_s is None:
         rates_shown = [(rates.steps_per_s, " steps/s", 4)]
     for number, unit, rank in rates_shown:
-        mean, text = "mean " if facts.over and len(parts) == 1 else "", compact(number)
-        parts.append(_Part([(mean, "dim"), (text if facts.over else right(text, 5), "bold"), (unit, "dim")], rank))
+        mean, text = "mean " if facts.over and len(parts) == 1 else "", format_compact(number)
+        parts.append(
+            _Part([(mean, "dim"), (text if facts.over else align_right(text, 5), "bold"), (unit, "dim")], rank)
+        )
     values = [loss_span(one.last, 7) for one in losses_in(facts)[:2]]
     if values:
         parts.insert(2, _Part([("loss ", "dim"), *values], 6))
-    within = within_words(rates.rate).strip()
+    within = format_rate_within_steps(rates.rate).strip()
     parts += [step._replace(rank=10)] if found.epoch is not None else []
     return [*parts[:2], _Part([(within, "dim")], 11), *parts[2:]] if within else parts
 
@@ -192,7 +203,7 @@ def _missed(facts: Facts) -> Row:
     lost = facts.state.missed
     if not lost:
         return []
-    return [(f"  {group(lost)} records dropped ", "wait")]
+    return [(f"  {format_count(lost)} records dropped ", "wait")]
 
 
 def reports_straggler(facts: Facts, look: Look) -> bool:
@@ -224,7 +235,7 @@ def _message(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) ->
     if facts.goes_on and process is not None and process.settled.steps >= MIN_STEPS:
         share, who = data_share(process.settled), "" if process.rank is None else f"{process.name} "
         if share >= DATA_SHARE:
-            words = f"{who}waits for data: {percent(share)} of the time of its steps"
+            words = f"{who}waits for data: {format_percent(share)} of the time of its steps"
             return [(f"{look.glyphs.focus} ", "wait"), (words, "")]
     rates = _speed(facts)
     if rates.reason not in (None, READING) and process is not None and process.last_step is not None:
@@ -278,7 +289,7 @@ def _unfit(facts: Facts) -> Row:
     unfit = facts.state.unfit
     if unfit is None:
         return []
-    when = "" if unfit.step is None else f", first seen in step {group(unfit.step)}"
+    when = "" if unfit.step is None else f", first seen in step {format_count(unfit.step)}"
     process = facts.state.processes.get(unfit.process)
     who = "" if process is None or process.rank is None else f" of {process.name}"
     return [(f"the loss{who} was {LOSS_WORDS[repr(unfit.loss)]}{when} ({sanitize_line(unfit.place, 80)})", "bad")]
@@ -314,7 +325,7 @@ def _facts(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) -> R
             # Processes are numbered from 0 like ranks, but "process 1 of 2" would suggest numbers from 1.
             one = f"process {process.process}, one of {many}"
             one = one if process.rank is None else f"rank {process.rank} of {many}"
-            nodes = f"{count_of(len(facts.state.nodes), 'node')}, {count_of(len(facts.state.training), 'rank')}"
+            nodes = f"{format_count_with_noun(len(facts.state.nodes), 'node')}, {format_count_with_noun(len(facts.state.training), 'rank')}"
             parts.append(nodes if facts.state.nodes else one + node_suffix(process.node))
         for key, value in (("python", process.info.python), ("torch", process.info.torch)):
             if value is not None:
@@ -359,7 +370,7 @@ def _held_up(facts: Facts) -> Row:
 def _answered(facts: Facts) -> str:
     """How many nodes have answered a pending request; empty on one machine."""
     found = facts.answers
-    return "" if found is None else f"; {found.answered} of {count_of(found.asked, 'node')} answered"
+    return "" if found is None else f"; {found.answered} of {format_count_with_noun(found.asked, 'node')} answered"
 
 
 def _failed(facts: Facts) -> Row:
@@ -407,5 +418,5 @@ def _answer(facts: Facts, look: Look) -> Row:
     if toggle.status == "refused":
         why = sanitize_line(toggle.reason, 300) if toggle.reason else "no reason was given"
         return [(toggle.mode, style), (" refused: ", "bad"), (why, "")]
-    at = " done" if toggle.step is None else f" from step {group(toggle.step)} on"
+    at = " done" if toggle.step is None else f" from step {format_count(toggle.step)} on"
     return [(toggle.mode, style), (at, "good")]

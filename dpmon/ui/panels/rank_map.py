@@ -12,8 +12,8 @@ from itertools import chain
 from dpmon.model.nodes import SILENT, NodeFacts
 from dpmon.model.stragglers import RankTimes, Straggler, delays
 from dpmon.stalls.stall_detection import format_ranges
-from dpmon.text.cells import right, span_width
-from dpmon.text.quantities import count_of
+from dpmon.text.cells import align_right, span_width
+from dpmon.text.formatting import format_count_with_noun
 from dpmon.ui.facts import Facts
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, Span, fit, merged, plain
@@ -77,9 +77,9 @@ def by_number(ranks: Sequence[RankTimes], slow: Straggler | None, width: int, lo
     rows: list[Row] = []
     for first in drawn:
         blocks = _blocks([by_rank.get(rank, (" ", "")) for rank in range(first, first + each)])
-        rows += _rows([right(str(first), _NUMBER)], blocks, len(blocks))
+        rows += _rows([align_right(str(first), _NUMBER)], blocks, len(blocks))
     left_out = sum(rank >= drawn[-1] + each for rank in by_rank) if drawn else 0
-    return [*rows, [(f"and {count_of(left_out, 'rank')} more", "dim")]] if left_out else rows
+    return [*rows, [(f"and {format_count_with_noun(left_out, 'rank')} more", "dim")]] if left_out else rows
 
 
 def _blocks(cells: Row) -> list[Row]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from statistics import fmean
 
-from dpmon.text.cells import cut, right
-from dpmon.text.quantities import percent
+from dpmon.text.cells import align_right, truncate
+from dpmon.text.formatting import format_percent
 from dpmon.ui.facts import Facts
 from dpmon.ui.look import Look
 from dpmon.ui.panels.rank_map import DELAY, delay_sign
@@ -34,8 +34,8 @@ def over_time(facts: Facts, width: int, height: int, look: Look, *, headed: bool
         return []
     axis = axis_of(facts, found.width_s)
     places, shown = axis.places(room), f"   1-9 {DELAY}"
-    head: Row = [("over time", "title"), (cut(shown, width - 16, look.glyphs.more), "dim")]
-    rows: list[Row] = [[*head, (right("mean", width - width_of(head)), "dim")]] if headed else []
+    head: Row = [("over time", "title"), (truncate(shown, width - 16, look.glyphs.more), "dim")]
+    rows: list[Row] = [[*head, (align_right("mean", width - width_of(head)), "dim")]] if headed else []
     for rank in ranks:
         shares = found.shares[rank]
         parts: list[list[float]] = [[] for _ in range(places)]
@@ -49,9 +49,9 @@ def over_time(facts: Facts, width: int, height: int, look: Look, *, headed: bool
         marked = slow is not None and rank in slow.ranks
         every = [share for part in parts for share in part]
         mark = look.glyphs.focus if marked else " "
-        mean = percent(sum(every) / len(every)) if every else ""
-        label: Row = [(mark, "wait"), (right(str(rank), _LABEL - 2) + " ", "wait" if marked else "bold")]
-        rows.append([*label, *spans, (right(mean, _SHARE), "bold" if marked else "dim")])
+        mean = format_percent(sum(every) / len(every)) if every else ""
+        label: Row = [(mark, "wait"), (align_right(str(rank), _LABEL - 2) + " ", "wait" if marked else "bold")]
+        rows.append([*label, *spans, (align_right(mean, _SHARE), "bold" if marked else "dim")])
     return [*rows, row_below(facts, axis, pictured(process, axis, room, stalls_of(facts)), _LABEL, room, look)]
 
 

@@ -35,7 +35,7 @@ class NotFoundError(CommandError):
 
 
 @dataclass(frozen=True)
-class Command:
+class ResolvedCommand:
     """The program to execute (`argv`), its Python (None for a launcher), the script as given, and the run's name.
 
     The script of a launcher is the one that it starts, if its arguments show which.
@@ -47,7 +47,9 @@ class Command:
     name: str
 
 
-def resolve(words: Sequence[str], module: str | None, python: str | None, environ: Mapping[str, str]) -> Command:
+def resolve(
+    words: Sequence[str], module: str | None, python: str | None, environ: Mapping[str, str]
+) -> ResolvedCommand:
     """The command for `words` (a script or launcher and its arguments) or for `module` with arguments `words`.
 
     Raises CommandError if it cannot be run. Starts no process except to ask a Python whether it has torch.
@@ -56,19 +58,21 @@ def resolve(words: Sequence[str], module: str | None, python: str | None, enviro
         if not module:
             raise CommandError("-m needs the name of a module")
         chosen = choose_python(python, environ)
-        return Command((chosen, "-m", module, *words), chosen, f"-m {module}", _name(_stem(f"-m {module}")))
+        return ResolvedCommand(
+            (chosen, "-m", module, *words), chosen, f"-m {module}", _run_name(_script_stem(f"-m {module}"))
+        )
     if not words or not words[0]:
         raise CommandError("no script to run")
     first = words[0]
     if _is_script(first, environ):
         _check_file(first)
         chosen = choose_python(python, environ)
-        return Command((chosen, *words), chosen, first, _name(Path(first).stem))
+        return ResolvedCommand((chosen, *words), chosen, first, _run_name(Path(first).stem))
     if python is not None:
         raise CommandError(f"--python is for a script or -m, and {first} is neither")
     _check_command(first, environ)
-    script = _launched(words) or first
-    return Command(tuple(words), None, script, _name(_stem(script)))
+    script = _script_of_launcher(words) or first
+    return ResolvedCommand(tuple(words), None, script, _run_name(_script_stem(script)))
 
 
 _TAKES_MODULE = re.compile(r"python[0-9.]*|torchrun|accelerate|deepspeed|uv")
@@ -77,7 +81,7 @@ _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.c
 """Modules that start a script, or the module after another -m."""
 
 
-def _launched(words: Sequence[str]) -> str | None:
+def _script_of_launcher(words: Sequence[str]) -> str | None:
     """The script, or "-m" and the module, that a launcher starts: the first one in its arguments; None if none is."""
     takes_module = False
     for word, after in pairwise((*words, "-")):
@@ -95,12 +99,12 @@ def _launched(words: Sequence[str]) -> str | None:
     return None
 
 
-def _stem(script: str) -> str:
+def _script_stem(script: str) -> str:
     """The script without directories and suffix, or the last part of a module."""
     return script.split(".")[-1].removeprefix("-m ") if script.startswith("-m ") else Path(script).stem
 
 
-def _name(text: str) -> str:
+def _run_name(text: str) -> str:
     """A run's name from the characters that a directory's name may have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:40] or "run"
 
@@ -147,7 +151,7 @@ def choose_python(asked: str | None, environ: Mapping[str, str]) -> str:
         candidates = _candidates(environ)
     looked_at = []
     for candidate in candidates:
-        reason = _lacks_torch(candidate)
+        reason = _missing_torch_reason(candidate)
         if reason is None:
             return candidate
         looked_at.append(f"{candidate} ({reason})" if reason else candidate)
@@ -177,21 +181,21 @@ def _candidates(environ: Mapping[str, str]) -> list[str]:
     unique: list[str] = []
     for python in found:
         # Keep the path unresolved: a virtual environment's python is a link to a Python without its packages.
-        if os.access(python, os.X_OK) and all(not _same(python, other) for other in unique):
+        if os.access(python, os.X_OK) and all(not _is_same_python(python, other) for other in unique):
             unique.append(python)
     return unique
 
 
-def _same(one: str, other: str) -> bool:
+def _is_same_python(one: str, other: str) -> bool:
     """Whether two paths are the same Python: the same file in the same directory."""
     return os.path.realpath(os.path.dirname(one)) == os.path.realpath(os.path.dirname(other)) and os.path.realpath(
         one
     ) == os.path.realpath(other)
 
 
-def _lacks_torch(python: str) -> str | None:
+def _missing_torch_reason(python: str) -> str | None:
     """None if this Python has torch, else the reason ("" if it is simply not installed)."""
-    if _same(python, sys.executable):
+    if _is_same_python(python, sys.executable):
         spec = importlib.util.find_spec("torch")
         return None if spec is not None and spec.origin is not None else ""
     try:

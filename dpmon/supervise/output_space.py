@@ -23,7 +23,7 @@ LITTLE = 1 << 20
 _KEEP_SIZE = 1
 
 
-class OutputRoom:
+class OutputSpaceReserver:
     """Watches the output files of a run; called from the supervisor's loop, never blocks for long."""
 
     def __init__(self, paths: Sequence[Path], warn: Callable[[str], None], keep_last: int) -> None:
@@ -36,15 +36,15 @@ class OutputRoom:
         """End of the allocated space, as an offset in the file."""
         self._deleted = 0
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Allocate space if it is needed; to be called several times a second."""
         for path in self._paths:
             with contextlib.suppress(OSError):  # the file is missing, or its file system cannot allocate
                 if path not in self._files:
                     self._files[path] = open_file(path, os.O_RDWR | os.O_APPEND)
-                self._look_at_file(path, self._files[path])
+                self._extend_file(path, self._files[path])
 
-    def _look_at_file(self, path: Path, fd: int) -> None:
+    def _extend_file(self, path: Path, fd: int) -> None:
         size = os.fstat(fd).st_size
         if self._until.get(path, 0) >= size + AHEAD // 2:
             return
@@ -62,7 +62,7 @@ class OutputRoom:
             os.writev(fd, [rest, late])  # at once, before the script writes
             deleted = size - self._keep_last + begin
             self._deleted += deleted
-            _count(path, deleted)
+            _add_deleted_bytes(path, deleted)
             size = 0
             while ahead > 0 and not _reserve(fd, size, ahead):  # other data may have taken some of the space
                 ahead //= 2
@@ -80,7 +80,7 @@ class OutputRoom:
         self._files.clear()
 
 
-def _count(log: Path, deleted: int) -> None:
+def _add_deleted_bytes(log: Path, deleted: int) -> None:
     """Add to the count from which a reader knows what it has missed."""
     with contextlib.suppress(OSError):
         fd = open_file(count_file(log), os.O_RDWR | os.O_CREAT)

@@ -63,13 +63,13 @@ def start_supervisor(directory: Path, *, stdin: bool, secrets: Mapping[str, str]
         # The supervisor passes dpmon's own signal settings on to the command.
         source = None if stdin else subprocess.DEVNULL
         how = "" if lock is None else str(lock)
-        return _start(directory, how, stdin=source, before=ignored_again(), secrets=secrets)
+        return _start(directory, how, stdin=source, before=sigchld_restorer(), secrets=secrets)
     finally:
         if lock is not None and lock >= 0:
             os.close(lock)
 
 
-class Teller:
+class NotifierLauncher:
     """Starts the process that tells the events of a run (dpmon.tell.teller), if the user wants that."""
 
     def __init__(self, directory: Path, warn: Callable[[str], None], *, wanted: bool) -> None:
@@ -80,7 +80,7 @@ class Teller:
         self._look_at = 0.0
         self._wait_s = TELLER_WAIT_S
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Start it unless one is at work, perhaps of an earlier supervisor. Ever more rarely, if it always dies."""
         if not self._wanted or now < self._look_at:
             return
@@ -103,7 +103,7 @@ class Teller:
                 os.close(lock)
 
 
-class Successor:
+class SupervisorTakeover:
     """Replaces the killed supervisor of a run, once: whatever killed it may kill each further one too."""
 
     def __init__(self, directory: Path, machines: Sequence[Sequence[str]] = ()) -> None:
@@ -122,7 +122,7 @@ class Successor:
         return None if self._process is None else self._process.pid
 
     @property
-    def at_work(self) -> bool:
+    def is_running(self) -> bool:
         """Whether a supervisor started here is alive."""
         return self._process is not None and self._process.poll() is None
 
@@ -131,7 +131,7 @@ class Successor:
         """Whether a supervisor started here was killed, or failed."""
         return self._process is not None and self._process.poll() not in (None, 0)
 
-    def look(self) -> None:
+    def start_if_needed(self) -> None:
         """Start a supervisor if the run has none, and none was started here before.
 
         It ends at once if another one was quicker.
@@ -150,23 +150,23 @@ class Successor:
                     self._process = _start(self._directory, TAKE_OVER, stdin=machines, module=module)
                 _started.append(self._process)
 
-    def finish(self) -> None:
+    def wait_for_end(self) -> None:
         """Wait for the supervisor started here, which reads the rest of the rings of a run that is over."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(FINISH_S)
 
 
-def ensure_supervisor(directory: Path, machines: Sequence[Sequence[str]] = ()) -> Successor:
+def ensure_supervisor(directory: Path, machines: Sequence[Sequence[str]] = ()) -> SupervisorTakeover:
     """Start a supervisor if the run has none; if the run is over, wait until its record is complete.
 
     `machines`: see Successor.
     """
-    successor = Successor(directory, machines)
-    successor.look()
+    successor = SupervisorTakeover(directory, machines)
+    successor.start_if_needed()
     info = load_info(directory)
     if not info.nodes and not is_command_alive(info):
-        successor.finish()
+        successor.wait_for_end()
     return successor
 
 
@@ -177,7 +177,7 @@ _started: list[subprocess.Popen[bytes]] = []
 _was_ignored = False
 
 
-def keep_statuses() -> None:
+def keep_child_statuses() -> None:
     """Keep the statuses of this process's children from now on; call it in the main thread."""
     global _was_ignored
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
@@ -185,7 +185,7 @@ def keep_statuses() -> None:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
 
-def ignored_again() -> Callable[[], object] | None:
+def sigchld_restorer() -> Callable[[], object] | None:
     """A function for a child to call before exec (`preexec_fn`); None if it needs none.
 
     Only for a process without threads: between fork and exec other threads could hold locks.
@@ -193,7 +193,7 @@ def ignored_again() -> Callable[[], object] | None:
     return partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN) if _was_ignored else None
 
 
-def _is_here(place: str) -> bool:
+def _is_current_directory(place: str) -> bool:
     """Whether a path is the current directory, which may have been deleted."""
     try:
         return os.path.samefile(place, os.curdir)
@@ -216,7 +216,7 @@ def _start(
     with contextlib.suppress(OSError):  # the directory was deleted
         env.setdefault(START_DIRECTORY, os.getcwd())
     home = str(Path(dpmon.__file__).resolve().parent.parent)
-    places = [place for place in sys.path if place and not _is_here(place)]
+    places = [place for place in sys.path if place and not _is_current_directory(place)]
     bytecode = ["-B"] if sys.dont_write_bytecode else []  # the user's setting, which -I would ignore
     try:
         log = open_file(directory / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -16,142 +16,146 @@ UNKNOWN = "–"
 _UNITS = ((1e3, "µs"), (1e6, "ms"), (1e9, "s"))
 
 
-def three(value: float) -> str:
+def format_three_digits(value: float) -> str:
     """Three digits of a number below 1000: "1.25", "12.5", "125"."""
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
-def duration(ns: float | None, gap: str = " ") -> str:
+def format_duration(ns: float | None, gap: str = " ") -> str:
     """A duration in ns: "23.0 µs", "412 µs", "4.12 ms", "1.25 s"; at most 7 cells below 1000 s."""
     if ns is None:
         return UNKNOWN
     scale, unit = next((each for each in _UNITS if ns < 999.5 * each[0]), _UNITS[-1])
-    return three(ns / scale) + gap + unit
+    return format_three_digits(ns / scale) + gap + unit
 
 
-def minutes(seconds: float) -> str:
+def format_minutes(seconds: float) -> str:
     """A duration of a minute or more: "3 min 20 s", "2 h 05 min"."""
     whole, rest = divmod(round(seconds), 60)
     return f"{whole} min {rest:02d} s" if whole < 60 else f"{whole // 60} h {whole % 60:02d} min"
 
 
-def duration_words(ns: float | None) -> str:
+def format_long_duration(ns: float | None) -> str:
     """A duration with three digits: 412 µs, 12.3 ms, 4.50 s, 3 min 20 s."""
     if ns is None or ns < 99.95e9:
-        return duration(ns)
-    return minutes(ns / 1e9)
+        return format_duration(ns)
+    return format_minutes(ns / 1e9)
 
 
-def group(number: int | None) -> str:
+def format_count(number: int | None) -> str:
     """A count with its digits in groups of three: 12340 -> "12,340"."""
     return UNKNOWN if number is None else f"{number:,}"
 
 
-def percent(part: float | None) -> str:
+def format_percent(part: float | None) -> str:
     """A share (0 to 1) in whole per cent; a positive one that rounds to 0 is "<1 %"."""
     if part is None:
         return UNKNOWN
     return "<1 %" if 0 < part < 0.005 else f"{part * 100:.0f} %"
 
 
-def times(value: float, sign: str = "×") -> str:
+def format_factor(value: float, sign: str = "×") -> str:
     """A ratio: "0.61×", "12.5×"."""
     return (f"{value:.2f}" if value < 9.995 else f"{value:.1f}") + sign
 
 
-def loss_words(loss: float | None) -> str:
+def format_loss(loss: float | None) -> str:
     """A loss with four digits: "2.303", "0.05995", "1.2e-05", "NaN", "inf"."""
     if loss is None:
         return UNKNOWN
     return "NaN" if loss != loss else f"{loss:.4g}"
 
 
-def calls_so_far(calls: int) -> str:
+def format_calls_so_far(calls: int) -> str:
     """The words for a run whose calls are not divided into steps yet."""
-    return f"{count_of(calls, 'call')} so far; the end of a step is not known yet"
+    return f"{format_count_with_noun(calls, 'call')} so far; the end of a step is not known yet"
 
 
-def count_of(count: int, word: str) -> str:
+def format_count_with_noun(count: int, word: str) -> str:
     """A count with its noun: "1 row", "2 rows"."""
-    return f"{group(count)} {word}{'' if count == 1 else 's'}"
+    return f"{format_count(count)} {word}{'' if count == 1 else 's'}"
 
 
-def on_machines(machines: Sequence[str]) -> str:
+def node_count_prefix(machines: Sequence[str]) -> str:
     """What comes before the command of a mirror: "2 machines: "; empty for a run of this machine."""
-    return f"{count_of(len(machines), 'machine')}: " if machines else ""
+    return f"{format_count_with_noun(len(machines), 'machine')}: " if machines else ""
 
 
-def compact(number: float | None) -> str:
+def format_compact(number: float | None) -> str:
     """Three digits and a thousands letter: 412, 12.4k, 3.10M, 0.52."""
     if number is None:
         return UNKNOWN
     for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= scale * 0.9995:
-            return three(number / scale) + letter
-    return three(number)
+            return format_three_digits(number / scale) + letter
+    return format_three_digits(number)
 
 
-def within_words(rate: Rate | None) -> str:
+def format_rate_within_steps(rate: Rate | None) -> str:
     """The rate within steps, as " (332 within steps)", if it differs from the overall rate; else ""."""
     if rate is None or not rate.differs_within_steps:
         return ""
-    return f" ({compact(rate.steps_within if rate.samples_within is None else rate.samples_within)} within steps)"
+    return (
+        f" ({format_compact(rate.steps_within if rate.samples_within is None else rate.samples_within)} within steps)"
+    )
 
 
-def samples_rate(rate: Rate | None) -> str:
+def format_samples_per_s(rate: Rate | None) -> str:
     """Samples per second without the unit, for a table: "35.7" or "35.7 (332 within steps)"."""
     known = rate is not None and rate.samples_per_s is not None
-    return compact(rate.samples_per_s if rate is not None else None) + (within_words(rate) if known else "")
+    return format_compact(rate.samples_per_s if rate is not None else None) + (
+        format_rate_within_steps(rate) if known else ""
+    )
 
 
-def rate_words(rate: Rate | None) -> str:
+def format_rate(rate: Rate | None) -> str:
     """A rate as text: "35.7 samples/s (332 within steps)"; in steps/s if samples are unknown; "" without a rate."""
     if rate is None:
         return ""
-    unit = f"{compact(rate.steps_per_s)} steps/s" if rate.samples_per_s is None else ""
-    return (unit or f"{compact(rate.samples_per_s)} samples/s") + within_words(rate)
+    unit = f"{format_compact(rate.steps_per_s)} steps/s" if rate.samples_per_s is None else ""
+    return (unit or f"{format_compact(rate.samples_per_s)} samples/s") + format_rate_within_steps(rate)
 
 
 _BYTES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 
 
-def memory(count: float | None) -> str:
+def format_bytes(count: float | None) -> str:
     """Bytes with a binary unit and three digits: "71.2 GiB"."""
     if count is None:
         return UNKNOWN
     scale, unit = next((each for each in _BYTES if count >= each[0] * 0.9995), _BYTES[-1])
-    return f"{three(count / scale) if scale > 1 else f'{count:.0f}'} {unit}"
+    return f"{format_three_digits(count / scale) if scale > 1 else f'{count:.0f}'} {unit}"
 
 
-def memory_of(used: float | None, total: float | None) -> str:
+def format_bytes_of_total(used: float | None, total: float | None) -> str:
     """Used and total bytes, with one unit if both have the same: "71.2 / 141 GiB"."""
-    whole = memory(total)
-    number, _, unit = memory(used).partition(" ")
-    return f"{number} / {whole}" if whole.endswith(" " + unit) else f"{memory(used)} / {whole}"
+    whole = format_bytes(total)
+    number, _, unit = format_bytes(used).partition(" ")
+    return f"{number} / {whole}" if whole.endswith(" " + unit) else f"{format_bytes(used)} / {whole}"
 
 
-def left_of(used: float | None, total: float | None) -> str:
+def format_free_bytes(used: float | None, total: float | None) -> str:
     """What is left of a memory, in the unit of its size: "69.8 of 141 GiB free"."""
     if total is None:
         return UNKNOWN
-    whole = memory(total)
+    whole = format_bytes(total)
     scale = next(scale for scale, unit in _BYTES if whole.endswith(f" {unit}"))
-    return f"{UNKNOWN if used is None else three(max(total - used, 0) / scale)} of {whole} free"
+    return f"{UNKNOWN if used is None else format_three_digits(max(total - used, 0) / scale)} of {whole} free"
 
 
-def quantity_words(quantity: Quantity, known: QuantitySum, steps: int) -> str:
+def format_quantity(quantity: Quantity, known: QuantitySum, steps: int) -> str:
     """A quantity that at least one of `steps` steps has: "copied to GPUs: 1.20 MiB a step, 240 MiB in all"."""
     mean = known.total / known.count
     if quantity.unit == "bytes":
-        texts = memory(mean), memory(known.total)
+        texts = format_bytes(mean), format_bytes(known.total)
     else:
         unit = "" if quantity.unit in ("", quantity.display_name) else f" {quantity.unit}"
-        texts = compact(mean) + unit, group(known.total) + unit
-    where = "" if known.count == steps else f" (known in {group(known.count)} of {group(steps)} steps)"
+        texts = format_compact(mean) + unit, format_count(known.total) + unit
+    where = "" if known.count == steps else f" (known in {format_count(known.count)} of {format_count(steps)} steps)"
     return f"{quantity.display_name}: {texts[0]} a step, {texts[1]} in all{where}"
 
 
-def clock(ns: int | None) -> str:
+def format_clock(ns: int | None) -> str:
     """A time span as hh:mm:ss, with days before it when there are any."""
     if ns is None:
         return UNKNOWN
@@ -163,22 +167,22 @@ def clock(ns: int | None) -> str:
 
 def short_clock(ns: int) -> str:
     """A time span as mm:ss below an hour, else as hh:mm:ss."""
-    return clock(ns).removeprefix("00:")
+    return format_clock(ns).removeprefix("00:")
 
 
-def run_time(seconds: float) -> str:
+def format_run_time(seconds: float) -> str:
     """How long a run took: 0.41 s, 12.3 s, 3 min 41 s, 2 h 05 min."""
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
-    return minutes(seconds)
+    return format_minutes(seconds)
 
 
-def span_words(span_s: int) -> str:
+def format_time_range(span_s: int) -> str:
     """A time range in words: "last 30 s", "last 2 min", "whole run"."""
-    return f"last {range_words(span_s)}" if span_s else range_words(span_s)
+    return f"last {format_range_length(span_s)}" if span_s else format_range_length(span_s)
 
 
-def range_words(seconds: int) -> str:
+def format_range_length(seconds: int) -> str:
     """The length of a time range: "30 s", "2 min", "whole run"."""
     if seconds <= 0:
         return "whole run"

@@ -21,8 +21,8 @@ from dpmon.run.lifecycle import exit_info, unknown_exit
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, write_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_signals import find_members, find_run_command, send_signal, send_to_all
-from dpmon.supervise.spawn import find_command
-from dpmon.supervise.start import Successor
+from dpmon.supervise.command_process import find_command
+from dpmon.supervise.start_supervisor import SupervisorTakeover
 
 LOOK_S = 0.2
 STALLED_S = 5.0
@@ -48,7 +48,7 @@ def remember_signals(early: list[int]) -> None:
 
 
 @contextlib.contextmanager
-def repeated(look: Callable[[], object]) -> Iterator[None]:
+def poll_in_background(look: Callable[[], object]) -> Iterator[None]:
     """Call `look` again and again on another thread during the block."""
     over = threading.Event()
 
@@ -64,14 +64,14 @@ def repeated(look: Callable[[], object]) -> Iterator[None]:
         over.set()
 
 
-class Guard:
+class SupervisorGuard:
     """Watches the supervisor that this process started."""
 
     def __init__(self, reader: RunReader, supervisor: subprocess.Popen[bytes]) -> None:
         self._directory = reader.directory
         self._reader = reader
         self._supervisor = supervisor
-        self._successor = Successor(reader.directory)
+        self._successor = SupervisorTakeover(reader.directory)
         self._dead_since: float | None = None
         self._found: proc.ProcessEntry | None = None
         self.outcome: ExitInfo | None = None
@@ -83,16 +83,16 @@ class Guard:
         return self._reader.refresh()
 
     @property
-    def killed(self) -> bool:
+    def is_supervisor_killed(self) -> bool:
         """Whether the supervisor was killed, or failed."""
         return self._supervisor.poll() not in (None, 0)
 
     @property
-    def unrecorded(self) -> bool:
+    def is_takeover_killed(self) -> bool:
         """Whether the supervisor that took over was killed, or failed, too. No other one is started here."""
         return self._successor.killed
 
-    def exit(self) -> ExitInfo | None:
+    def exit_info(self) -> ExitInfo | None:
         """How the run ended, from any source; None while unknown."""
         how = self._reader.exit_info()
         if how is not None and not how.drained and self._supervisor.poll() is None:
@@ -117,21 +117,21 @@ class Guard:
             return True
         return send_signal(command, number, group=True)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Replace a killed supervisor, record the command's end if no supervisor does, and reap orphans.
 
         To be called often.
         """
         supervised = self._supervisor.poll() is None
         if not supervised:
-            self._successor.look()
+            self._successor.start_if_needed()
         if self.outcome is None and load_exit(self._directory) is None:
-            how = self._stalled() if supervised else self._ended()
+            how = self._exit_of_stuck_supervisor() if supervised else self._exit_without_supervisor()
             if how is not None:
-                self._record(how)
+                self._record_exit(how)
         self._reap_orphans()
 
-    def _stalled(self) -> ExitInfo | None:
+    def _exit_of_stuck_supervisor(self) -> ExitInfo | None:
         """How the command ended, if its supervisor is alive but has not recorded the end for STALLED_S."""
         # At first, the supervisor is about to write run.json.
         info = self._with_command() if time.monotonic_ns() > self.info.start_ns + STALLED_S * 1e9 else self.info
@@ -145,17 +145,17 @@ class Guard:
             return exit_info(info, os.waitstatus_to_exitcode(status), "foreground")
         return None
 
-    def _ended(self) -> ExitInfo | None:
+    def _exit_without_supervisor(self) -> ExitInfo | None:
         """How the command ended without its supervisor; None while it runs, or while a new supervisor may know."""
         info = self._with_command()
         pid = info.command_pid
         if pid is None:
             # The supervisor may just have started it, and the new one searches for it.
-            return None if self._successor.at_work else exit_info(info, 2, "foreground", _NOT_STARTED)
+            return None if self._successor.is_running else exit_info(info, 2, "foreground", _NOT_STARTED)
         try:
             returncode = proc.ended_child_status(pid)
         except ChildProcessError:
-            if self._successor.at_work or proc.is_running(pid, info.command_started):
+            if self._successor.is_running or proc.is_running(pid, info.command_started):
                 return None
             return unknown_exit(info, "foreground", _LOST, time.monotonic_ns())
         return None if returncode is None else exit_info(info, returncode, "foreground")
@@ -183,7 +183,7 @@ class Guard:
         ours = (self._supervisor.pid, self._successor.pid)
         return min((p for p in leaders if p.pid not in ours), key=lambda process: process.started, default=None)
 
-    def _record(self, how: ExitInfo) -> None:
+    def _record_exit(self, how: ExitInfo) -> None:
         # A new supervisor may have recorded the end meanwhile; otherwise nobody has read the rest of the rings.
         recorded = load_exit(self._directory)
         self.outcome = replace(how, drained=recorded is not None and recorded.drained)

@@ -85,7 +85,7 @@ class MetricsText:
 
     def counter(self, name: str, text: str, labels: _Labels, value: float) -> None:
         """Add a growing value."""
-        self._add(name, "counter", text, "", labels, self._growing(name, labels, value))
+        self._add(name, "counter", text, "", labels, self._monotonic_value(name, labels, value))
 
     def histogram(self, name: str, text: str, labels: _Labels, counts: Mapping[int, int], total_ns: float) -> None:
         """Add the durations of a sketch, with their sum."""
@@ -93,9 +93,9 @@ class MetricsText:
         bounds = (*map(_number, BOUNDS_S), "+Inf")
         for bound, count in zip(bounds, count_between(counts, [bound * 1e9 for bound in BOUNDS_S]), strict=True):
             limited = {**labels, "le": bound}
-            below += int(self._growing(name, limited, count))
+            below += int(self._monotonic_value(name, limited, count))
             self._add(name, "histogram", text, "_bucket", limited, below)
-        self._add(name, "histogram", text, "_sum", labels, self._growing(name, labels, total_ns / 1e9))
+        self._add(name, "histogram", text, "_sum", labels, self._monotonic_value(name, labels, total_ns / 1e9))
         self._add(name, "histogram", text, "_count", labels, below)
 
     def _add(self, name: str, kind: str, text: str, suffix: str, labels: _Labels, value: float) -> None:
@@ -103,7 +103,7 @@ class MetricsText:
         each = ",".join(f'{label}="{_escaped(word)}"' for label, word in labels.items())
         self._metrics.setdefault(name, about).append(f"dpmon_{name}{suffix}{{{each}}} {_number(value)}")
 
-    def _growing(self, name: str, labels: _Labels, value: float) -> float:
+    def _monotonic_value(self, name: str, labels: _Labels, value: float) -> float:
         key = (name, *labels.values())
         self._highest[key] = max(value, self._highest.get(key, value))
         return self._highest[key]
@@ -117,7 +117,7 @@ def _number(value: float) -> str:
     return str(value) if isinstance(value, int) else repr(float(value))
 
 
-class Metrics:
+class PrometheusFile:
     """Queries the store of a run and writes the file; call `tick` a few times a second."""
 
     def __init__(self, path: Path, directory: Path, warn: Callable[[str], None]) -> None:
@@ -163,7 +163,7 @@ class Metrics:
         if self._thread is not None:
             self._thread.join()
 
-    def end(self, how: ExitInfo) -> None:
+    def write_final(self, how: ExitInfo) -> None:
         """Write the file for the last time, because the run is over. Never raises."""
         self.wait()
         with contextlib.suppress(Exception):  # the thread has already reported the error
@@ -352,10 +352,10 @@ class Metrics:
                 if not figures.steps:
                     continue
                 labels = {**self._of_process(process), **of_mode}
-                _add_durations(text, "step", "step times over the whole run", labels, figures)
+                _add_duration_metrics(text, "step", "step times over the whole run", labels, figures)
                 for phase in PHASES:
                     if (part := figures.phase(phase.name)) is not None:
-                        _add_durations(
+                        _add_duration_metrics(
                             text, "phase", "a phase over steps that ran it", {**labels, "phase": phase.name}, part
                         )
             if (rate := window.rate(mode, evaluation)) is not None:
@@ -378,7 +378,9 @@ def _add_phase(text: MetricsText, phase: Phase, labels: _Labels, tally: Tally) -
         text.counter(f"{what}_phase_device_known_total", about, labels, stat.count)
 
 
-def _add_durations(text: MetricsText, what: str, of: str, labels: _Labels, figures: StepStats | PhaseStats) -> None:
+def _add_duration_metrics(
+    text: MetricsText, what: str, of: str, labels: _Labels, figures: StepStats | PhaseStats
+) -> None:
     for quantile, ns in (("0.5", figures.median_ns), ("0.95", figures.p95_ns)):
         if ns is not None:
             text.gauge(f"{what}_quantile_seconds", f"Quantiles of {of}.", {**labels, "quantile": quantile}, ns / 1e9)

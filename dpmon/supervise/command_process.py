@@ -28,7 +28,7 @@ from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit
 from dpmon.run.run_signals import belongs_to_run
 from dpmon.run.safe_files import open_file
 from dpmon.run.stdin_terminal import InputTerminal
-from dpmon.supervise.start import ignored_again
+from dpmon.supervise.start_supervisor import sigchld_restorer
 
 _SITE = Path(dpmon.__file__).resolve().parent / "tracer" / "site"
 PATIENCE_S = 2.0
@@ -36,7 +36,7 @@ PATIENCE_S = 2.0
 _LOST = "the command's supervisor was killed before the command ended"
 
 
-def environment(info: RunInfo, directory: Path, outer: Mapping[str, str]) -> dict[str, str]:
+def command_environment(info: RunInfo, directory: Path, outer: Mapping[str, str]) -> dict[str, str]:
     """The command's environment: `outer`, and the variables that load and configure the tracer.
 
     Changes PYTHONPATH; sets DPMON_*, PYTHONUNBUFFERED and, for a run with a screen, variables that ask for colour.
@@ -81,11 +81,11 @@ def start_command(info: RunInfo, directory: Path, terminal: InputTerminal | None
             stdin=None if terminal is None else terminal.slave,
             stdout=out,
             stderr=err,
-            env=environment(info, directory, outer),
+            env=command_environment(info, directory, outer),
             close_fds=False,
             start_new_session=True,
             restore_signals=True,
-            preexec_fn=ignored_again(),
+            preexec_fn=sigchld_restorer(),
         )
     finally:
         os.close(out)
@@ -105,11 +105,11 @@ class WatchedCommand:
         self._same_boot = info.boot_id == proc.boot_id()
         self._seen_alive = self._same_boot and proc.is_running(pid, started)
         self._pidfd = open_pidfd(pid) if self._seen_alive else None
-        self.last_ns = last_sign(directory, info)  # before dpmon writes to these files again
+        self.last_ns = last_sign_of_life_ns(directory, info)  # before dpmon writes to these files again
         """The last known sign of life of the command (monotonic ns)."""
         self._returncode: int | None = None
 
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the command has ended, reaped or not. A later process with the same id does not count."""
         if self._returncode is None:
             try:
@@ -118,7 +118,7 @@ class WatchedCommand:
                 return not self._same_boot or not proc.is_running(self.pid, self._started)
         return self._returncode is not None
 
-    def ending(self, info: RunInfo) -> ExitInfo:
+    def exit_info(self, info: RunInfo) -> ExitInfo:
         """How the command ended, from its parent, the kernel, or its own last note; otherwise an unknown end."""
         now = time.monotonic_ns()
         until = time.monotonic() + PATIENCE_S
@@ -144,7 +144,7 @@ class WatchedCommand:
         return replace(how, end_ns=end, seconds=(end - info.start_ns) / 1e9)
 
 
-def last_sign(directory: Path, info: RunInfo) -> int:
+def last_sign_of_life_ns(directory: Path, info: RunInfo) -> int:
     """The last sign of life of the training in the run's own files, on the monotonic clock of that boot (ns)."""
     end = info.start_ns
     for name in ("output.log", "stdout.log", "stderr.log"):
@@ -191,7 +191,7 @@ _MOST = 256
 """Most processes to watch at once."""
 
 
-class ProcessEnds:
+class ProcessExitWatcher:
     """Watches each process of the run that has noted a stage. Every process that imports torch notes one."""
 
     def __init__(self, directory: Path, command: int, poller: select.poll) -> None:
@@ -205,11 +205,11 @@ class ProcessEnds:
 
     def close(self) -> None:
         """Note the last ends, and watch no longer."""
-        self.note()
+        self.record_exits()
         for fd in [*self._watched]:
             self._forget(fd)
 
-    def look(self) -> None:
+    def watch_new_processes(self) -> None:
         """Look for new processes; to be called several times a second."""
         try:
             size = (self._directory / "stages.log").lstat().st_size
@@ -231,7 +231,7 @@ class ProcessEnds:
             else:
                 self._forget(fd)
 
-    def note(self) -> None:
+    def record_exits(self) -> None:
         """Note the watched processes that have ended."""
         at_ns = time.monotonic_ns()
         for fd in [fd for fd, _ in self._poller.poll(0) if fd in self._watched]:

@@ -12,8 +12,8 @@ from joined import joined_rows
 from stored import Recording
 from synthetic import SECOND, changed, device_event, host_event
 
-from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import State, Wanted
+from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
+from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.record_types import Event
 from dpmon.store.history_schema import CALL_COLUMNS, NODE_COLUMNS, STEP_COLUMNS
 from dpmon.store.history_writer import HistoryWriter
@@ -90,7 +90,7 @@ class ManyNodes:
         """Nodes that send nothing."""
         self.samples = True
         self._id = 1
-        self._snapshots = Snapshots()
+        self._snapshots = SnapshotBuilder()
         self._wrapper, self._of_group = wrapper, self.ranks // groups
         self._begin(store, rows)
 
@@ -212,9 +212,9 @@ class ManyNodes:
         """Return the store with all records so far."""
         return Store(self._history.checked_connection)
 
-    def state(self, **wanted: Any) -> State:
+    def state(self, **wanted: Any) -> RunSnapshot:
         """Return the state of the screen; `wanted`: fields of Wanted."""
-        return self._snapshots.take(self.store(), Wanted(**wanted))
+        return self._snapshots.build(self.store(), SnapshotRequest(**wanted))
 
     def close(self) -> None:
         """Close the history in a directory."""

@@ -12,7 +12,7 @@ from stored import state_of
 from synthetic import SECOND, Training, device_event, host_event, whole_device_event
 from timed import staged, trained
 
-from dpmon.model.state import Process, State
+from dpmon.model.run_snapshot import Process, RunSnapshot
 from dpmon.record.record_types import Event, Record
 from dpmon.run.run_directory import ExitInfo, RunInfo
 from dpmon.ui.facts import Facts, Toggle, View
@@ -99,8 +99,8 @@ def situations() -> dict[str, Facts]:
         run, now = joined_ranks(count, slow=1, steps=20)
         zoomed[f"{count} ranks"] = Facts(run.state(), now, INFO, alive=True)
     return {
-        "nothing": Facts(State(), 0),
-        "importing": Facts(State(), 3 * SECOND, INFO, stage=("importing torch", SECOND), alive=True),
+        "nothing": Facts(RunSnapshot(), 0),
+        "importing": Facts(RunSnapshot(), 3 * SECOND, INFO, stage=("importing torch", SECOND), alive=True),
         "dp": dp,
         "gpus": gpus,
         "many replicas": facts_of(Training(devices=[f"cuda:{i}" for i in range(64)], batch=48, virtual=False)),

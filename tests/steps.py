@@ -1,4 +1,4 @@
-"""Makes tallies for `dpmon.model.compare` from steps that a test lists."""
+"""Makes tallies for `dpmon.model.mode_comparison` from steps that a test lists."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.model.compare import Comparison, compare_modes
-from dpmon.model.state import PHASES
+from dpmon.model.mode_comparison import Comparison, compare_modes
+from dpmon.model.run_snapshot import PHASES
 from dpmon.record.schema import EVALUATION, QUANTITIES, SETTLING, device_series
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.store.history_schema import STEP_COLUMNS

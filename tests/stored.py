@@ -10,8 +10,8 @@ from typing import Any
 
 from synthetic import flags_of
 
-from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import State, Wanted
+from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
+from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.history_rows import CallParts, CallRow, Definition, Row
 from dpmon.record.record_types import Call, Event, Record, RecordError, Size
 from dpmon.record.shared_names import CALL_PHASES
@@ -47,7 +47,7 @@ class Recording:
         self._intakes: dict[int, RingIntake] = {}
         self._makers: dict[int, _Maker] = {}
         self._next_id = self._history.next_id
-        self._snapshots = Snapshots()
+        self._snapshots = SnapshotBuilder()
 
     def add(
         self, records: Iterable[Row | Record], process: int = 0, rank: int | None = None, skip: bool = False
@@ -101,10 +101,10 @@ class Recording:
         """Return the store with all records so far."""
         return Store(self._history.checked_connection)
 
-    def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> State:
+    def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> RunSnapshot:
         """Return the state at the end, or at time `t_ns`; `wanted`: fields of Wanted."""
         store = self.store()
-        return self._snapshots.take(store.as_of(t_ns), Wanted(**wanted), frozenset(ended))
+        return self._snapshots.build(store.as_of(t_ns), SnapshotRequest(**wanted), frozenset(ended))
 
 
 def store_of(records: Iterable[Row | Record] | Mapping[int, Iterable[Row | Record]], origin_ns: int = 0) -> Store:
@@ -118,15 +118,15 @@ def state_of(
     *,
     origin_ns: int = 0,
     **wanted: Any,
-) -> State:
+) -> RunSnapshot:
     """Return the state of the screen at the end, or at time `t_ns`, from records of one process or of several."""
     return _recorded(records, origin_ns).state(t_ns, **wanted)
 
 
-def state_in(directory: Path, t_ns: int | None = None, **wanted: Any) -> State:
+def state_in(directory: Path, t_ns: int | None = None, **wanted: Any) -> RunSnapshot:
     """Return the state of the screen of the run in `directory`, at the end or at time `t_ns`."""
     with open_store(directory) as store:
-        return Snapshots().take(store.as_of(t_ns), Wanted(**wanted), frozenset())
+        return SnapshotBuilder().build(store.as_of(t_ns), SnapshotRequest(**wanted), frozenset())
 
 
 def _recorded(records: Iterable[Any] | Mapping[int, Iterable[Any]], origin_ns: int) -> Recording:

@@ -350,8 +350,8 @@ def _steps(store: Store) -> _Counts:
 
     None if the record has no rings.
     """
-    from dpmon.model.announced import TEXTS_READ, stalls_in
-    from dpmon.model.stalls_seen import ended_in
+    from dpmon.model.recorded_stalls import final_stall
+    from dpmon.model.run_events import TEXTS_READ, parse_stalls
     from dpmon.store.step_stats import StatsWindow
 
     most = max(store.rings.values(), key=lambda row: row.steps, default=None)
@@ -361,9 +361,9 @@ def _steps(store: Store) -> _Counts:
     rate = window.rate()
     calls = store.open_calls
     evaluations, samples = window.evaluation_steps(most.process), None if rate is None else rate.samples_per_s
-    stalls = stalls_in(event.data for event in store.events("stall", newest=TEXTS_READ))
+    stalls = parse_stalls(event.data for event in store.events("stall", newest=TEXTS_READ))
     last_ns = max((step.start_ns + step.wall_ns for step in store.steps(1)), default=0)
-    stall = ended_in(stalls, last_ns)
+    stall = final_stall(stalls, last_ns)
     standing = None if stall is None else f"stalled: {stall.text}"
     return None if calls and not most.steps else most.steps, evaluations, calls, samples, standing
 

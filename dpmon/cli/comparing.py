@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import chain
 
 from dpmon.cli.commands import as_text, written
-from dpmon.model.compare_runs import Threshold, judge, status_of
+from dpmon.model.run_comparison import Threshold, exit_status_of, judge_threshold
 from dpmon.report.comparison import as_object, document, read_and_compare
 from dpmon.report.page import page
 from dpmon.run.run_directory import RunError
@@ -27,7 +27,7 @@ def compare(options: argparse.Namespace) -> int:
     if again:
         raise RunError(f"{again[0]} is given twice: a run counts once, on one side")
     found = read_and_compare(*directories)
-    judgements = [judge(found, threshold, anyway=options.anyway) for threshold in thresholds]
+    judgements = [judge_threshold(found, threshold, anyway=options.anyway) for threshold in thresholds]
     if options.html:
         output = options.output or "-".join(side[0].name for side in found.sides) + ".html"
         written(page(document(found, judgements)), output, say=True)
@@ -35,4 +35,4 @@ def compare(options: argparse.Namespace) -> int:
         written(to_safe_json(as_object(found, judgements), indent=1) + "\n", options.output)
     else:
         written(as_text(document(found, judgements), options.output), options.output)
-    return status_of(judgements)
+    return exit_status_of(judgements)

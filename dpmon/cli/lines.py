@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from dpmon.errors import HistoryError
-from dpmon.model.active_processes import ended_of
+from dpmon.model.active_processes import ended_processes
+from dpmon.model.epoch_progress import NO_STEP, format_progress, without_time
 from dpmon.model.json_fields import (
     communication_fields,
     fields_of,
@@ -25,12 +26,11 @@ from dpmon.model.json_fields import (
     progress_fields,
     rank_fields,
 )
-from dpmon.model.nodes import NodeFacts
-from dpmon.model.pace import speed
-from dpmon.model.progress import NO_STEP, without_time, words
-from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import Process, State, Wanted
-from dpmon.model.stragglers import in_short
+from dpmon.model.nodes import NodeStatus
+from dpmon.model.run_snapshot import Process, RunSnapshot, SnapshotRequest
+from dpmon.model.snapshot_builder import SnapshotBuilder
+from dpmon.model.stragglers import short_sentence
+from dpmon.model.throughput import throughput_of
 from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.schema import PHASES
 from dpmon.report.health import Health, health, standing
@@ -95,8 +95,8 @@ class Lines:
     def __init__(self, reader: RunReader, write: Callable[[bytes], bool]) -> None:
         self._reader = reader
         self._write = write
-        self._state = State()
-        self._snapshots = Snapshots()
+        self._state = RunSnapshot()
+        self._snapshots = SnapshotBuilder()
         self._due = 0.0
         self._skipped = 0
 
@@ -126,8 +126,10 @@ class Lines:
 
     def _take(self, over: bool = False) -> None:
         with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
-            ended = ended_of(self._reader.activities())
-            self._state = self._snapshots.take(store, Wanted(span_s=0, over=True) if over else Wanted(), ended)
+            ended = ended_processes(self._reader.activities())
+            self._state = self._snapshots.build(
+                store, SnapshotRequest(span_s=0, over=True) if over else SnapshotRequest(), ended
+            )
 
     def _put_status(self) -> None:
         now_ns = time.monotonic_ns() - self._reader.refresh().start_ns
@@ -140,20 +142,20 @@ class Lines:
         self._skipped = 0 if self._write(line) else self._skipped + 1
 
 
-def status_members(reader: RunReader, state: State, now: Health, now_ns: int) -> dict[str, object]:
+def status_members(reader: RunReader, state: RunSnapshot, now: Health, now_ns: int) -> dict[str, object]:
     """The members of a status line that tell how the run does; `now_ns`: the time, in ns since the run's start."""
     members: dict[str, object] = {"run": reader.info.id, "t_s": round(now_ns / 1e9, 3)}
     members["state"], members["health"] = now.state, now.fields()
-    progress, absent = _progress(state.focus, state, now_ns, _since_ns(reader, state.focus))
+    progress, absent = _progress(state.representative, state, now_ns, _since_ns(reader, state.representative))
     members |= progress
-    found = NO_STEP if state.focus is None else state.focus.progress
+    found = NO_STEP if state.representative is None else state.representative.progress
     still = _STILL.get(now.state) if now.end is None else None
     members["progress"] = progress_fields(found if still is None else without_time(found, still))
     members["losses"] = [loss_fields(curve) for curve in state.losses]
     if not state.losses:
         off = reader.info.options.get("loss") is False
         absent["losses"] = "dpmon was told not to read losses" if off else "no backward pass from one value was seen"
-    trained = state.training
+    trained = state.training_processes
     members["processes"] = len(trained)
     if len(trained) > 1:
         times = {one.process: one for one in state.ranks}
@@ -183,7 +185,7 @@ def _since_ns(reader: RunReader, process: Process | None) -> int:
 
 
 def _progress(
-    focus: Process | None, state: State, now_ns: int, since_ns: int
+    focus: Process | None, state: RunSnapshot, now_ns: int, since_ns: int
 ) -> tuple[dict[str, object], dict[str, str]]:
     """Step, rates and times of the process that represents the run; and the reasons for null values, by name."""
     absent: dict[str, str] = {}
@@ -192,7 +194,7 @@ def _progress(
         why = format_calls_so_far(state.open_calls) if state.open_calls else "no step has ended yet"
         absent.update(dict.fromkeys(names, why))
         return dict.fromkeys(names), absent
-    fast = speed(focus, state, now_ns, since_ns)
+    fast = throughput_of(focus, state, now_ns, since_ns)
     if fast.reason is not None:
         absent.update(dict.fromkeys(_RATES, fast.reason))
     elif fast.samples_per_s is None:
@@ -223,7 +225,7 @@ def _why_untimed(focus: Process) -> str | None:
     """The reason for missing device times that the newest step or call recorded; None without one."""
     if focus.last_step is not None and focus.last_step.untimed is not None:
         return focus.last_step.untimed
-    return None if focus.newest is None else focus.newest.last.absent.get("device_ms")
+    return None if focus.last_called_root is None else focus.last_called_root.last.absent.get("device_ms")
 
 
 def _phases(figures: StepStats, *, of_call: bool) -> dict[str, object]:
@@ -232,8 +234,8 @@ def _phases(figures: StepStats, *, of_call: bool) -> dict[str, object]:
     return {name: phase_fields(phase) for name, phase in phases.items() if phase is not None}
 
 
-def _node(node: NodeFacts, now_ns: int) -> dict[str, object]:
-    trouble = node.trouble(now_ns)
+def _node(node: NodeStatus, now_ns: int) -> dict[str, object]:
+    trouble = node.problem_at(now_ns)
     members = fields_of(node, "number", "name", "state")
     return {**members, "trouble": None if trouble is None else trouble.words(now_ns)}
 
@@ -259,29 +261,29 @@ class ProgressLines:
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
-        self._snapshots = Snapshots()
+        self._snapshots = SnapshotBuilder()
         self._last_ns = 0
         """End of the newest step (ns since the run's start); 0 before the first step."""
 
     def line(self) -> str:
         """The run's progress and its speed; if there is no new step since the last line, the reason."""
-        activities, state = self._reader.activities(), State()
+        activities, state = self._reader.activities(), RunSnapshot()
         with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
-            state = self._snapshots.take(store, Wanted(), ended_of(activities))
-        focus, now_ns = state.focus, time.monotonic_ns() - self._reader.info.start_ns
+            state = self._snapshots.build(store, SnapshotRequest(), ended_processes(activities))
+        focus, now_ns = state.representative, time.monotonic_ns() - self._reader.info.start_ns
         step = None if focus is None else focus.last_step
         if focus is None or step is None or step.start_ns + step.wall_ns <= self._last_ns:
             return standing(self._reader, state, now_ns).words(now_ns / 1e9)
         self._last_ns = step.start_ns + step.wall_ns
         return self._stepped(state, focus, step.step)
 
-    def _stepped(self, state: State, focus: Process, step: int) -> str:
-        where = words(focus.progress)
+    def _stepped(self, state: RunSnapshot, focus: Process, step: int) -> str:
+        where = format_progress(focus.progress)
         parts = [f"step {format_count(step)}", *([where] if where else [])]
-        if (count := len(state.training)) > 1:
+        if (count := len(state.training_processes)) > 1:
             parts.append(f"{count} processes")
         now_ns = time.monotonic_ns() - self._reader.info.start_ns
-        found = speed(focus, state, now_ns, _since_ns(self._reader, focus))
+        found = throughput_of(focus, state, now_ns, _since_ns(self._reader, focus))
         if found.rate is None:
             parts.append(found.reason or "")
         else:
@@ -293,4 +295,4 @@ class ProgressLines:
         if focus.mode and not (ranks and focus.mode == "single"):
             parts.append(focus.mode + (" (virtual)" if focus.virtual and focus.mode == "dp" else ""))
         slow = state.straggler
-        return "  ".join(parts if slow is None else [*parts, in_short(slow)])
+        return "  ".join(parts if slow is None else [*parts, short_sentence(slow)])

@@ -139,7 +139,7 @@ _run_name = _value("a name of letters, digits, . _ - (except `last`)", r"((?!las
 
 
 def _phase(text: str) -> str:
-    from dpmon.model.compare_runs import PHASES_GATED  # expensive
+    from dpmon.model.run_comparison import PHASES_GATED  # expensive
 
     if text not in PHASES_GATED:
         raise argparse.ArgumentTypeError(f"expected one of {', '.join(PHASES_GATED)}, not {text!r}")

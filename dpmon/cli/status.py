@@ -12,12 +12,12 @@ from typing import Any
 from dpmon.cli.lines import status_members
 from dpmon.cli.speak import speak
 from dpmon.errors import HistoryError
-from dpmon.model.active_processes import ended_of
-from dpmon.model.findings import findings
+from dpmon.model.active_processes import ended_processes
+from dpmon.model.all_findings import find_all
 from dpmon.model.json_fields import fields_of
-from dpmon.model.snapshot import Snapshots
-from dpmon.model.stalls_seen import ended_in
-from dpmon.model.state import State, Wanted
+from dpmon.model.recorded_stalls import final_stall
+from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
+from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.safe_json import replace_nonfinite
 from dpmon.report.collect import facts_of
 from dpmon.report.health import LOST, NO_RUN, TIMED_OUT, Health, health, health_now
@@ -98,20 +98,20 @@ def look_at(directory: Path) -> tuple[Health, dict[str, Any]]:
     """How a run does, and all that `status --json` says about it. RunError if it is not a run."""
     with closing(RunReader(directory)) as reader:
         word, how = run_state(directory, reader.info)
-        state, listed, over = State(), [], how is not None or word == LOST
+        state, listed, over = RunSnapshot(), [], how is not None or word == LOST
         with suppress(HistoryError, RunError), open_store(directory) as store:
-            wanted = Wanted(span_s=0, over=True) if over else Wanted()
-            state = Snapshots().take(store, wanted, ended_of(reader.activities()))
+            wanted = SnapshotRequest(span_s=0, over=True) if over else SnapshotRequest()
+            state = SnapshotBuilder().build(store, wanted, ended_processes(reader.activities()))
             facts = facts_of(store, directory, how)
-            facts.complete()
-            listed = [each._asdict() for each in findings(facts)[:MOST_FINDINGS]]
+            facts.query_everything()
+            listed = [each._asdict() for each in find_all(facts)[:MOST_FINDINGS]]
         now = health(reader, state)
         here = not over and word != ELSEWHERE  # another machine has another monotonic clock
         now_ns = time.monotonic_ns() - reader.info.start_ns if here else max(state.newest_ns, 0)
         now_ns = now_ns if how is None else int(how.seconds * 1e9)
         finished = how is not None and how.status == 0
-        stall = state.stall if not over else None if finished else ended_in(state.stalls, state.newest_ns)
-        lasted_s = None if stall is None else stall.lasted_ns(now_ns) / 1e9
+        stall = state.current_stall if not over else None if finished else final_stall(state.stalls, state.newest_ns)
+        lasted_s = None if stall is None else stall.duration_ns(now_ns) / 1e9
         members = {
             "schema": SCHEMA,
             "name": short_name(reader.info),

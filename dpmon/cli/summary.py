@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dpmon.errors import HistoryError
-from dpmon.model.mode_facts import ModeFacts
-from dpmon.model.run_facts import RunFacts
-from dpmon.model.stragglers import sentence
+from dpmon.model.mode_stats import ModeStats
+from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.stragglers import straggler_sentence
 from dpmon.record.schema import EVALUATION, STEP
 from dpmon.report.collect import facts_of, output_end
 from dpmon.report.sections import of_parts
@@ -67,7 +67,7 @@ def _nothing(directory: Path, info: RunInfo, how: ExitInfo | None, reasons: Iter
 class _SummaryLines:
     """The lines from the store of a run."""
 
-    def __init__(self, facts: RunFacts, info: RunInfo, how: ExitInfo | None) -> None:
+    def __init__(self, facts: RunAnalysis, info: RunInfo, how: ExitInfo | None) -> None:
         self._facts, self._info, self._how = facts, info, how
 
     def lines(self, directory: Path, width: int) -> list[str]:
@@ -77,7 +77,7 @@ class _SummaryLines:
         warnings = [*reasons, *(warning.text for warning in facts.announced.warnings)]
         stalled = stalls(facts, self._how, over=self._how is not None)
         lines = [*stalled, *self._time_lines(), *self._lacks(warnings)]
-        kinds = facts.store.kinds() | facts.layouts.kinds()
+        kinds = facts.store.kinds() | facts.layouts.modes_and_kinds()
         if facts.open_calls:
             lines.append(format_calls_so_far(facts.open_calls))
         elif not kinds:
@@ -88,7 +88,7 @@ class _SummaryLines:
             if facts.window.ever_trains(mode) and any(kind & EVALUATION for name, kind in kinds if name == mode):
                 lines += self._mode_lines(mode, True)
         slow = None if facts.communication is None else facts.communication.straggler
-        lines += [] if slow is None else [f"  {sentence(slow, lately=False)}"]
+        lines += [] if slow is None else [f"  {straggler_sentence(slow, lately=False)}"]
         return lines + [line for section in of_parts(facts) for line in section_lines(section, width)]
 
     def _lacks(self, warnings: Iterable[str]) -> list[str]:
@@ -138,7 +138,7 @@ class _SummaryLines:
         return f"{format_count_with_noun(sum(counts), 'step')} of {len(counts)} {who} in all, {calls}"
 
 
-def _phase_lines(found: ModeFacts) -> list[str]:
+def _phase_lines(found: ModeStats) -> list[str]:
     """The times of steps and of each phase that ran (the phases of calls below forward), then the quantities."""
     if not found.steps:
         return []

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 from dpmon.cli.commands import as_text, written
 from dpmon.cli.speak import speak
 from dpmon.errors import HistoryError
-from dpmon.model.compare_runs import ComparedFigure, compare_runs, range_of, signed
 from dpmon.model.compared_run import ComparedRun
-from dpmon.model.finding import data_ceiling
-from dpmon.model.run_facts import RunFacts
+from dpmon.model.finding_text import data_ceiling
+from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.run_comparison import ComparedMetric, compare_runs, format_change, format_interval
 from dpmon.report.collect import collect, facts_of
 from dpmon.report.comparison import read
 from dpmon.report.document import Document, Paragraph, Part, Section, Table
@@ -199,7 +199,7 @@ def _stop(name: str) -> None:
 
 
 def plan(
-    facts: RunFacts, words: tuple[str, ...], threads: str | None, counts: Sequence[int] = ()
+    facts: RunAnalysis, words: tuple[str, ...], threads: str | None, counts: Sequence[int] = ()
 ) -> tuple[list[Trial], dict[str, str]]:
     """The trials that make sense for a run, and by name why the others do not.
 
@@ -213,7 +213,7 @@ def plan(
         absent["cached-batches"] = "no DataLoader was used"
     else:
         changes = f"the data: the first {REPLAYED} batches of each loader again and again"
-        saves = data_ceiling(mode.usual, facts)
+        saves = data_ceiling(mode.settled_stats, facts)
         found.append(Trial("cached-batches", changes, ("--replay", str(REPLAYED)), figure="mean_step", saves=saves))
     if mode is None or mode.mode != "dp":
         absent["single"] = "the script does not run under DataParallel"
@@ -247,18 +247,18 @@ class Result(NamedTuple):
     """What a trial brought."""
 
     trial: Trial
-    row: ComparedFigure | None
+    row: ComparedMetric | None
     """Its figure, unchanged and changed; None if it is unknown."""
 
     @property
     def words(self) -> tuple[str, ...]:
         """The row of the table."""
-        promised = "" if self.trial.saves is None else f"at most {signed(1 - self.trial.saves)}"
+        promised = "" if self.trial.saves is None else f"at most {format_change(1 - self.trial.saves)}"
         row = self.row
         if row is None or row.change is None:
             return (self.trial.name, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, promised)
-        values = [row.figure.text(row.typical(side)) for side in (0, 1)]
-        return (self.trial.name, row.figure.label.strip(), *values, signed(row.change.ratio), promised)
+        values = [row.figure.format(row.typical_value(side)) for side in (0, 1)]
+        return (self.trial.name, row.figure.label.strip(), *values, format_change(row.change.ratio), promised)
 
     @property
     def note(self) -> str:
@@ -267,7 +267,7 @@ class Result(NamedTuple):
         if row is None or row.change is None or row.change.least is None:
             sure = f"no interval: {'this figure is unknown in its runs' if row is None else row.missing}"
         else:
-            sure = f"{row.figure.label.strip()} {range_of(row.change)}"
+            sure = f"{row.figure.label.strip()} {format_interval(row.change)}"
         return f"{self.trial.name} changes {self.trial.changes}; {sure}"
 
 

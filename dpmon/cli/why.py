@@ -11,7 +11,7 @@ from typing import Any
 from dpmon.cli.speak import speak
 from dpmon.errors import HistoryError
 from dpmon.model.json_fields import fields_of
-from dpmon.model.stalls_seen import StallSeen
+from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.report.collect import facts_of
 from dpmon.report.health import LOST, NO_RUN, health_now
 from dpmon.report.sentences import stalls
@@ -93,7 +93,7 @@ def _asked(directory: Path, info: RunInfo, *, native: bool) -> dict[str, Any] | 
         return build_reply(look.with_exceptions(look.inspect_ranks({}, now)), dumps, None, now, info, nccl=look.nccl)
 
 
-def _recorded(directory: Path, how: ExitInfo | None, over: bool) -> tuple[tuple[StallSeen, ...], list[str]]:
+def _recorded(directory: Path, how: ExitInfo | None, over: bool) -> tuple[tuple[RecordedStall, ...], list[str]]:
     """The stalls in the history, oldest first, and the sentences about the newest ones."""
     with suppress(HistoryError, RunError), open_store(directory) as store:
         facts = facts_of(store, directory, how)

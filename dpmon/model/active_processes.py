@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dpmon.model.state import Process, State
+    from dpmon.model.run_snapshot import Process, RunSnapshot
 
 _LATELY_NS = 30_000_000_000
 _SILENCE_NS, _SILENCE_STEPS = 2_000_000_000, 3
@@ -19,17 +19,17 @@ _SILENCE_NS, _SILENCE_STEPS = 2_000_000_000, 3
 that began after its newest step."""
 
 
-def ended_of(activities: Mapping[int, tuple[str, int]]) -> frozenset[int]:
+def ended_processes(activities: Mapping[int, tuple[str, int]]) -> frozenset[int]:
     """The processes that have ended, by their activities as a reader reports them."""
     return frozenset(number for number, (what, _) in activities.items() if what == "ended")
 
 
-def training_now(state: State) -> list[Process]:
+def find_training_processes(state: RunSnapshot) -> list[Process]:
     """The processes that train now: with a step or call in the last half minute, unless another took over.
 
     A process that has ended counts only if no other one does: it is shown until another resumes.
     """
-    lately = _lately(state)
+    lately = _recently_active(state)
     if len(lately) < 2:
         return lately
     newest = max(process.began_ns for process in lately)
@@ -38,20 +38,20 @@ def training_now(state: State) -> list[Process]:
 
     def gave_way(process: Process) -> bool:
         if process.rank is None:
-            return _is_silent(process, newest, state.newest_ns)
-        replaced = process.began_ns <= before and _is_silent(process, again, state.newest_ns)
-        return replaced or _is_silent(process, apart, state.newest_ns)
+            return _is_replaced(process, newest, state.newest_ns)
+        replaced = process.began_ns <= before and _is_replaced(process, again, state.newest_ns)
+        return replaced or _is_replaced(process, apart, state.newest_ns)
 
     alone = again < 0 and all(process.rank is not None for process in lately)
     found = lately if alone else [process for process in lately if not gave_way(process)]
     return [process for process in found if process.process not in state.ended] or found or lately
 
 
-def _lately(state: State) -> list[Process]:
+def _recently_active(state: RunSnapshot) -> list[Process]:
     return [p for p in state.processes.values() if p.seen_ns >= max(state.newest_ns - _LATELY_NS, 0)]
 
 
-def _is_silent(process: Process, began_ns: int, now_ns: int) -> bool:
+def _is_replaced(process: Process, began_ns: int, now_ns: int) -> bool:
     """Whether `process` is silent, and another one began after its newest step or call."""
     usual = process.last_step.wall_ns if process.last_step is not None else 0
     silence = max(_SILENCE_NS, _SILENCE_STEPS * usual)

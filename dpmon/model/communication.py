@@ -9,7 +9,7 @@ from itertools import groupby
 from statistics import fmean
 from typing import NamedTuple
 
-from dpmon.model.stragglers import Group, RankTimes, Straggler, delays, straggler, wait_of
+from dpmon.model.stragglers import Group, RankTimes, Straggler, delay_shares, find_straggler, wait_of
 from dpmon.store.query_results import CollectiveSums
 from dpmon.text.formatting import (
     format_bytes,
@@ -101,40 +101,44 @@ class Communication:
         return max(round(self.sampled_of / samples), 1) if samples and self.sampled_of else None
 
     @cached_property
-    def known(self) -> tuple[RankTimes, ...]:
+    def ranks_with_waits(self) -> tuple[RankTimes, ...]:
         """The ranks with known waits."""
         return tuple([one for one in self.ranks if one.joined])
 
     @cached_property
-    def by_wait(self) -> Sequence[RankTimes]:
+    def ranks_by_wait(self) -> Sequence[RankTimes]:
         """The ranks with known waits, the shortest wait first."""
         return sorted((one for one in self.ranks if one.wait_ns is not None), key=wait_of)
 
     @cached_property
-    def joined(self) -> int:
+    def step_count_with_waits(self) -> int:
         """Number of steps with known waits between ranks."""
-        return min([one.joined for one in self.known], default=0)
+        return min([one.joined for one in self.ranks_with_waits], default=0)
 
     @cached_property
     def step_ns(self) -> float | None:
         """The mean step of these ranks."""
-        return _mean([one.step_ns for one in self.known])
+        return _mean([one.step_ns for one in self.ranks_with_waits])
 
     @cached_property
     def exposed_ns(self) -> float | None:
         """Communication that no computation hides."""
-        return _mean([one.exposed_ns for one in self.known])
+        return _mean([one.exposed_ns for one in self.ranks_with_waits])
 
     @cached_property
-    def waiting(self) -> tuple[RankTimes, ...]:
+    def non_stragglers(self) -> tuple[RankTimes, ...]:
         """The ranks with known waits, without those that the others wait for."""
         slow = self.straggler
-        return self.known if slow is None else tuple([one for one in self.known if one.process not in slow.processes])
+        return (
+            self.ranks_with_waits
+            if slow is None
+            else tuple([one for one in self.ranks_with_waits if one.process not in slow.processes])
+        )
 
     @cached_property
     def wait_ns(self) -> float | None:
         """The wait for the slowest rank, as a mean over the ranks that wait."""
-        return _mean([one.wait_ns for one in self.waiting])
+        return _mean([one.wait_ns for one in self.non_stragglers])
 
     @cached_property
     def exposed_share(self) -> float | None:
@@ -180,22 +184,22 @@ class Communication:
     @cached_property
     def delays(self) -> Mapping[int, float]:
         """How much longer the others waited than a rank, by process (dpmon.model.stragglers)."""
-        return delays(self.ranks)
+        return delay_shares(self.ranks)
 
     @cached_property
     def straggler(self) -> Straggler | None:
         """The ranks that the others wait for; None if no rank stands out."""
-        return straggler((*self.ranks, *self.elsewhere))
+        return find_straggler((*self.ranks, *self.elsewhere))
 
     @cached_property
-    def own_names(self) -> str:
+    def own_collective_names(self) -> str:
         """The script's own collectives: "all_reduce and barrier"; empty without any."""
         return " and ".join(self.collectives.own)
 
     @cached_property
-    def facts(self) -> list[tuple[str, str]]:
+    def labeled_texts(self) -> list[tuple[str, str]]:
         """Labels and texts, the most important first."""
-        return _facts(self)
+        return _labeled_texts(self)
 
     def with_times(
         self,
@@ -208,7 +212,9 @@ class Communication:
 
         `wrappers`: those of all ranks, as before. `groups`: the process group of each rank.
         """
-        missing = None if any(one.joined for one in ranks) else _missing((*ranks, *elsewhere), self.wrappers)
+        missing = (
+            None if any(one.joined for one in ranks) else _unknown_wait_reason((*ranks, *elsewhere), self.wrappers)
+        )
         waits = any(one.waits_in_forward for one in wrappers)
         times, others = (
             tuple(
@@ -231,12 +237,14 @@ class Communication:
         if causes:
             make = f"{' and '.join(causes)} {'make' if len(causes) > 1 else 'makes'}"
             found.append(f"{make} the ranks wait for each other in the forward, too")
-        if self.own_names:
-            found.append(f"the script's own {self.own_names} may make the ranks wait for each other, too: see `other`")
+        if self.own_collective_names:
+            found.append(
+                f"the script's own {self.own_collective_names} may make the ranks wait for each other, too: see `other`"
+            )
         return tuple(found)
 
 
-def communication(
+def build_communication(
     ranks: Sequence[RankTimes],
     wrappers: Sequence[Wrapper],
     collectives: CollectiveSums = _NOTHING,
@@ -285,7 +293,7 @@ def groups_of(ranks: Iterable[int], wrappers: Sequence[Wrapper]) -> Mapping[int,
     return found
 
 
-def _missing(ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper]) -> str:
+def _unknown_wait_reason(ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper]) -> str:
     """Why waits are unknown. `wrappers`: of one rank."""
     if not wrappers:
         return _NO_WRAPPER
@@ -322,10 +330,10 @@ def _share(part: float | None, whole: float | None) -> float | None:
 # ------------------------------------------------------------------------------------------------ words
 
 
-def _facts(traffic: Communication) -> list[tuple[str, str]]:
+def _labeled_texts(traffic: Communication) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     if traffic.exposed_ns is not None:
-        steps = f"{'last ' * traffic.lately}{format_count_with_noun(traffic.joined, 'step')}"
+        steps = f"{'last ' * traffic.lately}{format_count_with_noun(traffic.step_count_with_waits, 'step')}"
         rows.append(
             (
                 "exposed",
@@ -333,7 +341,8 @@ def _facts(traffic: Communication) -> list[tuple[str, str]]:
             )
         )
         who = format_count_with_noun(
-            len(traffic.waiting), "rank" if len(traffic.waiting) == len(traffic.known) else "waiting rank"
+            len(traffic.non_stragglers),
+            "rank" if len(traffic.non_stragglers) == len(traffic.ranks_with_waits) else "waiting rank",
         )
         rows.append(
             ("wait", f"{format_duration(traffic.wait_ns)}, {format_percent(traffic.wait_share)}; mean of {who}")
@@ -341,20 +350,20 @@ def _facts(traffic: Communication) -> list[tuple[str, str]]:
     if traffic.missing is not None:
         rows.append(("wait", f"unknown: {traffic.missing}"))
     if traffic.torch_times is not None and traffic.hidden_share is not None:
-        rows.append(("hidden", _hidden(traffic, traffic.torch_times)))
-    rows += [("" if row else "sampled", text) for row, text in enumerate(operations(traffic))]
+        rows.append(("hidden", _format_overlap(traffic, traffic.torch_times)))
+    rows += [("" if row else "sampled", text) for row, text in enumerate(format_operations(traffic))]
     several = len(traffic.wrappers) > 1
     for one in traffic.wrappers:
-        rows.append((f"buckets{f' {one.root}' if several else ''}", buckets(one)))
+        rows.append((f"buckets{f' {one.root}' if several else ''}", format_buckets(one)))
     if traffic.wrappers:
-        rows.append(("group", _group_words(traffic.wrappers[0])))
+        rows.append(("group", _format_group(traffic.wrappers[0])))
     if traffic.synced:
         under = f", {format_three_digits(traffic.unsynced)} under no_sync" if traffic.unsynced else ""
         rows.append(("passes", f"{format_three_digits(traffic.synced)} synchronised a step{under}"))
     return rows
 
 
-def operations(traffic: Communication) -> list[str]:
+def format_operations(traffic: Communication) -> list[str]:
     """A line for each kind of collective in the sampled steps: number, size, speed."""
     collectives = traffic.collectives
     if collectives.why is not None and not collectives.samples:
@@ -371,26 +380,28 @@ def operations(traffic: Communication) -> list[str]:
         size = f" of {format_bytes(one.bytes / one.collectives)}" if one.bytes else ""
         bus = one.bus_bytes_s
         why = one.no_bandwidth if one.bytes or not one.ended else None  # a barrier has none
-        fast = f", {bandwidth(bus)} bus" if bus is not None else "" if why is None else f", {why.partition(':')[0]}"
+        fast = (
+            f", {format_bandwidth(bus)} bus" if bus is not None else "" if why is None else f", {why.partition(':')[0]}"
+        )
         ranks = "" if one.size in known else f" of {format_count_with_noun(one.size, 'rank')},"
         lines.append(f"{one.name}{ranks} {count} {per}{size}{fast}{of}")
     return lines
 
 
-def bandwidth(bytes_s: float) -> str:
+def format_bandwidth(bytes_s: float) -> str:
     """Three digits in GB/s, or MB/s below one: "187 GB/s"."""
     return (
         f"{format_three_digits(bytes_s / 1e9)} GB/s" if bytes_s >= 1e9 else f"{format_three_digits(bytes_s / 1e6)} MB/s"
     )
 
 
-def _hidden(traffic: Communication, one: Wrapper) -> str:
+def _format_overlap(traffic: Communication, one: Wrapper) -> str:
     """The share of communication that the backward pass hid, from torch's own times of one iteration."""
     who = "" if one.rank is None else f", rank {one.rank}"
     return f"{format_percent(traffic.hidden_share)} of {format_duration(one.comm_ns)} (torch: iteration {format_count(one.iteration)}{who})"
 
 
-def buckets(one: Wrapper) -> str:
+def format_buckets(one: Wrapper) -> str:
     """The number of buckets, and their sizes in the order of averaging: "6: 1.00 MiB, 25.0 MiB ×5"."""
     if not one.bucket_bytes:
         return "unknown so far"
@@ -399,7 +410,7 @@ def buckets(one: Wrapper) -> str:
     return f"{len(one.bucket_bytes)}: {named}{' ...' if len(runs) > _RUNS else ''}"
 
 
-def _group_words(one: Wrapper) -> str:
+def _format_group(one: Wrapper) -> str:
     parts = [
         "size unknown" if one.group_size is None else format_count_with_noun(one.group_size, "rank"),
         one.backend or "backend unknown",

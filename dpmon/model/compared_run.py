@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from dpmon.model.compare import StepKind, settled_kind
-from dpmon.model.history import Bin
 from dpmon.model.json_fields import ms
-from dpmon.model.pauses import any_paused
-from dpmon.model.run_facts import RunFacts
-from dpmon.model.state import ProcessFacts
-from dpmon.model.stragglers import sentence as straggler_sentence
+from dpmon.model.mode_comparison import StepKind, comparable_kind
+from dpmon.model.pauses import any_paused_intervals
+from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.run_snapshot import ProcessInfo
+from dpmon.model.step_history import Bin
+from dpmon.model.stragglers import straggler_sentence as straggler_sentence
 from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_PHASES, device_series
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Tally
@@ -26,7 +26,7 @@ _LEAST_SAMPLED = 3
 """Fewest stretches for a processor time: it is sampled once a second."""
 
 
-class Figure(NamedTuple):
+class Metric(NamedTuple):
     """What is compared: its name in JSON, its name in a table, its unit (ns, bytes or "/s"), its series in tallies.
 
     Of a series, the quantile at `fraction` is compared.
@@ -38,7 +38,7 @@ class Figure(NamedTuple):
     series: str | None = None
     fraction: float = 0.5
 
-    def of(self, steps: Tally) -> float | None:
+    def value_over(self, steps: Tally) -> float | None:
         """Its value over steps; None if they have none, or if it has no series."""
         if self.series is None:
             return None
@@ -50,7 +50,7 @@ class Figure(NamedTuple):
             return {"unit": self.unit, **values}
         return {"unit": "ms", **{name: [ms(value) for value in each] for name, each in values.items()}}
 
-    def text(self, value: float | None) -> str:
+    def format(self, value: float | None) -> str:
         """A value in words."""
         return (
             format_duration(value)
@@ -61,31 +61,31 @@ class Figure(NamedTuple):
         )
 
 
-def _of_step() -> list[Figure]:
-    found = [Figure(STEP, STEP, series=STEP)]
+def _step_metrics() -> list[Metric]:
+    found = [Metric(STEP, STEP, series=STEP)]
     for name in STEP_PHASES:
         parts = [phase.name for phase in PHASES if phase.of_call] if name == "forward" else []
         for each in (name, *parts):
             indent = "  " * (1 + (each != name))
-            found.append(Figure(each, indent + each, series=each))
-            found.append(Figure(f"{each}_device", f"{indent}  on device", series=device_series(each)))
-    return [*found, Figure("fast_step", "fast step", series=STEP, fraction=0.05)]
+            found.append(Metric(each, indent + each, series=each))
+            found.append(Metric(f"{each}_device", f"{indent}  on device", series=device_series(each)))
+    return [*found, Metric("fast_step", "fast step", series=STEP, fraction=0.05)]
 
 
-STEP_FIGURES = tuple(_of_step())
+STEP_FIGURES = tuple(_step_metrics())
 """Medians of times; one step in twenty is faster than the fast step, which other work disturbs least."""
 RUN_FIGURES = (
-    Figure("mean_step", "mean step"),
-    Figure("cpu_step", "processor time a step"),
-    Figure("samples_per_s", "samples/s", "/s"),
-    Figure("steps_per_s", "steps/s", "/s"),
-    Figure("memory", "peak memory of torch", "bytes"),
-    Figure("host_memory", "peak memory of the host", "bytes"),
-    Figure("exposed", "exposed communication"),
-    Figure("wait", "wait for the slowest rank"),
-    Figure("evaluation_step", "step of evaluation"),
-    Figure("evaluation", "evaluation in all"),
-    Figure("startup", "start-up"),
+    Metric("mean_step", "mean step"),
+    Metric("cpu_step", "processor time a step"),
+    Metric("samples_per_s", "samples/s", "/s"),
+    Metric("steps_per_s", "steps/s", "/s"),
+    Metric("memory", "peak memory of torch", "bytes"),
+    Metric("host_memory", "peak memory of the host", "bytes"),
+    Metric("exposed", "exposed communication"),
+    Metric("wait", "wait for the slowest rank"),
+    Metric("evaluation_step", "step of evaluation"),
+    Metric("evaluation", "evaluation in all"),
+    Metric("startup", "start-up"),
 )
 """A number for each run, all of its steps included."""
 _SERIES = (REST, *(figure.series for figure in STEP_FIGURES if figure.series is not None))
@@ -102,7 +102,7 @@ class ComparedRun:
     set_up: Mapping[str, str | None]
     """What was run, and on what; None if unknown."""
     measured: Mapping[str, float]
-    """The known ones of dpmon.model.compare_runs.MEASURED."""
+    """The known ones of dpmon.model.run_comparison.MEASURED."""
     bins: Sequence[Bin]
     """Its steps over time."""
     mode: str | None
@@ -121,7 +121,7 @@ class ComparedRun:
     """The rank that the others wait for, in a sentence."""
 
     @property
-    def partial(self) -> str | None:
+    def ranks_seen(self) -> str | None:
         """How many of the ranks it has ("2 of 4"), if it has not all."""
         ranks = self.set_up["ranks"]
         return ranks if ranks is not None and " of " in ranks else None
@@ -147,7 +147,7 @@ class ComparedRun:
         return found
 
 
-def read_run(facts: RunFacts, given: Mapping[str, str | None], **about: Any) -> ComparedRun:
+def build_compared_run(facts: RunAnalysis, given: Mapping[str, str | None], **about: Any) -> ComparedRun:
     """Read a run while its store is open. `given`: the set-up that is not in the store; `about`: id to started_unix."""
     there = [mode for mode, evaluation in facts.window.modes if not evaluation]
     usual = max(there, key=lambda mode: facts.window.tally(mode, settled=True).steps, default=None)
@@ -161,10 +161,12 @@ def read_run(facts: RunFacts, given: Mapping[str, str | None], **about: Any) -> 
         apart = [
             (one.since_ns, (until if one.end_ns is None else one.end_ns) + SECOND) for one in facts.announced.stalls
         ]
-        apart += any_paused(facts.pauses, until)
-        read = facts.store.tally_rows(process=facts.shown(usual, False), widest=facts.stretch_s, series=_SERIES)
+        apart += any_paused_intervals(facts.pauses, until)
+        read = facts.store.tally_rows(
+            process=facts.representative_process(usual, False), widest=facts.stretch_s, series=_SERIES
+        )
         for at, width, key, tally in read:
-            kind = settled_kind(key)
+            kind = comparable_kind(key)
             if kind is None or key.mode != usual:
                 continue
             if kind.trains:
@@ -179,15 +181,15 @@ def read_run(facts: RunFacts, given: Mapping[str, str | None], **about: Any) -> 
     bins = [one for one in facts.stretches.bins if one.mode == usual and not one.evaluation]
     return ComparedRun(
         **about,
-        set_up={**given, **_set_up(facts, usual, kinds)},
-        measured=_measured(facts),
+        set_up={**given, **_setup_labels(facts, usual, kinds)},
+        measured=_hardware_conditions(facts),
         bins=bins,
         mode=usual,
         rows=rows,
         kinds=kinds,
         stretch_s=facts.stretch_s,
         interrupted_steps=interrupted,
-        values={**_mean_step(rows, kinds), **_cpu_step(facts, trained), **_values(facts, usual)},
+        values={**_mean_step(rows, kinds), **_cpu_ns_per_step(facts, trained), **_whole_run_values(facts, usual)},
         straggler=told,
     )
 
@@ -202,7 +204,7 @@ def _mean_step(rows: Sequence[tuple[StepKind, Tally]], kinds: Counter[StepKind])
     return {} if mean is None else {"mean_step": mean}
 
 
-def _cpu_step(facts: RunFacts, trained: Mapping[tuple[int, int], int]) -> dict[str, float]:
+def _cpu_ns_per_step(facts: RunAnalysis, trained: Mapping[tuple[int, int], int]) -> dict[str, float]:
     """The processor time of all processes for each training step; nothing if unknown.
 
     `trained`: the steps that ended in each stretch of time. The first and the last one are not full of them.
@@ -210,15 +212,15 @@ def _cpu_step(facts: RunFacts, trained: Mapping[tuple[int, int], int]) -> dict[s
     spent = [
         (after - before, steps)
         for (begin, end), steps in sorted(trained.items())[1:-1]
-        if (before := facts.samples.spent_until(begin)) is not None
-        and (after := facts.samples.spent_until(end)) is not None
+        if (before := facts.samples.cpu_time_until(begin)) is not None
+        and (after := facts.samples.cpu_time_until(end)) is not None
     ]
     if len(spent) < _LEAST_SAMPLED:
         return {}
     return {"cpu_step": sum(ns for ns, _ in spent) / sum(steps for _, steps in spent)}
 
 
-def _values(facts: RunFacts, mode: str | None) -> dict[str, float]:
+def _whole_run_values(facts: RunAnalysis, mode: str | None) -> dict[str, float]:
     rate = None if mode is None else facts.window.rate(mode)
     peaks = [row.peak for row in facts.memory if row.peak is not None]
     communicated = facts.communication
@@ -232,14 +234,14 @@ def _values(facts: RunFacts, mode: str | None) -> dict[str, float]:
         "exposed": None if communicated is None else communicated.exposed_ns,
         "wait": None if communicated is None else communicated.wait_ns,
         "evaluation_step": next(iter(steps), None),
-        "evaluation": facts.spent.get("evaluation") or None,
-        "startup": facts.spent.get("startup"),
+        "evaluation": facts.time_by_activity.get("evaluation") or None,
+        "startup": facts.time_by_activity.get("startup"),
     }
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def _set_up(facts: RunFacts, mode: str | None, kinds: Counter[StepKind]) -> dict[str, str | None]:
-    process, by = next(iter(facts.announced.info.values()), ProcessFacts(0)), facts.layouts.distributed
+def _setup_labels(facts: RunAnalysis, mode: str | None, kinds: Counter[StepKind]) -> dict[str, str | None]:
+    process, by = next(iter(facts.announced.info.values()), ProcessInfo(0)), facts.layouts.distributed
     seen, world = len({one.rank for one in facts.announced.info.values()}), process.world or 1
     began = next((one for one in facts.announced.changes if one.refused is None and one.mode == mode), None)
     names = [device.name or "GPU" for device in facts.devices if device.of_run]
@@ -260,7 +262,7 @@ def _set_up(facts: RunFacts, mode: str | None, kinds: Counter[StepKind]) -> dict
     }
 
 
-def _measured(facts: RunFacts) -> dict[str, float]:
+def _hardware_conditions(facts: RunAnalysis) -> dict[str, float]:
     own = [device for device in facts.devices if device.of_run]
     clocks = [clock for device in own for clock in device.clocks]
     seen = sum(device.throttle_samples for device in own)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from math import isfinite
 
 from dpmon.model.communication import Communication, Wrapper
-from dpmon.model.loss import LossCurve
-from dpmon.model.progress import Progress, words
-from dpmon.model.stragglers import RankTimes, Straggler, sentence
+from dpmon.model.epoch_progress import Progress, format_progress
+from dpmon.model.loss_curves import LossCurve
+from dpmon.model.stragglers import RankTimes, Straggler, straggler_sentence
 from dpmon.record.record_types import Operation
 from dpmon.store.step_stats import PhaseStats
 
@@ -76,7 +76,7 @@ def rank_fields(times: RankTimes | None) -> dict[str, object]:
 def progress_fields(progress: Progress) -> dict[str, object]:
     """Epoch and batch of a process, and the time left in the epoch."""
     found = fields_of(progress, "epoch", "batch", "batches", "left_ns", "error_ns", "absent")
-    return {**found, "text": words(progress) or None}
+    return {**found, "text": format_progress(progress) or None}
 
 
 def loss_fields(curve: LossCurve) -> dict[str, object]:
@@ -96,7 +96,7 @@ def communication_fields(communication: Communication | None) -> dict[str, objec
     timed, collectives = communication.torch_times, communication.collectives
     return {
         **fields_of(communication, "exposed_ns", "exposed_share", "wait_ns", "wait_share", "missing"),
-        "joined_steps": communication.joined,
+        "joined_steps": communication.step_count_with_waits,
         **fields_of(communication, "synced", "unsynced"),
         "straggler": _straggler(communication.straggler, communication.lately),
         "torch": None if timed is None else _torch_times(timed),
@@ -123,7 +123,7 @@ def _straggler(slow: Straggler | None, lately: bool) -> dict[str, object] | None
     if slow is None:
         return None
     names = ("process", "rank", "share", "slowest", "steps", "phase", "ranks", "excess_ns", "own_ns", "others_ns")
-    return {**fields_of(slow, *names), "sentence": sentence(slow, lately=lately)}
+    return {**fields_of(slow, *names), "sentence": straggler_sentence(slow, lately=lately)}
 
 
 def _operation(one: Operation) -> dict[str, object]:

@@ -19,7 +19,7 @@ _TENSORS_NAMED = 4
 _PARTS_NAMED = 4
 
 
-def flow(inputs: str | None, outputs: str | None, unfinished: str = "sizes not seen") -> str:
+def format_sizes(inputs: str | None, outputs: str | None, unfinished: str = "sizes not seen") -> str:
     """The sizes received and returned as text; `unfinished` takes the place of unknown outputs."""
     return f"{inputs or 'sizes not seen'} -> {outputs or unfinished}"
 
@@ -60,7 +60,7 @@ class StageSizes(NamedTuple):
         return ", ".join(self.parts[:_PARTS_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-class BatchFacts(NamedTuple):
+class IdleDeviceCounts(NamedTuple):
     """The calls of one root under dp: how often devices received no rows."""
 
     root: str
@@ -75,7 +75,7 @@ class BatchFacts(NamedTuple):
 
 
 @dataclass(slots=True)
-class ReplicaFacts:
+class ReplicaStats:
     """One replica on one device in one mode, over all calls: the host and device times of its forward."""
 
     mode: str
@@ -97,7 +97,7 @@ class ReplicaFacts:
         return None if self.on_device.count else most_common(self.reasons)
 
 
-class Layouts:
+class CallLayouts:
     """The shapes of a run's calls, with their definitions."""
 
     def __init__(self, shapes: Sequence[Shape], definitions: Mapping[int, Definitions]) -> None:
@@ -111,13 +111,13 @@ class Layouts:
         self.virtual = any(shape.virtual and layout is not None for shape, layout in self._shapes)
         """Whether a call had virtual replicas."""
         layouts = (layout for _, layout in self._shapes if layout is not None)
-        self.distributed = next((layout.via for layout in layouts if _by_ranks(layout)), None)
+        self.distributed = next((layout.via for layout in layouts if _is_rank_layout(layout)), None)
         """How the run's ranks trained one model together: a key of RANK_MODES; None if they did not."""
 
-    def split(self) -> Iterator[tuple[Shape, Layout]]:
+    def replica_shapes(self) -> Iterator[tuple[Shape, Layout]]:
         """Each shape with its layout, except the shapes of ranks, which are no replicas."""
         for shape, layout in self._shapes:
-            if layout is not None and not _by_ranks(layout):
+            if layout is not None and not _is_rank_layout(layout):
                 yield shape, layout
 
     def rows(self, process: int, number: int, layout: Layout) -> int | None:
@@ -137,7 +137,7 @@ class Layouts:
         """Number of all calls, including those outside steps."""
         return sum(shape.calls for shape, _ in self._shapes)
 
-    def kinds(self) -> set[tuple[str, int]]:
+    def modes_and_kinds(self) -> set[tuple[str, int]]:
         """Mode and kind of all calls."""
         return {(shape.mode, shape.kind) for shape, _ in self._shapes}
 
@@ -149,7 +149,7 @@ class Layouts:
         found: Counter[ReplicaSizes] = Counter()
         evaluations: Counter[ReplicaSizes] = Counter()
         for shape, layout in self._shapes:
-            if layout is None or (several and _by_ranks(layout)):
+            if layout is None or (several and _is_rank_layout(layout)):
                 continue
             for index, (got, gave) in enumerate(shape.replicas):
                 device = layout.devices[index] if index < len(layout.devices) else "?"
@@ -198,14 +198,14 @@ class Layouts:
                     known.time.merge(tally.stat(series))
                     known.on_device.merge(tally.stat(device_series(series)))
             found[key] = known._replace(calls=known.calls + count)
-            untimed[key].update(self.untimed(process, layout_number))
+            untimed[key].update(self.untimed_reasons(process, layout_number))
         lines = (
             line._replace(untimed=None if line.on_device.count else most_common(untimed[each]))
             for each, line in found.items()
         )
         return sorted(lines, key=lambda one: (one.root, one.stage, -one.calls))
 
-    def untimed(self, process: int, number: int | None = None) -> Counter[str]:
+    def untimed_reasons(self, process: int, number: int | None = None) -> Counter[str]:
         """Number of a process's calls without a device time, by reason; of one layout, or of all."""
         found: Counter[str] = Counter()
         for shape, layout in self._shapes:
@@ -232,7 +232,7 @@ class Layouts:
         return ", ".join(texts) + (f" and {others} more" if others > 0 else "")
 
 
-def _by_ranks(layout: Layout) -> bool:
+def _is_rank_layout(layout: Layout) -> bool:
     """Whether the calls of a layout belong to ranks that train one model together."""
     return layout.via in RANK_MODES
 
@@ -252,10 +252,10 @@ def most_common(reasons: Counter[str]) -> str | None:
 # ------------------------------------------------------------------------------------------------ replicas over a run
 
 
-def batch_facts(layouts: Layouts) -> list[BatchFacts]:
+def count_idle_devices(layouts: CallLayouts) -> list[IdleDeviceCounts]:
     """How often devices received no rows under dp, by root."""
     groups: defaultdict[tuple[str, int], Counter[tuple[int, int | None]]] = defaultdict(Counter)
-    for shape, layout in layouts.split():
+    for shape, layout in layouts.replica_shapes():
         if len(layout.devices) > 1 and shape.mode == "dp":
             rows = layouts.rows(shape.process, shape.inputs, layout)
             groups[layout.root, len(layout.devices)][len(shape.replicas), rows] += shape.calls
@@ -263,19 +263,19 @@ def batch_facts(layouts: Layouts) -> list[BatchFacts]:
     for (root, devices), counts in groups.items():
         idle = {group: calls for group, calls in counts.items() if group[0] < devices}
         (replicas, rows), _ = max(idle.items(), key=lambda item: item[1], default=((devices, None), 0))
-        found.append(BatchFacts(root, devices, counts.total(), sum(idle.values()), rows, devices - replicas))
+        found.append(IdleDeviceCounts(root, devices, counts.total(), sum(idle.values()), rows, devices - replicas))
     return found
 
 
-def replica_facts(layouts: Layouts, tallies: Mapping[int, Mapping[TallyKey, Tally]]) -> list[ReplicaFacts]:
+def build_replica_stats(layouts: CallLayouts, tallies: Mapping[int, Mapping[TallyKey, Tally]]) -> list[ReplicaStats]:
     """Each replica with its rows and times; evaluations count only if no call of the same layout trains.
 
     `tallies`: of each process.
     """
-    lines: dict[tuple[str, str, int, str], ReplicaFacts] = {}
+    lines: dict[tuple[str, str, int, str], ReplicaStats] = {}
     splits: defaultdict[tuple[str, str], Counter[tuple[int | None, ...]]] = defaultdict(Counter)
     timed: set[tuple[int, int, str]] = set()
-    for shape, layout in layouts.split():
+    for shape, layout in layouts.replica_shapes():
         of = shape.process, shape.layout, shape.mode
         trained = of in layouts.trained
         if shape.kind & EVALUATION and trained:
@@ -288,7 +288,7 @@ def replica_facts(layouts: Layouts, tallies: Mapping[int, Mapping[TallyKey, Tall
         splits[shape.mode, layout.root][rows] += shape.calls
         for index, device in enumerate(layout.devices):
             key = shape.mode, layout.root, index, device
-            line = lines.setdefault(key, ReplicaFacts(*key))
+            line = lines.setdefault(key, ReplicaStats(*key))
             if index < len(shape.replicas):
                 line.calls += shape.calls
                 line.virtual |= shape.virtual and shape.mode == "dp"

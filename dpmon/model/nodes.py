@@ -13,7 +13,7 @@ from dpmon.sanitize import sanitize_line
 from dpmon.store.query_results import NODE_DEVICES
 
 if TYPE_CHECKING:
-    from dpmon.model.state import Process, State
+    from dpmon.model.run_snapshot import Process, RunSnapshot
     from dpmon.store.store_queries import Store
 
 SLOW_NS = 3 * SECOND
@@ -25,7 +25,7 @@ SILENT = tuple(_WORDS.values())
 """Troubles in which nothing is known about the ranks of a node now."""
 
 
-class Trouble(NamedTuple):
+class NodeProblem(NamedTuple):
     """Why the records of a node do not arrive as usual."""
 
     word: str
@@ -36,17 +36,17 @@ class Trouble(NamedTuple):
 
     def words(self, now_ns: int) -> str:
         """The word, for how long, and why: "cut off for 12 s: connection timed out"."""
-        since = "" if self.word in _LASTING else f" for {age(now_ns - self.since_ns)}"
+        since = "" if self.word in _LASTING else f" for {format_age(now_ns - self.since_ns)}"
         return f"{self.word}{since}{f': {self.why}' if self.why else ''}"
 
     def brief(self, now_ns: int, width: int) -> str:
         """The word and the time in `width` cells, or less: "cut 12 s", "cut", "c"."""
         word = self.word.partition(" ")[0]
-        whole = self.word if self.word in _LASTING else f"{word} {age(now_ns - self.since_ns)}"
+        whole = self.word if self.word in _LASTING else f"{word} {format_age(now_ns - self.since_ns)}"
         return whole if len(whole) <= width else word[:width]
 
 
-class NodeFacts(NamedTuple):
+class NodeStatus(NamedTuple):
     """A machine of the run. Times in ns since the run's start, by the clock of this machine."""
 
     number: int
@@ -65,35 +65,37 @@ class NodeFacts(NamedTuple):
     stopped: bool = False
     """Whether the user stopped its run."""
 
-    def trouble(self, now_ns: int) -> Trouble | None:
+    def problem_at(self, now_ns: int) -> NodeProblem | None:
         """Why its records do not arrive; None if they do, or if the trouble began after `now_ns`."""
         heard_ns = self.since_ns if self.heard_ns is None else self.heard_ns
         if self.state == "connected":
-            return Trouble("slow", heard_ns, "nothing was heard") if now_ns - heard_ns > SLOW_NS else None
+            return NodeProblem("slow", heard_ns, "nothing was heard") if now_ns - heard_ns > SLOW_NS else None
         if self.since_ns > now_ns:
             return None
         if self.state == "ended" and self.stopped:
-            return Trouble("stopped", self.since_ns)
+            return NodeProblem("stopped", self.since_ns)
         if self.state == "ended":
             word = "failed" if self.status else "ended"
-            return Trouble(word, self.since_ns, f"status {self.status}" if self.status else self.why)
-        return Trouble(_WORDS.get(self.state, "cut off"), heard_ns if self.state == "cut" else self.since_ns, self.why)
+            return NodeProblem(word, self.since_ns, f"status {self.status}" if self.status else self.why)
+        return NodeProblem(
+            _WORDS.get(self.state, "cut off"), heard_ns if self.state == "cut" else self.since_ns, self.why
+        )
 
 
-def age(ns: int) -> str:
+def format_age(ns: int) -> str:
     """A time in one unit: "12 s", "3 min", "2 h"."""
     seconds = max(ns, 0) // SECOND
     return f"{seconds} s" if seconds < 100 else f"{seconds // 60} min" if seconds < 6000 else f"{seconds // 3600} h"
 
 
-def nodes_in(rows: Store) -> tuple[NodeFacts, ...]:
+def read_nodes(rows: Store) -> tuple[NodeStatus, ...]:
     """The nodes of a run, in the order in which the user named them; none if it runs on one machine."""
     processes = defaultdict[int, list[int]](list)
     for ring in rows.rings.values():
         if ring.node is not None:
             processes[ring.node].append(ring.process)
     return tuple(
-        NodeFacts(
+        NodeStatus(
             row.number,
             sanitize_line(row.name, 40),
             row.state,
@@ -105,27 +107,27 @@ def nodes_in(rows: Store) -> tuple[NodeFacts, ...]:
             exited.get("stopped") is True,
         )
         for row in rows.nodes()
-        for exited in (_end(row.exit),)
+        for exited in (_parse_exit(row.exit),)
     )
 
 
-def node_of(nodes: Sequence[NodeFacts], process: Process | None) -> int | None:
+def node_of(nodes: Sequence[NodeStatus], process: Process | None) -> int | None:
     """The number of a process's node; of the first node without a process; None on one machine."""
     return next((one.number for one in nodes if process is None or process.process in one.processes), None)
 
 
-def found_rank(state: State, text: str) -> int | None:
+def find_rank(state: RunSnapshot, text: str) -> int | None:
     """The process of a rank by its number, or of the slowest rank of a node by its name; None if there is none."""
     text = text.strip().removeprefix("rank ").strip()
     if text.isdecimal():
-        return next((one.process for one in state.training if one.rank == int(text)), None)
+        return next((one.process for one in state.training_processes if one.rank == int(text)), None)
     node = next((one for one in state.nodes if one.name == text), None)
     own = [one for one in state.ranks if node is not None and one.process in node.processes]
     first = node.processes[0] if node is not None and node.processes else None
     return min(own, key=lambda one: one.wait_ns or 0.0).process if own else first
 
 
-def gpu_name(index: int, nodes: Sequence[NodeFacts]) -> str:
+def gpu_name(index: int, nodes: Sequence[NodeStatus]) -> str:
     """The name of a GPU or host by its index in records: "GPU 3", "host"; with several nodes "GPU 3 (gpu-1)"."""
     if not nodes:
         return "host" if index < 0 else f"GPU {index}"
@@ -134,7 +136,7 @@ def gpu_name(index: int, nodes: Sequence[NodeFacts]) -> str:
     return what + node_suffix(next((one.name for one in nodes if one.number == number), None))
 
 
-def _end(exited: str | None) -> Mapping[str, Any]:
+def _parse_exit(exited: str | None) -> Mapping[str, Any]:
     if exited is None:
         return {}
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from dpmon.model.state import PauseChange
+from dpmon.model.run_snapshot import PauseChange
 from dpmon.record.schema import SECOND
 from dpmon.store.time_accounting import union_of_intervals
 
@@ -16,7 +16,7 @@ Span = tuple[int, int]
 """Start and end in ns since the run's start."""
 
 
-class Paused(NamedTuple):
+class Pause(NamedTuple):
     """A pause of the training between two steps, or a refused one; ns since the run's start."""
 
     process: int
@@ -33,7 +33,7 @@ class Paused(NamedTuple):
     """Why it resumed without a request."""
     refused: str | None = None
 
-    def span(self, open_ns: int | None) -> Span | None:
+    def interval(self, open_ns: int | None) -> Span | None:
         """Start and end, if known; `open_ns`: the end of a pause that had not ended."""
         if self.refused is not None or (self.on and open_ns is None):
             return None
@@ -53,11 +53,11 @@ class PauseTotals(NamedTuple):
     """Whether a process was in a pause when the record ended."""
 
 
-def pause_totals(pauses: Iterable[Paused], end_ns: int | None = None) -> PauseTotals:
+def pause_totals(pauses: Iterable[Pause], end_ns: int | None = None) -> PauseTotals:
     """The totals of pauses; `end_ns`: the end of the run, and of pauses that had not ended."""
     times, unended, reach, ended, on = 0, 0, -1, True, False
     known: list[Span] = []
-    placed = ((span, one) for one in pauses if (span := one.span(1 << 63)) is not None)
+    placed = ((span, one) for one in pauses if (span := one.interval(1 << 63)) is not None)
     for (start, end), one in sorted(placed, key=lambda each: each[0][0]):
         if start >= reach:
             unended += not ended
@@ -71,25 +71,25 @@ def pause_totals(pauses: Iterable[Paused], end_ns: int | None = None) -> PauseTo
     return PauseTotals(times, sum(end - start for start, end in union_of_intervals(known)), unended + (not ended), on)
 
 
-def pauses_of(
+def build_pauses(
     changes: Iterable[PauseChange], next_step_ns: Callable[[int, int], int | None], newest_ns: int = -1
-) -> list[Paused]:
+) -> list[Pause]:
     """The pauses in `changes`, which must be in order of time for each process, and refused requests.
 
     A pause without a recorded end ended at the latest when its process began another step. `next_step_ns`: the start of
     a process's first step after a time; `newest_ns`: the start of the newest step of any process.
     """
-    found: list[Paused] = []
+    found: list[Pause] = []
     opened: dict[int, int] = {}
     """By process, the place of its current pause."""
     for process, at, step, paused, took, reason, refused in changes:
         if refused is not None:
-            found.append(Paused(process, step, at, reason=reason, refused=refused))
+            found.append(Pause(process, step, at, reason=reason, refused=refused))
         elif paused:
             if process in opened:  # the record of its end was lost
                 found[opened[process]] = found[opened[process]]._replace(on=False, end_ns=at)
             opened[process] = len(found)
-            found.append(Paused(process, step, at, on=True, reason=reason))
+            found.append(Pause(process, step, at, on=True, reason=reason))
         elif process in opened:
             place = opened.pop(process)
             began = found[place].start_ns
@@ -110,26 +110,26 @@ def pauses_of(
 # ------------------------------------------------------------------------------------------------ several processes
 
 
-def any_paused(pauses: Iterable[Paused], end_ns: int | None) -> list[Span]:
+def any_paused_intervals(pauses: Iterable[Pause], end_ns: int | None) -> list[Span]:
     """When any process was paused; a pause that has not ended goes on until `end_ns`."""
-    return union_of_intervals(span for one in pauses if (span := one.span(end_ns)) is not None)
+    return union_of_intervals(span for one in pauses if (span := one.interval(end_ns)) is not None)
 
 
-def all_paused(pauses: Sequence[Paused], there: Mapping[int, Span], end_ns: int | None) -> list[Span]:
+def all_paused_intervals(pauses: Sequence[Pause], there: Mapping[int, Span], end_ns: int | None) -> list[Span]:
     """When all present processes were paused. `there`: by process, from when to when it was present."""
     paused: dict[int, list[Span]] = {}
     for one in pauses:
-        if (span := one.span(end_ns)) is not None:
+        if (span := one.interval(end_ns)) is not None:
             paused.setdefault(one.process, []).append(span)
     busy = [
         span
         for process, whole in there.items()
-        for span in _without([whole], union_of_intervals(paused.get(process, ())))
+        for span in _subtract_intervals([whole], union_of_intervals(paused.get(process, ())))
     ]
-    return _without(any_paused(pauses, end_ns), union_of_intervals(busy))
+    return _subtract_intervals(any_paused_intervals(pauses, end_ns), union_of_intervals(busy))
 
 
-def _without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+def _subtract_intervals(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
     """The parts of `spans` outside `others`; both must be sorted and disjoint, as `union` returns them."""
     found: list[Span] = []
     place = 0

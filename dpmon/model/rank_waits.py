@@ -36,7 +36,7 @@ class RankWaits(NamedTuple):
 
 
 @dataclass(slots=True)
-class RankWaitReader:
+class RankWaitCache:
     """Reads the waits of ranks, and caches the stretches that no longer change."""
 
     _of: tuple[object, ...] = ()
@@ -57,7 +57,7 @@ class RankWaitReader:
         if key != self._of or begin_s < first or end_s < self._until:
             self._of, self._closed, self._until = key, {}, begin_s
         self._closed = {start: shares for start, shares in self._closed.items() if start >= begin_s}
-        fresh = _shares(rows, ranks, max(self._until, begin_s), end_s, width)
+        fresh = _wait_shares(rows, ranks, max(self._until, begin_s), end_s, width)
         until = max((end_s - _OPEN_S) // width * width, self._until)
         self._closed |= {start: shares for start, shares in fresh.items() if start < until}
         self._until = until
@@ -69,7 +69,9 @@ class RankWaitReader:
         return RankWaits(width, found)
 
 
-def among_many(ranks: Sequence[RankTimes], slow: Straggler | None, chosen: int | None) -> tuple[list[int], list[int]]:
+def choose_ranks_to_show(
+    ranks: Sequence[RankTimes], slow: Straggler | None, chosen: int | None
+) -> tuple[list[int], list[int]]:
     """The processes of the slow ranks and the chosen one, and some others; none if no rank is slow."""
     if slow is None:
         return [], []
@@ -80,7 +82,9 @@ def among_many(ranks: Sequence[RankTimes], slow: Straggler | None, chosen: int |
     return shown, [one for one in spread if groups[one] == groups.get(slow.process)][-_OTHERS:]
 
 
-def _shares(rows: Store, ranks: Mapping[int, int], begin_s: int, end_s: int, width: int) -> dict[int, dict[int, float]]:
+def _wait_shares(
+    rows: Store, ranks: Mapping[int, int], begin_s: int, end_s: int, width: int
+) -> dict[int, dict[int, float]]:
     """The shares by stretch and rank, of training steps with known waits."""
     sums: dict[int, dict[int, list[int]]] = {}
     read = rows.tally_rows(

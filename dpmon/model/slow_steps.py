@@ -66,7 +66,7 @@ class SlowSteps(NamedTuple):
 
 
 @dataclass(slots=True)
-class SlowStepReader:
+class SlowStepCache:
     """Reads the longest steps and keeps them, so that the next picture reads only newer steps."""
 
     bound: int | None = None
@@ -132,7 +132,7 @@ def _slow_step(
     name = max(excess, key=lambda each: excess[each], default=None)
     longer = 0.0 if name is None else excess[name]
     own = [(begin, end) for of, begin, end in waits if of == row.process]
-    waited = waited_ns(own, row.start_ns, row.start_ns + row.wall_ns)
+    waited = overlap_ns(own, row.start_ns, row.start_ns + row.wall_ns)
     if waited and 2 * waited > longer:
         name, longer = INPUT, float(waited)
     phase = None if name is None or longer <= 0 else _SHOWN.get(name, name)
@@ -141,12 +141,12 @@ def _slow_step(
     return SlowStep(row.process, rank, row.step, row.start_ns, row.wall_ns, phase, longer, epoch, batch, batches)
 
 
-def waited_ns(spans: Iterable[tuple[int, int]], start_ns: int, end_ns: int) -> int:
+def overlap_ns(spans: Iterable[tuple[int, int]], start_ns: int, end_ns: int) -> int:
     """How much of the time from `start_ns` to `end_ns` (ns) lies in `spans`, which do not overlap."""
     return sum(max(min(end, end_ns) - max(begin, start_ns), 0) for begin, end in spans)
 
 
-class Uneven(NamedTuple):
+class StepUnevenness(NamedTuple):
     """The steps longer than the mean: their share of all steps and of all time (0 to 1), and the cause."""
 
     steps: float
@@ -155,7 +155,9 @@ class Uneven(NamedTuple):
     """The phase that makes them long; INPUT if waits for a line of input do, in whichever phase."""
 
 
-def uneven_steps(tally: Tally, longest: Sequence[LongStepRow], waits: Sequence[tuple[int, int]] = ()) -> Uneven | None:
+def uneven_steps(
+    tally: Tally, longest: Sequence[LongStepRow], waits: Sequence[tuple[int, int]] = ()
+) -> StepUnevenness | None:
     """How uneven the steps of a tally are; None if mean and median are close.
 
     `longest`: the longest of these steps; without them, the phase is unknown. `waits`: start and end (ns) of each wait
@@ -170,10 +172,10 @@ def uneven_steps(tally: Tally, longest: Sequence[LongStepRow], waits: Sequence[t
     if not 0 < count < steps.count:
         return None
     known = [step for step in longest if step.wall_ns > mean]
-    return Uneven(count / steps.count, min(spent / steps.total, 1.0), _longer_by(tally, known, waits))
+    return StepUnevenness(count / steps.count, min(spent / steps.total, 1.0), _main_excess_phase(tally, known, waits))
 
 
-def _longer_by(tally: Tally, long: Sequence[LongStepRow], waits: Sequence[tuple[int, int]]) -> str | None:
+def _main_excess_phase(tally: Tally, long: Sequence[LongStepRow], waits: Sequence[tuple[int, int]]) -> str | None:
     """The phase with the largest excess in `long` over the tally's other steps; INPUT if waits explain it."""
     others = tally.steps - len(long)
     if not long or others <= 0:
@@ -184,7 +186,7 @@ def _longer_by(tally: Tally, long: Sequence[LongStepRow], waits: Sequence[tuple[
         if not phase.of_call:
             longer[phase.name] = spent / len(long) - max(tally.stat(phase.name).total - spent, 0) / others
     name = max(longer, key=lambda each: longer[each])
-    waited = sum(waited_ns(waits, step.start_ns, step.start_ns + step.wall_ns) for step in long)
+    waited = sum(overlap_ns(waits, step.start_ns, step.start_ns + step.wall_ns) for step in long)
     if 2 * waited > max(longer[name], 1) * len(long):
         return INPUT
     return name if longer[name] > 0 else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from dpmon.model.state import Process
+from dpmon.model.run_snapshot import Process
 from dpmon.record.record_types import Call, Step
 from dpmon.record.schema import phase_by_name
 
@@ -59,7 +59,7 @@ def last_step_timeline(process: Process) -> StepTimeline | None:
     calls = sorted(process.last_calls, key=lambda call: call.start_ns)
     spans = [Piece(name, start, start + took) for name, start, took in step.spans]
     lanes, staged = _lanes(calls, step)
-    main = tuple(_innermost([*spans, *_phases(calls, step)], step.wall_ns))
+    main = tuple(_flatten_pieces([*spans, *_phases(calls, step)], step.wall_ns))
     return StepTimeline(step, main, lanes, staged)
 
 
@@ -72,7 +72,7 @@ def _phases(calls: Iterable[Call], step: Step) -> Iterator[Piece]:
             yield Piece(phase_by_name(name).display_name, begin + offset, begin + offset + took)
 
 
-def _innermost(pieces: Iterable[Piece], wall_ns: int) -> list[Piece]:
+def _flatten_pieces(pieces: Iterable[Piece], wall_ns: int) -> list[Piece]:
     """Pieces without overlaps, in order of time. Where pieces overlap, the one that began last is kept."""
     inside = (piece._replace(start_ns=max(piece.start_ns, 0), end_ns=min(piece.end_ns, wall_ns)) for piece in pieces)
     found: list[Piece] = []
@@ -111,7 +111,7 @@ def _lanes(calls: Sequence[Call], step: Step) -> tuple[tuple[Lane, ...], bool]:
         spread = next(call for call in reversed(calls) if call.stages)
         begin = spread.start_ns - step.start_ns
         return tuple(
-            Lane(s.stage, s.device, _clipped([(begin + s.offset_ns, s.host_ns or 0)], step.wall_ns))
+            Lane(s.stage, s.device, _clip_to_step([(begin + s.offset_ns, s.host_ns or 0)], step.wall_ns))
             for s in spread.stages
         ), True
     devices: dict[int, str] = {}
@@ -123,9 +123,9 @@ def _lanes(calls: Sequence[Call], step: Step) -> tuple[tuple[Lane, ...], bool]:
         for replica in call.replicas:
             devices[replica.replica] = replica.device
             spans.setdefault(replica.replica, []).append((begin + replica.offset_ns, replica.host_ns))
-    return tuple(Lane(i, devices[i], _clipped(spans.get(i, []), step.wall_ns)) for i in sorted(devices)), False
+    return tuple(Lane(i, devices[i], _clip_to_step(spans.get(i, []), step.wall_ns)) for i in sorted(devices)), False
 
 
-def _clipped(spans: Iterable[tuple[int, int]], wall_ns: int) -> tuple[Piece, ...]:
+def _clip_to_step(spans: Iterable[tuple[int, int]], wall_ns: int) -> tuple[Piece, ...]:
     pieces = (Piece("apply", max(start, 0), min(start + took, wall_ns)) for start, took in spans)
     return tuple(piece for piece in pieces if piece.end_ns > piece.start_ns)

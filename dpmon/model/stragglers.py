@@ -107,7 +107,7 @@ class Straggler(NamedTuple):
     """The node of each rank in `ranks`; None on one machine."""
 
     @property
-    def several(self) -> bool:
+    def is_group(self) -> bool:
         """Whether there are several such ranks."""
         return len(self.processes) > 1
 
@@ -124,7 +124,7 @@ class Straggler(NamedTuple):
         return f"ranks {', '.join(words[:-1])} and {words[-1]}{node_suffix(nodes[0]) if together else ''}"
 
 
-def rank_times(process: int, rank: int, tally: Tally, node: str | None = None) -> RankTimes:
+def build_rank_times(process: int, rank: int, tally: Tally, node: str | None = None) -> RankTimes:
     """The mean times of a rank, from the tally of its training steps."""
     steps = max(tally.steps, 1)
     averaged = tally.stat(_SYNC).count / steps
@@ -155,7 +155,7 @@ def rank_times(process: int, rank: int, tally: Tally, node: str | None = None) -
     )
 
 
-def ranks_in(
+def rank_times_in_window(
     window: StatsWindow, numbers: Mapping[int, int | None], nodes: Mapping[int, str | None]
 ) -> tuple[RankTimes, ...]:
     """The mean times of each rank in a window; a restarted rank includes all its processes.
@@ -173,17 +173,17 @@ def ranks_in(
                     whole.merge(window.tally(mode, process=process, settled=True))
             found[rank] = process, whole
     return tuple(
-        rank_times(process, rank, tally, nodes.get(process)) for rank, (process, tally) in sorted(found.items())
+        build_rank_times(process, rank, tally, nodes.get(process)) for rank, (process, tally) in sorted(found.items())
     )
 
 
-def straggler(ranks: Sequence[RankTimes]) -> Straggler | None:
+def find_straggler(ranks: Sequence[RankTimes]) -> Straggler | None:
     """The ranks that the others wait for; None if no rank stands out, or too little is known.
 
     If there are several process groups, only the slow ranks of the group that waits longest.
     """
     groups = _groups([one for one in ranks if one.joined >= MIN_STEPS])
-    found = [slow for members in groups if (slow := _straggler_of(members)) is not None]
+    found = [slow for members in groups if (slow := _find_in_group(members)) is not None]
     return max(found, key=lambda slow: slow.excess_ns, default=None)
 
 
@@ -200,7 +200,7 @@ def _groups(ranks: Iterable[RankTimes]) -> Iterable[list[RankTimes]]:
     return [members for members in found.values() if len(members) > 1]
 
 
-def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
+def _find_in_group(members: Sequence[RankTimes]) -> Straggler | None:
     """The slow ranks of one process group; None if no rank stands out.
 
     If ranks also wait for each other in the forward, the excess of a forward over the shortest forward counts as a
@@ -228,7 +228,7 @@ def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
     times = min(sum(one.slowest for one in slow), steps)
     excess = median(map(wait_of, others)) - least
     share = excess / slowest.step_ns
-    if share < LEAST_SHARE or times < _by_chance(steps, len(slow) / len(members)):
+    if share < LEAST_SHARE or times < _chance_limit(steps, len(slow) / len(members)):
         return None
     processes, numbers = tuple(one.process for one in slow), tuple(one.rank for one in slow)
     nodes = tuple(one.node for one in slow)
@@ -239,7 +239,7 @@ def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
     return _with_cause(found, slow, others, (_SYNC,))
 
 
-def delays(ranks: Sequence[RankTimes]) -> dict[int, float]:
+def delay_shares(ranks: Sequence[RankTimes]) -> dict[int, float]:
     """How much longer the others of its process group waited than a rank, by process: a share of its step (0 to 1).
 
     The wait of the others is their median. Ranks below LEAST_SHARE are left out.
@@ -291,7 +291,7 @@ def _with_cause(
     return found._replace(phase=phase, own_ns=own, others_ns=usual[phase])
 
 
-def _by_chance(steps: int, expected: float) -> float:
+def _chance_limit(steps: int, expected: float) -> float:
     """The most steps in which a slow rank may be the slowest by chance. `expected`: the share of slow ranks."""
     return steps * expected + _SIGMAS * math.sqrt(steps * expected * (1 - expected))
 
@@ -299,38 +299,38 @@ def _by_chance(steps: int, expected: float) -> float:
 # ------------------------------------------------------------------------------------------------ words
 
 
-def sentence(found: Straggler, *, lately: bool) -> str:
+def straggler_sentence(found: Straggler, *, lately: bool) -> str:
     """Which ranks the others wait for, how long, why and how often; `lately`: the figures cover only the last steps."""
-    often = how_often(found, lately=lately)
-    return f"{held_up(found)}; {often}" if often else held_up(found)
+    often = slowest_count_text(found, lately=lately)
+    return f"{delay_sentence(found)}; {often}" if often else delay_sentence(found)
 
 
-def held_up(found: Straggler) -> str:
+def delay_sentence(found: Straggler) -> str:
     """Which ranks the others wait for, how long and why."""
-    holds, its = ("hold", "their") if found.several else ("holds", "its")
+    holds, its = ("hold", "their") if found.is_group else ("holds", "its")
     head = f"{found.name} {holds} the others up by {format_duration(found.excess_ns)} a step ({format_percent(found.share)})"
     if found.phase is None:
         return f"{head}, in no single phase"
     what = "the script's own work (other)" if found.phase == "other" else f"{its} {found.phase}"
-    return f"{head}: {what} takes {_against(found)}"
+    return f"{head}: {what} takes {_compared_times_text(found)}"
 
 
-def how_often(found: Straggler, *, lately: bool) -> str:
+def slowest_count_text(found: Straggler, *, lately: bool) -> str:
     """In how many steps one of them was the slowest; empty if unknown."""
     if found.slowest is None:
         return ""
-    which = "one of them slowest" if found.several else "slowest"
+    which = "one of them slowest" if found.is_group else "slowest"
     return (
         f"{which} in {format_count(found.slowest)} of {'the last ' if lately else ''}{format_count(found.steps)} steps"
     )
 
 
-def in_short(found: Straggler) -> str:
+def short_sentence(found: Straggler) -> str:
     """`sentence` in few words."""
-    cause = f", {found.phase} {_against(found)}" if found.phase is not None else ""
+    cause = f", {found.phase} {_compared_times_text(found)}" if found.phase is not None else ""
     return f"others wait for {found.name}: {format_duration(found.excess_ns)} ({format_percent(found.share)}){cause}"
 
 
-def _against(found: Straggler) -> str:
+def _compared_times_text(found: Straggler) -> str:
     others = f"against {format_duration(found.others_ns)}" if found.others_ns else "and nothing on the others"
     return f"{format_duration(found.own_ns)} {others}"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-from dpmon.model.pauses import Paused, Span
-from dpmon.model.progress import Epoch
-from dpmon.model.stalls_seen import StallSeen
+from dpmon.model.epoch_progress import Epoch
+from dpmon.model.pauses import Pause, Span
+from dpmon.model.recorded_stalls import RecordedStall
 
 EPOCH, PAUSED, STALLED, EVALUATION = "epoch", "paused", "stalled", "evaluation"
 _EACH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
@@ -26,13 +26,13 @@ class TimeMark(NamedTuple):
     word: str
 
 
-def pause_marks(pauses: Iterable[Paused], until_ns: int | None) -> list[TimeMark]:
+def pause_marks(pauses: Iterable[Pause], until_ns: int | None) -> list[TimeMark]:
     """The pauses. A pause that goes on ends at `until_ns`; None: it is left out."""
-    spans = [span for pause in pauses if (span := pause.span(until_ns)) is not None]
+    spans = [span for pause in pauses if (span := pause.interval(until_ns)) is not None]
     return [TimeMark(begin, end, PAUSED, PAUSED) for begin, end in spans if begin < end]
 
 
-def stall_spans(stalls: Iterable[StallSeen], until_ns: int) -> list[Span]:
+def stall_spans(stalls: Iterable[RecordedStall], until_ns: int) -> list[Span]:
     """Start and end of each stall. A stall that goes on ends at `until_ns`."""
     return [(one.since_ns, until_ns if one.end_ns is None else min(one.end_ns, until_ns)) for one in stalls]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dpmon.model.compare import sentence
-from dpmon.model.devices import DeviceFacts, HostFacts
-from dpmon.model.history import PARTS, Bin
+from dpmon.model.device_usage import DeviceUsage, HostUsage
+from dpmon.model.epoch_progress import Epoch
 from dpmon.model.json_fields import (
     communication_fields,
     fields_of,
@@ -16,10 +15,11 @@ from dpmon.model.json_fields import (
     progress_fields,
     rank_fields,
 )
-from dpmon.model.mode_facts import ModeFacts
+from dpmon.model.mode_comparison import verdict_sentence
+from dpmon.model.mode_stats import ModeStats
 from dpmon.model.pauses import PauseTotals
-from dpmon.model.progress import Epoch
-from dpmon.model.run_facts import RunFacts
+from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.step_history import PARTS, Bin
 from dpmon.report.collect import Story
 from dpmon.store.query_results import LossBin
 from dpmon.store.step_stats import counted_as_fields, rate_as_fields
@@ -122,7 +122,7 @@ def as_object(story: Story) -> dict[str, object]:
     }
 
 
-def _mode(facts: RunFacts, mode: ModeFacts) -> dict[str, object]:
+def _mode(facts: RunAnalysis, mode: ModeStats) -> dict[str, object]:
     return {
         **fields_of(mode, "virtual", "process"),
         "rank": facts.rank(mode.process),
@@ -143,11 +143,11 @@ def _mode(facts: RunFacts, mode: ModeFacts) -> dict[str, object]:
     }
 
 
-def _elapsed(facts: RunFacts) -> dict[str, object]:
-    if not facts.spent:
+def _elapsed(facts: RunAnalysis) -> dict[str, object]:
+    if not facts.time_by_activity:
         return {}
     gaps = [fields_of(gap, "process", "after_step", "begin_ns", "ns") for gap in facts.gaps[:_GAPS]]
-    return {**{f"{activity}_s": ns / 1e9 for activity, ns in facts.spent.items()}, "gaps": gaps}
+    return {**{f"{activity}_s": ns / 1e9 for activity, ns in facts.time_by_activity.items()}, "gaps": gaps}
 
 
 def _on_device(times: SeriesStats, untimed: str | None) -> dict[str, object]:
@@ -155,7 +155,7 @@ def _on_device(times: SeriesStats, untimed: str | None) -> dict[str, object]:
     return {"device_median_ms": ms(times.median), "device_calls": times.count, "absent": absent}
 
 
-def _ranks(facts: RunFacts) -> list[dict[str, object]]:
+def _ranks(facts: RunAnalysis) -> list[dict[str, object]]:
     name = "forward_device_median_ms"
     return [
         {
@@ -170,7 +170,7 @@ def _ranks(facts: RunFacts) -> list[dict[str, object]]:
     ]
 
 
-def _host(hosts: Sequence[DeviceFacts], processors: HostFacts | None) -> dict[str, object] | None:
+def _host(hosts: Sequence[DeviceUsage], processors: HostUsage | None) -> dict[str, object] | None:
     if len(hosts) != 1:
         return None
     (host,) = hosts
@@ -182,12 +182,12 @@ def _host(hosts: Sequence[DeviceFacts], processors: HostFacts | None) -> dict[st
     }
 
 
-def _compared(facts: RunFacts) -> dict[str, object] | None:
-    compared = facts.compared
+def _compared(facts: RunAnalysis) -> dict[str, object] | None:
+    compared = facts.mode_comparison
     if compared is None:
         return None
     return {
-        "sentence": sentence(compared),
+        "sentence": verdict_sentence(compared),
         **fields_of(compared, "missing", "efficiency", "outcome", "by_mean"),
         **dict(zip(("speedup", "low", "high"), compared.speedup or (None, None, None), strict=True)),
         "steps": {mode: side.steps for mode, side in compared.sides.items()},

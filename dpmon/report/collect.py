@@ -7,10 +7,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpmon.model.active_processes import ended_of
-from dpmon.model.finding import Finding
-from dpmon.model.findings import findings
-from dpmon.model.run_facts import RunFacts
+from dpmon.model.active_processes import ended_processes
+from dpmon.model.all_findings import find_all
+from dpmon.model.finding_text import Finding
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.run.activities import nothing_traced_reason
 from dpmon.run.failure_cause import find_first_failure
 from dpmon.run.lifecycle import run_state
@@ -34,7 +34,7 @@ class Story:
     exit: ExitInfo | None
     state: str
     """A state of `dpmon.run.lifecycle.run_state`."""
-    facts: RunFacts
+    facts: RunAnalysis
     findings: Sequence[Finding]
     warnings: Sequence[str]
     nothing: str | None
@@ -61,7 +61,7 @@ def collect(directory: Path) -> Story:
             death=None if why is None or why.death is None else why.death.text,
             raised=None if why is None or why.raised is None else why.raised.sentence(info.cwd),
         )
-        facts.complete()
+        facts.query_everything()
     reasons = [] if store.damaged is None else [store.damaged]
     warnings, nothing = list(dict.fromkeys([*reasons, *(one.text for one in facts.announced.warnings)])), None
     if not facts.steps and not facts.calls:
@@ -71,7 +71,7 @@ def collect(directory: Path) -> Story:
     end = output_end(reader) if how is not None and how.status else b""
     last = _last_output(end, None if why is None else why.raised, reader.info.command_pid)
     raised = clean_traceback_line(end)
-    return Story(str(directory), info, how, state, facts, findings(facts), warnings, nothing, last, raised)
+    return Story(str(directory), info, how, state, facts, find_all(facts), warnings, nothing, last, raised)
 
 
 def facts_of(
@@ -81,12 +81,12 @@ def facts_of(
     stop_asked_ns: int | None = None,
     death: str | None = None,
     raised: str | None = None,
-) -> RunFacts:
+) -> RunAnalysis:
     """The facts of the run in `directory`. `how`: how it ended; None while it runs, or if unknown."""
     with closing(RunReader(directory)) as reader:
-        ended = ended_of(reader.activities())
+        ended = ended_processes(reader.activities())
     end_ns = None if how is None or how.by != "supervisor" else int(how.seconds * 1e9)
-    return RunFacts(store, ended, end_ns, stop_asked_ns=stop_asked_ns, death=death, raised=raised)
+    return RunAnalysis(store, ended, end_ns, stop_asked_ns=stop_asked_ns, death=death, raised=raised)
 
 
 def output_end(reader: RunReader) -> bytes:

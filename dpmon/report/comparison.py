@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from dpmon.model.compare_runs import (
+from dpmon.model.compared_run import RUN_FIGURES, STEP_FIGURES, ComparedRun, Metric, build_compared_run
+from dpmon.model.comparison_stats import Change
+from dpmon.model.json_fields import fields_of, ms
+from dpmon.model.run_comparison import (
     SIDES,
-    ComparedFigure,
+    ComparedMetric,
     Judgement,
     RunComparison,
     compare_runs,
-    outcome,
-    range_of,
-    scope,
-    signed,
-    status_of,
-    times_of,
+    exit_status_of,
+    format_change,
+    format_interval,
+    outcome_sentence,
+    scope_notes,
+    step_time_text,
 )
-from dpmon.model.compare_samples import Change
-from dpmon.model.compared_run import RUN_FIGURES, STEP_FIGURES, ComparedRun, Figure, read_run
-from dpmon.model.json_fields import fields_of, ms
 from dpmon.record.schema import STEP
 from dpmon.report.collect import facts_of
 from dpmon.report.document import Document, Paragraph, Section, Table
@@ -52,7 +52,7 @@ def read(directory: Path) -> ComparedRun:
         "state": state,
     }
     with open_store(directory) as store:
-        return read_run(
+        return build_compared_run(
             facts_of(store, directory, how),
             given,
             id=info.id,
@@ -89,10 +89,10 @@ def document(found: RunComparison, judgements: Sequence[Judgement] = ()) -> Docu
         Section("Ranks", _stragglers(found)),
     )
     # The judgements are the verdict, so the times come without another one.
-    times = times_of(found) if judgements else ""
-    facts = [*([f"Time: {times}"] if times else []), *scope(found), *_notes(found)]
+    times = step_time_text(found) if judgements else ""
+    facts = [*([f"Time: {times}"] if times else []), *scope_notes(found), *_notes(found)]
     there = [section for section in sections if section.parts]
-    title, told = " against ".join(scripts), outcome(found, judgements)
+    title, told = " against ".join(scripts), outcome_sentence(found, judgements)
     return Document(title, "; ".join(names), "compared", told, facts, there)
 
 
@@ -105,7 +105,7 @@ def _notes(found: RunComparison) -> list[str]:
         texts.append(f"{format_count_with_noun(interrupted, 'step')} near a pause or a stall are left out.")
     times = [[one.started_unix for one in side] for side in found.sides]
     apart = max(times[0]) < min(times[1]) or max(times[1]) < min(times[0])
-    if apart and not found.pair:
+    if apart and not found.is_pair:
         texts.append(
             "All runs of one side came before those of the other, so a change of the machine's load in between looks"
             " like a difference: run them in turn (A B A B)."
@@ -117,19 +117,19 @@ def _steps(one: ComparedRun, found: RunComparison) -> int:
     return 0 if found.kind is None else one.kinds[found.kind]
 
 
-def _table(found: RunComparison, figures: Sequence[Figure]) -> list[Table]:
+def _table(found: RunComparison, figures: Sequence[Metric]) -> list[Table]:
     rows = [_row(found.compared[figure.name]) for figure in figures if figure.name in found.compared]
     return [Table(("", *SIDES, "change", "interval"), rows)] if rows else []
 
 
-def _row(row: ComparedFigure) -> tuple[str, ...]:
-    values = (row.figure.text(row.typical(side)) for side in (0, 1))
+def _row(row: ComparedMetric) -> tuple[str, ...]:
+    values = (row.figure.format(row.typical_value(side)) for side in (0, 1))
     told = row.change
     if told is None:
         return (row.figure.label, *values, UNKNOWN, row.missing or "")
     # As in benchstat, a tilde stands for a change that may be none.
-    shown = signed(told.ratio) if told.sign or told.interval is None else "~"
-    return (row.figure.label, *values, shown, range_of(told))
+    shown = format_change(told.ratio) if told.sign or told.interval is None else "~"
+    return (row.figure.label, *values, shown, format_interval(told))
 
 
 def _stragglers(found: RunComparison) -> list[Paragraph]:
@@ -140,7 +140,7 @@ def _stragglers(found: RunComparison) -> list[Paragraph]:
 
 
 def _seen(one: ComparedRun) -> str:
-    return f" ({one.partial} ranks were seen)" if one.partial else ""
+    return f" ({one.ranks_seen} ranks were seen)" if one.ranks_seen else ""
 
 
 # ------------------------------------------------------------------------------------------------ JSON
@@ -151,12 +151,16 @@ def as_object(found: RunComparison, judgements: Sequence[Judgement] = ()) -> dic
     step, told = found.compared.get(STEP), found.reason
     return {
         "schema": SCHEMA,
-        "outcome": outcome(found, judgements),
-        "status": status_of(judgements),
-        "pair": found.pair,
+        "outcome": outcome_sentence(found, judgements),
+        "status": exit_status_of(judgements),
+        "pair": found.is_pair,
         "missing": found.missing if found.missing or step is None else step.missing,
         "sides": [
-            {"side": name, "spread": found.spread(side), "runs": [_run(one, found) for one in found.sides[side]]}
+            {
+                "side": name,
+                "spread": found.run_to_run_spread(side),
+                "runs": [_run(one, found) for one in found.sides[side]],
+            }
             for side, name in enumerate(SIDES)
         ],
         "differences": [{"what": what, "a": a, "b": b} for what, a, b in found.differences],
@@ -171,6 +175,6 @@ def _run(one: ComparedRun, found: RunComparison) -> dict[str, object]:
     return {**own, "steps": _steps(one, found)}
 
 
-def _figure(row: ComparedFigure) -> dict[str, object]:
+def _figure(row: ComparedMetric) -> dict[str, object]:
     bounds = {name: getattr(row.change, name, None) for name in Change._fields}
     return {**row.figure.as_fields(a=row.values[0], b=row.values[1]), **bounds, "missing": row.missing}

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from dpmon.model.finding import Finding
-from dpmon.model.history import Bin
+from dpmon.model.finding_text import Finding
+from dpmon.model.step_history import Bin
 
 
 class Paragraph(NamedTuple):

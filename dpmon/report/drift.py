@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import median
 
 from dpmon.errors import HistoryError
-from dpmon.model.compare import MIN_STEPS, common_kind
-from dpmon.model.compare_runs import NOT_COMPARABLE, known_figures, signed
-from dpmon.model.compared_run import ComparedRun, Figure
+from dpmon.model.compared_run import ComparedRun, Metric
+from dpmon.model.mode_comparison import MIN_STEPS, common_kind
+from dpmon.model.run_comparison import NOT_COMPARABLE, format_change, known_metrics
 from dpmon.report.comparison import SCHEMA, read
 from dpmon.report.document import Document, Section, Table
 from dpmon.report.text import BARS
@@ -33,7 +33,7 @@ class Drift:
 
     script: str
     runs: Sequence[ComparedRun]
-    figures: Sequence[tuple[Figure, Sequence[float | None]]]
+    figures: Sequence[tuple[Metric, Sequence[float | None]]]
     left_out: Counter[str]
     """Number of runs left out, by reason."""
 
@@ -59,7 +59,7 @@ def drift(script: str) -> Drift:
             runs.append(one)
     runs.reverse()
     kind = common_kind(one.kinds for one in runs) if runs else None
-    known = known_figures(runs, [one.steps(kind) for one in runs])
+    known = known_metrics(runs, [one.steps(kind) for one in runs])
     return Drift(script, runs, list(known), +left_out)
 
 
@@ -68,8 +68,8 @@ def document(found: Drift) -> Document:
     rows = []
     for figure, values in found.figures:
         known = [value for value in values if value is not None]
-        ends = [figure.text(value) for value in (median(known), values[0], values[-1])]
-        change = signed(values[-1] / values[0]) if values[0] and values[-1] else UNKNOWN
+        ends = [figure.format(value) for value in (median(known), values[0], values[-1])]
+        change = format_change(values[-1] / values[0]) if values[0] and values[-1] else UNKNOWN
         rows.append((figure.label, *ends, change, bars(values)))
     days = [time.strftime("%Y-%m-%d %H:%M", time.localtime(one.started_unix)) for one in found.runs]
     outcome = f"{days[0]} to {days[-1]}" if days else "no run has enough steps"

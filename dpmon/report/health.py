@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.errors import HistoryError
-from dpmon.model.active_processes import ended_of
-from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import State
+from dpmon.model.active_processes import ended_processes
+from dpmon.model.run_snapshot import RunSnapshot
+from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.schema import SECOND
 from dpmon.run.activities import startup_wait_reason
 from dpmon.run.lifecycle import BY_YOU, ELSEWHERE, run_state
@@ -93,11 +93,15 @@ def health_now(directory: Path) -> Health:
 def health_in(directory: Path, store: Store | None) -> Health:
     """How the run in `directory` does now. `store`: its history; None if it cannot be read."""
     with closing(RunReader(directory)) as reader:
-        state = State() if store is None else Snapshots().take(store, ended=ended_of(reader.activities()))
+        state = (
+            RunSnapshot()
+            if store is None
+            else SnapshotBuilder().build(store, ended=ended_processes(reader.activities()))
+        )
         return health(reader, state)
 
 
-def health(reader: RunReader, state: State) -> Health:
+def health(reader: RunReader, state: RunSnapshot) -> Health:
     """How a run does; `state`: what its history says."""
     directory, info = reader.directory, reader.info
     word, how = run_state(directory, info)
@@ -117,19 +121,19 @@ def health(reader: RunReader, state: State) -> Health:
     return now
 
 
-def standing(reader: RunReader, state: State, now_ns: int) -> Health:
+def standing(reader: RunReader, state: RunSnapshot, now_ns: int) -> Health:
     """How a run does that goes on here; `now_ns`: the time since its start."""
     start, name = reader.info.start_ns, short_name(reader.info)
     since = {number: (what, at - start if at else 0) for number, (what, at) in reader.activities().items()}
     paused, reads = reader.pause_state().since_ns, reader.waits_for_input()
-    doing, began_ns = since.get(-1 if state.focus is None else state.focus.process, ("", 0))
-    found = decide_state(state.now(now_ns, since, _from(paused, start), _from(reads, start)))
+    doing, began_ns = since.get(-1 if state.representative is None else state.representative.process, ("", 0))
+    found = decide_state(state.state_inputs(now_ns, since, _from(paused, start), _from(reads, start)))
     stage, reason, remedy = reader.startup_stage(), None, None
     over = doing == "ended" and found.word in (QUIET, *FINE)
     if over and stage is not None and stage[1] - start > state.newest_ns:
         found = RunState(STARTING)  # the command starts another training
-    if found.word == STALLED and state.stall is not None:
-        reason, remedy = state.stall.text, f"dpmon why {name} shows the stacks"
+    if found.word == STALLED and state.current_stall is not None:
+        reason, remedy = state.current_stall.text, f"dpmon why {name} shows the stacks"
     elif found.word == STARTING:
         reason = startup_wait_reason(stage, now_ns) or None
     elif found.word == PAUSED:
@@ -145,9 +149,9 @@ def standing(reader: RunReader, state: State, now_ns: int) -> Health:
     return Health(found.word, None if found.since_ns is None else found.since_ns / SECOND, reason, remedy)
 
 
-def _quiet_reason(state: State, doing: str) -> str:
+def _quiet_reason(state: RunSnapshot, doing: str) -> str:
     """Why nothing is called any more. `doing`: what the process that represents the run does."""
-    step = None if state.focus is None else state.focus.last_step
+    step = None if state.representative is None else state.representative.last_step
     since = "no call for so long" if step is None else f"no call since step {format_count(step.step)}"
     return f"{since}; {'the training process has ended' if doing == 'ended' else 'the script does something else'}"
 

@@ -144,7 +144,7 @@ def _findings(part: Findings) -> Iterable[str]:
     yield "<ol>\n"
     for finding in part.findings:
         yield f"<li><b>{escaped(finding.text)}</b><br><span class=soft>Evidence: {escaped(finding.ground)}.</span><br>"
-        yield f"{escaped(finding.advised[0].upper() + finding.advised[1:])}.</li>\n"
+        yield f"{escaped(finding.advice_text[0].upper() + finding.advice_text[1:])}.</li>\n"
     yield "</ol>\n"
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Literal
 
-from dpmon.model.history import PARTS, Bin
-from dpmon.model.mode_facts import slowest_first
+from dpmon.model.mode_stats import slowest_first
 from dpmon.model.nodes import gpu_name
-from dpmon.model.run_facts import RunFacts
-from dpmon.model.state import ModeChange
+from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.run_snapshot import ModeChange
+from dpmon.model.step_history import PARTS, Bin
 from dpmon.model.time_marks import EVALUATION, STALLED, TimeMark, epoch_marks, pause_marks, stall_spans
 from dpmon.record.schema import PHASES
 from dpmon.report import sentences
@@ -30,7 +30,7 @@ _LETTERS = 130
 """So many letters fit below each other's marks in the width of a plot."""
 
 
-def plots(facts: RunFacts) -> list[Plot]:
+def plots(facts: RunAnalysis) -> list[Plot]:
     """The plots for which the run has data."""
     time = _time(facts)
     over_time = [_step_time(facts), _losses(facts), _speed(facts), _parts_over_time(facts), _rank_waits(facts)]
@@ -39,7 +39,7 @@ def plots(facts: RunFacts) -> list[Plot]:
     return [plot._replace(time=time) for plot in over_time if plot is not None] + [one for one in every if one]
 
 
-def _time(facts: RunFacts) -> TimeSpan:
+def _time(facts: RunAnalysis) -> TimeSpan:
     """The time from the first step to the end of the last, of a stall or of a pause, with the marks of the screen."""
     last = facts.last_step_ns or 0
     until = max(facts.until_ns, last)
@@ -72,7 +72,7 @@ def _toggled(change: ModeChange) -> bool:
     return change.t_ns is not None and change.requested_by != "start" and change.refused is None
 
 
-def _modes(facts: RunFacts) -> list[tuple[str, str, list[Bin]]]:
+def _modes(facts: RunAnalysis) -> list[tuple[str, str, list[Bin]]]:
     """Title, colour and stretches of each mode; evaluations of a mode come separately, in other colours."""
     titles = {mode.mode: sentences.mode_title(mode) for mode in facts.modes}
     modes = []
@@ -84,7 +84,7 @@ def _modes(facts: RunFacts) -> list[tuple[str, str, list[Bin]]]:
     return modes
 
 
-def _width(facts: RunFacts) -> str:
+def _width(facts: RunAnalysis) -> str:
     return f"{facts.stretches.width_ns / 1e9:g} s"
 
 
@@ -96,7 +96,7 @@ def _over_time(bins: Sequence[Bin], value: Callable[[Bin], float]) -> list[tuple
     return [(_seconds(one.start_ns), _seconds(one.end_ns), round(value(one), 6)) for one in bins]
 
 
-def _step_time(facts: RunFacts) -> Plot | None:
+def _step_time(facts: RunAnalysis) -> Plot | None:
     if len(facts.stretches.bins) < 2:
         return None
     series = []
@@ -109,7 +109,7 @@ def _step_time(facts: RunFacts) -> Plot | None:
     return Plot("step-time", "Step time", note, series, "ms a step")
 
 
-def _losses(facts: RunFacts) -> Plot | None:
+def _losses(facts: RunAnalysis) -> Plot | None:
     series = []
     for number, curve in enumerate(facts.losses):
         points = [
@@ -123,7 +123,7 @@ def _losses(facts: RunFacts) -> Plot | None:
     return Plot("loss", "Loss", note, series, "loss")
 
 
-def _speed(facts: RunFacts) -> Plot | None:
+def _speed(facts: RunAnalysis) -> Plot | None:
     if len(facts.stretches.bins) < 2 or any(one.samples is None for one in facts.stretches.bins):
         return None
     series = []
@@ -148,7 +148,7 @@ def _parts(places: Sequence[tuple[float, float]], groups: Sequence[Sequence[Bin]
     return series
 
 
-def _parts_over_time(facts: RunFacts) -> Plot | None:
+def _parts_over_time(facts: RunAnalysis) -> Plot | None:
     # One bar per stretch, whatever its modes: two bars would cover each other.
     stretches: dict[int, list[Bin]] = {}
     for one in facts.stretches.bins:
@@ -165,7 +165,7 @@ def _parts_over_time(facts: RunFacts) -> Plot | None:
     return Plot("phases", "Where a step's time goes", note, series, "ms a step")
 
 
-def _parts_of_modes(facts: RunFacts) -> Plot | None:
+def _parts_of_modes(facts: RunAnalysis) -> Plot | None:
     modes = _modes(facts)
     if not modes:
         return None
@@ -194,7 +194,7 @@ def _in_rows(name: str, colour: str, times_ns: Iterable[float | None], kind: Lit
     return Values(name, colour, points, kind)
 
 
-def _replicas(facts: RunFacts) -> Plot | None:
+def _replicas(facts: RunAnalysis) -> Plot | None:
     shown = [fact for fact in facts.replicas if fact.mode == "dp" and fact.time.count][:_MAX_RANKS]
     if len(shown) < 2:
         return None
@@ -208,7 +208,7 @@ def _replicas(facts: RunFacts) -> Plot | None:
     return Plot("replicas", "Forward of the replicas", note, series, "ms", labels)
 
 
-def _ranks(facts: RunFacts) -> Plot | None:
+def _ranks(facts: RunAnalysis) -> Plot | None:
     ranks = [line for line in slowest_first(facts.ranks, _MAX_RANKS) if line.times is not None and line.times.step_ns]
     if len(ranks) < 2:
         return None
@@ -226,7 +226,7 @@ def _ranks(facts: RunFacts) -> Plot | None:
     return Plot("ranks", "Where a step of each rank goes", note, series, "ms a step (mean)", labels)
 
 
-def _rank_waits(facts: RunFacts) -> Plot | None:
+def _rank_waits(facts: RunAnalysis) -> Plot | None:
     """A row for each rank: how long the others waited for it."""
     width, shares = facts.rank_waits
     known = {line.rank: line for line in facts.ranks if line.rank is not None and shares.get(line.rank)}
@@ -257,7 +257,7 @@ def _cells(shares: Mapping[int, float], width: int) -> list[tuple[float, float, 
     return found
 
 
-def _devices(facts: RunFacts, what: Literal[1, 2]) -> Plot | None:
+def _devices(facts: RunAnalysis, what: Literal[1, 2]) -> Plot | None:
     """The use (1) or the memory (2) of the GPUs, or of the host if there are none."""
     scale = 1 if what == 1 else 1 << 30
     series = []

@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from dpmon.model.devices import DeviceFacts
-from dpmon.model.finding import MIN_STEPS, faster, measured_modes, of_process
-from dpmon.model.findings import together
-from dpmon.model.layouts import flow
-from dpmon.model.memory import reasons
-from dpmon.model.mode_facts import ModeFacts, slowest_first
-from dpmon.model.nodes import NodeFacts, gpu_name
-from dpmon.model.pauses import Paused
-from dpmon.model.run_facts import RunFacts
-from dpmon.model.stragglers import sentence
+from dpmon.model.all_findings import combined_savings
+from dpmon.model.device_memory import missing_value_reasons
+from dpmon.model.device_usage import DeviceUsage
+from dpmon.model.finding_text import MIN_STEPS, format_gain_limit, measured_modes, process_suffix
+from dpmon.model.layouts import format_sizes
+from dpmon.model.mode_stats import ModeStats, slowest_first
+from dpmon.model.nodes import NodeStatus, gpu_name
+from dpmon.model.pauses import Pause
+from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.stragglers import straggler_sentence
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.report import sentences
 from dpmon.report.collect import Story
@@ -59,7 +59,7 @@ def document(story: Story) -> Document:
             ("use", "memory"),
         )
     )
-    info, compared, name = story.info, story.facts.compared, short_name(story.info)
+    info, compared, name = story.info, story.facts.mode_comparison, short_name(story.info)
     ranks = (
         Section("Ranks", [*_ranks(story.facts), *rank_plots]),
         Section("Ranks", _rank_times(story.facts), ": where a step goes"),
@@ -69,7 +69,8 @@ def document(story: Story) -> Document:
     sections = (
         Section("Findings", _findings(story)),
         Section(
-            "Time", _paragraphs(sentences.time_spent(story.facts, story.facts.spent, over=sentences.is_over(story)))
+            "Time",
+            _paragraphs(sentences.time_spent(story.facts, story.facts.time_by_activity, over=sentences.is_over(story))),
         ),
         Section("Epochs", _epochs(story.facts)),
         Section("Loss", [*_losses(story.facts), *loss_plots]),
@@ -94,7 +95,7 @@ def document(story: Story) -> Document:
     return Document(info.script, name, story.state, sentences.ended(story), sentences.basics(story), there)
 
 
-def of_parts(facts: RunFacts) -> list[Section]:
+def of_parts(facts: RunAnalysis) -> list[Section]:
     """The sections of the report about ranks, replicas, stages and memory, without plots."""
     sections = (
         Section("Ranks", _ranks(facts)),
@@ -128,8 +129,8 @@ def _entries(rows: Sequence[Sequence[str]], most: int, indent: int, head: Sequen
 
 def _findings(story: Story) -> list[Part]:
     if story.findings:
-        saves = together(story.findings, story.facts)
-        more = [] if saves is None else [Paragraph(f"all of it together: the run {faster(saves)}")]
+        saves = combined_savings(story.findings, story.facts)
+        more = [] if saves is None else [Paragraph(f"all of it together: the run {format_gain_limit(saves)}")]
         return [Findings(story.findings), *more]
     few = f"too few steps for findings ({MIN_STEPS} in one mode are needed)"
     usual = story.state in ("finished", "running") and not story.facts.announced.stalls
@@ -137,13 +138,13 @@ def _findings(story: Story) -> list[Part]:
     return [Paragraph(nothing if any(measured_modes(story.facts)) else few)]
 
 
-def _step_rows(facts: RunFacts) -> list[tuple[str, ModeFacts]]:
+def _step_rows(facts: RunAnalysis) -> list[tuple[str, ModeStats]]:
     """The figures of each mode with a label: first without evaluations, then the evaluations."""
     rows = [(sentences.mode_title(mode), mode) for mode in facts.modes if mode.steps]
     return [*rows, *((f"{sentences.mode_title(mode)}, evaluation", mode) for mode in facts.evaluations)]
 
 
-def _steps(facts: RunFacts) -> list[Part]:
+def _steps(facts: RunAnalysis) -> list[Part]:
     """If there are several processes, the times are those of one, and the other columns cover all."""
     modes = _step_rows(facts)
     named = any(mode.who is not None for _, mode in modes)
@@ -158,7 +159,7 @@ def _steps(facts: RunFacts) -> list[Part]:
     return [*_table(head, rows), *bars]
 
 
-def _epochs(facts: RunFacts) -> list[Part]:
+def _epochs(facts: RunAnalysis) -> list[Part]:
     """One row per epoch of the process that represents the run; in the middle of many, rows are left out."""
     rows: list[Sequence[str]] = []
     for one in facts.progress.epochs:
@@ -183,7 +184,7 @@ def _epochs(facts: RunFacts) -> list[Part]:
     return [*_table(head, rows), *_paragraphs(notes, soft=True)]
 
 
-def _losses(facts: RunFacts) -> list[Part]:
+def _losses(facts: RunAnalysis) -> list[Part]:
     """One row for each line that calls backward: its first, lowest and newest loss."""
     rows = []
     for curve in facts.losses:
@@ -196,7 +197,7 @@ def _losses(facts: RunFacts) -> list[Part]:
     return [*_table(head, rows), *_paragraphs(whys, soft=True)]
 
 
-def _phases(mode: ModeFacts) -> list[Part]:
+def _phases(mode: ModeStats) -> list[Part]:
     """One row per phase with its host time, and its device time if any is known; then notes."""
     rows = [
         (
@@ -213,13 +214,13 @@ def _phases(mode: ModeFacts) -> list[Part]:
 # ------------------------------------------------------------------------------------------------ replicas and ranks
 
 
-def _replicas(facts: RunFacts) -> list[Table]:
+def _replicas(facts: RunAnalysis) -> list[Table]:
     """One row per replica and mode: its most frequent sizes, and the number of others."""
     groups: dict[tuple[str, str, int, str], list[tuple[int, str]]] = {}
     evaluated: Counter[tuple[str, str, int, str]] = Counter()
     for line in facts.sizes:
         key = (line.mode, line.root, line.replica, line.device)
-        groups.setdefault(key, []).append((line.calls - line.evaluations, flow(line.inputs, line.outputs)))
+        groups.setdefault(key, []).append((line.calls - line.evaluations, format_sizes(line.inputs, line.outputs)))
         evaluated[key] += line.evaluations == line.calls
     timed = {(fact.mode, fact.root, fact.replica, fact.device): fact for fact in facts.replicas}
     rows = []
@@ -242,7 +243,7 @@ def most_frequent(sizes: Iterable[tuple[int, str]], evaluated: int) -> str:
     return ordered[0][1] + (f" ({', '.join(more)})" if more else "")
 
 
-def _ranks(facts: RunFacts) -> list[Table]:
+def _ranks(facts: RunAnalysis) -> list[Table]:
     """One row per process, if several have trained."""
     rows = [
         (
@@ -253,7 +254,7 @@ def _ranks(facts: RunFacts) -> list[Table]:
             format_duration(line.median_ns),
             format_samples_per_s(line.rate),
             format_duration(line.forward_ns),
-            flow(line.inputs, line.outputs),
+            format_sizes(line.inputs, line.outputs),
         )
         for line in slowest_first(facts.ranks, MAX_ROWS)
     ]
@@ -261,7 +262,7 @@ def _ranks(facts: RunFacts) -> list[Table]:
     return _table(head, rows, flows=True)
 
 
-def _rank_times(facts: RunFacts) -> list[Table]:
+def _rank_times(facts: RunAnalysis) -> list[Table]:
     """The parts of each rank's mean step, if any rank's wait is known."""
     rows = []
     for line in slowest_first(facts.ranks, MAX_ROWS):
@@ -278,22 +279,22 @@ def _rank_times(facts: RunFacts) -> list[Table]:
     return _table(("mean of a step", "data", "forward", "backward", EXPOSED, WAIT, "slowest in"), rows)
 
 
-def _communication(facts: RunFacts) -> list[Entries]:
+def _communication(facts: RunAnalysis) -> list[Entries]:
     """The communication of the ranks, and the rank that the others wait for."""
     communication = facts.communication
     if communication is None:
         return []
     slow = communication.straggler
-    straggler = [] if slow is None else [("straggler", sentence(slow, lately=False))]
-    rows = [*communication.facts, *straggler, *(("note", note) for note in communication.other_waits())]
+    straggler = [] if slow is None else [("straggler", straggler_sentence(slow, lately=False))]
+    rows = [*communication.labeled_texts, *straggler, *(("note", note) for note in communication.other_waits())]
     return _entries(rows, MAX_ROWS, 12, ("", ""))
 
 
-def _stages(facts: RunFacts) -> list[Part]:
+def _stages(facts: RunAnalysis) -> list[Part]:
     """One row per stage of a model on several devices; only the first stages if the model alternates between them."""
     rows = []
     for line in (line for line in facts.stages if line.stage < _MAX_STAGES):
-        sizes = f"{line.named_parts}: {flow(line.inputs, line.outputs, 'not finished')}"
+        sizes = f"{line.named_parts}: {format_sizes(line.inputs, line.outputs, 'not finished')}"
         times = format_duration(line.time.median), format_duration(line.on_device.median)
         rows.append((f"{line.root} {line.stage}", line.device, f"{line.calls:,}", *times, sizes))
     more = len(facts.stages) - len(rows)
@@ -305,7 +306,7 @@ def _stages(facts: RunFacts) -> list[Part]:
 # ------------------------------------------------------------------------------------------------ devices, events
 
 
-def _devices(facts: RunFacts) -> list[Part]:
+def _devices(facts: RunAnalysis) -> list[Part]:
     parts: list[Part] = []
     if facts.devices:
         head = ("", "use", "memory at most", "this run", "°C", "W", "")
@@ -328,7 +329,7 @@ def _devices(facts: RunFacts) -> list[Part]:
     return [*parts, *_entries(rows, _MAX_HOSTS, 2)]
 
 
-def _device(nodes: Sequence[NodeFacts], device: DeviceFacts) -> tuple[str, ...]:
+def _device(nodes: Sequence[NodeStatus], device: DeviceUsage) -> tuple[str, ...]:
     called = f" ({device.called})" if device.called else ""  # as the run's processes call it
     number = gpu_name(device.index, nodes) + called
     return (
@@ -342,15 +343,15 @@ def _device(nodes: Sequence[NodeFacts], device: DeviceFacts) -> tuple[str, ...]:
     )
 
 
-def _memory(facts: RunFacts) -> list[Part]:
+def _memory(facts: RunAnalysis) -> list[Part]:
     """The memory of each device by holder, and the reasons for unknown values."""
     held = facts.memory[:MAX_ROWS]
     rows = [(one.device, *(format_bytes(part) for part in one[1:6])) for one in held]
-    notes = (f"{names} of {one.device}: {reason}" for one in held for names, reason in reasons(one))
+    notes = (f"{names} of {one.device}: {reason}" for one in held for names, reason in missing_value_reasons(one))
     return [*_table(("", "model", "gradients", "optimizer", "rest", "peak"), rows), *_paragraphs(notes, soft=True)]
 
 
-def _changes(facts: RunFacts) -> list[Entries]:
+def _changes(facts: RunAnalysis) -> list[Entries]:
     """Requested changes of mode; the facts of the report name the initial mode."""
     rows = []
     several = len({change.root for change in facts.announced.changes}) > 1
@@ -359,7 +360,7 @@ def _changes(facts: RunFacts) -> list[Entries]:
             step = UNKNOWN if change.step is None else f"{change.step:,}"
             what = f"to {change.mode}" if change.refused is None else f"refused: {change.refused}"
             what = f"{sanitize_line(change.root, 60)}: {what}" if several else what
-            rows.append((format_clock(change.t_ns), f"step {step}{of_process(change.process, facts)}", what))
+            rows.append((format_clock(change.t_ns), f"step {step}{process_suffix(change.process, facts)}", what))
     return _entries(rows, _MAX_CHANGES, 6, ("time", "where", "what"))
 
 
@@ -368,12 +369,12 @@ def _pauses(story: Story) -> list[Entries]:
     rows = []
     for pause in story.facts.pauses:
         step = UNKNOWN if pause.step is None else f"{pause.step:,}"
-        after = f"after step {step}{of_process(pause.process, story.facts)}"
+        after = f"after step {step}{process_suffix(pause.process, story.facts)}"
         rows.append((format_clock(pause.start_ns), after, _how_long(story, pause)))
     return _entries(rows, _MAX_CHANGES, 6, ("time", "where", "how long"))
 
 
-def _how_long(story: Story, pause: Paused) -> str:
+def _how_long(story: Story, pause: Pause) -> str:
     if pause.refused is not None:
         return f"refused: {pause.refused}"
     if pause.on:

@@ -6,13 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from dpmon.model.compare import Comparison, sentence
-from dpmon.model.finding import host_waits, of_process, partly_timed
-from dpmon.model.mode_facts import ModeFacts
+from dpmon.model.finding_text import host_waits, process_suffix, timed_steps_note
+from dpmon.model.mode_comparison import Comparison, verdict_sentence
+from dpmon.model.mode_stats import ModeStats
 from dpmon.model.pauses import PauseTotals
-from dpmon.model.run_facts import RunFacts
-from dpmon.model.stalls_seen import ended_in
-from dpmon.model.state import ModeChange, ProcessFacts
+from dpmon.model.recorded_stalls import final_stall
+from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.run_snapshot import ModeChange, ProcessInfo
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.report.collect import Story
 from dpmon.run.lifecycle import BY_YOU
@@ -80,7 +80,7 @@ def basics(story: Story) -> list[str]:
     """The basic facts: times and programs, and what is missing from the record."""
     facts, info = story.facts, story.info
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.started_unix))
-    process = next(iter(facts.announced.info.values()), ProcessFacts(0))
+    process = next(iter(facts.announced.info.values()), ProcessInfo(0))
     texts = [
         f"began {began} in {info.cwd or 'a directory that is gone'}",
         what_ran(story.facts),
@@ -107,7 +107,7 @@ def basics(story: Story) -> list[str]:
     return texts
 
 
-def slow_start(facts: RunFacts) -> list[str]:
+def slow_start(facts: RunAnalysis) -> list[str]:
     """That the first step is in no figure, because it waited long; empty if it is."""
     took = facts.slow_start_ns
     return (
@@ -117,20 +117,20 @@ def slow_start(facts: RunFacts) -> list[str]:
     )
 
 
-def stalls(facts: RunFacts, how: ExitInfo | None, *, over: bool) -> list[str]:
+def stalls(facts: RunAnalysis, how: ExitInfo | None, *, over: bool) -> list[str]:
     """When the run stalled, for how long, and which rank stood where: the newest stalls."""
     found = facts.announced.stalls
-    last = None if how is None or how.status == 0 else ended_in(found, facts.last_step_ns or 0)
+    last = None if how is None or how.status == 0 else final_stall(found, facts.last_step_ns or 0)
     texts = []
     for stall in found[-MOST_STALLS:]:
         lasts = stall.end_ns is None or stall is last
         until = "" if not lasts else ", until its end" if over else " until now"
-        lasted = format_long_duration(stall.lasted_ns(facts.until_ns))
+        lasted = format_long_duration(stall.duration_ns(facts.until_ns))
         texts.append(f"stalled at {format_clock(stall.since_ns)} for {lasted}{until}: {stall.text}")
     return texts
 
 
-def what_ran(facts: RunFacts) -> str:
+def what_ran(facts: RunAnalysis) -> str:
     """Processes, steps by mode if there were several, and the initial mode with its reason."""
     count = len(facts.processes) or (len(facts.announced.info) if facts.open_calls else 0)
     modes: Counter[str] = Counter()
@@ -212,7 +212,7 @@ ACTIVITY_NAMES = {
 """Words for the activities of dpmon.store.time_accounting."""
 
 
-def time_spent(facts: RunFacts, spent: Mapping[str, int], *, over: bool) -> list[str]:
+def time_spent(facts: RunAnalysis, spent: Mapping[str, int], *, over: bool) -> list[str]:
     """The run's time by activity (`spent`) and its longest gaps between steps, in sentences; empty without steps."""
     names = ACTIVITY_NAMES if over else {**ACTIVITY_NAMES, "ending": "since the last step"}
     parts = [f"{names[name]} {format_long_duration(ns)}" for name, ns in spent.items() if ns >= _LEAST_SHOWN_NS]
@@ -222,7 +222,7 @@ def time_spent(facts: RunFacts, spent: Mapping[str, int], *, over: bool) -> list
     gaps = facts.gaps[:_GAPS_NAMED]
     if gaps and spent["between"] >= _LEAST_SHOWN_NS:
         named = [
-            f"{format_long_duration(gap.ns)} after step {gap.after_step:,}{of_process(gap.process, facts)}"
+            f"{format_long_duration(gap.ns)} after step {gap.after_step:,}{process_suffix(gap.process, facts)}"
             f" ({format_clock(gap.begin_ns)})"
             for gap in gaps
         ]
@@ -230,14 +230,14 @@ def time_spent(facts: RunFacts, spent: Mapping[str, int], *, over: bool) -> list
     return lines
 
 
-def phase_notes(mode: ModeFacts) -> list[str]:
+def phase_notes(mode: ModeStats) -> list[str]:
     """Notes below the table of phases: about their times, and the quantities of the steps."""
     lines = (
         []
         if mode.who is None
         else [f"{format_count_with_noun(mode.steps, 'step')} of {mode.who}; the others have rows below"]
     )
-    lines += [*host_waits(mode.phases), *partly_timed(mode.phases)]
+    lines += [*host_waits(mode.phases), *timed_steps_note(mode.phases)]
     if mode.calls >= 2 * mode.steps and mode.phase("data") is None and mode.phase("backward") is not None:
         lines.append(
             "samples of a step: the rows of all micro-batches, if the same models are called before each backward pass"
@@ -246,14 +246,14 @@ def phase_notes(mode: ModeFacts) -> list[str]:
     return lines + [format_quantity(*each, mode.steps) for each in mode.known_quantities]
 
 
-def mode_title(mode: ModeFacts) -> str:
+def mode_title(mode: ModeStats) -> str:
     """A mode's name, with a note for virtual replicas; "ddp" or "fsdp" for ranks, as on the screen."""
     if mode.distributed:
         return RANK_MODES[mode.distributed]
     return f"{mode.mode} (virtual)" if mode.virtual else mode.mode or "mode unknown"
 
 
-def of_whom(facts: RunFacts) -> str:
+def of_whom(facts: RunAnalysis) -> str:
     """The words " of rank 0" for times over the run, if the run has several processes; else empty."""
     names = dict.fromkeys(mode.who for mode in facts.modes if mode.who is not None)
     return f" of {' and '.join(names)}" if names else ""
@@ -271,4 +271,4 @@ def comparison(compared: Comparison) -> list[str]:
         f"{format_count_with_noun(side.steps, 'step')} in {mode}" for mode, side in compared.sides.items()
     )
     without = "not counting the first steps after a change of mode, and steps of another batch size or kind"
-    return [sentence(compared) or "", f"{text}; from {steps}, {without}"]
+    return [verdict_sentence(compared) or "", f"{text}; from {steps}, {without}"]

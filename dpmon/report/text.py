@@ -122,7 +122,7 @@ def _findings(part: Findings, width: int) -> list[str]:
     for number, finding in enumerate(part.findings, start=1):
         lines += _wrap(finding.text, width, f"{number:>3} ", "    ")
         lines += _wrap(f"evidence: {finding.ground}", width, "    ", "      ")
-        lines += _wrap(finding.advised, width, "    ", "      ")
+        lines += _wrap(finding.advice_text, width, "    ", "      ")
     return lines
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.model.finding import Finding
-from dpmon.model.stalls_seen import ended_in
-from dpmon.model.state import State
-from dpmon.model.stragglers import sentence
+from dpmon.model.finding_text import Finding
+from dpmon.model.recorded_stalls import final_stall
+from dpmon.model.run_snapshot import RunSnapshot
+from dpmon.model.stragglers import straggler_sentence
 from dpmon.record.schema import SECOND
 from dpmon.report.health import HAS_FAILED, Health
 from dpmon.text.formatting import format_long_duration
@@ -50,15 +50,17 @@ class Happenings:
         """The rank that holds the others up, or empty, and since when (s)."""
         self._stragglers: list[Happened] = []
 
-    def look(self, state: State, now: Health, elapsed_s: float, found: Sequence[Finding] = ()) -> Iterator[Happened]:
+    def look(
+        self, state: RunSnapshot, now: Health, elapsed_s: float, found: Sequence[Finding] = ()
+    ) -> Iterator[Happened]:
         """All events so far, also those that earlier looks have shown, in their order. `found`: the newest findings."""
         yield Happened("dpmon.run.started", "", {"text": "the run began"}, 0.0)
-        last = ended_in(state.stalls, state.newest_ns)
+        last = final_stall(state.stalls, state.newest_ns)
         for stall in state.stalls:
             key, data = str(stall.since_ns), {"since_s": stall.since_ns / SECOND, "text": stall.text}
             yield Happened("dpmon.run.stalled", key, {**data, "ranks": stall.ranks}, stall.noticed_ns / SECOND)
             if stall.end_ns is not None and (now.end is None or stall is not last):
-                lasted_ns = stall.lasted_ns(stall.end_ns)
+                lasted_ns = stall.duration_ns(stall.end_ns)
                 data |= {"lasted_s": lasted_ns / SECOND, "text": f"goes on after {format_long_duration(lasted_ns)}"}
                 yield Happened("dpmon.run.resumed", key, data, stall.end_ns / SECOND)
         self._look_for_straggler(state, elapsed_s)
@@ -75,14 +77,18 @@ class Happenings:
         elif self._alive_s is not None:
             yield Happened("dpmon.run.alive", str(int(elapsed_s // self._alive_s)), {"text": now.words(elapsed_s)})
 
-    def _look_for_straggler(self, state: State, elapsed_s: float) -> None:
+    def _look_for_straggler(self, state: RunSnapshot, elapsed_s: float) -> None:
         found = state.straggler
         rank = "" if found is None else str(found.rank)
         if rank != self._seen[0]:
             self._seen = rank, elapsed_s
         if rank == self._slow or elapsed_s - self._seen[1] < STEADY_S:
             return
-        text = f"rank {self._slow} no longer holds the others up" if found is None else sentence(found, lately=True)
+        text = (
+            f"rank {self._slow} no longer holds the others up"
+            if found is None
+            else straggler_sentence(found, lately=True)
+        )
         self._slow, self._number = rank, self._number + 1
         data = {"kind": "straggler", "rank": None if found is None else found.rank, "text": text}
         self._stragglers.append(Happened("dpmon.finding", f"{_STRAGGLER}{self._number}/{rank}", data))

@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 from dpmon.config import load_settings
 from dpmon.errors import HistoryError
-from dpmon.model.active_processes import ended_of
-from dpmon.model.finding import Finding
-from dpmon.model.findings import findings
-from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import State, Wanted
+from dpmon.model.active_processes import ended_processes
+from dpmon.model.all_findings import find_all
+from dpmon.model.finding_text import Finding
+from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
+from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.schema import SECOND
 from dpmon.report.collect import facts_of
 from dpmon.report.health import LOST, health
@@ -197,7 +197,11 @@ def watch(reader: RunReader, log: EventLog, command: Sequence[str]) -> None:
     directory, info = reader.directory, reader.info
     commands = EventCommands(directory, info, log, command)
     alive = info.options.get("alive_minutes")
-    happenings, snapshots, state = Happenings(60.0 * alive if alive else None, log.ids), Snapshots(), State()
+    happenings, snapshots, state = (
+        Happenings(60.0 * alive if alive else None, log.ids),
+        SnapshotBuilder(),
+        RunSnapshot(),
+    )
     found: list[Finding] = []
     findings_at = time.monotonic() + FINDINGS_S
     alone_at: float | None = None
@@ -207,11 +211,11 @@ def watch(reader: RunReader, log: EventLog, command: Sequence[str]) -> None:
         over = how is not None and (how.drained or not has_live_supervisor(info))
         if over or has_live_supervisor(info):  # else a reader would copy the whole history
             with contextlib.suppress(HistoryError, RunError), open_store(directory) as store:
-                state = snapshots.take(store, Wanted(), ended_of(reader.activities()))
+                state = snapshots.build(store, SnapshotRequest(), ended_processes(reader.activities()))
                 if began >= findings_at:
                     facts = facts_of(store, directory, None)
-                    facts.complete()
-                    found = findings(facts)
+                    facts.query_everything()
+                    found = find_all(facts)
                     findings_at = began + max(FINDINGS_S, (time.monotonic() - began) / FINDINGS_SHARE)
         now = health(reader, state)
         alone_at = None if how is None and has_live_supervisor(info) else alone_at or began + ALONE_S

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.model.state import DeviceTrack
+from dpmon.model.run_snapshot import DeviceHistory
 from dpmon.record.safe_json import int_member, number_member
 from dpmon.record.schema import SECOND
 from dpmon.sanitize import sanitize_line
@@ -82,12 +82,12 @@ def reasons(samples: Sequence[Data], only: Sequence[str] | None = None) -> str:
 # ------------------------------------------------------------------------------------------------ one GPU
 
 
-def chart_rows(index: int, track: DeviceTrack, width: int, tall: int, axis: TimeAxis, look: Look) -> list[Row]:
+def chart_rows(index: int, track: DeviceHistory, width: int, tall: int, axis: TimeAxis, look: Look) -> list[Row]:
     """The name and number of one GPU, and its histories in `tall` rows."""
     return [_head(index, track.data, width), *_charts(track, width, tall, axis, look)]
 
 
-def fact_rows(index: int, track: DeviceTrack, width: int, look: Look) -> list[Row]:
+def fact_rows(index: int, track: DeviceHistory, width: int, look: Look) -> list[Row]:
     """The name and number of one GPU, then every figure."""
     data = track.data
     rows = [_head(index, data, width), *_topics(data, width), *_processes(data, width, look)]
@@ -151,7 +151,7 @@ def plots(charts: Sequence[_Chart], second: int, width: int, height: int, axis: 
     return rows
 
 
-def _charts(track: DeviceTrack, width: int, tall: int, axis: TimeAxis, look: Look) -> list[Row]:
+def _charts(track: DeviceHistory, width: int, tall: int, axis: TimeAxis, look: Look) -> list[Row]:
     """Use, memory and power side by side, each with its newest value; in few rows without scale and axis."""
     data = track.data
     limit = number_member(data, "power_limit_w")
@@ -183,7 +183,7 @@ def _charts(track: DeviceTrack, width: int, tall: int, axis: TimeAxis, look: Loo
     return rows
 
 
-def host_plots(track: DeviceTrack, width: int, height: int, axis: TimeAxis, look: Look) -> list[Row]:
+def host_plots(track: DeviceHistory, width: int, height: int, axis: TimeAxis, look: Look) -> list[Row]:
     """The host's processor and memory over time."""
     heads = f"cpu {rounded(number_member(track.data, 'cpu_pct'), '%')}", f"memory {rounded(track.mem_pct, '%')}"
     charts = [_Chart(heads[0], track.util, 100.0, "%"), _Chart(heads[1], track.mem, 100.0, "%")]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
-from dpmon.model.finding import Finding
-from dpmon.model.stalls_seen import StallSeen, ended_in
-from dpmon.model.state import Process, State
+from dpmon.model.finding_text import Finding
+from dpmon.model.recorded_stalls import RecordedStall, final_stall
+from dpmon.model.run_snapshot import Process, RunSnapshot
 from dpmon.model.stragglers import Straggler
 from dpmon.record.schema import SECOND, SPAN_PHASES
 from dpmon.record.shared_names import RANK_MODES
@@ -64,7 +64,7 @@ class Playing(NamedTuple):
 class Past(NamedTuple):
     """The time from which the user looks back (ns since the run's start)."""
 
-    state: State
+    state: RunSnapshot
     """The state when the picture was frozen: the histories go on until then."""
     until_ns: int
     """When it was frozen."""
@@ -112,7 +112,7 @@ class View:
 class Facts:
     """One instant of a run. Times are ns since the run's start."""
 
-    state: State
+    state: RunSnapshot
     now_ns: int
     info: RunInfo | None = None
     """The contents of run.json; None before the run is opened."""
@@ -161,7 +161,7 @@ class Facts:
     @property
     def process(self) -> Process | None:
         """The process that represents the run."""
-        return self.state.focus
+        return self.state.representative
 
     @property
     def input_wait_ns(self) -> int | None:
@@ -176,16 +176,20 @@ class Facts:
         """The state of the run in a word, and since when (ns since the run's start)."""
         waited = self.input_wait_ns
         reads = None if waited is None else self.now_ns - waited
-        now = self.state.now(self.now_ns, self.activities, self.pausing.since_ns, reads)
+        now = self.state.state_inputs(self.now_ns, self.activities, self.pausing.since_ns, reads)
         return decide_state(now._replace(over=self.over))
 
     @property
-    def stall(self) -> StallSeen | None:
+    def stall(self) -> RecordedStall | None:
         """The stall that the run is in; once the command has ended, the one in which it ended."""
         if not (self.over or self.ending):
-            return self.state.stall if self.state.stall is not None and self.run_state.word == STALLED else None
+            return (
+                self.state.current_stall
+                if self.state.current_stall is not None and self.run_state.word == STALLED
+                else None
+            )
         finished = self.ended is not None and self.ended.status == 0
-        return None if finished else ended_in(self.state.stalls, self.state.newest_ns)
+        return None if finished else final_stall(self.state.stalls, self.state.newest_ns)
 
     @property
     def looks_back(self) -> bool:
@@ -224,7 +228,7 @@ class Facts:
         return self.now_ns if self.ended is None else int(self.ended.seconds * 1e9)
 
 
-def all_finished(state: State, activities: Mapping[int, tuple[str, int]]) -> bool:
+def all_finished(state: RunSnapshot, activities: Mapping[int, tuple[str, int]]) -> bool:
     """Whether every process that has trained reports that it is finished."""
     trained = False
     for number, each in state.processes.items():  # most often, the first one goes on
@@ -279,7 +283,7 @@ def life(facts: Facts) -> Life:
     # The record may be behind on an overloaded machine, but not what the process does now.
     long = facts.now_ns - max(process.seen_ns, since) > QUIET_SHOWN_NS and doing in SPAN_PHASES
     where = f"in {doing} {spent / 1e9:.0f} s"
-    if len(facts.state.training) > 1:  # where this rank is may only be where it waits for another one
+    if len(facts.state.training_processes) > 1:  # where this rank is may only be where it waits for another one
         where = f"no step for {(facts.now_ns - process.seen_ns) / 1e9:.0f} s"
     return Life(found.word, "good", where if long else "")
 

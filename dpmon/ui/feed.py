@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from dpmon.model.active_processes import ended_of
-from dpmon.model.state import MANY, MOST_RANKS, WORST, State, Wanted, toggle_refusal
+from dpmon.model.active_processes import ended_processes
+from dpmon.model.run_snapshot import MANY, MOST_RANKS, WORST, RunSnapshot, SnapshotRequest, toggle_refusal
 from dpmon.run.process_notes import traceback_line
 from dpmon.run.run_reader import NO_TRAINING, PauseState, RunReader
 from dpmon.sanitize import sanitize_line
@@ -19,9 +19,9 @@ from dpmon.ui.facts import Facts, Past, Toggle, View, all_finished
 from dpmon.ui.panels.panel_output import Output, Tail
 
 if TYPE_CHECKING:
-    from dpmon.model.finding import Finding
+    from dpmon.model.finding_text import Finding
     from dpmon.model.slow_steps import SlowSteps
-    from dpmon.model.snapshot import Snapshots
+    from dpmon.model.snapshot_builder import SnapshotBuilder
     from dpmon.run.run_directory import ExitInfo, RunInfo
     from dpmon.store.store_queries import Store
 
@@ -43,16 +43,16 @@ _SLOWEST = 8
 """Number of the longest steps that a picture can show."""
 FROZEN_RANKS = 2 * MOST_RANKS
 """Ranks that are read for a frozen picture: the user can zoom and scroll it without a new read."""
-_FROZEN = Wanted(ranks=FROZEN_RANKS, slowest=_SLOWEST, worst=WORST)
+_FROZEN = SnapshotRequest(ranks=FROZEN_RANKS, slowest=_SLOWEST, worst=WORST)
 
 
 class Feed:
     """One run, live. `start` calls `open_reader`, so that the first picture waits for no file."""
 
-    _snapshots: Snapshots
-    _still: Snapshots
+    _snapshots: SnapshotBuilder
+    _still: SnapshotBuilder
     """Takes snapshots for a frozen picture."""
-    _earlier: Snapshots
+    _earlier: SnapshotBuilder
     """Takes snapshots of the time that the user looks back to."""
 
     def __init__(
@@ -64,13 +64,13 @@ class Feed:
     ) -> None:
         """`open_store`: opens the records; by default those in `directory`."""
         self.directory = directory
-        self.state = State()
+        self.state = RunSnapshot()
         self.output = Output()
         self._open_reader = open_reader
         self._open_given = open_store
         self._clock = clock
         self._reader: RunReader | None = None
-        self._wanted = Wanted(slowest=_SLOWEST, worst=WORST)
+        self._wanted = SnapshotRequest(slowest=_SLOWEST, worst=WORST)
         self.ended: ExitInfo | None = None
         """How the run ended; None while it runs or while its end is unknown."""
         self._last_line: str | None = None
@@ -93,16 +93,16 @@ class Feed:
         self._toggle: Toggle | None = None
         self._asked_at_change = 0
         self._rests_until = 0.0
-        self._looked: tuple[int | None, Wanted, State] | None = None
+        self._looked: tuple[int | None, SnapshotRequest, RunSnapshot] | None = None
         """The time that the user looks back to, and its state."""
         self._seen: object = None
         """The stamp of the last read, which shows whether anything is new."""
 
     def start(self) -> None:
         """Open the run. Raises the reader's error if the directory is not a run."""
-        from dpmon.model.snapshot import Snapshots
+        from dpmon.model.snapshot_builder import SnapshotBuilder
 
-        self._snapshots, self._still, self._earlier = Snapshots(), Snapshots(), Snapshots()
+        self._snapshots, self._still, self._earlier = SnapshotBuilder(), SnapshotBuilder(), SnapshotBuilder()
         self._reader = self._open_reader()
         self.output.tails = [Tail(path) for path in self._reader.output_paths]
 
@@ -176,15 +176,15 @@ class Feed:
 
         before = self._seen
         written = self.info and commit_stamp(self.directory, self.info)
-        self._seen = written and (written, ended_of(self._activities), self._position_ns())
+        self._seen = written and (written, ended_processes(self._activities), self._position_ns())
         return self._seen is None or self._seen != before
 
     def _position_ns(self) -> int | None:
         """The time that the picture shows (ns); None for the present."""
         return None
 
-    def _taken(self, snapshots: Snapshots, wanted: Wanted, t_ns: int | None) -> State | None:
-        return self._read(t_ns, lambda rows: snapshots.take(rows, wanted, ended_of(self._activities)))
+    def _taken(self, snapshots: SnapshotBuilder, wanted: SnapshotRequest, t_ns: int | None) -> RunSnapshot | None:
+        return self._read(t_ns, lambda rows: snapshots.build(rows, wanted, ended_processes(self._activities)))
 
     def _read(self, t_ns: int | None, read: Callable[[Store], _Found]) -> _Found | None:
         """What `read` finds in the records as of a time; None if they cannot be read."""
@@ -239,7 +239,7 @@ class Feed:
 
     def toggle(self) -> None:
         """Ask for the other mode; the request is pending from now on."""
-        process = self.state.focus
+        process = self.state.representative
         if self._reader is None or process is None or self.toggle_refusal() is not None:
             return
         mode = self._toggle.mode if self._toggle is not None and self._toggle.status == "pending" else process.mode
@@ -254,7 +254,7 @@ class Feed:
         if toggle is None or toggle.status != "pending" or reader.has_pending_request(self._activities):
             return
         fresh = self.state.mode_change_count - self._asked_at_change
-        process = self.state.focus
+        process = self.state.representative
         changes = self.state.mode_changes[-fresh:] if fresh > 0 else ()
         answers = [c for c in changes if c.requested_by == "user"]
         refused = next((c for c in answers if c.refused is not None), None)
@@ -363,7 +363,7 @@ class Feed:
         with suppress(OSError):  # without them, it shows what there is
             reader.request_records([one for each in self.state.nodes if each.number == node for one in each.processes])
 
-    def _parts(self, view: View, before: Wanted, stride: int = _STRIDE) -> Wanted:
+    def _parts(self, view: View, before: SnapshotRequest, stride: int = _STRIDE) -> SnapshotRequest:
         """The parts of the state that a view needs; `stride`: how many ranks the user scrolls before more are read."""
         first = view.scrolled.get("replicas", 0) // stride * stride
         parts = before._replace(span_s=view.span_s, first_rank=first, process=view.process, node=view.node)
@@ -389,13 +389,13 @@ class Feed:
 
         Without the bounds of a picture.
         """
-        from dpmon.model.announced import Announced
-        from dpmon.model.slow_steps import SlowStepReader
-        from dpmon.model.snapshot import slow_steps_of
+        from dpmon.model.run_events import RunEvents
+        from dpmon.model.slow_steps import SlowStepCache
+        from dpmon.model.snapshot_builder import slow_steps_of
 
         def read(rows: Store) -> SlowSteps:
-            waits = Announced.read(rows).inputs
-            return slow_steps_of(rows, facts.state, facts.view.span_s, most, waits, SlowStepReader())
+            waits = RunEvents.read(rows).inputs
+            return slow_steps_of(rows, facts.state, facts.view.span_s, most, waits, SlowStepCache())
 
         return self._read(facts.elapsed_ns if facts.looks_back else None, read)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from dpmon.model.nodes import NodeFacts
+from dpmon.model.nodes import NodeStatus
 from dpmon.ui.facts import NAMES, PANELS, RANGES, RANK_NAMES, Facts, View
 from dpmon.ui.layout import Slot
 from dpmon.ui.panels import panel_communication, panel_ranks
@@ -97,7 +97,7 @@ def _finding(facts: Facts) -> bool:
     return bool(facts.view.search) and facts.view.focus == "output"
 
 
-def node_to_show(facts: Facts) -> NodeFacts | None:
+def node_to_show(facts: Facts) -> NodeStatus | None:
     """The node that `enter` shows: that of the chosen rank, in panel 2."""
     view = facts.view
     if view.zoom is not None or view.focus != "replicas" or view.process is None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from textual import events
 
-from dpmon.model.nodes import found_rank
+from dpmon.model.nodes import find_rank
 from dpmon.run.run_reader import NO_TRAINING
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import wrap_text
@@ -201,7 +201,7 @@ class Monitor(Stopping):
         if self.view.search and self.view.focus == "output":
             self._search(self.view.search, by)
             return
-        count = len(choices(self.feed.state.focus))
+        count = len(choices(self.feed.state.representative))
         if by > 0 and count > 1:
             self._see(replace(self.view, root=(self.view.root + 1) % (count + 1)))
         elif by > 0:
@@ -212,8 +212,8 @@ class Monitor(Stopping):
     def action_rank(self, by: int) -> None:
         """Show the time of the next rank in panel 3, and that of the straggler first."""
         state = self.feed.state
-        ranks = sorted(one.process for one in state.training if one.rank is not None)
-        focus, slow = state.focus, state.straggler
+        ranks = sorted(one.process for one in state.training_processes if one.rank is not None)
+        focus, slow = state.representative, state.straggler
         if len(ranks) < 2 or focus is None:
             self._say("there are no other ranks")
             return
@@ -229,7 +229,7 @@ class Monitor(Stopping):
 
     def _look_at(self, at_ns: int) -> None:
         """Show the run as it was at a time (ns since its start)."""
-        facts, process = self.facts(), self.feed.state.focus
+        facts, process = self.facts(), self.feed.state.representative
         present = facts.elapsed_ns if facts.past is None else facts.past.until_ns
         if process is None or process.last_step is None:
             self._say("no step has ended yet: there is nothing to look back to")
@@ -285,7 +285,7 @@ class Monitor(Stopping):
     def _find_rank(self, text: str | None) -> None:
         if not text:
             return
-        process = found_rank(self.feed.state, text)
+        process = find_rank(self.feed.state, text)
         if process is None:
             self._say(f"there is no rank or node {sanitize_line(text, 40)}")
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dpmon.model.state import MOST_RANKS
+from dpmon.model.run_snapshot import MOST_RANKS
 from dpmon.text.cells import wrap_text
 from dpmon.ui.facts import BEFORE_STALL, PANELS, Facts
 from dpmon.ui.footer import footer, timeline

@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import groupby, takewhile
 from typing import NamedTuple
 
-from dpmon.model.devices import HISTORY_S
-from dpmon.model.pauses import pauses_of
-from dpmon.model.state import Column, Process, State
+from dpmon.model.device_usage import HISTORY_S
+from dpmon.model.pauses import build_pauses
+from dpmon.model.run_snapshot import Column, Process, RunSnapshot
 from dpmon.model.time_marks import EPOCH, PAUSED, TimeMark, epoch_marks, pause_marks, stall_spans
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import RANK_MODES
@@ -103,7 +103,7 @@ def moved(facts: Facts, by: int) -> int:
     return facts.elapsed_ns + by * max((axis.end_s - axis.begin_s) // _STEPS, 1) * SECOND
 
 
-def _until(facts: Facts) -> tuple[State, int]:
+def _until(facts: Facts) -> tuple[RunSnapshot, int]:
     """The state and the time (ns) until which the histories go."""
     return (facts.state, facts.elapsed_ns) if facts.past is None else (facts.past.state, facts.past.until_ns)
 
@@ -121,7 +121,7 @@ def marks_of(facts: Facts, axis: TimeAxis, width: int) -> list[TimeMark]:
     if process is None:
         return []
     own = (change for change in state.pauses if change.process == process.process)
-    pauses = pauses_of(own, lambda _process, _at: None)
+    pauses = build_pauses(own, lambda _process, _at: None)
     found = pause_marks(pauses, None if process.paused_since_ns is None else now)
     return found + epoch_marks(process.progress.epochs, lambda at: axis.cell(at // SECOND, width))
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import product
 
-from dpmon.model.state import Process
+from dpmon.model.run_snapshot import Process
 from dpmon.model.step_timeline import Lane, Piece, StepTimeline, last_step_timeline
 from dpmon.record.schema import phase_by_display_name
 from dpmon.sanitize import sanitize_line

@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from dpmon.model.compare_samples import Change, change
-from dpmon.model.finding import MOST_SAVED, OF_RUN, faster, gained
-from dpmon.model.findings import findings
+from dpmon.model.all_findings import find_all
+from dpmon.model.comparison_stats import Change, estimate_change
+from dpmon.model.finding_text import MOST_SAVED, OF_RUN, format_gain, format_gain_limit
 from dpmon.report.collect import facts_of
 from dpmon.report.comparison import read
 from dpmon.run.lifecycle import run_state
@@ -182,7 +182,7 @@ def run(case: Case, cause: bool, number: int, steps: int, place: Path) -> Seen:
     mean = read(directory).values["mean_step"]
     with open_store(directory) as store:
         facts = facts_of(store, directory, run_state(directory, load_info(directory))[1])
-        found = {one.kind: one.saves for one in reversed(findings(facts))}
+        found = {one.kind: one.saves for one in reversed(find_all(facts))}
         spent = [
             sum(one.get(name, 0) for name in ("training", "between", "evaluation", "stalled"))
             for one in facts.spent_by_process.values()
@@ -197,7 +197,7 @@ def judge(case: Case, before: list[Seen], after: list[Seen]) -> tuple[bool, str]
         return False, f"{case.name:<13} no finding {' or '.join(case.kinds)} in all runs"
     whole = kind in OF_RUN
     values = [[one.whole_ns if whole else one.mean_step_ns for one in side] for side in (before, after)]
-    told = change(*values)
+    told = estimate_change(*values)
     came = f"{words(told.ratio)}, {bounds(told)}"
     promises = [saves for one in before if (saves := one.saves[kind]) is not None]
     if not promises:
@@ -205,13 +205,13 @@ def judge(case: Case, before: list[Seen], after: list[Seen]) -> tuple[bool, str]
         return not case.promised, f"{case.name:<13} {kind:<13} {verdict:<32} {came}"
     saves = min(median(promises), MOST_SAVED)
     beaten = told.ratio < 1 - saves if told.most is None else told.most < 1 - saves
-    promised = f"{'run' if whole else 'steps'} {faster(saves)}"
+    promised = f"{'run' if whole else 'steps'} {format_gain_limit(saves)}"
     return not beaten, f"{case.name:<13} {kind:<13} {promised:<32} {came:<60} {'BEATEN' if beaten else 'holds'}"
 
 
 def words(ratio: float) -> str:
     """A ratio of times, changed to unchanged, as a gain."""
-    return gained(1 / ratio) if ratio <= 1 else f"{format_percent(1 - 1 / ratio)} slower"
+    return format_gain(1 / ratio) if ratio <= 1 else f"{format_percent(1 - 1 / ratio)} slower"
 
 
 def bounds(told: Change) -> str:

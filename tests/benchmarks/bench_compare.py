@@ -20,9 +20,9 @@ from math import exp, sqrt
 from pathlib import Path
 from statistics import median
 
-from dpmon.model.compare_runs import ComparedFigure, RunComparison, Threshold, judge
-from dpmon.model.compare_samples import change
 from dpmon.model.compared_run import STEP_FIGURES
+from dpmon.model.comparison_stats import estimate_change
+from dpmon.model.run_comparison import ComparedMetric, RunComparison, Threshold, judge_threshold
 
 NOISE, SLOW_STEPS, STRETCHES, RESAMPLED = 0.05, 0.02, 20, 400
 
@@ -51,7 +51,7 @@ def pair(chance: random.Random, count: int, rho: float, parts: int, factor: floa
 
 def sign(before: list[float], after: list[float]) -> int:
     """Return 1, -1 or 0: the second run is slower, faster, or neither."""
-    return change(before, after, in_order=True).sign
+    return estimate_change(before, after, in_order=True).sign
 
 
 def bootstrapped(chance: random.Random, before: list[float], after: list[float]) -> int:
@@ -95,10 +95,10 @@ def of_groups(chance: random.Random, times: int) -> None:
         outcomes: Counter[str] = Counter()
         signs = 0
         for _ in range(times):
-            told = change(runs(chance, count, spread, 1.0), runs(chance, count, spread, 1 + slower))
-            row = ComparedFigure(STEP_FIGURES[0], ([1.0], [1.0]), told)
+            told = estimate_change(runs(chance, count, spread, 1.0), runs(chance, count, spread, 1 + slower))
+            row = ComparedMetric(STEP_FIGURES[0], ([1.0], [1.0]), told)
             found = RunComparison(([], []), None, None, [], {"step": row}, None)
-            outcomes[judge(found, Threshold("step", 0.05)).outcome] += 1
+            outcomes[judge_threshold(found, Threshold("step", 0.05)).outcome] += 1
             signs += told.sign != 0
         shares = [f"{outcomes[name] / times:.1%}" for name in ("slower", "not slower", "inconclusive")]
         off = f"{signs / times:.1%}" if count > 3 else "never"
@@ -113,7 +113,7 @@ def of_time(count: int) -> None:
         from kept import keep
         from synthetic import SECOND, Training
 
-        from dpmon.model.compare_runs import compare_runs
+        from dpmon.model.run_comparison import compare_runs
         from dpmon.report.comparison import as_object, read
 
         directories = []

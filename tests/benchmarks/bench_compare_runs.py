@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from dpmon.model.compare_runs import Threshold, compare_runs, judge
 from dpmon.model.compared_run import ComparedRun
+from dpmon.model.run_comparison import Threshold, compare_runs, judge_threshold
 from dpmon.report.comparison import read
 from dpmon.run.run_registry import list_runs
 
@@ -91,7 +91,7 @@ def compared(chance: random.Random, turns: Sequence[Turn], slower: bool, times: 
         for figure, counted in found.items():
             row = result.compared.get(figure)
             sign = 0 if row is None or row.change is None else row.change.sign
-            counted[judge(result, Threshold(figure, LIMIT)).outcome] += 1
+            counted[judge_threshold(result, Threshold(figure, LIMIT)).outcome] += 1
             counted[{1: "interval above 0", -1: "interval below 0", 0: "interval around 0"}[sign]] += 1
     return found
 
@@ -124,7 +124,7 @@ def main() -> None:
         for figure in FIGURES:
             for title, ranks in (("equal", (0, 1)), ("slower", (2,))):
                 sides = [compare_runs([turn[at]], [turn[at]]).compared for turn in turns for at in ranks]
-                values = [side[figure].typical(0) or 0.0 for side in sides if figure in side]
+                values = [side[figure].typical_value(0) or 0.0 for side in sides if figure in side]
                 if not values:
                     continue
                 text = f"{min(values) / 1e6:.2f} to {max(values) / 1e6:.2f} ms, median {median(values) / 1e6:.2f} ms"

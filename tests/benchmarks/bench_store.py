@@ -7,7 +7,7 @@ as in the supervisor (bench_supervisor.py measures that as a whole, with its sam
 
 Reading: a run of a day at ten steps a second is made by the writer of tallies out of minutes that resemble each other;
 its last minutes are recorded by processes and a drain, second by second, and each second the state of the run is taken
-as the screen takes it (dpmon.model.snapshot). "First" is the first picture after an attach, or of a playback.
+as the screen takes it (dpmon.model.snapshot_builder). "First" is the first picture after an attach, or of a playback.
 
 All times are processor time, of this process alone. The yardstick tells how fast the machine was meanwhile; figures are
 given as measured, and in brackets as on the reference, which the budgets are for.
@@ -34,8 +34,8 @@ from rowring import RowRing, use_row_rings  # noqa: E402
 from steps import StepFacts, quantities  # noqa: E402
 from synthetic import LEARNS, call_row, one_after_the_other, step_row  # noqa: E402
 
-from dpmon.model.snapshot import Snapshots  # noqa: E402
-from dpmon.model.state import Wanted  # noqa: E402
+from dpmon.model.run_snapshot import SnapshotRequest  # noqa: E402
+from dpmon.model.snapshot_builder import SnapshotBuilder  # noqa: E402
 from dpmon.record.history_rows import CallRow, Definition  # noqa: E402
 from dpmon.record.record_types import Event  # noqa: E402
 from dpmon.record.schema import PHASES  # noqa: E402
@@ -217,14 +217,14 @@ class Live:
         self._second += 1
         self._drain.flush()
 
-    def milliseconds(self, snapshots: Snapshots, wanted: Wanted, t_s: int | None = None) -> float:
+    def milliseconds(self, snapshots: SnapshotBuilder, wanted: SnapshotRequest, t_s: int | None = None) -> float:
         """Return the processor time of reading its state, ms."""
         began = time.process_time()
         with open_store(self.directory) as store:
             rows = store.as_of(None if t_s is None else t_s * SECOND)
-            state = snapshots.take(rows, wanted)
+            state = snapshots.build(rows, wanted)
         took = (time.process_time() - began) * 1e3
-        assert state.focus is not None
+        assert state.representative is not None
         return took
 
 
@@ -236,13 +236,13 @@ def reading(refreshes: int) -> None:
             live = Live(Path(place), ranks)
             yardstick = Yardstick()
             for span, seconds in SPANS.items():
-                wanted, snapshots = Wanted(seconds), Snapshots()
+                wanted, snapshots = SnapshotRequest(seconds), SnapshotBuilder()
                 first = live.milliseconds(snapshots, wanted)
                 took = []
                 for _ in range(refreshes):
                     live.go_on()
                     took.append(live.milliseconds(snapshots, wanted))
-                back = live.milliseconds(Snapshots(), wanted, DAY_S - LIVE_S // 2)
+                back = live.milliseconds(SnapshotBuilder(), wanted, DAY_S - LIVE_S // 2)
                 middle, slower = statistics.median(took), yardstick.since()
                 print(f"  {ranks:2} processes, {span:14} {middle:7.2f} {max(took):7.2f}  ({middle / slower:6.2f})"
                       f"  budget {budget:.0f};  first {first:7.2f}, in the past {back:7.2f}", flush=True)  # fmt: skip

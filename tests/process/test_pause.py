@@ -322,7 +322,7 @@ def test_a_screen_opened_during_a_pause_shows_it_and_can_end_it(dpmon: Dpmon) ->
     late = RunReader(dpmon.last())
 
     def known() -> int | None:
-        process = state_in(late.directory).focus
+        process = state_in(late.directory).representative
         return process.paused_since_ns if process is not None else None
 
     since = wait_for(known, what="the record of the pause")

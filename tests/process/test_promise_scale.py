@@ -102,7 +102,7 @@ def test_promise_6_killed_at_any_instant(dpmon: Dpmon) -> None:
 
 def newest_step(directory: Path) -> int:
     """Return the step that a screen of this run shows."""
-    process = state_in(directory).focus
+    process = state_in(directory).representative
     return process.last_step.step if process is not None and process.last_step is not None else 0
 
 

@@ -16,7 +16,7 @@ from sidebyside import ROOT, of_kind
 from stored import state_in
 from torch_aborts import unless_aborted
 
-from dpmon.model.state import toggle_refusal
+from dpmon.model.run_snapshot import toggle_refusal
 from dpmon.ui.facts import mode_words
 
 EXAMPLE, SHARDED = ROOT / "examples" / "ddp.py", ROOT / "examples" / "fsdp.py"
@@ -86,7 +86,7 @@ def test_torchrun(dpmon: Dpmon) -> None:
         row = rf"rank {rank} of 2 +cpu +20 +20 .* \[30, 5\] -> \[30, 2\]$"
         assert re.search(row, result.errors, re.M), result.errors
 
-    ranks = state_in(dpmon.last(), over=True).training
+    ranks = state_in(dpmon.last(), over=True).training_processes
     assert [(each.rank, each.info.world) for each in ranks] == [(0, 2), (1, 2)]
     for each in ranks:
         assert each.last_step is not None
@@ -112,7 +112,7 @@ def test_fsdp_under_torchrun(dpmon: Dpmon) -> None:
 
     state = state_in(dpmon.last(), over=True)
     assert "train by fully_shard" in (toggle_refusal(state) or "")
-    for each in state.training:
+    for each in state.training_processes:
         assert mode_words(each, "×")[0] == "fsdp ×2"
 
 

@@ -15,7 +15,7 @@ from sidebyside import of_kind
 from stored import state_in
 from torch_aborts import unless_aborted
 
-from dpmon.model.state import State
+from dpmon.model.run_snapshot import RunSnapshot
 
 SCRIPT = Path(__file__).resolve().parent / "scripts" / "straggler.py"
 Times = dict[int, list[Any]]
@@ -27,7 +27,7 @@ class Run:
 
     own: Times
     steps: Times
-    state: State
+    state: RunSnapshot
 
     @property
     def ranks(self) -> list[int]:

@@ -11,10 +11,10 @@ from known import changed, known
 from test_model_communication import of, rank, wrapped
 from test_model_findings import GIB, HEALTHY, MS, SECOND, SHOWN, STARTING, WAITING, device, long_step
 
-from dpmon.model.announced import LoaderStart
+from dpmon.model.all_findings import find_all
 from dpmon.model.communication import Communication
-from dpmon.model.findings import findings
-from dpmon.model.run_facts import RunFacts
+from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.run_events import LoaderStart
 from dpmon.store.step_stats import PhaseStats
 from dpmon.store.time_accounting import Gap
 
@@ -29,7 +29,7 @@ def loaders(*starts: float, workers: int = 2, persistent: bool = False, **more: 
     )
 
 
-def having(evidence: RunFacts) -> Callable[..., RunFacts]:
+def having(evidence: RunAnalysis) -> Callable[..., RunAnalysis]:
     return lambda *starts, **more: changed(evidence, loaders=loaders(*starts, **more))
 
 
@@ -62,7 +62,7 @@ UNEVEN = changed(HEALTHY, devices=(device(0, mem_run_max=30.0 * GIB), device(1))
 SINGLE = tuple(replace(mode, mode="single") for mode in HEALTHY.modes)
 
 
-def ranks(**about: Any) -> RunFacts:
+def ranks(**about: Any) -> RunAnalysis:
     """Return the evidence of two ranks with much exposed communication and this wrapper."""
     times = [rank(number, 0.1, exposed_ms=5.0, **about.pop("times", {})) for number in (0, 1)]
     return known(communication=of(times, wrapped(**{"backend": "nccl", **about})))
@@ -74,7 +74,7 @@ def accumulating(**times: int) -> Communication:
 
 SPEED = SHOWN["slower"], SHOWN["replicate"], SHOWN["transfer"]
 
-TABLE: dict[str, tuple[str, list[RunFacts], dict[str, RunFacts]]] = {
+TABLE: dict[str, tuple[str, list[RunAnalysis], dict[str, RunAnalysis]]] = {
     # advice: its words, where it is given, and where it is not given
     "keep the workers, data": (
         KEEPS,
@@ -168,7 +168,7 @@ TABLE: dict[str, tuple[str, list[RunFacts], dict[str, RunFacts]]] = {
 def test_an_advice_is_given_only_where_it_can_help(name: str) -> None:
     words, given, not_given = TABLE[name]
     for evidence in given:
-        assert words in " | ".join(finding.advice for finding in findings(evidence))
+        assert words in " | ".join(finding.advice for finding in find_all(evidence))
     for why, evidence in not_given.items():
-        said = [finding.advice for finding in findings(evidence)]
+        said = [finding.advice for finding in find_all(evidence)]
         assert not any(words in advice for advice in said), (why, said)

@@ -21,18 +21,18 @@ from synthetic import SECOND, Training, device_event, host_event, pause_event
 from test_json_documented import check
 
 from dpmon.cli.main import main
-from dpmon.model.compare_runs import (
+from dpmon.model.comparison_stats import _mann_whitney_cdf, estimate_change
+from dpmon.model.device_usage import DeviceUsageBuilder
+from dpmon.model.run_comparison import (
     Judgement,
     RunComparison,
     Threshold,
     compare_runs,
-    judge,
-    outcome,
-    sentence,
-    status_of,
+    exit_status_of,
+    judge_threshold,
+    outcome_sentence,
+    result_sentence,
 )
-from dpmon.model.compare_samples import _chances, change
-from dpmon.model.devices import DeviceTotals
 from dpmon.record.record_types import Event
 from dpmon.report.comparison import as_object, document, read
 from dpmon.report.page import page
@@ -63,24 +63,24 @@ def by_hand(before: int, after: int) -> list[float]:
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 4), (2, 2), (3, 3), (3, 5), (5, 5)])
 def test_the_chances_of_all_orders_are_exact(before: int, after: int) -> None:
-    assert _chances(before, after) == pytest.approx(by_hand(before, after))
+    assert _mann_whitney_cdf(before, after) == pytest.approx(by_hand(before, after))
 
 
 def test_two_against_two_have_no_bound_and_three_against_three_only_single_bounds() -> None:
-    two = change([1.0, 1.1], [5.0, 5.1])
+    two = estimate_change([1.0, 1.1], [5.0, 5.1])
     assert (two.low, two.high, two.least, two.most) == (None,) * 4
     assert two.sign == 0
-    three = change([1.0, 1.1, 1.2], [2.0, 2.1, 2.2])
+    three = estimate_change([1.0, 1.1, 1.2], [2.0, 2.1, 2.2])
     assert (three.low, three.high) == (None, None)
     assert three.least == pytest.approx(2.0 / 1.2)
     assert three.most == pytest.approx(2.2)
-    five = change([1.0] * 5, [2.0, 2.1, 2.2, 2.3, 2.4])
+    five = estimate_change([1.0] * 5, [2.0, 2.1, 2.2, 2.3, 2.4])
     assert five.low == pytest.approx(2.0)
     assert (five.ratio, five.sign) == (pytest.approx(2.2), 1)
 
 
 def test_equal_values_from_sketches_may_differ_by_what_a_sketch_cannot_distinguish() -> None:
-    same = change([7.0] * 6, [7.0] * 6, exact=False)
+    same = estimate_change([7.0] * 6, [7.0] * 6, exact=False)
     assert same.low is not None
     assert same.high is not None
     assert 0.99 < same.low < 0.993
@@ -99,7 +99,8 @@ def autoregressive(chance: random.Random, count: int, rho: float) -> list[float]
 def test_stretches_that_depend_on_each_other_seldom_give_a_false_alarm(rho: float) -> None:
     chance = random.Random(3)
     alarms = [
-        change(autoregressive(chance, 20, rho), autoregressive(chance, 20, rho), in_order=True).sign for _ in range(300)
+        estimate_change(autoregressive(chance, 20, rho), autoregressive(chance, 20, rho), in_order=True).sign
+        for _ in range(300)
     ]
     assert sum(map(abs, alarms)) / 300 <= 0.08
 
@@ -110,8 +111,8 @@ def test_five_runs_a_side_find_ten_percent_and_seldom_more_than_there_is() -> No
     def runs(centre: float) -> list[float]:
         return [centre * exp(chance.gauss(0, 0.02)) for _ in range(5)]
 
-    assert sum(abs(change(runs(1), runs(1)).sign) for _ in range(400)) / 400 <= 0.05
-    assert sum(change(runs(1), runs(1.1)).sign for _ in range(200)) / 200 >= 0.95
+    assert sum(abs(estimate_change(runs(1), runs(1)).sign) for _ in range(400)) / 400 <= 0.05
+    assert sum(estimate_change(runs(1), runs(1.1)).sign for _ in range(200)) / 200 >= 0.95
 
 
 # ------------------------------------------------------------------------------------------------ runs
@@ -137,16 +138,16 @@ class Judged(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        return outcome(*self)
+        return outcome_sentence(*self)
 
     @property
     def status(self) -> int:
-        return status_of(self.judgements)
+        return exit_status_of(self.judgements)
 
 
 def compared(before: list[Path], after: list[Path], *limits: Threshold, anyway: bool = False) -> Judged:
     found = compare_runs([read(one) for one in before], [read(one) for one in after])
-    return Judged(found, [judge(found, limit, anyway=anyway) for limit in limits])
+    return Judged(found, [judge_threshold(found, limit, anyway=anyway) for limit in limits])
 
 
 def text_of(found: Judged, width: int = 100) -> str:
@@ -409,17 +410,17 @@ def test_processors_and_memory_of_several_machines_are_told_apart(state: Path) -
     assert run.set_up["hardware"] == "8 processors on one of 2 machines"
     assert run.values["host_memory"] == 9 << 30
     assert read(a_run(1, busy={"cpus": 8})).set_up["hardware"] == "8 processors"
-    found = DeviceTotals()
-    found.rollup(MinuteRow(0, -2, "cpu_pct", 1, 50.0, 50.0))
+    found = DeviceUsageBuilder()
+    found.add_rollup(MinuteRow(0, -2, "cpu_pct", 1, 50.0, 50.0))
     assert ([one.index for one in found.hosts], found.gpus()) == ([-2], ())
     assert found.hosts[0].points()[0][1] == 50.0
 
 
 def test_a_sample_covers_the_time_since_the_one_before_it() -> None:
-    found = DeviceTotals()
+    found = DeviceUsageBuilder()
     for t, use in ((1.0, 50.0), (2.0, 100.0), (1.5, 900.0), (3.0, None), (4.0, 30.0)):
-        found.sample("host", host_event(t, run_cpu_pct=use).data)
-    assert [found.spent_until(int(t * SECOND)) for t in (0.5, 1.0, 1.5, 2.0, 3.0, 4.5)] == [
+        found.add_sample("host", host_event(t, run_cpu_pct=use).data)
+    assert [found.cpu_time_until(int(t * SECOND)) for t in (0.5, 1.0, 1.5, 2.0, 3.0, 4.5)] == [
         None, 0.0, 0.5 * SECOND, SECOND, 1.3 * SECOND, None,
     ]  # fmt: skip
 
@@ -535,4 +536,4 @@ def test_hostile_names_do_no_harm(state: Path) -> None:
     found = compared([a_run(1, script=script)], [a_run(2, script="y")])
     assert "\x1b" not in "\n".join(text_lines(document(*found)))
     assert "<b>" not in page(document(*found))
-    assert sentence(found.found)
+    assert result_sentence(found.found)

@@ -24,7 +24,7 @@ from dpmon.cli.summary import summary_lines
 from dpmon.export import history
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables
-from dpmon.model.state import State
+from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import UNTIMED, Call, Event, Step
 from dpmon.record.shared_names import CALL_PHASES, Untimed
@@ -266,6 +266,6 @@ def test_a_line_without_device_times_says_why(state: Path, took: Any, reason: st
 
 
 def test_the_reasons_for_nulls_are_returned_separately() -> None:
-    progress, absent = _progress(None, State(), 0, 0)
+    progress, absent = _progress(None, RunSnapshot(), 0, 0)
     assert progress.keys() == absent.keys()
     assert set(absent.values()) == {"no step has ended yet"}

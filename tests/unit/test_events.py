@@ -14,9 +14,9 @@ import pytest
 from kept import draft
 from running import LIMIT_S, wait_for
 
-from dpmon.model.finding import Finding
-from dpmon.model.stalls_seen import StallSeen
-from dpmon.model.state import State
+from dpmon.model.finding_text import Finding
+from dpmon.model.recorded_stalls import RecordedStall
+from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.schema import SECOND
 from dpmon.report.health import Health
 from dpmon.run.lifecycle import EVENTS_FILE, take_lock
@@ -30,14 +30,14 @@ TRAINING = Health("training", None)
 RUN = "20261125-213000-train-3f2a"
 
 
-def seen(*stalls: StallSeen, straggler: object = None, newest_s: int = 40) -> State:
+def seen(*stalls: RecordedStall, straggler: object = None, newest_s: int = 40) -> RunSnapshot:
     """A state with these stalls and this straggler; `newest_s`: end of the newest step."""
-    return cast(State, SimpleNamespace(stalls=stalls, straggler=straggler, newest_ns=newest_s * SECOND))
+    return cast(RunSnapshot, SimpleNamespace(stalls=stalls, straggler=straggler, newest_ns=newest_s * SECOND))
 
 
-def stalled(end_s: int | None = None) -> StallSeen:
+def stalled(end_s: int | None = None) -> RecordedStall:
     end_ns = None if end_s is None else end_s * SECOND
-    return StallSeen(40 * SECOND, 52 * SECOND, end_ns, {"text": "rank 1 in save", "ranks": [{"rank": 1}]})
+    return RecordedStall(40 * SECOND, 52 * SECOND, end_ns, {"text": "rank 1 in save", "ranks": [{"rank": 1}]})
 
 
 def finding(kind: str, weight: float = 0.5) -> Finding:
@@ -69,7 +69,7 @@ BEGAN = ("dpmon.run.started", "", 0.0)
         *((seen(), ended(end), (), [BEGAN, ("dpmon.run.ended", "", 99.0)]) for end in ("finished", "stopped")),
     ],
 )
-def test_what_happened(state: State, now: Health, found: tuple[Finding, ...], expected: list[object]) -> None:
+def test_what_happened(state: RunSnapshot, now: Health, found: tuple[Finding, ...], expected: list[object]) -> None:
     events = list(Happenings().look(state, now, 100.0, found))
     assert [(event.type, event.key, event.at_s) for event in events] == expected
     assert all(event.data["text"] for event in events)

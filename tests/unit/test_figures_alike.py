@@ -19,7 +19,7 @@ from synthetic import SECOND, Training
 from dpmon.cli.commands import _describe
 from dpmon.cli.lines import Lines, ProgressLines
 from dpmon.cli.summary import summary_lines
-from dpmon.model.compare import Comparison, sentence
+from dpmon.model.mode_comparison import Comparison, verdict_sentence
 from dpmon.record.schema import PHASES, REST, STEP
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
@@ -433,7 +433,7 @@ def judged(feed: Feed) -> tuple[Comparison, str]:
 
 
 def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long: Path) -> None:
-    said = collect(long).facts.compared
+    said = collect(long).facts.mode_comparison
     assert said is not None
     assert said.speedup is not None
     assert {mode: side.steps for mode, side in said.sides.items()} == {
@@ -446,8 +446,8 @@ def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long:
         assert feed.ended is not None
         found, text = judged(feed)
         assert (found.devices, found.virtual) == (("cpu:0", "cpu:1"), True), "though the last calls are all single"
-        assert sentence(found) == sentence(said)
-        assert sentence(found) in text
+        assert verdict_sentence(found) == verdict_sentence(said)
+        assert verdict_sentence(found) in text
         assert found.speedup is not None
         assert found.speedup == said.speedup
         feed.close()

@@ -59,7 +59,7 @@ def test_every_reader_survives(
     check_offline(Page(page))
     for over in (False, True):
         shown = state_in(directory, over=over)
-        assert shown.focus is not None
+        assert shown.representative is not None
         facts = Facts(shown, shown.newest_ns, alive=not over)
         for zoom in (None, *PANELS):
             assert not CONTROLS.search(text_of(replace(facts, view=View(zoom=zoom)), 120, 40)), zoom

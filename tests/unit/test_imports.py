@@ -143,8 +143,8 @@ def test_the_screen_draws_its_first_picture_before_it_loads_queries_and_the_fact
     later = (
         "dpmon.assemble",
         "dpmon.store.store_queries",
-        "dpmon.model.snapshot",
-        "dpmon.model.run_facts",
+        "dpmon.model.snapshot_builder",
+        "dpmon.model.run_analysis",
         "dpmon.report",
     )
     assert not [name for name in added if name.startswith(later)]

@@ -22,9 +22,9 @@ from dpmon.cli.commands import _describe
 from dpmon.cli.lines import Lines
 from dpmon.cli.main import main
 from dpmon.cli.status import look_at
-from dpmon.model.finding import Finding
-from dpmon.model.stalls_seen import StallSeen
-from dpmon.model.state import State
+from dpmon.model.finding_text import Finding
+from dpmon.model.recorded_stalls import RecordedStall
+from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.history_rows import Definition, LossRow
 from dpmon.record.record_types import Event
 from dpmon.report.asjson import as_object
@@ -194,13 +194,15 @@ def test_every_field_of_a_status_is_described(state: Path) -> None:
 
 
 def test_every_field_of_an_event_is_described() -> None:
-    stalls = tuple(StallSeen(SECOND * at, SECOND * (at + 10), end, STALL) for at, end in ((1, 20 * SECOND), (50, None)))
+    stalls = tuple(
+        RecordedStall(SECOND * at, SECOND * (at + 10), end, STALL) for at, end in ((1, 20 * SECOND), (50, None))
+    )
     slow = SimpleNamespace(rank=1, name="rank 1", several=False, excess_ns=1, share=1, phase=None, slowest=1, steps=9)
     found = [Finding("data", "text", "ground", "advice", 0.9)]
     happenings, events = Happenings(60.0), []
     for at_s, now in ((0.0, Health("training", 1.0)), (99.0, Health("ended", 99.0, "why", None, "failed"))):
         seen = SimpleNamespace(stalls=stalls, straggler=slow, newest_ns=0)
-        for each in happenings.look(cast(State, seen), now, at_s, found):
+        for each in happenings.look(cast(RunSnapshot, seen), now, at_s, found):
             told = each._replace(data={**each.data, "health": now.fields()})
             events.append(envelope(told, told.id_in("run"), draft(id="run")))
     assert len({event["type"] for event in events}) == 6

@@ -18,8 +18,8 @@ from stored import Recording
 from synthetic import SECOND, Training
 
 from dpmon.export.table import Tables
-from dpmon.model.findings import findings
-from dpmon.model.run_facts import RunFacts
+from dpmon.model.all_findings import find_all
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.jsonl import as_json
 from dpmon.report.collect import collect
@@ -140,7 +140,7 @@ def test_the_state_has_a_curve_for_each_line_of_the_process_in_focus() -> None:
     first, second = recording.state().losses
     assert (first.place, first.last, first.step, first.t_ns) == ("train.py:88", 2.0, 2, 2 * SECOND)
     assert (second.place, second.last, second.smoothed) == ("train.py:91", 9.0, 9.0)
-    facts = RunFacts(recording.store())
+    facts = RunAnalysis(recording.store())
     assert [curve.place for curve in facts.losses] == ["train.py:88", "train.py:91"]
     assert [point.mean for point in facts.losses[0].points] == [3.0, 2.0]
     assert recording.state().unfit is None
@@ -152,9 +152,9 @@ def test_the_report_has_the_losses_of_a_process_that_trains() -> None:
     evaluated = [row for _ in range(20) for row in other.step(evaluates=True)]
     recording.add([*other.begin(), *evaluated], 1)
     state = recording.state()
-    assert state.focus is not None
-    assert state.focus.process == 1, "the main process, which evaluates what its workers have trained"
-    assert [curve.last for curve in RunFacts(recording.store()).losses] == [2.0]
+    assert state.representative is not None
+    assert state.representative.process == 1, "the main process, which evaluates what its workers have trained"
+    assert [curve.last for curve in RunAnalysis(recording.store()).losses] == [2.0]
 
 
 def test_a_line_without_a_loss_has_a_reason_and_is_not_unfit() -> None:
@@ -171,18 +171,18 @@ def test_a_line_without_a_loss_has_a_reason_and_is_not_unfit() -> None:
 @pytest.mark.parametrize(("value", "words"), [(nan, "not a number (NaN)"), (inf, "infinite")])
 def test_a_loss_that_is_no_finite_number_is_the_first_finding(value: float, words: str) -> None:
     recording = Recording().add([*trained(Training(rank=0), 40), *LINES, *losses(1.0, 2.0)], 0, 0)
-    assert [finding.kind for finding in findings(RunFacts(recording.store())) if finding.kind == "loss"] == []
+    assert [finding.kind for finding in find_all(RunAnalysis(recording.store())) if finding.kind == "loss"] == []
     other = Training(process=1, rank=1)
     recording.add([*trained(other, 40), *LINES, *losses(1.0, value, value)], 1, 1)
     assert recording.store().first_invalid_losses()[0][:4] == InvalidLoss(1, "train.py:88", 2, 2 * SECOND, value)[:4]
-    first = findings(RunFacts(recording.store()))[0]
+    first = find_all(RunAnalysis(recording.store()))[0]
     assert first.kind == "loss"
     assert first.text == f"The loss of rank 1 is {words}: seen at step 2 (train.py:88)."
     assert first.weight == 1.0
     assert recording.state().unfit is not None
     assert "also" not in first.ground
     recording.add([*trained(Training(process=2, rank=2), 40), *LINES, *losses(1.0, 2.0, value)], 2, 2)
-    assert findings(RunFacts(recording.store()))[0].ground.endswith("; also seen in losses of rank 2")
+    assert find_all(RunAnalysis(recording.store()))[0].ground.endswith("; also seen in losses of rank 2")
 
 
 # ------------------------------------------------------------------------------------------------ exports

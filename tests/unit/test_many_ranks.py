@@ -10,8 +10,8 @@ from joined import ddp_event, joined_ranks
 from stored import Recording
 from synthetic import SECOND, Training
 
-from dpmon.model.announced import WRAPPERS_READ, Announced
-from dpmon.model.run_facts import RunFacts
+from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.run_events import WRAPPERS_READ, RunEvents
 from dpmon.record.record_types import Event
 from dpmon.store.step_queries import LAST_NS
 from dpmon.store.store_queries import Store
@@ -107,7 +107,7 @@ def test_the_mode_and_the_wrapper_of_every_rank_are_known() -> None:
     run = Recording()
     for number in range(ranks):
         run.add([*Training(process=number, rank=number).begin(), ddp_event(number, 8)], number, number)
-    found = Announced.read(run.store())
+    found = RunEvents.read(run.store())
     assert {wrapper.process for wrapper in found.wrappers} == set(range(ranks))
     assert {change.process for change in found.changes} == set(range(ranks))
 
@@ -132,7 +132,7 @@ def test_the_times_of_many_ranks_are_read_again_after_some_seconds() -> None:
     assert run.state(middle + 2 * SECOND).ranks != first
     rates = []
     for at in (middle, middle + SECOND, middle + 2 * SECOND):
-        focus = run.state(at).focus
+        focus = run.state(at).representative
         assert focus is not None
         assert focus.last_step is not None
         assert focus.recent.last_ns == focus.last_step.start_ns + focus.last_step.wall_ns, "it is not idle"
@@ -155,8 +155,8 @@ def test_the_work_for_all_facts_grows_linearly_with_the_ranks(monkeypatch: pytes
     for number in (10, 40):
         run, _ = joined_ranks(number, steps=20)
         work[0] = 0
-        facts = RunFacts(run.store())
-        facts.complete()
-        assert len(facts.others) == number - 1
+        facts = RunAnalysis(run.store())
+        facts.query_everything()
+        assert len(facts.other_process_modes) == number - 1
         needed.append(work[0])
     assert 2 * needed[0] < needed[1] < 6 * needed[0]

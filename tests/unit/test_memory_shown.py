@@ -9,8 +9,8 @@ from situations import LOOK, text_of
 from stored import state_of
 from synthetic import SECOND, Training, device_event, host_event
 
-from dpmon.model.memory import held, held_by, reasons
-from dpmon.model.state import Process
+from dpmon.model.device_memory import memory_by_device, memory_of_processes, missing_value_reasons
+from dpmon.model.run_snapshot import Process
 from dpmon.record.record_types import Event
 from dpmon.ui.facts import Facts, View
 from dpmon.ui.panels import panel_devices
@@ -35,54 +35,56 @@ MEASURED = record(0, one("cpu", 100, 100, 200, None, None))
 def test_a_device_of_several_processes_is_added_up() -> None:
     first = record(0, one("cuda:0", 100, 100, 200, 50, 500), one("cuda:1", 0, 0, 0, 40, 60))
     second = record(1, one("cuda:0", 10, 10, 20, 5, 50))
-    zero, other = held([first, second])
+    zero, other = memory_by_device([first, second])
     assert zero[:5] == ("cuda:0", 110, 110, 220, 55)
     assert zero.peak is None
     assert "peaks" in zero.absent["peak_bytes"]
     assert other[:6] == ("cuda:1", 0, 0, 0, 40, 60)
-    assert held([first])[0].peak == 500
-    unknown = held([first, record(1, one("cuda:0", 1, 1, 1, None, None, rest_bytes=WHY))])[0]
+    assert memory_by_device([first])[0].peak == 500
+    unknown = memory_by_device([first, record(1, one("cuda:0", 1, 1, 1, None, None, rest_bytes=WHY))])[0]
     assert unknown.rest == 50
-    assert ("rest", f"1 of 2 processes (others: {WHY})") in reasons(unknown)
+    assert ("rest", f"1 of 2 processes (others: {WHY})") in missing_value_reasons(unknown)
 
 
 def test_a_process_without_an_optimizer_does_not_hide_the_others() -> None:
     no = "no torch optimizer was made"
     actor = record(2, one("cpu", 10, None, None, None, None, optimizer_bytes=no, gradients_bytes="no backward pass"))
     learner = [record(process, one("cpu", 100, 100, 200, None, None)) for process in (0, 1)]
-    (row,) = held([*learner, actor])
+    (row,) = memory_by_device([*learner, actor])
     assert row[1:4] == (210, 200, 400)
-    assert ("optimizer", f"2 of 3 processes (others: {no})") in reasons(row)
-    assert reasons(held([actor])[0])[1] == ("optimizer", no), "one process: its reason is the row's"
+    assert ("optimizer", f"2 of 3 processes (others: {no})") in missing_value_reasons(row)
+    assert missing_value_reasons(memory_by_device([actor])[0])[1] == ("optimizer", no), (
+        "one process: its reason is the row's"
+    )
 
 
 def test_shared_memory_is_counted_once() -> None:
     shared = {**one("cpu", 100, 10, 20, None, None), "shared_bytes": 80, "shared_files": "a"}
     records = [record(process, shared) for process in range(3)]
-    (row,) = held(records)
+    (row,) = memory_by_device(records)
     assert row[1:4] == (80 + 3 * 20, 30, 60)
-    assert ("model", "its part in shared memory is counted once") in reasons(row)
-    assert all(word != "model" for word, _ in reasons(held(records[:1])[0]))
-    (row,) = held([*records, record(3, {**shared, "shared_files": "b"})])
+    assert ("model", "its part in shared memory is counted once") in missing_value_reasons(row)
+    assert all(word != "model" for word, _ in missing_value_reasons(memory_by_device(records[:1])[0]))
+    (row,) = memory_by_device([*records, record(3, {**shared, "shared_files": "b"})])
     assert row.model == 80 + 3 * 20 + 100, "another model, in shared memory of its own"
-    (row,) = held([record(0, shared), record(1, {**shared, "shared_files": "b"})])
+    (row,) = memory_by_device([record(0, shared), record(1, {**shared, "shared_files": "b"})])
     assert row.model == 200
-    assert all(word != "model" for word, _ in reasons(row))
+    assert all(word != "model" for word, _ in missing_value_reasons(row))
 
 
 def test_a_process_that_is_not_measured_yet_is_counted() -> None:
     processes = [Process(number, began_ns=0, seen_ns=9, memory=MEASURED if number else {}) for number in range(2)]
-    (row,) = held_by(processes, processes[0])
+    (row,) = memory_of_processes(processes, processes[0])
     assert row.model == 100
-    assert ("model and gradients and optimizer", "1 of 2 processes") in reasons(row)
-    assert held_by(processes[:1], processes[0]) == []
+    assert ("model and gradients and optimizer", "1 of 2 processes") in missing_value_reasons(row)
+    assert memory_of_processes(processes[:1], processes[0]) == []
 
 
 def test_processes_that_follow_one_another_are_not_added_up() -> None:
     processes = [Process(n, began_ns=10 * n, seen_ns=10 * n + 9, memory=MEASURED) for n in range(3)]
-    assert [held_by(processes, one)[0].model for one in processes] == [100] * 3
+    assert [memory_of_processes(processes, one)[0].model for one in processes] == [100] * 3
     both = [*processes, Process(3, began_ns=5, seen_ns=15, memory=MEASURED)]
-    assert held_by(both, both[3])[0].model == 300, "it ran beside two of them"
+    assert memory_of_processes(both, both[3])[0].model == 300, "it ran beside two of them"
 
 
 def facts_of(*devices: dict[str, Any], gpus: int = 0) -> Facts:
@@ -116,6 +118,6 @@ def test_gpus_have_their_memory_where_there_is_room() -> None:
 def test_the_few_bytes_that_adam_keeps_on_the_host_are_no_row_beside_a_gpu() -> None:
     gpu = one("cuda:0", 1 << 20, 1 << 20, 2 << 20, 0, 4 << 20)
     few, many = one("cpu", 0, 0, 16, None, None, rest_bytes=WHY), one("cpu", 1 << 20, 0, 0, None, None, rest_bytes=WHY)
-    assert [row.device for row in held([record(0, gpu, few)])] == ["cuda:0"]
-    assert [row.device for row in held([record(0, gpu, many)])] == ["cpu", "cuda:0"]
-    assert [row.device for row in held([record(0, few)])] == ["cpu"]
+    assert [row.device for row in memory_by_device([record(0, gpu, few)])] == ["cuda:0"]
+    assert [row.device for row in memory_by_device([record(0, gpu, many)])] == ["cpu", "cuda:0"]
+    assert [row.device for row in memory_by_device([record(0, few)])] == ["cpu"]

@@ -17,7 +17,7 @@ from dpmon.mirror.links import Closed, Opened, Received
 from dpmon.mirror.mirror import MOST_HELD, Mirror
 from dpmon.mirror.receive import MOST_DAMAGED
 from dpmon.mirror.requests import Requests
-from dpmon.model.nodes import nodes_in
+from dpmon.model.nodes import read_nodes
 from dpmon.run import proc
 from dpmon.run.lifecycle import outcome_word
 from dpmon.run.mirror_state import MirrorState, NodeReplies
@@ -465,7 +465,7 @@ def test_a_run_that_its_user_stopped_on_the_machines_was_stopped(
     assert outcome_word(how_ended) == word
     write_info(tmp_path, mirror.info)
     with open_store(tmp_path) as store:
-        assert [one.stopped for one in nodes_in(store)] == [True, others["stopped"]]
+        assert [one.stopped for one in read_nodes(store)] == [True, others["stopped"]]
 
 
 @pytest.mark.parametrize(("asleep_s", "state"), [(0, "connected"), (10, "connected"), (3600, "refused")])

@@ -18,8 +18,8 @@ from dpmon.errors import HistoryError
 from dpmon.export.new_rows import NewRows
 from dpmon.mirror.receive import MOST_DAMAGED, MOST_ROWS, Receiver, RubbishError, Unchecked, checked
 from dpmon.mirror.records import ChunkError, Records
-from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import Wanted
+from dpmon.model.run_snapshot import SnapshotRequest
+from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.store.query_results import event_from_row
 from dpmon.store.row_exchange import CHUNK_BYTES
 
@@ -92,7 +92,7 @@ def read_all(records: Records) -> None:
         read()
         assert store.damaged is None, store.damaged
     for t_ns in (None, 5 * SECOND):
-        state = Snapshots().take(store.as_of(t_ns), Wanted(), frozenset())
+        state = SnapshotBuilder().build(store.as_of(t_ns), SnapshotRequest(), frozenset())
         assert state.processes
     assert store.damaged is None
 

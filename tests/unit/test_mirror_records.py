@@ -18,7 +18,7 @@ from dpmon.errors import HistoryError
 from dpmon.export.new_rows import SINCE_S, NewRows
 from dpmon.mirror.receive import Chunk, Receiver, Unchecked, checked
 from dpmon.mirror.records import Records
-from dpmon.model.stragglers import ranks_in, straggler
+from dpmon.model.stragglers import find_straggler, rank_times_in_window
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import EXPOSED, HELD, WAIT
@@ -419,7 +419,9 @@ def test_the_waits_of_ranks_on_several_machines_are_those_of_all_steps(tmp_path:
         assert whole.steps == 900
         assert wait.mean == pytest.approx(sum(waits) / len(waits), abs=1_000_000)
         assert whole.stat(EXPOSED).count == wait.count
-    found = straggler(ranks_in(StatsWindow(mirror), {process: rank for rank, process in ranks.items()}, {}))
+    found = find_straggler(
+        rank_times_in_window(StatsWindow(mirror), {process: rank for rank, process in ranks.items()}, {})
+    )
     assert found is not None
     assert found.rank == 2
     assert found.excess_ns == pytest.approx(30e6, rel=0.05)

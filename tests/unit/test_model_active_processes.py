@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from stored import Recording
 from synthetic import SECOND, Training, decoded
 
-from dpmon.model.state import State
+from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.record_types import Call, Record, Step
 from dpmon.ui.facts import Facts
 from dpmon.ui.panels import panel_ranks
@@ -36,7 +36,7 @@ def recorded(*runs: Sequence[Record]) -> Recording:
     return recording
 
 
-def in_time(*runs: Sequence[Record]) -> Iterator[tuple[State, int]]:
+def in_time(*runs: Sequence[Record]) -> Iterator[tuple[RunSnapshot, int]]:
     """Yield the state of a run of these processes at many times, and the time."""
     recording = recorded(*runs)
     ends = sorted({ended(record) for run in runs for record in run})
@@ -44,8 +44,8 @@ def in_time(*runs: Sequence[Record]) -> Iterator[tuple[State, int]]:
         yield recording.state(at, span_s=30), at
 
 
-def focused(state: State) -> int:
-    process = state.focus
+def focused(state: RunSnapshot) -> int:
+    process = state.representative
     assert process is not None
     return process.process
 
@@ -54,13 +54,13 @@ def test_a_training_that_follows_another_one_stands_for_the_run_soon() -> None:
     first = Training(process=0, step_ns=SECOND // 100)
     before = numbered(first, 500)
     second = Training(process=1, step_ns=SECOND // 100, start_ns=first.now + SECOND, seed=2)
-    state, changes, shown = State(), 0, 0
+    state, changes, shown = RunSnapshot(), 0, 0
     for state, at in in_time(before, numbered(second, 500)):
         changes += focused(state) != shown
         shown = focused(state)
         assert shown == 1 or at < first.now + 3 * SECOND
     assert changes == 1
-    assert [each.process for each in state.training] == [1]
+    assert [each.process for each in state.training_processes] == [1]
     assert not panel_ranks.applies(Facts(state, state.newest_ns)), "they never trained side by side"
 
 
@@ -106,7 +106,7 @@ def test_a_training_that_goes_on_after_its_evaluation_stands_for_the_run_again()
         _, runs = with_an_evaluation(within=within)
         seen: list[list[int]] = []
         for state, _ in in_time(*runs):
-            shown = [each.process for each in state.training]
+            shown = [each.process for each in state.training_processes]
             if seen[-1:] != [shown]:
                 seen.append(shown)
             # From the record alone, as in a playback, the evaluation is shown for half a minute after its last step.
@@ -120,7 +120,7 @@ def test_an_evaluation_that_has_ended_is_no_rank_from_then_on() -> None:
     recording = recorded(runs[0][: -len(after)], runs[1])
 
     def trains(*over: int) -> list[int]:
-        return [each.process for each in recording.state(ended=over).training]
+        return [each.process for each in recording.state(ended=over).training_processes]
 
     assert trains() == [1]
     assert trains(1) == [1], "the training has not gone on yet"
@@ -137,10 +137,10 @@ def test_a_rank_without_a_successor_is_left_behind_by_those_that_were_started_ag
     new = [Training(process=3 + rank, rank=rank, seed=9 + rank, start_ns=start + rank * SECOND) for rank in range(2)]
     runs += [numbered(one, 1500) for one in new]
     recording = recorded(*runs)
-    assert [each.process for each in recording.state().training] == [3, 4]
+    assert [each.process for each in recording.state().training_processes] == [3, 4]
     for tenths in range(10, 30):
         state = recording.state(start + tenths * SECOND // 10, ended=(0, 1, 2))
-        assert {each.process for each in state.training} <= {3, 4}
+        assert {each.process for each in state.training_processes} <= {3, 4}
 
 
 def test_ranks_that_all_wait_for_one_stay_ranks() -> None:
@@ -156,4 +156,4 @@ def test_ranks_that_all_wait_for_one_stay_ranks() -> None:
     later = [(state, at) for state, at in in_time(*runs) if at > start + 3 * SECOND]
     assert later
     for state, at in later:
-        assert [each.process for each in state.training] == [3, 4, 5], at
+        assert [each.process for each in state.training_processes] == [3, 4, 5], at

@@ -8,22 +8,30 @@ import pytest
 from joined import MS, ddp_event, joined_ranks
 from known import known
 
-from dpmon.model.announced import Announced, newest_wrappers, wrapper
-from dpmon.model.communication import Communication, Wrapper, communication
-from dpmon.model.finding import MIN_STEPS, Finding
-from dpmon.model.findings import findings
-from dpmon.model.found_between_ranks import between_ranks
+from dpmon.model.all_findings import find_all
+from dpmon.model.communication import Communication, Wrapper, build_communication
+from dpmon.model.finding_text import MIN_STEPS, Finding
 from dpmon.model.json_fields import communication_fields
-from dpmon.model.mode_facts import ModeFacts
-from dpmon.model.run_facts import RunFacts
-from dpmon.model.stragglers import RankTimes, Straggler, held_up, in_short, rank_times, sentence, straggler
+from dpmon.model.mode_stats import ModeStats
+from dpmon.model.rank_findings import find_rank_problems
+from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.run_events import RunEvents, newest_wrappers, parse_ddp_wrapper
+from dpmon.model.stragglers import (
+    RankTimes,
+    Straggler,
+    build_rank_times,
+    delay_sentence,
+    find_straggler,
+    short_sentence,
+    straggler_sentence,
+)
 from dpmon.store.query_results import CollectiveSums
 from dpmon.store.step_stats import PhaseStats
 from dpmon.store.tally import Tally
 
 
 def wrapped(rank: int = 0, **more: Any) -> Wrapper:
-    found = wrapper(ddp_event(rank, 2, **more).data)
+    found = parse_ddp_wrapper(ddp_event(rank, 2, **more).data)
     assert found is not None
     return found
 
@@ -35,20 +43,20 @@ def rank(number: int, wait_ms: float, *, steps: int = 200, exposed_ms: float = 1
 
 
 def of(ranks: list[RankTimes], *wrappers: Wrapper, lately: bool = False) -> Communication:
-    found = communication(ranks, wrappers or [wrapped(group=list(range(len(ranks))))], lately=lately)
+    found = build_communication(ranks, wrappers or [wrapped(group=list(range(len(ranks))))], lately=lately)
     assert found is not None
     return found
 
 
 def found_in(ranks: list[RankTimes], *wrappers: Wrapper) -> list[Finding]:
-    return list(between_ranks(of(ranks, *wrappers)))
+    return list(find_rank_problems(of(ranks, *wrappers)))
 
 
 EVEN = [rank(0, 0.1), rank(1, 0.1)]
 
 
 def with_own(ranks: list[RankTimes], *own: str) -> Communication:
-    found = communication(ranks, [wrapped(group=[0, 1])], CollectiveSums(own=own), lately=False)
+    found = build_communication(ranks, [wrapped(group=[0, 1])], CollectiveSums(own=own), lately=False)
     assert found is not None
     return found
 
@@ -59,7 +67,7 @@ def test_own_collectives_are_a_finding_if_every_rank_may_wait_in_them(
 ) -> None:
     ranks = [rank(number, 0.1, phases={"other": ms * MS}) for number, ms in enumerate(other_ms)]
     found = with_own(ranks, "all_reduce", "barrier")
-    assert [one.kind for one in between_ranks(found)] == kinds
+    assert [one.kind for one in find_rank_problems(found)] == kinds
     assert found.other_waits() == (
         "the script's own all_reduce and barrier may make the ranks wait for each other, too: see `other`",
     )
@@ -70,18 +78,20 @@ def test_own_collectives_are_a_finding_if_every_rank_may_wait_in_them(
 
 def test_a_straggler_is_described_in_one_sentence() -> None:
     slow = Straggler(5, 5, (5,), (5,), 6.0 * MS, 0.38, 97, 100, "data", 6.3 * MS, 0.4 * MS)
-    assert sentence(slow, lately=True) == (
+    assert straggler_sentence(slow, lately=True) == (
         "rank 5 holds the others up by 6.00 ms a step (38 %): its data takes 6.30 ms against 400 µs; slowest in 97 of"
         " the last 100 steps"
     )
-    assert sentence(slow, lately=False).endswith("slowest in 97 of 100 steps")
-    assert in_short(slow) == "others wait for rank 5: 6.00 ms (38 %), data 6.30 ms against 400 µs"
+    assert straggler_sentence(slow, lately=False).endswith("slowest in 97 of 100 steps")
+    assert short_sentence(slow) == "others wait for rank 5: 6.00 ms (38 %), data 6.30 ms against 400 µs"
     uncaused = slow._replace(phase=None)
-    assert held_up(uncaused) == "rank 5 holds the others up by 6.00 ms a step (38 %), in no single phase"
-    assert in_short(uncaused) == "others wait for rank 5: 6.00 ms (38 %)"
+    assert delay_sentence(uncaused) == "rank 5 holds the others up by 6.00 ms a step (38 %), in no single phase"
+    assert short_sentence(uncaused) == "others wait for rank 5: 6.00 ms (38 %)"
     alone = slow._replace(phase="copy", others_ns=0.0)
-    assert held_up(alone).endswith(": its copy takes 6.30 ms and nothing on the others")
-    assert held_up(slow._replace(phase="other")).endswith("the script's own work (other) takes 6.30 ms against 400 µs")
+    assert delay_sentence(alone).endswith(": its copy takes 6.30 ms and nothing on the others")
+    assert delay_sentence(slow._replace(phase="other")).endswith(
+        "the script's own work (other) takes 6.30 ms against 400 µs"
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,11 +104,11 @@ def test_a_straggler_is_described_in_one_sentence() -> None:
 )
 def test_several_slow_ranks_are_named_together(ranks: tuple[int, ...], name: str) -> None:
     slow = Straggler(0, ranks[0], tuple(range(len(ranks))), ranks, 6.0 * MS, 0.38, 97, 100, "data", 6.3 * MS, 0.4 * MS)
-    assert sentence(slow, lately=True) == (
+    assert straggler_sentence(slow, lately=True) == (
         f"{name} hold the others up by 6.00 ms a step (38 %): their data takes 6.30 ms against 400 µs; one of them"
         " slowest in 97 of the last 100 steps"
     )
-    assert in_short(slow).startswith(f"others wait for {name}: ")
+    assert short_sentence(slow).startswith(f"others wait for {name}: ")
 
 
 # ------------------------------------------------------------------------------------------------ who is slow
@@ -119,11 +129,11 @@ def slower(one: RankTimes, phase: str, by_ms: float) -> RankTimes:
 def test_ranks_that_are_equally_slow_are_found_together() -> None:
     ranks = waiting(30.0, 0.0, 0.1, 30.0, slowest={1: 27, 2: 23})
     ranks[1:3] = [slower(one, "forward", 30.0) for one in ranks[1:3]]
-    found = straggler(ranks)
+    found = find_straggler(ranks)
     assert found is not None
     assert (found.rank, found.process, found.ranks, found.processes) == (1, 1, (1, 2), (1, 2))
     assert (found.slowest, found.steps) == (50, 50)
-    assert held_up(found) == (
+    assert delay_sentence(found) == (
         "ranks 1 and 2 hold the others up by 30.0 ms a step (23 %): their forward takes 35.0 ms against 5.00 ms"
     )
     told = communication_fields(of(ranks))
@@ -134,7 +144,7 @@ def test_ranks_that_are_equally_slow_are_found_together() -> None:
 def test_slow_ranks_share_a_cause_or_have_none() -> None:
     ranks = waiting(30.0, 0.0, 0.1, 30.0, slowest={1: 27, 2: 23})
     ranks[1:3] = [slower(ranks[1], "forward", 30.0), slower(ranks[2], "data", 30.0)]
-    found = straggler(ranks)
+    found = find_straggler(ranks)
     assert found is not None
     assert (found.ranks, found.phase) == ((1, 2), None)
 
@@ -154,7 +164,7 @@ def test_slow_ranks_share_a_cause_or_have_none() -> None:
 def test_ranks_are_named_that_are_slower_than_by_chance_and_than_most(
     waits_ms: tuple[float, ...], slowest: dict[int, int], ranks: tuple[int, ...] | None
 ) -> None:
-    found = straggler(waiting(*waits_ms, slowest=slowest))
+    found = find_straggler(waiting(*waits_ms, slowest=slowest))
     assert (None if found is None else found.ranks) == ranks
 
 
@@ -232,9 +242,9 @@ def test_columns_add_up_if_some_steps_do_not_synchronise() -> None:
 
 
 def test_a_tally_without_passes_has_no_waits() -> None:
-    times = rank_times(0, 0, Tally(10))
+    times = build_rank_times(0, 0, Tally(10))
     assert (times.joined, times.exposed_ns, times.wait_ns, times.wait_share) == (0, None, None, None)
-    assert straggler([times, times]) is None
+    assert find_straggler([times, times]) is None
 
 
 # ------------------------------------------------------------------------------------------------ communication
@@ -243,7 +253,7 @@ def test_a_tally_without_passes_has_no_waits() -> None:
 def test_the_state_knows_the_newest_of_each_wrapper() -> None:
     run, _ = joined_ranks(2)
     run.add([ddp_event(1, 2, iteration=400, comm_ms=3.0), ddp_event(1, 2, wrapper=1, root="Critic")], 1, 1)
-    said = Announced.read(run.store())
+    said = RunEvents.read(run.store())
     assert {(one.process, one.number, one.iteration) for one in said.wrappers} == {
         (0, 0, 300),
         (1, 0, 400),
@@ -269,9 +279,9 @@ def test_torchs_own_times_are_taken_from_the_slowest_rank() -> None:
 
 
 def test_one_process_that_averages_nothing_has_no_communication() -> None:
-    assert communication([], [], lately=True) is None
-    assert communication([rank(0, 0)], [], lately=True) is None
-    assert list(between_ranks(None)) == []
+    assert build_communication([], [], lately=True) is None
+    assert build_communication([rank(0, 0)], [], lately=True) is None
+    assert list(find_rank_problems(None)) == []
 
 
 # ------------------------------------------------------------------------------------------------ findings
@@ -283,8 +293,8 @@ def test_data_waits_of_all_ranks_are_found_in_addition_to_a_straggler(others_ms:
     fast = fast._replace(phases={**fast.phases, "data": others_ms * MS})
     slow = slow._replace(phases={**slow.phases, "data": (others_ms + 5) * MS})
     figures = PhaseStats("data", 400, others_ms * MS, others_ms * MS, None, 0.5)
-    mode = ModeFacts("single", False, 400, 0, 20.0 * MS, 26.0 * MS, 20.0 * MS, None, (figures,), Tally())
-    found = findings(known(modes=(mode,), names={0: "rank 0", 1: "rank 1"}, communication=of([fast, slow])))
+    mode = ModeStats("single", False, 400, 0, 20.0 * MS, 26.0 * MS, 20.0 * MS, None, (figures,), Tally())
+    found = find_all(known(modes=(mode,), names={0: "rank 0", 1: "rank 1"}, communication=of([fast, slow])))
     assert {finding.kind for finding in found} & {"straggler", "data"} == kinds
 
 
@@ -416,7 +426,7 @@ def test_a_rank_that_others_wait_for_in_the_forward_is_named() -> None:
     slow = of(ranks, wrapped(broadcast_buffers=True)).straggler
     assert slow is not None
     assert (slow.rank, slow.phase, slow.slowest) == (0, "data", None)
-    assert "slowest in" not in sentence(slow, lately=True)
+    assert "slowest in" not in straggler_sentence(slow, lately=True)
 
 
 def test_a_slow_forward_names_nobody_where_ranks_wait_in_it() -> None:
@@ -434,6 +444,6 @@ def test_a_step_waits_for_the_rank_whose_fetch_takes_longest() -> None:
         if step.step > 5:  # the first ones settle
             longest[step.step] = max(longest.get(step.step, 0), step.phases["data"])
             walls.append(step.wall_ns)
-    found = RunFacts(run.store()).longest_fetches
+    found = RunAnalysis(run.store()).longest_fetches
     assert set(found) == {"single"}
     assert found["single"] == pytest.approx(sum(longest.values()) / (sum(walls) / 4))

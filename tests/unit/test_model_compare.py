@@ -12,10 +12,10 @@ from steps import compare_steps as compare
 from stored import state_of
 from synthetic import Training, decoded, host_event
 
-from dpmon.model.compare import MIN_STEPS, Comparison, Peak, sentence
-from dpmon.model.compare_samples import Interval, median_interval, ratio
-from dpmon.model.memory import HOST
-from dpmon.model.state import PHASES, Process
+from dpmon.model.comparison_stats import Interval, median_interval, ratio_of_estimates
+from dpmon.model.device_memory import HOST
+from dpmon.model.mode_comparison import MIN_STEPS, Comparison, Peak, verdict_sentence
+from dpmon.model.run_snapshot import PHASES, Process
 from dpmon.record.record_types import Event, Record
 from dpmon.record.schema import SETTLING_STEPS, STEP
 from dpmon.store.tally import SeriesStats, Tally
@@ -84,7 +84,7 @@ def test_the_interval_of_the_ratio_holds_the_truth_about_95_times_in_100(
         one, other = interval_of([1.3 * v for v in draw(chance, count)]), interval_of(draw(chance, count))
         assert one is not None
         assert other is not None
-        found = ratio(one, other)
+        found = ratio_of_estimates(one, other)
         assert found is not None
         assert found.low <= found.value <= found.high
         held += found.low <= 1.3 <= found.high
@@ -96,8 +96,8 @@ def test_intervals_of_little_and_of_nothing() -> None:
     assert interval_of([3.0]) == (3.0 * MS, 3.0 * MS, 3.0 * MS)
     assert interval_of([2.0] * 50) == (2.0 * MS, 2.0 * MS, 2.0 * MS)
     assert interval_of([1.0, 2.0, 3.0]) == (pytest.approx(2.0 * MS, rel=0.004), 1.0 * MS, 3.0 * MS)
-    assert ratio(Interval(1, 1, 1), Interval(0, 0, 1)) is None
-    assert ratio(Interval(4, 4, 4), Interval(2, 2, 2)) == pytest.approx((2, 2, 2))
+    assert ratio_of_estimates(Interval(1, 1, 1), Interval(0, 0, 1)) is None
+    assert ratio_of_estimates(Interval(4, 4, 4), Interval(2, 2, 2)) == pytest.approx((2, 2, 2))
 
 
 def test_a_slow_down_names_its_phase() -> None:
@@ -110,7 +110,7 @@ def test_a_slow_down_names_its_phase() -> None:
     assert found.efficiency == pytest.approx(found.speedup.value / 2)
     assert re.fullmatch(
         r"DataParallel over 2 is 0\.6[01]× as fast as one device: replicate takes 7\.\d\d ms of a 16\.\d ms step\.",
-        sentence(found) or "",
+        verdict_sentence(found) or "",
     )
 
 
@@ -118,7 +118,7 @@ def test_a_speed_up_names_what_it_saves_and_what_still_costs() -> None:
     dp = steps(100, replicate=0.8, apply=2.0, forward=0.1, backward=2.6)
     found = compare({"single": steps(100, seed=2), "dp": dp}, devices=TWO)
     assert found.outcome == "faster"
-    text = sentence(found)
+    text = verdict_sentence(found)
     assert text is not None
     assert text.startswith("DataParallel over 2 is 1.5")
     assert "backward takes 2.60 ms against 5.00 ms on one device, replicate 801 µs of a 6.50 ms step." in text
@@ -129,7 +129,7 @@ def test_a_wide_interval_is_no_verdict() -> None:
     assert found.outcome == "even"
     assert re.fullmatch(
         r"DataParallel over 2 is 0\.\d\d× to [1-9]\.\d\d× as fast as one device: too uncertain for a verdict\.",
-        sentence(found) or "",
+        verdict_sentence(found) or "",
     )
 
 
@@ -137,14 +137,14 @@ def test_the_forward_is_named_as_panel_3_names_its_parts() -> None:
     """parallel_apply includes starting the threads, so it is not the forward of a replica in panel 2."""
     dp = steps(100, replicate=0.1, apply=7.0, forward=1.0)
     found = compare({"single": steps(100, seed=2), "dp": dp}, devices=TWO)
-    text = sentence(found) or ""
+    text = verdict_sentence(found) or ""
     assert re.search(r": parallel_apply and the forward rest take 8\.\d+ ms against \d\.\d+ ms of forward on one", text)
 
 
 def test_a_small_difference_is_not_distinguished_from_noise() -> None:
     found = compare({"single": steps(60, 0.2), "dp": steps(60, 0.2, seed=2)}, devices=TWO)
     assert found.outcome == "even"
-    text = sentence(found)
+    text = verdict_sentence(found)
     assert text is not None
     assert "makes no difference that shows" in text
 
@@ -152,12 +152,12 @@ def test_a_small_difference_is_not_distinguished_from_noise() -> None:
 def test_virtual_replicas_have_no_efficiency_and_are_named() -> None:
     found = compare({"single": steps(40), "dp": steps(40, replicate=9.0)}, devices=("cpu:0", "cpu:1"), virtual=True)
     assert found.efficiency is None
-    assert (sentence(found) or "").startswith("DataParallel over 2 virtual replicas is 0.5")
+    assert (verdict_sentence(found) or "").startswith("DataParallel over 2 virtual replicas is 0.5")
 
 
 def test_too_few_steps_give_no_verdict_and_say_how_many_are_missing() -> None:
     found = compare({"single": steps(MIN_STEPS), "dp": steps(3, replicate=5.0)}, devices=TWO)
-    assert (found.speedup, found.outcome, sentence(found)) == (None, None, None)
+    assert (found.speedup, found.outcome, verdict_sentence(found)) == (None, None, None)
     assert found.missing == "no verdict yet: it needs 17 more steps in dp"
     assert found.sides["dp"].median_ns is not None, "figures are shown all the same"
     one_short = compare({"single": steps(MIN_STEPS - 1), "dp": steps(MIN_STEPS)})
@@ -214,7 +214,7 @@ def test_steps_that_took_no_time_make_no_verdict() -> None:
 
 def seen(records: list[Record], span_s: int = 120) -> Process:
     """Return the process that the screen shows after these records."""
-    process = state_of(records, span_s=span_s).focus
+    process = state_of(records, span_s=span_s).representative
     assert process is not None
     return process
 
@@ -322,10 +322,10 @@ def test_if_few_steps_take_most_time_the_verdict_also_has_the_means() -> None:
     found = compare({"single": fed(3.0), "dp": fed(1.0)}, devices=TWO)
     assert found.outcome == "faster"
     assert found.by_mean == pytest.approx(1.0, abs=0.02)
-    said = sentence(found)
+    said = verdict_sentence(found)
     assert said is not None
     ending = r"By the mean step it is 1\.00×: of the steps in dp, about 25 % take 4[78] % of the time\.$"
     assert re.search(ending, said), said
     even = compare({"single": steps(400), "dp": steps(400, forward=8.0, seed=2)}, devices=TWO)
     assert even.by_mean is None
-    assert "mean" not in (sentence(even) or "")
+    assert "mean" not in (verdict_sentence(even) or "")

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from known import changed, known
 
-from dpmon.model.announced import Announced, LoaderStart
-from dpmon.model.compare import Comparison
-from dpmon.model.compare_samples import Interval
-from dpmon.model.devices import DeviceFacts, HostFacts
-from dpmon.model.finding import MIN_STEPS, Finding
-from dpmon.model.findings import findings, together
-from dpmon.model.layouts import BatchFacts, ReplicaFacts
-from dpmon.model.memory import Held
-from dpmon.model.mode_facts import ModeFacts
-from dpmon.model.run_facts import RunFacts
-from dpmon.model.stalls_seen import StallSeen
+from dpmon.model.all_findings import combined_savings, find_all
+from dpmon.model.comparison_stats import Interval
+from dpmon.model.device_memory import DeviceMemory
+from dpmon.model.device_usage import DeviceUsage, HostUsage
+from dpmon.model.finding_text import MIN_STEPS, Finding
+from dpmon.model.layouts import IdleDeviceCounts, ReplicaStats
+from dpmon.model.mode_comparison import Comparison
+from dpmon.model.mode_stats import ModeStats
+from dpmon.model.recorded_stalls import RecordedStall
+from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.run_events import LoaderStart, RunEvents
 from dpmon.store.query_results import LongStepRow
 from dpmon.store.step_stats import PhaseStats, Rate
 from dpmon.store.tally import SeriesStats, Tally, TallyKey
@@ -33,14 +33,14 @@ SECOND = 1_000_000_000
 GIB = 1 << 30
 
 
-def mode(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **shares: float) -> ModeFacts:
+def mode(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **shares: float) -> ModeStats:
     """Return a mode with these shares of phases."""
     phases = tuple(
         PhaseStats(phase, steps, share * median_ms * MS, share * median_ms * 1.3 * MS, None, share)
         for phase, share in shares.items()
     )
     rate = Rate(1000.0, None, 1000.0, None)
-    return ModeFacts(name, False, steps, 0, median_ms * MS, median_ms * 1.3 * MS, None, rate, phases, Tally())
+    return ModeStats(name, False, steps, 0, median_ms * MS, median_ms * 1.3 * MS, None, rate, phases, Tally())
 
 
 GOOD = mode(data=0.05, forward=0.4, backward=0.4, optimizer=0.1, replicate=0.1, scatter=0.02, gather=0.02)
@@ -54,18 +54,18 @@ def third(median: float, quarter: float, **phases: float) -> Tally:
     return found
 
 
-def drifting(early: float, late: float, p75: float, p25: float, steps: int = 1000) -> ModeFacts:
+def drifting(early: float, late: float, p75: float, p25: float, steps: int = 1000) -> ModeStats:
     first, last = third(early, p75, data=1, other=1), third(late, p25, data=1.1, other=max(late - early, 0))
     return replace(GOOD, steps=steps, early=first, late=last)
 
 
-def device(index: int = 0, **more: object) -> DeviceFacts:
+def device(index: int = 0, **more: object) -> DeviceUsage:
     good: Mapping[str, object] = {
         "name": "NVIDIA H200", "uuid": f"GPU-{index}", "called": f"cuda:{index}", "of_run": True, "samples": 100,
         "util": array("d", [95.0] * 100), "mem_used_max": 20.0 * GIB, "mem_run_max": 18.0 * GIB,
         "mem_total": 141.0 * GIB, "temperature_max": 70.0, "power_max": 600.0, "throttle_samples": 100,
     }  # fmt: skip
-    return DeviceFacts(index=index, **{**good, **more})  # type: ignore[arg-type]
+    return DeviceUsage(index=index, **{**good, **more})  # type: ignore[arg-type]
 
 
 def timed(ms: float | None, calls: int = 1000) -> SeriesStats:
@@ -74,8 +74,8 @@ def timed(ms: float | None, calls: int = 1000) -> SeriesStats:
     return found
 
 
-def replica(number: int, rows: int | None = 16, ms: float = 5.0, **more: object) -> ReplicaFacts:
-    found = ReplicaFacts("dp", "Model", number, f"cuda:{number}", 1000, rows, time=timed(ms))
+def replica(number: int, rows: int | None = 16, ms: float = 5.0, **more: object) -> ReplicaStats:
+    found = ReplicaStats("dp", "Model", number, f"cuda:{number}", 1000, rows, time=timed(ms))
     return replace(found, **more)  # type: ignore[arg-type]
 
 
@@ -85,7 +85,7 @@ def long_step(ms: float, phase: str = "data", step: int = 500) -> LongStepRow:
 
 HEALTHY = known(
     modes=(GOOD,),
-    batches=(BatchFacts("Model", 2, 1000, 10, 7, 1),),
+    batches=(IdleDeviceCounts("Model", 2, 1000, 10, 7, 1),),
     replicas=(replica(0), replica(1, ms=5.5)),
     devices=(device(0), device(1, mem_run_max=17.0 * GIB)),
     longest=(long_step(26), long_step(25)),
@@ -95,12 +95,12 @@ HEALTHY = known(
 )
 
 
-def kinds(evidence: RunFacts) -> list[str]:
-    return [finding.kind for finding in findings(evidence)]
+def kinds(evidence: RunAnalysis) -> list[str]:
+    return [finding.kind for finding in find_all(evidence)]
 
 
-def host(**more: object) -> HostFacts:
-    return HostFacts(60, 8, 97.0, 3.0, 4.9, 12.0)._replace(**more)  # type: ignore[arg-type]
+def host(**more: object) -> HostUsage:
+    return HostUsage(60, 8, 97.0, 3.0, 4.9, 12.0)._replace(**more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def host(**more: object) -> HostFacts:
         (None, []),
     ],
 )
-def test_a_busy_machine(facts: HostFacts | None, kinds: list[str]) -> None:
-    found = findings(changed(HEALTHY, host=facts))
+def test_a_busy_machine(facts: HostUsage | None, kinds: list[str]) -> None:
+    found = find_all(changed(HEALTHY, host=facts))
     assert [finding.kind for finding in found] == kinds
     if kinds == ["busy"]:
         assert "3.0 of its 8 processors" in found[0].text
@@ -124,24 +124,24 @@ def test_a_busy_machine(facts: HostFacts | None, kinds: list[str]) -> None:
 
 
 def test_busy_machines() -> None:
-    (found,) = findings(changed(HEALTHY, host=host()._replace(machines=2)))
+    (found,) = find_all(changed(HEALTHY, host=host()._replace(machines=2)))
     assert found.text == "The machines are busy with other work: a median of 3.0 of 8 processors per machine."
 
 
 def test_what_the_script_can_change_comes_before_other_work_on_the_machine() -> None:
     waits = mode(data=0.3, forward=0.4, backward=0.3)
-    both = findings(changed(HEALTHY, modes=(waits,), host=host(others=7.0)))
+    both = find_all(changed(HEALTHY, modes=(waits,), host=host(others=7.0)))
     assert [finding.kind for finding in both] == ["data", "busy"]
     assert (both[0].saves or 0) < both[1].weight
 
 
 def test_the_exception_that_ended_a_run_comes_first() -> None:
     run = changed(HEALTHY, raised="rank 1: ValueError: no data (train.py:12)", end_ns=200 * SECOND)
-    (first, *others) = findings(run)
+    (first, *others) = find_all(run)
     assert (first.kind, first.weight) == ("failed", 1)
     assert first.text == "An exception ended the run: rank 1: ValueError: no data (train.py:12)."
     assert "failed" not in [one.kind for one in others]
-    (first, *_) = findings(changed(run, death="rank 1 was ended by SIGABRT"))
+    (first, *_) = find_all(changed(run, death="rank 1 was ended by SIGABRT"))
     assert "without an exception" in first.text, "the exception is a consequence"
 
 
@@ -150,7 +150,7 @@ def test_the_exception_that_ended_a_run_comes_first() -> None:
 )
 def test_the_advice_on_drift_follows_the_phase_that_grew_most(phase: str, said: str) -> None:
     first, last = third(20, 22, **{phase: 1}), third(32, 30, **{phase: 13})
-    (found,) = findings(changed(HEALTHY, modes=(replace(GOOD, steps=1000, early=first, late=last),)))
+    (found,) = find_all(changed(HEALTHY, modes=(replace(GOOD, steps=1000, early=first, late=last),)))
     assert found.kind == "drift"
     assert f"; {phase} grew most: " in found.ground
     assert said in found.advice
@@ -181,9 +181,9 @@ STARTING = replace(
     ],
 )
 def test_workers_are_advised_only_where_they_help(
-    facts: ModeFacts, machine: HostFacts | None, said: str, not_said: str
+    facts: ModeStats, machine: HostUsage | None, said: str, not_said: str
 ) -> None:
-    found = [finding for finding in findings(changed(HEALTHY, modes=(facts,), host=machine)) if finding.kind == "data"]
+    found = [finding for finding in find_all(changed(HEALTHY, modes=(facts,), host=machine)) if finding.kind == "data"]
     (advice,) = [finding.advice for finding in found]
     assert said in advice
     assert not_said not in advice
@@ -192,22 +192,22 @@ def test_workers_are_advised_only_where_they_help(
 def test_fewer_threads_are_advised_only_where_processors_are_short() -> None:
     run = SHOWN["spread"]
     for machine, expected in ((host(cpu_pct=97.0, others=1.0), True), (host(cpu_pct=40.0), False), (None, False)):
-        (advice,) = [found.advice for found in findings(changed(run, host=machine)) if found.kind == "spread"]
+        (advice,) = [found.advice for found in find_all(changed(run, host=machine)) if found.kind == "spread"]
         assert ("OMP_NUM_THREADS" in advice) == expected
 
 
 def test_the_advice_for_a_gpu_that_waits_for_data_is_about_the_loader() -> None:
     run = SHOWN["low use"]
-    (advice,) = [found.advice for found in findings(run) if found.kind == "low use"]
+    (advice,) = [found.advice for found in find_all(run) if found.kind == "low use"]
     assert "torch.compile" in advice
     waiting = changed(run, modes=(WAITING,))
-    (advice,) = [found.advice for found in findings(waiting) if found.kind == "low use"]
+    (advice,) = [found.advice for found in find_all(waiting) if found.kind == "low use"]
     assert advice == "the loader first: the steps wait for data for 43 % of their time"
 
 
 def test_nothing_stands_out_in_a_healthy_run() -> None:
-    assert findings(HEALTHY) == []
-    assert findings(known()) == []
+    assert find_all(HEALTHY) == []
+    assert find_all(known()) == []
 
 
 SHOWN = {
@@ -215,8 +215,8 @@ SHOWN = {
     "data": changed(HEALTHY, modes=(mode(data=0.43, forward=0.3, backward=0.27),)),
     "replicate": changed(HEALTHY, modes=(mode(data=0.02, forward=0.7, replicate=0.48, backward=0.28),)),
     "transfer": changed(HEALTHY, modes=(mode(forward=0.7, scatter=0.15, gather=0.15, backward=0.3),)),
-    "small batch": changed(HEALTHY, batches=(BatchFacts("Model", 8, 1000, 1000, 3, 5),)),
-    "idle": changed(HEALTHY, batches=(BatchFacts("Model", 8, 1000, 990, 9, 3),)),
+    "small batch": changed(HEALTHY, batches=(IdleDeviceCounts("Model", 8, 1000, 1000, 3, 5),)),
+    "idle": changed(HEALTHY, batches=(IdleDeviceCounts("Model", 8, 1000, 990, 9, 3),)),
     "uneven": changed(HEALTHY, replicas=(replica(0), replica(1), replica(2, rows=4))),
     "fuller": changed(HEALTHY, devices=(device(0, mem_run_max=30.0 * GIB), device(1))),
     "throttled": changed(HEALTHY, devices=(device(0, throttled=Counter({"power limit": 40})), device(1))),
@@ -230,7 +230,7 @@ SHOWN = {
 
 @pytest.mark.parametrize("kind", SHOWN)
 def test_a_run_with_a_problem_has_its_finding(kind: str) -> None:
-    (found,) = findings(SHOWN[kind])
+    (found,) = find_all(SHOWN[kind])
     assert found.kind == kind
     assert found.text.endswith(".")
     assert any(char.isdigit() for char in found.ground), "a ground is figures"
@@ -250,11 +250,11 @@ def test_a_run_with_a_problem_has_its_finding(kind: str) -> None:
     ],
 )
 def test_the_most_that_an_advice_can_bring_is_the_time_of_its_cause(kind: str, saves: float | None) -> None:
-    (found,) = findings(SHOWN[kind])
+    (found,) = find_all(SHOWN[kind])
     assert found.saves == (saves if saves is None else pytest.approx(saves))
     words = "" if saves is None else f"steps at most {round(100 * saves / (1 - saves))} % faster"
-    assert found.ceiling == words
-    assert found.advised.startswith(f"try ({words}): " if words else "try: ")
+    assert found.gain_limit_text == words
+    assert found.advice_text.startswith(f"try ({words}): " if words else "try: ")
 
 
 @pytest.mark.parametrize(
@@ -267,16 +267,16 @@ def test_the_most_that_an_advice_can_bring_is_the_time_of_its_cause(kind: str, s
     ],
 )
 def test_no_rate_is_promised_if_a_cause_takes_nearly_all_the_time(saves: float, words: str) -> None:
-    assert Finding("data", "", "", "", 0.5, saves).ceiling == words
+    assert Finding("data", "", "", "", 0.5, saves).gain_limit_text == words
 
 
 def test_evaluations_that_take_much_of_the_time_are_found() -> None:
     spent = {"training": 60 * SECOND, "evaluation": 30 * SECOND, "between": 10 * SECOND}
     evaluated = changed(HEALTHY, spent=spent, evaluations=[replace(GOOD, evaluation=True)], gaps=[])
-    (found,) = findings(evaluated)
+    (found,) = find_all(evaluated)
     assert (found.kind, found.text) == ("evaluation", "Evaluations take 30 % of the time.")
     assert found.saves == pytest.approx(0.4), "without evaluations, their loaders do not start either"
-    assert not findings(changed(evaluated, spent={**spent, "evaluation": 10 * SECOND}))
+    assert not find_all(changed(evaluated, spent={**spent, "evaluation": 10 * SECOND}))
 
 
 def test_together_each_stretch_of_time_counts_once() -> None:
@@ -286,27 +286,27 @@ def test_together_each_stretch_of_time_counts_once() -> None:
         return Finding(kind, "", "", "", 0.5, saves, parts)
 
     run = changed(HEALTHY, spent=spent)
-    assert together([found("data", 0.4), found("drift", None)], run) is None, "one advice needs no sum"
-    assert together([found("data", 0.4), found("between", 0.5)], run) == pytest.approx(0.7)
+    assert combined_savings([found("data", 0.4), found("drift", None)], run) is None, "one advice needs no sum"
+    assert combined_savings([found("data", 0.4), found("between", 0.5)], run) == pytest.approx(0.7)
     exposed, turn = found("exposed", 0.2, exposed=0.2), found("in turn", 0.1, wait=0.1)
     accumulated = found("accumulation", 0.25, exposed=0.15, wait=0.1)
-    assert together([found("data", 0.4), exposed, accumulated], run) == pytest.approx(0.2 + (0.2 + 0.1) / 2)
-    assert together([exposed, accumulated, turn], run) == pytest.approx((0.2 + 0.1) / 2)
+    assert combined_savings([found("data", 0.4), exposed, accumulated], run) == pytest.approx(0.2 + (0.2 + 0.1) / 2)
+    assert combined_savings([exposed, accumulated, turn], run) == pytest.approx((0.2 + 0.1) / 2)
     apart = found("between", 0.5, between=0.4, data=0.1)
-    assert together([found("data", 0.4, data=0.4), apart], run) == pytest.approx(0.2 + 0.4)
-    assert together([found("evaluation", 0.6, between=0.4), apart], run) == pytest.approx(0.6 + 0.1)
-    assert together([found("data", 1.0), found("between", 0.7)], run) == 1.0
+    assert combined_savings([found("data", 0.4, data=0.4), apart], run) == pytest.approx(0.2 + 0.4)
+    assert combined_savings([found("evaluation", 0.6, between=0.4), apart], run) == pytest.approx(0.6 + 0.1)
+    assert combined_savings([found("data", 1.0), found("between", 0.7)], run) == 1.0
 
 
 def test_long_fetches_of_a_few_steps_count_once_with_the_wait_for_data() -> None:
     """1,000 steps of 20 ms with two steps of 10 s that wait for data."""
     slow = (*(long_step(10_000.0, "data", step=step) for step in (100, 500)), long_step(25))
-    found = findings(changed(HEALTHY, modes=(mode(data=0.55),), longest=slow))
+    found = find_all(changed(HEALTHY, modes=(mode(data=0.55),), longest=slow))
     both = {one.kind: one for one in found}
     assert both["stall"].saves == pytest.approx(19.96 / 40)
     assert both["stall"].parts["data"] == pytest.approx(0.9 * 19.96 / 40), "long_step has nine tenths in the phase"
     own = both["stall"].saves - sum(both["stall"].parts.values())
-    assert together(found, changed(HEALTHY, spent={"training": SECOND})) == pytest.approx(0.55 + own)
+    assert combined_savings(found, changed(HEALTHY, spent={"training": SECOND})) == pytest.approx(0.55 + own)
 
 
 def test_time_between_steps_is_that_of_the_process_that_has_most() -> None:
@@ -317,9 +317,9 @@ def test_time_between_steps_is_that_of_the_process_that_has_most() -> None:
     }
     gap = Gap(0, 100, "dp", 0, 50 * SECOND, 50 * SECOND)
     spent = {"training": 74 * SECOND, "between": 26 * SECOND}
-    (found,) = findings(changed(HEALTHY, spent=spent, spent_by_process=each, gaps=[gap]))
+    (found,) = find_all(changed(HEALTHY, spent=spent, spent_by_process=each, gaps=[gap]))
     assert found.kind == "between"
-    assert found.ceiling == "run at most 2.0 times as fast"
+    assert found.gain_limit_text == "run at most 2.0 times as fast"
 
 
 def test_workers_that_start_again_also_cost_the_first_fetch_of_an_epoch() -> None:
@@ -334,34 +334,34 @@ def test_workers_that_start_again_also_cost_the_first_fetch_of_an_epoch() -> Non
         gaps=[Gap(0, 100, "dp", 38 * SECOND, 58 * SECOND, 20 * SECOND)],
         loaders=starts,
     )
-    (found,) = findings(run)
+    (found,) = find_all(run)
     assert found.kind == "between"
     assert found.saves == pytest.approx(0.2 + 0.15 * 2 / 3)
 
 
 def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:
-    (alone,) = findings(SHOWN["stall"])
-    (found,) = findings(changed(SHOWN["stall"], names={0: "rank 3", 1: "rank 0"}))
+    (alone,) = find_all(SHOWN["stall"])
+    (found,) = find_all(changed(SHOWN["stall"], names={0: "rank 3", 1: "rank 0"}))
     assert " of rank 3" in found.ground
     assert found.ground.replace(" of rank 3", "") == alone.ground
 
 
 def test_a_stall_is_counted_once_and_its_steps_are_left_out() -> None:
-    seen = StallSeen(60 * SECOND, 70 * SECOND, 100 * SECOND, {"text": STALL})
+    seen = RecordedStall(60 * SECOND, 70 * SECOND, 100 * SECOND, {"text": STALL})
     key = TallyKey(0, "dp", 4, 8)
     window = SimpleNamespace(left_out={key: Tally(steps=1), key._replace(process=1): Tally(steps=1)}, times=())
     spent = {"stalled": 40 * SECOND, "training": 60 * SECOND}
-    stalled = changed(HEALTHY, announced=Announced(stalls=(seen,)), spent=spent, window=window)
-    (found,) = findings(stalled)
+    stalled = changed(HEALTHY, announced=RunEvents(stalls=(seen,)), spent=spent, window=window)
+    (found,) = find_all(stalled)
     assert found.text == "1 step with a stall is left out of the figures: 40.0 s."
     assert found.ground == f"stall at 00:01:00: {STALL}"
     assert (found.advice, found.weight) == ("dpmon why shows the stacks of that time", 0.4)
-    (between,) = findings(changed(stalled, window=SimpleNamespace(left_out={}, times=())))
+    (between,) = find_all(changed(stalled, window=SimpleNamespace(left_out={}, times=())))
     assert between.text == "A stall is left out of the figures: 40.0 s."
-    goes_on = changed(stalled, announced=Announced(stalls=(seen._replace(end_ns=None),)))
-    assert findings(goes_on) == []
+    goes_on = changed(stalled, announced=RunEvents(stalls=(seen._replace(end_ns=None),)))
+    assert find_all(goes_on) == []
     # Ranks on a machine that did not know of the stall count its time as training.
-    (elsewhere,) = findings(
+    (elsewhere,) = find_all(
         changed(stalled, spent_by_process={0: {"training": 80 * SECOND}, 1: {"stalled": 80 * SECOND}})
     )
     assert elsewhere.text == "1 step with a stall is left out of the figures: 80.0 s."
@@ -369,17 +369,17 @@ def test_a_stall_is_counted_once_and_its_steps_are_left_out() -> None:
 
 
 STALL = "rank 1 in checkpoint (train.py:12); rank 0 waits in backward (train.py:90)"
-STALLED = (StallSeen(100 * SECOND, 110 * SECOND, record={"text": STALL}),)
+STALLED = (RecordedStall(100 * SECOND, 110 * SECOND, record={"text": STALL}),)
 
 
-def live(newest_s: int, stalls: tuple[StallSeen, ...] = STALLED, inputs: Any = (), **more: Any) -> RunFacts:
+def live(newest_s: int, stalls: tuple[RecordedStall, ...] = STALLED, inputs: Any = (), **more: Any) -> RunAnalysis:
     """Return a live run; its last step ended at 100 s."""
-    announced = Announced(stalls=stalls, inputs=inputs)
+    announced = RunEvents(stalls=stalls, inputs=inputs)
     return changed(HEALTHY, end_ns=None, until_ns=newest_s * SECOND, announced=announced, **more)
 
 
 def test_a_live_run_that_hangs_says_so_first() -> None:
-    (found,) = findings(live(134))
+    (found,) = find_all(live(134))
     assert (found.kind, found.weight) == ("quiet", 1.0)
     assert found.text == "No step has ended for 34.0 s."
     assert found.ground == f"the last one at 00:01:40; {STALL}"
@@ -396,12 +396,12 @@ def test_a_live_run_that_hangs_says_so_first() -> None:
     ],
     ids=["not for long", "something moves", "its steps are long", "it waits for input", "it was paused"],
 )
-def test_a_live_run_is_not_called_quiet(evidence: RunFacts) -> None:
-    assert findings(evidence) == []
+def test_a_live_run_is_not_called_quiet(evidence: RunAnalysis) -> None:
+    assert find_all(evidence) == []
 
 
 def test_the_finding_about_a_quiet_end_names_the_place_of_each_process() -> None:
-    (found,) = findings(changed(SHOWN["quiet"], announced=Announced(stalls=STALLED)))
+    (found,) = find_all(changed(SHOWN["quiet"], announced=RunEvents(stalls=STALLED)))
     assert found.ground.endswith(f"; {STALL}")
     assert "dpmon why" in found.advice
 
@@ -409,14 +409,14 @@ def test_the_finding_about_a_quiet_end_names_the_place_of_each_process() -> None
 @pytest.mark.parametrize("kind", ["data", "replicate", "transfer", "drift", "stall", "spread", "quiet"])
 def test_no_finding_from_too_few_steps(kind: str) -> None:
     few = changed(SHOWN[kind], modes=tuple(replace(m, steps=MIN_STEPS - 1) for m in SHOWN[kind].modes))
-    assert findings(few) == []
+    assert find_all(few) == []
 
 
 @pytest.mark.parametrize(
     "evidence",
     [
-        changed(HEALTHY, batches=(BatchFacts("Model", 8, 29, 29, 3, 5),)),
-        changed(HEALTHY, batches=(BatchFacts("Model", 8, 1000, 400, 9, 3),)),
+        changed(HEALTHY, batches=(IdleDeviceCounts("Model", 8, 29, 29, 3, 5),)),
+        changed(HEALTHY, batches=(IdleDeviceCounts("Model", 8, 1000, 400, 9, 3),)),
         changed(HEALTHY, replicas=tuple(replace(r, calls=29, rows=1 + r.replica * 9) for r in HEALTHY.replicas)),
         changed(HEALTHY, replicas=(replica(0, rows=16), replica(1, rows=15))),
         changed(HEALTHY, replicas=(replica(0, rows=None), replica(1, rows=1))),
@@ -443,8 +443,8 @@ def test_no_finding_from_too_few_steps(kind: str) -> None:
         changed(HEALTHY, compared=Comparison(speedup=Interval(1.7, 1.6, 1.8))),
     ],
 )
-def test_a_run_below_the_thresholds_has_no_finding(evidence: RunFacts) -> None:
-    assert findings(evidence) == []
+def test_a_run_below_the_thresholds_has_no_finding(evidence: RunAnalysis) -> None:
+    assert find_all(evidence) == []
 
 
 def test_the_heaviest_comes_first_and_the_mode_is_named() -> None:
@@ -453,7 +453,7 @@ def test_the_heaviest_comes_first_and_the_mode_is_named() -> None:
         modes=(mode("dp", data=0.25, replicate=0.5), mode("single", data=0.6)),
         devices=(device(0, mem_run_max=30.0 * GIB), device(1)),
     )
-    found = findings(evidence)
+    found = find_all(evidence)
     assert [finding.kind for finding in found] == ["data", "replicate", "data", "fuller"]
     assert "in mode single" in found[0].text
     assert "60 %" in found[0].text
@@ -461,36 +461,36 @@ def test_the_heaviest_comes_first_and_the_mode_is_named() -> None:
 
 def test_virtual_replicas_are_called_virtual() -> None:
     evidence = changed(HEALTHY, modes=(replace(mode(replicate=0.5), virtual=True),))
-    assert "virtual" in findings(evidence)[0].text
+    assert "virtual" in find_all(evidence)[0].text
 
 
 def test_memory_reserved_by_torch_stands_in_for_unknown_driver_figures() -> None:
     held = (
-        Held("cuda:0", 8 * GIB, GIB, 8 * GIB, GIB, None, {}),
-        Held("cuda:1", 8 * GIB, GIB, 0, GIB, None, {}),
-        Held("cpu", GIB, 0, 0, None, None, {}),
+        DeviceMemory("cuda:0", 8 * GIB, GIB, 8 * GIB, GIB, None, {}),
+        DeviceMemory("cuda:1", 8 * GIB, GIB, 0, GIB, None, {}),
+        DeviceMemory("cpu", GIB, 0, 0, None, None, {}),
     )
     evidence = changed(HEALTHY, devices=(), memory=held)
-    (found,) = findings(evidence)
+    (found,) = find_all(evidence)
     assert (found.kind, "18.0 GiB" in found.text, "10.0 GiB" in found.text) == ("fuller", True, True)
     unknown = changed(evidence, memory=tuple(one._replace(rest=None) for one in held))
-    assert findings(unknown) == []
+    assert find_all(unknown) == []
 
 
 def test_a_slower_replica_is_named_with_both_times() -> None:
-    (found,) = findings(changed(HEALTHY, replicas=(replica(0), replica(1, ms=12))))
+    (found,) = find_all(changed(HEALTHY, replicas=(replica(0), replica(1, ms=12))))
     assert found.kind == "uneven"
     assert "Replica 1 of Model (cuda:1) takes 2.4 times as long as replica 0" in found.text
     assert "12.0 ms and 5.00 ms" in found.ground
 
 
-def on_device(number: int, ms: float, device_ms: float | None, calls: int = 1000) -> ReplicaFacts:
+def on_device(number: int, ms: float, device_ms: float | None, calls: int = 1000) -> ReplicaStats:
     return replica(number, ms=ms, on_device=timed(device_ms, calls))
 
 
 def test_a_slower_gpu_is_found_by_its_own_time() -> None:
     """The host queues the work of both GPUs in the same time."""
-    (found,) = findings(changed(HEALTHY, replicas=(on_device(0, 5, 20), on_device(1, 5, 50))))
+    (found,) = find_all(changed(HEALTHY, replicas=(on_device(0, 5, 20), on_device(1, 5, 50))))
     assert (found.kind, found.weight) == ("uneven", pytest.approx(0.6, rel=0.01))
     assert "Replica 1 of Model (cuda:1) takes 2.5 times as long as replica 0" in found.text
     assert found.ground == "forward on the device, median 49.9 ms and 20.0 ms, equal rows"  # at most 0.4 % off
@@ -510,11 +510,11 @@ def test_a_slower_gpu_is_found_by_its_own_time() -> None:
         ((on_device(0, 5, 5.1), on_device(1, 16, 20)), ["uneven"]),
     ],
 )
-def test_devices_are_compared_where_all_are_known(replicas: tuple[ReplicaFacts, ...], kinds_found: list[str]) -> None:
+def test_devices_are_compared_where_all_are_known(replicas: tuple[ReplicaStats, ...], kinds_found: list[str]) -> None:
     assert kinds(changed(HEALTHY, replicas=replicas)) == kinds_found
 
 
-def waiting(host: float, device: float | None, count: int = 1000) -> RunFacts:
+def waiting(host: float, device: float | None, count: int = 1000) -> RunAnalysis:
     """Return a training that waits for its loader for these shares of a step of 20 ms."""
     found = mode(data=host, forward=0.9 - host)
     phases = [
@@ -527,13 +527,13 @@ def waiting(host: float, device: float | None, count: int = 1000) -> RunFacts:
 
 
 def test_the_finding_about_data_uses_device_waits_where_they_are_known() -> None:
-    assert findings(waiting(0.4, 0.01)) == [], "it has work while the host waits"
-    (found,) = findings(waiting(0.4, 0.35))
+    assert find_all(waiting(0.4, 0.01)) == [], "it has work while the host waits"
+    (found,) = find_all(waiting(0.4, 0.35))
     assert found.text == "The GPU waits for data: 35 % of the time of its steps."
     assert "on the device median 7.00 ms; step median 20.0 ms" in found.ground
     assert found.weight == 0.35
     for unknown in (waiting(0.4, None, 0), waiting(0.4, 0.01, MIN_STEPS - 1)):
-        (found,) = findings(unknown)
+        (found,) = find_all(unknown)
         assert found.text == "The training waits for data: 40 % of the time of its steps."
         assert "device" not in found.ground
 
@@ -547,7 +547,7 @@ def test_copies_are_judged_by_the_devices_own_time() -> None:
             phase._replace(device_share=device, device_count=count, device_ns=ms) if phase.name == "copy" else phase
             for phase in found.phases
         ]
-        said = findings(changed(HEALTHY, modes=(replace(found, phases=tuple(phases)),)))
+        said = find_all(changed(HEALTHY, modes=(replace(found, phases=tuple(phases)),)))
         assert [one.kind for one in said] == expected, (device, count)
         if said:
             assert "takes 30 % of the time of its steps" in said[0].text
@@ -557,18 +557,18 @@ def test_copies_are_judged_by_the_devices_own_time() -> None:
 def test_of_idle_devices_and_unequal_rows_only_one_is_found() -> None:
     uneven = (replica(0, rows=2), replica(1, rows=1))
     assert kinds(changed(HEALTHY, replicas=uneven)) == ["uneven"]
-    assert "a batch that 2 divides" in findings(changed(HEALTHY, replicas=uneven))[0].advice
+    assert "a batch that 2 divides" in find_all(changed(HEALTHY, replicas=uneven))[0].advice
     assert kinds(changed(SHOWN["idle"], replicas=uneven)) == ["idle"]
 
 
 def test_many_stalls_are_counted_and_the_longest_is_placed() -> None:
     evidence = changed(HEALTHY, longest=(long_step(9000, "other", 77), long_step(2000), long_step(25)))
-    (found,) = findings(evidence)
+    (found,) = find_all(evidence)
     assert found.text == "2 steps took more than 10 times the median: 11.0 s together."
     assert "step 77 at 00:01:00, 9.00 s, 8.10 s in other; median 20.0 ms" in found.ground
     assert "checkpoint" in found.advice
     every = changed(evidence, longest=tuple(long_step(9000, step=n) for n in range(64)))
-    (found,) = findings(every)
+    (found,) = find_all(every)
     assert found.text.startswith("At least 64 steps")
     assert found.saves is None, "nobody knows how many more there are"
 
@@ -578,7 +578,7 @@ def test_the_process_that_waits_most_for_data_is_named() -> None:
         replace(mode(data=share), mean_ns=20.0 * MS, process=number, who=f"rank {number}")
         for number, share in enumerate((0.05, 0.7, 0.3))
     ]
-    (found,) = findings(
+    (found,) = find_all(
         known(
             modes=(each[0],),
             others=tuple(each[1:]),
@@ -595,4 +595,4 @@ def test_a_stall_is_judged_by_the_median_of_its_own_process() -> None:
     fast = replace(GOOD, who="process 0")
     slow = replace(mode(median_ms=300.0, data=0.05), process=1, who="process 1")
     steps = (long_step(1500.0)._replace(process=1),) * 20
-    assert not findings(known(modes=(fast,), others=(slow,), longest=steps, names={0: "rank 0", 1: "rank 1"}))
+    assert not find_all(known(modes=(fast,), others=(slow,), longest=steps, names={0: "rank 0", 1: "rank 1"}))

@@ -8,8 +8,8 @@ import pytest
 from stored import Recording, state_of
 from synthetic import SECOND, Training
 
-from dpmon.model.history import COLUMNS, Columns
-from dpmon.model.state import Process
+from dpmon.model.run_snapshot import Process
+from dpmon.model.step_history import COLUMNS, HistoryColumnCache
 from dpmon.record.record_types import Step
 from dpmon.ui.time_axis import TimeAxis, fitted, pictured, sampled
 
@@ -28,7 +28,7 @@ def steps_of(walls: list[int], mode: str = "dp", each_ns: int | None = None) -> 
 
 
 def process_of(walls: list[int], span_s: int, each_ns: int | None = None) -> Process:
-    process = state_of(steps_of(walls, each_ns=each_ns), span_s=span_s).focus
+    process = state_of(steps_of(walls, each_ns=each_ns), span_s=span_s).representative
     assert process is not None
     return process
 
@@ -112,7 +112,7 @@ def test_columns_that_are_over_are_read_once_and_are_the_same() -> None:
     """They equal columns that are read again for each picture, also after going back in time."""
     training = Training(step_ns=SECOND // 5)
     recording = Recording().add(training.begin())
-    kept = Columns()
+    kept = HistoryColumnCache()
     for number in range(40):
         recording.add(training.run(20))
         if number % 9 == 8:
@@ -121,6 +121,6 @@ def test_columns_that_are_over_are_read_once_and_are_the_same() -> None:
         for end_s in (end + 1, end - 7 if number % 5 == 4 else end + 1):
             for width in (1, 10):
                 begin = max(end_s - 60, 0) if width == 1 else 0
-                fresh = Columns().read(store, 0, begin, end_s, width)
-                assert (kept if width == 1 else Columns()).read(store, 0, begin, end_s, width) == fresh
+                fresh = HistoryColumnCache().read(store, 0, begin, end_s, width)
+                assert (kept if width == 1 else HistoryColumnCache()).read(store, 0, begin, end_s, width) == fresh
     assert len(kept._closed) <= 60

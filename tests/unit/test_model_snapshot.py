@@ -9,21 +9,21 @@ import pytest
 from stored import Recording, state_of
 from synthetic import SECOND, Training, device_event, host_event
 
-from dpmon.model.calls_seen import spread_of
-from dpmon.model.pace import speed
-from dpmon.model.state import PHASES, Process, State
+from dpmon.model.recent_calls import percentiles_of
+from dpmon.model.run_snapshot import PHASES, Process, RunSnapshot
+from dpmon.model.throughput import throughput_of
 from dpmon.record.record_types import Call, CallPhaseTime, Event, Record, Replica, Step
 
 NOT_RUN = None
 
 
-def after(training: Training, steps: int, **wanted: object) -> State:
+def after(training: Training, steps: int, **wanted: object) -> RunSnapshot:
     return state_of([*training.begin(), *training.run(steps)], **wanted)
 
 
 def of_run(records: Iterable[bytes | Record], t_ns: int | None = None, **wanted: object) -> Process:
     """Return the process that the screen shows."""
-    process = state_of(records, t_ns, **wanted).focus
+    process = state_of(records, t_ns, **wanted).representative
     assert process is not None
     return process
 
@@ -91,7 +91,7 @@ def test_calls_longer_than_the_forward_are_not_subtracted_from_it() -> None:
 
 @pytest.mark.parametrize(("count", "expected"), [(0, None), (1, 1), (20, 19), (100, 95), (21, 20)])
 def test_percentile_is_the_nearest_rank(count: int, expected: int | None) -> None:
-    found = spread_of(range(1, count + 1))
+    found = percentiles_of(range(1, count + 1))
     assert (None if found is None else found.high) == expected
 
 
@@ -99,18 +99,22 @@ def test_without_new_steps_the_speed_is_replaced_by_a_reason() -> None:
     training = Training(step_ns=10_000_000)
     payloads = [*training.begin(), *training.run(500)]
     state = state_of(payloads)
-    process = state.focus
+    process = state.representative
     assert process is not None
-    stalled = speed(process, state, process.seen_ns + 12 * SECOND)
+    stalled = throughput_of(process, state, process.seen_ns + 12 * SECOND)
     assert stalled.steps_per_s is None
     assert stalled.reason == "no step has ended for 12 s"
     now = process.seen_ns + 12 * SECOND
-    assert speed(process, state, now, now - SECOND).rate is not None, "the process goes on, only the record is behind"
-    assert speed(process, state, now, now - 4 * SECOND).reason == stalled.reason
+    assert throughput_of(process, state, now, now - SECOND).rate is not None, (
+        "the process goes on, only the record is behind"
+    )
+    assert throughput_of(process, state, now, now - 4 * SECOND).reason == stalled.reason
     over = state_of(payloads, over=True)
-    process = over.focus
+    process = over.representative
     assert process is not None
-    assert speed(process, over, process.seen_ns + 12 * SECOND).steps_per_s is not None, "the mean of the run stays"
+    assert throughput_of(process, over, process.seen_ns + 12 * SECOND).steps_per_s is not None, (
+        "the mean of the run stays"
+    )
 
 
 def test_speed_does_not_mix_modes() -> None:
@@ -118,9 +122,9 @@ def test_speed_does_not_mix_modes() -> None:
     payloads = [*training.begin(), *training.run(500)]
     training.step_ns = 40_000_000
     state = state_of([*payloads, *training.switch("single"), *training.run(100)], span_s=0)
-    process = state.focus
+    process = state.representative
     assert process is not None
-    assert speed(process, state, process.seen_ns).steps_per_s == pytest.approx(25, rel=0.05)
+    assert throughput_of(process, state, process.seen_ns).steps_per_s == pytest.approx(25, rel=0.05)
     assert process.ranged.mode == "single"
     assert process.ranged.steps == 100
 
@@ -175,7 +179,7 @@ def steps_from(start_s: float, count: int, first: int = 1) -> list[Record]:
 def test_a_pause_has_a_beginning_and_an_end() -> None:
     state = state_of([*steps_from(1.0, 20), a_pause(True, 3.0)])
     assert state.processes[0].paused_since_ns == 3 * SECOND
-    assert speed(state.processes[0], state, 4 * SECOND).reason == "the training is paused"
+    assert throughput_of(state.processes[0], state, 4 * SECOND).reason == "the training is paused"
     state = state_of([*steps_from(1.0, 20), a_pause(True, 3.0), a_pause(False, 63.0, paused_s=60.0)])
     assert state.processes[0].paused_since_ns is None
     assert [(change.paused, change.t_ns, change.paused_ns, change.step) for change in state.pauses] == [
@@ -207,7 +211,7 @@ def test_a_refusal_keeps_what_is_in_force() -> None:
     training = Training()
     payloads = [*training.begin(), *training.run(5)]
     state = state_of([*payloads, training.mode_event("user", refused="the module is spread over devices")])
-    process = state.focus
+    process = state.representative
     assert process is not None
     assert process.mode == "dp"
     assert process.devices == ("cpu:0", "cpu:1")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from stored import state_of
 from synthetic import runs_of
 
-from dpmon.model.calls_seen import STEP_CALLS_READ
+from dpmon.model.recent_calls import STEP_CALLS_READ
 from dpmon.model.step_timeline import Piece, StepTimeline, last_step_timeline
 from dpmon.record.record_types import Call, CallPhaseTime, Record, Replica, Stage, Step
 
@@ -31,7 +31,7 @@ def a_call(**changes: object) -> Call:
 
 
 def timeline_of(*records: Record) -> StepTimeline:
-    process = state_of(records).focus
+    process = state_of(records).representative
     assert process is not None
     timeline = last_step_timeline(process)
     assert timeline is not None
@@ -136,13 +136,13 @@ def test_calls_of_other_steps_are_not_in_it() -> None:
 
 def test_before_the_first_step_there_is_none() -> None:
     state = state_of([a_call()])
-    process = state.focus
+    process = state.representative
     assert process is not None
     assert last_step_timeline(process) is None
 
 
 def test_a_step_of_many_calls_shows_the_last_ones() -> None:
     calls = [a_call(call=number, start_ns=1012 + number) for number in range(500)]
-    process = state_of([*calls, STEP]).focus
+    process = state_of([*calls, STEP]).representative
     assert process is not None
     assert [call.call for call in process.last_calls] == list(range(500 - STEP_CALLS_READ, 500))

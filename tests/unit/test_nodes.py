@@ -21,12 +21,12 @@ from synthetic import SECOND
 from test_json_documented import documented
 
 from dpmon.cli.main import main
-from dpmon.model.communication import Wrapper, communication
-from dpmon.model.nodes import NodeFacts, Trouble
-from dpmon.model.rank_waits import among_many
-from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import MANY, WORST, Wanted
-from dpmon.model.stragglers import delays, sentence
+from dpmon.model.communication import Wrapper, build_communication
+from dpmon.model.nodes import NodeProblem, NodeStatus
+from dpmon.model.rank_waits import choose_ranks_to_show
+from dpmon.model.run_snapshot import MANY, WORST, SnapshotRequest
+from dpmon.model.snapshot_builder import SnapshotBuilder
+from dpmon.model.stragglers import delay_shares, straggler_sentence
 from dpmon.record.record_types import Event
 from dpmon.record.schema import STEP, WAIT
 from dpmon.run.mirror_state import NodeReplies
@@ -43,7 +43,7 @@ from dpmon.ui.panels.rank_map import by_number
 from dpmon.ui.rows import plain
 from dpmon.ui.scenes import NODES, RANKS, scene_of
 
-NODE = NodeFacts(3, "gpu-3", "connected", None, SECOND, 10 * SECOND, None, ())
+NODE = NodeStatus(3, "gpu-3", "connected", None, SECOND, 10 * SECOND, None, ())
 
 
 @lru_cache(maxsize=4)
@@ -73,20 +73,20 @@ def facts_of(run: ManyNodes, now_s: int = 12, view: View | None = None, **wanted
 def test_a_node_in_trouble_is_described_with_the_time(
     changes: dict[str, object], words: str | None, brief: str
 ) -> None:
-    trouble = NODE._replace(**changes).trouble(12 * SECOND)
+    trouble = NODE._replace(**changes).problem_at(12 * SECOND)
     assert (None if trouble is None else trouble.words(12 * SECOND)) == words
     assert trouble is None or trouble.brief(12 * SECOND, 8).startswith(brief)
 
 
 def test_a_word_that_does_not_fit_is_cut() -> None:
-    assert [Trouble("cut off", 0).brief(200 * SECOND, width) for width in (8, 4, 1)] == ["cut", "cut", "c"]
-    assert Trouble("cut off", 0).brief(7300 * SECOND, 8) == "cut 2 h"
+    assert [NodeProblem("cut off", 0).brief(200 * SECOND, width) for width in (8, 4, 1)] == ["cut", "cut", "c"]
+    assert NodeProblem("cut off", 0).brief(7300 * SECOND, 8) == "cut 2 h"
 
 
 def test_the_sentence_names_the_node_of_the_slow_rank() -> None:
     state = facts_of(run_of(4)).state
     assert state.straggler is not None
-    assert sentence(state.straggler, lately=True).startswith("rank 11 (gpu-1) holds the others up by ")
+    assert straggler_sentence(state.straggler, lately=True).startswith("rank 11 (gpu-1) holds the others up by ")
     assert (state.straggler.rank, state.straggler.nodes) == (11, ("gpu-1",))
 
 
@@ -110,8 +110,8 @@ def test_each_rank_has_its_node_and_the_devices_are_those_of_the_node_in_focus()
     run = run_of(4)
     for chosen in (0, 11):
         state = run.state(process=chosen)
-        assert state.focus is not None
-        assert state.focus.name == f"rank {chosen} (gpu-{chosen // 8})"
+        assert state.representative is not None
+        assert state.representative.name == f"rank {chosen} (gpu-{chosen // 8})"
         assert sorted(state.devices) == list(range(8))
         known = {track.data["node"] for track in state.devices.values() if "node" in track.data}
         assert known <= {chosen // 8}
@@ -147,9 +147,9 @@ def test_the_scene_and_the_header_count_the_nodes() -> None:
 def test_a_node_alone_is_shown_as_on_its_own_screen() -> None:
     facts = facts_of(run_of(4), node=1)
     assert scene_of(facts).name == RANKS
-    assert [process.rank for process in facts.state.training] == list(range(8, 16))
+    assert [process.rank for process in facts.state.training_processes] == list(range(8, 16))
     assert "2 Ranks · Model" in text_of(facts, 120, 40)
-    assert {process.node for process in facts.state.training} == {"gpu-1"}
+    assert {process.node for process in facts.state.training_processes} == {"gpu-1"}
 
 
 def test_nodes_in_trouble_are_told_first_and_keep_their_place() -> None:
@@ -247,7 +247,7 @@ def test_what_is_kept_between_pictures_is_what_a_first_picture_reads() -> None:
             run.run(35, 42)
             run.silent = set()
         run.second(second)
-        kept, first = run.state(), Snapshots().take(run.store(), Wanted())
+        kept, first = run.state(), SnapshotBuilder().build(run.store(), SnapshotRequest())
         assert kept.ranks == first.ranks
 
 
@@ -279,7 +279,7 @@ def test_a_node_alone_names_no_rank_of_its_own_while_the_slow_one_is_elsewhere()
     own[1] = own[1]._replace(wait_ns=3e6, phases={**own[1].phases, "data": 3.4e6})
     wrapper = Wrapper(0, 0, 0, "Model", sync_batch_norm=True)
     for elsewhere, slow in (([], 1), ([eleven], 11)):
-        found = communication(own, [wrapper], elsewhere=elsewhere, lately=True)
+        found = build_communication(own, [wrapper], elsewhere=elsewhere, lately=True)
         assert found is not None
         assert found.straggler is not None
         assert (found.straggler.rank, len(found.ranks)) == (slow, 8)
@@ -324,7 +324,7 @@ def test_few_known_waits_are_looked_at_over_more_seconds_also_at_an_earlier_time
 
     monkeypatch.setattr("dpmon.store.tally.entries_of", few)
     for store in (run.store(), run.store().as_of(25 * SECOND + SECOND // 2)):
-        state = Snapshots().take(store, Wanted())
+        state = SnapshotBuilder().build(store, SnapshotRequest())
         assert {one.joined for one in state.ranks} <= set(range(20, 41)), [one.joined for one in state.ranks]
         assert state.straggler is not None
 
@@ -346,20 +346,20 @@ def test_of_many_ranks_the_slow_one_is_compared_with_some_others() -> None:
     state = facts_of(run_of(24), waits=True, worst=WORST, process=40).state
     assert state.rank_waits is not None
     assert set(state.rank_waits.shares) == {11, 40}
-    shown, others = among_many(state.ranks, state.straggler, 40)
+    shown, others = choose_ranks_to_show(state.ranks, state.straggler, 40)
     assert (shown, len(others)) == ([11, 40], 12)
-    assert among_many(state.ranks, None, 40) == ([], [])
+    assert choose_ranks_to_show(state.ranks, None, 40) == ([], [])
 
 
 def test_a_cell_shows_how_long_the_others_waited_for_its_rank() -> None:
     first = facts_of(run_of(4)).state.ranks[:6]
     waits = zip(first, (5, 5, 5, 2.6, 0, 5), strict=True)
     ranks = [one._replace(wait_ns=wait * 1e6, step_ns=10e6) for one, wait in waits]
-    assert {process: round(share, 2) for process, share in delays(ranks).items()} == {3: 0.24, 4: 0.5}
+    assert {process: round(share, 2) for process, share in delay_shares(ranks).items()} == {3: 0.24, 4: 0.5}
     (row,) = by_number(ranks, None, 56, LOOK)
     assert plain(row).rstrip() == "   0 ···25·"
     halves = [one._replace(group=(0, 1, 2) if at < 3 else (3, 4, 5)) for at, one in enumerate(ranks)]
-    assert {process: round(share, 2) for process, share in delays(halves).items()} == {4: 0.38}
+    assert {process: round(share, 2) for process, share in delay_shares(halves).items()} == {4: 0.38}
 
 
 def test_a_map_is_drawn_while_the_wait_of_only_one_rank_is_known() -> None:
@@ -394,12 +394,12 @@ def test_after_a_stall_all_machines_are_compared_by_the_steps_after_it() -> None
 
     run = ManyNodes(2, slow=-1).run(0, 20)
     lengthen(run, ((1, 17), (10, 10)), range(8), 6 * SECOND)
-    facts = Facts(Snapshots().take(run.store(), Wanted()), 20 * SECOND, INFO, alive=True)
+    facts = Facts(SnapshotBuilder().build(run.store(), SnapshotRequest()), 20 * SECOND, INFO, alive=True)
     assert len(means(facts)) == 2
     run._event(Event("stall", {"t_s": 15.0, "since_s": 11.0, "ranks": [], "text": "rank 9"}), None)
     run._event(Event("stall", {"t_s": 17.5, "since_s": 11.0, "lasted_s": 6.5, "text": "rank 9"}), None)
     for process, told in ((0, True), (9, False)):
-        state = Snapshots().take(run.store(), Wanted(process=process))
+        state = SnapshotBuilder().build(run.store(), SnapshotRequest(process=process))
         facts = Facts(state, 20 * SECOND, INFO, View(process=process), alive=True)
         assert len(means(facts)) == 1
         assert facts.state.ranks[0].steps == 5 * 57, "as many seconds as without the stall"
@@ -412,7 +412,7 @@ def test_a_picture_of_very_many_ranks_has_their_newest_waits_and_the_newest_fact
     for second in range(24, 44):
         run.slow = 11 if second < 30 else 150
         run.second(second)
-        kept, first = run.state(worst=WORST), Snapshots().take(run.store(), Wanted(worst=WORST))
+        kept, first = run.state(worst=WORST), SnapshotBuilder().build(run.store(), SnapshotRequest(worst=WORST))
         waits = [
             [(one.rank, one.joined, one.wait_ns, one.exposed_ns, one.slowest, one.group) for one in state.ranks]
             for state in (kept, first)
@@ -422,14 +422,14 @@ def test_a_picture_of_very_many_ranks_has_their_newest_waits_and_the_newest_fact
         for number in kept.drawn:
             assert kept.processes[number].last_step == first.processes[number].last_step
             assert kept.processes[number].calls
-        assert [one.process for one in kept.training] == [one.process for one in first.training]
-        assert kept.focus is not None
-        assert kept.focus.recent.rate is not None
-        assert kept.focus.recent.rate.samples_per_s == pytest.approx(run.ranks * 30 * 57.0, rel=0.05)
+        assert [one.process for one in kept.training_processes] == [one.process for one in first.training_processes]
+        assert kept.representative is not None
+        assert kept.representative.recent.rate is not None
+        assert kept.representative.recent.rate.samples_per_s == pytest.approx(run.ranks * 30 * 57.0, rel=0.05)
     assert kept.straggler is not None
     assert kept.straggler.ranks == (150,)
-    ended = run._snapshots.take(run.store(), Wanted(worst=WORST), frozenset({5}))
-    assert 5 not in [one.process for one in ended.training], "what has ended is left out at once"
+    ended = run._snapshots.build(run.store(), SnapshotRequest(worst=WORST), frozenset({5}))
+    assert 5 not in [one.process for one in ended.training_processes], "what has ended is left out at once"
 
 
 def test_the_next_picture_of_very_many_ranks_has_new_facts_of_nodes_and_wrappers() -> None:
@@ -507,7 +507,7 @@ def test_waits_that_are_long_past_are_unknown_also_on_a_node_alone_while_another
 
 def test_a_node_alone_does_not_say_that_the_others_are_missing() -> None:
     ranks = [one._replace(joined=0) for one in run_of(4).state().ranks]
-    found = communication(ranks[:8], [Wrapper(0, 0, 0, "Model", group_size=32)], elsewhere=ranks[8:], lately=True)
+    found = build_communication(ranks[:8], [Wrapper(0, 0, 0, "Model", group_size=32)], elsewhere=ranks[8:], lately=True)
     assert found is not None
     assert found.missing == "no step is recorded yet in which all ranks averaged their gradients"
 
@@ -517,7 +517,7 @@ def test_unknown_waits_are_shown_with_the_nodes_that_send_nothing(away: tuple[in
     """As after another start of the mirror."""
     facts = facts_of(run_of(4))
     ranks = [one._replace(joined=0) for one in facts.state.ranks]
-    found = communication(ranks, [Wrapper(0, 0, 0, "Model", group_size=32)], lately=True)
+    found = build_communication(ranks, [Wrapper(0, 0, 0, "Model", group_size=32)], lately=True)
     nodes = [node._replace(state="cut") if node.number in away else node for node in facts.state.nodes]
     state = replace(facts.state, communication=found, nodes=tuple(nodes))
     rows = panel_ranks.table(replace(facts, state=state), 200, 60, LOOK)
@@ -530,7 +530,7 @@ def test_unknown_waits_are_shown_with_the_nodes_that_send_nothing(away: tuple[in
 
 def test_a_picture_that_lists_more_ranks_than_are_many_has_the_whole_step_in_focus() -> None:
     """As a frozen picture, which is scrolled without a new read."""
-    focus = ManyNodes(20, slow=11).run(0, 12).state(ranks=FROZEN_RANKS + 4, worst=WORST).focus
+    focus = ManyNodes(20, slow=11).run(0, 12).state(ranks=FROZEN_RANKS + 4, worst=WORST).representative
     assert focus is not None
     assert focus.last_step is not None
     assert focus.last_step.phases

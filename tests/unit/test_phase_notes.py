@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dpmon.model.finding import host_waits, partly_timed
-from dpmon.model.mode_facts import ModeFacts
+from dpmon.model.finding_text import host_waits, timed_steps_note
+from dpmon.model.mode_stats import ModeStats
 from dpmon.report.sentences import phase_notes
 from dpmon.store.step_stats import PhaseStats
 from dpmon.store.tally import Tally
@@ -54,6 +54,6 @@ def test_a_note_says_how_many_steps_have_device_times_if_they_are_few(known: int
         phase(name, 1, 0.1)._replace(device_ns=MS, device_count=count)
         for name, count in (("forward", 100), ("backward", known))
     )
-    assert partly_timed(phases) == said
-    mode = ModeFacts("dp", False, 100, 0, MS, MS, None, None, phases, Tally())
+    assert timed_steps_note(phases) == said
+    mode = ModeStats("dp", False, 100, 0, MS, MS, None, None, phases, Tally())
     assert phase_notes(mode) == said

@@ -15,7 +15,7 @@ from synthetic import Training
 from dpmon.assemble.boundary_state import FetchTracker
 from dpmon.cli.lines import ProgressLines
 from dpmon.cli.main import main
-from dpmon.model.progress import ALONE_STEPS, Epoch, Progress, left_words, words
+from dpmon.model.epoch_progress import ALONE_STEPS, Epoch, Progress, format_progress, format_time_left
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Batches, Event, Step
 from dpmon.record.span_format import Kind, Span
@@ -292,13 +292,13 @@ def test_uneven_batches_make_the_time_uncertain() -> None:
     ],
 )  # fmt: skip
 def test_the_words(progress: Progress, text: str) -> None:
-    assert words(progress) == text
+    assert format_progress(progress) == text
 
 
 def test_the_words_of_a_time_left() -> None:
-    assert left_words(0, 0) == "0 s"
-    assert left_words(99.4 * SECOND, None) == "99 s"
-    assert left_words(3 * 60 * MINUTE, 11 * MINUTE) == "3 h 00 min"
+    assert format_time_left(0, 0) == "0 s"
+    assert format_time_left(99.4 * SECOND, None) == "99 s"
+    assert format_time_left(3 * 60 * MINUTE, 11 * MINUTE) == "3 h 00 min"
 
 
 # ------------------------------------------------------------------------------------------------ a run
@@ -328,7 +328,7 @@ class Run:
 
     def progress(self, t_ns: int | None = None, **wanted: bool) -> Progress:
         """Return the progress now, or at a time."""
-        focus = state_of(self.rows, t_ns, **wanted).focus
+        focus = state_of(self.rows, t_ns, **wanted).representative
         assert focus is not None
         return focus.progress
 
@@ -341,7 +341,7 @@ def test_a_run_without_a_step_or_a_loader_has_no_progress() -> None:
     assert set(Run().progress().absent.values()) == {"no step has ended yet"}
     found = Run().steps(5, None).progress()
     assert set(found.absent.values()) == {"the newest step took no batch from a DataLoader on the training thread"}
-    assert words(found) == ""
+    assert format_progress(found) == ""
     found = Run().read(5, 10, evaluation=True).progress()
     assert found.absent["epoch"] == "no step with a batch of a DataLoader has trained yet"
     run = Run()
@@ -433,7 +433,7 @@ def test_every_place_tells_the_same(state: Path, capsys: pytest.CaptureFixture[s
     run = Run().read(20, 20).read(3, 5, 2, evaluation=True).read(12, 20)
     directory = keep({0: run.rows}, status=None)
     progress = run.progress()
-    said = words(progress)
+    said = format_progress(progress)
     assert said.startswith("epoch 2 · 12/20 · 8 s")
 
     metrics = PrometheusFile(directory / "it.prom", directory, print).text(None).splitlines()

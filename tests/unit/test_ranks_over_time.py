@@ -10,7 +10,7 @@ from situations import INFO, LOOK, MONO_ASCII, rows_text
 from stored import Recording
 from synthetic import SECOND
 
-from dpmon.model.rank_waits import RankWaitReader, RankWaits
+from dpmon.model.rank_waits import RankWaitCache, RankWaits
 from dpmon.model.stragglers import median_without
 from dpmon.ui.facts import Facts, View
 from dpmon.ui.look import Look
@@ -26,9 +26,9 @@ def changing(count: int = 4, steps: int = 600) -> tuple[Recording, int]:
     return run, end
 
 
-def waits(run: Recording, count: int, end: int, reader: RankWaitReader | None = None, begin_s: int = 0) -> RankWaits:
+def waits(run: Recording, count: int, end: int, reader: RankWaitCache | None = None, begin_s: int = 0) -> RankWaits:
     ranks = {rank: rank for rank in range(count)}
-    return (reader or RankWaitReader()).read(run.store(), ranks, begin_s, end // SECOND + 1)
+    return (reader or RankWaitCache()).read(run.store(), ranks, begin_s, end // SECOND + 1)
 
 
 def test_the_slowest_rank_changes_half_way() -> None:
@@ -49,7 +49,7 @@ def test_the_slowest_rank_changes_half_way() -> None:
 
 def test_what_is_cached_equals_what_is_read_again() -> None:
     run, end = changing()
-    reader = RankWaitReader()
+    reader = RankWaitCache()
     for end_s in range(3, end // SECOND + 2):
         for begin_s in (0, max(end_s - 4, 0)):
             kept = waits(run, 4, end_s * SECOND, reader, begin_s)
@@ -58,7 +58,7 @@ def test_what_is_cached_equals_what_is_read_again() -> None:
 
 def test_many_ranks_over_a_long_time_are_read_in_wider_stretches() -> None:
     run, end = changing(16, 60)
-    reader = RankWaitReader()
+    reader = RankWaitCache()
     assert reader.read(run.store(), dict.fromkeys(range(64), 0), 0, 120).width_s == 10
     assert reader.read(run.store(), dict.fromkeys(range(16), 0), 0, 120).width_s == 1
     assert reader.read(run.store(), dict.fromkeys(range(64), 0), 0, 86_400).width_s == 3600

@@ -21,7 +21,7 @@ from stored import state_in
 from synthetic import LEARNS, SECOND, Training, call_row, device_event, host_event, kind_of, pause_event, step_row
 
 from dpmon.cli.summary import summary_lines
-from dpmon.model.history import BINS, PARTS
+from dpmon.model.step_history import BINS, PARTS
 from dpmon.record.history_rows import Definition, LossRow
 from dpmon.record.record_types import Event
 from dpmon.record.schema import SETTLING_STEPS
@@ -175,14 +175,14 @@ def test_a_step_that_a_stop_cut_off_is_not_called_long(state: Path) -> None:
     training.step_ns *= 200
     made += training.run(1)
     directory = keep({0: made}, status=130)
-    assert collect(directory).facts.longest[0].step == 41
+    assert collect(directory).facts.longest_steps[0].step == 41
     record_stop_request(directory)
-    began = load_info(directory).started_unix + collect(directory).facts.longest[0].start_ns / 1e9
+    began = load_info(directory).started_unix + collect(directory).facts.longest_steps[0].start_ns / 1e9
     os.utime(directory / "stop-asked", (began + 0.01, began + 0.01))
-    assert 41 not in [step.step for step in collect(directory).facts.longest]
-    assert collect(directory).facts.longest
+    assert 41 not in [step.step for step in collect(directory).facts.longest_steps]
+    assert collect(directory).facts.longest_steps
     os.utime(directory / "stop-asked", (began - 0.001, began - 0.001))
-    assert collect(directory).facts.longest[0].step == 41, "it began after the request"
+    assert collect(directory).facts.longest_steps[0].step == 41, "it began after the request"
 
 
 def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
@@ -623,7 +623,7 @@ def test_workers_that_start_in_every_epoch_are_named(state: Path, workers: int, 
 
 
 def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None:
-    found = collect(both).facts.compared
+    found = collect(both).facts.mode_comparison
     assert found is not None
     assert found.speedup is not None
     assert found.speedup.low < found.speedup.value < found.speedup.high

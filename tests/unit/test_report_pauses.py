@@ -14,11 +14,19 @@ from synthetic import SECOND, Training, decoded, device_event, pause_event
 from test_report import section
 
 from dpmon.cli.summary import summary_lines
-from dpmon.model.devices import DeviceTotals
-from dpmon.model.pace import speed
-from dpmon.model.pauses import Paused, PauseTotals, Span, all_paused, any_paused, pause_totals, pauses_of
-from dpmon.model.slow_steps import waited_ns
-from dpmon.model.state import PauseChange
+from dpmon.model.device_usage import DeviceUsageBuilder
+from dpmon.model.pauses import (
+    Pause,
+    PauseTotals,
+    Span,
+    all_paused_intervals,
+    any_paused_intervals,
+    build_pauses,
+    pause_totals,
+)
+from dpmon.model.run_snapshot import PauseChange
+from dpmon.model.slow_steps import overlap_ns
+from dpmon.model.throughput import throughput_of
 from dpmon.record.record_types import Event, Step
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
@@ -112,7 +120,7 @@ def changed(process: int, at_s: float, took_s: float | None = None) -> PauseChan
     return PauseChange(process, int(at_s * SECOND), 1, took_s is None, took, None, None)
 
 
-def paused_ones(*pauses: tuple[int, float, float | None], steps: Sequence[tuple[int, float]] = ()) -> list[Paused]:
+def paused_ones(*pauses: tuple[int, float, float | None], steps: Sequence[tuple[int, float]] = ()) -> list[Pause]:
     """Return pauses (process, begin, end; in s; end None: not recorded). `steps`: process and begin of each step."""
     begun = [(process, int(at * SECOND)) for process, at in steps]
     changes = []
@@ -122,7 +130,7 @@ def paused_ones(*pauses: tuple[int, float, float | None], steps: Sequence[tuple[
     def next_step_ns(process: int, after_ns: int) -> int | None:
         return min((at for who, at in begun if who == process and at >= after_ns), default=None)
 
-    return pauses_of(changes, next_step_ns, max((at for _, at in begun), default=-1))
+    return build_pauses(changes, next_step_ns, max((at for _, at in begun), default=-1))
 
 
 def there(*seconds: tuple[float, float]) -> dict[int, Span]:
@@ -136,18 +144,18 @@ def in_s(spans: list[Span]) -> list[tuple[float, float]]:
 def test_only_pauses_of_all_processes_together_are_subtracted_from_the_time_of_the_run() -> None:
     pauses = paused_ones((0, 10, 30), (1, 20, 50), (0, 60, 61))
     both = there((0, 100), (0, 100))
-    assert in_s(all_paused(pauses, both, None)) == [(20, 30)]
-    assert in_s(any_paused(pauses, None)) == [(10, 50), (60, 61)]
-    assert in_s(all_paused(pauses, there((0, 5)), None)) == [(10, 50), (60, 61)], "nobody is there any more"
-    assert waited_ns(all_paused(pauses, both, None), 25 * SECOND, 100 * SECOND) == 5 * SECOND
+    assert in_s(all_paused_intervals(pauses, both, None)) == [(20, 30)]
+    assert in_s(any_paused_intervals(pauses, None)) == [(10, 50), (60, 61)]
+    assert in_s(all_paused_intervals(pauses, there((0, 5)), None)) == [(10, 50), (60, 61)], "nobody is there any more"
+    assert overlap_ns(all_paused_intervals(pauses, both, None), 25 * SECOND, 100 * SECOND) == 5 * SECOND
 
 
 def test_a_process_that_has_not_started_or_has_ended_does_not_shorten_a_pause() -> None:
     """One training after another, the second paused; and a training that begins while another is paused."""
     pauses = paused_ones((1, 200, 800))
-    assert in_s(all_paused(pauses, there((0, 100), (110, 900)), None)) == [(200, 800)]
-    assert in_s(all_paused(pauses, there((300, 400), (110, 900)), None)) == [(200, 300), (400, 800)]
-    assert in_s(all_paused(pauses, there((0, 900), (110, 900)), None)) == []
+    assert in_s(all_paused_intervals(pauses, there((0, 100), (110, 900)), None)) == [(200, 800)]
+    assert in_s(all_paused_intervals(pauses, there((300, 400), (110, 900)), None)) == [(200, 300), (400, 800)]
+    assert in_s(all_paused_intervals(pauses, there((0, 900), (110, 900)), None)) == []
 
 
 def test_a_pause_whose_end_was_lost_is_over_when_the_next_begins() -> None:
@@ -155,16 +163,16 @@ def test_a_pause_whose_end_was_lost_is_over_when_the_next_begins() -> None:
     first, second = pauses
     assert (first.took_ns, first.end_ns, first.on) == (None, 50 * SECOND, False)
     assert (second.took_ns, second.on) == (10 * SECOND, False)
-    assert in_s(all_paused(pauses, there((0, 900)), 1000 * SECOND)) == [(10, 60)]
+    assert in_s(all_paused_intervals(pauses, there((0, 900)), 1000 * SECOND)) == [(10, 60)]
     assert pause_totals(pauses, 1000 * SECOND) == PauseTotals(2, 10 * SECOND, 1)
     two = paused_ones((0, 10, None), (0, 50, 60))
-    assert in_s(all_paused(two, there((0, 900), (0, 900)), 1000 * SECOND)) == [], "the other never paused"
+    assert in_s(all_paused_intervals(two, there((0, 900), (0, 900)), 1000 * SECOND)) == [], "the other never paused"
 
 
 def test_a_process_that_was_killed_in_a_pause_does_not_pause_those_that_come_after_it() -> None:
     pauses = paused_ones((0, 10, None), steps=[(1, 300)])
     assert pauses[0].on is False
-    assert in_s(all_paused(pauses, there((0, 10), (300, 900)), 1000 * SECOND)) == []
+    assert in_s(all_paused_intervals(pauses, there((0, 10), (300, 900)), 1000 * SECOND)) == []
     assert pause_totals(pauses, 1000 * SECOND) == PauseTotals(1, 0, 1)
 
 
@@ -236,9 +244,9 @@ def test_the_summary_of_a_run_that_was_killed_in_a_pause_says_so(state: Path) ->
 
 def test_a_gpu_sampled_only_in_pauses_has_no_utilisation() -> None:
     """Its work in a pause does not belong to the training."""
-    devices = DeviceTotals([(5 * SECOND, 30 * SECOND)])
+    devices = DeviceUsageBuilder([(5 * SECOND, 30 * SECOND)])
     for second in (10, 20):
-        devices.sample("device", {"index": 0, "t_s": second, "util_pct": 0.0, "mem_used_bytes": 5})
+        devices.add_sample("device", {"index": 0, "t_s": second, "util_pct": 0.0, "mem_used_bytes": 5})
     (found,) = devices.gpus()
     assert (found.util_median, found.mem_used_max) == (None, 5)
 
@@ -263,5 +271,5 @@ def test_a_pause_and_a_wait_for_input_are_in_no_rate(state: Path) -> None:
     for rate in (over.processes[0].mean, process.ranged.rate):
         assert rate is not None
         assert (rate.samples_per_s, rate.samples_within) == pytest.approx((true, true), rel=0.001)
-    assert speed(process, live, process.seen_ns).samples_per_s == pytest.approx(true, rel=0.1)
+    assert throughput_of(process, live, process.seen_ns).samples_per_s == pytest.approx(true, rel=0.1)
     assert [one["seconds"] for one in as_object(collect(directory))["inputs"]] == [5.0]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.model.state import State
+from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.run.activities import current_startup_stage, read_startup_stages
 from dpmon.ui.facts import Facts, life
 
@@ -69,4 +69,4 @@ def test_a_process_that_has_gone_counts_only_if_all_have() -> None:
     ],
 )
 def test_the_screen_says_what_is_under_way_before_the_first_step(stage: str, detail: str) -> None:
-    assert life(Facts(State(), NOW, stage=(stage, 66 * SECOND), alive=True)) == ("starting", "wait", detail)
+    assert life(Facts(RunSnapshot(), NOW, stage=(stage, 66 * SECOND), alive=True)) == ("starting", "wait", detail)

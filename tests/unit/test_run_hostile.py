@@ -76,7 +76,7 @@ def play_back(directory: Path) -> None:
         for at in (3 * SECOND, 0, 2 * SECOND, 2_100_000_000, None):
             state = state_in(directory, at, over=at is None)
             assert state.missed >= 0
-            assert state.focus is None or state.focus.process in state.processes
+            assert state.representative is None or state.representative.process in state.processes
 
 
 @pytest.mark.parametrize("seed", range(size(5, 1200)))

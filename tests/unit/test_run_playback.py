@@ -8,8 +8,8 @@ import pytest
 from kept import keep
 from synthetic import step_row
 
-from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import ProcessFacts, State
+from dpmon.model.run_snapshot import ProcessInfo, RunSnapshot
+from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.span_ring import SpanRing
@@ -61,13 +61,13 @@ def player(state: Path, clock: Clock) -> Player:
     return Player(a_run(), clock)
 
 
-def shown(player: Player) -> State:
+def shown(player: Player) -> RunSnapshot:
     """Return the state at the time of the playback."""
     with open_store(player.directory) as store:
-        return Snapshots().take(store.as_of(player.position_ns))
+        return SnapshotBuilder().build(store.as_of(player.position_ns))
 
 
-def last_step(state: State) -> int:
+def last_step(state: RunSnapshot) -> int:
     steps = [process.last_step for process in state.processes.values()]
     return max((step.step for step in steps if step is not None), default=0)
 
@@ -124,7 +124,7 @@ def test_wherever_the_clock_is_set(player: Player, clock: Clock, at_s: float) ->
     assert last_step(state) == min(int(reached * 2), STEPS)
     assert [warning.text for warning in state.warnings] == (["half-way"] if reached >= 150 else [])
     assert state.newest_ns <= reached * SECOND
-    assert sorted(number for number, process in state.processes.items() if process.info != ProcessFacts(number)) == (
+    assert sorted(number for number, process in state.processes.items() if process.info != ProcessInfo(number)) == (
         [0, 1] if reached >= 0.1 else []
     )
     if reached >= 1:

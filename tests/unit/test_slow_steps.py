@@ -11,8 +11,8 @@ from stage import stage
 from stored import Recording, store_of
 from synthetic import SECOND
 
-from dpmon.model.announced import Announced
-from dpmon.model.slow_steps import INPUT, SlowStepReader, SlowSteps
+from dpmon.model.run_events import RunEvents
+from dpmon.model.slow_steps import INPUT, SlowStepCache, SlowSteps
 from dpmon.record.record_types import Batches, Event, Step
 from dpmon.record.schema import SETTLING_STEPS
 from dpmon.store.step_stats import StatsWindow
@@ -35,12 +35,10 @@ def steps(count: int = 100, long: dict[int, dict[str, int]] = LONG) -> list[Step
     return found
 
 
-def read(
-    rows: Store, processes: list[int], begin_ns: int, most: int, reader: SlowStepReader | None = None
-) -> SlowSteps:
+def read(rows: Store, processes: list[int], begin_ns: int, most: int, reader: SlowStepCache | None = None) -> SlowSteps:
     figures = StatsWindow(rows).figures("single")
-    waits = Announced.read(rows).inputs
-    return (reader or SlowStepReader()).read(rows, processes, begin_ns, figures, waits, most)
+    waits = RunEvents.read(rows).inputs
+    return (reader or SlowStepCache()).read(rows, processes, begin_ns, figures, waits, most)
 
 
 def found_in(records: list[Step], begin_ns: int = 0, most: int = 3, t_ns: int | None = None) -> SlowSteps:
@@ -88,7 +86,7 @@ def test_of_the_steps_of_one_synchronised_pass_the_rank_that_delayed_the_others_
 
 
 def test_what_is_kept_equals_what_is_read_again() -> None:
-    run, reader = Recording(), SlowStepReader()
+    run, reader = Recording(), SlowStepCache()
     long = {number: {"data": (number * 37 % 900) * MS} for number in range(20, 400, 7)}
     made = steps(400, {number: {"other": number * 1000, **long.get(number, {})} for number in range(400)})
     for first in range(0, 400, 10):
@@ -102,7 +100,7 @@ def test_what_is_kept_equals_what_is_read_again() -> None:
 
 def test_steps_that_were_left_out_are_said() -> None:
     made = steps()
-    found = read(store_of(made), [0], 0, 2, SlowStepReader(bound=20))
+    found = read(store_of(made), [0], 0, 2, SlowStepCache(bound=20))
     assert found.steps[0].step == 90
     assert found.since_ns is not None
     assert made[75].start_ns < found.since_ns < made[85].start_ns

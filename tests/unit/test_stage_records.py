@@ -10,7 +10,7 @@ from synthetic import LEARNS, SECOND, RowReader, Training, call_row
 
 from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.export import table
-from dpmon.model.layouts import Layouts
+from dpmon.model.layouts import CallLayouts
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_specs import COLUMNS
@@ -115,7 +115,7 @@ def test_json_csv_report_and_screen_say_both_shapes() -> None:
     resolver = RowReader(0)
     resolver.define(1, {"root": "Model", "via": None, "devices": ["cpu"], "absent": {}})
     resolver.define(7, WRITTEN)
-    layouts = Layouts([Shape(0, "single", 0, 1, False, 7, 7, ((7, 7),), (), 0, 5)], {0: resolver.definitions})
+    layouts = CallLayouts([Shape(0, "single", 0, 1, False, 7, 7, ((7, 7),), (), 0, 5)], {0: resolver.definitions})
     assert layouts.of_process(0)[1] == "[4, 8] of [8, 8], mask [8]"
 
     facts = with_call(facts, replicas=tuple(each._replace(inputs=SIZES) for each in call.replicas))

@@ -20,8 +20,8 @@ from dpmon.cli import status
 from dpmon.cli.lines import status_members
 from dpmon.cli.main import main
 from dpmon.cli.summary import summary_lines
-from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import State
+from dpmon.model.run_snapshot import RunSnapshot
+from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.record_types import Event
 from dpmon.report import health
 from dpmon.report.health import Health
@@ -356,7 +356,7 @@ def test_a_quiet_run_says_why(state: Path, capsys: pytest.CaptureFixture[str]) -
     assert remedy == f"  try: dpmon why linear-{directory.name[-4:]} shows where it is"
     assert not any("o step has ended" in line for line in rest), "the first line says it"
     begun = health.health_now(directory)
-    assert health._quiet_reason(State(), "ended") == "no call for so long; the training process has ended"
+    assert health._quiet_reason(RunSnapshot(), "ended") == "no call for so long; the training process has ended"
     assert begun.fields()["reason"] == "no call since step 40; the script does something else"
 
 
@@ -365,10 +365,10 @@ def test_in_a_stall_no_time_is_left_and_no_rank_holds_the_others_up(state: Path,
     ranked, seconds = joined_rows(3, slow=1, phase="data", steps=100)
     directory = keep(ranked, seconds=seconds / 1e9)
     with closing(RunReader(directory)) as reader, open_store(directory) as store:
-        taken = Snapshots().take(store)
-        assert taken.focus is not None
-        progress = replace(taken.focus.progress, epoch=1, batch=99, batches=200, left_ns=5e9, error_ns=1e8)
-        process = replace(taken.focus, progress=progress)
+        taken = SnapshotBuilder().build(store)
+        assert taken.representative is not None
+        progress = replace(taken.representative.progress, epoch=1, batch=99, batches=200, left_ns=5e9, error_ns=1e8)
+        process = replace(taken.representative, progress=progress)
         taken = replace(taken, processes={**taken.processes, process.process: process})
         now = Health("stalled", 1.0, "rank 1 in save (t.py:3)") if stands else Health("training", 1.0)
         members: dict[str, Any] = status_members(reader, taken, now, 60 * SECOND)

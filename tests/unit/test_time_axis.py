@@ -9,8 +9,8 @@ from situations import INFO, LOOK, MONO_ASCII, facts_of, focused, with_process
 from stored import state_of
 from synthetic import SECOND, Training, pause_event
 
-from dpmon.model.progress import Epoch, Progress
-from dpmon.model.state import Column
+from dpmon.model.epoch_progress import Epoch, Progress
+from dpmon.model.run_snapshot import Column
 from dpmon.model.time_marks import EPOCH, PAUSED, TimeMark
 from dpmon.ui.facts import Facts, Past
 from dpmon.ui.look import Look

@@ -11,9 +11,9 @@ from synthetic import Training
 
 from dpmon.cli.options import UsageError, parse
 from dpmon.cli.trials import REPLAYED, Result, Trial, _document, _one_rank, plan
-from dpmon.model.compare_runs import STEP_FIGURES, ComparedFigure
-from dpmon.model.compare_samples import Change
-from dpmon.model.run_facts import RunFacts
+from dpmon.model.comparison_stats import Change
+from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.run_comparison import STEP_FIGURES, ComparedMetric
 from dpmon.report.text import text_lines
 
 MS = 1e6
@@ -26,11 +26,11 @@ def names(trials: list[Trial]) -> list[str]:
 def test_a_run_under_dp_is_tried_with_cached_batches_and_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     training = Training(mode="dp")
-    facts = RunFacts(store_of([*training.begin(), *training.run(60)]))
+    facts = RunAnalysis(store_of([*training.begin(), *training.run(60)]))
     trials, absent = plan(facts, ("train.py",), "8")
     assert names(trials) == ["cached-batches", "single", "threads-1"], "8 threads are what it has"
     assert trials[0].own == ("--replay", str(REPLAYED))
-    assert trials[0].saves == pytest.approx(facts.modes[0].usual.share("data"))
+    assert trials[0].saves == pytest.approx(facts.modes[0].settled_stats.phase_share("data"))
     assert absent == {
         "one-rank": "no torchrun with --nproc-per-node and several ranks",
         "threads-8": "OMP_NUM_THREADS is 8",
@@ -41,7 +41,7 @@ def test_a_run_under_dp_is_tried_with_cached_batches_and_on_one_device(monkeypat
 def test_ranks_are_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     run, _ = joined_ranks(4, slow=2, phase="data", steps=60)
-    facts = RunFacts(run.store())
+    facts = RunAnalysis(run.store())
     trials, absent = plan(facts, ("torchrun", "--nproc-per-node", "4", "train.py"), None)
     assert names(trials) == ["cached-batches", "one-rank", "threads-1", "threads-2"]
     assert trials[1].words == ("torchrun", "--nproc-per-node=1", "train.py")
@@ -63,7 +63,7 @@ def test_the_number_of_ranks_is_replaced(words: str, expected: str | None) -> No
 
 def test_a_result_says_what_came_and_what_was_promised() -> None:
     figure = next(figure for figure in STEP_FIGURES if figure.name == "step")
-    row = ComparedFigure(figure, ([10 * MS, 12 * MS], [5 * MS, 6 * MS]), Change(0.5))
+    row = ComparedMetric(figure, ([10 * MS, 12 * MS], [5 * MS, 6 * MS]), Change(0.5))
     assert Result(Trial("cached-batches", "the data", saves=0.4), row).words == (
         "cached-batches", "step", "11.0 ms", "5.50 ms", "-50 %", "at most -40 %",
     )  # fmt: skip

@@ -12,8 +12,8 @@ from situations import INFO, LOOK, MONO_ASCII
 from situations import rows_text as texts
 from synthetic import SECOND
 
-from dpmon.model.communication import Wrapper, communication, operations
-from dpmon.model.stalls_seen import StallSeen
+from dpmon.model.communication import Wrapper, build_communication, format_operations
+from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.step_timeline import last_step_timeline
 from dpmon.record.record_types import BUCKET, Collective, Operation
 from dpmon.run.run_reader import PauseState
@@ -85,7 +85,7 @@ STALL = "rank 1 in checkpoint (train.py:12); ranks 0, 2 wait in backward (train.
 
 def stalled(facts: Facts, since_ns: int) -> Facts:
     """The facts in a stall."""
-    seen = StallSeen(since_ns, since_ns + 10 * SECOND, record={"text": STALL})
+    seen = RecordedStall(since_ns, since_ns + 10 * SECOND, record={"text": STALL})
     return replace(facts, state=replace(facts.state, stalls=(seen,)))
 
 
@@ -296,7 +296,9 @@ def test_the_last_steps_of_all_ranks_leave_the_synchronised_pass_together_the_st
     assert ticks == [3 * number for number in range(1, len(ticks) + 1)]
     *_, last = (at for at, cell in enumerate(scale) if cell == "├")
     begin, room = 10, 116 - 10 - 9
-    longest = max(process.last_step.wall_ns for process in facts.state.training if process.last_step is not None)
+    longest = max(
+        process.last_step.wall_ns for process in facts.state.training_processes if process.last_step is not None
+    )
     assert last - begin == int(ticks[-1] * 1e6 / longest * room), "the longest step fills the width"
 
 
@@ -323,9 +325,9 @@ def test_the_collectives_of_a_sampled_step_are_drawn_from_when_they_could_begin(
 
 def test_the_ranks_of_a_collective_are_named_where_no_row_says_it() -> None:
     sums = (Operation("all_reduce", 8, 6, 0, 0, 0, 0), Operation("all_gather", 4, 2, 0, 0, 0, 0))
-    found = communication((), [Wrapper(0, 0, 0, "Model", group_size=8)], CollectiveSums(sums, 2), 4, lately=True)
+    found = build_communication((), [Wrapper(0, 0, 0, "Model", group_size=8)], CollectiveSums(sums, 2), 4, lately=True)
     assert found is not None
-    assert [line.partition(",")[0].split(" a step")[0] for line in operations(found)] == [
+    assert [line.partition(",")[0].split(" a step")[0] for line in format_operations(found)] == [
         "all_reduce 3.00",
         "all_gather of 4 ranks",
     ]
@@ -336,7 +338,7 @@ def test_a_sample_is_of_an_update_of_several_steps_with_accumulation(passes: Any
     found = facts_of(2, passes=passes).state.communication
     sampled = CollectiveSums((Operation("all_reduce", 2, 5, 0, 0, 0, 0),), 5)
     assert found is not None
-    (line,) = operations(replace(found, collectives=sampled))
+    (line,) = format_operations(replace(found, collectives=sampled))
     assert line.startswith(f"all_reduce 1.00 {per}")
 
 

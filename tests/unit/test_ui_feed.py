@@ -14,7 +14,7 @@ from stage import LOOK, FakeReader
 from synthetic import SECOND, Training, decoded
 
 from dpmon.errors import HistoryError
-from dpmon.model.state import MANY, Process, State
+from dpmon.model.run_snapshot import MANY, Process, RunSnapshot
 from dpmon.run.run_directory import ExitInfo
 from dpmon.store.store_queries import Store
 from dpmon.ui.facts import Facts, View, life
@@ -43,7 +43,7 @@ def test_the_last_picture_has_all_that_was_recorded_and_how_it_ended(tmp_path: P
     feed = feed_of(tmp_path, reader)
     feed.start()
     feed.tick()
-    process = feed.state.focus
+    process = feed.state.representative
     assert process is not None
     assert process.last_step is not None
     assert (process.last_step.step, process.whole.steps, feed.state.over) == (400, 400, True)
@@ -162,7 +162,7 @@ def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_p
     now = reader.info.start_ns + second.now
     feed.tick()
     assert life(feed.facts(View())).word == "training"
-    assert [each.process for each in feed.state.training] == [1]
+    assert [each.process for each in feed.state.training_processes] == [1]
 
 
 def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
@@ -174,7 +174,7 @@ def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
     feed.start()
     reads: list[float] = []
     for count, times in ((1, [0.0, 1.0, 2.0, 3.0, 4.0]), (MANY + 1, [5.0, 7.0, 9.0])):
-        state = State(processes={number: Process(number) for number in range(count)})
+        state = RunSnapshot(processes={number: Process(number) for number in range(count)})
         monkeypatch.setattr(feed, "_taken", lambda *_, state=state: (reads.append(now[0]), state)[1])
         reads.clear()
         for _ in range(5):
@@ -195,7 +195,7 @@ def test_activities_of_very_many_ranks_are_read_with_their_state_and_of_few_each
     feed = feed_of(tmp_path, reader)
     feed.start()
     for count, shown in ((1, [0, 1, 2, 3]), (MANY + 1, [4, 4, 6, 6])):
-        state = State(processes={number: Process(number) for number in range(count)})
+        state = RunSnapshot(processes={number: Process(number) for number in range(count)})
         monkeypatch.setattr(feed, "_taken", lambda *_, state=state: state)
         found = []
         for _ in range(4):

@@ -25,9 +25,9 @@ from stuck_ranks import after_stall, ended_in_stall, stalled, stalled_in_playbac
 from synthetic import SECOND, Training, decoded, host_event, whole_device_event
 from test_ui_panel_progress import FINDINGS, epochs, losses
 
-from dpmon.model.finding import Finding
-from dpmon.model.progress import Progress
-from dpmon.model.state import WORST
+from dpmon.model.epoch_progress import Progress
+from dpmon.model.finding_text import Finding
+from dpmon.model.run_snapshot import WORST
 from dpmon.record.record_types import Call, Event, Record
 from dpmon.ui.facts import Facts, Past, Playing, View
 from dpmon.ui.look import Look
@@ -324,7 +324,7 @@ def test_no_picture_is_left_of_a_situation_that_is_gone() -> None:
 
 def test_the_recorded_run_is_read_completely_and_in_order() -> None:
     state = state_of(_linear())
-    process = state.focus
+    process = state.representative
     assert process is not None
     assert process.last_step is not None
     assert process.last_step.step == 190

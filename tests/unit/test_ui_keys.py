@@ -189,7 +189,7 @@ def test_the_findings_are_those_of_the_report(state: Path) -> None:
     found = jobs.findings(run)
     assert found == list(collect(run).findings)
     assert "data" in [each.kind for each in found]
-    assert all(each.advised for each in found)
+    assert all(each.advice_text for each in found)
 
 
 def test_a_picture_goes_into_the_file_that_was_made(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ from test_ui_playback import shown, shows
 
 from dpmon.cli.speak import closing
 from dpmon.cli.summary import summary_lines
-from dpmon.model.compare import sentence
-from dpmon.model.pace import speed
-from dpmon.model.state import ProcessFacts
+from dpmon.model.mode_comparison import verdict_sentence
+from dpmon.model.run_snapshot import ProcessInfo
+from dpmon.model.throughput import throughput_of
 from dpmon.record.record_types import Step
 from dpmon.run.run_directory import load_exit
 from dpmon.ui.dialogs import Commands, Pages
@@ -67,7 +67,7 @@ def test_panel_3_has_its_medians_and_the_last_step_at_80x24(replicas: int, mode:
 
 def test_a_part_without_room_in_the_header_is_left_out_entirely() -> None:
     facts = trained(virtual=True)
-    facts = with_process(facts, info=ProcessFacts(0, python="3.11.7", torch="2.13.0+cpu"))
+    facts = with_process(facts, info=ProcessInfo(0, python="3.11.7", torch="2.13.0+cpu"))
     for width in range(40, 130):
         row = screen(facts, width, 24)[2 if width < 110 else 1].rstrip()
         assert not row.endswith("…") or " · " not in row, row
@@ -211,7 +211,7 @@ def test_steps_left_out_of_a_comparison_are_listed_by_kind() -> None:
     found = focused(Facts(state_of(steps), 0)).compared
     assert found is not None
     assert (found.left_out, found.left_other_kind) == (2, 1)
-    assert (sentence(found) or "").startswith("DataParallel is 0.50× as fast as one device")
+    assert (verdict_sentence(found) or "").startswith("DataParallel is 0.50× as fast as one device")
     rows = [plain(row).strip() for row in compare_rows(with_process(trained(3), compared=found), 60, 12, LOOK)]
     text = " ".join(rows)
     assert "left out: 1 step of another batch size; left out: 1 step without a backward pass" in text
@@ -224,7 +224,7 @@ def test_steps_left_out_of_a_comparison_are_listed_by_kind() -> None:
 def test_a_run_that_is_over_shows_its_mean_speed() -> None:
     facts, over = (trained(400, step_ns=1_000_000_000, over=over) for over in (False, True))
     process = focused(over)
-    mean = speed(process, over.state, over.now_ns)
+    mean = throughput_of(process, over.state, over.now_ns)
     assert process.whole.mean_ns is not None
     walls = 400 * process.whole.mean_ns / 1e9
     assert mean.steps_per_s == pytest.approx(400 / walls)

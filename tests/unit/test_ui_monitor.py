@@ -13,7 +13,7 @@ from stage import LOOK, FakeReader, Stage, stage, until
 from synthetic import SECOND, Training, decoded, host_event
 from textual.events import MouseScrollUp
 
-from dpmon.model.finding import Finding
+from dpmon.model.finding_text import Finding
 from dpmon.record.record_types import Event
 from dpmon.ui.dialogs import Choice, Pages
 from dpmon.ui.facts import View
@@ -21,7 +21,7 @@ from dpmon.ui.monitor import Monitor
 
 
 def last_step(on: Stage) -> int | None:
-    process = on.app.feed.state.focus
+    process = on.app.feed.state.representative
     return None if process is None or process.last_step is None else process.last_step.step
 
 

@@ -25,7 +25,7 @@ from stored import Recording
 from synthetic import Training
 from timed import GPUS, timed
 
-from dpmon.model.state import PHASES, Column
+from dpmon.model.run_snapshot import PHASES, Column
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import Untimed
 from dpmon.ui.chart import stacked
@@ -250,7 +250,7 @@ def test_columns_stay_in_place_until_a_tenth_has_to_go() -> None:
     begun: list[int] = []
     for made in range(1, 110):
         state = run.add(training.step()).state()
-        process = state.focus
+        process = state.representative
         assert process is not None
         axis = axis_of(Facts(state, training.now, INFO, View(span_s=40), alive=True))
         shown = [c.second for c in pictured(process, axis, 40).columns]

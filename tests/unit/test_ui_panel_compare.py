@@ -8,8 +8,8 @@ import pytest
 from situations import INFO, LOOK, exit_of, facts_of, focused, rows_text, state_of, with_process
 from synthetic import SECOND, Training, host_event
 
-from dpmon.model.compare_samples import Interval
-from dpmon.model.memory import HOST
+from dpmon.model.comparison_stats import Interval
+from dpmon.model.device_memory import HOST
 from dpmon.record.record_types import Event
 from dpmon.ui.facts import Facts, Playing, View
 from dpmon.ui.panels import panel_compare

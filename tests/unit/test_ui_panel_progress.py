@@ -11,10 +11,10 @@ from situations import INFO, LOOK, MONO_ASCII, exit_of, facts_of, rows_text, tex
 from stuck_ranks import stalled
 from synthetic import SECOND, Training
 
-from dpmon.model.finding import Finding
-from dpmon.model.loss import LossCurve
-from dpmon.model.progress import Epoch, Progress
-from dpmon.model.state import State
+from dpmon.model.epoch_progress import Epoch, Progress
+from dpmon.model.finding_text import Finding
+from dpmon.model.loss_curves import LossCurve
+from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.store.query_results import InvalidLoss, LossBin
 from dpmon.ui.chart import curves
 from dpmon.ui.facts import Facts, View
@@ -195,7 +195,7 @@ def test_an_epoch_that_has_used_all_batches_tells_how_long_it_took() -> None:
 
 def test_before_the_first_step_it_tells_what_dpmon_will_do() -> None:
     info = replace(INFO, options={"mode": "dp", "replicas": 4})
-    found = Facts(State(), SECOND, info, alive=True)
+    found = Facts(RunSnapshot(), SECOND, info, alive=True)
     assert panel_progress.applies(found)
     assert drawn(found) == [
         "mode     dp: replicas on several devices",
@@ -203,7 +203,7 @@ def test_before_the_first_step_it_tells_what_dpmon_will_do() -> None:
     ]
     assert panel_progress.wanted_rows(found) == 2
     assert not panel_progress.applies(replace(found, alive=False, ended=exit_of(1)))
-    assert drawn(Facts(State(), 0)) == []
+    assert drawn(Facts(RunSnapshot(), 0)) == []
 
 
 FINDINGS = (

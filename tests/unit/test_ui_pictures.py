@@ -9,7 +9,7 @@ import pytest
 from situations import INFO, LOOK, MONO_ASCII, exit_of, facts_of, situations, state_of, text_of
 from synthetic import SECOND, Training, host_event
 
-from dpmon.model.state import PauseChange, State, WarningText, toggle_refusal
+from dpmon.model.run_snapshot import PauseChange, RunSnapshot, WarningRecord, toggle_refusal
 from dpmon.run.run_directory import ExitInfo
 from dpmon.run.run_reader import _RANKS, PauseState
 from dpmon.ui.facts import Facts, Toggle, View, devices_in_short, life
@@ -62,7 +62,7 @@ def test_every_row_is_exactly_as_wide_as_the_screen(name: str, look: Look, outpu
 
 
 def test_the_first_seconds_tell_what_happens() -> None:
-    before = Facts(State(), 2 * SECOND, INFO)
+    before = Facts(RunSnapshot(), 2 * SECOND, INFO)
     assert life(before) == ("starting", "wait", "2 s")
     assert life(replace(before, alive=True)) == ("starting", "wait", "2 s")
     assert life(replace(before, alive=True, now_ns=75 * SECOND)) == ("starting", "wait", "no PyTorch seen yet, 75 s")
@@ -97,7 +97,9 @@ def test_between_two_trainings_the_next_one_is_on_its_way() -> None:
 
 
 def test_a_waiting_script_is_shown_with_the_key_to_type_a_line() -> None:
-    before = Facts(State(), 5 * SECOND, INFO, alive=True, stage=("torch imported", SECOND), reads_since_ns=2 * SECOND)
+    before = Facts(
+        RunSnapshot(), 5 * SECOND, INFO, alive=True, stage=("torch imported", SECOND), reads_since_ns=2 * SECOND
+    )
     assert life(before) == ("waiting for input", "wait", "3 s")
     assert life(replace(before, can_type=True)).detail == "3 s: press i"
     worked = facts_of(Training())
@@ -220,7 +222,7 @@ def test_devices_in_short(devices: tuple[str, ...], short: str) -> None:
 
 
 def warned(facts: Facts, text: str) -> Facts:
-    return replace(facts, state=replace(facts.state, warnings=(WarningText(0, facts.now_ns, text),)))
+    return replace(facts, state=replace(facts.state, warnings=(WarningRecord(0, facts.now_ns, text),)))
 
 
 def missing(facts: Facts, count: int) -> Facts:

@@ -12,9 +12,9 @@ from situations import INFO, LOOK
 from stored import Recording
 from synthetic import SECOND, Training, step_row
 
-from dpmon.model.pace import speed
-from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import MOST_RANKS, ProcessFacts, State, toggle_refusal
+from dpmon.model.run_snapshot import MOST_RANKS, ProcessInfo, RunSnapshot, toggle_refusal
+from dpmon.model.snapshot_builder import SnapshotBuilder
+from dpmon.model.throughput import throughput_of
 from dpmon.store.step_stats import StatsWindow
 from dpmon.ui.facts import Facts, View, mode_words
 from dpmon.ui.paint import places, rank_room, whole
@@ -51,16 +51,16 @@ def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
     """Also if another model (a teacher) was called last."""
     state = facts_of(2).state
     assert "DistributedDataParallel" in (toggle_refusal(state) or "")
-    process = state.focus
+    process = state.representative
     assert process is not None
     assert process.mode == "single"
     assert mode_words(process, "x")[0] == "ddp x2"
-    assert process.newest is not None
-    taught = replace(process, calls={("Teacher", None): process.newest, **process.calls})
+    assert process.last_called_root is not None
+    taught = replace(process, calls={("Teacher", None): process.last_called_root, **process.calls})
     assert mode_words(taught, "x")[0] == "ddp x2"
     assert toggle_refusal(replace(state, processes={**state.processes, taught.process: taught})) is not None
     assert toggle_refusal(facts_of(1, via="DataParallel").state) is None
-    assert toggle_refusal(State()) is not None
+    assert toggle_refusal(RunSnapshot()) is not None
 
 
 def test_ranks_that_average_by_hand_are_not_switched_either() -> None:
@@ -72,7 +72,7 @@ def test_ranks_that_average_by_hand_are_not_switched_either() -> None:
 def test_a_process_without_a_rank_is_numbered_and_not_counted() -> None:
     facts = facts_of(2)
     processes = {
-        number: replace(one, rank=None, info=ProcessFacts(number)) for number, one in facts.state.processes.items()
+        number: replace(one, rank=None, info=ProcessInfo(number)) for number, one in facts.state.processes.items()
     }
     facts = replace(facts, state=replace(facts.state, processes=processes))
     text = plain(status(facts, 160, 2, LOOK)[1])
@@ -82,7 +82,7 @@ def test_a_process_without_a_rank_is_numbered_and_not_counted() -> None:
 def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
     facts = facts_of(3)
     assert panel_ranks.applies(facts)
-    ranks = facts.state.training
+    ranks = facts.state.training_processes
     assert [(each.rank, each.info.world) for each in ranks] == [(0, 3), (1, 3), (2, 3)]
     assert {each.last_step.step for each in ranks if each.last_step is not None} == {200}
     fast, _, slow = (each.figures.median_ns or 0 for each in ranks)
@@ -133,8 +133,8 @@ def test_the_rate_of_ranks_is_the_same_whatever_was_read_before() -> None:
                 run.add(late[rank], rank, rank)
                 late[rank] = []
         for t_ns in (None, None, chance.randrange(1, max(one.now for one in ranks))):
-            shown = run.state(t_ns).focus
-            with_nothing = Snapshots().take(run.store().as_of(t_ns)).focus
+            shown = run.state(t_ns).representative
+            with_nothing = SnapshotBuilder().build(run.store().as_of(t_ns)).representative
             assert shown is not None
             assert with_nothing is not None
             assert shown.recent == with_nothing.recent
@@ -169,9 +169,9 @@ def test_an_evaluation_by_one_rank_is_in_no_training_rate(step_ns: int) -> None:
         one.now = ranks[0].now
         run.add(one.run(3), rank, rank)
     live, over = run.state(), run.state(span_s=0, over=True)
-    first, ended = live.training[0], over.training[0]
-    assert speed(ended, over, over.newest_ns).rate == StatsWindow(run.store()).figures("single").rate
-    shown = speed(first, live, live.newest_ns).samples_per_s
+    first, ended = live.training_processes[0], over.training_processes[0]
+    assert throughput_of(ended, over, over.newest_ns).rate == StatsWindow(run.store()).figures("single").rate
+    shown = throughput_of(first, live, live.newest_ns).samples_per_s
     true = 4 * 30 * SECOND / step_ns
     assert shown is not None
     assert true / 2 < shown < true * 1.1, "256 samples a step would be twice as many"
@@ -183,7 +183,7 @@ def test_a_rank_without_a_step_leaves_the_rate_of_the_others() -> None:
     run.add([*ranks[0].begin(), *ranks[0].run(20)], 0, 0)
     run.add([*ranks[1].begin(), *ranks[1].run(1)[:-1]], 1, 1)
     state = run.state()
-    shown = speed(state.training[0], state, state.newest_ns)
+    shown = throughput_of(state.training_processes[0], state, state.newest_ns)
     assert shown.samples_per_s == pytest.approx(30 * (shown.steps_per_s or 0))
     assert shown.samples_per_s
 
@@ -199,7 +199,7 @@ def test_the_samples_of_ranks_are_unknown_while_a_step_of_one_has_no_count() -> 
             took = (1000, 50_000_000, 20_000_000, 10_000_000)
             run.add([step_row("single", one.steps, one.now, SECOND // 10, -1, took)], rank, rank)
     state = run.state()
-    rate = speed(state.training[0], state, state.newest_ns).rate
+    rate = throughput_of(state.training_processes[0], state, state.newest_ns).rate
     assert rate is not None
     assert rate.samples_per_s is None
     whole = StatsWindow(run.store()).rate("single")
@@ -225,7 +225,7 @@ def test_a_rank_that_was_started_again_counts_once() -> None:
     run, _ = recorded(2)
     again = Training(process=7, rank=1, mode="single", via="DistributedDataParallel", start_ns=4 * SECOND)
     run.add([*again.begin(), *again.run(5)], 7, 1)
-    assert [process.process for process in run.state().training] == [1, 7]
+    assert [process.process for process in run.state().training_processes] == [1, 7]
 
 
 def test_no_time_of_a_rank_is_cut_at_120_columns() -> None:

@@ -14,8 +14,8 @@ from stored import state_of
 from stuck_ranks import ended_in_stall, stalled, stalled_in_playback
 from synthetic import SECOND, Training
 
-from dpmon.model.progress import Epoch, Progress
-from dpmon.model.state import State
+from dpmon.model.epoch_progress import Epoch, Progress
+from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.run.run_reader import PauseState
 from dpmon.ui.facts import PANELS, Facts, Playing
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, Tree, arrange
@@ -33,7 +33,7 @@ def single() -> Facts:
 
 
 def asked() -> Facts:
-    return Facts(State(), SECOND, replace(INFO, options={"mode": "dp"}), alive=True)
+    return Facts(RunSnapshot(), SECOND, replace(INFO, options={"mode": "dp"}), alive=True)
 
 
 def learning() -> Facts:
@@ -61,7 +61,7 @@ ONE_DEVICE = ("batch", "devices", "output")
 REPLICAS, RANK_TABLE, STANDING = panel_replicas, panel_ranks, panel_standing
 MODES, TALK = panel_compare, panel_communication
 TABLE: dict[str, tuple[Callable[[], Facts], str, tuple[str, ...], ModuleType, ModuleType]] = {
-    "nothing known": (lambda: Facts(State(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
+    "nothing known": (lambda: Facts(RunSnapshot(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
     "no step yet": (lambda: facts_of(Training(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
     "a mode asked for": (asked, STARTING, ("devices", "output", "progress"), REPLICAS, MODES),
     "one device": (single, SINGLE, ONE_DEVICE, REPLICAS, MODES),

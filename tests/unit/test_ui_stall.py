@@ -29,9 +29,9 @@ from stuck_ranks import (
 from synthetic import SECOND, Training
 
 from dpmon.cli.why import why
-from dpmon.model.announced import Announced
-from dpmon.model.stalls_seen import StallSeen
-from dpmon.model.state import Column
+from dpmon.model.recorded_stalls import RecordedStall
+from dpmon.model.run_events import RunEvents
+from dpmon.model.run_snapshot import Column
 from dpmon.record.record_types import Event
 from dpmon.report.collect import collect
 from dpmon.report.page import page
@@ -130,7 +130,7 @@ def test_ranks_that_wait_for_each_other_share_a_row() -> None:
     record = stall_record(2, SECOND, 5).data
     data = {**record, "ranks": [{**one, "waits": True, "words": "in backward (a.py:1)"} for one in record["ranks"]]}
     facts = stalled(2)
-    facts = replace(facts, state=replace(facts.state, stalls=(StallSeen(SECOND, 11 * SECOND, record=data),)))
+    facts = replace(facts, state=replace(facts.state, stalls=(RecordedStall(SECOND, 11 * SECOND, record=data),)))
     assert rows_text(panel_standing.table(facts, 76, 4, LOOK))[0].startswith("  0-1 wait in backward (a.py:1)  ")
     assert plain(panel_standing.title(facts, LOOK)[1]) == "stalled at step 5"
 
@@ -139,7 +139,7 @@ def test_many_guilty_ranks_in_one_place_are_folded_where_rows_are_few() -> None:
     record = stall_record(8, SECOND, 5).data
     data = {**record, "ranks": [{**one, "waits": False, "words": "in wait (a.py:1)"} for one in record["ranks"]]}
     facts = stalled(8)
-    facts = replace(facts, state=replace(facts.state, stalls=(StallSeen(SECOND, 11 * SECOND, record=data),)))
+    facts = replace(facts, state=replace(facts.state, stalls=(RecordedStall(SECOND, 11 * SECOND, record=data),)))
     assert rows_text(panel_standing.table(facts, 76, 4, LOOK))[0].startswith("▸ 0-7 in wait (a.py:1)  ")
     assert len(rows_text(panel_standing.table(facts, 76, 8, LOOK))) == 8
 
@@ -204,7 +204,7 @@ def test_a_long_stall_fills_the_time_range_and_costs_no_more_columns() -> None:
 
 
 def test_report_and_summary_say_that_the_run_ended_in_its_stall() -> None:
-    begun = StallSeen(100 * SECOND, 110 * SECOND, record={"text": SENTENCE})
+    begun = RecordedStall(100 * SECOND, 110 * SECOND, record={"text": SENTENCE})
     over = begun._replace(end_ns=135 * SECOND)
     for stall, how, last_s, expected in (
         (begun, None, 100, "for 40.0 s until now"),
@@ -215,7 +215,7 @@ def test_report_and_summary_say_that_the_run_ended_in_its_stall() -> None:
         (over, exit_of(0), 100, "for 35.0 s"),
     ):
         facts: Any = types.SimpleNamespace(
-            announced=Announced(stalls=(stall,)), last_step_ns=last_s * SECOND, until_ns=140 * SECOND
+            announced=RunEvents(stalls=(stall,)), last_step_ns=last_s * SECOND, until_ns=140 * SECOND
         )
         assert stalls(facts, how, over=how is not None) == [f"stalled at 00:01:40 {expected}: {SENTENCE}"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from situations import LOOK
 
-from dpmon.model.state import State
+from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.ui.facts import Facts
 from dpmon.ui.panels.panel_output import ROWS, Output, Tail, hits, marked, title
 from dpmon.ui.rows import plain
@@ -31,7 +31,7 @@ class Log:
         return [plain(row) for row in self.output.visible(height)]
 
     def place(self) -> str:
-        return "".join(text for text, _ in title(self.output, Facts(State(), 0), 80, LOOK)[1])
+        return "".join(text for text, _ in title(self.output, Facts(RunSnapshot(), 0), 80, LOOK)[1])
 
     def find(self, needle: str, by: int = 1, height: int = 10) -> str:
         return self.output.find(needle, by > 0, height, 80)

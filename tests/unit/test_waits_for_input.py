@@ -15,9 +15,9 @@ from stored import Recording
 from synthetic import SECOND, Training
 
 from dpmon.cli.summary import summary_lines
-from dpmon.model.compare import sentence
+from dpmon.model.mode_comparison import verdict_sentence
+from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.model.slow_steps import INPUT
-from dpmon.model.state import State
 from dpmon.record.record_types import Event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
@@ -50,11 +50,11 @@ def wait_events(waits: Sequence[Wait], pid: int = PID) -> list[bytes]:
     return [Event("input", {"pid": pid, "t_s": at, "waited_s": took}) for at, took in waits]
 
 
-def recorded(payloads: Sequence[bytes], waits: Sequence[Wait], pid: int = PID, span_s: int = 120) -> State:
+def recorded(payloads: Sequence[bytes], waits: Sequence[Wait], pid: int = PID, span_s: int = 120) -> RunSnapshot:
     return Recording().add(payloads).add(wait_events(waits, pid), -1).state(span_s=span_s)
 
 
-def drawn(state: State) -> str:
+def drawn(state: RunSnapshot) -> str:
     return " ".join(text_of(Facts(state, state.newest_ns, alive=True), 120, 60).split())
 
 
@@ -104,10 +104,10 @@ def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
     payloads += [*training.switch("dp"), *training.run(100)]
     found = recorded(payloads, waits).processes[0].compared
     assert found is not None
-    assert "(waiting for input)" in (sentence(found) or "")
+    assert "(waiting for input)" in (verdict_sentence(found) or "")
     story = collect(keep({0: payloads, -1: wait_events(waits)}, seconds=training.now / SECOND))
-    assert story.facts.compared is not None
-    assert "(waiting for input)" in (sentence(story.facts.compared) or "")
+    assert story.facts.mode_comparison is not None
+    assert "(waiting for input)" in (verdict_sentence(story.facts.mode_comparison) or "")
 
 
 def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dpmon.model.finding import host_waits, partly_timed
+from dpmon.model.finding_text import host_waits, timed_steps_note
+from dpmon.model.run_snapshot import NO_STEPS, PHASES, Process
 from dpmon.model.slow_steps import INPUT, WAITING_TEXT
-from dpmon.model.state import NO_STEPS, PHASES, Process
 from dpmon.model.step_timeline import StepTimeline, last_step_timeline
 from dpmon.record.record_types import MAX_SPANS, Call
 from dpmon.record.schema import SECOND, phase_by_display_name
@@ -78,7 +78,7 @@ def title(facts: Facts, look: Look, width: int) -> tuple[Row, Row]:
     if mode != process.mode:
         devices = () if process.compared is None else process.compared.devices
         word = f"dp {look.glyphs.times}{len(devices)}" if mode == "dp" else mode
-    if process.rank is not None and len(facts.state.training) > 1:
+    if process.rank is not None and len(facts.state.training_processes) > 1:
         word = process.name  # the other ranks are not in these figures
     corner: Row = [("step", "dim")]
     for name, value, style in (
@@ -102,9 +102,9 @@ def title(facts: Facts, look: Look, width: int) -> tuple[Row, Row]:
 
 def _sizes(process: Process, dot: str, look: Look) -> Row:
     """The sizes that the last forward received and returned, of a process without a table of them in panel 2."""
-    if process.had_dp or process.distributed is not None or process.newest is None:
+    if process.has_used_dp or process.distributed is not None or process.last_called_root is None:
         return []
-    call = process.newest.last
+    call = process.last_called_root.last
     return [(f"{dot}{size_text(call.inputs)} {look.glyphs.arrow} {size_text(call.outputs)}", "")]
 
 
@@ -153,7 +153,7 @@ def _ranks(facts: Facts) -> list[Process]:
     """All ranks with a step: the straggler, the rank that panel 3 shows, the others; empty if there is one process."""
     found, state = facts.state.straggler, facts.state
     slow = found.processes if found is not None else ()
-    first = [one.process for one in state.training[:_RANKS_DRAWN]]
+    first = [one.process for one in state.training_processes[:_RANKS_DRAWN]]
     known = [state.processes[each] for each in dict.fromkeys((*slow, *first)) if each in state.processes]
     ranks = [one for one in known if one.rank is not None and one.last_step is not None and one.last_step.phases]
     ranks.sort(key=lambda one: (one.process not in slow, one is not facts.process, one.rank))
@@ -269,7 +269,7 @@ def notes(
     usual = [*_between(numbers), *long, *host_waits(numbers.disjoint_phases)]
     texts = [
         *(usual if facts.stall is None else []),
-        *partly_timed(numbers.disjoint_phases),
+        *timed_steps_note(numbers.disjoint_phases),
         *missing(process, numbers),
     ]
     if timeline is not None and timeline.step.missing_spans:
@@ -293,10 +293,10 @@ def _between(numbers: StepStats) -> list[str]:
 
 def _stalls(facts: Facts, numbers: StepStats) -> list[str]:
     """A note that the mean includes a stall on another machine, which the process's own machine did not know of."""
-    own, known = numbers.tally, any(each.node is not None for each in facts.state.training)
+    own, known = numbers.tally, any(each.node is not None for each in facts.state.training_processes)
     for one in facts.state.stalls if known else ():
-        if one.end_ns is not None and one.end_ns > (own.first_ns or 0) and (own.high_ns or 0) > one.lasted_ns(0) / 2:
-            return [f"the mean includes a stall of {one.lasted_ns(0) / SECOND:,.0f} s"]
+        if one.end_ns is not None and one.end_ns > (own.first_ns or 0) and (own.high_ns or 0) > one.duration_ns(0) / 2:
+            return [f"the mean includes a stall of {one.duration_ns(0) / SECOND:,.0f} s"]
     return []
 
 
@@ -334,7 +334,7 @@ def usual(process: Process, numbers: StepStats, phase: str) -> bool:
 
 def missing(process: Process, numbers: StepStats) -> list[str]:
     """A note for each reason why phases are missing: the names of these phases, then the reason."""
-    call = process.newest.last if process.newest is not None else None
+    call = process.last_called_root.last if process.last_called_root is not None else None
     reasons: dict[str, list[str]] = {}
     for phase in numbers.disjoint_phases:
         if not phase.ran and usual(process, numbers, phase.name):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpmon.model.communication import Communication
-from dpmon.model.found_between_ranks import between_ranks
+from dpmon.model.rank_findings import find_rank_problems
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import align_right, wrap_text
 from dpmon.text.formatting import format_duration, format_percent
@@ -27,7 +27,7 @@ def applies(facts: Facts) -> bool:
 def wanted_rows(facts: Facts) -> int:
     """Rows that the whole content needs, with two rows of advice."""
     found = facts.state.communication
-    return 1 if found is None else len(found.facts) + 2
+    return 1 if found is None else len(found.labeled_texts) + 2
 
 
 def title(facts: Facts, look: Look, folded: bool) -> tuple[Row, Row]:
@@ -58,7 +58,7 @@ def table(facts: Facts, width: int, height: int, look: Look, *, advice: bool = T
 
 def _facts(found: Communication, width: int, look: Look) -> list[Row]:
     rows: list[Row] = []
-    for label, text in found.facts:
+    for label, text in found.labeled_texts:
         label = sanitize_line(label, 40)
         indent = _LABEL if len(label) < _LABEL else len(label) + 1
         lines = wrap_text(sanitize_line(text, 400), max(width - indent, 10))
@@ -71,10 +71,10 @@ def _facts(found: Communication, width: int, look: Look) -> list[Row]:
 def _advice(found: Communication, width: int, most: int | None, look: Look) -> list[Row]:
     """The findings, the most important first, each with what to try; only the first one if space is short."""
     rows: list[Row] = []
-    for finding in sorted(between_ranks(found), key=lambda one: -one.weight):
+    for finding in sorted(find_rank_problems(found), key=lambda one: -one.weight):
         # The first rows of the screen and panel 2 name the straggler.
         text = "" if finding.kind == "straggler" else sanitize_line(finding.text, 400)
-        advice = sanitize_line(finding.advised, 400)
+        advice = sanitize_line(finding.advice_text, 400)
         own = [*lines(text, width, "wait"), *lines(advice, width, "")]
         if most is not None and len(rows) + len(own) > most:
             return rows or lines(advice, width, "", most, look.glyphs.more)

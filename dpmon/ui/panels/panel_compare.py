@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dpmon.model.compare import Comparison, ModeSpeedup, Peak, sentence
-from dpmon.model.memory import HOST
-from dpmon.model.state import PHASES
+from dpmon.model.device_memory import HOST
+from dpmon.model.mode_comparison import Comparison, ModeSpeedup, Peak, verdict_sentence
+from dpmon.model.run_snapshot import PHASES
 from dpmon.model.step_timeline import Piece
 from dpmon.record.schema import REST, SETTLING_STEPS, phase_by_display_name, phase_by_name
 from dpmon.sanitize import sanitize_line
@@ -50,7 +50,7 @@ def figures(facts: Facts) -> Comparison:
 
 def applies(facts: Facts) -> bool:
     """Whether there can be two modes: a script on one device has nothing to compare."""
-    return facts.process is not None and facts.process.had_dp
+    return facts.process is not None and facts.process.has_used_dp
 
 
 def wanted_rows(facts: Facts) -> int:
@@ -296,7 +296,7 @@ def _notes(facts: Facts, found: Comparison, width: int, look: Look) -> list[Row]
     """The verdict, or why there is none yet, and the caveats."""
     rows: list[Row] = []
     whole = facts.view.zoom == "compare"
-    text = sentence(found)
+    text = verdict_sentence(found)
     refused = _refused(facts)
     rows += lines(refused, width, "wait", None if whole else _REFUSED_ROWS, look.glyphs.more)
     if text is not None:

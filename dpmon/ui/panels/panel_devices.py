@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpmon.model.memory import reasons as reasons_of_memory
+from dpmon.model.device_memory import missing_value_reasons as reasons_of_memory
 from dpmon.model.nodes import node_of
-from dpmon.model.state import DeviceTrack
+from dpmon.model.run_snapshot import DeviceHistory
 from dpmon.record.safe_json import number_member
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import align_right, span_width, truncate
@@ -44,7 +44,7 @@ _TALLEST = 14
 """Most rows of a device's charts."""
 
 
-def _tracks(facts: Facts) -> list[tuple[int, DeviceTrack]]:
+def _tracks(facts: Facts) -> list[tuple[int, DeviceHistory]]:
     """The GPUs, the run's own first."""
     return sorted(facts.state.devices.items(), key=lambda item: (not mine(item[1].data), item[0]))
 
@@ -53,11 +53,11 @@ def wanted_rows(facts: Facts) -> int:
     """Rows that the whole content needs."""
     count = len(facts.state.devices)
     rows = (3 * count if count <= 2 else 2 * count if count <= 4 else count) + 1 if count else 2
-    more = len(facts.state.held)
+    more = len(facts.state.device_memory)
     return rows + min(more, 8) + (count > 0) if more else rows
 
 
-def _one_name(tracks: Sequence[tuple[int, DeviceTrack]]) -> str | None:
+def _one_name(tracks: Sequence[tuple[int, DeviceHistory]]) -> str | None:
     """The common name of all GPUs; None if they differ."""
     names = {device_name(track.data) for _, track in tracks}
     return names.pop() if len(names) == 1 else None
@@ -89,11 +89,11 @@ def title(facts: Facts, look: Look, folded: bool = False) -> tuple[Row, Row]:
 def _where(facts: Facts) -> str:
     """The node whose samples the panel shows; nothing on one machine."""
     nodes, number = facts.state.nodes, facts.view.node
-    number = node_of(nodes, facts.state.focus) if number is None else number
+    number = node_of(nodes, facts.state.representative) if number is None else number
     return next((f" on {one.name}" for one in nodes if one.number == number), "")
 
 
-def _uses(tracks: Sequence[tuple[int, DeviceTrack]]) -> str:
+def _uses(tracks: Sequence[tuple[int, DeviceHistory]]) -> str:
     """The use of each GPU; for many GPUs, the range of the run's own."""
     if len(tracks) <= 4:
         values = [number_member(track.data, "util_pct") for _, track in tracks]
@@ -102,7 +102,7 @@ def _uses(tracks: Sequence[tuple[int, DeviceTrack]]) -> str:
     return f"{min(known):3.0f} to {max(known):3.0f} %" if known else UNKNOWN
 
 
-def _ours(tracks: Sequence[tuple[int, DeviceTrack]]) -> list[Mapping[str, Any]]:
+def _ours(tracks: Sequence[tuple[int, DeviceHistory]]) -> list[Mapping[str, Any]]:
     """The data of the run's GPUs; of all, if none is known to be the run's."""
     return [track.data for _, track in tracks if mine(track.data)] or [track.data for _, track in tracks]
 
@@ -154,7 +154,7 @@ def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
 def _memory_rows(facts: Facts, width: int, *, with_reasons: bool = True) -> list[Row]:
     """A row for each device with known torch memory: how much models, gradients and optimizers take."""
     rows: list[Row] = []
-    found = facts.state.held
+    found = facts.state.device_memory
     for one in found:
         parts = [("model", one.model), ("grads", one.gradients), ("optim", one.optimizer)]
         parts += [("rest", one.rest), ("peak", one.peak)]
@@ -177,7 +177,7 @@ def _memory_rows(facts: Facts, width: int, *, with_reasons: bool = True) -> list
 # ------------------------------------------------------------------------------------------------ GPUs
 
 
-def _history(track: DeviceTrack, values: Sequence[float | None], axis: TimeAxis, width: int, look: Look) -> str:
+def _history(track: DeviceHistory, values: Sequence[float | None], axis: TimeAxis, width: int, look: Look) -> str:
     """A history of percentages in `width` cells."""
     return spark(sampled(values, track.second, axis, width), width, look.glyphs)
 
@@ -186,7 +186,7 @@ class _DeviceTable:
     """Columns of `each` rows per GPU. Their widths depend only on the panel's size and the GPUs' names."""
 
     def __init__(
-        self, tracks: Sequence[tuple[int, DeviceTrack]], width: int, each: int, facts: Facts, look: Look
+        self, tracks: Sequence[tuple[int, DeviceHistory]], width: int, each: int, facts: Facts, look: Look
     ) -> None:
         self.width, self.each, self.look, self.axis = width, each, look, device_axis(facts)
         names = [] if _one_name(tracks) else [device_name(track.data) for _, track in tracks]
@@ -204,10 +204,10 @@ class _DeviceTable:
         self.graph = max(min(left * 3 // 5, 60), 4)
         self.bar = max(min(left - self.graph - 1, 24), 0)
 
-    def rows(self, index: int, track: DeviceTrack) -> list[Row]:
+    def rows(self, index: int, track: DeviceHistory) -> list[Row]:
         return [self.first(index, track), self.second(track), self.third(track)][: self.each]
 
-    def first(self, index: int, track: DeviceTrack) -> Row:
+    def first(self, index: int, track: DeviceHistory) -> Row:
         data = track.data
         ours = mine(data)
         used, total = _memory(data)
@@ -230,7 +230,7 @@ class _DeviceTable:
         row.append((align_right(text, self.free), ("wait" if full else "") if ours else "dim"))
         return [*row, *_figures(data, "" if ours else "dim", _FIGURES)[: self.figures]]
 
-    def second(self, track: DeviceTrack) -> Row:
+    def second(self, track: DeviceHistory) -> Row:
         """The history of memory under the history of use, then power, temperature and clock."""
         data = track.data
         ours = "" if mine(data) else "dim"
@@ -244,7 +244,7 @@ class _DeviceTable:
         figures = _figures(data, ours, (11, 7, 9), limited=True)
         return [*row, *figures] if width_of(row) + width_of(figures) <= self.width else [*row, *figures[:2]]
 
-    def third(self, track: DeviceTrack) -> Row:
+    def third(self, track: DeviceHistory) -> Row:
         """Activity fields that tell more than utilisation, if the hardware reports them; and who holds the memory."""
         data = track.data
         row: Row = [(" " * self.head, "")]
@@ -290,7 +290,7 @@ def _figures(data: Mapping[str, Any], style: str, widths: tuple[int, int, int], 
     ]
 
 
-def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, facts: Facts, look: Look) -> list[Row]:
+def _grid(tracks: Sequence[tuple[int, DeviceHistory]], width: int, facts: Facts, look: Look) -> list[Row]:
     """Two GPUs in a row: use and memory in per cent."""
     cell = (width - 2) // 2
     head = max(span_width(label(index, track.data)) for index, track in tracks) + 1
@@ -299,7 +299,7 @@ def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, facts: Facts, l
     half = -(-len(tracks) // 2)
     axis = device_axis(facts)
 
-    def one(index: int, track: DeviceTrack) -> Row:
+    def one(index: int, track: DeviceHistory) -> Row:
         style = "" if mine(track.data) else "dim"
         util = number_member(track.data, "util_pct")
         share = track.mem_pct
@@ -319,7 +319,7 @@ def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, facts: Facts, l
     return rows
 
 
-def _below(tracks: Sequence[tuple[int, DeviceTrack]], width: int, look: Look) -> list[Row]:
+def _below(tracks: Sequence[tuple[int, DeviceHistory]], width: int, look: Look) -> list[Row]:
     """What holds the clocks down, and why values are missing: at most a row each."""
     rows: list[Row] = []
     down: dict[str, list[str]] = {}

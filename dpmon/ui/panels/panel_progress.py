@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp, isfinite
 
-from dpmon.model.loss import LossCurve
-from dpmon.model.progress import Epoch, Progress, left_words, without_time
+from dpmon.model.epoch_progress import Epoch, Progress, format_time_left, without_time
+from dpmon.model.loss_curves import LossCurve
 from dpmon.record.schema import SECOND
 from dpmon.sanitize import sanitize_line
 from dpmon.store.query_results import SMOOTHED
@@ -160,7 +160,7 @@ def _findings(facts: Facts, width: int) -> list[Row]:
         style = "bad" if found.kind == "failed" else "wait"
         for index, row in enumerate(lines(sanitize_line(found.text, 400), width - 2, style)):
             rows.append([(f"{number} " if index == 0 else "  ", "dim"), *row])
-        rows += [[("  ", ""), *row] for row in lines(sanitize_line(found.advised, 400), width - 2, "")]
+        rows += [[("  ", ""), *row] for row in lines(sanitize_line(found.advice_text, 400), width - 2, "")]
     return rows
 
 
@@ -194,7 +194,7 @@ def _bar(found: Progress, width: int, look: Look) -> list[Row]:
     done = found.batch / found.batches
     share: Row = [(align_right(format_percent(done), 6), "bold")]
     left: Row = (
-        [("  ", ""), (f"{left_words(found.left_ns, found.error_ns)} left".rjust(16), "")]
+        [("  ", ""), (f"{format_time_left(found.left_ns, found.error_ns)} left".rjust(16), "")]
         if found.left_ns is not None
         else []
     )

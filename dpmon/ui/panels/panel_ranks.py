@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from dpmon.model.communication import Communication
 from dpmon.model.nodes import SILENT
-from dpmon.model.state import MAPPED, WORST, CallTrack, Process
-from dpmon.model.stragglers import MIN_STEPS, RankTimes, Straggler, in_short, sentence
+from dpmon.model.run_snapshot import MAPPED, WORST, CallTimings, Process
+from dpmon.model.stragglers import MIN_STEPS, RankTimes, Straggler, short_sentence, straggler_sentence
 from dpmon.record.shared_names import node_suffix
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import align_right, span_width
@@ -46,34 +46,34 @@ class _Rank(NamedTuple):
     """A rank with its chosen or newest call and its times."""
 
     process: Process
-    track: CallTrack | None
+    track: CallTimings | None
     times: RankTimes
 
 
 def applies(facts: Facts) -> bool:
     """Whether several processes train side by side, none of them over replicas of its own; or on several nodes."""
-    processes = facts.state.training
+    processes = facts.state.training_processes
     if facts.state.nodes or len(processes) < 2:
         return bool(facts.state.nodes)
     track = shown(facts)
     return track is None or len(track.last.replicas) <= 1
 
 
-def _rows(facts: Facts, room: int) -> list[tuple[Process, CallTrack | None]]:
+def _rows(facts: Facts, room: int) -> list[tuple[Process, CallTimings | None]]:
     """At most `room` processes, each with its chosen or newest call."""
-    return _with_calls(facts, facts.state.training[: max(room, 1)])
+    return _with_calls(facts, facts.state.training_processes[: max(room, 1)])
 
 
-def _with_calls(facts: Facts, processes: Iterable[Process]) -> list[tuple[Process, CallTrack | None]]:
+def _with_calls(facts: Facts, processes: Iterable[Process]) -> list[tuple[Process, CallTimings | None]]:
     track = shown(facts)
     key = (track.last.root, track.last.via) if track is not None else ("", None)
-    return [(process, process.calls.get(key, process.newest)) for process in processes]
+    return [(process, process.calls.get(key, process.last_called_root)) for process in processes]
 
 
 def _known(facts: Facts) -> Communication | None:
     """The communication of the ranks, if their waits are known."""
     found = facts.state.communication
-    return found if found is not None and found.known else None
+    return found if found is not None and found.ranks_with_waits else None
 
 
 def mapped(facts: Facts) -> bool:
@@ -83,12 +83,12 @@ def mapped(facts: Facts) -> bool:
 
 def _many(facts: Facts) -> bool:
     """Whether the table has only the slowest ranks."""
-    return bool(facts.state.nodes) or len(facts.state.training) > MAPPED
+    return bool(facts.state.nodes) or len(facts.state.training_processes) > MAPPED
 
 
 def wanted_rows(facts: Facts, room: int = 0) -> int:
     """Rows that the whole content needs; with the ranks over time, if that is at most `room`."""
-    count = len(facts.state.training)
+    count = len(facts.state.training_processes)
     found = _known(facts)
     nodes = len(facts.state.nodes)
     room = max(room, _FEW_ROWS) if nodes else room
@@ -104,7 +104,7 @@ def wanted_rows(facts: Facts, room: int = 0) -> int:
 
 def _most(facts: Facts) -> int:
     """Most rows of the table: all ranks if they are few, else the slowest ones."""
-    count = len(facts.state.training)
+    count = len(facts.state.training_processes)
     return count if count <= MAPPED else WORST
 
 
@@ -112,14 +112,14 @@ def shows_time(facts: Facts, width: int, height: int) -> bool:
     """Whether a map leaves room in the panel for the slow ranks over time, with their axis."""
     if not mapped(facts) or _known(facts) is None:
         return False
-    nodes, each = len(facts.state.nodes), max(len(facts.state.training) // max(len(facts.state.nodes), 1), 1)
-    rows = -(-nodes // max((width - _NODE) // (each + 1), 1)) or len(facts.state.training) // _EACH + 1
+    nodes, each = len(facts.state.nodes), max(len(facts.state.training_processes) // max(len(facts.state.nodes), 1), 1)
+    rows = -(-nodes // max((width - _NODE) // (each + 1), 1)) or len(facts.state.training_processes) // _EACH + 1
     return height >= rows + 2 + _LEAST_TABLE + _TIME
 
 
 def title(facts: Facts, look: Look) -> tuple[Row, Row]:
     """The panel's title, and its main number."""
-    processes = facts.state.training
+    processes = facts.state.training_processes
     track = shown(facts)
     what: Row = []
     if track is not None:
@@ -183,15 +183,19 @@ def _notes(facts: Facts, found: Communication, width: int, room: int, ranks: int
     if not facts.goes_on or (reports_straggler(facts, look) and facts.view.zoom != "replicas"):
         pass
     elif slow is not None:
-        whole = lines(sentence(slow, lately=True), width, "wait")
+        whole = lines(straggler_sentence(slow, lately=True), width, "wait")
         fits = len(whole) + ranks <= room
-        rows += whole if fits else lines(in_short(slow), width, "wait", max(most, 1), look.glyphs.more)
-    elif found.joined < MIN_STEPS:
-        rows += lines(f"a slow rank is named after {MIN_STEPS} steps with known waits: {found.joined} so far", width)
-    else:
-        where = f" of {facts.state.training[0].node}" if facts.view.node is not None else ""
+        rows += whole if fits else lines(short_sentence(slow), width, "wait", max(most, 1), look.glyphs.more)
+    elif found.step_count_with_waits < MIN_STEPS:
         rows += lines(
-            f"no rank{where} holds the others up (last {format_count_with_noun(found.joined, 'step')})", width
+            f"a slow rank is named after {MIN_STEPS} steps with known waits: {found.step_count_with_waits} so far",
+            width,
+        )
+    else:
+        where = f" of {facts.state.training_processes[0].node}" if facts.view.node is not None else ""
+        rows += lines(
+            f"no rank{where} holds the others up (last {format_count_with_noun(found.step_count_with_waits, 'step')})",
+            width,
         )
     for note in found.other_waits():
         rows += lines(note, width)
@@ -204,9 +208,9 @@ def _ranks(facts: Facts, found: Communication) -> list[_Rank]:
     slow, chosen = facts.state.straggler, facts.view.process
     if _many(facts):
         named = {chosen, *(slow.processes if slow is not None else ())}
-        first = [one for one in found.by_wait if one.process in named]
+        first = [one for one in found.ranks_by_wait if one.process in named]
         first.sort(key=lambda one: one.process != chosen)
-        times = islice(chain(first, (one for one in found.by_wait if one.process not in named)), _most(facts))
+        times = islice(chain(first, (one for one in found.ranks_by_wait if one.process not in named)), _most(facts))
     there = [one for one in times if one.process in facts.state.processes]
     rows = _with_calls(facts, (facts.state.processes[one.process] for one in there))
     return [_Rank(process, track, one) for (process, track), one in zip(rows, there, strict=True)]
@@ -301,7 +305,7 @@ def _device(one: _Rank) -> str:
 
 def _sizes_table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """A header, one row per rank with its sizes and medians, and why the waits are unknown."""
-    count = len(facts.state.training)
+    count = len(facts.state.training_processes)
     rows = _rows(facts, max(height, 2) + 1 + facts.view.scrolled.get("replicas", 0))
     ins = [size_text(track.last.inputs) if track else UNKNOWN for _, track in rows]
     outs = [size_text(track.last.outputs) if track else UNKNOWN for _, track in rows]
@@ -330,7 +334,7 @@ def _sizes_table(facts: Facts, width: int, height: int, look: Look) -> list[Row]
     found = facts.state.communication
     why = None if found is None else found.missing
     drawn += [] if why is not None and why.startswith(f"{count} of ") else _missing(facts)
-    troubles = ((node.name, node.trouble(facts.elapsed_ns)) for node in facts.state.nodes)
+    troubles = ((node.name, node.problem_at(facts.elapsed_ns)) for node in facts.state.nodes)
     away = [name for name, trouble in troubles if trouble is not None and trouble.word in SILENT]
     if why is not None and away:
         others = f" and {format_count_with_noun(len(away) - 1, 'other')}" if away[1:] else ""
@@ -340,7 +344,7 @@ def _sizes_table(facts: Facts, width: int, height: int, look: Look) -> list[Row]
 
 def _missing(facts: Facts) -> list[Row]:
     """A row with the number of ranks, if fewer train than expected; of one node alone, the others are not counted."""
-    count, first = len(facts.state.training), facts.state.training[:MAPPED]
+    count, first = len(facts.state.training_processes), facts.state.training_processes[:MAPPED]
     wanted = max((ranks for process in first if (ranks := process.info.world) is not None), default=count)
     if facts.view.node is not None or wanted <= count or any(process.rank is None for process in first):
         return []
@@ -352,7 +356,7 @@ def _median(process: Process, phase: str) -> str:
     return format_duration(None if found is None else found.median_ns)
 
 
-def _of_call(track: CallTrack | None) -> str:
+def _of_call(track: CallTimings | None) -> str:
     devices = track.last.devices if track is not None else ()
     return sanitize_line(devices[0], 20) if devices else UNKNOWN
 
@@ -360,7 +364,7 @@ def _of_call(track: CallTrack | None) -> str:
 def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     """The panel at full size: the table, the ranks over time, then every size of every rank by its path."""
     drawn = [*table(facts, width, height, look), []]
-    if times := over_time(facts, width, len(facts.state.training) + 2, look):
+    if times := over_time(facts, width, len(facts.state.training_processes) + 2, look):
         drawn += [*times, []]
     for process, track in _rows(facts, height + facts.view.scrolled.get("replicas", 0)):
         pid, ranks = process.info.pid, process.info.world or UNKNOWN

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dpmon.model.state import CallTrack, Process
+from dpmon.model.run_snapshot import CallTimings, Process
 from dpmon.record.record_types import Call, Size, count_rows
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import align_right, span_width, truncate
@@ -19,7 +19,7 @@ from dpmon.ui.rows import Row, TableColumn, lines, table_rows
 class CallChoice(NamedTuple):
     """One choice of the panel: a root, or one of several calls of a root in each step."""
 
-    track: CallTrack
+    track: CallTimings
     nth: int
     of: int
 
@@ -44,17 +44,17 @@ def choices(process: Process | None) -> list[CallChoice]:
 def chosen(facts: Facts) -> tuple[CallChoice | None, int, int]:
     """The current choice, its number from 1 (0: always the root called last), and the number of choices."""
     process = facts.process
-    if process is None or process.newest is None:
+    if process is None or process.last_called_root is None:
         return None, 0, 0
     all_of_them = choices(process)
     count = len(all_of_them)
     if facts.view.root and count > 1:
         index = (facts.view.root - 1) % count
         return all_of_them[index], index + 1, count
-    return CallChoice(process.newest, 1, 1), 0, count
+    return CallChoice(process.last_called_root, 1, 1), 0, count
 
 
-def shown(facts: Facts) -> CallTrack | None:
+def shown(facts: Facts) -> CallTimings | None:
     """The root that the panel shows: the one called last, or the one that the user chose."""
     choice = chosen(facts)[0]
     return choice.track if choice is not None else None
@@ -124,7 +124,7 @@ def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     return rows
 
 
-def _times(track: CallTrack, numbers: Sequence[int]) -> list[TableColumn]:
+def _times(track: CallTimings, numbers: Sequence[int]) -> list[TableColumn]:
     """The median times of replicas or stages: on the host and, if they are known, on the device."""
     times = [track.times[number] if number < len(track.times) else None for number in numbers]
     host = [format_duration(None if each is None else each.middle) for each in times]
@@ -134,7 +134,7 @@ def _times(track: CallTrack, numbers: Sequence[int]) -> list[TableColumn]:
     return columns
 
 
-def _replicas(track: CallTrack, width: int, height: int, look: Look) -> list[Row]:
+def _replicas(track: CallTimings, width: int, height: int, look: Look) -> list[Row]:
     """A header, a row per replica, and idle devices.
 
     The widths of the columns depend on the panel's width, on the last call, and on which times are known.
@@ -173,7 +173,7 @@ def _replicas(track: CallTrack, width: int, height: int, look: Look) -> list[Row
     return rows if call.replicas else [*rows, [("the replicas of this call were not seen", "dim")]]
 
 
-def _spreads(track: CallTrack, numbers: Sequence[int], width: int, look: Look) -> TableColumn:
+def _spreads(track: CallTimings, numbers: Sequence[int], width: int, look: Look) -> TableColumn:
     """The range of each replica's times, on a scale up to the slowest one.
 
     The scale starts at the fastest one, unless that would magnify noise.
@@ -206,7 +206,7 @@ def _scale(base: float, top: float, width: int) -> str:
     return (_RANGE if width >= len(_RANGE) else "spread").ljust(width)
 
 
-def _stages(track: CallTrack, width: int, look: Look) -> list[Row]:
+def _stages(track: CallTimings, width: int, look: Look) -> list[Row]:
     """A header, and a row per stage with its incoming tensors and its time."""
     call = track.last
     device = min(max([span_width(sanitize_line(s.device, 20)) for s in call.stages] + [6]), 10)
@@ -280,7 +280,7 @@ def _idle(call: Call, look: Look) -> list[Row]:
     ]
 
 
-def _what_times(track: CallTrack) -> str:
+def _what_times(track: CallTimings) -> str:
     """A sentence about the host times: how many calls they cover, their range, and how they differ from apply."""
     known = [spread for spread in track.times if spread is not None]
     if not known:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.model.state import State
+from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import node_suffix
@@ -46,7 +46,7 @@ class _Standing(NamedTuple):
         return ", ".join(part for part in (since, self.state, cpu) if part)
 
 
-def _standing(one: Mapping[str, Any], noticed_ns: int, state: State) -> _Standing:
+def _standing(one: Mapping[str, Any], noticed_ns: int, state: RunSnapshot) -> _Standing:
     process = state.processes.get(int_member(one, "process") or 0)
     waited = ns_member(one, "for_s")
     return _Standing(

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from dpmon.model.finding import DATA_SHARE, MIN_STEPS, data_share
-from dpmon.model.found_in_failures import LOSS_WORDS
-from dpmon.model.pace import Speed, speed
-from dpmon.model.progress import Progress, left_words
-from dpmon.model.stragglers import in_short
+from dpmon.model.epoch_progress import Progress, format_time_left
+from dpmon.model.failure_findings import LOSS_WORDS
+from dpmon.model.finding_text import DATA_SHARE, MIN_STEPS, data_share
+from dpmon.model.stragglers import short_sentence
+from dpmon.model.throughput import Throughput, throughput_of
 from dpmon.record.schema import SECOND, SPAN_PHASES
 from dpmon.record.shared_names import node_suffix
 from dpmon.sanitize import sanitize_line
@@ -136,13 +136,13 @@ def _first(facts: Facts, alive: Life, parts: Sequence[_Part], width: int, look: 
     return columns(left, [*figures, (" ", "")] if figures else [], width, look.glyphs.more), left_out
 
 
-def _speed(facts: Facts) -> Speed:
+def _speed(facts: Facts) -> Throughput:
     process = facts.process
     if facts.reading and not facts.over:  # the newest steps read so far are old ones
-        return Speed(None, READING)
+        return Throughput(None, READING)
     if process is None:
-        return Speed(None, "no training process yet")
-    return speed(process, facts.state, facts.now_ns, facts.activities.get(process.process, ("", 0))[1])
+        return Throughput(None, "no training process yet")
+    return throughput_of(process, facts.state, facts.now_ns, facts.activities.get(process.process, ("", 0))[1])
 
 
 def _mode(facts: Facts, look: Look) -> list[_Part]:
@@ -166,7 +166,7 @@ def _figures(facts: Facts, look: Look) -> list[_Part]:
     if found.epoch is not None:
         epoch: Row = [(f"epoch {format_count(found.epoch)}", ""), (f" {look.glyphs.middot} ", "dim")]
         batches = [*epoch, (done, "bold")] if (done := of_batches(found)) else epoch[:1]
-        left = "" if found.left_ns is None else f" {look.glyphs.middot} {left_words(found.left_ns, None)} left"
+        left = "" if found.left_ns is None else f" {look.glyphs.middot} {format_time_left(found.left_ns, None)} left"
         if found.batch is not None and found.batch == found.batches:
             left = f" {look.glyphs.middot} took {format_long_duration(found.epochs[-1].took_ns)}"
         timed = found.batches is not None and facts.stall is None
@@ -195,7 +195,7 @@ def _figures(facts: Facts, look: Look) -> list[_Part]:
 def _room_for_left(found: Progress) -> int:
     """Cells for the time left at the beginning of the epoch, so that what follows stands still."""
     begun_ns = found.epochs[-1].begin_ns if found.epochs else found.at_ns
-    return max(len(f" · {left_words(found.at_ns - begun_ns + (found.left_ns or 0), None)} left"), _LEFT)
+    return max(len(f" · {format_time_left(found.at_ns - begun_ns + (found.left_ns or 0), None)} left"), _LEFT)
 
 
 def _missed(facts: Facts) -> Row:
@@ -230,7 +230,7 @@ def _message(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) ->
     if facts.state.unfit is not None:
         return _unfit(facts)
     if facts.straggler is not None:  # see reports_straggler
-        return [(f"{look.glyphs.focus} ", "wait"), (in_short(facts.straggler), "")]
+        return [(f"{look.glyphs.focus} ", "wait"), (short_sentence(facts.straggler), "")]
     process = facts.process
     if facts.goes_on and process is not None and process.settled.steps >= MIN_STEPS:
         share, who = data_share(process.settled), "" if process.rank is None else f"{process.name} "
@@ -247,7 +247,7 @@ def _stalled(facts: Facts, look: Look) -> Row:
     """Which rank stands where; at the end of the run, also its outcome."""
     text = "" if facts.stall is None else sanitize_line(facts.stall.text, 400)
     if facts.stall is not None and facts.over:
-        seconds = facts.stall.lasted_ns(facts.elapsed_ns) / SECOND
+        seconds = facts.stall.duration_ns(facts.elapsed_ns) / SECOND
         last = f"; {facts.last_line}" if facts.last_line else ""
         text = f"the run ended in a stall of {seconds:,.0f} s: {text}{last}"
     return [(f"{look.glyphs.focus} ", "bad"), (text, "bad")]
@@ -271,7 +271,7 @@ def _troubled(facts: Facts) -> Row:
     """The nodes whose records do not arrive as usual, by what is wrong."""
     now_ns, found = facts.elapsed_ns, dict[str, list[str]]()
     for one in facts.state.nodes:
-        trouble = one.trouble(now_ns)
+        trouble = one.problem_at(now_ns)
         if trouble is not None and trouble.word not in ("ended", "stopped"):
             known = found.setdefault(trouble.word, [])
             known.append(one.name if known else f"{one.name} {trouble.words(now_ns)}")
@@ -325,7 +325,7 @@ def _facts(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) -> R
             # Processes are numbered from 0 like ranks, but "process 1 of 2" would suggest numbers from 1.
             one = f"process {process.process}, one of {many}"
             one = one if process.rank is None else f"rank {process.rank} of {many}"
-            nodes = f"{format_count_with_noun(len(facts.state.nodes), 'node')}, {format_count_with_noun(len(facts.state.training), 'rank')}"
+            nodes = f"{format_count_with_noun(len(facts.state.nodes), 'node')}, {format_count_with_noun(len(facts.state.training_processes), 'rank')}"
             parts.append(nodes if facts.state.nodes else one + node_suffix(process.node))
         for key, value in (("python", process.info.python), ("torch", process.info.torch)):
             if value is not None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 
-from dpmon.model.nodes import SILENT, NodeFacts
-from dpmon.model.stragglers import RankTimes, Straggler, delays
+from dpmon.model.nodes import SILENT, NodeStatus
+from dpmon.model.stragglers import RankTimes, Straggler, delay_shares
 from dpmon.stalls.stall_detection import format_ranges
 from dpmon.text.cells import align_right, span_width
 from dpmon.text.formatting import format_count_with_noun
@@ -70,7 +70,7 @@ def by_number(ranks: Sequence[RankTimes], slow: Straggler | None, width: int, lo
     counts the ranks that are not drawn.
     """
     each = 32 if width >= _NUMBER + 1 + 32 + 3 else 16
-    signs = _signs(ranks, delays(ranks), slow, look)
+    signs = _signs(ranks, delay_shares(ranks), slow, look)
     by_rank = {one.process if one.rank is None else one.rank: signs[one.process] for one in ranks}
     begins = sorted({rank // each * each for rank in by_rank})
     drawn = begins if len(begins) <= MOST_ROWS else begins[: MOST_ROWS - 1]
@@ -109,7 +109,7 @@ def _by_node(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[i
     signs = _signs(ranks, {} if traffic is None else traffic.delays, facts.state.straggler, look)
     if chosen is not None:
         signs[chosen] = (signs[chosen][0] if _is_slow(chosen, facts) else look.glyphs.ring, "key")
-    members = facts.state.of_nodes
+    members = facts.state.processes_by_node
     label = min(max(span_width(node.name) for node in nodes), _NAME)
     size = max(max(map(len, members)), 1)
     usual, most = (max(rows, 1) for rows in room)
@@ -122,7 +122,7 @@ def _by_node(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[i
         return _rows(_labels(nodes[:: _BLOCK * each], label, look), _blocks(cells), each)
     blocks, unknown = list[Row](), delay_sign(None, look)
     for node, own in zip(nodes, members, strict=True):
-        trouble = node.trouble(now_ns)
+        trouble = node.problem_at(now_ns)
         cells = [signs.get(process, unknown) for process in own.values()]
         if trouble is not None and trouble.word in SILENT:
             cells = [cell if cell[1] in ("found", "key") else unknown for cell in cells]
@@ -132,18 +132,18 @@ def _by_node(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[i
     rows = _rows(_labels(nodes[::each], label, look), blocks, each)
     for row, node, own in zip(rows, nodes, members, strict=True) if each == 1 else ():
         row.append((f"  {format_ranges(own, ',', 2)}", "dim"))
-        if (trouble := node.trouble(now_ns)) is not None:
+        if (trouble := node.problem_at(now_ns)) is not None:
             row.append((f"  {trouble.words(now_ns)}", STYLES.get(trouble.word, "bad")))
     return rows
 
 
-def _labels(nodes: Sequence[NodeFacts], width: int, look: Look) -> list[str]:
+def _labels(nodes: Sequence[NodeStatus], width: int, look: Look) -> list[str]:
     return [plain(fit([(node.name, "")], width, look.glyphs.more)) for node in nodes]
 
 
-def _of_node(node: NodeFacts, own: Mapping[int, int], signs: Mapping[int, Span], now_ns: int) -> Span:
+def _of_node(node: NodeStatus, own: Mapping[int, int], signs: Mapping[int, Span], now_ns: int) -> Span:
     """A cell for a whole node: that of the rank that the others waited for longest, or the letter of its trouble."""
-    trouble = node.trouble(now_ns)
+    trouble = node.problem_at(now_ns)
     if trouble is not None:
         return (trouble.word[0], STYLES.get(trouble.word, "bad"))
     return max((signs[each] for each in own.values() if each in signs), key=_order, default=("?", "dim"))

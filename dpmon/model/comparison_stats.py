@@ -70,18 +70,20 @@ class Change(NamedTuple):
         return (low > 1) - (high < 1)
 
 
-def change(before: Sequence[float], after: Sequence[float], *, in_order: bool = False, exact: bool = True) -> Change:
+def estimate_change(
+    before: Sequence[float], after: Sequence[float], *, in_order: bool = False, exact: bool = True
+) -> Change:
     """How positive values changed. `in_order`: they are stretches of two runs, in order of time.
 
     `exact`: they are not from sketches, which cannot distinguish values closer than RELATIVE_WIDTH.
     """
     before, after = [log(value) for value in before], [log(value) for value in after]
     apart = sorted(b - a for a in before for b in after)
-    middle, spread = median(apart), _dependence(before, after) if in_order else 1.0
+    middle, spread = median(apart), _autocorrelation_factor(before, after) if in_order else 1.0
     blur = 0.0 if exact else log(1 + RELATIVE_WIDTH)
 
     def ends(doubt: float) -> tuple[float | None, float | None]:
-        outside = _outside(len(before), len(after), doubt, spread)
+        outside = _interval_ranks(len(before), len(after), doubt, spread)
         if not outside:
             return None, None
         return exp(min(apart[outside - 1], middle - blur)), exp(max(apart[-outside], middle + blur))
@@ -89,9 +91,9 @@ def change(before: Sequence[float], after: Sequence[float], *, in_order: bool = 
     return Change(exp(middle), *ends(DOUBT / 2), *ends(DOUBT))
 
 
-def _outside(before: int, after: int, doubt: float, spread: float) -> int:
+def _interval_ranks(before: int, after: int, doubt: float, spread: float) -> int:
     """The place, from 1, of each end of an interval in the sorted differences, from outside; 0: no end."""
-    chances = _chances(before, after)
+    chances = _mann_whitney_cdf(before, after)
     outside = sum(chance <= doubt for chance in chances)
     if spread > 1 and outside:
         pairs = before * after
@@ -101,7 +103,7 @@ def _outside(before: int, after: int, doubt: float, spread: float) -> int:
 
 
 @lru_cache(64)
-def _chances(before: int, after: int) -> list[float]:
+def _mann_whitney_cdf(before: int, after: int) -> list[float]:
     """The chance, for equal groups, that the value before is the larger one in at most 0, 1, 2 ... pairs."""
     pairs = before * after
     ways = [1] + [0] * pairs  # coefficients of the Gaussian binomial
@@ -113,17 +115,17 @@ def _chances(before: int, after: int) -> list[float]:
     return [upto / comb(before + after, before) for upto in accumulate(ways)]
 
 
-def _dependence(before: Sequence[float], after: Sequence[float]) -> float:
+def _autocorrelation_factor(before: Sequence[float], after: Sequence[float]) -> float:
     """The factor (at least 1) by which the correlation of neighbours increases the variance of a mean."""
     count = (len(before) + len(after)) / 2
-    correlated = sum(_correlation(series) * len(series) for series in (before, after)) / count / 2
+    correlated = sum(_lag1_correlation(series) * len(series) for series in (before, after)) / count / 2
     # Corrects the bias of the estimate (Marriott and Pope, 1954).
     correlated = (correlated + 1 / count) / max(1 - 4 / count, 0.5)
     correlated = min(max(correlated, 0.0), _MOST_CORRELATED)
     return (1 + correlated) / (1 - correlated)
 
 
-def _correlation(series: Sequence[float]) -> float:
+def _lag1_correlation(series: Sequence[float]) -> float:
     """The correlation of values with their successors; 0 for equal values."""
     mean = fmean(series)
     squares = sum((value - mean) ** 2 for value in series)
@@ -142,22 +144,22 @@ def median_interval(tally: Tally, parts: Iterable[Tally] = ()) -> Interval | Non
     count = sum(counts.values())
     if value is None or not count:
         return None
-    reach = _Z * sqrt(count * _widening(counts, [part.stat(STEP).counts for part in parts])) / 2
+    reach = _Z * sqrt(count * _batch_means_factor(counts, [part.stat(STEP).counts for part in parts])) / 2
     rank = max(int((count - 1) / 2 - reach), 0)
-    low, high = bin_bounds(_at(counts, rank))[0], bin_bounds(_at(counts, count - 1 - rank))[1]
+    low, high = bin_bounds(_bucket_at_rank(counts, rank))[0], bin_bounds(_bucket_at_rank(counts, count - 1 - rank))[1]
     low = max(low, tally.low_ns if tally.low_ns is not None else low)
     high = min(high, tally.high_ns if tally.high_ns is not None else high)
     return Interval(value, min(low, value), max(high, value))
 
 
-def _at(counts: Counts, rank: int) -> int:
+def _bucket_at_rank(counts: Counts, rank: int) -> int:
     """The bucket of the value at a rank, counted from 0."""
     ordered = sorted(counts)
     sums = accumulate(counts[number] for number in ordered)
     return next(number for number, upto in zip(ordered, sums, strict=True) if upto > rank)
 
 
-def _widening(counts: Counts, parts: Sequence[Counts]) -> float:
+def _batch_means_factor(counts: Counts, parts: Sequence[Counts]) -> float:
     """The factor (at least 1) by which the dependence of values on earlier ones increases the variance of a median.
 
     Joins parts into batches of at least the square root of the number of values. Divides the variance of
@@ -170,7 +172,7 @@ def _widening(counts: Counts, parts: Sequence[Counts]) -> float:
     size, above = 0, 0.0
     for part in parts:
         size += sum(part.values())
-        above += _above(part, centre)
+        above += _count_above_median(part, centre)
         if size >= sqrt(count):
             batches.append((size, above))
             size, above = 0, 0.0
@@ -187,7 +189,7 @@ def _widening(counts: Counts, parts: Sequence[Counts]) -> float:
     return max(spread / (whole * variance * free), 1.0) if variance > 0 else 1.0
 
 
-def _above(counts: Counts, centre: float) -> float:
+def _count_above_median(counts: Counts, centre: float) -> float:
     """Number of values above the median; values in its bucket count half."""
     return sum(
         number if bin_middle(bucket) > centre else number / 2 if bin_middle(bucket) == centre else 0
@@ -195,7 +197,7 @@ def _above(counts: Counts, centre: float) -> float:
     )
 
 
-def ratio(above: Interval, below: Interval) -> Interval | None:
+def ratio_of_estimates(above: Interval, below: Interval) -> Interval | None:
     """The ratio of two independent estimates; None unless all values are positive."""
     if min(*above, *below) <= 0:
         return None

@@ -2,7 +2,7 @@
 
 Only steps of one kind are compared: the same number of samples, and all training or all evaluation. The first steps
 after a change of mode are left out (caches fill, algorithms are chosen). The speed-up is the ratio of the median step
-times, with its interval (dpmon.model.compare_samples).
+times, with its interval (dpmon.model.comparison_stats).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from itertools import groupby, pairwise
 from math import log
 from typing import NamedTuple
 
-from dpmon.model.compare_samples import Interval, median_interval, ratio
-from dpmon.model.slow_steps import INPUT, WAITING_TEXT, Uneven, uneven_steps
+from dpmon.model.comparison_stats import Interval, median_interval, ratio_of_estimates
+from dpmon.model.slow_steps import INPUT, WAITING_TEXT, StepUnevenness, uneven_steps
 from dpmon.record.schema import EVALUATION, REST, SECOND, SETTLING, STEP
 from dpmon.store.query_results import LongStepRow
 from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats, compute_step_stats
@@ -91,7 +91,7 @@ class Comparison:
     """The result: "faster", "slower", or "even" if the interval contains 1."""
     by_mean: float | None = None
     """The ratio of the mean step times, if it differs much from the ratio of the medians."""
-    uneven: tuple[str, Uneven] | None = None
+    uneven: tuple[str, StepUnevenness] | None = None
     """With `by_mean`: the mode with the more uneven steps, and how uneven; None if neither is uneven."""
     reason: Reason | None = None
     cost: Reason | None = None
@@ -117,7 +117,7 @@ class StepKind(NamedTuple):
     trains: bool
 
 
-def settled_kind(key: TallyKey) -> StepKind | None:
+def comparable_kind(key: TallyKey) -> StepKind | None:
     """The kind of the steps of a tally; None for the first ones after the start or after a change of mode."""
     return None if key.kind & SETTLING else StepKind(key.batch, not key.kind & EVALUATION)
 
@@ -141,7 +141,7 @@ def compare_modes(
     there = [mode for mode in MODES_COMPARED if any(key.mode == mode for key in tallies)]
     kinds: dict[str, Counter[StepKind]] = {mode: Counter() for mode in there}
     for key, tally in tallies.items():
-        found = settled_kind(key)
+        found = comparable_kind(key)
         if key.mode in kinds and found is not None:
             kinds[key.mode][found] += tally.steps
     both = len(there) == 2
@@ -153,9 +153,9 @@ def compare_modes(
     base = Comparison(sides=sides, seen=seen, devices=tuple(devices), virtual=virtual)
     lacking = {mode: MIN_STEPS - each[kind] for mode, each in kinds.items() if kind and each[kind] < MIN_STEPS}
     if not both or lacking:
-        return replace(base, missing=_lacking(there, lacking))
+        return replace(base, missing=_missing_steps_text(there, lacking))
     if kind is None:
-        return replace(base, missing=unlike(kinds))
+        return replace(base, missing=incomparable_reason(kinds))
     passes = sum(count for each in kinds.values() for other, count in each.items() if other.trains != kind.trains)
     base = replace(
         base,
@@ -166,18 +166,18 @@ def compare_modes(
     )
     parts: dict[str, list[Tally]] = {mode: [] for mode in there}
     for key, tally in window.rows(process):
-        if key.mode in parts and settled_kind(key) == kind:
+        if key.mode in parts and comparable_kind(key) == kind:
             parts[key.mode].append(tally)
     if changes:
         last_s = max(tally.last_ns or 0 for tally in taken.values()) // SECOND
         rows = window.rows(process, last_s - _CHANGES_S, widest=1)
-        settled = [(key.mode, tally) for key, tally in rows if settled_kind(key) == kind]
-        base = replace(base, changes=_changes(settled))
+        settled = [(key.mode, tally) for key, tally in rows if comparable_kind(key) == kind]
+        base = replace(base, changes=_speedup_per_switch(settled))
     long = [step for step in longest if step.process == process and bool(step.kind & EVALUATION) == evaluation]
-    return _judged(base, taken, parts, long, waits)
+    return _with_verdict(base, taken, parts, long, waits)
 
 
-def _changes(rows: Sequence[tuple[str, Tally]]) -> tuple[ModeSpeedup, ...]:
+def _speedup_per_switch(rows: Sequence[tuple[str, Tally]]) -> tuple[ModeSpeedup, ...]:
     """The speed-up at each of the newest changes of mode. `rows`: modes and tallies of steps of one kind."""
     found: list[tuple[str, int, Interval | None]] = []
     ordered = sorted(rows, key=lambda row: row[1].first_ns or 0)
@@ -190,7 +190,7 @@ def _changes(rows: Sequence[tuple[str, Tally]]) -> tuple[ModeSpeedup, ...]:
     changes: list[ModeSpeedup] = []
     for (_, _, before), (mode, t_ns, after) in pairwise(found):
         single, dp = (before, after) if mode == "dp" else (after, before)
-        speedup = ratio(single, dp) if single is not None and dp is not None else None
+        speedup = ratio_of_estimates(single, dp) if single is not None and dp is not None else None
         changes += [ModeSpeedup(t_ns, mode, speedup)] if speedup is not None else []
     return tuple(changes[-_CHANGES:])
 
@@ -224,7 +224,7 @@ def common_kind(sides: Iterable[Counter[StepKind]]) -> StepKind | None:
     return next(iter(whole.most_common(1)), (StepKind(NO_SAMPLES, True), 0))[0]
 
 
-def _lacking(there: Sequence[str], lacking: Mapping[str, int]) -> str:
+def _missing_steps_text(there: Sequence[str], lacking: Mapping[str, int]) -> str:
     """The steps that are missing for a verdict."""
     unseen = [mode for mode in MODES_COMPARED if mode not in there]
     if unseen:
@@ -233,7 +233,7 @@ def _lacking(there: Sequence[str], lacking: Mapping[str, int]) -> str:
     return f"no verdict yet: it needs {' and '.join(parts)}"
 
 
-def unlike(kinds: Mapping[str, Counter[StepKind]]) -> str:
+def incomparable_reason(kinds: Mapping[str, Counter[StepKind]]) -> str:
     """Why no step of one mode can be compared with a step of the other."""
     usual = {mode: max(found, key=lambda kind: found[kind]) for mode, found in kinds.items()}
     trains = {mode: kind.trains for mode, kind in usual.items()}
@@ -245,7 +245,7 @@ def unlike(kinds: Mapping[str, Counter[StepKind]]) -> str:
     return f"no verdict: the batches are not of the same size ({sizes})"
 
 
-def _judged(
+def _with_verdict(
     base: Comparison,
     taken: Mapping[str, Tally],
     parts: Mapping[str, Sequence[Tally]],
@@ -253,20 +253,20 @@ def _judged(
     waits: Sequence[tuple[int, int]],
 ) -> Comparison:
     single, dp = (median_interval(taken[mode], parts[mode]) for mode in MODES_COMPARED)
-    found = ratio(single, dp) if single is not None and dp is not None else None
+    found = ratio_of_estimates(single, dp) if single is not None and dp is not None else None
     if found is None:
         return replace(base, missing="no verdict: a step took no measurable time")
     outcome = "faster" if found.low > 1 else "slower" if found.high < 1 else "even"
     each = found.value / len(base.devices) if base.devices and not base.virtual else None
-    cost = _cost(base.sides["dp"])
-    reason = _largest(base.sides, outcome)
-    means = _means(found, base.sides)
+    cost = _main_dp_cost(base.sides["dp"])
+    reason = _main_reason(base.sides, outcome)
+    means = _ratio_of_means(found, base.sides)
     why = _more_uneven_mode(taken, longest, waits) if means is not None else None
     base = replace(base, by_mean=means, uneven=why)
     return replace(base, speedup=found, efficiency=each, outcome=outcome, reason=reason, cost=cost)
 
 
-def _means(found: Interval, sides: Mapping[str, StepStats]) -> float | None:
+def _ratio_of_means(found: Interval, sides: Mapping[str, StepStats]) -> float | None:
     """The ratio of the means, if it lies well outside the interval of the medians' ratio."""
     single, dp = (sides[mode].mean_ns for mode in MODES_COMPARED)
     means = single / dp if single and dp else found.value
@@ -275,7 +275,7 @@ def _means(found: Interval, sides: Mapping[str, StepStats]) -> float | None:
 
 def _more_uneven_mode(
     taken: Mapping[str, Tally], longest: Sequence[LongStepRow], waits: Sequence[tuple[int, int]]
-) -> tuple[str, Uneven] | None:
+) -> tuple[str, StepUnevenness] | None:
     """The mode with the larger gap between mean and median step; None if both gaps are small."""
     most, found = 0.0, None
     for mode in MODES_COMPARED:
@@ -286,26 +286,26 @@ def _more_uneven_mode(
     return found
 
 
-def _cost(dp: StepStats) -> Reason | None:
+def _main_dp_cost(dp: StepStats) -> Reason | None:
     copies = [phase for phase in dp.phases if phase.name in COPIES and phase.share is not None]
     most = max(copies, key=lambda phase: phase.share or 0, default=None)
     return Reason(most.name, most.share, most.median_ns, None) if most is not None else None
 
 
-def _largest(sides: Mapping[str, StepStats], outcome: str) -> Reason | None:
+def _main_reason(sides: Mapping[str, StepStats], outcome: str) -> Reason | None:
     """The phase that explains most of the difference; the replicas' forward counts as forward."""
     if outcome == "even":  # the copying, if its share is large enough to mention
-        cost = _cost(sides["dp"])
+        cost = _main_dp_cost(sides["dp"])
         return cost if cost is not None and (cost.share or 0) >= WORTH else None
-    took = {mode: by_phase(side, lambda phase: phase.median_ns) for mode, side in sides.items()}
-    name = most_changed(took["single"], took["dp"], slower=outcome == "slower")
+    took = {mode: phase_values(side, lambda phase: phase.median_ns) for mode, side in sides.items()}
+    name = phase_with_largest_change(took["single"], took["dp"], slower=outcome == "slower")
     if name is None:
         return None
-    shares = by_phase(sides["dp"], lambda phase: phase.share)
+    shares = phase_values(sides["dp"], lambda phase: phase.share)
     return Reason(name, shares.get(name), took["dp"].get(name), took["single"].get(name))
 
 
-def most_changed(before: Mapping[str, float], after: Mapping[str, float], *, slower: bool) -> str | None:
+def phase_with_largest_change(before: Mapping[str, float], after: Mapping[str, float], *, slower: bool) -> str | None:
     """The phase whose time grew most (or, unless `slower`, fell most); None if none did."""
     sign = 1 if slower else -1
     changes = {name: sign * (after.get(name, 0.0) - before.get(name, 0.0)) for name in after.keys() | before.keys()}
@@ -313,7 +313,7 @@ def most_changed(before: Mapping[str, float], after: Mapping[str, float], *, slo
     return None if name is None or changes[name] <= 0 else name
 
 
-def by_phase(side: StepStats, figure: Callable[[PhaseStats], float | None]) -> dict[str, float]:
+def phase_values(side: StepStats, figure: Callable[[PhaseStats], float | None]) -> dict[str, float]:
     """A figure of each phase that ran. `forward` is the replicas' forward plus the rest of the forward."""
     found: dict[str, float] = {}
     for phase in side.phases:
@@ -327,7 +327,7 @@ def by_phase(side: StepStats, figure: Callable[[PhaseStats], float | None]) -> d
 # ------------------------------------------------------------------------------------------------ words
 
 
-def sentence(found: Comparison) -> str | None:
+def verdict_sentence(found: Comparison) -> str | None:
     """The verdict with its reason, in one sentence; None without a verdict."""
     if found.speedup is None:
         return None
@@ -362,7 +362,7 @@ def _reason_text(found: Comparison) -> str:
     if reason is None:
         return ""
     if reason.phase in COPIES:
-        return f"{reason.phase} takes {_of_step(found, reason)}"
+        return f"{reason.phase} takes {_time_within_step(found, reason)}"
     dp, single = duration_or_none(reason.dp_ns), duration_or_none(reason.single_ns)
     if reason.phase == "forward":
         # The names in panel 3. This includes starting the threads, so it is more than the forward of any replica.
@@ -370,11 +370,11 @@ def _reason_text(found: Comparison) -> str:
     else:
         text = f"{_PHRASES.get(reason.phase, reason.phase)} takes {dp} against {single} on one device"
     if found.outcome == "faster" and cost is not None and (cost.share or 0) >= WORTH:
-        text += f", {cost.phase} {_of_step(found, cost)}"
+        text += f", {cost.phase} {_time_within_step(found, cost)}"
     return text
 
 
-def _of_step(found: Comparison, reason: Reason) -> str:
+def _time_within_step(found: Comparison, reason: Reason) -> str:
     """A phase's median time in a median dp step: the verdict compares medians, but a share refers to the mean step."""
     step = found.sides["dp"].median_ns
     if step is None or reason.dp_ns is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 
-class StallSeen(NamedTuple):
+class RecordedStall(NamedTuple):
     """A stall of the run, as it was recorded."""
 
     since_ns: int
@@ -28,12 +28,12 @@ class StallSeen(NamedTuple):
         found = self.record.get("ranks")
         return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
 
-    def lasted_ns(self, now_ns: int) -> int:
+    def duration_ns(self, now_ns: int) -> int:
         """How long (ns) no progress was made: until now, or until the end of the stall."""
         return max((now_ns if self.end_ns is None else self.end_ns) - self.since_ns, 0)
 
 
-def ended_in(stalls: Sequence[StallSeen], newest_ns: int) -> StallSeen | None:
+def final_stall(stalls: Sequence[RecordedStall], newest_ns: int) -> RecordedStall | None:
     """The last stall of an unfinished run, if the run ended in it; else None. `newest_ns`: end of its newest step.
 
     The interruption of a stalled run may have ended the stall just before the run.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dpmon.model.finding import Finding, measured_modes, of_process
-from dpmon.model.slow_steps import WAITING_TEXT, waited_ns
-from dpmon.model.stalls_seen import ended_in
+from dpmon.model.finding_text import Finding, measured_modes, process_suffix
+from dpmon.model.recorded_stalls import final_stall
+from dpmon.model.slow_steps import WAITING_TEXT, overlap_ns
 from dpmon.text.formatting import format_clock, format_long_duration
 
 if TYPE_CHECKING:
-    from dpmon.model.run_facts import RunFacts
+    from dpmon.model.run_analysis import RunAnalysis
 
 QUIET_NS, QUIET_SHARE = 30_000_000_000, 0.1
 """Shortest time without a step at the end, and its smallest share of the run: saving and evaluating take some time."""
@@ -21,7 +21,7 @@ LOSS_WORDS = {"nan": "not a number (NaN)", "inf": "infinite", "-inf": "minus inf
 """What a loss is that is no finite number."""
 
 
-def quiet(facts: RunFacts) -> Iterator[Finding]:
+def find_quiet_end(facts: RunAnalysis) -> Iterator[Finding]:
     """A run that continued, or continues, long after its last step."""
     measured = list(measured_modes(facts))
     if facts.last_step_ns is None or not measured:
@@ -29,13 +29,13 @@ def quiet(facts: RunFacts) -> Iterator[Finding]:
     until = facts.until_ns
     # Pauses and waits for input do not count as quiet.
     waits = [(begin, end) for _, begin, end in facts.announced.inputs]
-    waited = waited_ns(waits, facts.last_step_ns, until)
-    paused_ns = waited_ns(facts.paused, facts.last_step_ns, until)
+    waited = overlap_ns(waits, facts.last_step_ns, until)
+    paused_ns = overlap_ns(facts.paused, facts.last_step_ns, until)
     quiet = until - facts.last_step_ns - paused_ns - waited
     paused = f", {format_long_duration(paused_ns)} of it paused" if paused_ns else ""
     paused += f", {format_long_duration(waited)} of it {WAITING_TEXT}" if waited else ""
     last = f"the last one at {format_clock(facts.last_step_ns)}"
-    stall = ended_in(facts.announced.stalls, facts.last_step_ns)
+    stall = final_stall(facts.announced.stalls, facts.last_step_ns)
     if stall is not None and facts.end_ns is None and stall.end_ns is not None:
         stall = None
     if facts.end_ns is None:
@@ -63,7 +63,7 @@ def quiet(facts: RunFacts) -> Iterator[Finding]:
         )
 
 
-def failed(facts: RunFacts) -> Iterator[Finding]:
+def find_failure(facts: RunAnalysis) -> Iterator[Finding]:
     """The exception that ended the run, or a rank that ended it without one."""
     if facts.death is not None:
         yield Finding(
@@ -84,15 +84,17 @@ def failed(facts: RunFacts) -> Iterator[Finding]:
         )
 
 
-def losses(facts: RunFacts) -> Iterator[Finding]:
+def find_invalid_losses(facts: RunAnalysis) -> Iterator[Finding]:
     """A loss that is NaN or infinite. Only one value a second is read, so it may have begun before."""
-    for first in facts.unfit[:1]:
+    for first in facts.first_invalid_losses[:1]:
         step = "a step" if first.step is None else f"step {first.step:,}"
-        others = {of_process(one.process, facts) for one in facts.unfit} - {of_process(first.process, facts)}
+        others = {process_suffix(one.process, facts) for one in facts.first_invalid_losses} - {
+            process_suffix(first.process, facts)
+        }
         also = f"; also seen in losses{','.join(sorted(others))}" if others else ""
         yield Finding(
             "loss",
-            f"The loss{of_process(first.process, facts)} is {LOSS_WORDS[repr(first.loss)]}: seen at {step}"
+            f"The loss{process_suffix(first.process, facts)} is {LOSS_WORDS[repr(first.loss)]}: seen at {step}"
             f" ({first.place}).",
             f"at {format_clock(first.t_ns)}; at most one loss a second is read, so an earlier step may be the first{also}",
             "look at the last steps before it: the learning rate, a division by zero or log(0), half precision without"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from dpmon.model.state import Process, Recent, State
+from dpmon.model.run_snapshot import Process, RecentRate, RunSnapshot
 from dpmon.record.schema import EVALUATION, SECOND, STEP
 from dpmon.store.query_results import SecondRow
 from dpmon.store.step_stats import Rate, compute_rate, training_modes
@@ -23,7 +23,7 @@ _GOLDEN = 0.6180339887
 _Item = TypeVar("_Item")
 
 
-class Trained(NamedTuple):
+class RecentTraining(NamedTuple):
     """The newest training steps of a process, from the start of the first to the end of the last."""
 
     tally: Tally
@@ -33,12 +33,12 @@ class Trained(NamedTuple):
     """Time within steps alone, in ns."""
 
     @property
-    def enough(self) -> bool:
+    def has_enough_steps(self) -> bool:
         """Whether there are enough steps for a rate."""
         return self.tally.steps > 1 and self.elapsed_ns > 0
 
 
-class Speed(NamedTuple):
+class Throughput(NamedTuple):
     """A rate, or None and the reason."""
 
     rate: Rate | None
@@ -55,7 +55,7 @@ class Speed(NamedTuple):
         return None if self.rate is None else self.rate.samples_per_s
 
 
-def figures_end_s(rows: Store, process: Process) -> int:
+def metrics_end_s(rows: Store, process: Process) -> int:
     """The second before which the figures of a process end; they include its newest step.
 
     As of a time in the past, they include only whole seconds, unless the process has none yet.
@@ -66,7 +66,7 @@ def figures_end_s(rows: Store, process: Process) -> int:
     return end_s if whole_s is None or whole_s <= process.began_ns // SECOND + 1 else min(end_s, whole_s)
 
 
-def spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
+def sample_unevenly(items: Sequence[_Item], most: int) -> Sequence[_Item]:
     """All items or, if there are more, `most` of them, at uneven distances: every eighth rank may differ."""
     return items if len(items) <= most else [items[at] for at in _places(len(items), most)]
 
@@ -77,27 +77,29 @@ def _places(count: int, most: int) -> Sequence[int]:
     return sorted(sorted(range(count), key=lambda at: at * _GOLDEN % 1.0)[:most])
 
 
-def recent(rows: Store, processes: Sequence[int], mode: str, begin_s: int, until_s: int, times: float = 1.0) -> Recent:
+def read_recent_rate(
+    rows: Store, processes: Sequence[int], mode: str, begin_s: int, until_s: int, times: float = 1.0
+) -> RecentRate:
     """The last ten seconds of training of the first process; with fewer than two steps there, the last two steps.
 
     `processes`: those that train together, in a mode. `begin_s`, `until_s`: the seconds to read. `times`: number
     of processes that train, divided by the number of those that are read.
     """
     process, trained = processes[0], mode in training_modes(rows.kinds())
-    found = _lately(rows, tuple(processes), begin_s, until_s, mode, trained)
+    found = _last_ten_seconds(rows, tuple(processes), begin_s, until_s, mode, trained)
     own = found[process]
-    if not own.enough:
-        found = {number: _two_steps(rows, number, until_s, mode, trained) for number in processes}
-        own = found[process] if found[process].enough else own
+    if not own.has_enough_steps:
+        found = {number: _last_two_steps(rows, number, until_s, mode, trained) for number in processes}
+        own = found[process] if found[process].has_enough_steps else own
     last_ns, step_ns = own.tally.last_ns, own.tally.stat(STEP).total // max(own.tally.steps, 1)
     if last_ns is None and trained:
         last_ns = rows.last_training_ns(process)
-    return Recent(_together(found, times) if own.enough else None, last_ns, step_ns)
+    return RecentRate(_combined_rate(found, times) if own.has_enough_steps else None, last_ns, step_ns)
 
 
-def _lately(
+def _last_ten_seconds(
     rows: Store, processes: tuple[int, ...], begin_s: int, end_s: int, mode: str, trained: bool
-) -> dict[int, Trained]:
+) -> dict[int, RecentTraining]:
     """The last ten seconds of processes in one mode, from its last change on.
 
     `trained`: whether the mode has training steps; if not, its evaluation steps count.
@@ -108,15 +110,15 @@ def _lately(
             taken[row.process].clear()
         elif not (trained and row.kind & EVALUATION):
             taken[row.process].append(row)
-    times = _active(rows, begin_s, end_s, processes, trained, widest=1)
+    times = _active_time(rows, begin_s, end_s, processes, trained, widest=1)
     found = {}
     for process, own in taken.items():
         last = max((row.last_ns for row in own), default=0)
-        found[process] = _trained([row for row in own if row.last_ns >= last - WINDOW_S * SECOND], times[process])
+        found[process] = _sum_steps([row for row in own if row.last_ns >= last - WINDOW_S * SECOND], times[process])
     return found
 
 
-def _two_steps(rows: Store, process: int, end_s: int, mode: str, trained: bool) -> Trained:
+def _last_two_steps(rows: Store, process: int, end_s: int, mode: str, trained: bool) -> RecentTraining:
     """The two newest steps of a process, if they have this mode."""
     newest = rows.steps(2, process=process, left_out=False)
     taken = [
@@ -125,10 +127,10 @@ def _two_steps(rows: Store, process: int, end_s: int, mode: str, trained: bool) 
         if step.mode == mode and step.evaluation == newest[0].evaluation and not (trained and step.evaluation)
     ]
     begin_s = newest[-1].start_ns // SECOND if newest else end_s
-    return _trained(taken[::-1], _active(rows, begin_s, end_s, (process,), trained)[process])
+    return _sum_steps(taken[::-1], _active_time(rows, begin_s, end_s, (process,), trained)[process])
 
 
-def _active(
+def _active_time(
     rows: Store, begin_s: int, end_s: int, processes: tuple[int, ...], trained: bool, *, widest: int = WIDTHS[-1]
 ) -> dict[int, Counter[tuple[int, int]]]:
     """The time (ns) of training, and between steps, of each process by start and width of the stretch (s)."""
@@ -139,11 +141,11 @@ def _active(
     return found
 
 
-def _trained(taken: Sequence[SecondRow], times: Mapping[tuple[int, int], int]) -> Trained:
+def _sum_steps(taken: Sequence[SecondRow], times: Mapping[tuple[int, int], int]) -> RecentTraining:
     """What these steps took together."""
     whole = Tally()
     if not taken:
-        return Trained(whole, 0, 0)
+        return RecentTraining(whole, 0, 0)
     whole.steps = sum(row.steps for row in taken)
     whole.first_ns, whole.last_ns = min(row.first_ns for row in taken), max(row.last_ns for row in taken)
     step = whole.stats[STEP] = SeriesStats()
@@ -152,10 +154,10 @@ def _trained(taken: Sequence[SecondRow], times: Mapping[tuple[int, int], int]) -
     if len(known) == len(taken):
         whole.sums["samples"] = QuantitySum(whole.steps, sum(known))
     counted = _counted_ns(times, whole.first_ns, whole.last_ns)
-    return Trained(whole, counted, min(step.total, counted))
+    return RecentTraining(whole, counted, min(step.total, counted))
 
 
-def _together(found: Mapping[int, Trained], times: float) -> Rate | None:
+def _combined_rate(found: Mapping[int, RecentTraining], times: float) -> Rate | None:
     """The rate of processes that train at the same time (dpmon.store.step_stats.rate)."""
     tallies = {process: one.tally for process, one in found.items()}
     return compute_rate(
@@ -177,7 +179,7 @@ def _counted_ns(times: Mapping[tuple[int, int], int], begin_ns: int, end_ns: int
     return found
 
 
-def speed(process: Process, state: State, now_ns: int, since_ns: int = 0) -> Speed:
+def throughput_of(process: Process, state: RunSnapshot, now_ns: int, since_ns: int = 0) -> Throughput:
     """The rate of the last ten seconds of training of a process; of the whole run once it is over.
 
     All ranks together have one rate. If there is no rate, the reason is given: too few steps, or none for a long time.
@@ -185,18 +187,18 @@ def speed(process: Process, state: State, now_ns: int, since_ns: int = 0) -> Spe
     """
     if state.over:
         why = "no step has ended yet" if process.last_step is None else "no step is in the figures"
-        return Speed(process.mean, why if process.mean is None else None)
+        return Throughput(process.mean, why if process.mean is None else None)
     last, found = process.last_step, process.recent
     if last is None:
-        return Speed(None, "no step has ended yet")
+        return Throughput(None, "no step has ended yet")
     if process.paused_since_ns is not None:
-        return Speed(None, "the training is paused")
+        return Throughput(None, "the training is paused")
     end = last.start_ns + last.wall_ns
     if now_ns - max(end, since_ns) > max(3 * SECOND, 3 * last.wall_ns):
-        return Speed(None, f"no step has ended for {(now_ns - end) / 1e9:.0f} s")
+        return Throughput(None, f"no step has ended for {(now_ns - end) / 1e9:.0f} s")
     evaluated = end - (end if found.last_ns is None else found.last_ns)
     if evaluated > max(3 * SECOND, 3 * found.step_ns):
-        return Speed(None, f"an evaluation: no training step has ended for {evaluated / 1e9:.0f} s")
+        return Throughput(None, f"an evaluation: no training step has ended for {evaluated / 1e9:.0f} s")
     if found.rate is None:
-        return Speed(None, "one step so far in this mode")
-    return Speed(found.rate, None)
+        return Throughput(None, "one step so far in this mode")
+    return Throughput(found.rate, None)

@@ -1,4 +1,4 @@
-"""The data behind a picture of a run, built by dpmon.model.snapshot for each picture.
+"""The data behind a picture of a run, built by dpmon.model.snapshot_builder for each picture.
 
 Times are ns since the run's start; unknown values are None.
 """
@@ -10,16 +10,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from dpmon.model.active_processes import training_now
+from dpmon.model.active_processes import find_training_processes
 from dpmon.model.communication import Communication
-from dpmon.model.compare import Comparison
-from dpmon.model.loss import LossCurve
-from dpmon.model.memory import Held, held_by
-from dpmon.model.nodes import NodeFacts
-from dpmon.model.progress import NO_STEP, Progress
+from dpmon.model.device_memory import DeviceMemory, memory_of_processes
+from dpmon.model.epoch_progress import NO_STEP, Progress
+from dpmon.model.loss_curves import LossCurve
+from dpmon.model.mode_comparison import Comparison
+from dpmon.model.nodes import NodeStatus
 from dpmon.model.rank_waits import RankWaits
-from dpmon.model.slow_steps import SlowSteps, Uneven
-from dpmon.model.stalls_seen import StallSeen
+from dpmon.model.recorded_stalls import RecordedStall
+from dpmon.model.slow_steps import SlowSteps, StepUnevenness
 from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.record.record_types import Call, Step
 from dpmon.record.safe_json import number_member
@@ -42,7 +42,7 @@ NO_STEPS = compute_step_stats("", False, Tally(), None)
 """The figures of a time range without steps."""
 
 
-class Wanted(NamedTuple):
+class SnapshotRequest(NamedTuple):
     """The optional parts of a picture."""
 
     span_s: int = 120
@@ -99,7 +99,7 @@ class PauseChange(NamedTuple):
     """Why the training did not pause."""
 
 
-class WarningText(NamedTuple):
+class WarningRecord(NamedTuple):
     """A warning of dpmon, from the tracer (process) or from the supervisor (None)."""
 
     process: int | None
@@ -107,7 +107,7 @@ class WarningText(NamedTuple):
     text: str
 
 
-class DeviceTrack(NamedTuple):
+class DeviceHistory(NamedTuple):
     """The newest sample of a GPU, or of the host, and its histories: one value per second, None if unknown."""
 
     data: Mapping[str, object] = {}
@@ -148,7 +148,7 @@ class Column:
     """Whether the run was stalled in this time, so that no step ended."""
 
 
-class Spread(NamedTuple):
+class TimePercentiles(NamedTuple):
     """Times of one replica or stage in ns: 5th percentile, median, 95th percentile, and the number of calls."""
 
     low: float
@@ -158,19 +158,19 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class CallTrack:
+class CallTimings:
     """The last call of one root, and its replicas' times in similar calls."""
 
     last: Call
-    times: tuple[Spread | None, ...] = ()
+    times: tuple[TimePercentiles | None, ...] = ()
     """Host times, by replica or stage."""
     device_ns: Mapping[int, float] = field(default_factory=dict)
     """Median device time (ns) by replica or stage, if known."""
-    parts: tuple[CallTrack, ...] = ()
+    parts: tuple[CallTimings, ...] = ()
     """If a step calls this root several times: its first call in a step, its second, ..."""
 
 
-class ProcessFacts(NamedTuple):
+class ProcessInfo(NamedTuple):
     """The facts that a training process reported; None for a fact that it did not report."""
 
     process: int
@@ -181,14 +181,14 @@ class ProcessFacts(NamedTuple):
     torch: str | None = None
 
 
-class Refusal(NamedTuple):
+class ModeRefusal(NamedTuple):
     """A mode that a root refused, on request or at its start."""
 
     mode: str
     reason: str
 
 
-class Recent(NamedTuple):
+class RecentRate(NamedTuple):
     """The last ten seconds of training in the current mode; `rate` is None if there are too few steps."""
 
     rate: Rate | None = None
@@ -205,7 +205,7 @@ class Process:
 
     process: int
     rank: int | None = None
-    info: ProcessFacts = field(default_factory=lambda: ProcessFacts(-1))
+    info: ProcessInfo = field(default_factory=lambda: ProcessInfo(-1))
     node: str | None = None
     """The name of its node; None on one machine."""
     began_ns: int = -1
@@ -217,19 +217,19 @@ class Process:
     virtual: bool = False
     devices: tuple[str, ...] = ()
     mode_reason: str | None = None
-    refusals: Mapping[str, Refusal] = field(default_factory=dict)
+    refusals: Mapping[str, ModeRefusal] = field(default_factory=dict)
     """By root, for the roots that refused in their last answer."""
     paused_since_ns: int | None = None
     """Start of its pause; None if it is not paused."""
     memory: Mapping[str, object] = field(default_factory=dict)
     """The newest record of the devices' memory."""
-    calls: Mapping[tuple[str, str | None], CallTrack] = field(default_factory=dict)
+    calls: Mapping[tuple[str, str | None], CallTimings] = field(default_factory=dict)
     """By root and its wrapper, the root called last first."""
     last_calls: tuple[Call, ...] = ()
     """The calls of its last step."""
     figures: StepStats = NO_STEPS
     """Its last one to two minutes, if several processes train; only step, forward and backward."""
-    recent: Recent = field(default_factory=Recent)
+    recent: RecentRate = field(default_factory=RecentRate)
     progress: Progress = NO_STEP
     """Its epoch and batch; the time left only if it represents the run."""
     columns: tuple[Column, ...] = ()
@@ -240,7 +240,7 @@ class Process:
     """The steps of the current mode in the time range; of the last step's mode if there are none."""
     settled: StepStats = NO_STEPS
     """The same without the settling steps and without a rate; none if these steps are evaluations."""
-    uneven: Uneven | None = None
+    uneven: StepUnevenness | None = None
     """How uneven these steps are, if the median does not represent their speed."""
     whole: StepStats = NO_STEPS
     """The steps of the whole run, once it is over."""
@@ -262,12 +262,12 @@ class Process:
         )
 
     @property
-    def had_dp(self) -> bool:
+    def has_used_dp(self) -> bool:
         """Whether it trains in dp, or has done so."""
         return self.mode == "dp" or (self.compared is not None and "dp" in self.compared.seen)
 
     @property
-    def newest(self) -> CallTrack | None:
+    def last_called_root(self) -> CallTimings | None:
         """The root called last; None without a call."""
         return next(iter(self.calls.values()), None)
 
@@ -278,21 +278,21 @@ class Process:
 
 
 @dataclass(frozen=True)
-class State:
+class RunSnapshot:
     """All facts about a run at one time."""
 
     processes: Mapping[int, Process] = field(default_factory=dict)
-    nodes: tuple[NodeFacts, ...] = ()
+    nodes: tuple[NodeStatus, ...] = ()
     """The machines of the run; empty if it has only this one, or if the picture shows one of several."""
-    devices: Mapping[int, DeviceTrack] = field(default_factory=dict)
-    host: DeviceTrack = field(default_factory=DeviceTrack)
+    devices: Mapping[int, DeviceHistory] = field(default_factory=dict)
+    host: DeviceHistory = field(default_factory=DeviceHistory)
     mode_changes: tuple[ModeChange, ...] = ()
     """The newest changes, oldest first; `pauses` and `warnings` likewise."""
     mode_change_count: int = 0
     """Number of all changes of mode."""
     pauses: tuple[PauseChange, ...] = ()
-    warnings: tuple[WarningText, ...] = ()
-    stalls: tuple[StallSeen, ...] = ()
+    warnings: tuple[WarningRecord, ...] = ()
+    stalls: tuple[RecordedStall, ...] = ()
     warning_count: int = 0
     """Number of all warnings."""
     missed: int = 0
@@ -325,29 +325,29 @@ class State:
     """The newest sampled step of the process in focus."""
 
     @cached_property
-    def training(self) -> list[Process]:
+    def training_processes(self) -> list[Process]:
         """The processes that train now, by rank, the newest of each: a restarted job has several of one rank."""
         if self.order:
             return [self.processes[number] for number in self.order]
         found: dict[tuple[bool, int], Process] = {}
-        for process in training_now(self):
+        for process in find_training_processes(self):
             key = (True, process.process) if process.rank is None else (False, process.rank)
             if key not in found or process.seen_ns > found[key].seen_ns:
                 found[key] = process
         return [found[key] for key in sorted(found)]
 
     @cached_property
-    def focus(self) -> Process | None:
+    def representative(self) -> Process | None:
         """The process that represents the run: of those that train now, the chosen one or the one of lowest rank.
 
         Before any process trains, it is the first of all.
         """
-        usual = next(iter(self.training), next(iter(self.processes.values()), None))
+        usual = next(iter(self.training_processes), next(iter(self.processes.values()), None))
         if self.chosen is None:
             return usual
-        return next((process for process in self.training if process.process == self.chosen), usual)
+        return next((process for process in self.training_processes if process.process == self.chosen), usual)
 
-    def with_histories(self, later: State) -> State:
+    def with_histories(self, later: RunSnapshot) -> RunSnapshot:
         """This state with the histories of a later one."""
         processes = {
             number: replace(process, columns=then.columns, column_s=then.column_s)
@@ -371,28 +371,28 @@ class State:
         return replace(self, processes=processes, devices=devices, host=host, losses=losses, rank_waits=waits)
 
     @cached_property
-    def held(self) -> list[Held]:
+    def device_memory(self) -> list[DeviceMemory]:
         """The memory of each device, of the processes that trained last."""
-        return held_by(self.training, self.focus)
+        return memory_of_processes(self.training_processes, self.representative)
 
     @cached_property
-    def of_nodes(self) -> list[dict[int, int]]:
+    def processes_by_node(self) -> list[dict[int, int]]:
         """The newest process of each rank of each node, by the rank's number, in the order of `nodes`."""
         there = self.processes
         own = ({there[each].number: each for each in node.processes if each in there} for node in self.nodes)
         return [dict(sorted(each.items())) for each in own]
 
     @property
-    def stall(self) -> StallSeen | None:
+    def current_stall(self) -> RecordedStall | None:
         """The stall that the run is in; None if there is none."""
         last = self.stalls[-1] if self.stalls else None
         return last if last is not None and last.end_ns is None else None
 
-    def now(
+    def state_inputs(
         self, now_ns: int, doing: Mapping[int, tuple[str, int]], paused_ns: int | None, input_ns: int | None
     ) -> StateInputs:
         """The facts that decide the word for a live run. `doing`: by process; empty in a playback."""
-        focus, stall = self.focus, self.stall
+        focus, stall = self.representative, self.current_stall
         return StateInputs(
             now_ns,
             False,
@@ -408,7 +408,9 @@ class State:
     @cached_property
     def step(self) -> int | None:
         """The number of the newest step of the processes that train now."""
-        return max([each.last_step.step for each in self.training if each.last_step is not None], default=None)
+        return max(
+            [each.last_step.step for each in self.training_processes if each.last_step is not None], default=None
+        )
 
     @cached_property
     def straggler(self) -> Straggler | None:
@@ -421,9 +423,9 @@ class State:
         return () if self.communication is None else self.communication.ranks
 
 
-def toggle_refusal(state: State) -> str | None:
+def toggle_refusal(state: RunSnapshot) -> str | None:
     """Why the mode cannot be switched now, in either direction; None if it may be possible."""
-    process = state.focus
+    process = state.representative
     if process is None:
         return "no training process is known yet"
     by = process.distributed

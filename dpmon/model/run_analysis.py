@@ -12,30 +12,38 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from dpmon.model.announced import Announced, LoaderStart, loader_start
-from dpmon.model.communication import Communication, communication
-from dpmon.model.compare import Comparison, compare_modes, first_with_both
-from dpmon.model.devices import DeviceFacts, DeviceTotals, HostFacts
-from dpmon.model.history import Stretches, stretches, width_of_columns
+from dpmon.model.communication import Communication, build_communication
+from dpmon.model.device_memory import DeviceMemory
+from dpmon.model.device_usage import DeviceUsage, DeviceUsageBuilder, HostUsage
+from dpmon.model.epoch_progress import Progress, progress_of
 from dpmon.model.layouts import (
-    BatchFacts,
-    Layouts,
-    ReplicaFacts,
+    CallLayouts,
+    IdleDeviceCounts,
     ReplicaSizes,
+    ReplicaStats,
     StageSizes,
-    batch_facts,
+    build_replica_stats,
+    count_idle_devices,
     most_common,
-    replica_facts,
 )
-from dpmon.model.loss import LossCurve, loss_curves
-from dpmon.model.memory import Held
-from dpmon.model.mode_facts import ModeFacts, RankLine
-from dpmon.model.pauses import Paused, PauseTotals, Span, all_paused, any_paused, pause_totals, pauses_of
-from dpmon.model.processes_read import processes_in
-from dpmon.model.progress import Progress, progress_of
-from dpmon.model.rank_waits import RankWaitReader, RankWaits
-from dpmon.model.state import ProcessFacts
-from dpmon.model.stragglers import RankTimes, ranks_in
+from dpmon.model.loss_curves import LossCurve, read_loss_curves
+from dpmon.model.mode_comparison import Comparison, compare_modes, first_with_both
+from dpmon.model.mode_stats import ModeStats, RankSummary
+from dpmon.model.pauses import (
+    Pause,
+    PauseTotals,
+    Span,
+    all_paused_intervals,
+    any_paused_intervals,
+    build_pauses,
+    pause_totals,
+)
+from dpmon.model.process_selection import read_process_table
+from dpmon.model.rank_waits import RankWaitCache, RankWaits
+from dpmon.model.run_events import LoaderStart, RunEvents, parse_loader_start
+from dpmon.model.run_snapshot import ProcessInfo
+from dpmon.model.step_history import BinnedSteps, bin_steps, column_width_s
+from dpmon.model.stragglers import RankTimes, rank_times_in_window
 from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STALLED, STARTUP, STEP, STEP_PHASES, device_series
 from dpmon.record.shared_names import CALL_PHASES, node_suffix, rank_name
 from dpmon.store.query_results import InvalidLoss, LongStepRow
@@ -58,7 +66,7 @@ _LEAST_OF_THIRD = 30
 """Fewest steps in each of the two thirds for a comparison."""
 
 
-class RunFacts:
+class RunAnalysis:
     """The facts of one run, from its beginning to now or to its end. Times in ns since its start."""
 
     def __init__(
@@ -80,13 +88,13 @@ class RunFacts:
         """The end of a rank that noted no exception, if it is the first failure: "rank 1 was ended by SIGABRT"."""
         self.raised = raised
         """The first exception, if the run failed: "rank 1: RuntimeError: no such token (train.py:12)"."""
-        self.announced = Announced.read(store, every=True)
+        self.announced = RunEvents.read(store, every=True)
         self.open_calls = store.open_calls
-        self._state = state = processes_in(store, self.announced, ended)
+        self._state = state = read_process_table(store, self.announced, ended)
         self._ranks = {number: process.rank for number, process in state.processes.items()}
         self._nodes = {number: process.node for number, process in state.processes.items()}
         self.nodes = state.nodes
-        focus = state.focus
+        focus = state.representative
         self._focus = 0 if focus is None else focus.process
         self.window = StatsWindow(self.store)
         there = self.store.processes
@@ -94,9 +102,9 @@ class RunFacts:
         self.names = {process: self._name(process, count) for process in there} if len(there) > 1 else {}
         """The names of the processes with steps, such as "rank 0"; empty if there is only one."""
 
-    def complete(self) -> None:
+    def query_everything(self) -> None:
         """Query all facts, so that none of them needs the store any more."""
-        for name, fact in vars(RunFacts).items():
+        for name, fact in vars(RunAnalysis).items():
             if isinstance(fact, cached_property):
                 getattr(self, name)
 
@@ -113,10 +121,10 @@ class RunFacts:
         return f"{rank_name(rank, self._nodes.get(process))}{f' (process {process})' if count[rank] > 1 else ''}"
 
     @cached_property
-    def layouts(self) -> Layouts:
+    def layouts(self) -> CallLayouts:
         """The sizes of all calls."""
         shapes = self.store.shapes()
-        return Layouts(shapes, {one.process: self.store.resolver(one.process).definitions for one in shapes})
+        return CallLayouts(shapes, {one.process: self.store.resolver(one.process).definitions for one in shapes})
 
     @cached_property
     def sizes(self) -> list[ReplicaSizes]:
@@ -129,14 +137,14 @@ class RunFacts:
         return self.layouts.stages(self.window.by_process)
 
     @cached_property
-    def batches(self) -> list[BatchFacts]:
+    def batches(self) -> list[IdleDeviceCounts]:
         """The batches of each root under dp."""
-        return batch_facts(self.layouts)
+        return count_idle_devices(self.layouts)
 
     @cached_property
-    def replicas(self) -> list[ReplicaFacts]:
+    def replicas(self) -> list[ReplicaStats]:
         """Each replica with its rows and times."""
-        return replica_facts(self.layouts, self.window.of_each)
+        return build_replica_stats(self.layouts, self.window.of_each)
 
     @cached_property
     def calls(self) -> int:
@@ -153,32 +161,32 @@ class RunFacts:
     def communication(self) -> Communication | None:
         """The communication of the ranks; None if no ranks train together."""
         numbers = {process: facts.rank for process, facts in self.announced.info.items()}
-        ranks = ranks_in(self.window, numbers, self._nodes)
+        ranks = rank_times_in_window(self.window, numbers, self._nodes)
         steps = sum(one.steps for one in ranks)
-        return communication(ranks, self.announced.wrappers, self.store.collective_sums(), steps, lately=False)
+        return build_communication(ranks, self.announced.wrappers, self.store.collective_sums(), steps, lately=False)
 
     @cached_property
     def rank_waits(self) -> RankWaits:
         """Which ranks the others waited for, over the whole run; of each rank the newest process."""
-        if self.communication is None or not self.communication.known:
+        if self.communication is None or not self.communication.ranks_with_waits:
             return RankWaits()
-        ranks = {one.process: one.rank for one in self._state.training if one.rank is not None}
+        ranks = {one.process: one.rank for one in self._state.training_processes if one.rank is not None}
         last_s = (self.last_step_ns or 0) // SECOND
-        return RankWaitReader().read(self.store, ranks, self.first_step_ns // SECOND, last_s + 1)
+        return RankWaitCache().read(self.store, ranks, self.first_step_ns // SECOND, last_s + 1)
 
     @cached_property
-    def ranks(self) -> list[RankLine]:
+    def ranks(self) -> list[RankSummary]:
         """Each process, by rank; empty if there is only one."""
         communicated = self.communication
         times = {one.process: one for one in communicated.ranks} if communicated is not None else {}
         return [self._rank(process, times) for process in self.processes] if len(self.processes) > 1 else []
 
-    def _rank(self, process: int, times: Mapping[int, RankTimes]) -> RankLine:
+    def _rank(self, process: int, times: Mapping[int, RankTimes]) -> RankSummary:
         sizes, (tally, speed) = self.layouts.of_process(process), self.window.of_process(process)
-        facts = self.announced.info.get(process, ProcessFacts(process))
+        facts = self.announced.info.get(process, ProcessInfo(process))
         forward = tally.stat(device_series("forward"))
         untimed = next((step.untimed for step in self.store.steps(1, process=process)), None)
-        return RankLine(
+        return RankSummary(
             process,
             facts.rank,
             facts.world,
@@ -187,19 +195,19 @@ class RunFacts:
             tally.median(STEP),
             speed,
             forward.median,
-            None if forward.count else untimed or most_common(self.layouts.untimed(process)),
+            None if forward.count else untimed or most_common(self.layouts.untimed_reasons(process)),
             times.get(process),
             self._nodes.get(process),
         )
 
     @cached_property
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[DeviceMemory]:
         """The memory of each device, of the processes that trained last."""
-        return self._state.held
+        return self._state.device_memory
 
     # ------------------------------------------------------------------------------------------ modes
 
-    def shown(self, mode: str, evaluation: bool) -> int:
+    def representative_process(self, mode: str, evaluation: bool) -> int:
         """The process that represents the run; if it has no step in this mode, the lowest rank that has one."""
         return next(
             (each for each in (self._focus, *self.processes) if self.window.tally(mode, evaluation, each).steps),
@@ -207,25 +215,25 @@ class RunFacts:
         )
 
     @property
-    def _trainer(self) -> int:
+    def _representative_trainer(self) -> int:
         """The process that represents the run; if it only evaluates, the lowest rank that trains."""
         modes = [mode for mode, evaluation in self.window.modes if not evaluation and self.window.ever_trains(mode)]
-        shown = [self.shown(mode, False) for mode in modes]
+        shown = [self.representative_process(mode, False) for mode in modes]
         return self._focus if self._focus in shown or not shown else shown[0]
 
-    def mode(self, mode: str, evaluation: bool = False, process: int | None = None) -> ModeFacts:
+    def mode(self, mode: str, evaluation: bool = False, process: int | None = None) -> ModeStats:
         """The figures of a mode for `process`, or for the shown process; the rate is that of all processes."""
-        process = self.shown(mode, evaluation) if process is None else process
+        process = self.representative_process(mode, evaluation) if process is None else process
         whole = self._mode(mode, evaluation, process, self.window.tally(mode, evaluation, process))
         settled = self.window.tally(mode, evaluation, process, settled=True)
         return replace(whole, settled=self._mode(mode, evaluation, process, settled))
 
-    def _mode(self, mode: str, evaluation: bool, process: int, tally: Tally) -> ModeFacts:
+    def _mode(self, mode: str, evaluation: bool, process: int, tally: Tally) -> ModeStats:
         steps, speed = self.window.steps_and_rate(mode, evaluation)
         found = compute_step_stats(mode, evaluation, tally, speed)
         phases = {phase.name: phase for phase in found.phases if phase.ran}
         ran = tuple(phases[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in phases)
-        return ModeFacts(
+        return ModeStats(
             **{**vars(found), "phases": ran},
             virtual=self.layouts.virtual and mode == "dp",
             distributed=self.layouts.distributed if mode == "single" else None,
@@ -235,16 +243,16 @@ class RunFacts:
         )
 
     @cached_property
-    def evaluations(self) -> list[ModeFacts]:
+    def evaluations(self) -> list[ModeStats]:
         """The evaluations of each mode that otherwise trains."""
         return [self.mode(mode, True) for mode, evaluation in self.window.modes if evaluation]
 
     @cached_property
-    def modes(self) -> tuple[ModeFacts, ...]:
+    def modes(self) -> tuple[ModeStats, ...]:
         """Each mode without evaluations, with the first and the last third of its steps."""
         return tuple(self._with_thirds(self.mode(mode)) for mode, evaluation in self.window.modes if not evaluation)
 
-    def _with_thirds(self, facts: ModeFacts) -> ModeFacts:
+    def _with_thirds(self, facts: ModeStats) -> ModeStats:
         """Add the first and the last third of the steps, if there are enough steps."""
         trained = self.window.ever_trains(facts.mode)
         rows = [
@@ -278,7 +286,7 @@ class RunFacts:
         return max(counts.values(), default=0)
 
     @cached_property
-    def others(self) -> tuple[ModeFacts, ...]:
+    def other_process_modes(self) -> tuple[ModeStats, ...]:
         """The same modes by each other process, without `early` and `late`."""
         others = (
             self.mode(one.mode, process=process)
@@ -291,8 +299,8 @@ class RunFacts:
     @cached_property
     def progress(self) -> Progress:
         """The epochs of the process that represents the training, and where it is."""
-        last = next(iter(self.store.steps(1, process=self._trainer)), None)
-        return progress_of(self.store, self._trainer, last, most=MOST_EPOCHS, no_time=IN_REPORT)
+        last = next(iter(self.store.steps(1, process=self._representative_trainer)), None)
+        return progress_of(self.store, self._representative_trainer, last, most=MOST_EPOCHS, no_time=IN_REPORT)
 
     # ------------------------------------------------------------------------------------------ time
 
@@ -326,7 +334,7 @@ class RunFacts:
         )
 
     @cached_property
-    def spent(self) -> Mapping[str, int]:
+    def time_by_activity(self) -> Mapping[str, int]:
         """The time of each activity (dpmon.store.time_accounting) in the whole run, ns."""
         return self.spent_until(self.until_ns)
 
@@ -346,23 +354,25 @@ class RunFacts:
     @cached_property
     def loaders(self) -> list[LoaderStart]:
         """The starts of loaders."""
-        starts = (loader_start(event.data) for event in self.store.events("loader"))
+        starts = (parse_loader_start(event.data) for event in self.store.events("loader"))
         return [one for one in starts if one is not None]
 
     @cached_property
-    def stretches(self) -> Stretches:
+    def stretches(self) -> BinnedSteps:
         """The steps over time, by the shown processes."""
         if self.last_step_ns is None:
-            return Stretches()
+            return BinnedSteps()
         median = max((mode.median_ns for mode in self.modes if mode.median_ns is not None), default=0)
-        shown = {(mode, evaluation): self.shown(mode, evaluation) for mode, evaluation in self.window.modes}
-        return stretches(self.store, self.first_step_ns, self.last_step_ns, median, shown)
+        shown = {
+            (mode, evaluation): self.representative_process(mode, evaluation) for mode, evaluation in self.window.modes
+        }
+        return bin_steps(self.store, self.first_step_ns, self.last_step_ns, median, shown)
 
     @cached_property
-    def pauses(self) -> list[Paused]:
+    def pauses(self) -> list[Pause]:
         """All pauses, and refused requests."""
         newest_ns = max((step.start_ns for step in self.store.steps(1)), default=-1)
-        return pauses_of(self.announced.pauses, self.store.next_step_ns, newest_ns)
+        return build_pauses(self.announced.pauses, self.store.next_step_ns, newest_ns)
 
     @cached_property
     def pause_totals(self) -> PauseTotals:
@@ -372,12 +382,12 @@ class RunFacts:
     @cached_property
     def paused(self) -> list[Span]:
         """The times in which all present processes were paused."""
-        return all_paused(self.pauses, self.window.step_intervals, self.until_ns)
+        return all_paused_intervals(self.pauses, self.window.step_intervals, self.until_ns)
 
     @property
     def paused_alone_ns(self) -> int:
         """Time in which one process was paused and another was not."""
-        of_any = any_paused(self.pauses, self.until_ns)
+        of_any = any_paused_intervals(self.pauses, self.until_ns)
         return sum(end - begin for begin, end in of_any) - sum(end - begin for begin, end in self.paused)
 
     # ------------------------------------------------------------------------------------------ losses
@@ -386,39 +396,39 @@ class RunFacts:
     def losses(self) -> tuple[LossCurve, ...]:
         """The losses of the process that represents the training, over the whole run."""
         end_s = (self.last_step_ns or 0) // SECOND + 1
-        return loss_curves(self.store, self._trainer, 0, end_s, width_of_columns(0, end_s))
+        return read_loss_curves(self.store, self._representative_trainer, 0, end_s, column_width_s(0, end_s))
 
     @cached_property
-    def unfit(self) -> list[InvalidLoss]:
+    def first_invalid_losses(self) -> list[InvalidLoss]:
         """The first NaN or infinite loss of each process and line, in order of time."""
         return self.store.first_invalid_losses()
 
     # ------------------------------------------------------------------------------------------ devices
 
     @cached_property
-    def samples(self) -> DeviceTotals:
+    def samples(self) -> DeviceUsageBuilder:
         """The samples of GPUs and host."""
-        found = DeviceTotals(all_paused(self.pauses, self.window.step_intervals, _ALWAYS))
+        found = DeviceUsageBuilder(all_paused_intervals(self.pauses, self.window.step_intervals, _ALWAYS))
         for row in self.store.device_minutes():
-            found.rollup(row)
+            found.add_rollup(row)
         for event in self.store.iter_events("device", "host"):
-            found.sample(event.kind, event.data)
+            found.add_sample(event.kind, event.data)
         return found
 
     @cached_property
-    def devices(self) -> tuple[DeviceFacts, ...]:
+    def devices(self) -> tuple[DeviceUsage, ...]:
         """Each sampled GPU."""
         return self.samples.gpus()
 
     @cached_property
-    def host(self) -> HostFacts | None:
+    def host(self) -> HostUsage | None:
         """The processors of the machine."""
         return self.samples.processors()
 
     # ------------------------------------------------------------------------------------------ long steps
 
     @cached_property
-    def longest(self) -> list[LongStepRow]:
+    def longest_steps(self) -> list[LongStepRow]:
         """The longest steps of all modes that still have a row, without evaluations, the longest first.
 
         A step that was running when the user asked the run to stop lasts until the process ends, so it does not count.
@@ -441,16 +451,18 @@ class RunFacts:
         """
         found = {
             mode: self.store.worst_rank_share("data", mode, trains=self.window.ever_trains(mode))
-            for mode in {one.mode for one in self.others}
+            for mode in {one.mode for one in self.other_process_modes}
         }
         return {mode: longest for mode, longest in found.items() if longest is not None}
 
     @cached_property
-    def compared(self) -> Comparison | None:
+    def mode_comparison(self) -> Comparison | None:
         """dp against single; None unless both modes were seen."""
         changes = self.announced.changes
         devices = next((one.devices for one in changes if one.mode == "dp" and one.refused is None), ())
         who = first_with_both(self.window)
-        waits, virtual = self.announced.waits_of(who), self.layouts.virtual
-        found = compare_modes(self.window, who, devices=devices, virtual=virtual, longest=self.longest, waits=waits)
+        waits, virtual = self.announced.input_waits(who), self.layouts.virtual
+        found = compare_modes(
+            self.window, who, devices=devices, virtual=virtual, longest=self.longest_steps, waits=waits
+        )
         return found if len(found.sides) > 1 else None

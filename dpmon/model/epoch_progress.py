@@ -91,10 +91,10 @@ def progress_of(
         return replace(NO_STEP, process=process)
     loops = rows.epochs(process, most + 1)
     if not loops:
-        return _absent(process, _why_none(last))
+        return _unknown_progress(process, _no_epoch_reason(last))
     now = loops[-1]
     if not last.evaluation and last.loop is None and last.step > now.last_step + ALONE_STEPS:
-        return _absent(process, "the training goes on without a batch of the loader", _epochs(loops, most))
+        return _unknown_progress(process, "the training goes on without a batch of the loader", _epochs(loops, most))
     batch, at_ns = now.batches_used, now.end_ns
     if now.end_ns > rows.until_ns:
         found = [(last.batch, last.start_ns + last.wall_ns)] if last.loop == now.loop else []
@@ -104,7 +104,7 @@ def progress_of(
     if batch is None:
         absent["batch"] = "it is not known yet how many batches are read ahead"
     if now.length is None:
-        absent["batches"] = _why_no_length(rows, now)
+        absent["batches"] = _unknown_length_reason(rows, now)
     left = no_time or estimate_epoch_time_left(rows, loops, batch)
     times: tuple[float | None, float | None] = (None, None)
     if isinstance(left, str):
@@ -126,14 +126,14 @@ def without_time(progress: Progress, why: str) -> Progress:
     return replace(progress, left_ns=None, error_ns=None, absent=absent)
 
 
-def _absent(process: int, why: str, epochs: tuple[Epoch, ...] = ()) -> Progress:
+def _unknown_progress(process: int, why: str, epochs: tuple[Epoch, ...] = ()) -> Progress:
     return Progress(process, epochs=epochs, absent=dict.fromkeys(_NAMES, why))
 
 
-NO_STEP = _absent(0, "no step has ended yet")
+NO_STEP = _unknown_progress(0, "no step has ended yet")
 
 
-def _why_none(last: Step) -> str:
+def _no_epoch_reason(last: Step) -> str:
     if last.loop is None:
         return "the newest step took no batch from a DataLoader on the training thread"
     if last.evaluation:
@@ -141,7 +141,7 @@ def _why_none(last: Step) -> str:
     return "the script takes only one batch from each start of its DataLoader"
 
 
-def _why_no_length(rows: Store, now: LoaderLoop) -> str:
+def _unknown_length_reason(rows: Store, now: LoaderLoop) -> str:
     """Why the length of the loader is unknown."""
     for event in reversed(rows.events("loader", newest=64)):
         absent = event.data.get("absent")
@@ -171,7 +171,7 @@ def _epochs(
 # ------------------------------------------------------------------------------------------------ words
 
 
-def words(progress: Progress) -> str:
+def format_progress(progress: Progress) -> str:
     """The progress in short: "epoch 3 · 412/1,563 · 2 min 10 s left"; "" if no epoch is known."""
     if progress.epoch is None:
         return ""
@@ -180,11 +180,11 @@ def words(progress: Progress) -> str:
         number, whole = format_count(progress.batch), progress.batches
         parts.append(f"batch {number}" if whole is None else f"{number}/{format_count(whole)}")
     if progress.left_ns is not None:
-        parts.append(f"{left_words(progress.left_ns, progress.error_ns)} left")
+        parts.append(f"{format_time_left(progress.left_ns, progress.error_ns)} left")
     return " · ".join(parts)
 
 
-def left_words(left_ns: float, error_ns: float | None) -> str:
+def format_time_left(left_ns: float, error_ns: float | None) -> str:
     """A time left: "2 min 10 s", or "2 min 10 s ± 40 s" if it is uncertain."""
     large = error_ns is not None and error_ns > LARGE * left_ns and error_ns >= SECOND
     return _time(left_ns) + (f" ± {_time(error_ns)}" if large and error_ns is not None else "")

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from statistics import median
 from typing import TYPE_CHECKING
 
-from dpmon.model.state import CallTrack, Spread
+from dpmon.model.run_snapshot import CallTimings, TimePercentiles
 from dpmon.record.history_rows import CallParts, CallRow
 from dpmon.record.record_types import Call
 from dpmon.record.schema import EVALUATION, device_series, is_device_series
@@ -30,7 +30,7 @@ _TIMED = 64
 
 
 @dataclass(slots=True)
-class SeenCalls:
+class CallCache:
     """Reads calls of one process, each once."""
 
     rows: Store
@@ -43,21 +43,21 @@ class SeenCalls:
             self._read[row.call] = self.rows.call(self.process, row)
         return self._read[row.call]
 
-    def of_last_step(self) -> tuple[Call, ...]:
+    def last_step_calls(self) -> tuple[Call, ...]:
         """The calls of the last step, oldest first."""
         recent = self.rows.last_calls(self.process, STEP_CALLS_READ)
         return tuple(call for row in reversed(recent) if (call := self.call(row)) is not None)
 
 
-def call_tracks(
-    calls: SeenCalls,
+def build_call_timings(
+    calls: CallCache,
     tallies: Mapping[TallyKey, Tally],
     trained: Collection[str],
     mode: str,
     *,
     most: int = CALLS_READ,
     timed: bool = True,
-) -> dict[Root, CallTrack]:
+) -> dict[Root, CallTimings]:
     """Each root's last call with its times, among the `most` newest calls; the root called last first.
 
     `tallies`: of the time range. `trained`: the modes with training steps. `mode`: the mode of the last step. If no
@@ -72,23 +72,27 @@ def call_tracks(
     by_root: dict[Root, list[CallRow]] = {}
     for row in known:
         by_root.setdefault(roots[row.layout], []).append(row)
-    parts = _parts(known, roots, whole=len(recent) < most)
-    found: dict[Root, CallTrack] = {}
+    parts = _group_by_position(known, roots, whole=len(recent) < most)
+    found: dict[Root, CallTimings] = {}
     for root, own in by_root.items():
         call = calls.call(own[0])
         if call is not None and not timed:
-            found[root] = CallTrack(call)
+            found[root] = CallTimings(call)
         elif call is not None:
             each = parts.get(root, ())
-            nth = [track for of in each if (track := _of_recent(calls, of)) is not None] if len(each) > 1 else []
-            times, on_device = _of_tallies(own[0], call, tallies, trained, mode)
-            track = CallTrack(call, times, on_device) if any(times) else _of_recent(calls, own)
+            nth = (
+                [track for of in each if (track := _timings_from_calls(calls, of)) is not None] if len(each) > 1 else []
+            )
+            times, on_device = _timings_from_tallies(own[0], call, tallies, trained, mode)
+            track = CallTimings(call, times, on_device) if any(times) else _timings_from_calls(calls, own)
             if track is not None:
-                found[root] = CallTrack(track.last, track.times, track.device_ns, tuple(nth) if len(nth) > 1 else ())
+                found[root] = CallTimings(track.last, track.times, track.device_ns, tuple(nth) if len(nth) > 1 else ())
     return found
 
 
-def _parts(recent: Sequence[CallRow], roots: Mapping[int, Root], *, whole: bool) -> dict[Root, list[list[CallRow]]]:
+def _group_by_position(
+    recent: Sequence[CallRow], roots: Mapping[int, Root], *, whole: bool
+) -> dict[Root, list[list[CallRow]]]:
     """For each root: the first calls of all steps, the second calls of all steps, and so on; newest first.
 
     `whole`: the oldest step is complete, so it counts.
@@ -111,7 +115,7 @@ def _parts(recent: Sequence[CallRow], roots: Mapping[int, Root], *, whole: bool)
     return found
 
 
-def _of_recent(calls: SeenCalls, recent: Sequence[CallRow]) -> CallTrack | None:
+def _timings_from_calls(calls: CallCache, recent: Sequence[CallRow]) -> CallTimings | None:
     """The newest of `recent`, with the times of the similar ones among them."""
     last = calls.call(recent[0])
     if last is None:
@@ -130,8 +134,8 @@ def _of_recent(calls: SeenCalls, recent: Sequence[CallRow]) -> CallTrack | None:
             if device_ms is not None:
                 on_device.setdefault(index, []).append(device_ms * 1e6)
     count = len(last.replicas) or len(last.stages)
-    spreads = tuple(spread_of(took.get(index, ())) for index in range(count))
-    return CallTrack(last, spreads, {index: middle for index, ns in on_device.items() if (middle := median(ns))})
+    spreads = tuple(percentiles_of(took.get(index, ())) for index in range(count))
+    return CallTimings(last, spreads, {index: middle for index, ns in on_device.items() if (middle := median(ns))})
 
 
 def _times(parts: CallParts) -> list[tuple[int | None, float | None]]:
@@ -140,23 +144,23 @@ def _times(parts: CallParts) -> list[tuple[int | None, float | None]]:
     return list(zip_longest(took, parts.of_devices[: len(took)]))
 
 
-def spread_of(values: Sequence[float]) -> Spread | None:
+def percentiles_of(values: Sequence[float]) -> TimePercentiles | None:
     """The spread of times, with the nearest ranks as 5th and 95th percentile; None without times."""
     if not values:
         return None
     ordered = sorted(values)
     low, high = (ordered[max(-int(-part * len(ordered) // 1), 1) - 1] for part in (0.05, 0.95))
-    return Spread(low, median(ordered), high, len(ordered))
+    return TimePercentiles(low, median(ordered), high, len(ordered))
 
 
 # ------------------------------------------------------------------------------------------------ from tallies
 
 
-def _of_tallies(
+def _timings_from_tallies(
     row: CallRow, call: Call, tallies: Mapping[TallyKey, Tally], trained: Collection[str], mode: str
-) -> tuple[tuple[Spread | None, ...], dict[int, float]]:
+) -> tuple[tuple[TimePercentiles | None, ...], dict[int, float]]:
     """The times of a call's replicas or stages, and their median device times, in the time range."""
-    alike = _tallies_with(row, tallies, trained, mode)
+    alike = _matching_tallies(row, tallies, trained, mode)
     series: list[Collection[str]] = []
     if call.replicas:
         names = (replica_series(row.layout, index) for index in range(len(call.replicas)))
@@ -165,13 +169,17 @@ def _of_tallies(
         for index, stage in enumerate(row.parts_or_replica.stages):
             any_sizes = stage_series(row.layout, index, stage[0], 0, 0).removesuffix("0 0")
             series.append({name for tally in alike for name in tally.stats if name.startswith(any_sizes)})
-    found = [_merged(alike, [name for name in names if not is_device_series(name)]) for names in series]
-    devices = [_merged(alike, [name for name in names if is_device_series(name)]) for names in series]
+    found = [_merge_sketches(alike, [name for name in names if not is_device_series(name)]) for names in series]
+    devices = [_merge_sketches(alike, [name for name in names if is_device_series(name)]) for names in series]
     middles = {index: quantile_sketch.median(counts) for index, counts in enumerate(devices)}
-    return tuple(map(_spread, found)), {index: middle for index, middle in middles.items() if middle is not None}
+    return tuple(map(_percentiles_of_sketch, found)), {
+        index: middle for index, middle in middles.items() if middle is not None
+    }
 
 
-def _tallies_with(row: CallRow, tallies: Mapping[TallyKey, Tally], trained: Collection[str], mode: str) -> list[Tally]:
+def _matching_tallies(
+    row: CallRow, tallies: Mapping[TallyKey, Tally], trained: Collection[str], mode: str
+) -> list[Tally]:
     """The tallies of steps that may include such a call: a root that cannot be split also runs in dp steps."""
     for name in (mode, row.mode):
         found = [
@@ -184,7 +192,7 @@ def _tallies_with(row: CallRow, tallies: Mapping[TallyKey, Tally], trained: Coll
     return []
 
 
-def _merged(tallies: Iterable[Tally], names: Iterable[str]) -> Counts:
+def _merge_sketches(tallies: Iterable[Tally], names: Iterable[str]) -> Counts:
     counts: Counts = {}
     for tally in tallies:
         for name in names:
@@ -193,7 +201,11 @@ def _merged(tallies: Iterable[Tally], names: Iterable[str]) -> Counts:
     return counts
 
 
-def _spread(counts: Counts) -> Spread | None:
+def _percentiles_of_sketch(counts: Counts) -> TimePercentiles | None:
     low, high = quantile_sketch.quantiles(counts, (0.05, 0.95))
     middle = quantile_sketch.median(counts)
-    return None if low is None or middle is None or high is None else Spread(low, middle, high, sum(counts.values()))
+    return (
+        None
+        if low is None or middle is None or high is None
+        else TimePercentiles(low, middle, high, sum(counts.values()))
+    )

@@ -7,31 +7,31 @@ from dataclasses import replace
 from heapq import nsmallest
 from typing import TYPE_CHECKING
 
-from dpmon.model.announced import Announced
-from dpmon.model.nodes import nodes_in
-from dpmon.model.state import MANY, MAPPED, Process, ProcessFacts, State, Wanted
+from dpmon.model.nodes import read_nodes
+from dpmon.model.run_events import RunEvents
+from dpmon.model.run_snapshot import MANY, MAPPED, Process, ProcessInfo, RunSnapshot, SnapshotRequest
 from dpmon.model.stragglers import RankTimes, wait_of
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
 
-def processes_in(rows: Store, events: Announced, ended: frozenset[int], node: int | None = None) -> State:
+def read_process_table(rows: Store, events: RunEvents, ended: frozenset[int], node: int | None = None) -> RunSnapshot:
     """A state with only the processes, without their figures; parameters as in `Snapshots.take`.
 
     `node`: only the processes of a node, as on its own screen.
     """
-    nodes = nodes_in(rows)
+    nodes = read_nodes(rows)
     names = {number: one.name for one in nodes for number in one.processes if node is None or one.number == node}
     numbers = sorted(names if node is not None else {**dict.fromkeys(events.info), **rows.ranks})
     nodes_of = {number: names.get(number) for number in numbers}
     known = _processes(rows, events, nodes_of, plain=len(numbers) > MANY)
     newest_ns = max((process.seen_ns for process in known.values()), default=-1)
-    state = State(processes=known, nodes=() if node is not None else nodes, newest_ns=newest_ns, ended=ended)
-    return replace(state, order=tuple(process.process for process in state.training))
+    state = RunSnapshot(processes=known, nodes=() if node is not None else nodes, newest_ns=newest_ns, ended=ended)
+    return replace(state, order=tuple(process.process for process in state.training_processes))
 
 
-def with_processes(state: State, rows: Store, events: Announced, numbers: Iterable[int]) -> State:
+def with_processes(state: RunSnapshot, rows: Store, events: RunEvents, numbers: Iterable[int]) -> RunSnapshot:
     """The state with the newest facts of some processes."""
     known = _processes(rows, events, {number: state.processes[number].node for number in numbers})
     newest_ns = max(state.newest_ns, *(process.seen_ns for process in known.values()))
@@ -39,7 +39,7 @@ def with_processes(state: State, rows: Store, events: Announced, numbers: Iterab
 
 
 def _processes(
-    rows: Store, events: Announced, nodes: Mapping[int, str | None], *, plain: bool = False
+    rows: Store, events: RunEvents, nodes: Mapping[int, str | None], *, plain: bool = False
 ) -> dict[int, Process]:
     """Some processes without their figures, by number; `nodes`: the name of the node of each.
 
@@ -53,7 +53,7 @@ def _processes(
     for number in numbers:
         step, (mode, called_ns) = steps.get(number), calls.get(number, ("", -1))
         held = memory.get(number)
-        rank, info = rows.ranks.get(number), events.info.get(number) or ProcessFacts(number)
+        rank, info = rows.ranks.get(number), events.info.get(number) or ProcessInfo(number)
         known[number] = Process(
             number,
             rank if rank is not None else info.rank,
@@ -61,30 +61,30 @@ def _processes(
             began_ns=began.get(number, -1),
             seen_ns=max(-1 if step is None else step.start_ns + step.wall_ns, called_ns),
             last_step=step,
-            refusals=events.refusals_of(number),
+            refusals=events.refusals_by_root(number),
             paused_since_ns=events.paused_since(number, None if step is None else step.start_ns),
             memory=held.data if held is not None and isinstance(held.data.get("devices"), list) else {},
             node=nodes[number],
-            **events.in_force(number, step, mode)._asdict(),
+            **events.active_mode(number, step, mode)._asdict(),
         )
     return known
 
 
-def other_ranks(state: State, focus: Process) -> list[Process]:
+def other_ranks(state: RunSnapshot, focus: Process) -> list[Process]:
     """The ranks that train beside `focus`."""
-    return [one for one in state.training if one.rank is not None and one.process != focus.process]
+    return [one for one in state.training_processes if one.rank is not None and one.process != focus.process]
 
 
-def ranks_elsewhere(rows: Store, state: State, wanted: Wanted) -> list[Process]:
+def ranks_on_other_nodes(rows: Store, state: RunSnapshot, wanted: SnapshotRequest) -> list[Process]:
     """The ranks of the nodes outside a picture of one node, without figures: the straggler may be one of them."""
     if wanted.node is None:
         return []
-    nodes = {process: node for node in nodes_in(rows) for process in node.processes if node.number != wanted.node}
+    nodes = {process: node for node in read_nodes(rows) for process in node.processes if node.number != wanted.node}
     newest = {rank: process for process, rank in sorted(rows.ranks.items()) if process in nodes}
     return [Process(process, rank, node=nodes[process].name) for rank, process in newest.items()]
 
 
-def slowest_of(times: Sequence[RankTimes], wanted: Wanted) -> set[int]:
+def choose_slowest(times: Sequence[RankTimes], wanted: SnapshotRequest) -> set[int]:
     """The processes of the ranks that wait least, if a picture shows only these; else none."""
     known = [one for one in times if one.wait_ns is not None]
     if wanted.worst == 0 or len(known) <= MAPPED:
@@ -92,8 +92,8 @@ def slowest_of(times: Sequence[RankTimes], wanted: Wanted) -> set[int]:
     return {one.process for one in nsmallest(wanted.worst, known, key=wait_of)}
 
 
-def other_processes(state: State, focus: Process, wanted: Wanted) -> list[Process]:
+def choose_other_processes(state: RunSnapshot, focus: Process, wanted: SnapshotRequest) -> list[Process]:
     """The other training processes that fit in a picture, by rank."""
-    ranks = state.training
+    ranks = state.training_processes
     shown = [*ranks[: wanted.ranks], *ranks[wanted.first_rank : wanted.first_rank + wanted.ranks]]
     return list({process.process: process for process in shown if process.process != focus.process}.values())

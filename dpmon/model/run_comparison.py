@@ -14,18 +14,18 @@ from math import comb
 from statistics import median
 from typing import Literal, NamedTuple
 
-from dpmon.model.compare import (
+from dpmon.model.compared_run import RUN_FIGURES, STEP_FIGURES, ComparedRun, Metric
+from dpmon.model.comparison_stats import Change, estimate_change
+from dpmon.model.mode_comparison import (
     CERTAIN,
     MIN_STEPS,
     StepKind,
-    by_phase,
     common_kind,
     duration_or_none,
-    most_changed,
-    unlike,
+    incomparable_reason,
+    phase_values,
+    phase_with_largest_change,
 )
-from dpmon.model.compare_samples import Change, change
-from dpmon.model.compared_run import RUN_FIGURES, STEP_FIGURES, ComparedRun, Figure
 from dpmon.record.schema import STEP
 from dpmon.store.quantile_sketch import fine_quantile
 from dpmon.store.step_stats import compute_step_stats
@@ -50,15 +50,15 @@ Outcome = Literal["slower", "not slower", "inconclusive"]
 _STATUS: dict[Outcome, int] = {"slower": SLOWER, "not slower": NOT_SLOWER, "inconclusive": INCONCLUSIVE}
 
 
-class ComparedFigure(NamedTuple):
+class ComparedMetric(NamedTuple):
     """One figure on both sides, with a value for each run; `missing`: why there is no ratio, or no interval."""
 
-    figure: Figure
+    figure: Metric
     values: tuple[Sequence[float | None], Sequence[float | None]]
     change: Change | None
     missing: str | None = None
 
-    def typical(self, side: int) -> float | None:
+    def typical_value(self, side: int) -> float | None:
         """The value of the run on a side, or the median of its runs."""
         known = [value for value in self.values[side] if value is not None]
         return median(known) if known else None
@@ -75,17 +75,17 @@ class RunComparison:
     """Why steps are not compared."""
     differences: Sequence[tuple[str, str, str]]
     """What differs, and its value on both sides."""
-    compared: Mapping[str, ComparedFigure]
+    compared: Mapping[str, ComparedMetric]
     """By name: the figures of STEP_FIGURES and RUN_FIGURES that are known of a run."""
     reason: tuple[str, float | None, float | None] | None
     """The phase that changed most in the direction of the step, with its time (ns) on both sides."""
 
     @property
-    def pair(self) -> bool:
+    def is_pair(self) -> bool:
         """Whether there is one run on each side."""
         return len(self.sides[0]) == len(self.sides[1]) == 1
 
-    def spread(self, side: int) -> float | None:
+    def run_to_run_spread(self, side: int) -> float | None:
         """How much slower the slowest run of a side is than its fastest one (0.02: 2 %); None for a single run."""
         step = self.compared.get(STEP)
         known = [value for value in step.values[side] if value] if step is not None else []
@@ -96,38 +96,38 @@ def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) ->
     """Compare the runs of two sides."""
     runs = (*before, *after)
     kind = common_kind(run.kinds for run in runs)
-    missing = _missing(runs, kind)
+    missing = _incomparable_reason(runs, kind)
     stretches = [run.stretches(kind) if kind is not None and missing is None else [] for run in runs]
     wholes = [run.steps(None if missing else kind) for run in runs]
     pair, split = len(runs) == 2, len(before)
     groups = stretches if pair else (wholes[:split], wholes[split:])
-    found: dict[str, ComparedFigure] = {}
-    for figure, values in known_figures(runs, wholes):
+    found: dict[str, ComparedMetric] = {}
+    for figure, values in known_metrics(runs, wholes):
         quantiles = (
             None if figure.series is None else [_quantiles(each, figure.series, figure.fraction) for each in groups]
         )
         sides = values[:split], values[split:]
-        found[figure.name] = _compared(figure, sides, quantiles, runs[0].stretch_s if pair else None)
-    if len({one.set_up["ranks"] for one in runs}) > 1 and any(one.partial for one in runs) and SUM in found:
+        found[figure.name] = _compare_metric(figure, sides, quantiles, runs[0].stretch_s if pair else None)
+    if len({one.set_up["ranks"] for one in runs}) > 1 and any(one.ranks_seen for one in runs) and SUM in found:
         found[SUM] = found[SUM]._replace(change=None, missing="a sum over the ranks seen, which differ")
     reason = _reason(found.get(STEP), wholes[:split], wholes[split:])
-    return RunComparison((before, after), kind, missing, differences(before, after), found, reason)
+    return RunComparison((before, after), kind, missing, setup_differences(before, after), found, reason)
 
 
-def known_figures(
+def known_metrics(
     runs: Sequence[ComparedRun], wholes: Sequence[Tally]
-) -> Iterator[tuple[Figure, Sequence[float | None]]]:
+) -> Iterator[tuple[Metric, Sequence[float | None]]]:
     """Each figure that is known of a run, with its value for each run. `wholes`: the steps of each run."""
     for figure in (*STEP_FIGURES, *RUN_FIGURES):
         if figure.series is None:
             values = [run.values.get(figure.name) for run in runs]
         else:
-            values = [figure.of(whole) for whole in wholes]
+            values = [figure.value_over(whole) for whole in wholes]
         if any(value is not None for value in values):
             yield figure, values
 
 
-def differences(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) -> list[tuple[str, str, str]]:
+def setup_differences(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) -> list[tuple[str, str, str]]:
     """What differs between two sides, and its value on each."""
     found = []
     for what in before[0].set_up:
@@ -141,12 +141,12 @@ def differences(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) -> 
     return found
 
 
-def _missing(runs: Sequence[ComparedRun], kind: StepKind | None) -> str | None:
+def _incomparable_reason(runs: Sequence[ComparedRun], kind: StepKind | None) -> str | None:
     for run in runs:
         if not run.kinds:
             return f"{run.name} has no step to compare"
     if kind is None:
-        return unlike({run.name: run.kinds for run in runs})
+        return incomparable_reason({run.name: run.kinds for run in runs})
     few = min(runs, key=lambda run: run.kinds[kind])
     if few.kinds[kind] < MIN_STEPS:
         return (
@@ -160,23 +160,23 @@ def _quantiles(tallies: Sequence[Tally], series: str, fraction: float) -> list[f
     return [value for value in found if value is not None]
 
 
-def _compared(
-    figure: Figure,
+def _compare_metric(
+    figure: Metric,
     values: tuple[Sequence[float | None], Sequence[float | None]],
     quantiles: Sequence[Sequence[float]] | None,
     stretch_s: int | None,
-) -> ComparedFigure:
+) -> ComparedMetric:
     """`quantiles`: the values to compare, if they are quantiles: of runs, or of stretches of `stretch_s` seconds."""
     for side, each in zip(SIDES, values, strict=True):
         unknown = sum(value is None for value in each)
         if unknown:
             which = "" if len(each) == 1 else f"{unknown} of {len(each)} runs of "
-            return ComparedFigure(figure, values, None, f"none in {which}{side}")
+            return ComparedMetric(figure, values, None, f"none in {which}{side}")
     before, after = quantiles or [[value or 0.0 for value in side] for side in values]
     if min(*before, *after) <= 0:
-        return ComparedFigure(figure, values, None, "there is no ratio to nothing")
+        return ComparedMetric(figure, values, None, "there is no ratio to nothing")
     stretched = quantiles is not None and stretch_s is not None
-    found = change(before, after, in_order=stretched, exact=quantiles is None)
+    found = estimate_change(before, after, in_order=stretched, exact=quantiles is None)
     missing = None
     if found.low is None:
         counts, of = f"{len(before)} against {len(after)}", f"parts of {stretch_s} s" if stretched else "runs"
@@ -189,27 +189,29 @@ def _compared(
         else:
             often = comb(len(before) + len(after), len(before))
             missing = f"{counts} {of} are too few: by chance alone, one order in {often} puts a whole side on top"
-    return ComparedFigure(figure, values, found, missing)
+    return ComparedMetric(figure, values, found, missing)
 
 
 def _reason(
-    step: ComparedFigure | None, before: Sequence[Tally], after: Sequence[Tally]
+    step: ComparedMetric | None, before: Sequence[Tally], after: Sequence[Tally]
 ) -> tuple[str, float | None, float | None] | None:
     if step is None or step.change is None or not step.change.sign:
         return None
     took = []
     for side in (before, after):
-        each = [by_phase(compute_step_stats("", False, tally, None), lambda phase: phase.median_ns) for tally in side]
+        each = [
+            phase_values(compute_step_stats("", False, tally, None), lambda phase: phase.median_ns) for tally in side
+        ]
         names = {name for phases in each for name in phases}
         took.append({name: median(phases.get(name, 0.0) for phases in each) for name in names})
-    name = most_changed(*took, slower=step.change.sign > 0)
+    name = phase_with_largest_change(*took, slower=step.change.sign > 0)
     return None if name is None else (name, took[0].get(name), took[1].get(name))
 
 
 # ------------------------------------------------------------------------------------------------ words
 
 
-def signed(ratio: float | None) -> str:
+def format_change(ratio: float | None) -> str:
     """A ratio as a change: "+4.2 %", "-12 %", "2.40×"."""
     if ratio is None:
         return UNKNOWN
@@ -219,20 +221,20 @@ def signed(ratio: float | None) -> str:
     return format_factor(ratio) if part >= 100 else f"{part:+.0f} %" if abs(part) >= 9.95 else f"{part:+.1f} %"
 
 
-def range_of(found: Change) -> str:
+def format_interval(found: Change) -> str:
     """The interval with its level: "+1.2 % to +3.4 % (95 %)"."""
     if found.interval is None:
         return "no interval"
     low, high = found.interval
-    return f"{signed(low)} to {signed(high)} ({'90' if found.low is None else '95'} %)"
+    return f"{format_change(low)} to {format_change(high)} ({'90' if found.low is None else '95'} %)"
 
 
-def bounds(found: Change) -> str:
+def format_bounds(found: Change) -> str:
     """The single bounds: "at least +1.2 %, at most +3.4 %, 95 % each"."""
-    return f"at least {signed(found.least)}, at most {signed(found.most)}, 95 % each"
+    return f"at least {format_change(found.least)}, at most {format_change(found.most)}, 95 % each"
 
 
-def sentence(found: RunComparison) -> str:
+def result_sentence(found: RunComparison) -> str:
     """The result, in one or two sentences."""
     step = found.compared.get(STEP)
     if found.missing is not None or step is None:
@@ -241,41 +243,41 @@ def sentence(found: RunComparison) -> str:
     if told is None:
         return f"inconclusive: {step.missing}"
     if told.sign:
-        return f"B is {'slower' if told.sign > 0 else 'faster'}: {times_of(found)}"
+        return f"B is {'slower' if told.sign > 0 else 'faster'}: {step_time_text(found)}"
     if told.low is None or told.high is None:
-        return f"inconclusive: {step.missing}; {times_of(found)}"
+        return f"inconclusive: {step.missing}; {step_time_text(found)}"
     wide = told.low < 1 / CERTAIN or told.high > CERTAIN
-    return f"{'inconclusive, the interval is too wide' if wide else 'no difference shows'}: {times_of(found)}"
+    return f"{'inconclusive, the interval is too wide' if wide else 'no difference shows'}: {step_time_text(found)}"
 
 
-def times_of(found: RunComparison) -> str:
+def step_time_text(found: RunComparison) -> str:
     """The time of a step on both sides, its change with the interval, and the phase with most of it; no verdict."""
     step = found.compared.get(STEP)
     if step is None or step.change is None:
         return ""
     told = step.change
-    a, b = (step.figure.text(step.typical(side)) for side in (0, 1))
+    a, b = (step.figure.format(step.typical_value(side)) for side in (0, 1))
     if told.interval is None:
         sure = "no interval"
     elif told.low is None:
-        sure = f"one-sided bounds: {bounds(told)}"
+        sure = f"one-sided bounds: {format_bounds(told)}"
     else:
-        sure = f"95 % interval {signed(told.low)} to {signed(told.high)}"
-    text = f"from {a} to {b} a step, {signed(told.ratio)} ({sure})"
+        sure = f"95 % interval {format_change(told.low)} to {format_change(told.high)}"
+    text = f"from {a} to {b} a step, {format_change(told.ratio)} ({sure})"
     if found.reason is not None:
         name, old, new = found.reason
         text += f"; most of the change is in {name}: from {duration_or_none(old)} to {duration_or_none(new)}"
     return text
 
 
-def scope(found: RunComparison) -> list[str]:
+def scope_notes(found: RunComparison) -> list[str]:
     """Which runs the interval is about, and how much equal runs differ."""
-    if found.pair:
+    if found.is_pair:
         return [
             "One run on each side: this speaks for this pair only. Equal runs differ from each other, and the interval"
             " does not include that; give several runs a side (A1 A2 A3 -- B1 B2 B3)."
         ]
-    known = [(side, found.spread(place)) for place, side in enumerate(SIDES)]
+    known = [(side, found.run_to_run_spread(place)) for place, side in enumerate(SIDES)]
     texts = [f"{side} by {part * 100:.{int(part < 0.1)}f} %" for side, part in known if part is not None]
     return [f"Equal runs differ (slowest against fastest median step): {', '.join(texts)}."] if texts else []
 
@@ -298,7 +300,7 @@ class Judgement(NamedTuple):
     text: str
 
 
-def judge(found: RunComparison, threshold: Threshold, *, anyway: bool = False) -> Judgement:
+def judge_threshold(found: RunComparison, threshold: Threshold, *, anyway: bool = False) -> Judgement:
     """Judge one figure. `anyway`: also if the runs are not comparable.
 
     Slower: the ratio is above the threshold, and its lower 95 % bound is above 1. Not slower: the upper 95 % bound of
@@ -308,7 +310,7 @@ def judge(found: RunComparison, threshold: Threshold, *, anyway: bool = False) -
     if name == "memory" and name not in found.compared:
         name = "host_memory"
     label = next(figure.label.strip() for figure in (*STEP_FIGURES, *RUN_FIGURES) if figure.name == name)
-    limit = signed(1 + threshold.limit)
+    limit = format_change(1 + threshold.limit)
 
     def judgement(outcome: Outcome, why: str) -> Judgement:
         word = outcome if name not in ("memory", "host_memory") else outcome.replace("slower", "larger")
@@ -323,7 +325,7 @@ def judge(found: RunComparison, threshold: Threshold, *, anyway: bool = False) -
     told = row.change
     if told is None or told.least is None or told.most is None:
         return judgement("inconclusive", row.missing or "it has no interval")
-    sure = f"{signed(told.ratio)} (one-sided bounds: {bounds(told)})"
+    sure = f"{format_change(told.ratio)} (one-sided bounds: {format_bounds(told)})"
     if told.least > 1 and told.ratio > 1 + threshold.limit:
         return judgement("slower", sure)
     if told.most < 1 + threshold.limit:
@@ -332,11 +334,11 @@ def judge(found: RunComparison, threshold: Threshold, *, anyway: bool = False) -
     return judgement("inconclusive", f"{sure}; more or longer runs would narrow this{other}")
 
 
-def status_of(judgements: Sequence[Judgement]) -> int:
+def exit_status_of(judgements: Sequence[Judgement]) -> int:
     """The exit status: 4 if a figure grew too much, else 3 if one is inconclusive, else 0."""
     return max((_STATUS[one.outcome] for one in judgements), default=0)
 
 
-def outcome(found: RunComparison, judgements: Sequence[Judgement]) -> str:
+def outcome_sentence(found: RunComparison, judgements: Sequence[Judgement]) -> str:
     """The judgements, or without any the result of the comparison, in a sentence."""
-    return "; ".join(one.text for one in judgements) or sentence(found)
+    return "; ".join(one.text for one in judgements) or result_sentence(found)

@@ -6,35 +6,35 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dpmon.model.compare import sentence
-from dpmon.model.finding import (
+from dpmon.model.finding_text import (
     DATA_SHARE,
     MIN_STEPS,
     Finding,
-    basis,
+    copy_advice,
+    data_advice,
     data_ceiling,
     data_share,
-    for_copies,
-    for_data,
-    for_spread,
-    in_mode,
+    format_phase_times,
+    format_ratio,
+    format_sample_basis,
     is_timed,
     measured_modes,
+    mode_suffix,
     most_affected,
-    of_process,
-    of_whom,
-    phase_times,
-    ratio_words,
-    restarted,
+    process_suffix,
+    rank_suffix,
+    step_variance_advice,
+    worker_restarts,
 )
-from dpmon.model.run_facts import LONGEST, RunFacts
-from dpmon.model.slow_steps import waited_ns
+from dpmon.model.mode_comparison import verdict_sentence
+from dpmon.model.run_analysis import LONGEST, RunAnalysis
+from dpmon.model.slow_steps import overlap_ns
 from dpmon.model.stragglers import Straggler
 from dpmon.record.schema import STEP, STEP_PHASES
 from dpmon.text.formatting import format_clock, format_count_with_noun, format_long_duration, format_percent
 
 if TYPE_CHECKING:
-    from dpmon.model.mode_facts import ModeFacts
+    from dpmon.model.mode_stats import ModeStats
     from dpmon.store.query_results import LongStepRow
 
 COPY_SHARE = 0.2
@@ -72,14 +72,14 @@ _STALL_ADVICE = {
 }
 
 
-def _waits_alone(slow: Straggler, mode: ModeFacts) -> bool:
+def _is_only_rank_waiting(slow: Straggler, mode: ModeStats) -> bool:
     """Whether waits for data make these ranks slow, while the others hardly wait for data."""
     if slow.phase != "data" or slow.others_ns is None or mode.mean_ns is None or slow.steps < MIN_STEPS:
         return False
     return slow.others_ns < DATA_SHARE * mode.mean_ns
 
 
-def data(facts: RunFacts) -> Iterator[Finding]:
+def find_data_waits(facts: RunAnalysis) -> Iterator[Finding]:
     """Waiting for the loader.
 
     Device times count if they are known: a device may still have queued work while the host waits.
@@ -87,38 +87,38 @@ def data(facts: RunFacts) -> Iterator[Finding]:
     communication = facts.communication
     slow = None if communication is None else communication.straggler
     for mode in most_affected(facts, data_share, DATA_SHARE):
-        if slow is not None and _waits_alone(slow, mode):
+        if slow is not None and _is_only_rank_waiting(slow, mode):
             continue  # the finding about the slow ranks names the cause
         figures, share, on_device = mode.phase("data"), data_share(mode), ""
         if figures is not None and is_timed(figures):
             on_device = f", on the device median {format_long_duration(figures.device_ns)}"
         who = "The training" if mode.who is None else mode.who[0].upper() + mode.who[1:]
-        who = f"The GPU{of_whom(mode)}" if on_device else who
+        who = f"The GPU{rank_suffix(mode)}" if on_device else who
         saves = data_ceiling(mode, facts)
         yield Finding(
             "data",
-            f"{who} waits for data{in_mode(mode, facts)}: {format_percent(share)} of the time of its steps.",
-            f"data {phase_times(mode, 'data')}{on_device}; {basis(mode)}{_in_how_many(mode, facts)}",
-            for_data(mode, facts),
+            f"{who} waits for data{mode_suffix(mode, facts)}: {format_percent(share)} of the time of its steps.",
+            f"data {format_phase_times(mode, 'data')}{on_device}; {format_sample_basis(mode)}{_affected_processes_text(mode, facts)}",
+            data_advice(mode, facts),
             share,
             saves,
             {} if saves is None else {"data": saves},
         )
 
 
-def _in_how_many(mode: ModeFacts, facts: RunFacts) -> str:
+def _affected_processes_text(mode: ModeStats, facts: RunAnalysis) -> str:
     """The number of processes in which the wait for data reaches DATA_SHARE, in words; empty for one process."""
     if mode.who is None:
         return ""
-    alike = [one.usual for one in (*facts.modes, *facts.others) if one.mode == mode.mode]
+    alike = [one.settled_stats for one in (*facts.modes, *facts.other_process_modes) if one.mode == mode.mode]
     many = sum(data_share(one) >= DATA_SHARE for one in alike)
     return f"; {format_percent(DATA_SHARE)} or more in {many:,} of {len(alike):,} processes"
 
 
-def transfers(facts: RunFacts) -> Iterator[Finding]:
+def find_slow_copies(facts: RunAnalysis) -> Iterator[Finding]:
     """Copying batches to the devices, by device time: on the host, a copy may also wait for other work."""
 
-    def copied(mode: ModeFacts) -> float:
+    def copied(mode: ModeStats) -> float:
         figures = mode.phase("copy")
         return (figures.device_share or 0.0) if figures is not None and is_timed(figures) else 0.0
 
@@ -127,25 +127,25 @@ def transfers(facts: RunFacts) -> Iterator[Finding]:
         assert figures is not None
         yield Finding(
             "copy",
-            f"Copying to the GPU{of_whom(mode)}{in_mode(mode, facts)} takes {format_percent(share)} of the time of its steps.",
+            f"Copying to the GPU{rank_suffix(mode)}{mode_suffix(mode, facts)} takes {format_percent(share)} of the time of its steps.",
             f"copy on the device median {format_long_duration(figures.device_ns)}, on the host"
-            f" {phase_times(mode, 'copy')}; {basis(mode)}",
-            for_copies(facts, mode.process),
+            f" {format_phase_times(mode, 'copy')}; {format_sample_basis(mode)}",
+            copy_advice(facts, mode.process),
             share,
             share,
             {"copy": share},
         )
 
 
-def slower(facts: RunFacts) -> Iterator[Finding]:
+def find_slow_dp(facts: RunAnalysis) -> Iterator[Finding]:
     """DataParallel that is slower than one device."""
-    found = facts.compared
+    found = facts.mode_comparison
     if found is not None and found.speedup is not None and found.speedup.low > 0 and found.speedup.high < 1:
         value, low, high = found.speedup
         times, least, most = 1 / value, 1 / high, 1 / low
         yield Finding(
             "slower",
-            sentence(found) or "",
+            verdict_sentence(found) or "",
             f"the median step in dp takes {times:.2f} times as long as in single (95 %: {least:.2f} to {most:.2f})",
             _ON_GPUS
             if any(mode.virtual for mode in facts.modes)
@@ -155,18 +155,18 @@ def slower(facts: RunFacts) -> Iterator[Finding]:
         )
 
 
-def copies(facts: RunFacts) -> Iterator[Finding]:
+def find_dp_overhead(facts: RunAnalysis) -> Iterator[Finding]:
     """The cost of DataParallel itself: replicate; scatter and gather."""
-    for mode in (one.usual for one in facts.modes):
+    for mode in (one.settled_stats for one in facts.modes):
         if mode.mode != "dp" or mode.steps < MIN_STEPS:
             continue
-        share = mode.share("replicate")
+        share = mode.phase_share("replicate")
         virtual = "  These replicas are virtual: on GPUs the share differs." if mode.virtual else ""
         if share >= COPY_SHARE:
             yield Finding(
                 "replicate",
                 f"Copying the model to the devices takes {format_percent(share)} of the time of the steps.{virtual}",
-                f"replicate {phase_times(mode, 'replicate')}; {basis(mode)}",
+                f"replicate {format_phase_times(mode, 'replicate')}; {format_sample_basis(mode)}",
                 _ON_GPUS
                 if mode.virtual
                 else "larger batches mean fewer copies, but change the training itself (learning rate);"
@@ -174,12 +174,12 @@ def copies(facts: RunFacts) -> Iterator[Finding]:
                 share,
                 None if mode.virtual else share,
             )
-        share = mode.share("scatter", "gather")
+        share = mode.phase_share("scatter", "gather")
         if share >= COPY_SHARE:
             yield Finding(
                 "transfer",
                 f"Scattering inputs and gathering outputs takes {format_percent(share)} of the time of the steps.{virtual}",
-                f"scatter {phase_times(mode, 'scatter')}; gather {phase_times(mode, 'gather')}; {basis(mode)}",
+                f"scatter {format_phase_times(mode, 'scatter')}; gather {format_phase_times(mode, 'gather')}; {format_sample_basis(mode)}",
                 _ON_GPUS
                 if mode.virtual
                 else "compute the loss inside the forward, so that one number is gathered instead of the outputs;"
@@ -201,7 +201,7 @@ _DRIFT_ADVICE = {
 """Advice by the phase that grew most; _GROWS for the others."""
 
 
-def drift(facts: RunFacts) -> Iterator[Finding]:
+def find_slowdown(facts: RunAnalysis) -> Iterator[Finding]:
     """Steps that became slower."""
     for mode in facts.modes:
         if mode.steps < DRIFT_STEPS or mode.early is None or mode.late is None:
@@ -221,7 +221,7 @@ def drift(facts: RunFacts) -> Iterator[Finding]:
         )
         yield Finding(
             "drift",
-            f"Steps{of_whom(mode)} became slower{in_mode(mode, facts)}: at the end {ratio_words(late, early)} as"
+            f"Steps{rank_suffix(mode)} became slower{mode_suffix(mode, facts)}: at the end {format_ratio(late, early)} as"
             " long as at first.",
             f"median {format_long_duration(early)} over the first third of {mode.steps:,} steps, {format_long_duration(late)}"
             f" over the last{where}",
@@ -230,16 +230,16 @@ def drift(facts: RunFacts) -> Iterator[Finding]:
         )
 
 
-def stalls(facts: RunFacts) -> Iterator[Finding]:
+def find_long_steps(facts: RunAnalysis) -> Iterator[Finding]:
     """Single steps that took very long."""
     medians = {
         (mode.process, mode.mode): mode.median_ns
         for mode in measured_modes(facts)
         if mode.median_ns and _spread_ratio(mode) < SPREAD_RATIO
     }
-    total = sum((mode.median_ns or 0) * mode.steps for mode in (*facts.modes, *facts.others))
-    longest = [step for step in facts.longest[:LONGEST] if not _waits_for_input(step, facts)]
-    stalls = [step for step in longest if _is_stall(step, medians.get((step.process, step.mode)))]
+    total = sum((mode.median_ns or 0) * mode.steps for mode in (*facts.modes, *facts.other_process_modes))
+    longest = [step for step in facts.longest_steps[:LONGEST] if not _waits_for_input(step, facts)]
+    stalls = [step for step in longest if _is_long_step(step, medians.get((step.process, step.mode)))]
     lost = sum(step.wall_ns for step in stalls)
     if not stalls or (lost < STALLS_SHARE * (total + lost) and lost < STALLS_NS):
         return
@@ -256,21 +256,21 @@ def stalls(facts: RunFacts) -> Iterator[Finding]:
     if len(stalls) > 1:
         text = f"{count} steps took more than {STALL_RATIO} times the median: {format_long_duration(lost)} together."
     else:
-        text = f"{count} step took {format_long_duration(lost)}, {ratio_words(lost, median)} the median."
+        text = f"{count} step took {format_long_duration(lost)}, {format_ratio(lost, median)} the median."
     yield Finding(
         "stall",
         text,
-        f"the longest: {_where(worst, facts)}; median {format_long_duration(median)}",
-        _stall_advice(worst, facts),
+        f"the longest: {_step_location(worst, facts)}; median {format_long_duration(median)}",
+        _long_step_advice(worst, facts),
         lost / (total + lost),
         None if least else saves,
         {} if least else {name: saves * took / lost for name, took in phases.items()},
     )
 
 
-def stalled(facts: RunFacts) -> Iterator[Finding]:
+def find_recovered_stalls(facts: RunAnalysis) -> Iterator[Finding]:
     """Stalls after which the run went on."""
-    lost = facts.spent.get("stalled", 0)
+    lost = facts.time_by_activity.get("stalled", 0)
     over = [stall for stall in facts.announced.stalls if stall.end_ns is not None]
     if not lost or not over:
         return
@@ -288,14 +288,14 @@ def stalled(facts: RunFacts) -> Iterator[Finding]:
         f"{what} left out of the figures: {format_long_duration(whole)}.",
         f"{'the longest ' if len(over) > 1 else ''}stall at {format_clock(longest.since_ns)}: {longest.text}",
         "dpmon why shows the stacks of that time",
-        lost / (lost + facts.spent.get("training", 0)),
+        lost / (lost + facts.time_by_activity.get("training", 0)),
     )
 
 
-def _waits_for_input(step: LongStepRow, facts: RunFacts) -> bool:
+def _waits_for_input(step: LongStepRow, facts: RunAnalysis) -> bool:
     """Whether a step mostly waits for a line of input, which is no stall."""
-    waits = facts.announced.waits_of(step.process)
-    return 2 * waited_ns(waits, step.start_ns, step.start_ns + step.wall_ns) > step.wall_ns
+    waits = facts.announced.input_waits(step.process)
+    return 2 * overlap_ns(waits, step.start_ns, step.start_ns + step.wall_ns) > step.wall_ns
 
 
 def _longest_phase(step: LongStepRow) -> str:
@@ -303,26 +303,26 @@ def _longest_phase(step: LongStepRow) -> str:
     return max(step.phases, key=lambda name: step.phases[name], default="other")
 
 
-def _where(step: LongStepRow, facts: RunFacts) -> str:
+def _step_location(step: LongStepRow, facts: RunAnalysis) -> str:
     """The step, its time, and the phase that took most of it."""
-    process, phase = of_process(step.process, facts), _longest_phase(step)
+    process, phase = process_suffix(step.process, facts), _longest_phase(step)
     where = f"step {step.step}{process} at {format_clock(step.start_ns)}, {format_long_duration(step.wall_ns)}"
     return f"{where}, {format_long_duration(step.phases.get(phase, 0))} in {phase}"
 
 
-def _stall_advice(step: LongStepRow, facts: RunFacts) -> str:
+def _long_step_advice(step: LongStepRow, facts: RunAnalysis) -> str:
     phase = _longest_phase(step)
     if phase == "backward" and facts.names:
         return _STALL_ADVICE[phase] + ", or a rank that the others waited for"
-    if phase == "data" and restarted(facts, step.process):
+    if phase == "data" and worker_restarts(facts, step.process):
         return _STALL_ADVICE[phase] + ", a new epoch that starts its workers again (persistent_workers=True keeps them)"
     return _STALL_ADVICE.get(phase, _STALL_ADVICE["other"])
 
 
-def between(facts: RunFacts) -> Iterator[Finding]:
+def find_gaps_between_steps(facts: RunAnalysis) -> Iterator[Finding]:
     """Time between the steps: loaders that start, checkpoints, logging."""
-    lost = facts.spent.get("between", 0)
-    whole = lost + facts.spent.get("training", 0) + facts.spent.get("evaluation", 0)
+    lost = facts.time_by_activity.get("between", 0)
+    whole = lost + facts.time_by_activity.get("training", 0) + facts.time_by_activity.get("evaluation", 0)
     if not facts.gaps or lost < BETWEEN_NS or lost < BETWEEN_SHARE * whole or not list(measured_modes(facts)):
         return
     worst = facts.gaps[0]
@@ -331,9 +331,9 @@ def between(facts: RunFacts) -> Iterator[Finding]:
     where = f"after step {worst.after_step}"
     longest = f"{format_long_duration(worst.ns)} {where}"
     text = f"one gap of {longest}" if len(own) == 1 else f"{len(own)} gaps, the longest {longest}"
-    again = restarted(facts, worst.process)
+    again = worker_restarts(facts, worst.process)
     workers = [(one.start_ns, one.start_ns + one.took_ns) for one in again]
-    starts = sum(waited_ns(workers, gap.begin_ns, gap.end_ns) for gap in own)
+    starts = sum(overlap_ns(workers, gap.begin_ns, gap.end_ns) for gap in own)
     share = starts / together if together else 0.0
     # Workers that start again also end, and load their first batch, which a step waits for.
     fetches = max(map(_first_fetches, measured_modes(facts))) if again else 0.0
@@ -342,7 +342,7 @@ def between(facts: RunFacts) -> Iterator[Finding]:
     yield Finding(
         "between",
         f"{format_percent(lost / whole)} of the time lies between steps: {text}.{by}",
-        f"training {format_long_duration(facts.spent.get('training', 0))}, between steps {format_long_duration(lost)};"
+        f"training {format_long_duration(facts.time_by_activity.get('training', 0))}, between steps {format_long_duration(lost)};"
         f" the longest gap at {format_clock(worst.begin_ns)}",
         "DataLoader(persistent_workers=True): the workers then start once, not in every epoch"
         if by
@@ -354,24 +354,24 @@ def between(facts: RunFacts) -> Iterator[Finding]:
     )
 
 
-def _first_fetches(mode: ModeFacts) -> float:
+def _first_fetches(mode: ModeStats) -> float:
     """The share of the steps' time (0 to 1) that fetches take beyond the usual one, as the first of an epoch do."""
     fetch = mode.phase("data")
     if fetch is None or not fetch.mean_ns or fetch.median_ns is None:
         return 0.0
-    return mode.share("data") * max(1 - fetch.median_ns / fetch.mean_ns, 0.0)
+    return mode.phase_share("data") * max(1 - fetch.median_ns / fetch.mean_ns, 0.0)
 
 
-def evaluation(facts: RunFacts) -> Iterator[Finding]:
+def find_costly_evaluation(facts: RunAnalysis) -> Iterator[Finding]:
     """Evaluations that take much of the time."""
-    took = facts.spent.get("evaluation", 0)
-    whole = sum(facts.spent.get(name, 0) for name in ("training", "between", "evaluation"))
+    took = facts.time_by_activity.get("evaluation", 0)
+    whole = sum(facts.time_by_activity.get(name, 0) for name in ("training", "between", "evaluation"))
     if took and took >= EVALUATION_SHARE * whole and list(measured_modes(facts)):
         steps = sum(mode.all_steps for mode in facts.evaluations)
         yield Finding(
             "evaluation",
             f"Evaluations take {format_percent(took / whole)} of the time.",
-            f"training {format_long_duration(facts.spent.get('training', 0))}, evaluation {format_long_duration(took)}"
+            f"training {format_long_duration(facts.time_by_activity.get('training', 0))}, evaluation {format_long_duration(took)}"
             f" in {steps:,} steps",
             "evaluate less often or on fewer samples; larger batches: an evaluation keeps no gradients",
             took / whole,
@@ -381,7 +381,7 @@ def evaluation(facts: RunFacts) -> Iterator[Finding]:
         )
 
 
-def _most_spent(facts: RunFacts, *activities: str) -> float:
+def _most_spent(facts: RunAnalysis, *activities: str) -> float:
     """The largest share of its time (0 to 1) that any process spent on activities: others may wait for it in a step."""
     found = 0.0
     for spent in facts.spent_by_process.values():
@@ -390,11 +390,11 @@ def _most_spent(facts: RunFacts, *activities: str) -> float:
     return found
 
 
-def _spread_ratio(mode: ModeFacts) -> float:
+def _spread_ratio(mode: ModeStats) -> float:
     return (mode.p95_ns or 0.0) / mode.median_ns if mode.median_ns else 0.0
 
 
-def spread(facts: RunFacts) -> Iterator[Finding]:
+def find_uneven_steps(facts: RunAnalysis) -> Iterator[Finding]:
     """Step times that vary widely."""
     for mode in most_affected(facts, _spread_ratio, SPREAD_RATIO):
         # If one step in twenty waited for input, that alone explains the p95.
@@ -403,14 +403,14 @@ def spread(facts: RunFacts) -> Iterator[Finding]:
             share, phase = max(((phase.share or 0.0, phase.name) for phase in mode.phases), default=(0.0, "none"))
             yield Finding(
                 "spread",
-                f"Step times{of_whom(mode)} are spread wide{in_mode(mode, facts)}: one in twenty takes"
-                f" {ratio_words(mode.p95_ns, mode.median_ns)} the median or more.",
+                f"Step times{rank_suffix(mode)} are spread wide{mode_suffix(mode, facts)}: one in twenty takes"
+                f" {format_ratio(mode.p95_ns, mode.median_ns)} the median or more.",
                 f"median {format_long_duration(mode.median_ns)}, p95 {format_long_duration(mode.p95_ns)} over {mode.steps:,}"
-                f" steps{of_whom(mode)}; {phase} takes most of the time ({format_percent(share)})",
-                for_spread(facts, phase),
+                f" steps{rank_suffix(mode)}; {phase} takes most of the time ({format_percent(share)})",
+                step_variance_advice(facts, phase),
                 0.3,
             )
 
 
-def _is_stall(step: LongStepRow, median_ns: float | None) -> bool:
+def _is_long_step(step: LongStepRow, median_ns: float | None) -> bool:
     return median_ns is not None and step.wall_ns >= max(STALL_RATIO * median_ns, STALL_NS)

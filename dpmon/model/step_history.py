@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.state import Column
+from dpmon.model.run_snapshot import Column
 from dpmon.record.schema import EVALUATION, PHASES, REST, SECOND, STEP, STEP_PHASES
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.store.step_stats import training_modes
@@ -25,7 +25,7 @@ _OPEN_S = 5
 _SERIES = tuple(REST if phase.name == "forward" else phase.name for phase in PHASES)
 
 
-def width_of_columns(span_s: int, length_s: int) -> int:
+def column_width_s(span_s: int, length_s: int) -> int:
     """Seconds per column. `span_s`: the time range; 0: the whole run, which has lasted `length_s`."""
     if span_s:
         return 1
@@ -36,7 +36,7 @@ def width_of_columns(span_s: int, length_s: int) -> int:
 
 
 @dataclass(slots=True)
-class Columns:
+class HistoryColumnCache:
     """Reads the columns of one process, and caches the columns that can no longer change."""
 
     _of: tuple[int, int, int] = (-1, 0, 0)
@@ -58,7 +58,7 @@ class Columns:
             self._of, self._closed, self._until = (process, width, begin_s), [], begin_s
         self._of = process, width, begin_s
         self._closed = [column for column in self._closed if column.second >= begin_s]
-        sums = _sums(store, process, max(self._until, begin_s), end_s, width, trained)
+        sums = _tallies_by_bin(store, process, max(self._until, begin_s), end_s, width, trained)
         fresh = [_column(*place, tally) for place, (tally, _) in sorted(sums.items())]
         until = max((end_s - _OPEN_S) // width * width, self._until)
         self._closed += [column for column in fresh if column.second < until]
@@ -66,7 +66,7 @@ class Columns:
         return (*self._closed, *(column for column in fresh if column.second >= until))
 
 
-def _sums(
+def _tallies_by_bin(
     store: Store, process: int, begin_s: int, end_s: int, width: int, trained: Collection[str]
 ) -> dict[tuple[int, str, bool], tuple[Tally, int]]:
     """The steps of a process by stretch of `width` seconds: start, mode, and whether they are evaluations.
@@ -74,7 +74,7 @@ def _sums(
     Each with the end of its last tally, in s.
     """
     found: dict[tuple[int, str, bool], tuple[Tally, int]] = {}
-    rows = store.tally_rows(begin_s, end_s, process=process, sketches=False, widest=_widest(width))
+    rows = store.tally_rows(begin_s, end_s, process=process, sketches=False, widest=_widest_fitting_width(width))
     for start, wide, key, tally in rows:
         if start >= begin_s and tally.steps:
             place = start // width * width, key.mode, bool(key.kind & EVALUATION) and key.mode in trained
@@ -84,7 +84,7 @@ def _sums(
     return found
 
 
-def _widest(width: int) -> int:
+def _widest_fitting_width(width: int) -> int:
     """The widest stored tallies that fit into stretches of `width` seconds."""
     return max(stored for stored in WIDTHS if width % stored == 0)
 
@@ -123,7 +123,7 @@ class Bin(NamedTuple):
     """Time (ns) within steps of this kind and between steps, in this stretch."""
 
 
-class Stretches(NamedTuple):
+class BinnedSteps(NamedTuple):
     """The steps of a run over time."""
 
     width_ns: int = 0
@@ -132,9 +132,9 @@ class Stretches(NamedTuple):
     """In order of time."""
 
 
-def stretches(
+def bin_steps(
     store: Store, first_ns: int, last_ns: int, median_ns: float, shown: Mapping[tuple[str, bool], int]
-) -> Stretches:
+) -> BinnedSteps:
     """The stretches with steps.
 
     `shown`: by (mode, evaluation), the process that provides the steps. `median_ns`: the median step; no stretch is
@@ -147,8 +147,8 @@ def stretches(
     trained, end_s = training_modes(store.kinds()), (last_ns // SECOND // seconds + 1) * seconds
     found = []
     for process in sorted(set(shown.values())):
-        sums = _sums(store, process, 0, end_s, seconds, trained)
-        within, between = _spent(store, process, end_s, seconds, trained)
+        sums = _tallies_by_bin(store, process, 0, end_s, seconds, trained)
+        within, between = _elapsed_by_bin(store, process, end_s, seconds, trained)
         for (start, mode, evaluation), (tally, until) in sums.items():
             if shown.get((mode, evaluation)) != process:
                 continue
@@ -158,16 +158,16 @@ def stretches(
                 elapsed += within[before]
             begin = max(begin, first_ns // SECOND)  # a wide tally in place of deleted ones may begin earlier
             found.append(_bin(begin, max(start + seconds, until), mode, evaluation, tally, elapsed))
-    return Stretches(seconds * SECOND, tuple(sorted(found, key=lambda one: (one.end_ns, one.mode, one.evaluation))))
+    return BinnedSteps(seconds * SECOND, tuple(sorted(found, key=lambda one: (one.end_ns, one.mode, one.evaluation))))
 
 
-def _spent(
+def _elapsed_by_bin(
     store: Store, process: int, end_s: int, seconds: int, trained: Collection[str]
 ) -> tuple[Counter[tuple[int, str, bool]], Counter[tuple[int, str, bool]]]:
     """The time (ns) of a process within steps, and between them, by stretch as in `_sums`."""
     within: Counter[tuple[int, str, bool]] = Counter()
     between: Counter[tuple[int, str, bool]] = Counter()
-    width = _widest(seconds)
+    width = _widest_fitting_width(seconds)
     for row in store.time_rows(0, end_s, widest=width, process=process):
         start = row.start_s // seconds * seconds
         within[start, row.mode, False] += max(row.spent["training"], 0)

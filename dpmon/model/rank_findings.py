@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dpmon.model.communication import Communication
-from dpmon.model.finding import MIN_STEPS, Finding
-from dpmon.model.stragglers import held_up, how_often
+from dpmon.model.finding_text import MIN_STEPS, Finding
+from dpmon.model.stragglers import delay_sentence, slowest_count_text
 from dpmon.text.formatting import (
     format_bytes,
     format_count,
@@ -51,23 +51,23 @@ _SLOW_PHASE = {
 _NO_PHASE = "look for a difference on that rank: its GPU, clocks, other processes on its host, its share of the data"
 
 
-def between_ranks(found: Communication | None) -> Iterator[Finding]:
+def find_rank_problems(found: Communication | None) -> Iterator[Finding]:
     """All findings about ranks."""
     if found is not None:
-        yield from _straggler(found)
-        yield from _in_turn(found)
-        yield from _own_collectives(found)
-        yield from _exposed(found)
-        yield from _bucket(found)
-        yield from _accumulation(found)
-        yield from _unused(found)
+        yield from _find_straggler(found)
+        yield from _find_alternating_waits(found)
+        yield from _find_script_collectives(found)
+        yield from _find_exposed_communication(found)
+        yield from _find_large_last_bucket(found)
+        yield from _find_unneeded_sync(found)
+        yield from _find_needless_unused_search(found)
 
 
-def _straggler(found: Communication) -> Iterator[Finding]:
+def _find_straggler(found: Communication) -> Iterator[Finding]:
     slow = found.straggler
     if slow is not None and (found.lately or slow.steps >= MIN_STEPS):  # a straggler has enough steps for now
-        text, often = held_up(slow), how_often(slow, lately=found.lately)
-        mean = f"mean step {format_long_duration(found.step_ns)} on {len(found.known)} ranks"
+        text, often = delay_sentence(slow), slowest_count_text(slow, lately=found.lately)
+        mean = f"mean step {format_long_duration(found.step_ns)} on {len(found.ranks_with_waits)} ranks"
         yield Finding(
             "straggler",
             f"{text[0].upper()}{text[1:]}.",
@@ -79,18 +79,23 @@ def _straggler(found: Communication) -> Iterator[Finding]:
         )
 
 
-def _in_turn(found: Communication) -> Iterator[Finding]:
+def _find_alternating_waits(found: Communication) -> Iterator[Finding]:
     """Waits for a rank that is another one each time. With equal work, all ranks would take the mean of their times."""
-    if found.straggler is not None or len(found.known) < 2 or found.joined < MIN_STEPS or not found.step_ns:
+    if (
+        found.straggler is not None
+        or len(found.ranks_with_waits) < 2
+        or found.step_count_with_waits < MIN_STEPS
+        or not found.step_ns
+    ):
         return
-    waits = [one.wait_ns or 0.0 for one in found.known]
+    waits = [one.wait_ns or 0.0 for one in found.ranks_with_waits]
     share = sum(waits) / len(waits) / found.step_ns
     if share >= TURN_SHARE:
         yield Finding(
             "in turn",
             f"The ranks wait for each other for {format_percent(share)} of the time of the steps, each time for another one.",
             f"wait mean {format_long_duration(share * found.step_ns)}, step mean {format_long_duration(found.step_ns)} over"
-            f" {format_count_with_noun(found.joined, 'step')} of {len(waits)} ranks; no rank is the slowest unusually often",
+            f" {format_count_with_noun(found.step_count_with_waits, 'step')} of {len(waits)} ranks; no rank is the slowest unusually often",
             "batches of equal work on all ranks: group samples of similar length, or pack them",
             min(share, 1.0),
             min(share, 1.0),
@@ -98,18 +103,18 @@ def _in_turn(found: Communication) -> Iterator[Finding]:
         )
 
 
-def _own_collectives(found: Communication) -> Iterator[Finding]:
+def _find_script_collectives(found: Communication) -> Iterator[Finding]:
     """No rank is named: how long a rank was blocked in these collectives is not known."""
-    if not found.own_names or min((one.steps for one in found.ranks), default=0) < MIN_STEPS:
+    if not found.own_collective_names or min((one.steps for one in found.ranks), default=0) < MIN_STEPS:
         return
     shares = [one.phases.get("other", 0.0) / one.step_ns for one in found.ranks if one.step_ns]
     least = min(shares, default=0.0)
     if len(shares) > 1 and least >= OWN_SHARE:
         yield Finding(
             "own collectives",
-            f"The ranks may wait for each other in the script's own {found.own_names}: the script's own work (other)"
+            f"The ranks may wait for each other in the script's own {found.own_collective_names}: the script's own work (other)"
             f" takes {format_percent(least)} of the step or more on every rank.",
-            f"{found.own_names} outside the phases in the newest sampled steps",
+            f"{found.own_collective_names} outside the phases in the newest sampled steps",
             "compare the times of these collectives between ranks (dpmon export --kind collective, phase other): in a"
             " collective that blocks, the rank with the shortest time came last; with such calls after the optimizer's"
             " step, `wait` shows who is late",
@@ -117,9 +122,9 @@ def _own_collectives(found: Communication) -> Iterator[Finding]:
         )
 
 
-def _exposed(found: Communication) -> Iterator[Finding]:
+def _find_exposed_communication(found: Communication) -> Iterator[Finding]:
     share = found.exposed_share
-    if share is None or share < EXPOSED_SHARE or found.joined < MIN_STEPS:
+    if share is None or share < EXPOSED_SHARE or found.step_count_with_waits < MIN_STEPS:
         return
     advice = ["larger batches (they change the training itself: learning rate)"]
     if not found.unsynced:
@@ -136,7 +141,7 @@ def _exposed(found: Communication) -> Iterator[Finding]:
         "exposed",
         f"Communication that nothing hides takes {format_percent(share)} of the time of the steps.",
         f"exposed mean {format_long_duration(found.exposed_ns)}, step mean {format_long_duration(found.step_ns)} over"
-        f" {format_count_with_noun(found.joined, 'step')} of {len(found.known)} ranks",
+        f" {format_count_with_noun(found.step_count_with_waits, 'step')} of {len(found.ranks_with_waits)} ranks",
         "; ".join(advice),
         min(share, 1.0),
         min(share, 1.0),
@@ -144,10 +149,10 @@ def _exposed(found: Communication) -> Iterator[Finding]:
     )
 
 
-def _bucket(found: Communication) -> Iterator[Finding]:
+def _find_large_last_bucket(found: Communication) -> Iterator[Finding]:
     """The last bucket is averaged after the whole computation, so its communication stays exposed."""
     share = found.exposed_share
-    if share is None or share < BUCKET_EXPOSED or found.joined < MIN_STEPS or len(found.wrappers) != 1:
+    if share is None or share < BUCKET_EXPOSED or found.step_count_with_waits < MIN_STEPS or len(found.wrappers) != 1:
         return
     (one,) = found.wrappers
     sizes, whole = one.bucket_bytes, sum(one.bucket_bytes)
@@ -170,7 +175,7 @@ def _bucket(found: Communication) -> Iterator[Finding]:
     )
 
 
-def _accumulation(found: Communication) -> Iterator[Finding]:
+def _find_unneeded_sync(found: Communication) -> Iterator[Finding]:
     """Gradients averaged several times per optimizer step. Only for one model: several models need several passes."""
     _, synced, unsynced, optimized = found.passes
     each = optimized // max(len(found.ranks), 1)
@@ -188,12 +193,12 @@ def _accumulation(found: Communication) -> Iterator[Finding]:
         " an optimizer step",
         "if gradients accumulate: no_sync() around all backward passes but the last before the optimizer's step",
         min(max(lost, _SMALL), 1.0),
-        min(lost, 1.0) if found.joined >= MIN_STEPS else None,
-        parts if found.joined >= MIN_STEPS else {},
+        min(lost, 1.0) if found.step_count_with_waits >= MIN_STEPS else None,
+        parts if found.step_count_with_waits >= MIN_STEPS else {},
     )
 
 
-def _unused(found: Communication) -> Iterator[Finding]:
+def _find_needless_unused_search(found: Communication) -> Iterator[Finding]:
     for one in found.wrappers:
         if one.find_unused_parameters and one.all_used >= MIN_ALL_USED and found.steps >= MIN_STEPS:
             named = f" of {one.root}" if len(found.wrappers) > 1 else ""

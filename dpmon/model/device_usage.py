@@ -11,8 +11,8 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.compare import Peak
-from dpmon.model.state import DeviceTrack, ModeChange
+from dpmon.model.mode_comparison import Peak
+from dpmon.model.run_snapshot import DeviceHistory, ModeChange
 from dpmon.record.record_specs import RECORDS
 from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
 from dpmon.record.schema import SECOND
@@ -48,7 +48,7 @@ _DECLARED = {field.name: _TYPES[field.type] for kind in ("device", "host") for f
 
 
 @dataclass(slots=True)
-class _SampleTrack:
+class _DeviceWindow:
     """The newest sample of one device and its values, one per second."""
 
     id: int = 0
@@ -70,16 +70,16 @@ class _SampleTrack:
         self.values.append((sample.util, share, sample.power))
         self.id, self.t_ns = sample.id, sample.t_ns
 
-    def shown(self) -> DeviceTrack:
+    def as_history(self) -> DeviceHistory:
         util, mem, power = zip(*self.values, strict=True)
-        return DeviceTrack(self.data, self.t_ns, self.t_ns // SECOND, util, mem, power)
+        return DeviceHistory(self.data, self.t_ns, self.t_ns // SECOND, util, mem, power)
 
 
 @dataclass(slots=True)
-class Samples:
+class DeviceSampleCache:
     """Reads the samples of the last minutes and caches them: each is read once."""
 
-    _tracks: dict[int, _SampleTrack] = field(default_factory=dict)
+    _tracks: dict[int, _DeviceWindow] = field(default_factory=dict)
     _last_id: int = 0
     _until_ns: int = -1
     _node: int | None = None
@@ -94,7 +94,7 @@ class Samples:
         self._until_ns, self._node = rows.until_ns, node
         for sample in rows.samples(HISTORY_S * SECOND, self._last_id, node):
             self._last_id = max(self._last_id, sample.id)
-            self._tracks.setdefault(sample.device, _SampleTrack()).add(sample)
+            self._tracks.setdefault(sample.device, _DeviceWindow()).add(sample)
             if sample.device == _HOST and sample.run_mem is not None and sample.run_mem >= 0:
                 self.host.append((sample.t_ns, int(sample.run_mem)))
         for track in self._tracks.values():
@@ -103,19 +103,19 @@ class Samples:
             data = event.data.items() if event is not None else ()
             track.data = {name: value for name, value in data if isinstance(value, _DECLARED.get(name, ()))}
 
-    def devices(self) -> dict[int, DeviceTrack]:
+    def devices(self) -> dict[int, DeviceHistory]:
         """The GPUs by index; on one of several nodes, by their index there."""
-        return {index % NODE_DEVICES: track.shown() for index, track in self._tracks.items() if index != _HOST}
+        return {index % NODE_DEVICES: track.as_history() for index, track in self._tracks.items() if index != _HOST}
 
-    def of_host(self) -> DeviceTrack:
+    def host_history(self) -> DeviceHistory:
         """The host; without data if it was not sampled."""
-        return self._tracks[_HOST].shown() if _HOST in self._tracks else DeviceTrack()
+        return self._tracks[_HOST].as_history() if _HOST in self._tracks else DeviceHistory()
 
 
 # ------------------------------------------------------------------------------------------------ memory by mode
 
 
-class Visit(NamedTuple):
+class ModePeriod(NamedTuple):
     """A time in one mode: its first step, and its start."""
 
     mode: str
@@ -123,23 +123,23 @@ class Visit(NamedTuple):
     begin_ns: int
 
 
-def visits_of(changes: Iterable[ModeChange], process: int) -> list[Visit]:
+def mode_periods(changes: Iterable[ModeChange], process: int) -> list[ModePeriod]:
     """The times in each mode of a process, in order.
 
     A process with several roots is in dp while one of them is.
     """
     by_root: dict[str, str] = {}
-    found: list[Visit] = []
+    found: list[ModePeriod] = []
     for change in changes:
         if change.process == process and change.t_ns is not None:
             by_root[change.root] = change.mode
             mode = "dp" if "dp" in by_root.values() else change.mode
             if not found or found[-1].mode != mode:
-                found.append(Visit(mode, change.step or 0, change.t_ns))
+                found.append(ModePeriod(mode, change.step or 0, change.t_ns))
     return found
 
 
-def device_peaks(rows: Store, process: int, visits: Sequence[Visit]) -> dict[str, dict[str, Peak]]:
+def device_peaks(rows: Store, process: int, visits: Sequence[ModePeriod]) -> dict[str, dict[str, Peak]]:
     """torch's peak of allocated memory, by mode and device.
 
     The peak never falls, so a peak from before a mode is only an upper bound for that mode.
@@ -173,18 +173,18 @@ def device_peaks(rows: Store, process: int, visits: Sequence[Visit]) -> dict[str
 class HostPeaks:
     """The peak host memory of the run's processes by mode."""
 
-    _of: tuple[int, Sequence[Visit]] = (-1, ())
+    _of: tuple[int, Sequence[ModePeriod]] = (-1, ())
     """The first minute of the samples, and the times in each mode."""
     _before: dict[str, Peak] = field(default_factory=dict)
     """The peaks before this minute: of each minute, one peak is known."""
 
-    def read(self, rows: Store, samples: Samples, visits: Sequence[Visit]) -> dict[str, Peak]:
+    def read(self, rows: Store, samples: DeviceSampleCache, visits: Sequence[ModePeriod]) -> dict[str, Peak]:
         """The peaks up to the newest of the samples."""
         if not samples.host:
             return {}
         first = samples.host[0][0] - _MINUTE
         if self._of != (first // _MINUTE, visits):
-            self._of, self._before = (first // _MINUTE, visits), _of_minutes(rows.host_memory(0, first), visits)
+            self._of, self._before = (first // _MINUTE, visits), _peaks_from_minutes(rows.host_memory(0, first), visits)
         found, times, held = dict(self._before), *zip(*samples.host, strict=True)
         begins = [0, *(bisect_left(times, visit.begin_ns) for visit in visits[1:]), len(times)]
         for visit, (begin, end) in zip(visits, pairwise(begins), strict=True):
@@ -193,7 +193,7 @@ class HostPeaks:
         return found
 
 
-def _of_minutes(minutes: Sequence[tuple[int, int]], visits: Sequence[Visit]) -> dict[str, Peak]:
+def _peaks_from_minutes(minutes: Sequence[tuple[int, int]], visits: Sequence[ModePeriod]) -> dict[str, Peak]:
     """The peaks of minutes. A minute with several modes counts only for modes that have no minute to themselves."""
     found: dict[str, Peak] = {}
     mixed: list[tuple[str, int]] = []
@@ -209,7 +209,7 @@ def _of_minutes(minutes: Sequence[tuple[int, int]], visits: Sequence[Visit]) -> 
     return found
 
 
-def _modes_between(visits: Sequence[Visit], begin_ns: int, end_ns: int) -> list[str]:
+def _modes_between(visits: Sequence[ModePeriod], begin_ns: int, end_ns: int) -> list[str]:
     """The modes between two times, at least one."""
     first = max(bisect_right(visits, begin_ns, key=lambda visit: visit.begin_ns) - 1, 0)
     last = max(bisect_right(visits, end_ns, key=lambda visit: visit.begin_ns), 1)
@@ -229,7 +229,7 @@ def _keep_peak(peaks: dict[str, Peak], mode: str, used: int, sure: bool = True) 
 
 
 @dataclass(slots=True)
-class DeviceFacts:
+class DeviceUsage:
     """One GPU, or the host as a device (index below 0), over the run; None for unknown values."""
 
     index: int
@@ -282,13 +282,13 @@ class DeviceFacts:
             self.throttle_samples += 1
             self.throttled.update(reason for reason in throttle if isinstance(reason, str))
 
-    def raise_to(self, key: str, value: float) -> None:
+    def update_maximum(self, key: str, value: float) -> None:
         """Raise the highest value of a figure, by its name in the records."""
         name = _HIGHEST[key]
         before = getattr(self, name)
         setattr(self, name, value if before is None else max(before, value))
 
-    def place(self, seconds: float, util: tuple[float, int], used: tuple[float, int]) -> None:
+    def add_to_bucket(self, seconds: float, util: tuple[float, int], used: tuple[float, int]) -> None:
         """Add sums of utilisation and memory, with their numbers of samples, to the stretch of their time."""
         added = (*util, *used)
         sums = self.sums.setdefault(int(seconds / self.width), [0.0, 0.0, 0.0, 0.0])
@@ -301,7 +301,7 @@ class DeviceFacts:
                 into[:] = [a + b for a, b in zip(into, values, strict=True)]
 
 
-class HostFacts(NamedTuple):
+class HostUsage(NamedTuple):
     """The processors of a machine over the run: medians of `samples`; None for unknown values."""
 
     samples: int
@@ -318,13 +318,13 @@ class HostFacts(NamedTuple):
     """The machines whose samples these are; the figures are those of one of them."""
 
 
-class DeviceTotals:
+class DeviceUsageBuilder:
     """Extremes, medians, and means over stretches of time, from samples in the order of their time."""
 
     def __init__(self, paused: Sequence[tuple[int, int]] = ()) -> None:
         """`paused`: times (ns) that no median covers, in order."""
         self._paused = paused
-        self.tracks: dict[int, DeviceFacts] = {}
+        self.tracks: dict[int, DeviceUsage] = {}
         """Every sampled device by its index; the host has -1, those of several machines -1, -2, ..."""
         self.last_ns = 0
         """Time of the last sample."""
@@ -336,16 +336,16 @@ class DeviceTotals:
         self._at, self._spent = array("q"), array("d")
         """Times of samples (ns), and the processor time (ns) that the run has spent by then, since the first one."""
 
-    def _track(self, index: int) -> DeviceFacts:
+    def _track(self, index: int) -> DeviceUsage:
         if index not in self.tracks:
-            self.tracks[index] = DeviceFacts(index)
+            self.tracks[index] = DeviceUsage(index)
         return self.tracks[index]
 
     def _in_pause(self, t_ns: int | None) -> bool:
         place = -1 if t_ns is None else bisect_right(self._paused, t_ns, key=lambda span: span[0]) - 1
         return t_ns is not None and place >= 0 and t_ns < self._paused[place][1]
 
-    def sample(self, kind: str, data: Mapping[str, object]) -> None:
+    def add_sample(self, kind: str, data: Mapping[str, object]) -> None:
         """Add a `device` or `host` record; a value of another type counts as unknown."""
         index = int_member(data, "index") if kind == "device" else _HOST - max(int_member(data, "node") or 0, 0)
         if index is None:
@@ -360,7 +360,7 @@ class DeviceTotals:
             track.clocks.append(clock)
         for key in _HIGHEST:
             if (value := number_member(data, key)) is not None:
-                track.raise_to(key, float(value))
+                track.update_maximum(key, float(value))
         if kind == "device":
             track.identify(data)
         else:
@@ -374,19 +374,19 @@ class DeviceTotals:
                 self._at.append(t_ns)
         if t_ns is not None:
             self.last_ns = max(self.last_ns, t_ns)
-            track.place(t_ns / 1e9, _sum_of(util), _sum_of(used))
+            track.add_to_bucket(t_ns / 1e9, _sum_of(util), _sum_of(used))
 
-    def rollup(self, row: MinuteRow) -> None:
+    def add_rollup(self, row: MinuteRow) -> None:
         """Add one figure of a minute of deleted samples: its highest value, sum and number."""
         index, track = row.device, self._track(row.device)
         if row.name in _HIGHEST:
-            track.raise_to(row.name, row.high)
+            track.update_maximum(row.name, row.high)
         if row.start_s < 0:  # old minutes are summed up without their times
             return
         if row.name == ("cpu_pct" if index <= _HOST else "util_pct"):
-            track.place(row.start_s + 30.0, (row.total, row.samples), (0.0, 0))
+            track.add_to_bucket(row.start_s + 30.0, (row.total, row.samples), (0.0, 0))
         elif row.name == "mem_used_bytes":
-            track.place(row.start_s + 30.0, (0.0, 0), (row.total, row.samples))
+            track.add_to_bucket(row.start_s + 30.0, (0.0, 0), (row.total, row.samples))
 
     def _take_processors(self, data: Mapping[str, object]) -> None:
         """Add the processors' use, in total and by the run."""
@@ -400,7 +400,7 @@ class DeviceTotals:
         if load is not None:
             self._load.append(load)
 
-    def spent_until(self, t_ns: int) -> float | None:
+    def cpu_time_until(self, t_ns: int) -> float | None:
         """The processor time (ns) of the run's processes from the first sample to a time; None outside the samples."""
         place = bisect_right(self._at, t_ns)
         if not 0 < place < len(self._at):
@@ -408,22 +408,22 @@ class DeviceTotals:
         (begin, before), (end, after) = ((self._at[at], self._spent[at]) for at in (place - 1, place))
         return before + (after - before) * (t_ns - begin) / max(end - begin, 1)
 
-    def gpus(self) -> tuple[DeviceFacts, ...]:
+    def gpus(self) -> tuple[DeviceUsage, ...]:
         """Every sampled GPU, without the host."""
         return tuple(track for index, track in sorted(self.tracks.items()) if index > _HOST)
 
     @property
-    def hosts(self) -> tuple[DeviceFacts, ...]:
+    def hosts(self) -> tuple[DeviceUsage, ...]:
         """The host as a device (index -1); of several machines, that of each (-1, -2, ...)."""
         return tuple(track for index, track in sorted(self.tracks.items(), reverse=True) if index <= _HOST)
 
-    def processors(self) -> HostFacts | None:
+    def processors(self) -> HostUsage | None:
         """The machine's processors; None if nothing is known."""
         if not self._use:
             return None
         load = median(self._load) if self._load else None
         medians = median(self._use), median(self._others), median(self._own)
-        return HostFacts(len(self._use), self._cpus, *medians, load, len(self.hosts))
+        return HostUsage(len(self._use), self._cpus, *medians, load, len(self.hosts))
 
 
 def _sum_of(value: float | None) -> tuple[float, int]:

@@ -9,10 +9,10 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from dpmon.model.communication import Wrapper, groups_of
-from dpmon.model.pace import figures_end_s, spread
-from dpmon.model.state import WORST, Process
-from dpmon.model.stragglers import MIN_STEPS, Group, RankTimes, rank_times
+from dpmon.model.run_snapshot import WORST, Process
+from dpmon.model.stragglers import MIN_STEPS, Group, RankTimes, build_rank_times
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
+from dpmon.model.throughput import metrics_end_s, sample_unevenly
 from dpmon.record.schema import SECOND, STEP
 from dpmon.store.step_stats import compute_step_stats, merge_mode_tallies, tallies_by_process, training_modes
 from dpmon.store.tally import Tally, TallyKey
@@ -42,7 +42,7 @@ _MINUTE_S = 60
 _RANK, _STEPS = map(attrgetter, ("rank", "steps"))
 
 
-class _Waits:
+class _RecentWaits:
     """The last steps of a rank with known waits: as many as are needed to name a straggler.
 
     Their sums are kept, because a picture needs those of a thousand ranks.
@@ -71,19 +71,19 @@ class _Waits:
         self.slowest += (not wait_ns) - was_slowest
 
 
-class _LastWaits:
+class _RecentWaitCache:
     """Reads the waits of many ranks, each once."""
 
     def __init__(self, rows: Store, process: int, end_s: int, stalled: Seconds) -> None:
         """Begin at a step of `process`, about `_SAMPLED_S` before the second `end_s`; leave `stalled` out."""
-        begin_s = _parts(end_s, _SAMPLED_S, stalled)[0][0]
+        begin_s = _unstalled_ranges(end_s, _SAMPLED_S, stalled)[0][0]
         first_id = rows.as_of(begin_s * SECOND).last_step_id([process])
         self._stalled = stalled
         self._read = deque([(end_s, first_id)])
         """The seconds of the last reads, and the last ids that they found."""
         self._known_id = first_id
         """All waits up to this id are known."""
-        self.of: dict[int, _Waits] = {}
+        self.of: dict[int, _RecentWaits] = {}
         """By process."""
 
     def read(self, rows: Store, end_s: int, ranks: Sequence[Process], step_s: int) -> bool:
@@ -103,20 +103,20 @@ class _LastWaits:
                 continue
             own = of.get(process)
             if own is None:
-                own = of[process] = _Waits()
+                own = of[process] = _RecentWaits()
             if sync_number > own.number:
                 own.number, own.second, new = sync_number, second, True
                 own.add(wait_ns, exposed_ns)
         self._read.append((end_s, last_id))
         unknown_id = rows.unknown_wait(after_id, least)
         self._known_id = last_id if unknown_id is None else unknown_id - 1
-        oldest_s = _parts(end_s, max(_SAMPLED_S, _OLD_STEPS * step_s), self._stalled)[0][0]
+        oldest_s = _unstalled_ranges(end_s, max(_SAMPLED_S, _OLD_STEPS * step_s), self._stalled)[0][0]
         self.of = {process: own for process, own in of.items() if own.second >= oldest_s}
         return new or len(self.of) < len(of)
 
 
 @dataclass(slots=True)
-class RankTimesReader:
+class RankTimesCache:
     """Reads the mean times of ranks that train together.
 
     With many ranks, all times are read only for some of them, the slowest included, and may be some seconds old. Only
@@ -126,7 +126,7 @@ class RankTimesReader:
     _of: tuple[int, ...] = ()
     """The processes of the last times, and the seconds that they leave out."""
     _stalled: Seconds = ()
-    _waits: _LastWaits | None = None
+    _waits: _RecentWaitCache | None = None
     _end_s: int = 0
     """The second up to which waits were read."""
     _times: tuple[RankTimes, ...] = ()
@@ -156,7 +156,7 @@ class RankTimesReader:
         if focus.last_step is None:
             return ()
         ranks = sorted((one for one in (focus, *others) if one.rank is not None), key=_RANK)
-        end_s, of, stalled = figures_end_s(rows, focus), tuple(one.process for one in ranks), stalled * rows.is_mirror
+        end_s, of, stalled = metrics_end_s(rows, focus), tuple(one.process for one in ranks), stalled * rows.is_mirror
         if (of, stalled) != (self._of, self._stalled):
             self._of, self._stalled, self._width_s = of, stalled, RANK_S
             self._waits, self._whole, self._times = None, {}, ()
@@ -168,7 +168,7 @@ class RankTimesReader:
         if not (rows.is_mirror and self._alone and len(ranks) > RANKS_A_SECOND):
             return self._read_whole(rows, focus, ranks, end_s, len(ranks) // RANKS_A_SECOND)
         if self._waits is None or end_s < self._end_s or rows.until_s is not None:
-            self._waits, self._times = _LastWaits(rows, focus.process, end_s, stalled), ()
+            self._waits, self._times = _RecentWaitCache(rows, focus.process, end_s, stalled), ()
         new = self._waits.read(rows, end_s, ranks, focus.last_step.wall_ns // SECOND)
         self._end_s = end_s
         if new or not self._times:
@@ -176,11 +176,11 @@ class RankTimesReader:
         return self._times
 
     def _with_waits(
-        self, rows: Store, focus: Process, ranks: Sequence[Process], end_s: int, waits: Mapping[int, _Waits]
+        self, rows: Store, focus: Process, ranks: Sequence[Process], end_s: int, waits: Mapping[int, _RecentWaits]
     ) -> tuple[RankTimes, ...]:
         """The times of many ranks with their last waits."""
         groups = self.groups
-        read = self._read_whole(rows, focus, self._some(ranks, focus, waits), end_s, _AGE_S)
+        read = self._read_whole(rows, focus, self._choose_ranks_to_read(ranks, focus, waits), end_s, _AGE_S)
         whole = {one.process: one._replace(group=groups[one.rank]) for one in read}
         of_group = {
             one.group: (one.step_ns, min(one.synced / one.steps, 1.0) if one.steps else 0.0)
@@ -213,17 +213,19 @@ class RankTimesReader:
             self._whole |= {one.process: (end_s, one) for one in read}
         return tuple(self._whole[one.process][1] for one in ranks)
 
-    def _some(self, ranks: Sequence[Process], focus: Process, waits: Mapping[int, _Waits]) -> list[Process]:
+    def _choose_ranks_to_read(
+        self, ranks: Sequence[Process], focus: Process, waits: Mapping[int, _RecentWaits]
+    ) -> list[Process]:
         """The ranks for which all times are read: `focus`, the slowest, and some of each group for comparison."""
         means = {process: own.wait_ns / own.steps for process, own in waits.items()}
         slowest = sorted(means, key=means.__getitem__)[:WORST]
-        wanted = {focus.process, *slowest, *(one.process for one in spread(ranks, RANKS_A_SECOND - WORST))}
+        wanted = {focus.process, *slowest, *(one.process for one in sample_unevenly(ranks, RANKS_A_SECOND - WORST))}
         own = {self.groups[one.number]: one.process for one in ranks if one.process in wanted}
         wanted.update({**self._one_of, **own}.values())
         return [one for one in ranks if one.process in wanted]
 
 
-def _parts(end_s: int, width_s: int, stalled: Seconds) -> list[tuple[int, int]]:
+def _unstalled_ranges(end_s: int, width_s: int, stalled: Seconds) -> list[tuple[int, int]]:
     """The `width_s` seconds before `end_s` that are not `stalled`, in parts."""
     found = []
     for each in reversed((range(0), *stalled)):
@@ -243,31 +245,31 @@ def _rank_times(
     The seconds are whole, at least `width_s`, and enough for about RANK_STEPS steps.
     """
     assert focus.last_step is not None
-    end_s = max(figures_end_s(rows, one) for one in (focus, *ranks) if one.last_step is not None)
+    end_s = max(metrics_end_s(rows, one) for one in (focus, *ranks) if one.last_step is not None)
     step_ns = focus.recent.step_ns or focus.last_step.wall_ns
     width_s = max(-(-RANK_STEPS * step_ns // SECOND), width_s if rows.is_mirror else RANK_S)
     numbers, mode = tuple(one.process for one in ranks), focus.last_step.mode
     while True:
         own: dict[int, dict[TallyKey, Tally]] = {number: {} for number in numbers}
-        for begin_s, until_s in _parts(end_s, width_s, stalled):
+        for begin_s, until_s in _unstalled_ranges(end_s, width_s, stalled):
             found = rows.tallies(begin_s, until_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
             for key, tally in found.items():
                 own[key.process].setdefault(key, Tally()).merge(tally)
         trained = mode in training_modes((key.mode, key.kind) for each in own.values() for key in each)
         whole = ((one, merge_mode_tallies(own[one.process], mode, False, trained, settled=True)) for one in ranks)
-        times = tuple(rank_times(one.process, one.number, tally, one.node) for one, tally in whole)
+        times = tuple(build_rank_times(one.process, one.number, tally, one.node) for one, tally in whole)
         joined = times[0].joined
         if not rows.is_mirror or width_s >= _SAMPLED_S or not 0 < joined < min(times[0].steps, MIN_STEPS):
             return width_s, times
         width_s = min(-(-width_s * MIN_STEPS // joined), _SAMPLED_S)
 
 
-def rank_figures(rows: Store, processes: Iterable[Process]) -> Iterator[Process]:
+def with_recent_stats(rows: Store, processes: Iterable[Process]) -> Iterator[Process]:
     """The processes with their figures over the current minute and the one before."""
     alike: dict[int, list[Process]] = {}
     for process in processes:
         if process.last_step is not None:
-            alike.setdefault(figures_end_s(rows, process), []).append(process)
+            alike.setdefault(metrics_end_s(rows, process), []).append(process)
     for end_s, those in alike.items():
         begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # each minute has its own tally
         numbers = tuple(process.process for process in those)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from dpmon.model.state import Process
+    from dpmon.model.run_snapshot import Process
 
 HOST = "host"
 """The key in a mode's peaks for the sampled memory of all processes of the run."""
@@ -14,7 +14,7 @@ TRIFLE_BYTES = 1 << 20
 """If GPUs have rows, the host gets a row only with at least this many bytes."""
 
 
-class Held(NamedTuple):
+class DeviceMemory(NamedTuple):
     """One device's memory in bytes, summed over the processes that know it; None if none of them does."""
 
     device: str
@@ -33,7 +33,7 @@ class Held(NamedTuple):
     """How many of the processes know the model, the gradients, the optimizer states and the rest."""
 
 
-def held_by(processes: Iterable[Process], focus: Process | None) -> list[Held]:
+def memory_of_processes(processes: Iterable[Process], focus: Process | None) -> list[DeviceMemory]:
     """One row per device, of the processes that ran at the same time as the one in focus."""
     together = [
         process
@@ -41,34 +41,34 @@ def held_by(processes: Iterable[Process], focus: Process | None) -> list[Held]:
         if focus is None or (process.began_ns <= focus.seen_ns and focus.began_ns <= process.seen_ns)
     ]
     records = [process.memory for process in together if process.memory]
-    return held(records, len(together) - len(records))
+    return memory_by_device(records, len(together) - len(records))
 
 
-def held(records: Iterable[Mapping[str, object]], unmeasured: int = 0) -> list[Held]:
+def memory_by_device(records: Iterable[Mapping[str, object]], unmeasured: int = 0) -> list[DeviceMemory]:
     """One row per device, by name, from the newest `memory` record of each process that has one."""
-    rows: dict[str, Held] = {}
+    rows: dict[str, DeviceMemory] = {}
     for record in records:
         devices = record.get("devices")
         for one in devices if isinstance(devices, list) else ():
             if not isinstance(one, Mapping) or not isinstance(one.get("device"), str):
                 continue
-            new = _row(one)
+            new = _parse_device(one)
             before = rows.get(new.device)
-            rows[new.device] = new if before is None else _both(before, new)
+            rows[new.device] = new if before is None else _merge(before, new)
     return [
         rows[device]._replace(processes=rows[device].processes + unmeasured)
         for device in sorted(rows)
-        if len(rows) == 1 or not _is_trifle(rows[device])
+        if len(rows) == 1 or not _is_negligible(rows[device])
     ]
 
 
-def reasons(row: Held) -> list[tuple[str, str]]:
+def missing_value_reasons(row: DeviceMemory) -> list[tuple[str, str]]:
     """Why parts of a row are unknown: their names ("rest and peak") and the reason, in the row's order."""
     found: dict[str, list[str]] = {}
-    for name in Held._fields[1:6]:
+    for name in DeviceMemory._fields[1:6]:
         if getattr(row, name) is None and (reason := row.absent.get(f"{name}_bytes")):
             found.setdefault(reason, []).append(name)
-    for name, known in zip(Held._fields[1:5], row.known, strict=False):
+    for name, known in zip(DeviceMemory._fields[1:5], row.known, strict=False):
         if 0 < known < row.processes:
             why = row.absent.get(f"{name}_bytes")
             others = f"{known} of {row.processes} processes" + (f" (others: {why})" if why else "")
@@ -79,20 +79,22 @@ def reasons(row: Held) -> list[tuple[str, str]]:
     return rows
 
 
-def _is_trifle(row: Held) -> bool:
+def _is_negligible(row: DeviceMemory) -> bool:
     """Whether the row has only the few bytes that optimizers keep on the host (Adam's step counters)."""
     return row.device.partition(":")[0] == "cpu" and sum(part or 0 for part in row[1:5]) < TRIFLE_BYTES
 
 
-def _row(one: Mapping[str, object]) -> Held:
-    parts = [_bytes(one.get(f"{name}_bytes")) for name in Held._fields[1:6]]
+def _parse_device(one: Mapping[str, object]) -> DeviceMemory:
+    parts = [_bytes(one.get(f"{name}_bytes")) for name in DeviceMemory._fields[1:6]]
     absent, files = one.get("absent"), one.get("shared_files")
     reasons = {str(k): str(v) for k, v in absent.items()} if isinstance(absent, Mapping) else {}
     shared = {files: min(_bytes(one.get("shared_bytes")) or 0, parts[0] or 0)} if isinstance(files, str) else {}
-    return Held._make((str(one["device"]), *parts, reasons, shared, 1, [int(part is not None) for part in parts[:4]]))
+    return DeviceMemory._make(
+        (str(one["device"]), *parts, reasons, shared, 1, [int(part is not None) for part in parts[:4]])
+    )
 
 
-def _both(one: Held, other: Held) -> Held:
+def _merge(one: DeviceMemory, other: DeviceMemory) -> DeviceMemory:
     model, *others = (
         None if a is None and b is None else (a or 0) + (b or 0) for a, b in zip(one[1:5], other[1:5], strict=True)
     )
@@ -102,7 +104,7 @@ def _both(one: Held, other: Held) -> Held:
     reasons.setdefault("peak_bytes", "several processes use it: their peaks may come at different times")
     known = [a + b for a, b in zip(one.known, other.known, strict=True)]
     shared, processes = {**one.shared, **other.shared}, one.processes + other.processes
-    return Held._make((one.device, model, *others, None, reasons, shared, processes, known))
+    return DeviceMemory._make((one.device, model, *others, None, reasons, shared, processes, known))
 
 
 def _bytes(value: object) -> int | None:

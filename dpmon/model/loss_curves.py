@@ -38,7 +38,7 @@ class LossCurve:
     """Why there are no values."""
 
 
-def loss_curves(store: Store, process: int, begin_s: int, end_s: int, width_s: int) -> tuple[LossCurve, ...]:
+def read_loss_curves(store: Store, process: int, begin_s: int, end_s: int, width_s: int) -> tuple[LossCurve, ...]:
     """The curves of a process between two times (s), in order of their first value.
 
     A point covers `width_s` seconds and starts at a multiple of it, as a column of the history does.

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from dpmon.model.finding import MIN_STEPS, Finding, for_low_use, measured_modes, ratio_words
+from dpmon.model.finding_text import MIN_STEPS, Finding, format_ratio, low_utilization_advice, measured_modes
 from dpmon.model.nodes import gpu_name
 from dpmon.text.formatting import format_bytes, format_count_with_noun, format_long_duration, format_percent
 
 if TYPE_CHECKING:
-    from dpmon.model.devices import DeviceFacts, HostFacts
-    from dpmon.model.layouts import BatchFacts, ReplicaFacts
-    from dpmon.model.run_facts import RunFacts
+    from dpmon.model.device_usage import DeviceUsage, HostUsage
+    from dpmon.model.layouts import IdleDeviceCounts, ReplicaStats
+    from dpmon.model.run_analysis import RunAnalysis
 
 IDLE_CALLS = 0.5
 """Smallest share of the calls under dp in which devices are idle. The last batch of an epoch is often too small; half
@@ -45,7 +45,7 @@ LOAD_RATIO = 2.0
 """Threads that want to run, per processor: at this ratio, a thread waits as long as it runs."""
 
 
-def idle(facts: RunFacts) -> Iterator[Finding]:
+def find_idle_devices(facts: RunAnalysis) -> Iterator[Finding]:
     """Devices without rows."""
     for batch in facts.batches:
         if not _is_idle(batch):
@@ -73,14 +73,14 @@ def idle(facts: RunFacts) -> Iterator[Finding]:
         )
 
 
-def _is_idle(batch: BatchFacts) -> bool:
+def _is_idle(batch: IdleDeviceCounts) -> bool:
     return batch.calls >= MIN_STEPS and batch.idle_calls >= IDLE_CALLS * batch.calls
 
 
-def uneven(facts: RunFacts) -> Iterator[Finding]:
+def find_uneven_replicas(facts: RunAnalysis) -> Iterator[Finding]:
     """Replicas with unequal rows, or unequal times."""
     batches = {batch.root: batch for batch in facts.batches}
-    by_root: dict[str, list[ReplicaFacts]] = {}
+    by_root: dict[str, list[ReplicaStats]] = {}
     for replica in facts.replicas:
         if replica.mode == "dp" and replica.calls >= MIN_STEPS:
             by_root.setdefault(replica.root, []).append(replica)
@@ -92,7 +92,7 @@ def uneven(facts: RunFacts) -> Iterator[Finding]:
             yield from (uneven or _uneven_times(root, replicas)) if batch is None or not _is_idle(batch) else ()
 
 
-def _uneven_rows(root: str, replicas: list[ReplicaFacts], devices: int) -> Iterator[Finding]:
+def _uneven_rows(root: str, replicas: list[ReplicaStats], devices: int) -> Iterator[Finding]:
     rows = [replica.rows for replica in replicas if replica.rows is not None]
     most = max(rows, default=0)
     if len(rows) == len(replicas) and most and min(rows) < ROWS_RATIO * most:
@@ -105,7 +105,7 @@ def _uneven_rows(root: str, replicas: list[ReplicaFacts], devices: int) -> Itera
         )
 
 
-def _uneven_times(root: str, replicas: list[ReplicaFacts]) -> Iterator[Finding]:
+def _uneven_times(root: str, replicas: list[ReplicaStats]) -> Iterator[Finding]:
     # The host only queues a GPU's work: prefer device times if those of all devices are known.
     on_device = all(replica.on_device.count >= MIN_STEPS for replica in replicas)
     middles = [((replica.on_device if on_device else replica.time).median, replica) for replica in replicas]
@@ -121,7 +121,7 @@ def _uneven_times(root: str, replicas: list[ReplicaFacts]) -> Iterator[Finding]:
         where = "device" if on_device else "host"
         yield Finding(
             "uneven",
-            f"Replica {slow.replica} of {root} ({slow.device}) takes {ratio_words(slowest, fastest)} as long"
+            f"Replica {slow.replica} of {root} ({slow.device}) takes {format_ratio(slowest, fastest)} as long"
             f" as replica {fast.replica} ({fast.device}).",
             f"forward on the {where}, median {format_long_duration(slowest)} and {format_long_duration(fastest)}, equal rows",
             "compare the devices: another process on that GPU, a slower link or model of GPU, lower clocks",
@@ -129,7 +129,7 @@ def _uneven_times(root: str, replicas: list[ReplicaFacts]) -> Iterator[Finding]:
         )
 
 
-def fuller(facts: RunFacts) -> Iterator[Finding]:
+def find_uneven_memory(facts: RunAnalysis) -> Iterator[Finding]:
     """A first GPU that holds more than the others."""
     held = _memory_by_device(facts)
     if len(held) < 2:
@@ -152,12 +152,12 @@ def fuller(facts: RunFacts) -> Iterator[Finding]:
         )
 
 
-def _memory_by_device(facts: RunFacts) -> list[tuple[str, float]]:
+def _memory_by_device(facts: RunAnalysis) -> list[tuple[str, float]]:
     """The peak memory (bytes) of the run on each GPU with its name; from the driver, or else from torch."""
     ours = [device for device in facts.devices if device.of_run and device.mem_run_max is not None]
     if len(ours) > 1:
         ours.sort(key=lambda device: (device.called is None, device.called or "", device.index))
-        return [(_called(device, facts), device.mem_run_max or 0.0) for device in ours]
+        return [(_device_name(device, facts), device.mem_run_max or 0.0) for device in ours]
     found = []
     for row in facts.memory:
         parts = (row.model, row.gradients, row.optimizer, row.rest)
@@ -167,12 +167,12 @@ def _memory_by_device(facts: RunFacts) -> list[tuple[str, float]]:
     return found
 
 
-def _called(device: DeviceFacts, facts: RunFacts) -> str:
+def _device_name(device: DeviceUsage, facts: RunAnalysis) -> str:
     own = device.called if not facts.nodes else None  # each node has a cuda:0
     return own or gpu_name(device.index, facts.nodes)
 
 
-def throttled(facts: RunFacts) -> Iterator[Finding]:
+def find_throttling(facts: RunAnalysis) -> Iterator[Finding]:
     """GPUs with lowered clocks."""
     for device in facts.devices:
         if device.of_run is False or device.throttle_samples < THROTTLE_SAMPLES or not device.throttled:
@@ -182,7 +182,7 @@ def throttled(facts: RunFacts) -> Iterator[Finding]:
         if share >= THROTTLED:
             yield Finding(
                 "throttled",
-                f"{_called(device, facts)} ran with lowered clocks in {format_percent(share)} of the samples: {reason}.",
+                f"{_device_name(device, facts)} ran with lowered clocks in {format_percent(share)} of the samples: {reason}.",
                 f"{count} of {device.throttle_samples} samples"
                 + (f", at most {device.temperature_max:.0f} °C" if device.temperature_max is not None else "")
                 + (f", {device.power_max:.0f} W" if device.power_max is not None else ""),
@@ -191,7 +191,7 @@ def throttled(facts: RunFacts) -> Iterator[Finding]:
             )
 
 
-def low_use(facts: RunFacts) -> Iterator[Finding]:
+def find_low_utilization(facts: RunAnalysis) -> Iterator[Finding]:
     """GPUs that were idle."""
     for device in facts.devices:
         if device.of_run is not True or device.util_median is None or len(device.util) < USE_SAMPLES:
@@ -199,14 +199,14 @@ def low_use(facts: RunFacts) -> Iterator[Finding]:
         if device.util_median < LOW_USE:
             yield Finding(
                 "low use",
-                f"{_called(device, facts)} had nothing to do most of the time.",
+                f"{_device_name(device, facts)} had nothing to do most of the time.",
                 f"a kernel ran in {device.util_median:.0f} % of the time (median of {len(device.util)} samples)",
-                for_low_use(facts),
+                low_utilization_advice(facts),
                 (100 - device.util_median) / 200,
             )
 
 
-def busy(facts: RunFacts) -> Iterator[Finding]:
+def find_busy_processors(facts: RunAnalysis) -> Iterator[Finding]:
     """Processors that are busy with other work, or too few for the run itself."""
     host = facts.host
     if host is None or host.samples < HOST_SAMPLES or host.cpu_pct < FULL_PCT or not list(measured_modes(facts)):
@@ -217,7 +217,7 @@ def busy(facts: RunFacts) -> Iterator[Finding]:
             "busy",
             f"{'The machine is' if alone else 'The machines are'} busy with other work: a median of"
             f" {host.others:.1f} of {'its ' if alone else ''}{_processors(host)}{'' if alone else ' per machine'}.",
-            _ground(host),
+            _processor_evidence(host),
             "times on a quieter machine will differ; find the other work (top), and end it if you can",
             share / 2,
         )
@@ -225,17 +225,17 @@ def busy(facts: RunFacts) -> Iterator[Finding]:
         yield Finding(
             "crowded",
             f"More threads want to run than there are processors: {host.load:.0f} on {_processors(host)}.",
-            _ground(host),
+            _processor_evidence(host),
             "fewer threads (torch.set_num_threads, OMP_NUM_THREADS) or loader workers: no more in all than processors",
             0.3,
         )
 
 
-def _processors(host: HostFacts) -> str:
+def _processors(host: HostUsage) -> str:
     return "1 processor" if host.cpus == 1 else f"{host.cpus} processors"
 
 
-def _ground(host: HostFacts) -> str:
+def _processor_evidence(host: HostUsage) -> str:
     load = f", load {host.load:.1f}" if host.load is not None else ""
     where = f" on {host.machines} machines" if host.machines > 1 else ""
     return (

@@ -14,7 +14,7 @@ from dpmon.store.tally import Tally
 
 
 @dataclass(frozen=True)
-class ModeFacts(StepStats):
+class ModeStats(StepStats):
     """The steps of one process in one mode. `phases`: those that ran, with those of calls last; `rate`: of all."""
 
     virtual: bool = False
@@ -29,11 +29,11 @@ class ModeFacts(StepStats):
     """The first third of the steps; None with too few steps."""
     late: Tally | None = None
     """The last third."""
-    settled: ModeFacts | None = None
+    settled: ModeStats | None = None
     """The same without the settling steps."""
 
     @property
-    def usual(self) -> ModeFacts:
+    def settled_stats(self) -> ModeStats:
         """The figures without settling steps, if they are known apart."""
         return self.settled or self
 
@@ -42,7 +42,7 @@ class ModeFacts(StepStats):
         """Number of steps of all processes in this mode."""
         return self.steps + self.other_steps
 
-    def share(self, *names: str) -> float:
+    def phase_share(self, *names: str) -> float:
         """The share of all step time that phases took together (0 to 1)."""
         return sum(phase.share or 0.0 for phase in self.phases if phase.name in names)
 
@@ -57,7 +57,7 @@ class ModeFacts(StepStats):
         return rows if any(depth for depth, _ in rows) else [*rows, *((0, part) for part in calls)]
 
 
-class RankLine(NamedTuple):
+class RankSummary(NamedTuple):
     """One process of several: the most frequent inputs and outputs of its calls, and its steps; None if unknown.
 
     `steps` excludes evaluations of modes that otherwise train; `calls` includes them.
@@ -89,7 +89,7 @@ class RankLine(NamedTuple):
         return name + node_suffix(self.node)
 
 
-def slowest_first(ranks: Sequence[RankLine], most: int) -> list[RankLine]:
+def slowest_first(ranks: Sequence[RankSummary], most: int) -> list[RankSummary]:
     """Return all ranks, first the `most` ranks that were the slowest most often; both parts keep their order."""
     often = nlargest(most, ranks, key=lambda line: 0 if line.times is None else line.times.slowest)
     first = {line.process for line in often}

@@ -6,7 +6,7 @@
     ├── CommandError     a command that cannot be run                     dpmon.supervise.command_resolver
     │   └── NotFoundError
     ├── RunError         no such run, or an unusable directory            dpmon.run.run_directory
-    ├── HostError        machines that are named wrongly                  dpmon.mirror.hosts
+    ├── HostError        machines that are named wrongly                  dpmon.mirror.remote_hosts
     ├── RingError        a file that is not a usable ring                 dpmon.span_ring
     ├── HistoryError     a history that cannot be read or written
     ├── RecordError      bytes that are not a record                      dpmon.record.record_types

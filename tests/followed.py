@@ -7,7 +7,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from dpmon.mirror.links import Closed, Links, Opened, Received, Report
+from dpmon.mirror.node_links import LineReceived, LinkClosed, LinkOpened, NodeLinks, Report
 
 TRAINING = """\
 import time, pathlib, torch
@@ -28,23 +28,25 @@ class Reader:
         """`others`: commands of more machines, whose rows do not count."""
         self.offset = 0
         self.ids: list[int] = []
-        self.closed: list[Closed] = []
+        self.closed: list[LinkClosed] = []
         self.opened = 0
         self._chunk: list[int] = []
         self.ended = False
         ways = [words, *others]
-        self.links = Links(len(ways), lambda node: [*ways[node], "export", run, "--follow", "--from", str(self.offset)])
+        self.links = NodeLinks(
+            len(ways), lambda node: [*ways[node], "export", run, "--follow", "--from", str(self.offset)]
+        )
 
     def poll(self) -> list[Report]:
         """Take what has come."""
         reports = self.links.poll(0.05)
         for report in reports:
-            if isinstance(report, Opened) and report.node == 0:
+            if isinstance(report, LinkOpened) and report.node == 0:
                 self.opened += 1
                 self._chunk = []
-            elif isinstance(report, Closed):
+            elif isinstance(report, LinkClosed):
                 self.closed.append(report)
-            elif isinstance(report, Received) and report.node == 0:
+            elif isinstance(report, LineReceived) and report.node == 0:
                 self._take(json.loads(report.text))
         return reports
 

@@ -110,7 +110,7 @@ def stop(options: argparse.Namespace) -> int:
 def export(options: argparse.Namespace) -> int:
     """Write a run's records to a file or to standard output."""
     if options.follow:
-        from dpmon.export.follow import follow
+        from dpmon.export.row_stream import stream_rows
 
         of_job = options.rollups and options.run.startswith(JOB)
         directory = _of_job(options.run.removeprefix(JOB)) if of_job else find_run(options.run)
@@ -121,7 +121,7 @@ def export(options: argparse.Namespace) -> int:
         # An exporter with `rollups` is the arm of `attach` on another machine; any other one only reads.
         look = ensure_supervisor(directory).start_if_needed if options.rollups else lambda: None
         with poll_in_background(look):
-            follow(directory, options.start, rollups=options.rollups)
+            stream_rows(directory, options.start, rollups=options.rollups)
         return 0
     from dpmon.export import export as write
 
@@ -148,20 +148,20 @@ def _of_job(job: str) -> Path:
 
 def report(options: argparse.Namespace) -> int:
     """Print the report, or write it to the chosen file."""
-    from dpmon.report.asjson import as_object
-    from dpmon.report.collect import collect
-    from dpmon.report.page import page
-    from dpmon.report.sections import document
+    from dpmon.report.html_page import render_page
+    from dpmon.report.report_data import collect_report_data
+    from dpmon.report.report_json import report_as_json
+    from dpmon.report.sections import build_document
 
     directory, output = find_run(options.run), options.output
-    story = collect(directory)
+    story = collect_report_data(directory)
     if options.html:
-        text = page(document(story))
+        text = render_page(build_document(story))
         output = output or f"{short_name(load_info(directory))}.html"
     elif options.json:
-        text = to_safe_json(as_object(story), indent=1) + "\n"
+        text = to_safe_json(report_as_json(story), indent=1) + "\n"
     else:
-        text = as_text(document(story), output)
+        text = as_text(build_document(story), output)
     written(text, output, say=options.html)
     return 0
 
@@ -184,7 +184,7 @@ def written(text: str, output: str | None, *, say: bool = False) -> None:
 
 def as_text(report: Document, output: str | None) -> str:
     """A document as text; on a terminal with its width and colours."""
-    from dpmon.report.text import text_lines
+    from dpmon.report.plain_text import text_lines
 
     if output is not None or not sys.stdout.isatty():
         return "\n".join(text_lines(report, WIDTH_NO_TERMINAL)) + "\n"
@@ -205,11 +205,11 @@ def ls(options: argparse.Namespace) -> int:
     if options.script is not None:
         from dpmon.report import drift
 
-        found = drift.drift(options.script)
+        found = drift.read_run_trend(options.script)
         text = (
-            to_safe_json(drift.as_object(found), indent=1) + "\n"
+            to_safe_json(drift.trend_as_json(found), indent=1) + "\n"
             if options.json
-            else as_text(drift.document(found), None)
+            else as_text(drift.build_document(found), None)
         )
         written(text, None)
         return 0
@@ -298,19 +298,19 @@ class ListedRun(NamedTuple):
 def _describe(directory: Path, info: RunInfo) -> ListedRun:
     state, how = run_state(directory, info)
     from dpmon.errors import HistoryError
-    from dpmon.report.health import health_in
+    from dpmon.report.health import health_from_store
     from dpmon.store.store_opening import open_store  # imported here because it loads sqlite
 
     live, now, counts, job, node = state == "running", None, _NO_STEPS, None, None
     with suppress(HistoryError, RunError), open_store(directory) as store:
         counts = _steps(store)
         job, node = store.job()
-        now = health_in(directory, store) if live else None
+        now = health_from_store(directory, store) if live else None
     steps, evaluation_steps, open_calls, samples_per_s, standing = counts
     if state == "finished":
         standing = None  # whatever it was, it went on
     if live:
-        now = now or health_in(directory, None)
+        now = now or health_from_store(directory, None)
         state, standing = now.state, now.reason
     seconds = max(time.time() - info.started_unix, 0.0) if how is None else how.seconds
     words = [*([] if info.python is None else [info.script]), *info.arguments]

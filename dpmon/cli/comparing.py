@@ -8,8 +8,8 @@ from itertools import chain
 
 from dpmon.cli.commands import as_text, written
 from dpmon.model.run_comparison import Threshold, exit_status_of, judge_threshold
-from dpmon.report.comparison import as_object, document, read_and_compare
-from dpmon.report.page import page
+from dpmon.report.comparison_report import build_document, comparison_as_json, read_and_compare
+from dpmon.report.html_page import render_page
 from dpmon.run.run_directory import RunError
 from dpmon.run.run_registry import find_run
 from dpmon.sanitize import to_safe_json
@@ -30,9 +30,9 @@ def compare(options: argparse.Namespace) -> int:
     judgements = [judge_threshold(found, threshold, anyway=options.anyway) for threshold in thresholds]
     if options.html:
         output = options.output or "-".join(side[0].name for side in found.sides) + ".html"
-        written(page(document(found, judgements)), output, say=True)
+        written(render_page(build_document(found, judgements)), output, say=True)
     elif options.json:
-        written(to_safe_json(as_object(found, judgements), indent=1) + "\n", options.output)
+        written(to_safe_json(comparison_as_json(found, judgements), indent=1) + "\n", options.output)
     else:
-        written(as_text(document(found, judgements), options.output), options.output)
+        written(as_text(build_document(found, judgements), options.output), options.output)
     return exit_status_of(judgements)

@@ -33,7 +33,7 @@ from dpmon.model.stragglers import short_sentence
 from dpmon.model.throughput import throughput_of
 from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.schema import PHASES
-from dpmon.report.health import Health, health, standing
+from dpmon.report.health import Health, assess_health, assess_live_run
 from dpmon.run.output_target import is_stream, open_stream, open_truncated
 from dpmon.run.run_directory import ExitInfo, RunError, is_run_directory
 from dpmon.run.run_reader import RunReader
@@ -133,7 +133,7 @@ class Lines:
 
     def _put_status(self) -> None:
         now_ns = time.monotonic_ns() - self._reader.refresh().start_ns
-        members = status_members(self._reader, self._state, health(self._reader, self._state), now_ns)
+        members = status_members(self._reader, self._state, assess_health(self._reader, self._state), now_ns)
         self._put({"kind": "status", **members})
 
     def _put(self, members: dict[str, object]) -> None:
@@ -273,7 +273,7 @@ class ProgressLines:
         focus, now_ns = state.representative, time.monotonic_ns() - self._reader.info.start_ns
         step = None if focus is None else focus.last_step
         if focus is None or step is None or step.start_ns + step.wall_ns <= self._last_ns:
-            return standing(self._reader, state, now_ns).words(now_ns / 1e9)
+            return assess_live_run(self._reader, state, now_ns).sentence(now_ns / 1e9)
         self._last_ns = step.start_ns + step.wall_ns
         return self._stepped(state, focus, step.step)
 

@@ -14,8 +14,17 @@ from dpmon.cli.commands import HEAD, ListedRun, follow, print_table
 from dpmon.cli.launch import metrics_file
 from dpmon.cli.options import UsageError
 from dpmon.cli.speak import speak
-from dpmon.mirror.hosts import PLAIN, Machine, Printed, ask_dpmon, expanded, in_file, machines, of_slurm
-from dpmon.mirror.local_run import mirror_of
+from dpmon.mirror.mirror_run import find_or_create_mirror
+from dpmon.mirror.remote_hosts import (
+    PLAIN,
+    HostOutput,
+    RemoteHost,
+    expand_hostlist,
+    read_hostfile,
+    resolve_hosts,
+    run_dpmon_on_hosts,
+    slurm_hosts,
+)
 from dpmon.record.safe_json import load_json
 from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.run_directory import ID, RunError, load_info
@@ -51,7 +60,7 @@ _TYPES = {
 class RunThere(NamedTuple):
     """A run and the machine that listed it."""
 
-    machine: Machine
+    machine: RemoteHost
     run: ListedRun
 
     @property
@@ -70,26 +79,26 @@ class RunThere(NamedTuple):
         return self.run.status is None and self.run.unknown is None and self.run.state not in _OVER
 
 
-def named(options: argparse.Namespace) -> list[Machine]:
+def named(options: argparse.Namespace) -> list[RemoteHost]:
     """The machines that the options name, each once; none if they name none. Raises UsageError and HostError."""
     keep_child_statuses()
     names = list(options.host or ())
     if options.hosts is not None:
-        names += expanded(options.hosts)
+        names += expand_hostlist(options.hosts)
     if options.hostfile is not None:
-        names += in_file(options.hostfile)
-    found = machines(names, via=options.via)
+        names += read_hostfile(options.hostfile)
+    found = resolve_hosts(names, via=options.via)
     if options.slurm is not None:
-        of_job = of_slurm(options.slurm)
-        found += of_job if options.via is None else machines([machine.name for machine in of_job], via=options.via)
+        of_job = slurm_hosts(options.slurm)
+        found += of_job if options.via is None else resolve_hosts([machine.name for machine in of_job], via=options.via)
     elif options.via is not None and not names:
         raise UsageError("--via is a way to machines: name them with --host, --hosts or --hostfile")
     return list({machine.name: machine for machine in found}.values())
 
 
-def runs_of(asked: Sequence[Machine]) -> tuple[list[RunThere], dict[str, Printed]]:
+def runs_of(asked: Sequence[RemoteHost]) -> tuple[list[RunThere], dict[str, HostOutput]]:
     """The runs of all machines by their start, each on one machine; and by machine, the answers that list no run."""
-    found, answers = ask_dpmon(asked, ("ls", "--json"))
+    found, answers = run_dpmon_on_hosts(asked, ("ls", "--json"))
     listed: dict[str, list[RunThere]] = {}
     failed = {}
     for machine, answer in zip(found, answers, strict=True):
@@ -102,7 +111,7 @@ def runs_of(asked: Sequence[Machine]) -> tuple[list[RunThere], dict[str, Printed
             failed[machine.name] = answer
         elif lines and not runs:
             last = sanitize_line(lines[-1].decode("utf-8", "replace"), 200)
-            failed[machine.name] = Printed([], f"it lists no run that this dpmon can read, but prints: {last}", True)
+            failed[machine.name] = HostOutput([], f"it lists no run that this dpmon can read, but prints: {last}", True)
     # Machines with a common home list each other's runs.
     count = dict.fromkeys((machine.name for machine in found), 0)
     runs_there = []
@@ -199,7 +208,7 @@ def attach(options: argparse.Namespace) -> int:
     return follow(directory, options, commands)
 
 
-def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> tuple[Path, list[list[str]]]:
+def _mirrored(options: argparse.Namespace, asked: Sequence[RemoteHost]) -> tuple[Path, list[list[str]]]:
     """The local run that mirrors the chosen job, which is made unless there is one, and the commands of its machines.
 
     RunError if no machine has a run.
@@ -226,17 +235,17 @@ def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> tuple[Pa
     for machine in asked:
         name = machine.name
         for number, there in enumerate(on_machine.get(name, ()), 1):
-            ways.append([name if number == 1 else f"{name}:{number}", there.run.id, *there.machine.words])
+            ways.append([name if number == 1 else f"{name}:{number}", there.run.id, *there.machine.command_prefix])
         if name in failed and not failed[name].for_good:
             if job != JOB and PLAIN.fullmatch(job) and len(chosen_runs) == len(on_machine):
-                ways.append([name, job, *machine._replace(dpmon=place).words])
+                ways.append([name, job, *machine._replace(dpmon=place).command_prefix])
                 speak(f"{name}: dpmon tries again, and shows it when it answers")
             else:
                 speak(f"{name}: it is unknown which of its runs belongs to this job: attach again when it answers")
         elif name not in on_machine and name not in failed:
             speak(f"{name}: it has no run of this job, so it is not shown")
     age_s = max(there.run.seconds for there in chosen_runs)
-    return mirror_of(chosen_runs[0].name, ways, max(age_s, 0.0), metrics_file(options.metrics)), ways
+    return find_or_create_mirror(chosen_runs[0].name, ways, max(age_s, 0.0), metrics_file(options.metrics)), ways
 
 
 def _no_run(answered: int) -> str:

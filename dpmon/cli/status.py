@@ -19,8 +19,8 @@ from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.safe_json import replace_nonfinite
-from dpmon.report.collect import facts_of
-from dpmon.report.health import LOST, NO_RUN, TIMED_OUT, Health, health, health_now
+from dpmon.report.health import LOST, NO_RUN, TIMED_OUT, Health, assess_health, read_health
+from dpmon.report.report_data import analyze_run
 from dpmon.run.lifecycle import ELSEWHERE, is_live, run_state
 from dpmon.run.run_directory import RunError
 from dpmon.run.run_reader import RunReader
@@ -84,7 +84,7 @@ def _wait(directory: Path, wanted: str, timeout: float | None) -> int | None:
     """Wait until the run is in the wanted state: 0. 124 after the timeout; None if the run ended in another way."""
     end = None if timeout is None else time.monotonic() + timeout
     while True:
-        now = health_now(directory)
+        now = read_health(directory)
         if wanted in (now.state, now.end) or (wanted == "fine" and now.status == 0):
             return 0
         if now.end is not None:
@@ -102,10 +102,10 @@ def look_at(directory: Path) -> tuple[Health, dict[str, Any]]:
         with suppress(HistoryError, RunError), open_store(directory) as store:
             wanted = SnapshotRequest(span_s=0, over=True) if over else SnapshotRequest()
             state = SnapshotBuilder().build(store, wanted, ended_processes(reader.activities()))
-            facts = facts_of(store, directory, how)
+            facts = analyze_run(store, directory, how)
             facts.query_everything()
             listed = [each._asdict() for each in find_all(facts)[:MOST_FINDINGS]]
-        now = health(reader, state)
+        now = assess_health(reader, state)
         here = not over and word != ELSEWHERE  # another machine has another monotonic clock
         now_ns = time.monotonic_ns() - reader.info.start_ns if here else max(state.newest_ns, 0)
         now_ns = now_ns if how is None else int(how.seconds * 1e9)
@@ -124,7 +124,7 @@ def look_at(directory: Path) -> tuple[Health, dict[str, Any]]:
 
 
 def _headline(now: Health, found: dict[str, Any]) -> str:
-    return sanitize_line(f"{found['name']}  {now.words(found['t_s'])}")
+    return sanitize_line(f"{found['name']}  {now.sentence(found['t_s'])}")
 
 
 def _lines(now: Health, found: dict[str, Any]) -> list[str]:

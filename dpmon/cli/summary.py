@@ -10,10 +10,18 @@ from dpmon.model.mode_stats import ModeStats
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.stragglers import straggler_sentence
 from dpmon.record.schema import EVALUATION, STEP
-from dpmon.report.collect import facts_of, output_end
-from dpmon.report.sections import of_parts
-from dpmon.report.sentences import how_it_ended, mode_title, slow_start, stalls, time_spent, times_paused, waited
-from dpmon.report.text import section_lines
+from dpmon.report.plain_text import section_lines
+from dpmon.report.report_data import analyze_run, read_output_tail
+from dpmon.report.sections import detail_sections
+from dpmon.report.sentences import (
+    exit_sentence,
+    input_wait_sentence,
+    mode_title,
+    pause_count_text,
+    slow_first_step_note,
+    stall_sentences,
+    time_by_activity_sentences,
+)
 from dpmon.run.activities import nothing_traced_reason
 from dpmon.run.process_notes import clean_traceback_line
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_info
@@ -51,7 +59,7 @@ def summary_lines(directory: Path, how: ExitInfo | None, width: int = WIDTH) -> 
     lines = [_outcome(info, how), *_raised(directory, info, how)]
     try:
         with open_store(directory) as store:
-            lines += _SummaryLines(facts_of(store, directory, how), info, how).lines(directory, width)
+            lines += _SummaryLines(analyze_run(store, directory, how), info, how).lines(directory, width)
     except HistoryError as error:
         texts = [f"the history cannot be read: {error}"]
         lines += [*_warnings(texts, short_name(info)), _nothing(directory, info, how, texts)]
@@ -75,7 +83,7 @@ class _SummaryLines:
         facts = self._facts
         reasons = [] if facts.store.damaged is None else [facts.store.damaged]
         warnings = [*reasons, *(warning.text for warning in facts.announced.warnings)]
-        stalled = stalls(facts, self._how, over=self._how is not None)
+        stalled = stall_sentences(facts, self._how, over=self._how is not None)
         lines = [*stalled, *self._time_lines(), *self._lacks(warnings)]
         kinds = facts.store.kinds() | facts.layouts.modes_and_kinds()
         if facts.open_calls:
@@ -89,17 +97,17 @@ class _SummaryLines:
                 lines += self._mode_lines(mode, True)
         slow = None if facts.communication is None else facts.communication.straggler
         lines += [] if slow is None else [f"  {straggler_sentence(slow, lately=False)}"]
-        return lines + [line for section in of_parts(facts) for line in section_lines(section, width)]
+        return lines + [line for section in detail_sections(facts) for line in section_lines(section, width)]
 
     def _lacks(self, warnings: Iterable[str]) -> list[str]:
         """The gaps in the figures, and warnings."""
         facts = self._facts
         paused = facts.pause_totals
-        lacks = slow_start(facts)
+        lacks = slow_first_step_note(facts)
         if paused.times:
-            lacks.append(f"{times_paused(paused, self._how is not None)}: that time is in no step and no phase")
+            lacks.append(f"{pause_count_text(paused, self._how is not None)}: that time is in no step and no phase")
         if facts.announced.inputs:
-            lacks.append(waited(facts.announced.inputs))
+            lacks.append(input_wait_sentence(facts.announced.inputs))
         if dropped := facts.store.dropped:
             lacks.append(f"{format_count(dropped)} records were lost; the figures cover the rest")
         return [*lacks, *_warnings(warnings, short_name(self._info))]
@@ -115,7 +123,7 @@ class _SummaryLines:
         whole = sum(parts.values())
         if (parts["training"] or parts["evaluation"]) >= (1 - _NOT_TRAINING) * whole:
             return []
-        return time_spent(self._facts, parts, over=self._how is not None)
+        return time_by_activity_sentences(self._facts, parts, over=self._how is not None)
 
     def _mode_lines(self, mode: str, evaluation: bool) -> list[str]:
         found = self._facts.mode(mode, evaluation)
@@ -193,7 +201,7 @@ def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
     if how is None:
         return f"{name}: how it ended is unknown"
     why = "" if not how.cause else f" ({how.cause})" if how.signal is not None else f": {how.cause}"
-    return f"{name}: {how_it_ended(how, why)}" + (f", exit status {how.status}" if how.stopped and how.status else "")
+    return f"{name}: {exit_sentence(how, why)}" + (f", exit status {how.status}" if how.stopped and how.status else "")
 
 
 def _raised(directory: Path, info: RunInfo, how: ExitInfo | None) -> list[str]:
@@ -201,5 +209,5 @@ def _raised(directory: Path, info: RunInfo, how: ExitInfo | None) -> list[str]:
     reader = RunReader(directory)
     if how is None or not how.status or how.stopped or how.cause or len(reader.output_paths) > 1:
         return []
-    last = clean_traceback_line(output_end(reader))
+    last = clean_traceback_line(read_output_tail(reader))
     return [] if last is None else [f"exception: {last}  (dpmon report {short_name(info)})"]

@@ -25,10 +25,10 @@ from dpmon.model.compared_run import ComparedRun
 from dpmon.model.finding_text import data_ceiling
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_comparison import ComparedMetric, compare_runs, format_change, format_interval
-from dpmon.report.collect import collect, facts_of
-from dpmon.report.comparison import read
+from dpmon.report.comparison_report import read_compared_run
 from dpmon.report.document import Document, Paragraph, Part, Section, Table
-from dpmon.report.sentences import how_it_ended
+from dpmon.report.report_data import analyze_run, collect_report_data
+from dpmon.report.sentences import exit_sentence
 from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import RunError, load_info
 from dpmon.run.run_registry import find_run, short_name
@@ -80,10 +80,10 @@ def try_changes(options: argparse.Namespace) -> int:
     runs: dict[str, list[ComparedRun]] = {_BASE: []}
     first = bench.run(base, 1)
     with open_store(first) as store:
-        facts = facts_of(store, first, run_state(first, load_info(first))[1])
+        facts = analyze_run(store, first, run_state(first, load_info(first))[1])
         counts = [int(name.removeprefix(_THREADS)) for name in options.only or () if name.startswith(_THREADS)]
         trials, absent = plan(facts, tuple(options.words), os.environ.get("OMP_NUM_THREADS"), counts)
-    runs[_BASE].append(read(first))
+    runs[_BASE].append(read_compared_run(first))
     if runs[_BASE][0].mode is None:
         raise RunError(f"no step was traced in {runs[_BASE][0].name}: there is nothing to try")
     asked = options.only or [trial.name for trial in trials]
@@ -101,7 +101,7 @@ def try_changes(options: argparse.Namespace) -> int:
             if trial.name in absent:
                 continue
             try:
-                runs.setdefault(trial.name, []).append(read(bench.run(trial, turn)))
+                runs.setdefault(trial.name, []).append(read_compared_run(bench.run(trial, turn)))
             except RunError as error:
                 if trial is base:
                     raise
@@ -167,9 +167,9 @@ class _Bench:
         info = load_info(directory)
         how, steps = run_state(directory, info)[1], _steps(directory)
         if how is not None and how.status and not how.stopped:
-            last = collect(directory).last_output
+            last = collect_report_data(directory).last_output
             line = f": {sanitize_line(last[-1], 300)}" if last else ""
-            raise RunError(f"{short_name(info)} {how_it_ended(how, '')}{line}")
+            raise RunError(f"{short_name(info)} {exit_sentence(how, '')}{line}")
         if steps < self._options.steps:
             why = "ended by itself" if how is not None and not how.stopped else "was stopped by --timeout"
             speak(f"{short_name(info)} {why} after {format_count_with_noun(steps, 'step')}")

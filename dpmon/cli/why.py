@@ -12,9 +12,9 @@ from dpmon.cli.speak import speak
 from dpmon.errors import HistoryError
 from dpmon.model.json_fields import fields_of
 from dpmon.model.recorded_stalls import RecordedStall
-from dpmon.report.collect import facts_of
-from dpmon.report.health import LOST, NO_RUN, health_now
-from dpmon.report.sentences import stalls
+from dpmon.report.health import LOST, NO_RUN, read_health
+from dpmon.report.report_data import analyze_run
+from dpmon.report.sentences import stall_sentences
 from dpmon.run.lifecycle import ELSEWHERE, is_live, run_state
 from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_info
 from dpmon.run.run_registry import find_run, newest_run
@@ -50,7 +50,7 @@ def why(options: argparse.Namespace) -> int:
     if found is not None:
         first, *lines = [text for text, _ in format_reply(found, every=options.all)]
         if first == NOT_STALLED:
-            first += f": {health_now(directory).words(found['t_s'])}"
+            first += f": {read_health(directory).sentence(found['t_s'])}"
         print("\n".join((sanitize_line(first), *lines)))
     elif state == ELSEWHERE:
         print(f"{info.id} runs on another machine ({sanitize_line(info.host)}): ask there")
@@ -96,6 +96,6 @@ def _asked(directory: Path, info: RunInfo, *, native: bool) -> dict[str, Any] | 
 def _recorded(directory: Path, how: ExitInfo | None, over: bool) -> tuple[tuple[RecordedStall, ...], list[str]]:
     """The stalls in the history, oldest first, and the sentences about the newest ones."""
     with suppress(HistoryError, RunError), open_store(directory) as store:
-        facts = facts_of(store, directory, how)
-        return facts.announced.stalls, stalls(facts, how, over=over)
+        facts = analyze_run(store, directory, how)
+        return facts.announced.stalls, stall_sentences(facts, how, over=over)
     return (), []

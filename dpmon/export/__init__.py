@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from dpmon.errors import DpmonError, HistoryError
+from dpmon.export.csv_tables import CsvTables
 from dpmon.export.perfetto import write_trace
-from dpmon.export.table import Tables
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_specs import RECORDS
 from dpmon.record.record_types import Event, Record, kind_of
@@ -51,14 +51,14 @@ def export(directory: Path, form: str = "jsonl", output: str | None = None, only
 
 def _write_one(directory: Path, form: str, only: str | None, file: TextIO) -> None:
     if form == "perfetto":
-        write_trace(load_info(directory), history(directory), file)
+        write_trace(load_info(directory), iter_records(directory), file)
         return
     if form == "jsonl":
         write_jsonl(directory, file, only)
         return
-    tables = Tables(lambda _: file)
-    tables.begin(str(only))
-    tables.write(record for record in history(directory) if kind_of(record) == only)
+    tables = CsvTables(lambda _: file)
+    tables.row_writer(str(only))
+    tables.write(record for record in iter_records(directory) if kind_of(record) == only)
 
 
 def _write_tables(directory: Path, where: Path) -> None:
@@ -67,11 +67,11 @@ def _write_tables(directory: Path, where: Path) -> None:
     for name in RECORDS:  # check all files before writing the first
         check_replaceable(where / f"{name}.csv")
     with contextlib.ExitStack() as files:
-        tables = Tables(lambda which: files.enter_context(replace_file(where / f"{which}.csv")))
-        tables.write(history(directory))
+        tables = CsvTables(lambda which: files.enter_context(replace_file(where / f"{which}.csv")))
+        tables.write(iter_records(directory))
 
 
-def history(directory: Path) -> Iterator[Record]:
+def iter_records(directory: Path) -> Iterator[Record]:
     """All records of the run in `directory`, then one of kind `dropped`, then the exit if the run is over.
 
     If the history is damaged, a warning says so before `dropped`.
@@ -101,6 +101,6 @@ def history(directory: Path) -> Iterator[Record]:
 
 def write_jsonl(directory: Path, file: IO[str], only: str | None = None) -> None:
     """Write all records of a run (or those of one kind) to `file`, one JSON object per line, in ASCII."""
-    for record in history(directory):
+    for record in iter_records(directory):
         if only is None or kind_of(record) == only:
             file.write(to_safe_json(as_json(record), separators=(",", ":")) + "\n")

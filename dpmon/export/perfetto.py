@@ -46,7 +46,7 @@ def write_trace(info: RunInfo, records: Iterable[Record], file: TextIO) -> None:
         trace.end()
 
 
-def _us(ns: int) -> float:
+def _to_us(ns: int) -> float:
     """A time in µs; multiplied by 1000 and truncated, it gives the same ns again."""
     us = ns / 1000
     return us if int(us * 1000.0) >= ns else math.nextafter(us, math.inf)
@@ -74,7 +74,7 @@ class _Trace:
 
     # ------------------------------------------------------------------------------------------ events
 
-    def _put(self, **event: object) -> None:
+    def _write_event(self, **event: object) -> None:
         text = to_safe_json(event, separators=(",", ":"), allow_nan=False)
         self._file.write(("[\n" if self._first else ",\n") + text)
         self._first = False
@@ -84,19 +84,19 @@ class _Trace:
     ) -> None:
         if start_ns >= 0 and took_ns >= 0:
             self._newest_us = max(self._newest_us, (start_ns + took_ns) / 1e3)
-            began, dur = _us(start_ns), _us(took_ns)
-            self._put(ph="X", name=name, ts=began, dur=dur, pid=process.pid, tid=tid, args=args or {})
+            began, dur = _to_us(start_ns), _to_us(took_ns)
+            self._write_event(ph="X", name=name, ts=began, dur=dur, pid=process.pid, tid=tid, args=args or {})
 
     def _counter(self, process: _TraceProcess, name: str, at_us: float, values: Mapping[str, float]) -> None:
         if values:
-            self._put(ph="C", name=name, ts=at_us, pid=process.pid, tid=0, args=dict(values))
+            self._write_event(ph="C", name=name, ts=at_us, pid=process.pid, tid=0, args=dict(values))
 
     def _instant(self, process: _TraceProcess, name: str, at_us: float, scope: str, args: object, tid: int = 0) -> None:
         """A mark in a thread, a process or the whole trace (`scope` t, p or g)."""
         tid = tid or self._track(process, ("marks",), "marks", 0)
-        self._put(ph="i", s=scope, name=name, ts=at_us, pid=process.pid, tid=tid, args=args)
+        self._write_event(ph="i", s=scope, name=name, ts=at_us, pid=process.pid, tid=tid, args=args)
 
-    def _at(self, data: Mapping[str, object]) -> float:
+    def _event_time_us(self, data: Mapping[str, object]) -> float:
         """The time of an event in µs; the newest time so far if it has none."""
         seconds = number_member(data, "t_s")
         if seconds is not None and 0 <= seconds < 1e9:
@@ -110,8 +110,10 @@ class _Trace:
         process = self._processes.get(key)
         if process is None:
             process = self._processes[key] = _TraceProcess(len(self._processes) + 1)
-            self._put(ph="M", name="process_name", pid=process.pid, tid=0, args={"name": name})
-            self._put(ph="M", name="process_sort_index", pid=process.pid, tid=0, args={"sort_index": process.pid})
+            self._write_event(ph="M", name="process_name", pid=process.pid, tid=0, args={"name": name})
+            self._write_event(
+                ph="M", name="process_sort_index", pid=process.pid, tid=0, args={"sort_index": process.pid}
+            )
         return process
 
     def _training(self, process: int, rank: int | None) -> _TraceProcess:
@@ -123,11 +125,11 @@ class _Trace:
         if tid is None:
             self._tracks += 1
             tid = process.tracks[key] = self._tracks
-            self._put(ph="M", name="thread_name", pid=process.pid, tid=tid, args={"name": name})
-            self._put(ph="M", name="thread_sort_index", pid=process.pid, tid=tid, args={"sort_index": order})
+            self._write_event(ph="M", name="thread_name", pid=process.pid, tid=tid, args={"name": name})
+            self._write_event(ph="M", name="thread_sort_index", pid=process.pid, tid=tid, args={"sort_index": order})
         return tid
 
-    def _lane(self, process: _TraceProcess, what: str, start_ns: int, end_ns: int) -> int:
+    def _free_track(self, process: _TraceProcess, what: str, start_ns: int, end_ns: int) -> int:
         """The first track that is free from `start_ns` on, because slices must not overlap; -1 if all are taken."""
         lanes = process.lanes.setdefault(what, [])
         lane = next((lane for lane, busy_ns in enumerate(lanes) if busy_ns <= start_ns), len(lanes))
@@ -159,7 +161,7 @@ class _Trace:
         elif isinstance(record, Collective):
             self._collective(record)
         elif isinstance(record, Sampled):
-            self._sampled(record)
+            self._sample_window(record)
         else:
             self._event(record)
 
@@ -178,7 +180,7 @@ class _Trace:
         if step.start_ns >= 0 and step.wall_ns >= 0:
             self._spans(process, tid, step)
             for number, offset in enumerate(step.buckets, start=1):
-                self._instant(process, f"bucket {number} ready", _us(step.start_ns + offset), "t", {}, tid)
+                self._instant(process, f"bucket {number} ready", _to_us(step.start_ns + offset), "t", {}, tid)
             at = (step.start_ns + step.wall_ns) / 1e3
             on_device = {name: took for name, took in (step.device_ms or {}).items() if took is not None}
             self._counter(process, "step phases on the device (ms)", at, on_device)
@@ -204,7 +206,7 @@ class _Trace:
 
     def _call(self, call: Call) -> None:
         process = self._training(call.process, call.rank)
-        lane = self._lane(process, "calls", call.start_ns, call.start_ns + call.wall_ns)
+        lane = self._free_track(process, "calls", call.start_ns, call.start_ns + call.wall_ns)
         if lane < 0 or call.wall_ns < 0:
             return
         more = f" (concurrent {lane})" if lane else ""
@@ -233,7 +235,7 @@ class _Trace:
     def _collective(self, one: Collective) -> None:
         process = self._training(one.process, one.rank)
         took = one.host_ns or 0
-        lane = self._lane(process, "collectives", one.start_ns, one.start_ns + took)
+        lane = self._free_track(process, "collectives", one.start_ns, one.start_ns + took)
         if lane < 0:
             return
         more = f" (concurrent {lane})" if lane else ""
@@ -243,9 +245,9 @@ class _Trace:
             del members[key]
         self._slice(process, tid, one.operation, one.start_ns, took, members)
 
-    def _sampled(self, one: Sampled) -> None:
+    def _sample_window(self, one: Sampled) -> None:
         process = self._training(one.process, one.rank)
-        if self._lane(process, "sampled", one.start_ns, one.start_ns + one.wall_ns):
+        if self._free_track(process, "sampled", one.start_ns, one.start_ns + one.wall_ns):
             return  # samples that overlap are damaged
         tid = self._track(process, ("sampled",), "collectives sampled", 79)
         members = as_json(one)
@@ -262,11 +264,11 @@ class _Trace:
             process, scope = self._training(number, int_member(data, "rank")), "p"
         else:
             process, scope = self._process(_SUPERVISOR, _SUPERVISOR), "g"
-        at = self._at(data)
+        at = self._event_time_us(data)
         if event.kind == "memory":
             self._memory(process, data, at)
             return
-        self._instant(process, _title(event), at, scope, replace_nonfinite(dict(data)))
+        self._instant(process, _event_title(event), at, scope, replace_nonfinite(dict(data)))
 
     def _sample(self, event: Event) -> None:
         data = event.data
@@ -275,7 +277,7 @@ class _Trace:
         else:
             name = " ".join(str(data[key]) for key in ("index", "name", "uuid") if data.get(key) is not None)
             process = self._process(("device", data.get("index")), f"GPU {name}")
-        at = self._at(data)
+        at = self._event_time_us(data)
         absent = data.get("absent")
         for key, value in data.items():
             if key in ("t_s", "index", "absent", "of_run"):
@@ -302,7 +304,7 @@ def _waits(step: Step) -> dict[str, float]:
     return {name: ns / 1e6 for name, ns in known if ns is not None}
 
 
-def _title(event: Event) -> str:
+def _event_title(event: Event) -> str:
     data = event.data
     if event.kind == "mode":
         refused = data.get("refused")

@@ -1,7 +1,7 @@
 """The background process of a run on several machines: it writes what their supervisors record into one history.
 
 It is started like a supervisor, and named as one in run.json. It has no command: it runs one for each machine
-(dpmon.mirror.links) that prints the rows of the history there, and takes requests.
+(dpmon.mirror.node_links) that prints the rows of the history there, and takes requests.
 """
 
 from __future__ import annotations
@@ -22,13 +22,21 @@ from typing import Any
 
 import dpmon
 from dpmon.errors import DpmonError, HistoryError
-from dpmon.mirror.followed import Followed
-from dpmon.mirror.joint_stalls import JointStalls
-from dpmon.mirror.links import Closed, Links, Opened, Received
-from dpmon.mirror.local_run import append_output, command_of
-from dpmon.mirror.receive import AHEAD_S, MOST_DAMAGED, Chunk, Receiver, RubbishError, Unchecked, checked
-from dpmon.mirror.records import ChunkError, Records
-from dpmon.mirror.requests import Requests
+from dpmon.mirror.chunk_receiver import (
+    AHEAD_S,
+    MOST_DAMAGED,
+    Chunk,
+    ChunkReceiver,
+    ProtocolError,
+    UncheckedChunk,
+    validate_chunks,
+)
+from dpmon.mirror.cross_node_stalls import CrossNodeStallDetector
+from dpmon.mirror.mirror_history import ChunkError, MirrorHistory
+from dpmon.mirror.mirror_run import append_output, stream_command
+from dpmon.mirror.node_connection import NodeConnection
+from dpmon.mirror.node_links import LineReceived, LinkClosed, LinkOpened, NodeLinks
+from dpmon.mirror.request_relay import RequestRelay
 from dpmon.record.safe_json import int_member, number_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.run import proc
@@ -80,15 +88,17 @@ class Mirror(StallRecorder):
         `metrics`: the path of the metrics file.
         """
         self.directory, self.info = directory, info
-        self.records = Records(directory, info)
+        self.records = MirrorHistory(directory, info)
         sought = [run.startswith(JOB) for _, run, *_ in commands]
-        self.machines = [Followed(node, sought[node.number] and node.run is None) for node in self.records.nodes]
-        self.links = Links(len(commands), lambda number: command_of(commands[number], self.records.nodes[number].run))
-        self.joint = JointStalls(directory, info, self, len(commands), self.records.number)
-        self._requests = Requests(self)
-        self._sent: list[tuple[Followed, Unchecked]] = []
+        self.machines = [NodeConnection(node, sought[node.number] and node.run is None) for node in self.records.nodes]
+        self.links = NodeLinks(
+            len(commands), lambda number: stream_command(commands[number], self.records.nodes[number].run)
+        )
+        self.joint = CrossNodeStallDetector(directory, info, self, len(commands), self.records.local_process_number)
+        self._requests = RequestRelay(self)
+        self._sent: list[tuple[NodeConnection, UncheckedChunk]] = []
         """What has come since the last commit."""
-        self._chunks: list[tuple[Followed, Chunk]] = []
+        self._chunks: list[tuple[NodeConnection, Chunk]] = []
         """Checked chunks that are not written."""
         self._events: list[tuple[str, Mapping[str, Any]]] = []
         self._last_stall: Mapping[str, Any] | None = None
@@ -99,7 +109,7 @@ class Mirror(StallRecorder):
         self._leave = False
         for machine in self.machines:
             if machine.node.state == "ended":
-                self.links.end(machine.node.number, "", for_good=True)
+                self.links.close_link(machine.node.number, "", for_good=True)
             else:
                 machine.node.state, machine.node.why, machine.node.since_ns = "connecting", None, self.now_ns()
 
@@ -132,24 +142,24 @@ class Mirror(StallRecorder):
         while not (over or self._leave) and self.directory.is_dir():
             now = time.monotonic()  # before the reports: what came in time is handled before its wait ends
             for report in self.links.poll(POLL_S):
-                self._take(report)
+                self._handle_report(report)
             if len(self.machines) > MOST_WHOLE:
                 time.sleep(REST_S)  # else each machine's beat would wake this process
-            self._requests.look(now)
-            self.joint.look()
-            over = all(machine.over for machine in self.machines)
+            self._requests.poll(now)
+            self.joint.poll()
+            over = all(machine.is_over for machine in self.machines)
             written = now >= commit_at and self._commit()
             if now >= commit_at:
                 commit_at = now + (COMMIT_S if written else RETRY_S)
             over = over and written
             if over or now >= state_at:
                 state_at = now + 1.0
-                self._save_state()
+                self._write_state_file()
             self._write_metrics(now)
-        self.links.close()
+        self.links.close_all()
         self.joint.close()
         if over:
-            self._finish()
+            self._record_run_exit()
         self._commit()
         if self._metrics is not None:
             self._metrics.wait()
@@ -157,39 +167,39 @@ class Mirror(StallRecorder):
                 self._metrics.write_final(how)
         self.records.close()
 
-    def _turn(self, node: NodeRow, state: str, why: str | None) -> None:
+    def _set_node_state(self, node: NodeRow, state: str, why: str | None) -> None:
         """Note the state of a machine."""
         if node.state != state:
             node.since_ns = self.now_ns()
         node.state, node.why = state, why
 
-    def _take(self, report: Opened | Received | Closed) -> None:
+    def _handle_report(self, report: LinkOpened | LineReceived | LinkClosed) -> None:
         machine = self.machines[report.node]
         node = machine.node
         try:
-            if isinstance(report, Opened):
-                self._open(machine, report.marker)
-            elif isinstance(report, Closed):
-                self._close(machine, report)
+            if isinstance(report, LinkOpened):
+                self._handle_header(machine, report.marker)
+            elif isinstance(report, LinkClosed):
+                self._handle_disconnect(machine, report)
             elif machine.receiver is not None:
                 node.heard_ns = self.now_ns()
-                found = machine.receiver.take(report.text)
-                if isinstance(found, Unchecked):
-                    self._take_chunk(machine, found)
+                found = machine.receiver.add_line(report.text)
+                if isinstance(found, UncheckedChunk):
+                    self._handle_chunk(machine, found)
                 elif found is not None:
-                    self._take_message(machine, found)
+                    self._handle_message(machine, found)
         except (DpmonError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            self._end_link(machine, f"it sent rubbish: {sanitize_line(str(error))}")
+            self._close_link(machine, f"it sent rubbish: {sanitize_line(str(error))}")
 
-    def _open(self, machine: Followed, marker: Mapping[str, Any]) -> None:
+    def _handle_header(self, machine: NodeConnection, marker: Mapping[str, Any]) -> None:
         node = machine.node
-        machine.receiver, machine.measured, machine.offset = Receiver(), 0, node.received
-        self._forget(machine)  # it sends again what is not written
+        machine.receiver, machine.measured, machine.offset = ChunkReceiver(), 0, node.received
+        self._drop_unwritten(machine)  # it sends again what is not written
         host, run, version, script, cwd = (
             _text(marker, key) or "" for key in ("host", "run", "version", "script", "cwd")
         )
         if machine.sought and not ID.fullmatch(run):
-            raise RubbishError("it has not named its run")
+            raise ProtocolError("it has not named its run")
         if version not in (dpmon.__version__, node.version):
             text = f"{node.name} has dpmon {version}, this machine {dpmon.__version__}: only what both know is read"
             self.emit("warning", {"process": None, "text": text})
@@ -201,35 +211,35 @@ class Mirror(StallRecorder):
             self.info = self.joint.info = info
             with contextlib.suppress(OSError):
                 write_info(self.directory, self.info)
-        self._ask_time(machine)
+        self._request_clock(machine)
 
-    def _end_link(self, machine: Followed, why: str, *, for_good: bool = False) -> None:
+    def _close_link(self, machine: NodeConnection, why: str, *, for_good: bool = False) -> None:
         """End the connection; unless `for_good`, it is opened again later."""
         machine.receiver = None
-        self._close(machine, self.links.end(machine.node.number, why, for_good=for_good))
+        self._handle_disconnect(machine, self.links.close_link(machine.node.number, why, for_good=for_good))
 
-    def _forget(self, machine: Followed) -> None:
+    def _drop_unwritten(self, machine: NodeConnection) -> None:
         """Forget the records that are not written."""
         machine.held = 0
         self._sent = [one for one in self._sent if one[0] is not machine]
         self._chunks = [one for one in self._chunks if one[0] is not machine]
 
-    def _close(self, machine: Followed, report: Closed) -> None:
+    def _handle_disconnect(self, machine: NodeConnection, report: LinkClosed) -> None:
         if machine.node.state != "ended":
             state = "refused" if report.for_good else "connecting" if machine.sought else "cut"
-            self._turn(machine.node, state, report.why or None)
-            self.joint.lose(machine.node.number)
+            self._set_node_state(machine.node, state, report.why or None)
+            self.joint.drop_node(machine.node.number)
             machine.beat = {}
         machine.standing = None
-        self._requests.lose(machine.node.number)
+        self._requests.drop_node(machine.node.number)
 
     # ------------------------------------------------------------------------------------------ what comes
 
-    def _ask_time(self, machine: Followed) -> None:
+    def _request_clock(self, machine: NodeConnection) -> None:
         machine.asked = next(self._ids), self.now_ns()
         self.links.send(machine.node.number, json.dumps({"ask": "time", "id": machine.asked[0]}))
 
-    def _take_time(self, machine: Followed, there_ns: int) -> None:
+    def _handle_clock_reply(self, machine: NodeConnection, there_ns: int) -> None:
         """Take the time of a machine, between question and answer. After some of them, begin."""
         node, sent = machine.node, machine.asked[1]
         error = (self.now_ns() - sent) // 2
@@ -237,63 +247,65 @@ class Mirror(StallRecorder):
             node.clock_ns, node.clock_error_ns = sent + error - there_ns, error
         machine.measured += 1
         if machine.measured < MEASURED:
-            self._ask_time(machine)
+            self._request_clock(machine)
             return
         shift_ns = max(node.clock_ns or 0, 0)
         if node.shift_s is None:
             node.shift_s = round(shift_ns / SECOND)
         elif abs(shift_ns / SECOND - node.shift_s) > AHEAD_S / 2:
-            self._end_link(machine, "it or this machine was suspended, so its times moved: attach again", for_good=True)
+            self._close_link(
+                machine, "it or this machine was suspended, so its times moved: attach again", for_good=True
+            )
             return
         request = {
             "ask": "begin", "offset": node.received, "tallied_s": node.tallied_s, "output_at": machine.output_at,
             "shift_ns": shift_ns, "shift_s": node.shift_s, "sparse": len(self.machines) > MOST_WHOLE,
         }  # fmt: skip
         self.links.send(node.number, json.dumps(request))
-        self._requests.renew(node.number)
+        self._requests.resend_subscription(node.number)
 
-    def _take_message(self, machine: Followed, message: Mapping[str, Any]) -> None:
+    def _handle_message(self, machine: NodeConnection, message: Mapping[str, Any]) -> None:
         if isinstance(message.get("standing"), dict):
             machine.standing = message
         elif message.get("answer") == machine.asked[0] and (there := int_member(message, "now_ns")) is not None:
             if abs(there) < 1 << 60 and machine.measured < MEASURED:
-                self._take_time(machine, there)
+                self._handle_clock_reply(machine, there)
         else:
-            self._requests.take(machine.node, message)
+            self._requests.handle_reply(machine.node, message)
 
-    def _take_chunk(self, machine: Followed, sent: Unchecked) -> None:
+    def _handle_chunk(self, machine: NodeConnection, sent: UncheckedChunk) -> None:
         node, beat = machine.node, sent.beat
         begin, offset, tallied = (beat.get(name) for name in ("from", "offset", "tallied_s"))
         if not type(begin) is type(offset) is type(tallied) is int:
-            raise RubbishError("a beat without its offsets")
+            raise ProtocolError("a beat without its offsets")
         if not machine.offset == begin <= offset < 1 << 53 or tallied > self.now_ns() // SECOND + AHEAD_S:
-            raise RubbishError("records that do not follow those before")
+            raise ProtocolError("records that do not follow those before")
         machine.held += sent.size
         if machine.held > MOST_HELD:
-            self._end_link(machine, _UNWRITTEN)
+            self._close_link(machine, _UNWRITTEN)
             return
         if machine.standing is not None:
             age_ns = int(min(max(number_member(machine.standing, "age_s") or 0.0, 0.0), 1e9) * SECOND)
-            self.joint.hear(node.number, node.name, machine.standing["standing"], age_ns)
+            self.joint.receive_rank_report(node.number, node.name, machine.standing["standing"], age_ns)
         machine.offset, machine.beat, machine.standing = offset, beat, None
         self._sent.append((machine, sent))
-        self._turn(node, "connected", None)
+        self._set_node_state(node, "connected", None)
         if isinstance(output := beat.get("output"), str):
             append_output(self.directory, node.name, output)
             machine.output_at = int_member(beat, "output_at")
         if isinstance(beat.get("exit"), dict):  # nothing comes after it; it has ended once this is written
             machine.receiver = None
-            self.links.end(node.number, "", for_good=True)
+            self.links.close_link(node.number, "", for_good=True)
 
-    def _keeps(self, node: NodeRow, row: tuple[Any, ...]) -> bool:
+    def _should_store_event(self, node: NodeRow, row: tuple[Any, ...]) -> bool:
         """Whether an event goes into the history: no stall that is damaged, and none if the mirror judges the ranks."""
         if row[2] != "stall" or row[1] >= 0:
             return True
         with contextlib.suppress(HistoryError):
-            return self.joint.keeps(node.number, event_from_row(row[-1:]).data)
+            return self.joint.should_store_stall(node.number, event_from_row(row[-1:]).data)
         return False
 
-    def _end(self, machine: Followed, how: Mapping[str, Any]) -> None:
+    def _record_node_exit(self, machine: NodeConnection, how: Mapping[str, Any]) -> None:
         """Note the end of a machine's run."""
         status, seconds = int_member(how, "status"), min(max(number_member(how, "seconds") or 0.0, 0.0), 1e9)
         exited = {
@@ -301,35 +313,35 @@ class Mirror(StallRecorder):
             "stopped": how.get("stopped") is True, "signal": _text(how, "signal"), "cause": _text(how, "cause"),
         }  # fmt: skip
         machine.node.exit = json.dumps(exited)
-        self._turn(machine.node, "ended", None)
-        self._end_link(machine, "", for_good=True)
+        self._set_node_state(machine.node, "ended", None)
+        self._close_link(machine, "", for_good=True)
 
     # ------------------------------------------------------------------------------------------ what is written
 
     def _commit(self) -> bool:
         """Check and write what has come; return whether that was possible."""
         sent, self._sent = self._sent, []
-        chunks = checked([(machine.node.number, one) for machine, one in sent], self.now_ns())
+        chunks = validate_chunks([(machine.node.number, one) for machine, one in sent], self.now_ns())
         for (machine, _), chunk in zip(sent, chunks, strict=True):
             if "events" in chunk.rows:
-                kept = [row for row in chunk.rows["events"] if self._keeps(machine.node, row)]
+                kept = [row for row in chunk.rows["events"] if self._should_store_event(machine.node, row)]
                 chunk = chunk._replace(rows={**chunk.rows, "events": kept})
             self._chunks.append((machine, chunk))
         for machine, chunk in self._chunks:
             if chunk.damaged > MOST_DAMAGED:
-                self._refuse(machine, f"{chunk.damaged} damaged rows")
+                self._reject_node(machine, f"{chunk.damaged} damaged rows")
         events = self._events[:]
         try:
             self.records.write([(machine.node, chunk) for machine, chunk in self._chunks], events)
         except ChunkError as error:  # the others go on
-            self._refuse(self.machines[error.node.number], str(error))
+            self._reject_node(self.machines[error.node.number], str(error))
             return self._commit()
         except HistoryError as error:
             _log(f"the history cannot be written: {error}")
             for machine in self.machines:
                 if machine.receiver is not None and machine.held > MOST_WAITING // len(self.machines):
-                    self._forget(machine)  # it sends them again
-                    self._end_link(machine, _UNWRITTEN)
+                    self._drop_unwritten(machine)  # it sends them again
+                    self._close_link(machine, _UNWRITTEN)
             return False
         ended = [(machine, how) for machine, chunk in self._chunks if isinstance(how := chunk.beat.get("exit"), dict)]
         self._chunks = []
@@ -337,14 +349,14 @@ class Mirror(StallRecorder):
             machine.held = 0
         del self._events[: len(events)]
         for machine, how in ended:
-            self._end(machine, how)
+            self._record_node_exit(machine, how)
         return not ended or self._commit()  # the second commit writes these ends
 
-    def _refuse(self, machine: Followed, why: str) -> None:
+    def _reject_node(self, machine: NodeConnection, why: str) -> None:
         """Cut off a machine that sends damaged records; after its end for good, because it would send them again."""
         _log(f"{machine.node.name}: {why}")
-        self._forget(machine)
-        self._end_link(machine, "it sent damaged records", for_good=isinstance(machine.beat.get("exit"), dict))
+        self._drop_unwritten(machine)
+        self._close_link(machine, "it sent damaged records", for_good=isinstance(machine.beat.get("exit"), dict))
 
     def _write_metrics(self, now: float) -> None:
         if self._metrics is None and self.info.command and self._metrics_file is not None:
@@ -355,14 +367,14 @@ class Mirror(StallRecorder):
         if self._metrics is not None:
             self._metrics.tick(now)
 
-    def _save_state(self) -> None:
+    def _write_state_file(self) -> None:
         """Write what readers want to know of the processes."""
         live = [machine for machine in self.machines if machine.beat]
         doing = {
             number: pair
             for machine in live
             for process, pair in parse_activities(machine.beat.get("doing")).items()
-            if (number := self.records.number(machine.node.number, process)) is not None
+            if (number := self.records.local_process_number(machine.node.number, process)) is not None
         }
         pauses = [pause for machine in live if isinstance(pause := machine.beat.get("pause"), list) and len(pause) == 3]
         since = [at for *_, at in pauses if type(at) is int]
@@ -387,11 +399,11 @@ class Mirror(StallRecorder):
         with contextlib.suppress(OSError):
             write_atomically(self.directory / STATE_FILE, json.dumps(state))
 
-    def _finish(self) -> None:
+    def _record_run_exit(self) -> None:
         """Write how the run has ended: like the first machine that failed, else was stopped, else has no known end."""
         for machine in self.machines:
             if machine.node.state == "connecting":
-                self._turn(machine.node, "refused", machine.node.why)
+                self._set_node_state(machine.node, "refused", machine.node.why)
         known = [machine.node for machine in self.machines if not machine.sought]
         ends = [(json.loads(node.exit or "{}"), node) for node in known]
         failed = sorted((end for end in ends if end[0].get("status")), key=lambda end: end[0].get("stopped") is True)

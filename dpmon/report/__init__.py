@@ -4,7 +4,7 @@
 `asjson` makes JSON of the story itself.
 """
 
-from dpmon.report.collect import collect
-from dpmon.report.text import report_text
+from dpmon.report.plain_text import report_text
+from dpmon.report.report_data import collect_report_data
 
-__all__ = ["collect", "report_text"]
+__all__ = ["collect_report_data", "report_text"]

@@ -31,7 +31,7 @@ class Table(NamedTuple):
     flows: bool = False
 
 
-class Entries(NamedTuple):
+class LabeledSentences(NamedTuple):
     """A list of rows in which the last cell is a sentence, after its labels."""
 
     rows: Sequence[Sequence[str]]
@@ -49,13 +49,13 @@ class Findings(NamedTuple):
     findings: Sequence[Finding]
 
 
-class Verbatim(NamedTuple):
+class OutputLines(NamedTuple):
     """Lines of the script's output."""
 
     lines: Sequence[str]
 
 
-class Bars(NamedTuple):
+class TextHistogram(NamedTuple):
     """The mean time of a step over the run as a row of bars, for text only; a page has plots."""
 
     bins: Sequence[Bin]
@@ -64,7 +64,7 @@ class Bars(NamedTuple):
     """The words " of rank 0" if the run has several processes."""
 
 
-class Values(NamedTuple):
+class PlotSeries(NamedTuple):
     """The values of one colour: begin, end and value of each. Bars in rows begin and end at their row.
 
     `cells` are a row of their own over time, whose colour is stronger for a larger value, from 0 to 1.
@@ -96,7 +96,7 @@ class Plot(NamedTuple):
     name: str
     title: str
     note: str
-    series: Sequence[Values]
+    series: Sequence[PlotSeries]
     unit: str
     rows: Sequence[str] = ()
     """The names of the rows, if it has rows."""
@@ -106,7 +106,7 @@ class Plot(NamedTuple):
     """The end of the axis; None: from the values."""
 
 
-Part = Paragraph | Table | Entries | Findings | Verbatim | Bars | Plot
+Part = Paragraph | Table | LabeledSentences | Findings | OutputLines | TextHistogram | Plot
 
 
 class Section(NamedTuple):

@@ -14,9 +14,9 @@ from dpmon.errors import HistoryError
 from dpmon.model.compared_run import ComparedRun, Metric
 from dpmon.model.mode_comparison import MIN_STEPS, common_kind
 from dpmon.model.run_comparison import NOT_COMPARABLE, format_change, known_metrics
-from dpmon.report.comparison import SCHEMA, read
+from dpmon.report.comparison_report import SCHEMA, read_compared_run
 from dpmon.report.document import Document, Section, Table
-from dpmon.report.text import BARS
+from dpmon.report.plain_text import BARS
 from dpmon.run.run_directory import RunError
 from dpmon.run.run_registry import list_runs
 from dpmon.text.formatting import UNKNOWN, format_count_with_noun
@@ -28,7 +28,7 @@ _LEAST_RANGE = 0.1
 
 
 @dataclass(frozen=True)
-class Drift:
+class RunTrend:
     """The comparable runs of a script, oldest first, with the values of each known figure."""
 
     script: str
@@ -38,7 +38,7 @@ class Drift:
     """Number of runs left out, by reason."""
 
 
-def drift(script: str) -> Drift:
+def read_run_trend(script: str) -> RunTrend:
     """Read the runs of a script, given as it was started or by its file name. Raises RunError if there is none."""
     found = [place for place, info in list_runs() if script in (info.script, Path(info.script).name)]
     if not found:
@@ -48,7 +48,7 @@ def drift(script: str) -> Drift:
     for directory in reversed(found[-MOST_RUNS:]):
         one = None
         with suppress(HistoryError, RunError):
-            one = read(directory)
+            one = read_compared_run(directory)
         if one is None or max(one.kinds.values(), default=0) < MIN_STEPS:
             left_out["unreadable" if one is None else f"with fewer than {MIN_STEPS} steps"] += 1
             continue
@@ -60,17 +60,17 @@ def drift(script: str) -> Drift:
     runs.reverse()
     kind = common_kind(one.kinds for one in runs) if runs else None
     known = known_metrics(runs, [one.steps(kind) for one in runs])
-    return Drift(script, runs, list(known), +left_out)
+    return RunTrend(script, runs, list(known), +left_out)
 
 
-def document(found: Drift) -> Document:
+def build_document(found: RunTrend) -> Document:
     """The drift as a document."""
     rows = []
     for figure, values in found.figures:
         known = [value for value in values if value is not None]
         ends = [figure.format(value) for value in (median(known), values[0], values[-1])]
         change = format_change(values[-1] / values[0]) if values[0] and values[-1] else UNKNOWN
-        rows.append((figure.label, *ends, change, bars(values)))
+        rows.append((figure.label, *ends, change, sparkline(values)))
     days = [time.strftime("%Y-%m-%d %H:%M", time.localtime(one.started_unix)) for one in found.runs]
     outcome = f"{days[0]} to {days[-1]}" if days else "no run has enough steps"
     facts = [f"left out: {', '.join(f'{count} {why}' for why, count in found.left_out.items())}"]
@@ -80,7 +80,7 @@ def document(found: Drift) -> Document:
     return Document(found.script, runs, "compared", outcome, facts if found.left_out else [], sections)
 
 
-def bars(values: Sequence[float | None]) -> str:
+def sparkline(values: Sequence[float | None]) -> str:
     """A bar for each value, between the lowest and the highest one; a space for an unknown value."""
     known = [value for value in values if value is not None]
     low, high = min(known), max(known)
@@ -91,7 +91,7 @@ def bars(values: Sequence[float | None]) -> str:
     return "".join(" " if value is None else BARS[min(max(round((value - low) * scale), 0), 7)] for value in values)
 
 
-def as_object(found: Drift) -> dict[str, object]:
+def trend_as_json(found: RunTrend) -> dict[str, object]:
     """The drift as an object; docs/json.md describes its members."""
     return {
         "schema": SCHEMA,

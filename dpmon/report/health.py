@@ -71,7 +71,7 @@ class Health(NamedTuple):
         """The members of `health`."""
         return {**self._asdict(), "fine": self.status == IS_FINE}
 
-    def words(self, t_s: float) -> str:
+    def sentence(self, t_s: float) -> str:
         """State, duration and reason in a sentence. `t_s`: now, in seconds since the run's start."""
         took = ""
         if self.since_s is not None and self.end is not None:
@@ -82,15 +82,15 @@ class Health(NamedTuple):
         return f"{word}{took}" + (f": {self.reason}" if self.reason else "")
 
 
-def health_now(directory: Path) -> Health:
+def read_health(directory: Path) -> Health:
     """How the run in `directory` does now."""
     if load_exit(directory) is None:  # else nothing in the history changes the answer
         with suppress(HistoryError, RunError), open_store(directory) as store:
-            return health_in(directory, store)
-    return health_in(directory, None)
+            return health_from_store(directory, store)
+    return health_from_store(directory, None)
 
 
-def health_in(directory: Path, store: Store | None) -> Health:
+def health_from_store(directory: Path, store: Store | None) -> Health:
     """How the run in `directory` does now. `store`: its history; None if it cannot be read."""
     with closing(RunReader(directory)) as reader:
         state = (
@@ -98,10 +98,10 @@ def health_in(directory: Path, store: Store | None) -> Health:
             if store is None
             else SnapshotBuilder().build(store, ended=ended_processes(reader.activities()))
         )
-        return health(reader, state)
+        return assess_health(reader, state)
 
 
-def health(reader: RunReader, state: RunSnapshot) -> Health:
+def assess_health(reader: RunReader, state: RunSnapshot) -> Health:
     """How a run does; `state`: what its history says."""
     directory, info = reader.directory, reader.info
     word, how = run_state(directory, info)
@@ -114,20 +114,22 @@ def health(reader: RunReader, state: RunSnapshot) -> Health:
     if word == "unsupervised" and info.nodes:
         reason = "its mirror has gone: what its machines do is not known here, but they record it"
         return Health(QUIET, None, reason, f"dpmon attach {short_name(info)} starts the mirror again")
-    now = standing(reader, state, time.monotonic_ns() - info.start_ns)
+    now = assess_live_run(reader, state, time.monotonic_ns() - info.start_ns)
     if word == "unsupervised" and now.remedy is None:
         remedy = f"dpmon attach {short_name(info)} starts another one"
         return now._replace(reason="its supervisor was killed: nothing is recorded", remedy=remedy)
     return now
 
 
-def standing(reader: RunReader, state: RunSnapshot, now_ns: int) -> Health:
+def assess_live_run(reader: RunReader, state: RunSnapshot, now_ns: int) -> Health:
     """How a run does that goes on here; `now_ns`: the time since its start."""
     start, name = reader.info.start_ns, short_name(reader.info)
     since = {number: (what, at - start if at else 0) for number, (what, at) in reader.activities().items()}
     paused, reads = reader.pause_state().since_ns, reader.waits_for_input()
     doing, began_ns = since.get(-1 if state.representative is None else state.representative.process, ("", 0))
-    found = decide_state(state.state_inputs(now_ns, since, _from(paused, start), _from(reads, start)))
+    found = decide_state(
+        state.state_inputs(now_ns, since, _seconds_since_start(paused, start), _seconds_since_start(reads, start))
+    )
     stage, reason, remedy = reader.startup_stage(), None, None
     over = doing == "ended" and found.word in (QUIET, *FINE)
     if over and stage is not None and stage[1] - start > state.newest_ns:
@@ -156,7 +158,7 @@ def _quiet_reason(state: RunSnapshot, doing: str) -> str:
     return f"{since}; {'the training process has ended' if doing == 'ended' else 'the script does something else'}"
 
 
-def _from(at_ns: int | None, start_ns: int) -> int | None:
+def _seconds_since_start(at_ns: int | None, start_ns: int) -> int | None:
     return None if at_ns is None else max(at_ns - start_ns, 0)
 
 

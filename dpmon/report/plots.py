@@ -14,7 +14,7 @@ from dpmon.model.step_history import PARTS, Bin
 from dpmon.model.time_marks import EVALUATION, STALLED, TimeMark, epoch_marks, pause_marks, stall_spans
 from dpmon.record.schema import PHASES
 from dpmon.report import sentences
-from dpmon.report.document import Marked, Plot, TimeSpan, Values
+from dpmon.report.document import Marked, Plot, PlotSeries, TimeSpan
 from dpmon.text.palettes import LIGHT
 
 # The colours of the screen's light theme, because the page has a light background.
@@ -30,7 +30,7 @@ _LETTERS = 130
 """So many letters fit below each other's marks in the width of a plot."""
 
 
-def plots(facts: RunAnalysis) -> list[Plot]:
+def build_plots(facts: RunAnalysis) -> list[Plot]:
     """The plots for which the run has data."""
     time = _time(facts)
     over_time = [_step_time(facts), _losses(facts), _speed(facts), _parts_over_time(facts), _rank_waits(facts)]
@@ -48,7 +48,7 @@ def _time(facts: RunAnalysis) -> TimeSpan:
     end = max([last, *(mark.end_ns or 0 for mark in marks)]) if last and facts.end_ns is not None else until
     begin, trained = facts.first_step_ns, {one.end_ns for one in facts.stretches.bins if not one.evaluation}
     marks += _evaluations([one for one in facts.stretches.bins if one.evaluation and one.end_ns not in trained])
-    length, toggles = max(end - begin, 1), filter(_toggled, facts.announced.changes)
+    length, toggles = max(end - begin, 1), filter(_mode_change_mark, facts.announced.changes)
     drawn: list[Marked] = []
     drawn += ((_seconds(each.t_ns or 0), None, each.mode) for each in islice(toggles, _MAX_MARKS))
     drawn += ((_seconds(one.begin_ns), _seconds(one.end_ns), one.word) for one in marks if one.end_ns)
@@ -68,7 +68,7 @@ def _evaluations(bins: Sequence[Bin]) -> list[TimeMark]:
     return found[:_MAX_MARKS]
 
 
-def _toggled(change: ModeChange) -> bool:
+def _mode_change_mark(change: ModeChange) -> bool:
     return change.t_ns is not None and change.requested_by != "start" and change.refused is None
 
 
@@ -103,9 +103,11 @@ def _step_time(facts: RunAnalysis) -> Plot | None:
     for title, colour, bins in _modes(facts):
         means = _over_time(bins, lambda one: one.wall_ns / one.steps / 1e6)
         longest = _over_time(bins, lambda one: one.longest_ns / 1e6)
-        series.append(Values(f"{title}: mean", colour, means, "steps"))
-        series.append(Values(f"{title}: longest", colour, longest, "dots"))
-    note = f"mean over stretches of {_width(facts)}{sentences.of_whom(facts)}; dots: the longest step of each"
+        series.append(PlotSeries(f"{title}: mean", colour, means, "steps"))
+        series.append(PlotSeries(f"{title}: longest", colour, longest, "dots"))
+    note = (
+        f"mean over stretches of {_width(facts)}{sentences.rank_suffix_of_run(facts)}; dots: the longest step of each"
+    )
     return Plot("step-time", "Step time", note, series, "ms a step")
 
 
@@ -115,11 +117,11 @@ def _losses(facts: RunAnalysis) -> Plot | None:
         points = [
             (at, at, round(mean, 6)) for at, mean in ((p.second, p.mean) for p in curve.points) if mean is not None
         ]
-        series.append(Values(curve.place, _LINES[number % len(_LINES)], points, "line"))
+        series.append(PlotSeries(curve.place, _LINES[number % len(_LINES)], points, "line"))
     if not any(len(one.points) >= 2 for one in series):
         return None
     width = f", means over {facts.losses[0].point_s} s" if facts.losses[0].point_s > 1 else ""
-    note = f"at most one value a second{width}{sentences.of_whom(facts)}"
+    note = f"at most one value a second{width}{sentences.rank_suffix_of_run(facts)}"
     return Plot("loss", "Loss", note, series, "loss")
 
 
@@ -130,12 +132,12 @@ def _speed(facts: RunAnalysis) -> Plot | None:
     for title, colour, bins in _modes(facts):
         timed = [one for one in bins if one.elapsed_ns]
         speeds = _over_time(timed, lambda one: (one.samples or 0) / one.elapsed_ns * 1e9)
-        series.append(Values(title, colour, speeds, "steps"))
-    note = f"samples per second of elapsed training time{sentences.of_whom(facts)}"
+        series.append(PlotSeries(title, colour, speeds, "steps"))
+    note = f"samples per second of elapsed training time{sentences.rank_suffix_of_run(facts)}"
     return Plot("speed", "Speed", note, series, "samples a second")
 
 
-def _parts(places: Sequence[tuple[float, float]], groups: Sequence[Sequence[Bin]]) -> list[Values]:
+def _parts(places: Sequence[tuple[float, float]], groups: Sequence[Sequence[Bin]]) -> list[PlotSeries]:
     """A bar at each place for each part of a step that took any time: the mean over all steps of the group."""
     names = [name for name in _ORDER if any(one.parts[PARTS.index(name)] for bins in groups for one in bins)]
     series = []
@@ -144,7 +146,7 @@ def _parts(places: Sequence[tuple[float, float]], groups: Sequence[Sequence[Bin]
         means = (sum(one.parts[slot] for one in bins) / sum(one.steps for one in bins) for bins in groups)
         points = [(*place, round(mean / 1e6, 6)) for place, mean in zip(places, means, strict=True)]
         label = "forward, the rest" if name == "forward" and "parallel_apply" in names else name
-        series.append(Values(label, _COLOURS[name], points, "bars"))
+        series.append(PlotSeries(label, _COLOURS[name], points, "bars"))
     return series
 
 
@@ -160,7 +162,7 @@ def _parts_over_time(facts: RunAnalysis) -> Plot | None:
     for end, bins in stretches.items():
         begin = _seconds(min(one.start_ns for one in bins))
         places.append((max(begin, places[-1][1]) if places else begin, _seconds(end)))
-    note = f"mean of all steps of a stretch{sentences.of_whom(facts)}, over stretches of {_width(facts)}"
+    note = f"mean of all steps of a stretch{sentences.rank_suffix_of_run(facts)}, over stretches of {_width(facts)}"
     series = _parts(places, list(stretches.values()))
     return Plot("phases", "Where a step's time goes", note, series, "ms a step")
 
@@ -169,7 +171,7 @@ def _parts_of_modes(facts: RunAnalysis) -> Plot | None:
     modes = _modes(facts)
     if not modes:
         return None
-    note = f"mean over all steps of a mode{sentences.of_whom(facts)}"
+    note = f"mean over all steps of a mode{sentences.rank_suffix_of_run(facts)}"
     series = _parts([(row, row) for row in range(len(modes))], [bins for _, _, bins in modes])
     return Plot("modes", "The step by mode", note, series, "ms a step (mean)", [title for title, _, _ in modes])
 
@@ -180,7 +182,7 @@ def plots_of_runs(runs: Sequence[tuple[str, int, Sequence[Bin]]]) -> list[Plot]:
     if not runs:
         return []
     series = [
-        Values(label, _LINES[side], _over_time(bins, lambda one: one.wall_ns / one.steps / 1e6), "steps")
+        PlotSeries(label, _LINES[side], _over_time(bins, lambda one: one.wall_ns / one.steps / 1e6), "steps")
         for label, side, bins in runs
     ]
     over_time = Plot("step-time", "Step time", "mean over stretches of each run", series, "ms a step")
@@ -189,9 +191,11 @@ def plots_of_runs(runs: Sequence[tuple[str, int, Sequence[Bin]]]) -> list[Plot]:
     return [over_time, Plot("runs", "Where a step's time goes", note, parts, "ms a step (mean)", labels)]
 
 
-def _in_rows(name: str, colour: str, times_ns: Iterable[float | None], kind: Literal["bars", "whisker"]) -> Values:
+def _bars_per_row(
+    name: str, colour: str, times_ns: Iterable[float | None], kind: Literal["bars", "whisker"]
+) -> PlotSeries:
     points = [(row, row, round((ns or 0.0) / 1e6, 6)) for row, ns in enumerate(times_ns)]
-    return Values(name, colour, points, kind)
+    return PlotSeries(name, colour, points, kind)
 
 
 def _replicas(facts: RunAnalysis) -> Plot | None:
@@ -200,9 +204,11 @@ def _replicas(facts: RunAnalysis) -> Plot | None:
         return None
     on_device = all(fact.on_device.count for fact in shown)
     medians = [(fact.on_device if on_device else fact.time).median for fact in shown]
-    series = [_in_rows("on device" if on_device else "on the host", _COLOURS["parallel_apply"], medians, "bars")]
+    series = [_bars_per_row("on device" if on_device else "on the host", _COLOURS["parallel_apply"], medians, "bars")]
     if not on_device:
-        series.append(_in_rows("", _COLOURS["parallel_apply"], [fact.time.quantile(0.95) for fact in shown], "whisker"))
+        series.append(
+            _bars_per_row("", _COLOURS["parallel_apply"], [fact.time.quantile(0.95) for fact in shown], "whisker")
+        )
     note = "median of device times" if on_device else "median of host times, with a whisker up to the 95th percentile"
     labels = [f"{fact.root} {fact.replica} {fact.device}" for fact in shown]
     return Plot("replicas", "Forward of the replicas", note, series, "ms", labels)
@@ -212,15 +218,15 @@ def _ranks(facts: RunAnalysis) -> Plot | None:
     ranks = [line for line in slowest_first(facts.ranks, _MAX_RANKS) if line.times is not None and line.times.step_ns]
     if len(ranks) < 2:
         return None
-    ranks, left_out = ranks[:_MAX_RANKS], _left_out(ranks)
+    ranks, left_out = ranks[:_MAX_RANKS], _omitted_ranks_note(ranks)
     known = [line.times for line in ranks if line.times is not None]
     series = [
-        _in_rows(name, _COLOURS[name], [one.phases.get(name) for one in known], "bars")
+        _bars_per_row(name, _COLOURS[name], [one.phases.get(name) for one in known], "bars")
         for name in ("data", "copy", "forward", "backward", "optimizer", "other")
         if any(one.phases.get(name) for one in known)
     ]
-    series.append(_in_rows("exposed", _COLOURS["sync"], [one.exposed_ns for one in known], "bars"))
-    series.append(_in_rows("wait", _WAIT, [one.wait_ns for one in known], "bars"))
+    series.append(_bars_per_row("exposed", _COLOURS["sync"], [one.exposed_ns for one in known], "bars"))
+    series.append(_bars_per_row("wait", _WAIT, [one.wait_ns for one in known], "bars"))
     labels = [f"rank {line.rank}" for line in ranks]
     note = f"mean step of each rank: the others wait for the rank with the shortest wait{left_out}"
     return Plot("ranks", "Where a step of each rank goes", note, series, "ms a step (mean)", labels)
@@ -231,21 +237,21 @@ def _rank_waits(facts: RunAnalysis) -> Plot | None:
     width, shares = facts.rank_waits
     known = {line.rank: line for line in facts.ranks if line.rank is not None and shares.get(line.rank)}
     ranks = [line.rank for line in slowest_first([*known.values()], _MAX_RANKS) if line.rank is not None]
-    of_rank = ((rank, _cells(shares[rank], width)) for rank in ranks[:_MAX_RANKS])
-    series = [Values(f"rank {rank}", LIGHT.bad, cells, "cells") for rank, cells in of_rank]
+    of_rank = ((rank, _merge_equal_shares(shares[rank], width)) for rank in ranks[:_MAX_RANKS])
+    series = [PlotSeries(f"rank {rank}", LIGHT.bad, cells, "cells") for rank, cells in of_rank]
     if not any(value for one in series for _, _, value in one.points):
         return None
     note = "how long the others waited for each rank, as a part of its step: 0 to 100 %; right: the mean"
-    note += _left_out(ranks)
+    note += _omitted_ranks_note(ranks)
     return Plot("waits", "Who was slowest, when", note, series, "", [one.name for one in series])
 
 
-def _left_out(ranks: Sequence[object]) -> str:
+def _omitted_ranks_note(ranks: Sequence[object]) -> str:
     more = len(ranks) - _MAX_RANKS
     return f"; ranks left out: {more:,}" if more > 0 else ""
 
 
-def _cells(shares: Mapping[int, float], width: int) -> list[tuple[float, float, float]]:
+def _merge_equal_shares(shares: Mapping[int, float], width: int) -> list[tuple[float, float, float]]:
     """The shares in tenths; neighbours with the same one become one cell."""
     found: list[tuple[float, float, float]] = []
     for begin, share in sorted(shares.items()):
@@ -266,7 +272,7 @@ def _devices(facts: RunAnalysis, what: Literal[1, 2]) -> Plot | None:
         points = [(at, at, round(value / scale, 3)) for at, value in known if value is not None]
         if len(points) >= 2:
             name = gpu_name(device.index, facts.nodes)
-            series.append(Values(name, _LINES[number % len(_LINES)], points, "line"))
+            series.append(PlotSeries(name, _LINES[number % len(_LINES)], points, "line"))
     if not series:
         return None
     where = "the devices" if facts.devices else "the host (there is no GPU)"

@@ -18,9 +18,19 @@ from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.stragglers import straggler_sentence
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.report import sentences
-from dpmon.report.collect import Story
-from dpmon.report.document import Bars, Document, Entries, Findings, Paragraph, Part, Section, Table, Verbatim
-from dpmon.report.plots import plots
+from dpmon.report.document import (
+    Document,
+    Findings,
+    LabeledSentences,
+    OutputLines,
+    Paragraph,
+    Part,
+    Section,
+    Table,
+    TextHistogram,
+)
+from dpmon.report.plots import build_plots
+from dpmon.report.report_data import ReportData
 from dpmon.run.run_registry import short_name
 from dpmon.sanitize import sanitize_line
 from dpmon.text.formatting import (
@@ -46,9 +56,9 @@ _ON_DEVICE = "on device"
 _FLOW = "received -> returned"
 
 
-def document(story: Story) -> Document:
+def build_document(story: ReportData) -> Document:
     """The report on the run of `story`; parts without data are omitted."""
-    drawn = {plot.name: plot for plot in plots(story.facts)}
+    drawn = {plot.name: plot for plot in build_plots(story.facts)}
     step_plots, loss_plots, replica_plots, rank_plots, device_plots = (
         [drawn[name] for name in names if name in drawn]
         for names in (
@@ -70,7 +80,11 @@ def document(story: Story) -> Document:
         Section("Findings", _findings(story)),
         Section(
             "Time",
-            _paragraphs(sentences.time_spent(story.facts, story.facts.time_by_activity, over=sentences.is_over(story))),
+            _paragraphs(
+                sentences.time_by_activity_sentences(
+                    story.facts, story.facts.time_by_activity, over=sentences.is_over(story)
+                )
+            ),
         ),
         Section("Epochs", _epochs(story.facts)),
         Section("Loss", [*_losses(story.facts), *loss_plots]),
@@ -80,7 +94,10 @@ def document(story: Story) -> Document:
             Section("Phases", _phases(mode), f" of a step, {title}{'' if mode.who is None else f', {mode.who}'}")
             for title, mode in _step_rows(story.facts)
         ),
-        Section("dp against single", _paragraphs(sentences.comparison(compared)) if compared is not None else ()),
+        Section(
+            "dp against single",
+            _paragraphs(sentences.mode_comparison_sentences(compared)) if compared is not None else (),
+        ),
         Section("Replicas" if split else "Calls", [*_replicas(story.facts), *replica_plots]),
         Section("Stages", _stages(story.facts), " (parts of the model on several devices)"),
         Section("Devices", [*_devices(story.facts), *device_plots]),
@@ -88,14 +105,16 @@ def document(story: Story) -> Document:
         Section("Mode changes", _changes(story.facts)),
         Section("Pauses", _pauses(story)),
         Section("Warnings", _entries([(text,) for text in story.warnings], _MAX_WARNINGS, 4)),
-        Section("Last output", [Verbatim(story.last_output)] if story.last_output else ()),
+        Section("Last output", [OutputLines(story.last_output)] if story.last_output else ()),
         Section("Record", _paragraphs((story.directory, f"dpmon attach {name}   dpmon export {name}"))),
     )
     there = [section for section in sections if section.parts]
-    return Document(info.script, name, story.state, sentences.ended(story), sentences.basics(story), there)
+    return Document(
+        info.script, name, story.state, sentences.run_end_sentence(story), sentences.basic_facts(story), there
+    )
 
 
-def of_parts(facts: RunAnalysis) -> list[Section]:
+def detail_sections(facts: RunAnalysis) -> list[Section]:
     """The sections of the report about ranks, replicas, stages and memory, without plots."""
     sections = (
         Section("Ranks", _ranks(facts)),
@@ -120,14 +139,14 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], flows: bool = Fal
     return [Table([head[n] for n in kept], [[row[n] for n in kept] for row in rows], flows)]
 
 
-def _entries(rows: Sequence[Sequence[str]], most: int, indent: int, head: Sequence[str] = ()) -> list[Entries]:
-    return [Entries(rows, most, indent, head)] if rows else []
+def _entries(rows: Sequence[Sequence[str]], most: int, indent: int, head: Sequence[str] = ()) -> list[LabeledSentences]:
+    return [LabeledSentences(rows, most, indent, head)] if rows else []
 
 
 # ------------------------------------------------------------------------------------------------ steps
 
 
-def _findings(story: Story) -> list[Part]:
+def _findings(story: ReportData) -> list[Part]:
     if story.findings:
         saves = combined_savings(story.findings, story.facts)
         more = [] if saves is None else [Paragraph(f"all of it together: the run {format_gain_limit(saves)}")]
@@ -155,7 +174,11 @@ def _steps(facts: RunAnalysis) -> list[Part]:
         rows.append((title, f"{mode.all_steps:,}", *who, *times, format_samples_per_s(mode.rate)))
     head = ("mode", "steps", *(("times of",) if named else ()), "median", "p95", "samples/s")
     bins = [one for one in facts.stretches.bins if not one.evaluation]
-    bars = [Bars(bins, facts.stretches.width_ns, sentences.of_whom(facts))] if rows and len(bins) > 1 else []
+    bars = (
+        [TextHistogram(bins, facts.stretches.width_ns, sentences.rank_suffix_of_run(facts))]
+        if rows and len(bins) > 1
+        else []
+    )
     return [*_table(head, rows), *bars]
 
 
@@ -279,7 +302,7 @@ def _rank_times(facts: RunAnalysis) -> list[Table]:
     return _table(("mean of a step", "data", "forward", "backward", EXPOSED, WAIT, "slowest in"), rows)
 
 
-def _communication(facts: RunAnalysis) -> list[Entries]:
+def _communication(facts: RunAnalysis) -> list[LabeledSentences]:
     """The communication of the ranks, and the rank that the others wait for."""
     communication = facts.communication
     if communication is None:
@@ -351,7 +374,7 @@ def _memory(facts: RunAnalysis) -> list[Part]:
     return [*_table(("", "model", "gradients", "optimizer", "rest", "peak"), rows), *_paragraphs(notes, soft=True)]
 
 
-def _changes(facts: RunAnalysis) -> list[Entries]:
+def _changes(facts: RunAnalysis) -> list[LabeledSentences]:
     """Requested changes of mode; the facts of the report name the initial mode."""
     rows = []
     several = len({change.root for change in facts.announced.changes}) > 1
@@ -364,17 +387,17 @@ def _changes(facts: RunAnalysis) -> list[Entries]:
     return _entries(rows, _MAX_CHANGES, 6, ("time", "where", "what"))
 
 
-def _pauses(story: Story) -> list[Entries]:
+def _pauses(story: ReportData) -> list[LabeledSentences]:
     """Time, step before it and duration of each pause; with the process if there are several."""
     rows = []
     for pause in story.facts.pauses:
         step = UNKNOWN if pause.step is None else f"{pause.step:,}"
         after = f"after step {step}{process_suffix(pause.process, story.facts)}"
-        rows.append((format_clock(pause.start_ns), after, _how_long(story, pause)))
+        rows.append((format_clock(pause.start_ns), after, _pause_duration_text(story, pause)))
     return _entries(rows, _MAX_CHANGES, 6, ("time", "where", "how long"))
 
 
-def _how_long(story: Story, pause: Pause) -> str:
+def _pause_duration_text(story: ReportData, pause: Pause) -> str:
     if pause.refused is not None:
         return f"refused: {pause.refused}"
     if pause.on:

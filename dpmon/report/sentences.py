@@ -14,7 +14,7 @@ from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_snapshot import ModeChange, ProcessInfo
 from dpmon.record.shared_names import RANK_MODES
-from dpmon.report.collect import Story
+from dpmon.report.report_data import ReportData
 from dpmon.run.lifecycle import BY_YOU
 from dpmon.run.run_directory import ExitInfo
 from dpmon.store.time_accounting import ACTIVITIES
@@ -46,7 +46,7 @@ _NOT_OVER = {
 }
 
 
-def ended(story: Story) -> str:
+def run_end_sentence(story: ReportData) -> str:
     """How the run ended, or its state while it runs."""
     how = story.exit
     if how is None and story.state == "unsupervised" and story.info.nodes:
@@ -54,10 +54,10 @@ def ended(story: Story) -> str:
     if how is None:
         return _NOT_OVER.get(story.state, "how it ended is unknown")
     cause = how.cause or (story.raised if how.signal is None else None)
-    return how_it_ended(how, f": {cause}" if cause else "")
+    return exit_sentence(how, f": {cause}" if cause else "")
 
 
-def how_it_ended(how: ExitInfo, why: str) -> str:
+def exit_sentence(how: ExitInfo, why: str) -> str:
     """How a run ended, and how long it took; `why` follows a failure."""
     if how.error is not None:
         return how.error
@@ -71,12 +71,12 @@ def how_it_ended(how: ExitInfo, why: str) -> str:
     return f"finished in {took}" if how.status == 0 else f"failed with exit status {how.status} after {took}{why}"
 
 
-def is_over(story: Story) -> bool:
+def is_over(story: ReportData) -> bool:
     """Whether the run is over."""
     return story.exit is not None or story.state not in _NOT_OVER
 
 
-def basics(story: Story) -> list[str]:
+def basic_facts(story: ReportData) -> list[str]:
     """The basic facts: times and programs, and what is missing from the record."""
     facts, info = story.facts, story.info
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.started_unix))
@@ -91,12 +91,12 @@ def basics(story: Story) -> list[str]:
         texts.append(format_calls_so_far(facts.open_calls))
     if story.nothing is not None:
         texts.append(f"nothing was traced: {story.nothing}")
-    texts += [*slow_start(facts), *stalls(facts, story.exit, over=is_over(story))]
-    pauses = paused(story)
+    texts += [*slow_first_step_note(facts), *stall_sentences(facts, story.exit, over=is_over(story))]
+    pauses = pause_sentence(story)
     if pauses is not None:
         texts.append(pauses)
     if facts.announced.inputs:
-        texts.append(waited(facts.announced.inputs))
+        texts.append(input_wait_sentence(facts.announced.inputs))
     if facts.store.pruned:
         texts.append(
             f"{facts.store.pruned:,} older records were deleted to bound the history: the figures cover all steps, but"
@@ -107,7 +107,7 @@ def basics(story: Story) -> list[str]:
     return texts
 
 
-def slow_start(facts: RunAnalysis) -> list[str]:
+def slow_first_step_note(facts: RunAnalysis) -> list[str]:
     """That the first step is in no figure, because it waited long; empty if it is."""
     took = facts.slow_start_ns
     return (
@@ -117,7 +117,7 @@ def slow_start(facts: RunAnalysis) -> list[str]:
     )
 
 
-def stalls(facts: RunAnalysis, how: ExitInfo | None, *, over: bool) -> list[str]:
+def stall_sentences(facts: RunAnalysis, how: ExitInfo | None, *, over: bool) -> list[str]:
     """When the run stalled, for how long, and which rank stood where: the newest stalls."""
     found = facts.announced.stalls
     last = None if how is None or how.status == 0 else final_stall(found, facts.last_step_ns or 0)
@@ -146,7 +146,7 @@ def what_ran(facts: RunAnalysis) -> str:
     groups: dict[str, list[str]] = {}
     for change in facts.announced.changes:
         if change.requested_by == "start" and change.refused is None and change.mode:
-            groups.setdefault(_began(change, facts.layouts.distributed), []).append(change.root or "?")
+            groups.setdefault(_initial_mode_text(change, facts.layouts.distributed), []).append(change.root or "?")
     several = len(groups) > 1
     began = "began as " if several_modes else ""
     texts = [
@@ -156,7 +156,7 @@ def what_ran(facts: RunAnalysis) -> str:
     return "; ".join([f"{who}, {counted}", *texts])
 
 
-def _began(change: ModeChange, distributed: str | None) -> str:
+def _initial_mode_text(change: ModeChange, distributed: str | None) -> str:
     devices = " ".join(change.devices[:8]) + (" ..." if len(change.devices) > 8 else "")
     virtual = "virtual replicas " if change.virtual and change.mode == "dp" else ""
     reason = f" ({change.reason})" if change.reason else ""
@@ -164,7 +164,7 @@ def _began(change: ModeChange, distributed: str | None) -> str:
     return f"{mode} on {virtual}{devices or 'devices unknown'}{reason}"
 
 
-def waited(inputs: Sequence[tuple[int | None, int, int]]) -> str:
+def input_wait_sentence(inputs: Sequence[tuple[int | None, int, int]]) -> str:
     """The number and time of waits for a line of input, and where that time counts."""
     times = "once" if len(inputs) == 1 else f"{len(inputs):,} times"
     in_all = sum(end - begin for _, begin, end in inputs)
@@ -175,7 +175,7 @@ def waited(inputs: Sequence[tuple[int | None, int, int]]) -> str:
     return f"waited for a line of input {times}, for {total}{where}"
 
 
-def paused(story: Story) -> str | None:
+def pause_sentence(story: ReportData) -> str | None:
     """The number and time of pauses in a sentence, and where that time counts; None without pauses."""
     total = story.facts.pause_totals
     if not total.times:
@@ -186,10 +186,10 @@ def paused(story: Story) -> str | None:
             f"that time is in no step and no phase; for {format_long_duration(story.facts.paused_alone_ns)} of it another"
             " process was not paused, and the figures of devices include that part"
         )
-    return f"{times_paused(total, is_over(story))}: {nowhere}"
+    return f"{pause_count_text(total, is_over(story))}: {nowhere}"
 
 
-def times_paused(total: PauseTotals, over: bool) -> str:
+def pause_count_text(total: PauseTotals, over: bool) -> str:
     """The number and time of pauses. `over`: whether the run is over."""
     times = "once" if total.times == 1 else f"{total.times:,} times"
     several = total.times > 1
@@ -212,7 +212,7 @@ ACTIVITY_NAMES = {
 """Words for the activities of dpmon.store.time_accounting."""
 
 
-def time_spent(facts: RunAnalysis, spent: Mapping[str, int], *, over: bool) -> list[str]:
+def time_by_activity_sentences(facts: RunAnalysis, spent: Mapping[str, int], *, over: bool) -> list[str]:
     """The run's time by activity (`spent`) and its longest gaps between steps, in sentences; empty without steps."""
     names = ACTIVITY_NAMES if over else {**ACTIVITY_NAMES, "ending": "since the last step"}
     parts = [f"{names[name]} {format_long_duration(ns)}" for name, ns in spent.items() if ns >= _LEAST_SHOWN_NS]
@@ -253,13 +253,13 @@ def mode_title(mode: ModeStats) -> str:
     return f"{mode.mode} (virtual)" if mode.virtual else mode.mode or "mode unknown"
 
 
-def of_whom(facts: RunAnalysis) -> str:
+def rank_suffix_of_run(facts: RunAnalysis) -> str:
     """The words " of rank 0" for times over the run, if the run has several processes; else empty."""
     names = dict.fromkeys(mode.who for mode in facts.modes if mode.who is not None)
     return f" of {' and '.join(names)}" if names else ""
 
 
-def comparison(compared: Comparison) -> list[str]:
+def mode_comparison_sentences(compared: Comparison) -> list[str]:
     """dp against single in sentences."""
     if compared.speedup is None:
         return [compared.missing or "no verdict"]

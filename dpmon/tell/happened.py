@@ -71,11 +71,11 @@ class Happenings:
                 yield Happened(kind, finding.kind, finding._asdict())
         if now.end is not None:
             kind = "dpmon.run.failed" if now.status == HAS_FAILED else "dpmon.run.ended"
-            text = now.words(elapsed_s)
+            text = now.sentence(elapsed_s)
             text += f"; in a stall: {last.text}" if last is not None else ""
             yield Happened(kind, "", {"end": now.end, "text": text}, now.since_s)
         elif self._alive_s is not None:
-            yield Happened("dpmon.run.alive", str(int(elapsed_s // self._alive_s)), {"text": now.words(elapsed_s)})
+            yield Happened("dpmon.run.alive", str(int(elapsed_s // self._alive_s)), {"text": now.sentence(elapsed_s)})
 
     def _look_for_straggler(self, state: RunSnapshot, elapsed_s: float) -> None:
         found = state.straggler

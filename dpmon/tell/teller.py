@@ -27,8 +27,8 @@ from dpmon.model.finding_text import Finding
 from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.schema import SECOND
-from dpmon.report.collect import facts_of
-from dpmon.report.health import LOST, health
+from dpmon.report.health import LOST, assess_health
+from dpmon.report.report_data import analyze_run
 from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.process_notes import add_note
 from dpmon.run.run_directory import EXIT_FILE, RunError, RunInfo
@@ -213,11 +213,11 @@ def watch(reader: RunReader, log: EventLog, command: Sequence[str]) -> None:
             with contextlib.suppress(HistoryError, RunError), open_store(directory) as store:
                 state = snapshots.build(store, SnapshotRequest(), ended_processes(reader.activities()))
                 if began >= findings_at:
-                    facts = facts_of(store, directory, None)
+                    facts = analyze_run(store, directory, None)
                     facts.query_everything()
                     found = find_all(facts)
                     findings_at = began + max(FINDINGS_S, (time.monotonic() - began) / FINDINGS_SHARE)
-        now = health(reader, state)
+        now = assess_health(reader, state)
         alone_at = None if how is None and has_live_supervisor(info) else alone_at or began + ALONE_S
         alone = alone_at is not None and began >= alone_at
         if now.end is None or over or alone:  # the end is told when its record is complete, or is not going to be

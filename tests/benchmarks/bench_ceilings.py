@@ -25,8 +25,8 @@ from typing import NamedTuple
 from dpmon.model.all_findings import find_all
 from dpmon.model.comparison_stats import Change, estimate_change
 from dpmon.model.finding_text import MOST_SAVED, OF_RUN, format_gain, format_gain_limit
-from dpmon.report.collect import facts_of
-from dpmon.report.comparison import read
+from dpmon.report.comparison_report import read_compared_run
+from dpmon.report.report_data import analyze_run
 from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import find_run
@@ -179,9 +179,9 @@ def run(case: Case, cause: bool, number: int, steps: int, place: Path) -> Seen:
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
     directory = find_run(name)
-    mean = read(directory).values["mean_step"]
+    mean = read_compared_run(directory).values["mean_step"]
     with open_store(directory) as store:
-        facts = facts_of(store, directory, run_state(directory, load_info(directory))[1])
+        facts = analyze_run(store, directory, run_state(directory, load_info(directory))[1])
         found = {one.kind: one.saves for one in reversed(find_all(facts))}
         spent = [
             sum(one.get(name, 0) for name in ("training", "between", "evaluation", "stalled"))

@@ -114,14 +114,14 @@ def of_time(count: int) -> None:
         from synthetic import SECOND, Training
 
         from dpmon.model.run_comparison import compare_runs
-        from dpmon.report.comparison import as_object, read
+        from dpmon.report.comparison_report import comparison_as_json, read_compared_run
 
         directories = []
         for seed in (1, 2):
             training = Training(mode="single", step_ns=SECOND // 100, seed=seed)
             directories.append(keep({0: [*training.begin(), *training.run(count)]}, seconds=training.now / SECOND))
         began = time.perf_counter()
-        as_object(compare_runs(*([read(directory)] for directory in directories)))
+        comparison_as_json(compare_runs(*([read_compared_run(directory)] for directory in directories)))
         print(f"comparing two runs of {count:,} steps takes {time.perf_counter() - began:.2f} s")
 
 

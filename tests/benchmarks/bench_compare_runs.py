@@ -25,7 +25,7 @@ from statistics import median
 
 from dpmon.model.compared_run import ComparedRun
 from dpmon.model.run_comparison import Threshold, compare_runs, judge_threshold
-from dpmon.report.comparison import read
+from dpmon.report.comparison_report import read_compared_run
 from dpmon.run.run_registry import list_runs
 
 SCRIPT = """\
@@ -114,7 +114,7 @@ def main() -> None:
         os.environ["XDG_STATE_HOME"] = str(place)
         kind = {"KIND": options.work, "WAIT": str(options.wait), "STEPS": str(options.steps)}
         make(place, kind, options.turns, options.factor)
-        runs = {info.name: read(directory) for directory, info in list_runs()}
+        runs = {info.name: read_compared_run(directory) for directory, info in list_runs()}
         turns = [tuple(runs[f"{which}-{turn}"] for which in NAMES) for turn in range(options.turns)]
         chance = random.Random(1)
         for title, slower in (("equal runs", False), (f"work times {options.factor:g}", True)):

@@ -30,10 +30,10 @@ from stored import Recording  # noqa: E402
 from synthetic import SECOND, Training, changed, device_event, host_event, with_other  # noqa: E402
 from yardstick import Yardstick  # noqa: E402
 
-from dpmon.export.new_rows import NewRows  # noqa: E402
+from dpmon.export.incremental_rows import IncrementalRows  # noqa: E402
+from dpmon.mirror.chunk_receiver import ChunkReceiver, UncheckedChunk, validate_chunks  # noqa: E402
 from dpmon.mirror.mirror import FEW_COLLECTIONS  # noqa: E402
-from dpmon.mirror.receive import Receiver, Unchecked, checked  # noqa: E402
-from dpmon.mirror.records import Records  # noqa: E402
+from dpmon.mirror.mirror_history import MirrorHistory  # noqa: E402
 from dpmon.record.record_types import Event  # noqa: E402
 from dpmon.run.run_directory import RunInfo  # noqa: E402
 from dpmon.store.tally import WIDTHS  # noqa: E402
@@ -60,7 +60,7 @@ class Machine:
             rows = [changed(first, pid=4242 + process, world=world), *others, Event("ddp", ddp)]
             recording.add(rows, process, process)
             trainings.append(training)
-        rows = NewRows(rollups=True, sparse=True)
+        rows = IncrementalRows(rollups=True, sparse=True)
         for second in range(3, CYCLE_S + 4):
             for process, training in enumerate(trainings):
                 while training.now < second * SECOND:
@@ -71,7 +71,7 @@ class Machine:
                     took[-1] = row._replace(phases=with_other({**row.phases, **sync}, row.wall_ns), counts=counts)
                     recording.add(took, process, process)
             recording.add([host_event(second), *(device_event(float(second), index) for index in range(RANKS))])
-            lines, _ = rows.chunk(recording.store(), second, last=False)
+            lines, _ = rows.next_chunk(recording.store(), second, last=False)
             self._chunks.append([json.loads(line) for line in lines])
         self._steps = max(training.steps for training in trainings)
         self._ids = rows.offset
@@ -131,8 +131,8 @@ def measure(nodes: int, seconds: int, state: Path, *, profile: bool, every: int)
     about: dict[str, Any] = {"id": "mirror", "name": "m", "command": (), "script": "m", "cwd": "/", "python": None}
     about |= {"started_unix": 0.0, "start_ns": 0, "boot_id": "", "headless": False}
     info = RunInfo(**about, nodes=tuple(f"gpu-{number}" for number in range(nodes)))
-    machine, records = Machine(nodes * RANKS), Records(state, info)
-    receivers = [Receiver() for _ in range(nodes)]
+    machine, records = Machine(nodes * RANKS), MirrorHistory(state, info)
+    receivers = [ChunkReceiver() for _ in range(nodes)]
     for node in records.nodes:
         node.state = "connected"
     profiler, yardstick = cProfile.Profile(), Yardstick()
@@ -151,13 +151,13 @@ def measure(nodes: int, seconds: int, state: Path, *, profile: bool, every: int)
             for node in records.nodes[half::2]:
                 receiver = receivers[node.number]
                 for line in each[node.number]:
-                    receiver.take(line)
+                    receiver.add_line(line)
                 node.heard_ns = now_ns
                 beat = {"beat": second, "from": second, "offset": second + 1, "tallied_s": second + 2}
-                one = receiver.take(json.dumps(beat).encode())
-                assert isinstance(one, Unchecked)
+                one = receiver.add_line(json.dumps(beat).encode())
+                assert isinstance(one, UncheckedChunk)
                 sent.append((node.number, one))
-            chunks = checked(sent, now_ns)
+            chunks = validate_chunks(sent, now_ns)
             assert not any(chunk.damaged for chunk in chunks)
             before = time.process_time()
             records.write(list(zip(records.nodes[half::2], chunks, strict=True)))

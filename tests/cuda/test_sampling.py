@@ -8,7 +8,7 @@ import pytest
 from running import Dpmon
 from simulated import Simulated
 
-from dpmon.export import history
+from dpmon.export import iter_records
 from dpmon.record.record_types import UNTIMED, Step
 from dpmon.record.shared_names import Untimed
 
@@ -34,7 +34,7 @@ def test_short_steps_are_timed_now_and_then(dpmon: Dpmon, gpus: Simulated) -> No
     env = gpus.environment(1, kernel_us=100)
     result = dpmon.run("--headless", "--mode", "script", dpmon.script(TEXT), limit=250.0, env=env)
     assert result.status == 0, result.errors
-    steps = [record for record in history(dpmon.last()) if isinstance(record, Step)]
+    steps = [record for record in iter_records(dpmon.last()) if isinstance(record, Step)]
     assert len(steps) == STEPS
     assert [step.untimed for step in steps[1:64]] == [None] * 63, "until it is known what a step takes"
     late = steps[STEPS // 2 :]

@@ -21,7 +21,7 @@ from followed import TRAINING, Reader, ids_of
 from running import Dpmon, wait_for
 from sshd import Hosts, no_namespaces, sockets_of
 
-from dpmon.mirror.hosts import machines
+from dpmon.mirror.remote_hosts import resolve_hosts
 from dpmon.run import proc
 from dpmon.run.run_directory import load_info
 
@@ -47,10 +47,10 @@ def host(dpmon: Dpmon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 @pytest.fixture
 def reader(host: Hosts, dpmon: Dpmon) -> Iterator[Reader]:
     """A reader of the run, by ssh from the namespace of the viewer."""
-    (machine,) = machines(["gpu-1"])
-    made = Reader(["ip", "netns", "exec", host.viewer, *machine.words], dpmon.last().name)
+    (machine,) = resolve_hosts(["gpu-1"])
+    made = Reader(["ip", "netns", "exec", host.viewer, *machine.command_prefix], dpmon.last().name)
     yield made
-    made.links.close()
+    made.links.close_all()
 
 
 def more(reader: Reader, count: int) -> None:
@@ -123,8 +123,8 @@ def test_records_come_once_each_over_a_slow_and_lossy_cable(host: Hosts, reader:
 
 def test_a_machine_that_is_switched_off_does_not_hold_up_another(host: Hosts, dpmon: Dpmon) -> None:
     """The end of the cable is dead, so the connection is never refused."""
-    (machine,) = machines(["gpu-1"])
-    words = ["ip", "netns", "exec", host.viewer, *machine.words]
+    (machine,) = resolve_hosts(["gpu-1"])
+    words = ["ip", "netns", "exec", host.viewer, *machine.command_prefix]
     dead = [word.replace("gpu-1", host.address(0).rpartition(".")[0] + ".99") for word in words]
     reader = Reader(words, dpmon.last().name, dead)
     try:
@@ -137,7 +137,7 @@ def test_a_machine_that_is_switched_off_does_not_hold_up_another(host: Hosts, dp
         assert wait_for(said, what="the dead machine") == {"it cannot be reached"}
         more(reader, 20)
     finally:
-        reader.links.close()
+        reader.links.close_all()
 
 
 # ------------------------------------------------------------------------------------------------ a mirror

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from running import Dpmon, wait_for
 
-from dpmon.mirror.local_run import mirror_of
+from dpmon.mirror.mirror_run import find_or_create_mirror
 from dpmon.run import proc
 from dpmon.run.lifecycle import has_live_supervisor, run_state
 from dpmon.run.mirror_state import NodeReplies
@@ -74,8 +74,8 @@ class Two:
             node.info()
         words = [["env", f"XDG_STATE_HOME={node.state}", sys.executable, "-m", "dpmon"] for node in self.nodes]
         self.machines = [[f"gpu-{i}", node.last().name, *words[i]] for i, node in enumerate(self.nodes)]
-        self.directory = mirror_of("mirrored", self.machines, 5.0)
-        assert mirror_of("mirrored", self.machines) == self.directory
+        self.directory = find_or_create_mirror("mirrored", self.machines, 5.0)
+        assert find_or_create_mirror("mirrored", self.machines) == self.directory
         ensure_supervisor(self.directory, self.machines)
         wait_for((self.directory / "history.sqlite").exists, what="the mirror's history")
         wait_for(lambda: min([*steps_here(self.directory).values(), 0][:2]) > 20, what="steps of both machines")

@@ -54,7 +54,7 @@ def test_the_places_in_dpmon_that_can_change_a_files_length() -> None:
         ("supervise/supervisor.py", "posix_fallocate"),  # the spare file
         ("stalls/why_reply.py", "O_TRUNC"),  # the request to say why, an empty file
         ("tell/teller.py", "ftruncate"),  # an unfinished line of the told events
-        ("mirror/local_run.py", "truncate"),  # a copy of the output of several machines; only the mirror writes it
+        ("mirror/mirror_run.py", "truncate"),  # a copy of the output of several machines; only the mirror writes it
         ("cli/doctor/machine.py", "posix_fallocate"),  # a temporary file
         ("cli/doctor/trial.py", "script.write_text"),  # in a temporary directory
     }

@@ -17,7 +17,7 @@ from synthetic import Training
 
 from dpmon.cli import machines
 from dpmon.cli.main import main
-from dpmon.mirror import hosts
+from dpmon.mirror import remote_hosts
 from dpmon.run import proc
 
 pytestmark = pytest.mark.skipif(no_ssh() is not None, reason=no_ssh() or "")
@@ -43,7 +43,9 @@ def test_machines_are_listed_and_each_bad_one_has_a_sentence(
     for name in ("gpu-1", "gpu-2"):
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / name))
         keep({0: [*Training().begin(), *Training().run(5)]}, name=name)
-    monkeypatch.setattr(machines, "ask_dpmon", lambda asked, words: hosts.ask_dpmon(asked, words, silent_s=100.0))
+    monkeypatch.setattr(
+        machines, "ask_dpmon", lambda asked, words: remote_hosts.run_dpmon_on_hosts(asked, words, silent_s=100.0)
+    )
     banner = tmp_path / "banner"
     banner.write_text("Authorized \x1b[2J use only\n")
     ssh.add("gpu-1", tmp_path / "gpu-1", server=f"Banner {banner}")
@@ -73,7 +75,9 @@ def test_machines_are_listed_and_each_bad_one_has_a_sentence(
         ["gpu-2", shown.out.splitlines()[2].split()[2], "finished"],
     ]
     # By itself, because the others may need some seconds on a busy computer.
-    monkeypatch.setattr(machines, "ask_dpmon", lambda asked, words: hosts.ask_dpmon(asked, words, silent_s=2.0))
+    monkeypatch.setattr(
+        machines, "ask_dpmon", lambda asked, words: remote_hosts.run_dpmon_on_hosts(asked, words, silent_s=2.0)
+    )
     assert main(["ls", "--host", "hangs"]) == 1
     assert capsys.readouterr().err == "dpmon: hangs: it has sent nothing for 2 s\n"
 
@@ -83,8 +87,8 @@ def test_records_come_over_ssh_and_go_on_after_it_was_killed(ssh: Ssh, dpmon: Dp
     ssh.add("gpu-1", dpmon.state)
     run = dpmon.start("--headless", dpmon.script(TRAINING))
     dpmon.info()
-    (machine,) = hosts.machines(["gpu-1"])
-    reader = Reader(list(machine.words), dpmon.last().name)
+    (machine,) = remote_hosts.resolve_hosts(["gpu-1"])
+    reader = Reader(list(machine.command_prefix), dpmon.last().name)
     try:
         wait_for(lambda: reader.poll() is not None and len(reader.ids) > 20, what="some rows")
         for _ in range(2):
@@ -116,7 +120,7 @@ def test_records_come_over_ssh_and_go_on_after_it_was_killed(ssh: Ssh, dpmon: Dp
         dpmon.exit()
         wait_for(lambda: reader.poll() is not None and reader.ended, what="the end of the records")
     finally:
-        reader.links.close()
+        reader.links.close_all()
     assert sorted(reader.ids) == ids_of(dpmon.last())
 
 
@@ -124,11 +128,11 @@ def test_a_connection_that_the_user_shares_is_used(ssh: Ssh, tmp_path: Path) -> 
     """The master stays, and holds what it got from the first command, which must end all the same."""
     control = f"ControlMaster auto\nControlPersist 60\nControlPath {tmp_path}/c"
     ssh.add("gpu-1", tmp_path / "gpu-1", client=control)
-    (machine,) = hosts.machines(["gpu-1"])
+    (machine,) = remote_hosts.resolve_hosts(["gpu-1"])
     words = [str(ssh.place / "bin" / "ssh"), "-O", "check", "gpu-1"]
     try:
         for _ in range(2):
-            (printed,) = hosts.ask([machine], ("--version",))
+            (printed,) = remote_hosts.run_on_hosts([machine], ("--version",))
             assert printed.why == ""
             assert printed.lines[0].startswith(b"dpmon ")
             assert subprocess.run(words, capture_output=True).returncode == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tracing import Traced, alone, traced
 
-from dpmon.export.table import row
+from dpmon.export.csv_tables import csv_rows_of
 
 FACTS = ("loader", "batches", "workers", "persistent", "start", "left_out", "absent")
 
@@ -71,7 +71,7 @@ def test_the_start_of_workers_is_recorded_for_each_epoch(tmp_path: Path, workers
     assert len(run.steps()) == 8
     assert printed(run) == printed(alone(tmp_path, EPOCHS, workers))
     for recorded in run.events("loader"):
-        (cells,) = row(recorded)
+        (cells,) = csv_rows_of(recorded)
         assert cells[-1] == "", "every member has a column"
 
 

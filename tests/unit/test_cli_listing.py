@@ -20,7 +20,7 @@ from synthetic import Training
 from dpmon.cli.commands import ls
 from dpmon.cli.main import entry, main
 from dpmon.errors import HistoryError
-from dpmon.export import export, history
+from dpmon.export import export, iter_records
 from dpmon.record.record_types import Step
 from dpmon.report import report_text
 from dpmon.run.run_directory import RunError
@@ -130,10 +130,10 @@ def test_a_history_of_another_version_is_refused_with_a_sentence(
 def test_an_export_is_complete_although_the_run_is_deleted_meanwhile(state: Path, tmp_path: Path) -> None:
     training = Training()
     directory = keep({0: [*training.begin(), *training.run(400)]})
-    whole = [record for record in history(directory) if isinstance(record, Step)]
+    whole = [record for record in iter_records(directory) if isinstance(record, Step)]
     with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode=WAL")  # the mode that its supervisor sets
-        under_way = history(directory)
+        under_way = iter_records(directory)
         first = next(record for record in under_way if isinstance(record, Step))
         for table in ("calls", "steps", "events"):
             db.execute(f"DELETE FROM {table}")

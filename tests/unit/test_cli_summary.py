@@ -19,7 +19,7 @@ from test_run_playback import a_run
 from dpmon.cli.speak import closing, speak
 from dpmon.cli.summary import WIDTH, fitted, summary_lines
 from dpmon.record.record_types import Event
-from dpmon.report.text import report_text
+from dpmon.report.plain_text import report_text
 from dpmon.run.run_directory import load_exit
 
 MORE = "dpmon report linear-7f3a"

@@ -21,11 +21,11 @@ from dpmon.cli.lines import Lines, ProgressLines
 from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
 from dpmon.record.record_types import Event
-from dpmon.report.asjson import as_object
-from dpmon.report.collect import collect
-from dpmon.report.page import page
-from dpmon.report.sections import document
-from dpmon.report.text import text_lines
+from dpmon.report.html_page import render_page
+from dpmon.report.plain_text import text_lines
+from dpmon.report.report_data import collect_report_data
+from dpmon.report.report_json import report_as_json
+from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.span_ring import SpanRing
@@ -47,19 +47,19 @@ def a_run(status: int | None = 0, **how: Any) -> Path:
 def test_reports_and_summaries_leave_no_file_open(state: Path) -> None:
     directory = a_run()
     ring = SpanRing(str(directory / "process-9.ring"), process=9)
-    collect(directory)
+    collect_report_data(directory)
     gc.collect()  # what other tests left open
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        collect(directory)
+        collect_report_data(directory)
         summary_lines(directory, None)
     assert len(os.listdir("/proc/self/fd")) <= before
     del ring
 
 
 def test_text_page_and_json_of_the_report_have_the_communication(state: Path) -> None:
-    story = collect(a_run())
-    text = text_lines(document(story), 200)
+    story = collect_report_data(a_run())
+    text = text_lines(build_document(story), 200)
     assert f"  straggler {HELD_UP}; slowest in {KNOWN} of {KNOWN} steps" in text
     assert f"  exposed   2.10 ms a step, 12 % of it; {KNOWN} steps" in text
     assert "  buckets   6: 1.00 MiB, 25.0 MiB ×5" in text
@@ -68,10 +68,10 @@ def test_text_page_and_json_of_the_report_have_the_communication(state: Path) ->
     assert head == "mean of a step data forward backward exposed wait slowest in"
     assert rows[0] == "rank 0 of 3 400 µs 3.10 ms 5.00 ms 2.10 ms 6.00 ms 0 %"
     assert rows[1] == "rank 1 of 3 6.40 ms 3.10 ms 5.00 ms 2.10 ms 0.00 µs 100 %"
-    made = page(document(story))
+    made = render_page(build_document(story))
     for said in ("Communication", "Where a step of each rank goes", HELD_UP, "6: 1.00 MiB, 25.0 MiB ×5"):
         assert said in made
-    found = json.loads(json.dumps(as_object(story)))
+    found = json.loads(json.dumps(report_as_json(story)))
     told = found["communication"]
     assert told["exposed_ms"] == pytest.approx(2.1, abs=0.01)
     assert told["wait_ms"] == pytest.approx(6.0, abs=0.01), "the straggler's own 0 is no wait"
@@ -88,27 +88,27 @@ def test_text_page_and_json_of_the_report_have_the_communication(state: Path) ->
 
 def test_data_of_a_slow_rank_is_one_finding(state: Path) -> None:
     """The slow rank waits for data most of its time, but the finding about the slow rank says so already."""
-    slow = collect(a_run(extra_ms=60.0))
+    slow = collect_report_data(a_run(extra_ms=60.0))
     assert [one.who for one in (*slow.facts.modes, *slow.facts.other_process_modes)] == ["rank 0", "rank 1", "rank 2"]
     assert slow.facts.other_process_modes[0].phase_share("data") > 0.2
     kinds = [finding.kind for finding in slow.findings]
     assert "straggler" in kinds
     assert "data" not in kinds
-    assert "  100 steps of rank 0; the others have rows below" in text_lines(document(slow), 200)
+    assert "  100 steps of rank 0; the others have rows below" in text_lines(build_document(slow), 200)
 
 
 def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
-    story = collect(a_run(passes=((0, 1), (0, 1), (0, 1), (1, 0))))
-    text = " ".join(" ".join(text_lines(document(story), 200)).split())
+    story = collect_report_data(a_run(passes=((0, 1), (0, 1), (0, 1), (1, 0))))
+    text = " ".join(" ".join(text_lines(build_document(story), 200)).split())
     assert "passes 0.25 synchronised a step, 0.75 under no_sync" in text
     assert "synchronised backward passes: 0.25 passes a step, 25 passes in all" in text
     assert "backward passes under no_sync: 0.75 passes a step, 75 passes in all" in text
-    (mode,) = as_object(story)["modes"]
+    (mode,) = report_as_json(story)["modes"]
     assert mode["quantities"]["synced"] == {"sum": STEPS // 4, "steps": STEPS}
 
 
 def test_the_report_says_why_waits_are_unknown(state: Path) -> None:
-    text = text_lines(document(collect(a_run(world=8))), 200)
+    text = text_lines(build_document(collect_report_data(a_run(world=8))), 200)
     assert any("3 of 8 ranks are in this record" in line for line in text)
     assert "RANKS: where a step goes" not in text
 
@@ -123,7 +123,7 @@ def test_restarted_ranks_are_reported_together(state: Path) -> None:
         for rank, own in second.items()
     }
     directory = keep({**first, **moved})
-    found = as_object(collect(directory))
+    found = report_as_json(collect_report_data(directory))
     assert found["communication"]["joined_steps"] == 2 * 55
     assert found["communication"]["straggler"]["rank"] == 1
     assert end > 0

@@ -34,9 +34,9 @@ from dpmon.model.run_comparison import (
     result_sentence,
 )
 from dpmon.record.record_types import Event
-from dpmon.report.comparison import as_object, document, read
-from dpmon.report.page import page
-from dpmon.report.text import text_lines
+from dpmon.report.comparison_report import build_document, comparison_as_json, read_compared_run
+from dpmon.report.html_page import render_page
+from dpmon.report.plain_text import text_lines
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import short_name
 from dpmon.store.query_results import MinuteRow
@@ -146,12 +146,12 @@ class Judged(NamedTuple):
 
 
 def compared(before: list[Path], after: list[Path], *limits: Threshold, anyway: bool = False) -> Judged:
-    found = compare_runs([read(one) for one in before], [read(one) for one in after])
+    found = compare_runs([read_compared_run(one) for one in before], [read_compared_run(one) for one in after])
     return Judged(found, [judge_threshold(found, limit, anyway=anyway) for limit in limits])
 
 
 def text_of(found: Judged, width: int = 100) -> str:
-    return "\n".join(text_lines(document(*found), width))
+    return "\n".join(text_lines(build_document(*found), width))
 
 
 def test_a_pair_tells_how_much_which_phase_and_for_whom(state: Path) -> None:
@@ -180,12 +180,12 @@ def test_several_runs_a_side_tell_how_much_equal_runs_differ(state: Path) -> Non
     b = [a_run(seed + 9, slow=1.1, started_unix=1.7e9 + 2 * seed + 1) for seed in range(5)]
     found = compared(a, b)
     assert found.outcome.startswith("B is slower")
-    text = " ".join(" ".join(text_lines(document(*found))).split())
+    text = " ".join(" ".join(text_lines(build_document(*found))).split())
     assert re.search(r"Equal runs differ \(slowest against fastest median step\): A by [01]\.\d %, B by [01]\.", text)
     assert "pair only" not in text
     assert "in turn" not in text
     later = compared(a[:3], [a_run(9, started_unix=1.8e9)])
-    assert "run them in turn" in " ".join(" ".join(text_lines(document(*later))).split())
+    assert "run them in turn" in " ".join(" ".join(text_lines(build_document(*later))).split())
     assert later.outcome.startswith("inconclusive: 3 against 1 runs are too few")
     equal = compared(a[::2], b[:0] + a[1::2])
     assert equal.outcome.startswith("inconclusive: 3 against 2 runs are too few: by chance alone, one order in 10")
@@ -194,7 +194,7 @@ def test_several_runs_a_side_tell_how_much_equal_runs_differ(state: Path) -> Non
 def test_the_same_runs_give_the_same_answer(state: Path) -> None:
     a, b = a_run(1), a_run(2)
     found = compared([a], [b])
-    assert json.dumps(as_object(*found)) == json.dumps(as_object(*compared([a], [b])))
+    assert json.dumps(comparison_as_json(*found)) == json.dumps(comparison_as_json(*compared([a], [b])))
     assert found.outcome.startswith("no difference shows")
     assert found.status == 0
 
@@ -202,8 +202,8 @@ def test_the_same_runs_give_the_same_answer(state: Path) -> None:
 def test_settling_steps_and_those_near_a_pause_or_a_stall_are_left_out(state: Path) -> None:
     stall = {"t_s": 9.0, "since_s": 8.2, "lasted_s": 1.2, "text": "rank 0 stands", "ranks": []}
     quiet, disturbed = (
-        read(a_run(1)),
-        read(a_run(1, events=[Event("stall", stall), pause_event(5.2, 60), pause_event(5.8, 60, 0.6)])),
+        read_compared_run(a_run(1)),
+        read_compared_run(a_run(1, events=[Event("stall", stall), pause_event(5.2, 60), pause_event(5.8, 60, 0.6)])),
     )
     assert quiet.interrupted_steps == 0
     assert sum(quiet.kinds.values()) == 400 - 5
@@ -211,7 +211,7 @@ def test_settling_steps_and_those_near_a_pause_or_a_stall_are_left_out(state: Pa
     assert 60 <= disturbed.interrupted_steps <= 120  # 4 to 5 seconds with 20 steps
     assert left + disturbed.interrupted_steps == 400 - 5
     assert "steps near a pause or a stall are left out" in "\n".join(
-        text_lines(document(compare_runs([quiet], [disturbed])), 100)
+        text_lines(build_document(compare_runs([quiet], [disturbed])), 100)
     )
 
 
@@ -299,7 +299,7 @@ def test_runs_without_steps_or_with_few(state: Path) -> None:
     assert "has no step to compare" in compared([empty], [run]).outcome
     assert "has only 7 steps to compare, fewer than 20" in compared([short], [run]).outcome
     assert compared([short], [run], Threshold("step", 0.05)).status == 3
-    text_lines(document(*compared([empty], [run])))
+    text_lines(build_document(*compared([empty], [run])))
 
 
 # ------------------------------------------------------------------------------------------------ gate
@@ -325,9 +325,9 @@ def test_three_runs_a_side_pass_fail_or_neither(
     found = compared(before, after, Threshold("step", limit))
     assert found.status == status
     assert found.outcome.startswith(words)
-    (gate,) = as_object(*found)["gate"]  # type: ignore[misc]
+    (gate,) = comparison_as_json(*found)["gate"]  # type: ignore[misc]
     assert gate["outcome"] == found.judgements[0].outcome  # type: ignore[call-overload]
-    assert found.outcome in " ".join(" ".join(text_lines(document(*found), 400)).split())
+    assert found.outcome in " ".join(" ".join(text_lines(build_document(*found), 400)).split())
 
 
 def test_three_runs_a_side_have_one_verdict_by_their_one_sided_bounds(state: Path) -> None:
@@ -396,20 +396,20 @@ def test_the_fast_step_shows_a_change_where_other_work_disturbs_most_steps(state
 
 
 def test_the_processor_time_of_a_step_is_that_of_all_processes(state: Path) -> None:
-    run = read(a_run(1))
+    run = read_compared_run(a_run(1))
     assert run.values["cpu_step"] == pytest.approx(1.8 * 0.05 * SECOND, rel=0.05), "20 steps/s on 1.8 processors"
-    assert "cpu_step" not in read(a_run(1, busy={"node": 1})).values, "they run on other machines, too"
-    assert "cpu_step" not in read(a_run(1, steps=30)).values, "no whole second"
+    assert "cpu_step" not in read_compared_run(a_run(1, busy={"node": 1})).values, "they run on other machines, too"
+    assert "cpu_step" not in read_compared_run(a_run(1, steps=30)).values, "no whole second"
     sides = ([a_run(seed, busy={"run_cpu_pct": use + seed}) for seed in range(3)] for use in (100, 112))
     assert compared(*sides, Threshold("cpu_step", 0.05)).outcome.startswith("slower (processor time a step, limit")
 
 
 def test_processors_and_memory_of_several_machines_are_told_apart(state: Path) -> None:
     other = [host_event(t + 0.5, node=1, cpus=8, run_mem_bytes=9 << 30) for t in range(20)]
-    run = read(a_run(1, busy={"node": 0, "cpus": 8, "run_mem_bytes": 1 << 30}, events=other))
+    run = read_compared_run(a_run(1, busy={"node": 0, "cpus": 8, "run_mem_bytes": 1 << 30}, events=other))
     assert run.set_up["hardware"] == "8 processors on one of 2 machines"
     assert run.values["host_memory"] == 9 << 30
-    assert read(a_run(1, busy={"cpus": 8})).set_up["hardware"] == "8 processors"
+    assert read_compared_run(a_run(1, busy={"cpus": 8})).set_up["hardware"] == "8 processors"
     found = DeviceUsageBuilder()
     found.add_rollup(MinuteRow(0, -2, "cpu_pct", 1, 50.0, 50.0))
     assert ([one.index for one in found.hosts], found.gpus()) == ([-2], ())
@@ -499,7 +499,10 @@ def test_every_field_is_described(state: Path) -> None:
     before, after = sides(state, 1.3)
     limits = (Threshold("step", 0.05),)
     other = compared([a_run(1)], [a_run(2, command=("python", "linear.py", "-x"))], *limits)
-    found = [as_object(*each) for each in (compared(before, after, *limits), other, compared([before[0]], [after[0]]))]
+    found = [
+        comparison_as_json(*each)
+        for each in (compared(before, after, *limits), other, compared([before[0]], [after[0]]))
+    ]
     check("dpmon compare --json", *json.loads(json.dumps(found)))
 
 
@@ -534,6 +537,6 @@ def test_the_figures_of_a_script_over_its_runs(state: Path, capsys: pytest.Captu
 def test_hostile_names_do_no_harm(state: Path) -> None:
     script = "<b>\x1b[31mx"
     found = compared([a_run(1, script=script)], [a_run(2, script="y")])
-    assert "\x1b" not in "\n".join(text_lines(document(*found)))
-    assert "<b>" not in page(document(*found))
+    assert "\x1b" not in "\n".join(text_lines(build_document(*found)))
+    assert "<b>" not in render_page(build_document(*found))
     assert result_sentence(found.found)

@@ -21,18 +21,18 @@ from timed import GPUS, HOST_ONLY, OF_CALL, growing, staged, timed, trained
 
 from dpmon.cli.lines import Lines, _progress
 from dpmon.cli.summary import summary_lines
-from dpmon.export import history
+from dpmon.export import iter_records
+from dpmon.export.csv_tables import CsvTables
 from dpmon.export.perfetto import write_trace
-from dpmon.export.table import Tables
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import UNTIMED, Call, Event, Step
 from dpmon.record.shared_names import CALL_PHASES, Untimed
-from dpmon.report import collect, report_text
-from dpmon.report.asjson import as_object
-from dpmon.report.page import page
-from dpmon.report.plots import plots
-from dpmon.report.sections import document
+from dpmon.report import collect_report_data, report_text
+from dpmon.report.html_page import render_page
+from dpmon.report.plots import build_plots
+from dpmon.report.report_json import report_as_json
+from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.ui.facts import Facts
@@ -50,7 +50,7 @@ def even(steps: int) -> list[Row]:
 
 def test_history_exports_and_report_have_device_times(state: Path) -> None:
     directory = keep({0: even(40)})
-    records = list(history(directory))
+    records = list(iter_records(directory))
     calls = [record for record in records if isinstance(record, Call)]
     steps = [record for record in records if isinstance(record, Step)]
     assert len(calls) == len(steps) == 40
@@ -58,7 +58,7 @@ def test_history_exports_and_report_have_device_times(state: Path) -> None:
     assert {call.replicas[1].device_ms for call in calls} == {1.75}
 
     files: dict[str, io.StringIO] = {}
-    Tables(lambda which: files.setdefault(which, io.StringIO())).write(records)
+    CsvTables(lambda which: files.setdefault(which, io.StringIO())).write(records)
     rows = {which: list(csv.DictReader(io.StringIO(file.getvalue()))) for which, file in files.items()}
     assert (rows["step"][0]["forward_device_ms"], rows["step"][0]["more"]) == ("4.0", "")
     assert (rows["call"][0]["gather_device_ms"], rows["call"][0]["replica_device_ms"]) == ("0.25", "1.5 1.75")
@@ -69,7 +69,7 @@ def test_history_exports_and_report_have_device_times(state: Path) -> None:
     assert len(counters) == 40
     assert counters[0]["args"] == {"data": 0.25, "forward": 4.0, "backward": 3.0, "optimizer": 0.5}
 
-    phases = as_object(collect(directory))["modes"][0]["phases"]
+    phases = report_as_json(collect_report_data(directory))["modes"][0]["phases"]
     medians = [phases[name]["device_median_ms"] for name in ("forward", "gather")]
     assert medians == pytest.approx([4.0, 0.25], rel=0.004)
     assert phases["other"]["device_median_ms"] is None
@@ -85,7 +85,7 @@ def test_a_history_is_read_up_to_damaged_device_times(state: Path, damage: objec
     directory = keep({0: even(5)})
     with closing(sqlite3.connect(directory / "history.sqlite")) as db, db:
         db.execute("UPDATE steps SET device = ? WHERE step = 3", (damage,))
-    records = list(history(directory))
+    records = list(iter_records(directory))
     assert {record.step for record in records if isinstance(record, Step)} == {1, 2}
     warnings = [record.data["text"] for record in records if isinstance(record, Event) and record.kind == "warning"]
     assert str(warnings[-1]).startswith("the history cannot be read to its end: ")
@@ -114,7 +114,7 @@ def cells(lines: Sequence[str], title: str) -> list[list[str]]:
 
 def test_a_replica_has_medians_of_device_and_host_times(state: Path) -> None:
     directory = keep({0: trained()})
-    first, second = as_object(collect(directory))["replicas"]
+    first, second = report_as_json(collect_report_data(directory))["replicas"]
     assert (first["device_median_ms"], first["device_calls"], first["calls"], first["absent"]) == (NEAR(5.0), 9, 9, {})
     assert second["device_median_ms"] == NEAR(10.0)
     assert 0 < first["median_ms"] < 1, "that of the host is another"
@@ -128,7 +128,7 @@ def test_a_replica_has_medians_of_device_and_host_times(state: Path) -> None:
 
 def test_the_report_says_in_how_many_calls_a_replicas_device_time_is_known(state: Path) -> None:
     directory = keep({0: trained(replicas=lambda n: (float(n) if n > 6 else None, None), why=Untimed.CAPTURED)})
-    first, second = as_object(collect(directory))["replicas"]
+    first, second = report_as_json(collect_report_data(directory))["replicas"]
     assert (first["device_median_ms"], first["device_calls"], first["absent"]) == (NEAR(8.0), 3, {})
     assert (second["device_median_ms"], second["device_calls"]) == (None, 0)
     assert second["absent"] == {"device_median_ms": UNTIMED[Untimed.CAPTURED]}
@@ -139,18 +139,18 @@ def test_the_report_says_in_how_many_calls_a_replicas_device_time_is_known(state
 def test_calls_of_evaluations_are_in_neither_median(state: Path) -> None:
     made = Training(devices=GPUS, virtual=False)
     rows = made.run(4) + [row for _ in range(4) for row in made.step(evaluates=True)]
-    first, second = as_object(collect(keep({0: timed(rows, growing)})))["replicas"]
+    first, second = report_as_json(collect_report_data(keep({0: timed(rows, growing)})))["replicas"]
     assert (first["calls"], first["device_calls"]) == (4, 4)
     assert (first["device_median_ms"], second["device_median_ms"]) == (NEAR(2.5), NEAR(5.0))
 
 
 def test_a_page_has_the_column_and_the_bars(state: Path) -> None:
-    story = collect(keep({0: trained()}))
-    (plot,) = [plot for plot in plots(story.facts) if plot.name == "replicas"]
+    story = collect_report_data(keep({0: trained()}))
+    (plot,) = [plot for plot in build_plots(story.facts) if plot.name == "replicas"]
     (device,) = plot.series
     assert (device.name, plot.unit) == ("on device", "ms")
     assert [y for _, _, y in device.points] == NEAR([5.0, 10.0])
-    text = page(document(story))
+    text = render_page(build_document(story))
     table = text[text.index("Replicas</h2>") :]
     assert "<th>p95</th><th>on device</th><th class=text>received" in table
     row = table[table.index("Model 1") : table.index("</tr>", table.index("Model 1"))]
@@ -160,7 +160,7 @@ def test_a_page_has_the_column_and_the_bars(state: Path) -> None:
 def test_a_stage_has_the_median_of_its_device(state: Path) -> None:
     """Two processes have the same stages: their calls are in one line."""
     directory = keep({0: staged(4, growing), 1: staged(3, lambda n: (9.0, None))})
-    lines = as_object(collect(directory))["stages"]
+    lines = report_as_json(collect_report_data(directory))["stages"]
     found = {(line["stage"], line["outputs"]): line for line in lines}
     assert len(found) == len(lines) == 3
     first = found[0, "[30, 5]"]
@@ -178,7 +178,7 @@ def test_a_stage_has_the_median_of_its_device(state: Path) -> None:
 @pytest.mark.parametrize(("took", "reason"), [(None, HOST_ONLY), (lambda number: (None, None), UNTIMED[Untimed.LATE])])
 def test_stages_without_times_of_devices_have_no_column_but_the_reason(state: Path, took: Any, reason: str) -> None:
     directory = keep({0: staged(3, took)})
-    for line in as_object(collect(directory))["stages"]:
+    for line in report_as_json(collect_report_data(directory))["stages"]:
         assert (line["device_median_ms"], line["device_calls"]) == (None, 0)
         assert line["absent"] == {"device_median_ms": reason}
     assert "on device" not in "\n".join(report_text(directory, 120))
@@ -192,7 +192,7 @@ def test_a_rank_has_the_device_time_of_its_forward(state: Path) -> None:
         took = (0.25, None if number == 2 else 4.0 + number, 3.0, 0.5)
         ranks[number] = [*made.begin(), *timed(made.run(5), lambda _: (9.0,), Untimed.FAULT, took)]
     directory = keep(ranks)
-    found = as_object(collect(directory))["ranks"]
+    found = report_as_json(collect_report_data(directory))["ranks"]
     assert [one["forward_device_median_ms"] for one in found] == [NEAR(4.0), NEAR(5.0), None]
     assert [one["absent"] for one in found[1:]] == [{}, {"forward_device_median_ms": UNTIMED[Untimed.FAULT]}]
     lines = report_text(directory, 80)
@@ -207,7 +207,7 @@ def test_the_share_of_device_waits_is_extrapolated_to_all_steps(state: Path) -> 
     made = Training(devices=GPUS, virtual=False)
     payloads = timed(made.run(40), of_step=(1.0, 1.5, 0.7, 0.1))
     payloads += timed(made.run(40), of_step=(None, 1.5, 0.7, 0.1), why=Untimed.LATE)
-    story = collect(keep({0: payloads}))
+    story = collect_report_data(keep({0: payloads}))
     figures = story.facts.modes[0].phase("data")
     assert figures is not None
     walls = sum(one.wall_ns for one in story.facts.stretches.bins)
@@ -220,14 +220,14 @@ def test_the_share_of_device_waits_is_extrapolated_to_all_steps(state: Path) -> 
 def test_without_device_times_the_report_does_not_mention_them(state: Path) -> None:
     made = Training()
     directory = keep({0: [*made.begin(), *made.run(40)], 1: Training(process=1).run(40)})
-    story = collect(directory)
-    said = as_object(story)
+    story = collect_report_data(directory)
+    said = report_as_json(story)
     for line in (*said["replicas"], *said["ranks"]):
         assert line["absent"] == {}, "the record does not say"
     assert {line["device_median_ms"] for line in said["replicas"]} == {None}
     assert {line["forward_device_median_ms"] for line in said["ranks"]} == {None}
     assert "on device" not in "\n".join(report_text(directory, 200))
-    (plot,) = [plot for plot in plots(story.facts) if plot.name == "replicas"]
+    (plot,) = [plot for plot in build_plots(story.facts) if plot.name == "replicas"]
     assert [one.name for one in plot.series if one.kind == "bars"] == ["on the host"]
     assert plot.note == "median of host times, with a whisker up to the 95th percentile"
     assert json.loads(json.dumps(said)) == said

@@ -20,8 +20,8 @@ from traceformat import Trace, read
 import dpmon.export as run_export
 from dpmon.cli.lines import LineFile
 from dpmon.export import ExportError, export
+from dpmon.export.csv_tables import CsvTables, csv_rows_of
 from dpmon.export.perfetto import write_trace
-from dpmon.export.table import Tables, row
 from dpmon.record.record_specs import COLUMNS
 from dpmon.record.record_types import Call, Event, Record, Step
 from dpmon.run.output_target import open_replacement
@@ -113,21 +113,21 @@ def test_csv_is_a_table_a_kind_with_a_row_a_record(directory: Path, tmp_path: Pa
 
 
 def test_an_unknown_member_is_kept_in_the_last_column() -> None:
-    (cells,) = row(Event("host", {"t_s": 1.0, "new_thing": [1, {"x": None}]}))
+    (cells,) = csv_rows_of(Event("host", {"t_s": 1.0, "new_thing": [1, {"x": None}]}))
     assert cells[0] == "1.0"
     assert json.loads(cells[-1]) == {"new_thing": [1, {"x": None}]}
     file = io.StringIO()
-    Tables(lambda which: file if which == "other" else pytest.fail(which)).write([Event("novel", {"a": 1})])
+    CsvTables(lambda which: file if which == "other" else pytest.fail(which)).write([Event("novel", {"a": 1})])
     assert file.getvalue() == 'kind,more\nnovel,"{""a"":1}"\n'
 
 
 def test_idle_devices_and_missing_sizes_are_in_csv() -> None:
     training = Training(devices=("cpu:0", "cpu:1", "cpu:2"), batch=2)
     (call,) = (record for record in decoded(training.step()) if isinstance(record, Call))
-    cells = dict(zip(COLUMNS["call"], row(call)[0], strict=False))
+    cells = dict(zip(COLUMNS["call"], csv_rows_of(call)[0], strict=False))
     assert (cells["replicas"], cells["idle_devices"]) == ("2", "cpu:2")
     unseen = replace(call, replicas=tuple(share._replace(inputs=None) for share in call.replicas))
-    cells = dict(zip(COLUMNS["call"], row(unseen)[0], strict=False))
+    cells = dict(zip(COLUMNS["call"], csv_rows_of(unseen)[0], strict=False))
     assert (cells["replica_rows"], cells["replica_inputs"]) == ("- -", " | ")
     assert "not seen" in cells["absent"]
 
@@ -159,7 +159,7 @@ def test_csv_of_all_kinds_needs_a_directory(directory: Path, tmp_path: Path) -> 
 def trace_of(directory: Path, records: Iterable[Record] | None = None) -> Trace:
     """Write the records of a run, or these, as a trace; read it."""
     file = io.StringIO()
-    write_trace(load_info(directory), run_export.history(directory) if records is None else records, file)
+    write_trace(load_info(directory), run_export.iter_records(directory) if records is None else records, file)
     return read(file.getvalue())
 
 
@@ -235,7 +235,7 @@ def test_damaged_records_are_left_out_of_the_trace(state: Path) -> None:
 
 def test_a_trace_that_is_interrupted_is_closed(directory: Path) -> None:
     def interrupted() -> object:
-        for number, record in enumerate(run_export.history(directory)):
+        for number, record in enumerate(run_export.iter_records(directory)):
             if number == 20:
                 raise KeyboardInterrupt
             yield record
@@ -257,7 +257,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     target.write_text("before")
     target.chmod(0o640)
 
-    whole = list(run_export.history(directory))
+    whole = list(run_export.iter_records(directory))
 
     def broken(*_: object) -> object:
         yield from whole[:30]

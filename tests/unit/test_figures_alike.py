@@ -21,10 +21,10 @@ from dpmon.cli.lines import Lines, ProgressLines
 from dpmon.cli.summary import summary_lines
 from dpmon.model.mode_comparison import Comparison, verdict_sentence
 from dpmon.record.schema import PHASES, REST, STEP
-from dpmon.report.asjson import as_object
-from dpmon.report.collect import collect
+from dpmon.report.plain_text import report_text
+from dpmon.report.report_data import collect_report_data
+from dpmon.report.report_json import report_as_json
 from dpmon.report.sections import most_frequent
-from dpmon.report.text import report_text
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.store.step_stats import StatsWindow, StepStats, rate_as_fields
@@ -153,7 +153,7 @@ def in_json(said: Iterable[tuple[str, bool, Mapping[str, Any], Mapping[str, Any]
 
 
 def in_report_as_json(directory: Path) -> Shown:
-    said = json.loads(json.dumps(as_object(collect(directory))))
+    said = json.loads(json.dumps(report_as_json(collect_report_data(directory))))
     modes = [(False, one) for one in said["modes"]] + [(True, one) for one in said["evaluations"]]
     return in_json((one["mode"], evaluation, one, one["phases"]) for evaluation, one in modes)
 
@@ -307,7 +307,7 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     (row,) = (line.split() for line in text if line.startswith("  ddp"))
     assert row[:4] == ["ddp", str(2 * steps), "rank", "0"]
     assert any(line.startswith("  time of a step of rank 0, mean over each") for line in text)
-    said = as_object(collect(directory))
+    said = report_as_json(collect_report_data(directory))
     (mode,) = said["modes"]
     assert (mode["steps"], mode["process"], mode["rank"], mode["process_steps"]) == (2 * steps, 0, 0, steps)
     assert mode["phases"]["data"]["median_ms"] == median / 1e6
@@ -393,7 +393,7 @@ def test_a_loop_whose_steps_are_not_known_yet_has_calls_everywhere(state: Path) 
     text = " ".join(" ".join(report_text(directory, 100)).split())
     assert "one training process, 0 steps, 11 calls" in text
     assert so_far in text
-    found = as_object(collect(directory))
+    found = report_as_json(collect_report_data(directory))
     assert (found["steps"], found["calls"], found["open_calls"], found["nothing"]) == (0, 11, 11, None)
     assert so_far in summary_lines(directory, None)
     assert "nothing was traced" not in text + " ".join(summary_lines(directory, None))
@@ -433,7 +433,7 @@ def judged(feed: Feed) -> tuple[Comparison, str]:
 
 
 def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long: Path) -> None:
-    said = collect(long).facts.mode_comparison
+    said = collect_report_data(long).facts.mode_comparison
     assert said is not None
     assert said.speedup is not None
     assert {mode: side.steps for mode, side in said.sides.items()} == {

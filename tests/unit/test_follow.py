@@ -15,9 +15,9 @@ from test_export import samples, trained
 
 from dpmon.export import ExportError
 from dpmon.export import follow as module
-from dpmon.export.follow import follow
-from dpmon.export.new_rows import NewRows
-from dpmon.mirror.local_run import mirror_of
+from dpmon.export.incremental_rows import IncrementalRows
+from dpmon.export.row_stream import stream_rows
+from dpmon.mirror.mirror_run import find_or_create_mirror
 from dpmon.run import proc
 from dpmon.run.run_directory import load_exit, load_info, stop_requested_unix, write_info
 from dpmon.run.run_reader import NO_TRAINING
@@ -47,7 +47,7 @@ def test_a_way_without_input_is_said(directory: Path) -> None:
     with as_input() as there:
         os.close(there)
         with pytest.raises(ExportError, match="standard input ends at once"):
-            follow(directory, 0, rollups=True)
+            stream_rows(directory, 0, rollups=True)
 
 
 @pytest.mark.parametrize("asked", [b"", b'{"ask": "begin"}\n'])
@@ -57,14 +57,14 @@ def test_a_reader_that_is_gone_is_not_waited_for(
     monkeypatch.setattr(module, "WAIT_S", 0.2)
     with as_input() as there:
         os.write(there, asked)
-        follow(directory, 0, rollups=True)
+        stream_rows(directory, 0, rollups=True)
         os.close(there)
     assert ('"exit"' in capsys.readouterr().out) == bool(asked)
 
 
 def test_machines_that_cannot_be_asked_are_not_called_stopped(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpmon.run.run_signals.time.sleep", pytest.fail)  # a mirror has no command to wait for
-    mirror = mirror_of("train", [["gpu-1", "20260101-000000-train-0001", "false"]])
+    mirror = find_or_create_mirror("train", [["gpu-1", "20260101-000000-train-0001", "false"]])
     *_, said = stop_run(mirror, load_info(mirror))
     assert said == "no node is connected, so the run cannot be stopped now: try again in some seconds"
     assert stop_requested_unix(mirror) is None
@@ -74,13 +74,13 @@ def test_machines_that_cannot_be_asked_are_not_called_stopped(state: Path, monke
 def test_a_request_that_no_process_takes_is_answered_with_the_reason(
     directory: Path, request_: dict[str, object]
 ) -> None:
-    followed = module._Follow(directory, NewRows(rollups=True))
-    followed.answer({**request_, "id": 7})
-    assert [json.loads(line) for line in followed.answers()] == [{"answer": 7, "error": NO_TRAINING}]
+    followed = module._RowStream(directory, IncrementalRows(rollups=True))
+    followed.handle_request({**request_, "id": 7})
+    assert [json.loads(line) for line in followed.pop_replies()] == [{"answer": 7, "error": NO_TRAINING}]
 
 
 def test_output_is_passed_on_in_whole_lines(directory: Path) -> None:
-    followed = module._Follow(directory, NewRows(rollups=True))
+    followed = module._RowStream(directory, IncrementalRows(rollups=True))
     path = followed._reader.output_paths[0]
 
     def more(data: bytes, *, last: bool = False) -> str | None:
@@ -100,7 +100,7 @@ def test_output_is_passed_on_in_whole_lines(directory: Path) -> None:
     assert more(flood * 5000 + b"z") == flood.decode() * ((module.MOST_OUTPUT - 1) // len(flood))
     at = followed._output
     assert more(b"", last=True) == "z"
-    again = module._Follow(directory, NewRows(rollups=True))
+    again = module._RowStream(directory, IncrementalRows(rollups=True))
     again.begin({"output_at": at})
     assert again._new_output(last=True) == "z"
 
@@ -116,11 +116,11 @@ def test_the_end_is_sent_when_the_supervisor_has_written_everything(directory: P
     }
     write_info(directory, replace(load_info(directory), **me))
     write_info(directory, replace(how, drained=False))
-    followed = module._Follow(directory, NewRows(rollups=True))
-    lines, _, last = followed.chunk()
+    followed = module._RowStream(directory, IncrementalRows(rollups=True))
+    lines, _, last = followed.next_chunk()
     assert (last, "exit" in json.loads(lines[-1])) == (False, False)
     write_info(directory, how)
     last = False
     while not last:
-        lines, _, last = followed.chunk()
+        lines, _, last = followed.next_chunk()
     assert json.loads(lines[-1])["exit"]["status"] == 0

@@ -12,7 +12,7 @@ from kept import keep
 from synthetic import Training, host_event
 
 from dpmon.errors import HistoryError
-from dpmon.export import history
+from dpmon.export import iter_records
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_opening import open_store
@@ -40,7 +40,7 @@ def altered(directory: Path, *statements: str) -> None:
 def read_all(directory: Path) -> list[str]:
     """Read a history in every way that dpmon does; return the texts of the warnings."""
     warnings = [
-        str(record.data.get("text")) for record in history(directory) if getattr(record, "kind", "") == "warning"
+        str(record.data.get("text")) for record in iter_records(directory) if getattr(record, "kind", "") == "warning"
     ]
     with open_store(directory) as store:
         StatsWindow(store).figures("dp")

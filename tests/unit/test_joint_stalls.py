@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dpmon.mirror import joint_stalls
-from dpmon.mirror.joint_stalls import JointStalls
+from dpmon.mirror import cross_node_stalls
+from dpmon.mirror.cross_node_stalls import CrossNodeStallDetector
 from dpmon.record.schema import SECOND
 from dpmon.run.run_directory import RunInfo
 from dpmon.stalls.stacks import Frame, ProcessStacks, Stack
@@ -51,7 +51,7 @@ class Machines:
         self.now = 0.0
         clock = SimpleNamespace(monotonic_ns=lambda: START + int(self.now * SECOND), time=lambda: 1e9 + self.now)
         patch.setattr(stall_watch, "time", clock)
-        patch.setattr(joint_stalls, "time", clock)
+        patch.setattr(cross_node_stalls, "time", clock)
         self.ranks = [[rank(0), rank(1)], [rank(2), rank(3)]]
         self.told: list[list[Mapping[str, Any]]] = [[], [], []]
         self.places = [place / name for name in (*NAMES, "mirror")]
@@ -61,7 +61,7 @@ class Machines:
         for node, watch in enumerate(self.watches):
             patch.setattr(watch._look, "ranks", lambda steps, now, node=node: self.ranks[node])
             patch.setattr(watch, "_take", lambda asked: None)
-        self.joint = JointStalls(
+        self.joint = CrossNodeStallDetector(
             self.places[2], INFO, self.record(2, before), 2, lambda node, process: 2 * node + process
         )
 
@@ -76,8 +76,8 @@ class Machines:
             for node, watch in enumerate(self.watches):
                 watch.poll()
                 if node != cut:
-                    self.joint.hear(node, NAMES[node], self.standing(node), 0)
-            self.joint.look()
+                    self.joint.receive_rank_report(node, NAMES[node], self.standing(node), 0)
+            self.joint.poll()
             self.now += 1
 
     def standing(self, node: int) -> dict[str, Any]:
@@ -150,8 +150,8 @@ def test_the_rank_that_failed_on_another_machine_is_named(machines: Machines) ->
 
 def test_while_a_machine_does_not_answer_nobody_else_is_blamed(machines: Machines) -> None:
     machines.ranks[0][1] = rank(1, sequence=5)
-    machines.joint.hear(1, NAMES[1], {"ranks": []}, 0)
-    machines.joint.lose(1)
+    machines.joint.receive_rank_report(1, NAMES[1], {"ranks": []}, 0)
+    machines.joint.drop_node(1)
     machines.run(60, cut=1)
     assert machines.texts() == []
     machines.run(80)
@@ -163,7 +163,7 @@ def test_while_a_machine_does_not_answer_nobody_else_is_blamed(machines: Machine
 def test_a_stall_goes_on_while_its_machine_does_not_answer(machines: Machines) -> None:
     machines.ranks[1][1] = rank(3, SAVES)
     machines.run(20)
-    machines.joint.lose(1)
+    machines.joint.drop_node(1)
     machines.run(60, cut=1)
     assert machines.texts() == [(None, STUCK)]
     machines.ranks[0][0] = rank(0, since_ns=START + 59 * SECOND)
@@ -186,12 +186,12 @@ def test_another_mirror_goes_on_with_the_stall(tmp_path: Path, monkeypatch: pyte
 
 def test_the_stalls_of_the_supervisors_are_kept_where_nobody_judges_all_ranks(machines: Machines) -> None:
     old = {"since_s": 4.0, "text": "t", "ranks": [{}]}
-    assert machines.joint.keeps(0, old)
+    assert machines.joint.should_store_stall(0, old)
     machines.run(10)
-    assert machines.joint.keeps(0, {"since_s": 4.0, "lasted_s": 2.0, "text": "t"})
-    assert not machines.joint.keeps(0, {"since_s": 5.0, "lasted_s": 2.0, "text": "t"})
-    assert not machines.joint.keeps(0, {**old, "since_s": 5.0})
-    assert not machines.joint.keeps(0, {**old, "since_s": []})
+    assert machines.joint.should_store_stall(0, {"since_s": 4.0, "lasted_s": 2.0, "text": "t"})
+    assert not machines.joint.should_store_stall(0, {"since_s": 5.0, "lasted_s": 2.0, "text": "t"})
+    assert not machines.joint.should_store_stall(0, {**old, "since_s": 5.0})
+    assert not machines.joint.should_store_stall(0, {**old, "since_s": []})
 
 
 def test_a_machine_whose_ranks_are_a_whole_job_judges_itself(machines: Machines) -> None:
@@ -200,7 +200,7 @@ def test_a_machine_whose_ranks_are_a_whole_job_judges_itself(machines: Machines)
     words = "rank 0 in save (train.py:4); rank 1 waits in backward (train.py:90)"
     assert [machines.texts(node) for node in range(3)] == [[(None, words)], [(None, words)], []]
     assert not any((place / STANDING_FILE).exists() for place in machines.places)
-    assert machines.joint.keeps(1, machines.told[1][0])
+    assert machines.joint.should_store_stall(1, machines.told[1][0])
 
 
 def test_one_answer_says_what_the_ranks_of_all_machines_do(machines: Machines) -> None:
@@ -211,7 +211,7 @@ def test_one_answer_says_what_the_ranks_of_all_machines_do(machines: Machines) -
         node: (NAMES[node], json.loads(json.dumps(build_reply(ranks, dumps, None, START + 20 * SECOND, INFO))))
         for node, ranks in enumerate(machines.ranks)
     }
-    found = machines.joint.joined(answers, START + 20 * SECOND)
+    found = machines.joint.merge_replies(answers, START + 20 * SECOND)
     assert (found["text"], found["since_s"], found["t_s"]) == (STUCK, 1.0, 20.0)
     assert [(each["node"], each["rank"], each["waits"], each["apart"]) for each in found["ranks"]] == [
         ("gpu-2", 3, False, False), ("gpu-1", 0, True, False), ("gpu-1", 1, True, False), ("gpu-2", 2, True, False)
@@ -229,7 +229,7 @@ def test_an_answer_of_machines_that_are_not_stalled(machines: Machines) -> None:
         0: ("gpu-1", build_reply([rank(0)], {}, None, START, INFO)),
         1: ("gpu-2", {"ranks": 7, "nccl": "x"}),
     }
-    found = machines.joint.joined(answers, START)
+    found = machines.joint.merge_replies(answers, START)
     assert (found["text"], found["since_s"], [each["rank"] for each in found["ranks"]]) == (None, None, [0])
     assert format_reply(found)[0][0] == "not stalled"
 
@@ -256,10 +256,10 @@ def test_all_that_the_verdict_needs_is_passed_on() -> None:
 )  # fmt: skip
 def test_rubbish_is_no_rank(wrong: dict[str, Any], machines: Machines) -> None:
     with pytest.raises(ValueError, match="not a rank"):
-        machines.joint.hear(0, "a", {"ranks": [{"pid": 1, **wrong}]}, 0)
+        machines.joint.receive_rank_report(0, "a", {"ranks": [{"pid": 1, **wrong}]}, 0)
     for ranks in (7, [7], None):
         with pytest.raises(ValueError, match="not a list of ranks"):
-            machines.joint.hear(0, "a", {"ranks": ranks}, 0)
+            machines.joint.receive_rank_report(0, "a", {"ranks": ranks}, 0)
 
 
 def test_members_of_another_type_are_unknown() -> None:

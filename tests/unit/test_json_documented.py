@@ -27,9 +27,9 @@ from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.history_rows import Definition, LossRow
 from dpmon.record.record_types import Event
-from dpmon.report.asjson import as_object
-from dpmon.report.collect import collect
 from dpmon.report.health import Health
+from dpmon.report.report_data import collect_report_data
+from dpmon.report.report_json import report_as_json
 from dpmon.run.lifecycle import outcome_word
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
@@ -108,7 +108,7 @@ def objects(state: Path) -> list[dict[str, Any]]:
         keep({0: staged(4, lambda n: (None, 2.0))}),
         keep({}),
     ]
-    return [json.loads(json.dumps(as_object(collect(directory)))) for directory in runs]
+    return [json.loads(json.dumps(report_as_json(collect_report_data(directory)))) for directory in runs]
 
 
 def test_every_field_of_a_report_is_described(objects: list[dict[str, Any]]) -> None:

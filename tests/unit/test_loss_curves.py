@@ -17,16 +17,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from stored import Recording
 from synthetic import SECOND, Training
 
-from dpmon.export.table import Tables
+from dpmon.export.csv_tables import CsvTables
 from dpmon.model.all_findings import find_all
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.jsonl import as_json
-from dpmon.report.collect import collect
-from dpmon.report.page import HEIGHT, drawn
-from dpmon.report.plots import plots
-from dpmon.report.sections import document
-from dpmon.report.text import text_lines
+from dpmon.report.html_page import HEIGHT, render_plot
+from dpmon.report.plain_text import text_lines
+from dpmon.report.plots import build_plots
+from dpmon.report.report_data import collect_report_data
+from dpmon.report.sections import build_document
 from dpmon.store.history_writer import KEPT_LOSSES, KEPT_OLDER
 from dpmon.store.query_results import SMOOTHED, InvalidLoss, LossBin
 from dpmon.supervise.prometheus_file import PrometheusFile
@@ -198,7 +198,7 @@ def test_a_loss_is_a_json_line_and_a_row_of_csv() -> None:
         {**common, "step": 2, "t_s": 2.0, "loss": None, "absent": {"loss": "inf"}},
     ]
     table = io.StringIO()
-    Tables(lambda kind: table).write(records)
+    CsvTables(lambda kind: table).write(records)
     first, second = csv.DictReader(io.StringIO(table.getvalue()))
     assert (first["place"], first["loss"], second["loss"]) == ("train.py:88", "0.5", "")
 
@@ -215,14 +215,14 @@ def test_metrics_have_the_newest_loss_of_each_line_and_process(state: Path, tmp_
 
 def test_the_report_has_a_row_and_a_curve_for_each_line(state: Path) -> None:
     rows = [*LINES, *losses(3.0, -0.5, nan), LossRow(OTHER, 2, 2 * SECOND, 1.1), LossRow(OTHER, 3, 3 * SECOND, 1.2)]
-    story = collect(keep({0: [*trained(Training(step_ns=SECOND), 4), *rows]}))
-    text = text_lines(document(story), 100)
+    story = collect_report_data(keep({0: [*trained(Training(step_ns=SECOND), 4), *rows]}))
+    text = text_lines(build_document(story), 100)
     (at,) = [number for number, line in enumerate(text) if "backward called at" in line]
     assert text[at + 1].split() == ["train.py:88", "3", "-0.5", "NaN", "1.141", "3"]
     assert text[at + 2].split() == ["train.py:91", "1.1", "1.1", "1.2", "1.153", "3"]
-    (plot,) = [plot for plot in plots(story.facts) if plot.name == "loss"]
+    (plot,) = [plot for plot in build_plots(story.facts) if plot.name == "loss"]
     assert [[y for _, _, y in one.points] for one in plot.series] == [[3.0, -0.5], [1.1, 1.2]]
-    heights = [float(y) for y in re.findall(r'cy="([-0-9.]+)"', drawn(plot))]
+    heights = [float(y) for y in re.findall(r'cy="([-0-9.]+)"', render_plot(plot))]
     assert len(heights) == 4
     assert [y for y in heights if not 0 <= y <= HEIGHT] == []
     assert max(heights) == heights[1], "the negative value is the lowest"

@@ -22,10 +22,19 @@ from dpmon.cli import machines as module
 from dpmon.cli.commands import ListedRun
 from dpmon.cli.machines import RunThere, by_job, chosen
 from dpmon.cli.main import main
-from dpmon.mirror import hosts
-from dpmon.mirror.causes import reason
-from dpmon.mirror.hosts import HostError, Machine, Printed, ask, expanded, in_file, machines, of_slurm
-from dpmon.mirror.local_run import mirror_of
+from dpmon.mirror import remote_hosts
+from dpmon.mirror.disconnect_reasons import explain_disconnect
+from dpmon.mirror.mirror_run import find_or_create_mirror
+from dpmon.mirror.remote_hosts import (
+    HostError,
+    HostOutput,
+    RemoteHost,
+    expand_hostlist,
+    read_hostfile,
+    resolve_hosts,
+    run_on_hosts,
+    slurm_hosts,
+)
 from dpmon.record.record_types import Event
 from dpmon.run import proc
 from dpmon.run.run_directory import RunError
@@ -48,7 +57,7 @@ Run = Callable[..., Path]
     ],
 )
 def test_a_list_is_expanded_as_slurm_does(text: str, names: list[str]) -> None:
-    assert expanded(text) == names
+    assert expand_hostlist(text) == names
 
 
 @pytest.mark.parametrize(
@@ -56,42 +65,42 @@ def test_a_list_is_expanded_as_slurm_does(text: str, names: list[str]) -> None:
 )
 def test_a_list_that_is_wrong_or_endless_is_refused(text: str) -> None:
     with pytest.raises(HostError):
-        expanded(text)
+        expand_hostlist(text)
 
 
 def test_a_host_file_is_one_of_mpi_or_deepspeed(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# ours\nworker-1 slots=8\n\nworker-2:8  # mpich\nroot@n[1-2] slots=4\n")
-    assert in_file(str(path)) == ["worker-1", "worker-2", "root@n1", "root@n2"]
+    assert read_hostfile(str(path)) == ["worker-1", "worker-2", "root@n1", "root@n2"]
     path.write_text("#\n")
     with pytest.raises(HostError, match="names no machine"):
-        in_file(str(path))
+        read_hostfile(str(path))
     with pytest.raises(HostError, match="cannot be read"):
-        in_file(str(tmp_path))
+        read_hostfile(str(tmp_path))
 
 
 def test_the_way_is_a_list_of_words_that_ends_with_the_name() -> None:
-    (machine,) = machines(["root@gpu-2"])
-    assert machine.words[:2] == ("ssh", "-T")
-    assert machine.words[-3:] == ("--", "root@gpu-2", "dpmon")
-    (machine,) = machines(["3", "3"], via="kubectl exec -i 'pod-{}' -c 'my trainer' --")
-    assert machine.words == ("kubectl", "exec", "-i", "pod-3", "-c", "my trainer", "--", "dpmon")
+    (machine,) = resolve_hosts(["root@gpu-2"])
+    assert machine.command_prefix[:2] == ("ssh", "-T")
+    assert machine.command_prefix[-3:] == ("--", "root@gpu-2", "dpmon")
+    (machine,) = resolve_hosts(["3", "3"], via="kubectl exec -i 'pod-{}' -c 'my trainer' --")
+    assert machine.command_prefix == ("kubectl", "exec", "-i", "pod-3", "-c", "my trainer", "--", "dpmon")
     for names in (["localhost"], [proc.host_name(), "localhost"]):
-        (machine,) = machines(names)
-        assert (machine.name, machine.words) == (proc.host_name(), (sys.executable, "-m", "dpmon"))
-    assert machines(["localhost"], via="x {}")[0].words == ("x", "localhost", "dpmon")
+        (machine,) = resolve_hosts(names)
+        assert (machine.name, machine.command_prefix) == (proc.host_name(), (sys.executable, "-m", "dpmon"))
+    assert resolve_hosts(["localhost"], via="x {}")[0].command_prefix == ("x", "localhost", "dpmon")
 
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=x", "a b", "", "a;b", "$(x)", "a\nb", "x" * 300])
 def test_a_name_that_is_an_option_or_for_a_shell_is_refused(name: str) -> None:
     with pytest.raises(HostError):
-        machines([name])
+        resolve_hosts([name])
 
 
 @pytest.mark.parametrize("via", ["kubectl exec pod", "kubectl 'exec {}", ""])
 def test_a_way_without_a_place_for_the_name_is_refused(via: str) -> None:
     with pytest.raises(HostError):
-        machines(["a"], via=via)
+        resolve_hosts(["a"], via=via)
 
 
 @pytest.mark.parametrize(
@@ -112,18 +121,18 @@ def test_slurm_names_the_machines_of_a_job(
     (tmp_path / "squeue").chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     if isinstance(names, list):
-        found = of_slurm("12.0")
+        found = slurm_hosts("12.0")
         assert [machine.name for machine in found] == names
-        assert found[0].words[:4] == ("srun", "--overlap", "--quiet", "--jobid")
-        assert found[0].words[-3:] == ("--nodelist", "n1", "dpmon")
+        assert found[0].command_prefix[:4] == ("srun", "--overlap", "--quiet", "--jobid")
+        assert found[0].command_prefix[-3:] == ("--nodelist", "n1", "dpmon")
     else:
         with pytest.raises(HostError, match=str(names)):
-            of_slurm("12")
+            slurm_hosts("12")
 
 
 def test_a_job_of_slurm_is_a_number() -> None:
     with pytest.raises(HostError, match="is not the number of a job"):
-        of_slurm("-x")
+        slurm_hosts("-x")
 
 
 # ------------------------------------------------------------------------------------------------ asking
@@ -203,7 +212,9 @@ def test_each_bad_machine_has_a_sentence_and_the_others_are_listed(
     tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("good")
-    monkeypatch.setattr(module, "ask_dpmon", lambda asked, words: hosts.ask_dpmon(asked, words, silent_s=5.0))
+    monkeypatch.setattr(
+        module, "ask_dpmon", lambda asked, words: remote_hosts.run_dpmon_on_hosts(asked, words, silent_s=5.0)
+    )
     # The good machine may not have 5 s on a busy computer to import what it needs, so its list is ready.
     monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
     assert main(["ls", "--json"]) == 0
@@ -218,16 +229,18 @@ def test_each_bad_machine_has_a_sentence_and_the_others_are_listed(
 def test_dpmon_is_found_at_its_path_here_if_it_is_in_no_path_there(tmp_path: Path) -> None:
     script = tmp_path / "way.sh"
     script.write_text('shift; case $1 in dpmon) echo "sh: 1: dpmon: not found" >&2; exit 127;; *) exec "$@";; esac')
-    (machine,), (answer,) = hosts.ask_dpmon(machines(["a"], via=f"sh {script} {{}}"), ("--version",))
+    (machine,), (answer,) = remote_hosts.run_dpmon_on_hosts(
+        resolve_hosts(["a"], via=f"sh {script} {{}}"), ("--version",)
+    )
     assert machine.dpmon == (sys.executable, "-m", "dpmon")
     assert answer.lines[0].startswith(b"dpmon ")
     assert answer.why == ""
 
 
 def test_a_machine_that_drips_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "_LIMIT_S", -98.0)
-    drips = Machine("a", ("sh", "-c", "while :; do echo x; sleep 0.1; done"), ())
-    (answer,) = ask([drips], (), silent_s=100.0)
+    monkeypatch.setattr(remote_hosts, "_LIMIT_S", -98.0)
+    drips = RemoteHost("a", ("sh", "-c", "while :; do echo x; sleep 0.1; done"), ())
+    (answer,) = run_on_hosts([drips], (), silent_s=100.0)
     assert answer.why == "it did not end within 2 s"
 
 
@@ -273,7 +286,7 @@ def there(machine: str, number: int, job: dict[str, str] | None = JOB, **more: A
         "machines": [],
         "job": job,
     }
-    return RunThere(Machine(machine, ()), ListedRun(**{**values, **more}))
+    return RunThere(RemoteHost(machine, ()), ListedRun(**{**values, **more}))
 
 
 def over(machine: str, number: int, job: dict[str, str] | None = JOB) -> RunThere:
@@ -457,7 +470,7 @@ def test_a_wrong_command_line_has_a_sentence(
     assert sentence in capsys.readouterr().err
 
 
-UNREACHED = Printed([], "it cannot be reached", False)
+UNREACHED = HostOutput([], "it cannot be reached", False)
 
 
 @pytest.mark.parametrize(
@@ -472,7 +485,7 @@ UNREACHED = Printed([], "it cannot be reached", False)
 )
 def test_a_machine_that_cannot_be_reached_is_sought_by_the_job(
     runs: list[RunThere],
-    answer: Printed,
+    answer: HostOutput,
     followed: list[str],
     said: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -481,7 +494,9 @@ def test_a_machine_that_cannot_be_reached_is_sought_by_the_job(
     monkeypatch.setattr(module, "runs_of", lambda asked: (runs, {"b": answer}))
     made: list[Any] = []
     monkeypatch.setattr(module, "mirror_of", lambda *about: made.append(about))
-    module._mirrored(Namespace(run=None, slurm=None, metrics=None), [Machine("a", ()), Machine("b", ("ssh", "b"))])
+    module._mirrored(
+        Namespace(run=None, slurm=None, metrics=None), [RemoteHost("a", ()), RemoteHost("b", ("ssh", "b"))]
+    )
     ways = made[0][1]
     assert [name for name, *_ in ways] == followed
     assert said in capsys.readouterr().err
@@ -491,14 +506,14 @@ def test_a_machine_that_cannot_be_reached_is_sought_by_the_job(
 
 def test_a_machine_that_answers_at_last_is_the_same_one(state: Path) -> None:
     a, b, later = (["a", "run-1", "x"], ["b", "job=master:1", "y"], ["b", "run-2", "y", "z"])
-    directory = mirror_of("train", [a, b])
-    assert mirror_of("train", [a, b]) == mirror_of("train", [a, later]) == directory
+    directory = find_or_create_mirror("train", [a, b])
+    assert find_or_create_mirror("train", [a, b]) == find_or_create_mirror("train", [a, later]) == directory
     with pytest.raises(RunError, match=r"mirrors these runs without --metrics: end it first, as `dpmon rm train-"):
-        mirror_of("train", [a, b], metrics="/x.prom")
-    assert mirror_of("train", [a, ["c", "run-2", "y"]]) != directory
-    assert mirror_of("train", [["a", "run-3", "x"], b]) != directory
+        find_or_create_mirror("train", [a, b], metrics="/x.prom")
+    assert find_or_create_mirror("train", [a, ["c", "run-2", "y"]]) != directory
+    assert find_or_create_mirror("train", [["a", "run-3", "x"], b]) != directory
     (directory / "nodes.json").write_text('{"refused": true}')
-    assert mirror_of("train", [a, b]) != directory  # that one would not try it again
+    assert find_or_create_mirror("train", [a, b]) != directory  # that one would not try it again
 
 
 def test_a_run_is_found_by_its_job(
@@ -507,9 +522,9 @@ def test_a_run_is_found_by_its_job(
     run("a")
     newest = run("a", started_unix=time.time())
     run("a", job=None)
-    monkeypatch.setattr("dpmon.export.follow.follow", lambda directory, *_, **__: print(directory))
+    monkeypatch.setattr("dpmon.export.row_stream.follow", lambda directory, *_, **__: print(directory))
     assert main(["export", "job=torchelastic:abc", "--follow", "--rollups"]) == 0
     assert capsys.readouterr().out == f"{newest}\n"
     assert main(["export", "job=torchelastic:x", "--follow", "--rollups"]) != 0
     said = capsys.readouterr().err
-    assert reason(1, said.encode(), b"", was_open=False) == ("there is no run of job torchelastic:x", True)
+    assert explain_disconnect(1, said.encode(), b"", was_open=False) == ("there is no run of job torchelastic:x", True)

@@ -13,10 +13,10 @@ import pytest
 from test_mirror_records import info_of
 
 from dpmon.errors import HistoryError
-from dpmon.mirror.links import Closed, Opened, Received
+from dpmon.mirror.chunk_receiver import MOST_DAMAGED
 from dpmon.mirror.mirror import MOST_HELD, Mirror
-from dpmon.mirror.receive import MOST_DAMAGED
-from dpmon.mirror.requests import Requests
+from dpmon.mirror.node_links import LineReceived, LinkClosed, LinkOpened
+from dpmon.mirror.request_relay import RequestRelay
 from dpmon.model.nodes import read_nodes
 from dpmon.run import proc
 from dpmon.run.lifecycle import outcome_word
@@ -34,13 +34,13 @@ def mirror(tmp_path: Path) -> Iterator[Mirror]:
     """Return the mirror of one machine, whose command is never started."""
     made = Mirror(tmp_path, info_of(1), [["gpu-0", "r", "false"]])
     yield made
-    made.links.close()
+    made.links.close_all()
     made.records.close()
 
 
 def send(mirror: Mirror, *lines: dict[str, Any] | bytes) -> None:
     for line in lines:
-        mirror._take(Received(0, line if isinstance(line, bytes) else json.dumps(line).encode()))
+        mirror._handle_report(LineReceived(0, line if isinstance(line, bytes) else json.dumps(line).encode()))
 
 
 def event(number: int) -> dict[str, Any]:
@@ -58,26 +58,26 @@ def events_in(mirror: Mirror) -> list[float]:
 
 
 def test_what_comes_after_rubbish_is_left_out_until_the_next_connection(mirror: Mirror) -> None:
-    mirror._take(Opened(0, MARKER))
+    mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, event(1), b"half a li", event(2), beat(0, 2))
     node = mirror.machines[0].node
     assert node.state == "cut"
     assert node.why == "it sent rubbish: it sent a line that is not JSON"
     assert mirror._commit()
     assert node.received == 0
-    mirror._take(Opened(0, MARKER))
+    mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, event(1), event(2), beat(0, 2))
     assert mirror._commit()
     assert (node.state, node.received, events_in(mirror)) == ("connected", 2, [1.0, 2.0])
 
 
 def test_the_run_has_the_version_of_dpmon_that_recorded_it(mirror: Mirror) -> None:
-    mirror._take(Opened(0, {**MARKER, "version": "1.2.3", "command": ["train.py"]}))
+    mirror._handle_report(LinkOpened(0, {**MARKER, "version": "1.2.3", "command": ["train.py"]}))
     assert load_info(mirror.directory).versions == {"dpmon": "1.2.3"}
 
 
 def test_much_rubbish_at_once_ends_one_connection(mirror: Mirror) -> None:
-    mirror._take(Opened(0, MARKER))
+    mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, *[b"x"] * 3000)
     assert mirror.links._idle == [mirror.links._links[0]]
 
@@ -86,12 +86,12 @@ def test_what_could_not_be_written_comes_once_again(mirror: Mirror, monkeypatch:
     def full(*_: object) -> None:
         raise HistoryError("no room")
 
-    mirror._take(Opened(0, MARKER))
+    mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, event(1), beat(0, 1))
     with monkeypatch.context() as patched:
         patched.setattr(mirror.records, "write", full)
         assert not mirror._commit()
-    mirror._take(Opened(0, MARKER))
+    mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, event(1), event(2), beat(0, 2))
     assert mirror._commit()
     assert events_in(mirror) == [1.0, 2.0]
@@ -104,7 +104,7 @@ def test_the_bytes_that_wait_for_a_full_disk_are_bounded(
     def full(*_: object) -> None:
         raise HistoryError("no room")
 
-    mirror._take(Opened(0, MARKER))
+    mirror._handle_report(LinkOpened(0, MARKER))
     monkeypatch.setattr(mirror.records, "write", full)
     held = []
     for number, length in enumerate(texts):
@@ -117,7 +117,7 @@ def test_the_bytes_that_wait_for_a_full_disk_are_bounded(
     node = mirror.machines[0].node
     assert (node.state, node.why) == (state, None if state == "connected" else "its records cannot be written here")
     monkeypatch.undo()
-    mirror._take(Opened(0, MARKER))
+    mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, event(1), beat(0, 1))
     assert mirror._commit()
     assert (node.state, events_in(mirror)) == ("connected", [1.0])
@@ -137,16 +137,16 @@ def test_the_bytes_of_all_machines_that_wait_for_a_full_disk_are_bounded_togethe
     mirror = Mirror(tmp_path, info_of(count), commands)
     write, states = mirror.records.write, set[tuple[str, str | None]]()
     for number in range(count):
-        mirror._take(Opened(number, MARKER))
-    mirror._take(Received(0, json.dumps(beat(0, 0, exit={"status": 0, "seconds": 1.0})).encode()))
+        mirror._handle_report(LinkOpened(number, MARKER))
+    mirror._handle_report(LineReceived(0, json.dumps(beat(0, 0, exit={"status": 0, "seconds": 1.0})).encode()))
     monkeypatch.setattr(mirror.records, "write", full)
     for at in range(40):
         row = [at + 1, -1, 0, json.dumps({"kind": "host", "t_s": float(at), "text": "x" * 4_000})]
         for machine in mirror.machines[1:]:
             if machine.node.state == "cut":
-                mirror._take(Opened(machine.node.number, MARKER))
+                mirror._handle_report(LinkOpened(machine.node.number, MARKER))
             for line in ({**event(0), "rows": [row]}, beat(machine.offset, at + 1)):
-                mirror._take(Received(machine.node.number, json.dumps(line).encode()))
+                mirror._handle_report(LineReceived(machine.node.number, json.dumps(line).encode()))
         mirror._commit()
         assert sum(len(row[-1]) for _, chunk in mirror._chunks for row in chunk.rows.get("events", ())) <= most
         states |= {(machine.node.state, machine.node.why) for machine in mirror.machines[1:]}
@@ -154,12 +154,12 @@ def test_the_bytes_of_all_machines_that_wait_for_a_full_disk_are_bounded_togethe
     monkeypatch.setattr(mirror.records, "write", write)
     assert mirror._commit()
     assert mirror.machines[0].node.state == "ended"  # the end of its run was not forgotten
-    mirror.links.close()
+    mirror.links.close_all()
     mirror.records.close()
 
 
 def test_nothing_comes_after_the_end_of_a_run(mirror: Mirror) -> None:
-    mirror._take(Opened(0, MARKER))
+    mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, beat(0, 0, exit={"status": 0, "seconds": 1.0}), event(1), beat(0, 1))
     assert mirror._commit()
     assert mirror.machines[0].node.state == "ended"
@@ -171,13 +171,13 @@ def test_a_run_has_ended_once_its_last_records_are_written(mirror: Mirror, monke
     def full(*_: object) -> None:
         raise HistoryError("no room")
 
-    mirror._take(Opened(0, MARKER))
+    mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, event(1), beat(0, 1, exit={"status": 0, "seconds": 1.0}))
     node = mirror.machines[0].node
     with monkeypatch.context() as patched:
         patched.setattr(mirror.records, "write", full)
         assert not mirror._commit()
-    assert (node.state, mirror.machines[0].over, mirror.links._idle) == ("connected", False, [])
+    assert (node.state, mirror.machines[0].is_over, mirror.links._idle) == ("connected", False, [])
     assert mirror._commit()
     assert (mirror.records._history.rows("SELECT state FROM nodes"), events_in(mirror)) == ([("ended",)], [1.0])
 
@@ -190,16 +190,16 @@ def test_a_machine_with_too_many_damaged_rows_delays_no_other_one(
     mirror = Mirror(tmp_path, info_of(3), words)
     damage = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, "much"]] * (MOST_DAMAGED + 1)}
     for number, line in enumerate([damage, damage, event(1)]):
-        mirror._take(Opened(number, MARKER))
+        mirror._handle_report(LinkOpened(number, MARKER))
         for one in (line, beat(0, 1), event(2), beat(1, 2, **(last if line is damage else {}))):
-            mirror._take(Received(number, json.dumps(one).encode()))
+            mirror._handle_report(LineReceived(number, json.dumps(one).encode()))
     assert mirror._commit()
     assert events_in(mirror) == [1.0, 2.0]
     why = "it sent damaged records"
     expected = [(state, why, 0, None), (state, why, 0, None), ("connected", None, 2, None)]
     assert mirror.records._history.rows("SELECT state, why, received, exit FROM nodes ORDER BY number") == expected
     assert [link.node for link in mirror.links._idle] == ([0, 1, 2] if state == "cut" else [2])
-    mirror.links.close()
+    mirror.links.close_all()
     mirror.records.close()
 
 
@@ -211,7 +211,7 @@ def test_a_machine_with_too_many_damaged_rows_delays_no_other_one(
     ],
 )
 def test_odd_facts_of_ranks_end_the_connection_of_their_machine(mirror: Mirror, line: bytes) -> None:
-    mirror._take(Opened(0, MARKER))
+    mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, line, beat(0, 0))
     assert mirror.machines[0].node.state == "cut"
     assert (mirror.machines[0].node.why or "").startswith("it sent rubbish: ")
@@ -230,21 +230,21 @@ def sent(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]
 
     monkeypatch.setattr(mirror.links, "send", note)
     monkeypatch.setattr(mirror.records, "processes", lambda: {3: (0, 1), 4: (0, 2)})
-    mirror._take(Opened(0, MARKER))
+    mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, beat(0, 0))
     return found
 
 
 def test_records_that_a_reader_wants_are_asked_for_again(mirror: Mirror, sent: list[dict[str, Any]]) -> None:
     MirrorState(mirror.directory, 0).subscribe([3])
-    mirror._requests.look(0.0)
+    mirror._requests.poll(0.0)
     assert (sent[-1]["ask"], sent[-1]["processes"]) == ("records", [1])
-    mirror._take(Opened(0, MARKER))
+    mirror._handle_report(LinkOpened(0, MARKER))
     assert [one["ask"] for one in sent[-2:]] == ["begin", "records"]
     assert sent[-1]["processes"] == [1]
-    other = Requests(mirror)  # of a mirror that takes the place of a killed one
-    other.look(0.0)
-    other.renew(0)
+    other = RequestRelay(mirror)  # of a mirror that takes the place of a killed one
+    other.poll(0.0)
+    other.resend_subscription(0)
     assert sent[-1] == {"ask": "records", "processes": [1]}
 
 
@@ -259,20 +259,20 @@ def test_records_are_wanted_until_their_last_reader_has_gone(
             patched.setattr(os, "getpid", lambda: reader.pid)
             MirrorState(mirror.directory, 0).subscribe([4, 99])
         assert started is not None
-        mirror._requests.look(0.0)
+        mirror._requests.poll(0.0)
         assert sent[-1]["processes"] == [1, 2]
     finally:
         reader.kill()
         reader.wait()
-    mirror._requests.look(1.0)
+    mirror._requests.poll(1.0)
     assert sent[-1]["processes"] == [1, 2]
-    mirror._requests.look(10.0)
+    mirror._requests.poll(10.0)
     assert sent[-1]["processes"] == [1]
     MirrorState(mirror.directory, 0).subscribe([])
-    mirror._requests.look(10.1)
+    mirror._requests.poll(10.1)
     assert sent[-1]["processes"] == []
     count = len(sent)
-    mirror._requests.look(20.0)
+    mirror._requests.poll(20.0)
     assert len(sent) == count
 
 
@@ -280,29 +280,29 @@ def test_a_request_that_fails_on_a_machine_is_reported(mirror: Mirror, sent: lis
     reader = MirrorState(mirror.directory, 0)
     for error in (None, "no training\x1b process is running"):
         reader.send_request({"ask": "mode", "mode": "dp"})
-        mirror._requests.look(0.0)
-        mirror._save_state()
+        mirror._requests.poll(0.0)
+        mirror._write_state_file()
         assert reader.replies() == NodeReplies(0, 1)
         send(mirror, {"answer": sent[-1]["id"], **({"count": 1} if error is None else {"error": error})})
-        mirror._save_state()
+        mirror._write_state_file()
         assert reader.replies() == NodeReplies(
             1, 1, {} if error is None else {"gpu-0": "no training\ufffd process is running"}
         )
     reader.send_request({"ask": "stop"})
-    mirror._requests.look(0.0)
-    mirror._take(Closed(0, "the connection was cut", False))
-    mirror._save_state()
+    mirror._requests.poll(0.0)
+    mirror._handle_report(LinkClosed(0, "the connection was cut", False))
+    mirror._write_state_file()
     assert reader.replies() == NodeReplies(1, 1, {"gpu-0": "it was cut off before it answered"})
 
 
 def test_a_machine_that_ends_when_it_is_stopped_has_not_failed(mirror: Mirror, sent: list[dict[str, Any]]) -> None:
     reader = MirrorState(mirror.directory, 0)
     reader.send_request({"ask": "stop"})
-    mirror._requests.look(0.0)
+    mirror._requests.poll(0.0)
     assert sent[-1]["ask"] == "stop"
     send(mirror, beat(0, 0, exit={"status": 1, "stopped": True, "seconds": 1.0}))
     assert mirror._commit()
-    mirror._save_state()
+    mirror._write_state_file()
     assert reader.replies() == NodeReplies(1, 1)
 
 
@@ -318,16 +318,16 @@ def test_a_machine_that_ends_when_it_is_stopped_has_not_failed(mirror: Mirror, s
 def test_an_answer_about_a_stall_names_the_machines_without_one(
     mirror: Mirror, sent: list[dict[str, Any]], what: str, why: str
 ) -> None:
-    cut = Closed(0, "the connection was cut", False)
+    cut = LinkClosed(0, "the connection was cut", False)
     if what == "away":
-        mirror._take(cut)
+        mirror._handle_report(cut)
     number = request_reply(mirror.directory)
-    mirror._requests.look(0.0)
+    mirror._requests.poll(0.0)
     if what == "cut":
-        mirror._take(cut)
+        mirror._handle_report(cut)
     elif what:
         send(mirror, {"answer": number, "error": "no room"})
-    mirror._requests.look(8.0)
+    mirror._requests.poll(8.0)
     found = json.loads((mirror.directory / ANSWER_FILE).read_bytes())
     assert found["without"] == [f"gpu-0: {why}"]
     assert (f"  gpu-0: {why}", "") in format_reply(found)
@@ -339,13 +339,13 @@ def test_a_question_about_a_stall_waits_for_machines_that_were_not_tried_yet(
 ) -> None:
     monkeypatch.setattr(mirror.links, "send", lambda *_: True)
     number = request_reply(mirror.directory)
-    mirror._requests.look(0.0)
+    mirror._requests.poll(0.0)
     assert not (mirror.directory / ANSWER_FILE).exists()
-    mirror._take(Opened(0, MARKER))
+    mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, beat(0, 0))
-    mirror._requests.look(0.1)
+    mirror._requests.poll(0.1)
     send(mirror, {"answer": number, "why": {"ranks": [{}], "text": None}})
-    mirror._requests.look(0.2)
+    mirror._requests.poll(0.2)
     assert "without" not in json.loads((mirror.directory / ANSWER_FILE).read_bytes())
 
 
@@ -353,7 +353,7 @@ def test_a_question_that_no_machine_can_answer_is_answered(mirror: Mirror) -> No
     number = request_reply(mirror.directory)
     long_ago = number - 4 * 10**9
     os.utime(mirror.directory / ASKED_FILE, ns=(long_ago, long_ago))
-    mirror._requests.look(0.0)
+    mirror._requests.poll(0.0)
     found = json.loads((mirror.directory / ANSWER_FILE).read_bytes())
     assert found["without"] == ["gpu-0: it is not connected"]
     lines = [text for text, _ in format_reply(found)]
@@ -364,15 +364,15 @@ def test_another_request_does_not_cut_off_the_answers_about_a_stall(
     mirror: Mirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirror.links, "send", lambda *_: True)
-    mirror._take(Opened(0, MARKER))
+    mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, beat(0, 0))
     number = request_reply(mirror.directory)
-    mirror._requests.look(0.0)
+    mirror._requests.poll(0.0)
     MirrorState(mirror.directory, 0).send_request({"ask": "sample"})
-    mirror._requests.look(0.1)
+    mirror._requests.poll(0.1)
     assert not (mirror.directory / ANSWER_FILE).exists()
     send(mirror, {"answer": number, "why": {"ranks": [], "text": "it waits"}})
-    mirror._requests.look(0.2)
+    mirror._requests.poll(0.2)
     assert json.loads((mirror.directory / ANSWER_FILE).read_bytes())["text"] == "gpu-0: it waits"
 
 
@@ -391,12 +391,12 @@ def test_a_run_ends_well_if_it_does_on_all_machines(
     words = [[f"gpu-{number}", "r", "false"] for number in range(2)]
     mirror = Mirror(tmp_path, info_of(2), words)
     for number, each in enumerate(exits):
-        mirror._take(Opened(number, MARKER))
+        mirror._handle_report(LinkOpened(number, MARKER))
         line = beat(0, 0, exit={"status": each, "seconds": 1.0})
-        mirror._take(Received(number, json.dumps(line).encode()))
+        mirror._handle_report(LineReceived(number, json.dumps(line).encode()))
     assert mirror._commit()
-    mirror._finish()
-    mirror.links.close()
+    mirror._record_run_exit()
+    mirror.links.close_all()
     mirror.records.close()
     how = load_exit(tmp_path)
     assert how is not None
@@ -407,20 +407,20 @@ def test_a_machine_that_was_never_reached_does_not_hold_up_the_end(tmp_path: Pat
     words = [["gpu-0", "r", "false"], ["gpu-1", "job=slurm:1", "ssh", "gpu-1", "dpmon"]]
     mirror = Mirror(tmp_path, info_of(2), words)
     there, away = mirror.machines
-    mirror._take(Opened(0, MARKER))
+    mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, beat(0, 0, exit={"status": 0, "seconds": 1.0}))
-    assert not away.over
-    mirror._take(Closed(1, "it cannot be reached", False))
+    assert not away.is_over
+    mirror._handle_report(LinkClosed(1, "it cannot be reached", False))
     assert (away.node.state, away.node.why) == ("connecting", "it cannot be reached")
     assert mirror._commit()
-    assert there.over
-    assert away.over
-    mirror._finish()
+    assert there.is_over
+    assert away.is_over
+    mirror._record_run_exit()
     how = load_exit(tmp_path)
     assert how is not None
     assert how.status == 0
     assert (away.node.state, away.node.why) == ("refused", "it cannot be reached")
-    mirror.links.close()
+    mirror.links.close_all()
     mirror.records.close()
 
 
@@ -429,16 +429,16 @@ def test_a_machine_that_is_reached_at_last_is_followed_by_its_run(tmp_path: Path
     mirror = Mirror(tmp_path, info_of(1), words)
     machine = mirror.machines[0]
     assert mirror.links._command(0)[-4:] == ["export", "job=slurm:1", "--follow", "--rollups"]
-    mirror._take(Opened(0, MARKER))
+    mirror._handle_report(LinkOpened(0, MARKER))
     assert machine.node.why == "it sent rubbish: it has not named its run"
     run = "20260101-000000-train-0001"
-    mirror._take(Opened(0, {**MARKER, "run": run}))
+    mirror._handle_report(LinkOpened(0, {**MARKER, "run": run}))
     send(mirror, beat(0, 0))
     assert machine.node.state == "connected"
-    mirror._take(Closed(0, "the connection was cut", False))
-    assert (machine.node.state, machine.over) == ("cut", False)
+    mirror._handle_report(LinkClosed(0, "the connection was cut", False))
+    assert (machine.node.state, machine.is_over) == ("cut", False)
     assert mirror.links._command(0)[-4:] == ["export", run, "--follow", "--rollups"]
-    mirror.links.close()
+    mirror.links.close_all()
     mirror.records.close()
 
 
@@ -452,13 +452,13 @@ def test_a_run_that_its_user_stopped_on_the_machines_was_stopped(
     words = [[f"gpu-{number}", "r", "false"] for number in range(2)]
     mirror = Mirror(tmp_path, info_of(2), words)
     for number, how in enumerate([{"status": 1, "stopped": True}, others]):
-        mirror._take(Opened(number, MARKER))
+        mirror._handle_report(LinkOpened(number, MARKER))
         line = beat(0, 0, exit={"seconds": 1.0, "cause": "SignalException", **how})
-        mirror._take(Received(number, json.dumps(line).encode()))
+        mirror._handle_report(LineReceived(number, json.dumps(line).encode()))
     assert mirror._commit()
-    mirror._finish()
+    mirror._record_run_exit()
     assert json.loads(mirror.machines[0].node.exit or "")["stopped"]
-    mirror.links.close()
+    mirror.links.close_all()
     mirror.records.close()
     how_ended = load_exit(tmp_path)
     assert how_ended is not None
@@ -477,7 +477,7 @@ def test_a_machine_whose_times_have_moved_is_left_out(
     monkeypatch.setattr(mirror, "now_ns", lambda: now_ns)
     monkeypatch.setattr(mirror.links, "send", lambda *_: True)
     for asleep in (0, asleep_s):
-        mirror._take(Opened(0, MARKER))
+        mirror._handle_report(LinkOpened(0, MARKER))
         for _ in range(3):
             answer = {"answer": mirror.machines[0].asked[0], "now_ns": there_ns + asleep * 10**9}
             send(mirror, answer)

@@ -15,9 +15,16 @@ from synthetic import SECOND, Training, changed, device_event, host_event
 from test_mirror_records import Machine, info_of, store_of_mirror
 
 from dpmon.errors import HistoryError
-from dpmon.export.new_rows import NewRows
-from dpmon.mirror.receive import MOST_DAMAGED, MOST_ROWS, Receiver, RubbishError, Unchecked, checked
-from dpmon.mirror.records import ChunkError, Records
+from dpmon.export.incremental_rows import IncrementalRows
+from dpmon.mirror.chunk_receiver import (
+    MOST_DAMAGED,
+    MOST_ROWS,
+    ChunkReceiver,
+    ProtocolError,
+    UncheckedChunk,
+    validate_chunks,
+)
+from dpmon.mirror.mirror_history import ChunkError, MirrorHistory
 from dpmon.model.run_snapshot import SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.store.query_results import event_from_row
@@ -36,7 +43,7 @@ ODD: list[Any] = [
 
 def honest() -> tuple[Recording, list[dict[str, Any]]]:
     """Return a history of two processes, and its lines."""
-    recording, rows = Recording(), NewRows(rollups=True)
+    recording, rows = Recording(), IncrementalRows(rollups=True)
     for process in (0, 1):
         training = Training(process=process, rank=process, step_ns=20_000_000, seed=process)
         first, *others = training.begin()
@@ -45,7 +52,7 @@ def honest() -> tuple[Recording, list[dict[str, Any]]]:
     found: list[dict[str, Any]] = []
     rows.whole = (0, 1)
     for upto in range(3, 9):
-        lines, _ = rows.chunk(recording.store(), upto, last=upto == 8)
+        lines, _ = rows.next_chunk(recording.store(), upto, last=upto == 8)
         found += map(json.loads, lines)
     return recording, found
 
@@ -77,7 +84,7 @@ def damaged(chance: random.Random, lines: list[dict[str, Any]]) -> list[bytes]:
     return found
 
 
-def read_all(records: Records) -> None:
+def read_all(records: MirrorHistory) -> None:
     """Read all that readers read; fail if something is damaged."""
     store = store_of_mirror(records)
     everything: list[Callable[[], object]] = [
@@ -101,7 +108,7 @@ def read_all(records: Records) -> None:
 def test_odd_values_from_one_machine_leave_the_history_readable(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     recording, lines = honest()
-    records = Records(tmp_path, info_of(2))
+    records = MirrorHistory(tmp_path, info_of(2))
     for node in records.nodes:
         node.state = "connected"
     good, bad = records.nodes
@@ -109,15 +116,15 @@ def test_odd_values_from_one_machine_leave_the_history_readable(tmp_path: Path, 
         (good, [json.dumps(line).encode() for line in lines]),
         *((bad, damaged(chance, lines)) for _ in range(5)),
     ]:
-        receiver = Receiver()
+        receiver = ChunkReceiver()
         for line in sent:
             try:
-                receiver.take(line)
-            except RubbishError:
-                receiver = Receiver()  # the connection is cut, and what came before is dropped
-        whole = receiver.take(b'{"beat": 1}')
-        assert isinstance(whole, Unchecked)
-        (chunk,) = checked([(node.number, whole)], NOW_NS)
+                receiver.add_line(line)
+            except ProtocolError:
+                receiver = ChunkReceiver()  # the connection is cut, and what came before is dropped
+        whole = receiver.add_line(b'{"beat": 1}')
+        assert isinstance(whole, UncheckedChunk)
+        (chunk,) = validate_chunks([(node.number, whole)], NOW_NS)
         beat = {
             "offset": node.received + 10**6,
             "tallied_s": 8,
@@ -129,7 +136,7 @@ def test_odd_values_from_one_machine_leave_the_history_readable(tmp_path: Path, 
     read_all(records)
     own, mirror = recording.store(), store_of_mirror(records)
     for process in (0, 1):
-        number = records.number(0, process)
+        number = records.local_process_number(0, process)
         steps = [
             sum(tally.steps for key, tally in store.tallies(0, 8).items() if key.process == who)
             for store, who in ((own, process), (mirror, number))
@@ -147,45 +154,46 @@ def test_odd_values_from_one_machine_leave_the_history_readable(tmp_path: Path, 
     ],
 )  # fmt: skip
 def test_what_is_no_record_ends_the_connection(line: bytes) -> None:
-    with pytest.raises(RubbishError):
-        Receiver().take(line)
+    with pytest.raises(ProtocolError):
+        ChunkReceiver().add_line(line)
 
 
 def test_a_chunk_has_a_limit() -> None:
-    receiver = Receiver()
+    receiver = ChunkReceiver()
     line = json.dumps({"table": "events", "columns": ["id"], "rows": [], "more": "x" * (CHUNK_BYTES // 8)}).encode()
     for _ in range(7):
-        assert receiver.take(line) is None
-    with pytest.raises(RubbishError, match="more than 16 MiB"):
-        receiver.take(line)
+        assert receiver.add_line(line) is None
+    with pytest.raises(ProtocolError, match="more than 16 MiB"):
+        receiver.add_line(line)
 
 
 def test_the_rows_of_a_chunk_have_a_limit() -> None:
-    receiver = Receiver()
+    receiver = ChunkReceiver()
     line = json.dumps({"table": "gaps", "columns": ["process"], "rows": [[1]] * MOST_ROWS}).encode()
     for _ in range(CHUNK_BYTES // (40 * MOST_ROWS)):
-        assert receiver.take(line) is None
-    with pytest.raises(RubbishError, match="more than 16 MiB"):
-        receiver.take(line)
+        assert receiver.add_line(line) is None
+    with pytest.raises(ProtocolError, match="more than 16 MiB"):
+        receiver.add_line(line)
 
 
 def test_rows_of_another_version_are_read_as_far_as_both_know() -> None:
     lines = [("definitions", ("process", "number", "value", "colour"), [[0, 3, "[]", "red"]])]
-    (chunk,) = checked([(0, Unchecked([*lines, ("gaps", ("process", "ns"), [[1, 5]])], {}))], NOW_NS)
+    (chunk,) = validate_chunks([(0, UncheckedChunk([*lines, ("gaps", ("process", "ns"), [[1, 5]])], {}))], NOW_NS)
     assert chunk.rows["definitions"] == [(0, 3, "[]")]
     (row,) = chunk.rows["gaps"]
     assert (row[1], row[-1]) == (1, 5)
-    assert Receiver().take(b'{"table": "colours", "columns": ["a"], "rows": [[1]]}') is None
+    assert ChunkReceiver().add_line(b'{"table": "colours", "columns": ["a"], "rows": [[1]]}') is None
 
 
 def test_damaged_rows_of_one_machine_leave_the_rows_of_the_others(tmp_path: Path) -> None:
     columns, good = ("process", "number", "value"), [[0, 3, "[]"], [0, 4, "{}"]]
     bad = [[0, 1, "[]"], [0, "2", "[]"], [0, 2, "]"], {}]
     sent = [
-        Unchecked([("definitions", columns, rows)], {"from": number}) for number, rows in enumerate([good, bad, good])
+        UncheckedChunk([("definitions", columns, rows)], {"from": number})
+        for number, rows in enumerate([good, bad, good])
     ]
     for order in ([0, 1, 2], [1, 0, 2]):
-        chunks = checked([(number, sent[number]) for number in order], NOW_NS)
+        chunks = validate_chunks([(number, sent[number]) for number in order], NOW_NS)
         found = {chunk.beat["from"]: (chunk.rows["definitions"], chunk.damaged) for chunk in chunks}
         whole = [(0, 3, "[]"), (0, 4, "{}")], 0
         assert found == {0: whole, 1: ([(0, 1, "[]")], 3), 2: whole}
@@ -194,22 +202,22 @@ def test_damaged_rows_of_one_machine_leave_the_rows_of_the_others(tmp_path: Path
 def test_the_damaged_rows_of_a_machine_are_counted_together() -> None:
     damage = ("gaps", ("process", "ns"), [[0, "much"]] * (MOST_DAMAGED // 2 + 1))
     sent = [
-        (1, Unchecked([damage], {})),
-        (0, Unchecked([("gaps", ("process", "ns"), [[0, 5]])], {})),
-        (1, Unchecked([damage], {})),
+        (1, UncheckedChunk([damage], {})),
+        (0, UncheckedChunk([("gaps", ("process", "ns"), [[0, 5]])], {})),
+        (1, UncheckedChunk([damage], {})),
     ]
-    first, other, last = checked(sent, NOW_NS)
+    first, other, last = validate_chunks(sent, NOW_NS)
     assert (first.damaged, other.damaged, last.damaged) == (MOST_DAMAGED + 2, 0, 0)
 
 
 def test_a_nested_value_is_damage_and_is_not_kept() -> None:
-    receiver = Receiver()
+    receiver = ChunkReceiver()
     rows = [[1, 5], [2, [[]] * 1000], {"process": [[]]}, [3, {}], 7, [4, 6]]
-    receiver.take(json.dumps({"table": "gaps", "columns": ["process", "ns"], "rows": rows}).encode())
-    sent = receiver.take(b'{"beat": 1}')
-    assert isinstance(sent, Unchecked)
+    receiver.add_line(json.dumps({"table": "gaps", "columns": ["process", "ns"], "rows": rows}).encode())
+    sent = receiver.add_line(b'{"beat": 1}')
+    assert isinstance(sent, UncheckedChunk)
     assert sent.lines == [("gaps", ("process", "ns"), [[1, 5], None, None, None, None, [4, 6]])]
-    (chunk,) = checked([(0, sent)], NOW_NS)
+    (chunk,) = validate_chunks([(0, sent)], NOW_NS)
     assert ([(row[1], row[-1]) for row in chunk.rows["gaps"]], chunk.damaged) == ([(1, 5), (4, 6)], 4)
 
 
@@ -217,14 +225,14 @@ def test_a_nested_value_is_damage_and_is_not_kept() -> None:
 def test_an_event_is_sound_if_readers_can_read_it(depth: int, sound: bool) -> None:
     text = f'{{"kind":"process","x":{"[" * depth}1e400{"]" * depth}}}'
     columns = ("id", "process", "t_ns", "json")
-    (chunk,) = checked([(0, Unchecked([("events", columns, [[1, 0, 0, text]])], {}))], NOW_NS)
+    (chunk,) = validate_chunks([(0, UncheckedChunk([("events", columns, [[1, 0, 0, text]])], {}))], NOW_NS)
     assert [row[-1] for row in chunk.rows["events"]] == ([text] if sound else [])
     with pytest.raises(HistoryError) if not sound else nullcontext():
         event_from_row([text])
 
 
 def test_an_event_that_cannot_be_read_names_its_machine(tmp_path: Path) -> None:
-    records = Records(tmp_path, info_of(2))
+    records = MirrorHistory(tmp_path, info_of(2))
     machine = Machine(0, 1)
     machine.write()
     chunk, _ = machine.chunk(last=True)
@@ -237,7 +245,7 @@ def test_an_event_that_cannot_be_read_names_its_machine(tmp_path: Path) -> None:
 
 def test_a_machine_of_the_test_is_honest(tmp_path: Path) -> None:
     """Else the test above would prove nothing."""
-    records = Records(tmp_path, info_of(2))
+    records = MirrorHistory(tmp_path, info_of(2))
     machine = Machine(0, 1)
     while machine.write():
         pass

@@ -12,12 +12,12 @@ import pytest
 from running import until_no_command_is_left, wait_for
 
 from dpmon.mirror import links as module
-from dpmon.mirror.causes import reason
-from dpmon.mirror.links import MAX_LINE, Closed, Links, Opened, Received, Report
+from dpmon.mirror.disconnect_reasons import explain_disconnect
+from dpmon.mirror.node_links import MAX_LINE, LineReceived, LinkClosed, LinkOpened, NodeLinks, Report
 from dpmon.run import proc
 
 MARK = """echo 'dpmon-records 1 {"run": "r", "host": "h"}'"""
-Start = Callable[..., Links]
+Start = Callable[..., NodeLinks]
 
 
 def shell(text: str) -> list[str]:
@@ -33,19 +33,19 @@ def python(text: str) -> list[str]:
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Return a function that makes Links of words for each machine; they are closed at the end, and leave nothing."""
-    made: list[Links] = []
+    made: list[NodeLinks] = []
 
-    def links(*commands: list[str], silent_s: float = 100.0, once: bool = False) -> Links:
-        made.append(Links(len(commands), lambda node: commands[node], once=once, silent_s=silent_s))
+    def links(*commands: list[str], silent_s: float = 100.0, once: bool = False) -> NodeLinks:
+        made.append(NodeLinks(len(commands), lambda node: commands[node], once=once, silent_s=silent_s))
         return made[-1]
 
-    yield links
+    yield node_links
     for one in made:
-        one.close()
+        one.close_all()
     until_no_command_is_left()
 
 
-def until(links: Links, condition: Callable[[list[Report]], object]) -> list[Report]:
+def until(links: NodeLinks, condition: Callable[[list[Report]], object]) -> list[Report]:
     """Return everything that came, up to the first time when `condition` holds for it."""
     reports: list[Report] = []
 
@@ -57,12 +57,12 @@ def until(links: Links, condition: Callable[[list[Report]], object]) -> list[Rep
     return reports
 
 
-def closed(reports: list[Report], node: int = 0) -> Closed | None:
+def closed(reports: list[Report], node: int = 0) -> LinkClosed | None:
     """Return the first end of a machine's command."""
-    return next((one for one in reports if isinstance(one, Closed) and one.node == node), None)
+    return next((one for one in reports if isinstance(one, LinkClosed) and one.node == node), None)
 
 
-def end_of(links: Links, node: int = 0) -> Closed:
+def end_of(links: NodeLinks, node: int = 0) -> LinkClosed:
     """Return the first end of a machine's command, after waiting for it."""
     found = closed(until(links, lambda reports: closed(reports, node)), node)
     assert found is not None
@@ -71,13 +71,13 @@ def end_of(links: Links, node: int = 0) -> Closed:
 
 def lines(reports: list[Report]) -> list[bytes]:
     """Return the texts of the lines."""
-    return [one.text for one in reports if isinstance(one, Received)]
+    return [one.text for one in reports if isinstance(one, LineReceived)]
 
 
 def test_a_banner_comes_before_the_marker_and_lines_after_it(start: Start) -> None:
     links = start(shell(f"echo Welcome; printf 'no line end: '; {MARK}; echo one; echo two; exec sleep 100"))
     reports = until(links, lambda reports: len(lines(reports)) == 2)
-    assert reports == [Opened(0, {"run": "r", "host": "h"}), Received(0, b"one"), Received(0, b"two")]
+    assert reports == [LinkOpened(0, {"run": "r", "host": "h"}), LineReceived(0, b"one"), LineReceived(0, b"two")]
 
 
 def test_a_line_that_comes_in_parts_is_one_line(start: Start) -> None:
@@ -137,7 +137,7 @@ def test_a_command_that_cannot_succeed_is_not_started_again(start: Start, text: 
 
 
 def test_a_program_that_is_not_here_is_named(start: Start) -> None:
-    assert end_of(start(["no-such-ssh", "host"])) == Closed(
+    assert end_of(start(["no-such-ssh", "host"])) == LinkClosed(
         0, "no-such-ssh cannot be started: No such file or directory", True
     )
 
@@ -155,7 +155,7 @@ def test_a_gigabyte_in_one_line_is_not_kept(start: Start) -> None:
     )
     links = start(python(text))
     opened = until(links, lambda reports: reports)
-    assert isinstance(opened[0], Opened)
+    assert isinstance(opened[0], LinkOpened)
     assert end_of(links).why == "it sent a line of more than 1 MiB"
     assert len(links._links[0].rest) == 0
 
@@ -172,10 +172,10 @@ def test_a_silent_command_is_ended_and_the_others_go_on(start: Start, monkeypatc
     deaf = "trap '' TERM; echo Welcome; while :; do sleep 1; done"
     links = start(shell(f"{MARK}; echo one; exec sleep 100"), shell(deaf), shell(beats), silent_s=5.0)
     reports = until(links, lambda reports: closed(reports, 0) and closed(reports, 1))
-    assert closed(reports, 0) == Closed(0, "it has sent nothing for 5 s", False)
-    assert closed(reports, 1) == Closed(1, "it did not answer within 5 s", False)
+    assert closed(reports, 0) == LinkClosed(0, "it has sent nothing for 5 s", False)
+    assert closed(reports, 1) == LinkClosed(1, "it did not answer within 5 s", False)
     assert closed(reports, 2) is None
-    until(links, lambda reports: Received(2, b"beat") in reports)
+    until(links, lambda reports: LineReceived(2, b"beat") in reports)
     wait_for(lambda: links.poll(0.05) is not None and not links._leaving, what="the end of the deaf command")
 
 
@@ -195,7 +195,7 @@ def test_a_stop_of_this_process_does_not_look_like_silence(start: Start, monkeyp
 
     monkeypatch.setattr(links._selector, "select", stopped)
     monkeypatch.setattr(module.time, "monotonic", lambda: clock() + asleep_s)
-    assert until(links, lambda reports: reports) == [Received(0, b"one")]
+    assert until(links, lambda reports: reports) == [LineReceived(0, b"one")]
 
 
 def test_no_command_is_left_if_this_process_was_stopped_while_it_ended_them(
@@ -204,7 +204,7 @@ def test_no_command_is_left_if_this_process_was_stopped_while_it_ended_them(
     links = start(shell(f"trap '' TERM; {MARK}; while :; do sleep 1; done"))
     until(links, lambda reports: reports)
     monkeypatch.setattr(module, "_LEAVE_S", 0.0)  # as if this process was stopped until the limit had passed
-    links.close()
+    links.close_all()
     monkeypatch.undo()
     until_no_command_is_left()
 
@@ -219,7 +219,7 @@ def test_stderr_that_fills_does_not_stop_a_command(start: Start) -> None:
 def test_sending_never_waits(start: Start) -> None:
     links = start(shell(f"{MARK}; exec sleep 100"), shell(f"{MARK}; read line; echo got $line; exec sleep 100"))
     assert not links.send(0, "before it is open")
-    until(links, lambda reports: sum(isinstance(one, Opened) for one in reports) == 2)
+    until(links, lambda reports: sum(isinstance(one, LinkOpened) for one in reports) == 2)
     assert links.send(1, '{"ask": "time"}')
     assert lines(until(links, lines)) == [b'got {"ask": "time"}']
     began, sent = time.monotonic(), 0
@@ -295,10 +295,10 @@ def test_a_command_that_has_ended_is_not_planned_twice(start: Start) -> None:
     links = start(shell(f"{MARK}; exec sleep 100"))
     until(links, lambda reports: reports)
     for _ in range(3):
-        assert links.end(0, "rubbish", for_good=False) == Closed(0, "rubbish", False)
+        assert links.close_link(0, "rubbish", for_good=False) == LinkClosed(0, "rubbish", False)
     assert links._idle == [links._links[0]]
     assert links._links[0].failures == 1
-    links.end(0, "", for_good=True)
+    links.close_link(0, "", for_good=True)
     assert not links._idle
 
 
@@ -313,21 +313,21 @@ def test_a_connection_that_worked_is_tried_again_soon(
     go.touch()
     end_of(links)
     assert links._links[0].failures == 1
-    assert isinstance(until(links, lambda reports: reports)[0], Opened)
+    assert isinstance(until(links, lambda reports: reports)[0], LinkOpened)
 
 
 def test_what_a_command_started_ends_with_it(start: Start, tmp_path: Path) -> None:
     links = start(shell(f"sleep 1000 & echo $! > {tmp_path}/pid; {MARK}; wait"))
     until(links, lambda reports: reports)
     pid = int((tmp_path / "pid").read_text())
-    links.close()
+    links.close_all()
     wait_for(lambda: not proc.is_alive(pid, None), what="the end of the child")
 
 
 def test_a_command_ends_with_our_decision_and_stays_ended(start: Start) -> None:
     links = start(shell(f"{MARK}; exec sleep 100"))
     until(links, lambda reports: reports)
-    assert links.end(0, "the run has ended", for_good=True) == Closed(0, "the run has ended", True)
+    assert links.close_link(0, "the run has ended", for_good=True) == LinkClosed(0, "the run has ended", True)
     assert not links.poll(0.3)
     assert not links._idle
 
@@ -336,8 +336,8 @@ def test_a_command_that_runs_once_needs_no_marker(start: Start) -> None:
     links = start(shell("echo one; echo two >&2; printf half"), shell("sleep 100"), once=True, silent_s=5.0)
     reports = until(links, lambda reports: closed(reports, 0) and closed(reports, 1))
     assert lines(reports) == [b"one", b"half"]
-    assert closed(reports, 0) == Closed(0, "", True)
-    assert closed(reports, 1) == Closed(1, "it has sent nothing for 5 s", False)
+    assert closed(reports, 0) == LinkClosed(0, "", True)
+    assert closed(reports, 1) == LinkClosed(1, "it has sent nothing for 5 s", False)
 
 
 @pytest.mark.parametrize(
@@ -356,6 +356,6 @@ def test_a_command_that_runs_once_needs_no_marker(start: Start) -> None:
     ],
 )
 def test_messages_of_the_ways_to_a_machine_are_understood(errors: str, why: str) -> None:
-    found, _ = reason(255, errors.encode(), b"", was_open=False)
+    found, _ = explain_disconnect(255, errors.encode(), b"", was_open=False)
     assert found.startswith(why)
     assert len(found) < 400

@@ -15,9 +15,9 @@ from synthetic import SECOND, Training, changed, device_event, host_event, with_
 from test_takeover_sums import eventful
 
 from dpmon.errors import HistoryError
-from dpmon.export.new_rows import SINCE_S, NewRows
-from dpmon.mirror.receive import Chunk, Receiver, Unchecked, checked
-from dpmon.mirror.records import Records
+from dpmon.export.incremental_rows import SINCE_S, IncrementalRows
+from dpmon.mirror.chunk_receiver import Chunk, ChunkReceiver, UncheckedChunk, validate_chunks
+from dpmon.mirror.mirror_history import MirrorHistory
 from dpmon.model.stragglers import find_straggler, rank_times_in_window
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
@@ -53,10 +53,10 @@ class Machine:
         self.now_s = 0
         self.rows = self.connected(0, 0)
 
-    def connected(self, offset: int, tallied_s: int) -> NewRows:
+    def connected(self, offset: int, tallied_s: int) -> IncrementalRows:
         """Return what is sent after a new connection."""
         shifts = {"shift_ns": self.shift_ns, "shift_s": self.shift_s}
-        return NewRows(rollups=True, offset=offset, tallied_s=tallied_s, **shifts)
+        return IncrementalRows(rollups=True, offset=offset, tallied_s=tallied_s, **shifts)
 
     def write(self) -> bool:
         """Write some more records of each process; return whether there were any."""
@@ -83,17 +83,17 @@ class Machine:
         before, store = self.rows.offset, self.recording.store()
         if until_s is None:
             until_s = max(store.newest_ns() // SECOND + (2 if last else -2), 0)
-        lines, more = self.rows.chunk(store, until_s, last=last)
+        lines, more = self.rows.next_chunk(store, until_s, last=last)
         assert store.damaged is None
-        receiver = Receiver()
+        receiver = ChunkReceiver()
         for line in lines:
             assert line.isascii()
-            assert receiver.take(line.encode()) is None
+            assert receiver.add_line(line.encode()) is None
         beat = {"from": before, "offset": self.rows.offset, "tallied_s": self.rows.tallied_s}
         beat |= {"deleted": self.rows.deleted, "left_out": self.rows.left_out}
-        sent = receiver.take(b'{"beat": 1}')
-        assert isinstance(sent, Unchecked)
-        (chunk,) = checked([(self.number, sent)], NOW_NS)
+        sent = receiver.add_line(b'{"beat": 1}')
+        assert isinstance(sent, UncheckedChunk)
+        (chunk,) = validate_chunks([(self.number, sent)], NOW_NS)
         assert chunk.damaged == 0
         return chunk._replace(beat=beat), more
 
@@ -117,13 +117,13 @@ def moved(tallies: dict[TallyKey, Tally], shift_ns: int) -> dict[TallyKey, Tally
     }
 
 
-def same(machine: Machine, records: Records, mirror: Store, chance: random.Random) -> None:
+def same(machine: Machine, records: MirrorHistory, mirror: Store, chance: random.Random) -> None:
     """Compare the figures between random times."""
     own = machine.recording.store()
     newest = own.newest_ns() // SECOND
     windows = [(0, 1 << 40), *(sorted(chance.sample(range(newest + 2), 2)) for _ in range(20))]
     for process in (0, 1):
-        number = records.number(machine.number, process)
+        number = records.local_process_number(machine.number, process)
         assert number is not None
         for begin, end in windows:
             shifted = begin + machine.shift_s, min(end + machine.shift_s, 1 << 40)
@@ -162,7 +162,7 @@ def sum_of(store: Store, begin_s: int, end_s: int, process: int) -> dict[tuple[s
     return {key: ns for key, ns in found.items() if ns}
 
 
-def store_of_mirror(records: Records) -> Store:
+def store_of_mirror(records: MirrorHistory) -> Store:
     return Store(CheckedConnection(records._db, 1 << 30))
 
 
@@ -170,7 +170,7 @@ def store_of_mirror(records: Records) -> Store:
 def test_the_figures_are_those_of_the_machines_whatever_is_cut_off(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     machines = [Machine(number, seed) for number in (0, 1)]
-    records = Records(tmp_path, info_of(2))
+    records = MirrorHistory(tmp_path, info_of(2))
     for node in records.nodes:
         node.state = "connected"
     going = True
@@ -191,7 +191,7 @@ def test_the_figures_are_those_of_the_machines_whatever_is_cut_off(tmp_path: Pat
                 machine.rows = machine.connected(node.received, node.tallied_s)
         if chance.random() < 0.05:  # the mirror is killed
             records.close()
-            records = Records(tmp_path, info_of(2))
+            records = MirrorHistory(tmp_path, info_of(2))
             for machine, node in zip(machines, records.nodes, strict=True):
                 node.state = "connected"
                 machine.rows = machine.connected(node.received, node.tallied_s)
@@ -251,7 +251,7 @@ class Together:
             del rows[:until]
 
 
-def connected(records: Records) -> Records:
+def connected(records: MirrorHistory) -> MirrorHistory:
     """Return the records, with all machines connected and their clocks known."""
     for node, shift_ns in zip(records.nodes, SHIFTS, strict=True):
         node.state, node.clock_ns, node.shift_s = "connected", shift_ns, round(shift_ns / SECOND)
@@ -278,9 +278,9 @@ def waits_of_steps(mirror: Store, shifts: dict[int, int]) -> dict[tuple[int, int
     return found
 
 
-def after_a_cut(tmp_path: Path) -> tuple[Records, Store]:
+def after_a_cut(tmp_path: Path) -> tuple[MirrorHistory, Store]:
     """Return the records of four ranks on two machines; the second machine is cut off for a minute."""
-    records, together = connected(Records(tmp_path, info_of(2))), Together()
+    records, together = connected(MirrorHistory(tmp_path, info_of(2))), Together()
     for second in range(5, 110):
         together.write(second)
         for machine, node in zip(together.machines, records.nodes, strict=True):
@@ -295,8 +295,8 @@ def after_a_cut(tmp_path: Path) -> tuple[Records, Store]:
 
 
 def test_a_full_history_loses_its_oldest_seconds_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.mirror.records.LIMIT_BYTES", 1 << 18)
-    records, together = connected(Records(tmp_path, info_of(2))), Together()
+    monkeypatch.setattr("dpmon.mirror.mirror_history.LIMIT_BYTES", 1 << 18)
+    records, together = connected(MirrorHistory(tmp_path, info_of(2))), Together()
     kept_from = []
     for second in range(5, 90):
         together.write(second)
@@ -326,7 +326,7 @@ def test_the_waits_of_a_cut_whose_seconds_are_not_sent_are_in_no_other_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the time before, a machine sends only wider tallies."""
-    monkeypatch.setattr("dpmon.export.new_rows.AGAIN", 1)
+    monkeypatch.setattr("dpmon.export.incremental_rows.AGAIN", 1)
     monkeypatch.setitem(SINCE_S, 1, 20)
     records, mirror = after_a_cut(tmp_path)
     narrow = [tally for _, width, _, tally in mirror.tally_rows(widest=1) if width == 1]
@@ -339,7 +339,7 @@ def test_the_waits_of_a_cut_whose_seconds_are_not_sent_are_in_no_other_second(
     records.close()
 
 
-def all_rows(records: Records) -> dict[str, list[tuple[Any, ...]]]:
+def all_rows(records: MirrorHistory) -> dict[str, list[tuple[Any, ...]]]:
     tables = [name for (name,) in records._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
     return {table: records._db.execute(f"SELECT * FROM {table} ORDER BY 1, 2").fetchall() for table in tables}
 
@@ -352,12 +352,12 @@ def test_what_could_not_be_written_is_written_later_as_if_nothing_had_happened(
     for fails in (False, True):
         directory = tmp_path / str(fails)
         directory.mkdir()
-        records, together = connected(Records(directory, info_of(2))), Together()
+        records, together = connected(MirrorHistory(directory, info_of(2))), Together()
 
         def write(
             chunks: list[tuple[NodeRow, Chunk]],
             transact: Any = records._history.run_transaction,
-            records: Records = records,
+            records: MirrorHistory = records,
         ) -> None:
             def full(put: Callable[[], None]) -> None:
                 def work() -> None:
@@ -391,7 +391,7 @@ def test_what_could_not_be_written_is_written_later_as_if_nothing_had_happened(
 
 def test_the_waits_of_ranks_on_several_machines_are_those_of_all_steps(tmp_path: Path) -> None:
     """Only some steps are sent, but the mean wait is right, in tallies of all widths and after a restart."""
-    records = connected(Records(tmp_path, info_of(2)))
+    records = connected(MirrorHistory(tmp_path, info_of(2)))
     together = Together()
     machines, tails = together.machines, together.tails
     for second in range(5, 110, 3):
@@ -400,7 +400,7 @@ def test_the_waits_of_ranks_on_several_machines_are_those_of_all_steps(tmp_path:
             records.write([(node, machine.chunk(second, last=second > 105)[0])])
         if second == 50:
             records.close()
-            records = connected(Records(tmp_path, info_of(2)))
+            records = connected(MirrorHistory(tmp_path, info_of(2)))
             for machine, node in zip(machines, records.nodes, strict=True):
                 machine.rows = machine.connected(node.received, node.tallied_s)
     mirror = store_of_mirror(records)
@@ -432,7 +432,7 @@ def test_the_waits_of_ranks_on_several_machines_are_those_of_all_steps(tmp_path:
 
 def test_the_wide_tallies_of_a_machine_that_is_gone_are_made_here(tmp_path: Path) -> None:
     """One machine dies within a stretch; the others go on, and all figures stay."""
-    records = Records(tmp_path, info_of(2))
+    records = MirrorHistory(tmp_path, info_of(2))
     machines = [Machine(number, 0) for number in (0, 1)]
     for number, machine in enumerate(machines):
         machine.recording = Recording()
@@ -448,7 +448,7 @@ def test_the_wide_tallies_of_a_machine_that_is_gone_are_made_here(tmp_path: Path
         node.state = "cut" if node.number else "connected"
         before = without_waits(store_of_mirror(records).tallies(), 0, 0)
     mirror = store_of_mirror(records)
-    gone = records.number(1, 0)
+    gone = records.local_process_number(1, 0)
     assert gone is not None
     assert mirror._whole[600] == 600
     assert mirror.query(f"SELECT sum(steps) FROM tallies WHERE process = {gone} AND width = 600") != [(None,)]
@@ -467,7 +467,7 @@ def test_the_wide_tallies_of_a_machine_that_is_gone_are_made_here(tmp_path: Path
 
 @pytest.mark.parametrize("days", [1, 10])
 def test_the_newest_records_of_a_long_run_come_after_few_chunks(days: int) -> None:
-    rows, end = NewRows(rollups=True), days * 86_400
+    rows, end = IncrementalRows(rollups=True), days * 86_400
     rows._since = {width: end - before for width, before in SINCE_S.items()}
     reached = []
     while rows._tallied < end:

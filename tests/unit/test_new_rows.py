@@ -9,8 +9,8 @@ from joined import joined_ranks
 from stored import Recording
 from synthetic import Training, device_event
 
-from dpmon.export import new_rows
-from dpmon.export.new_rows import MOST_OF_RANKS, NewRows
+from dpmon.export import incremental_rows
+from dpmon.export.incremental_rows import MOST_OF_RANKS, IncrementalRows
 from dpmon.record.schema import SECOND
 from dpmon.store.history_schema import BEFORE_S
 
@@ -22,8 +22,8 @@ class Sums:
         self.have: dict[tuple[int, int, str], int] = {}
         self.got = 0
 
-    def take(self, rows: NewRows, recording: Recording, upto_s: int, *, last: bool = False) -> bool:
-        lines, more = rows.chunk(recording.store(), upto_s, last=last)
+    def take(self, rows: IncrementalRows, recording: Recording, upto_s: int, *, last: bool = False) -> bool:
+        lines, more = rows.next_chunk(recording.store(), upto_s, last=last)
         for line in map(json.loads, lines):
             if line["table"] == "device_rollups":
                 for row in line["rows"]:
@@ -48,7 +48,7 @@ def begun(ranks: int = 1) -> Recording:
 
 
 def test_a_first_reader_gets_one_sum_of_the_time_long_before() -> None:
-    recording, sums, rows = begun(), Sums(), NewRows(rollups=True)
+    recording, sums, rows = begun(), Sums(), IncrementalRows(rollups=True)
     recorded(recording, 0, 20_000)
     sums.take(rows, recording, 20_000)
     assert sums.same(recording)
@@ -58,13 +58,13 @@ def test_a_first_reader_gets_one_sum_of_the_time_long_before() -> None:
 
 
 def test_a_long_cut_loses_no_sums() -> None:
-    recording, sums, rows = begun(), Sums(), NewRows(rollups=True)
+    recording, sums, rows = begun(), Sums(), IncrementalRows(rollups=True)
     recorded(recording, 0, 900)
     sums.take(rows, recording, 900)
     recorded(recording, 900, 962)
     sums.take(rows, recording, 962)  # not yet the sums of minutes
     recorded(recording, 962, 90_000)
-    again = NewRows(rollups=True, offset=rows.offset, tallied_s=rows.tallied_s)
+    again = IncrementalRows(rollups=True, offset=rows.offset, tallied_s=rows.tallied_s)
     assert again.tallied_s < 90_000
     while sums.take(again, recording, 90_000, last=True):
         pass
@@ -77,16 +77,16 @@ def test_a_long_cut_loses_no_sums() -> None:
     ids=["seconds", "stretches of 10 s, each made of many rows"],
 )
 def test_tallies_of_many_ranks_come_in_chunks_of_fewer_seconds(tallied_s: int, seconds: int) -> None:
-    rows = NewRows(rollups=True, offset=1, tallied_s=tallied_s)
-    rows.chunk(begun(8).store(), 5000, last=False)
+    rows = IncrementalRows(rollups=True, offset=1, tallied_s=tallied_s)
+    rows.next_chunk(begun(8).store(), 5000, last=False)
     assert rows.tallied_s == tallied_s + seconds
 
 
 def test_the_last_step_of_a_run_is_sent_also_if_it_was_left_out_before() -> None:
-    recording, rows, sent = begun(2), NewRows(rollups=True), list[tuple[int, int]]()
+    recording, rows, sent = begun(2), IncrementalRows(rollups=True), list[tuple[int, int]]()
     (newest,) = {step for (step,) in recording.store().query("SELECT max(step) FROM steps GROUP BY process")}
     for last in (False, True, True):
-        lines, _ = rows.chunk(recording.store(), 1000, last=last)
+        lines, _ = rows.next_chunk(recording.store(), 1000, last=last)
         for line in (one for one in map(json.loads, lines) if one["table"] == "steps"):
             of = dict(zip(line["columns"], zip(*line["rows"], strict=True), strict=True))
             sent += zip(of["process"], of["step"], strict=True)
@@ -100,11 +100,11 @@ def test_the_chunks_after_the_end_have_the_same_steps_of_all_ranks(monkeypatch: 
     for _ in range(60):
         for rank, training in enumerate(ranks):
             recording.add(training.run(1), rank, rank)
-    monkeypatch.setattr(new_rows, "MOST_IDS", 100)
-    rows, chunks, more = NewRows(rollups=True, offset=1), 0, True
+    monkeypatch.setattr(incremental_rows, "MOST_IDS", 100)
+    rows, chunks, more = IncrementalRows(rollups=True, offset=1), 0, True
     sent: dict[int, set[int]] = {}
     while more:
-        lines, more = rows.chunk(recording.store(), 1000, last=True)
+        lines, more = rows.next_chunk(recording.store(), 1000, last=True)
         chunks += 1
         for one in (one for one in map(json.loads, lines) if one["table"] == "steps"):
             for row in one["rows"]:
@@ -121,7 +121,7 @@ def test_steps_that_average_gradients_are_sent_as_often_with_accumulation(accumu
     passes = [(0, 1)] * (accumulated - 1) + [(1, 0)]
     recording, end = joined_ranks(2, steps=2000, passes=passes)
     recording._db.execute(f"UPDATE steps SET sync_number = sync_number / {accumulated}")
-    lines, _ = NewRows(rollups=True).chunk(recording.store(), end // SECOND, last=False)
+    lines, _ = IncrementalRows(rollups=True).next_chunk(recording.store(), end // SECOND, last=False)
     sent: dict[int, set[int]] = {0: set(), 1: set()}
     for one in (one for one in map(json.loads, lines) if one["table"] == "steps"):
         for row in one["rows"]:
@@ -136,13 +136,13 @@ def test_steps_that_average_gradients_are_sent_as_often_with_accumulation(accumu
 
 def test_a_stop_of_the_supervisor_loses_no_tally() -> None:
     """Seconds without records seem to be complete; after the stop, they are written in several parts."""
-    recording, rows, have = Recording(), NewRows(rollups=True), dict[int, int]()
+    recording, rows, have = Recording(), IncrementalRows(rollups=True), dict[int, int]()
     training = Training(step_ns=SECOND // 4)
     for now_s, records_until_s in ((20, 20), (60, 20), (70, 70)):
         recording.now_s = now_s
         while training.now < records_until_s * SECOND:
             recording.add(training.run(40))
-        lines, _ = rows.chunk(recording.store(), now_s, last=False)
+        lines, _ = rows.next_chunk(recording.store(), now_s, last=False)
         for line in (one for one in map(json.loads, lines) if one["table"] == "tallies"):
             for row in (dict(zip(line["columns"], values, strict=True)) for values in line["rows"]):
                 have |= {row["start_s"]: row["steps"]} if (row["width"], row["kind"]) == (1, 0) else {}

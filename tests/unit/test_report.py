@@ -25,14 +25,14 @@ from dpmon.model.step_history import BINS, PARTS
 from dpmon.record.history_rows import Definition, LossRow
 from dpmon.record.record_types import Event
 from dpmon.record.schema import SETTLING_STEPS
-from dpmon.report import collect, report_text
-from dpmon.report.asjson import as_object
-from dpmon.report.document import Plot, Table, Values
-from dpmon.report.health import health_now
-from dpmon.report.page import HEIGHT, WIDTH, drawn, page
-from dpmon.report.plots import plots
-from dpmon.report.sections import MAX_ROWS, document
-from dpmon.report.text import text_lines
+from dpmon.report import collect_report_data, report_text
+from dpmon.report.document import Plot, PlotSeries, Table
+from dpmon.report.health import read_health
+from dpmon.report.html_page import HEIGHT, WIDTH, render_page, render_plot
+from dpmon.report.plain_text import text_lines
+from dpmon.report.plots import build_plots
+from dpmon.report.report_json import report_as_json
+from dpmon.report.sections import MAX_ROWS, build_document
 from dpmon.run import proc
 from dpmon.run.process_notes import add_warning
 from dpmon.run.run_directory import load_exit, load_info, record_stop_request
@@ -86,7 +86,7 @@ def test_a_report_shows_the_command_and_where_the_time_went(both: Path) -> None:
     assert "no GPU: NVML library not found" in section(lines, "DEVICES")[0]
     assert section(lines, "MODE CHANGES")[0].endswith("to single")
     assert "4.00 KiB" in section(lines, "MEMORY")[1]
-    said = as_object(collect(both))
+    said = report_as_json(collect_report_data(both))
     assert [(mode["mode"], mode["virtual"], mode["steps"]) for mode in said["modes"]] == [
         ("dp", True, 120),
         ("single", False, 60),
@@ -157,16 +157,16 @@ def test_a_run_that_was_stopped_has_not_failed(state: Path) -> None:
     directory = keep({0: toggled()}, status=1)
     (directory / "stages.log").write_text("7 9 joining the process group as rank 1 of 2\n")
     (directory / "statuses.log").write_text("7 20 -6\n")
-    (finding,) = [finding for finding in collect(directory).findings if finding.kind == "failed"]
+    (finding,) = [finding for finding in collect_report_data(directory).findings if finding.kind == "failed"]
     assert finding.text == "A rank ended without an exception: rank 1 was ended by SIGABRT."
     record_stop_request(directory)
     ended = load_exit(directory)
     assert ended is not None
     os.utime(directory / "stop-asked", (ended.ended_unix, ended.ended_unix))
-    assert not any(finding.kind == "failed" for finding in collect(directory).findings)
+    assert not any(finding.kind == "failed" for finding in collect_report_data(directory).findings)
     sentence = "stopped by you after 1 min 00 s"
     assert report_text(directory, 120)[0].endswith(sentence)
-    assert health_now(directory).words(60.0) == sentence
+    assert read_health(directory).sentence(60.0) == sentence
 
 
 def test_a_step_that_a_stop_cut_off_is_not_called_long(state: Path) -> None:
@@ -175,14 +175,14 @@ def test_a_step_that_a_stop_cut_off_is_not_called_long(state: Path) -> None:
     training.step_ns *= 200
     made += training.run(1)
     directory = keep({0: made}, status=130)
-    assert collect(directory).facts.longest_steps[0].step == 41
+    assert collect_report_data(directory).facts.longest_steps[0].step == 41
     record_stop_request(directory)
-    began = load_info(directory).started_unix + collect(directory).facts.longest_steps[0].start_ns / 1e9
+    began = load_info(directory).started_unix + collect_report_data(directory).facts.longest_steps[0].start_ns / 1e9
     os.utime(directory / "stop-asked", (began + 0.01, began + 0.01))
-    assert 41 not in [step.step for step in collect(directory).facts.longest_steps]
-    assert collect(directory).facts.longest_steps
+    assert 41 not in [step.step for step in collect_report_data(directory).facts.longest_steps]
+    assert collect_report_data(directory).facts.longest_steps
     os.utime(directory / "stop-asked", (began - 0.001, began - 0.001))
-    assert collect(directory).facts.longest_steps[0].step == 41, "it began after the request"
+    assert collect_report_data(directory).facts.longest_steps[0].step == 41, "it began after the request"
 
 
 def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
@@ -191,21 +191,21 @@ def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
     own += [device_event(41.0 + t, 1, throttle=["power limit"] if t % 2 else [], ordinals=[{"device": "cuda:0"}])
             for t in range(20)]  # fmt: skip
     directory = keep({0: Training(devices=("cuda:0", "cuda:1"), virtual=False).run(40), -1: own})
-    story = collect(directory)
+    story = collect_report_data(directory)
     first, second = story.facts.devices
     assert (first.util_median, len(first.util), first.samples) == (97, 40, 41)
     assert first.mem_run_max == 99 << 30
     assert (second.throttled, second.throttle_samples, second.called) == ({"power limit": 10}, 20, "cuda:0")
     assert "throttled" in {finding.kind for finding in story.findings}
     assert "GPU 1 (cuda:0) NVIDIA H200" in "\n".join(report_text(directory, 80))
-    assert {plot.name for plot in plots(story.facts)} >= {"use", "memory", "replicas"}
+    assert {plot.name for plot in build_plots(story.facts)} >= {"use", "memory", "replicas"}
 
 
 def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
     hot = [device_event(float(t), 0, temperature_c=80 if t == 100 else 60, util_pct=50) for t in range(1, 2401)]
     payloads = {-1: hot, 0: Training(devices=("cuda:0",), virtual=False).run(40)}
-    whole, directory = collect(keep(payloads)), keep(payloads, limit_bytes=1 << 18)
-    story = collect(directory)
+    whole, directory = collect_report_data(keep(payloads)), keep(payloads, limit_bytes=1 << 18)
+    story = collect_report_data(directory)
     assert story.facts.store.pruned > 0
     (device,) = story.facts.devices
     assert device.samples < 2400
@@ -219,12 +219,12 @@ def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
 
 def test_a_batch_that_leaves_devices_idle_is_found(state: Path) -> None:
     training = Training(devices=tuple(f"cpu:{n}" for n in range(8)), batch=9)
-    story = collect(keep({0: training.run(60)}))
+    story = collect_report_data(keep({0: training.run(60)}))
     found = {finding.kind: finding for finding in story.findings}
     assert "3 of 8 devices receive no rows of Model" in found["idle"].text
     assert found["idle"].ground == "60 calls of 60, 8 devices"
     training = Training(devices=tuple(f"cpu:{n}" for n in range(4)), batch=2)
-    assert "small batch" in {finding.kind for finding in collect(keep({0: training.run(60)})).findings}
+    assert "small batch" in {finding.kind for finding in collect_report_data(keep({0: training.run(60)})).findings}
 
 
 def test_a_stall_is_placed_and_the_first_steps_are_none(state: Path) -> None:
@@ -236,9 +236,9 @@ def test_a_stall_is_placed_and_the_first_steps_are_none(state: Path) -> None:
             at += wall
         return out
 
-    (found,) = (finding for finding in collect(keep({0: steps(70)})).findings if finding.kind == "stall")
+    (found,) = (finding for finding in collect_report_data(keep({0: steps(70)})).findings if finding.kind == "stall")
     assert "step 70 at 00:00:00, 8.00 s, 8.00 s in data" in found.ground
-    kinds = {finding.kind for finding in collect(keep({0: steps(SETTLING_STEPS)})).findings}
+    kinds = {finding.kind for finding in collect_report_data(keep({0: steps(SETTLING_STEPS)})).findings}
     assert "stall" not in kinds
     assert "data" in kinds
 
@@ -285,7 +285,7 @@ def test_the_page_has_its_plots_and_works_offline(state: Path) -> None:
     training = Training(devices=("cuda:0", "cuda:1"), virtual=False)
     rows = [*training.begin(), *training.run(800), *training.switch("single"), *training.run(400)]
     own = [device_event(t / 10, index) for t in range(60) for index in (0, 1)]
-    found = Page(page(document(collect(keep({0: rows, -1: own})))))
+    found = Page(render_page(build_document(collect_report_data(keep({0: rows, -1: own})))))
     assert found.tags["svg"] == 7
     check_offline(found)
 
@@ -299,7 +299,7 @@ def test_all_plots_over_time_have_one_axis_with_the_marks_of_the_run(state: Path
     dp = training.now
     rows += [*training.switch("dp"), *training.run(200)]
     own = [host_event(float(t)) for t in range(1, 80)]
-    made = plots(collect(keep({0: rows, -1: own}, seconds=200.0)).facts)
+    made = build_plots(collect_report_data(keep({0: rows, -1: own}, seconds=200.0)).facts)
     timed = [plot for plot in made if plot.time is not None]
     assert [plot.name for plot in timed] == ["step-time", "speed", "phases", "use", "memory"]
     (time_of,) = {id(plot.time): plot.time for plot in timed}.values()
@@ -322,7 +322,7 @@ def test_all_plots_over_time_have_one_axis_with_the_marks_of_the_run(state: Path
 
 def test_the_page_shows_when_which_rank_was_the_slowest(state: Path) -> None:
     made, end = joined_rows(3, slow=1, phase="data", steps=2000, then=(1000, 2))
-    (plot,) = [plot for plot in plots(collect(keep(made)).facts) if plot.name == "waits"]
+    (plot,) = [plot for plot in build_plots(collect_report_data(keep(made)).facts) if plot.name == "waits"]
     assert plot.rows == ["rank 0", "rank 1", "rank 2"]
     half = end / SECOND / 2
     for rank, one in enumerate(plot.series):
@@ -334,18 +334,20 @@ def test_the_page_shows_when_which_rank_was_the_slowest(state: Path) -> None:
     assert {cell.attrib.get("class") for cell in cells} == {None, "none"}
     assert all(0 <= float(cell.attrib["x"]) <= WIDTH for cell in cells)
     even, _ = joined_rows(3, steps=300, noise=0.0)
-    assert not [plot for plot in plots(collect(keep(even)).facts) if plot.name == "waits"], "nobody waited"
+    assert not [plot for plot in build_plots(collect_report_data(keep(even)).facts) if plot.name == "waits"], (
+        "nobody waited"
+    )
 
 
 def test_the_slowest_of_many_ranks_is_shown(state: Path) -> None:
     made, _ = joined_rows(70, slow=68, phase="data", steps=60)
-    story = collect(keep(made))
-    drawn_plots = [plot for plot in plots(story.facts) if plot.name in ("waits", "ranks")]
+    story = collect_report_data(keep(made))
+    drawn_plots = [plot for plot in build_plots(story.facts) if plot.name in ("waits", "ranks")]
     assert len(drawn_plots) == 2
     for plot in drawn_plots:
         assert plot.rows == [f"rank {rank}" for rank in (*range(63), 68)], plot.name
         assert plot.note.endswith("; ranks left out: 6")
-    tables = [part for section in document(story).sections for part in section.parts if isinstance(part, Table)]
+    tables = [part for section in build_document(story).sections for part in section.parts if isinstance(part, Table)]
     shown = [[row[0] for row in table.rows[:MAX_ROWS]] for table in tables if len(table.rows) == 70]
     assert shown == [[f"rank {rank} of 70" for rank in (*range(39), 68)]] * 2
 
@@ -354,7 +356,7 @@ def test_a_rank_that_started_again_is_one_rank_in_plots(state: Path) -> None:
     made, _ = joined_rows(40, slow=3, phase="data", steps=60)
     tries = [Training(process=100 + rank, rank=rank) for rank in range(40)]
     made |= {one.process: [*one.begin(), *one.run(3)] for one in tries}
-    found = {plot.name: plot for plot in plots(collect(keep(made)).facts)}
+    found = {plot.name: plot for plot in build_plots(collect_report_data(keep(made)).facts)}
     for name in ("waits", "ranks"):
         assert sorted(found[name].rows) == sorted(f"rank {rank}" for rank in range(40)), name
         assert "left out" not in found[name].note, name
@@ -367,15 +369,19 @@ def test_the_page_of_a_day_is_small(state: Path) -> None:
     places = [Definition(3000 + line, {"place": f"train.py:{line}", "why": None}) for line in (0, 1)]
     losses = [LossRow(3000 + at % 2, at, at * 170 * SECOND, 1 / at) for at in range(1, 500)]
     own = [device_event(float(t), index) for t in range(100, 86_400, 200) for index in range(8)]
-    text = page(document(collect(keep({**made, 0: [*made[0], *places, *losses], -1: own}, seconds=end / SECOND))))
+    text = render_page(
+        build_document(
+            collect_report_data(keep({**made, 0: [*made[0], *places, *losses], -1: own}, seconds=end / SECOND))
+        )
+    )
     assert text.count("<svg") == 9
     assert len(text.encode()) < 1_500_000
 
 
 def test_text_and_page_have_the_same_sections_and_cells(both: Path) -> None:
-    made = document(collect(both))
+    made = build_document(collect_report_data(both))
     names = [section.title + section.about for section in made.sections]
-    drawn, lines = page(made), text_lines(made, 200)
+    drawn, lines = render_page(made), text_lines(made, 200)
     assert re.findall(r'<h2 id="part-\d+">(.*?)</h2>', drawn) == names
     assert [line for line in lines[1:] if line and line[0] != " "] == [
         section.title.upper() + section.about for section in made.sections
@@ -395,7 +401,7 @@ def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> 
     for number in range(1, 3001):
         at += 900_000_000 if number == 1500 else 300_000_000
         payloads.append(step_row("single" if number % 7 else "dp", number, at, 250_000_000, 4, (1000, 2000, 3000, -1)))
-    bins = collect(keep({0: payloads}, seconds=1000.0)).facts.stretches.bins
+    bins = collect_report_data(keep({0: payloads}, seconds=1000.0)).facts.stretches.bins
     assert len({one.end_ns for one in bins}) <= BINS
     assert sum(one.steps for one in bins) == 3000
     assert sum(one.samples or 0 for one in bins) == 12_000
@@ -404,25 +410,25 @@ def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> 
 
 
 def test_changes_name_the_model_if_there_are_several(both: Path) -> None:
-    story = collect(both)
+    story = collect_report_data(both)
     changes = [change._replace(root=root) for change in story.facts.announced.changes for root in ("Maker", "Critic")]
     facts = changed(story.facts, announced=replace(story.facts.announced, changes=changes))
-    rows = section(text_lines(document(replace(story, facts=facts)), 100), "MODE CHANGES")
+    rows = section(text_lines(build_document(replace(story, facts=facts)), 100), "MODE CHANGES")
     assert [row.split("  ")[-1] for row in rows[:2]] == ["Maker: to single", "Critic: to single"]
 
 
 @pytest.mark.parametrize(("state_word", "text"), [("finished", "nothing stands"), ("failed", "nothing else stands")])
 def test_a_failed_run_has_no_report_in_which_nothing_stands_out(both: Path, state_word: str, text: str) -> None:
-    story = replace(collect(both), findings=[], state=state_word)
-    assert section(text_lines(document(story), 100), "FINDINGS")[0].strip() == f"{text} out"
+    story = replace(collect_report_data(both), findings=[], state=state_word)
+    assert section(text_lines(build_document(story), 100), "FINDINGS")[0].strip() == f"{text} out"
 
 
 def test_two_modes_within_one_stretch_that_is_cut_short_are_one_bar(both: Path) -> None:
-    story = collect(both)
+    story = collect_report_data(both)
     facts = changed(story.facts, stretches=story.facts.stretches._replace(width_ns=3600 * SECOND))
     story = replace(story, facts=facts)
     assert {one.mode for one in story.facts.stretches.bins} == {"dp", "single"}
-    assert "  █" in text_lines(document(story), 100)
+    assert "  █" in text_lines(build_document(story), 100)
 
 
 def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> None:
@@ -433,11 +439,11 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     training.step_ns = 6 * SECOND
     payloads += training.run(1)
     directory = keep({0: payloads}, seconds=training.now / SECOND)
-    story = collect(directory)
+    story = collect_report_data(directory)
     gaps = [(b.start_ns - a.end_ns) / SECOND for a, b in pairwise(story.facts.stretches.bins)]
     assert [gap for gap in gaps if gap] == [pytest.approx(9, abs=1)]
     assert (story.facts.stretches.bins[-1].end_ns - story.facts.stretches.bins[-1].start_ns) / SECOND in (5, 6, 7)
-    (step_time,) = (plot for plot in plots(story.facts) if plot.name == "step-time")
+    (step_time,) = (plot for plot in build_plots(story.facts) if plot.name == "step-time")
     places = [(begin, end) for begin, end, _ in step_time.series[0].points]
     assert sum(begin > end for (_, end), (begin, _) in pairwise(places)) == 1
     process = state_in(directory, over=True).processes[0]
@@ -468,7 +474,7 @@ def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None
 
 def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> None:
     directory = keep({0: evaluated(60, 200)})
-    said = as_object(collect(directory))
+    said = report_as_json(collect_report_data(directory))
     (mode,), (evaluation,) = said["modes"], said["evaluations"]
     assert (mode["mode"], mode["steps"], mode["median_ms"]) == ("single", 60, 10.0)
     assert (evaluation["mode"], evaluation["steps"], evaluation["median_ms"]) == ("single", 200, 1.0)
@@ -492,13 +498,15 @@ def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> No
 
 
 def test_figures_of_ranks_leave_out_evaluations(state: Path) -> None:
-    said = as_object(collect(keep({number: evaluated(60, 200, via="DistributedDataParallel") for number in range(2)})))
+    said = report_as_json(
+        collect_report_data(keep({number: evaluated(60, 200, via="DistributedDataParallel") for number in range(2)}))
+    )
     assert [(one["steps"], one["median_ms"]) for one in said["ranks"]] == [(60, 10.0)] * 2
     assert sum(one["samples_per_s"] for one in said["ranks"]) == said["modes"][0]["samples_per_s"] == 800
 
 
 def test_a_run_without_training_steps_has_no_evaluation(state: Path) -> None:
-    said = as_object(collect(keep({0: evaluated(0, 100)})))
+    said = report_as_json(collect_report_data(keep({0: evaluated(0, 100)})))
     assert (said["modes"][0]["steps"], said["evaluations"], said["calls"]) == (100, [], 100)
     assert not any(one["evaluation"] for one in said["time"]["stretches"])
     assert "data" in {finding["kind"] for finding in said["findings"]}
@@ -507,8 +515,11 @@ def test_a_run_without_training_steps_has_no_evaluation(state: Path) -> None:
 def test_deleted_rows_change_no_figure(state: Path) -> None:
     training = Training(mode="single", step_ns=50_000_000)
     payloads = [*training.begin(), *training.run(1500), *training.switch("dp"), *training.run(4500)]
-    whole, directory = as_object(collect(keep({0: payloads}))), keep({0: payloads}, limit_bytes=1 << 20)
-    said = as_object(collect(directory))
+    whole, directory = (
+        report_as_json(collect_report_data(keep({0: payloads}))),
+        keep({0: payloads}, limit_bytes=1 << 20),
+    )
+    said = report_as_json(collect_report_data(directory))
     assert said["pruned"] > 0
     same = ("modes", "evaluations", "replicas", "sizes", "stages", "compared", "elapsed", "steps", "calls", "findings")
     assert {name: said[name] for name in same} == {name: whole[name] for name in same}
@@ -545,7 +556,7 @@ def test_the_time_of_a_run_is_accounted_for(state: Path) -> None:
     payloads += [pause_event(training.now / SECOND, 80, 30.0), *training.run(40)]
     seconds = training.now / SECOND + 1.5
     directory = keep({0: payloads}, seconds=seconds)
-    elapsed = as_object(collect(directory))["elapsed"]
+    elapsed = report_as_json(collect_report_data(directory))["elapsed"]
     parts = {name: value for name, value in elapsed.items() if name != "gaps" and value}
     assert parts == {
         "startup_s": 2.0, "training_s": pytest.approx(12, rel=0.05), "between_s": pytest.approx(4, abs=0.1),
@@ -571,7 +582,7 @@ def test_memory_in_json_counts_the_processes_that_know_it(state: Path) -> None:
         payloads[process] = [*training.begin(), *training.run(9)]
         if devices is not None:
             payloads[process].append(Event("memory", {"process": process, "t_s": 2.0, "devices": devices}))
-    (row,) = as_object(collect(keep(payloads, seconds=5.0)))["memory"]
+    (row,) = report_as_json(collect_report_data(keep(payloads, seconds=5.0)))["memory"]
     assert (row["model_bytes"], row["optimizer_bytes"], row["rest_bytes"]) == (200, 200, None)
     assert row["processes"] == 3
     assert row["known"] == {"model_bytes": 2, "gradients_bytes": 2, "optimizer_bytes": 1, "rest_bytes": 0}
@@ -580,7 +591,7 @@ def test_memory_in_json_counts_the_processes_that_know_it(state: Path) -> None:
 
 def test_stretches_of_a_report_have_the_gap_as_a_gap_or_in_their_time(state: Path) -> None:
     payloads, end = epochs(2.0)
-    width_ns, bins = collect(keep({0: payloads}, seconds=end)).facts.stretches
+    width_ns, bins = collect_report_data(keep({0: payloads}, seconds=end)).facts.stretches
     assert width_ns < 2 * SECOND
     within = sum(one.wall_ns for one in bins)
     assert within <= sum(one.elapsed_ns for one in bins) < within + 6 * SECOND, "between the stretches"
@@ -593,7 +604,7 @@ def test_a_stretch_that_has_grown_over_gaps_has_them_in_its_time(state: Path) ->
     for _ in range(1000):
         payloads += training.run(1)
         training.now += 2 * SECOND
-    width_ns, bins = collect(keep({0: payloads}, seconds=training.now / 1e9)).facts.stretches
+    width_ns, bins = collect_report_data(keep({0: payloads}, seconds=training.now / 1e9)).facts.stretches
     assert width_ns > 6 * SECOND
     assert len(bins) <= BINS
     assert sum(one.elapsed_ns for one in bins) == pytest.approx(training.now - 2 * SECOND, rel=0.01)
@@ -603,18 +614,18 @@ def test_a_stretch_that_has_grown_over_gaps_has_them_in_its_time(state: Path) ->
 
 def test_time_between_the_steps_is_found_if_it_is_much(state: Path) -> None:
     payloads, end = epochs(1.0)
-    (found,) = (one for one in collect(keep({0: payloads}, seconds=end)).findings if one.kind == "between")
+    (found,) = (one for one in collect_report_data(keep({0: payloads}, seconds=end)).findings if one.kind == "between")
     assert found.text == "29 % of the time lies between steps: 5 gaps, the longest 1.00 s after step 20."
     assert "a checkpoint" in found.advice
     assert found.weight == pytest.approx(0.29, abs=0.02)
     payloads, end = epochs(0.15)
-    assert "between" not in {one.kind for one in collect(keep({0: payloads}, seconds=end)).findings}
+    assert "between" not in {one.kind for one in collect_report_data(keep({0: payloads}, seconds=end)).findings}
 
 
 @pytest.mark.parametrize(("workers", "persistent", "named"), [(4, False, True), (4, True, False), (0, False, False)])
 def test_workers_that_start_in_every_epoch_are_named(state: Path, workers: int, persistent: bool, named: bool) -> None:
     payloads, end = epochs(1.0, workers, persistent)
-    (found,) = (one for one in collect(keep({0: payloads}, seconds=end)).findings if one.kind == "between")
+    (found,) = (one for one in collect_report_data(keep({0: payloads}, seconds=end)).findings if one.kind == "between")
     assert ("Starting the loader's workers takes 80 % of it." in found.text) == named
     assert found.advice.startswith("DataLoader(persistent_workers=True)") == named
 
@@ -623,7 +634,7 @@ def test_workers_that_start_in_every_epoch_are_named(state: Path, workers: int, 
 
 
 def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None:
-    found = collect(both).facts.mode_comparison
+    found = collect_report_data(both).facts.mode_comparison
     assert found is not None
     assert found.speedup is not None
     assert found.speedup.low < found.speedup.value < found.speedup.high
@@ -631,7 +642,7 @@ def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None
     lines = section(report_text(both, 80), "DP AGAINST SINGLE")
     assert lines[0].startswith("  DataParallel over 2 virtual replicas")
     assert f"speed-up {found.speedup.value:.2f}" in " ".join(lines)
-    assert as_object(collect(both))["compared"]["outcome"] in ("faster", "slower", "even")
+    assert report_as_json(collect_report_data(both))["compared"]["outcome"] in ("faster", "slower", "even")
 
 
 def test_a_first_forward_that_failed_has_no_speed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -675,21 +686,21 @@ def long_training(slow: int, steps: int = 6000, evaluations: bool = False) -> li
 
 
 def test_stalls_are_found_among_the_steps_that_still_have_a_row(state: Path) -> None:
-    story = collect(keep({0: long_training(slow=5900)}, limit_bytes=1 << 18))
+    story = collect_report_data(keep({0: long_training(slow=5900)}, limit_bytes=1 << 18))
     assert story.facts.store.pruned > 0
     (found,) = (finding for finding in story.findings if finding.kind == "stall")
     assert found.text.startswith("At least one step took 10.0 s")
     assert found.ground.startswith("the longest: step 5900 at ")
-    deleted = collect(keep({0: long_training(slow=500)}, limit_bytes=1 << 18))
+    deleted = collect_report_data(keep({0: long_training(slow=500)}, limit_bytes=1 << 18))
     assert "stall" not in {one.kind for one in deleted.findings}
 
 
 def test_stretches_separate_modes_and_evaluations(state: Path) -> None:
-    story = collect(keep({0: long_training(slow=0, evaluations=True)}, limit_bytes=1 << 18))
+    story = collect_report_data(keep({0: long_training(slow=0, evaluations=True)}, limit_bytes=1 << 18))
     assert {(one.mode, one.evaluation) for one in story.facts.stretches.bins} == {
         (mode, evaluation) for mode in ("single", "dp") for evaluation in (False, True)
     }
-    drawn = {plot.name: plot for plot in plots(story.facts)}
+    drawn = {plot.name: plot for plot in build_plots(story.facts)}
     names = [one.name for one in drawn["step-time"].series]
     assert [name for name in names if "mean" in name] == [
         "dp: mean", "single: mean", "dp, evaluation: mean", "single, evaluation: mean"
@@ -704,13 +715,13 @@ def test_stretches_separate_modes_and_evaluations(state: Path) -> None:
 
 
 def svg_of(plot: Plot) -> ElementTree.Element:
-    text = drawn(plot)
+    text = render_plot(plot)
     return ElementTree.fromstring(re.sub(r"(class|style)=([a-z]+)([ >])", r'\1="\2"\3', text[text.index("<svg") :]))
 
 
 def lines(*values: float | None) -> Plot:
     points = [(at, at + 1, y) for at, y in enumerate(values) if y is not None]
-    return Plot("p", "P", "", [Values("s", "#000000", points, "steps")], "ms")
+    return Plot("p", "P", "", [PlotSeries("s", "#000000", points, "steps")], "ms")
 
 
 def test_one_long_step_does_not_flatten_the_others_and_is_told() -> None:
@@ -721,7 +732,9 @@ def test_one_long_step_does_not_flatten_the_others_and_is_told() -> None:
     few = "".join(svg_of(lines(10.0, 11.0, 230.0, 45_000.0)).itertext())  # means and longest steps of two modes
     assert "1 higher, up to 45,000: cut" in few.replace("45000", "45,000")
     assert "400" in few, "the axis"
-    rows = Plot("p", "P", "", [Values("s", "#000000", [(r, r, y) for r, y in enumerate((1, 1, 1, 9))], "bars")], "ms")
+    rows = Plot(
+        "p", "P", "", [PlotSeries("s", "#000000", [(r, r, y) for r, y in enumerate((1, 1, 1, 9))], "bars")], "ms"
+    )
     assert "cut" not in "".join(svg_of(rows._replace(rows=["a", "b", "c", "d"])).itertext()), "the slow one is shown"
 
 
@@ -734,15 +747,15 @@ def test_odd_values_are_drawn_inside(values: tuple[float | None, ...]) -> None:
 
 def test_ranks_are_drawn_and_the_straggler_waits_for_nobody(state: Path) -> None:
     made, _ = joined_rows(3, slow=1, phase="data", steps=100, noise=0.0)
-    story = collect(keep(made))
-    (plot,) = [plot for plot in plots(story.facts) if plot.name == "ranks"]
+    story = collect_report_data(keep(made))
+    (plot,) = [plot for plot in build_plots(story.facts) if plot.name == "ranks"]
     assert plot.rows == ["rank 0", "rank 1", "rank 2"]
     by_name = {one.name: [y for _, _, y in one.points] for one in plot.series}
     assert by_name["data"] == [pytest.approx(ms) for ms in (0.4, 6.4, 0.4)]
     assert by_name["wait"] == [pytest.approx(ms, abs=0.01) for ms in (6.0, 0.0, 6.0)]
     bars = [one for one in svg_of(plot).iter("rect") if one.find("title") is not None]
     assert all(0 <= float(bar.attrib["x"]) + float(bar.attrib["width"]) <= WIDTH for bar in bars)
-    text = page(document(story))
+    text = render_page(build_document(story))
     assert len(text.encode()) < 200_000
     names = [re.sub(r"<.*?>", "", name) for name in re.findall(r"<h2 id=.*?>(.*?)</h2>", text)]
     assert re.findall(r'<a href="#part-\d+">(.*?)</a>', text) == names
@@ -750,7 +763,7 @@ def test_ranks_are_drawn_and_the_straggler_waits_for_nobody(state: Path) -> None
 
 
 def test_bars_stand_on_each_other(state: Path) -> None:
-    series = [Values(name, "#000000", [(0.0, 1.0, 1.0), (1.0, 2.0, 2.0)], "bars") for name in ("a", "b")]
+    series = [PlotSeries(name, "#000000", [(0.0, 1.0, 1.0), (1.0, 2.0, 2.0)], "bars") for name in ("a", "b")]
     bars = [one for one in svg_of(Plot("p", "P", "", series, "ms")).iter("rect") if one.find("title") is not None]
     places = [(float(bar.attrib["y"]), float(bar.attrib["height"])) for bar in bars]
     assert len(places) == 4

@@ -28,11 +28,11 @@ from dpmon.model.run_snapshot import PauseChange
 from dpmon.model.slow_steps import overlap_ns
 from dpmon.model.throughput import throughput_of
 from dpmon.record.record_types import Event, Step
-from dpmon.report import collect, report_text
-from dpmon.report.asjson import as_object
-from dpmon.report.page import page
-from dpmon.report.plots import plots
-from dpmon.report.sections import document
+from dpmon.report import collect_report_data, report_text
+from dpmon.report.html_page import render_page
+from dpmon.report.plots import build_plots
+from dpmon.report.report_json import report_as_json
+from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_exit
 
 
@@ -55,12 +55,12 @@ def paused_run(took_s: float = 600.0, at_the_end_s: float = 0.0) -> Path:
 
 def test_pauses_are_reported_and_are_in_no_figure_of_steps(state: Path) -> None:
     directory = paused_run(at_the_end_s=120.0)
-    story = collect(directory)
+    story = collect_report_data(directory)
     assert [(pause.step, round((pause.took_ns or 0) / SECOND)) for pause in story.facts.pauses] == [
         (100, 600),
         (200, 120),
     ]
-    said = as_object(story)
+    said = report_as_json(story)
     assert [(one["step"], one["seconds"], one["on"]) for one in said["pauses"]] == [
         (100, pytest.approx(600.0), False), (200, pytest.approx(120.0), False)
     ]  # fmt: skip
@@ -73,10 +73,10 @@ def test_pauses_are_reported_and_are_in_no_figure_of_steps(state: Path) -> None:
     assert "  paused 2 times, for 12 min 00 s in all: that time is in no step, no phase and no figure" in lines
     assert section(lines, "PAUSES")[0].endswith("after step 100  for 10 min 00 s")
     assert len(section(lines, "PAUSES")) == 2
-    html_page = page(document(story))
+    html_page = render_page(build_document(story))
     assert "Pauses</h2>" in html_page
     assert "for 10 min 00 s" in html_page
-    for plot in plots(story.facts):
+    for plot in build_plots(story.facts):
         if plot.name in ("step-time", "speed", "phases", "use", "memory"):
             assert plot.time is not None
             begin, end, word = plot.time.marks[0]
@@ -91,7 +91,7 @@ def test_silence_is_reported_in_addition_to_a_pause(state: Path) -> None:
     payloads = [*training.begin(), *training.run(100), pause_event(training.now / SECOND, 100)]
     training.now += 600 * SECOND
     payloads += [pause_event(training.now / SECOND, 100, 600.0), *training.run(100)]
-    (found,) = collect(keep({0: payloads}, seconds=training.now / SECOND + 60)).findings
+    (found,) = collect_report_data(keep({0: payloads}, seconds=training.now / SECOND + 60)).findings
     assert found.kind == "quiet"
     assert found.weight == pytest.approx(60 / 80, abs=0.05)
 
@@ -101,13 +101,13 @@ def test_a_pause_without_an_end_and_one_that_was_refused(state: Path) -> None:
     payloads = [*training.begin(), *training.run(40), pause_event(training.now / SECOND, 40)]
     training.now += 60 * SECOND
     lost = [*payloads, *training.run(40)]
-    (pause,) = collect(keep({0: lost})).facts.pauses
+    (pause,) = collect_report_data(keep({0: lost})).facts.pauses
     assert (pause.took_ns, pause.on) == (None, False)
     assert (pause.end_ns or 0) - (pause.start_ns or 0) == pytest.approx(60 * SECOND, rel=0.01)
     killed = keep({0: payloads}, seconds=training.now / SECOND)
     (line,) = section(report_text(killed, 80), "PAUSES")
     assert line.endswith("after step 40  the run ended in it")
-    assert collect(killed).findings == [], "a run that is killed in a pause was not silent"
+    assert collect_report_data(killed).findings == [], "a run that is killed in a pause was not silent"
     refused = pause_event(1.0, 3, 0.0, refused="ranks wait for each other")
     lines = report_text(keep({0: [*training.begin(), *training.run(5), refused]}), 80)
     assert section(lines, "PAUSES") == ["  00:00:01  after step 3  refused: ranks wait for each other"]
@@ -200,7 +200,7 @@ def test_refusals_are_no_pauses_however_many_there_were(state: Path) -> None:
     lines = report_text(directory, 120)
     assert "  paused once, for 1.00 s: that time is in no step, no phase and no figure" in lines
     assert section(lines, "PAUSES")[-1] == "  and 993 more; --json has them all"
-    said = as_object(collect(directory))
+    said = report_as_json(collect_report_data(directory))
     assert len(said["pauses"]) == 1005
     assert (said["paused"]["times"], said["paused"]["seconds"]) == (1, pytest.approx(1.0))
 
@@ -225,11 +225,11 @@ def two_trainings() -> tuple[Path, str]:
 
 def test_the_report_says_that_figures_include_a_pause_during_another_training(state: Path) -> None:
     directory, text = two_trainings()
-    story = collect(directory)
+    story = collect_report_data(directory)
     assert story.facts.paused == []
     assert "no figure" not in text
     assert re.search(r"for \d+ min \d\d s of it another process was not paused, and the figures", text)
-    assert as_object(story)["paused"]["alone_s"] == pytest.approx(600, rel=0.01)
+    assert report_as_json(story)["paused"]["alone_s"] == pytest.approx(600, rel=0.01)
 
 
 def test_the_summary_of_a_run_that_was_killed_in_a_pause_says_so(state: Path) -> None:
@@ -265,11 +265,11 @@ def test_a_pause_and_a_wait_for_input_are_in_no_rate(state: Path) -> None:
     steps = [record for record in decoded(payloads) if isinstance(record, Step)]
     true = 30 * len(steps) * 1e9 / sum(step.wall_ns for step in steps)
     directory = keep({0: payloads, -1: [waits]}, seconds=training.now / 1e9)
-    assert as_object(collect(directory))["modes"][0]["samples_per_s"] == pytest.approx(true, rel=0.001)
+    assert report_as_json(collect_report_data(directory))["modes"][0]["samples_per_s"] == pytest.approx(true, rel=0.001)
     live, over = (state_in(directory, span_s=0, over=over) for over in (False, True))
     process = live.processes[0]
     for rate in (over.processes[0].mean, process.ranged.rate):
         assert rate is not None
         assert (rate.samples_per_s, rate.samples_within) == pytest.approx((true, true), rel=0.001)
     assert throughput_of(process, live, process.seen_ns).samples_per_s == pytest.approx(true, rel=0.1)
-    assert [one["seconds"] for one in as_object(collect(directory))["inputs"]] == [5.0]
+    assert [one["seconds"] for one in report_as_json(collect_report_data(directory))["inputs"]] == [5.0]

@@ -16,7 +16,7 @@ from stored import state_in
 from synthetic import SECOND, Training
 
 from dpmon.cli.summary import summary_lines
-from dpmon.export import history
+from dpmon.export import iter_records
 from dpmon.record.jsonl import as_json
 from dpmon.report import report_text
 from dpmon.run.run_directory import RunError, load_exit, load_info
@@ -83,7 +83,7 @@ def play_back(directory: Path) -> None:
 def test_a_run_with_randomly_damaged_files_can_be_read(whole: Path, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     names = ("run.json", "exit.json", "history.sqlite", "stages.log", *RINGS)
-    untouched = len(list(history(whole)))
+    untouched = len(list(iter_records(whole)))
     assert untouched == 2 + 240 + 1 + 40 + 2
     readable = 0
     for number in range(40):
@@ -92,7 +92,7 @@ def test_a_run_with_randomly_damaged_files_can_be_read(whole: Path, tmp_path: Pa
         path = directory / chance.choice(names)
         path.write_bytes(changed(path.read_bytes(), chance))
         try:
-            for record in history(directory):
+            for record in iter_records(directory):
                 as_json(record)
             reader = RunReader(directory)
             (

@@ -9,7 +9,7 @@ from stored import state_of
 from synthetic import LEARNS, SECOND, RowReader, Training, call_row
 
 from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.export import table
+from dpmon.export import csv_tables
 from dpmon.model.layouts import CallLayouts
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.jsonl import as_json
@@ -109,7 +109,7 @@ def test_json_csv_report_and_screen_say_both_shapes() -> None:
     first, second = as_json(call)["inputs"]
     assert first == {"path": "0", "shape": [4, 8], "dtype": "float32", "bytes": 128, "global_shape": [8, 8]}
     assert "global_shape" not in second
-    (row,) = table.row(call)
+    (row,) = csv_tables.csv_rows_of(call)
     assert row[COLUMNS["call"].index("inputs")] == "0:4x8:float32:128:8x8 mask:8:bool:8"
 
     resolver = RowReader(0)

@@ -83,7 +83,7 @@ def test_each_state_has_an_exit_status(now: Health, expected: int) -> None:
     ],
 )  # fmt: skip
 def test_the_health_of_a_run_in_words(now: Health, expected: str) -> None:
-    assert now.words(60.0) == expected
+    assert now.sentence(60.0) == expected
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_the_history_of_a_run_that_is_over_is_not_read_for_its_health(
 ) -> None:
     directory = a_run()
     monkeypatch.delattr(health, "open_store")
-    assert health.health_now(directory).end == "finished"
+    assert health.read_health(directory).end == "finished"
 
 
 def test_the_time_of_a_run_elsewhere_is_that_of_its_record(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -355,7 +355,7 @@ def test_a_quiet_run_says_why(state: Path, capsys: pytest.CaptureFixture[str]) -
     assert re.search(r"  quiet for \d\d\.\d s: no call since step 40; the script does something else$", first)
     assert remedy == f"  try: dpmon why linear-{directory.name[-4:]} shows where it is"
     assert not any("o step has ended" in line for line in rest), "the first line says it"
-    begun = health.health_now(directory)
+    begun = health.read_health(directory)
     assert health._quiet_reason(RunSnapshot(), "ended") == "no call for so long; the training process has ended"
     assert begun.fields()["reason"] == "no call since step 40; the script does something else"
 

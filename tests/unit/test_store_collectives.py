@@ -16,9 +16,9 @@ from spans import Lines
 from stored import Recording, store_of
 from traceformat import read
 
-from dpmon.export import history
+from dpmon.export import iter_records
+from dpmon.export.csv_tables import CsvTables
 from dpmon.export.perfetto import write_trace
-from dpmon.export.table import Tables
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_specs import COLUMNS, RECORDS
 from dpmon.record.record_types import Collective, Operation, Record, Sampled
@@ -169,7 +169,7 @@ def test_every_record_is_in_the_schema_and_in_the_tables() -> None:
     records = both(recorded(script()).records())
     assert {type(record) for record in records} == {Collective, Sampled}
     files: dict[str, io.StringIO] = {}
-    Tables(lambda which: files.setdefault(which, io.StringIO())).write(records)
+    CsvTables(lambda which: files.setdefault(which, io.StringIO())).write(records)
     for kind in ("collective", "sampled"):
         said = [as_json(record) for record in records]
         said = [one for one in said if one["kind"] == kind]
@@ -242,7 +242,7 @@ def test_a_successor_doubles_no_collective_and_loses_the_open_sample(state: Path
     second.flush(over=True, last=True)
     second.close()
     expected = sorted(map(repr, both(recorded(found).records())))
-    left = sorted(map(repr, both(history(directory))))
+    left = sorted(map(repr, both(iter_records(directory))))
     with open_store(directory) as store:
         known = store.collective_sums()._replace(own=())
         operations = sorted(known.operations), sorted(summed(both(store.records())).operations)

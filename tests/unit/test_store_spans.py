@@ -21,7 +21,7 @@ from spans import Children, Training, everything, opened
 from synthetic import host_event, kind_of
 
 from dpmon.assemble.assembler import Assembler
-from dpmon.export import history
+from dpmon.export import iter_records
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.record.safe_json import load_event
@@ -529,9 +529,9 @@ def test_export_before_any_supervisor_is_the_same_as_after(run: Run) -> None:
         training.step()
         training.warn()
     training.end()
-    before = list(history(run.directory))
+    before = list(iter_records(run.directory))
     run.end()
-    assert list(history(run.directory)) == before
+    assert list(iter_records(run.directory)) == before
     assert sum(isinstance(one, Event) for one in before) >= 31
 
 

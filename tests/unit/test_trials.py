@@ -14,7 +14,7 @@ from dpmon.cli.trials import REPLAYED, Result, Trial, _document, _one_rank, plan
 from dpmon.model.comparison_stats import Change
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_comparison import STEP_FIGURES, ComparedMetric
-from dpmon.report.text import text_lines
+from dpmon.report.plain_text import text_lines
 
 MS = 1e6
 

@@ -19,7 +19,7 @@ from synthetic import SECOND, Training
 from textual import events
 
 from dpmon.record.record_types import Event
-from dpmon.report.collect import collect
+from dpmon.report.report_data import collect_report_data
 from dpmon.ui import jobs
 from dpmon.ui.dialogs import LINE_MOST, Choice, Commands, Pages
 from dpmon.ui.facts import PANELS, View
@@ -187,7 +187,7 @@ def test_the_findings_are_those_of_the_report(state: Path) -> None:
     training.shares["dp"]["data"] = 3_000
     run = keep({0: [*training.begin(), *training.run(200)]})
     found = jobs.findings(run)
-    assert found == list(collect(run).findings)
+    assert found == list(collect_report_data(run).findings)
     assert "data" in [each.kind for each in found]
     assert all(each.advice_text for each in found)
 

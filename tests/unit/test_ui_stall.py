@@ -33,11 +33,11 @@ from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_events import RunEvents
 from dpmon.model.run_snapshot import Column
 from dpmon.record.record_types import Event
-from dpmon.report.collect import collect
-from dpmon.report.page import page
-from dpmon.report.plots import plots
-from dpmon.report.sections import document
-from dpmon.report.sentences import stalls
+from dpmon.report.html_page import render_page
+from dpmon.report.plots import build_plots
+from dpmon.report.report_data import collect_report_data
+from dpmon.report.sections import build_document
+from dpmon.report.sentences import stall_sentences
 from dpmon.stalls.why_text import format_reply
 from dpmon.ui.chart import scale_top
 from dpmon.ui.facts import Facts, View, life
@@ -217,7 +217,7 @@ def test_report_and_summary_say_that_the_run_ended_in_its_stall() -> None:
         facts: Any = types.SimpleNamespace(
             announced=RunEvents(stalls=(stall,)), last_step_ns=last_s * SECOND, until_ns=140 * SECOND
         )
-        assert stalls(facts, how, over=how is not None) == [f"stalled at 00:01:40 {expected}: {SENTENCE}"]
+        assert stall_sentences(facts, how, over=how is not None) == [f"stalled at 00:01:40 {expected}: {SENTENCE}"]
 
 
 def test_dpmon_why_shows_the_stacks_of_a_run_that_ended_in_a_stall(
@@ -238,11 +238,11 @@ def test_the_plots_of_the_report_mark_a_stall(state: Path) -> None:
     training.now += LASTED_S * SECOND
     over = Event("stall", {"t_s": at / SECOND + LASTED_S, "since_s": at / SECOND, "lasted_s": LASTED_S})
     directory = keep({0: [*rows, *training.run(60), stall_record(1, at, 60), over]})
-    story = collect(directory)
-    (plot,) = (plot for plot in plots(story.facts) if plot.name == "step-time")
+    story = collect_report_data(directory)
+    (plot,) = (plot for plot in build_plots(story.facts) if plot.name == "step-time")
     assert plot.time is not None
     assert plot.time.marks == [(round(at / SECOND, 3), round(at / SECOND + LASTED_S, 3), "stalled")]
-    html = page(document(story))
+    html = render_page(build_document(story))
     assert "<title>stalled</title>" in html
     assert "for 35.0 s: in checkpoint (train.py:12)" in html
 

@@ -19,8 +19,8 @@ from dpmon.model.mode_comparison import verdict_sentence
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.model.slow_steps import INPUT
 from dpmon.record.record_types import Event
-from dpmon.report import collect, report_text
-from dpmon.report.asjson import as_object
+from dpmon.report import collect_report_data, report_text
+from dpmon.report.report_json import report_as_json
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.write_batch import WriteBatch
 from dpmon.ui.facts import Facts
@@ -105,7 +105,7 @@ def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
     found = recorded(payloads, waits).processes[0].compared
     assert found is not None
     assert "(waiting for input)" in (verdict_sentence(found) or "")
-    story = collect(keep({0: payloads, -1: wait_events(waits)}, seconds=training.now / SECOND))
+    story = collect_report_data(keep({0: payloads, -1: wait_events(waits)}, seconds=training.now / SECOND))
     assert story.facts.mode_comparison is not None
     assert "(waiting for input)" in (verdict_sentence(story.facts.mode_comparison) or "")
 
@@ -113,11 +113,11 @@ def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
 def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
     training, payloads, waits = with_waits(12.0, 8.0)
     seconds = training.now / SECOND
-    blamed = collect(keep({0: payloads}, seconds=seconds, id="one"))
+    blamed = collect_report_data(keep({0: payloads}, seconds=seconds, id="one"))
     assert [each.kind for each in blamed.findings] == ["stall"]
-    story = collect(directory := keep({0: payloads, -1: wait_events(waits)}, seconds=seconds))
+    story = collect_report_data(directory := keep({0: payloads, -1: wait_events(waits)}, seconds=seconds))
     assert story.findings == []
-    said = as_object(story)["inputs"]
+    said = report_as_json(story)["inputs"]
     assert [(one["process"], one["t_s"], one["seconds"]) for one in said] == [
         (0, pytest.approx(at), pytest.approx(took)) for at, took in waits
     ]
@@ -128,7 +128,7 @@ def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
 
 def test_a_stall_beside_a_wait_is_still_found(state: Path) -> None:
     training, payloads, waits = with_waits(12.0, 8.0)
-    story = collect(keep({0: payloads, -1: wait_events(waits[:1])}, seconds=training.now / SECOND))
+    story = collect_report_data(keep({0: payloads, -1: wait_events(waits[:1])}, seconds=training.now / SECOND))
     (found,) = story.findings
     assert found.kind == "stall"
     assert found.text.startswith("One step took")
@@ -137,15 +137,17 @@ def test_a_stall_beside_a_wait_is_still_found(state: Path) -> None:
 def test_a_script_that_waits_at_its_end_was_not_silent(state: Path) -> None:
     training, payloads, _ = with_waits()
     end = training.now / SECOND
-    assert [each.kind for each in collect(keep({0: payloads}, seconds=end + 90, id="one")).findings] == ["quiet"]
+    assert [each.kind for each in collect_report_data(keep({0: payloads}, seconds=end + 90, id="one")).findings] == [
+        "quiet"
+    ]
     waits = [(end + 1, 80.0)]
-    assert collect(keep({0: payloads, -1: wait_events(waits)}, seconds=end + 90)).findings == []
+    assert collect_report_data(keep({0: payloads, -1: wait_events(waits)}, seconds=end + 90)).findings == []
 
 
 def test_a_launcher_waits_in_no_step(state: Path) -> None:
     training, payloads, waits = with_waits(12.0)
     directory = keep({0: payloads, -1: wait_events(waits, PID + 1)}, seconds=training.now / SECOND)
-    assert collect(directory).facts.announced.inputs[0][0] is None
+    assert collect_report_data(directory).facts.announced.inputs[0][0] is None
     (line,) = [line for line in summary_lines(directory, None) if line.startswith("waited")]
     assert "steps" not in line
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import dpmon
 from dpmon.cli.doctor.machine import CONNECTION, OK, STATES, Check, ok, problem, warning
 from dpmon.cli.machines import RunThere, runs_of
-from dpmon.mirror.hosts import Machine, Printed, ask, ask_dpmon
+from dpmon.mirror.remote_hosts import HostOutput, RemoteHost, run_dpmon_on_hosts, run_on_hosts
 from dpmon.record.safe_json import load_json
 from dpmon.sanitize import sanitize_line
 
@@ -16,19 +16,19 @@ _TRIAL_S = 120.0
 """Longest silence of a doctor, which imports torch."""
 
 
-def checks_there(asked: Sequence[Machine], python: str | None) -> Iterator[tuple[str, list[Check]]]:
+def checks_there(asked: Sequence[RemoteHost], python: str | None) -> Iterator[tuple[str, list[Check]]]:
     """The checks of each machine, by its name."""
-    found, answers = ask_dpmon(asked, ("--version",))
+    found, answers = run_dpmon_on_hosts(asked, ("--version",))
     versions = [_version_in(answer.lines) for answer in answers]
     reached = [machine for machine, version in zip(found, versions, strict=True) if version is not None]
     runs, failed = runs_of(reached)
     words = ("doctor", "--json", *(() if python is None else ("--python", python)))
-    own = dict(zip((machine.name for machine in reached), ask(reached, words, silent_s=_TRIAL_S), strict=True))
+    own = dict(zip((machine.name for machine in reached), run_on_hosts(reached, words, silent_s=_TRIAL_S), strict=True))
     for machine, answer, version in zip(found, answers, versions, strict=True):
         if version is None:
             last = b"".join(answer.lines[-1:]).decode("utf-8", "replace")
             why = answer.why or f"it does not print the version of dpmon, but: {sanitize_line(last, 200)}"
-            by_hand = f"when this works, so does dpmon: {shlex.join([*machine.words, '--version'])}"
+            by_hand = f"when this works, so does dpmon: {shlex.join([*machine.command_prefix, '--version'])}"
             yield machine.name, [problem(CONNECTION, why, by_hand)]
             continue
         there = [there for there in runs if there.machine.name == machine.name]
@@ -59,7 +59,7 @@ def _run(runs: Sequence[RunThere], why: str | None, version: str) -> Check:
     return ok("run", f"{there.run.name} {there.run.state}, {f'job {there.job}' if there.job else 'job not known yet'}")
 
 
-def _own_checks(answer: Printed) -> list[Check]:
+def _own_checks(answer: HostOutput) -> list[Check]:
     """What the doctor there finds; its faults, or one line if there are none."""
     lines = answer.lines
     try:

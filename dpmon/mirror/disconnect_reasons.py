@@ -46,7 +46,7 @@ _CAUSES = tuple(
 """What commands write on stderr; the sentence for it; whether trying again is useless."""
 
 
-def reason(status: int | None, errors: bytes, shown: bytes, *, was_open: bool) -> tuple[str, bool]:
+def explain_disconnect(status: int | None, errors: bytes, shown: bytes, *, was_open: bool) -> tuple[str, bool]:
     """Why a command ended, harmless to show, and whether trying again is useless.
 
     `status` as in subprocess, None if it still runs; `errors`: the end of its standard error; `shown`: what it printed

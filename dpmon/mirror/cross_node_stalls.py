@@ -20,7 +20,7 @@ _MOST_RANKS = 512
 """Most ranks of one machine."""
 
 
-class _RanksHeardOf(RankInspector):
+class _ReportedRanks(RankInspector):
     """The ranks of the machines, as their supervisors describe them while one stands still."""
 
     def __init__(self, directory: Path, info: RunInfo) -> None:
@@ -47,7 +47,7 @@ class _RanksHeardOf(RankInspector):
         """Nothing: the supervisors ask it."""
 
 
-class JointStalls:
+class CrossNodeStallDetector:
     """Judges the ranks of all machines of one job, and records stalls in the place of their supervisors."""
 
     def __init__(
@@ -61,7 +61,7 @@ class JointStalls:
         """`nodes`: how many machines. `number`: the number of a process in this run, by machine and number there."""
         self.info = info
         self._directory, self._record, self._number = directory, record, number
-        self._look = _RanksHeardOf(directory, info)
+        self._look = _ReportedRanks(directory, info)
         self._nodes = nodes
         self._expected = set(range(nodes))
         """The machines that have neither answered yet, nor been lost."""
@@ -69,7 +69,7 @@ class JointStalls:
         self._judged: set[int] = set()
         self._begun: set[tuple[int, int | None]] = set()
 
-    def hear(self, node: int, name: str, found: Mapping[str, Any], age_ns: int) -> None:
+    def receive_rank_report(self, node: int, name: str, found: Mapping[str, Any], age_ns: int) -> None:
         """Take what a supervisor wrote (dpmon.stalls.why_reply.standing) `age_ns` ago. ValueError if it is not that."""
         now, ranks = time.monotonic_ns() - age_ns, found.get("ranks")
         if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks[:_MOST_RANKS]):
@@ -89,12 +89,12 @@ class JointStalls:
             if self._watch is None:
                 self._watch = StallWatch(self._directory, self.info, self._record, adopted=True, look=self._look)
 
-    def lose(self, node: int) -> None:
+    def drop_node(self, node: int) -> None:
         """The machine does not answer: what its ranks do is unknown."""
         self._expected.discard(node)
         self._look.heard.pop(node, None)
 
-    def keeps(self, node: int, stall: Mapping[str, Any]) -> bool:
+    def should_store_stall(self, node: int, stall: Mapping[str, Any]) -> bool:
         """Whether the record of a stall by a machine's own supervisor goes into this run's record.
 
         Not if its ranks are judged here. The end of a stall is kept if its beginning was.
@@ -106,7 +106,7 @@ class JointStalls:
             self._begun.add(key)
         return node not in self._judged
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Judge, once a second; never waits, never raises."""
         heard = self._look.heard
         if self._watch is None or self._expected:
@@ -120,7 +120,7 @@ class JointStalls:
         if self._watch is not None:
             self._watch.close()
 
-    def joined(
+    def merge_replies(
         self, answers: Mapping[int, tuple[str, Mapping[str, Any]]], now_ns: int, without: Sequence[str] = ()
     ) -> dict[str, Any]:
         """Join the machines' answers to "why is it stuck", each with the machine's name, into one.
@@ -134,14 +134,18 @@ class JointStalls:
         for node, (name, found) in answers.items():
             judged = node in self._judged
             texts += [f"{name}: {text}"] if (text := text_member(found, "text")) is not None and not judged else []
-            nccl += [f"{name}: {line}" for line in _list_in(found, "nccl")]
-            for rank in _list_in(found, "ranks"):
+            nccl += [f"{name}: {line}" for line in _list_member(found, "nccl")]
+            for rank in _list_member(found, "ranks"):
                 if isinstance(rank, dict):
-                    part = _part(waits.get((name, int_member(rank, "pid") or 0)), stall is not None) if judged else {}
+                    part = (
+                        _stall_role(waits.get((name, int_member(rank, "pid") or 0)), stall is not None)
+                        if judged
+                        else {}
+                    )
                     process = int_member(rank, "process")
                     number = None if process is None else self._number(node, process)
                     ranks.append({**rank, **part, "node": name, "process": number})
-        ranks.sort(key=_place)
+        ranks.sort(key=_sort_key)
         since_ns = None if stall is None else stall.since_ns
         if stall is not None and self._watch is not None:
             texts.insert(0, self._watch.told)
@@ -156,17 +160,17 @@ class JointStalls:
         }
 
 
-def _list_in(found: Mapping[str, Any], key: str) -> list[Any]:
+def _list_member(found: Mapping[str, Any], key: str) -> list[Any]:
     value = found.get(key)
     return value[:_MOST_RANKS] if isinstance(value, list) else []
 
 
-def _place(rank: Mapping[str, Any]) -> tuple[bool, bool, int]:
+def _sort_key(rank: Mapping[str, Any]) -> tuple[bool, bool, int]:
     """What sorts the ranks: those that the others wait for come first."""
     number = int_member(rank, "rank")
     return rank.get("apart") is True, rank.get("waits") is True, -1 if number is None else number
 
 
-def _part(waits: bool | None, stalled: bool) -> dict[str, bool]:
+def _stall_role(waits: bool | None, stalled: bool) -> dict[str, bool]:
     """The part of a rank in the stall. `waits`: None if it has none."""
     return {"waits": waits is True, "apart": stalled and waits is None}

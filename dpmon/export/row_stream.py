@@ -26,7 +26,7 @@ from typing import Any
 import dpmon
 from dpmon.errors import DpmonError, HistoryError
 from dpmon.export import ExportError
-from dpmon.export.new_rows import NewRows
+from dpmon.export.incremental_rows import IncrementalRows
 from dpmon.record.safe_json import load_json, number_member
 from dpmon.record.schema import SECOND
 from dpmon.run.lifecycle import has_live_supervisor
@@ -49,7 +49,7 @@ _MOST_ANSWER = 1 << 19
 _MOST_LINE = 1 << 16
 
 
-class _Asked:
+class _RequestQueue:
     """The lines on the standard input: requests of the reader."""
 
     def __init__(self) -> None:
@@ -73,8 +73,8 @@ class _Asked:
         return found
 
 
-class _Follow:
-    def __init__(self, directory: Path, rows: NewRows) -> None:
+class _RowStream:
+    def __init__(self, directory: Path, rows: IncrementalRows) -> None:
         self._directory = directory
         self._reader = RunReader(directory)
         self._rows = rows
@@ -91,14 +91,14 @@ class _Follow:
         """The run's time now."""
         return time.monotonic_ns() - self._start_ns
 
-    def marker(self) -> str:
+    def header_line(self) -> str:
         """The first line."""
         info = self._reader.info
         names = "host", "script", "command", "cwd"
         about = {"run": info.id, "version": dpmon.__version__, **{name: getattr(info, name) for name in names}}
         return MARK + json.dumps(about)
 
-    def chunk(self) -> tuple[list[str], bool, bool]:
+    def next_chunk(self) -> tuple[list[str], bool, bool]:
         """Return the lines of a chunk, whether more is ready, and whether it is the last one."""
         info, how = self._reader.refresh(), self._reader.exit_info()
         complete = how is not None and how.drained  # else the supervisor, or the next one, still writes
@@ -108,13 +108,13 @@ class _Follow:
         # Without a supervisor, the history does not change, and a second that seems to be complete may not be.
         if complete or has_live_supervisor(info):
             with open_store(self._directory, as_written=True) as store:
-                lines, more = self._rows.chunk(store, max(now // SECOND, 0), last=complete)
+                lines, more = self._rows.next_chunk(store, max(now // SECOND, 0), last=complete)
                 if store.damaged is not None:  # else rows would be missing without a sign
                     raise HistoryError(store.damaged)
-        beat = {"beat": next(self._beats), "from": before, "offset": self._rows.offset, **self._state()}
+        beat = {"beat": next(self._beats), "from": before, "offset": self._rows.offset, **self._process_state()}
         beat |= {"tallied_s": self._rows.tallied_s, "deleted": self._rows.deleted, "left_out": self._rows.left_out}
         self._rows.left_out = 0
-        lines += self._standing()
+        lines += self._stall_report_lines()
         last = complete and not more
         if last and how is not None:
             beat["exit"] = asdict(how)
@@ -127,7 +127,7 @@ class _Follow:
         how = load_exit(self._directory)
         return how is not None and how.drained
 
-    def _state(self) -> dict[str, Any]:
+    def _process_state(self) -> dict[str, Any]:
         """The state of the processes and of the requests to them."""
         reader = self._reader
         doing = {
@@ -138,13 +138,17 @@ class _Follow:
         return {
             "doing": activities_by_word(doing),
             "pending": reader.has_pending_request(),
-            "pause": [paused.wanted, paused.pending, None if paused.since_ns is None else self._moved(paused.since_ns)],
+            "pause": [
+                paused.wanted,
+                paused.pending,
+                None if paused.since_ns is None else self._to_reader_clock(paused.since_ns),
+            ],
             "refusal": reader.pause_refusal(),
-            "input_ns": None if waits is None else self._moved(waits),
-            "stage": None if (stage := reader.startup_stage()) is None else [stage[0], self._moved(stage[1])],
+            "input_ns": None if waits is None else self._to_reader_clock(waits),
+            "stage": None if (stage := reader.startup_stage()) is None else [stage[0], self._to_reader_clock(stage[1])],
         }
 
-    def _standing(self) -> list[str]:
+    def _stall_report_lines(self) -> list[str]:
         """What the ranks do while one stands still, if that has changed: the reader sees all machines of the job."""
         stamp, found = 0, {}
         with suppress(OSError, ValueError):
@@ -157,7 +161,7 @@ class _Follow:
         age_s = max(self.now_ns() / 1e9 - (number_member(found, "t_s") or 0.0), 0.0) if found else 0.0
         return [json.dumps({"standing": found or {"ranks": []}, "age_s": age_s})]
 
-    def _moved(self, monotonic_ns: int) -> int:
+    def _to_reader_clock(self, monotonic_ns: int) -> int:
         return monotonic_ns - self._start_ns + self._shift_ns
 
     def _new_output(self, *, last: bool) -> str | None:
@@ -184,25 +188,25 @@ class _Follow:
         """Begin to send rows: the first request."""
         numbers = {name: request.get(name) for name in ("offset", "tallied_s", "shift_ns", "shift_s")}
         whole = {name: value if type(value) is int else 0 for name, value in numbers.items()}
-        self._rows = NewRows(rollups=True, sparse=request.get("sparse") is True, **whole)
+        self._rows = IncrementalRows(rollups=True, sparse=request.get("sparse") is True, **whole)
         self._shift_ns = whole["shift_ns"]
         self._output = request["output_at"] if type(request.get("output_at")) is int else None
 
-    def answer(self, request: Mapping[str, Any]) -> None:
+    def handle_request(self, request: Mapping[str, Any]) -> None:
         """Do what a request asks for. What takes long is done by a thread."""
         kind, number, reader = request.get("ask"), request.get("id"), self._reader
 
         def later(work: Callable[[], Mapping[str, Any]]) -> None:
-            threading.Thread(target=lambda: self._done(number, work), daemon=True).start()
+            threading.Thread(target=lambda: self._run_and_reply(number, work), daemon=True).start()
 
         if kind == "time":
-            self._done(number, lambda: {"now_ns": self.now_ns()})
+            self._run_and_reply(number, lambda: {"now_ns": self.now_ns()})
         elif kind == "mode":
-            self._done(number, lambda: {"count": reader.request_mode(str(request.get("mode")))})
+            self._run_and_reply(number, lambda: {"count": reader.request_mode(str(request.get("mode")))})
         elif kind == "pause":
-            self._done(number, lambda: {"count": reader.request_pause(request.get("paused") is True)})
+            self._run_and_reply(number, lambda: {"count": reader.request_pause(request.get("paused") is True)})
         elif kind == "sample":
-            self._done(number, lambda: {"count": reader.request_sample()})
+            self._run_and_reply(number, lambda: {"count": reader.request_sample()})
         elif kind == "records":
             processes = request.get("processes")
             self._rows.whole = [one for one in processes if type(one) is int] if isinstance(processes, list) else []
@@ -215,7 +219,7 @@ class _Follow:
         *_, last = stop_run(self._directory, self._reader.info)
         return {"error": last} if "cannot be stopped" in last else {}
 
-    def _done(self, number: object, work: Callable[[], Mapping[str, Any]]) -> None:
+    def _run_and_reply(self, number: object, work: Callable[[], Mapping[str, Any]]) -> None:
         try:
             found = work()
             if found.get("count") == 0:
@@ -226,7 +230,7 @@ class _Follow:
             found = {"error": str(error)}
         self._answers.append({"answer": number, **found})
 
-    def answers(self) -> list[str]:
+    def pop_replies(self) -> list[str]:
         """The answers to requests since the last call."""
         found = []
         while self._answers:
@@ -238,16 +242,16 @@ class _Follow:
         return found
 
 
-def follow(directory: Path, start: int, *, rollups: bool) -> None:
+def stream_rows(directory: Path, start: int, *, rollups: bool) -> None:
     """Print the rows of the run in `directory` with ids above `start`, until its end.
 
     `rollups`: for a mirror, until its end or the end of the standard input. Raises BrokenPipeError when nobody reads,
     and ExportError if nobody can ask.
     """
-    asking = _Asked()
-    followed = _Follow(directory, NewRows(rollups=rollups, offset=start))
+    asking = _RequestQueue()
+    followed = _RowStream(directory, IncrementalRows(rollups=rollups, offset=start))
     with closing(followed._reader):
-        _print([followed.marker()])
+        _print([followed.header_line()])
         begun, last, due = not rollups, False, time.monotonic()
         leave = due + WAIT_S
         while not asking.over:
@@ -258,7 +262,7 @@ def follow(directory: Path, start: int, *, rollups: bool) -> None:
                 return
             # At once, because the end of the run may be the end of the job of Slurm in which this process runs.
             if begun and not last and (now >= due or followed.is_over()):
-                lines, more, last = followed.chunk()
+                lines, more, last = followed.next_chunk()
                 _print(lines)
                 due = now if more else _next_beat(followed.now_ns())
             if last and not rollups:
@@ -272,8 +276,8 @@ def follow(directory: Path, start: int, *, rollups: bool) -> None:
                     followed.begin(request)
                     begun, due = True, 0.0
                 else:
-                    followed.answer(request)
-            _print(followed.answers())
+                    followed.handle_request(request)
+            _print(followed.pop_replies())
     if not begun:
         raise ExportError("its standard input ends at once: the way to it must pass it on (kubectl exec -i)")
 

@@ -35,7 +35,7 @@ _Place = tuple[int, str, int]
 """Process, mode and kind of a tally."""
 
 
-class JointWaits:
+class CrossNodeWaits:
     """The waits in the history of a mirror."""
 
     def __init__(self, db: sqlite3.Connection, names: SeriesNames) -> None:
@@ -54,28 +54,28 @@ class JointWaits:
         """All waits since the last call of `begin`; `_late`: those of seconds with stored tallies."""
         self._late: list[RankStepWait] = []
 
-    def note(self, node: NodeRow, process: int, rank: int | None) -> None:
+    def register_process(self, node: NodeRow, process: int, rank: int | None) -> None:
         """Note the machine and the rank of a process."""
         self._node_of[process] = node
         if rank is not None and rank not in self._ranks[node.number]:
             self._ranks[node.number].add(rank)
             self._of_several.clear()
 
-    def take_event(self, process: int, kind: str, data: Mapping[str, Any]) -> None:
+    def handle_event(self, process: int, kind: str, data: Mapping[str, Any]) -> None:
         """Note the rank or the process group of a process, as an event of it says."""
         self._rounds.handle_event(process, kind, data)
         self._of_several.clear()
 
-    def begin(self) -> None:
+    def begin_transaction(self) -> None:
         """Begin a transaction."""
         self.joined, self._late = [], []
 
-    def take_back(self, first_id: int, pending: dict[_Place, tuple[RankStepWait, ...]]) -> None:
+    def roll_back(self, first_id: int, pending: dict[_Place, tuple[RankStepWait, ...]]) -> None:
         """Forget the steps of a transaction, with ids from `first_id` on; `pending`: what was pending before it."""
         self._rounds.roll_back(first_id, self.joined)
         self.pending = pending
 
-    def span_machines(self, node: NodeRow, process: int) -> bool:
+    def spans_nodes(self, node: NodeRow, process: int) -> bool:
         """Whether the ranks that a process averages its gradients with are on several machines."""
         found = self._of_several.get(process)
         if found is None:
@@ -84,12 +84,12 @@ class JointWaits:
             self._of_several[process] = found
         return found
 
-    def join(self, node: NodeRow, steps: Sequence[tuple[Any, ...]]) -> None:
+    def add_steps(self, node: NodeRow, steps: Sequence[tuple[Any, ...]]) -> None:
         """Take steps of a machine; note those of all ranks whose waits are known now."""
         shift_ns = max(node.clock_ns or 0, 0) - (node.shift_s or 0) * SECOND
         for row in steps:
             mode, kind, start, wall, sync_number, synced, sync_ns, device = _synced_of(row)
-            if sync_number is None or not self.span_machines(node, row[1]):
+            if sync_number is None or not self.spans_nodes(node, row[1]):
                 continue
             tail = sync_ns if device is None else sync_device_ns(parse_numbers(device)[1:])
             if tail is not None:
@@ -114,7 +114,7 @@ class JointWaits:
         """
         return [self._names.number(name) or 0 for name in (EXPOSED, WAIT, HELD)]
 
-    def due(self, place: _Place, second: int) -> bytes:
+    def pop_due_entries(self, place: _Place, second: int) -> bytes:
         """Return the entries of the waits up to a second, and remove them from the pending ones.
 
         Older ones are put where they belong: after a very long cut, their own seconds are sent only as wider tallies.
@@ -125,9 +125,9 @@ class JointWaits:
         if later := tuple(one for one in pending if one.step.second > second):
             self.pending[place] = later
         self._late += [one for one in pending if one.step.second < second - _LATE_S]
-        return self._entries([one for one in pending if second - _LATE_S <= one.step.second <= second])
+        return self._encode_waits([one for one in pending if second - _LATE_S <= one.step.second <= second])
 
-    def late_rows(self) -> Iterator[tuple[Any, ...]]:
+    def late_tally_rows(self) -> Iterator[tuple[Any, ...]]:
         """Yield the tallies with the late waits of their seconds: of steps of a machine that was cut off."""
         found: dict[tuple[Any, ...], list[RankStepWait]] = defaultdict(list)
         for one in self._late:
@@ -136,9 +136,9 @@ class JointWaits:
                 found[place].append(one)
         for place, joined in found.items():
             for row in self._db.execute(f"SELECT * FROM tallies WHERE {_ANY_BATCH} LIMIT 1", place).fetchall():
-                yield (*row[:-1], merge_sketches([self._entries(joined), row[-1]]))
+                yield (*row[:-1], merge_sketches([self._encode_waits(joined), row[-1]]))
 
-    def _entries(self, joined: Sequence[RankStepWait]) -> bytes:
+    def _encode_waits(self, joined: Sequence[RankStepWait]) -> bytes:
         """Return the entries of waits for a tally."""
         if not joined:
             return b""
@@ -149,7 +149,7 @@ class JointWaits:
         delays = [one.held_ns for one in joined if one.held_ns is not None]
         return found + encode_entry(held, delays) if delays else found
 
-    def stored(self, width: int, start: int, length: int, key: TallyKey, more: bytes = b"") -> bytes:
+    def read_stored_waits(self, width: int, start: int, length: int, key: TallyKey, more: bytes = b"") -> bytes:
         """Return the waits in `more` and in the stored tallies of a stretch.
 
         In tallies of 1 s, the entries of waits come first, so the rest is not read.

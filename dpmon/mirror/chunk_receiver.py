@@ -47,11 +47,11 @@ _MODES = set(MODES)
 _IDS = ("id", "number", "first_id", "last_id", "position", "sequence", "lines", "definition", "layout")
 
 
-class RubbishError(DpmonError):
+class ProtocolError(DpmonError):
     """A machine does not send records; the text says what is wrong with them."""
 
 
-class Unchecked(NamedTuple):
+class UncheckedChunk(NamedTuple):
     """The unchecked lines of a machine up to a beat (table, columns and rows of each), the beat, and their size."""
 
     lines: Sequence[tuple[str, tuple[str, ...], list[Any]]]
@@ -103,23 +103,23 @@ def _columns(table: str) -> tuple[_ColumnRule, ...]:
     return tuple(found)
 
 
-class Receiver:
+class ChunkReceiver:
     """The lines from one machine."""
 
     def __init__(self) -> None:
         self._lines: list[tuple[str, tuple[str, ...], list[Any]]] = []
         self._bytes = 0
 
-    def take(self, text: bytes) -> Unchecked | Mapping[str, Any] | None:
+    def add_line(self, text: bytes) -> UncheckedChunk | Mapping[str, Any] | None:
         """Take a line; return a chunk when it is complete, and any other message as it is. Raises RubbishError."""
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
-            raise RubbishError("it sent a line that is not JSON") from None
+            raise ProtocolError("it sent a line that is not JSON") from None
         if not isinstance(line, dict):
-            raise RubbishError("it sent a line that is not an object")
+            raise ProtocolError("it sent a line that is not an object")
         if "beat" in line:
-            sent = Unchecked(self._lines, line, self._bytes + len(text))
+            sent = UncheckedChunk(self._lines, line, self._bytes + len(text))
             self._lines, self._bytes = [], 0
             return sent
         if "table" not in line:
@@ -128,17 +128,17 @@ class Receiver:
         # A short row needs more memory than its text has bytes.
         self._bytes += max(len(text), _LEAST_OF_ROW * len(rows) if isinstance(rows, list) else 0)
         if self._bytes > CHUNK_BYTES:
-            raise RubbishError(f"it sent a chunk of more than {CHUNK_BYTES >> 20} MiB")
+            raise ProtocolError(f"it sent a chunk of more than {CHUNK_BYTES >> 20} MiB")
         if table not in NUMBERED and table not in KEPT:
             return None  # of another version
         if not isinstance(columns, list) or not isinstance(rows, list):
-            raise RubbishError("it sent rows without columns")
+            raise ProtocolError("it sent rows without columns")
         if len(rows) > MOST_ROWS:
-            raise RubbishError("it sent too many rows at once")
+            raise ProtocolError("it sent too many rows at once")
         try:
-            _places(table, tuple(columns))
+            _column_positions(table, tuple(columns))
         except TypeError:
-            raise RubbishError("it sent rows without columns") from None
+            raise ProtocolError("it sent rows without columns") from None
         if not (set(map(type, rows)) <= {list} and set(map(type, chain.from_iterable(rows))) <= _PLAIN):
             # A row with a nested value is damaged. It is dropped now, because it needs much more memory than its text.
             rows = [row if type(row) is list and set(map(type, row)) <= _PLAIN else None for row in rows]
@@ -146,7 +146,7 @@ class Receiver:
         return None
 
 
-def checked(sent: Sequence[tuple[int, Unchecked]], now_ns: int) -> list[Chunk]:
+def validate_chunks(sent: Sequence[tuple[int, UncheckedChunk]], now_ns: int) -> list[Chunk]:
     """Return the chunks that machines have sent, with their sound rows.
 
     `sent`: what came, each with the number of its machine. `now_ns`: the run's time. The first chunk of a machine has
@@ -160,7 +160,7 @@ def checked(sent: Sequence[tuple[int, Unchecked]], now_ns: int) -> list[Chunk]:
             lines[table, columns].append((at, rows))
     for (table, columns), alike in lines.items():
         together = list(chain.from_iterable(rows for _, rows in alike))
-        sound = _sound_rows(table, columns, together, now_ns)
+        sound = _valid_rows(table, columns, together, now_ns)
         if len(sound) == len(together):
             each = iter(sound)
             for at, rows in alike:
@@ -169,22 +169,22 @@ def checked(sent: Sequence[tuple[int, Unchecked]], now_ns: int) -> list[Chunk]:
         for at, rows in alike:  # at least one row is damaged
             machine = sent[at][0]
             if damaged[machine] <= MOST_DAMAGED:
-                sound = _sound_rows(table, columns, rows, now_ns)
+                sound = _valid_rows(table, columns, rows, now_ns)
                 if len(sound) < len(rows):
-                    sound = [good for row in rows for good in _sound_rows(table, columns, [row], now_ns)]
+                    sound = [good for row in rows for good in _valid_rows(table, columns, [row], now_ns)]
                 found[at][table] += sound
                 damaged[machine] += len(rows) - len(sound)
     return [Chunk(rows, one.beat, damaged.pop(machine, 0)) for rows, (machine, one) in zip(found, sent, strict=True)]
 
 
-def _sound_rows(table: str, columns: tuple[str, ...], rows: Sequence[Any], now_ns: int) -> list[tuple[Any, ...]]:
+def _valid_rows(table: str, columns: tuple[str, ...], rows: Sequence[Any], now_ns: int) -> list[tuple[Any, ...]]:
     """Return the sound rows, in the order of the columns of `table`; of an event, its kind is the third.
 
     Columns that are not known here are left out, and those that are not sent have their default: of another version.
     Empty if a value does not fit into its column.
     """
     try:
-        found = list(zip(*_sound_columns(table, columns, rows, now_ns), strict=True))
+        found = list(zip(*_valid_columns(table, columns, rows, now_ns), strict=True))
     except (ValueError, TypeError):
         return []
     if table == "events":
@@ -194,28 +194,28 @@ def _sound_rows(table: str, columns: tuple[str, ...], rows: Sequence[Any], now_n
     check = _CHECKS.get(table)
     if check is None:
         return found
-    return [row for row in found if _sound(check, row)]
+    return [row for row in found if _is_valid(check, row)]
 
 
 @lru_cache(256)
-def _places(table: str, columns: tuple[str, ...]) -> tuple[tuple[_ColumnRule, int], ...]:
+def _column_positions(table: str, columns: tuple[str, ...]) -> tuple[tuple[_ColumnRule, int], ...]:
     """The columns of a table, and the place of each among `columns`; -1: it is missing.
 
     Raises TypeError if one has no name, and RubbishError if they are too many.
     """
     if len(columns) > _MOST_COLUMNS or max(map(len, columns), default=0) > _MOST_COLUMNS:
-        raise RubbishError("it sent rows with too many columns")
+        raise ProtocolError("it sent rows with too many columns")
     return tuple((rule, columns.index(rule.name) if rule.name in columns else -1) for rule in _columns(table))
 
 
-def _sound_columns(table: str, columns: tuple[str, ...], rows: Sequence[Any], now_ns: int) -> Iterator[Iterable[Any]]:
+def _valid_columns(table: str, columns: tuple[str, ...], rows: Sequence[Any], now_ns: int) -> Iterator[Iterable[Any]]:
     """Yield the values of each column. Raises ValueError or TypeError if one is not sound."""
     sent = list(zip(*rows, strict=True))
     if len(sent) != len(columns):
         raise ValueError("rows with other columns")
     latest = now_ns + AHEAD_S * SECOND
     latest_of = latest, latest // SECOND
-    for rule, at in _places(table, columns):
+    for rule, at in _column_positions(table, columns):
         if at < 0:
             yield repeat(rule.default, len(rows))
             continue
@@ -228,7 +228,7 @@ def _sound_columns(table: str, columns: tuple[str, ...], rows: Sequence[Any], no
             if min(numbers) < rule.low or max(numbers) > (rule.high or latest_of[rule.of_seconds]):
                 raise ValueError(rule.name)
         if str in kinds:
-            yield _texts(rule.name, values)
+            yield _decode_texts(rule.name, values)
         elif float in rule.kinds:
             if not all(value is None or abs(value) < _MOST_FLOAT for value in values):  # NaN is not less
                 raise ValueError(rule.name)
@@ -237,7 +237,7 @@ def _sound_columns(table: str, columns: tuple[str, ...], rows: Sequence[Any], no
             yield values
 
 
-def _texts(name: str, values: Sequence[str | None]) -> Sequence[Any]:
+def _decode_texts(name: str, values: Sequence[str | None]) -> Sequence[Any]:
     if name == "sketches":
         return [a2b_base64(value or "") for value in values]
     if name == "mode":
@@ -258,7 +258,7 @@ _DEVICE, _SPANS = (list(STEP_COLUMNS).index(name) for name in ("device", "spans"
 _CALL = len(CALL_COLUMNS) - len(tuple(CALL_COLUMNS)[2:])
 
 
-def _sound(check: Callable[[tuple[Any, ...]], object], row: tuple[Any, ...]) -> bool:
+def _is_valid(check: Callable[[tuple[Any, ...]], object], row: tuple[Any, ...]) -> bool:
     try:
         return check(row) is not False
     except (HistoryError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError):

@@ -7,9 +7,19 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from dpmon.report.collect import collect
-from dpmon.report.document import Bars, Document, Entries, Findings, Paragraph, Part, Section, Table, Verbatim
-from dpmon.report.sections import MAX_ROWS, document
+from dpmon.report.document import (
+    Document,
+    Findings,
+    LabeledSentences,
+    OutputLines,
+    Paragraph,
+    Part,
+    Section,
+    Table,
+    TextHistogram,
+)
+from dpmon.report.report_data import collect_report_data
+from dpmon.report.sections import MAX_ROWS, build_document
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import truncate
 from dpmon.text.formatting import format_clock, format_duration
@@ -26,7 +36,7 @@ def report_text(directory: Path, width: int = 80) -> list[str]:
 
     Headings do not begin with a space.
     """
-    return text_lines(document(collect(directory)), width)
+    return text_lines(build_document(collect_report_data(directory)), width)
 
 
 def text_lines(report: Document, width: int = 80) -> list[str]:
@@ -53,13 +63,13 @@ def _part(part: Part, width: int) -> Iterable[str]:
         return _wrap(part.text, width)
     if isinstance(part, Table):
         return _table(part, width)
-    if isinstance(part, Entries):
+    if isinstance(part, LabeledSentences):
         return _entries(part, width)
     if isinstance(part, Findings):
         return _findings(part, width)
-    if isinstance(part, Verbatim):
+    if isinstance(part, OutputLines):
         return [truncate(f"  {sanitize_line(line)}", width) for line in part.lines]
-    return _bars(part, width) if isinstance(part, Bars) else ()
+    return _bars(part, width) if isinstance(part, TextHistogram) else ()
 
 
 def _wrap(text: str, width: int, first: str = "  ", rest: str | None = None) -> list[str]:
@@ -69,11 +79,11 @@ def _wrap(text: str, width: int, first: str = "  ", rest: str | None = None) -> 
     return [line.replace(_KEPT, " ") for line in lines] or [first.rstrip()]
 
 
-def _more(rows: Sequence[object], shown: int) -> list[str]:
+def _omitted_rows_line(rows: Sequence[object], shown: int) -> list[str]:
     return [f"  and {len(rows) - shown:,} more; --json has them all"] if len(rows) > shown else []
 
 
-def _columns(rows: Sequence[Sequence[str]], width: int, left: int) -> list[str]:
+def _align_columns(rows: Sequence[Sequence[str]], width: int, left: int) -> list[str]:
     """Columns as wide as their content, `left` of them left-aligned; whatever exceeds `width` is cut."""
     rows = [[sanitize_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -90,10 +100,10 @@ def _columns(rows: Sequence[Sequence[str]], width: int, left: int) -> list[str]:
 def _table(table: Table, width: int) -> list[str]:
     """The last column of a table that flows goes to lines of its own if it does not fit."""
     rows = [table.head, *table.rows[:MAX_ROWS]]
-    more = _more(table.rows, MAX_ROWS)
+    more = _omitted_rows_line(table.rows, MAX_ROWS)
     if not table.flows:
-        return [*_columns(rows, width, left=1), *more]
-    narrow = _columns([row[:-1] for row in rows], width, left=2)
+        return [*_align_columns(rows, width, left=1), *more]
+    narrow = _align_columns([row[:-1] for row in rows], width, left=2)
     widest = max(map(len, narrow))
     if max(len(sanitize_line(row[-1])) for row in rows) <= width - widest - 2:
         return [
@@ -107,14 +117,14 @@ def _table(table: Table, width: int) -> list[str]:
     return [*lines, *more]
 
 
-def _entries(entries: Entries, width: int) -> list[str]:
+def _entries(entries: LabeledSentences, width: int) -> list[str]:
     lines = []
     for row in entries.rows[: entries.most]:
         label, text = (
             ("", "  ".join(row)) if len(row) != 2 else (sanitize_line(row[0]).ljust(entries.indent - 2), row[1])
         )
         lines += _wrap(text, width, f"  {label}", " " * entries.indent)
-    return [*lines, *_more(entries.rows, entries.most)]
+    return [*lines, *_omitted_rows_line(entries.rows, entries.most)]
 
 
 def _findings(part: Findings, width: int) -> list[str]:
@@ -126,7 +136,7 @@ def _findings(part: Findings, width: int) -> list[str]:
     return lines
 
 
-def _bars(part: Bars, width: int) -> list[str]:
+def _bars(part: TextHistogram, width: int) -> list[str]:
     bins = part.bins
     first, last = bins[0].start_ns, max(one.end_ns for one in bins)
     cells = max(min(width - 4, 120, (last - first) // part.bin_ns), 1)  # the last stretch may be shorter than others

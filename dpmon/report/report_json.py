@@ -20,7 +20,7 @@ from dpmon.model.mode_stats import ModeStats
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.step_history import PARTS, Bin
-from dpmon.report.collect import Story
+from dpmon.report.report_data import ReportData
 from dpmon.store.query_results import LossBin
 from dpmon.store.step_stats import counted_as_fields, rate_as_fields
 from dpmon.store.tally import SeriesStats
@@ -33,7 +33,7 @@ _DEVICE = (
 )
 
 
-def as_object(story: Story) -> dict[str, object]:
+def report_as_json(story: ReportData) -> dict[str, object]:
     """The report of `story` as an object with these members."""
     facts = story.facts
     return {
@@ -62,7 +62,7 @@ def as_object(story: Story) -> dict[str, object]:
                 **fields_of(one, "mode", "root", "replica", "device", "virtual", "calls", "rows"),
                 "median_ms": ms(one.time.median),
                 "p95_ms": ms(one.time.quantile(0.95)),
-                **_on_device(one.on_device, one.untimed),
+                **_device_time_members(one.on_device, one.untimed),
             }
             for one in facts.replicas
         ],
@@ -82,7 +82,7 @@ def as_object(story: Story) -> dict[str, object]:
             {
                 **fields_of(line, "root", "stage", "device", "parts", "inputs", "outputs", "calls"),
                 "median_ms": ms(line.time.median),
-                **_on_device(line.on_device, line.untimed),
+                **_device_time_members(line.on_device, line.untimed),
             }
             for line in facts.stages
         ],
@@ -97,7 +97,7 @@ def as_object(story: Story) -> dict[str, object]:
             }
             for row in facts.memory
         ],
-        "compared": _compared(facts),
+        "compared": _mode_comparison_members(facts),
         "mode_changes": [
             {
                 **fields_of(change, *change._fields),
@@ -150,7 +150,7 @@ def _elapsed(facts: RunAnalysis) -> dict[str, object]:
     return {**{f"{activity}_s": ns / 1e9 for activity, ns in facts.time_by_activity.items()}, "gaps": gaps}
 
 
-def _on_device(times: SeriesStats, untimed: str | None) -> dict[str, object]:
+def _device_time_members(times: SeriesStats, untimed: str | None) -> dict[str, object]:
     absent = {} if untimed is None else {"device_median_ms": untimed}
     return {"device_median_ms": ms(times.median), "device_calls": times.count, "absent": absent}
 
@@ -182,7 +182,7 @@ def _host(hosts: Sequence[DeviceUsage], processors: HostUsage | None) -> dict[st
     }
 
 
-def _compared(facts: RunAnalysis) -> dict[str, object] | None:
+def _mode_comparison_members(facts: RunAnalysis) -> dict[str, object] | None:
     compared = facts.mode_comparison
     if compared is None:
         return None

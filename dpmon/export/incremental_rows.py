@@ -47,7 +47,7 @@ _SUMS = (("collective_sums", "process, definition", 1), ("device_rollups", "devi
 """Tables of sums, the rest of their keys, and the length of a stretch in seconds."""
 
 
-def sampled(rows: Iterable[tuple[int, int, int]], fewer: int = 1) -> list[int]:
+def choose_step_ids(rows: Iterable[tuple[int, int, int]], fewer: int = 1) -> list[int]:
     """Return the ids of the steps to send, of (id, number, end in ns) of one process: about one or two a second.
 
     `fewer`: one in so many of these; a power of two.
@@ -61,7 +61,7 @@ def sampled(rows: Iterable[tuple[int, int, int]], fewer: int = 1) -> list[int]:
     return [row for row, number, _ in rows if number % one_in == 0]
 
 
-class NewRows:
+class IncrementalRows:
     """What was sent to one reader, and what is to be sent next."""
 
     def __init__(
@@ -110,7 +110,7 @@ class NewRows:
         """The reader's second up to which the tallies were sent."""
         return self._tallied + self._shift_s
 
-    def chunk(self, store: Store, upto_s: int, *, last: bool) -> tuple[list[str], bool]:
+    def next_chunk(self, store: Store, upto_s: int, *, last: bool) -> tuple[list[str], bool]:
         """Return the lines with what is new, and whether there is more. `upto_s`: the seconds before it are complete.
 
         `last`: the run has ended.
@@ -118,17 +118,17 @@ class NewRows:
         newest = max(row[0] or 0 for table in NUMBERED for row in store.query(f"SELECT max(id) FROM {table}"))
         lines: list[str] = []
         if self._chunks == 0 and self._rollups and self._first:
-            lines += self._skip(store, upto_s)
+            lines += self._skip_backlog(store, upto_s)
         if self._chunks == 0 and not self._since:
-            self._begin(store, upto_s)
+            self._limit_backlog(store, upto_s)
         until = min(newest, self.offset + (MOST_IDS if self._rollups else MOST_WHOLE))
         tallied = self._next_s(upto_s, min(MOST_SECONDS, MOST_OF_RANKS // max(len(store.rings), 1) + 1))
         seldom = self._chunks % SELDOM == 0 or last
         if seldom or len(store.rings) > len(self._seen.get("rings", ())):
-            lines += self._lines("rings", self._changed("rings", self._rows(store, "rings", ""), 1))
+            lines += self._lines("rings", self._filter_changed("rings", self._rows(store, "rings", ""), 1))
         lines += self._definitions(store)
-        lines += self._ranges(store, until, last=last and until == newest)
-        lines += self._sums(store, upto_s, seldom=seldom, last=last)
+        lines += self._new_id_rows(store, until, last=last and until == newest)
+        lines += self._changed_small_tables(store, upto_s, seldom=seldom, last=last)
         lines += self._gap_rows(store)
         lines += self._tallies(store, max(tallied, self._tallied))
         self._chunks += 1
@@ -149,14 +149,14 @@ class NewRows:
             upto_s = min(upto_s, since)
         return min(upto_s, self._tallied + (most if narrowest == 1 else (most // 8 + 1) * narrowest))
 
-    def _begin(self, store: Store, upto_s: int) -> None:
+    def _limit_backlog(self, store: Store, upto_s: int) -> None:
         """Limit what is sent of the time before."""
         for width in SINCE_S if self._rollups else ():
             since = self._since[width] = max(upto_s - SINCE_S[width] * self._again, 0)
             deleted = max(since if since > self._tallied else 0, store.kept_from(width))
             self.deleted[width] = deleted + self._shift_s if deleted else 0
 
-    def _skip(self, store: Store, upto_s: int) -> list[str]:
+    def _skip_backlog(self, store: Store, upto_s: int) -> list[str]:
         """Skip the rows that are too old for a first connection, except lasting events and losses."""
         query = "SELECT id FROM steps WHERE start_ns < ? ORDER BY id DESC LIMIT 1"
         low = next((number for (number,) in store.query(query, ((upto_s - ROWS_S) * SECOND,))), 0)
@@ -180,7 +180,7 @@ class NewRows:
         columns = tuple(columns_sent(table))
         at = [i for i, name in enumerate(columns) if name in TIMES] if self._shift_ns else []
         if table == "events":
-            rows = [(*row[:-1], self._event(row[-1])) for row in rows]
+            rows = [(*row[:-1], self._shift_event_times(row[-1])) for row in rows]
         if not at:
             return list(encode_rows(table, columns, rows))
         moved = [list(row) for row in rows]
@@ -190,7 +190,7 @@ class NewRows:
                     row[i] += self._shift_ns
         return list(encode_rows(table, columns, moved))
 
-    def _event(self, text: str) -> str:
+    def _shift_event_times(self, text: str) -> str:
         """Return the JSON of an event with its times on the reader's clock."""
         if not self._shift_ns:
             return text
@@ -203,7 +203,7 @@ class NewRows:
                 data[name] += self._shift_ns / 1e9
         return json.dumps(data, separators=(",", ":"))
 
-    def _changed(self, table: str, rows: Sequence[tuple[Any, ...]], keys: int) -> list[tuple[Any, ...]]:
+    def _filter_changed(self, table: str, rows: Sequence[tuple[Any, ...]], keys: int) -> list[tuple[Any, ...]]:
         """Return the rows that have changed. `rows`: all that still may; the first `keys` columns are the key."""
         before = self._seen.get(table, {})
         now = self._seen[table] = {row[:keys]: hash(row) for row in rows}
@@ -211,7 +211,7 @@ class NewRows:
 
     # ------------------------------------------------------------------------------------------ numbered rows
 
-    def _ranges(self, store: Store, until: int, *, last: bool) -> list[str]:
+    def _new_id_rows(self, store: Store, until: int, *, last: bool) -> list[str]:
         """Return the rows with ids above the offset, up to `until`; if it is the `last` time, also the last steps."""
         between = "WHERE id > ? AND id <= ?"
         which = f"{between} AND kind != 'exit'"
@@ -240,7 +240,7 @@ class NewRows:
         chosen = {
             number
             for (process, _), ended in steps.items()
-            for number in ([row[0] for row in ended] if process in self.whole else sampled(ended, fewer))
+            for number in ([row[0] for row in ended] if process in self.whole else choose_step_ids(ended, fewer))
         }
         self._last_steps |= {names[number][0]: number for number in sorted(chosen)}
         newest = f"SELECT max(id), process, step FROM steps {between} GROUP BY process"
@@ -250,7 +250,7 @@ class NewRows:
                 self._last_steps[process], names[number] = number, (process, step)
         detailed = chosen
         if self._sparse:
-            few = {number for ended in steps.values() for number in sampled(ended, SPARSE_STEPS)}
+            few = {number for ended in steps.values() for number in choose_step_ids(ended, SPARSE_STEPS)}
             detailed = {number for number in chosen if number in few or names[number][0] in self.whole}
         in_steps, trains = {names[number] for number in detailed}, {process for process, _ in steps}
         calls: dict[tuple[int, ...], int] = {}
@@ -260,15 +260,15 @@ class NewRows:
                 calls[process, number] = number
             elif (process, step) in in_steps or process not in trains:
                 calls[process, step * (process in trains), layout] = number  # the last one of a module
-        lines += self._lines("calls", self._of_ids(store, "calls", sorted(calls.values())))
+        lines += self._lines("calls", self._rows_by_id(store, "calls", sorted(calls.values())))
         spans = list(columns_sent("steps")).index("spans")
         rows = [
             row if row[0] in detailed else (*row[:spans], None, *row[spans + 1 :])
-            for row in self._of_ids(store, "steps", sorted(chosen))
+            for row in self._rows_by_id(store, "steps", sorted(chosen))
         ]
         return lines + self._lines("steps", rows)
 
-    def _of_ids(self, store: Store, table: str, numbers: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+    def _rows_by_id(self, store: Store, table: str, numbers: Sequence[int]) -> Iterator[tuple[Any, ...]]:
         for at in range(0, len(numbers), 500):
             yield from self._rows(store, table, f"WHERE id IN ({', '.join(map(str, numbers[at : at + 500]))})")
 
@@ -282,21 +282,21 @@ class NewRows:
             self._defined[ring.process] = max((row[1] for row in rows if row[0] == ring.process), default=known)
         return self._lines("definitions", rows)
 
-    def _sums(self, store: Store, upto_s: int, *, seldom: bool, last: bool) -> list[str]:
+    def _changed_small_tables(self, store: Store, upto_s: int, *, seldom: bool, last: bool) -> list[str]:
         """Return the changed rows of the small tables, and the sums of collectives and devices."""
         tables = [("series", 1), ("keys", 4), *([("shapes", 7)] if seldom else [])]
         lines = []
         for table, keys in tables:
-            lines += self._lines(table, self._changed(table, self._rows(store, table, ""), keys))
+            lines += self._lines(table, self._filter_changed(table, self._rows(store, table, ""), keys))
         loops = "WHERE loop > (SELECT max(loop) FROM loops AS other WHERE other.process = loops.process) - ?"
         recent = _MOST_ROWS if self._chunks == 0 else 10
-        lines += self._lines("loops", self._changed("loops", self._rows(store, "loops", loops, recent), 2))
+        lines += self._lines("loops", self._filter_changed("loops", self._rows(store, "loops", loops, recent), 2))
         minute = last or self._chunks % MINUTE_S == 0
         for table, per, width in _SUMS[: seldom + (seldom and minute)]:
-            lines += self._lines(table, self._summed(store, table, per, width, upto_s))
+            lines += self._lines(table, self._changed_sum_rows(store, table, per, width, upto_s))
         return lines
 
-    def _summed(self, store: Store, table: str, per: str, width: int, upto_s: int) -> list[tuple[Any, ...]]:
+    def _changed_sum_rows(self, store: Store, table: str, per: str, width: int, upto_s: int) -> list[tuple[Any, ...]]:
         """Return the changed rows of a table of sums by second or minute; at first, all earlier time is one row."""
         # Of the time before a cut, the sums of the last minute or so had not been sent.
         first_s = upto_s - ROWS_S if self._first else self._tallied - 60 - MINUTE_S
@@ -307,7 +307,7 @@ class NewRows:
             ((row[0] + self._shift_s) // width * width, *row[1:])
             for row in self._rows(store, table, "WHERE start_s >= ? AND start_s < ?", since, until)
         ]
-        found = self._changed(table, rows, 3)
+        found = self._filter_changed(table, rows, 3)
         if self._chunks == 0 and self._first:
             sums = {name: "max" if name == "high" else "sum" for name in ("count", "total", "high")}
             if table == "collective_sums":
@@ -346,19 +346,19 @@ class NewRows:
         rows: dict[str, list[tuple[Any, ...]]] = {}
         for table, keys in (("tallies", 6), ("times", 4)):
             found = self._rows(store, table, "WHERE width = 1 AND start_s >= ? AND start_s < ?", begin, upto_s)
-            found = self._changed(table, found, keys)
+            found = self._filter_changed(table, found, keys)
             for at in range(0, len(late), 500):
                 which = f"WHERE width = 1 AND start_s IN ({', '.join(map(str, late[at : at + 500]))})"
                 found += self._rows(store, table, which)
             seconds.update(row[1] for row in found)
             rows[table] = [(1, row[1] + self._shift_s, *row[2:]) for row in found]
-        for width, start in self._stretches(seconds, upto_s):
+        for width, start in self._closed_time_buckets(seconds, upto_s):
             first, end = (store.next_bucket_edge(max(at - self._shift_s, 0)) for at in (start, start + width))
             if first < end:
                 for left_out in (False, True):
                     whole = store.tallies(first, end, left_out=left_out)
                     rows["tallies"] += ((width, start, *key, *tally.row(names)) for key, tally in whole.items())
-                rows["times"] += _times(store, first, end, width, start)
+                rows["times"] += _merged_time_rows(store, first, end, width, start)
         self._tallied = upto_s
         for table, each in rows.items():
             lines += self._lines(table, each)
@@ -374,7 +374,7 @@ class NewRows:
         begin = max(self._tallied - LATE_S, 0)
         return sorted({second for _, second in rows if self._since.get(1, 0) <= second < begin})
 
-    def _stretches(self, changed: Collection[int], upto_s: int) -> list[tuple[int, int]]:
+    def _closed_time_buckets(self, changed: Collection[int], upto_s: int) -> list[tuple[int, int]]:
         """Return width and start of the reader's wider stretches that end now, or have changed since they were sent."""
         begin, end = self._tallied + self._shift_s, upto_s + self._shift_s
         found: set[tuple[int, int]] = set()
@@ -387,7 +387,7 @@ class NewRows:
         return sorted(found)
 
 
-def _times(store: Store, begin_s: int, end_s: int, width: int, start: int) -> Iterator[tuple[Any, ...]]:
+def _merged_time_rows(store: Store, begin_s: int, end_s: int, width: int, start: int) -> Iterator[tuple[Any, ...]]:
     """Yield the times between two seconds as rows of one stretch."""
     sums: dict[tuple[int, str], list[int]] = defaultdict(lambda: [0] * len(ACTIVITIES))
     for row in store.time_rows(begin_s, end_s):

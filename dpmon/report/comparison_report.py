@@ -22,10 +22,10 @@ from dpmon.model.run_comparison import (
     step_time_text,
 )
 from dpmon.record.schema import STEP
-from dpmon.report.collect import facts_of
 from dpmon.report.document import Document, Paragraph, Section, Table
+from dpmon.report.plain_text import text_lines
 from dpmon.report.plots import plots_of_runs
-from dpmon.report.text import text_lines
+from dpmon.report.report_data import analyze_run
 from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import short_name
@@ -38,7 +38,7 @@ _NAMED = 4
 """Most machines of a run that are named."""
 
 
-def read(directory: Path) -> ComparedRun:
+def read_compared_run(directory: Path) -> ComparedRun:
     """Read one run. Raises RunError if it is not a run, HistoryError if its history is damaged."""
     info = load_info(directory)
     state, how = run_state(directory, info)
@@ -53,7 +53,7 @@ def read(directory: Path) -> ComparedRun:
     }
     with open_store(directory) as store:
         return build_compared_run(
-            facts_of(store, directory, how),
+            analyze_run(store, directory, how),
             given,
             id=info.id,
             name=short_name(info),
@@ -64,7 +64,7 @@ def read(directory: Path) -> ComparedRun:
 
 def read_and_compare(before: Iterable[Path], after: Iterable[Path]) -> RunComparison:
     """Compare the runs in these directories. Raises as `read` does."""
-    return compare_runs(*([read(one) for one in side] for side in (before, after)))
+    return compare_runs(*([read_compared_run(one) for one in side] for side in (before, after)))
 
 
 # ------------------------------------------------------------------------------------------------ document
@@ -72,10 +72,10 @@ def read_and_compare(before: Iterable[Path], after: Iterable[Path]) -> RunCompar
 
 def comparison_text(before: Iterable[Path], after: Iterable[Path], width: int) -> list[str]:
     """The comparison of these runs, in lines of at most `width` cells. Headings do not begin with a space."""
-    return text_lines(document(read_and_compare(before, after)), width)
+    return text_lines(build_document(read_and_compare(before, after)), width)
 
 
-def document(found: RunComparison, judgements: Sequence[Judgement] = ()) -> Document:
+def build_document(found: RunComparison, judgements: Sequence[Judgement] = ()) -> Document:
     """The comparison as a document, for text and page."""
     sides = list(zip(SIDES, found.sides, strict=True))
     scripts = dict.fromkeys(one.set_up["script"] or UNKNOWN for _, side in sides for one in side)
@@ -136,17 +136,20 @@ def _stragglers(found: RunComparison) -> list[Paragraph]:
     runs = [(name, one) for name, side in zip(SIDES, found.sides, strict=True) for one in side]
     if not any(one.straggler for _, one in runs):
         return []
-    return [Paragraph(f"{name} {one.name}: {one.straggler or 'no rank stands out'}{_seen(one)}") for name, one in runs]
+    return [
+        Paragraph(f"{name} {one.name}: {one.straggler or 'no rank stands out'}{_ranks_seen_note(one)}")
+        for name, one in runs
+    ]
 
 
-def _seen(one: ComparedRun) -> str:
+def _ranks_seen_note(one: ComparedRun) -> str:
     return f" ({one.ranks_seen} ranks were seen)" if one.ranks_seen else ""
 
 
 # ------------------------------------------------------------------------------------------------ JSON
 
 
-def as_object(found: RunComparison, judgements: Sequence[Judgement] = ()) -> dict[str, object]:
+def comparison_as_json(found: RunComparison, judgements: Sequence[Judgement] = ()) -> dict[str, object]:
     """The comparison as an object; docs/json.md describes its members."""
     step, told = found.compared.get(STEP), found.reason
     return {

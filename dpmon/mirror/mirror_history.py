@@ -2,7 +2,7 @@
 
 Processes and ids get new numbers here, series the numbers of their names. The figures are those of the machines: a
 tally is inserted as it comes. What no machine knows alone is added: the waits between ranks of several machines
-(dpmon.mirror.joint_waits).
+(dpmon.mirror.cross_node_waits).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.errors import HistoryError
-from dpmon.mirror.joint_waits import JointWaits
-from dpmon.mirror.receive import Chunk
+from dpmon.mirror.chunk_receiver import Chunk
+from dpmon.mirror.cross_node_waits import CrossNodeWaits
 from dpmon.run.run_directory import RunInfo
 from dpmon.store.history_schema import LASTING, NODE_COLUMNS, RingRow
 from dpmon.store.history_writer import JOIN_STEP, LIMIT_BYTES, HistoryWriter
@@ -51,7 +51,7 @@ _Own = tuple[str, Mapping[str, Any]]
 """Kind and data of an event of the mirror itself."""
 
 
-class Records:
+class MirrorHistory:
     """The history of a mirror."""
 
     def __init__(self, directory: Path, info: RunInfo) -> None:
@@ -76,28 +76,28 @@ class Records:
         self._keys = {TallyKey(*row) for row in self._history.rows("SELECT process, mode, kind, batch FROM keys")}
         meta = dict(self._history.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
         self._whole = {width: meta.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
-        self._waits = JointWaits(self._db, self._names)
+        self._waits = CrossNodeWaits(self._db, self._names)
         self._out: dict[str, list[Sequence[Any]]] = defaultdict(list)
         """Rows by table that are inserted together."""
         self._silent = {ring.process: ring for ring in self._rings.values() if ring.first_id is None}
         """The rings without a call or step, by process."""
         for ring in self._rings.values():
-            self._note_rank(ring)
+            self._register_rank(ring)
         query = f"SELECT process, json FROM events WHERE {LASTING} AND kind IN ('process', 'ddp') ORDER BY id"
         for process, *text in self._history.rows(query):
             with suppress(HistoryError):
                 event = event_from_row(text)
-                self._waits.take_event(process, event.kind, event.data)
+                self._waits.handle_event(process, event.kind, event.data)
 
     def close(self) -> None:
         """Close the history."""
         self._history.close()
 
-    def number(self, node: int, process: int) -> int | None:
+    def local_process_number(self, node: int, process: int) -> int | None:
         """Return the number here of a process of a machine; None if it is unknown."""
         return self._numbers[node].get(process)
 
-    def processes(self) -> Mapping[int, tuple[int, int]]:
+    def remote_processes(self) -> Mapping[int, tuple[int, int]]:
         """Return machine and number there by the number of a process here."""
         return {number: (node, process) for node, own in self._numbers.items() for process, number in own.items()}
 
@@ -110,7 +110,7 @@ class Records:
 
         After an error, the same chunks can be written again.
         """
-        before = [(node, _values(node)) for node in self.nodes]
+        before = [(node, _row_values(node)) for node in self.nodes]
         state = (
             self._history.next_id,
             dict(self._rings),
@@ -120,19 +120,19 @@ class Records:
         )
         pending = dict(self._waits.pending)
         try:
-            self._history.run_transaction(lambda: self._put(chunks, events))
+            self._history.run_transaction(lambda: self._insert_all(chunks, events))
         except HistoryError:
             for node, values in before:
                 node.__dict__.update(zip(node.__dict__, values, strict=True))
-            self._waits.take_back(state[0], pending)
+            self._waits.roll_back(state[0], pending)
             self._history.next_id, self._rings, self._numbers, self._whole, self._silent = state
             self._keys, self._names.unwritten = set(), list(self._names.by_number.items())
             self._written.clear()
             raise
 
-    def _put(self, chunks: Sequence[tuple[NodeRow, Chunk]], events: Sequence[_Own]) -> None:
+    def _insert_all(self, chunks: Sequence[tuple[NodeRow, Chunk]], events: Sequence[_Own]) -> None:
         self._out.clear()
-        self._waits.begin()
+        self._waits.begin_transaction()
         for node, chunk in chunks:
             try:
                 self._put_chunk(node, chunk)
@@ -142,25 +142,25 @@ class Records:
             text = json.dumps({"kind": kind, **data}, separators=(",", ":"))
             at = data.get("t_s")
             t_ns = int(at * 1e9) if isinstance(at, (int, float)) else None
-            self._into("events", [(self._next(), None, kind, t_ns, text)])
+            self._stage_rows("events", [(self._next_id(), None, kind, t_ns, text)])
         self._flush()
         self._db.executemany(JOIN_STEP, [(one.exposed_ns, one.wait_ns, one.step.id) for one in self._waits.joined])
-        self._into("tallies", self._waits.late_rows())
+        self._stage_rows("tallies", self._waits.late_tally_rows())
         self._flush("tallies")
-        self._widen()
-        changes = {node.number: _values(node) for node in self.nodes}
-        self._into("nodes", [row for number, row in changes.items() if self._written.get(number) != row])
+        self._publish_wider_tallies()
+        changes = {node.number: _row_values(node) for node in self.nodes}
+        self._stage_rows("nodes", [row for number, row in changes.items() if self._written.get(number) != row])
         self._written = changes
         if self._names.unwritten:
-            self._into("series", self._names.unwritten)
+            self._stage_rows("series", self._names.unwritten)
             self._names.unwritten = []
         self._flush()
 
-    def _next(self) -> int:
+    def _next_id(self) -> int:
         self._history.next_id += 1
         return self._history.next_id - 1
 
-    def _into(self, table: str, rows: Iterable[Sequence[Any]]) -> None:
+    def _stage_rows(self, table: str, rows: Iterable[Sequence[Any]]) -> None:
         self._out[table] += rows
 
     def _flush(self, *tables: str) -> None:
@@ -185,36 +185,41 @@ class Records:
         self._history.next_id += len(ids)
         self._put_events(node, rows.get("events", ()), new)
         for table in filter(rows.__contains__, ("calls", "steps", "collectives", "losses")):
-            moved = [(new[row[0]], number, *row[2:]) for row, number in self._known(node, rows[table], 1)]
+            moved = [(new[row[0]], number, *row[2:]) for row, number in self._renumber_rows(node, rows[table], 1)]
             if table == "steps":
-                self._waits.join(node, moved)
+                self._waits.add_steps(node, moved)
             if table in ("calls", "steps"):
-                self._note_ids(moved)
-            self._into(table, moved)
+                self._note_first_ids(moved)
+            self._stage_rows(table, moved)
             if table == "losses":
                 self._history.thin_losses((row[1], row[2]) for row in moved)
         for table in filter(rows.__contains__, _REPLACED):
             at = list(columns_sent(table)).index("process")
-            known = self._known(node, rows[table], at)
-            self._into(table, [(*row[:at], number, *row[at + 1 :]) for row, number in known])
-        self._into("gaps", [(None, number, *row[2:]) for row, number in self._known(node, rows.get("gaps", ()), 1)])
+            known = self._renumber_rows(node, rows[table], at)
+            self._stage_rows(table, [(*row[:at], number, *row[at + 1 :]) for row, number in known])
+        self._stage_rows(
+            "gaps", [(None, number, *row[2:]) for row, number in self._renumber_rows(node, rows.get("gaps", ()), 1)]
+        )
         devices = rows.get("device_rollups", ())
-        self._into(
-            "device_rollups", [(row[0], _device(node, row[1]), *row[2:]) for row in devices if row[1] < NODE_DEVICES]
+        self._stage_rows(
+            "device_rollups",
+            [(row[0], _local_device_number(node, row[1]), *row[2:]) for row in devices if row[1] < NODE_DEVICES],
         )
         self._put_tallies(node, rows)
         deleted = beat.get("deleted")
         for width, second in deleted.items() if isinstance(deleted, dict) else ():
             if width in map(str, WIDTHS[:-1]) and type(second) is int and 0 < second <= beat["tallied_s"]:
-                self._raise("max(value, excluded.value)", f"pruned_{width}", second)
+                self._upsert_meta("max(value, excluded.value)", f"pruned_{width}", second)
         if type(left_out := beat.get("left_out")) is int and 0 < left_out <= beat["offset"]:
-            self._raise("value + excluded.value", "pruned", left_out)
+            self._upsert_meta("value + excluded.value", "pruned", left_out)
         node.received, node.tallied_s = beat["offset"], max(beat["tallied_s"], node.tallied_s)
 
-    def _raise(self, how: str, key: str, value: int) -> None:
+    def _upsert_meta(self, how: str, key: str, value: int) -> None:
         self._db.execute(f"INSERT INTO meta VALUES (?, ?) ON CONFLICT DO UPDATE SET value = {how}", (key, value))
 
-    def _known(self, node: NodeRow, rows: Iterable[tuple[Any, ...]], at: int) -> list[tuple[tuple[Any, ...], int]]:
+    def _renumber_rows(
+        self, node: NodeRow, rows: Iterable[tuple[Any, ...]], at: int
+    ) -> list[tuple[tuple[Any, ...], int]]:
         """Return the rows with known processes, each with the number of its process. `at`: its column."""
         get = self._numbers[node.number].get
         return [(row, number) for row in rows if (number := get(row[at])) is not None]
@@ -236,25 +241,25 @@ class Records:
             self._rings[ring.name] = ring
             if ring.first_id is None:
                 self._silent[ring.process] = ring
-            self._note_rank(ring)
+            self._register_rank(ring)
             found.append(ring)
         if lost:
             name = f"{node.number}/{_OWN}"
             own = self._rings.get(name, RingRow(name, -1 - node.number, None, 0, node=node.number))
             self._rings[name] = own = replace(own, missed=max(lost, own.missed + damaged))
             found.append(own)
-        self._into("rings", [_values(ring) for ring in found])
+        self._stage_rows("rings", [_row_values(ring) for ring in found])
 
-    def _note_rank(self, ring: RingRow) -> None:
+    def _register_rank(self, ring: RingRow) -> None:
         if ring.node is not None:
-            self._waits.note(self.nodes[ring.node], ring.process, ring.rank)
+            self._waits.register_process(self.nodes[ring.node], ring.process, ring.rank)
 
-    def _note_ids(self, rows: Iterable[tuple[Any, ...]]) -> None:
+    def _note_first_ids(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Note the first id of each process."""
         for row in rows if self._silent else ():
             if (ring := self._silent.pop(row[1], None)) is not None:
                 self._rings[ring.name] = ring = replace(ring, first_id=row[0])
-                self._into("rings", [_values(ring)])
+                self._stage_rows("rings", [_row_values(ring)])
 
     def _put_events(self, node: NodeRow, rows: Iterable[tuple[Any, ...]], new: Mapping[int, int]) -> None:
         numbers = self._numbers[node.number]
@@ -276,21 +281,23 @@ class Records:
                     data = event_from_row([text]).data
                 except HistoryError as error:
                     raise ChunkError(node, str(error)) from error
-                self._waits.take_event(own, kind, data)
+                self._waits.handle_event(own, kind, data)
             moved.append((new[number], own, kind, t_ns, text))
-        self._into("events", moved)
+        self._stage_rows("events", moved)
 
     # ------------------------------------------------------------------------------------------ tallies
 
     def _put_tallies(self, node: NodeRow, rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> None:
-        keys = {TallyKey(number, *row[1:]) for row, number in self._known(node, rows.get("keys", ()), 0)} - self._keys
+        keys = {
+            TallyKey(number, *row[1:]) for row, number in self._renumber_rows(node, rows.get("keys", ()), 0)
+        } - self._keys
         if keys and len(self._keys) < _MOST_KEYS * len(self.nodes):
-            self._into("keys", list(keys))
+            self._stage_rows("keys", list(keys))
             self._keys |= keys
         named = self._series[node.number]
         moved: list[tuple[Any, ...]] = []
         finer, before = dict(zip(WIDTHS[1:], WIDTHS, strict=False)), 1
-        for row, number in sorted(self._known(node, rows.get("tallies", ()), 2), key=lambda one: one[0][0]):
+        for row, number in sorted(self._renumber_rows(node, rows.get("tallies", ()), 2), key=lambda one: one[0][0]):
             width, start, _, mode, kind, batch = row[:6]
             key = TallyKey(number, mode, kind, batch)
             try:
@@ -298,22 +305,22 @@ class Records:
             except HistoryError:
                 continue
             waits = b""
-            if self._waits.span_machines(node, number):
+            if self._waits.spans_nodes(node, number):
                 if width > before:  # its waits come from the finer tallies
-                    self._into("tallies", moved)
+                    self._stage_rows("tallies", moved)
                     self._flush("tallies")
                     moved, before = [], width
                 if width > 1:
-                    waits = self._waits.stored(finer[width], start, width, key)
+                    waits = self._waits.read_stored_waits(finer[width], start, width, key)
                 else:
-                    waits = self._waits.due(key[:3], start)
+                    waits = self._waits.pop_due_entries(key[:3], start)
                     if start < node.tallied_s:
                         self._flush("tallies")
-                        waits = self._waits.stored(1, start, 1, key, waits)
+                        waits = self._waits.read_stored_waits(1, start, 1, key, waits)
             moved.append((width, start, number, *row[3:-1], waits + sketches))
-        self._into("tallies", moved)
+        self._stage_rows("tallies", moved)
 
-    def _widen(self) -> None:
+    def _publish_wider_tallies(self) -> None:
         """Let readers use the wider tallies up to where all machines have sent them."""
         live = [node.tallied_s for node in self.nodes if node.state == "connected"]
         for finer, width in pairwise(WIDTHS):
@@ -323,12 +330,12 @@ class Records:
             query = "SELECT min(start_s) FROM tallies WHERE width = ? AND start_s >= ?"
             first = self._db.execute(query, (finer, begin)).fetchone()[0]
             for start in range(end if first is None else first // width * width, end, width):
-                self._close_stretch(finer, width, start)
+                self._close_time_bucket(finer, width, start)
             self._whole[width] = end
-            self._into("meta", [(f"whole_{width}", end)])
+            self._stage_rows("meta", [(f"whole_{width}", end)])
             self._flush()  # the next width is made of this one
 
-    def _close_stretch(self, finer: int, width: int, start: int) -> None:
+    def _close_time_bucket(self, finer: int, width: int, start: int) -> None:
         """Make the tallies of a stretch that a machine could not send, because it was cut off in it."""
         for table, columns in (("tallies", "process, mode, kind, batch"), ("times", "process, mode")):
             query = (
@@ -345,16 +352,16 @@ class Records:
                     whole = Tally()
                     for row in rows:
                         whole.add_row(row, self._names.by_number)
-                    self._into(table, [(width, start, *key, *whole.row(self._names))])
+                    self._stage_rows(table, [(width, start, *key, *whole.row(self._names))])
                 else:
                     sums = [sum(values) for values in zip(*(row[4:] for row in rows), strict=True)]
-                    self._into(table, [(width, start, *key, *sums)])
+                    self._stage_rows(table, [(width, start, *key, *sums)])
 
 
-def _values(row: NodeRow | RingRow) -> tuple[Any, ...]:
+def _row_values(row: NodeRow | RingRow) -> tuple[Any, ...]:
     return tuple(vars(row).values())
 
 
-def _device(node: NodeRow, device: int) -> int:
+def _local_device_number(node: NodeRow, device: int) -> int:
     """Return the number of a device of a machine (-1: the host) here."""
     return node.number * NODE_DEVICES + device if device >= 0 else -1 - node.number

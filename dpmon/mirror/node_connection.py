@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpmon.mirror.receive import Receiver
+from dpmon.mirror.chunk_receiver import ChunkReceiver
 from dpmon.store.query_results import NodeRow
 
 
 @dataclass
-class Followed:
+class NodeConnection:
     """What this process knows about a machine besides its row in the history."""
 
     node: NodeRow
     sought: bool = False
     """Whether `attach` could not reach it: until it answers, only the job of its run is known."""
-    receiver: Receiver | None = None
+    receiver: ChunkReceiver | None = None
     """None after this process has ended a connection, until the next one: what still arrives is left out."""
     asked: tuple[int, int] = (0, 0)
     """Number and time of the question for the time."""
@@ -32,6 +32,6 @@ class Followed:
     standing: Mapping[str, Any] | None = None
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether no more records are expected. A machine that was never reached may not belong to the job."""
         return self.node.state in ("ended", "refused") or (self.sought and self.node.why is not None)

@@ -26,7 +26,7 @@ _TAIL_BYTES = 16384
 
 
 @dataclass(frozen=True)
-class Story:
+class ReportData:
     """A report on one run: its facts, and what its directory says about it."""
 
     directory: str
@@ -45,7 +45,7 @@ class Story:
     """The line that names the exception in the last traceback; None if the script did not fail with one."""
 
 
-def collect(directory: Path) -> Story:
+def collect_report_data(directory: Path) -> ReportData:
     """The story of the run in `directory`, up to now. Raises RunError if it is not a run, HistoryError if damaged."""
     info = load_info(directory)
     state, how = run_state(directory, info)
@@ -53,7 +53,7 @@ def collect(directory: Path) -> Story:
     failed = how is not None and how.status and how.signal is None and not how.stopped
     why = find_first_failure(directory, info, how.status) if how is not None and failed else None
     with open_store(directory) as store:
-        facts = facts_of(
+        facts = analyze_run(
             store,
             directory,
             how,
@@ -68,13 +68,13 @@ def collect(directory: Path) -> Story:
         reasons += [one.text for one in facts.announced.warnings if one.process is not None]
         nothing = nothing_traced_reason(directory, info, how, reasons) or "the command was not started"
     reader = RunReader(directory)
-    end = output_end(reader) if how is not None and how.status else b""
-    last = _last_output(end, None if why is None else why.raised, reader.info.command_pid)
+    end = read_output_tail(reader) if how is not None and how.status else b""
+    last = _last_output_lines(end, None if why is None else why.raised, reader.info.command_pid)
     raised = clean_traceback_line(end)
-    return Story(str(directory), info, how, state, facts, find_all(facts), warnings, nothing, last, raised)
+    return ReportData(str(directory), info, how, state, facts, find_all(facts), warnings, nothing, last, raised)
 
 
-def facts_of(
+def analyze_run(
     store: Store,
     directory: Path,
     how: ExitInfo | None,
@@ -89,7 +89,7 @@ def facts_of(
     return RunAnalysis(store, ended, end_ns, stop_asked_ns=stop_asked_ns, death=death, raised=raised)
 
 
-def output_end(reader: RunReader) -> bytes:
+def read_output_tail(reader: RunReader) -> bytes:
     """The end of the script's output (of its stderr, if that has a file); empty if it cannot be read."""
     try:
         return read_tail(reader.output_paths[-1], READ_BYTES)
@@ -97,7 +97,7 @@ def output_end(reader: RunReader) -> bytes:
         return b""
 
 
-def _last_output(end: bytes, raised: UncaughtException | None, command: int | None) -> tuple[str, ...]:
+def _last_output_lines(end: bytes, raised: UncaughtException | None, command: int | None) -> tuple[str, ...]:
     """The last lines of the script's output. `end`: its last bytes. `command`: the process id of the command."""
     lines = end[-_TAIL_BYTES:].decode("utf-8", "replace").split("\n")
     # A carriage return starts the line again, so only the last state of a progress bar is shown.

@@ -19,7 +19,9 @@ OUTPUT_BYTES = 8 << 20
 """When the output has more bytes, its older half is deleted."""
 
 
-def mirror_of(name: str, machines: Sequence[list[str]], age_s: float = 0.0, metrics: str | None = None) -> Path:
+def find_or_create_mirror(
+    name: str, machines: Sequence[list[str]], age_s: float = 0.0, metrics: str | None = None
+) -> Path:
     """The directory of the run that mirrors these runs of other machines; it is created if there is none.
 
     `machines`: for each, its name, the id of its run (JOB and the job if it could not be reached), and the words that
@@ -29,7 +31,7 @@ def mirror_of(name: str, machines: Sequence[list[str]], age_s: float = 0.0, metr
     """
     for directory, info in reversed(list_runs()):
         known = info.options.get("machines", ()) if info.nodes and info.boot_id == proc.boot_id() else ()
-        same = len(known) == len(machines) and all(map(_same, known, machines)) and load_exit(directory) is None
+        same = len(known) == len(machines) and all(map(_is_same_run, known, machines)) and load_exit(directory) is None
         if same and not MirrorState(directory, info.start_ns).state.get("refused"):  # it does not try these again
             if metrics not in (None, info.options.get("metrics")):
                 name = short_name(info)
@@ -43,12 +45,12 @@ def mirror_of(name: str, machines: Sequence[list[str]], age_s: float = 0.0, metr
     return create_run(draft)[0]
 
 
-def _same(one: Sequence[str], other: Sequence[str]) -> bool:
+def _is_same_run(one: Sequence[str], other: Sequence[str]) -> bool:
     """Whether both are the same machine and run, as far as is known."""
     return one == other or (one[0] == other[0] and any(each[1].startswith(JOB) for each in (one, other)))
 
 
-def command_of(words: list[str], known: str | None = None) -> list[str]:
+def stream_command(words: list[str], known: str | None = None) -> list[str]:
     """The command that prints the rows of a machine.
 
     `words`: its name, its run or the job of its run, and the words that run dpmon there. `known`: its run, once it is

@@ -13,15 +13,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dpmon.record.schema import SECOND
 from dpmon.report.document import (
     Document,
-    Entries,
     Findings,
+    LabeledSentences,
+    OutputLines,
     Paragraph,
     Part,
     Plot,
+    PlotSeries,
     Section,
     Table,
-    Values,
-    Verbatim,
 )
 from dpmon.report.sections import MAX_ROWS
 from dpmon.sanitize import sanitize_line
@@ -74,11 +74,11 @@ svg .strong { font-weight: 600; fill: #24292f; }
 """
 
 
-def page(report: Document) -> str:
+def render_page(report: Document) -> str:
     """The page of a report."""
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; img-src data:"
-    script, run = escaped(report.script), escaped(report.run)
-    names = [escaped(section.title + section.about) for section in report.sections]
+    script, run = escape_html(report.script), escape_html(report.run)
+    names = [escape_html(section.title + section.about) for section in report.sections]
     links = " · ".join(f'<a href="#part-{number}">{name}</a>' for number, name in enumerate(names))
     return "".join(
         (
@@ -88,7 +88,7 @@ def page(report: Document) -> str:
             '<link rel="icon" href="data:,">\n',
             f"<title>{script}: dpmon report</title>\n<style>{_STYLE}</style></head>\n<body>\n",
             f"<h1>{script} <span class=soft>{run}</span></h1>\n",
-            f'<p class="outcome {escaped(report.state)}">{escaped(report.outcome)}</p>\n',
+            f'<p class="outcome {escape_html(report.state)}">{escape_html(report.outcome)}</p>\n',
             *(_paragraph(fact, soft=True) for fact in report.facts),
             f"<nav>{links}</nav>\n",
             *(_section(section, number) for number, section in enumerate(report.sections)),
@@ -98,7 +98,7 @@ def page(report: Document) -> str:
 
 
 def _section(section: Section, number: int) -> str:
-    return f'<h2 id="part-{number}">{escaped(section.title + section.about)}</h2>\n' + "".join(
+    return f'<h2 id="part-{number}">{escape_html(section.title + section.about)}</h2>\n' + "".join(
         map(_part, section.parts)
     )
 
@@ -108,31 +108,33 @@ def _part(part: Part) -> str:
         return _paragraph(part.text, soft=part.soft)
     if isinstance(part, Table):
         return _table(part.head, part.rows, (1, len(part.head) - 1) if part.flows else ())
-    if isinstance(part, Entries):
+    if isinstance(part, LabeledSentences):
         if part.head:
             return _table(part.head, part.rows, range(1, len(part.head)))
         return "".join(_paragraph(" ".join(row)) for row in part.rows[:MAX_ROWS])
     if isinstance(part, Findings):
         return "".join(_findings(part))
-    if isinstance(part, Verbatim):
-        return "<pre>" + "\n".join(map(escaped, part.lines)) + "</pre>\n"
+    if isinstance(part, OutputLines):
+        return "<pre>" + "\n".join(map(escape_html, part.lines)) + "</pre>\n"
     if isinstance(part, Plot):
-        return f"<h3>{escaped(part.title)}</h3><p class=soft>{escaped(part.note)}</p>{drawn(part)}"
+        return f"<h3>{escape_html(part.title)}</h3><p class=soft>{escape_html(part.note)}</p>{render_plot(part)}"
     return ""
 
 
 def _paragraph(text: str, *, soft: bool = False) -> str:
-    return f"<p{' class=soft' * soft}>{escaped(text)}</p>\n"
+    return f"<p{' class=soft' * soft}>{escape_html(text)}</p>\n"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[int]) -> str:
     """The first rows of a table with text in its first column and in `text_columns`, and the number of the others."""
     marks = [" class=text" * (column in text_columns) for column in range(len(head))]
-    names = "".join(f"<th{mark}>{escaped(cell)}</th>" for cell, mark in zip(head, marks, strict=True))
+    names = "".join(f"<th{mark}>{escape_html(cell)}</th>" for cell, mark in zip(head, marks, strict=True))
     lines = [f"<div class=scroll><table><thead><tr>{names}</tr></thead><tbody>\n"]
     for row in rows[:MAX_ROWS]:
         inner = " class=inner" if row[0].startswith("  ") else marks[0]
-        cells = (f"<td{mark}>{escaped(cell.strip())}</td>" for cell, mark in zip(row, (inner, *marks[1:]), strict=True))
+        cells = (
+            f"<td{mark}>{escape_html(cell.strip())}</td>" for cell, mark in zip(row, (inner, *marks[1:]), strict=True)
+        )
         lines.append(f"<tr>{''.join(cells)}</tr>\n")
     lines.append("</tbody></table></div>\n")
     if len(rows) > MAX_ROWS:
@@ -143,25 +145,25 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Seq
 def _findings(part: Findings) -> Iterable[str]:
     yield "<ol>\n"
     for finding in part.findings:
-        yield f"<li><b>{escaped(finding.text)}</b><br><span class=soft>Evidence: {escaped(finding.ground)}.</span><br>"
-        yield f"{escaped(finding.advice_text[0].upper() + finding.advice_text[1:])}.</li>\n"
+        yield f"<li><b>{escape_html(finding.text)}</b><br><span class=soft>Evidence: {escape_html(finding.ground)}.</span><br>"
+        yield f"{escape_html(finding.advice_text[0].upper() + finding.advice_text[1:])}.</li>\n"
     yield "</ol>\n"
 
 
 # ------------------------------------------------------------------------------------------------ plots
 
 
-def drawn(plot: Plot) -> str:
+def render_plot(plot: Plot) -> str:
     """The legend and the drawing of a plot, as HTML."""
     legend = "".join(
-        f'<span><i style="background:{one.colour}"></i>{escaped(one.name)}</span>'
+        f'<span><i style="background:{one.colour}"></i>{escape_html(one.name)}</span>'
         for one in plot.series
         if one.name and one.kind != "cells"
     )
     return f"<p class=legend>{legend}</p>\n{_Canvas(plot).text()}\n"
 
 
-def escaped(text: str) -> str:
+def escape_html(text: str) -> str:
     """`text`, which may come from the script, as harmless HTML."""
     return html.escape(sanitize_line(text))
 
@@ -177,7 +179,7 @@ class _Canvas:
         rows = (_CELLS if self.cells else ROW) * len(plot.rows)
         self.height = self.above + _BOTTOM + rows if plot.rows else HEIGHT
         self.room = WIDTH - self.left - (_MEAN if self.cells else _RIGHT)
-        values = list(_tops(plot))
+        values = list(_values_to_cover(plot))
         self.largest = max(values, default=0.0)
         usual = sorted(values)[int(_USUAL * (len(values) - 1))] if values else 0.0
         many = len(values) >= (_FEWEST_ROWS if plot.rows else _FEWEST)
@@ -195,11 +197,13 @@ class _Canvas:
         size = f'viewBox="0 0 {WIDTH:g} {self.height:g}" width="100%" role="img"'
         area = f'x="{self.left:g}" y="{self.above:g}" width="{self.room:g}" height="{self._tall:g}"'
         name = f"area-{self.plot.name}"
-        rows = self._rows_of_cells() if self.cells else self._across() if self.across else self._upright()
+        rows = (
+            self._rows_of_cells() if self.cells else self._horizontal_bars() if self.across else self._vertical_series()
+        )
         axes = self._axis_across() if self.across else (*self._axis_up(), *self._time_axis())
         marks, words = ("", "") if self.across else map("".join, zip(("", ""), *self._marks(), strict=True))
         return (
-            f'<svg {size} aria-label="{escaped(self.plot.title)}"><clipPath id="{name}"><rect {area}/></clipPath>'
+            f'<svg {size} aria-label="{escape_html(self.plot.title)}"><clipPath id="{name}"><rect {area}/></clipPath>'
             f'{"".join(axes)}<g clip-path="url(#{name})">{"".join(rows)}{marks}</g>{words}{self._cut_note()}</svg>'
         )
 
@@ -210,9 +214,9 @@ class _Canvas:
     def _cut_note(self) -> str:
         if not self.cut:
             return ""
-        count = sum(value > self.top for value in _tops(self.plot))
+        count = sum(value > self.top for value in _values_to_cover(self.plot))
         text = f"{count} higher, up to {format_three_digits(self.largest)}: cut"
-        return f'<text x="{WIDTH - _RIGHT:g}" y="12" text-anchor="end">{escaped(text)}</text>'
+        return f'<text x="{WIDTH - _RIGHT:g}" y="12" text-anchor="end">{escape_html(text)}</text>'
 
     def _x(self, x: float) -> float:
         span = self.end - self.begin
@@ -229,7 +233,7 @@ class _Canvas:
         """The names of the rows."""
         for row, name in enumerate(self.plot.rows):
             place = f'x="{self.left - 6:g}" y="{self.above + (row + 0.5) * tall + 4:g}" text-anchor="end"'
-            yield f"<text {place}>{escaped(name)}</text>"
+            yield f"<text {place}>{escape_html(name)}</text>"
 
     def _axis_across(self) -> Iterator[str]:
         bottom = self.height - _BOTTOM
@@ -237,7 +241,7 @@ class _Canvas:
             x = self.left + value / self.top * self.room
             yield f'<path class=grid d="M{x:.1f} {self.above}V{bottom}"/>'
             yield f'<text x="{x:.1f}" y="{bottom + 15:g}" text-anchor="middle">{format_three_digits(value)}</text>'
-        yield f'<text x="{self.left:g}" y="{self.height - 6:g}">{escaped(self.plot.unit)}</text>'
+        yield f'<text x="{self.left:g}" y="{self.height - 6:g}">{escape_html(self.plot.unit)}</text>'
         yield from self._names(ROW)
 
     def _axis_up(self) -> Iterator[str]:
@@ -254,7 +258,7 @@ class _Canvas:
             yield f'<path class=grid d="M{self.left} {y:.1f}H{WIDTH - _RIGHT}"/>'
             yield f'<text x="{self.left - 6:g}" y="{y + 4:.1f}" text-anchor="end">{format_three_digits(value)}</text>'
         middle = (self.height - _BOTTOM + self.above) / 2
-        unit = escaped(self.plot.unit)
+        unit = escape_html(self.plot.unit)
         yield f'<text transform="translate(12 {middle:g}) rotate(-90)" text-anchor="middle">{unit}</text>'
 
     def _time_axis(self) -> Iterator[str]:
@@ -277,12 +281,12 @@ class _Canvas:
             if end > WIDTH or any(begin < end + 4 and x < until + 4 for begin, until in used):
                 return ""
             used.append((x, end))
-            return f'<text class=strong x="{x:.1f}" y="{self.above - 4:g}">{escaped(text)}</text>'
+            return f'<text class=strong x="{x:.1f}" y="{self.above - 4:g}">{escape_html(text)}</text>'
 
         for since, until, what in self.marks:
             x = self._x(since)
             if until is None:
-                line = f'<path class=event d="M{x:.1f} {self.above:g}V{bottom:g}"><title>{escaped(what)}</title></path>'
+                line = f'<path class=event d="M{x:.1f} {self.above:g}V{bottom:g}"><title>{escape_html(what)}</title></path>'
             else:
                 size = f'width="{self._x(until) - x:.1f}" height="{self._tall:g}"'
                 place = f'x="{x:.1f}" y="{self.above:g}" {size}'
@@ -301,7 +305,7 @@ class _Canvas:
                 yield f"<rect {place} {colour}><title>{text}</title></rect>"
             yield "</g>"
 
-    def _upright(self) -> Iterator[str]:
+    def _vertical_series(self) -> Iterator[str]:
         """Lines, dots, and bars over a stretch each, stacked in the order of the series."""
         below: dict[float, float] = {}
         each = sum(len(one.points) for one in self.plot.series if one.kind != "bars") // _HOVERED + 1
@@ -318,9 +322,9 @@ class _Canvas:
             for x, _, y in one.points if dots else one.points[::each]:
                 look = f'cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="{2 if dots else 3}" fill="{one.colour}"'
                 faint = ' opacity=".4"' if dots else ' opacity="0"'
-                yield f"<circle {look}{faint}><title>{escaped(one.name)}: {format_three_digits(y)} at {x:g} s</title></circle>"
+                yield f"<circle {look}{faint}><title>{escape_html(one.name)}: {format_three_digits(y)} at {x:g} s</title></circle>"
 
-    def _across(self) -> Iterator[str]:
+    def _horizontal_bars(self) -> Iterator[str]:
         """A row of stacked bars for each name; a whisker begins at the axis."""
         ends: dict[float, float] = {}
         for one in self.plot.series:
@@ -333,13 +337,13 @@ class _Canvas:
                     yield self._bar(x, top, wide, ROW - 10, one, y)
                     ends[row] = ends.get(row, 0.0) + y
 
-    def _bar(self, x: float, y: float, wide: float, tall: float, one: Values, value: float) -> str:
+    def _bar(self, x: float, y: float, wide: float, tall: float, one: PlotSeries, value: float) -> str:
         if not value:
             return ""
         place = f'x="{x:.1f}" y="{y:.1f}" width="{max(wide, 0.5):.1f}" height="{tall:.1f}" fill="{one.colour}"'
-        return f"<rect {place}><title>{escaped(one.name)}: {format_three_digits(value)} {escaped(self.plot.unit)}</title></rect>"
+        return f"<rect {place}><title>{escape_html(one.name)}: {format_three_digits(value)} {escape_html(self.plot.unit)}</title></rect>"
 
-    def _line(self, one: Values) -> str:
+    def _line(self, one: PlotSeries) -> str:
         """The path of a line. In a series of steps, there may be gaps."""
         path, before = [], None
         for begin, end, y in one.points:
@@ -351,7 +355,7 @@ class _Canvas:
         return "".join(path)
 
 
-def _tops(plot: Plot) -> Iterator[float]:
+def _values_to_cover(plot: Plot) -> Iterator[float]:
     """The values that the value axis has to cover."""
     stacks: dict[float, float] = {}
     for one in plot.series:

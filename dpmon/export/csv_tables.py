@@ -28,14 +28,14 @@ _NUMBERS = re.compile(r"[-+.e0-9 ]*")
 """Numbers separated by spaces; some may be unknown (`-`)."""
 
 
-class Tables:
+class CsvTables:
     """Writes records into one CSV file per kind; `open_table` opens the file of a kind on its first record."""
 
     def __init__(self, open_table: Callable[[str], TextIO]) -> None:
         self._open = open_table
         self._tables: dict[str, Callable[[Iterable[Sequence[str]]], object]] = {}
 
-    def begin(self, which: str) -> Callable[[Iterable[Sequence[str]]], object]:
+    def row_writer(self, which: str) -> Callable[[Iterable[Sequence[str]]], object]:
         """Return the function that writes rows of one kind, after its header. Unknown kinds share the table `other`."""
         which = which if which in COLUMNS else "other"
         if which not in self._tables:
@@ -46,10 +46,10 @@ class Tables:
     def write(self, records: Iterable[Record]) -> None:
         """Write every record's row."""
         for record in records:
-            self.begin(kind_of(record))(row(record))
+            self.row_writer(kind_of(record))(csv_rows_of(record))
 
 
-def row(record: Record) -> list[list[str]]:
+def csv_rows_of(record: Record) -> list[list[str]]:
     """The cells of a record in the order of its kind's columns; several rows for a memory record of several devices."""
     if isinstance(record, Event):
         if record.kind == "memory":
@@ -119,25 +119,25 @@ def _call(call: Call) -> dict[str, object]:
         cells["stages"], cells["replicas"] = len(call.stages), None
         cells["stage_devices"] = [stage.device for stage in call.stages]
         cells["stage_parts"] = " | ".join(" ".join(stage.parts) for stage in call.stages)
-        cells["stage_host_ms"] = _many(None if s.host_ns is None else s.host_ns / 1e6 for s in call.stages)
+        cells["stage_host_ms"] = _join_numbers(None if s.host_ns is None else s.host_ns / 1e6 for s in call.stages)
         if any(stage.device_ms is not None for stage in call.stages):
-            cells["stage_device_ms"] = _many(stage.device_ms for stage in call.stages)
-        cells["stage_crossed_bytes"] = _many(stage.crossed for stage in call.stages)
+            cells["stage_device_ms"] = _join_numbers(stage.device_ms for stage in call.stages)
+        cells["stage_crossed_bytes"] = _join_numbers(stage.crossed for stage in call.stages)
         return cells
     shares = call.replicas
     cells["replicas"] = len(shares)
     cells["idle_devices"] = list(call.devices[len(shares) :]) if call.mode == "dp" else None
     cells["replica_devices"] = [share.device for share in shares]
-    cells["replica_rows"] = _many(count_rows(share.inputs, call.dim) for share in shares)
-    cells["replica_host_ms"] = _many(share.host_ns / 1e6 for share in shares)
+    cells["replica_rows"] = _join_numbers(count_rows(share.inputs, call.dim) for share in shares)
+    cells["replica_host_ms"] = _join_numbers(share.host_ns / 1e6 for share in shares)
     if any(share.device_ms is not None for share in shares):
-        cells["replica_device_ms"] = _many(share.device_ms for share in shares)
+        cells["replica_device_ms"] = _join_numbers(share.device_ms for share in shares)
     cells["replica_inputs"] = " | ".join(_sizes(share.inputs) or "" for share in shares)
     cells["replica_outputs"] = " | ".join(_sizes(share.outputs) or "" for share in shares)
     return cells
 
 
-def _many(values: Iterable[float | int | None]) -> str:
+def _join_numbers(values: Iterable[float | int | None]) -> str:
     """Numbers separated by spaces; `-` stands for an unknown one."""
     return " ".join("-" if value is None else repr(value) for value in values)
 
@@ -149,13 +149,13 @@ def _sizes(sizes: tuple[Size, ...] | None) -> str | None:
 
 
 def _size(size: Size) -> str:
-    parts = [size.path, _extents(size.shape), size.dtype, str(size.bytes)]
+    parts = [size.path, _format_shape(size.shape), size.dtype, str(size.bytes)]
     if size.global_shape is not None:
-        parts.append(_extents(size.global_shape))
+        parts.append(_format_shape(size.global_shape))
     return ":".join(parts)
 
 
-def _extents(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from typing import Any, NamedTuple
 
-from dpmon.mirror.causes import reason
+from dpmon.mirror.disconnect_reasons import explain_disconnect
 from dpmon.record.safe_json import load_json
 from dpmon.run.proc import ended_child_status
 from dpmon.store.row_exchange import RECORDS, VERSION
@@ -48,21 +48,21 @@ _MARK = RECORDS.encode()
 _MARKER = re.compile(_MARK + rb"(\d{1,9}) (\{.*\})\s*")
 
 
-class Opened(NamedTuple):
+class LinkOpened(NamedTuple):
     """A machine was reached, and its dpmon sends records; `marker`: its first line."""
 
     node: int
     marker: Mapping[str, Any]
 
 
-class Received(NamedTuple):
+class LineReceived(NamedTuple):
     """A line of at most MAX_LINE bytes, without its end."""
 
     node: int
     text: bytes
 
 
-class Closed(NamedTuple):
+class LinkClosed(NamedTuple):
     """A command has ended, or was ended; `why`: one sentence, harmless to show; empty if it did what it should.
 
     `for_good`: trying again is useless, so it is not started again.
@@ -73,11 +73,11 @@ class Closed(NamedTuple):
     for_good: bool
 
 
-Report = Opened | Received | Closed
+Report = LinkOpened | LineReceived | LinkClosed
 
 
 @dataclass(slots=True)
-class _Link:
+class _NodeLink:
     """One machine's command, and what it has sent that was not passed on."""
 
     node: int
@@ -97,7 +97,7 @@ class _Link:
     unsent: bytearray = field(default_factory=bytearray)
 
 
-class Links:
+class NodeLinks:
     """A command for each of `count` machines; `command(node)` gives its words, for each start anew.
 
     With `once`, the commands need no marker and get no input, each runs once, and all output is passed on as lines.
@@ -110,7 +110,7 @@ class Links:
         self._command = command
         self._once = once
         self._silent_s = silent_s
-        self._links = [_Link(node) for node in range(count)]
+        self._links = [_NodeLink(node) for node in range(count)]
         self._idle = list(self._links)
         self._leaving: list[tuple[subprocess.Popen[bytes], float, signal.Signals]] = []
         """Commands that are to end, and when they get which signal if they have not."""
@@ -123,13 +123,13 @@ class Links:
         while True:
             # The time is from before the wait: with a later one, a stop of this process looks like silent machines.
             now = time.monotonic()
-            reports = self._start(now)
+            reports = self._start_due_commands(now)
             wait = 0.0 if reports else min(max(until - now, 0.0), _LOOK_S)
             for key, _ in self._selector.select(wait):
                 key.data(reports)
             if now >= self._look_at:
                 self._look_at = now + _LOOK_S
-                self._look(now, reports)
+                self._check_ended_commands(now, reports)
             if reports or now >= until:
                 return reports
 
@@ -142,19 +142,19 @@ class Links:
         link.unsent += data
         return self._write(link)
 
-    def end(self, node: int, why: str, *, for_good: bool) -> Closed:
+    def close_link(self, node: int, why: str, *, for_good: bool) -> LinkClosed:
         """End the machine's command because of what it sent; unless `for_good`, it is started again later."""
         link = self._links[node]
         if link.process is not None:
             return self._closed(link, why, for_good)
         if for_good and link in self._idle:
             self._idle.remove(link)
-        return Closed(node, why, for_good)  # it has ended by itself, and when it is started again is known
+        return LinkClosed(node, why, for_good)  # it has ended by itself, and when it is started again is known
 
-    def close(self) -> None:
+    def close_all(self) -> None:
         """End all commands; takes at most about three seconds."""
         for link in self._links:
-            self._drop(link, _LEAVE_S)
+            self._hang_up(link, _LEAVE_S)
         self._idle.clear()
         until = time.monotonic() + 3 * _LEAVE_S
         while self._leaving and time.monotonic() < until:
@@ -166,7 +166,7 @@ class Links:
 
     # -------------------------------------------------------------------------------------------- starting
 
-    def _start(self, now: float) -> list[Report]:
+    def _start_due_commands(self, now: float) -> list[Report]:
         """Start the commands that are due, the longest due first."""
         if not self._idle:
             return []
@@ -192,7 +192,7 @@ class Links:
             self._watch(link, link.process, now)
         return reports
 
-    def _watch(self, link: _Link, process: subprocess.Popen[bytes], now: float) -> None:
+    def _watch(self, link: _NodeLink, process: subprocess.Popen[bytes], now: float) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         link.began_s = link.heard_s = now
@@ -204,7 +204,7 @@ class Links:
 
     # -------------------------------------------------------------------------------------------- reading
 
-    def _read(self, link: _Link, reports: list[Report]) -> None:
+    def _read(self, link: _NodeLink, reports: list[Report]) -> None:
         if link.process is None or link.process.stdout is None:
             return  # ended while its neighbours were read
         data = os.read(link.process.stdout.fileno(), _PIECE)
@@ -213,31 +213,31 @@ class Links:
             self._selector.unregister(link.process.stdout)
             link.ended_s = link.heard_s
             if self._once and link.rest:
-                self._take(link, bytes(link.rest), reports)
+                self._handle_line(link, bytes(link.rest), reports)
             return
         link.rest += data
         if b"\n" in data:
             *lines, rest = bytes(link.rest).split(b"\n")
             link.rest = bytearray(rest)
             for line in lines:
-                self._take(link, line, reports)
+                self._handle_line(link, line, reports)
                 if link.process is None:
                     return
         if len(link.rest) + len(link.banner) > (MAX_LINE if link.open or self._once else MAX_BANNER):
-            reports.append(self._closed(link, self._too_much(link)))
+            reports.append(self._closed(link, self._overflow_reason(link)))
 
-    def _take(self, link: _Link, line: bytes, reports: list[Report]) -> None:
+    def _handle_line(self, link: _NodeLink, line: bytes, reports: list[Report]) -> None:
         if len(line) > MAX_LINE:
-            reports.append(self._closed(link, self._too_much(link)))
+            reports.append(self._closed(link, self._overflow_reason(link)))
         elif link.open or self._once:
             link.banner[:] = line[:_MAX_ERRORS] if self._once else b""  # the reason, if it fails
-            reports.append(Received(link.node, line.removesuffix(b"\r")))
+            reports.append(LineReceived(link.node, line.removesuffix(b"\r")))
         elif (found := _MARKER.fullmatch(line, max(line.find(_MARK), 0))) is None:
             link.banner += line + b"\n"
         else:
-            self._opened(link, int(found[1]), found[2], reports)
+            self._handle_header(link, int(found[1]), found[2], reports)
 
-    def _opened(self, link: _Link, version: int, text: bytes, reports: list[Report]) -> None:
+    def _handle_header(self, link: _NodeLink, version: int, text: bytes, reports: list[Report]) -> None:
         try:
             marker = load_json(text)
         except ValueError:
@@ -249,14 +249,14 @@ class Links:
             return
         link.open = link.was_open = True
         link.banner.clear()
-        reports.append(Opened(link.node, marker))
+        reports.append(LinkOpened(link.node, marker))
 
-    def _too_much(self, link: _Link) -> str:
+    def _overflow_reason(self, link: _NodeLink) -> str:
         if link.open or self._once:
             return f"it sent a line of more than {MAX_LINE >> 20} MiB"
         return f"it printed more than {MAX_BANNER >> 10} KiB before any record"
 
-    def _read_errors(self, link: _Link) -> None:
+    def _read_errors(self, link: _NodeLink) -> None:
         if link.process is None or link.process.stderr is None:
             return
         data = b""
@@ -266,7 +266,7 @@ class Links:
                 self._selector.unregister(link.process.stderr)
         link.errors = (link.errors + data)[-_MAX_ERRORS:]
 
-    def _write(self, link: _Link) -> bool:
+    def _write(self, link: _NodeLink) -> bool:
         """Send what the pipe takes, the rest when it takes more; False if the command does not read any more."""
         if link.process is None or link.process.stdin is None or link.process.stdin.closed:
             return False
@@ -290,7 +290,7 @@ class Links:
 
     # -------------------------------------------------------------------------------------------- ending
 
-    def _look(self, now: float, reports: list[Report]) -> None:
+    def _check_ended_commands(self, now: float, reports: list[Report]) -> None:
         """Report the commands that have ended, or say nothing; end those that outlive that."""
         for link in self._links:
             if link.process is None:
@@ -302,7 +302,7 @@ class Links:
                     shown = bytes(link.banner + link.rest)
                     why, for_good = "", True
                     if not (self._once and status == 0):
-                        why, for_good = reason(status, bytes(link.errors), shown, was_open=link.open)
+                        why, for_good = explain_disconnect(status, bytes(link.errors), shown, was_open=link.open)
                     # What is useless at first may pass later: without its directory of users, a machine refuses all.
                     reports.append(self._closed(link, why, for_good and not link.was_open))
             elif now - link.heard_s > self._silent_s and (link.open or self._once):
@@ -311,17 +311,17 @@ class Links:
                 reports.append(self._closed(link, f"it did not answer within {_CONNECT_S:.0f} s"))
         self._reap(now)
 
-    def _closed(self, link: _Link, why: str, for_good: bool = False) -> Closed:
+    def _closed(self, link: _NodeLink, why: str, for_good: bool = False) -> LinkClosed:
         """End the command, and plan the next start unless it ends `for_good`."""
         link.failures = 1 if link.open and time.monotonic() - link.began_s > _STEADY_S else link.failures + 1
-        self._drop(link)
+        self._hang_up(link)
         if not (for_good or self._once):
             wait_s = min(2.0 ** min(link.failures - 1, 9), _LONGEST_WAIT_S)  # the power has no limit of its own
             link.due_s = time.monotonic() + wait_s * random.uniform(0.5, 1.0)
             self._idle.append(link)
-        return Closed(link.node, why, for_good)
+        return LinkClosed(link.node, why, for_good)
 
-    def _drop(self, link: _Link, wait_s: float = 0.0) -> None:
+    def _hang_up(self, link: _NodeLink, wait_s: float = 0.0) -> None:
         """Stop listening to a command, which ends it; send it signals after `wait_s` seconds."""
         process, link.process = link.process, None
         link.open, link.ended_s = False, None

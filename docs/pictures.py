@@ -29,11 +29,11 @@ from textual.pilot import Pilot
 
 from dpmon.run.run_registry import find_run
 from dpmon.text.cells import span_width
-from dpmon.ui.facts import Facts
-from dpmon.ui.look import Look, look
 from dpmon.ui.monitor import Monitor
-from dpmon.ui.picture import SvgPage, svg
-from dpmon.ui.rows import Row
+from dpmon.ui.screen_data import ScreenData
+from dpmon.ui.styled_rows import Row
+from dpmon.ui.svg_export import SvgPage, render_svg
+from dpmon.ui.terminal_style import TerminalStyle, make_style
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "pictures"
@@ -54,10 +54,10 @@ class Stage:
         self.app, self.pilot = app, pilot
         self.frames: list[list[Row]] = []
 
-    async def until(self, holds: Callable[[Facts], bool]) -> None:
+    async def until(self, holds: Callable[[ScreenData], bool]) -> None:
         """Wait until the facts of the screen are as wanted. The words on it may change, so they are not waited for."""
         until = asyncio.get_running_loop().time() + PATIENCE_S
-        while not holds(self.app.facts()):
+        while not holds(self.app.data_to_draw()):
             if asyncio.get_running_loop().time() > until:
                 raise SystemExit(f"it never came to {holds.__name__}:\n" + "\n".join(self.app.text()))
             await asyncio.sleep(0.1)
@@ -88,30 +88,30 @@ class Picture(NamedTuple):
     """A script that is no example, as train.py in the command's working directory."""
 
 
-def _trains(facts: Facts) -> bool:
+def _trains(facts: ScreenData) -> bool:
     """Whether a step has ended."""
     return facts.process is not None and facts.process.seen_ns >= 0
 
 
-def _in_single(facts: Facts) -> bool:
+def _in_single(facts: ScreenData) -> bool:
     """Whether steps ran on one device."""
     return facts.process is not None and any(column.mode == "single" for column in facts.process.columns)
 
 
-def _compares(facts: Facts) -> bool:
+def _compares(facts: ScreenData) -> bool:
     """Whether the speed-up is known."""
     compared = facts.process.compared if facts.process is not None else None
     return compared is not None and compared.speedup is not None
 
 
-def _has_straggler(facts: Facts) -> bool:
+def _has_straggler(facts: ScreenData) -> bool:
     """Whether a rank is named that the others wait for."""
     return facts.state.straggler is not None
 
 
-def _is_stalled(facts: Facts) -> bool:
+def _is_stalled(facts: ScreenData) -> bool:
     """Whether the run is stalled."""
-    return facts.stall is not None
+    return facts.shown_stall is not None
 
 
 async def _both_modes(stage: Stage) -> None:
@@ -243,7 +243,7 @@ PICTURES = (
 
 
 async def _take(picture: Picture, directory: Path) -> str:
-    app = Monitor(directory, look("dark"), refresh=1.0)
+    app = Monitor(directory, make_style("dark"), refresh=1.0)
     async with app.run_test(size=picture.size) as pilot:
         stage = Stage(app, pilot)
         await picture.act(stage)
@@ -251,14 +251,14 @@ async def _take(picture: Picture, directory: Path) -> str:
     return film(stage.frames, app.look, picture.title)
 
 
-def film(frames: Sequence[Sequence[Row]], look: Look, title: str) -> str:
+def film(frames: Sequence[Sequence[Row]], look: TerminalStyle, title: str) -> str:
     """One SVG that shows `frames` one after the other, each for FRAME_S seconds, for ever.
 
     A row that stays the same from one frame to the next is in it once. Without animation (the reader prefers reduced
     motion, or the viewer does not support CSS animation), the last frame is shown.
     """
     if len(frames) == 1:
-        return svg(frames[0], look, title)
+        return render_svg(frames[0], look, title)
     page = SvgPage(look)
     body, spans = [], set()
     for y in range(max(len(frame) for frame in frames)):

@@ -11,7 +11,7 @@
     ├── HistoryError     a history that cannot be read or written
     ├── RecordError      bytes that are not a record                      dpmon.record.record_types
     ├── ExportError      data that cannot be exported                     dpmon.export
-    └── JobError         a job of the screen that failed                 dpmon.ui.jobs
+    └── JobError         a job of the screen that failed                 dpmon.ui.background_jobs
 
 Only `dpmon.cli` ends a command because of such an exception. Two other exceptions stay within their packages:
 dpmon.gpu.nvml.CallFailed, a failed NVML call, and dpmon.tracer.calls.replicas.Unsuited, which ends an attempt at dp.

@@ -15,16 +15,16 @@ from timed import staged, trained
 from dpmon.model.run_snapshot import Process, RunSnapshot
 from dpmon.record.record_types import Event, Record
 from dpmon.run.run_directory import ExitInfo, RunInfo
-from dpmon.ui.facts import Facts, Toggle, View
-from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
-from dpmon.ui.paint import whole
-from dpmon.ui.panels.panel_output import Output
-from dpmon.ui.rows import plain
+from dpmon.ui.panels.panel_output import OutputView
+from dpmon.ui.screen_data import ModeRequest, ScreenData, View
+from dpmon.ui.screen_painter import paint_screen
+from dpmon.ui.styled_rows import plain_text
+from dpmon.ui.terminal_style import ASCII, COLOUR, MONO, UNICODE, TerminalStyle
 
-LOOK = Look(UNICODE, COLOUR, True)
+LOOK = TerminalStyle(UNICODE, COLOUR, True)
 
 
-MONO_ASCII = Look(ASCII, MONO, False)
+MONO_ASCII = TerminalStyle(ASCII, MONO, False)
 
 
 INFO = RunInfo(
@@ -38,35 +38,35 @@ def exit_of(status: int | None, signal: str | None = None, at_ns: int = 9, **mor
     return ExitInfo(status, signal, 0.0, at_ns, at_ns / 1e9, "supervisor", **more)
 
 
-def facts_of(training: Training, steps: int = 300, more: Sequence[bytes | Record] = (), **changes: Any) -> Facts:
+def facts_of(training: Training, steps: int = 300, more: Sequence[bytes | Record] = (), **changes: Any) -> ScreenData:
     payloads = [*training.begin(), *training.run(steps), *[host_event(float(i)) for i in range(30)], *more]
     state = state_of(payloads)
-    facts = Facts(state, training.now + SECOND // 10, INFO, alive=True, can_toggle=True, can_type=True)
+    facts = ScreenData(state, training.now + SECOND // 10, INFO, alive=True, can_toggle=True, can_type=True)
     return replace(facts, **changes)
 
 
-def gpu_facts(count: int, **more: Any) -> Facts:
+def gpu_facts(count: int, **more: Any) -> ScreenData:
     training = Training(devices=[f"cuda:{i}" for i in range(2)], virtual=False)
     payloads = [*training.begin(), *training.run(20)]
     for index in range(count):
         payloads += [whole_device_event(float(t), index, util_pct=10 * index % 101, **more) for t in range(20)]
-    return Facts(state_of(payloads), training.now, INFO, alive=True)
+    return ScreenData(state_of(payloads), training.now, INFO, alive=True)
 
 
-def focused(facts: Facts) -> Process:
+def focused(facts: ScreenData) -> Process:
     """Return the process that the facts shows."""
     process = facts.process
     assert process is not None
     return process
 
 
-def with_process(facts: Facts, **changes: Any) -> Facts:
+def with_process(facts: ScreenData, **changes: Any) -> ScreenData:
     """Return the facts with changes of the process that it shows."""
     process = replace(focused(facts), **changes)
     return replace(facts, state=replace(facts.state, processes={**facts.state.processes, process.process: process}))
 
 
-def with_call(facts: Facts, **changes: Any) -> Facts:
+def with_call(facts: ScreenData, **changes: Any) -> ScreenData:
     """Return the facts with changes of the last call."""
     process = focused(facts)
     key, track = next(iter(process.calls.items()))
@@ -75,7 +75,7 @@ def with_call(facts: Facts, **changes: Any) -> Facts:
 
 
 @cache
-def situations() -> dict[str, Facts]:
+def situations() -> dict[str, ScreenData]:
     """Return the named situations. They are made once, because a picture changes nothing."""
     dp = facts_of(Training(devices=[f"cpu:{i}" for i in range(4)]))
     lacking: dict[str, Any] = {"power_w": None, "absent": {"power_w": "not supported"}}
@@ -92,21 +92,21 @@ def situations() -> dict[str, Facts]:
     zoomed = {
         "gpu memory": facts_of(Training(), 5, [held, *(device_event(2.0, index) for index in range(8))]),
         "memory": facts_of(Training(), 5, [held]),
-        "device times": Facts(state_of(trained(40)), 3 * SECOND, INFO, alive=True),
-        "stages": Facts(state_of(staged(9, None)), SECOND, INFO, alive=True),
+        "device times": ScreenData(state_of(trained(40)), 3 * SECOND, INFO, alive=True),
+        "stages": ScreenData(state_of(staged(9, None)), SECOND, INFO, alive=True),
     }
     for count in (2, 64):
         run, now = joined_ranks(count, slow=1, steps=20)
-        zoomed[f"{count} ranks"] = Facts(run.state(), now, INFO, alive=True)
+        zoomed[f"{count} ranks"] = ScreenData(run.state(), now, INFO, alive=True)
     return {
-        "nothing": Facts(RunSnapshot(), 0),
-        "importing": Facts(RunSnapshot(), 3 * SECOND, INFO, stage=("importing torch", SECOND), alive=True),
+        "nothing": ScreenData(RunSnapshot(), 0),
+        "importing": ScreenData(RunSnapshot(), 3 * SECOND, INFO, stage=("importing torch", SECOND), alive=True),
         "dp": dp,
         "gpus": gpus,
         "many replicas": facts_of(Training(devices=[f"cuda:{i}" for i in range(64)], batch=48, virtual=False)),
-        "both modes": Facts(state_of(both), single.now, INFO, alive=True, can_toggle=True),
-        "pending": replace(dp, toggle=Toggle("single", "pending", dp.now_ns - SECOND)),
-        "refused": replace(dp, toggle=Toggle("single", "refused", dp.now_ns, reason="spread over devices " * 20)),
+        "both modes": ScreenData(state_of(both), single.now, INFO, alive=True, can_toggle=True),
+        "pending": replace(dp, toggle=ModeRequest("single", "pending", dp.now_ns - SECOND)),
+        "refused": replace(dp, toggle=ModeRequest("single", "refused", dp.now_ns, reason="spread over devices " * 20)),
         "frozen": replace(dp, view=View(frozen=True)),
         "failed": replace(
             dp, ended=exit_of(1, None, dp.now_ns), last_line="RuntimeError: " + "no " * 100, can_toggle=False
@@ -115,7 +115,7 @@ def situations() -> dict[str, Facts]:
         "16 GPUs": gpu_facts(16, throttle=["power cap\x1b[2J", "too hot"]),
         "zoom 8 GPUs": replace(gpu_facts(8, name="漢字" * 30 + "\x07"), view=View("devices", "devices")),
         "hostile": facts_of(hostile, 20, info=replace(INFO, script="a\x1b[31m/" + "漢" * 100)),
-        "failed call": Facts(state_of([*failed.begin(), *failed.step(failed=True)]), failed.now, INFO, alive=True),
+        "failed call": ScreenData(state_of([*failed.begin(), *failed.step(failed=True)]), failed.now, INFO, alive=True),
         **{
             f"zoom {name}": replace(dp, view=View(name, name))
             for name in ("devices", "replicas", "batch", "compare", "output")
@@ -128,9 +128,11 @@ def situations() -> dict[str, Facts]:
     }
 
 
-def text_of(facts: Facts, width: int, height: int, output: Output | None = None, look: Look = LOOK) -> str:
-    return "\n".join(plain(row) for row in whole(facts, output or Output(), width, height, look))
+def text_of(
+    facts: ScreenData, width: int, height: int, output: OutputView | None = None, look: TerminalStyle = LOOK
+) -> str:
+    return "\n".join(plain_text(row) for row in paint_screen(facts, output or OutputView(), width, height, look))
 
 
 def rows_text(rows: list[Any]) -> list[str]:
-    return [plain(row).rstrip() for row in rows]
+    return [plain_text(row).rstrip() for row in rows]

@@ -21,10 +21,10 @@ from textual.pilot import Pilot
 from dpmon.record.record_types import Event, Record
 from dpmon.run.run_directory import ExitInfo
 from dpmon.store.store_queries import Store
-from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.monitor import Monitor
+from dpmon.ui.terminal_style import COLOUR, UNICODE, TerminalStyle
 
-LOOK = Look(UNICODE, COLOUR, True)
+LOOK = TerminalStyle(UNICODE, COLOUR, True)
 
 
 class FakeReader:

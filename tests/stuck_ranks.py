@@ -11,7 +11,7 @@ from stored import SUPERVISOR, Recording
 from synthetic import SECOND, Training
 
 from dpmon.record.record_types import Event
-from dpmon.ui.facts import Facts, Playing
+from dpmon.ui.screen_data import PlaybackPosition, ScreenData
 
 GUILTY = {"words": "in checkpoint (train.py:12)", "place": "train.py:12", "function": "checkpoint", "inside": None}
 WAITING = {"words": "in backward (train.py:90)", "place": "train.py:90", "function": "main", "inside": "backward"}
@@ -60,28 +60,28 @@ def stalled_run(count: int, *, over: bool = False) -> tuple[Recording, int]:
     return run, end
 
 
-def stalled(count: int, **changes: Any) -> Facts:
+def stalled(count: int, **changes: Any) -> ScreenData:
     """Return the live facts of a stall of 27 s."""
     run, end = stalled_run(count)
-    return Facts(**{"state": run.state(), "now_ns": end + NOW_S * SECOND, "info": INFO, "alive": True, **changes})
+    return ScreenData(**{"state": run.state(), "now_ns": end + NOW_S * SECOND, "info": INFO, "alive": True, **changes})
 
 
-def stalled_in_playback(count: int) -> Facts:
+def stalled_in_playback(count: int) -> ScreenData:
     """Return the facts of a playback at the same time; later, the stall was over."""
     run, end = stalled_run(count, over=True)
     now = end + NOW_S * SECOND
-    playing = Playing(now, end + 60 * SECOND, False, 1.0)
-    return Facts(run.state(now), now, INFO, alive=True, playing=playing)
+    playing = PlaybackPosition(now, end + 60 * SECOND, False, 1.0)
+    return ScreenData(run.state(now), now, INFO, alive=True, playing=playing)
 
 
-def ended_in_stall(count: int) -> Facts:
+def ended_in_stall(count: int) -> ScreenData:
     """Return the facts of the end of a run that was stopped in a stall."""
     run, end = stalled_run(count)
     at = end + LASTED_S * SECOND
-    return Facts(run.state(over=True), at, INFO, alive=False, ended=exit_of(130, "SIGINT", at, stopped=True))
+    return ScreenData(run.state(over=True), at, INFO, alive=False, ended=exit_of(130, "SIGINT", at, stopped=True))
 
 
-def after_stall() -> Facts:
+def after_stall() -> ScreenData:
     """Return the facts of a run of one process that has trained on after a stall."""
     training = Training(step_ns=16_000_000)
     before = [*training.begin(), *training.run(1000)]
@@ -91,4 +91,4 @@ def after_stall() -> Facts:
     since_s = begin / SECOND
     over = {"t_s": since_s + LASTED_S, "since_s": since_s, "lasted_s": LASTED_S}
     run.add([stall_record(1, begin, 1000), Event("stall", over)], SUPERVISOR)
-    return Facts(run.state(), training.now, INFO, alive=True)
+    return ScreenData(run.state(), training.now, INFO, alive=True)

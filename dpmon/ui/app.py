@@ -32,7 +32,7 @@ def prepare(environ: MutableMapping[str, str]) -> None:
     if environ.get("TEXTUAL_COLOR_SYSTEM", "auto") not in _COLOUR_SYSTEMS:
         del environ["TEXTUAL_COLOR_SYSTEM"]
     environ.pop("TEXTUAL_THEME", None)
-    # `dpmon.ui.look.choose` reads it from a copy. Textual would turn even explicitly chosen colours grey.
+    # `dpmon.ui.terminal_style.choose` reads it from a copy. Textual would turn even explicitly chosen colours grey.
     environ.pop("NO_COLOR", None)
     # Textual would keep to exported values even after the terminal is resized.
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -63,10 +63,10 @@ def run_screen(
     prepare(os.environ)
     gc.disable()  # imports make no garbage; looking for it takes a tenth of the time to the first picture
     from dpmon.run.run_reader import RunReader
-    from dpmon.ui.look import choose
     from dpmon.ui.monitor import Monitor
+    from dpmon.ui.terminal_style import choose_style
 
-    look = choose(wishes, getattr(sys.__stderr__, "encoding", None), theme)
+    look = choose_style(wishes, getattr(sys.__stderr__, "encoding", None), theme)
     if playback:
         from dpmon.ui.playback import Playback
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from dpmon.model.run_snapshot import PHASES, Column
-from dpmon.ui.look import LETTERS, Glyphs, Look
-from dpmon.ui.rows import Row, Span, merged, width_of
+from dpmon.ui.styled_rows import Row, Span, merge_spans, row_width
+from dpmon.ui.terminal_style import LETTERS, Glyphs, TerminalStyle
 
 _ROWS_OF_PHASES = 6
 """Fewest rows in which a history shows the phases of its columns: in fewer, some shares would be 0.15 too large."""
@@ -46,7 +46,7 @@ def busy_bar(parts: Sequence[float], top: float, width: int, glyphs: Glyphs) -> 
     return bar([part / top if top > 0 else 0.0 for part in parts], busy_signs(glyphs), width, (" ", ""), least=0)
 
 
-def spark(values: Sequence[float | None], width: int, glyphs: Glyphs, top: float = 100.0) -> str:
+def block_line(values: Sequence[float | None], width: int, glyphs: Glyphs, top: float = 100.0) -> str:
     """The first `width` values as blocks on a scale up to `top`, from the left; unknown values are dots."""
     steps = len(glyphs.blocks) - 1
     text = "".join(
@@ -56,7 +56,7 @@ def spark(values: Sequence[float | None], width: int, glyphs: Glyphs, top: float
     return text.ljust(width)
 
 
-def area(values: Sequence[float | None], width: int, height: int, top: float, glyphs: Glyphs) -> list[str]:
+def filled_area(values: Sequence[float | None], width: int, height: int, top: float, glyphs: Glyphs) -> list[str]:
     """`values` as filled columns on a scale up to `top`, from the left, in `height` rows of `width` cells.
 
     Two values per cell if the glyphs have braille, else one. An unknown value is a dot on the lowest row.
@@ -89,7 +89,7 @@ def busy_legend(width: int, glyphs: Glyphs) -> Row:
         row: Row = []
         for name, sign in zip(names, busy_signs(glyphs), strict=True):
             row += [sign, (name, "dim")] if name else []
-        if width_of(row) <= width:
+        if row_width(row) <= width:
             return row
     return [("step".ljust(width), "dim")]
 
@@ -117,7 +117,7 @@ def range_bar(low: float, middle: float, high: float, top: float, width: int, gl
     return "".join(cells)
 
 
-def ceiling(value: float) -> float:
+def round_up_nice(value: float) -> float:
     """The next round number at or above `value` (positive), so that a scale stays the same while values change."""
     if value <= 0:
         return 1.0
@@ -138,7 +138,7 @@ def scale_top(columns: Sequence[Column]) -> float:
     pairs = zip(columns, (None, *columns), strict=False)
     there = [column for column, before in pairs if column.count and not (before is not None and before.stalled)]
     totals = sorted(c.wall_ns / c.count for c in [c for c in there if not c.evaluation] or there)
-    return ceiling(totals[max(-(-len(totals) * 95 // 100) - 1, 0)]) if totals else 1.0
+    return round_up_nice(totals[max(-(-len(totals) * 95 // 100) - 1, 0)]) if totals else 1.0
 
 
 @lru_cache(maxsize=4096)
@@ -162,11 +162,11 @@ def _cells(phases: tuple[int, ...], count: int, top: float, height: int, cut_top
         style = cells[-1][1].partition("/")[0]
         cells[-1] = (cut_top, style)
     if count and cells and cells[0][0] == " ":
-        cells[0] = _least(phases, mono)
+        cells[0] = _tiny_column(phases, mono)
     return tuple(cells)
 
 
-def _plain(column: Column, top: float, height: int, signs: Glyphs, style: str) -> tuple[Span, ...]:
+def _one_color_column(column: Column, top: float, height: int, signs: Glyphs, style: str) -> tuple[Span, ...]:
     """One column of one colour, from the bottom up: in few rows, a cell would show a small phase as a large one."""
     steps = len(signs.blocks) - 1
     mean = sum(column.phases) / max(column.count, 1)
@@ -177,7 +177,7 @@ def _plain(column: Column, top: float, height: int, signs: Glyphs, style: str) -
     return tuple((cell, style if cell != " " else "") for cell in cells)
 
 
-def _least(phases: tuple[int, ...], mono: bool) -> Span:
+def _tiny_column(phases: tuple[int, ...], mono: bool) -> Span:
     """A column too small for a cell, in the colour of its largest phase: a blank would say "no steps"."""
     name = PHASES[phases.index(max(phases))] if any(phases) else PHASES[-1]
     return (LETTERS[name].lower() if mono else "▁", f"phase.{name}")
@@ -202,12 +202,12 @@ def _cell(parts: list[tuple[float, int, str]], mono: bool) -> Span:
     return (blocks[lower], f"phase.{two[0][2]}/{two[1][2]}")
 
 
-def stacked(
+def stacked_columns(
     columns: Sequence[Column],
     width: int,
     height: int,
     top: float,
-    look: Look,
+    look: TerminalStyle,
     places: int = 0,
     *,
     by_mode: bool = False,
@@ -228,14 +228,16 @@ def stacked(
     signs = look.glyphs
     if by_mode or height < _ROWS_OF_PHASES:
         styles = (f"mode.{column.mode}" if by_mode else "bar" for column in shown)
-        drawn = [_plain(column, top, height, signs, style) for column, style in zip(shown, styles, strict=True)]
+        drawn = [
+            _one_color_column(column, top, height, signs, style) for column, style in zip(shown, styles, strict=True)
+        ]
     else:
         drawn = [_cells(tuple(c.phases), c.count, top, height, signs.cut_top, mono) for c in shown]
     drawn = [((signs.hatch, "dim"),) * height if c.stalled else d for c, d in zip(shown, drawn, strict=True)]
     rows: list[Row] = []
     for row in range(height - 1, -1, -1):
         cells = (column[row] for column in drawn)
-        spans = merged(
+        spans = merge_spans(
             (sign * (end - at), style) for (sign, style), at, end in zip(cells, edges, edges[1:], strict=False)
         )
         if edges[-1] < width:
@@ -244,7 +246,7 @@ def stacked(
     return rows
 
 
-def curves(
+def line_chart(
     lines: Sequence[tuple[Sequence[tuple[float, float]], str]],
     marked: Sequence[float],
     width: int,
@@ -261,16 +263,16 @@ def curves(
     across, up = (2, 4) if glyphs.braille else (1, 1)
     cells = [[(" ", "")] * width for _ in range(height)]
     for points, style in lines:
-        for x, y in _dots_of(points, width * across, height * up, low, top):
+        for x, y in _rasterize_line(points, width * across, height * up, low, top):
             sign = cells[y // up][x // across][0]
             dot = DOTS[x % across][y % up] if glyphs.braille else 0
             cells[y // up][x // across] = (chr((0x2800 if sign == " " else ord(sign)) | dot) if dot else "*", style)
     for at in marked:
         cells[-1][min(max(int(at * width), 0), width - 1)] = (glyphs.cross, "bad")
-    return [merged(row) for row in cells]
+    return [merge_spans(row) for row in cells]
 
 
-def _dots_of(
+def _rasterize_line(
     points: Sequence[tuple[float, float]], width: int, height: int, low: float, top: float
 ) -> set[tuple[int, int]]:
     """The dots of a line through `points`, of `width` x `height` dots, from the top left."""

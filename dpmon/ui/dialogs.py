@@ -13,9 +13,9 @@ from textual.screen import ModalScreen
 
 from dpmon.sanitize import sanitize_line, strip_control_chars
 from dpmon.text.cells import span_width, truncate
-from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, box
-from dpmon.ui.view import PanelView
+from dpmon.ui.panel_view import PanelView
+from dpmon.ui.styled_rows import Row, draw_frame
+from dpmon.ui.terminal_style import TerminalStyle
 
 LINE_MOST = 4000
 """Most bytes of a typed line: with its newline it fits one atomic write (PIPE_BUF) and one terminal line (N_TTY)."""
@@ -47,7 +47,7 @@ class Dialog(ModalScreen[str | None]):
     class Changed(Message):
         """A dialog was opened or closed, or its keys changed."""
 
-    def __init__(self, title: str, look: Look) -> None:
+    def __init__(self, title: str, look: TerminalStyle) -> None:
         super().__init__()
         self.title_text = title
         self.look = look
@@ -72,14 +72,14 @@ class Dialog(ModalScreen[str | None]):
             self.app.call_later(self.app.run_action, "picture")
         else:
             self.remark = ""
-            self.pressed(event)
+            self.respond_to_key(event)
 
-    def say(self, remark: str) -> None:
+    def show_message(self, remark: str) -> None:
         """Show a message in the title, if the dialog covers the row of messages."""
         self.remark = remark
         self.draw()
 
-    def pressed(self, event: events.Key) -> None:
+    def respond_to_key(self, event: events.Key) -> None:
         """Act on a key; sub-classes define which keys work."""
         raise NotImplementedError
 
@@ -93,10 +93,10 @@ class Dialog(ModalScreen[str | None]):
         if not self.answered and any(key == each for each, _ in self.footer_keys()):
             self.on_key(events.Key(name, None))
 
-    def over(self) -> None:
+    def run_ended(self) -> None:
         """Called at the end of the run: stop offering what is impossible from then on."""
 
-    def settle(self, answer: str | None) -> None:
+    def close_once(self, answer: str | None) -> None:
         """Close with the answer; do nothing the second time, because Textual treats a second dismissal as an error."""
         if not self.answered:
             self.answered = True
@@ -116,7 +116,7 @@ class Dialog(ModalScreen[str | None]):
         """Draw the box again in the middle of the resized screen."""
         self.draw()
 
-    def content(self, width: int, height: int) -> list[Row]:
+    def build_rows(self, width: int, height: int) -> list[Row]:
         """Rows of at most `width` cells; `height` rows fit."""
         raise NotImplementedError
 
@@ -124,18 +124,20 @@ class Dialog(ModalScreen[str | None]):
         """Build the rows and place the box."""
         screen_width, screen_height = self.app.size
         width = min(self.wanted + 4, screen_width)
-        rows = self.content(width - 4, max(screen_height - 2, 1))
+        rows = self.build_rows(width - 4, max(screen_height - 2, 1))
         height = min(len(rows) + 2, screen_height)
         self.row = (screen_height - height) // 2
-        self.box.place(0, self.row, screen_width, height)
+        self.box.set_region(0, self.row, screen_width, height)
         shown = truncate(self.remark, width - 11) if self.row < _HEAD else ""
         corner: Row = [(shown, "wait")] if shown else [(self.corner, "dim")] if self.corner else []
         title: Row = [(truncate(self.title_text, width - 6), "title")]
         glyphs = self.look.glyphs
-        framed = box(title, corner, rows, width, height, glyphs, focused=True, first=self.top, pinned=self.pinned)
+        framed = draw_frame(
+            title, corner, rows, width, height, glyphs, focused=True, first=self.top, pinned=self.pinned
+        )
         left = (screen_width - width) // 2
         self.rows = [[(" " * left, ""), *row, (" " * (screen_width - width - left), "")] for row in framed]
-        self.box.show(self.rows)
+        self.box.show_rows(self.rows)
 
 
 class Choice(Dialog):
@@ -146,7 +148,7 @@ class Choice(Dialog):
         title: str,
         text: Sequence[str],
         answers: Sequence[tuple[str, str, str]],
-        look: Look,
+        look: TerminalStyle,
         on_pointless: Callable[[], None] | None = None,
     ) -> None:
         """`answers`: key; name; text.
@@ -173,7 +175,7 @@ class Choice(Dialog):
     def over(self) -> None:
         """Close if the question is now pointless."""
         if self.on_pointless is not None and not self.answered:
-            self.settle(None)
+            self.close_once(None)
             self.on_pointless()
 
     def offers(self, name: str) -> bool:
@@ -185,20 +187,20 @@ class Choice(Dialog):
         pressed = "esc" if event.key == "escape" else event.key
         for key, name, _ in self.answers:
             if pressed == key:
-                self.settle(name)
+                self.close_once(name)
                 return
         self.said = f"{key_name(event)} does nothing here"
         self.draw()
 
 
-class Pages(Dialog):
+class TextPages(Dialog):
     """Rows to read. Arrows and page keys scroll; any other key closes the dialog."""
 
     keys = (("arrows", "scroll"), ("esc", "close"))
     corner = "arrows scroll  s picture  esc closes"
     wanted = 112
 
-    def __init__(self, title: str, make: Callable[[int], list[Row]], look: Look) -> None:
+    def __init__(self, title: str, make: Callable[[int], list[Row]], look: TerminalStyle) -> None:
         """`make` returns the rows for a width in cells."""
         super().__init__(title, look)
         self.make = make
@@ -218,10 +220,10 @@ class Pages(Dialog):
             self.top += moves[event.key]
             self.draw()
         else:
-            self.settle(None)
+            self.close_once(None)
 
 
-class _Typing(Dialog):
+class _TextInput(Dialog):
     """A dialog with a line to type; esc gives up."""
 
     picture_keys = ("ctrl+s",)
@@ -246,7 +248,7 @@ class _Typing(Dialog):
     def pressed(self, event: events.Key) -> None:
         """Edit, or give up."""
         if event.key in ("escape", "ctrl+c"):
-            self.settle(None)
+            self.close_once(None)
         elif event.key in ("backspace", "ctrl+h"):
             self.typed = self.typed[:-1]
             self.draw()
@@ -263,13 +265,19 @@ class _Typing(Dialog):
             self.add((event.text.splitlines() or [""])[0])
 
 
-class LineDialog(_Typing):
+class LineInput(_TextInput):
     """One line to type; returns it, or None."""
 
     keys: Sequence[tuple[str, str]] = (("enter", "done"), ("esc", "cancel"))
 
     def __init__(
-        self, title: str, note: str, look: Look, typed: str = "", hidden: bool = False, over_note: str | None = None
+        self,
+        title: str,
+        note: str,
+        look: TerminalStyle,
+        typed: str = "",
+        hidden: bool = False,
+        over_note: str | None = None,
     ) -> None:
         """`hidden`: show stars instead of the text. `over_note`: the note after the run's end."""
         super().__init__(title, look)
@@ -293,18 +301,18 @@ class LineDialog(_Typing):
     def pressed(self, event: events.Key) -> None:
         """Send, edit, or give up."""
         if event.key == "enter":
-            self.settle(self.typed if self.open else None)
+            self.close_once(self.typed if self.open else None)
         else:
             super().pressed(event)
 
 
-class Commands(_Typing):
+class CommandPalette(_TextInput):
     """A list to choose from, filtered by typing; returns the chosen action, or None."""
 
     keys = (("arrows", "choose"), ("enter", "do it"), ("esc", "close"))
     corner = "enter does it"
 
-    def __init__(self, possible: Callable[[], Sequence[tuple[str, str, str]]], look: Look) -> None:
+    def __init__(self, possible: Callable[[], Sequence[tuple[str, str, str]]], look: TerminalStyle) -> None:
         """`possible` returns the commands that can run now: key, sentence, action."""
         super().__init__("What can be done now", look)
         self.possible = possible
@@ -330,7 +338,7 @@ class Commands(_Typing):
     def content(self, width: int, height: int) -> list[Row]:
         """The typed text, then the commands with the chosen one marked; the box keeps its height during typing."""
         found = self.listed = self.matching()
-        at = self._at()
+        at = self._chosen_index()
         rows: list[Row] = [self.line(width)]
         room = max(height - 1, 1)
         self.top = max(at - room + 1, 0)
@@ -342,16 +350,16 @@ class Commands(_Typing):
             rows.append([("  no command matches now", "dim")])
         return [*rows, *[[]] * (min(self.most, room) - len(found))][: max(len(found), room) + 1]
 
-    def _at(self) -> int:
+    def _chosen_index(self) -> int:
         """The position of the chosen command in the list."""
         return self.listed.index(self.chosen) if self.chosen in self.listed else 0
 
     def pressed(self, event: events.Key) -> None:
         """Choose, filter the list, or give up. A marked command that has become impossible is not done."""
         moves = {"up": -1, "down": 1, "pageup": -8, "pagedown": 8, "tab": 1, "shift+tab": -1}
-        found, at = self.listed, self._at()
+        found, at = self.listed, self._chosen_index()
         if event.key == "enter" and (not found or found[at] in self.matching()):
-            self.settle(found[at][2] if found else None)
+            self.close_once(found[at][2] if found else None)
         elif event.key == "enter":
             self.draw()
         elif event.key in moves:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from dpmon.text.cells import span_width
 from dpmon.text.formatting import format_clock
-from dpmon.ui.facts import Facts, Playing
 from dpmon.ui.keys import COMMANDS, KeyCommand
-from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, fit, width_of
+from dpmon.ui.screen_data import PlaybackPosition, ScreenData
+from dpmon.ui.styled_rows import Row, fit_row, row_width
+from dpmon.ui.terminal_style import TerminalStyle
 
 _LAST = ("?", "q", ":")
 """Keys shown at every width; "more" lists the keys that do not fit."""
@@ -47,17 +47,17 @@ class KeyHint(NamedTuple):
     """Pieces with higher numbers are left out first."""
 
 
-def _priority(command: KeyCommand, word: str, facts: Facts) -> int:
+def _priority(command: KeyCommand, word: str, facts: ScreenData) -> int:
     if command.key in _LAST:
         return -3
     if word in _BACK or (command.key == "i" and facts.input_wait_ns is not None):
         return -2
-    if facts.over and command.key in _OVER:
+    if facts.is_over and command.key in _OVER:
         return -1
     return _ORDER.index(command.key) if command.key in _ORDER else len(_ORDER)
 
 
-def hints(facts: Facts) -> list[KeyHint]:
+def current_key_hints(facts: ScreenData) -> list[KeyHint]:
     """Every command that works now and has a place in the footer."""
     if facts.view.dialog:
         return [KeyHint(key, word, -3) for key, word in facts.view.dialog]
@@ -65,26 +65,26 @@ def hints(facts: Facts) -> list[KeyHint]:
     return [KeyHint(command.key, word, _priority(command, word, facts)) for command, word in possible if word]
 
 
-def footer(facts: Facts, width: int, look: Look) -> list[Row]:
+def render_footer(facts: ScreenData, width: int, look: TerminalStyle) -> list[Row]:
     """One row of `width` cells; ": more" leads to all keys; a narrow row uses short words."""
     gap = 2 if width >= _ROOMY else 1
-    everything = hints(facts)
+    everything = current_key_hints(facts)
     shown = everything
-    if _taken(everything, gap) > width:
-        shown = _chosen(everything, width - 1, gap)
+    if _cells_used(everything, gap) > width:
+        shown = _choose_fitting(everything, width - 1, gap)
     row: Row = []
     for piece in shown:
         word = _ALL if piece.key == ":" and len(shown) == len(everything) else piece.word
         row += [(" " * (gap if row else 1), ""), (piece.key, "key"), (" " + word, "dim")]
-    return [fit(row, width, look.glyphs.more)]
+    return [fit_row(row, width, look.glyphs.more)]
 
 
-def _taken(pieces: Sequence[KeyHint], gap: int) -> int:
+def _cells_used(pieces: Sequence[KeyHint], gap: int) -> int:
     """Number of cells that these pieces take."""
     return sum(gap + span_width(piece.key) + 1 + span_width(piece.word) for piece in pieces) - (gap - 1)
 
 
-def _chosen(pieces: Sequence[KeyHint], width: int, gap: int) -> list[KeyHint]:
+def _choose_fitting(pieces: Sequence[KeyHint], width: int, gap: int) -> list[KeyHint]:
     """The pieces that fit, the most useful first. A narrow row gets short words, and long ones where there is room."""
     order = sorted(range(len(pieces)), key=lambda index: pieces[index].priority)
     shown: dict[int, KeyHint] = {}
@@ -92,7 +92,7 @@ def _chosen(pieces: Sequence[KeyHint], width: int, gap: int) -> list[KeyHint]:
     for index in order:
         word = pieces[index].word
         piece = pieces[index]._replace(word=_SHORT.get(word, word) if gap == 1 else word)
-        more = taken + _taken([piece], gap) + (gap - 1) * bool(shown)
+        more = taken + _cells_used([piece], gap) + (gap - 1) * bool(shown)
         if piece.key in _LAST or more <= width:
             shown[index], taken = piece, more
     for index in order:
@@ -118,7 +118,7 @@ def key_at(row: Row, x: int) -> str | None:
     return None
 
 
-def timeline(playing: Playing, width: int, look: Look) -> list[Row]:
+def render_timeline(playing: PlaybackPosition, width: int, look: TerminalStyle) -> list[Row]:
     """One row of `width` cells: state and speed, position, and the keys."""
     speed = f"{playing.speed:g}{look.glyphs.times}"
     word = "playing" if playing.playing else "stopped"
@@ -126,23 +126,23 @@ def timeline(playing: Playing, width: int, look: Look) -> list[Row]:
     here, whole = format_clock(playing.position_ns), format_clock(playing.length_ns)
     head.append((f"{here} ", "bold"))
     end: Row = [(f" {whole}", "dim")]
-    room = width - width_of(head) - width_of(end) - 1
+    room = width - row_width(head) - row_width(end) - 1
     keys = _keys(playing, room - _PREFERRED, 2)
     if len(keys) < 3 * len(_KEYS):  # more keys are better than a long line
         keys = _keys(playing, room - _LEAST, 1)
-    room = max(width - width_of(head) - width_of(end) - width_of(keys) - 1, 1)
+    room = max(width - row_width(head) - row_width(end) - row_width(keys) - 1, 1)
     done = round((room - 1) * min(max(playing.position_ns / max(playing.length_ns, 1), 0.0), 1.0))
     line: Row = [(_DONE * done, "good"), (look.glyphs.dot, "title"), (_REST * (room - 1 - done), "dim")]
-    return [fit([*head, *line, *end, *keys], width, look.glyphs.more)]
+    return [fit_row([*head, *line, *end, *keys], width, look.glyphs.more)]
 
 
-def _keys(playing: Playing, width: int, gap: int) -> Row:
+def _keys(playing: PlaybackPosition, width: int, gap: int) -> Row:
     """The keys that fit in `width` cells, each with its word."""
     row: Row = []
     for key, word in _KEYS:
         text = "stop" if word == "play" and playing.playing else word
         piece: Row = [(" " * gap, ""), (key, "key"), (" " + text, "dim")]
-        if width_of(row) + width_of(piece) > width:
+        if row_width(row) + row_width(piece) > width:
             break
         row += piece
     return row

@@ -16,12 +16,12 @@ from dpmon.run.run_directory import ExitInfo, RunError, load_exit
 from dpmon.run.run_reader import RunReader
 from dpmon.store.store_opening import open_store
 from dpmon.ui.dialogs import Dialog
-from dpmon.ui.facts import Facts, Playing, View
-from dpmon.ui.feed import Feed
 from dpmon.ui.footer import position_at
 from dpmon.ui.keys import PLAYED_ACTIONS
-from dpmon.ui.look import Look
+from dpmon.ui.live_run import LiveRun
 from dpmon.ui.monitor import Monitor
+from dpmon.ui.screen_data import PlaybackPosition, ScreenData, View
+from dpmon.ui.terminal_style import TerminalStyle
 
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0)
 
@@ -95,7 +95,7 @@ class Player(RunReader):
 
     # ------------------------------------------------------------------------------------------ the screen's reader
 
-    def stage(self) -> tuple[str, int] | None:
+    def startup_stage(self) -> tuple[str, int] | None:
         """The run's stage at the position, before its first call, and its start (monotonic ns)."""
         return current_startup_stage(read_startup_stages(self.directory, self.now_ns()))
 
@@ -103,7 +103,7 @@ class Player(RunReader):
         """None: a playback shows no waits for input."""
         return None
 
-    def exit(self) -> ExitInfo | None:
+    def exit_info(self) -> ExitInfo | None:
         """How the run ended, once the playback has reached the end."""
         return self._end if self.position_ns >= self.length_ns else None
 
@@ -116,7 +116,7 @@ class Player(RunReader):
         return {}
 
 
-class _PlaybackFeed(Feed):
+class _PlaybackRun(LiveRun):
     """The state of a run at the position of the playback."""
 
     def __init__(self, directory: Path, open_player: Callable[[], Player]) -> None:
@@ -139,7 +139,7 @@ class _PlaybackFeed(Feed):
         player = self.player
         if player is not None and player.position_ns < player.length_ns:
             self.ended = self._last_line = self._gone_ns = None
-        super().tick(at_once=at_once)
+        super().refresh(at_once=at_once)
 
     def toggle_refusal(self) -> str | None:
         """Why no other mode can be requested."""
@@ -153,14 +153,14 @@ class _PlaybackFeed(Feed):
         """False: no process reads input."""
         return False
 
-    def facts(self, view: View, stopping: str | None = None) -> Facts:
+    def facts(self, view: View, stopping: str | None = None) -> ScreenData:
         """The facts, with the position of the playback."""
         player = self.player
         if player is None:
-            return super().facts(view, stopping)
+            return super().build_screen_data(view, stopping)
         here = player.position_ns
-        playing = Playing(here, player.length_ns, player.playing, player.speed)
-        return replace(super().facts(view, stopping), now_ns=here, playing=playing, can_type=False)
+        playing = PlaybackPosition(here, player.length_ns, player.playing, player.speed)
+        return replace(super().build_screen_data(view, stopping), now_ns=here, playing=playing, can_type=False)
 
 
 class Playback(Monitor):
@@ -169,17 +169,22 @@ class Playback(Monitor):
     ACTIONS: ClassVar[Mapping[str, str]] = PLAYED_ACTIONS
 
     def __init__(
-        self, directory: Path, look: Look, *, refresh: float = 1.0, open_player: Callable[[], Player] | None = None
+        self,
+        directory: Path,
+        look: TerminalStyle,
+        *,
+        refresh: float = 1.0,
+        open_player: Callable[[], Player] | None = None,
     ) -> None:
         super().__init__(directory, look, refresh=refresh)
-        self._playing_feed = _PlaybackFeed(directory, open_player or (lambda: Player(directory)))
+        self._playing_feed = _PlaybackRun(directory, open_player or (lambda: Player(directory)))
         self.feed = self._playing_feed
 
     @property
     def _player(self) -> Player | None:
         return self._playing_feed.player if not self._dialog_open else None
 
-    def _control(self, do: Callable[[Player], None]) -> None:
+    def _control_player(self, do: Callable[[Player], None]) -> None:
         """Let the player do this, and draw at once. Clear the message, which belongs to another time."""
         player = self._player
         if player is not None:
@@ -197,26 +202,26 @@ class Playback(Monitor):
 
     def action_play(self) -> None:
         """Play, or stop; at the end, start again."""
-        self._control(lambda player: player.play(not player.playing))
+        self._control_player(lambda player: player.play(not player.playing))
 
     def action_step(self, by: int) -> None:
         """Go to the training's next step, or to its previous one."""
-        self._control(lambda player: player.step(by))
+        self._control_player(lambda player: player.step(by))
 
     def action_change_speed(self, by: int) -> None:
         """Play faster or slower."""
-        self._control(lambda player: player.change_speed(by))
+        self._control_player(lambda player: player.change_speed(by))
 
     def _look_at(self, at_ns: int) -> None:
-        self._control(lambda player: player.seek(at_ns))
+        self._control_player(lambda player: player.seek(at_ns))
 
     def action_seek(self, seconds: int) -> None:
         """Go this many seconds forward, or back."""
-        self._control(lambda player: player.seek(player.position_ns + seconds * SECOND))
+        self._control_player(lambda player: player.seek(player.position_ns + seconds * SECOND))
 
     def action_seek_to(self, fraction: float) -> None:
         """Go to a fraction of the run, from 0.0 to 1.0."""
-        self._control(lambda player: player.seek(int(player.length_ns * fraction)))
+        self._control_player(lambda player: player.seek(int(player.length_ns * fraction)))
 
     def action_freeze(self) -> None:
         """Do nothing: a playback needs no frozen picture."""
@@ -224,6 +229,6 @@ class Playback(Monitor):
     def action_leave(self, interrupt: bool = False) -> None:
         """Close without a question."""
         if isinstance(self.screen, Dialog):
-            self.screen.settle(None)
+            self.screen.close_once(None)
         else:
             self.exit("ended")

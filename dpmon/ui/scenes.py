@@ -6,26 +6,26 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import NamedTuple
 
-from dpmon.ui.facts import Facts
-from dpmon.ui.layout import Arrangement, Member
+from dpmon.ui.panel_layout import Arrangement, ScenePanel
 from dpmon.ui.panels import (
     panel_communication,
     panel_compare,
     panel_progress,
     panel_ranks,
     panel_replicas,
-    panel_standing,
+    panel_stall,
 )
+from dpmon.ui.screen_data import ScreenData
 
 STARTING, SINGLE, DP, RANKS, MANY, NODES = "starting", "single", "dp", "ranks", "many ranks", "nodes"
 STALLED, ENDED = "stalled", "ended"
 
-_OUTPUT, _BATCH = Member("output", 4, grows=1), Member("batch", 9, grows=1)
+_OUTPUT, _BATCH = ScenePanel("output", 4, grows=1), ScenePanel("batch", 9, grows=1)
 """Nine rows have room for the figures of panel 3, a history with its axis, and the last step."""
-_DEVICES, _COMPARE, _PROGRESS = Member("devices", 4), Member("compare", 6), Member("progress", 4, grows=1)
-_REPLICAS, _RANKS, _STANDING = Member("replicas", 5), Member("replicas", 7), Member("replicas", 7)
-_NODES = Member("replicas", 10)
-_HAPPENED = Member("progress", 7, grows=1)
+_DEVICES, _COMPARE, _PROGRESS = ScenePanel("devices", 4), ScenePanel("compare", 6), ScenePanel("progress", 4, grows=1)
+_REPLICAS, _RANKS, _STANDING = ScenePanel("replicas", 5), ScenePanel("replicas", 7), ScenePanel("replicas", 7)
+_NODES = ScenePanel("replicas", 10)
+_HAPPENED = ScenePanel("progress", 7, grows=1)
 
 _OF_RANKS = Arrangement(
     (_RANKS, _OUTPUT, _BATCH, _PROGRESS, _COMPARE, _DEVICES),
@@ -96,23 +96,23 @@ class Scene(NamedTuple):
         return ARRANGEMENTS[self.name].only(self.panels)
 
 
-def scene_of(facts: Facts) -> Scene:
+def choose_scene(facts: ScreenData) -> Scene:
     """What the screen shows. A run that ended in a stall is shown like the stall."""
-    stalled, process = facts.stall is not None, facts.process
-    ranks, modes = panel_ranks.applies(facts), panel_compare.applies(facts)
-    second = panel_standing if stalled else panel_ranks if ranks else panel_replicas
-    fourth = panel_communication if panel_communication.applies(facts) else panel_compare
-    name = (MANY if panel_ranks.mapped(facts) else RANKS) if ranks else DP if modes else SINGLE
+    stalled, process = facts.shown_stall is not None, facts.process
+    ranks, modes = panel_ranks.is_shown(facts), panel_compare.is_shown(facts)
+    second = panel_stall if stalled else panel_ranks if ranks else panel_replicas
+    fourth = panel_communication if panel_communication.is_shown(facts) else panel_compare
+    name = (MANY if panel_ranks.shows_map(facts) else RANKS) if ranks else DP if modes else SINGLE
     if process is None or process.seen_ns < 0:
         name = STARTING
     name = NODES if facts.state.nodes else name
-    name = STALLED if stalled else ENDED if facts.over else name
+    name = STALLED if stalled else ENDED if facts.is_over else name
     gone = set()
-    if not (stalled or ranks or modes or panel_replicas.staged(process)):
+    if not (stalled or ranks or modes or panel_replicas.has_stages(process)):
         gone.add("replicas")
     if fourth is panel_compare and not modes:
         gone.add("compare")
-    if not panel_progress.applies(facts) or (stalled and not facts.over):
+    if not panel_progress.is_shown(facts) or (stalled and not facts.is_over):
         gone.add("progress")
     panels = tuple(panel for panel in ARRANGEMENTS[name].panels if panel not in gone)
     return Scene(name, panels, second, fourth, stalled)

@@ -15,9 +15,9 @@ from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.text.cells import align_right
 from dpmon.text.formatting import format_duration, short_clock
-from dpmon.ui.facts import Facts
-from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, merged, width_of
+from dpmon.ui.screen_data import ScreenData
+from dpmon.ui.styled_rows import Row, merge_spans, row_width
+from dpmon.ui.terminal_style import TerminalStyle
 
 _LEAST_S = 16
 """A growing axis is at least this long."""
@@ -41,11 +41,11 @@ class TimeAxis(NamedTuple):
     column_s: int = 1
     """Seconds of a column of the history."""
 
-    def places(self, most: int) -> int:
+    def part_count(self, most: int) -> int:
         """The number of equal parts in which the axis is drawn, at most `most`."""
         return max(min(most, (self.end_s - self.begin_s) // self.column_s), 1)
 
-    def place(self, second: int, places: int) -> int:
+    def part_at(self, second: int, places: int) -> int:
         """The part of `places` parts in which a second lies; negative or too large outside the axis."""
         return (second - self.begin_s) // self.column_s * places // ((self.end_s - self.begin_s) // self.column_s)
 
@@ -56,25 +56,25 @@ class TimeAxis(NamedTuple):
 
     def cell(self, second: int, width: int) -> int:
         """The first of the cells (`width` in all) of the part in which a second lies."""
-        places = self.places(width)
-        return self.place(second, places) * width // places
+        places = self.part_count(width)
+        return self.part_at(second, places) * width // places
 
 
-def axis_of(facts: Facts, least_s: int = 1) -> TimeAxis:
+def make_time_axis(facts: ScreenData, least_s: int = 1) -> TimeAxis:
     """The axis of a picture: from the first step, or without one the run's start, until now or the run's end.
 
     In a longer run, it covers only the chosen range. `least_s`: fewest seconds of a column.
     """
-    process, (state, until_ns) = facts.process, _until(facts)
+    process, (state, until_ns) = facts.process, _history_end(facts)
     began_s = process.began_ns // SECOND if process is not None and process.began_ns >= 0 else 0
     now_ns = max(until_ns, state.newest_ns)
-    if facts.over and state.newest_ns >= 0:
-        now_ns = max(state.newest_ns, *(end for _, end in stalls_of(facts)), 0)
+    if facts.is_over and state.newest_ns >= 0:
+        now_ns = max(state.newest_ns, *(end for _, end in stall_intervals(facts)), 0)
     column_s = max(process.column_s if process is not None else 1, least_s)
-    return fitted(began_s, now_ns // SECOND, facts.view.span_s, column_s, facts.over)
+    return fit_axis(began_s, now_ns // SECOND, facts.view.span_s, column_s, facts.is_over)
 
 
-def fitted(began_s: int, now_s: int, span_s: int, column_s: int = 1, over: bool = False) -> TimeAxis:
+def fit_axis(began_s: int, now_s: int, span_s: int, column_s: int = 1, over: bool = False) -> TimeAxis:
     """The axis from `began_s` to `now_s`, or of the newest `span_s` seconds (0: of all). `over`: no more will come."""
     begin_s = began_s - began_s % column_s
     columns = max((now_s - begin_s) // column_s, 0) + 1
@@ -91,32 +91,32 @@ def fitted(began_s: int, now_s: int, span_s: int, column_s: int = 1, over: bool 
     return TimeAxis(begin_s, begin_s + columns * column_s, now_s, column_s)
 
 
-def device_axis(facts: Facts) -> TimeAxis:
+def device_axis(facts: ScreenData) -> TimeAxis:
     """The axis of the devices: that of the picture, or in a longer run the last HISTORY_S, which have samples."""
-    axis = axis_of(facts)
-    return axis if axis.now_s - axis.begin_s < HISTORY_S else fitted(0, axis.now_s, HISTORY_S, 1, facts.over)
+    axis = make_time_axis(facts)
+    return axis if axis.now_s - axis.begin_s < HISTORY_S else fit_axis(0, axis.now_s, HISTORY_S, 1, facts.is_over)
 
 
-def moved(facts: Facts, by: int) -> int:
+def shift_by_parts(facts: ScreenData, by: int) -> int:
     """The time (ns) `by` parts of the axis later than that of the picture: a part is a sixtieth, at least a second."""
-    axis = axis_of(facts)
+    axis = make_time_axis(facts)
     return facts.elapsed_ns + by * max((axis.end_s - axis.begin_s) // _STEPS, 1) * SECOND
 
 
-def _until(facts: Facts) -> tuple[RunSnapshot, int]:
+def _history_end(facts: ScreenData) -> tuple[RunSnapshot, int]:
     """The state and the time (ns) until which the histories go."""
     return (facts.state, facts.elapsed_ns) if facts.past is None else (facts.past.state, facts.past.until_ns)
 
 
-def stalls_of(facts: Facts) -> list[tuple[int, int]]:
+def stall_intervals(facts: ScreenData) -> list[tuple[int, int]]:
     """Start and end of each stall (ns). A stall that goes on ends now."""
-    state, now = _until(facts)
+    state, now = _history_end(facts)
     return stall_spans(state.stalls, now)
 
 
-def marks_of(facts: Facts, axis: TimeAxis, width: int) -> list[TimeMark]:
+def choose_marks(facts: ScreenData, axis: TimeAxis, width: int) -> list[TimeMark]:
     """The pauses, and as many starts of epochs as have room on an axis of `width` cells."""
-    state, now = _until(facts)
+    state, now = _history_end(facts)
     process = state.processes.get(facts.process.process) if facts.process is not None else None
     if process is None:
         return []
@@ -129,23 +129,23 @@ def marks_of(facts: Facts, axis: TimeAxis, width: int) -> list[TimeMark]:
 # ------------------------------------------------------------------------------------------------ samples
 
 
-def sampled(values: Sequence[float | None], second: int, axis: TimeAxis, width: int) -> list[float | None]:
+def resample(values: Sequence[float | None], second: int, axis: TimeAxis, width: int) -> list[float | None]:
     """For each cell of the axis until now (of `width`), the mean of the known values in its part; None without one.
 
     `values`: one a second; the last one is that of `second`.
     """
     if width <= 0:
         return []
-    places = axis.places(width)
+    places = axis.part_count(width)
     sums, counts = [0.0] * places, [0] * places
     first = second + 1 - len(values)
     for at in range(max(axis.begin_s, first), min(axis.end_s, second + 1)):
         value = values[at - first]
         if value is not None:
-            place = axis.place(at, places)
+            place = axis.part_at(at, places)
             sums[place] += value
             counts[place] += 1
-    last = axis.place(min(max(axis.now_s, second), axis.end_s - 1), places)
+    last = axis.part_at(min(max(axis.now_s, second), axis.end_s - 1), places)
     means = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
     return [
         means[place]
@@ -157,7 +157,7 @@ def sampled(values: Sequence[float | None], second: int, axis: TimeAxis, width: 
 # ------------------------------------------------------------------------------------------------ steps
 
 
-class Picture(NamedTuple):
+class ChartColumns(NamedTuple):
     """A history as the screen draws it: a column for each equal part of the axis until now, oldest first.
 
     Each column has one mode. During a column without steps (count 0), no step ended or was under way.
@@ -168,24 +168,26 @@ class Picture(NamedTuple):
     """Number of columns of the whole axis."""
 
 
-def pictured(process: Process, axis: TimeAxis, width: int, stalls: Sequence[tuple[int, int]] = ()) -> Picture:
+def build_chart_columns(
+    process: Process, axis: TimeAxis, width: int, stalls: Sequence[tuple[int, int]] = ()
+) -> ChartColumns:
     """The steps of a process on an axis of `width` cells. `stalls`: start and end of each stall (ns).
 
     If a part has training steps and evaluations of a mode, the column shows the training steps, as the figures do. If
     a part has steps of several modes, the column shows a mode other than that of the previous column, so that every
     change of mode stays visible.
     """
-    places = axis.places(width)
+    places = axis.part_count(width)
     if width <= 0 or not process.columns:
-        return Picture((), places)
+        return ChartColumns((), places)
     parts: dict[int, dict[str, Column]] = {}
     for column in process.columns:
-        place = axis.place(column.second, places)
+        place = axis.part_at(column.second, places)
         if 0 <= place < places:
             modes = parts.setdefault(place, {})
             known = modes.get(column.mode)
             if known is not None and known.evaluation == column.evaluation:
-                modes[column.mode] = _both(known, column)
+                modes[column.mode] = _merge_columns(known, column)
             elif known is None or known.evaluation:
                 modes[column.mode] = column
     found: list[Column] = []
@@ -203,15 +205,15 @@ def pictured(process: Process, axis: TimeAxis, width: int, stalls: Sequence[tupl
                 found.append(Column(second, before.mode, evaluation=before.evaluation, stalled=stalled))
 
     for place in sorted(parts):
-        drawn = _of_part(parts[place], found[-1].mode if found else "")
+        drawn = _column_of_part(parts[place], found[-1].mode if found else "")
         fill(place, drawn)
         second = axis.begin_of(place, places)
         found.append(drawn if drawn.second == second else replace(drawn, second=second))
-    fill(min(axis.place(axis.now_s, places), places), None)
-    return Picture(found, places)
+    fill(min(axis.part_at(axis.now_s, places), places), None)
+    return ChartColumns(found, places)
 
 
-def _both(one: Column, other: Column) -> Column:
+def _merge_columns(one: Column, other: Column) -> Column:
     return replace(
         one,
         count=one.count + other.count,
@@ -221,7 +223,7 @@ def _both(one: Column, other: Column) -> Column:
     )
 
 
-def _of_part(modes: Mapping[str, Column], before: str) -> Column:
+def _column_of_part(modes: Mapping[str, Column], before: str) -> Column:
     """The column of a part, if possible of another mode than the column before."""
     others = sorted((column for mode, column in modes.items() if mode != before), key=lambda column: column.begin_ns)
     return others[0] if others else modes[before]
@@ -241,7 +243,7 @@ class _AxisCells:
         """Whether cells have no word, mark or gap yet."""
         return at >= 0 and [sign for sign, _ in self.cells[at : at + count]] == [self.line] * count
 
-    def apart(self, at: int, count: int) -> bool:
+    def has_space_around(self, at: int, count: int) -> bool:
         """Whether a word in these cells would touch no other word."""
         beside = self.cells[max(at - 1, 0) : at] + self.cells[at + count : at + count + 1]
         return all(sign in (self.line, " ", self.change) for sign, _ in beside)
@@ -271,24 +273,24 @@ class _AxisCells:
             self.put(self.change, begin, style)
         for at in range(inner, end - len(name) + 1):
             known = at == inner or self.cells[at - 1][0] in (self.line, " ")
-            if known and self.free(at, len(name)) and self.apart(at, len(name)):
+            if known and self.free(at, len(name)) and self.has_space_around(at, len(name)):
                 ends = at + len(name) < end and self.free(at + len(name), 1)
                 self.put(f"{name} " if ends else name, at, style)
                 return
         if not style.startswith("mode.") and self.free(left - 1, begin - left + 1) and self.free(inner, end - inner):
-            if self.apart(left, end - left):
+            if self.has_space_around(left, end - left):
                 self.put(self.change + name, left, style)  # the name ends below its columns
         elif inner < end and self.free(inner, 1):
             short = name[: end - inner] if self.free(inner, end - inner) else name[0]
-            if self.apart(inner, len(short)):
+            if self.has_space_around(inner, len(short)):
                 self.put(short, inner, style)
 
 
 def axis_row(
     axis: TimeAxis,
-    picture: Picture,
+    picture: ChartColumns,
     width: int,
-    look: Look,
+    look: TerminalStyle,
     *,
     ranks: str | None,
     word: str,
@@ -317,7 +319,7 @@ def axis_row(
             kinds[cell] = (mark.word, _STYLES[mark.kind])
     line = _AxisCells(kinds, look.glyphs.frame[4], look.glyphs.frame[5])
     for at, mark in events:
-        if line.free(at, len(mark.word)) and line.apart(at, len(mark.word)):
+        if line.free(at, len(mark.word)) and line.has_space_around(at, len(mark.word)):
             text = f"{mark.word} " if line.free(at, len(mark.word) + 1) else mark.word
             line.put(text, at, _STYLES[mark.kind])
     if cursor_ns is not None:
@@ -334,13 +336,15 @@ def axis_row(
         if name not in ("", before):
             line.name(begin, end, name, style)
         before = name or before
-    row = merged(line.cells)
-    return [*row, (" " * (width - width_of(row)), "")]
+    row = merge_spans(line.cells)
+    return [*row, (" " * (width - row_width(row)), "")]
 
 
-def row_below(facts: Facts, axis: TimeAxis, picture: Picture, gutter: int, room: int, look: Look) -> Row:
+def axis_below_chart(
+    facts: ScreenData, axis: TimeAxis, picture: ChartColumns, gutter: int, room: int, look: TerminalStyle
+) -> Row:
     """The axis below a chart of `room` cells; the begin of the time stands in the `gutter` cells before it."""
-    process, word, marks = facts.process, "end " if facts.over else "now ", marks_of(facts, axis, room)
+    process, word, marks = facts.process, "end " if facts.is_over else "now ", choose_marks(facts, axis, room)
     ranks = None if process is None else process.distributed
     cursor = None if facts.past is None else facts.now_ns
     row = axis_row(axis, picture, room, look, ranks=ranks, word=word, marks=marks, cursor_ns=cursor)

@@ -17,7 +17,7 @@ from stored import state_in
 from torch_aborts import unless_aborted
 
 from dpmon.model.run_snapshot import toggle_refusal
-from dpmon.ui.facts import mode_words
+from dpmon.ui.screen_data import format_mode_and_devices
 
 EXAMPLE, SHARDED = ROOT / "examples" / "ddp.py", ROOT / "examples" / "fsdp.py"
 SPAWNED = Path(__file__).resolve().parent / "scripts" / "spawned_ranks.py"
@@ -113,7 +113,7 @@ def test_fsdp_under_torchrun(dpmon: Dpmon) -> None:
     state = state_in(dpmon.last(), over=True)
     assert "train by fully_shard" in (toggle_refusal(state) or "")
     for each in state.training_processes:
-        assert mode_words(each, "×")[0] == "fsdp ×2"
+        assert format_mode_and_devices(each, "×")[0] == "fsdp ×2"
 
 
 def test_mp_spawn_with_batches_of_different_sizes(dpmon: Dpmon, tmp_path: Path) -> None:

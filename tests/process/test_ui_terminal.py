@@ -21,7 +21,7 @@ from dpmon.run import proc
 from dpmon.span_ring import HeaderWord
 
 _BREAK = """
-import dpmon.ui.drawing as monitor
+import dpmon.ui.screen_app as monitor
 real = monitor.paint
 def paint(*args, **named):
     if Path(sys.argv[1], "break").exists():
@@ -152,7 +152,7 @@ def test_a_screen_that_is_stopped_again_before_it_continues_comes_back(run: Run,
     run.train(50)
     seen = terminal(
         """
-from dpmon.ui.driver import Driver
+from dpmon.ui.terminal_driver import Driver
 stop, go_on, stops = Driver._stop, Driver._go_on, []
 Driver._stop = lambda self: (stops.append(self), stop(self))
 Driver._go_on = lambda self: len(stops) < 5 or go_on(self)
@@ -181,7 +181,7 @@ def test_a_signal_after_the_terminal_is_restored_changes_it_no_more(run: Run, te
     seen = terminal(
         f"""
 import os
-from dpmon.ui.driver import Driver
+from dpmon.ui.terminal_driver import Driver
 stop = Driver.stop_application_mode
 def stop_and_signal(self):
     Driver.stop_application_mode = stop
@@ -207,7 +207,7 @@ def test_a_screen_that_continues_after_its_deadline_leaves_the_terminal_restored
     seen = terminal(
         """
 import os, signal, time
-from dpmon.ui import driver, monitor
+from dpmon.ui import terminal_driver, monitor
 driver._LEAVE_PATIENCE_S = 0.01
 exit, end, again = monitor.Monitor.exit, os._exit, driver.Driver.start_application_mode
 def exit_and_stop(self, *args, **more):

@@ -41,8 +41,8 @@ from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import short_name
 from dpmon.store.query_results import MinuteRow
 from dpmon.ui.dialogs import Dialog
-from dpmon.ui.lists import RunEntry, RunList
-from dpmon.ui.look import COLOUR, UNICODE, Look
+from dpmon.ui.list_dialogs import RunEntry, RunList
+from dpmon.ui.terminal_style import COLOUR, UNICODE, TerminalStyle
 
 # ------------------------------------------------------------------------------------------------ statistics
 
@@ -430,7 +430,7 @@ def test_a_sample_covers_the_time_since_the_one_before_it() -> None:
 
 def test_the_list_of_runs_to_compare() -> None:
     began = time.mktime((2026, 11, 26, 4, 17, 0, 0, 0, -1))
-    runs = RunList(Path("new"), Look(UNICODE, COLOUR, True))
+    runs = RunList(Path("new"), TerminalStyle(UNICODE, COLOUR, True))
     found = (("new", "train-93a1", "running", "train.py --lr 0.1"), ("old", "before-41c0", "finished", "train.py"))
     runs.found = [RunEntry(Path(place), name, state, began, command) for place, name, state, command in found]
     runs.at, runs.sides[Path("old")] = 1, "A"
@@ -440,7 +440,7 @@ def test_the_list_of_runs_to_compare() -> None:
         "▸ A before-41c0  finished  11-26 04:17  train.py",
     ]
     assert max(map(len, rows_text(runs.content(40, 20)))) <= 40
-    assert (runs.side("A"), runs.side("B")) == ([Path("old")], [Path("new")])
+    assert (runs.runs_on_side("A"), runs.runs_on_side("B")) == ([Path("old")], [Path("new")])
 
 
 async def test_runs_are_chosen_and_compared_on_the_screen(state: Path, tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ from dpmon.report.report_json import report_as_json
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_reader import RunReader
-from dpmon.ui.facts import Facts
 from dpmon.ui.panels import panel_batch, panel_replicas
-from dpmon.ui.rows import plain
+from dpmon.ui.screen_data import ScreenData
+from dpmon.ui.styled_rows import plain_text
 
 NEAR = partial(pytest.approx, rel=0.004)
 """Relative error of medians, which come from sketches."""
@@ -92,12 +92,12 @@ def test_a_history_is_read_up_to_damaged_device_times(state: Path, damage: objec
 
 
 def test_the_screen_shows_host_and_device_side_by_side() -> None:
-    facts = Facts(state_of(even(40)), 3 * SECOND, INFO, alive=True)
-    head, first, second, *_ = (plain(row) for row in panel_replicas.table(facts, 100, 10, LOOK))
+    facts = ScreenData(state_of(even(40)), 3 * SECOND, INFO, alive=True)
+    head, first, second, *_ = (plain_text(row) for row in panel_replicas.render_panel(facts, 100, 10, LOOK))
     assert "host time on device" in head
     assert "1.50 ms" in first
     assert "1.75 ms" in second
-    rows = [plain(row).split() for row in panel_batch.batch(facts, 120, 14, LOOK)]
+    rows = [plain_text(row).split() for row in panel_batch.render_panel(facts, 120, 14, LOOK)]
     assert [row[0] for row in rows[1:5]] == ["share", "median", "device", "p95"]
     # As on the host, forward excludes the phases of the call: 4 - (0.5 + 1 + 2 + 0.25).
     values = " ".join(rows[3][1:])

@@ -13,11 +13,11 @@ from documented import DOCS, README, ROOT, anchors, code, links, pages, patched,
 
 from dpmon.cli import options
 from dpmon.config import SETTINGS, THEMES
-from dpmon.ui.facts import NAMES as PANEL_NAMES
-from dpmon.ui.facts import PANELS, RANK_NAMES
 from dpmon.ui.keys import ACTIONS, COMMANDS, PLAYED
-from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange, is_wide
+from dpmon.ui.panel_layout import MIN_HEIGHT, MIN_WIDTH, is_wide, place_panels
 from dpmon.ui.scenes import ARRANGEMENTS, DP
+from dpmon.ui.screen_data import NAMES as PANEL_NAMES
+from dpmon.ui.screen_data import PANELS, RANK_NAMES
 
 SCREEN = DOCS / "screen.md"
 MOST_LINES = 150
@@ -181,8 +181,8 @@ def test_the_page_names_the_panels_and_when_they_have_room() -> None:
         for width in (int(low), int(high or 300)):
             assert is_wide(width) == ("columns" in says)
             for height in (int(least), int(most or 100)):
-                slots = arrange(width, height, ARRANGEMENTS[DP].only(panels), {})
-                opened = {panel for panel in PANELS if panel in slots and not slots[panel].folded}
+                slots = place_panels(width, height, ARRANGEMENTS[DP].only(panels), {})
+                opened = {panel for panel in PANELS if panel in slots and not slots[panel].is_folded}
                 folded = 1 if "only the title" in says else 0
                 assert len(opened) == (
                     len(panels) - folded if says.startswith("all") else len(re.findall(r"\d", says.partition(";")[0]))

@@ -31,12 +31,12 @@ from dpmon.store.step_stats import StatsWindow, StepStats, rate_as_fields
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.prometheus_file import PrometheusFile
 from dpmon.text.formatting import format_compact, format_duration, format_percent, format_rate, format_samples_per_s
-from dpmon.ui.facts import View
-from dpmon.ui.feed import Feed
+from dpmon.ui.live_run import LiveRun
 from dpmon.ui.panels import panel_batch, panel_compare
-from dpmon.ui.panels.panel_status import status
-from dpmon.ui.playback import Player, _PlaybackFeed
-from dpmon.ui.rows import Row, plain
+from dpmon.ui.panels.panel_status import render_panel
+from dpmon.ui.playback import Player, _PlaybackRun
+from dpmon.ui.screen_data import View
+from dpmon.ui.styled_rows import Row, plain_text
 
 MODES = (("dp", False), ("dp", True), ("single", False), ("single", True))
 """Modes, each with and without evaluation."""
@@ -197,18 +197,18 @@ def in_metrics(directory: Path) -> Shown:
     return found
 
 
-def on_screen(directory: Path, feed: Feed) -> tuple[Shown, str]:
+def on_screen(directory: Path, feed: LiveRun) -> tuple[Shown, str]:
     """Return panel 3 for all of the run, and the first rows with panel 4."""
     view = View(zoom="batch", span_s=0)
     feed.start()
     for _ in range(2):
-        feed.facts(view)
-        feed.tick()
-    facts = feed.facts(view)
-    title, corner = panel_batch.title(facts, LOOK, 120)
-    assert plain(title).endswith("whole run")
-    found: Shown = {(*LAST[0], STEP, name): text for name, text in re.findall(rf"(\w+) +{_TIME}", plain(corner))}
-    head, *table = map(plain, panel_batch.batch(facts, 150, 40, LOOK)[:4])
+        feed.build_screen_data(view)
+        feed.refresh()
+    facts = feed.build_screen_data(view)
+    title, corner = panel_batch.panel_title(facts, LOOK, 120)
+    assert plain_text(title).endswith("whole run")
+    found: Shown = {(*LAST[0], STEP, name): text for name, text in re.findall(rf"(\w+) +{_TIME}", plain_text(corner))}
+    head, *table = map(plain_text, panel_batch.render_panel(facts, 150, 40, LOOK)[:4])
     columns = [REST if phase.name == "forward" else phase.name for phase in PHASES if not phase.optional]
     assert [name.lower()[:3] for name in head.split()] == [
         "dat",
@@ -228,11 +228,11 @@ def on_screen(directory: Path, feed: Feed) -> tuple[Shown, str]:
         shown = re.findall(r"<?[\d.]+ (?:[µm]?s|%)", rest)
         found |= {(*LAST[0], phase, name): text for phase, text in zip(columns, shown, strict=False)}
     rows: list[Row] = [
-        *status(facts, 180, 2, LOOK),
-        *panel_compare.table(facts, 100, 30, LOOK),
+        *render_panel(facts, 180, 2, LOOK),
+        *panel_compare.render_panel(facts, 100, 30, LOOK),
     ]
     feed.close()
-    return found, "\n".join(map(plain, rows))
+    return found, "\n".join(map(plain_text, rows))
 
 
 def _same(number: Any) -> Any:
@@ -259,11 +259,11 @@ PLACES = {
     "last line of JSON": Place(in_last_line, LAST, _JSON, {**_JSON, "share": _same}),
     "metrics": Place(in_metrics, MODES, {**_GAUGES, "steps_per_s": _same, "samples_per_s": _same}, _GAUGES),
     "screen": Place(
-        lambda directory: on_screen(directory, Feed(directory, lambda: RunReader(directory)))[0],
+        lambda directory: on_screen(directory, LiveRun(directory, lambda: RunReader(directory)))[0],
         LAST, {**_TEXT, "mean": format_duration}, {**_TEXT, "share": format_percent},
     ),
     "playback": Place(
-        lambda directory: on_screen(directory, _PlaybackFeed(directory, lambda: Player(directory)))[0],
+        lambda directory: on_screen(directory, _PlaybackRun(directory, lambda: Player(directory)))[0],
         LAST, {**_TEXT, "mean": format_duration}, {**_TEXT, "share": format_percent},
     ),
 }  # fmt: skip
@@ -315,12 +315,12 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     assert sum(one["steps"] for one in said["time"]["stretches"]) == steps
     last = last_line(directory)
     assert (last["process"], last["rank"], last["phases"]["data"]["median_ms"]) == (0, 0, median / 1e6)
-    feed = Feed(directory, lambda: RunReader(directory))
+    feed = LiveRun(directory, lambda: RunReader(directory))
     feed.start()
-    feed.tick()
-    facts = feed.facts(View(zoom="batch", span_s=0))
-    numbers = panel_batch.figures(facts)
-    assert "rank 0" in plain(panel_batch.title(facts, LOOK, 120)[0])
+    feed.refresh()
+    facts = feed.build_screen_data(View(zoom="batch", span_s=0))
+    numbers = panel_batch.shown_stats(facts)
+    assert "rank 0" in plain_text(panel_batch.panel_title(facts, LOOK, 120)[0])
     assert numbers.phases[0].median_ns == median
     feed.close()
     in_metrics(directory)
@@ -341,7 +341,7 @@ def test_rates_of_all_modes_and_of_each(run: Path) -> None:
     assert together is not None
     said = last_line(run)
     assert {name: said[name] for name in rate_as_fields(None)} == rate_as_fields(together)
-    for feed in (Feed(run, lambda: RunReader(run)), _PlaybackFeed(run, lambda: Player(run))):
+    for feed in (LiveRun(run, lambda: RunReader(run)), _PlaybackRun(run, lambda: Player(run))):
         text = on_screen(run, feed)[1]
         rate, *within = format_samples_per_s(together).split(" (")
         parts = [
@@ -355,10 +355,10 @@ def test_rates_of_all_modes_and_of_each(run: Path) -> None:
 
 
 def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:
-    feed = Feed(run, lambda: RunReader(run))
+    feed = LiveRun(run, lambda: RunReader(run))
     feed.start()
-    feed.tick()
-    facts = feed.facts(View(zoom="batch", span_s=0))
+    feed.refresh()
+    facts = feed.build_screen_data(View(zoom="batch", span_s=0))
     assert facts.process is not None
     columns = facts.process.columns
     with open_store(run) as store:
@@ -367,7 +367,7 @@ def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:
         evaluations = sum(window.figures(mode, True).steps for mode in ("dp", "single"))
     assert sum(one.count for one in columns if not one.evaluation) == training
     assert sum(one.count for one in columns if one.evaluation) == evaluations > 0
-    drawn = "\n".join(plain(row) for row in panel_batch.batch(facts, 600, 40, LOOK))
+    drawn = "\n".join(plain_text(row) for row in panel_batch.render_panel(facts, 600, 40, LOOK))
     feed.close()
     assert "evaluation \u2500" in drawn
     assert f"{training} training and {evaluations} evaluation steps" in " ".join(
@@ -426,10 +426,10 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return keep({0: payloads}, seconds=training.now / SECOND + 1)
 
 
-def judged(feed: Feed) -> tuple[Comparison, str]:
-    facts = feed.facts(View(zoom="compare"))
-    found = panel_compare.figures(facts)
-    return found, " ".join(plain(row) for row in panel_compare.table(facts, 100, 30, LOOK))
+def judged(feed: LiveRun) -> tuple[Comparison, str]:
+    facts = feed.build_screen_data(View(zoom="compare"))
+    found = panel_compare.shown_stats(facts)
+    return found, " ".join(plain_text(row) for row in panel_compare.render_panel(facts, 100, 30, LOOK))
 
 
 def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long: Path) -> None:
@@ -440,9 +440,9 @@ def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long:
         "single": 5000 + 4500 - 10,
         "dp": 500 + 3000 - 10,
     }
-    for feed in (Feed(long, lambda: RunReader(long)), _PlaybackFeed(long, lambda: Player(long))):
+    for feed in (LiveRun(long, lambda: RunReader(long)), _PlaybackRun(long, lambda: Player(long))):
         feed.start()
-        feed.tick()
+        feed.refresh()
         assert feed.ended is not None
         found, text = judged(feed)
         assert (found.devices, found.virtual) == (("cpu:0", "cpu:1"), True), "though the last calls are all single"
@@ -454,7 +454,7 @@ def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long:
 
 
 def test_a_playback_compares_what_was_until_then(long: Path) -> None:
-    feed = _PlaybackFeed(long, lambda: Player(long))
+    feed = _PlaybackRun(long, lambda: Player(long))
     feed.start()
     feed.tick()
     player = feed.player

@@ -17,7 +17,7 @@ from synthetic import Training, device_event, host_event
 from test_report import Page, check_offline
 
 from dpmon.cli.main import main
-from dpmon.ui.facts import PANELS, Facts, View
+from dpmon.ui.screen_data import PANELS, ScreenData, View
 
 FOREIGN = '<script>alert(1)</script>\x1b]52;c;eA==\x07\x1b[31m\u202e<b onload="x">'
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")
@@ -60,6 +60,6 @@ def test_every_reader_survives(
     for over in (False, True):
         shown = state_in(directory, over=over)
         assert shown.representative is not None
-        facts = Facts(shown, shown.newest_ns, alive=not over)
+        facts = ScreenData(shown, shown.newest_ns, alive=not over)
         for zoom in (None, *PANELS):
             assert not CONTROLS.search(text_of(replace(facts, view=View(zoom=zoom)), 120, 40)), zoom

@@ -22,7 +22,7 @@ FILES = (
 async def looked_at(app: Monitor) -> None:
     """Show every panel."""
     async with app.run_test(size=(120, 40)) as pilot:
-        await until(lambda: not app.feed.facts(app.view).reading, "all that is in the record")
+        await until(lambda: not app.feed.build_screen_data(app.view).reading, "all that is in the record")
         for key in "1122334455wn":
             await pilot.press(key, "escape")
             text = "\n".join(app.text())

@@ -12,9 +12,9 @@ from synthetic import SECOND, Training, device_event, host_event
 from dpmon.model.device_memory import memory_by_device, memory_of_processes, missing_value_reasons
 from dpmon.model.run_snapshot import Process
 from dpmon.record.record_types import Event
-from dpmon.ui.facts import Facts, View
 from dpmon.ui.panels import panel_devices
-from dpmon.ui.rows import plain
+from dpmon.ui.screen_data import ScreenData, View
+from dpmon.ui.styled_rows import plain_text
 
 NAMES = ("model", "gradients", "optimizer", "rest", "peak")
 WHY = "torch keeps no statistics of this device's allocator"
@@ -87,22 +87,25 @@ def test_processes_that_follow_one_another_are_not_added_up() -> None:
     assert memory_of_processes(both, both[3])[0].model == 300, "it ran beside two of them"
 
 
-def facts_of(*devices: dict[str, Any], gpus: int = 0) -> Facts:
+def facts_of(*devices: dict[str, Any], gpus: int = 0) -> ScreenData:
     training = Training()
     payloads = [*training.begin(), *training.run(5), Event("memory", record(0, *devices))]
     payloads += [device_event(2.0, index) for index in range(gpus)] or [host_event(2.0)]
-    return Facts(state_of(payloads), 3 * SECOND, alive=True)
+    return ScreenData(state_of(payloads), 3 * SECOND, alive=True)
 
 
 def test_on_the_cpu_the_rest_is_a_dash_with_its_reason() -> None:
     facts = facts_of(one("cpu", 3 << 20, 1 << 20, 2 << 20, None, None, rest_bytes=WHY, peak_bytes=WHY))
     for width in (56, 90):
-        text = [plain(row) for row in panel_devices.devices(facts, width, panel_devices.wanted_rows(facts), LOOK)]
+        text = [
+            plain_text(row)
+            for row in panel_devices.render_panel(facts, width, panel_devices.preferred_height(facts), LOOK)
+        ]
         (line,) = [line for line in text if line.startswith("cpu ")]
         assert line.split() == ["cpu", "model", "3.00", "MiB", "grads", "1.00", "MiB", "optim", "2.00", "MiB"], (
             "no dashes"
         )
-    text = [plain(row) for row in panel_devices.zoomed(facts, 90, 20, LOOK)]
+    text = [plain_text(row) for row in panel_devices.render_full_screen(facts, 90, 20, LOOK)]
     (line,) = [line for line in text if line.startswith("cpu ")]
     assert line.split() == ["cpu", "model", "3.00", "MiB", "grads", "1.00", "MiB", "optim", "2.00", "MiB", "rest", "–",
                             "peak", "–"]  # fmt: skip

@@ -9,8 +9,8 @@ from synthetic import SECOND, Training, decoded
 
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.record_types import Call, Record, Step
-from dpmon.ui.facts import Facts
 from dpmon.ui.panels import panel_ranks
+from dpmon.ui.screen_data import ScreenData
 
 LOOKS = 30
 
@@ -61,7 +61,7 @@ def test_a_training_that_follows_another_one_stands_for_the_run_soon() -> None:
         assert shown == 1 or at < first.now + 3 * SECOND
     assert changes == 1
     assert [each.process for each in state.training_processes] == [1]
-    assert not panel_ranks.applies(Facts(state, state.newest_ns)), "they never trained side by side"
+    assert not panel_ranks.is_shown(ScreenData(state, state.newest_ns)), "they never trained side by side"
 
 
 def test_processes_that_train_together_stay_active_together() -> None:

@@ -11,7 +11,7 @@ from synthetic import SECOND, Training
 from dpmon.model.run_snapshot import Process
 from dpmon.model.step_history import COLUMNS, HistoryColumnCache
 from dpmon.record.record_types import Step
-from dpmon.ui.time_axis import TimeAxis, fitted, pictured, sampled
+from dpmon.ui.time_axis import TimeAxis, build_chart_columns, fit_axis, resample
 
 
 def steps_of(walls: list[int], mode: str = "dp", each_ns: int | None = None) -> list[Step]:
@@ -42,7 +42,7 @@ def test_a_range_takes_only_what_ended_within_it() -> None:
 
 
 def axis_for(process: Process, span_s: int, over: bool = False) -> TimeAxis:
-    return fitted(process.began_ns // SECOND, process.columns[-1].second, span_s, process.column_s, over)
+    return fit_axis(process.began_ns // SECOND, process.columns[-1].second, span_s, process.column_s, over)
 
 
 @pytest.mark.parametrize("span", [30, 120, 600, 0])
@@ -51,13 +51,13 @@ def test_a_picture_has_room_and_loses_no_step_of_its_range(span: int) -> None:
     axis = axis_for(process, span)
     shown = [column for column in process.columns if column.second >= axis.begin_s]
     for width in (1, 7, 60, 108, 188):
-        picture = pictured(process, axis, width)
+        picture = build_chart_columns(process, axis, width)
         assert 0 < len(picture.columns) <= picture.places <= width
         assert sum(column.count for column in picture.columns) == sum(column.count for column in shown)
         assert span == 0 or axis.end_s - axis.begin_s == span
         assert sum(column.count for column in shown) == 3000 or axis.now_s - axis.begin_s >= span * 0.9 - 1
         assert [column.second for column in picture.columns] == sorted({column.second for column in picture.columns})
-        newest = axis.place(process.columns[-1].second, picture.places)
+        newest = axis.part_at(process.columns[-1].second, picture.places)
         assert len(picture.columns) == newest + 1, "the newest is there"
 
 
@@ -66,13 +66,15 @@ def test_a_run_that_is_shorter_than_its_range_fills_the_chart(span: int) -> None
     for seconds in (17, 20, 31, 53, 71, 115):
         process = process_of([200_000_000] * 5 * seconds, span)
         for width in (60, 108, 188):
-            live, over = (pictured(process, axis_for(process, span, ended), width) for ended in (False, True))
+            live, over = (
+                build_chart_columns(process, axis_for(process, span, ended), width) for ended in (False, True)
+            )
             assert live.places * 4 // 5 <= len(live.columns) <= live.places, "a fifth is free at most"
             assert len(over.columns) == over.places
 
 
 def test_an_axis_grows_in_steps_and_then_moves_by_pages() -> None:
-    axes = [fitted(7, now, 120) for now in range(7, 500)]
+    axes = [fit_axis(7, now, 120) for now in range(7, 500)]
     for before, after in pairwise(axes):
         assert before.end_s <= after.end_s, "it never shrinks"
         assert before.begin_s <= after.begin_s <= after.now_s < after.end_s
@@ -89,16 +91,16 @@ def test_samples_and_steps_of_one_time_stand_under_each_other() -> None:
     for span, over in ((30, False), (120, True), (0, False)):
         axis = axis_for(process, span, over)
         for width in (17, 60, 109, 188):
-            picture = pictured(process, axis, width)
+            picture = build_chart_columns(process, axis, width)
             slow = [at for at, one in enumerate(picture.columns) if one.count and one.wall_ns / one.count > 2 * 10**8]
             cells = {axis.cell(axis.begin_of(at, picture.places), width) for at in slow}
             values = [float(30 < second <= 33) for second in range(10, 53)]
-            busy = {at for at, value in enumerate(sampled(values, 52, axis, width)) if value}
+            busy = {at for at, value in enumerate(resample(values, 52, axis, width)) if value}
             assert cells <= busy if axis.begin_s < 31 else not cells
-    assert sampled([1.0] * 5, 4, TimeAxis(0, 10, 4), 10) == [1.0] * 5
-    assert sampled([1.0, None, 3.0], 4, TimeAxis(0, 10, 4), 5) == [None, 1.0, 3.0]
-    assert sampled([1.0], 4, TimeAxis(3, 5, 4), 6) == [None] * 3 + [1.0] * 3
-    assert sampled([1.0], 4, TimeAxis(3, 5, 4), 0) == []
+    assert resample([1.0] * 5, 4, TimeAxis(0, 10, 4), 10) == [1.0] * 5
+    assert resample([1.0, None, 3.0], 4, TimeAxis(0, 10, 4), 5) == [None, 1.0, 3.0]
+    assert resample([1.0], 4, TimeAxis(3, 5, 4), 6) == [None] * 3 + [1.0] * 3
+    assert resample([1.0], 4, TimeAxis(3, 5, 4), 0) == []
 
 
 def test_the_history_of_a_whole_run_stays_small_and_exact() -> None:

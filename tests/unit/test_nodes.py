@@ -35,13 +35,13 @@ from dpmon.run.run_registry import create_run
 from dpmon.store.tally import COLUMNS, SeriesNames, Tally
 from dpmon.store.tally_encoding import decode_entries as entries_of_row
 from dpmon.ui.dialogs import Choice
-from dpmon.ui.facts import Facts, Toggle, View
-from dpmon.ui.feed import FROZEN_RANKS
-from dpmon.ui.paint import TALL
+from dpmon.ui.live_run import FROZEN_RANKS
 from dpmon.ui.panels import panel_batch, panel_ranks
-from dpmon.ui.panels.rank_map import by_number
-from dpmon.ui.rows import plain
-from dpmon.ui.scenes import NODES, RANKS, scene_of
+from dpmon.ui.panels.rank_map import rows_by_rank
+from dpmon.ui.scenes import NODES, RANKS, choose_scene
+from dpmon.ui.screen_data import ModeRequest, ScreenData, View
+from dpmon.ui.screen_painter import TALL
+from dpmon.ui.styled_rows import plain_text
 
 NODE = NodeStatus(3, "gpu-3", "connected", None, SECOND, 10 * SECOND, None, ())
 
@@ -51,8 +51,8 @@ def run_of(count: int, each: int = 8) -> ManyNodes:
     return ManyNodes(count, each, slow=11).run(0, 24)
 
 
-def facts_of(run: ManyNodes, now_s: int = 12, view: View | None = None, **wanted: int) -> Facts:
-    return Facts(run.state(**wanted), now_s * SECOND + SECOND // 4, INFO, view or View(), alive=True)
+def facts_of(run: ManyNodes, now_s: int = 12, view: View | None = None, **wanted: int) -> ScreenData:
+    return ScreenData(run.state(**wanted), now_s * SECOND + SECOND // 4, INFO, view or View(), alive=True)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_where_even_that_is_too_much_a_cell_stands_for_a_node() -> None:
 
 def test_the_scene_and_the_header_count_the_nodes() -> None:
     facts = facts_of(run_of(4))
-    assert scene_of(facts).name == NODES
+    assert choose_scene(facts).name == NODES
     first, second, *_ = text_of(facts, 120, 40).splitlines()
     assert "ddp ×32  4 nodes" in first
     assert "others wait for rank 11 (gpu-1)" in second
@@ -146,7 +146,7 @@ def test_the_scene_and_the_header_count_the_nodes() -> None:
 
 def test_a_node_alone_is_shown_as_on_its_own_screen() -> None:
     facts = facts_of(run_of(4), node=1)
-    assert scene_of(facts).name == RANKS
+    assert choose_scene(facts).name == RANKS
     assert [process.rank for process in facts.state.training_processes] == list(range(8, 16))
     assert "2 Ranks · Model" in text_of(facts, 120, 40)
     assert {process.node for process in facts.state.training_processes} == {"gpu-1"}
@@ -180,7 +180,7 @@ def test_a_node_that_never_answered_has_its_row() -> None:
     run = ManyNodes(2)
     run.node(0, "connecting")
     run.node(1, "refused", "\x1b]0;x\x07it has no dpmon")
-    text = text_of(Facts(run.state(), 4 * SECOND, INFO, alive=True), 120, 40, look=LOOK)
+    text = text_of(ScreenData(run.state(), 4 * SECOND, INFO, alive=True), 120, 40, look=LOOK)
     assert "gpu-0 ????????  0-7  connecting for 4 s" in text
     assert "gpu-1 ????????  8-15  left out: " in text
     assert "it has no dpmon" in text
@@ -252,7 +252,7 @@ def test_what_is_kept_between_pictures_is_what_a_first_picture_reads() -> None:
 
 
 def test_a_pending_request_says_how_many_nodes_have_answered() -> None:
-    facts = replace(facts_of(run_of(4)), answers=NodeReplies(3, 4), toggle=Toggle("dp", "pending", 11 * SECOND))
+    facts = replace(facts_of(run_of(4)), answers=NodeReplies(3, 4), toggle=ModeRequest("dp", "pending", 11 * SECOND))
     assert "pending 1 s: the training answers at its next call; 3 of 4 nodes answered" in text_of(facts, 120, 40)
     pausing = replace(facts, toggle=None, pausing=PauseState(wanted=True, pending=True))
     assert "the training pauses after the step it is in; 3 of 4 nodes answered" in text_of(pausing, 120, 40)
@@ -296,7 +296,7 @@ def test_the_cells_of_ended_nodes_stay_where_nodes_share_a_row() -> None:
     run = ManyNodes(4, slow=11).run(0, 12)
     for number in range(4):
         run.node(number, "ended", None, 12.0)
-    row = plain(panel_ranks.table(facts_of(run), 76, 6, LOOK)[0])
+    row = plain_text(panel_ranks.render_panel(facts_of(run), 76, 6, LOOK)[0])
     assert row.startswith("gpu-0 ········ ···▸···· "), row
 
 
@@ -356,8 +356,8 @@ def test_a_cell_shows_how_long_the_others_waited_for_its_rank() -> None:
     waits = zip(first, (5, 5, 5, 2.6, 0, 5), strict=True)
     ranks = [one._replace(wait_ns=wait * 1e6, step_ns=10e6) for one, wait in waits]
     assert {process: round(share, 2) for process, share in delay_shares(ranks).items()} == {3: 0.24, 4: 0.5}
-    (row,) = by_number(ranks, None, 56, LOOK)
-    assert plain(row).rstrip() == "   0 ···25·"
+    (row,) = rows_by_rank(ranks, None, 56, LOOK)
+    assert plain_text(row).rstrip() == "   0 ···25·"
     halves = [one._replace(group=(0, 1, 2) if at < 3 else (3, 4, 5)) for at, one in enumerate(ranks)]
     assert {process: round(share, 2) for process, share in delay_shares(halves).items()} == {4: 0.38}
 
@@ -389,18 +389,18 @@ def lengthen(run: ManyNodes, at: tuple[tuple[int, int], ...], processes: range, 
 def test_after_a_stall_all_machines_are_compared_by_the_steps_after_it() -> None:
     """Only the machine of the rank that stood still leaves the step out of its tallies."""
 
-    def means(facts: Facts) -> set[int]:
+    def means(facts: ScreenData) -> set[int]:
         return {round((one.step_ns or 0) / 1e6) for one in facts.state.ranks}
 
     run = ManyNodes(2, slow=-1).run(0, 20)
     lengthen(run, ((1, 17), (10, 10)), range(8), 6 * SECOND)
-    facts = Facts(SnapshotBuilder().build(run.store(), SnapshotRequest()), 20 * SECOND, INFO, alive=True)
+    facts = ScreenData(SnapshotBuilder().build(run.store(), SnapshotRequest()), 20 * SECOND, INFO, alive=True)
     assert len(means(facts)) == 2
     run._event(Event("stall", {"t_s": 15.0, "since_s": 11.0, "ranks": [], "text": "rank 9"}), None)
     run._event(Event("stall", {"t_s": 17.5, "since_s": 11.0, "lasted_s": 6.5, "text": "rank 9"}), None)
     for process, told in ((0, True), (9, False)):
         state = SnapshotBuilder().build(run.store(), SnapshotRequest(process=process))
-        facts = Facts(state, 20 * SECOND, INFO, View(process=process), alive=True)
+        facts = ScreenData(state, 20 * SECOND, INFO, View(process=process), alive=True)
         assert len(means(facts)) == 1
         assert facts.state.ranks[0].steps == 5 * 57, "as many seconds as without the stall"
         assert ("the mean includes a stall of 6 s" in text_of(facts, 160, TALL)) is told
@@ -520,12 +520,12 @@ def test_unknown_waits_are_shown_with_the_nodes_that_send_nothing(away: tuple[in
     found = build_communication(ranks, [Wrapper(0, 0, 0, "Model", group_size=32)], lately=True)
     nodes = [node._replace(state="cut") if node.number in away else node for node in facts.state.nodes]
     state = replace(facts.state, communication=found, nodes=tuple(nodes))
-    rows = panel_ranks.table(replace(facts, state=state), 200, 60, LOOK)
+    rows = panel_ranks.render_panel(replace(facts, state=state), 200, 60, LOOK)
     text = "no step is recorded yet in which all ranks averaged their gradients"
-    assert plain(rows[-1]) == f"{text} (no records come from {who})"
+    assert plain_text(rows[-1]) == f"{text} (no records come from {who})"
     later = [node._replace(since_ns=facts.elapsed_ns + SECOND, heard_ns=None) for node in nodes]
     before = replace(facts, state=replace(state, nodes=tuple(later)))
-    assert plain(panel_ranks.table(before, 200, 60, LOOK)[-1]) == text, "in a playback of the time before"
+    assert plain_text(panel_ranks.render_panel(before, 200, 60, LOOK)[-1]) == text, "in a playback of the time before"
 
 
 def test_a_picture_that_lists_more_ranks_than_are_many_has_the_whole_step_in_focus() -> None:

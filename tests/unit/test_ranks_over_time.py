@@ -12,9 +12,9 @@ from synthetic import SECOND
 
 from dpmon.model.rank_waits import RankWaitCache, RankWaits
 from dpmon.model.stragglers import median_without
-from dpmon.ui.facts import Facts, View
-from dpmon.ui.look import Look
-from dpmon.ui.panels.panel_ranks import zoomed
+from dpmon.ui.panels.panel_ranks import render_full_screen
+from dpmon.ui.screen_data import ScreenData, View
+from dpmon.ui.terminal_style import TerminalStyle
 
 
 def changing(count: int = 4, steps: int = 600) -> tuple[Recording, int]:
@@ -73,10 +73,10 @@ def test_the_median_without_one() -> None:
 
 @pytest.mark.parametrize("look", [LOOK, MONO_ASCII])
 @pytest.mark.parametrize("width", [60, 116])
-def test_the_zoomed_panel_has_a_row_for_each_rank_on_the_time_axis(look: Look, width: int) -> None:
+def test_the_zoomed_panel_has_a_row_for_each_rank_on_the_time_axis(look: TerminalStyle, width: int) -> None:
     run, end = changing(steps=1300)
-    facts = Facts(run.state(waits=True), end, INFO, View("replicas", "replicas"), alive=True)
-    text = rows_text(zoomed(facts, width, 40, look))
+    facts = ScreenData(run.state(waits=True), end, INFO, View("replicas", "replicas"), alive=True)
+    text = rows_text(render_full_screen(facts, width, 40, look))
     first = next(at for at, row in enumerate(text) if row.startswith("over time"))
     rows = {row[1:9].strip(): row for row in text[first + 1 : first + 5]}
     assert list(rows) == ["0", "1", "2", "3"]
@@ -90,7 +90,7 @@ def test_the_zoomed_panel_has_a_row_for_each_rank_on_the_time_axis(look: Look, w
     assert set(cells["3"][half + 20 :].strip()) == {"3"}
     assert "17 %" in rows["1"]
     assert "now" in text[first + 5]
-    assert rows_text(zoomed(Facts(run.state(), end, INFO, alive=True), width, 40, look)) != text
+    assert rows_text(render_full_screen(ScreenData(run.state(), end, INFO, alive=True), width, 40, look)) != text
 
 
 def test_it_is_read_only_if_the_picture_shows_it() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.run.activities import current_startup_stage, read_startup_stages
-from dpmon.ui.facts import Facts, life
+from dpmon.ui.screen_data import ScreenData, describe_activity
 
 SECOND = 1_000_000_000
 NOW = 100 * SECOND
@@ -69,4 +69,8 @@ def test_a_process_that_has_gone_counts_only_if_all_have() -> None:
     ],
 )
 def test_the_screen_says_what_is_under_way_before_the_first_step(stage: str, detail: str) -> None:
-    assert life(Facts(RunSnapshot(), NOW, stage=(stage, 66 * SECOND), alive=True)) == ("starting", "wait", detail)
+    assert describe_activity(ScreenData(RunSnapshot(), NOW, stage=(stage, 66 * SECOND), alive=True)) == (
+        "starting",
+        "wait",
+        detail,
+    )

@@ -76,7 +76,7 @@ def test_a_playback_opens_at_the_end(player: Player) -> None:
     assert not player.playing
     assert player.position_ns == player.length_ns == 301 * SECOND
     assert last_step(shown(player)) == STEPS
-    how = player.exit()
+    how = player.exit_info()
     assert how is not None
     assert how.status == 0
     assert player.command_alive() is False
@@ -91,7 +91,7 @@ def test_no_process_of_the_run_is_asked(player: Player) -> None:
 
 def test_from_the_beginning_in_real_time(player: Player, clock: Clock) -> None:
     player.play()
-    assert (player.position_ns, player.exit(), player.command_alive()) == (0, None, True)
+    assert (player.position_ns, player.exit_info(), player.command_alive()) == (0, None, True)
     assert last_step(shown(player)) == 0
     for second in range(1, 400):
         clock.pass_s(1)
@@ -99,7 +99,7 @@ def test_from_the_beginning_in_real_time(player: Player, clock: Clock) -> None:
         if second % 40 == 0:
             assert last_step(shown(player)) == min(2 * second, STEPS)
     assert not player.playing
-    assert player.exit() is not None
+    assert player.exit_info() is not None
 
 
 @pytest.mark.parametrize("speed_steps", [-3, 1, 3, 9])
@@ -161,9 +161,9 @@ def test_a_step_at_a_time(player: Player) -> None:
 
 def test_stages_of_the_time_before_the_first_batch(player: Player) -> None:
     player.seek(SECOND // 2)
-    assert player.stage() == ("importing torch", 7)
+    assert player.startup_stage() == ("importing torch", 7)
     player.seek(2 * SECOND)
-    assert player.stage() == ("torch imported", SECOND)
+    assert player.startup_stage() == ("torch imported", SECOND)
 
 
 def test_a_playback_accepts_no_requests(player: Player) -> None:

@@ -17,9 +17,9 @@ from dpmon.record.record_types import Batches, Event, Step
 from dpmon.record.schema import SETTLING_STEPS
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_queries import Store
-from dpmon.ui.lists import StepList
+from dpmon.ui.list_dialogs import StepList
 from dpmon.ui.panels.longest_steps import step_rows
-from dpmon.ui.rows import width_of
+from dpmon.ui.styled_rows import row_width
 
 USUAL = {"data": 2 * MS, "forward": 20 * MS, "backward": 60 * MS, "optimizer": 10 * MS, "other": 8 * MS}
 LONG = {40: {"data": 900 * MS}, 70: {"other": 400 * MS}, 71: {"backward": 360 * MS}, 90: {"forward": 120 * MS}}
@@ -109,7 +109,7 @@ def test_steps_that_were_left_out_are_said() -> None:
 @pytest.mark.parametrize("width", [40, 60, 96])
 def test_the_rows_fit_and_say_when_how_long_and_what(width: int) -> None:
     rows = step_rows(found_in(steps()), width, LOOK)
-    assert max(width_of(row) for row in rows) <= max(width, 49)
+    assert max(row_width(row) for row in rows) <= max(width, 49)
     text = rows_text(rows)
     assert "40" in text[1]
     assert "998 ms  data +898 ms" in text[1]
@@ -128,7 +128,7 @@ async def test_a_step_is_chosen_and_the_picture_goes_there(tmp_path: Path) -> No
         second = listed.found.steps[1]
         await on.press("down", "enter")
         await on.shows(" ago")
-        process = on.app.facts().process
+        process = on.app.data_to_draw().process
         assert process is not None
         assert process.last_step is not None
         assert process.last_step.step == second.step

@@ -16,9 +16,9 @@ from dpmon.record.jsonl import as_json
 from dpmon.record.record_specs import COLUMNS
 from dpmon.record.record_types import Call, Record, Size
 from dpmon.store.query_results import Shape
-from dpmon.ui.facts import Facts
 from dpmon.ui.panels import panel_replicas
-from dpmon.ui.rows import plain
+from dpmon.ui.screen_data import ScreenData
+from dpmon.ui.styled_rows import plain_text
 
 ABSENT = {"device_ms": "cpu: host time is all there is; cuda:0: device times are not recorded by this version"}
 DEFINITIONS = [
@@ -65,14 +65,14 @@ def test_a_call_with_stages_has_what_its_row_says() -> None:
     assert record["absent"] == ABSENT
 
 
-def staged(*rows: Row) -> Facts:
-    return Facts(state_of([*DEFINITIONS, *rows]), SECOND, INFO, alive=True)
+def staged(*rows: Row) -> ScreenData:
+    return ScreenData(state_of([*DEFINITIONS, *rows]), SECOND, INFO, alive=True)
 
 
 def test_the_screen_has_a_row_a_stage_and_what_could_not_be_measured() -> None:
     slower = [*STAGES[:-1], 7_000_000]
     facts = staged(call(1, STAGES), call(2, slower), call(3, slower))
-    text = [plain(row) for row in panel_replicas.table(facts, 100, 10, LOOK)]
+    text = [plain_text(row) for row in panel_replicas.render_panel(facts, 100, 10, LOOK)]
     assert text[1].split() == ["0", "cpu", "embedding", "[30,", "8]", "[30,", "8,", "32]", "2.00", "ms"]
     assert text[2].split()[:4] == ["1", "cuda:0", "rnn,", "classes"]
     assert text[2].split()[-4:] == ["30.0", "KiB", "7.00", "ms"], "what crossed, and the median"
@@ -83,7 +83,7 @@ def test_the_screen_has_a_row_a_stage_and_what_could_not_be_measured() -> None:
 def test_a_stage_that_did_not_end_has_a_dash() -> None:
     broken = [*STAGES[:-3], 0, 2_500_000, -1]
     facts = staged(call(1, broken))
-    text = [plain(row) for row in panel_replicas.table(facts, 100, 10, LOOK)]
+    text = [plain_text(row) for row in panel_replicas.render_panel(facts, 100, 10, LOOK)]
     assert text[2].split()[-1] == "–"
 
 
@@ -119,6 +119,6 @@ def test_json_csv_report_and_screen_say_both_shapes() -> None:
     assert layouts.of_process(0)[1] == "[4, 8] of [8, 8], mask [8]"
 
     facts = with_call(facts, replicas=tuple(each._replace(inputs=SIZES) for each in call.replicas))
-    assert any("[4, 8] of [8, 8] +1" in text for text in rows_text(panel_replicas.table(facts, 100, 9, LOOK)))
-    zoomed = rows_text(panel_replicas.zoomed(facts, 100, 40, LOOK))
+    assert any("[4, 8] of [8, 8] +1" in text for text in rows_text(panel_replicas.render_panel(facts, 100, 9, LOOK)))
+    zoomed = rows_text(panel_replicas.render_full_screen(facts, 100, 40, LOOK))
     assert "   in   0 [4, 8] of [8, 8] float32 128 B" in zoomed

@@ -12,10 +12,10 @@ from synthetic import SECOND, Training, pause_event
 from dpmon.model.epoch_progress import Epoch, Progress
 from dpmon.model.run_snapshot import Column
 from dpmon.model.time_marks import EPOCH, PAUSED, TimeMark
-from dpmon.ui.facts import Facts, Past
-from dpmon.ui.look import Look
-from dpmon.ui.rows import plain, width_of
-from dpmon.ui.time_axis import Picture, TimeAxis, axis_of, axis_row, marks_of, moved
+from dpmon.ui.screen_data import LookBack, ScreenData
+from dpmon.ui.styled_rows import plain_text, row_width
+from dpmon.ui.terminal_style import TerminalStyle
+from dpmon.ui.time_axis import ChartColumns, TimeAxis, axis_row, choose_marks, make_time_axis, shift_by_parts
 
 AXIS = TimeAxis(10, 70, 65)
 
@@ -25,12 +25,14 @@ def column(second: int, count: int = 5, mode: str = "single", **more: bool) -> C
 
 
 def drawn(
-    columns: list[Column], *marks: TimeMark, width: int = 60, look: Look = LOOK, cursor_s: int | None = None
+    columns: list[Column], *marks: TimeMark, width: int = 60, look: TerminalStyle = LOOK, cursor_s: int | None = None
 ) -> str:
     cursor_ns = None if cursor_s is None else cursor_s * SECOND
-    row = axis_row(AXIS, Picture(columns, 60), width, look, ranks=None, word="now ", marks=marks, cursor_ns=cursor_ns)
-    assert width_of(row) == width
-    return plain(row)
+    row = axis_row(
+        AXIS, ChartColumns(columns, 60), width, look, ranks=None, word="now ", marks=marks, cursor_ns=cursor_ns
+    )
+    assert row_width(row) == width
+    return plain_text(row)
 
 
 def epoch_at(second: int, number: int) -> TimeMark:
@@ -74,16 +76,16 @@ def test_every_change_of_mode_is_marked_even_in_one_column() -> None:
     assert text[20:22] == "││"
 
 
-def with_epochs(facts: Facts, seconds: list[int]) -> Facts:
+def with_epochs(facts: ScreenData, seconds: list[int]) -> ScreenData:
     epochs = (Epoch(n, at * SECOND, (at + 1) * SECOND, 1, 1, None, None) for n, at in enumerate(seconds, start=1))
     return with_process(facts, progress=Progress(epochs=tuple(epochs)))
 
 
 def test_of_many_epochs_only_so_many_are_marked_that_each_can_be_read() -> None:
     facts = with_epochs(facts_of(Training(step_ns=SECOND // 5)), list(range(1, 60)))
-    axis = axis_of(facts)
+    axis = make_time_axis(facts)
     for width, each in ((420, 1), (108, 5), (30, 20)):
-        words = [mark.word for mark in marks_of(facts, axis, width)]
+        words = [mark.word for mark in choose_marks(facts, axis, width)]
         assert words == [f"e{number}" for number in range(each, 60, each)]
 
 
@@ -92,12 +94,14 @@ def test_a_pause_is_marked_from_its_record_until_the_training_goes_on() -> None:
     payloads = [*training.begin(), *training.run(50)]
     begin = training.now
     payloads.append(pause_event(begin / SECOND, 50))
-    paused = Facts(state_of(payloads), begin + 9 * SECOND, INFO, alive=True)
-    assert [(m.word, m.end_ns) for m in marks_of(paused, axis_of(paused), 100)] == [("paused", paused.now_ns)]
+    paused = ScreenData(state_of(payloads), begin + 9 * SECOND, INFO, alive=True)
+    assert [(m.word, m.end_ns) for m in choose_marks(paused, make_time_axis(paused), 100)] == [
+        ("paused", paused.now_ns)
+    ]
     payloads.append(pause_event(begin / SECOND + 3, 50, 3.0))
     training.now += 3 * SECOND
-    later = Facts(state_of([*payloads, *training.run(5)]), training.now, INFO, alive=True)
-    (mark,) = marks_of(later, axis_of(later), 100)
+    later = ScreenData(state_of([*payloads, *training.run(5)]), training.now, INFO, alive=True)
+    (mark,) = choose_marks(later, make_time_axis(later), 100)
     assert mark.end_ns is not None
     assert mark.end_ns - mark.begin_ns == pytest.approx(3 * SECOND, abs=1000)
 
@@ -105,13 +109,13 @@ def test_a_pause_is_marked_from_its_record_until_the_training_goes_on() -> None:
 def test_the_histories_of_an_earlier_time_are_those_of_the_present() -> None:
     now = with_epochs(facts_of(Training(step_ns=SECOND // 5)), [2, 9, 40])
     then = with_epochs(facts_of(Training(step_ns=SECOND // 5), 30), [2])
-    past = Past(now.state, now.now_ns, now.now_ns + 3 * SECOND)
+    past = LookBack(now.state, now.now_ns, now.now_ns + 3 * SECOND)
     looked = replace(then, state=then.state.with_histories(now.state), now_ns=5 * SECOND, past=past)
-    assert axis_of(looked) == axis_of(now)
-    assert marks_of(looked, axis_of(now), 100) == marks_of(now, axis_of(now), 100)
+    assert make_time_axis(looked) == make_time_axis(now)
+    assert choose_marks(looked, make_time_axis(now), 100) == choose_marks(now, make_time_axis(now), 100)
     assert focused(looked).columns == focused(now).columns
     assert focused(looked).last_step == focused(then).last_step
-    assert moved(looked, 1) == looked.now_ns + SECOND
+    assert shift_by_parts(looked, 1) == looked.now_ns + SECOND
     assert INFO is looked.info
 
 
@@ -120,7 +124,7 @@ WORDS = {"single", "evaluation", "eval", "dp", "stalled", "paused", "now", "01:0
 
 @pytest.mark.parametrize("look", [LOOK, MONO_ASCII])
 @pytest.mark.parametrize("width", [20, 33, 47, 60, 120])
-def test_two_words_never_run_together_and_none_is_cut_by_another(width: int, look: Look) -> None:
+def test_two_words_never_run_together_and_none_is_cut_by_another(width: int, look: TerminalStyle) -> None:
     """Each word below a history is whole, with a blank, a line or a change of mode on both sides."""
     for begin in range(12, 64, 3):
         for length in (4, 11, 12, 25):

@@ -12,10 +12,10 @@ from synthetic import SECOND, Training
 from dpmon.config import ALERTS
 from dpmon.record.record_types import Event
 from dpmon.ui.alert import _FORMS, Alert
-from dpmon.ui.facts import Facts
+from dpmon.ui.screen_data import ScreenData
 
 
-def scenes() -> dict[str, Facts]:
+def scenes() -> dict[str, ScreenData]:
     """One picture of a run in each state."""
     training = Training()
     rows = [*training.begin(), *training.run(50)]
@@ -24,7 +24,7 @@ def scenes() -> dict[str, Facts]:
     stall = Event("stall", {"t_s": at_s, "since_s": at_s, "text": f"in {name}", "ranks": []})
     info = replace(INFO, script=f"{name}.py", options={})
     doing = {0: ("forward", training.now)}
-    goes_on = Facts(state_of(rows), training.now, info, alive=True, activities=doing)
+    goes_on = ScreenData(state_of(rows), training.now, info, alive=True, activities=doing)
     return {
         "training": goes_on,
         "reading": replace(goes_on, reading=True),
@@ -48,15 +48,15 @@ def scenes() -> dict[str, Facts]:
 )
 def test_the_terminal_rings_when_a_stall_or_the_end_comes(words: list[str], rings: int) -> None:
     pictures, alert = scenes(), Alert("bell")
-    sent = "".join(alert.after(pictures[word]) for word in words)
+    sent = "".join(alert.bytes_to_send(pictures[word]) for word in words)
     assert sent == "\a" * rings
 
 
 @pytest.mark.parametrize(("form", "head"), [("osc9", "\x1b]9;"), ("osc777", "\x1b]777;notify;dpmon;")])
 def test_a_notification_says_what_happened_and_nothing_in_it_ends_it(form: str, head: str) -> None:
     pictures, alert = scenes(), Alert(form)
-    alert.after(pictures["training"])
-    sent = alert.after(pictures["stalled"])
+    alert.bytes_to_send(pictures["training"])
+    sent = alert.bytes_to_send(pictures["stalled"])
     assert sent.startswith(head)
     assert sent.endswith("\a")
     inside = sent.removeprefix(head)[:-1]

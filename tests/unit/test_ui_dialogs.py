@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from stage import Stage, stage
 
-from dpmon.ui.dialogs import Choice, Commands, Dialog, LineDialog, Pages
+from dpmon.ui.dialogs import Choice, CommandPalette, Dialog, LineInput, TextPages
 
 OPENERS = {
     "q": Choice,
     "x": Choice,
     "e": Choice,
-    "i": LineDialog,
-    "slash": LineDialog,
-    "colon": Commands,
-    "question_mark": Pages,
+    "i": LineInput,
+    "slash": LineInput,
+    "colon": CommandPalette,
+    "question_mark": TextPages,
 }
 
 
@@ -29,7 +29,7 @@ def footer(on: Stage) -> str:
 @pytest.fixture(autouse=True)
 def report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the report: without a run in the directory, a real one would fail and close its dialog."""
-    monkeypatch.setattr("dpmon.ui.jobs.report", lambda directory, width: ["a report"])
+    monkeypatch.setattr("dpmon.ui.background_jobs.report", lambda directory, width: ["a report"])
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ async def test_a_line_that_is_being_typed_stays_and_is_not_sent(directory: Path)
         await on.press("i", "y", "e")
         on.end(0)
         dialog = on.app.screen
-        assert isinstance(dialog, LineDialog)
+        assert isinstance(dialog, LineInput)
         await on.until(lambda: any("this line cannot be sent" in row for row in dialog.box.text()), "the note")
         await on.until(lambda: " esc close" in footer(on) and "enter" not in footer(on), "the footer")
         await on.press("s", "e")
@@ -110,7 +110,7 @@ async def test_the_list_of_commands_changes_at_the_end(directory: Path) -> None:
     async with stage(directory) as on:
         await on.press("colon")
         dialog = on.app.screen
-        assert isinstance(dialog, Commands)
+        assert isinstance(dialog, CommandPalette)
         assert "stop" in {action for _, _, action in dialog.matching()}
         await on.press(*("down",) * (1 + [action for _, _, action in dialog.matching()].index("report") - 1))
         on.end(0)
@@ -118,7 +118,7 @@ async def test_the_list_of_commands_changes_at_the_end(directory: Path) -> None:
         assert {action for _, _, action in dialog.matching()}.isdisjoint(
             {"toggle_mode", "pause", "freeze", "type_line"}
         )
-        assert dialog.listed[dialog._at()][2] == "report"
+        assert dialog.listed[dialog._chosen_index()][2] == "report"
 
 
 @pytest.mark.parametrize("chosen", [0, 1])
@@ -132,7 +132,7 @@ async def test_enter_does_the_marked_command_or_none(tmp_path: Path, chosen: int
 
     async with stage(tmp_path) as on:
         possible = commands(["a", "b"])
-        dialog = Commands(lambda: possible, on.app.look)
+        dialog = CommandPalette(lambda: possible, on.app.look)
         on.app.push_screen(dialog, answers.append)
         await on.until(lambda: any("do b" in row for row in dialog.box.text()), "the list")
         await on.press(*("down",) * chosen)

@@ -11,7 +11,7 @@ from textual import events
 from textual.message import Message
 
 from dpmon.ui import driver as module
-from dpmon.ui.driver import _CUT_LOOKS, _ESCAPE_LOOKS, Driver, Leaving, _Input
+from dpmon.ui.terminal_driver import _CUT_LOOKS, _ESCAPE_LOOKS, ExitHandlers, TerminalDriver, _InputParser
 
 SOON, LATER, END = [b""] * (_ESCAPE_LOOKS - 1), [b""] * (_ESCAPE_LOOKS + 1), [b""] * _CUT_LOOKS
 """Looks without input: before an escape is a key, after that, and until an open sequence is dropped."""
@@ -19,8 +19,8 @@ PASTE = b"\x1b[200~"
 
 
 def messages(pieces: list[bytes]) -> list[Message]:
-    keys = _Input()
-    return [message for piece in pieces for message in keys.take(piece)]
+    keys = _InputParser()
+    return [message for piece in pieces for message in keys.feed(piece)]
 
 
 def names(*pieces: bytes) -> list[str]:
@@ -129,7 +129,7 @@ class Busy:
 
 
 def test_keys_typed_ahead_are_bounded_but_an_interrupt_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy, driver = Busy(), Driver.__new__(Driver)
+    busy, driver = Busy(), TerminalDriver.__new__(TerminalDriver)
     driver._drawing = busy
     monkeypatch.setattr(
         "textual.drivers.linux_driver.LinuxDriver.process_message", lambda _, key: busy.waiting.append(key)
@@ -141,7 +141,7 @@ def test_keys_typed_ahead_are_bounded_but_an_interrupt_comes_through(monkeypatch
 
 
 def test_the_terminal_is_not_asked_for_reports_of_its_size() -> None:
-    driver, written = Driver.__new__(Driver), list[str]()
+    driver, written = TerminalDriver.__new__(TerminalDriver), list[str]()
     driver.write = written.append  # type: ignore[method-assign, assignment]
     driver._query_in_band_window_resize()
     assert written == []
@@ -163,7 +163,7 @@ class Stopped:
 def test_a_stop_of_the_screen_uses_up_only_a_part_of_its_deadline(
     monkeypatch: pytest.MonkeyPatch, looks: int, forced: list[int]
 ) -> None:
-    leaving, over, found = Leaving(lambda _: True), Stopped(looks), list[int]()
+    leaving, over, found = ExitHandlers(lambda _: True), Stopped(looks), list[int]()
     monkeypatch.setattr(leaving, "_force", found.append)
     leaving._wait(over, 5.0, 7)  # type: ignore[arg-type]
     assert found == forced

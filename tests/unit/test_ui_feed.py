@@ -17,21 +17,21 @@ from dpmon.errors import HistoryError
 from dpmon.model.run_snapshot import MANY, Process, RunSnapshot
 from dpmon.run.run_directory import ExitInfo
 from dpmon.store.store_queries import Store
-from dpmon.ui.facts import Facts, View, life
-from dpmon.ui.feed import Feed
-from dpmon.ui.paint import whole
-from dpmon.ui.panels.panel_output import Output
-from dpmon.ui.rows import plain
+from dpmon.ui.live_run import LiveRun
+from dpmon.ui.panels.panel_output import OutputView
+from dpmon.ui.screen_data import ScreenData, View, describe_activity
+from dpmon.ui.screen_painter import paint_screen
+from dpmon.ui.styled_rows import plain_text
 
 
 @pytest.fixture(autouse=True)
 def _without_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no slow read postpone the next one: on a busy machine, every read may be slow."""
-    monkeypatch.setattr("dpmon.ui.feed._SLOW_S", 600.0)
+    monkeypatch.setattr("dpmon.ui.live_run._SLOW_S", 600.0)
 
 
-def feed_of(directory: Path, reader: FakeReader, clock: Callable[[], int] = time.monotonic_ns) -> Feed:
-    return Feed(directory, lambda: reader, clock, reader.open_store)
+def feed_of(directory: Path, reader: FakeReader, clock: Callable[[], int] = time.monotonic_ns) -> LiveRun:
+    return LiveRun(directory, lambda: reader, clock, reader.open_store)
 
 
 def test_the_last_picture_has_all_that_was_recorded_and_how_it_ended(tmp_path: Path) -> None:
@@ -42,13 +42,13 @@ def test_the_last_picture_has_all_that_was_recorded_and_how_it_ended(tmp_path: P
     reader.ended = ExitInfo(3, None, 1.7e9, 9 * SECOND, 9.0, "supervisor", cause=cause)
     feed = feed_of(tmp_path, reader)
     feed.start()
-    feed.tick()
+    feed.refresh()
     process = feed.state.representative
     assert process is not None
     assert process.last_step is not None
     assert (process.last_step.step, process.whole.steps, feed.state.over) == (400, 400, True)
     assert feed.ended is not None
-    assert (feed.ended.status, feed.facts(View()).last_line) == (3, cause)
+    assert (feed.ended.status, feed.build_screen_data(View()).last_line) == (3, cause)
 
 
 def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Pa
     reader.new = decoded(Training().run(40))
     feed = feed_of(tmp_path, reader)
     feed.start()
-    feed.tick()
+    feed.refresh()
     before = feed.state
 
     @contextmanager
@@ -65,7 +65,7 @@ def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Pa
         yield
 
     feed._open_given = damaged
-    feed.tick()
+    feed.refresh()
     assert feed.state == before
     assert before.newest_ns > 0
 
@@ -75,8 +75,10 @@ def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Pa
 SILENT = re.compile(r"quiet|no step has ended|first batch|first call|no call yet|waiting")
 
 
-def drawn(feed: Feed, width: int, height: int) -> str:
-    return "\n".join(plain(row) for row in whole(feed.facts(View()), Output(), width, height, LOOK))
+def drawn(feed: LiveRun, width: int, height: int) -> str:
+    return "\n".join(
+        plain_text(row) for row in paint_screen(feed.build_screen_data(View()), OutputView(), width, height, LOOK)
+    )
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
@@ -88,11 +90,11 @@ def test_unread_records_do_not_count_as_silence(tmp_path: Path, size: tuple[int,
     now = reader.info.start_ns + training.now + 67 * SECOND
     feed = feed_of(tmp_path, reader, lambda: now)
     text = drawn(feed, *size)
-    assert life(feed.facts(View())).word == "reading the record"
+    assert describe_activity(feed.build_screen_data(View())).word == "reading the record"
     assert not SILENT.search(text), text
     feed.start()
-    feed.tick()
-    assert life(feed.facts(View())) == ("quiet", "wait", "67 s"), "all is read: now it is true"
+    feed.refresh()
+    assert describe_activity(feed.build_screen_data(View())) == ("quiet", "wait", "67 s"), "all is read: now it is true"
     assert "quiet 67 s" in drawn(feed, *size)
 
 
@@ -105,7 +107,7 @@ def test_the_title_is_the_name_that_the_user_gave(
     reader.info = replace(reader.info, script="/opt/bin/torchrun", options={"mode": "auto", "name": name})
     feed = feed_of(tmp_path, reader)
     feed.start()
-    feed.tick()
+    feed.refresh()
     assert drawn(feed, *size).split()[0] == title
 
 
@@ -115,20 +117,20 @@ def test_a_new_time_range_is_read_immediately(tmp_path: Path) -> None:
     reader.new = decoded([*training.begin(), *training.run(100)])
     feed = feed_of(tmp_path, reader)
     feed.start()
-    feed.tick()
+    feed.refresh()
 
-    def steps(facts: Facts) -> int:
+    def steps(facts: ScreenData) -> int:
         assert facts.process is not None
         return facts.process.ranged.steps
 
-    assert 29 <= steps(feed.facts(View(span_s=30))) <= 32
-    assert steps(feed.facts(View(span_s=0))) == 100
-    frozen = feed.facts(View(span_s=0))
+    assert 29 <= steps(feed.build_screen_data(View(span_s=30))) <= 32
+    assert steps(feed.build_screen_data(View(span_s=0))) == 100
+    frozen = feed.build_screen_data(View(span_s=0))
     training.defined.clear()
     reader.new = decoded(training.run(50))
-    feed.tick()
-    assert steps(feed.facts(View(span_s=0))) == 150
-    still = feed.still(replace(frozen, now_ns=training.now - 48 * SECOND), View(span_s=30))
+    feed.refresh()
+    assert steps(feed.build_screen_data(View(span_s=0))) == 150
+    still = feed.with_view(replace(frozen, now_ns=training.now - 48 * SECOND), View(span_s=30))
     assert 28 <= steps(still) <= 32
     assert still.process is not None
     assert still.process.last_step is not None
@@ -139,8 +141,8 @@ def test_an_empty_record_is_caught_up_immediately(tmp_path: Path) -> None:
     reader = FakeReader(tmp_path)
     feed = feed_of(tmp_path, reader, lambda: 9 * SECOND)
     feed.start()
-    feed.tick()
-    assert life(feed.facts(View())).word == "starting"
+    feed.refresh()
+    assert describe_activity(feed.build_screen_data(View())).word == "starting"
 
 
 def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_path: Path) -> None:
@@ -155,13 +157,13 @@ def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_p
     feed.start()
     reader.doing = {0: ("ended", 0)}
     reader.stage = lambda: ("torch imported", reader.info.start_ns + first.now + 8 * SECOND)  # type: ignore[method-assign]
-    feed.tick()
-    assert life(feed.facts(View())).detail == "waiting for the first step, 1 s"
+    feed.refresh()
+    assert describe_activity(feed.build_screen_data(View())).detail == "waiting for the first step, 1 s"
     reader.new = decoded([*second.begin(), *second.run(1)], 1)
     reader.doing = {0: ("ended", 0), 1: ("backward", 0)}
     now = reader.info.start_ns + second.now
-    feed.tick()
-    assert life(feed.facts(View())).word == "training"
+    feed.refresh()
+    assert describe_activity(feed.build_screen_data(View())).word == "training"
     assert [each.process for each in feed.state.training_processes] == [1]
 
 
@@ -169,7 +171,7 @@ def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("dpmon.ui.feed.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("dpmon.ui.live_run.time.perf_counter", lambda: now[0])
     feed = feed_of(tmp_path, FakeReader(tmp_path))
     feed.start()
     reads: list[float] = []
@@ -178,11 +180,11 @@ def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
         monkeypatch.setattr(feed, "_taken", lambda *_, state=state: (reads.append(now[0]), state)[1])
         reads.clear()
         for _ in range(5):
-            feed.tick()
+            feed.refresh()
             now[0] += 1.0
         assert reads == times
-    feed.tick(at_once=True)
-    feed.tick(at_once=True)
+    feed.refresh(at_once=True)
+    feed.refresh(at_once=True)
     assert len(reads) == 5
 
 
@@ -190,7 +192,7 @@ def test_activities_of_very_many_ranks_are_read_with_their_state_and_of_few_each
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("dpmon.ui.feed.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("dpmon.ui.live_run.time.perf_counter", lambda: now[0])
     reader = FakeReader(tmp_path)
     feed = feed_of(tmp_path, reader)
     feed.start()
@@ -201,7 +203,7 @@ def test_activities_of_very_many_ranks_are_read_with_their_state_and_of_few_each
         for _ in range(4):
             reader.doing = {0: ("backward", reader.info.start_ns + round(now[0]))}
             feed._rests_until = max(feed._rests_until, now[0] + 0.5 * (count == 1))
-            feed.tick()
-            found.append(feed.facts(View()).activities[0][1])
+            feed.refresh()
+            found.append(feed.build_screen_data(View()).activities[0][1])
             now[0] += 1.0
         assert found == shown

@@ -29,12 +29,12 @@ from dpmon.model.epoch_progress import Progress
 from dpmon.model.finding_text import Finding
 from dpmon.model.run_snapshot import WORST
 from dpmon.record.record_types import Call, Event, Record
-from dpmon.ui.facts import Facts, Past, Playing, View
-from dpmon.ui.look import Look
-from dpmon.ui.paint import paint, places
-from dpmon.ui.panels.panel_output import Output
-from dpmon.ui.rows import Row, plain
-from dpmon.ui.view import in_ascii
+from dpmon.ui.panel_view import to_ascii_row
+from dpmon.ui.panels.panel_output import OutputView
+from dpmon.ui.screen_data import LookBack, PlaybackPosition, ScreenData, View
+from dpmon.ui.screen_painter import paint_panels, places
+from dpmon.ui.styled_rows import Row, plain_text
+from dpmon.ui.terminal_style import TerminalStyle
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 PANELS = ("devices", "replicas", "batch", "compare", "progress")
@@ -44,13 +44,13 @@ def memory(training: Training, peaks: list[dict[str, Any]]) -> bytes:
     return Event("memory", {"process": 0, "rank": None, "t_s": training.now / SECOND, "devices": peaks})
 
 
-def starting() -> Facts:
+def starting() -> ScreenData:
     info = replace(INFO, options={"mode": "auto", "replicas": 2})
-    return Facts(state_of([host_event(1.0)]), 3 * SECOND, info, stage=("importing torch", SECOND), alive=True)
+    return ScreenData(state_of([host_event(1.0)]), 3 * SECOND, info, stage=("importing torch", SECOND), alive=True)
 
 
 @lru_cache(maxsize=16)
-def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: int = 60) -> Facts:
+def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: int = 60) -> ScreenData:
     """Return dp over GPUs with all fields known; `both`: after steps in single."""
     devices = [f"cuda:{i}" for i in range(replicas or count)]
     training = Training(devices=devices, virtual=False, batch=batch, features=(512, 10), step_ns=16_000_000)
@@ -67,7 +67,7 @@ def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: 
         peaks = [*peaks, *({"device": d, "peak_bytes": 1 << 30, "peak_after_step": 2100} for d in devices[1:])]
         payloads.append(memory(training, peaks))
     payloads += samples(count, len(devices))
-    return Facts(state_of(payloads, slowest=8), training.now, INFO, alive=True, can_toggle=True)
+    return ScreenData(state_of(payloads, slowest=8), training.now, INFO, alive=True, can_toggle=True)
 
 
 def samples(count: int, ours: int, least_gib: int = 20) -> list[bytes]:
@@ -89,14 +89,14 @@ def samples(count: int, ours: int, least_gib: int = 20) -> list[bytes]:
 
 
 @lru_cache(maxsize=4)
-def ranks(count: int) -> Facts:
+def ranks(count: int) -> ScreenData:
     """Return ranks, one of them with long data waits."""
     recording, now = joined_ranks(count, slow=min(5, count - 1), phase="data", steps=160)
-    return Facts(recording.state(), now, INFO, alive=True)
+    return ScreenData(recording.state(), now, INFO, alive=True)
 
 
 @lru_cache(maxsize=4)
-def nodes(count: int, *, trouble: bool = True) -> Facts:
+def nodes(count: int, *, trouble: bool = True) -> ScreenData:
     """Return a run on nodes of eight ranks, one of them with long data waits; `trouble`: some nodes send nothing."""
     run = ManyNodes(count, slow=11).run(0, 30)
     if trouble:
@@ -106,22 +106,22 @@ def nodes(count: int, *, trouble: bool = True) -> Facts:
         run.node(3, "connected", heard_ns=37 * SECOND)
         run.node(5, "refused", "it has no dpmon", 1.0)
     now_ns = (42 if trouble else 30) * SECOND + SECOND // 4
-    return Facts(run.state(waits=True, worst=WORST), now_ns, INFO, alive=True)
+    return ScreenData(run.state(waits=True, worst=WORST), now_ns, INFO, alive=True)
 
 
-def looked_back() -> Facts:
+def looked_back() -> ScreenData:
     """Return the recorded run at an earlier time, with the histories of its end."""
     now, then = recorded(1.0), recorded(0.8)
-    past = Past(now.state, now.now_ns, now.now_ns + 3 * SECOND)
+    past = LookBack(now.state, now.now_ns, now.now_ns + 3 * SECOND)
     state = then.state.with_histories(now.state)
     return replace(then, state=state, past=past, view=View(frozen=True, at_ns=then.now_ns))
 
 
-def changing_ranks() -> Facts:
+def changing_ranks() -> ScreenData:
     """Return eight ranks on the full screen; another one becomes the slowest after half of the time."""
     recording, now = joined_ranks(8, slow=2, steps=1000, then=(500, 5))
     state = recording.state(waits=True)
-    return Facts(state, now, INFO, View("replicas", "replicas"), alive=True)
+    return ScreenData(state, now, INFO, View("replicas", "replicas"), alive=True)
 
 
 @lru_cache(maxsize=1)
@@ -130,22 +130,22 @@ def _linear() -> tuple[Record, ...]:
 
 
 @lru_cache(maxsize=4)
-def recorded(part: float, span_s: int = 120) -> Facts:
+def recorded(part: float, span_s: int = 120) -> ScreenData:
     """Return the recorded run after this part of it, with a time range."""
     records = _linear()
     shown = records[: int(len(records) * part)]
     state = state_of(shown, span_s=span_s)
-    return Facts(state, state.newest_ns, INFO, alive=True, can_toggle=True)
+    return ScreenData(state, state.newest_ns, INFO, alive=True, can_toggle=True)
 
 
-def one_device() -> Facts:
+def one_device() -> ScreenData:
     """Return a script that never trained in dp."""
     training = Training(mode="single", devices=("cpu:0",), via=None)
     samples = [host_event(float(t), cpu_pct=40.0 + t * 7 % 50) for t in range(10)]
-    return Facts(state_of([*training.begin(), *training.run(3000), *samples]), training.now, INFO, alive=True)
+    return ScreenData(state_of([*training.begin(), *training.run(3000), *samples]), training.now, INFO, alive=True)
 
 
-def changed_often() -> Facts:
+def changed_often() -> ScreenData:
     """Return a run on the full screen of panel 4, whose dp became slower from change to change."""
     training = Training(mode="single", devices=["cuda:0", "cuda:1"], virtual=False, batch=60, step_ns=16_000_000)
     payloads = [*training.begin(), *training.run(300)]
@@ -154,10 +154,10 @@ def changed_often() -> Facts:
         payloads += [*training.switch("dp"), *training.run(200)]
         training.step_ns = 16_000_000
         payloads += [*training.switch("single"), *training.run(150)]
-    return Facts(state_of(payloads, changes=True), training.now, INFO, View("compare", "compare"), alive=True)
+    return ScreenData(state_of(payloads, changes=True), training.now, INFO, View("compare", "compare"), alive=True)
 
 
-def evaluated() -> Facts:
+def evaluated() -> ScreenData:
     """Return a script during an evaluation, after dp was refused for its model."""
     training = Training(mode="single", devices=("cpu:0",), via=None)
     payloads = [*training.begin(), *training.run(300)]
@@ -166,15 +166,15 @@ def evaluated() -> Facts:
     records = decoded([*payloads, *training.run(20)])
     seen = [replace(one, training=False, grad=False) if index >= first and isinstance(one, Call) else one
             for index, one in enumerate(records)]  # fmt: skip
-    return Facts(state_of(seen), training.now, INFO, alive=True, can_toggle=True)
+    return ScreenData(state_of(seen), training.now, INFO, alive=True, can_toggle=True)
 
 
-def learning(progress: Progress | None = None, **changes: Any) -> Facts:
+def learning(progress: Progress | None = None, **changes: Any) -> ScreenData:
     """Return a run with epochs and a loss that was NaN once."""
     return learned(recorded(0.3), progress, bad=20, **changes)
 
 
-def learned(facts: Facts, progress: Progress | None = None, bad: int | None = None, **changes: Any) -> Facts:
+def learned(facts: ScreenData, progress: Progress | None = None, bad: int | None = None, **changes: Any) -> ScreenData:
     """Return the facts with epochs and a loss of each second."""
     facts, found = with_process(facts, progress=progress or epochs()), losses(bad=bad)
     begin_s = focused(facts).began_ns // SECOND
@@ -183,34 +183,34 @@ def learned(facts: Facts, progress: Progress | None = None, bad: int | None = No
     return replace(facts, state=replace(facts.state, losses=(replace(found, points=points),)), **changes)
 
 
-def one_gpu() -> Facts:
+def one_gpu() -> ScreenData:
     """Return a script that trains on one GPU, whose memory is almost full."""
     training = Training(mode="single", devices=("cuda:0",), via=None, virtual=False, step_ns=16_000_000)
     records = [*training.begin(), *training.run(4000), *samples(1, 1, 102)]
-    return learned(Facts(state_of(records, slowest=8), training.now, INFO, alive=True))
+    return learned(ScreenData(state_of(records, slowest=8), training.now, INFO, alive=True))
 
 
 @lru_cache(maxsize=2)
-def ranks_on_gpus(count: int) -> Facts:
+def ranks_on_gpus(count: int) -> ScreenData:
     """Return ranks on eight GPUs, after 26 s; another one becomes the slowest after half of the time."""
     recording, now = joined_ranks(count, slow=2, phase="data", steps=12_000 // count, then=(6000 // count, 5))
     state = replace(recording.state(waits=True, slowest=8), devices=gpus(8).state.devices)
-    return learned(Facts(state, now, INFO, alive=True))
+    return learned(ScreenData(state, now, INFO, alive=True))
 
 
-def stalled_on_gpus() -> Facts:
+def stalled_on_gpus() -> ScreenData:
     """Return a stall of eight ranks on GPUs."""
     facts = stalled(8)
     return replace(facts, state=replace(facts.state, devices=gpus(8).state.devices))
 
 
-def played_back() -> Facts:
+def played_back() -> ScreenData:
     """Return the recorded run in a playback."""
     facts = learning()
-    return replace(facts, alive=None, can_toggle=False, playing=Playing(facts.now_ns, 285 * SECOND, True, 4.0))
+    return replace(facts, alive=None, can_toggle=False, playing=PlaybackPosition(facts.now_ns, 285 * SECOND, True, 4.0))
 
 
-def happened() -> Facts:
+def happened() -> ScreenData:
     """Return such a run after its end."""
     over = exit_of(1, None, 107 * SECOND)
     why = "RuntimeError: no such token: 17 (train.py:88)"
@@ -219,7 +219,7 @@ def happened() -> Facts:
     return learning(epochs(left_ns=None, error_ns=None), **ended)
 
 
-SCENES: dict[str, Callable[[], Facts]] = {
+SCENES: dict[str, Callable[[], ScreenData]] = {
     "starting": starting,
     "single": one_gpu,
     "dp": lambda: learned(gpus(8)),
@@ -234,7 +234,7 @@ SCENES: dict[str, Callable[[], Facts]] = {
 SIZES = ((80, 24), (120, 40), (160, 50), (200, 60))
 
 
-SITUATIONS: dict[str, tuple[Callable[[], Facts], int, int, Look]] = {
+SITUATIONS: dict[str, tuple[Callable[[], ScreenData], int, int, TerminalStyle]] = {
     **{f"{name} {w}x{h}": (make, w, h, LOOK) for name, make in SCENES.items() for w, h in SIZES},
     "dp over 64 120x40": (lambda: gpus(8, replicas=64), 120, 40, LOOK),
     "toggled to single 120x40": (lambda: recorded(0.6), 120, 40, LOOK),
@@ -280,12 +280,12 @@ SITUATIONS: dict[str, tuple[Callable[[], Facts], int, int, Look]] = {
 }  # fmt: skip
 
 
-def drawn(rows: list[Row], look: Look, legend: dict[str, str]) -> list[str]:
+def drawn(rows: list[Row], look: TerminalStyle, legend: dict[str, str]) -> list[str]:
     """Return the text of each row, and below it a letter per cell for its style (see `legend`)."""
     lines: list[str] = []
     for row in rows:
-        shown = in_ascii(row) if look.glyphs.ascii else row
-        lines.append("|" + plain(shown) + "|")
+        shown = to_ascii_row(row) if look.glyphs.ascii else row
+        lines.append("|" + plain_text(shown) + "|")
         marks = ""
         for text, style in shown:
             marks += legend.setdefault(style, (ascii_letters + digits)[len(legend)]) * len(text)
@@ -298,7 +298,7 @@ def picture(name: str) -> str:
     facts = make()
     panels = (*PANELS, "status") if name.startswith((*SCENES, "stall", "progress", "nodes")) else PANELS
     slots = {panel: slot for panel, slot in places(facts, width, height).items() if panel in panels}
-    painted = paint(facts, Output(), slots, look)
+    painted = paint_panels(facts, OutputView(), slots, look)
     legend: dict[str, str] = {}
     lines: list[str] = []
     for panel in slots:

@@ -15,22 +15,22 @@ from stuck_ranks import stalled, stalled_in_playback
 from synthetic import SECOND, Training
 from test_ui_panel_progress import epochs
 
-from dpmon.ui.facts import Facts, Past, View, life
-from dpmon.ui.footer import hints
-from dpmon.ui.panels.panel_status import status
-from dpmon.ui.rows import plain
+from dpmon.ui.footer import current_key_hints
+from dpmon.ui.panels.panel_status import render_panel
+from dpmon.ui.screen_data import LookBack, ScreenData, View, describe_activity
+from dpmon.ui.styled_rows import plain_text
 
 
-def head(facts: Facts, width: int = 120, height: int = 2) -> list[str]:
-    return [plain(row).strip() for row in status(facts, width, height, LOOK)]
+def head(facts: ScreenData, width: int = 120, height: int = 2) -> list[str]:
+    return [plain_text(row).strip() for row in render_panel(facts, width, height, LOOK)]
 
 
-def ranks(**changes: Any) -> Facts:
+def ranks(**changes: Any) -> ScreenData:
     recording, now = joined_ranks(4, slow=1, phase="data", steps=160)
-    return replace(Facts(recording.state(), now, INFO, alive=True), **changes)
+    return replace(ScreenData(recording.state(), now, INFO, alive=True), **changes)
 
 
-def slow_loader(share: int, steps: int = 400) -> Facts:
+def slow_loader(share: int, steps: int = 400) -> ScreenData:
     """Return a run whose data phase takes `share` per cent of its steps."""
     training = Training(mode="single", devices=("cpu:0",), via=None, step_ns=20_000_000)
     training.shares["single"] = {"data": share, "rest": 50 - share // 2, "backward": 50 - share // 2, "optimizer": 0}
@@ -70,7 +70,7 @@ def test_at_the_end_no_time_is_left_and_no_rank_is_waited_for(changes: dict[str,
 
 
 @pytest.mark.parametrize("facts", [stalled(2), stalled_in_playback(2)], ids=["live", "in playback"])
-def test_a_stall_keeps_epoch_and_batch_without_a_time_left(facts: Facts) -> None:
+def test_a_stall_keeps_epoch_and_batch_without_a_time_left(facts: ScreenData) -> None:
     facts = with_process(facts, progress=epochs())
     assert head(facts, 80, 3)[2].startswith("epoch 3 · ")
     for size in ((80, 24), (120, 40)):
@@ -84,19 +84,19 @@ def test_where_a_waiting_rank_stands_is_not_said_to_be_the_trainings_place() -> 
     waiting = ranks()
     later = waiting.now_ns + 11 * SECOND
     doing = dict.fromkeys(range(4), ("backward", later - 11 * SECOND))
-    assert life(replace(waiting, now_ns=later, activities=doing)).detail == "no step for 11 s"
+    assert describe_activity(replace(waiting, now_ns=later, activities=doing)).detail == "no step for 11 s"
     alone = slow_loader(10)
     later = focused(alone).seen_ns + 11 * SECOND
     doing = {0: ("backward", later - 11 * SECOND)}
-    assert life(replace(alone, now_ns=later, activities=doing)).detail == "in backward 11 s"
+    assert describe_activity(replace(alone, now_ns=later, activities=doing)).detail == "in backward 11 s"
 
 
 def test_an_evaluation_shows_its_own_batches_and_no_rate_of_the_training() -> None:
     training = Training(mode="single", devices=("cpu:0",), via=None)
     rows = [*training.begin(), *training.run(300)]
-    assert "samples/s" in head(with_process(Facts(state_of(rows), training.now, INFO), progress=epochs()))[0]
+    assert "samples/s" in head(with_process(ScreenData(state_of(rows), training.now, INFO), progress=epochs()))[0]
     rows += [*training.step(evaluates=True), *training.step(evaluates=True)]
-    facts = Facts(state_of(rows), training.now, INFO, alive=True)
+    facts = ScreenData(state_of(rows), training.now, INFO, alive=True)
     facts = with_process(facts, progress=epochs(evaluated=12, evaluated_of=40))
     assert "evaluating 12/40" in head(facts)[0]
     for gone in ("samples/s", "412/1,563", "took", "left"):
@@ -107,16 +107,16 @@ def test_an_evaluation_shows_its_own_batches_and_no_rate_of_the_training() -> No
 
 def test_a_look_back_at_a_run_that_is_over_offers_no_stop_and_counts_no_time() -> None:
     facts = slow_loader(10)
-    past = Past(facts.state, facts.now_ns, None)
+    past = LookBack(facts.state, facts.now_ns, None)
     facts = replace(facts, past=past, view=View(frozen=True, at_ns=facts.now_ns))
     assert "ago" not in head(facts)[0]
     assert "at 00:00:" in head(facts)[0]
-    words = {hint.key: hint.word for hint in hints(facts)}
+    words = {hint.key: hint.word for hint in current_key_hints(facts)}
     assert "x" not in words
     assert words["q"] == "close"
     live = replace(facts, past=past._replace(now_ns=facts.now_ns + 9 * SECOND))
     assert ", 9 s ago" in head(live)[0]
-    assert {hint.key: hint.word for hint in hints(live)}["x"] == "stop"
+    assert {hint.key: hint.word for hint in current_key_hints(live)}["x"] == "stop"
 
 
 async def test_after_the_end_the_keys_look_back_and_say_what_was_not_there(tmp_path: Path) -> None:

@@ -20,16 +20,16 @@ from textual import events
 
 from dpmon.record.record_types import Event
 from dpmon.report.report_data import collect_report_data
-from dpmon.ui import jobs
-from dpmon.ui.dialogs import LINE_MOST, Choice, Commands, Pages
-from dpmon.ui.facts import PANELS, View
-from dpmon.ui.help import help_rows
-from dpmon.ui.keys import ACTIONS, COMMANDS, neighbour
-from dpmon.ui.layout import arrange
-from dpmon.ui.look import look
-from dpmon.ui.panels.panel_output import Tail
-from dpmon.ui.rows import plain
+from dpmon.ui import background_jobs
+from dpmon.ui.dialogs import LINE_MOST, Choice, CommandPalette, TextPages
+from dpmon.ui.help_text import help_rows
+from dpmon.ui.keys import ACTIONS, COMMANDS, focus_neighbor
+from dpmon.ui.panel_layout import place_panels
+from dpmon.ui.panels.panel_output import LogTail
 from dpmon.ui.scenes import ARRANGEMENTS, DP
+from dpmon.ui.screen_data import PANELS, View
+from dpmon.ui.styled_rows import plain_text
+from dpmon.ui.terminal_style import make_style
 
 
 def test_every_action_that_is_bound_exists() -> None:
@@ -42,10 +42,12 @@ def test_every_action_that_is_bound_exists() -> None:
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 def test_arrows_reach_every_panel_that_is_on_the_screen(size: tuple[int, int]) -> None:
-    slots = arrange(*size, ARRANGEMENTS[DP], {})
+    slots = place_panels(*size, ARRANGEMENTS[DP], {})
     seen = {"replicas"}
     while True:
-        more = {neighbour(View(panel), slots, way).focus for panel in seen for way in ("up", "down", "left", "right")}
+        more = {
+            focus_neighbor(View(panel), slots, way).focus for panel in seen for way in ("up", "down", "left", "right")
+        }
         if more <= seen:
             break
         seen |= more
@@ -125,7 +127,7 @@ async def test_a_dialog_that_covers_the_message_says_itself_where_the_picture_is
     async with stage(tmp_path, size) as on:
         await on.press("question_mark")
         dialog = on.app.screen
-        assert isinstance(dialog, Pages)
+        assert isinstance(dialog, TextPages)
         assert "s picture" in dialog.box.text()[0]
         covers = dialog.row < 2
         assert covers == (size != (200, 120))
@@ -169,15 +171,15 @@ def a_run() -> Path:
 def test_an_export_makes_new_files(state: Path) -> None:
     run = a_run()
     (Path.cwd() / "dpmon.py").write_text("raise SystemExit('the user has a file of that name')")
-    said = jobs.export(run, "lines", "jsonl")
+    said = background_jobs.export_records(run, "lines", "jsonl")
     (path,) = Path.cwd().glob("lines-*.jsonl")
     assert said.startswith(path.name)
     kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
     assert kinds.count("step") == 20
-    assert "tables" in jobs.export(run, "tables", "csv")
+    assert "tables" in background_jobs.export_records(run, "tables", "csv")
     (path,) = Path.cwd().glob("tables-*.csv/step.csv")
     assert len(path.read_text().splitlines()) == 21
-    jobs.export(run, "trace", "perfetto")
+    background_jobs.export_records(run, "trace", "perfetto")
     (path,) = Path.cwd().glob("trace-*.trace.json")
     assert json.loads(path.read_text())
 
@@ -186,7 +188,7 @@ def test_the_findings_are_those_of_the_report(state: Path) -> None:
     training = Training()
     training.shares["dp"]["data"] = 3_000
     run = keep({0: [*training.begin(), *training.run(200)]})
-    found = jobs.findings(run)
+    found = background_jobs.read_findings(run)
     assert found == list(collect_report_data(run).findings)
     assert "data" in [each.kind for each in found]
     assert all(each.advice_text for each in found)
@@ -206,7 +208,7 @@ def test_a_picture_goes_into_the_file_that_was_made(state: Path, monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", replaced_at_once)
-        jobs.save("a picture", "picture", "txt", state)
+        background_jobs.save_text("a picture", "picture", "txt", state)
     assert Path("made").read_text() == "a picture"
     assert Path("made").stat().st_mode & 0o777 == 0o600
     assert other.read_text() == "not dpmon's"
@@ -215,7 +217,7 @@ def test_a_picture_goes_into_the_file_that_was_made(state: Path, monkeypatch: py
 async def test_a_report_is_shown_to_be_read(state: Path) -> None:
     async with stage(a_run()) as on:
         await on.press("r")
-        await on.until(lambda: isinstance(on.app.screen, Pages), "the report")
+        await on.until(lambda: isinstance(on.app.screen, TextPages), "the report")
         box = on.app.screen.box  # type: ignore[attr-defined]
         await on.until(lambda: any("steps" in row for row in box.text()), "its text")
 
@@ -230,19 +232,19 @@ async def test_a_report_that_was_closed_before_it_was_made_comes_over_nothing(
         made.set()
         return ["steps"]
 
-    monkeypatch.setattr(jobs, "report", report)
+    monkeypatch.setattr(background_jobs, "report", report)
     async with stage(tmp_path) as on:
         await on.press("r")
-        await on.until(lambda: isinstance(on.app.screen, Pages), "the place where it will be")
+        await on.until(lambda: isinstance(on.app.screen, TextPages), "the place where it will be")
         assert "writing the report" in " ".join(on.app.screen.box.text())  # type: ignore[attr-defined]
         await on.press("escape")
         await on.press("colon")
-        await on.until(lambda: isinstance(on.app.screen, Commands), "something else")
+        await on.until(lambda: isinstance(on.app.screen, CommandPalette), "something else")
         looks = on.reader.looks
         go.set()
         await on.until(made.is_set, "the report")
         await on.until(lambda: on.reader.looks > looks + 3, "some pictures")
-        assert isinstance(on.app.screen, Commands)
+        assert isinstance(on.app.screen, CommandPalette)
 
 
 @contextmanager
@@ -303,7 +305,7 @@ async def test_a_message_confirms_a_line_sent_to_a_headless_run(
         (tmp_path / name).write_text("")
     with the_script_reads(tmp_path) as typed:
         async with stage(tmp_path) as on:
-            on.app.feed.output.tails = [Tail(tmp_path / name) for name in ("stdout.log", "stderr.log")]
+            on.app.feed.output.tails = [LogTail(tmp_path / name) for name in ("stdout.log", "stderr.log")]
             monkeypatch.setattr(on.app.feed, "hides_input", lambda: hidden)
             await on.press("i", "y", "e", "s", "enter")
             await on.until(lambda: typed() == b"yes\n", "the line")
@@ -376,7 +378,7 @@ async def test_the_palette_lists_what_is_possible_and_does_it(tmp_path: Path) ->
     async with stage(tmp_path) as on:
         await on.press("ctrl+p")
         palette = on.app.screen
-        assert isinstance(palette, Commands)
+        assert isinstance(palette, CommandPalette)
         offered = [key for key, _, _ in palette.matching()]
         assert "d" in offered
         assert "W" not in offered, "there are no warnings"
@@ -397,10 +399,10 @@ async def test_a_key_typed_into_the_list_of_commands_is_chosen_before_words(tmp_
         for key, action in (("s", "picture"), ("x", "stop"), ("N", "next(-1)"), ("e", "export")):
             await on.press("colon", key)
             palette = on.app.screen
-            assert isinstance(palette, Commands)
+            assert isinstance(palette, CommandPalette)
             found = palette.matching()
             assert found[0][::2] == (key, action), "without the rule, a command with the letter in its words is first"
-            assert palette._at() == 0
+            assert palette._chosen_index() == 0
             assert len(found) > 1, "the words still count"
             await on.press("escape")
             await on.until(lambda: len(on.app.screen_stack) == 1, "the list to close")
@@ -455,7 +457,9 @@ async def test_a_sample_is_requested_and_a_run_without_ranks_is_told(tmp_path: P
 async def test_between_two_trainings_no_mode_is_requested_and_a_pause_can_be_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpmon.ui.feed._GRACE_NS", 10**15)  # the command has ended, but its status is never recorded
+    monkeypatch.setattr(
+        "dpmon.ui.live_run._GRACE_NS", 10**15
+    )  # the command has ended, but its status is never recorded
     async with stage(tmp_path) as on:
         await on.shows("p pause")
         on.reader.doing = {0: ("ended", SECOND)}
@@ -530,7 +534,7 @@ async def test_after_a_search_the_footer_says_how_to_follow_again(tmp_path: Path
     ("theme", "sign", "top"), [("dark", "the lowest block", "▲"), ("ascii", "a small letter (or a dot)", "^")]
 )
 def test_help_explains_the_signs_of_the_columns(theme: str, sign: str, top: str) -> None:
-    text = [plain(row) for row in help_rows(100, look(theme))]
+    text = [plain_text(row) for row in help_rows(100, make_style(theme))]
     assert any(f"A column of {sign} only: its steps are too" in line for line in text)
     assert any(f"{top} on top: longer than the scale" in line for line in text)
     assert any(line.startswith("S scatter ") for line in text) == (theme == "ascii")

@@ -23,28 +23,28 @@ from dpmon.model.run_snapshot import ProcessInfo
 from dpmon.model.throughput import throughput_of
 from dpmon.record.record_types import Step
 from dpmon.run.run_directory import load_exit
-from dpmon.ui.dialogs import Commands, Pages
-from dpmon.ui.facts import NAMES, Facts, Playing, View
-from dpmon.ui.keys import COMMANDS, PLAYED, possible
-from dpmon.ui.paint import whole
-from dpmon.ui.panels.panel_compare import table as compare_rows
-from dpmon.ui.panels.panel_output import Output, Tail, narrowed
-from dpmon.ui.panels.panel_output import title as output_title
-from dpmon.ui.rows import plain
+from dpmon.ui.dialogs import CommandPalette, TextPages
+from dpmon.ui.keys import COMMANDS, PLAYED, available_commands
+from dpmon.ui.panels.panel_compare import render_panel as compare_rows
+from dpmon.ui.panels.panel_output import LogTail, OutputView, shorten_traceback_path
+from dpmon.ui.panels.panel_output import panel_title as output_title
+from dpmon.ui.screen_data import NAMES, PlaybackPosition, ScreenData, View
+from dpmon.ui.screen_painter import paint_screen
+from dpmon.ui.styled_rows import plain_text
 
 
-def trained(steps: int = 200, *, over: bool = False, **options: object) -> Facts:
+def trained(steps: int = 200, *, over: bool = False, **options: object) -> ScreenData:
     training = Training(**options)  # type: ignore[arg-type]
     state = state_of([*training.begin(), *training.run(steps)], over=over)
-    return Facts(state, training.now, INFO, alive=True, can_toggle=True)
+    return ScreenData(state, training.now, INFO, alive=True, can_toggle=True)
 
 
-def screen(facts: Facts, width: int = 80, height: int = 24) -> list[str]:
-    return screen_of(facts, Output(), width, height)
+def screen(facts: ScreenData, width: int = 80, height: int = 24) -> list[str]:
+    return screen_of(facts, OutputView(), width, height)
 
 
-def screen_of(facts: Facts, output: Output, width: int, height: int = 24) -> list[str]:
-    return [plain(row) for row in whole(facts, output, width, height, LOOK)]
+def screen_of(facts: ScreenData, output: OutputView, width: int, height: int = 24) -> list[str]:
+    return [plain_text(row) for row in paint_screen(facts, output, width, height, LOOK)]
 
 
 # ------------------------------------------------------------------------------------------------ 80x24
@@ -56,7 +56,7 @@ def screen_of(facts: Facts, output: Output, width: int, height: int = 24) -> lis
 def test_panel_3_has_its_medians_and_the_last_step_at_80x24(replicas: int, mode: str, playing: bool) -> None:
     facts = trained(mode=mode, devices=[f"cpu:{i}" for i in range(replicas)], step_ns=100_000_000)
     if playing:
-        facts = replace(facts, playing=Playing(SECOND, 9 * SECOND, False, 1.0))
+        facts = replace(facts, playing=PlaybackPosition(SECOND, 9 * SECOND, False, 1.0))
     text = "\n".join(screen(facts))
     assert "│ median " in text
     assert "│ last step " in text
@@ -119,10 +119,10 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
             assert shows(app, words), app.text()[1]
         await pilot.press("f")
         assert not shows(app, "does nothing here"), "what was said is of another time"
-        offered = [key for key, _, _ in possible(app.facts())]
+        offered = [key for key, _, _ in available_commands(app.data_to_draw())]
         assert {command.key for command in PLAYED} <= set(offered)
         assert "d" not in offered
-        assert ("q", "close this screen", "leave") in possible(app.facts())
+        assert ("q", "close this screen", "leave") in available_commands(app.data_to_draw())
 
 
 async def test_a_repeated_message_stays_its_full_time(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,14 +147,14 @@ async def test_a_repeated_message_stays_its_full_time(state: Path, monkeypatch: 
 
 def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("a line\n")
-    output = Output([Tail(tmp_path / "log")])
+    output = OutputView([LogTail(tmp_path / "log")])
     output.refresh()
     live = trained(3)
-    assert plain(output_title(output, live, 60, LOOK)[1]) == "following"
-    assert plain(output_title(output, replace(live, ended=exit_of(0, None, 1)), 60, LOOK)[1]) == "the end"
-    played = replace(live, playing=Playing(1, 9, False, 1.0))
-    assert plain(output_title(output, played, 80, LOOK)[1]) == "of the whole run, not only up to this time"
-    assert plain(output_title(output, played, 50, LOOK)[1]) == "of the whole run"
+    assert plain_text(output_title(output, live, 60, LOOK)[1]) == "following"
+    assert plain_text(output_title(output, replace(live, ended=exit_of(0, None, 1)), 60, LOOK)[1]) == "the end"
+    played = replace(live, playing=PlaybackPosition(1, 9, False, 1.0))
+    assert plain_text(output_title(output, played, 80, LOOK)[1]) == "of the whole run, not only up to this time"
+    assert plain_text(output_title(output, played, 50, LOOK)[1]) == "of the whole run"
 
 
 # ------------------------------------------------------------------------------------------------ dialogs
@@ -164,7 +164,7 @@ async def test_beside_a_dialog_the_screen_is_blank_and_a_long_list_says_that_mor
     async with stage(tmp_path, (80, 16)) as on:
         await on.shows("○ quiet")
         await on.press("colon")
-        assert isinstance(on.app.screen, Commands)
+        assert isinstance(on.app.screen, CommandPalette)
         assert on.app.screen.box.region.width == 80
         rows = on.app.screen.box.text()
         assert {len(row) for row in rows} == {80}
@@ -178,7 +178,7 @@ async def test_beside_a_dialog_the_screen_is_blank_and_a_long_list_says_that_mor
         await on.press("q", "q")
         assert any("no command matches" in row for row in on.app.screen.box.text())
         await on.press("escape", "question_mark")
-        assert isinstance(on.app.screen, Pages)
+        assert isinstance(on.app.screen, TextPages)
         await on.press("end")
         rows = on.app.screen.box.text()
         assert "above" in rows[-1]
@@ -187,7 +187,7 @@ async def test_beside_a_dialog_the_screen_is_blank_and_a_long_list_says_that_mor
 
 def test_a_panel_has_one_name() -> None:
     facts = trained(3)
-    descriptions = [text for _, text, _ in possible(facts)]
+    descriptions = [text for _, text, _ in available_commands(facts)]
     for name in NAMES.values():
         assert f"go to panel {name}" in descriptions
         shown = replace(facts, view=View("progress", "progress")) if name == NAMES["progress"] else facts
@@ -208,11 +208,11 @@ def test_steps_left_out_of_a_comparison_are_listed_by_kind() -> None:
     steps = [step("single", n, 1_000_000 + n) for n in range(1, 66)]
     steps += [step("single", 66, 1_000_000, samples=7), step("single", 67, 1_000_000, backward=False)]
     steps += [step("dp", n, 2_000_000 + n) for n in range(68, 133)]
-    found = focused(Facts(state_of(steps), 0)).compared
+    found = focused(ScreenData(state_of(steps), 0)).compared
     assert found is not None
     assert (found.left_out, found.left_other_kind) == (2, 1)
     assert (verdict_sentence(found) or "").startswith("DataParallel is 0.50× as fast as one device")
-    rows = [plain(row).strip() for row in compare_rows(with_process(trained(3), compared=found), 60, 12, LOOK)]
+    rows = [plain_text(row).strip() for row in compare_rows(with_process(trained(3), compared=found), 60, 12, LOOK)]
     text = " ".join(rows)
     assert "left out: 1 step of another batch size; left out: 1 step without a backward pass" in text
     assert "drawn" not in text, "the medians are of all steps"
@@ -260,20 +260,20 @@ def test_a_traceback_keeps_its_file_and_line(styled: bool) -> None:
     text = '  File "/home/somebody/projects/vision/train/loop.py", line 123, in step'
     row = [("  File ", ""), (text[7:40], "bold"), (text[40:], "")] if styled else [(text, "")]
     for width in range(44, len(text) + 2):
-        shown_row = narrowed(row, width)
-        shown_text = plain(shown_row)
+        shown_row = shorten_traceback_path(row, width)
+        shown_text = plain_text(shown_row)
         assert shown_text.endswith('loop.py", line 123, in step')
         assert ("…" in shown_text) == (width < len(text))
         assert len(shown_text) <= width
     other = [("x" * 100, "")]
-    assert narrowed(other, 50) == other
+    assert shorten_traceback_path(other, 50) == other
 
 
 @pytest.mark.parametrize(("needle", "stays"), [("somebody", True), ("vision/train", True), ("loop.py", False)])
 def test_a_search_hit_in_a_directory_name_stays_visible(tmp_path: Path, needle: str, stays: bool) -> None:
     line = '  File "/home/somebody/projects/vision/train/loop.py", line 123, in step'
     (tmp_path / "log").write_text(line + "\n")
-    output = Output([Tail(tmp_path / "log")])
+    output = OutputView([LogTail(tmp_path / "log")])
     output.refresh()
     rows = screen_of(replace(trained(3), view=View(focus="output", search=needle)), output, 50)
     (row,) = (row for row in rows if 'File "' in row)

@@ -15,9 +15,9 @@ from textual.events import MouseScrollUp
 
 from dpmon.model.finding_text import Finding
 from dpmon.record.record_types import Event
-from dpmon.ui.dialogs import Choice, Pages
-from dpmon.ui.facts import View
+from dpmon.ui.dialogs import Choice, TextPages
 from dpmon.ui.monitor import Monitor
+from dpmon.ui.screen_data import View
 
 
 def last_step(on: Stage) -> int | None:
@@ -146,7 +146,7 @@ async def test_after_the_end_it_shows_what_happened_in_the_whole_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Finding("data", "The steps wait for data.", "34 %", "more workers", 0.3)
-    monkeypatch.setattr("dpmon.ui.jobs.findings", lambda directory: [found])
+    monkeypatch.setattr("dpmon.ui.background_jobs.findings", lambda directory: [found])
     async with stage(tmp_path) as on:
         await on.shows("last 2 min")
         assert "6 What happened" not in on.text()
@@ -267,7 +267,7 @@ async def test_the_output_scrolls_sideways_up_to_its_first_column(tmp_path: Path
 async def test_a_folded_panel_opens_with_its_number(tmp_path: Path) -> None:
     async with stage(tmp_path, (80, 24)) as on:
         await on.shows("1 Devices")
-        assert on.app.slots["devices"].folded
+        assert on.app.slots["devices"].is_folded
         await on.press("1")
         await on.shows("no GPU: NVML library not found")
         await on.press("1")
@@ -315,7 +315,7 @@ async def test_the_output_scrolls_back_and_follows_again(tmp_path: Path) -> None
 async def test_help_and_warnings_have_pages(tmp_path: Path) -> None:
     async with stage(tmp_path, (80, 24)) as on:
         await on.press("question_mark")
-        assert isinstance(on.app.screen, Pages)
+        assert isinstance(on.app.screen, TextPages)
         page = on.app.screen
         assert any("Panels" in row for row in page.box.text())
         assert "more" in page.box.text()[-1]
@@ -330,7 +330,7 @@ async def test_help_and_warnings_have_pages(tmp_path: Path) -> None:
         on.reader.new = [Event("warning", {"process": 0, "t_s": 3.0, "text": "a hook took itself out\x1b[2J"})]
         await on.until(lambda: bool(on.app.feed.state.warnings), "the warning")
         await on.press("W")
-        assert isinstance(on.app.screen, Pages)
+        assert isinstance(on.app.screen, TextPages)
         assert any("a hook took itself out\ufffd[2J" in row for row in on.app.screen.box.text())
 
 
@@ -380,7 +380,7 @@ async def test_the_cursor_shows_an_earlier_time_while_the_record_goes_on(tmp_pat
         on.app.feed._clock = lambda: end_ns + 18 * SECOND // 10
         await on.press("less_than_sign")
         await on.shows(" ago")
-        facts = on.app.facts()
+        facts = on.app.data_to_draw()
         process = facts.process
         assert process is not None
         assert process.last_step is not None
@@ -392,7 +392,7 @@ async def test_the_cursor_shows_an_earlier_time_while_the_record_goes_on(tmp_pat
         on.training.defined.clear()
         on.reader.new = decoded(on.training.run(50), origin_ns=SECOND)
         await on.until(lambda: last_step(on) == 250, "the records behind the picture")
-        assert on.app.facts().process == process, "it stays at its time"
+        assert on.app.data_to_draw().process == process, "it stays at its time"
         await on.press("greater_than_sign", "greater_than_sign")
         await on.shows("step 250 ")
         assert " ago" not in on.text()
@@ -412,7 +412,7 @@ async def test_an_ended_run_is_looked_back_to_as_it_was(tmp_path: Path) -> None:
         await on.shows("at 00:00:")
         assert " ago" not in on.text()
         assert "failed" not in on.text()
-        assert not on.app.facts().over
+        assert not on.app.data_to_draw().is_over
         await on.press("w")
         await on.shows("no stall was recorded until this time")
         await on.press("escape")

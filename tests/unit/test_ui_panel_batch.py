@@ -28,20 +28,20 @@ from timed import GPUS, timed
 from dpmon.model.run_snapshot import PHASES, Column
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import Untimed
-from dpmon.ui.chart import stacked
-from dpmon.ui.facts import Facts, View
-from dpmon.ui.look import MONO as MONO_STYLES
-from dpmon.ui.look import UNICODE, Look
-from dpmon.ui.paint import places
+from dpmon.ui.chart import stacked_columns
 from dpmon.ui.panels import panel_batch
-from dpmon.ui.panels.panel_batch import missing
-from dpmon.ui.rows import plain
-from dpmon.ui.time_axis import axis_of, pictured
+from dpmon.ui.panels.panel_batch import missing_phase_notes
+from dpmon.ui.screen_data import ScreenData, View
+from dpmon.ui.screen_painter import places
+from dpmon.ui.styled_rows import plain_text
+from dpmon.ui.terminal_style import MONO as MONO_STYLES
+from dpmon.ui.terminal_style import UNICODE, TerminalStyle
+from dpmon.ui.time_axis import build_chart_columns, make_time_axis
 
-MONO = Look(UNICODE, MONO_STYLES, False)
+MONO = TerminalStyle(UNICODE, MONO_STYLES, False)
 
 
-def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> Facts:
+def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> ScreenData:
     """Return steps with a loader that delivers several batches together: one step waits, the others do not."""
     training = Training(step_ns=1_000_000)
     payloads = training.begin()
@@ -49,14 +49,14 @@ def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> 
     for index in range(steps):
         shares["data"] = long_ns // 10_000 if index % every == 0 else 3
         payloads += training.step()
-    return Facts(state_of(payloads), training.now, INFO, alive=True)
+    return ScreenData(state_of(payloads), training.now, INFO, alive=True)
 
 
 def test_panel_3_keeps_its_steps_until_the_first_of_another_mode() -> None:
     """For example after a toggle, or when a call that cannot be split runs on one device and also fails there."""
     training = Training()
     payloads = [*training.begin(), *training.run(100), *training.switch("single")]
-    facts = Facts(state_of(payloads), training.now, INFO, alive=True)
+    facts = ScreenData(state_of(payloads), training.now, INFO, alive=True)
     for seen in (facts, replace(facts, ended=exit_of(1, None, training.now))):
         text = text_of(seen, 120, 40)
         assert "3 Batch · dp ×2 · last 2 min" in text
@@ -91,7 +91,7 @@ def test_even_steps_have_no_such_word() -> None:
 def test_after_a_change_to_single_panel_3_has_no_columns_of_dp(size: tuple[int, int]) -> None:
     training = Training(devices=("cpu",), virtual=False)
     payloads = [*training.begin(), *training.run(20), *training.switch("single"), *training.run(100)]
-    facts = Facts(state_of(payloads), training.now, INFO, alive=True)
+    facts = ScreenData(state_of(payloads), training.now, INFO, alive=True)
     slot = places(facts, *size)["batch"]
     rows = [row[slot.x : slot.x + slot.width] for row in text_of(facts, *size).splitlines()]
     lines = rows[slot.y : slot.y + slot.height]
@@ -113,7 +113,7 @@ def test_panel_3_says_of_how_many_steps_the_devices_times_are(size: tuple[int, i
     for index in range(64):
         known = (1.0, 1.5, 0.7, 0.1) if index % 8 == 3 else (None,) * 4
         payloads += timed(training.run(1), of_step=known, why=Untimed.SAMPLED)
-    facts = Facts(state_of(payloads), training.now, INFO, alive=True)
+    facts = ScreenData(state_of(payloads), training.now, INFO, alive=True)
     assert "for 8 of the 64 steps (1 in 8)" in text_of(facts, *size)
 
 
@@ -121,13 +121,13 @@ def test_the_reason_for_a_dash_is_that_of_the_record() -> None:
     facts = facts_of(Training(), 40)
     process = facts.process
     assert process is not None
-    numbers = panel_batch.figures(facts)
-    assert missing(process, numbers) == []
+    numbers = panel_batch.shown_stats(facts)
+    assert missing_phase_notes(process, numbers) == []
     without = [phase._replace(ran=0, share=None, median_ns=None) for phase in numbers.phases]
     none = replace(numbers, phases=tuple(without))
 
     def said(**changes: Any) -> str:
-        return " | ".join(missing(focused(with_call(facts, **changes)), none))
+        return " | ".join(missing_phase_notes(focused(with_call(facts, **changes)), none))
 
     own = (
         "no data: no DataLoader | no scatter to gather: {} | no forward: no model was called | no backward: no backward"
@@ -149,7 +149,7 @@ def test_the_panel_says_which_parts_the_last_step_lacks() -> None:
 
     def said(**changes: Any) -> str:
         one = with_process(facts, last_step=step._replace(**changes))
-        rows = rows_text(panel_batch.batch(one, 200, 14, LOOK))
+        rows = rows_text(panel_batch.render_panel(one, 200, 14, LOOK))
         return rows[-1]
 
     assert said().startswith("r1")
@@ -158,7 +158,9 @@ def test_the_panel_says_which_parts_the_last_step_lacks() -> None:
 
 
 @pytest.mark.parametrize(("look", "mark"), [(LOOK, "▁"), (MONO_ASCII, "f"), (MONO, "f")])
-def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_none(look: Look, mark: str) -> None:
+def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_none(
+    look: TerminalStyle, mark: str
+) -> None:
     """Steps of 5 ms beside those of 200 ms are visible, however small; a blank column means "no steps"."""
     phases = [0] * len(PHASES)
     phases[PHASES.index("data")], phases[PHASES.index("forward")] = 1_000_000, 4_000_000
@@ -167,8 +169,8 @@ def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_n
         for number, (count, share) in enumerate(((2, 40.0), (3, 1.0), (3, 0.001), (0, 0.0)))
     )
     for height in (1, 5, 6):
-        rows = stacked([long, short, shorter, none, short], 6, height, 200_000_000, look)
-        text = [plain(row) for row in rows]
+        rows = stacked_columns([long, short, shorter, none, short], 6, height, 200_000_000, look)
+        text = [plain_text(row) for row in rows]
         phases_shown = height >= 6
         lowest = mark if phases_shown else look.glyphs.blocks[1]
         assert text[-1][0] not in (" ", lowest), text
@@ -181,8 +183,8 @@ def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_n
 def test_steps_that_took_no_time_the_clock_can_tell_are_steps() -> None:
     column = Column(0, "dp", count=5)
     for height in (1, 5, 6):
-        assert plain(stacked([column], 1, height, 1_000_000, LOOK)[-1]) == "▁"
-        assert plain(stacked([column], 1, height, 1_000_000, MONO_ASCII)[-1]) == "."
+        assert plain_text(stacked_columns([column], 1, height, 1_000_000, LOOK)[-1]) == "▁"
+        assert plain_text(stacked_columns([column], 1, height, 1_000_000, MONO_ASCII)[-1]) == "."
 
 
 @pytest.mark.parametrize("height", range(1, 13))
@@ -193,7 +195,7 @@ def test_a_chart_of_phases_shows_true_shares(height: int) -> None:
         phases = [int(1e6 * draw.random() ** 2) * (name in usual) for name in PHASES]
         column = Column(0, "dp", 1, 0, 0, tuple(phases))
         shown = dict.fromkeys(PHASES, 0)
-        for row in stacked([column], 1, height, sum(phases) / draw.uniform(0.75, 1.0), LOOK):
+        for row in stacked_columns([column], 1, height, sum(phases) / draw.uniform(0.75, 1.0), LOOK):
             ((text, style),) = row
             lower, _, upper = style.removeprefix("phase.").partition("/")
             if style.startswith("phase."):
@@ -205,11 +207,13 @@ def test_a_chart_of_phases_shows_true_shares(height: int) -> None:
         assert any(shown.values()) == (height >= 6)
 
 
-def ranged(seconds: int, span_s: int, *, over: bool) -> Facts:
+def ranged(seconds: int, span_s: int, *, over: bool) -> ScreenData:
     """Return a run of even steps over that time, seen over a time range."""
     training = Training(step_ns=SECOND)
     state = state_of([*training.begin(), *training.run(seconds)], span_s=span_s)
-    return Facts(state, training.now, INFO, View(span_s=span_s), ended=exit_of(0, None, training.now) if over else None)
+    return ScreenData(
+        state, training.now, INFO, View(span_s=span_s), ended=exit_of(0, None, training.now) if over else None
+    )
 
 
 @pytest.mark.parametrize("seconds", [3, 18, 80, 200, 500])
@@ -217,7 +221,7 @@ def ranged(seconds: int, span_s: int, *, over: bool) -> Facts:
 def test_the_columns_of_a_run_that_is_over_fill_the_axis(seconds: int, span: int) -> None:
     facts = ranged(seconds, span, over=True)
     for width in (60, 76, 116, 196):
-        rows = rows_text(panel_batch.batch(facts, width, 14, LOOK))
+        rows = rows_text(panel_batch.render_panel(facts, width, 14, LOOK))
         at = next(index for index, row in enumerate(rows) if "dp ─" in row)
         assert len(rows[at].rstrip()) == len(rows[at - 1].rstrip()) == width, rows[at]
         assert " " not in rows[at - 1][8:], rows[at - 1]
@@ -230,7 +234,7 @@ def test_a_short_evaluation_has_its_word_in_the_history() -> None:
         payloads += training.step(evaluates=True)
     payloads += training.run(40)
     facts = facts_of(training, 0, payloads)
-    rows = rows_text(panel_batch.batch(facts, 116, 14, LOOK))
+    rows = rows_text(panel_batch.render_panel(facts, 116, 14, LOOK))
     assert any("│evaluation" in row for row in rows), rows
 
 
@@ -238,8 +242,8 @@ def test_a_mode_that_has_just_begun_leaves_the_end_on_the_axis() -> None:
     training = Training(step_ns=1_000_000_000)
     payloads = [*training.begin(), *training.run(20), *training.switch("single"), *training.run(3)]
     state = state_of(payloads, span_s=120)
-    facts = Facts(state, training.now, INFO, View(span_s=120))
-    rows = rows_text(panel_batch.batch(facts, 116, 14, LOOK))
+    facts = ScreenData(state, training.now, INFO, View(span_s=120))
+    rows = rows_text(panel_batch.render_panel(facts, 116, 14, LOOK))
     (axis,) = [row for row in rows if "dp ─" in row]
     assert re.search(r"│single ─* (now )?\d\d:\d\d *$", axis), axis
 
@@ -252,8 +256,8 @@ def test_columns_stay_in_place_until_a_tenth_has_to_go() -> None:
         state = run.add(training.step()).state()
         process = state.representative
         assert process is not None
-        axis = axis_of(Facts(state, training.now, INFO, View(span_s=40), alive=True))
-        shown = [c.second for c in pictured(process, axis, 40).columns]
+        axis = make_time_axis(ScreenData(state, training.now, INFO, View(span_s=40), alive=True))
+        shown = [c.second for c in build_chart_columns(process, axis, 40).columns]
         assert shown[-1] == process.columns[-1].second, "the newest is always there"
         assert shown == list(range(shown[0], shown[-1] + 1))
         assert (shown[0] - process.began_ns // 10**9) % 4 == 0
@@ -266,13 +270,13 @@ def test_columns_stay_in_place_until_a_tenth_has_to_go() -> None:
 def test_the_longest_step_is_named_with_its_time_if_it_stands_out() -> None:
     training = Training(mode="single", devices=("cpu",), virtual=False, step_ns=16_000_000)
     payloads = [*training.begin(), *training.run(300)]
-    even = Facts(state_of(payloads, slowest=8), training.now, INFO, alive=True)
+    even = ScreenData(state_of(payloads, slowest=8), training.now, INFO, alive=True)
     assert "longest step" not in text_of(even, 120, 40)
     training.step_ns = 900_000_000
     payloads += training.run(1)
     training.step_ns = 16_000_000
     payloads += training.run(300)
-    facts = Facts(state_of(payloads, slowest=8), training.now, INFO, alive=True)
+    facts = ScreenData(state_of(payloads, slowest=8), training.now, INFO, alive=True)
     for size in ((80, 24), (120, 40), (200, 60)):
         words = r"longest step: (9\d\d m|1\.\d\d )s at 00:0[67], \d{3} ms more than usual in (for|back)ward"
         assert re.search(words, text_of(facts, *size))

@@ -15,31 +15,34 @@ from dpmon.model.step_timeline import Piece
 from dpmon.run.run_reader import PauseState
 from dpmon.text.cells import truncate
 from dpmon.text.palettes import FEW, PALETTES, Palette
-from dpmon.ui.chart import ceiling, filled_bar, range_bar, spark
-from dpmon.ui.dialogs import LineDialog
-from dpmon.ui.facts import Facts, View
-from dpmon.ui.footer import footer, hints, key_at
-from dpmon.ui.help import help_rows
-from dpmon.ui.look import ASCII, COLOUR, LETTERS, MONO, UNICODE, Look, choose
-from dpmon.ui.panels.panel_output import shifted
-from dpmon.ui.rows import box, fit, plain, width_of
-from dpmon.ui.waterfall import lane_row, main_row
+from dpmon.ui.chart import block_line, filled_bar, range_bar, round_up_nice
+from dpmon.ui.dialogs import LineInput
+from dpmon.ui.footer import current_key_hints, key_at, render_footer
+from dpmon.ui.help_text import help_rows
+from dpmon.ui.panels.panel_output import scroll_sideways
+from dpmon.ui.screen_data import ScreenData, View
+from dpmon.ui.step_waterfall import lane_row, main_row
+from dpmon.ui.styled_rows import draw_frame, fit_row, plain_text, row_width
+from dpmon.ui.terminal_style import ASCII, COLOUR, LETTERS, MONO, UNICODE, TerminalStyle, choose_style
 
 
-def some_facts() -> Facts:
+def some_facts() -> ScreenData:
     training = Training()
     state = state_of([*training.begin(), *training.run(20)])
-    return Facts(state, training.now, alive=True, can_toggle=True, can_type=True)
+    return ScreenData(state, training.now, alive=True, can_toggle=True, can_type=True)
 
 
 def test_the_footer_offers_only_what_works() -> None:
     facts = some_facts()
     view = "l slow steps [ ] range < > time s picture e export r report"
     said = f"d → single space freeze 1-6 panel enter zoom i input w why {view} x stop"
-    assert " ".join(plain(footer(facts, 200, LOOK)[0]).split()) == said + " t theme + - refresh : list ? help q leave"
+    assert (
+        " ".join(plain_text(render_footer(facts, 200, LOOK)[0]).split())
+        == said + " t theme + - refresh : list ? help q leave"
+    )
     nothing = replace(facts, can_toggle=False, can_type=False, ended=exit_of(0, None, 1))
     said = f"1-6 panel enter zoom {view} C compare t theme + - refresh : list ? help q close"
-    assert " ".join(plain(footer(nothing, 200, LOOK)[0]).split()) == said
+    assert " ".join(plain_text(render_footer(nothing, 200, LOOK)[0]).split()) == said
 
 
 @pytest.mark.parametrize("over", [False, True])
@@ -47,11 +50,11 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
     facts = replace(some_facts(), can_pause=True)
     if over:
         facts = replace(some_facts(), can_toggle=False, can_type=False, ended=exit_of(1, None, 1))
-    everything = {f"{key} {word}" for key, word in [hint[:2] for hint in hints(facts)]}
+    everything = {f"{key} {word}" for key, word in [hint[:2] for hint in current_key_hints(facts)]}
     least = len(everything)
     for width in range(200, 39, -1):
-        row = footer(facts, width, LOOK)[0]
-        text = plain(row)
+        row = render_footer(facts, width, LOOK)[0]
+        text = plain_text(row)
         assert "? help" in text
         assert (": more" in text) == (": list" not in text)
         assert text.rstrip().endswith("close" if over else "leave")
@@ -63,49 +66,49 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
             assert key_at(row, text.index(f" {key} ") + 1) == key
     assert least >= 4
     wanted = "r report e export" if over else "d →single p pause space hold 1-6 panel enter zoom x stop"
-    assert set(wanted.split()) <= set(plain(footer(facts, 80, LOOK)[0]).split())
+    assert set(wanted.split()) <= set(plain_text(render_footer(facts, 80, LOOK)[0]).split())
 
 
 def test_the_narrowest_footer_keeps_the_keys_that_resume() -> None:
     facts = replace(some_facts(), can_pause=True, pausing=PauseState(wanted=True), view=View(frozen=True))
-    assert "p resume" in plain(footer(facts, 40, LOOK)[0])
-    assert "space go on" in plain(footer(replace(facts, can_pause=False), 42, LOOK)[0])
+    assert "p resume" in plain_text(render_footer(facts, 40, LOOK)[0])
+    assert "space go on" in plain_text(render_footer(replace(facts, can_pause=False), 42, LOOK)[0])
 
 
 @pytest.mark.parametrize("width", range(1, 20))
 def test_cutting_measures_cells_and_leaves_a_sign(width: int) -> None:
     for text in ("short", "漢字漢字漢字漢字漢字", "a漢b字c漢d字e漢f"):
         shown = truncate(text, width)
-        assert width_of([(shown, "")]) <= width
-        if width_of([(text, "")]) > width:
+        assert row_width([(shown, "")]) <= width
+        if row_width([(text, "")]) > width:
             assert shown.endswith("…")
-        assert width_of(fit([(text, "x"), (text, "y")], width)) == width
+        assert row_width(fit_row([(text, "x"), (text, "y")], width)) == width
 
 
 def test_a_frame_says_what_it_left_out() -> None:
-    rows = box([("Title", "")], [("corner", "")], [[(str(i), "")] for i in range(10)], 30, 6, UNICODE)
-    assert plain(rows[-1]).endswith(" 6 more ↓ ─╯")
-    assert {width_of(row) for row in rows} == {30}
-    folded = box([("Title", "")], [("42 %", "")], [], 30, 1, UNICODE)
-    assert plain(folded[0]).split() == ["Title", "42", "%"]
+    rows = draw_frame([("Title", "")], [("corner", "")], [[(str(i), "")] for i in range(10)], 30, 6, UNICODE)
+    assert plain_text(rows[-1]).endswith(" 6 more ↓ ─╯")
+    assert {row_width(row) for row in rows} == {30}
+    folded = draw_frame([("Title", "")], [("42 %", "")], [], 30, 1, UNICODE)
+    assert plain_text(folded[0]).split() == ["Title", "42", "%"]
     title = [("1 Devices", ""), (" · host", "")]
     for width in range(8, 40):
-        (row,) = box(title, [("cpu 100 %", "")], [], width, 1, UNICODE)
-        assert width_of(row) == width
-        text = plain(row).rstrip()
+        (row,) = draw_frame(title, [("cpu 100 %", "")], [], width, 1, UNICODE)
+        assert row_width(row) == width
+        text = plain_text(row).rstrip()
         assert "cpu" not in text or text.endswith("cpu 100 %"), "the whole number, or none"
         assert width < 11 or text.startswith(" 1 Devices")
         assert ("cpu" in text) == (width >= 22)
-        assert not text or width < 12 or plain(row).endswith(" "), "the next title does not touch it"
+        assert not text or width < 12 or plain_text(row).endswith(" "), "the next title does not touch it"
 
 
 def test_bars_and_lines() -> None:
-    assert plain(filled_bar((0.5,), 8, UNICODE)) == "━━━━────"
-    assert plain(filled_bar((0.001,), 8, UNICODE)) == "━───────", "something is never nothing"
-    assert plain(filled_bar((0.0,), 8, UNICODE)) == "────────"
-    assert plain(filled_bar(None, 4, UNICODE)) == "····"
-    assert spark([0, 50, 100, None], 6, UNICODE) == " ▄█·  "
-    assert spark([0, 1, 100], 3, ASCII) == " .@"
+    assert plain_text(filled_bar((0.5,), 8, UNICODE)) == "━━━━────"
+    assert plain_text(filled_bar((0.001,), 8, UNICODE)) == "━───────", "something is never nothing"
+    assert plain_text(filled_bar((0.0,), 8, UNICODE)) == "────────"
+    assert plain_text(filled_bar(None, 4, UNICODE)) == "····"
+    assert block_line([0, 50, 100, None], 6, UNICODE) == " ▄█·  "
+    assert block_line([0, 1, 100], 3, ASCII) == " .@"
     assert range_bar(1, 2, 4, 4, 9, UNICODE) == "  ╶─●───╴"
 
 
@@ -113,20 +116,22 @@ def test_bars_and_lines() -> None:
     ("value", "top"), [(0.9, 1.0), (1.0, 1.0), (10.3e6, 12e6), (10.0, 10.0), (7, 8), (0, 1.0), (123, 150)]
 )
 def test_scales_are_round(value: float, top: float) -> None:
-    assert ceiling(value) == pytest.approx(top)
+    assert round_up_nice(value) == pytest.approx(top)
 
 
 def test_shifting_long_lines() -> None:
     rows = [[("abcdef", "x"), ("ghi", "y")], [("ab", "")], [], [("漢字漢字", "")]]
-    assert [plain(row) for row in shifted(rows, 4)] == ["…fghi", "…", "", "… 字"], "what is hidden leaves a sign"
-    assert shifted(rows, 0) == rows
+    assert [plain_text(row) for row in scroll_sideways(rows, 4)] == ["…fghi", "…", "", "… 字"], (
+        "what is hidden leaves a sign"
+    )
+    assert scroll_sideways(rows, 0) == rows
 
 
 @pytest.mark.parametrize("width", [76, 108])
 def test_the_help_explains_every_phase_in_a_sentence(width: int) -> None:
     rows = help_rows(width, LOOK)
-    assert all(width_of(row) <= width for row in rows)
-    text = " ".join(plain(row) for row in rows)
+    assert all(row_width(row) <= width for row in rows)
+    text = " ".join(plain_text(row) for row in rows)
     for word in LETTERS:
         assert f"{word} " in text
     for panel in ("1 Devices", "2 Replicas", "3 Batch", "5 Output"):
@@ -134,22 +139,22 @@ def test_the_help_explains_every_phase_in_a_sentence(width: int) -> None:
 
 
 def test_the_look_follows_the_terminal() -> None:
-    assert choose({"TERM": "xterm-256color"}, "utf-8") == LOOK
-    assert choose({"TERM": "xterm", "NO_COLOR": "1"}, "UTF-8").styles is MONO
-    assert choose({"TERM": "xterm"}, "ANSI_X3.4-1968").glyphs is ASCII
-    assert choose({"TERM": "linux"}, "utf-8").glyphs is ASCII
-    plain_one = choose({"TERM": "vt100"}, "utf-8")
+    assert choose_style({"TERM": "xterm-256color"}, "utf-8") == LOOK
+    assert choose_style({"TERM": "xterm", "NO_COLOR": "1"}, "UTF-8").styles is MONO
+    assert choose_style({"TERM": "xterm"}, "ANSI_X3.4-1968").glyphs is ASCII
+    assert choose_style({"TERM": "linux"}, "utf-8").glyphs is ASCII
+    plain_one = choose_style({"TERM": "vt100"}, "utf-8")
     assert (plain_one.glyphs, plain_one.styles, plain_one.colour) == (ASCII, MONO, False)
-    assert choose({}, None).glyphs is ASCII
+    assert choose_style({}, None).glyphs is ASCII
 
 
 def test_a_requested_theme_takes_precedence_over_no_color() -> None:
-    light = choose({"TERM": "xterm", "NO_COLOR": "1"}, "utf-8", "light")
+    light = choose_style({"TERM": "xterm", "NO_COLOR": "1"}, "utf-8", "light")
     assert light.colour
     assert light.style("").bgcolor == Color.parse(PALETTES["light"].background)
-    assert not choose({"TERM": "vt100"}, "utf-8", "light").colour, "what the terminal cannot show stays so"
-    assert choose({"TERM": "xterm"}, "utf-8", "ascii").glyphs is ASCII
-    assert not choose({"TERM": "xterm"}, "utf-8", "mono").colour
+    assert not choose_style({"TERM": "vt100"}, "utf-8", "light").colour, "what the terminal cannot show stays so"
+    assert choose_style({"TERM": "xterm"}, "utf-8", "ascii").glyphs is ASCII
+    assert not choose_style({"TERM": "xterm"}, "utf-8", "mono").colour
 
 
 @pytest.mark.parametrize(
@@ -161,7 +166,7 @@ def test_a_requested_theme_takes_precedence_over_no_color() -> None:
     ],
 )
 def test_the_next_theme_is_one_that_the_terminal_can_show(terminal: str, encoding: str, themes: list[str]) -> None:
-    look = choose({"TERM": terminal}, encoding)
+    look = choose_style({"TERM": terminal}, encoding)
     for theme in themes:
         look = look.next()
         assert look.theme == theme
@@ -170,7 +175,7 @@ def test_the_next_theme_is_one_that_the_terminal_can_show(terminal: str, encodin
 @pytest.mark.parametrize("theme", PALETTES)
 def test_phases_stay_apart_on_a_terminal_of_sixteen_colours(theme: str) -> None:
     """Compare the colours that Rich sends to it; without special colours, phases would have the same."""
-    look = choose({"TERM": "screen"}, "utf-8", theme)
+    look = choose_style({"TERM": "screen"}, "utf-8", theme)
 
     def sent(name: str) -> Color:
         style = look.style(name)
@@ -193,9 +198,9 @@ def test_phases_stay_apart_on_a_terminal_of_sixteen_colours(theme: str) -> None:
 def test_the_number_of_colours_is_the_one_that_rich_finds(term: str, more: dict[str, str]) -> None:
     environ = {"TERM": term, **more}
     rich = Console(force_terminal=True, _environ=environ).color_system
-    assert choose(environ, "utf-8", "dark").few == (rich == "standard")
+    assert choose_style(environ, "utf-8", "dark").few == (rich == "standard")
     for told in ("standard", "256", "truecolor"):
-        assert choose({**environ, "TEXTUAL_COLOR_SYSTEM": told}, "utf-8").few == (told == "standard")
+        assert choose_style({**environ, "TEXTUAL_COLOR_SYSTEM": told}, "utf-8").few == (told == "standard")
 
 
 @pytest.mark.parametrize("palette", FEW.values(), ids=lambda p: p.name)
@@ -230,12 +235,12 @@ def test_everything_stands_out_from_its_background(palette: Palette) -> None:
 def test_a_scripts_colours_stay_legible_on_a_light_background() -> None:
     for theme in ("light", "dark"):
         for colour in ("color(231)", "color(16)", "#ffff00", "#000010"):
-            style = choose({"TERM": "xterm"}, "utf-8", theme).style(f"sgr:{colour}::")
+            style = choose_style({"TERM": "xterm"}, "utf-8", theme).style(f"sgr:{colour}::")
             assert style.color is not None
             assert style.color.triplet is not None
             light = 0.299 * style.color.triplet[0] + 0.587 * style.color.triplet[1] + 0.114 * style.color.triplet[2]
             assert (light < 190) if theme == "light" else (light > 80), (theme, colour)
-    both = choose({"TERM": "xterm"}, "utf-8", "light").style("sgr:#ffffff:#000000:")
+    both = choose_style({"TERM": "xterm"}, "utf-8", "light").style("sgr:#ffffff:#000000:")
     assert both.color == Color.parse("#ffffff"), "with a background of its own it stays"
 
 
@@ -255,11 +260,11 @@ PIECES = (
 
 @pytest.mark.parametrize("width", [1, 5, 8, 20, 50, 100, 199])
 @pytest.mark.parametrize("look", [LOOK, MONO_ASCII], ids=["colour", "ascii"])
-def test_a_step_in_time_is_as_wide_as_it_should_be_and_names_what_has_room(width: int, look: Look) -> None:
+def test_a_step_in_time_is_as_wide_as_it_should_be_and_names_what_has_room(width: int, look: TerminalStyle) -> None:
     row = main_row(PIECES, width, 100.0, look, (0, 95))
-    assert width_of(row) == width
-    assert width_of(lane_row(PIECES, width, 100.0, look)) == width
-    text = plain(row)
+    assert row_width(row) == width
+    assert row_width(lane_row(PIECES, width, 100.0, look)) == width
+    text = plain_text(row)
     if width >= 50:
         assert "Replicate" in text
         assert "Backward" in text
@@ -270,21 +275,21 @@ def test_a_step_in_time_is_as_wide_as_it_should_be_and_names_what_has_room(width
 
 def test_a_step_in_time_ends_on_eighths_of_a_cell() -> None:
     row = main_row((Piece("data", 0, 25), Piece("backward", 25, 80)), 10, 100.0, LOOK, (0, 0))
-    assert plain(row)[2] == "▌"
+    assert plain_text(row)[2] == "▌"
     assert row[1][1] == "phase.data/backward"
     started = main_row((Piece("apply", 25, 100),), 10, 100.0, LOOK, (0, 0))
-    assert plain(started).startswith("  ▌ Apply")
+    assert plain_text(started).startswith("  ▌ Apply")
     assert started[1][1] == "chip.apply", "the colour behind lies upon the phase's own"
-    halves = plain(lane_row((Piece("apply", 25, 75),), 10, 100.0, LOOK))
+    halves = plain_text(lane_row((Piece("apply", 25, 75),), 10, 100.0, LOOK))
     assert halves == "  ╺━━━━╸  "
 
 
 def test_a_piece_too_short_for_a_cell_is_not_lost_in_a_lane() -> None:
-    assert plain(lane_row((Piece("apply", 500, 501),), 20, 1000.0, LOOK)).strip() == "╸"
+    assert plain_text(lane_row((Piece("apply", 500, 501),), 20, 1000.0, LOOK)).strip() == "╸"
 
 
 def test_a_hidden_line_is_typed_without_echo() -> None:
-    line = LineDialog("Input", "", LOOK, hidden=True)
+    line = LineInput("Input", "", LOOK, hidden=True)
     line.typed = "hunter2"
     text = "".join(part for row in line.content(40, 5) for part, _ in row)
     assert "hunter2" not in text

@@ -12,13 +12,13 @@ from synthetic import SECOND, Training, host_event
 from dpmon.model.run_snapshot import PauseChange, RunSnapshot, WarningRecord, toggle_refusal
 from dpmon.run.run_directory import ExitInfo
 from dpmon.run.run_reader import _RANKS, PauseState
-from dpmon.ui.facts import Facts, Toggle, View, devices_in_short, life
-from dpmon.ui.footer import hints
-from dpmon.ui.look import Look
-from dpmon.ui.paint import joined, paint, places, whole
-from dpmon.ui.panels.panel_output import Output, Tail
-from dpmon.ui.panels.panel_status import status
-from dpmon.ui.rows import cropped, plain, width_of
+from dpmon.ui.footer import current_key_hints
+from dpmon.ui.panels.panel_output import LogTail, OutputView
+from dpmon.ui.panels.panel_status import render_panel
+from dpmon.ui.screen_data import ModeRequest, ScreenData, View, describe_activity, format_devices
+from dpmon.ui.screen_painter import join_panels, paint_panels, paint_screen, places
+from dpmon.ui.styled_rows import crop_row, plain_text, row_width
+from dpmon.ui.terminal_style import TerminalStyle
 
 SIZES = [
     (80, 24),
@@ -36,7 +36,7 @@ SIZES = [
 
 
 @pytest.fixture
-def output(tmp_path: Path) -> Output:
+def output(tmp_path: Path) -> OutputView:
     path = tmp_path / "output.log"
     path.write_bytes(
         b"".join(
@@ -44,69 +44,82 @@ def output(tmp_path: Path) -> Output:
             for i in range(300)
         )
     )
-    tail = Tail(path)
+    tail = LogTail(path)
     tail.refresh()
-    return Output([tail])
+    return OutputView([tail])
 
 
 @pytest.mark.parametrize("look", [LOOK, MONO_ASCII], ids=["colour", "mono ascii"])
 @pytest.mark.parametrize("name", list(situations()))
-def test_every_row_is_exactly_as_wide_as_the_screen(name: str, look: Look, output: Output) -> None:
+def test_every_row_is_exactly_as_wide_as_the_screen(name: str, look: TerminalStyle, output: OutputView) -> None:
     facts = situations()[name]
     for width, height in SIZES:
-        rows = whole(facts, output, width, height, look)
+        rows = paint_screen(facts, output, width, height, look)
         assert len(rows) == height
-        assert {width_of(row) for row in rows} == {width}, f"{width}x{height}"
-        text = "\n".join(plain(row) for row in rows)
+        assert {row_width(row) for row in rows} == {width}, f"{width}x{height}"
+        text = "\n".join(plain_text(row) for row in rows)
         assert not any((ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 or c == "\u202e" for c in text)
 
 
 def test_the_first_seconds_tell_what_happens() -> None:
-    before = Facts(RunSnapshot(), 2 * SECOND, INFO)
-    assert life(before) == ("starting", "wait", "2 s")
-    assert life(replace(before, alive=True)) == ("starting", "wait", "2 s")
-    assert life(replace(before, alive=True, now_ns=75 * SECOND)) == ("starting", "wait", "no PyTorch seen yet, 75 s")
+    before = ScreenData(RunSnapshot(), 2 * SECOND, INFO)
+    assert describe_activity(before) == ("starting", "wait", "2 s")
+    assert describe_activity(replace(before, alive=True)) == ("starting", "wait", "2 s")
+    assert describe_activity(replace(before, alive=True, now_ns=75 * SECOND)) == (
+        "starting",
+        "wait",
+        "no PyTorch seen yet, 75 s",
+    )
     importing = replace(before, alive=True, stage=("importing torch", SECOND))
-    assert life(importing) == ("starting", "wait", "importing torch, 1 s")
+    assert describe_activity(importing) == ("starting", "wait", "importing torch, 1 s")
     imported = replace(before, alive=True, stage=("torch imported", SECOND))
-    assert life(imported) == ("starting", "wait", "waiting for the first step, 1 s")
+    assert describe_activity(imported) == ("starting", "wait", "waiting for the first step, 1 s")
     assert "starting: importing torch, 1 s" in text_of(importing, 80, 24)
     # A script without a loader also has steps.
     begun = replace(imported, state=state_of(Training().begin()))
     in_forward = replace(begun, activities={0: ("forward", SECOND // 2)})
-    assert life(in_forward) == ("starting", "wait", "first step in forward, 2 s")
-    assert life(replace(begun, activities={0: ("data", SECOND // 2)})) == (
+    assert describe_activity(in_forward) == ("starting", "wait", "first step in forward, 2 s")
+    assert describe_activity(replace(begun, activities={0: ("data", SECOND // 2)})) == (
         "waiting for data",
         "wait",
         "first batch, 2 s",
     )
-    assert life(replace(begun, activities={0: ("other", SECOND // 2)})).detail == "first step in the script, 2 s"
-    assert life(replace(begun, activities={0: ("other", begun.now_ns - 1)})) == ("starting", "wait", "first step")
+    assert (
+        describe_activity(replace(begun, activities={0: ("other", SECOND // 2)})).detail
+        == "first step in the script, 2 s"
+    )
+    assert describe_activity(replace(begun, activities={0: ("other", begun.now_ns - 1)})) == (
+        "starting",
+        "wait",
+        "first step",
+    )
     learning = replace(begun, state=replace(begun.state, open_calls=11), activities={0: ("other", SECOND // 2)})
-    assert life(learning) == ("training", "wait", "11 calls so far; the end of a step is not known yet")
+    assert describe_activity(learning) == ("training", "wait", "11 calls so far; the end of a step is not known yet")
     assert "11 calls so far" in text_of(learning, 80, 24)
 
 
 def test_between_two_trainings_the_next_one_is_on_its_way() -> None:
     facts = facts_of(Training())
     ended = replace(facts, now_ns=facts.now_ns + 9 * SECOND, activities={0: ("ended", facts.now_ns)})
-    assert life(replace(ended, stage=("torch imported", SECOND))).word == "ending", "its own start was before its end"
+    assert describe_activity(replace(ended, stage=("torch imported", SECOND))).word == "ending", (
+        "its own start was before its end"
+    )
     next_one = replace(ended, stage=("importing torch", facts.now_ns + 7 * SECOND))
-    assert life(next_one) == ("starting", "wait", "importing torch, 2 s")
-    assert life(replace(next_one, ending=True)).word == "ending"
+    assert describe_activity(next_one) == ("starting", "wait", "importing torch, 2 s")
+    assert describe_activity(replace(next_one, ending=True)).word == "ending"
 
 
 def test_a_waiting_script_is_shown_with_the_key_to_type_a_line() -> None:
-    before = Facts(
+    before = ScreenData(
         RunSnapshot(), 5 * SECOND, INFO, alive=True, stage=("torch imported", SECOND), reads_since_ns=2 * SECOND
     )
-    assert life(before) == ("waiting for input", "wait", "3 s")
-    assert life(replace(before, can_type=True)).detail == "3 s: press i"
+    assert describe_activity(before) == ("waiting for input", "wait", "3 s")
+    assert describe_activity(replace(before, can_type=True)).detail == "3 s: press i"
     worked = facts_of(Training())
     training = replace(worked, now_ns=worked.now_ns + 3 * SECOND, reads_since_ns=worked.now_ns)
-    assert life(training).word == "waiting for input"
+    assert describe_activity(training).word == "waiting for input"
     assert "i input" in text_of(training, 80, 24).splitlines()[-1]
-    assert life(replace(training, reads_since_ns=None)).word == "training"
+    assert describe_activity(replace(training, reads_since_ns=None)).word == "training"
 
 
 def test_a_wait_for_input_is_shown_after_a_second_and_until_the_next_step_ends() -> None:
@@ -115,17 +128,17 @@ def test_a_wait_for_input_is_shown_after_a_second_and_until_the_next_step_ends()
     later = replace(training, now_ns=training.now_ns + 3 * SECOND)
     for facts, since in ((training, training.now_ns - SECOND // 2), (later, SECOND), (later, later.now_ns + SECOND)):
         seen = replace(facts, reads_since_ns=since)
-        assert life(seen).word == "training"
+        assert describe_activity(seen).word == "training"
         assert seen.input_wait_ns is None
 
 
 def test_waiting_for_data_is_shown_only_after_a_second() -> None:
     facts = facts_of(Training())
-    assert life(replace(facts, activities={0: ("data", facts.now_ns - SECOND // 2)})).word == "training"
+    assert describe_activity(replace(facts, activities={0: ("data", facts.now_ns - SECOND // 2)})).word == "training"
     waiting = replace(facts, now_ns=facts.now_ns + 4 * SECOND, activities={0: ("data", facts.now_ns)})
-    assert life(waiting) == ("waiting for data", "wait", "4 s")
+    assert describe_activity(waiting) == ("waiting for data", "wait", "4 s")
     stuck = replace(facts, now_ns=facts.now_ns + 9 * SECOND, activities={0: ("backward", facts.now_ns)})
-    assert life(stuck) == ("training", "good", "in backward 9 s")
+    assert describe_activity(stuck) == ("training", "good", "in backward 9 s")
 
 
 @pytest.mark.parametrize(
@@ -170,13 +183,13 @@ def test_a_vanished_run_is_shown_without_an_invented_status() -> None:
 
 def test_a_toggle_is_pending_then_done_or_refused() -> None:
     facts = facts_of(Training())
-    pending = replace(facts, toggle=Toggle("single", "pending", facts.now_ns - 2 * SECOND))
+    pending = replace(facts, toggle=ModeRequest("single", "pending", facts.now_ns - 2 * SECOND))
     assert "→ single pending 2 s: the training answers at its next call" in text_of(pending, 80, 24)
     paused = replace(pending, pausing=PauseState(wanted=True, since_ns=facts.now_ns - SECOND))
     assert "→ single pending 2 s: the training answers once it goes on (p)" in text_of(paused, 80, 24)
-    done = replace(facts, toggle=Toggle("single", "done", facts.now_ns, step=12_340))
+    done = replace(facts, toggle=ModeRequest("single", "done", facts.now_ns, step=12_340))
     assert "single from step 12,340 on" in text_of(done, 80, 24)
-    refused = replace(facts, toggle=Toggle("single", "refused", facts.now_ns, reason="it is DDP"))
+    refused = replace(facts, toggle=ModeRequest("single", "refused", facts.now_ns, reason="it is DDP"))
     assert "single refused: it is DDP" in text_of(refused, 80, 24)
 
 
@@ -191,7 +204,7 @@ def test_the_status_says_mode_devices_and_that_they_are_virtual_with_the_reason(
 @pytest.mark.parametrize("width", [120, 160, 200])
 def test_the_status_row_is_not_cut(width: int) -> None:
     facts = facts_of(Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False))
-    assert "…" not in plain(status(facts, width, 2, LOOK)[0])
+    assert "…" not in plain_text(render_panel(facts, width, 2, LOOK)[0])
 
 
 def test_dropped_records_are_counted_on_the_screen() -> None:
@@ -203,7 +216,7 @@ def test_warnings_are_shown_and_have_a_key() -> None:
     facts = warned(facts_of(Training()), "the hook\x1b[2J took itself out")
     text = text_of(facts, 120, 40)
     assert "warning: the hook\ufffd[2J took itself out" in text
-    assert ("W", "warnings") in [hint[:2] for hint in hints(facts)]
+    assert ("W", "warnings") in [hint[:2] for hint in current_key_hints(facts)]
 
 
 @pytest.mark.parametrize(
@@ -218,14 +231,14 @@ def test_warnings_are_shown_and_have_a_key() -> None:
     ],
 )
 def test_devices_in_short(devices: tuple[str, ...], short: str) -> None:
-    assert devices_in_short(devices) == short
+    assert format_devices(devices) == short
 
 
-def warned(facts: Facts, text: str) -> Facts:
+def warned(facts: ScreenData, text: str) -> ScreenData:
     return replace(facts, state=replace(facts.state, warnings=(WarningRecord(0, facts.now_ns, text),)))
 
 
-def missing(facts: Facts, count: int) -> Facts:
+def missing(facts: ScreenData, count: int) -> ScreenData:
     return replace(facts, state=replace(facts.state, missed=count))
 
 
@@ -241,25 +254,25 @@ def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_above_the_footer(
     which: str, size: tuple[int, int]
 ) -> None:
     facts = facts_of(Training())
-    plain_rows = whole(facts, Output(), *size, LOOK)
+    plain_rows = paint_screen(facts, OutputView(), *size, LOOK)
     if which == "toggle":
-        facts = replace(facts, toggle=Toggle("single", "refused", facts.now_ns, None, LONG))
+        facts = replace(facts, toggle=ModeRequest("single", "refused", facts.now_ns, None, LONG))
     elif which == "pause":
         pause = PauseChange(0, facts.now_ns, None, False, None, None, LONG)
         facts = replace(facts, state=replace(facts.state, pauses=(pause,)))
     else:
         facts = replace(facts, view=View(message=LONG))
-    rows = whole(facts, Output(), *size, LOOK)
-    assert [width_of(row) for row in rows] == [size[0]] * size[1]
-    at = next(index for index, row in enumerate(rows) if "in full" in plain(row))
-    note = [plain(row).split("│")[1].strip() for row in rows[at + 1 : at + 10] if "│" in plain(row)]
+    rows = paint_screen(facts, OutputView(), *size, LOOK)
+    assert [row_width(row) for row in rows] == [size[0]] * size[1]
+    at = next(index for index, row in enumerate(rows) if "in full" in plain_text(row))
+    note = [plain_text(row).split("│")[1].strip() for row in rows[at + 1 : at + 10] if "│" in plain_text(row)]
     assert LONG in " ".join(note)
-    assert plain(rows[-1]) == plain(plain_rows[-1])
+    assert plain_text(rows[-1]) == plain_text(plain_rows[-1])
     slots = places(facts, *size)
-    below = joined(slots, paint(facts, Output(), slots, LOOK, noted=False))
-    assert "in full" not in "".join(map(plain, below)), "a dialog is over it"
+    below = join_panels(slots, paint_panels(facts, OutputView(), slots, LOOK, noted=False))
+    assert "in full" not in "".join(map(plain_text, below)), "a dialog is over it"
     later = replace(facts, now_ns=facts.now_ns + 20 * SECOND, view=View())
-    assert "in full" not in "".join(plain(row) for row in whole(later, Output(), *size, LOOK))
+    assert "in full" not in "".join(plain_text(row) for row in paint_screen(later, OutputView(), *size, LOOK))
 
 
 def test_the_refusals_of_ranks_fit_in_the_row_of_answers() -> None:
@@ -270,11 +283,11 @@ def test_the_refusals_of_ranks_fit_in_the_row_of_answers() -> None:
 
 
 def test_a_note_too_long_for_the_screen_says_so_and_a_short_answer_makes_none() -> None:
-    facts = facts_of(Training(), toggle=Toggle("single", "refused", 0, None, LONG), now_ns=SECOND)
+    facts = facts_of(Training(), toggle=ModeRequest("single", "refused", 0, None, LONG), now_ns=SECOND)
     text = text_of(facts, 40, 10)
     assert "in full" in text
     assert "…" in text.split("in full")[1]
-    short = replace(facts, toggle=Toggle("single", "refused", 0, None, "no"))
+    short = replace(facts, toggle=ModeRequest("single", "refused", 0, None, "no"))
     assert "in full" not in text_of(short, 80, 24)
 
 
@@ -307,6 +320,6 @@ def test_a_warning_stands_beside_the_state_that_had_no_room_above(width: int, mi
 
 def test_a_row_is_cropped_by_cells() -> None:
     row = [("ab", "x"), ("中c", "y")]
-    assert cropped(row, 1, 4) == [("b", "x"), ("中", "y")]
-    assert cropped(row, 0, 3) == [("ab", "x"), (" ", "y")]
-    assert cropped(row, 3, 9) == [(" c", "y")]
+    assert crop_row(row, 1, 4) == [("b", "x"), ("中", "y")]
+    assert crop_row(row, 0, 3) == [("ab", "x"), (" ", "y")]
+    assert crop_row(row, 3, 9) == [(" c", "y")]

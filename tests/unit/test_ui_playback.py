@@ -11,10 +11,10 @@ from situations import LOOK
 from test_run_playback import SECOND, Clock, a_run
 from textual.pilot import Pilot
 
-from dpmon.ui.facts import Playing
-from dpmon.ui.footer import position_at, timeline
+from dpmon.ui.footer import position_at, render_timeline
 from dpmon.ui.playback import Playback, Player
-from dpmon.ui.rows import plain, width_of
+from dpmon.ui.screen_data import PlaybackPosition
+from dpmon.ui.styled_rows import plain_text, row_width
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ async def test_keys_play_stop_step_and_seek(state: Path) -> None:
         assert "playing" in app.text()[-1]
         assert "2×" in app.text()[-1]
         clock.pass_s(5)
-        app._control(lambda player: None)
+        app._control_player(lambda player: None)
         assert "00:00:10" in app.text()[-1]
         assert app.feed.state.newest_ns == 10 * SECOND
         await pilot.press("space")
@@ -77,9 +77,9 @@ async def test_a_click_on_the_line(state: Path) -> None:
 @pytest.mark.parametrize("part", [0.0, 0.3, 1.0])
 def test_the_time_line_has_its_width_and_marks_the_position(width: int, part: float) -> None:
     length = 3600 * SECOND
-    (row,) = timeline(Playing(int(length * part), length, True, 0.25), width, LOOK)
-    assert width_of(row) == width
-    text = plain(row)
+    (row,) = render_timeline(PlaybackPosition(int(length * part), length, True, 0.25), width, LOOK)
+    assert row_width(row) == width
+    text = plain_text(row)
     assert text.startswith(" playing 0.25× ")
     assert text.index("●") >= 0
     assert "…" not in text

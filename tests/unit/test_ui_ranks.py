@@ -16,22 +16,24 @@ from dpmon.model.run_snapshot import MOST_RANKS, ProcessInfo, RunSnapshot, toggl
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.model.throughput import throughput_of
 from dpmon.store.step_stats import StatsWindow
-from dpmon.ui.facts import Facts, View, mode_words
-from dpmon.ui.paint import places, rank_room, whole
 from dpmon.ui.panels import panel_ranks
-from dpmon.ui.panels.panel_output import Output
-from dpmon.ui.panels.panel_status import status
-from dpmon.ui.rows import plain, width_of
+from dpmon.ui.panels.panel_output import OutputView
+from dpmon.ui.panels.panel_status import render_panel
+from dpmon.ui.screen_data import ScreenData, View, format_mode_and_devices
+from dpmon.ui.screen_painter import max_visible_ranks, paint_screen, places
+from dpmon.ui.styled_rows import plain_text, row_width
 
 
-def facts_of(ranks: int, *, world: int | None = None, steps: int = 200, via: str = "DistributedDataParallel") -> Facts:
+def facts_of(
+    ranks: int, *, world: int | None = None, steps: int = 200, via: str = "DistributedDataParallel"
+) -> ScreenData:
     """Return a run of ranks; the last one has smaller batches and slower steps."""
     return recorded(ranks, world=world, steps=steps, via=via)[1]
 
 
 def recorded(
     ranks: int, *, world: int | None = None, steps: int = 200, via: str = "DistributedDataParallel"
-) -> tuple[Recording, Facts]:
+) -> tuple[Recording, ScreenData]:
     """Return the same, with its recording."""
     run = Recording()
     now = 0
@@ -44,7 +46,7 @@ def recorded(
         begin = [in_world(row, ranks if world is None else world) for row in one.begin()]
         run.add([*begin, *one.run(steps)], rank + 1, rank)
         now = max(now, one.now)
-    return run, Facts(run.state(), now + SECOND // 10, INFO, alive=True, can_toggle=True)
+    return run, ScreenData(run.state(), now + SECOND // 10, INFO, alive=True, can_toggle=True)
 
 
 def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
@@ -54,10 +56,10 @@ def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
     process = state.representative
     assert process is not None
     assert process.mode == "single"
-    assert mode_words(process, "x")[0] == "ddp x2"
+    assert format_mode_and_devices(process, "x")[0] == "ddp x2"
     assert process.last_called_root is not None
     taught = replace(process, calls={("Teacher", None): process.last_called_root, **process.calls})
-    assert mode_words(taught, "x")[0] == "ddp x2"
+    assert format_mode_and_devices(taught, "x")[0] == "ddp x2"
     assert toggle_refusal(replace(state, processes={**state.processes, taught.process: taught})) is not None
     assert toggle_refusal(facts_of(1, via="DataParallel").state) is None
     assert toggle_refusal(RunSnapshot()) is not None
@@ -75,19 +77,19 @@ def test_a_process_without_a_rank_is_numbered_and_not_counted() -> None:
         number: replace(one, rank=None, info=ProcessInfo(number)) for number, one in facts.state.processes.items()
     }
     facts = replace(facts, state=replace(facts.state, processes=processes))
-    text = plain(status(facts, 160, 2, LOOK)[1])
+    text = plain_text(render_panel(facts, 160, 2, LOOK)[1])
     assert "process 1, one of 2" in text, "they are numbered from 0: that is the second"
 
 
 def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
     facts = facts_of(3)
-    assert panel_ranks.applies(facts)
+    assert panel_ranks.is_shown(facts)
     ranks = facts.state.training_processes
     assert [(each.rank, each.info.world) for each in ranks] == [(0, 3), (1, 3), (2, 3)]
     assert {each.last_step.step for each in ranks if each.last_step is not None} == {200}
     fast, _, slow = (each.figures.median_ns or 0 for each in ranks)
     assert 1.5 < slow / fast < 2.5
-    text = [plain(row) for row in panel_ranks.table(facts, 100, 10, LOOK)]
+    text = [plain_text(row) for row in panel_ranks.render_panel(facts, 100, 10, LOOK)]
     assert [line.split()[:2] for line in text[1:4]] == [["0", "cuda:0"], ["1", "cuda:1"], ["2", "cuda:2"]]
     assert "[30, 5]" in text[1]
     assert "[20, 5]" in text[3]
@@ -96,12 +98,12 @@ def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
 
 
 @lru_cache
-def seventy(slow: int | None) -> tuple[Recording, Facts]:
+def seventy(slow: int | None) -> tuple[Recording, ScreenData]:
     """Return a run of many ranks, of which all are alike, or one holds the others up."""
     if slow is None:
         return recorded(70, steps=12)
     run, now = joined_ranks(70, slow=slow, steps=40)
-    return run, Facts(run.state(), now, INFO, alive=True)
+    return run, ScreenData(run.state(), now, INFO, alive=True)
 
 
 @pytest.mark.parametrize("zoom", [None, "replicas", "batch"])
@@ -110,11 +112,11 @@ def seventy(slow: int | None) -> tuple[Recording, Facts]:
 def test_ranks_without_room_need_not_be_read(size: tuple[int, int], zoom: str | None, slow: int | None) -> None:
     run, facts = seventy(slow)
     facts = replace(facts, view=View(zoom=zoom))
-    room = rank_room(facts, places(facts, *size))
+    room = max_visible_ranks(facts, places(facts, *size))
     assert room <= size[1]
     few = replace(facts, state=run.state(ranks=room))
     assert sum(bool(process.calls) for process in few.state.processes.values()) == min(room, MOST_RANKS)
-    assert whole(few, Output(), *size, LOOK) == whole(facts, Output(), *size, LOOK)
+    assert paint_screen(few, OutputView(), *size, LOOK) == paint_screen(facts, OutputView(), *size, LOOK)
 
 
 def test_the_rate_of_ranks_is_the_same_whatever_was_read_before() -> None:
@@ -142,7 +144,7 @@ def test_the_rate_of_ranks_is_the_same_whatever_was_read_before() -> None:
 
 def test_the_status_says_ddp_and_adds_the_samples_of_all_ranks() -> None:
     facts = facts_of(2)
-    text = "\n".join(plain(row) for row in status(facts, 160, 2, LOOK))
+    text = "\n".join(plain_text(row) for row in render_panel(facts, 160, 2, LOOK))
     assert "ddp ×2" in text
     assert "rank 0 of 2" in text
     shown = float(text.split(" samples/s")[0].split()[-1].removesuffix("k")) * 1000
@@ -208,17 +210,17 @@ def test_the_samples_of_ranks_are_unknown_while_a_step_of_one_has_no_count() -> 
 
 
 def test_ranks_on_other_machines_are_missed_with_a_word() -> None:
-    text = [plain(row) for row in panel_ranks.table(facts_of(2, world=4), 100, 10, LOOK)]
+    text = [plain_text(row) for row in panel_ranks.render_panel(facts_of(2, world=4), 100, 10, LOOK)]
     assert any("2 of 4 ranks" in line for line in text)
 
 
 def test_one_process_or_replicas_of_its_own_keep_the_replicas_panel() -> None:
-    assert not panel_ranks.applies(facts_of(1))
+    assert not panel_ranks.is_shown(facts_of(1))
     run = Recording()
     for process in (0, 1):
         one = Training(process=process)
         run.add([*one.begin(), *one.run(5)], process)
-    assert not panel_ranks.applies(Facts(run.state(), 3 * SECOND, INFO))
+    assert not panel_ranks.is_shown(ScreenData(run.state(), 3 * SECOND, INFO))
 
 
 def test_a_rank_that_was_started_again_counts_once() -> None:
@@ -231,8 +233,8 @@ def test_a_rank_that_was_started_again_counts_once() -> None:
 def test_no_time_of_a_rank_is_cut_at_120_columns() -> None:
     facts = facts_of(4)
     for width in (56, 60, 76, 100):
-        for row in panel_ranks.table(facts, width, 12, LOOK)[:5]:
-            assert width_of(row) <= width, "the frame would cut it"
-    text = [plain(row) for row in panel_ranks.table(facts, 56, 12, LOOK)]
+        for row in panel_ranks.render_panel(facts, width, 12, LOOK)[:5]:
+            assert row_width(row) <= width, "the frame would cut it"
+    text = [plain_text(row) for row in panel_ranks.render_panel(facts, 56, 12, LOOK)]
     assert [line.split()[-1] for line in text[1:5]] == ["ms"] * 4
     assert text[5].startswith("no DistributedDataParallel averages")

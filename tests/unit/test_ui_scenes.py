@@ -17,51 +17,51 @@ from synthetic import SECOND, Training
 from dpmon.model.epoch_progress import Epoch, Progress
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.run.run_reader import PauseState
-from dpmon.ui.facts import PANELS, Facts, Playing
-from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, Tree, arrange
-from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_standing
-from dpmon.ui.scenes import ARRANGEMENTS, DP, ENDED, MANY, RANKS, SINGLE, STALLED, STARTING, Scene, scene_of
+from dpmon.ui.panel_layout import MIN_HEIGHT, MIN_WIDTH, Tree, place_panels
+from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_stall
+from dpmon.ui.scenes import ARRANGEMENTS, DP, ENDED, MANY, RANKS, SINGLE, STALLED, STARTING, Scene, choose_scene
+from dpmon.ui.screen_data import PANELS, PlaybackPosition, ScreenData
 
 
-def of_ranks(count: int = 2) -> Facts:
+def of_ranks(count: int = 2) -> ScreenData:
     run, now = joined_ranks(count, slow=1, steps=20)
-    return Facts(run.state(), now, INFO, alive=True)
+    return ScreenData(run.state(), now, INFO, alive=True)
 
 
-def single() -> Facts:
+def single() -> ScreenData:
     return facts_of(Training(mode="single", devices=("cpu:0",)), 5)
 
 
-def asked() -> Facts:
-    return Facts(RunSnapshot(), SECOND, replace(INFO, options={"mode": "dp"}), alive=True)
+def asked() -> ScreenData:
+    return ScreenData(RunSnapshot(), SECOND, replace(INFO, options={"mode": "dp"}), alive=True)
 
 
-def learning() -> Facts:
+def learning() -> ScreenData:
     facts = single()
     return with_process(facts, progress=Progress(0, 1, epochs=(Epoch(1, 0, SECOND, 5, 9, 0, None),)))
 
 
-def toggled(first: str) -> Facts:
+def toggled(first: str) -> ScreenData:
     training = Training(mode=first)
     other = {"dp": "single", "single": "dp"}[first]
     payloads = [*training.begin(), *training.run(5), *training.switch(other), *training.run(5)]
-    return Facts(state_of(payloads), training.now, INFO, alive=True, can_toggle=True)
+    return ScreenData(state_of(payloads), training.now, INFO, alive=True, can_toggle=True)
 
 
-def played(facts: Facts) -> Facts:
-    return replace(facts, playing=Playing(facts.now_ns, facts.now_ns + SECOND, False, 1.0))
+def played(facts: ScreenData) -> ScreenData:
+    return replace(facts, playing=PlaybackPosition(facts.now_ns, facts.now_ns + SECOND, False, 1.0))
 
 
-def over(facts: Facts) -> Facts:
+def over(facts: ScreenData) -> ScreenData:
     return replace(facts, ended=exit_of(0), alive=False)
 
 
 ALL = ("batch", "compare", "devices", "output", "replicas")
 ONE_DEVICE = ("batch", "devices", "output")
-REPLICAS, RANK_TABLE, STANDING = panel_replicas, panel_ranks, panel_standing
+REPLICAS, RANK_TABLE, STANDING = panel_replicas, panel_ranks, panel_stall
 MODES, TALK = panel_compare, panel_communication
-TABLE: dict[str, tuple[Callable[[], Facts], str, tuple[str, ...], ModuleType, ModuleType]] = {
-    "nothing known": (lambda: Facts(RunSnapshot(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
+TABLE: dict[str, tuple[Callable[[], ScreenData], str, tuple[str, ...], ModuleType, ModuleType]] = {
+    "nothing known": (lambda: ScreenData(RunSnapshot(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
     "no step yet": (lambda: facts_of(Training(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
     "a mode asked for": (asked, STARTING, ("devices", "output", "progress"), REPLICAS, MODES),
     "one device": (single, SINGLE, ONE_DEVICE, REPLICAS, MODES),
@@ -93,7 +93,7 @@ TABLE: dict[str, tuple[Callable[[], Facts], str, tuple[str, ...], ModuleType, Mo
 @pytest.mark.parametrize("name", list(TABLE))
 def test_the_scene_follows_from_the_facts(name: str) -> None:
     make, scene, panels, second, fourth = TABLE[name]
-    found = scene_of(make())
+    found = choose_scene(make())
     assert found._replace(panels=tuple(sorted(found.panels))) == Scene(
         scene, tuple(sorted(panels)), second, fourth, scene == STALLED
     )
@@ -118,7 +118,7 @@ def test_places_tile_the_screen(name: str, rows: int) -> None:
     for width in range(20, 251, 13):
         for height in range(5, 71, 2):
             for zoom in (None, "batch"):
-                slots = arrange(
+                slots = place_panels(
                     width, height, arrangement, dict.fromkeys(("devices", "replicas", "compare"), rows), zoom
                 )
                 areas = [(s.x, s.y, s.x + s.width, s.y + s.height) for s in slots.values()]
@@ -138,7 +138,7 @@ def test_the_most_important_panel_has_its_short_form_on_every_usual_screen_and_t
     arrangement = ARRANGEMENTS[name]
     for width in (60, 80, 120, 200):
         for height in range(24, 71):
-            slots = arrange(width, height, arrangement, dict.fromkeys(arrangement.panels, 64))
+            slots = place_panels(width, height, arrangement, dict.fromkeys(arrangement.panels, 64))
             first, second = arrangement.parts[:2]
             assert slots[first.panel].height >= first.least, f"{width}x{height}"
             assert slots[second.panel].height >= 3, f"{width}x{height}"
@@ -148,7 +148,7 @@ def test_the_most_important_panel_has_its_short_form_on_every_usual_screen_and_t
 @pytest.mark.parametrize("make", [stalled, stalled_in_playback, ended_in_stall])
 @pytest.mark.parametrize("count", [2, 8])
 def test_the_rank_that_the_others_wait_for_has_its_row_in_a_stall_on_every_screen(
-    count: int, make: Callable[[int], Facts], size: tuple[int, int]
+    count: int, make: Callable[[int], ScreenData], size: tuple[int, int]
 ) -> None:
     assert any(line.startswith("│ ▸ 1 ") for line in text_of(make(count), *size).splitlines())
 
@@ -156,7 +156,7 @@ def test_the_rank_that_the_others_wait_for_has_its_row_in_a_stall_on_every_scree
 @pytest.mark.parametrize("count", [2, 16, 64])
 def test_the_straggler_has_its_row_on_every_screen(count: int) -> None:
     run, now = joined_ranks(count, slow=1, phase="data", steps=120)
-    facts = Facts(run.state(), now, INFO, alive=True)
+    facts = ScreenData(run.state(), now, INFO, alive=True)
     for size in ((60, 20), (80, 24), (110, 24), (120, 40), (200, 60)):
         rows = text_of(facts, *size).splitlines()
         assert any(line.startswith("│ ▸   1 ") for line in rows), rows

@@ -40,13 +40,13 @@ from dpmon.report.sections import build_document
 from dpmon.report.sentences import stall_sentences
 from dpmon.stalls.why_text import format_reply
 from dpmon.ui.chart import scale_top
-from dpmon.ui.facts import Facts, View, life
-from dpmon.ui.look import Look
-from dpmon.ui.paint import whole
-from dpmon.ui.panels import panel_standing
-from dpmon.ui.panels.panel_output import Output
-from dpmon.ui.rows import plain, width_of
-from dpmon.ui.time_axis import axis_of, pictured, stalls_of
+from dpmon.ui.panels import panel_stall
+from dpmon.ui.panels.panel_output import OutputView
+from dpmon.ui.screen_data import ScreenData, View, describe_activity
+from dpmon.ui.screen_painter import paint_screen
+from dpmon.ui.styled_rows import plain_text, row_width
+from dpmon.ui.terminal_style import TerminalStyle
+from dpmon.ui.time_axis import build_chart_columns, make_time_axis, stall_intervals
 
 SIZES = [(40, 10), (60, 20), (80, 24), (110, 25), (120, 40), (200, 60)]
 WHEN = [stalled, stalled_in_playback, ended_in_stall]
@@ -57,7 +57,7 @@ SENTENCE = "rank 1 in checkpoint (train.py:12)"
 @pytest.mark.parametrize("make", WHEN)
 @pytest.mark.parametrize("count", [2, 8])
 def test_rank_and_line_stand_on_every_screen_and_no_advice(
-    count: int, make: Callable[[int], Facts], size: tuple[int, int]
+    count: int, make: Callable[[int], ScreenData], size: tuple[int, int]
 ) -> None:
     facts = make(count)
     text = text_of(facts, *size)
@@ -85,8 +85,8 @@ def test_the_word_the_seconds_and_the_rank_are_the_last_to_go() -> None:
 
 
 @pytest.mark.parametrize("look", [LOOK, MONO_ASCII])
-def test_the_guilty_stand_first_and_the_waiting_in_one_row(look: Look) -> None:
-    rows = rows_text(panel_standing.table(stalled(8), 76, 4, look))
+def test_the_guilty_stand_first_and_the_waiting_in_one_row(look: TerminalStyle) -> None:
+    rows = rows_text(panel_stall.render_panel(stalled(8), 76, 4, look))
     mark = look.glyphs.focus
     assert rows == [
         f"{mark} 1 cuda:1    27 s  in checkpoint (train.py:12)",
@@ -94,8 +94,8 @@ def test_the_guilty_stand_first_and_the_waiting_in_one_row(look: Look) -> None:
         "  0, 2-7 wait in backward (train.py:90)  27 s",
         "enter stacks  w stacks now  x stop",
     ]
-    assert rows_text(panel_standing.table(stalled(8), 76, 2, look)) == [rows[0], rows[2]]
-    assert rows_text(panel_standing.table(stalled(8), 116, 3, look)) == [
+    assert rows_text(panel_stall.render_panel(stalled(8), 76, 2, look)) == [rows[0], rows[2]]
+    assert rows_text(panel_stall.render_panel(stalled(8), 116, 3, look)) == [
         f"{rows[0]}  since step 160, sleeping, 0 % CPU",
         *rows[2:],
     ]
@@ -105,7 +105,7 @@ def test_a_guilty_rank_is_named_with_its_node() -> None:
     facts = stalled(2)
     processes = {number: replace(one, node=f"gpu-{number}") for number, one in facts.state.processes.items()}
     facts = replace(facts, state=replace(facts.state, processes=processes))
-    assert rows_text(panel_standing.table(facts, 76, 4, LOOK))[0].startswith(
+    assert rows_text(panel_stall.render_panel(facts, 76, 4, LOOK))[0].startswith(
         "▸ 1 cuda:1 (gpu-1)    27 s  in checkpoint"
     )
 
@@ -121,9 +121,9 @@ def test_an_answer_without_collectives_has_no_column_for_them() -> None:
 
 
 def test_a_process_without_ranks_has_the_same_row() -> None:
-    rows = rows_text(panel_standing.table(stalled(1), 76, 4, LOOK))
+    rows = rows_text(panel_stall.render_panel(stalled(1), 76, 4, LOOK))
     assert rows[0] == "▸ cpu:0-1    27 s  in checkpoint (train.py:12)"
-    assert plain(panel_standing.title(stalled(1), LOOK)[0]) == "2 Replicas"
+    assert plain_text(panel_stall.panel_title(stalled(1), LOOK)[0]) == "2 Replicas"
 
 
 def test_ranks_that_wait_for_each_other_share_a_row() -> None:
@@ -131,8 +131,8 @@ def test_ranks_that_wait_for_each_other_share_a_row() -> None:
     data = {**record, "ranks": [{**one, "waits": True, "words": "in backward (a.py:1)"} for one in record["ranks"]]}
     facts = stalled(2)
     facts = replace(facts, state=replace(facts.state, stalls=(RecordedStall(SECOND, 11 * SECOND, record=data),)))
-    assert rows_text(panel_standing.table(facts, 76, 4, LOOK))[0].startswith("  0-1 wait in backward (a.py:1)  ")
-    assert plain(panel_standing.title(facts, LOOK)[1]) == "stalled at step 5"
+    assert rows_text(panel_stall.render_panel(facts, 76, 4, LOOK))[0].startswith("  0-1 wait in backward (a.py:1)  ")
+    assert plain_text(panel_stall.panel_title(facts, LOOK)[1]) == "stalled at step 5"
 
 
 def test_many_guilty_ranks_in_one_place_are_folded_where_rows_are_few() -> None:
@@ -140,8 +140,8 @@ def test_many_guilty_ranks_in_one_place_are_folded_where_rows_are_few() -> None:
     data = {**record, "ranks": [{**one, "waits": False, "words": "in wait (a.py:1)"} for one in record["ranks"]]}
     facts = stalled(8)
     facts = replace(facts, state=replace(facts.state, stalls=(RecordedStall(SECOND, 11 * SECOND, record=data),)))
-    assert rows_text(panel_standing.table(facts, 76, 4, LOOK))[0].startswith("▸ 0-7 in wait (a.py:1)  ")
-    assert len(rows_text(panel_standing.table(facts, 76, 8, LOOK))) == 8
+    assert rows_text(panel_stall.render_panel(facts, 76, 4, LOOK))[0].startswith("▸ 0-7 in wait (a.py:1)  ")
+    assert len(rows_text(panel_stall.render_panel(facts, 76, 8, LOOK))) == 8
 
 
 def test_the_stacks_stand_on_the_full_screen() -> None:
@@ -159,17 +159,17 @@ def test_a_playback_shows_a_stall_as_it_was_seen(at_s: int, word: str) -> None:
     run, end = stalled_run(2, over=True)
     now = end + at_s * SECOND
     facts = replace(stalled_in_playback(2), now_ns=now, state=run.state(now))
-    assert life(replace(facts, playing=None)).word == word
+    assert describe_activity(replace(facts, playing=None)).word == word
 
 
 def test_a_run_that_was_interrupted_ended_in_its_stall_also_if_the_stall_ended_first() -> None:
     run, end = stalled_run(2, over=True)
     at = end + 36 * SECOND
-    facts = Facts(run.state(over=True), at, INFO, alive=False)
-    assert replace(facts, ended=exit_of(137, "SIGKILL", at)).stall is not None
-    assert replace(facts, ended=exit_of(0, None, at)).stall is None, "it went on and finished"
+    facts = ScreenData(run.state(over=True), at, INFO, alive=False)
+    assert replace(facts, ended=exit_of(137, "SIGKILL", at)).shown_stall is not None
+    assert replace(facts, ended=exit_of(0, None, at)).shown_stall is None, "it went on and finished"
     later = after_stall()
-    assert replace(later, ended=exit_of(1, None, later.now_ns)).stall is None, "steps followed"
+    assert replace(later, ended=exit_of(1, None, later.now_ns)).shown_stall is None, "steps followed"
 
 
 def test_the_gap_stays_in_the_history() -> None:
@@ -179,7 +179,9 @@ def test_the_gap_stays_in_the_history() -> None:
     process = facts.process
     assert process is not None
     for span_s in (120, 600, 0):
-        columns = pictured(process, axis_of(replace(facts, view=View(span_s=span_s))), 110, stalls_of(facts)).columns
+        columns = build_chart_columns(
+            process, make_time_axis(replace(facts, view=View(span_s=span_s))), 110, stall_intervals(facts)
+        ).columns
         hatched = [column for column in columns if column.stalled]
         assert LASTED_S - 2 <= len(hatched) * (2 if span_s == 600 and len(columns) < 50 else 1) <= LASTED_S + 1
         assert not any(column.count for column in hatched)
@@ -196,8 +198,8 @@ def test_a_long_stall_fills_the_time_range_and_costs_no_more_columns() -> None:
     for span_s in (120, 0):
         process = facts.process
         assert process is not None
-        columns = pictured(
-            process, axis_of(replace(facts, view=View(span_s=span_s))), 100, [(4 * SECOND, facts.now_ns)]
+        columns = build_chart_columns(
+            process, make_time_axis(replace(facts, view=View(span_s=span_s))), 100, [(4 * SECOND, facts.now_ns)]
         ).columns
         assert len(columns) <= 100
         assert columns[-1].stalled
@@ -273,15 +275,15 @@ def test_a_damaged_record_never_breaks_the_screen(changes: dict[str, Any]) -> No
     run = Recording().add([*training.begin(), *training.run(20)])
     run.add([Event("stall", {**stall_record(2, training.now, 20).data, **changes})], SUPERVISOR)
     now = training.now + 20 * SECOND
-    live = Facts(run.state(), now, INFO, alive=True)
+    live = ScreenData(run.state(), now, INFO, alive=True)
     over = replace(live, state=run.state(over=True), alive=False, ended=exit_of(137, "SIGKILL", now))
     for facts in (live, over, replace(live, view=View(zoom="replicas")), replace(live, view=View(zoom="batch"))):
-        assert facts.stall is not None
+        assert facts.shown_stall is not None
         for look in (LOOK, MONO_ASCII):
             for width, height in SIZES:
-                rows = whole(facts, Output(), width, height, look)
-                assert {width_of(row) for row in rows} == {width}
-                text = "\n".join(map(plain, rows))
+                rows = paint_screen(facts, OutputView(), width, height, look)
+                assert {row_width(row) for row in rows} == {width}
+                text = "\n".join(map(plain_text, rows))
                 assert not any((ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 or c == "\u202e" for c in text)
 
 
@@ -295,8 +297,8 @@ async def test_the_dialog_says_why_and_asks_again(tmp_path: Path, monkeypatch: p
         asked.append(directory)
         return {**stall_record(2, SECOND, 160).data, "asked": 1}
 
-    monkeypatch.setattr("dpmon.ui.why_pages.asked", answer)
-    monkeypatch.setattr("dpmon.ui.why_pages._ASKS_AGAIN_S", 0.0)
+    monkeypatch.setattr("dpmon.ui.why_dialog.asked", answer)
+    monkeypatch.setattr("dpmon.ui.why_dialog._ASKS_AGAIN_S", 0.0)
     async with stage(tmp_path, (80, 24)) as on:
         await on.press("w")
         await on.until(lambda: asked and "RANK" in dialog(on.app), "the answer")
@@ -310,8 +312,8 @@ async def test_the_dialog_says_why_and_asks_again(tmp_path: Path, monkeypatch: p
 
 async def test_the_dialog_counts_on_while_the_answer_grows_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = stalled(2)
-    assert facts.stall is not None
-    monkeypatch.setattr("dpmon.ui.why_pages.asked", lambda _: stall_record(2, facts.stall.since_ns, 160).data)
+    assert facts.shown_stall is not None
+    monkeypatch.setattr("dpmon.ui.why_dialog.asked", lambda _: stall_record(2, facts.shown_stall.since_ns, 160).data)
     async with stage(tmp_path, (80, 24)) as on:
         monkeypatch.setattr(on.app, "facts", lambda: facts)
         await on.press("w")
@@ -320,7 +322,7 @@ async def test_the_dialog_counts_on_while_the_answer_grows_old(tmp_path: Path, m
 
 
 async def test_the_dialog_says_that_the_run_is_paused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.ui.why_pages.asked", lambda _: {**stall_record(2, SECOND, 160).data, "text": None})
+    monkeypatch.setattr("dpmon.ui.why_dialog.asked", lambda _: {**stall_record(2, SECOND, 160).data, "text": None})
     async with stage(tmp_path, (80, 24)) as on:
         on.reader.pause = types.SimpleNamespace(wanted=True, pending=False, since_ns=SECOND)
         await on.press("w")
@@ -332,13 +334,13 @@ def dialog(app: Any) -> str:
 
 
 def test_the_recorded_stall_is_noticed_after_ten_seconds() -> None:
-    stall = stalled(2).stall
+    stall = stalled(2).shown_stall
     assert stall is not None
     assert stall.noticed_ns - stall.since_ns == NOTICED_S * SECOND
 
 
 def test_the_full_screen_says_when_the_stacks_were_recorded() -> None:
-    rows = rows_text(panel_standing.zoomed(stalled(2), 100, 30, LOOK))
+    rows = rows_text(panel_stall.render_full_screen(stalled(2), 100, 30, LOOK))
     assert rows[rows.index("as noticed at 00:00:14") + 1] == "rank 1:"
 
 

@@ -9,9 +9,9 @@ import pytest
 from situations import LOOK
 
 from dpmon.model.run_snapshot import RunSnapshot
-from dpmon.ui.facts import Facts
-from dpmon.ui.panels.panel_output import ROWS, Output, Tail, hits, marked, title
-from dpmon.ui.rows import plain
+from dpmon.ui.panels.panel_output import ROWS, LogTail, OutputView, find_matches, highlight_matches, panel_title
+from dpmon.ui.screen_data import ScreenData
+from dpmon.ui.styled_rows import plain_text
 
 
 class Log:
@@ -20,7 +20,7 @@ class Log:
     def __init__(self, directory: Path) -> None:
         self.path = directory / "output.log"
         self.path.touch()
-        self.output = Output([Tail(self.path)])
+        self.output = OutputView([LogTail(self.path)])
 
     def add(self, data: bytes) -> None:
         with self.path.open("ab") as file:
@@ -28,16 +28,16 @@ class Log:
         self.output.refresh()
 
     def shown(self, height: int = 10) -> list[str]:
-        return [plain(row) for row in self.output.visible(height)]
+        return [plain_text(row) for row in self.output.visible(height)]
 
     def place(self) -> str:
-        return "".join(text for text, _ in title(self.output, Facts(RunSnapshot(), 0), 80, LOOK)[1])
+        return "".join(text for text, _ in panel_title(self.output, ScreenData(RunSnapshot(), 0), 80, LOOK)[1])
 
     def find(self, needle: str, by: int = 1, height: int = 10) -> str:
         return self.output.find(needle, by > 0, height, 80)
 
     @property
-    def tail(self) -> Tail:
+    def tail(self) -> LogTail:
         return self.output.tails[0]
 
 
@@ -112,7 +112,7 @@ def test_a_truncated_file_begins_again(log: Log) -> None:
 
 
 def test_a_file_that_is_not_there_is_empty(tmp_path: Path) -> None:
-    output = Output([Tail(tmp_path / "none.log")])
+    output = OutputView([LogTail(tmp_path / "none.log")])
     output.refresh()
     assert output.visible(5) == []
     assert output.find("x", True, 5, 80) == "no older line with 'x'"
@@ -121,7 +121,7 @@ def test_a_file_that_is_not_there_is_empty(tmp_path: Path) -> None:
 def test_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret\n")
     os.symlink(tmp_path / "secret", tmp_path / "log")
-    output = Output([Tail(tmp_path / "log")])
+    output = OutputView([LogTail(tmp_path / "log")])
     output.refresh()
     assert output.visible(5) == []
 
@@ -189,13 +189,13 @@ def test_the_column_of_a_hit_comes_into_sight(log: Log) -> None:
 
 
 def test_capitals_count_only_if_there_are_some() -> None:
-    assert hits("An Error", "error") == [(3, 8)]
-    assert hits("An error", "Error") == []
-    assert hits("anything", "") == []
-    assert marked([("An Err", "a"), ("or, error", "b")], "error") == [
+    assert find_matches("An Error", "error") == [(3, 8)]
+    assert find_matches("An error", "Error") == []
+    assert find_matches("anything", "") == []
+    assert highlight_matches([("An Err", "a"), ("or, error", "b")], "error") == [
         ("An ", "a"),
         ("Error", "found"),
         (", ", "b"),
         ("error", "found"),
     ]
-    assert marked([("none", "")], "x") == [("none", "")]
+    assert highlight_matches([("none", "")], "x") == [("none", "")]

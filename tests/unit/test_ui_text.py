@@ -13,8 +13,8 @@ from rich.cells import cell_len
 
 from dpmon.sanitize import LIMIT, sanitize_line, strip_control_chars
 from dpmon.text.cells import ascii_text
-from dpmon.ui.rows import Row, plain
-from dpmon.ui.terminal_text import COLUMNS, HEIGHT, TerminalPage
+from dpmon.ui.styled_rows import Row, plain_text
+from dpmon.ui.terminal_emulator import COLUMNS, HEIGHT, TerminalPage
 
 STEERING = [
     *("\x1b]52;c;ZXZpbA==\x07", "\x1bc", "\x1b[6n", "\x1b[2J\x1b[H", "\x1b]0;title\x1b\\", "\x1bP+q544e\x1b\\"),
@@ -28,7 +28,7 @@ STEERING = [
 
 def harmless_rows(rows: list[Row]) -> None:
     for row in rows:
-        shown(plain(row))
+        shown(plain_text(row))
 
 
 def shown(text: str) -> None:
@@ -85,7 +85,7 @@ def test_clean_is_bounded_and_takes_anything() -> None:
 
 
 def lines(*raw: str) -> list[str]:
-    return [plain(row) for row in interpret([line.encode() for line in raw])]
+    return [plain_text(row) for row in interpret([line.encode() for line in raw])]
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_long_rows_that_can_still_change_need_little_memory() -> None:
 
 def test_a_line_of_a_megabyte_is_bounded() -> None:
     (row,) = interpret([b"x" * 1_000_000])
-    assert len(plain(row)) == COLUMNS
+    assert len(plain_text(row)) == COLUMNS
     (row,) = interpret([b"\x1b[99999C" * 1000 + b"end" + b"\x1b[31mx" * 10_000])
-    assert len(plain(row)) <= COLUMNS
+    assert len(plain_text(row)) <= COLUMNS
 
 
 # ------------------------------------------------------------------------------------------------ growing output
@@ -194,7 +194,7 @@ def test_a_growing_log_agrees_with_a_terminal_emulator() -> None:
         page = TerminalPage()
         for start in range(0, len(raw), 37):
             page.feed(raw[start : start + 37].encode())
-        found = [plain(row).rstrip() for row in shown_by(page)]
+        found = [plain_text(row).rstrip() for row in shown_by(page)]
         assert found == expected[: len(found)]
         assert not any(expected[len(found) :])
 
@@ -217,8 +217,8 @@ def test_private_sequences_and_those_with_more_in_them_change_nothing() -> None:
 def test_text_beyond_the_last_column_leaves_a_mark() -> None:
     for text in ("x" * (COLUMNS + 10), "é" * (COLUMNS + 10)):
         (row,) = interpret([text.encode()])
-        assert plain(row).endswith("…")
-        assert len(plain(row)) == COLUMNS
+        assert plain_text(row).endswith("…")
+        assert len(plain_text(row)) == COLUMNS
 
 
 def test_a_colour_that_is_left_on_goes_on_in_the_next_line() -> None:

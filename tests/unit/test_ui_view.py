@@ -10,8 +10,8 @@ from rich.segment import Segment
 from situations import LOOK
 from textual.strip import Strip
 
-from dpmon.ui.changes import CellChange, changes_in, terminal_text
-from dpmon.ui.rows import Row, fit, width_of
+from dpmon.ui.cell_diff import CellChange, diff_rows, encode_changes
+from dpmon.ui.styled_rows import Row, fit_row, row_width
 
 CONSOLE = Console(force_terminal=True, color_system="truecolor")
 STYLES = ["", "dim", "bold", "phase.data", "phase.apply/gather", "chip.scatter", "sgr:color(1)::bu", "sgr:::r"]
@@ -44,7 +44,7 @@ def cells(screen: pyte.Screen) -> list[tuple[object, ...]]:
 
 def changed(before: Row, after: Row) -> list[tuple[int, Row]]:
     """Return the column and the cells of each change."""
-    return [(change.x, change.cells) for change in changes_in(before, after, 0, 0)]
+    return [(change.x, change.cells) for change in diff_rows(before, after, 0, 0)]
 
 
 def test_the_changed_cells_turn_the_old_rows_into_the_new_ones() -> None:
@@ -56,21 +56,21 @@ def test_the_changed_cells_turn_the_old_rows_into_the_new_ones() -> None:
             other = list(spans)
             for _ in range(chance.randint(0, 3)):
                 other[chance.randrange(12)] = (chance.choice(WORDS), chance.choice(STYLES))
-            before, after = (fit([("│", "frame"), *row], 30) for row in (spans, other))
+            before, after = (fit_row([("│", "frame"), *row], 30) for row in (spans, other))
             old.append(before)
             new.append(after)
         screen, wanted = pyte.Screen(34, 3), pyte.Screen(34, 3)
         whole(screen, old)
         whole(wanted, new)
-        changes = [change for y, rows in enumerate(zip(old, new, strict=True)) for change in changes_in(*rows, 2, y)]
-        pyte.Stream(screen).feed(terminal_text(changes, sgr) + "\x1b[3;34H!")
+        changes = [change for y, rows in enumerate(zip(old, new, strict=True)) for change in diff_rows(*rows, 2, y)]
+        pyte.Stream(screen).feed(encode_changes(changes, sgr) + "\x1b[3;34H!")
         pyte.Stream(wanted).feed("\x1b[0m\x1b[3;34H!")
         assert cells(screen) == cells(wanted), (old, new)
 
 
 def test_only_what_changed_is_written() -> None:
-    before = fit([("step ", "dim"), ("12 340", "bold"), (" of 漢字", "")], 100)
-    after = fit([("step ", "dim"), ("12 349", "bold"), (" of 漢字", "")], 100)
+    before = fit_row([("step ", "dim"), ("12 340", "bold"), (" of 漢字", "")], 100)
+    after = fit_row([("step ", "dim"), ("12 349", "bold"), (" of 漢字", "")], 100)
     assert changed(before, after) == [(10, [("9", "bold")])]
     assert changed(before, before) == []
     before = [("1 step", ""), (" " * 9, ""), ("2 s", "")]
@@ -82,7 +82,7 @@ def test_a_style_is_written_only_where_it_differs() -> None:
     changes = [
         CellChange(x, y, [("7", style)]) for x, y, style in ((3, 1, ""), (9, 1, ""), (4, 2, "dim"), (4, 3, "bold"))
     ]
-    text = terminal_text([*changes, CellChange(4, 4, [("7", "")])], sgr)
+    text = encode_changes([*changes, CellChange(4, 4, [("7", "")])], sgr)
     full = [sgr(style) for style in ("", "dim", "bold")]
     background = full[0][full[0].index(";48;") :]
     front = [codes.removeprefix("1;").removesuffix(background) for codes in full]
@@ -90,11 +90,11 @@ def test_a_style_is_written_only_where_it_differs() -> None:
         f"\x1b[2;4H\x1b[{full[0]}m7\x1b[5C7\x1b[3;5H\x1b[{front[1]}m7\x1b[4;5H\x1b[1;{front[2]}m7"
         f"\x1b[5;5H\x1b[22;{front[0]}m7\x1b[0m"
     )
-    assert terminal_text([], sgr) == ""
+    assert encode_changes([], sgr) == ""
 
 
 def test_a_wide_character_is_not_cut_in_two_and_keeps_its_mark() -> None:
     assert changed([("漢漢", "")], [("漢字", "")]) == [(2, [("字", "")])]
     assert changed([("e\u0301x", "")], [("e\u0300x", "")]) == [(0, [("e\u0300", "")])]
     assert changed([("ex", "")], [("e\u0301x", "")]) == [(0, [("e\u0301", "")])]
-    assert width_of([("漢\u0301", "")]) == 2
+    assert row_width([("漢\u0301", "")]) == 2

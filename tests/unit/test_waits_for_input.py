@@ -23,7 +23,7 @@ from dpmon.report import collect_report_data, report_text
 from dpmon.report.report_json import report_as_json
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.write_batch import WriteBatch
-from dpmon.ui.facts import Facts
+from dpmon.ui.screen_data import ScreenData
 
 PID = 4242
 """The process id of a Training."""
@@ -55,7 +55,7 @@ def recorded(payloads: Sequence[bytes], waits: Sequence[Wait], pid: int = PID, s
 
 
 def drawn(state: RunSnapshot) -> str:
-    return " ".join(text_of(Facts(state, state.newest_ns, alive=True), 120, 60).split())
+    return " ".join(text_of(ScreenData(state, state.newest_ns, alive=True), 120, 60).split())
 
 
 def test_the_batch_panel_names_a_wait_and_not_the_phase_it_fell_into() -> None:

@@ -6,8 +6,8 @@ from dpmon.model.slow_steps import INPUT, WAITING_TEXT, SlowStep, SlowSteps
 from dpmon.text.cells import align_right, truncate
 from dpmon.text.formatting import format_count, format_duration, short_clock
 from dpmon.ui.chart import bar
-from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, width_of
+from dpmon.ui.styled_rows import Row, row_width
+from dpmon.ui.terminal_style import TerminalStyle
 
 _LEAST_BAR = 8
 
@@ -20,7 +20,7 @@ def _place(step: SlowStep) -> str:
     return f"e{step.epoch} {format_count(step.batch)}{whole}"
 
 
-def step_rows(found: SlowSteps, width: int, look: Look) -> list[Row]:
+def step_rows(found: SlowSteps, width: int, look: TerminalStyle) -> list[Row]:
     """A heading, and a row of `width` cells for each step: when, how long, and which phase was how much longer."""
     ranks = any(step.rank is not None for step in found.steps)
     places = [_place(step) for step in found.steps]
@@ -43,7 +43,7 @@ def step_rows(found: SlowSteps, width: int, look: Look) -> list[Row]:
             row.append((align_right("" if step.rank is None else str(step.rank), 7), ""))
         if size:
             row.append(("  " + place.ljust(size), "dim"))
-        room = width - width_of(row) - 2
+        room = width - row_width(row) - 2
         if room >= _LEAST_BAR:
             part = step.excess_ns / longest
             style = f"phase.{step.phase}" if step.phase not in (None, INPUT) else "wait"

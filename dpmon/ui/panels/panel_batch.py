@@ -22,13 +22,13 @@ from dpmon.text.formatting import (
     format_time_range,
     short_clock,
 )
-from dpmon.ui.chart import scale_top, stacked
-from dpmon.ui.facts import BEFORE_STALL, NAMES, Facts, mode_words
-from dpmon.ui.look import LETTERS, Look, letter_in
+from dpmon.ui.chart import scale_top, stacked_columns
 from dpmon.ui.panels.panel_replicas import size_text
-from dpmon.ui.rows import Row, dimmed, lines, width_of
-from dpmon.ui.time_axis import axis_of, pictured, row_below, stalls_of
-from dpmon.ui.waterfall import REST, lanes_of, waterfall
+from dpmon.ui.screen_data import BEFORE_STALL, NAMES, ScreenData, format_mode_and_devices
+from dpmon.ui.step_waterfall import REST, render_waterfall, visible_lanes
+from dpmon.ui.styled_rows import Row, dim_row, row_width, wrap_to_rows
+from dpmon.ui.terminal_style import LETTERS, TerminalStyle, letter_in
+from dpmon.ui.time_axis import axis_below_chart, build_chart_columns, make_time_axis, stall_intervals
 
 WITHOUT_RANKS = 8
 """Rows of the panel that never show a rank: its frame, its table and its history."""
@@ -41,40 +41,40 @@ _TALL = 9
 """From this height on, notes have two rows. Without the notes, quantities need this many rows, and p95 one fewer."""
 
 
-def wanted_rows(facts: Facts) -> int:
+def preferred_height(facts: ScreenData) -> int:
     """Rows that the whole content needs: figures, a history, the last step."""
     timeline = _timeline(facts)
     if timeline is None:
         return 4 + 5 + 3
-    lanes = len(_ranks(facts)) or 1 + len(lanes_of(timeline))
+    lanes = len(_ranks(facts)) or 1 + len(visible_lanes(timeline))
     sampled = facts.state.last_sample is not None
-    return 4 + bool(_counted(figures(facts))) + 5 + 1 + bool(timeline.step.buckets) + sampled + min(lanes, 9)
+    return 4 + bool(_quantity_texts(shown_stats(facts))) + 5 + 1 + bool(timeline.step.buckets) + sampled + min(lanes, 9)
 
 
-def _timeline(facts: Facts) -> StepTimeline | None:
+def _timeline(facts: ScreenData) -> StepTimeline | None:
     """The last step; None in a stall, in which it would look like the present."""
     process = facts.process
-    return None if process is None or facts.stall is not None else last_step_timeline(process)
+    return None if process is None or facts.shown_stall is not None else last_step_timeline(process)
 
 
-def figures(facts: Facts) -> StepStats:
+def shown_stats(facts: ScreenData) -> StepStats:
     """Figures of the current mode in the time range; of the previous mode until the current one has a step there."""
     process = facts.process
     return NO_STEPS if process is None else process.ranged
 
 
-def title(facts: Facts, look: Look, width: int) -> tuple[Row, Row]:
+def panel_title(facts: ScreenData, look: TerminalStyle, width: int) -> tuple[Row, Row]:
     """The panel's title with the time range, and the main numbers of that range, for a frame of `width` cells.
 
     In a narrow frame the last numbers give way to the mode or rank, then the time range does.
     """
-    process, numbers = facts.process, figures(facts)
+    process, numbers = facts.process, shown_stats(facts)
     if not numbers.steps or process is None:
         return [(NAMES["batch"], "title")], []
     span = format_time_range(facts.view.span_s)
     dot = f" {look.glyphs.middot} "
     mode = numbers.mode
-    word = mode_words(process, look.glyphs.times)[0]
+    word = format_mode_and_devices(process, look.glyphs.times)[0]
     if mode != process.mode:
         devices = () if process.compared is None else process.compared.devices
         word = f"dp {look.glyphs.times}{len(devices)}" if mode == "dp" else mode
@@ -89,18 +89,18 @@ def title(facts: Facts, look: Look, width: int) -> tuple[Row, Row]:
         corner += [(f" {name}", "dim"), (align_right(format_duration(value), 8), style)]
     kind: Row = [(dot, "dim"), ("evaluation", "wait")] if numbers.evaluation else []
     head: Row = [(NAMES["batch"], "title"), (dot, "dim"), (word, f"mode.{mode}"), *kind]
-    if facts.stall is not None:
+    if facts.shown_stall is not None:
         return [*head, (dot + span, "dim")], [BEFORE_STALL]
-    sizes = _sizes(process, dot, look)
-    if width_of(head) + width_of(sizes) + width_of(corner[:-2]) + 7 <= width:
+    sizes = _size_text(process, dot, look)
+    if row_width(head) + row_width(sizes) + row_width(corner[:-2]) + 7 <= width:
         head += sizes
-    room = width - width_of(head) - 7
-    while len(corner) > 3 and width_of(corner) > room:
+    room = width - row_width(head) - 7
+    while len(corner) > 3 and row_width(corner) > room:
         del corner[-2:]
-    return [*head, (dot + span, "dim")] if width_of(corner) + width_of([(dot + span, "")]) <= room else head, corner
+    return [*head, (dot + span, "dim")] if row_width(corner) + row_width([(dot + span, "")]) <= room else head, corner
 
 
-def _sizes(process: Process, dot: str, look: Look) -> Row:
+def _size_text(process: Process, dot: str, look: TerminalStyle) -> Row:
     """The sizes that the last forward received and returned, of a process without a table of them in panel 2."""
     if process.has_used_dp or process.distributed is not None or process.last_called_root is None:
         return []
@@ -108,9 +108,9 @@ def _sizes(process: Process, dot: str, look: Look) -> Row:
     return [(f"{dot}{size_text(call.inputs)} {look.glyphs.arrow} {size_text(call.outputs)}", "")]
 
 
-def batch(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """The panel's rows, inside its frame: figures, history, the last step, and notes at the end."""
-    process, numbers = facts.process, figures(facts)
+    process, numbers = facts.process, shown_stats(facts)
     if process is None or not numbers.steps:
         return [[(facts.empty_reason("no step was traced", "no step has ended yet"), "dim")]]
     # If not all fit, the order of importance is: shares, medians, a row of notes, then the last step and the history.
@@ -119,37 +119,39 @@ def batch(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     remarks = notes(facts, process, numbers, timeline, width, most, look)
     height -= len(remarks)
     # Every phase that ran has a column, and the usual phases of this mode.
-    columns = [phase for phase in numbers.disjoint_phases if phase.ran or usual(process, numbers, phase.name)]
+    columns = [
+        phase for phase in numbers.disjoint_phases if phase.ran or is_expected_phase(process, numbers, phase.name)
+    ]
     table = _table(columns, numbers, width, look, height)
-    if (counted := _counted(numbers)) and height >= _TALL:
+    if (counted := _quantity_texts(numbers)) and height >= _TALL:
         table.append([(truncate(f" {look.glyphs.middot} ".join(counted), width, look.glyphs.more), "")])
     if facts.view.zoom == "batch":
         table.append(_step_count(numbers, width, look))
-    if facts.stall is not None:
-        table = list(map(dimmed, table))
+    if facts.shown_stall is not None:
+        table = list(map(dim_row, table))
     room = height - len(table)
     below: list[Row] = []
     if timeline is not None and room >= 1 and room != 2:
         ranks = _ranks(facts)
         most = 1 if room < 6 else max(room // 2, room - 4 if facts.view.zoom is None else 0)
         sample = facts.state.last_sample
-        lanes = len(ranks) or 1 + len(lanes_of(timeline))
+        lanes = len(ranks) or 1 + len(visible_lanes(timeline))
         wanted = min(1 + bool(timeline.step.buckets) + (sample is not None) + lanes, most)
-        below = waterfall(process, width, wanted, look, ranks, sample)
+        below = render_waterfall(process, width, wanted, look, ranks, sample)
     above = room - len(below)
     history = history_rows(facts, process, width, above, look) if above >= 2 else []
     blank: list[Row] = [[]] * (height - len(table) - len(history) - len(below)) if remarks else []
     return [*table, *history, *below, *blank, *remarks]
 
 
-def _counted(numbers: StepStats) -> list[str]:
+def _quantity_texts(numbers: StepStats) -> list[str]:
     """What the steps counted, except where it is one in each step."""
     return [
         format_quantity(*each, numbers.steps) for each in numbers.known_quantities if each[1].total != numbers.steps
     ]
 
 
-def _ranks(facts: Facts) -> list[Process]:
+def _ranks(facts: ScreenData) -> list[Process]:
     """All ranks with a step: the straggler, the rank that panel 3 shows, the others; empty if there is one process."""
     found, state = facts.state.straggler, facts.state
     slow = found.processes if found is not None else ()
@@ -160,7 +162,7 @@ def _ranks(facts: Facts) -> list[Process]:
     return ranks[:_RANKS_DRAWN] if len(ranks) > 1 else []
 
 
-def _step_count(numbers: StepStats, width: int, look: Look) -> Row:
+def _step_count(numbers: StepStats, width: int, look: TerminalStyle) -> Row:
     """The number of steps behind the figures."""
     text = f"{format_count(numbers.steps)} steps"
     if not look.colour or look.glyphs.ascii:
@@ -168,7 +170,7 @@ def _step_count(numbers: StepStats, width: int, look: Look) -> Row:
     return [(truncate(text, width, look.glyphs.more), "dim")]
 
 
-def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
+def _name(phase: str, room: int, look: TerminalStyle, *, rest: bool) -> Row:
     """The phase's name, with its letter marked in the phase's style.
 
     `rest`: the call's phases are shown separately, so forward is only the rest.
@@ -183,14 +185,16 @@ def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
     return [*([(text[:at], "")] if at else []), (letter, f"chip.{phase}"), (text[at + 1 :], "")]
 
 
-def _table(columns: Sequence[PhaseStats], numbers: StepStats, width: int, look: Look, height: int) -> list[Row]:
+def _table(
+    columns: Sequence[PhaseStats], numbers: StepStats, width: int, look: TerminalStyle, height: int
+) -> list[Row]:
     label, cell = _widths(width, len(columns))
     whole = _has_step(width, len(columns))
     rest = any(phase.ran for phase in columns if phase_by_display_name(phase.name).of_call)
 
     def head(phase: str) -> Row:
         name = _name(phase, cell, look, rest=rest)
-        return [(" " * (cell - width_of(name)), ""), *name]
+        return [(" " * (cell - row_width(name)), ""), *name]
 
     def time(ns: float | None) -> str:
         return format_duration(ns) if cell > 8 else format_duration(ns, "")
@@ -235,18 +239,18 @@ def _has_step(width: int, columns: int) -> bool:
 
 
 def history_rows(
-    facts: Facts, process: Process, width: int, height: int, look: Look, *, by_mode: bool = False
+    facts: ScreenData, process: Process, width: int, height: int, look: TerminalStyle, *, by_mode: bool = False
 ) -> list[Row]:
     """The columns with their scale at the left, and a row below with the axis; `by_mode`: without their phases."""
-    axis = axis_of(facts)
+    axis = make_time_axis(facts)
     gutter = max(len(short_clock(axis.begin_s * SECOND)) + 1, 8)
     room = width - gutter
-    picture = pictured(process, axis, room, stalls_of(facts))
+    picture = build_chart_columns(process, axis, room, stall_intervals(facts))
     labelled = height >= 3
     bars = height - 1 if labelled else height
     top = scale_top(picture.columns)
     known = any(column.count for column in picture.columns)
-    rows = stacked(picture.columns, room, bars, top, look, picture.places, by_mode=by_mode)
+    rows = stacked_columns(picture.columns, room, bars, top, look, picture.places, by_mode=by_mode)
     out: list[Row] = []
     for index, row in enumerate(rows):
         scale = (
@@ -254,7 +258,7 @@ def history_rows(
         )
         out.append([(align_right(scale, gutter - 1) + " ", "dim"), *row])
     if labelled:
-        out.append(row_below(facts, axis, picture, gutter, room, look))
+        out.append(axis_below_chart(facts, axis, picture, gutter, room, look))
     return out
 
 
@@ -262,15 +266,21 @@ def history_rows(
 
 
 def notes(
-    facts: Facts, process: Process, numbers: StepStats, timeline: StepTimeline | None, width: int, most: int, look: Look
+    facts: ScreenData,
+    process: Process,
+    numbers: StepStats,
+    timeline: StepTimeline | None,
+    width: int,
+    most: int,
+    look: TerminalStyle,
 ) -> list[Row]:
     """At most `most` rows of notes on the figures and the last step."""
-    long = _stalls(facts, numbers) or unevenness(process) or _longest(facts, numbers)
-    usual = [*_between(numbers), *long, *host_waits(numbers.disjoint_phases)]
+    long = _stalls(facts, numbers) or unevenness(process) or _longest_step_note(facts, numbers)
+    usual = [*_between_steps_note(numbers), *long, *host_waits(numbers.disjoint_phases)]
     texts = [
-        *(usual if facts.stall is None else []),
+        *(usual if facts.shown_stall is None else []),
         *timed_steps_note(numbers.disjoint_phases),
-        *missing(process, numbers),
+        *missing_phase_notes(process, numbers),
     ]
     if timeline is not None and timeline.step.missing_spans:
         more = f"{format_count(timeline.step.missing_spans)} spans of the last step are not drawn"
@@ -278,10 +288,10 @@ def notes(
     if not texts or not most:
         return []
     text = f" {look.glyphs.middot} ".join(texts)
-    return lines(text, width, most=most, more=look.glyphs.more)
+    return wrap_to_rows(text, width, most=most, more=look.glyphs.more)
 
 
-def _between(numbers: StepStats) -> list[str]:
+def _between_steps_note(numbers: StepStats) -> list[str]:
     """The share of training time between steps, if it is large enough to matter."""
     rate = numbers.rate
     if rate is None or not rate.differs_within_steps or rate.steps_within <= rate.steps_per_s:
@@ -291,7 +301,7 @@ def _between(numbers: StepStats) -> list[str]:
     ]
 
 
-def _stalls(facts: Facts, numbers: StepStats) -> list[str]:
+def _stalls(facts: ScreenData, numbers: StepStats) -> list[str]:
     """A note that the mean includes a stall on another machine, which the process's own machine did not know of."""
     own, known = numbers.tally, any(each.node is not None for each in facts.state.training_processes)
     for one in facts.state.stalls if known else ():
@@ -311,7 +321,7 @@ def unevenness(process: Process) -> list[str]:
     return [f"uneven steps: about {format_percent(found.steps)} take {format_percent(found.time)} of the time{by}"]
 
 
-def _longest(facts: Facts, numbers: StepStats) -> list[str]:
+def _longest_step_note(facts: ScreenData, numbers: StepStats) -> list[str]:
     """The longest step of the time range, if it stands out."""
     one = next(iter(facts.state.slowest.steps), None)
     if one is None or one.wall_ns < _STANDS_OUT * (numbers.median_ns or one.wall_ns):
@@ -322,7 +332,7 @@ def _longest(facts: Facts, numbers: StepStats) -> list[str]:
     return [f"longest step{of}: {format_duration(one.wall_ns)} at {short_clock(one.start_ns)}{why}"]
 
 
-def usual(process: Process, numbers: StepStats, phase: str) -> bool:
+def is_expected_phase(process: Process, numbers: StepStats, phase: str) -> bool:
     """Whether `phase` is expected in these figures, so that a step without it needs a reason.
 
     The phases of a DataParallel call are expected only in dp.
@@ -332,17 +342,17 @@ def usual(process: Process, numbers: StepStats, phase: str) -> bool:
     return not known.optional and (dp or not known.of_call)
 
 
-def missing(process: Process, numbers: StepStats) -> list[str]:
+def missing_phase_notes(process: Process, numbers: StepStats) -> list[str]:
     """A note for each reason why phases are missing: the names of these phases, then the reason."""
     call = process.last_called_root.last if process.last_called_root is not None else None
     reasons: dict[str, list[str]] = {}
     for phase in numbers.disjoint_phases:
-        if not phase.ran and usual(process, numbers, phase.name):
-            reasons.setdefault(_why(process, call, phase.name), []).append(phase.name)
-    return [f"no {_names(names)}: {reason}" for reason, names in reasons.items()]
+        if not phase.ran and is_expected_phase(process, numbers, phase.name):
+            reasons.setdefault(_missing_phase_reason(process, call, phase.name), []).append(phase.name)
+    return [f"no {_join_phase_names(names)}: {reason}" for reason, names in reasons.items()]
 
 
-def _names(names: Sequence[str]) -> str:
+def _join_phase_names(names: Sequence[str]) -> str:
     """Join names: "data, gather"; three or more adjacent ones as "scatter to gather"."""
     first = PHASES.index(names[0])
     if len(names) > 2 and PHASES[first : first + len(names)] == tuple(names):
@@ -350,7 +360,7 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
-def _why(process: Process, call: Call | None, phase: str) -> str:
+def _missing_phase_reason(process: Process, call: Call | None, phase: str) -> str:
     known = phase_by_display_name(phase)
     own = known.name
     if not known.of_call:

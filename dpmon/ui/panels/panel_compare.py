@@ -24,12 +24,12 @@ from dpmon.text.formatting import (
     format_percent,
     format_time_range,
 )
-from dpmon.ui.chart import ceiling, range_bar
-from dpmon.ui.facts import NAMES, Facts
-from dpmon.ui.look import Look
+from dpmon.ui.chart import range_bar, round_up_nice
 from dpmon.ui.panels.panel_batch import history_rows
-from dpmon.ui.rows import Row, TableColumn, lines, table_rows, width_of
-from dpmon.ui.waterfall import main_row
+from dpmon.ui.screen_data import NAMES, ScreenData
+from dpmon.ui.step_waterfall import main_row
+from dpmon.ui.styled_rows import Row, TableColumn, row_width, table_rows, wrap_to_rows
+from dpmon.ui.terminal_style import TerminalStyle
 
 _MODES = ("single", "dp")
 _REFUSED_ROWS = 3
@@ -42,27 +42,27 @@ _VIRTUAL_SHORT = "virtual replicas show behaviour, not speed"
 _VIRTUAL = "virtual replicas share one device: this shows how dp behaves, not how fast it would be"
 
 
-def figures(facts: Facts) -> Comparison:
+def shown_stats(facts: ScreenData) -> Comparison:
     """Both modes of the process that represents the run; empty for ranks, which have no mode."""
     process = facts.process
     return process.compared or Comparison() if process is not None else Comparison()
 
 
-def applies(facts: Facts) -> bool:
+def is_shown(facts: ScreenData) -> bool:
     """Whether there can be two modes: a script on one device has nothing to compare."""
     return facts.process is not None and facts.process.has_used_dp
 
 
-def wanted_rows(facts: Facts) -> int:
+def preferred_height(facts: ScreenData) -> int:
     """Rows that the content needs, with a verdict of two rows; without the phases, which the bars show too."""
-    found = figures(facts)
+    found = shown_stats(facts)
     devices = len({device for peaks in found.memory.values() for device in peaks if device != HOST})
     return 5 + max(devices, 1) + 2 + 2 + found.virtual if len(found.sides) > 1 else 4
 
 
-def title(facts: Facts, look: Look, folded: bool) -> tuple[Row, Row]:
+def panel_title(facts: ScreenData, look: TerminalStyle, folded: bool) -> tuple[Row, Row]:
     """The panel's title, and its main numbers."""
-    found = figures(facts)
+    found = shown_stats(facts)
     corner: Row = []
     if found.outcome == "even":
         corner = [("too uncertain" if found.uncertain else "no difference shows", "dim")]
@@ -85,9 +85,9 @@ def title(facts: Facts, look: Look, folded: bool) -> tuple[Row, Row]:
     return [(NAMES["compare"], "title")], corner
 
 
-def table(facts: Facts, width: int, height: int, look: Look, *, advice: bool = True) -> list[Row]:
+def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle, *, advice: bool = True) -> list[Row]:
     """The panel's rows, inside its frame. The conclusion (`advice`) comes last and always fits."""
-    found = figures(facts)
+    found = shown_stats(facts)
     if not found.sides:
         return [[(facts.empty_reason("no step was traced", "no step has ended yet"), "dim")]]
     below = _notes(facts, found, width, look) if advice else []
@@ -118,7 +118,7 @@ def table(facts: Facts, width: int, height: int, look: Look, *, advice: bool = T
     return [*rows, *_over_time(facts, width, height - len(rows) - 2, look)]
 
 
-def _over_time(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+def _over_time(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """At full size, the mean step over time in the colour of its mode, if there are rows for it."""
     if facts.process is None or facts.view.zoom != "compare" or height < _LEAST_CHART:
         return []
@@ -126,7 +126,7 @@ def _over_time(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     return [[], [(f"mean step, {format_time_range(facts.view.span_s)}", "bold")], *drawn]
 
 
-def _changes(changes: Sequence[ModeSpeedup], width: int, look: Look) -> list[Row]:
+def _changes(changes: Sequence[ModeSpeedup], width: int, look: TerminalStyle) -> list[Row]:
     """The speed-up at each change of mode, as figures and as intervals on one scale."""
     low, high = min(one.speedup.low for one in changes), max(one.speedup.high for one in changes)
     room = min(width - 44, 60)
@@ -150,7 +150,7 @@ def _changes(changes: Sequence[ModeSpeedup], width: int, look: Look) -> list[Row
 class _CompareTable:
     """Columns: label, single, dp, and the result. Rows of rates within steps widen the label."""
 
-    def __init__(self, found: Comparison, width: int, look: Look) -> None:
+    def __init__(self, found: Comparison, width: int, look: TerminalStyle) -> None:
         self.found, self.width, self.look = found, width, look
         apart = any(side.rate is not None and side.rate.differs_within_steps for side in found.sides.values())
         self.label = 14 if apart else 12  # for "within steps"
@@ -168,7 +168,7 @@ class _CompareTable:
     def line(self, word: str, values: Mapping[str, str], style: str = "", note: Row | None = None) -> Row:
         row: Row = [(truncate(word, self.label - 1).ljust(self.label), "dim")]
         row += [(align_right(values.get(mode, UNKNOWN), self.cell), style) for mode in self.modes]
-        return [*row, ("  ", ""), *note] if note and width_of(note) <= self.room else row
+        return [*row, ("  ", ""), *note] if note and row_width(note) <= self.room else row
 
     def head(self) -> Row:
         count = len(self.found.devices)
@@ -188,7 +188,7 @@ class _CompareTable:
             if found.outcome == "even":  # no difference shows: give only the range, not a ratio
                 return self.line("median step", steps, "bold", [(f"{low} to {high}{look.glyphs.times}", "dim")])
             note = [(value, "bold"), (f" ({low} to {high})", "dim")]
-            if width_of(note) > self.room:
+            if row_width(note) > self.room:
                 note = [(value, "bold")]
         return self.line("median step", steps, "bold", note)
 
@@ -260,13 +260,13 @@ class _CompareTable:
 
     def bars(self) -> list[Row]:
         """Both modes' phases end to end, on one scale."""
-        laid = {mode: _laid(side) for mode, side in self.found.sides.items()}
+        laid = {mode: _phases_end_to_end(side) for mode, side in self.found.sides.items()}
         ends = {mode: pieces[-1].end_ns for mode, pieces in laid.items() if pieces}
         label = 7
         room = self.width - label
         if not ends or room < 20:
             return []
-        top = ceiling(max(ends.values()))
+        top = round_up_nice(max(ends.values()))
         return [
             [(mode.ljust(label), f"mode.{mode}"), *main_row(laid[mode], room, top, self.look, (0, 0))]
             for mode in _MODES
@@ -274,7 +274,7 @@ class _CompareTable:
         ]
 
 
-def _laid(side: StepStats) -> list[Piece]:
+def _phases_end_to_end(side: StepStats) -> list[Piece]:
     """The medians of a mode's phases in order, end to end."""
     pieces: list[Piece] = []
     at = 0
@@ -292,36 +292,36 @@ def _peak(peak: Peak | None) -> str:
     return format_bytes(peak.bytes) if peak.exact else "≤" + format_bytes(peak.bytes)
 
 
-def _notes(facts: Facts, found: Comparison, width: int, look: Look) -> list[Row]:
+def _notes(facts: ScreenData, found: Comparison, width: int, look: TerminalStyle) -> list[Row]:
     """The verdict, or why there is none yet, and the caveats."""
     rows: list[Row] = []
     whole = facts.view.zoom == "compare"
     text = verdict_sentence(found)
-    refused = _refused(facts)
-    rows += lines(refused, width, "wait", None if whole else _REFUSED_ROWS, look.glyphs.more)
+    refused = _refusal_note(facts)
+    rows += wrap_to_rows(refused, width, "wait", None if whole else _REFUSED_ROWS, look.glyphs.more)
     if text is not None:
-        rows += lines(text, width, "bold")
+        rows += wrap_to_rows(text, width, "bold")
     elif len(found.sides) == 1 and refused:
         pass  # the refusal already explains why the other mode was not seen
     elif len(found.sides) == 1:
         (other,) = (mode for mode in _MODES if mode not in found.sides)
         hint: Row = [(f"{other} was not seen yet: ", "dim"), ("d", "key"), (" switches the running job", "dim")]
         if not facts.can_toggle:
-            rows += lines(f"{other} was not seen" + (" until then" if facts.playing else ""), width)
+            rows += wrap_to_rows(f"{other} was not seen" + (" until then" if facts.playing else ""), width)
         else:
-            rows.append(hint if width_of(hint) <= width else hint[:2])
+            rows.append(hint if row_width(hint) <= width else hint[:2])
     elif found.missing:
-        rows += lines(found.missing, width, "wait")
+        rows += wrap_to_rows(found.missing, width, "wait")
     if len(found.sides) == 2:
         if found.virtual:
-            rows += lines(_VIRTUAL if whole or len(_VIRTUAL) <= width else _VIRTUAL_SHORT, width)
-        omitted = "; ".join([*_no_memory(found), *_left_out(found)])
-        text = _coverage(found) if whole else omitted
-        rows += lines(text, width)
+            rows += wrap_to_rows(_VIRTUAL if whole or len(_VIRTUAL) <= width else _VIRTUAL_SHORT, width)
+        omitted = "; ".join([*_no_memory(found), *_incomparable_steps_note(found)])
+        text = _excluded_steps_note(found) if whole else omitted
+        rows += wrap_to_rows(text, width)
     return rows
 
 
-def _refused(facts: Facts) -> str:
+def _refusal_note(facts: ScreenData) -> str:
     """The refused mode with its roots and the reasons, while the refusal is the newest answer.
 
     If other roots run in that mode (a model but not its loss), the refusal appears only on the full screen.
@@ -350,7 +350,7 @@ def _no_memory(found: Comparison) -> list[str]:
     return [f"{mode}: no sample of its memory was read" for mode in without if len(without) == 1]
 
 
-def _left_out(found: Comparison) -> list[str]:
+def _incomparable_steps_note(found: Comparison) -> list[str]:
     """Which steps are not compared, and why."""
     passes, sizes = found.left_other_kind, found.left_out - found.left_other_kind
     which = "without" if found.trained else "with"
@@ -358,9 +358,9 @@ def _left_out(found: Comparison) -> list[str]:
     return [f"left out: {format_count_with_noun(number, 'step')} {what}" for number, what in parts if number]
 
 
-def _coverage(found: Comparison) -> str:
+def _excluded_steps_note(found: Comparison) -> str:
     """Which steps the figures leave out, and why."""
-    parts = [*_left_out(found), *_no_memory(found)]
+    parts = [*_incomparable_steps_note(found), *_no_memory(found)]
     parts += [
         f"median, p95 and phases without the first {SETTLING_STEPS} steps and the {SETTLING_STEPS} after each switch",
         "samples/s: all training, without pauses and evaluations",

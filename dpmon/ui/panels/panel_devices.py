@@ -16,12 +16,21 @@ from dpmon.record.safe_json import number_member
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import align_right, span_width, truncate
 from dpmon.text.formatting import UNKNOWN, format_bytes, format_free_bytes
-from dpmon.ui.chart import filled_bar, spark
-from dpmon.ui.device_facts import chart_rows, device_name, fact_rows, host_plots, label, mine, reasons, rounded
-from dpmon.ui.facts import NAMES, Facts
-from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, fit, lines, width_of
-from dpmon.ui.time_axis import TimeAxis, device_axis, sampled
+from dpmon.ui.chart import block_line, filled_bar
+from dpmon.ui.device_details import (
+    chart_rows,
+    detail_rows,
+    device_name,
+    format_rounded,
+    gpu_label,
+    host_plots,
+    may_belong_to_run,
+    missing_value_reasons,
+)
+from dpmon.ui.screen_data import NAMES, ScreenData
+from dpmon.ui.styled_rows import Row, fit_row, row_width, wrap_to_rows
+from dpmon.ui.terminal_style import TerminalStyle
+from dpmon.ui.time_axis import TimeAxis, device_axis, resample
 
 _SHOWN = ("util_pct", "mem_used_bytes", "mem_total_bytes", "temperature_c", "power_w", "sm_clock_mhz", "of_run")
 """The GPU fields of the small panel, which gives the reason if one is missing."""
@@ -44,12 +53,12 @@ _TALLEST = 14
 """Most rows of a device's charts."""
 
 
-def _tracks(facts: Facts) -> list[tuple[int, DeviceHistory]]:
+def _sorted_gpus(facts: ScreenData) -> list[tuple[int, DeviceHistory]]:
     """The GPUs, the run's own first."""
-    return sorted(facts.state.devices.items(), key=lambda item: (not mine(item[1].data), item[0]))
+    return sorted(facts.state.devices.items(), key=lambda item: (not may_belong_to_run(item[1].data), item[0]))
 
 
-def wanted_rows(facts: Facts) -> int:
+def preferred_height(facts: ScreenData) -> int:
     """Rows that the whole content needs."""
     count = len(facts.state.devices)
     rows = (3 * count if count <= 2 else 2 * count if count <= 4 else count) + 1 if count else 2
@@ -63,30 +72,32 @@ def _one_name(tracks: Sequence[tuple[int, DeviceHistory]]) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def title(facts: Facts, look: Look, folded: bool = False) -> tuple[Row, Row]:
+def panel_title(facts: ScreenData, look: TerminalStyle, folded: bool = False) -> tuple[Row, Row]:
     """The panel's title, and its main numbers."""
-    tracks = _tracks(facts)
+    tracks = _sorted_gpus(facts)
     dot = f" {look.glyphs.middot} "
     if tracks:
         name = _one_name(tracks)
-        head: Row = [(NAMES["devices"], "title"), (_where(facts), "")]
+        head: Row = [(NAMES["devices"], "title"), (_node_shown(facts), "")]
         if name is not None:
             many = f"{len(tracks)} {look.glyphs.times} " if len(tracks) > 1 else ""
             head.append((f"{dot}{many}{truncate(name, 24, look.glyphs.more)}", ""))
         corner: Row = [("util ", "dim"), (_uses(tracks), "")]
-        left = min((total - used for used, total in map(_memory, _ours(tracks)) if used and total), default=None)
+        left = min(
+            (total - used for used, total in map(_memory, _run_gpu_data(tracks)) if used and total), default=None
+        )
         if folded and left is not None:
             corner += [("  free ", "dim"), (align_right(format_bytes(left), 8), "")]
             corner += [(" or more", "dim")] if len(tracks) > 1 else []
         return head, corner
     cpu = number_member(facts.state.host.data, "cpu_pct")
-    return [(NAMES["devices"], "title"), (f"{_where(facts)}{dot}host", "")], [
+    return [(NAMES["devices"], "title"), (f"{_node_shown(facts)}{dot}host", "")], [
         ("cpu ", "dim"),
-        (align_right(rounded(cpu, "%"), 5), ""),
+        (align_right(format_rounded(cpu, "%"), 5), ""),
     ]
 
 
-def _where(facts: Facts) -> str:
+def _node_shown(facts: ScreenData) -> str:
     """The node whose samples the panel shows; nothing on one machine."""
     nodes, number = facts.state.nodes, facts.view.node
     number = node_of(nodes, facts.state.representative) if number is None else number
@@ -98,22 +109,22 @@ def _uses(tracks: Sequence[tuple[int, DeviceHistory]]) -> str:
     if len(tracks) <= 4:
         values = [number_member(track.data, "util_pct") for _, track in tracks]
         return " ".join((UNKNOWN if u is None else f"{u:.0f}").rjust(3) for u in values) + " %"
-    known = [u for data in _ours(tracks) if (u := number_member(data, "util_pct")) is not None]
+    known = [u for data in _run_gpu_data(tracks) if (u := number_member(data, "util_pct")) is not None]
     return f"{min(known):3.0f} to {max(known):3.0f} %" if known else UNKNOWN
 
 
-def _ours(tracks: Sequence[tuple[int, DeviceHistory]]) -> list[Mapping[str, Any]]:
+def _run_gpu_data(tracks: Sequence[tuple[int, DeviceHistory]]) -> list[Mapping[str, Any]]:
     """The data of the run's GPUs; of all, if none is known to be the run's."""
-    return [track.data for _, track in tracks if mine(track.data)] or [track.data for _, track in tracks]
+    return [track.data for _, track in tracks if may_belong_to_run(track.data)] or [track.data for _, track in tracks]
 
 
-def devices(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """The panel's rows, inside its frame."""
-    tracks = _tracks(facts)
+    tracks = _sorted_gpus(facts)
     if not tracks:
         held_rows = _memory_rows(facts, width, with_reasons=False)
-        return [*host(facts, width, height - len(held_rows), look), *held_rows]
-    remarks = _below(tracks, width, look)
+        return [*render_host(facts, width, height - len(held_rows), look), *held_rows]
+    remarks = _throttle_and_missing_rows(tracks, width, look)
     held_rows = _memory_rows(facts, width)
     room = height - len(remarks)
     each = next((each for each in (3, 2) if each * len(tracks) <= room - len(held_rows)), 0)
@@ -132,26 +143,26 @@ def devices(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     return rows + remarks
 
 
-def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+def render_full_screen(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """The panel at full size: memory by holder, the charts of all devices, then everything that is known of each."""
-    tracks = _tracks(facts)
+    tracks = _sorted_gpus(facts)
     axis = device_axis(facts)
     more = _memory_rows(facts, width)
     if not tracks:
-        return [*host(facts, width, max(height - len(more), 3), look, tall=True), *more]
+        return [*render_host(facts, width, max(height - len(more), 3), look, tall=True), *more]
     rows: list[Row] = [*more, []] if more else []
     tall = min(max((height - len(rows)) // len(tracks) - 1, 1), _TALLEST)
     for index, track in tracks:
         rows += chart_rows(index, track, width, tall, axis, look)
     for index, track in tracks:
-        rows += [[], *fact_rows(index, track, width, look)]
+        rows += [[], *detail_rows(index, track, width, look)]
     return rows
 
 
 # ------------------------------------------------------------------------------------------------ memory by holder
 
 
-def _memory_rows(facts: Facts, width: int, *, with_reasons: bool = True) -> list[Row]:
+def _memory_rows(facts: ScreenData, width: int, *, with_reasons: bool = True) -> list[Row]:
     """A row for each device with known torch memory: how much models, gradients and optimizers take."""
     rows: list[Row] = []
     found = facts.state.device_memory
@@ -159,11 +170,11 @@ def _memory_rows(facts: Facts, width: int, *, with_reasons: bool = True) -> list
         parts = [("model", one.model), ("grads", one.gradients), ("optim", one.optimizer)]
         parts += [("rest", one.rest), ("peak", one.peak)]
         row: Row = [(sanitize_line(one.device, 10).ljust(8) + " ", "dim")]
-        if not with_reasons or width_of(row) + sum(len(word) + 11 for word, _ in parts) > width:
+        if not with_reasons or row_width(row) + sum(len(word) + 11 for word, _ in parts) > width:
             parts = [part for part in parts if part[1] is not None]  # the reason for missing ones is in a row below
         for word, count in parts:
             gap = "  " if len(row) > 1 else ""
-            if width_of(row) + len(gap) + len(word) + 9 <= width:
+            if row_width(row) + len(gap) + len(word) + 9 <= width:
                 row += [(gap + word, "dim"), (align_right(format_bytes(count), 9), "")]
         rows.append(row)
     why = [known for one in found for known in reasons_of_memory(one)]
@@ -177,20 +188,22 @@ def _memory_rows(facts: Facts, width: int, *, with_reasons: bool = True) -> list
 # ------------------------------------------------------------------------------------------------ GPUs
 
 
-def _history(track: DeviceHistory, values: Sequence[float | None], axis: TimeAxis, width: int, look: Look) -> str:
+def _history(
+    track: DeviceHistory, values: Sequence[float | None], axis: TimeAxis, width: int, look: TerminalStyle
+) -> str:
     """A history of percentages in `width` cells."""
-    return spark(sampled(values, track.second, axis, width), width, look.glyphs)
+    return block_line(resample(values, track.second, axis, width), width, look.glyphs)
 
 
 class _DeviceTable:
     """Columns of `each` rows per GPU. Their widths depend only on the panel's size and the GPUs' names."""
 
     def __init__(
-        self, tracks: Sequence[tuple[int, DeviceHistory]], width: int, each: int, facts: Facts, look: Look
+        self, tracks: Sequence[tuple[int, DeviceHistory]], width: int, each: int, facts: ScreenData, look: TerminalStyle
     ) -> None:
         self.width, self.each, self.look, self.axis = width, each, look, device_axis(facts)
         names = [] if _one_name(tracks) else [device_name(track.data) for _, track in tracks]
-        self.head = max(3, *(span_width(label(index, track.data)) for index, track in tracks)) + 1
+        self.head = max(3, *(span_width(gpu_label(index, track.data)) for index, track in tracks)) + 1
         self.name = min(max(map(span_width, names), default=0), 20 if width >= 90 else 10)
         left = width - self.head - (self.name + 1 if self.name else 0) - 6 - 2
         self.free = _FREE if left >= _FREE + 4 else _FREE - len(" of 80.0")
@@ -205,19 +218,19 @@ class _DeviceTable:
         self.bar = max(min(left - self.graph - 1, 24), 0)
 
     def rows(self, index: int, track: DeviceHistory) -> list[Row]:
-        return [self.first(index, track), self.second(track), self.third(track)][: self.each]
+        return [self.usage_row(index, track), self.memory_row(track), self.activity_row(track)][: self.each]
 
-    def first(self, index: int, track: DeviceHistory) -> Row:
+    def usage_row(self, index: int, track: DeviceHistory) -> Row:
         data = track.data
-        ours = mine(data)
+        ours = may_belong_to_run(data)
         used, total = _memory(data)
         util = number_member(data, "util_pct")
-        row: Row = [(label(index, data).ljust(self.head), "bold" if ours else "dim")]
+        row: Row = [(gpu_label(index, data).ljust(self.head), "bold" if ours else "dim")]
         if self.name:
-            row += fit([(device_name(data), "" if ours else "dim")], self.name + 1, self.look.glyphs.more)
+            row += fit_row([(device_name(data), "" if ours else "dim")], self.name + 1, self.look.glyphs.more)
         row += [
             (_history(track, track.util, self.axis, self.graph, self.look), "bar" if ours else "dim"),
-            (align_right(rounded(util, "%"), 6), "bold" if ours else "dim"),
+            (align_right(format_rounded(util, "%"), 6), "bold" if ours else "dim"),
             ("  ", ""),
         ]
         if self.bar:
@@ -230,21 +243,21 @@ class _DeviceTable:
         row.append((align_right(text, self.free), ("wait" if full else "") if ours else "dim"))
         return [*row, *_figures(data, "" if ours else "dim", _FIGURES)[: self.figures]]
 
-    def second(self, track: DeviceHistory) -> Row:
+    def memory_row(self, track: DeviceHistory) -> Row:
         """The history of memory under the history of use, then power, temperature and clock."""
         data = track.data
-        ours = "" if mine(data) else "dim"
+        ours = "" if may_belong_to_run(data) else "dim"
         share = track.mem_pct
         lead = self.head + (self.name + 1 if self.name else 0)
         row: Row = [
             (("memory" if lead >= 7 else "mem").ljust(lead), "dim"),
             (_history(track, track.mem, self.axis, self.graph, self.look), "bar" if not ours else "dim"),
-            (align_right(rounded(share, "%"), 6), ours),
+            (align_right(format_rounded(share, "%"), 6), ours),
         ]
         figures = _figures(data, ours, (11, 7, 9), limited=True)
-        return [*row, *figures] if width_of(row) + width_of(figures) <= self.width else [*row, *figures[:2]]
+        return [*row, *figures] if row_width(row) + row_width(figures) <= self.width else [*row, *figures[:2]]
 
-    def third(self, track: DeviceHistory) -> Row:
+    def activity_row(self, track: DeviceHistory) -> Row:
         """Activity fields that tell more than utilisation, if the hardware reports them; and who holds the memory."""
         data = track.data
         row: Row = [(" " * self.head, "")]
@@ -255,7 +268,7 @@ class _DeviceTable:
                 figure = align_right(f"{value:.0f} %", 5) if share else align_right(format_bytes(value), 8)
                 parts.append([(f"{word} ", "dim"), (figure + " ", "")])
         for part in parts:
-            if width_of(row) + width_of(part) - 1 <= self.width:
+            if row_width(row) + row_width(part) - 1 <= self.width:
                 row += part
         return row
 
@@ -266,12 +279,12 @@ def _memory(data: Mapping[str, Any]) -> tuple[float | None, float | None]:
     return None if used is None else used + (reserved or 0), number_member(data, "mem_total_bytes")
 
 
-def _memory_bar(data: Mapping[str, Any], width: int, look: Look) -> Row:
+def _memory_bar(data: Mapping[str, Any], width: int, look: TerminalStyle) -> Row:
     """The memory in use: a full line for this run, a broken one for others; all full if the holders are unknown."""
     used, total, ours = (number_member(data, key) for key in ("mem_used_bytes", "mem_total_bytes", "mem_run_bytes"))
     if used is None or not total:
         return filled_bar(None, width, look.glyphs)
-    if ours is None and mine(data):
+    if ours is None and may_belong_to_run(data):
         return filled_bar((used / total,), width, look.glyphs)
     own = min(ours or 0.0, used)
     return filled_bar((own / total, (used - own) / total), width, look.glyphs)
@@ -285,52 +298,54 @@ def _figures(data: Mapping[str, Any], style: str, widths: tuple[int, int, int], 
     watts = (UNKNOWN if power is None else f"{power:.0f}") + (f"/{limit:.0f}" if limited and limit is not None else "")
     return [
         (align_right(f"{watts} W", widths[0]), style),
-        (align_right(rounded(heat, "°C"), widths[1]), style),
-        (align_right(rounded(megahertz, "MHz"), widths[2]), style),
+        (align_right(format_rounded(heat, "°C"), widths[1]), style),
+        (align_right(format_rounded(megahertz, "MHz"), widths[2]), style),
     ]
 
 
-def _grid(tracks: Sequence[tuple[int, DeviceHistory]], width: int, facts: Facts, look: Look) -> list[Row]:
+def _grid(tracks: Sequence[tuple[int, DeviceHistory]], width: int, facts: ScreenData, look: TerminalStyle) -> list[Row]:
     """Two GPUs in a row: use and memory in per cent."""
     cell = (width - 2) // 2
-    head = max(span_width(label(index, track.data)) for index, track in tracks) + 1
+    head = max(span_width(gpu_label(index, track.data)) for index, track in tracks) + 1
     graph = max(min(cell - head - 6 - 1 - 5 - 5, 24), 3)
     space = max(cell - head - graph - 6 - 1 - 5, 0)
     half = -(-len(tracks) // 2)
     axis = device_axis(facts)
 
     def one(index: int, track: DeviceHistory) -> Row:
-        style = "" if mine(track.data) else "dim"
+        style = "" if may_belong_to_run(track.data) else "dim"
         util = number_member(track.data, "util_pct")
         share = track.mem_pct
         return [
-            (label(index, track.data).ljust(head), style or "bold"),
+            (gpu_label(index, track.data).ljust(head), style or "bold"),
             (_history(track, track.util, axis, graph, look), style or "bar"),
-            (align_right(rounded(util, "%"), 6), style or "bold"),
+            (align_right(format_rounded(util, "%"), 6), style or "bold"),
             (" ", ""),
             *_memory_bar(track.data, space, look),
-            (align_right(rounded(share, "%"), 5), style),
+            (align_right(format_rounded(share, "%"), 5), style),
         ]
 
     rows: list[Row] = []
     for row in range(half):
-        left = fit(one(*tracks[row]), cell, look.glyphs.more)
+        left = fit_row(one(*tracks[row]), cell, look.glyphs.more)
         rows.append([*left, ("  ", ""), *(one(*tracks[row + half]) if row + half < len(tracks) else ())])
     return rows
 
 
-def _below(tracks: Sequence[tuple[int, DeviceHistory]], width: int, look: Look) -> list[Row]:
+def _throttle_and_missing_rows(
+    tracks: Sequence[tuple[int, DeviceHistory]], width: int, look: TerminalStyle
+) -> list[Row]:
     """What holds the clocks down, and why values are missing: at most a row each."""
     rows: list[Row] = []
     down: dict[str, list[str]] = {}
     for index, track in tracks:
         words = track.data.get("throttle")
         for word in words if isinstance(words, list) else ():
-            down.setdefault(sanitize_line(word, 40), []).append(label(index, track.data))
+            down.setdefault(sanitize_line(word, 40), []).append(gpu_label(index, track.data))
     if down:
         text = "; ".join(f"{word}: {' '.join(who)}" for word, who in down.items())
         rows.append([("clocks held down ", "wait"), (truncate(text, max(width - 17, 1), look.glyphs.more), "")])
-    why = reasons([track.data for _, track in tracks], _SHOWN)
+    why = missing_value_reasons([track.data for _, track in tracks], _SHOWN)
     if why:
         rows.append([(truncate(why, width, look.glyphs.more), "dim")])
     return rows
@@ -339,7 +354,7 @@ def _below(tracks: Sequence[tuple[int, DeviceHistory]], width: int, look: Look) 
 # ------------------------------------------------------------------------------------------------ the host
 
 
-def host(facts: Facts, width: int, height: int, look: Look, tall: bool = False) -> list[Row]:
+def render_host(facts: ScreenData, width: int, height: int, look: TerminalStyle, tall: bool = False) -> list[Row]:
     """The host's load and the run's part in one row or two, and their history where more of `height` rows are free.
 
     `tall`: at full size, also why there is no GPU.
@@ -350,28 +365,28 @@ def host(facts: Facts, width: int, height: int, look: Look, tall: bool = False) 
         return [[("no sample yet", "dim")]]
     cpu, used, total = (number_member(data, key) for key in ("cpu_pct", "mem_used_bytes", "mem_total_bytes"))
     own, held = number_member(data, "run_cpu_pct"), number_member(data, "run_mem_bytes")
-    load: Row = [(align_right(rounded(cpu, "%"), 6), "bold")]
+    load: Row = [(align_right(format_rounded(cpu, "%"), 6), "bold")]
     load.append((align_right(format_free_bytes(used, total), _FREE + 1), ""))
     of_run: Row = [("this run ", "dim")]
-    if facts.over and own is None and held is None:
+    if facts.is_over and own is None and held is None:
         of_run.append(("has ended", ""))
     else:
         of_run += [(align_right(UNKNOWN if own is None else f"{own / 100:.2f}", 5), ""), (" cores", "dim")]
         of_run += [(align_right(format_bytes(held), 10), "")]
     whole = [*load, ("  ", ""), *of_run]
-    rows = [] if tall or width >= width_of(whole) + 9 + _LEAST_GRAPH else [of_run]
+    rows = [] if tall or width >= row_width(whole) + 9 + _LEAST_GRAPH else [of_run]
     whole = load if rows else whole
     axis = device_axis(facts)
-    load_so_far = _history(track, track.util, axis, max(min(width - 9 - width_of(whole), 60), 6), look)
+    load_so_far = _history(track, track.util, axis, max(min(width - 9 - row_width(whole), 60), 6), look)
     rows = [[("host cpu ", "dim"), (load_so_far, "bar"), *whole], *rows]
     why = _why_no_gpu(data, width, look) if tall else []
     drawn = host_plots(track, width, min(height - len(rows) - len(why), _TALLEST), axis, look)
     return [*rows, *drawn, *why]
 
 
-def _why_no_gpu(data: Mapping[str, Any], width: int, look: Look) -> list[Row]:
-    reason, text = data.get("gpu_absent"), reasons([data])
+def _why_no_gpu(data: Mapping[str, Any], width: int, look: TerminalStyle) -> list[Row]:
+    reason, text = data.get("gpu_absent"), missing_value_reasons([data])
     if isinstance(reason, str):
         absent = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"
         text = f"{absent}; {text}" if text else absent
-    return lines(sanitize_line(text, 600), width, most=_MOST_REASONS, more=look.glyphs.more)
+    return wrap_to_rows(sanitize_line(text, 600), width, most=_MOST_REASONS, more=look.glyphs.more)

@@ -13,10 +13,10 @@ from dpmon.run.process_notes import READ_BYTES
 from dpmon.run.safe_files import open_file
 from dpmon.text.cells import span_width
 from dpmon.text.formatting import format_count
-from dpmon.ui.facts import NAMES, Facts
-from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, cropped, merged, plain, width_of
-from dpmon.ui.terminal_text import HEIGHT, TerminalPage
+from dpmon.ui.screen_data import NAMES, ScreenData
+from dpmon.ui.styled_rows import Row, crop_row, merge_spans, plain_text, row_width
+from dpmon.ui.terminal_emulator import HEIGHT, TerminalPage
+from dpmon.ui.terminal_style import TerminalStyle
 
 ROWS = 5000
 _CHARACTERS = 4_000_000
@@ -29,7 +29,7 @@ _PIECE = 1 << 16
 _SETTLE = HEIGHT + 400
 
 
-class Tail:
+class LogTail:
     """Follows one log file that others append to. No thread, no lock; a missing file counts as empty."""
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +74,7 @@ class Tail:
                 break
             self._page.feed(data)
             self._offset += len(data)
-            self._settle()
+            self._freeze_old_rows()
 
     def _read(self, start: int, count: int) -> bytes:
         try:
@@ -86,7 +86,7 @@ class Tail:
         """The last bytes of the file, enough for a long traceback."""
         return self._read(max(self.size - READ_BYTES, 0), READ_BYTES)
 
-    def _settle(self) -> None:
+    def _freeze_old_rows(self) -> None:
         """Freeze the rows that can no longer change, and drop the oldest ones if there are too many."""
         page = self._page
         if len(page.lines) > _SETTLE:
@@ -120,10 +120,10 @@ def _length(row: Row) -> int:
 
 
 @dataclass
-class Output:
+class OutputView:
     """The output files and the view of them; `top`: serial number of the first visible row, None to follow the end."""
 
-    tails: list[Tail] = field(default_factory=list)
+    tails: list[LogTail] = field(default_factory=list)
     which: int = 0
     top: int | None = None
     left: int = 0
@@ -131,7 +131,7 @@ class Output:
     """The row of the last hit."""
 
     @property
-    def tail(self) -> Tail | None:
+    def tail(self) -> LogTail | None:
         """The visible file."""
         return self.tails[self.which % len(self.tails)] if self.tails else None
 
@@ -152,11 +152,11 @@ class Output:
         if self.tail is not None:
             self._go_to(self.tail, self._top(self.tail, height) + by, height)
 
-    def _go_to(self, tail: Tail, top: int, height: int) -> None:
+    def _go_to(self, tail: LogTail, top: int, height: int) -> None:
         top = max(top, tail.first)
         self.top = None if top >= max(tail.end - height, tail.first) else top
 
-    def _top(self, tail: Tail, height: int) -> int:
+    def _top(self, tail: LogTail, height: int) -> int:
         return max(tail.end - height, tail.first) if self.top is None else self.top
 
     def visible(self, height: int) -> list[Row]:
@@ -176,7 +176,7 @@ class Output:
         serials = range(min(start, tail.end) - 1, tail.first - 1, -1) if older else range(start + 1, tail.end)
         for serial in serials:
             (row,) = tail.rows(serial, 1)
-            found = hits(plain(row), needle)
+            found = find_matches(plain_text(row), needle)
             if found:
                 break
         else:
@@ -184,32 +184,32 @@ class Output:
             return f"no {'older' if older else 'newer'} line with {needle!r}{within}"
         self.hit = serial
         self._go_to(tail, top if top <= serial < top + height else serial - height // 2, height)
-        column, last = span_width(plain(row)[: found[0][0]]), width - len(needle) - 1
+        column, last = span_width(plain_text(row)[: found[0][0]]), width - len(needle) - 1
         if not self.left <= column < self.left + last:
             self.left = max(column - width // 2, 0) if column > last - 1 else 0
-        return place_of(tail, serial)
+        return line_position(tail, serial)
 
 
-def place_of(tail: Tail, serial: int) -> str:
+def line_position(tail: LogTail, serial: int) -> str:
     """The place of a row among those that can be shown."""
     return f"line {format_count(serial - tail.first + 1)} of {'' if tail.whole else 'the last '}{format_count(tail.end - tail.first)}"
 
 
-def hits(text: str, needle: str) -> list[tuple[int, int]]:
+def find_matches(text: str, needle: str) -> list[tuple[int, int]]:
     """Where `needle` stands in a visible line: begin and end; case matters only if it has capitals."""
     flags = 0 if any(char.isupper() for char in needle) else re.IGNORECASE
     return [found.span() for found in re.finditer(re.escape(needle), text, flags)] if needle else []
 
 
-def marked(row: Row, needle: str) -> Row:
+def highlight_matches(row: Row, needle: str) -> Row:
     """The row with all hits in the style "found"."""
     cells = [(char, style) for part, style in row for char in part]
-    for start, end in hits(plain(row), needle):
+    for start, end in find_matches(plain_text(row), needle):
         cells[start:end] = [(char, "found") for char, _ in cells[start:end]]
-    return merged(cells)
+    return merge_spans(cells)
 
 
-def title(output: Output, facts: Facts, width: int, look: Look) -> tuple[Row, Row]:
+def panel_title(output: OutputView, facts: ScreenData, width: int, look: TerminalStyle) -> tuple[Row, Row]:
     """The panel's title and the position in the file, for a frame of `width` cells."""
     tail = output.tail
     name: Row = [(NAMES["output"], "title")]
@@ -219,41 +219,41 @@ def title(output: Output, facts: Facts, width: int, look: Look) -> tuple[Row, Ro
         return name, []
     shift: Row = [(f"column {output.left + 1}  ", "wait")] if output.left else []
     if output.top is None:
-        if facts.looks_back and not facts.over:  # the output's lines have no times
+        if facts.shows_past and not facts.is_over:  # the output's lines have no times
             words = "of the whole run, not only up to this time"
             return name, [*shift, (words if width >= len(words) + 28 else "of the whole run", "wait")]
-        return name, [*shift, ("the end" if facts.over else "following", "dim")]
-    return name, [*shift, (place_of(tail, output.top), "wait")]
+        return name, [*shift, ("the end" if facts.is_over else "following", "dim")]
+    return name, [*shift, (line_position(tail, output.top), "wait")]
 
 
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"]*/)[^"/]+", line \d+')
 
 
-def narrowed(row: Row, width: int, more: str = "…") -> Row:
+def shorten_traceback_path(row: Row, width: int, more: str = "…") -> Row:
     """The row; if it belongs to a traceback and exceeds `width` cells, without a part of the file's directory.
 
     A row stays as it is if that would hide a hit of the search.
     """
-    text = plain(row)
-    over = width_of(row) - width
+    text = plain_text(row)
+    over = row_width(row) - width
     found = _FRAME.match(text) if over > 0 else None
     if found is None:
         return row
     start, end = (span_width(text[:at]) for at in found.span("path"))
-    (_, style), *_ = cropped(row, start, end)
-    rest = cropped(row, min(start + over + len(more), end), width_of(row))
-    less: Row = [*cropped(row, 0, start), (more, style), *rest]
-    return less if _found(less) == _found(row) else row
+    (_, style), *_ = crop_row(row, start, end)
+    rest = crop_row(row, min(start + over + len(more), end), row_width(row))
+    less: Row = [*crop_row(row, 0, start), (more, style), *rest]
+    return less if _count_highlighted(less) == _count_highlighted(row) else row
 
 
-def _found(row: Row) -> int:
+def _count_highlighted(row: Row) -> int:
     """Number of highlighted characters in a row."""
     return sum(len(text) for text, style in row if style == "found")
 
 
-def shifted(rows: Sequence[Row], left: int, more: str = "…") -> list[Row]:
+def scroll_sideways(rows: Sequence[Row], left: int, more: str = "…") -> list[Row]:
     """The rows without their first `left` cells; a sign marks hidden text there."""
     if left <= 0:
         return list(rows)
     first = left + span_width(more)
-    return [[(more, "dim"), *cropped(row, first, width)] if (width := width_of(row)) else [] for row in rows]
+    return [[(more, "dim"), *crop_row(row, first, width)] if (width := row_width(row)) else [] for row in rows]

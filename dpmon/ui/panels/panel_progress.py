@@ -18,12 +18,12 @@ from dpmon.text.formatting import (
     format_long_duration,
     format_percent,
 )
-from dpmon.ui.chart import curves, filled_bar
-from dpmon.ui.facts import NAMES, Facts
-from dpmon.ui.look import Look
+from dpmon.ui.chart import filled_bar, line_chart
 from dpmon.ui.panels.longest_steps import step_rows
-from dpmon.ui.rows import Row, TableColumn, columns, lines, table_rows, width_of
-from dpmon.ui.time_axis import axis_of
+from dpmon.ui.screen_data import NAMES, ScreenData
+from dpmon.ui.styled_rows import Row, TableColumn, join_left_right, row_width, table_rows, wrap_to_rows
+from dpmon.ui.terminal_style import TerminalStyle
+from dpmon.ui.time_axis import make_time_axis
 
 _GUTTER = 8
 _BAR = 10
@@ -42,78 +42,78 @@ _MODES = {
 }
 
 
-def _starts(facts: Facts) -> bool:
+def _has_not_started(facts: ScreenData) -> bool:
     """Whether no training process has made a step or a call yet."""
     return facts.process is None or facts.process.seen_ns < 0
 
 
-def progress_in(facts: Facts) -> Progress:
+def progress_in(facts: ScreenData) -> Progress:
     """The progress of the process that represents the run, without the time left if the training does not go on."""
     found = Progress() if facts.process is None else facts.process.progress
-    return found if facts.goes_on else without_time(found, "")
+    return found if facts.is_live else without_time(found, "")
 
 
-def losses_in(facts: Facts) -> list[LossCurve]:
+def losses_in(facts: ScreenData) -> list[LossCurve]:
     """The curves with values."""
     return [one for one in facts.state.losses if one.last is not None]
 
 
-def applies(facts: Facts) -> bool:
+def is_shown(facts: ScreenData) -> bool:
     """Whether there is content: findings of a finished run, epochs, losses, or a plan before the first step."""
-    if facts.over and facts.findings is not None:
+    if facts.is_over and facts.findings is not None:
         return True
-    if _starts(facts):
-        return not facts.over and bool(_plan(facts))
+    if _has_not_started(facts):
+        return not facts.is_over and bool(_startup_plan_rows(facts))
     return bool(progress_in(facts).epochs or losses_in(facts))
 
 
-def wanted_rows(facts: Facts, tall: bool = False) -> int:
+def preferred_height(facts: ScreenData, tall: bool = False) -> int:
     """Rows that the whole content needs; `tall`: on a screen with room for the longest steps."""
-    if _starts(facts):
-        return len(_plan(facts))
+    if _has_not_started(facts):
+        return len(_startup_plan_rows(facts))
     slow = _STEPS + 3 if tall and facts.process is not None and facts.process.last_step is not None else 0
     past = progress_in(facts).epochs[:-1]
     below = 1 + min(len(past) + 1, _EPOCHS) * bool(past) + (1 + _CURVE) * min(len(losses_in(facts)), 2)
-    return slow + below + 4 * min(len(facts.findings or ()) if facts.over else 0, 3)
+    return slow + below + 4 * min(len(facts.findings or ()) if facts.is_over else 0, 3)
 
 
-def title(facts: Facts, look: Look, folded: bool) -> tuple[Row, Row]:
+def panel_title(facts: ScreenData, look: TerminalStyle, folded: bool) -> tuple[Row, Row]:
     """The panel's title, and its main number."""
     name: Row = [(NAMES["progress"], "title")]
     found, dot = progress_in(facts), f" {look.glyphs.middot} "
-    if facts.over and facts.findings is not None:
+    if facts.is_over and facts.findings is not None:
         count = len(facts.findings)
         corner: Row = [(format_count_with_noun(count, "finding"), "wait")] if count else []
         return [(NAMES["progress"][:2] + "What happened", "title")], corner
     if found.epoch is None:
         return name, [part for one in losses_in(facts)[:1] for part in (("loss ", "dim"), loss_span(one.last, 7))]
     if folded:
-        return name, [(of_batches(found).strip(), "bold")]
-    return [*name, (f"{dot}epoch {format_count(found.epoch)}", "dim")], [(of_batches(found), "bold")]
+        return name, [(format_batch_of_total(found).strip(), "bold")]
+    return [*name, (f"{dot}epoch {format_count(found.epoch)}", "dim")], [(format_batch_of_total(found), "bold")]
 
 
-def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """The panel's rows, inside its frame. A tall panel ends with the longest steps."""
     slow = step_rows(facts.state.slowest, width, look) if height >= _TALL and facts.state.slowest.steps else []
     if not slow:
-        return _above(facts, width, height, look)
+        return _main_rows(facts, width, height, look)
     slow = [[("longest steps", "title")], *slow[: _STEPS + 1]]
-    rows = _above(facts, width, height - len(slow) - 1, look)
+    rows = _main_rows(facts, width, height - len(slow) - 1, look)
     return [*rows, *[[]] * (height - len(rows) - len(slow)), *slow]
 
 
-def _above(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+def _main_rows(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """Findings, progress, losses."""
-    if _starts(facts):
-        return [row for label, text in _plan(facts) for row in _labelled(label, text, width)]
-    rows = _findings(facts, width) if facts.over else []
+    if _has_not_started(facts):
+        return [row for label, text in _startup_plan_rows(facts) for row in _labelled(label, text, width)]
+    rows = _findings(facts, width) if facts.is_over else []
     if rows and height - len(rows) > 1:
         rows.append([])
     room = height - len(rows)
     return [*rows, *_progress(facts, width, max(room, 2), look)] if room > 0 else rows
 
 
-def of_batches(found: Progress) -> str:
+def format_batch_of_total(found: Progress) -> str:
     """Batch n of N, in a constant width while n grows: "  412/1,563", "batch 412"."""
     if found.batch is None:
         return ""
@@ -135,7 +135,7 @@ def loss_span(value: float | None, width: int) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------------ before and after
 
 
-def _plan(facts: Facts) -> list[tuple[str, str]]:
+def _startup_plan_rows(facts: ScreenData) -> list[tuple[str, str]]:
     """What dpmon will do with the run, as far as it is known before the first step."""
     if facts.info is None:
         return []
@@ -149,28 +149,29 @@ def _plan(facts: Facts) -> list[tuple[str, str]]:
 
 def _labelled(label: str, text: str, width: int) -> list[Row]:
     return [
-        [((label if index == 0 else "").ljust(9), "dim"), *row] for index, row in enumerate(lines(text, width - 9, ""))
+        [((label if index == 0 else "").ljust(9), "dim"), *row]
+        for index, row in enumerate(wrap_to_rows(text, width - 9, ""))
     ]
 
 
-def _findings(facts: Facts, width: int) -> list[Row]:
+def _findings(facts: ScreenData, width: int) -> list[Row]:
     """The findings, the most important first, each with its advice."""
     rows: list[Row] = [] if facts.findings is None or facts.findings else [[("nothing stands out", "dim")]]
     for number, found in enumerate(facts.findings or (), start=1):
         style = "bad" if found.kind == "failed" else "wait"
-        for index, row in enumerate(lines(sanitize_line(found.text, 400), width - 2, style)):
+        for index, row in enumerate(wrap_to_rows(sanitize_line(found.text, 400), width - 2, style)):
             rows.append([(f"{number} " if index == 0 else "  ", "dim"), *row])
-        rows += [[("  ", ""), *row] for row in lines(sanitize_line(found.advice_text, 400), width - 2, "")]
+        rows += [[("  ", ""), *row] for row in wrap_to_rows(sanitize_line(found.advice_text, 400), width - 2, "")]
     return rows
 
 
 # ------------------------------------------------------------------------------------------------ epochs and losses
 
 
-def _progress(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+def _progress(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """The bar of the epoch, each loss with a chart, and as many past epochs as have room."""
     found, curves = progress_in(facts), losses_in(facts)[: max((height - 1) // 2, 1)]
-    rows = [] if facts.over else _bar(found, width, look)
+    rows = [] if facts.is_over else _bar(found, width, look)
     room = height - len(rows) - len(curves)
     past = found.epochs[:-1]
     listed = min(len(past) + 1, max(_EPOCHS, room // 3), room - _LOWEST * len(curves)) if past else 0
@@ -181,7 +182,7 @@ def _progress(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     return [*rows, *_epochs(past, listed, look)] if listed else rows
 
 
-def _bar(found: Progress, width: int, look: Look) -> list[Row]:
+def _bar(found: Progress, width: int, look: TerminalStyle) -> list[Row]:
     """How much of the epoch is done, and the time left; or why this is unknown."""
     if found.epoch is None or found.batch is None or not found.batches:
         name = "epoch" if found.epoch is None else "batch" if found.batch is None else "batches"
@@ -198,13 +199,13 @@ def _bar(found: Progress, width: int, look: Look) -> list[Row]:
         if found.left_ns is not None
         else []
     )
-    if width - width_of(share) - width_of(left) < _BAR:
+    if width - row_width(share) - row_width(left) < _BAR:
         left = []
-    bar = filled_bar((min(done, 1.0),), width - width_of(share) - width_of(left), look.glyphs)
+    bar = filled_bar((min(done, 1.0),), width - row_width(share) - row_width(left), look.glyphs)
     return [[*bar, *share, *left]]
 
 
-def _epochs(past: Sequence[Epoch], height: int, look: Look) -> list[Row]:
+def _epochs(past: Sequence[Epoch], height: int, look: TerminalStyle) -> list[Row]:
     """The past epochs, the newest first, as many as have room. A column without a value is left out."""
     shown = [*reversed(past)][: height - 1]
     parts = [
@@ -216,7 +217,7 @@ def _epochs(past: Sequence[Epoch], height: int, look: Look) -> list[Row]:
     return table_rows([TableColumn(head, size, cells) for head, size, cells in parts if any(cells)], look.glyphs.more)
 
 
-def _loss(facts: Facts, one: LossCurve, several: bool, width: int, height: int, look: Look) -> list[Row]:
+def _loss(facts: ScreenData, one: LossCurve, several: bool, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """The newest and the smoothed loss, and their curves: in `height` rows below, or in the same row."""
     head: Row = [("loss ", "dim"), loss_span(one.last, 8)]
     if one.smoothed is not None:
@@ -224,10 +225,10 @@ def _loss(facts: Facts, one: LossCurve, several: bool, width: int, height: int, 
     if several:
         head.append((truncate(sanitize_line(one.place, 200), 24, look.glyphs.more) + " ", "dim"))
     beside = height < 2
-    room = width - (width_of(head) if beside else _GUTTER)
+    room = width - (row_width(head) if beside else _GUTTER)
     if room < _BAR:
         return [head]
-    axis, known = axis_of(facts), [(point.second, point.mean) for point in one.points if point.mean is not None]
+    axis, known = make_time_axis(facts), [(point.second, point.mean) for point in one.points if point.mean is not None]
     length = max(axis.end_s - axis.begin_s, 1)
     places = [((second - axis.begin_s + 0.5) / length, mean) for second, mean in known if second >= axis.begin_s]
     if not places:
@@ -237,8 +238,8 @@ def _loss(facts: Facts, one: LossCurve, several: bool, width: int, height: int, 
     unfit = [
         (point.second - axis.begin_s) / length for point in one.points if point.unfit and point.second >= axis.begin_s
     ]
-    both = ((places, "dim"), (_smoothed(places), "bar"))
-    drawn = curves(both[beside:], unfit, room, 1 if beside else height, low, top, look.glyphs)
+    both = ((places, "dim"), (_running_means(places), "bar"))
+    drawn = line_chart(both[beside:], unfit, room, 1 if beside else height, low, top, look.glyphs)
     if beside:
         return [[*head, *drawn[0]]]
     marks = {0: loss_span(top, 0)[0] if top > low else "", len(drawn) - 1: loss_span(low, 0)[0]}
@@ -247,12 +248,14 @@ def _loss(facts: Facts, one: LossCurve, several: bool, width: int, height: int, 
     ]
     since = f"since {format_clock(axis.begin_s * SECOND)}"
     return [
-        columns(head, [(since, "dim")] if width_of(head) + len(since) < width else [], width, look.glyphs.more),
+        join_left_right(
+            head, [(since, "dim")] if row_width(head) + len(since) < width else [], width, look.glyphs.more
+        ),
         *rows,
     ]
 
 
-def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _running_means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The same places, each with a mean of the values up to it. Newer values weigh more."""
     found: list[tuple[float, float]] = []
     weights = total = 0.0

@@ -18,13 +18,13 @@ from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import align_right, span_width
 from dpmon.text.formatting import UNKNOWN, format_count, format_count_with_noun, format_duration
 from dpmon.ui.chart import busy_bar, busy_legend
-from dpmon.ui.facts import RANK_NAMES, Facts, devices_in_short
-from dpmon.ui.look import Look
-from dpmon.ui.panels.panel_replicas import every_size, kind, name_of, shown, size_text
+from dpmon.ui.panels.panel_replicas import evaluation_mark, every_size, name_of, shown_call, size_text
 from dpmon.ui.panels.panel_status import reports_straggler
 from dpmon.ui.panels.rank_map import rank_map
 from dpmon.ui.panels.ranks_over_time import over_time, slow_rows
-from dpmon.ui.rows import Row, TableColumn, lines, table_rows, width_of
+from dpmon.ui.screen_data import RANK_NAMES, ScreenData, format_devices
+from dpmon.ui.styled_rows import Row, TableColumn, row_width, table_rows, wrap_to_rows
+from dpmon.ui.terminal_style import TerminalStyle
 
 _LABEL = 6
 """Cells of the mark and the rank."""
@@ -50,96 +50,98 @@ class _Rank(NamedTuple):
     times: RankTimes
 
 
-def applies(facts: Facts) -> bool:
+def is_shown(facts: ScreenData) -> bool:
     """Whether several processes train side by side, none of them over replicas of its own; or on several nodes."""
     processes = facts.state.training_processes
     if facts.state.nodes or len(processes) < 2:
         return bool(facts.state.nodes)
-    track = shown(facts)
+    track = shown_call(facts)
     return track is None or len(track.last.replicas) <= 1
 
 
-def _rows(facts: Facts, room: int) -> list[tuple[Process, CallTimings | None]]:
+def _rows(facts: ScreenData, room: int) -> list[tuple[Process, CallTimings | None]]:
     """At most `room` processes, each with its chosen or newest call."""
     return _with_calls(facts, facts.state.training_processes[: max(room, 1)])
 
 
-def _with_calls(facts: Facts, processes: Iterable[Process]) -> list[tuple[Process, CallTimings | None]]:
-    track = shown(facts)
+def _with_calls(facts: ScreenData, processes: Iterable[Process]) -> list[tuple[Process, CallTimings | None]]:
+    track = shown_call(facts)
     key = (track.last.root, track.last.via) if track is not None else ("", None)
     return [(process, process.calls.get(key, process.last_called_root)) for process in processes]
 
 
-def _known(facts: Facts) -> Communication | None:
+def _known_communication(facts: ScreenData) -> Communication | None:
     """The communication of the ranks, if their waits are known."""
     found = facts.state.communication
     return found if found is not None and found.ranks_with_waits else None
 
 
-def mapped(facts: Facts) -> bool:
+def shows_map(facts: ScreenData) -> bool:
     """Whether a map is drawn: of nodes, or of ranks that are too many for one row each."""
-    return bool(facts.state.nodes) or (applies(facts) and _known(facts) is not None and _many(facts))
+    return bool(facts.state.nodes) or (
+        is_shown(facts) and _known_communication(facts) is not None and _shows_slowest_only(facts)
+    )
 
 
-def _many(facts: Facts) -> bool:
+def _shows_slowest_only(facts: ScreenData) -> bool:
     """Whether the table has only the slowest ranks."""
     return bool(facts.state.nodes) or len(facts.state.training_processes) > MAPPED
 
 
-def wanted_rows(facts: Facts, room: int = 0) -> int:
+def preferred_height(facts: ScreenData, room: int = 0) -> int:
     """Rows that the whole content needs; with the ranks over time, if that is at most `room`."""
     count = len(facts.state.training_processes)
-    found = _known(facts)
+    found = _known_communication(facts)
     nodes = len(facts.state.nodes)
     room = max(room, _FEW_ROWS) if nodes else room
     if found is None:
         return nodes + count + 3
     note_rows = 1  # always reserved, so that the panels keep their places
-    if _many(facts):
-        rows, over = _most(facts) + 2 + (nodes or 2) + note_rows, count + 1 if count <= MAPPED else 2
+    if _shows_slowest_only(facts):
+        rows, over = _max_table_rows(facts) + 2 + (nodes or 2) + note_rows, count + 1 if count <= MAPPED else 2
     else:
         rows, over = count + note_rows, count + 2
     return rows + over if rows + over <= room else rows
 
 
-def _most(facts: Facts) -> int:
+def _max_table_rows(facts: ScreenData) -> int:
     """Most rows of the table: all ranks if they are few, else the slowest ones."""
     count = len(facts.state.training_processes)
     return count if count <= MAPPED else WORST
 
 
-def shows_time(facts: Facts, width: int, height: int) -> bool:
+def shows_time(facts: ScreenData, width: int, height: int) -> bool:
     """Whether a map leaves room in the panel for the slow ranks over time, with their axis."""
-    if not mapped(facts) or _known(facts) is None:
+    if not shows_map(facts) or _known_communication(facts) is None:
         return False
     nodes, each = len(facts.state.nodes), max(len(facts.state.training_processes) // max(len(facts.state.nodes), 1), 1)
     rows = -(-nodes // max((width - _NODE) // (each + 1), 1)) or len(facts.state.training_processes) // _EACH + 1
     return height >= rows + 2 + _LEAST_TABLE + _TIME
 
 
-def title(facts: Facts, look: Look) -> tuple[Row, Row]:
+def panel_title(facts: ScreenData, look: TerminalStyle) -> tuple[Row, Row]:
     """The panel's title, and its main number."""
     processes = facts.state.training_processes
-    track = shown(facts)
+    track = shown_call(facts)
     what: Row = []
     if track is not None:
-        what = [*kind(track.last, look), (name_of(track.last, f" {look.glyphs.middot} "), "")]
+        what = [*evaluation_mark(track.last, look), (name_of(track.last, f" {look.glyphs.middot} "), "")]
     corner: Row = [("step", "dim"), (align_right(format_count(facts.state.step), 9), "")]
     where = f" on {format_count_with_noun(len(facts.state.nodes), 'node')}" if facts.state.nodes else ""
     where = f" on {processes[0].node}" if facts.view.node is not None and processes else where
     return [(RANK_NAMES["replicas"] + where, "title"), *what], corner
 
 
-def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """The panel's rows, inside its frame.
 
     Rows that do not fit come last, below the lines about all ranks. A tall panel ends with the ranks over time.
     """
-    found, above = _known(facts), list[Row]()
+    found, above = _known_communication(facts), list[Row]()
     timed = facts.view.zoom is None and shows_time(facts, width, height)
     room = height - slow_rows(facts) if timed else height
-    if mapped(facts):
-        most, left = _most(facts), room - 3  # without the heads, and a line about all ranks
+    if shows_map(facts):
+        most, left = _max_table_rows(facts), room - 3  # without the heads, and a line about all ranks
         above = rank_map(facts, facts.state.ranks, width, (left - most, left - min(_LEAST_WORST, most)), look)
         if facts.view.zoom is None:  # the slowest rank's row is more important than the whole map
             del above[max(height - 2, 1) :]
@@ -150,7 +152,7 @@ def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
     remarks = _notes(facts, found, width, room, len(rows), look)
     room = max(room - len(remarks), 1)
     slow = facts.state.straggler
-    if not _many(facts) and slow is not None:
+    if not _shows_slowest_only(facts) and slow is not None:
         rows = [rows[index] for index in _slow_in_room(_ranks(facts, found), slow, room)]
     drawn, below = [*above, head, *rows[:room], *remarks], rows[room:]
     if facts.view.zoom is not None:
@@ -172,51 +174,55 @@ def _slow_in_room(ranks: Sequence[_Rank], slow: Straggler, room: int) -> list[in
 # ------------------------------------------------------------------------------------------------ who waits
 
 
-def _notes(facts: Facts, found: Communication, width: int, room: int, ranks: int, look: Look) -> list[Row]:
+def _notes(
+    facts: ScreenData, found: Communication, width: int, room: int, ranks: int, look: TerminalStyle
+) -> list[Row]:
     """The lines below the ranks: who delays the others, then notes. One row of `room` is left for a rank.
 
     The sentence about a slow rank is short if the full one does not fit below all ranks.
     """
-    slow = facts.straggler
+    slow = facts.current_straggler
     most = max(room - 1, 0)
     rows: list[Row] = []
-    if not facts.goes_on or (reports_straggler(facts, look) and facts.view.zoom != "replicas"):
+    if not facts.is_live or (reports_straggler(facts, look) and facts.view.zoom != "replicas"):
         pass
     elif slow is not None:
-        whole = lines(straggler_sentence(slow, lately=True), width, "wait")
+        whole = wrap_to_rows(straggler_sentence(slow, lately=True), width, "wait")
         fits = len(whole) + ranks <= room
-        rows += whole if fits else lines(short_sentence(slow), width, "wait", max(most, 1), look.glyphs.more)
+        rows += whole if fits else wrap_to_rows(short_sentence(slow), width, "wait", max(most, 1), look.glyphs.more)
     elif found.step_count_with_waits < MIN_STEPS:
-        rows += lines(
+        rows += wrap_to_rows(
             f"a slow rank is named after {MIN_STEPS} steps with known waits: {found.step_count_with_waits} so far",
             width,
         )
     else:
         where = f" of {facts.state.training_processes[0].node}" if facts.view.node is not None else ""
-        rows += lines(
+        rows += wrap_to_rows(
             f"no rank{where} holds the others up (last {format_count_with_noun(found.step_count_with_waits, 'step')})",
             width,
         )
     for note in found.other_waits():
-        rows += lines(note, width)
-    return [*rows, *_missing(facts)][:most]
+        rows += wrap_to_rows(note, width)
+    return [*rows, *_missing_ranks_row(facts)][:most]
 
 
-def _ranks(facts: Facts, found: Communication) -> list[_Rank]:
+def _ranks(facts: ScreenData, found: Communication) -> list[_Rank]:
     """The ranks of the table by number; if there are many, only the slowest ranks, the slowest first."""
     times: Iterable[RankTimes] = found.ranks
     slow, chosen = facts.state.straggler, facts.view.process
-    if _many(facts):
+    if _shows_slowest_only(facts):
         named = {chosen, *(slow.processes if slow is not None else ())}
         first = [one for one in found.ranks_by_wait if one.process in named]
         first.sort(key=lambda one: one.process != chosen)
-        times = islice(chain(first, (one for one in found.ranks_by_wait if one.process not in named)), _most(facts))
+        times = islice(
+            chain(first, (one for one in found.ranks_by_wait if one.process not in named)), _max_table_rows(facts)
+        )
     there = [one for one in times if one.process in facts.state.processes]
     rows = _with_calls(facts, (facts.state.processes[one.process] for one in there))
     return [_Rank(process, track, one) for (process, track), one in zip(rows, there, strict=True)]
 
 
-def _times_table(facts: Facts, found: Communication, width: int, height: int, look: Look) -> list[Row]:
+def _times_table(facts: ScreenData, found: Communication, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """A header and one row per rank: mean times, and a bar of its step."""
     ranks = _ranks(facts, found)
     slow = facts.state.straggler
@@ -227,7 +233,7 @@ def _times_table(facts: Facts, found: Communication, width: int, height: int, lo
     cell, gap = (9, " ") if width >= fixed + 9 * len(_NAMES) + _LEAST_BAR + 1 else (7, "")
     left = width - fixed - cell * len(_NAMES) - 1
     sizes = _size_cells(ranks, height, left - _LEAST_BAR)
-    needed = max([width_of(row) for row in sizes] + [len(_SIZES)]) if sizes else 0
+    needed = max([row_width(row) for row in sizes] + [len(_SIZES)]) if sizes else 0
     bar = min(max(left - needed, 0), _MOST_BAR)
     bar = bar if bar >= _LEAST_BAR else 0
     waits = "  others wait" if left - needed - bar >= len("  others wait") else ""
@@ -255,7 +261,7 @@ def _times_table(facts: Facts, found: Communication, width: int, height: int, lo
         marks: list[Row] = [[(waits if marked else blank, "wait")] if marked or needed else [] for marked in slowest]
         columns.append(TableColumn([(blank if needed else "", "")], len(waits), marks))
     if needed:
-        filled: list[Row] = [[(" " * (needed - width_of(row)), ""), *row] for row in sizes]
+        filled: list[Row] = [[(" " * (needed - row_width(row)), ""), *row] for row in sizes]
         columns.append(TableColumn(_SIZES, needed, [*filled, *[[]] * (len(ranks) - len(sizes))]))
     return table_rows(columns, look.glyphs.more)
 
@@ -264,13 +270,13 @@ def _is_slow(slow: Straggler | None, one: _Rank) -> bool:
     return slow is not None and one.process.process in slow.processes
 
 
-def _mark(one: _Rank, marked: bool, facts: Facts, look: Look) -> Row:
+def _mark(one: _Rank, marked: bool, facts: ScreenData, look: TerminalStyle) -> Row:
     number = align_right(str(one.process.number), _LABEL - 2) + "  "
     sign = look.glyphs.focus if marked else look.glyphs.ring if one.process.process == facts.view.process else " "
     return [(sign, "wait"), (number, "wait" if marked else "bold")]
 
 
-def _bar(times: RankTimes, top: float, width: int, look: Look) -> Row:
+def _bar(times: RankTimes, top: float, width: int, look: TerminalStyle) -> Row:
     exposed, wait = times.exposed_ns or 0.0, times.wait_ns or 0.0
     return busy_bar((max((times.step_ns or 0.0) - exposed - wait, 0.0), exposed, wait), top, width, look.glyphs)
 
@@ -292,24 +298,24 @@ def _size_cells(ranks: Sequence[_Rank], height: int, room: int) -> list[Row]:
         rows = call.rows
         count = UNKNOWN if rows is None else str(rows)
         cells.append([(f"  {size_text(call.inputs)}  {size_text(call.outputs)}{align_right(count, 6)}", "dim")])
-    return cells if max(len(_SIZES), *map(width_of, cells)) <= room else []
+    return cells if max(len(_SIZES), *map(row_width, cells)) <= room else []
 
 
 def _device(one: _Rank) -> str:
-    named = _of_call(one.track)
-    return named if named != UNKNOWN else devices_in_short(one.process.devices) or UNKNOWN
+    named = _call_medians(one.track)
+    return named if named != UNKNOWN else format_devices(one.process.devices) or UNKNOWN
 
 
 # ------------------------------------------------------------------------------------------------ sizes
 
 
-def _sizes_table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+def _sizes_table(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """A header, one row per rank with its sizes and medians, and why the waits are unknown."""
     count = len(facts.state.training_processes)
     rows = _rows(facts, max(height, 2) + 1 + facts.view.scrolled.get("replicas", 0))
     ins = [size_text(track.last.inputs) if track else UNKNOWN for _, track in rows]
     outs = [size_text(track.last.outputs) if track else UNKNOWN for _, track in rows]
-    device = min(max([span_width(_of_call(track)) for _, track in rows] + [6]), 10)
+    device = min(max([span_width(_call_medians(track)) for _, track in rows] + [6]), 10)
     cell = 9 if width >= 5 + device + 2 + 6 + 9 * 3 + 18 else 8
     count_room = 6 if cell == 9 else 5
     # Times are never cut. Sizes share the remaining width, and a sign marks each cut.
@@ -321,7 +327,7 @@ def _sizes_table(facts: Facts, width: int, height: int, look: Look) -> list[Row]
     batches = [track.last.rows if track else None for _, track in rows]
     columns = [
         TableColumn(who, 4, [str(process.number) for process, _ in rows], "bold", gap=1),
-        TableColumn("device", device, [_of_call(track) for _, track in rows], left=True, gap=1),
+        TableColumn("device", device, [_call_medians(track) for _, track in rows], left=True, gap=1),
         TableColumn("input", given, ins, left=True, gap=1),
         TableColumn("output", gave, outs, left=True),
         TableColumn("rows", count_room, [UNKNOWN if batch is None else str(batch) for batch in batches]),
@@ -333,16 +339,16 @@ def _sizes_table(facts: Facts, width: int, height: int, look: Look) -> list[Row]
     drawn += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
     found = facts.state.communication
     why = None if found is None else found.missing
-    drawn += [] if why is not None and why.startswith(f"{count} of ") else _missing(facts)
+    drawn += [] if why is not None and why.startswith(f"{count} of ") else _missing_ranks_row(facts)
     troubles = ((node.name, node.problem_at(facts.elapsed_ns)) for node in facts.state.nodes)
     away = [name for name, trouble in troubles if trouble is not None and trouble.word in SILENT]
     if why is not None and away:
         others = f" and {format_count_with_noun(len(away) - 1, 'other')}" if away[1:] else ""
         why += f" (no records come from {away[0]}{others})"
-    return [*drawn, *lines(why or "", width)]
+    return [*drawn, *wrap_to_rows(why or "", width)]
 
 
-def _missing(facts: Facts) -> list[Row]:
+def _missing_ranks_row(facts: ScreenData) -> list[Row]:
     """A row with the number of ranks, if fewer train than expected; of one node alone, the others are not counted."""
     count, first = len(facts.state.training_processes), facts.state.training_processes[:MAPPED]
     wanted = max((ranks for process in first if (ranks := process.info.world) is not None), default=count)
@@ -356,20 +362,20 @@ def _median(process: Process, phase: str) -> str:
     return format_duration(None if found is None else found.median_ns)
 
 
-def _of_call(track: CallTimings | None) -> str:
+def _call_medians(track: CallTimings | None) -> str:
     devices = track.last.devices if track is not None else ()
     return sanitize_line(devices[0], 20) if devices else UNKNOWN
 
 
-def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+def render_full_screen(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """The panel at full size: the table, the ranks over time, then every size of every rank by its path."""
-    drawn = [*table(facts, width, height, look), []]
+    drawn = [*render_panel(facts, width, height, look), []]
     if times := over_time(facts, width, len(facts.state.training_processes) + 2, look):
         drawn += [*times, []]
     for process, track in _rows(facts, height + facts.view.scrolled.get("replicas", 0)):
         pid, ranks = process.info.pid, process.info.world or UNKNOWN
         who = f"process {process.process}" if process.rank is None else f"rank {process.rank} of {ranks}"
         who += node_suffix(process.node)
-        drawn.append([(f"{who}  {_of_call(track)}", "bold"), (f"  pid {UNKNOWN if pid is None else pid}", "dim")])
+        drawn.append([(f"{who}  {_call_medians(track)}", "bold"), (f"  pid {UNKNOWN if pid is None else pid}", "dim")])
         drawn += every_size(track.last.inputs, track.last.outputs, width, look) if track is not None else []
     return drawn

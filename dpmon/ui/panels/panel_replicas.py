@@ -11,9 +11,9 @@ from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import align_right, span_width, truncate
 from dpmon.text.formatting import UNKNOWN, format_bytes, format_count, format_count_with_noun, format_duration
 from dpmon.ui.chart import filled_bar, range_bar
-from dpmon.ui.facts import NAMES, Facts, mode_words
-from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, TableColumn, lines, table_rows
+from dpmon.ui.screen_data import NAMES, ScreenData, format_mode_and_devices
+from dpmon.ui.styled_rows import Row, TableColumn, table_rows, wrap_to_rows
+from dpmon.ui.terminal_style import TerminalStyle
 
 
 class CallChoice(NamedTuple):
@@ -41,7 +41,7 @@ def choices(process: Process | None) -> list[CallChoice]:
     return found
 
 
-def chosen(facts: Facts) -> tuple[CallChoice | None, int, int]:
+def current_choice(facts: ScreenData) -> tuple[CallChoice | None, int, int]:
     """The current choice, its number from 1 (0: always the root called last), and the number of choices."""
     process = facts.process
     if process is None or process.last_called_root is None:
@@ -54,34 +54,34 @@ def chosen(facts: Facts) -> tuple[CallChoice | None, int, int]:
     return CallChoice(process.last_called_root, 1, 1), 0, count
 
 
-def shown(facts: Facts) -> CallTimings | None:
+def shown_call(facts: ScreenData) -> CallTimings | None:
     """The root that the panel shows: the one called last, or the one that the user chose."""
-    choice = chosen(facts)[0]
+    choice = current_choice(facts)[0]
     return choice.track if choice is not None else None
 
 
-def _staged(call: Call) -> bool:
+def _is_staged(call: Call) -> bool:
     """Whether the model of the call is split over several devices."""
     return not call.replicas and len(call.devices) > 1 and call.mode != "dp"
 
 
-def staged(process: Process | None) -> bool:
+def has_stages(process: Process | None) -> bool:
     """Whether a model of the process is split over several devices."""
-    return process is not None and any(_staged(track.last) for track in process.calls.values())
+    return process is not None and any(_is_staged(track.last) for track in process.calls.values())
 
 
-def wanted_rows(facts: Facts, _: int = 0) -> int:
+def preferred_height(facts: ScreenData, _: int = 0) -> int:
     """Rows that the whole content needs."""
-    track = shown(facts)
+    track = shown_call(facts)
     if track is None:
         return 3
     call = track.last
-    return len(call.stages) + 2 if _staged(call) else max(len(call.devices), len(call.replicas), 1) + 1
+    return len(call.stages) + 2 if _is_staged(call) else max(len(call.devices), len(call.replicas), 1) + 1
 
 
-def title(facts: Facts, look: Look) -> tuple[Row, Row]:
+def panel_title(facts: ScreenData, look: TerminalStyle) -> tuple[Row, Row]:
     """The panel's title, and its main number."""
-    choice, which, count = chosen(facts)
+    choice, which, count = current_choice(facts)
     if choice is None:
         return [(NAMES["replicas"], "title")], []
     call = choice.track.last
@@ -89,9 +89,9 @@ def title(facts: Facts, look: Look) -> tuple[Row, Row]:
     part = f"{dot}call {choice.nth} of {choice.of} a step" if choice.of > 1 else ""
     many = f"{dot}newest of {count}" if count > 1 and not which else f"{dot}{which} of {count}" if which else ""
     corner: Row = [("call", "dim"), (align_right(format_count(call.call), 9), "")]
-    head = "2 Stages" if _staged(call) else NAMES["replicas"]
+    head = "2 Stages" if _is_staged(call) else NAMES["replicas"]
     # The names come last, so that they are cut before the number of the choice.
-    return [(head, "title"), (many + part, ""), *kind(call, look), (name_of(call, dot), "")], corner
+    return [(head, "title"), (many + part, ""), *evaluation_mark(call, look), (name_of(call, dot), "")], corner
 
 
 def name_of(call: Call, dot: str) -> str:
@@ -99,24 +99,24 @@ def name_of(call: Call, dot: str) -> str:
     return f"{dot}{sanitize_line(call.root, 60)}{dot}{sanitize_line(call.via, 40) if call.via else 'bare module'}"
 
 
-def kind(call: Call, look: Look) -> Row:
+def evaluation_mark(call: Call, look: TerminalStyle) -> Row:
     """A mark for a call of an evaluation, without gradients or in eval mode; empty for training."""
     word = "evaluation" if call.evaluates else "no gradients" if not call.grad else "" if call.training else "eval mode"
     return [(f" {look.glyphs.middot} ", ""), (word, "wait")] if word else []
 
 
-def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """The panel's rows, inside its frame: a header, a row per replica, idle devices, missing values and why."""
-    track = shown(facts)
+    track = shown_call(facts)
     if track is None:
         return [[(facts.empty_reason("no call was traced", "no call yet"), "dim")]]
     call = track.last
-    staged = _staged(call)
+    staged = _is_staged(call)
     rows = _stages(track, width, look) if staged else _replicas(track, width, height, look)
     if call.failed:
         rows.append([("the forward raised an exception", "bad")])
     for reason in call.absent.values():
-        rows += lines(sanitize_line(reason, 300), width, most=None if staged else 1, more=look.glyphs.more)
+        rows += wrap_to_rows(sanitize_line(reason, 300), width, most=None if staged else 1, more=look.glyphs.more)
     process = facts.process
     if process is not None and call.virtual and len(rows) < height:
         shared = "one GPU" if any(device.startswith("cuda") for device in call.devices) else "this machine's processor"
@@ -134,7 +134,7 @@ def _times(track: CallTimings, numbers: Sequence[int]) -> list[TableColumn]:
     return columns
 
 
-def _replicas(track: CallTimings, width: int, height: int, look: Look) -> list[Row]:
+def _replicas(track: CallTimings, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """A header, a row per replica, and idle devices.
 
     The widths of the columns depend on the panel's width, on the last call, and on which times are known.
@@ -169,11 +169,11 @@ def _replicas(track: CallTimings, width: int, height: int, look: Look) -> list[R
     columns += times
     if left >= len("spread"):
         columns.append(_spreads(track, numbers, min(left - bar, 48), look))
-    rows = table_rows(columns, look.glyphs.more)[0 if height > 1 else 1 :] + _idle(call, look)
+    rows = table_rows(columns, look.glyphs.more)[0 if height > 1 else 1 :] + _idle_device_rows(call, look)
     return rows if call.replicas else [*rows, [("the replicas of this call were not seen", "dim")]]
 
 
-def _spreads(track: CallTimings, numbers: Sequence[int], width: int, look: Look) -> TableColumn:
+def _spreads(track: CallTimings, numbers: Sequence[int], width: int, look: TerminalStyle) -> TableColumn:
     """The range of each replica's times, on a scale up to the slowest one.
 
     The scale starts at the fastest one, unless that would magnify noise.
@@ -206,7 +206,7 @@ def _scale(base: float, top: float, width: int) -> str:
     return (_RANGE if width >= len(_RANGE) else "spread").ljust(width)
 
 
-def _stages(track: CallTimings, width: int, look: Look) -> list[Row]:
+def _stages(track: CallTimings, width: int, look: TerminalStyle) -> list[Row]:
     """A header, and a row per stage with its incoming tensors and its time."""
     call = track.last
     device = min(max([span_width(sanitize_line(s.device, 20)) for s in call.stages] + [6]), 10)
@@ -243,7 +243,11 @@ def size_text(sizes: tuple[Size, ...] | None) -> str:
 
 
 def every_size(
-    inputs: tuple[Size, ...] | None, outputs: tuple[Size, ...] | None, width: int, look: Look, unseen: str = "not seen"
+    inputs: tuple[Size, ...] | None,
+    outputs: tuple[Size, ...] | None,
+    width: int,
+    look: TerminalStyle,
+    unseen: str = "not seen",
 ) -> list[Row]:
     """One row per input or output size."""
     rows: list[Row] = []
@@ -267,7 +271,7 @@ def _shape(size: Size, most: int) -> str:
     return " of ".join("[" + ", ".join(str(extent) for extent in shape[:most]) + "]" for shape in shapes)
 
 
-def _idle(call: Call, look: Look) -> list[Row]:
+def _idle_device_rows(call: Call, look: TerminalStyle) -> list[Row]:
     """A row for each device that received nothing, with the reason."""
     if call.mode != "dp":
         return []
@@ -280,7 +284,7 @@ def _idle(call: Call, look: Look) -> list[Row]:
     ]
 
 
-def _what_times(track: CallTimings) -> str:
+def _host_times_note(track: CallTimings) -> str:
     """A sentence about the host times: how many calls they cover, their range, and how they differ from apply."""
     known = [spread for spread in track.times if spread is not None]
     if not known:
@@ -296,17 +300,17 @@ def _what_times(track: CallTimings) -> str:
     )
 
 
-def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+def render_full_screen(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """The panel at full size: the table, then every size of every replica or stage by its path."""
-    rows = table(facts, width, height, look)
-    track = shown(facts)
+    rows = render_panel(facts, width, height, look)
+    track = shown_call(facts)
     if track is None:
         return rows
     rows.append([])
-    if not _staged(track.last):
-        mode, where = mode_words(facts.process, look.glyphs.times)
+    if not _is_staged(track.last):
+        mode, where = format_mode_and_devices(facts.process, look.glyphs.times)
         rows.append([(f"mode {mode}  {where}", "dim")])
-        rows += lines(_what_times(track), width)
+        rows += wrap_to_rows(_host_times_note(track), width)
         rows.append([])
     for replica in track.last.replicas:
         rows.append([(f"{align_right(str(replica.replica), 2)} {sanitize_line(replica.device, 40)}", "bold")])

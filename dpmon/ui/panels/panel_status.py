@@ -26,11 +26,11 @@ from dpmon.text.formatting import (
     format_percent,
     format_rate_within_steps,
 )
-from dpmon.ui.facts import READING, Facts, Life, life, mode_words
-from dpmon.ui.look import Look
-from dpmon.ui.panels.panel_progress import loss_span, losses_in, of_batches, progress_in
+from dpmon.ui.panels.panel_progress import format_batch_of_total, loss_span, losses_in, progress_in
 from dpmon.ui.panels.rank_map import STYLES
-from dpmon.ui.rows import Row, columns, fit, plain, width_of
+from dpmon.ui.screen_data import READING, ActivityText, ScreenData, describe_activity, format_mode_and_devices
+from dpmon.ui.styled_rows import Row, fit_row, join_left_right, plain_text, row_width
+from dpmon.ui.terminal_style import TerminalStyle
 
 WARNING_SHOWN_NS = 60 * SECOND
 DONE_SHOWN_NS = 15 * SECOND
@@ -55,51 +55,53 @@ class _Part(NamedTuple):
     """The form for less room."""
 
 
-def status(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """`height` rows of `width` cells: two where panels stand side by side, three on a narrow screen."""
-    alive, more = life(facts), look.glyphs.more
+    alive, more = describe_activity(facts), look.glyphs.more
     figures, about = _figures(facts, look), [_Part([(format_clock(facts.elapsed_ns), "")], 1), *_mode(facts, look)]
     if height >= 3:
         first, _ = _first(facts, alive, about, width, look)
-        second, left_out = _fitting(figures, width - 2)
+        second, left_out = _choose_fitting_parts(figures, width - 2)
         rows: list[Row] = [first, [(" ", ""), *second]]
     else:
         first, left_out = _first(facts, alive, [about[0], *figures, *about[1:]], width, look)
         rows = [first]
-    told = answer(facts, look)
+    told = reply_message(facts, look)
     before: Row = []
-    if alive.detail not in plain(first) and facts.stopping is None and not told:
+    if alive.detail not in plain_text(first) and facts.stopping is None and not told:
         before = [(f"{alive.word}: ", alive.style), (alive.detail, ""), ("  ", "")]
-    room = width - 2 - width_of(before)
+    room = width - 2 - row_width(before)
     message = _message(facts, look, room, left_out)
-    if height >= 3 and facts.stall is not None:  # the sentence needs more room than the rates, which are unknown
-        sentence, *rest = wrap_text(plain(_stalled(facts, look)), width - 2, 2, more)
+    if height >= 3 and facts.shown_stall is not None:  # the sentence needs more room than the rates, which are unknown
+        sentence, *rest = wrap_text(plain_text(_stall_message(facts, look)), width - 2, 2, more)
         rows[1] = [(" ", ""), (sentence, "bad")]
-        if message == _stalled(facts, look):
-            known = second if progress_in(facts).epoch is not None and not facts.over else []
+        if message == _stall_message(facts, look):
+            known = second if progress_in(facts).epoch is not None and not facts.is_over else []
             message = [(rest[0], "bad")] if rest else _warning(facts) or known
-    corner = _missed(facts)
+    corner = _lost_records_part(facts)
     warned = bool(message) and message == _warning(facts)
-    if warned and 1 + width_of(before) + width_of(message) + width_of(corner) > width:
+    if warned and 1 + row_width(before) + row_width(message) + row_width(corner) > width:
         corner = [(_ALL_OF_IT, "dim"), *corner]
-    if before and width_of(message) > room - width_of(corner):
+    if before and row_width(message) > room - row_width(corner):
         if not message or message[0][1] == "dim":
             message = []
-        elif room - width_of(corner) < _BEGINNING:
+        elif room - row_width(corner) < _BEGINNING:
             before = []
     message = [(" ", ""), *before, *message]
-    rows.append(columns(message, corner or _next(facts, width - width_of(message), look), width, more))
+    rows.append(
+        join_left_right(message, corner or _next_command_hint(facts, width - row_width(message), look), width, more)
+    )
     blank: Row = [(" " * width, "")]
-    return [*(fit(row, width, more) for row in rows), *[blank] * height][:height]
+    return [*(fit_row(row, width, more) for row in rows), *[blank] * height][:height]
 
 
-def _fitting(parts: Sequence[_Part], room: int) -> tuple[Row, list[_Part]]:
+def _choose_fitting_parts(parts: Sequence[_Part], room: int) -> tuple[Row, list[_Part]]:
     """The parts that fit in `room` cells, two cells apart, in their order; and the others."""
     shown: dict[int, Row] = {}
     for index in sorted(range(len(parts)), key=lambda at: parts[at].rank):
         for form in (parts[index].row, parts[index].short):
-            if form is not None and width_of(form) + 2 * bool(shown) <= room:
-                room -= width_of(form) + 2 * bool(shown)
+            if form is not None and row_width(form) + 2 * bool(shown) <= room:
+                room -= row_width(form) + 2 * bool(shown)
                 shown[index] = form
                 break
     row: Row = []
@@ -108,7 +110,9 @@ def _fitting(parts: Sequence[_Part], room: int) -> tuple[Row, list[_Part]]:
     return row, [part for index, part in enumerate(parts) if index not in shown]
 
 
-def _first(facts: Facts, alive: Life, parts: Sequence[_Part], width: int, look: Look) -> tuple[Row, list[_Part]]:
+def _first(
+    facts: ScreenData, alive: ActivityText, parts: Sequence[_Part], width: int, look: TerminalStyle
+) -> tuple[Row, list[_Part]]:
     """The first row: name and state at the left, these parts at the right; and the parts without room."""
     brand = " dpmon  " if width >= _BRANDED else " "
     head: Row = [("FROZEN ", "wait")] if facts.view.frozen else []
@@ -123,31 +127,31 @@ def _first(facts: Facts, alive: Life, parts: Sequence[_Part], width: int, look: 
     state: Row = [*head, (f"{sign} {alive.word}", alive.style)]
     colon = ":" if alive.word in (STARTING, "ending") else ""
     detail: Row = [(f"{colon} {alive.detail}", "dim")] if alive.detail else []
-    if facts.stall is not None:
+    if facts.shown_stall is not None:
         state, detail = [*state, *detail], []
     room = width - len(brand) - min(span_width(facts.title), _NAME) - 4
-    figures, left_out = _fitting(parts, room - max(width_of(state), min(_STATE, room // 3)))
-    room = width - len(brand) - width_of(figures) - 4
-    name = truncate(facts.title, max(room - width_of(state), _NAME), look.glyphs.more)
+    figures, left_out = _choose_fitting_parts(parts, room - max(row_width(state), min(_STATE, room // 3)))
+    room = width - len(brand) - row_width(figures) - 4
+    name = truncate(facts.title, max(room - row_width(state), _NAME), look.glyphs.more)
     # Show the detail in full or not at all: if it does not fit here, the row below shows it.
-    if span_width(name) + width_of(state) + width_of(detail) <= room:
+    if span_width(name) + row_width(state) + row_width(detail) <= room:
         state += detail
     left: Row = [(brand, "dim"), (name + "  ", "title"), *state]
-    return columns(left, [*figures, (" ", "")] if figures else [], width, look.glyphs.more), left_out
+    return join_left_right(left, [*figures, (" ", "")] if figures else [], width, look.glyphs.more), left_out
 
 
-def _speed(facts: Facts) -> Throughput:
+def _speed(facts: ScreenData) -> Throughput:
     process = facts.process
-    if facts.reading and not facts.over:  # the newest steps read so far are old ones
+    if facts.reading and not facts.is_over:  # the newest steps read so far are old ones
         return Throughput(None, READING)
     if process is None:
         return Throughput(None, "no training process yet")
     return throughput_of(process, facts.state, facts.now_ns, facts.activities.get(process.process, ("", 0))[1])
 
 
-def _mode(facts: Facts, look: Look) -> list[_Part]:
+def _mode(facts: ScreenData, look: TerminalStyle) -> list[_Part]:
     process = facts.process
-    mode, where = mode_words(process, look.glyphs.times)
+    mode, where = format_mode_and_devices(process, look.glyphs.times)
     where = format_count_with_noun(len(facts.state.nodes), "node") if facts.state.nodes else where
     where = process.node or where if process is not None and facts.view.node is not None else where
     if process is None or not process.mode:
@@ -155,7 +159,7 @@ def _mode(facts: Facts, look: Look) -> list[_Part]:
     return [_Part([(mode, f"mode.{process.mode}")], 5), *([_Part([(where, "")], 8)] if where else [])]
 
 
-def _figures(facts: Facts, look: Look) -> list[_Part]:
+def _figures(facts: ScreenData, look: TerminalStyle) -> list[_Part]:
     """How far the training is, and how fast; after the end, the means. Nothing before the first step."""
     process, rates = facts.process, _speed(facts)
     if process is None or process.last_step is None:
@@ -165,24 +169,24 @@ def _figures(facts: Facts, look: Look) -> list[_Part]:
     parts = [step]
     if found.epoch is not None:
         epoch: Row = [(f"epoch {format_count(found.epoch)}", ""), (f" {look.glyphs.middot} ", "dim")]
-        batches = [*epoch, (done, "bold")] if (done := of_batches(found)) else epoch[:1]
+        batches = [*epoch, (done, "bold")] if (done := format_batch_of_total(found)) else epoch[:1]
         left = "" if found.left_ns is None else f" {look.glyphs.middot} {format_time_left(found.left_ns, None)} left"
         if found.batch is not None and found.batch == found.batches:
             left = f" {look.glyphs.middot} took {format_long_duration(found.epochs[-1].took_ns)}"
-        timed = found.batches is not None and facts.stall is None
+        timed = found.batches is not None and facts.shown_stall is None
         parts = [_Part([*batches, (left.ljust(_room_for_left(found)), "")] if timed else batches, 2, batches)]
-    if found.epoch is not None and facts.goes_on and facts.run_state.word == EVALUATING:  # the rates are of training
+    if found.epoch is not None and facts.is_live and facts.run_state.word == EVALUATING:  # the rates are of training
         own = replace(found, batch=found.evaluated, batches=found.evaluated_of)
-        return [_Part([*epoch, ("evaluating ", ""), (of_batches(own), "bold")], 2)]
-    if facts.stall is not None and not facts.over:  # the rates are of the time before the stall
+        return [_Part([*epoch, ("evaluating ", ""), (format_batch_of_total(own), "bold")], 2)]
+    if facts.shown_stall is not None and not facts.is_over:  # the rates are of the time before the stall
         return parts
     rates_shown = [(rates.samples_per_s, " samples/s", 4), (rates.steps_per_s, " steps/s", 9)]
     if rates.rate is not None and rates.samples_per_s is None:
         rates_shown = [(rates.steps_per_s, " steps/s", 4)]
     for number, unit, rank in rates_shown:
-        mean, text = "mean " if facts.over and len(parts) == 1 else "", format_compact(number)
+        mean, text = "mean " if facts.is_over and len(parts) == 1 else "", format_compact(number)
         parts.append(
-            _Part([(mean, "dim"), (text if facts.over else align_right(text, 5), "bold"), (unit, "dim")], rank)
+            _Part([(mean, "dim"), (text if facts.is_over else align_right(text, 5), "bold"), (unit, "dim")], rank)
         )
     values = [loss_span(one.last, 7) for one in losses_in(facts)[:2]]
     if values:
@@ -198,7 +202,7 @@ def _room_for_left(found: Progress) -> int:
     return max(len(f" · {format_time_left(found.at_ns - begun_ns + (found.left_ns or 0), None)} left"), _LEFT)
 
 
-def _missed(facts: Facts) -> Row:
+def _lost_records_part(facts: ScreenData) -> Row:
     """The number of records that are missing from the screen, if any."""
     lost = facts.state.missed
     if not lost:
@@ -206,33 +210,33 @@ def _missed(facts: Facts) -> Row:
     return [(f"  {format_count(lost)} records dropped ", "wait")]
 
 
-def reports_straggler(facts: Facts, look: Look) -> bool:
+def reports_straggler(facts: ScreenData, look: TerminalStyle) -> bool:
     """Whether the message is about a straggler, so that no panel has to repeat it."""
-    first = _troubled(facts) or _warning(facts) or facts.state.unfit
-    other = facts.stopping is not None or answer(facts, look) or first
-    return not other and facts.straggler is not None
+    first = _problem_nodes(facts) or _warning(facts) or facts.state.unfit
+    other = facts.stopping is not None or reply_message(facts, look) or first
+    return not other and facts.current_straggler is not None
 
 
-def _message(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) -> Row:
+def _message(facts: ScreenData, look: TerminalStyle, width: int, left_out: Sequence[_Part]) -> Row:
     """The most important event now: the end, an answer, a warning; else the figures left out above, and plain facts."""
     if facts.stopping is not None:  # also after the command has ended, while it has processes left
         return [("stopping: ", "wait"), (sanitize_line(facts.stopping, 200), "")]
-    reply = answer(facts, look)
+    reply = reply_message(facts, look)
     if reply:
         return reply
-    if facts.stall is not None:
-        return _stalled(facts, look)
-    if facts.over:
-        return _afterwards(facts)
-    warned = _troubled(facts) or _warning(facts)
+    if facts.shown_stall is not None:
+        return _stall_message(facts, look)
+    if facts.is_over:
+        return _after_end_message(facts)
+    warned = _problem_nodes(facts) or _warning(facts)
     if warned:
         return warned
     if facts.state.unfit is not None:
-        return _unfit(facts)
-    if facts.straggler is not None:  # see reports_straggler
-        return [(f"{look.glyphs.focus} ", "wait"), (short_sentence(facts.straggler), "")]
+        return _invalid_loss_message(facts)
+    if facts.current_straggler is not None:  # see reports_straggler
+        return [(f"{look.glyphs.focus} ", "wait"), (short_sentence(facts.current_straggler), "")]
     process = facts.process
-    if facts.goes_on and process is not None and process.settled.steps >= MIN_STEPS:
+    if facts.is_live and process is not None and process.settled.steps >= MIN_STEPS:
         share, who = data_share(process.settled), "" if process.rank is None else f"{process.name} "
         if share >= DATA_SHARE:
             words = f"{who}waits for data: {format_percent(share)} of the time of its steps"
@@ -243,31 +247,31 @@ def _message(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) ->
     return _facts(facts, look, width, left_out)
 
 
-def _stalled(facts: Facts, look: Look) -> Row:
+def _stall_message(facts: ScreenData, look: TerminalStyle) -> Row:
     """Which rank stands where; at the end of the run, also its outcome."""
-    text = "" if facts.stall is None else sanitize_line(facts.stall.text, 400)
-    if facts.stall is not None and facts.over:
-        seconds = facts.stall.duration_ns(facts.elapsed_ns) / SECOND
+    text = "" if facts.shown_stall is None else sanitize_line(facts.shown_stall.text, 400)
+    if facts.shown_stall is not None and facts.is_over:
+        seconds = facts.shown_stall.duration_ns(facts.elapsed_ns) / SECOND
         last = f"; {facts.last_line}" if facts.last_line else ""
         text = f"the run ended in a stall of {seconds:,.0f} s: {text}{last}"
     return [(f"{look.glyphs.focus} ", "bad"), (text, "bad")]
 
 
-def cut_answer(facts: Facts, width: int, look: Look) -> bool:
+def is_reply_cut(facts: ScreenData, width: int, look: TerminalStyle) -> bool:
     """Whether an answer does not fit in its row."""
-    if facts.stopping is not None and not facts.over:
+    if facts.stopping is not None and not facts.is_over:
         return False
-    return 1 + width_of(answer(facts, look)) > width - width_of(_missed(facts))
+    return 1 + row_width(reply_message(facts, look)) > width - row_width(_lost_records_part(facts))
 
 
-def _warning(facts: Facts) -> Row:
+def _warning(facts: ScreenData) -> Row:
     warning = facts.state.warnings[-1] if facts.state.warnings else None
     if warning is None or facts.now_ns - (warning.t_ns or 0) >= WARNING_SHOWN_NS:
         return []
     return [("warning: ", "wait"), (sanitize_line(warning.text, 300), "")]
 
 
-def _troubled(facts: Facts) -> Row:
+def _problem_nodes(facts: ScreenData) -> Row:
     """The nodes whose records do not arrive as usual, by what is wrong."""
     now_ns, found = facts.elapsed_ns, dict[str, list[str]]()
     for one in facts.state.nodes:
@@ -284,7 +288,7 @@ def _troubled(facts: Facts) -> Row:
     return row
 
 
-def _unfit(facts: Facts) -> Row:
+def _invalid_loss_message(facts: ScreenData) -> Row:
     """The first loss that was no finite number, as far as losses were read: about one in a second."""
     unfit = facts.state.unfit
     if unfit is None:
@@ -295,28 +299,28 @@ def _unfit(facts: Facts) -> Row:
     return [(f"the loss{who} was {LOSS_WORDS[repr(unfit.loss)]}{when} ({sanitize_line(unfit.place, 80)})", "bad")]
 
 
-def _afterwards(facts: Facts) -> Row:
+def _after_end_message(facts: ScreenData) -> Row:
     if facts.last_line:
         return [(facts.last_line, "bad")]
     if facts.ended is None:
         return [("the command is gone; its exit status was not recorded", "wait")]
-    return _unfit(facts) or [
+    return _invalid_loss_message(facts) or [
         ("the run is over" if facts.playing is not None else "the run is over; this picture stays", "dim")
     ]
 
 
-def _next(facts: Facts, room: int, look: Look) -> Row:
+def _next_command_hint(facts: ScreenData, room: int, look: TerminalStyle) -> Row:
     """The next command to try after the end, if it fits in full."""
-    if facts.info is None or not facts.over:
+    if facts.info is None or not facts.is_over:
         return []
     hint = f"{look.glyphs.middot} dpmon export {sanitize_line(facts.info.id, 120)} writes the records "
     return [("  " + hint, "dim")] if len(hint) + 4 <= room else []
 
 
-def _facts(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) -> Row:
+def _facts(facts: ScreenData, look: TerminalStyle, width: int, left_out: Sequence[_Part]) -> Row:
     """The figures without room above, then facts that do not change; each in full, or not at all except the first."""
     process = facts.process
-    parts: list[str] = [plain(part.row).strip(" ()") for part in left_out]
+    parts: list[str] = [plain_text(part.row).strip(" ()") for part in left_out]
     if process is not None:
         if process.virtual and process.mode == "dp":
             parts.append("virtual replicas: " + sanitize_line(process.mode_reason or "devices are shared", 200))
@@ -343,16 +347,20 @@ def _facts(facts: Facts, look: Look, width: int, left_out: Sequence[_Part]) -> R
 # ------------------------------------------------------------------------------------------------ answers
 
 
-def answer(facts: Facts, look: Look) -> Row:
+def reply_message(facts: ScreenData, look: TerminalStyle) -> Row:
     """The answer to the user's last request, if it is recent: a key, a pause, a mode."""
     if facts.view.message is not None:
         return [(facts.view.message, "wait")]
-    if facts.over:
+    if facts.is_over:
         return []
-    return _failed(facts) or (_held_up(facts) if facts.stall is not None else _pausing(facts) or _answer(facts, look))
+    return _failed_nodes_message(facts) or (
+        _pending_request_reason(facts)
+        if facts.shown_stall is not None
+        else _pause_message(facts) or _answer(facts, look)
+    )
 
 
-def _held_up(facts: Facts) -> Row:
+def _pending_request_reason(facts: ScreenData) -> Row:
     """What a pending request waits for while the training makes no progress; empty without a request."""
     toggle = facts.toggle if facts.toggle is not None and facts.toggle.status == "pending" else None
     busy = [(since, process) for process, (doing, since) in facts.activities.items() if since > 0 and doing != "ended"]
@@ -367,24 +375,24 @@ def _held_up(facts: Facts) -> Row:
     return [(f"{who} has been {place} for {waited:.0f} s: ", "wait"), (f"it will {what} when it comes back", "")]
 
 
-def _answered(facts: Facts) -> str:
+def _reply_count(facts: ScreenData) -> str:
     """How many nodes have answered a pending request; empty on one machine."""
     found = facts.answers
     return "" if found is None else f"; {found.answered} of {format_count_with_noun(found.asked, 'node')} answered"
 
 
-def _failed(facts: Facts) -> Row:
+def _failed_nodes_message(facts: ScreenData) -> Row:
     """The nodes that did not do what the user asked for, and why."""
     failed = {} if facts.answers is None else facts.answers.failed
     return [part for name, text in failed.items() for part in ((f"{name}: ", "bad"), (f"{text}  ", ""))]
 
 
-def _pausing(facts: Facts) -> Row:
+def _pause_message(facts: ScreenData) -> Row:
     """A pause or its end, requested but not yet in force; or why it was refused."""
     pausing = facts.pausing
     if pausing.pending:
         what, when = ("pause", "after the step it is in") if pausing.wanted else ("resume", "in a moment")
-        return [(what, ""), (" pending", "wait"), (f": the training {what}s {when}{_answered(facts)}", "dim")]
+        return [(what, ""), (" pending", "wait"), (f": the training {what}s {when}{_reply_count(facts)}", "dim")]
     last = facts.state.pauses[-1] if facts.state.pauses else None
     if last is None or last.t_ns is None or facts.now_ns - last.t_ns > DONE_SHOWN_NS:
         return []
@@ -395,7 +403,7 @@ def _pausing(facts: Facts) -> Row:
     return []
 
 
-def _answer(facts: Facts, look: Look) -> Row:
+def _answer(facts: ScreenData, look: TerminalStyle) -> Row:
     toggle = facts.toggle
     if toggle is None:
         return []
@@ -411,7 +419,7 @@ def _answer(facts: Facts, look: Look) -> Row:
             (f"{look.glyphs.arrow} ", ""),
             (toggle.mode, style),
             (" pending ", "wait"),
-            (f"{waited:.0f} s: {note}{_answered(facts)}", "dim"),
+            (f"{waited:.0f} s: {note}{_reply_count(facts)}", "dim"),
         ]
     if facts.now_ns - toggle.since_ns > DONE_SHOWN_NS:
         return []

@@ -14,9 +14,9 @@ from dpmon.model.stragglers import RankTimes, Straggler, delay_shares
 from dpmon.stalls.stall_detection import format_ranges
 from dpmon.text.cells import align_right, span_width
 from dpmon.text.formatting import format_count_with_noun
-from dpmon.ui.facts import Facts
-from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, Span, fit, merged, plain
+from dpmon.ui.screen_data import ScreenData
+from dpmon.ui.styled_rows import Row, Span, fit_row, merge_spans, plain_text
+from dpmon.ui.terminal_style import TerminalStyle
 
 MOST_ROWS = 64
 _BLOCK = 8
@@ -30,7 +30,7 @@ STYLES = {"slow": "wait", "connecting": "wait", "ended": "dim", "stopped": "dim"
 DELAY = "tenths of a step that the others waited for it"
 
 
-def delay_sign(share: float | None, look: Look) -> Span:
+def delay_sign(share: float | None, look: TerminalStyle) -> Span:
     """How long the others waited for a rank, as a share of its step: tenths, or a dot for 0; "?" if unknown."""
     if share is None:
         return ("?", "dim")
@@ -39,22 +39,24 @@ def delay_sign(share: float | None, look: Look) -> Span:
     return (str(tenths), style) if tenths else ("." if look.glyphs.ascii else look.glyphs.middot, "dim")
 
 
-def rank_map(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[int, int], look: Look) -> list[Row]:
+def rank_map(
+    facts: ScreenData, ranks: Sequence[RankTimes], width: int, room: tuple[int, int], look: TerminalStyle
+) -> list[Row]:
     """The map, and a row that explains it. `room`: usual rows if nodes share rows, and most rows."""
     if facts.state.nodes:
-        rows = _by_node(facts, ranks, width, room, look)
+        rows = _rows_by_node(facts, ranks, width, room, look)
     else:
-        rows = by_number(ranks, facts.state.straggler, width, look)
+        rows = rows_by_rank(ranks, facts.state.straggler, width, look)
     legend: Row = [("1-9", "bold"), (f" {DELAY}", "dim")]
     if facts.view.process is not None and facts.state.nodes:
         legend = [(look.glyphs.ring, "key"), (" chosen  ", "dim"), *legend]
     if facts.state.straggler is not None:
         legend = [(look.glyphs.focus, "found"), (" slowest  ", "dim"), *legend]
-    return [*rows, fit(legend, width, look.glyphs.more)]
+    return [*rows, fit_row(legend, width, look.glyphs.more)]
 
 
-def _signs(
-    ranks: Sequence[RankTimes], shares: Mapping[int, float], slow: Straggler | None, look: Look
+def _rank_cells(
+    ranks: Sequence[RankTimes], shares: Mapping[int, float], slow: Straggler | None, look: TerminalStyle
 ) -> dict[int, Span]:
     """The cells by process."""
     usual, unknown = delay_sign(0.0, look), delay_sign(None, look)
@@ -63,14 +65,14 @@ def _signs(
     return signs | dict.fromkeys(slow.processes if slow is not None else (), (look.glyphs.focus, "found"))
 
 
-def by_number(ranks: Sequence[RankTimes], slow: Straggler | None, width: int, look: Look) -> list[Row]:
+def rows_by_rank(ranks: Sequence[RankTimes], slow: Straggler | None, width: int, look: TerminalStyle) -> list[Row]:
     """Rows of 32 ranks, or 16 if 32 do not fit; each starts with the number of its first rank.
 
     A rank without records is blank, and a row without any rank is omitted. Beyond MOST_ROWS rows, the last row
     counts the ranks that are not drawn.
     """
     each = 32 if width >= _NUMBER + 1 + 32 + 3 else 16
-    signs = _signs(ranks, delay_shares(ranks), slow, look)
+    signs = _rank_cells(ranks, delay_shares(ranks), slow, look)
     by_rank = {one.process if one.rank is None else one.rank: signs[one.process] for one in ranks}
     begins = sorted({rank // each * each for rank in by_rank})
     drawn = begins if len(begins) <= MOST_ROWS else begins[: MOST_ROWS - 1]
@@ -83,7 +85,7 @@ def by_number(ranks: Sequence[RankTimes], slow: Straggler | None, width: int, lo
 
 
 def _blocks(cells: Row) -> list[Row]:
-    return [merged(cells[at : at + _BLOCK]) for at in range(0, len(cells), _BLOCK)]
+    return [merge_spans(cells[at : at + _BLOCK]) for at in range(0, len(cells), _BLOCK)]
 
 
 def _rows(labels: Sequence[str], blocks: Sequence[Row], each: int) -> list[Row]:
@@ -97,16 +99,18 @@ def _rows(labels: Sequence[str], blocks: Sequence[Row], each: int) -> list[Row]:
 @lru_cache(4096)
 def _block(cells: tuple[Span, ...], width: int) -> Row:
     """Cells as a part of a row; cached, because most ranks look alike and seldom change."""
-    return merged(fit(cells, width))
+    return merge_spans(fit_row(cells, width))
 
 
 # ------------------------------------------------------------------------------------------------ nodes
 
 
-def _by_node(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[int, int], look: Look) -> list[Row]:
+def _rows_by_node(
+    facts: ScreenData, ranks: Sequence[RankTimes], width: int, room: tuple[int, int], look: TerminalStyle
+) -> list[Row]:
     nodes, now_ns = facts.state.nodes, facts.elapsed_ns
     traffic, chosen = facts.state.communication, facts.view.process
-    signs = _signs(ranks, {} if traffic is None else traffic.delays, facts.state.straggler, look)
+    signs = _rank_cells(ranks, {} if traffic is None else traffic.delays, facts.state.straggler, look)
     if chosen is not None:
         signs[chosen] = (signs[chosen][0] if _is_slow(chosen, facts) else look.glyphs.ring, "key")
     members = facts.state.processes_by_node
@@ -117,7 +121,7 @@ def _by_node(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[i
     each = 1 if len(nodes) <= most else min(-(-len(nodes) // usual), fitting)
     each = -(-len(nodes) // -(-len(nodes) // each))  # rows of equal length
     if -(-len(nodes) // each) > most and facts.view.zoom is None:
-        cells = [_of_node(node, own, signs, now_ns) for node, own in zip(nodes, members, strict=True)]
+        cells = [_node_cell(node, own, signs, now_ns) for node, own in zip(nodes, members, strict=True)]
         each = max((width - label) // (_BLOCK + 1), 1)
         return _rows(_labels(nodes[:: _BLOCK * each], label, look), _blocks(cells), each)
     blocks, unknown = list[Row](), delay_sign(None, look)
@@ -137,23 +141,23 @@ def _by_node(facts: Facts, ranks: Sequence[RankTimes], width: int, room: tuple[i
     return rows
 
 
-def _labels(nodes: Sequence[NodeStatus], width: int, look: Look) -> list[str]:
-    return [plain(fit([(node.name, "")], width, look.glyphs.more)) for node in nodes]
+def _labels(nodes: Sequence[NodeStatus], width: int, look: TerminalStyle) -> list[str]:
+    return [plain_text(fit_row([(node.name, "")], width, look.glyphs.more)) for node in nodes]
 
 
-def _of_node(node: NodeStatus, own: Mapping[int, int], signs: Mapping[int, Span], now_ns: int) -> Span:
+def _node_cell(node: NodeStatus, own: Mapping[int, int], signs: Mapping[int, Span], now_ns: int) -> Span:
     """A cell for a whole node: that of the rank that the others waited for longest, or the letter of its trouble."""
     trouble = node.problem_at(now_ns)
     if trouble is not None:
         return (trouble.word[0], STYLES.get(trouble.word, "bad"))
-    return max((signs[each] for each in own.values() if each in signs), key=_order, default=("?", "dim"))
+    return max((signs[each] for each in own.values() if each in signs), key=_importance, default=("?", "dim"))
 
 
-def _is_slow(process: int, facts: Facts) -> bool:
+def _is_slow(process: int, facts: ScreenData) -> bool:
     return facts.state.straggler is not None and process in facts.state.straggler.processes
 
 
-def _order(sign: Span) -> tuple[bool, bool, str]:
+def _importance(sign: Span) -> tuple[bool, bool, str]:
     """Signs of slow or chosen ranks come last, after digits."""
     text, style = sign
     return style in ("found", "key"), text.isdigit(), text

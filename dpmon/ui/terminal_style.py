@@ -73,7 +73,7 @@ ATTRIBUTES = {"b": "bold", "d": "dim", "i": "italic", "u": "underline", "r": "re
 
 
 @lru_cache(maxsize=1024)
-def composed(name: str, theme: str | None, few: bool = False) -> Style:
+def parse_composed_style(name: str, theme: str | None, few: bool = False) -> Style:
     """The style of a composed name: "sgr:<fg>:<bg>:<attributes>" or "phase.a/b"; `theme` None: mono."""
     palette = palette_of(theme, few) if theme is not None else None
     if name.startswith("sgr:"):
@@ -83,9 +83,9 @@ def composed(name: str, theme: str | None, few: bool = False) -> Style:
         bg = _rgb(back, palette) if back else palette.background
         fg = _rgb(front, palette) if front else palette.text
         if not back:  # the script did not know this background when it chose its colour
-            fg = _legible(fg, bg, palette)
+            fg = _ensure_contrast(fg, bg, palette)
         if "d" in attributes:
-            fg = _mixed(fg, bg)
+            fg = _blend(fg, bg)
         base = Style(color=fg, bgcolor=bg)
         return base + Style.parse(" ".join(ATTRIBUTES[a] for a in attributes if a in ATTRIBUTES and a != "d"))
     lower, _, upper = name.partition("/")
@@ -102,22 +102,22 @@ def _rgb(name: str, palette: Palette) -> str:
     return colour.get_truecolor().hex
 
 
-def _mixed(front: str, back: str) -> str:
+def _blend(front: str, back: str) -> str:
     """Two thirds of `front` and one third of `back`; for dim text, it replaces the terminal's own attribute."""
     pairs = zip(parse_rgb_hex(front[1:]), parse_rgb_hex(back[1:]), strict=True)
     return "#" + "".join(f"{(a * 2 + b) // 3:02x}" for a, b in pairs)
 
 
-def _legible(front: str, back: str, palette: Palette) -> str:
+def _ensure_contrast(front: str, back: str, palette: Palette) -> str:
     """`front` if it stands out from `back`; else a mix with the theme's text colour."""
     for _ in range(3):
-        if abs(_light(front) - _light(back)) >= 70:
+        if abs(_brightness(front) - _brightness(back)) >= 70:
             break
-        front = _mixed(front, palette.text)
+        front = _blend(front, palette.text)
     return front
 
 
-def _light(colour: str) -> float:
+def _brightness(colour: str) -> float:
     """The brightness of a colour, 0 to 255 (the weights of ITU-R BT.601)."""
     red, green, blue = parse_rgb_hex(colour[1:])
     return 0.299 * red + 0.587 * green + 0.114 * blue
@@ -204,7 +204,7 @@ MONO = _mono_styles()
 
 
 @dataclass(frozen=True)
-class Look:
+class TerminalStyle:
     """Glyphs and styles for one terminal."""
 
     glyphs: Glyphs
@@ -222,14 +222,14 @@ class Look:
     def style(self, name: str) -> Style:
         """The style of that name; "phase.a/b" is the colour of phase a on a background in the colour of phase b."""
         found = self.styles.get(name)
-        return found if found is not None else composed(name, self.theme if self.colour else None, self.few)
+        return found if found is not None else parse_composed_style(name, self.theme if self.colour else None, self.few)
 
     @property
     def background(self) -> str:
         """The colour behind everything; meaningless in mono."""
         return palette_of(self.theme).background
 
-    def next(self) -> Look:
+    def next(self) -> TerminalStyle:
         """The next theme that this terminal can show."""
         rest = THEMES[THEMES.index(self.theme) + 1 :] + THEMES
         possible = (
@@ -237,18 +237,18 @@ class Look:
             for theme in rest
             if not (self.only_mono and theme in PALETTES) and not (self.only_ascii and theme == "ascii")
         )
-        return look(next(possible), only_ascii=self.only_ascii, only_mono=self.only_mono, few=self.few)
+        return make_style(next(possible), only_ascii=self.only_ascii, only_mono=self.only_mono, few=self.few)
 
 
-def look(theme: str, *, only_ascii: bool = False, only_mono: bool = False, few: bool = False) -> Look:
+def make_style(theme: str, *, only_ascii: bool = False, only_mono: bool = False, few: bool = False) -> TerminalStyle:
     """The look of a theme on a terminal, which may have only ASCII, no colours or only sixteen (`few`)."""
     mono = theme == "mono" or only_mono
     glyphs = ASCII if only_ascii or theme == "ascii" else UNICODE
     styles = MONO if mono else styles_of(palette_of(theme, few), filled=not glyphs.ascii)
-    return Look(glyphs, styles, not mono, theme, only_ascii, only_mono, few)
+    return TerminalStyle(glyphs, styles, not mono, theme, only_ascii, only_mono, few)
 
 
-def choose(environ: Mapping[str, str], encoding: str | None, theme: str | None = None) -> Look:
+def choose_style(environ: Mapping[str, str], encoding: str | None, theme: str | None = None) -> TerminalStyle:
     """The look for a terminal, from its environment and the encoding of the output stream.
 
     `theme`: the user's setting, if any. It overrides NO_COLOR (https://no-color.org), which is for programs without
@@ -259,10 +259,10 @@ def choose(environ: Mapping[str, str], encoding: str | None, theme: str | None =
     only_mono = terminal.startswith(("vt1", "vt2", "dumb"))
     if theme is None:
         theme = "mono" if environ.get("NO_COLOR") or only_mono else "dark"
-    return look(theme, only_ascii=only_ascii, only_mono=only_mono, few=_few(environ))
+    return make_style(theme, only_ascii=only_ascii, only_mono=only_mono, few=_has_sixteen_colors(environ))
 
 
-def _few(environ: Mapping[str, str]) -> bool:
+def _has_sixteen_colors(environ: Mapping[str, str]) -> bool:
     """Whether the terminal will get at most sixteen colours, as Rich and Textual 8 decide it."""
     system = environ.get("TEXTUAL_COLOR_SYSTEM", "auto")
     if system in ("standard", "256", "truecolor"):

@@ -58,7 +58,7 @@ _KNOWN = re.compile(r"\x1b\[(?:<\d{1,4};\d{1,5};\d{1,5}[Mm]|[IO]|20[01]~|\?2026;
 _CODED = re.compile(r"\x1b\[(?:27;(\d{1,3});(\d{1,3})~|(\d{1,3})(?:;(\d{1,3}))?u)")
 
 
-class _Input:
+class _InputParser:
     """Takes bytes in pieces of any size, and returns Textual's messages.
 
     Textual's parser gets only text and complete sequences that it knows, because it takes all others for keys.
@@ -72,7 +72,7 @@ class _Input:
         """How many bytes an open paste still takes; None without one."""
         self._quiet = 0
 
-    def take(self, data: bytes) -> Iterator[Message]:
+    def feed(self, data: bytes) -> Iterator[Message]:
         """Return the messages of these bytes; call it with none at every look without input."""
         self._quiet = 0 if data else self._quiet + 1
         if self._quiet == _ESCAPE_LOOKS and self._open == b"\x1b":
@@ -125,7 +125,7 @@ class _Input:
         return self._parser.feed(sequence)
 
 
-class Driver(LinuxDriver):
+class TerminalDriver(LinuxDriver):
     """Reads keys until the terminal vanishes; stops and continues as a shell asks."""
 
     def __init__(self, app: Any, **more: Any) -> None:
@@ -137,15 +137,15 @@ class Driver(LinuxDriver):
         app.terminal = self
         # On the loop, because a signal may interrupt code that holds the lock of the queue of writes.
         get_running_loop().add_signal_handler(signal.SIGTSTP, self._stop)
-        get_running_loop().add_signal_handler(signal.SIGCONT, self._go_on)
+        get_running_loop().add_signal_handler(signal.SIGCONT, self._resume)
 
-    def ready(self) -> bool:
+    def is_writable(self) -> bool:
         """Whether the terminal takes output now."""
         return sys.__stderr__ is None or bool(select.select([], [sys.__stderr__], [], 0)[1])
 
     def run_input_thread(self) -> None:
         """Read keys and send them to the application, until asked to end."""
-        keys = _Input()
+        keys = _InputParser()
         while not self.exit_event.is_set():
             data = b""
             if select.select([self.fileno], [], [], _LOOK_S)[0]:
@@ -155,9 +155,9 @@ class Driver(LinuxDriver):
                     self._drawing.from_thread(self._drawing.leaves_lost_terminal)
                     self.exit_event.wait(_LOOK_S)
             try:
-                messages = list(keys.take(data))
+                messages = list(keys.feed(data))
             except Exception:  # noqa: BLE001 - no input may stop the next key from working
-                keys, messages = _Input(), []
+                keys, messages = _InputParser(), []
             for message in messages:
                 self.process_message(message)
 
@@ -197,7 +197,7 @@ class Driver(LinuxDriver):
                 self.suspend_application_mode()
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if self._left:  # the loop may have begun to handle the signal before that
             return
         if self._set_up:  # it was stopped by a SIGSTOP, and a shell may have changed the modes
@@ -218,7 +218,7 @@ _RESTORE = (
 )
 
 
-class Leaving:
+class ExitHandlers:
     """Signal handlers, from `begin` to `end`, that restore the terminal.
 
     Textual restores it when the application exits, but not on SIGTERM, SIGHUP or SIGQUIT, and it spins when the
@@ -263,28 +263,28 @@ class Leaving:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGINT:
-            self.go(128 + number)
-        elif self._cancelled is None and not self.go(128 + number):
+            self.exit_with_status(128 + number)
+        elif self._cancelled is None and not self.exit_with_status(128 + number):
             self.end()
             raise KeyboardInterrupt  # no application is there yet: end its start
         # Else ctrl+c was pressed again, and the application exits already.
 
-    def go(self, status: int) -> bool:
+    def exit_with_status(self, status: int) -> bool:
         """Exit with `status`: ask first, and end the process a second later if it still runs.
 
         Returns whether the application could be asked.
         """
         if not self.status:
             self.status = status
-            self._within(_SIGNAL_PATIENCE_S, status)
+            self._force_exit_after(_SIGNAL_PATIENCE_S, status)
         return self._ask(status)
 
     def start_deadline(self, status: int) -> None:
         """The user leaves: if the application has not ended after a few seconds, end the process with `status`."""
         if self._begun and self._cancelled is None:
-            self._within(_LEAVE_PATIENCE_S, status)
+            self._force_exit_after(_LEAVE_PATIENCE_S, status)
 
-    def _within(self, seconds: float, status: int) -> None:
+    def _force_exit_after(self, seconds: float, status: int) -> None:
         if self._cancelled is not None:
             self._cancelled.set()
         self._cancelled = threading.Event()
@@ -297,18 +297,18 @@ class Leaving:
     def _force(self, status: int) -> None:
         with contextlib.suppress(Exception):
             if sys.__stderr__ is not None:
-                terminal = _taken(sys.__stderr__.fileno())
+                terminal = _redirect_to_null(sys.__stderr__.fileno())
                 os.set_blocking(terminal, False)
                 with contextlib.suppress(OSError):
                     _write(terminal, _RESTORE)
                 os.set_blocking(terminal, True)
         with contextlib.suppress(Exception):
             if self._modes is not None and sys.__stdin__ is not None:
-                termios.tcsetattr(_taken(sys.__stdin__.fileno()), termios.TCSANOW, self._modes)
+                termios.tcsetattr(_redirect_to_null(sys.__stdin__.fileno()), termios.TCSANOW, self._modes)
         os._exit(status)
 
 
-def _taken(descriptor: int) -> int:
+def _redirect_to_null(descriptor: int) -> int:
     """Return a copy of a descriptor, and let the descriptor itself lead to /dev/null.
 
     If the process was stopped until its deadline had passed, another thread may be setting up the terminal again.
@@ -328,7 +328,7 @@ def _write(descriptor: int, data: bytes) -> None:
         time.sleep(_RETRY_S)
 
 
-def terminal_gone() -> bool:
+def is_terminal_gone() -> bool:
     """Whether the terminal of standard input has hung up."""
     if sys.__stdin__ is None:
         return False

@@ -16,9 +16,9 @@ from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import truncate
 from dpmon.text.formatting import format_clock, node_count_prefix
 from dpmon.ui.dialogs import Dialog
-from dpmon.ui.look import Look
 from dpmon.ui.panels.longest_steps import step_rows
-from dpmon.ui.rows import Row
+from dpmon.ui.styled_rows import Row
+from dpmon.ui.terminal_style import TerminalStyle
 
 
 class _List(Dialog):
@@ -28,7 +28,7 @@ class _List(Dialog):
     leaves: Sequence[str] = ()
     """The keys that close it, besides esc, q and ctrl+c."""
 
-    def __init__(self, title: str, look: Look) -> None:
+    def __init__(self, title: str, look: TerminalStyle) -> None:
         super().__init__(title, look)
         self.at = 0
         """The chosen entry."""
@@ -38,13 +38,13 @@ class _List(Dialog):
         """Number of entries."""
         raise NotImplementedError
 
-    def listed(self, head: Row, rows: Sequence[Row], height: int) -> list[Row]:
+    def build_list_rows(self, head: Row, rows: Sequence[Row], height: int) -> list[Row]:
         """The heading and the rows, the chosen one marked and in view."""
         self.top = max(self.at - max(height - 2, 1) + 1, 0)
         marks = [self.look.glyphs.focus + " " if at == self.at else "  " for at in range(len(rows))]
         return [[("  ", ""), *head], *([(mark, "key"), *row] for mark, row in zip(marks, rows, strict=True))]
 
-    def entered(self) -> None:
+    def choose_current(self) -> None:
         """Act on the chosen entry."""
         raise NotImplementedError
 
@@ -52,12 +52,12 @@ class _List(Dialog):
         """Choose, act, or give up."""
         moves = {"up": -1, "down": 1, "pageup": -8, "pagedown": 8, "home": -1 << 30, "end": 1 << 30}
         if event.key == "enter" and len(self):
-            self.entered()
+            self.choose_current()
         elif event.key in moves:
             self.at = min(max(self.at + moves[event.key], 0), max(len(self) - 1, 0))
             self.draw()
         elif event.key in ("escape", "q", "ctrl+c", *self.leaves):
-            self.settle(None)
+            self.close_once(None)
 
 
 class StepList(_List):
@@ -79,7 +79,7 @@ class StepList(_List):
         if not self.found.steps:
             return [[("no training step has ended in this time", "dim")]]
         head, *rows = step_rows(self.found, width - 2, self.look)
-        shown = self.listed(head, rows, height)
+        shown = self.build_list_rows(head, rows, height)
         if self.found.since_ns is not None:
             shown.append([(f"  the list has no steps before {format_clock(self.found.since_ns)}", "dim")])
         return shown
@@ -87,7 +87,7 @@ class StepList(_List):
     def entered(self) -> None:
         """Go to the end of the step."""
         if self.found is not None:
-            self.settle(str(self.found.steps[self.at].end_ns))
+            self.close_once(str(self.found.steps[self.at].end_ns))
 
 
 class RunEntry(NamedTuple):
@@ -108,7 +108,7 @@ class RunList(_List):
     leaves = ("C",)
     found: Sequence[RunEntry] | None = None
 
-    def __init__(self, own: Path, look: Look) -> None:
+    def __init__(self, own: Path, look: TerminalStyle) -> None:
         """`own`: the run on the screen, which is on side B at first."""
         super().__init__("Compare this run (B) with ...", look)
         self.own = own
@@ -128,7 +128,7 @@ class RunList(_List):
             found.append(RunEntry(place, sanitize_line(short_name(info), 60), state, info.started_unix, command))
         self.found = sorted(found, key=lambda one: one.directory.name != self.own.name)
 
-    def side(self, name: str) -> list[Path]:
+    def runs_on_side(self, name: str) -> list[Path]:
         """The runs on a side, the oldest first."""
         return [one.directory for one in reversed(self.found or ()) if self.sides.get(one.directory) == name]
 
@@ -144,15 +144,15 @@ class RunList(_List):
             text = f" {one.name.ljust(names)}  {one.state.ljust(states)}  {began}  {one.command}"
             rows.append([(self.sides.get(one.directory, " "), "key"), (truncate(text, width - 3), "")])
         head = f"  {'name'.ljust(names)}  {'state'.ljust(states)}  {'started'.ljust(11)}  command"
-        return self.listed([(truncate(head, width - 2), "dim")], rows, height)
+        return self.build_list_rows([(truncate(head, width - 2), "dim")], rows, height)
 
     def entered(self) -> None:
         """Compare; without a run on side A, the chosen one is there."""
         chosen = self.found[self.at].directory if self.found else Path()
-        if not self.side("A") and chosen not in self.sides:
+        if not self.runs_on_side("A") and chosen not in self.sides:
             self.sides[chosen] = "A"
-        if self.side("A") and self.side("B"):
-            self.settle("compare")
+        if self.runs_on_side("A") and self.runs_on_side("B"):
+            self.close_once("compare")
         else:
             self.corner = "each side needs a run: a, b"
             self.draw()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dpmon.record.schema import PHASES
 from dpmon.text.cells import truncate, wrap_text
-from dpmon.ui.facts import NAMES, RANK_NAMES
 from dpmon.ui.keys import COMMANDS, PLAYED
-from dpmon.ui.look import Look
-from dpmon.ui.rows import Row
+from dpmon.ui.screen_data import NAMES, RANK_NAMES
+from dpmon.ui.styled_rows import Row
+from dpmon.ui.terminal_style import TerminalStyle
 
 _PANELS = (
     (NAMES["devices"], "what each GPU does, once a second; without a GPU, this machine's processor, and why."),
@@ -74,7 +74,7 @@ def _effects() -> dict[str, str]:
     return {key: "; ".join(effects) for key, effects in found.items()}
 
 
-def _signs(look: Look, lettered: bool) -> tuple[str, ...]:
+def _signs(look: TerminalStyle, lettered: bool) -> tuple[str, ...]:
     """Sentences about the signs in panel 3; `lettered`: phases are drawn as letters."""
     little = "a small letter (or a dot)" if lettered else "the lowest block"
     return (
@@ -87,7 +87,7 @@ def _signs(look: Look, lettered: bool) -> tuple[str, ...]:
     )
 
 
-def help_rows(width: int, look: Look) -> list[Row]:
+def help_rows(width: int, look: TerminalStyle) -> list[Row]:
     """The help, in rows of at most `width` cells."""
     label = 22
     rows: list[Row] = [[("Panels", "title")]]

@@ -17,9 +17,9 @@ from dpmon.sanitize import sanitize_line
 from dpmon.store.query_results import LastSample
 from dpmon.text.cells import align_right, span_width, truncate
 from dpmon.text.formatting import format_count, format_count_with_noun, format_duration
-from dpmon.ui.chart import busy_signs, ceiling
-from dpmon.ui.look import LETTERS, Glyphs, Look, letter_in
-from dpmon.ui.rows import Row, Span, fit, merged, width_of
+from dpmon.ui.chart import busy_signs, round_up_nice
+from dpmon.ui.styled_rows import Row, Span, fit_row, merge_spans, row_width
+from dpmon.ui.terminal_style import LETTERS, Glyphs, TerminalStyle, letter_in
 
 REST = ("forward rest", "fwd rest", "fwd")
 """Names, from long to short, for the rest of the forward when the call's phases are shown separately."""
@@ -31,11 +31,11 @@ _TICK = 16
 """Cells from one tick of the scale to the next, at least."""
 
 
-def waterfall(
+def render_waterfall(
     process: Process,
     width: int,
     height: int,
-    look: Look,
+    look: TerminalStyle,
     ranks: Sequence[Process] = (),
     sample: LastSample | None = None,
 ) -> list[Row]:
@@ -48,7 +48,7 @@ def waterfall(
     if own is None or height <= 0:
         return []
     ranks = ranks if height > 1 else ()
-    with_scale = height >= _SCALED + bool(ranks) - (not lanes_of(own) and not own.step.buckets)
+    with_scale = height >= _SCALED + bool(ranks) - (not visible_lanes(own) and not own.step.buckets)
     height -= with_scale
     first = "" if with_scale else "last step, "
     names = [f"{'' if at else first}rank {one.rank}" for at, one in enumerate(ranks or (process,))]
@@ -56,7 +56,7 @@ def waterfall(
         names = ["main" if with_scale else "last step"]
     label = max(10, len(names[0]) + 1)
     if not ranks:
-        label = min(max(label, *(5 + span_width(sanitize_line(lane.device, 12)) for lane in lanes_of(own)), 0), 18)
+        label = min(max(label, *(5 + span_width(sanitize_line(lane.device, 12)) for lane in visible_lanes(own)), 0), 18)
     room = width - label - _TOOK
     if room < 8:
         return []
@@ -66,12 +66,14 @@ def waterfall(
     height -= with_buckets + with_sample
     drawn = ranks if len(ranks) <= height else ranks[: max(height - 1, 1)]
     shown = [(one, found) for one in drawn or [process] if (found := last_step_timeline(one)) is not None]
-    begins = _aligned([timeline for _, timeline in shown])
+    begins = _align_sync_ends([timeline for _, timeline in shown])
     top = max(begin + timeline.step.wall_ns for begin, (_, timeline) in zip(begins, shown, strict=True))
     rows = [_scale([timeline for _, timeline in shown], label, room, top, look)] if with_scale else []
     for name, (one, timeline), begin in zip(names, shown, begins, strict=False):
         rows.append(
-            _main(name.rjust(label - 1) if ranks and not with_scale else name, timeline, label, room, top, look, begin)
+            _main_thread_row(
+                name.rjust(label - 1) if ranks and not with_scale else name, timeline, label, room, top, look, begin
+            )
         )
         if one is process and with_buckets:
             rows.append(bucket_row(timeline, label, room, top, look, begin))
@@ -82,19 +84,19 @@ def waterfall(
         times, idle = [one.last_step.wall_ns for one in left if one.last_step is not None], 0
         hidden = height > 1
     else:
-        lanes, unseen = _chosen(lanes_of(own), height - 1)
+        lanes, unseen = _choose_lanes(visible_lanes(own), height - 1)
         rows += [_lane(lane, own, label, room, top, look) for lane in lanes]
         times = [lane.took_ns for lane in unseen if lane.pieces]
         idle, hidden = len(unseen) - len(times), True
-    return [*rows, _condensed(times, idle, label, width, look)] if (hidden and times) or idle else rows
+    return [*rows, _summary_lane(times, idle, label, width, look)] if (hidden and times) or idle else rows
 
 
-def lanes_of(timeline: StepTimeline) -> Sequence[Lane]:
+def visible_lanes(timeline: StepTimeline) -> Sequence[Lane]:
     """The lanes worth a row: a single one would repeat the forward."""
     return timeline.lanes if len(timeline.lanes) > 1 else ()
 
 
-def _aligned(timelines: Sequence[StepTimeline]) -> list[int]:
+def _align_sync_ends(timelines: Sequence[StepTimeline]) -> list[int]:
     """Where each step begins (ns) on an axis on which all ranks leave their last synchronised pass together.
 
     This needs no common clock. A step without a synchronised pass begins at 0.
@@ -104,9 +106,9 @@ def _aligned(timelines: Sequence[StepTimeline]) -> list[int]:
     return [0 if end is None else last - end for end in synced]
 
 
-def _scale(timelines: Iterable[StepTimeline], label: int, room: int, top: float, look: Look) -> Row:
+def _scale(timelines: Iterable[StepTimeline], label: int, room: int, top: float, look: TerminalStyle) -> Row:
     """The scale of the rows below, with a tick at round times; at its end, what a dotted row means."""
-    step = max(ceiling(top * _TICK / room), 1.0)
+    step = max(round_up_nice(top * _TICK / room), 1.0)
     tick, line = look.glyphs.tick, look.glyphs.span[1]
     cells = [line] * room
     for number in range(int(top / step) + 1):
@@ -117,23 +119,27 @@ def _scale(timelines: Iterable[StepTimeline], label: int, room: int, top: float,
             cells[at : at + len(text)] = text
     rest = any(each.idle_ns for each in timelines)
     legend = align_right(f"{_dot(look.glyphs)} script", _TOOK) if rest else " " * _TOOK
-    return [*fit([("last step", "dim")], label, look.glyphs.more), ("".join(cells), "dim"), (legend, "dim")]
+    return [*fit_row([("last step", "dim")], label, look.glyphs.more), ("".join(cells), "dim"), (legend, "dim")]
 
 
-def _main(name: str, timeline: StepTimeline, label: int, room: int, top: float, look: Look, begin: int) -> Row:
+def _main_thread_row(
+    name: str, timeline: StepTimeline, label: int, room: int, top: float, look: TerminalStyle, begin: int
+) -> Row:
     """The row of a main thread. Its step begins `begin` ns after the start of the scale."""
     return [
-        *fit([(name, "dim")], label, look.glyphs.more),
-        *main_row(_moved(timeline.main, begin), room, top, look, (begin, begin + timeline.step.wall_ns)),
+        *fit_row([(name, "dim")], label, look.glyphs.more),
+        *main_row(_shift_pieces(timeline.main, begin), room, top, look, (begin, begin + timeline.step.wall_ns)),
         (align_right(format_duration(timeline.step.wall_ns), _TOOK), "bold"),
     ]
 
 
-def _moved(pieces: Iterable[Piece], begin: int) -> list[Piece]:
+def _shift_pieces(pieces: Iterable[Piece], begin: int) -> list[Piece]:
     return [piece._replace(start_ns=piece.start_ns + begin, end_ns=piece.end_ns + begin) for piece in pieces]
 
 
-def bucket_row(timeline: StepTimeline, label: int, room: int, top: float, look: Look, step_begin: int = 0) -> Row:
+def bucket_row(
+    timeline: StepTimeline, label: int, room: int, top: float, look: TerminalStyle, step_begin: int = 0
+) -> Row:
     """When each bucket of gradients was ready, and how long the averaging lasted after the last one.
 
     A digit counts several buckets in one cell. Exposed communication lies at the end of a wait.
@@ -142,7 +148,7 @@ def bucket_row(timeline: StepTimeline, label: int, room: int, top: float, look: 
     buckets = [at + step_begin for at in timeline.step.buckets]
     marks = Counter(min(int(at * scale), room - 1) for at in buckets)
     cells: list[Span] = [(" ", "")] * room
-    syncs = [piece for piece in _moved(timeline.main, step_begin) if piece.phase == "sync"]
+    syncs = [piece for piece in _shift_pieces(timeline.main, step_begin) if piece.phase == "sync"]
     left = timeline.step.exposed_ns or 0
     (_, exposed, wait) = busy_signs(look.glyphs)
     if timeline.step.exposed_ns is None:
@@ -165,13 +171,13 @@ def bucket_row(timeline: StepTimeline, label: int, room: int, top: float, look: 
         legend.append((f" {format_duration(timeline.step.exposed_ns)}", "dim"))
     before = min(marks, default=0)
     for text in (legend, legend[:2]):
-        if width_of(text) < before:
-            cells[: width_of(text)] = text
+        if row_width(text) < before:
+            cells[: row_width(text)] = text
             break
-    return [*fit([("buckets", "dim")], label, look.glyphs.more), *merged(cells[:room]), (" " * _TOOK, "")]
+    return [*fit_row([("buckets", "dim")], label, look.glyphs.more), *merge_spans(cells[:room]), (" " * _TOOK, "")]
 
 
-def sample_row(sample: LastSample, label: int, room: int, top: float, look: Look) -> Row:
+def sample_row(sample: LastSample, label: int, room: int, top: float, look: TerminalStyle) -> Row:
     """The collectives of a sampled step, each from the first moment it could start until it was complete.
 
     An arrow is the launch of a collective without a known end.
@@ -200,10 +206,10 @@ def sample_row(sample: LastSample, label: int, room: int, top: float, look: Look
             cells[at : at + len(text)] = [(text, "dim")]
             break
     took = align_right(format_duration(sample.wall_ns), _TOOK)
-    return [*fit([("sampled", "dim")], label, look.glyphs.more), *merged(cells), (took, "dim")]
+    return [*fit_row([("sampled", "dim")], label, look.glyphs.more), *merge_spans(cells), (took, "dim")]
 
 
-def _chosen(lanes: Sequence[Lane], room: int) -> tuple[list[Lane], list[Lane]]:
+def _choose_lanes(lanes: Sequence[Lane], room: int) -> tuple[list[Lane], list[Lane]]:
     """The lanes to draw and the lanes without a row. If not all fit: the first lane and the slowest of the others."""
     if len(lanes) <= room or room <= 0:
         return list(lanes[:room]) if room > 0 else [], []
@@ -214,11 +220,11 @@ def _chosen(lanes: Sequence[Lane], room: int) -> tuple[list[Lane], list[Lane]]:
     return [lane for lane in lanes if lane.number in numbers], [lane for lane in lanes if lane.number not in numbers]
 
 
-def _lane(lane: Lane, timeline: StepTimeline, label: int, room: int, top: float, look: Look) -> Row:
+def _lane(lane: Lane, timeline: StepTimeline, label: int, room: int, top: float, look: TerminalStyle) -> Row:
     word = f"{'s' if timeline.staged else 'r'}{lane.number}"
-    head = fit([(word.ljust(4), "bold"), (sanitize_line(lane.device, 20), "dim")], label - 1, look.glyphs.more)
+    head = fit_row([(word.ljust(4), "bold"), (sanitize_line(lane.device, 20), "dim")], label - 1, look.glyphs.more)
     if not lane.pieces:
-        return [*head, (" ", ""), *fit([("idle", "wait")], room + _TOOK)]
+        return [*head, (" ", ""), *fit_row([("idle", "wait")], room + _TOOK)]
     return [
         *head,
         (" ", ""),
@@ -227,7 +233,7 @@ def _lane(lane: Lane, timeline: StepTimeline, label: int, room: int, top: float,
     ]
 
 
-def _condensed(times: Sequence[int], idle: int, label: int, width: int, look: Look) -> Row:
+def _summary_lane(times: Sequence[int], idle: int, label: int, width: int, look: TerminalStyle) -> Row:
     """One row for the lanes without a row of their own: their number, and the range of their times (ns)."""
     text = f"{format_count(len(times) + idle)} more {look.glyphs.down}"
     if times:
@@ -237,7 +243,7 @@ def _condensed(times: Sequence[int], idle: int, label: int, width: int, look: Lo
     return [(" " * label, ""), (truncate(text, width - label, look.glyphs.more), "dim")]
 
 
-def main_row(pieces: Sequence[Piece], width: int, top: float, look: Look, step: tuple[int, int]) -> Row:
+def main_row(pieces: Sequence[Piece], width: int, top: float, look: TerminalStyle, step: tuple[int, int]) -> Row:
     """Pieces (in order, not overlapping) on `width` cells that stand for `top` ns, with their names.
 
     Uncovered time between the begin and the end of `step` is dotted: the script did something else.
@@ -258,14 +264,14 @@ def main_row(pieces: Sequence[Piece], width: int, top: float, look: Look, step: 
     begin, end = (min(round(at * scale), width) for at in step)
     cells[begin:end] = [(_dot(glyphs), "dim") if cell[0] == " " else cell for cell in cells[begin:end]]
     _name(cells, blocks, colour)
-    return merged(cells)
+    return merge_spans(cells)
 
 
 def _dot(glyphs: Glyphs) -> str:
     return "." if glyphs.ascii else glyphs.middot  # a dash would look like part of a phase's name
 
 
-def lane_row(pieces: Sequence[Piece], width: int, top: float, look: Look) -> Row:
+def lane_row(pieces: Sequence[Piece], width: int, top: float, look: TerminalStyle) -> Row:
     """Pieces on `width` cells that stand for `top` ns, as lines that end on half cells: blocks would run together."""
     halves = [False] * (2 * width)
     scale = 2 * width / top

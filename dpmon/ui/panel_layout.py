@@ -33,12 +33,12 @@ class Slot(NamedTuple):
     height: int
 
     @property
-    def folded(self) -> bool:
+    def is_folded(self) -> bool:
         """Whether the panel is one row with its title and main number."""
         return self.height == 1
 
 
-class Member(NamedTuple):
+class ScenePanel(NamedTuple):
     """A panel of a scene."""
 
     panel: str
@@ -53,7 +53,7 @@ class Member(NamedTuple):
 class Arrangement(NamedTuple):
     """The panels of a scene, the most important first, and their places in one, two and three columns."""
 
-    parts: tuple[Member, ...]
+    parts: tuple[ScenePanel, ...]
     one: Tree
     two: Tree
     three: Tree
@@ -73,7 +73,7 @@ def is_wide(width: int) -> bool:
     return width >= _WIDE
 
 
-def arrange(
+def place_panels(
     width: int, height: int, arrangement: Arrangement, wanted: Mapping[str, int], zoom: str | None = None
 ) -> dict[str, Slot]:
     """Places of "status", "footer" and the panels, which fill the screen; only "small" if the screen is too small.
@@ -88,10 +88,10 @@ def arrange(
     if zoom is not None:
         return {**slots, zoom: body}
     tree = arrangement.three if width >= _WIDER else arrangement.two if is_wide(width) else arrangement.one
-    return slots | _Places(arrangement, wanted, body).stack(tree, body)
+    return slots | _PlacementBuilder(arrangement, wanted, body).place_stacked(tree, body)
 
 
-class _Need(NamedTuple):
+class _RowNeed(NamedTuple):
     """What a part of the screen needs, in rows, and the rank of its most important panel."""
 
     rank: int
@@ -104,20 +104,20 @@ class _Need(NamedTuple):
     columns: int
 
 
-class _Places:
+class _PlacementBuilder:
     """Divides the screen between the panels of an arrangement."""
 
     def __init__(self, arrangement: Arrangement, wanted: Mapping[str, int], body: Slot) -> None:
         self._first, self._most = (body.height * share // 100 for share in (FIRST, _MOST))
         self._sizes = {part.panel: self._of(rank, part, wanted) for rank, part in enumerate(arrangement.parts)}
 
-    def _of(self, rank: int, part: Member, wanted: Mapping[str, int]) -> _Need:
+    def _of(self, rank: int, part: ScenePanel, wanted: Mapping[str, int]) -> _RowNeed:
         full = wanted.get(part.panel, part.least - _FRAME) + _FRAME
         least = min(part.least, max(full, _SMALLEST))
         full = max(min(full, self._most), least)
-        return _Need(rank, least, min(full, self._first), full, part.grows, part.titled, 1)
+        return _RowNeed(rank, least, min(full, self._first), full, part.grows, part.titled, 1)
 
-    def _size(self, tree: Tree, across: bool) -> _Need:
+    def _size(self, tree: Tree, across: bool) -> _RowNeed:
         """`across`: whether the members of `tree` stand side by side."""
         if isinstance(tree, str):
             return self._sizes[tree]
@@ -126,10 +126,12 @@ class _Places:
         most = max(self._most, inside[0].least)
         grows = max(one.grows for one in inside)
         if across:
-            return _Need(
+            return _RowNeed(
                 inside[0].rank, inside[0].least, inside[0].first, min(max(full), most), grows, False, sum(columns)
             )
-        return _Need(inside[0].rank, inside[0].least, inside[0].first, min(sum(full), most), grows, False, max(columns))
+        return _RowNeed(
+            inside[0].rank, inside[0].least, inside[0].first, min(sum(full), most), grows, False, max(columns)
+        )
 
     def _shown(self, tree: Tree) -> Tree | None:
         """The tree without panels that the arrangement lacks."""
@@ -138,13 +140,13 @@ class _Places:
         inside = tuple(found for each in tree if (found := self._shown(each)) is not None)
         return inside or None
 
-    def stack(self, tree: Tree, room: Slot) -> dict[str, Slot]:
+    def place_stacked(self, tree: Tree, room: Slot) -> dict[str, Slot]:
         """Places one below the other. Folded panels share the row of the first one."""
         shown = self._shown(tree)
         if isinstance(shown, str):
             return {shown: room}
         trees = shown or ()
-        heights = _heights([self._size(each, across=True) for each in trees], room)
+        heights = _divide_rows([self._size(each, across=True) for each in trees], room)
         titles = [each for each, height in zip(trees, heights, strict=True) if height == 1 and isinstance(each, str)]
         slots: dict[str, Slot] = {}
         y = room.y
@@ -168,13 +170,13 @@ class _Places:
         slots: dict[str, Slot] = {}
         for index, each in enumerate(tree):
             begin, end = (room.width * sum(columns[:i]) // sum(columns) for i in (index, index + 1))
-            slots |= self.stack(
+            slots |= self.place_stacked(
                 each if isinstance(each, tuple) else (each,), Slot(begin + room.x, room.y, end - begin, room.height)
             )
         return slots
 
 
-def _heights(sizes: Sequence[_Need], room: Slot) -> list[int]:
+def _divide_rows(sizes: Sequence[_RowNeed], room: Slot) -> list[int]:
     """Rows of parts that stand one below the other. 0: left out; 1: a title in the row that all titles share."""
     order = sorted(range(len(sizes)), key=lambda index: sizes[index].rank)
     rows = [0] * len(sizes)

@@ -7,7 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from dpmon.text.cells import char_width
-from dpmon.ui.rows import Row, Span, merged, width_of
+from dpmon.ui.styled_rows import Row, Span, merge_spans, row_width
 
 _APART = 8
 """Equal cells between two changes that are not sent again; a move takes about as many bytes."""
@@ -22,7 +22,7 @@ class CellChange(NamedTuple):
     cells: Row
 
 
-class _Codes(NamedTuple):
+class _SgrCodes(NamedTuple):
     """The SGR codes of a style: "1", "38;2;214;219;225", "48;2;16;20;26"."""
 
     attributes: str = ""
@@ -30,12 +30,12 @@ class _Codes(NamedTuple):
     back: str = ""
 
 
-def changes_in(before: Row, after: Row, x: int, y: int) -> Iterator[CellChange]:
+def diff_rows(before: Row, after: Row, x: int, y: int) -> Iterator[CellChange]:
     """Yield the changes that turn one row into another, which is as wide; the rows begin at `x`."""
     old, new = ([(char, style) for text, style in row for char in text] for row in (before, after))
     if len(old) == len(new) and all(char_width(char) == 1 for char in {char for char, _ in (*old, *new)}):
         for first, end in _runs([at for at, (one, other) in enumerate(zip(old, new, strict=True)) if one != other]):
-            yield CellChange(x + first, y, merged(new[first:end]))
+            yield CellChange(x + first, y, merge_spans(new[first:end]))
         return
     column, cells = _from_first_to_last(old, new)
     if cells:
@@ -63,28 +63,28 @@ def _from_first_to_last(old: Sequence[Span], new: Sequence[Span]) -> tuple[int, 
     last = next((i for i in range(most - first) if old[-1 - i] != new[-1 - i]), most - first)
     while last and not char_width(new[-last][0]):
         last -= 1
-    return width_of(new[:first]), merged(new[first : len(new) - last])
+    return row_width(new[:first]), merge_spans(new[first : len(new) - last])
 
 
-def terminal_text(changes: Iterable[CellChange], sgr: Callable[[str], str]) -> str:
+def encode_changes(changes: Iterable[CellChange], sgr: Callable[[str], str]) -> str:
     """The text that draws the changes, in order; `sgr`: the SGR codes of a style by its name.
 
     A style is sent only where it differs from the one before.
     """
     written: list[str] = []
-    now, at_x, at_y = _Codes(), -1, -1
+    now, at_x, at_y = _SgrCodes(), -1, -1
     for x, y, cells in changes:
         written.append(f"\x1b[{x - at_x}C" if y == at_y and x > at_x else f"\x1b[{y + 1};{x + 1}H")
         for text, style in cells:
-            codes = _split(sgr(style))
-            written += [_switched(now, codes), text]
+            codes = _split_codes(sgr(style))
+            written += [_style_transition(now, codes), text]
             now = codes
-        at_x, at_y = x + width_of(cells), y
+        at_x, at_y = x + row_width(cells), y
     return "".join([*written, _RESET]) if written else ""
 
 
 @cache
-def _switched(before: _Codes, after: _Codes) -> str:
+def _style_transition(before: _SgrCodes, after: _SgrCodes) -> str:
     """The sequence from one style to another."""
     if before == after:
         return ""
@@ -103,7 +103,7 @@ def _switched(before: _Codes, after: _Codes) -> str:
 
 
 @cache
-def _split(codes: str) -> _Codes:
+def _split_codes(codes: str) -> _SgrCodes:
     """The codes of a style by what they set."""
     attributes, front, back = [], "", ""
     parts = iter(codes.split(";") if codes else ())
@@ -118,4 +118,4 @@ def _split(codes: str) -> _Codes:
             back = whole
         else:
             attributes.append(part)
-    return _Codes(";".join(attributes), front, back)
+    return _SgrCodes(";".join(attributes), front, back)

@@ -10,9 +10,9 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from dpmon.text.cells import ascii_text
-from dpmon.ui.changes import CellChange, changes_in
-from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, plain, width_of
+from dpmon.ui.cell_diff import CellChange, diff_rows
+from dpmon.ui.styled_rows import Row, plain_text, row_width
+from dpmon.ui.terminal_style import TerminalStyle
 
 
 class PanelView(Widget):
@@ -20,13 +20,13 @@ class PanelView(Widget):
 
     DEFAULT_CSS = "PanelView { position: absolute; padding: 0; margin: 0; }"
 
-    def __init__(self, panel: str, look: Look) -> None:
+    def __init__(self, panel: str, look: TerminalStyle) -> None:
         super().__init__(id=panel)
         self.look = look
         self.rows: list[Row] = []
         """The drawn rows."""
 
-    def place(self, x: int, y: int, width: int, height: int) -> bool:
+    def set_region(self, x: int, y: int, width: int, height: int) -> bool:
         """Place the widget; returns whether Textual has already laid it out in this place."""
         styles = self.styles
         if (styles.offset.x.value, styles.offset.y.value) != (x, y):
@@ -37,13 +37,13 @@ class PanelView(Widget):
             styles.height = height
         return self.region == Region(x, y, width, height)
 
-    def show(self, rows: Sequence[Row], changes: list[CellChange] | None = None) -> None:
+    def show_rows(self, rows: Sequence[Row], changes: list[CellChange] | None = None) -> None:
         """Draw `rows` from now on. Textual draws changed rows from their left edge.
 
         With `changes`, append the changed cells to it, without a refresh by Textual. Pass it only if the terminal shows
         the whole widget, in its place and with the rows of the last call.
         """
-        fresh = [in_ascii(row) for row in rows] if self.look.glyphs.ascii else list(rows)
+        fresh = [to_ascii_row(row) for row in rows] if self.look.glyphs.ascii else list(rows)
         before = self.rows
         changed = [i for i, row in enumerate(fresh) if i >= len(before) or row != before[i]]
         if not changed and len(fresh) == len(before):
@@ -51,19 +51,19 @@ class PanelView(Widget):
         self.rows = fresh
         if changes is not None and len(fresh) == len(before):
             for y in changed:
-                changes += changes_in(before[y], fresh[y], self.region.x, self.region.y + y)
+                changes += diff_rows(before[y], fresh[y], self.region.x, self.region.y + y)
             return
-        width = max(self.size.width, max(map(width_of, fresh), default=0))
+        width = max(self.size.width, max(map(row_width, fresh), default=0))
         self.refresh(*(Region(0, y, width, 1) for y in changed or range(len(fresh), len(before))))
 
-    def set_look(self, look: Look) -> None:
+    def set_look(self, look: TerminalStyle) -> None:
         """Draw everything again, with another look, at the next `show`."""
         self.look = look
         self.rows = []
 
     def text(self) -> list[str]:
         """The rows' text, for tests."""
-        return [plain(row) for row in self.rows]
+        return [plain_text(row) for row in self.rows]
 
     def _strip(self, row: Row) -> Strip:
         style = self.look.style
@@ -80,6 +80,6 @@ class PanelView(Widget):
         return Strip.blank(self.size.width, self.look.style(""))
 
 
-def in_ascii(row: Row) -> Row:
+def to_ascii_row(row: Row) -> Row:
     """The row for a terminal that knows only ASCII; as wide as before."""
     return [(ascii_text(text), style) for text, style in row]

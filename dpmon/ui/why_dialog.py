@@ -11,22 +11,22 @@ from dpmon.stalls.why_reply import request_and_wait
 from dpmon.stalls.why_text import format_reply
 from dpmon.text.cells import truncate, wrap_text
 from dpmon.text.formatting import format_clock
-from dpmon.ui.dialogs import Pages
-from dpmon.ui.facts import Facts, state_words
-from dpmon.ui.look import Look
-from dpmon.ui.rows import Row
+from dpmon.ui.dialogs import TextPages
+from dpmon.ui.screen_data import ScreenData, no_progress_text
+from dpmon.ui.styled_rows import Row
+from dpmon.ui.terminal_style import TerminalStyle
 
 _ASKS_AGAIN_S = 5.0
 
 
-class WhyPages(Pages):
+class WhyDialog(TextPages):
     """The ranks by where they stand, and their stacks."""
 
     def __init__(
-        self, facts: Callable[[], Facts], directory: Path, recorded: Mapping[str, Any] | None, look: Look
+        self, facts: Callable[[], ScreenData], directory: Path, recorded: Mapping[str, Any] | None, look: TerminalStyle
     ) -> None:
         """`recorded`: the record of a stall to show, instead of the present."""
-        stall = facts().stall
+        stall = facts().shown_stall
         noticed = "" if recorded is None or stall is None else f", as noticed at {format_clock(stall.noticed_ns)}"
         super().__init__(f"Why{noticed}", self._rows_of, look)
         self._facts, self._directory, self._recorded = facts, directory, recorded
@@ -38,17 +38,17 @@ class WhyPages(Pages):
         if isinstance(found, str):
             return [[(found, "dim")]]
         now = self._facts()
-        alike = self._recorded is None and now.stall is not None and found.get("text") is not None
+        alike = self._recorded is None and now.shown_stall is not None and found.get("text") is not None
         # The time in the first line goes on, as on the screen, while the answer grows old.
         (first, style), *rest = format_reply({**found, "t_s": now.now_ns / 1e9} if alike else found, width=width)
         if found.get("text") is None and self._recorded is None:
-            first = state_words(now) or f"{first}: {now.run_state.word}"
+            first = no_progress_text(now) or f"{first}: {now.run_state.word}"
         return [
             *([(line, style)] for line in wrap_text(first, width)),
             *([(truncate(text, width), s)] for text, s in rest),
         ]
 
-    def ask(self) -> str | None:
+    def request_reply(self) -> str | None:
         """Ask the training processes; may take seconds."""
         self._found = request_and_wait(self._directory) or "the supervisor does not answer"
         return None
@@ -60,11 +60,11 @@ class WhyPages(Pages):
         if not self.answered:
             self.draw()
 
-    def due(self) -> bool:
+    def refresh_age(self) -> bool:
         """Draw the age of the answer; return whether it is time to ask again."""
         age_s = time.monotonic() - self._last
         self.title_text = f"Why (as of {age_s:.0f} s ago)"
         self.draw()
-        due = not self._asking and age_s >= _ASKS_AGAIN_S and not self._facts().over
+        due = not self._asking and age_s >= _ASKS_AGAIN_S and not self._facts().is_over
         self._asking = self._asking or due
         return due

@@ -12,8 +12,8 @@ from rich.style import Style
 from dpmon.text.cells import span_width
 from dpmon.text.palettes import palette_of
 from dpmon.ui.chart import DOTS
-from dpmon.ui.look import Look
-from dpmon.ui.rows import Row
+from dpmon.ui.styled_rows import Row
+from dpmon.ui.terminal_style import TerminalStyle
 
 _CELL = 8.43
 """Width of a cell in pixels, as in DejaVu Sans Mono at the size below; other fonts are stretched to it."""
@@ -27,7 +27,7 @@ _BRAILLE = range(0x2800, 0x2900)
 _FONTS = "'DejaVu Sans Mono','Menlo','Consolas',monospace"
 
 
-def svg(rows: Sequence[Row], look: Look, title: str = "") -> str:
+def render_svg(rows: Sequence[Row], look: TerminalStyle, title: str = "") -> str:
     """The rows as one SVG image in the colours of `look`; its cells stay on a grid with any font."""
     page = SvgPage(look)
     columns = max((sum(span_width(text) for text, _ in row) for row in rows), default=0)
@@ -37,7 +37,7 @@ def svg(rows: Sequence[Row], look: Look, title: str = "") -> str:
 class SvgPage:
     """Draws rows for one image, and collects the style rules they need."""
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, look: TerminalStyle) -> None:
         palette = palette_of(look.theme)
         self.look = look
         self.fore, self.back = palette.text, palette.background
@@ -67,7 +67,7 @@ class SvgPage:
             left = _MARGIN + x * _CELL
             if back != self.back:
                 yield f'<rect x="{left:.2f}" y="{top:.1f}" width="{wide * _CELL:.2f}" height="{_LINE}" fill="{back}"/>'
-            for drawn, group in groupby(text, key=_drawn):
+            for drawn, group in groupby(text, key=_glyph_renderer):
                 part = "".join(group)
                 if drawn is not None:
                     yield from drawn(part, _MARGIN + x * _CELL, top, fore)
@@ -76,7 +76,7 @@ class SvgPage:
                 x += span_width(part)
 
     def _colours(self, style: Style) -> tuple[str, str]:
-        fore, back = _rgb(style.color) or self.fore, _rgb(style.bgcolor) or self.back
+        fore, back = _to_hex_color(style.color) or self.fore, _to_hex_color(style.bgcolor) or self.back
         return (back, fore) if style.reverse else (fore, back)
 
     def _text(self, text: str, x: int, top: float, fore: str, style: Style) -> str:
@@ -96,7 +96,7 @@ class SvgPage:
         )
 
 
-def _drawn(char: str) -> Callable[[str, float, float, str], Iterator[str]] | None:
+def _glyph_renderer(char: str) -> Callable[[str, float, float, str], Iterator[str]] | None:
     """How a character is drawn; None: as text."""
     return _blocks if char in _BLOCKS else _dots if ord(char) in _BRAILLE else None
 
@@ -123,7 +123,7 @@ def _dots(text: str, left: float, top: float, fore: str) -> Iterator[str]:
     yield f'<path d="{"".join(places)}" stroke="{fore}" stroke-width="2.4" stroke-linecap="round"/>'
 
 
-def _rgb(colour: Color | None) -> str | None:
+def _to_hex_color(colour: Color | None) -> str | None:
     if colour is None or colour.is_default:
         return None
     return colour.get_truecolor().hex

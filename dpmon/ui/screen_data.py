@@ -52,7 +52,7 @@ BEFORE_STALL = ("before the stall", "wait")
 """Stands beside figures that cover no time of the stall."""
 
 
-class Playing(NamedTuple):
+class PlaybackPosition(NamedTuple):
     """A playback: position and length (ns), whether it plays, and its speed (1: real time)."""
 
     position_ns: int
@@ -61,7 +61,7 @@ class Playing(NamedTuple):
     speed: float
 
 
-class Past(NamedTuple):
+class LookBack(NamedTuple):
     """The time from which the user looks back (ns since the run's start)."""
 
     state: RunSnapshot
@@ -72,7 +72,7 @@ class Past(NamedTuple):
     """The present; None if the run is over."""
 
 
-class Toggle(NamedTuple):
+class ModeRequest(NamedTuple):
     """A requested mode: pending, done or refused, and when (ns since the run's start)."""
 
     mode: str
@@ -109,7 +109,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ScreenData:
     """One instant of a run. Times are ns since the run's start."""
 
     state: RunSnapshot
@@ -125,7 +125,7 @@ class Facts:
     ended: ExitInfo | None = None
     last_line: str | None = None
     """Why it ended: the last line of the script's traceback, or another cause; None if unknown."""
-    toggle: Toggle | None = None
+    toggle: ModeRequest | None = None
     pausing: PauseState = field(default_factory=PauseState)
     can_pause: bool = False
     """Whether the training can be paused or resumed."""
@@ -142,9 +142,9 @@ class Facts:
     """Whether the command is gone and its exit is not recorded yet."""
     reading: bool = False
     """Whether older records are still being read, so that the age of the last step means nothing."""
-    playing: Playing | None = None
+    playing: PlaybackPosition | None = None
     """The position of the playback; None for a live run."""
-    past: Past | None = None
+    past: LookBack | None = None
     """From when the user looks back to `now_ns`; None if the picture shows the present, or was frozen at `now_ns`."""
 
     findings: Sequence[Finding] | None = None
@@ -177,12 +177,12 @@ class Facts:
         waited = self.input_wait_ns
         reads = None if waited is None else self.now_ns - waited
         now = self.state.state_inputs(self.now_ns, self.activities, self.pausing.since_ns, reads)
-        return decide_state(now._replace(over=self.over))
+        return decide_state(now._replace(over=self.is_over))
 
     @property
-    def stall(self) -> RecordedStall | None:
+    def shown_stall(self) -> RecordedStall | None:
         """The stall that the run is in; once the command has ended, the one in which it ended."""
-        if not (self.over or self.ending):
+        if not (self.is_over or self.ending):
             return (
                 self.state.current_stall
                 if self.state.current_stall is not None and self.run_state.word == STALLED
@@ -192,33 +192,33 @@ class Facts:
         return None if finished else final_stall(self.state.stalls, self.state.newest_ns)
 
     @property
-    def looks_back(self) -> bool:
+    def shows_past(self) -> bool:
         """Whether the picture shows an earlier time, so that nothing can be asked of the training about it."""
         return self.playing is not None or self.past is not None
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether nothing more will come."""
         return self.ended is not None or self.alive is False
 
     @property
-    def goes_on(self) -> bool:
+    def is_live(self) -> bool:
         """Whether the figures of the last steps hold now: the run is neither stalled nor at its end."""
-        if self.over or self.ending or self.stall is not None:
+        if self.is_over or self.ending or self.shown_stall is not None:
             return False
         return not all_finished(self.state, self.activities)
 
     @property
-    def straggler(self) -> Straggler | None:
+    def current_straggler(self) -> Straggler | None:
         """The ranks that the others wait for now; None if no rank stands out, or if the run does not go on."""
-        return self.state.straggler if self.goes_on else None
+        return self.state.straggler if self.is_live else None
 
     def empty_reason(self, over: str, yet: str) -> str:
         """Why there is nothing to show: `over` after the end, READING while older records are read, else `yet`."""
         calls = self.state.open_calls
-        if calls and not self.over:
+        if calls and not self.is_over:
             return format_calls_so_far(calls)
-        return over if self.over else READING if self.reading else yet
+        return over if self.is_over else READING if self.reading else yet
 
     @property
     def elapsed_ns(self) -> int:
@@ -239,7 +239,7 @@ def all_finished(state: RunSnapshot, activities: Mapping[int, tuple[str, int]]) 
     return trained
 
 
-class Life(NamedTuple):
+class ActivityText(NamedTuple):
     """The run's activity in words, with a style and a detail."""
 
     word: str
@@ -247,29 +247,31 @@ class Life(NamedTuple):
     detail: str = ""
 
 
-def life(facts: Facts) -> Life:
+def describe_activity(facts: ScreenData) -> ActivityText:
     """The run's current activity in everyday words."""
     if facts.ended is not None:
-        return _outcome(facts.ended)
+        return _describe_outcome(facts.ended)
     if facts.alive is False:
-        return Life("ended", "bad", "status unknown")
+        return ActivityText("ended", "bad", "status unknown")
     process = facts.process
     activity = facts.activities.get(process.process) if process is not None else None
     if facts.ending:
-        return Life("ending", "wait", "the command has ended")
+        return ActivityText("ending", "wait", "the command has ended")
     doing, since = activity if activity is not None else ("", 0)
     spent = facts.now_ns - since if since > 0 else 0
     found = facts.run_state
     lasted = "" if found.since_ns is None else f"{(facts.now_ns - found.since_ns) / 1e9:.0f} s"
     if found.word == PAUSED:
-        return Life(PAUSED, "wait", lasted)
+        return ActivityText(PAUSED, "wait", lasted)
     if facts.reading:
         newest = facts.state.newest_ns
-        return Life(READING, "wait", f"{format_clock(newest)} of {format_clock(facts.now_ns)}" if newest >= 0 else "")
+        return ActivityText(
+            READING, "wait", f"{format_clock(newest)} of {format_clock(facts.now_ns)}" if newest >= 0 else ""
+        )
     if found.word == WAITING_FOR_INPUT:
-        return Life(WAITING_FOR_INPUT, "wait", f"{lasted}{': press i' if facts.can_type else ''}")
+        return ActivityText(WAITING_FOR_INPUT, "wait", f"{lasted}{': press i' if facts.can_type else ''}")
     if found.word == STALLED:
-        return Life(STALLED.upper(), "bad", lasted)
+        return ActivityText(STALLED.upper(), "bad", lasted)
     if process is None or process.seen_ns < 0:
         return _before_first_batch(facts, doing, spent)
     # An evaluation that has ended while the training waits for it does not count as an end.
@@ -277,53 +279,53 @@ def life(facts: Facts) -> Life:
         # Another training is starting, and none of its steps was seen yet.
         if facts.stage is not None and facts.stage[1] > max(facts.state.newest_ns, process.seen_ns):
             return _before_first_batch(facts, "", 0)
-        return Life("ending", "wait", "the training process is exiting")
+        return ActivityText("ending", "wait", "the training process is exiting")
     if found.word in (WAITING_FOR_DATA, QUIET):
-        return Life(found.word, "wait", lasted)
+        return ActivityText(found.word, "wait", lasted)
     # The record may be behind on an overloaded machine, but not what the process does now.
     long = facts.now_ns - max(process.seen_ns, since) > QUIET_SHOWN_NS and doing in SPAN_PHASES
     where = f"in {doing} {spent / 1e9:.0f} s"
     if len(facts.state.training_processes) > 1:  # where this rank is may only be where it waits for another one
         where = f"no step for {(facts.now_ns - process.seen_ns) / 1e9:.0f} s"
-    return Life(found.word, "good", where if long else "")
+    return ActivityText(found.word, "good", where if long else "")
 
 
-def state_words(facts: Facts) -> str | None:
+def no_progress_text(facts: ScreenData) -> str | None:
     """Why a run that is not stalled makes no progress; None if it makes some."""
-    found = life(facts)
+    found = describe_activity(facts)
     return None if found.style == "good" else f"{found.word}: {found.detail}".rstrip(": ")
 
 
-def _before_first_batch(facts: Facts, doing: str, spent: int) -> Life:
+def _before_first_batch(facts: ScreenData, doing: str, spent: int) -> ActivityText:
     if doing == "data" and spent > WAIT_SHOWN_NS:
-        return Life(WAITING_FOR_DATA, "wait", f"first batch, {spent / 1e9:.0f} s")
+        return ActivityText(WAITING_FOR_DATA, "wait", f"first batch, {spent / 1e9:.0f} s")
     if facts.state.open_calls:
-        return Life(facts.run_state.word, "wait", format_calls_so_far(facts.state.open_calls))
+        return ActivityText(facts.run_state.word, "wait", format_calls_so_far(facts.state.open_calls))
     if doing:  # a script without a loader has no visible first batch
         where = "the script" if doing == "other" else sanitize_line(doing, 20)
         first = "first batch" if doing == "data" else "first step"
-        return Life(STARTING, "wait", f"{first} in {where}, {spent / 1e9:.0f} s" if spent >= SECOND else first)
+        return ActivityText(STARTING, "wait", f"{first} in {where}, {spent / 1e9:.0f} s" if spent >= SECOND else first)
     why = sanitize_line(startup_wait_reason(facts.stage, facts.now_ns), 200)
     lasted = f"{max(facts.now_ns - (0 if facts.stage is None else facts.stage[1]), 0) / 1e9:.0f} s"
-    return Life(STARTING, "wait", f"{why}, {lasted}" if why else lasted)
+    return ActivityText(STARTING, "wait", f"{why}, {lasted}" if why else lasted)
 
 
-def _outcome(ended: ExitInfo) -> Life:
+def _describe_outcome(ended: ExitInfo) -> ActivityText:
     if ended.stopped:
-        return Life("stopped", "wait", "by you" + (f", status {ended.status}" if ended.status else ""))
+        return ActivityText("stopped", "wait", "by you" + (f", status {ended.status}" if ended.status else ""))
     if ended.signal == "SIGINT":
-        return Life("interrupted", "wait", "SIGINT")
+        return ActivityText("interrupted", "wait", "SIGINT")
     if ended.status is None:
-        return Life("ended", "bad", "status unknown")
+        return ActivityText("ended", "bad", "status unknown")
     if ended.signal is not None:
         perhaps = "perhaps out of memory" if ended.signal == "SIGKILL" else ""
-        return Life(f"killed by {sanitize_line(ended.signal, 12)}", "bad", perhaps)
+        return ActivityText(f"killed by {sanitize_line(ended.signal, 12)}", "bad", perhaps)
     if ended.status == 0:
-        return Life("finished", "good", "status 0")
-    return Life("failed", "bad", f"status {ended.status}")
+        return ActivityText("finished", "good", "status 0")
+    return ActivityText("failed", "bad", f"status {ended.status}")
 
 
-def devices_in_short(devices: tuple[str, ...]) -> str:
+def format_devices(devices: tuple[str, ...]) -> str:
     """("cuda:0", "cuda:1", "cuda:3") -> "cuda:0-1,3"; clean."""
     parts = []
     for kind, same in groupby(
@@ -336,11 +338,11 @@ def devices_in_short(devices: tuple[str, ...]) -> str:
     return " ".join(parts)
 
 
-def mode_words(process: Process | None, times: str) -> tuple[str, str]:
+def format_mode_and_devices(process: Process | None, times: str) -> tuple[str, str]:
     """The current mode ("dp ×4", "single", "ddp ×2") and its devices ("cuda:0-3", "cpu:0-1 virtual")."""
     if process is None or not process.mode:
         return UNKNOWN, ""
-    where = devices_in_short(process.devices)
+    where = format_devices(process.devices)
     by = process.distributed
     if by is not None:
         ranks = process.info.world

@@ -14,9 +14,9 @@ from dpmon.stalls.stall_detection import format_ranges
 from dpmon.stalls.why_text import format_reply
 from dpmon.text.cells import wrap_text
 from dpmon.text.formatting import UNKNOWN, format_clock, format_count, format_count_with_noun, format_percent
-from dpmon.ui.facts import NAMES, RANK_NAMES, Facts, devices_in_short
-from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, lines, width_of
+from dpmon.ui.screen_data import NAMES, RANK_NAMES, ScreenData, format_devices
+from dpmon.ui.styled_rows import Row, row_width, wrap_to_rows
+from dpmon.ui.terminal_style import TerminalStyle
 
 _KEYS = (("enter", "stacks"), ("w", "stacks now"), ("x", "stop"))
 _MOST_CORES = 10_000
@@ -24,7 +24,7 @@ _NUMBERS_SHOWN = 40
 """Most cells of the numbers of ranks that are folded into a row."""
 
 
-class _Standing(NamedTuple):
+class _StalledRank(NamedTuple):
     """What a rank did when the stall was recorded; unknown values are None."""
 
     number: int | None
@@ -46,12 +46,12 @@ class _Standing(NamedTuple):
         return ", ".join(part for part in (since, self.state, cpu) if part)
 
 
-def _standing(one: Mapping[str, Any], noticed_ns: int, state: RunSnapshot) -> _Standing:
+def _parse_stalled_rank(one: Mapping[str, Any], noticed_ns: int, state: RunSnapshot) -> _StalledRank:
     process = state.processes.get(int_member(one, "process") or 0)
     waited = ns_member(one, "for_s")
-    return _Standing(
+    return _StalledRank(
         int_member(one, "rank"),
-        "" if process is None else f"{devices_in_short(process.devices)}{node_suffix(process.node)}".strip(),
+        "" if process is None else f"{format_devices(process.devices)}{node_suffix(process.node)}".strip(),
         sanitize_line(text_member(one, "words") or UNKNOWN, 300),
         int_member(one, "step"),
         None if waited is None else noticed_ns - waited,
@@ -61,24 +61,24 @@ def _standing(one: Mapping[str, Any], noticed_ns: int, state: RunSnapshot) -> _S
     )
 
 
-def _standings(facts: Facts) -> list[_Standing]:
-    stall = facts.stall
+def _stalled_ranks(facts: ScreenData) -> list[_StalledRank]:
+    stall = facts.shown_stall
     if stall is None:
         return []
     noticed_ns = ns_member(stall.record, "t_s") or stall.noticed_ns
-    return [_standing(one, noticed_ns, facts.state) for one in stall.ranks if one.get("apart") is not True]
+    return [_parse_stalled_rank(one, noticed_ns, facts.state) for one in stall.ranks if one.get("apart") is not True]
 
 
-def wanted_rows(facts: Facts, _: int = 0) -> int:
+def preferred_height(facts: ScreenData, _: int = 0) -> int:
     """Rows that the whole content needs, without the two that the layout reserves for others' headings."""
-    ranks = _standings(facts)
+    ranks = _stalled_ranks(facts)
     waiting = len({one.words for one in ranks if one.waits})
     return max(2 * sum(not one.waits for one in ranks) + waiting, 2)
 
 
-def title(facts: Facts, look: Look) -> tuple[Row, Row]:
+def panel_title(facts: ScreenData, look: TerminalStyle) -> tuple[Row, Row]:
     """The panel's title, and the step in which the run stalled."""
-    ranks = _standings(facts)
+    ranks = _stalled_ranks(facts)
     guilty = [one for one in ranks if not one.waits] or ranks
     steps = [one.step for one in guilty if one.step is not None]
     word = f"stalled at step {format_count(min(steps))}" if steps else "stalled"
@@ -86,37 +86,44 @@ def title(facts: Facts, look: Look) -> tuple[Row, Row]:
     return [((RANK_NAMES if ranked else NAMES)["replicas"], "title")], [(word, "bad")]
 
 
-def table(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """The panel's rows, inside its frame. What gives way first: the keys, then step, state and CPU of each rank."""
-    ranks = _standings(facts)
+    ranks = _stalled_ranks(facts)
     if not ranks:
-        text = "" if facts.stall is None else sanitize_line(facts.stall.text, 400)
-        return lines(text or "the record of the stall is damaged", width, "bad", height, look.glyphs.more)
+        text = "" if facts.shown_stall is None else sanitize_line(facts.shown_stall.text, 400)
+        return wrap_to_rows(text or "the record of the stall is damaged", width, "bad", height, look.glyphs.more)
     guilty, waiting = ([one for one in ranks if one.waits is waits] for waits in (False, True))
-    below = _folded(waiting, facts, look)
-    detailed, brief = (_guilty(guilty, facts, width, look, details=details) for details in (True, False))
+    below = _waiting_ranks_row(waiting, facts, look)
+    detailed, brief = (_blamed_rank_rows(guilty, facts, width, look, details=details) for details in (True, False))
     rows = next((above for above in (detailed, brief) if len(above) + len(below) <= height), None)
-    rows = [*(rows if rows is not None else _folded(guilty, facts, look)), *below]
+    rows = [*(rows if rows is not None else _waiting_ranks_row(guilty, facts, look)), *below]
     keys = _keys(facts)
     if not keys or len(rows) >= height:
         return rows
     return [*rows, [], keys] if len(rows) + 2 <= height else [*rows, keys]
 
 
-def zoomed(facts: Facts, width: int, height: int, look: Look) -> list[Row]:
+def render_full_screen(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """The panel at full size: the table, then the stacks of the recorded stall."""
-    stall = facts.stall
+    stall = facts.shown_stall
     found = [] if stall is None else format_reply(stall.record, width=width)
     begin = next((index for index, (text, _) in enumerate(found) if index > 1 and not text), len(found))
     noticed: list[Row] = [] if stall is None else [[(f"as noticed at {format_clock(stall.noticed_ns)}", "dim")]]
-    return [*table(facts, width, height, look), [], *noticed, *([(text, style)] for text, style in found[begin + 1 :])]
+    return [
+        *render_panel(facts, width, height, look),
+        [],
+        *noticed,
+        *([(text, style)] for text, style in found[begin + 1 :]),
+    ]
 
 
-def _seconds(since_ns: int | None, facts: Facts) -> str:
+def _seconds(since_ns: int | None, facts: ScreenData) -> str:
     return UNKNOWN if since_ns is None else f"{max(facts.elapsed_ns - since_ns, 0) / SECOND:,.0f} s"
 
 
-def _guilty(ranks: Sequence[_Standing], facts: Facts, width: int, look: Look, *, details: bool) -> list[Row]:
+def _blamed_rank_rows(
+    ranks: Sequence[_StalledRank], facts: ScreenData, width: int, look: TerminalStyle, *, details: bool
+) -> list[Row]:
     """The rows of the ranks that the others wait for; `details`: also step, state and CPU of each."""
     numbers = ["" if one.number is None else str(one.number) for one in ranks]
     number, device = (max(map(len, texts), default=0) for texts in (numbers, [one.device for one in ranks]))
@@ -125,7 +132,7 @@ def _guilty(ranks: Sequence[_Standing], facts: Facts, width: int, look: Look, *,
         head: Row = [(f"{look.glyphs.focus} ", "bad"), (text.rjust(number) + " " * bool(number), "bad")]
         head += [(one.device.ljust(device) + "  ", "")] if device else []
         head.append((_seconds(one.since_ns, facts).rjust(6) + "  ", "bold"))
-        indent = width_of(head)
+        indent = row_width(head)
         room = max(width - indent, 10)
         if details and len(one.words) + 2 + len(one.details) <= room:
             rows.append([*head, (one.words, "bad"), (f"  {one.details}", "dim")])
@@ -136,9 +143,9 @@ def _guilty(ranks: Sequence[_Standing], facts: Facts, width: int, look: Look, *,
     return rows
 
 
-def _folded(ranks: Sequence[_Standing], facts: Facts, look: Look) -> list[Row]:
+def _waiting_ranks_row(ranks: Sequence[_StalledRank], facts: ScreenData, look: TerminalStyle) -> list[Row]:
     """A row for all ranks that stand in the same place, with the time since the last one came."""
-    groups: dict[str, list[_Standing]] = {}
+    groups: dict[str, list[_StalledRank]] = {}
     for one in ranks:
         groups.setdefault(one.words, []).append(one)
     rows: list[Row] = []
@@ -155,9 +162,9 @@ def _folded(ranks: Sequence[_Standing], facts: Facts, look: Look) -> list[Row]:
     return rows
 
 
-def _keys(facts: Facts) -> Row:
+def _keys(facts: ScreenData) -> Row:
     """The keys that help now."""
-    live = not (facts.over or facts.ending or facts.looks_back)
+    live = not (facts.is_over or facts.ending or facts.shows_past)
     here = facts.view.focus == "replicas" and facts.view.zoom is None
     works = (here, live, live and facts.stopping is None)
     row: Row = []

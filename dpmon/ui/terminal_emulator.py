@@ -22,8 +22,8 @@ from rich.style import Style
 
 from dpmon.sanitize import displayable_char
 from dpmon.text.cells import char_width
-from dpmon.ui.look import ATTRIBUTES
-from dpmon.ui.rows import Row, merged, plain
+from dpmon.ui.styled_rows import Row, merge_spans, plain_text
+from dpmon.ui.terminal_style import ATTRIBUTES
 
 COLUMNS = 4000
 """Most cells of a line; the rest is dropped and marked."""
@@ -65,7 +65,7 @@ class TerminalLine:
     def _open(self) -> Row:
         """The cells, which are about to change."""
         if self._row is not None and not self._cells:
-            self._cells = [(char, "") for char in plain(self._row)]
+            self._cells = [(char, "") for char in plain_text(self._row)]
         self._row = None
         return self._cells
 
@@ -81,7 +81,7 @@ class TerminalLine:
         shared = {char: (char, style) for char in chars}  # a page of long rows has a million cells
         cells[at:end] = [shared[char] for char in chars]
 
-    def mark(self, at: int, mark: str) -> None:
+    def add_combining_mark(self, at: int, mark: str) -> None:
         """Add a combining mark to the character before column `at`, if it fits."""
         cells = self._open()
         if not 0 < at <= len(cells):
@@ -103,7 +103,7 @@ class TerminalLine:
     def row(self) -> Row:
         """The row without blanks at its end."""
         if self._row is None:
-            row = merged(self._cells)
+            row = merge_spans(self._cells)
             if row and not row[-1][1]:
                 row[-1] = (row[-1][0].rstrip(" "), "")
             if self.cut and row and row[-1][0]:
@@ -196,7 +196,7 @@ class TerminalPage:
                 last = -1 if cells[-1] or len(cells) < 2 else -2
                 cells[last] += shown if len(cells[last]) <= _MARKS else ""
             else:
-                line.mark(self.at, shown)
+                line.add_combining_mark(self.at, shown)
         return cells
 
     def _down(self) -> None:
@@ -217,8 +217,8 @@ class TerminalPage:
         if args[:1] in ("<", "=", ">", "?"):  # a private sequence
             return
         if end == "m":
-            self._colours = _changed(self._colours, args)
-            self._style = _name(self._colours)
+            self._colours = _apply_sgr(self._colours, args)
+            self._style = _style_name(self._colours)
             return
         number = int(args[:5]) if args.isdecimal() else 0
         by = max(number, 1)
@@ -245,7 +245,7 @@ class TerminalPage:
 
 
 @lru_cache(maxsize=256)
-def _changed(style: Style, args: str) -> Style:
+def _apply_sgr(style: Style, args: str) -> Style:
     """The style after one sequence of colours (SGR)."""
     decoder = AnsiDecoder()
     decoder.style = style
@@ -254,7 +254,7 @@ def _changed(style: Style, args: str) -> Style:
 
 
 @lru_cache(maxsize=256)
-def _name(style: Style) -> str:
+def _style_name(style: Style) -> str:
     """The name "sgr:<fg>:<bg>:<attributes>" of a style (colours as Rich names them); "" if it changes nothing."""
     front, back = ("" if each is None or each.is_default else each.name for each in (style.color, style.bgcolor))
     attributes = "".join(letter for letter, word in sorted(ATTRIBUTES.items()) if getattr(style, word))

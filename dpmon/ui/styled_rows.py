@@ -1,6 +1,6 @@
 """Rows of styled text, measured in cells: the basis of every picture.
 
-A row is a list of spans (text, style name). `dpmon.ui.look` has the styles. The text is clean (`dpmon.sanitize`).
+A row is a list of spans (text, style name). `dpmon.ui.terminal_style` has the styles. The text is clean (`dpmon.sanitize`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from dpmon.text.cells import align_right, span_width, wrap_text
 from dpmon.text.cells import crop_text as cropped_text
-from dpmon.ui.look import Glyphs
+from dpmon.ui.terminal_style import Glyphs
 
 Span = tuple[str, str]
 Row = list[Span]
 _TEXT, _STYLE = map(itemgetter, (0, 1))
 
 
-def width_of(row: Iterable[Span]) -> int:
+def row_width(row: Iterable[Span]) -> int:
     """Cells that a row takes."""
     total = 0
     for text, _ in row:  # thousands of spans per picture, so ASCII text is measured without a call
@@ -27,24 +27,24 @@ def width_of(row: Iterable[Span]) -> int:
     return total
 
 
-def plain(row: Iterable[Span]) -> str:
+def plain_text(row: Iterable[Span]) -> str:
     """The row's text alone."""
     return "".join(text for text, _ in row)
 
 
-def merged(cells: Iterable[Span]) -> Row:
+def merge_spans(cells: Iterable[Span]) -> Row:
     """The same text in as few spans as its styles allow."""
     return [("".join(map(_TEXT, same)), style) for style, same in groupby(cells, key=_STYLE)]
 
 
-def dimmed(row: Iterable[Span]) -> Row:
+def dim_row(row: Iterable[Span]) -> Row:
     """The row without its colours."""
     return [("".join(text for text, _ in row), "dim")]
 
 
-def fit(row: Sequence[Span], width: int, more: str = "…") -> Row:
+def fit_row(row: Sequence[Span], width: int, more: str = "…") -> Row:
     """The row in exactly `width` cells: padded with spaces, or cut and marked."""
-    total = width_of(row)
+    total = row_width(row)
     if total <= width:
         return [*row, (" " * (width - total), "")] if total < width else list(row)
     fitted: Row = []
@@ -62,7 +62,7 @@ def fit(row: Sequence[Span], width: int, more: str = "…") -> Row:
     return fitted
 
 
-def cropped(row: Iterable[Span], start: int, end: int) -> Row:
+def crop_row(row: Iterable[Span], start: int, end: int) -> Row:
     """The cells of `row` from `start` up to `end`; half of a cut wide character becomes a blank."""
     found: Row = []
     at = 0
@@ -83,12 +83,12 @@ def cropped(row: Iterable[Span], start: int, end: int) -> Row:
     return found
 
 
-def columns(left: Sequence[Span], right_part: Sequence[Span], width: int, more: str = "…") -> Row:
+def join_left_right(left: Sequence[Span], right_part: Sequence[Span], width: int, more: str = "…") -> Row:
     """`left`, and `right_part` at the right end; if they do not fit together, `left` is cut and marked."""
-    tail = width_of(right_part)
+    tail = row_width(right_part)
     if tail >= width:
-        return fit(right_part, width, more)
-    return [*fit(left, width - tail, more), *right_part]
+        return fit_row(right_part, width, more)
+    return [*fit_row(left, width - tail, more), *right_part]
 
 
 class TableColumn(NamedTuple):
@@ -116,18 +116,18 @@ def table_rows(columns: Sequence[TableColumn], more: str) -> list[Row]:
             if not isinstance(cell, str):
                 row += cell
             elif left:
-                row += [*fit([(cell, style)], width, more), (" " * gap, "")]
+                row += [*fit_row([(cell, style)], width, more), (" " * gap, "")]
             else:
                 row.append((align_right(cell, width) + " " * gap, style))
     return rows
 
 
-def lines(text: str, width: int, style: str = "dim", most: int | None = None, more: str = "…") -> list[Row]:
+def wrap_to_rows(text: str, width: int, style: str = "dim", most: int | None = None, more: str = "…") -> list[Row]:
     """`text` in rows of at most `width` cells, broken between words; at most `most` rows; none without a text."""
     return [[(line, style)] for line in wrap_text(text, width, most, more)] if text else []
 
 
-def box(
+def draw_frame(
     title: Sequence[Span],
     corner: Sequence[Span],
     rows: Sequence[Sequence[Span]],
@@ -149,37 +149,39 @@ def box(
         number: Row = [("  ", ""), *corner] if corner else []
         # A number is never cut.
         forms = ([*title, *number], [*title[:1], *number], [*title[:1], *number[:3]], title[:1])
-        shown = next((form for form in forms if width_of(form) + 2 <= width), title[:1])
-        return [fit([(mark, "frame.focus"), *shown], width, glyphs.more)][:height]
+        shown = next((form for form in forms if row_width(form) + 2 <= width), title[:1])
+        return [fit_row([(mark, "frame.focus"), *shown], width, glyphs.more)][:height]
     style = "frame.focus" if focused else "frame"
     tl, tr, bl, br, line, side = glyphs.frame
     mark = glyphs.focus if focused else " "
-    head = fit_title(title, corner, width - 3, line, style, glyphs.more)
+    head = draw_frame_title(title, corner, width - 3, line, style, glyphs.more)
     framed: list[Row] = [[(tl, style), (mark, style), *head, (tr, style)]]
     inside = height - 2
     above = min(max(first, 0), max(len(rows) - inside, 0)) if inside > pinned else 0
     rows = [*rows[:pinned], *rows[pinned + above :]] if above else rows
     for index in range(inside):
         row = rows[index] if index < len(rows) else []
-        framed.append([(side, style), (" ", ""), *fit(row, width - 4, glyphs.more), (" ", ""), (side, style)])
+        framed.append([(side, style), (" ", ""), *fit_row(row, width - 4, glyphs.more), (" ", ""), (side, style)])
     hidden = len(rows) - inside
     if hidden > 0 or above:
         below = f"{hidden} more {glyphs.down}" if hidden > 0 else ""
         sign = " " + ", ".join(part for part in (f"{above} above" if above else "", below) if part) + " "
         framed.append([(bl + line * max(width - 3 - span_width(sign), 0), style), (sign, "dim"), (line + br, style)])
-        framed[-1] = fit(framed[-1], width, "")
+        framed[-1] = fit_row(framed[-1], width, "")
     else:
         framed.append([(bl + line * (width - 2) + br, style)])
     return framed
 
 
-def fit_title(title: Sequence[Span], corner: Sequence[Span], width: int, line: str, style: str, more: str) -> Row:
+def draw_frame_title(
+    title: Sequence[Span], corner: Sequence[Span], width: int, line: str, style: str, more: str
+) -> Row:
     """The upper edge of a frame: title, line, corner, in exactly `width` cells."""
-    corner_width = width_of(corner)
+    corner_width = row_width(corner)
     shown_corner = list(corner) if corner_width + 8 <= width else []
-    room = width - (width_of(shown_corner) + 3 if shown_corner else 1)
-    shown = list(title) if width_of(title) <= room - 1 else fit(title, max(room - 1, 0), more)
+    room = width - (row_width(shown_corner) + 3 if shown_corner else 1)
+    shown = list(title) if row_width(title) <= room - 1 else fit_row(title, max(room - 1, 0), more)
     row: Row = [*shown, (" ", "")]
     tail: Row = [(" ", ""), *shown_corner, (" ", "")] if shown_corner else []
-    gap = width - width_of(row) - width_of(tail)
+    gap = width - row_width(row) - row_width(tail)
     return [*row, (line * gap, style), *tail]

@@ -12,10 +12,10 @@ from dpmon.record.schema import SECOND
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import align_right, span_width, wrap_text
 from dpmon.text.formatting import UNKNOWN, format_bytes, format_bytes_of_total, format_count, short_clock
-from dpmon.ui.chart import area
-from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, fit, width_of
-from dpmon.ui.time_axis import TimeAxis, sampled
+from dpmon.ui.chart import filled_area
+from dpmon.ui.styled_rows import Row, fit_row, row_width
+from dpmon.ui.terminal_style import TerminalStyle
+from dpmon.ui.time_axis import TimeAxis, resample
 
 Data = Mapping[str, Any]
 
@@ -51,24 +51,24 @@ def device_name(data: Data) -> str:
     return sanitize_line(data.get("name") or "GPU", 60).removeprefix("NVIDIA ")
 
 
-def mine(data: Data) -> bool:
+def may_belong_to_run(data: Data) -> bool:
     """Whether the GPU belongs to the run, or may belong to it."""
     return data.get("of_run") is not False and data.get("visible") is not False
 
 
-def rounded(value: float | None, unit: str) -> str:
+def format_rounded(value: float | None, unit: str) -> str:
     """A value as a whole number with its unit."""
     return UNKNOWN if value is None else f"{value:.0f} {unit}"
 
 
-def label(index: int, data: Data) -> str:
+def gpu_label(index: int, data: Data) -> str:
     """A GPU's number, followed by its name in the run's processes (cuda:N) if that has another number."""
     names = {sanitize_line(one.get("device"), 10) for one in data.get("ordinals") or () if isinstance(one, dict)}
     named = names.pop() if len(names) == 1 else f"cuda:{index}"
     return f"{index:2d}" if named == f"cuda:{index}" else f"{index:2d} {named}"
 
 
-def reasons(samples: Sequence[Data], only: Sequence[str] | None = None) -> str:
+def missing_value_reasons(samples: Sequence[Data], only: Sequence[str] | None = None) -> str:
     """Why values are missing, each reason once; for all values or those in `only`."""
     by_reason: dict[str, dict[str, None]] = {}
     for data in samples:
@@ -82,35 +82,37 @@ def reasons(samples: Sequence[Data], only: Sequence[str] | None = None) -> str:
 # ------------------------------------------------------------------------------------------------ one GPU
 
 
-def chart_rows(index: int, track: DeviceHistory, width: int, tall: int, axis: TimeAxis, look: Look) -> list[Row]:
+def chart_rows(
+    index: int, track: DeviceHistory, width: int, tall: int, axis: TimeAxis, look: TerminalStyle
+) -> list[Row]:
     """The name and number of one GPU, and its histories in `tall` rows."""
     return [_head(index, track.data, width), *_charts(track, width, tall, axis, look)]
 
 
-def fact_rows(index: int, track: DeviceHistory, width: int, look: Look) -> list[Row]:
+def detail_rows(index: int, track: DeviceHistory, width: int, look: TerminalStyle) -> list[Row]:
     """The name and number of one GPU, then every figure."""
     data = track.data
-    rows = [_head(index, data, width), *_topics(data, width), *_processes(data, width, look)]
-    why = reasons([data])
+    rows = [_head(index, data, width), *_topic_rows(data, width), *_processes(data, width, look)]
+    why = missing_value_reasons([data])
     if why:
         rows += [[("   ", ""), (line, "dim")] for line in wrap_text(why, width - 3, 4, look.glyphs.more)]
     return rows
 
 
 def _head(index: int, data: Data, width: int) -> Row:
-    ours = mine(data)
+    ours = may_belong_to_run(data)
     head: Row = [
-        (f"{label(index, data)} ", "bold" if ours else "dim"),
+        (f"{gpu_label(index, data)} ", "bold" if ours else "dim"),
         (device_name(data), "bold" if ours else "dim"),
-        (f"  {_whose(data)}", "" if ours else "dim"),
+        (f"  {_owner_text(data)}", "" if ours else "dim"),
     ]
     uuid = data.get("uuid")
-    if isinstance(uuid, str) and width_of(head) + 2 + span_width(sanitize_line(uuid, 60)) <= width:
+    if isinstance(uuid, str) and row_width(head) + 2 + span_width(sanitize_line(uuid, 60)) <= width:
         head.append((f"  {sanitize_line(uuid, 60)}", "dim"))
     return head
 
 
-def _whose(data: Data) -> str:
+def _owner_text(data: Data) -> str:
     if data.get("visible") is False:
         return "hidden by CUDA_VISIBLE_DEVICES"
     return {True: "used by this run", False: "not used by this run"}.get(data.get("of_run"), "")  # type: ignore[arg-type]
@@ -131,7 +133,9 @@ _PLOT = 3
 """From this many rows on, a chart has a scale and a time axis."""
 
 
-def plots(charts: Sequence[_Chart], second: int, width: int, height: int, axis: TimeAxis, look: Look) -> list[Row]:
+def plots(
+    charts: Sequence[_Chart], second: int, width: int, height: int, axis: TimeAxis, look: TerminalStyle
+) -> list[Row]:
     """Charts side by side in `height` rows: each has its newest value above it, a scale and a time axis."""
     each = width // len(charts)
     graph = each - _GUTTER - 1
@@ -140,18 +144,18 @@ def plots(charts: Sequence[_Chart], second: int, width: int, height: int, axis: 
     rows: list[Row] = [[] for _ in range(height)]
     for head, values, top, unit in charts:
         dots = graph * (2 if look.glyphs.braille else 1)
-        drawn = area(sampled(values, second, axis, dots), graph, height - 2, top or 1.0, look.glyphs)
+        drawn = filled_area(resample(values, second, axis, dots), graph, height - 2, top or 1.0, look.glyphs)
         scales = [f"{top:.0f} {unit}", *[""] * (height - 4), "0"]
         begin, now = (short_clock(at * SECOND) for at in (axis.begin_s, axis.now_s))
         ends = f"now {now}" if len(begin) + len(now) + 6 <= graph else now
-        rows[0] += fit([(" " * _GUTTER, ""), (head, "bold")], each, look.glyphs.more)
+        rows[0] += fit_row([(" " * _GUTTER, ""), (head, "bold")], each, look.glyphs.more)
         for row, scale, line in zip(rows[1:-1], scales, drawn, strict=True):
-            row += fit([(align_right(scale, _GUTTER - 1) + " ", "dim"), (line, "bar")], each)
-        rows[-1] += fit([(" " * _GUTTER, ""), (begin + ends.rjust(graph - len(begin)), "dim")], each)
+            row += fit_row([(align_right(scale, _GUTTER - 1) + " ", "dim"), (line, "bar")], each)
+        rows[-1] += fit_row([(" " * _GUTTER, ""), (begin + ends.rjust(graph - len(begin)), "dim")], each)
     return rows
 
 
-def _charts(track: DeviceHistory, width: int, tall: int, axis: TimeAxis, look: Look) -> list[Row]:
+def _charts(track: DeviceHistory, width: int, tall: int, axis: TimeAxis, look: TerminalStyle) -> list[Row]:
     """Use, memory and power side by side, each with its newest value; in few rows without scale and axis."""
     data = track.data
     limit = number_member(data, "power_limit_w")
@@ -162,9 +166,9 @@ def _charts(track: DeviceHistory, width: int, tall: int, axis: TimeAxis, look: L
         _Chart("power", track.power, top_power, "W"),
     ]
     newest = (
-        rounded(number_member(data, "util_pct"), "%"),
-        rounded(track.mem_pct, "%"),
-        rounded(number_member(data, "power_w"), "W"),
+        format_rounded(number_member(data, "util_pct"), "%"),
+        format_rounded(track.mem_pct, "%"),
+        format_rounded(number_member(data, "power_w"), "W"),
     )
     if tall >= _PLOT + 2:
         named = [one._replace(head=f"{one.head} {figure}") for one, figure in zip(charts, newest, strict=True)]
@@ -176,16 +180,19 @@ def _charts(track: DeviceHistory, width: int, tall: int, axis: TimeAxis, look: L
     rows: list[Row] = [[("   ", "")] for _ in range(tall)]
     for (word, values, top, _), figure in zip(charts, newest, strict=True):
         dots = graph * (2 if look.glyphs.braille else 1)
-        drawn = area(sampled(values, track.second, axis, dots), graph, tall, top or 1.0, look.glyphs)
+        drawn = filled_area(resample(values, track.second, axis, dots), graph, tall, top or 1.0, look.glyphs)
         heads = [word, figure] if tall > 1 else [figure]
         for row, head, line in zip(rows, [*heads, *[""] * tall], drawn, strict=False):
             row += [(align_right(head, 6) + " ", "dim"), (line, "bar"), (" ", "")]
     return rows
 
 
-def host_plots(track: DeviceHistory, width: int, height: int, axis: TimeAxis, look: Look) -> list[Row]:
+def host_plots(track: DeviceHistory, width: int, height: int, axis: TimeAxis, look: TerminalStyle) -> list[Row]:
     """The host's processor and memory over time."""
-    heads = f"cpu {rounded(number_member(track.data, 'cpu_pct'), '%')}", f"memory {rounded(track.mem_pct, '%')}"
+    heads = (
+        f"cpu {format_rounded(number_member(track.data, 'cpu_pct'), '%')}",
+        f"memory {format_rounded(track.mem_pct, '%')}",
+    )
     charts = [_Chart(heads[0], track.util, 100.0, "%"), _Chart(heads[1], track.mem, 100.0, "%")]
     return plots(charts, track.second, width, height, axis, look)
 
@@ -246,10 +253,10 @@ def _figure(data: Data, key: str, form: str) -> tuple[str, str]:
         return f"{value / 3.6e6:.2f} kWh", ""
     if form in ("count", "errors"):
         return format_count(int(value)), "bad" if form == "errors" and value > 0 else ""
-    return rounded(value, form), ""
+    return format_rounded(value, form), ""
 
 
-def _topics(data: Data, width: int) -> list[Row]:
+def _topic_rows(data: Data, width: int) -> list[Row]:
     """One row or more per topic; the values have fixed widths, so that they do not move."""
     rows: list[Row] = []
     for topic, items in _TOPICS.items():
@@ -259,7 +266,7 @@ def _topics(data: Data, width: int) -> list[Row]:
             room = 15 if topic == "memory" and not word else 9 if "/s" not in value else 11
             shown = value if span_width(value) > room else align_right(value, room)
             piece: Row = [(word + " " if word else "", "dim"), (shown, style)]
-            if width_of(row) + 3 + width_of(piece) > width and len(row) > 1:
+            if row_width(row) + 3 + row_width(piece) > width and len(row) > 1:
                 rows.append(row)
                 row = [(" " * 13, "")]
             row += [("   ", ""), *piece] if len(row) > 1 else piece
@@ -267,7 +274,7 @@ def _topics(data: Data, width: int) -> list[Row]:
     return rows
 
 
-def _processes(data: Data, width: int, look: Look) -> list[Row]:
+def _processes(data: Data, width: int, look: TerminalStyle) -> list[Row]:
     """The processes that hold memory on the GPU, the run's own first."""
     listed = data.get("processes")
     if not isinstance(listed, list):
@@ -279,7 +286,7 @@ def _processes(data: Data, width: int, look: Look) -> list[Row]:
         held = format_bytes(number_member(one, "mem_bytes"))
         piece: Row = [(f"{int_member(one, 'pid')} ", "bold" if ours else ""), (held, "" if ours else "dim")]
         piece.append((" this run   ", "") if ours else ("   ", "dim"))
-        if width_of(row) + width_of(piece) > width:
+        if row_width(row) + row_width(piece) > width:
             break
         row += piece
         left -= 1

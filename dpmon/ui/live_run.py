@@ -15,8 +15,8 @@ from dpmon.model.run_snapshot import MANY, MOST_RANKS, WORST, RunSnapshot, Snaps
 from dpmon.run.process_notes import traceback_line
 from dpmon.run.run_reader import NO_TRAINING, PauseState, RunReader
 from dpmon.sanitize import sanitize_line
-from dpmon.ui.facts import Facts, Past, Toggle, View, all_finished
-from dpmon.ui.panels.panel_output import Output, Tail
+from dpmon.ui.panels.panel_output import LogTail, OutputView
+from dpmon.ui.screen_data import LookBack, ModeRequest, ScreenData, View, all_finished
 
 if TYPE_CHECKING:
     from dpmon.model.finding_text import Finding
@@ -46,7 +46,7 @@ FROZEN_RANKS = 2 * MOST_RANKS
 _FROZEN = SnapshotRequest(ranks=FROZEN_RANKS, slowest=_SLOWEST, worst=WORST)
 
 
-class Feed:
+class LiveRun:
     """One run, live. `start` calls `open_reader`, so that the first picture waits for no file."""
 
     _snapshots: SnapshotBuilder
@@ -65,7 +65,7 @@ class Feed:
         """`open_store`: opens the records; by default those in `directory`."""
         self.directory = directory
         self.state = RunSnapshot()
-        self.output = Output()
+        self.output = OutputView()
         self._open_reader = open_reader
         self._open_given = open_store
         self._clock = clock
@@ -90,7 +90,7 @@ class Feed:
         """Number of ranks that fit on the screen."""
         self._reads = any(directory.glob("process-*.ring"))
         """Whether records exist that were not read yet, as when the user attaches to a running command."""
-        self._toggle: Toggle | None = None
+        self._toggle: ModeRequest | None = None
         self._asked_at_change = 0
         self._rests_until = 0.0
         self._looked: tuple[int | None, SnapshotRequest, RunSnapshot] | None = None
@@ -104,7 +104,7 @@ class Feed:
 
         self._snapshots, self._still, self._earlier = SnapshotBuilder(), SnapshotBuilder(), SnapshotBuilder()
         self._reader = self._open_reader()
-        self.output.tails = [Tail(path) for path in self._reader.output_paths]
+        self.output.tails = [LogTail(path) for path in self._reader.output_paths]
 
     def close(self) -> None:
         """Close all descriptors."""
@@ -120,8 +120,8 @@ class Feed:
         return None if self._reader is None else self._reader.info
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more will come (dpmon.ui.facts.Facts.over)."""
+    def is_over(self) -> bool:
+        """Whether nothing more will come (dpmon.ui.screen_data.Facts.over)."""
         return self.ended is not None or self._alive is False
 
     def now_ns(self) -> int:
@@ -130,7 +130,7 @@ class Feed:
 
     # ------------------------------------------------------------------------------------------ reading
 
-    def tick(self, *, at_once: bool = False) -> None:
+    def refresh(self, *, at_once: bool = False) -> None:
         """Read the run again, `at_once` even after a slow read.
 
         Check for its end first, so that everything written before the end is read.
@@ -141,26 +141,26 @@ class Feed:
             return
         reader.refresh()
         if self.ended is None and (ended := reader.exit_info()) is not None:
-            self._end(ended)
-        self._look_alive(reader)
-        self._look(reader)
-        self._answer(reader)
+            self._note_exit(ended)
+        self._refresh_liveness(reader)
+        self._refresh_snapshot(reader)
+        self._update_mode_request(reader)
 
-    def _look(self, reader: RunReader) -> None:
+    def _refresh_snapshot(self, reader: RunReader) -> None:
         """Read the state if anything is new; keep the old one if reading fails.
 
         What many processes do is read together with their state.
         """
-        wanted = self._wanted._replace(over=self.over, ranks=self._ranks)
+        wanted = self._wanted._replace(over=self.is_over, ranks=self._ranks)
         began, used = time.perf_counter(), time.thread_time()
         rests = wanted == self._wanted and began < self._rests_until
         if not rests or len(self.state.processes) <= MANY:
             self._activities, start = reader.activities(), reader.info.start_ns
             self._doing = {p: (what, since - start if since else 0) for p, (what, since) in self._activities.items()}
-        if rests or (wanted == self._wanted and not self._is_new()):
+        if rests or (wanted == self._wanted and not self._may_have_changed()):
             return
         self._wanted = wanted
-        self.state = self._taken(self._snapshots, self._wanted, self._position_ns()) or self.state
+        self.state = self._build_snapshot(self._snapshots, self._wanted, self._position_ns()) or self.state
         self._reads = False
         ended = time.perf_counter()
         took, used = ended - began, time.thread_time() - used
@@ -168,7 +168,7 @@ class Feed:
         if len(self.state.processes) > MANY:
             self._rests_until = max(self._rests_until, began + _OF_MANY_S)
 
-    def _is_new(self) -> bool:
+    def _may_have_changed(self) -> bool:
         """Whether there may be something new: a record was written, or a process ended."""
         if self._open_given is not None:
             return True
@@ -183,7 +183,9 @@ class Feed:
         """The time that the picture shows (ns); None for the present."""
         return None
 
-    def _taken(self, snapshots: SnapshotBuilder, wanted: SnapshotRequest, t_ns: int | None) -> RunSnapshot | None:
+    def _build_snapshot(
+        self, snapshots: SnapshotBuilder, wanted: SnapshotRequest, t_ns: int | None
+    ) -> RunSnapshot | None:
         return self._read(t_ns, lambda rows: snapshots.build(rows, wanted, ended_processes(self._activities)))
 
     def _read(self, t_ns: int | None, read: Callable[[Store], _Found]) -> _Found | None:
@@ -197,7 +199,7 @@ class Feed:
             return read(store.as_of(t_ns))
         return None
 
-    def _look_alive(self, reader: RunReader) -> None:
+    def _refresh_liveness(self, reader: RunReader) -> None:
         alive = reader.command_alive()
         self.ending = False
         if alive is False and self.ended is None:
@@ -207,7 +209,7 @@ class Feed:
             alive = self.ending
         self._alive = alive
 
-    def _end(self, ended: ExitInfo) -> None:
+    def _note_exit(self, ended: ExitInfo) -> None:
         for tail in self.output.tails:
             tail.refresh()
         text = None
@@ -220,24 +222,24 @@ class Feed:
 
     # ------------------------------------------------------------------------------------------ asking
 
-    def _refusal(self) -> str | None:
+    def _request_refusal(self) -> str | None:
         """Why nothing can be asked of the training; None if something can."""
-        if self._reader is None or self.over:
+        if self._reader is None or self.is_over:
             return NO_TRAINING
         return "the command has ended" if self.ending else None
 
     def toggle_refusal(self) -> str | None:
         """Why no other mode can be requested; None if one can."""
-        refusal = self._refusal() or (NO_TRAINING if self._idle() else None)
+        refusal = self._request_refusal() or (NO_TRAINING if self._all_finished() else None)
         if refusal is None and self.info is not None and self.info.options.get("mode") == "script":
             return "--mode script leaves the computation as written"
         return refusal or toggle_refusal(self.state)
 
-    def _idle(self) -> bool:
+    def _all_finished(self) -> bool:
         """Whether every process that has trained is finished; the command may start another one."""
         return all_finished(self.state, self._activities)
 
-    def toggle(self) -> None:
+    def request_other_mode(self) -> None:
         """Ask for the other mode; the request is pending from now on."""
         process = self.state.representative
         if self._reader is None or process is None or self.toggle_refusal() is not None:
@@ -247,9 +249,9 @@ class Feed:
         self._asked_at_change = self.state.mode_change_count
         asked = self._reader.request_mode(wanted)
         status, reason = ("pending", None) if asked else ("refused", NO_TRAINING)
-        self._toggle = Toggle(wanted, status, self.now_ns(), reason=reason)
+        self._toggle = ModeRequest(wanted, status, self.now_ns(), reason=reason)
 
-    def _answer(self, reader: RunReader) -> None:
+    def _update_mode_request(self, reader: RunReader) -> None:
         toggle = self._toggle
         if toggle is None or toggle.status != "pending" or reader.has_pending_request(self._activities):
             return
@@ -259,15 +261,15 @@ class Feed:
         answers = [c for c in changes if c.requested_by == "user"]
         refused = next((c for c in answers if c.refused is not None), None)
         if refused is not None:
-            self._toggle = Toggle(toggle.mode, "refused", self.now_ns(), reason=refused.refused)
+            self._toggle = ModeRequest(toggle.mode, "refused", self.now_ns(), reason=refused.refused)
         elif answers:
-            self._toggle = Toggle(toggle.mode, "done", self.now_ns(), answers[-1].step)
+            self._toggle = ModeRequest(toggle.mode, "done", self.now_ns(), answers[-1].step)
         elif process is not None and process.mode == toggle.mode:
-            self._toggle = Toggle(toggle.mode, "done", self.now_ns())
+            self._toggle = ModeRequest(toggle.mode, "done", self.now_ns())
 
-    def pausing(self) -> PauseState:
+    def pause_state(self) -> PauseState:
         """The last request for a pause, and whether the training is paused (since when, in ns of the run)."""
-        if self._reader is None or self.over or not self.state.processes:
+        if self._reader is None or self.is_over or not self.state.processes:
             return PauseState()
         now = self._reader.pause_state(self._activities)
         since = None if now.since_ns is None else max(now.since_ns - self._reader.info.start_ns, 0)
@@ -275,20 +277,20 @@ class Feed:
 
     def pause_refusal(self, wanted: bool) -> str | None:
         """Why the training cannot be paused or, if a pause is `wanted` already, resumed; None if it can."""
-        refusal = self._refusal()
+        refusal = self._request_refusal()
         if refusal is not None or self._reader is None or wanted:
             return refusal
-        if self._idle():
+        if self._all_finished():
             return NO_TRAINING
         refusal = self._reader.pause_refusal(self._activities)
         return refusal or (None if self.state.processes else "no training process is known yet")
 
-    def pause(self) -> None:
+    def toggle_pause(self) -> None:
         """Ask for a pause, or for the end of the requested pause."""
         if self._reader is not None:
-            self._reader.request_pause(not self.pausing().wanted)
+            self._reader.request_pause(not self.pause_state().wanted)
 
-    def sample(self) -> bool:
+    def request_collective_sample(self) -> bool:
         """Ask for the collectives of one of the next steps; False if there was no process to ask."""
         return self._reader is not None and self.ended is None and self._reader.request_sample() > 0
 
@@ -318,22 +320,22 @@ class Feed:
 
     # ------------------------------------------------------------------------------------------ scenes
 
-    def facts(self, view: View, stopping: str | None = None) -> Facts:
+    def build_screen_data(self, view: View, stopping: str | None = None) -> ScreenData:
         """The current facts, for drawing."""
         reader = self._reader
         if reader is None:
-            return Facts(self.state, 0, view=view, reading=self._reads)
-        wanted = self._parts(view, self._wanted._replace(ranks=max(self._ranks, self._wanted.ranks)))
+            return ScreenData(self.state, 0, view=view, reading=self._reads)
+        wanted = self._snapshot_request(view, self._wanted._replace(ranks=max(self._ranks, self._wanted.ranks)))
         if self._wanted != wanted:
-            if wanted.node != self._wanted.node and not self.over:
+            if wanted.node != self._wanted.node and not self.is_over:
                 self._ask_for_records(reader, wanted.node)
             self._wanted, self._rests_until, self._seen = wanted, 0.0, None
-            self._look(reader)
+            self._refresh_snapshot(reader)
         start = reader.info.start_ns
-        pausing = self.pausing()
+        pausing = self.pause_state()
         stage = reader.startup_stage() if self.ended is None else None
         reads = reader.waits_for_input() if self.ended is None else None
-        return Facts(
+        return ScreenData(
             self.state,
             self.now_ns(),
             reader.info,
@@ -344,7 +346,7 @@ class Feed:
             alive=self._alive,
             ended=self.ended,
             last_line=self._last_line,
-            findings=self.findings if self.over else None,
+            findings=self.findings if self.is_over else None,
             toggle=self._toggle,
             pausing=pausing,
             can_pause=self.pause_refusal(pausing.wanted) is None,
@@ -363,7 +365,7 @@ class Feed:
         with suppress(OSError):  # without them, it shows what there is
             reader.request_records([one for each in self.state.nodes if each.number == node for one in each.processes])
 
-    def _parts(self, view: View, before: SnapshotRequest, stride: int = _STRIDE) -> SnapshotRequest:
+    def _snapshot_request(self, view: View, before: SnapshotRequest, stride: int = _STRIDE) -> SnapshotRequest:
         """The parts of the state that a view needs; `stride`: how many ranks the user scrolls before more are read."""
         first = view.scrolled.get("replicas", 0) // stride * stride
         parts = before._replace(span_s=view.span_s, first_rank=first, process=view.process, node=view.node)
@@ -375,16 +377,16 @@ class Feed:
         self._ranks = ranks + _STRIDE
         return self._ranks > self._wanted.ranks
 
-    def still(self, facts: Facts, view: View) -> Facts:
+    def with_view(self, facts: ScreenData, view: View) -> ScreenData:
         """The frozen facts with another view; reads more of the same moment if the view needs it."""
-        before, wanted = (self._parts(each, _FROZEN, FROZEN_RANKS // 2) for each in (facts.view, view))
+        before, wanted = (self._snapshot_request(each, _FROZEN, FROZEN_RANKS // 2) for each in (facts.view, view))
         if before != wanted:
-            wanted = wanted._replace(over=facts.over)
-            state = self._taken(self._still, wanted, facts.now_ns)
+            wanted = wanted._replace(over=facts.is_over)
+            state = self._build_snapshot(self._still, wanted, facts.now_ns)
             facts = facts if state is None else replace(facts, state=state)
         return replace(facts, view=view, scrolled_back=self.output.top is not None)
 
-    def slow_steps(self, facts: Facts, most: int) -> SlowSteps | None:
+    def slow_steps(self, facts: ScreenData, most: int) -> SlowSteps | None:
         """The longest steps of a picture's time range and mode; None if the record cannot be read. May take a second.
 
         Without the bounds of a picture.
@@ -397,19 +399,19 @@ class Feed:
             waits = RunEvents.read(rows).inputs
             return slow_steps_of(rows, facts.state, facts.view.span_s, most, waits, SlowStepCache())
 
-        return self._read(facts.elapsed_ns if facts.looks_back else None, read)
+        return self._read(facts.elapsed_ns if facts.shows_past else None, read)
 
-    def past(self, facts: Facts) -> Facts:
+    def at_past_time(self, facts: ScreenData) -> ScreenData:
         """The facts as of the earlier time of their view; the histories stay those of the frozen `facts`."""
-        at_ns, wanted = (facts.view.at_ns, self._parts(facts.view, _FROZEN, FROZEN_RANKS // 2))
+        at_ns, wanted = (facts.view.at_ns, self._snapshot_request(facts.view, _FROZEN, FROZEN_RANKS // 2))
         if at_ns is None:
             return facts
         if self._looked is None or self._looked[:2] != (at_ns, wanted):
-            state = self._taken(self._earlier, wanted, at_ns)
+            state = self._build_snapshot(self._earlier, wanted, at_ns)
             self._looked = self._looked if state is None else (at_ns, wanted, state)
         if self._looked is None:
             return facts
-        return Facts(
+        return ScreenData(
             self._looked[2].with_histories(facts.state),
             at_ns,
             facts.info,
@@ -421,9 +423,9 @@ class Feed:
             outputs=facts.outputs,
             scrolled_back=facts.scrolled_back,
             stopping=facts.stopping,
-            past=Past(
+            past=LookBack(
                 facts.state,
                 facts.now_ns if facts.ended is None else facts.elapsed_ns,
-                None if facts.over else self.now_ns(),
+                None if facts.is_over else self.now_ns(),
             ),
         )

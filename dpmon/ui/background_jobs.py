@@ -50,7 +50,7 @@ class JobError(DpmonError):
     """A job failed; the text is one sentence for the user."""
 
 
-def _new(name: str, ending: str, directory: Path, make: Callable[[Path], _Made]) -> tuple[Path, _Made]:
+def _create_file(name: str, ending: str, directory: Path, make: Callable[[Path], _Made]) -> tuple[Path, _Made]:
     """Call `make` with the first free path `NAME-HHMMSS.ENDING`; returns the path and its result. Raises JobError."""
     stamp = time.strftime("%H%M%S")
     problem = "too many files with this name exist"
@@ -71,31 +71,31 @@ def _file(path: Path) -> TextIO:
     return open(path, "x", encoding="utf-8", opener=partial(os.open, mode=0o600))
 
 
-def shown(path: Path) -> str:
+def format_path(path: Path) -> str:
     """A short form of the path for the screen."""
     with contextlib.suppress(ValueError, OSError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
 
 
-def save(text: str, name: str, ending: str, directory: Path) -> str:
+def save_text(text: str, name: str, ending: str, directory: Path) -> str:
     """Write `text` into a new file; returns its path."""
-    path, file = _new(name, ending, directory, _file)
+    path, file = _create_file(name, ending, directory, _file)
     try:
         with file:
             file.write(text)
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise JobError(f"{shown(path)} cannot be written: {error.strerror}") from None
-    return shown(path)
+        raise JobError(f"{format_path(path)} cannot be written: {error.strerror}") from None
+    return format_path(path)
 
 
-def export(directory: Path, name: str, form: str) -> str:
+def export_records(directory: Path, name: str, form: str) -> str:
     """Write all records of the run in one of the formats of ENDINGS; returns path and size."""
     if form == "csv":
-        path, _ = _new(name, ENDINGS[form], directory, lambda path: path.mkdir(0o700))
+        path, _ = _create_file(name, ENDINGS[form], directory, lambda path: path.mkdir(0o700))
     else:
-        path, file = _new(name, ENDINGS[form], directory, _file)
+        path, file = _create_file(name, ENDINGS[form], directory, _file)
         file.close()
     try:
         _in_subprocess(_EXPORT, "the export", str(directory.absolute()), form, str(path))
@@ -105,21 +105,21 @@ def export(directory: Path, name: str, form: str) -> str:
         raise
     files = list(path.iterdir()) if form == "csv" else [path]
     size = sum(file.stat().st_size for file in files)
-    return f"{shown(path)}{f', {len(files)} tables' if form == 'csv' else ''} ({size / 1e6:.1f} MB)"
+    return f"{format_path(path)}{f', {len(files)} tables' if form == 'csv' else ''} ({size / 1e6:.1f} MB)"
 
 
-def report(directory: Path, width: int) -> list[str]:
+def render_report(directory: Path, width: int) -> list[str]:
     """The report on the run so far, in lines of at most `width` cells."""
     return _in_subprocess(_REPORT, "the report", str(directory.absolute()), str(width)).splitlines()
 
 
-def comparison(before: Sequence[Path], after: Sequence[Path], width: int) -> list[str]:
+def render_comparison(before: Sequence[Path], after: Sequence[Path], width: int) -> list[str]:
     """What differs between the runs of two sides, in lines of at most `width` cells."""
     sides = json.dumps([[str(one.absolute()) for one in side] for side in (before, after)])
     return _in_subprocess(_COMPARISON, "the comparison", sides, str(width)).splitlines()
 
 
-def findings(directory: Path) -> list[Finding]:
+def read_findings(directory: Path) -> list[Finding]:
     """What is worth a look in the run, the most important first."""
     return [Finding(*each) for each in json.loads(_in_subprocess(_FINDINGS, "the findings", str(directory.absolute())))]
 

@@ -16,7 +16,7 @@ import shtab
 from argparse_manpage.manpage import Manpage
 
 import dpmon
-from dpmon.cli.options import COMMANDS, command_parser, run_parser, takes_value, usage
+from dpmon.cli.options import COMMANDS, command_parser, options_with_value, run_parser, usage
 
 __all__ = ["PLACE", "generated"]
 
@@ -219,7 +219,7 @@ def _completed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def _completion(shell: str) -> str:
     parser = _all_commands()
     commands = [form.split()[1] for form, _ in usage() if form.split()[1].isalpha()]
-    names = {"commands": " | ".join(commands), "valued": " | ".join(sorted(takes_value(parser)))}
+    names = {"commands": " | ".join(commands), "valued": " | ".join(sorted(options_with_value(parser)))}
     before = {"zsh": _ZSH, "fish": _FISH}.get(shell, Template("")).substitute(names)
     after = {"bash": _BASH.substitute(names), "fish": _FISH_END}.get(shell, "")
     text = shtab.complete(_completed(parser), shell, preamble=before)

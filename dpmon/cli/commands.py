@@ -13,8 +13,8 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.cli.launch import has_screen, json_lines
-from dpmon.cli.speak import closing, speak
+from dpmon.cli.launch import has_screen, open_json_target
+from dpmon.cli.messages import print_closing_summary, print_message
 from dpmon.run import proc, retention
 from dpmon.run.lifecycle import is_live, may_be_live_elsewhere, needs_supervisor, run_state
 from dpmon.run.output_target import open_replacement, utf8_stdout
@@ -43,10 +43,10 @@ _COMMAND_CELLS = 12
 
 def attach(options: argparse.Namespace) -> int:
     """Show a run again on a screen; without a terminal, follow its output and print its summary."""
-    return follow(newest_run(is_live) if options.run is None else find_run(options.run), options)
+    return attach_to_directory(newest_run(is_live) if options.run is None else find_run(options.run), options)
 
 
-def follow(directory: Path, options: argparse.Namespace, machines: Sequence[Sequence[str]] = ()) -> int:
+def attach_to_directory(directory: Path, options: argparse.Namespace, machines: Sequence[Sequence[str]] = ()) -> int:
     """The same for a run that was found already. `machines`: see dpmon.supervise.start_supervisor.Successor."""
     info, how = load_info(directory), load_exit(directory)
     if may_be_live_elsewhere(directory, info, how):
@@ -58,22 +58,22 @@ def follow(directory: Path, options: argparse.Namespace, machines: Sequence[Sequ
             " dpmon attach --host gpu-1 (dpmon report also works as it is)"
         )
     with poll_in_background(ensure_supervisor(directory, machines).start_if_needed):
-        return _follow(directory, options)
+        return _attach_headless(directory, options)
 
 
-def _follow(directory: Path, options: argparse.Namespace) -> int:
+def _attach_headless(directory: Path, options: argparse.Namespace) -> int:
     from dpmon.store.store_opening import is_readable
 
     readable = is_readable(directory)
     if options.headless or options.json is not None or not has_screen():
-        from dpmon.cli.headless import Follower
+        from dpmon.cli.headless import HeadlessRun
 
-        lines = json_lines(options.json)
-        follower = Follower(RunReader(directory), keep=_LAST_OUTPUT, lines=lines)
+        lines = open_json_target(options.json)
+        follower = HeadlessRun(RunReader(directory), keep=_LAST_OUTPUT, lines=lines)
         if load_exit(directory) is None and lines != "stderr":
-            follower.say("the output of the run follows; Ctrl-C leaves, and the training goes on")
-        how = follower.follow()
-        return closing(directory, how, None if lines == "stderr" else follower.say)
+            follower.print_message("the output of the run follows; Ctrl-C leaves, and the training goes on")
+        how = follower.run_until_end()
+        return print_closing_summary(directory, how, None if lines == "stderr" else follower.print_message)
     info = RunReader(directory).info
     from dpmon.ui.app import run_screen
 
@@ -82,9 +82,9 @@ def _follow(directory: Path, options: argparse.Namespace) -> int:
     settings = options.settings
     plays = was_over and readable
     if run_screen(directory, refresh=refresh, theme=settings.theme, alert=settings.alert, playback=plays) == "left":
-        speak(f"the training goes on; back to it: dpmon attach {short_name(info)}")
+        print_message(f"the training goes on; back to it: dpmon attach {short_name(info)}")
         return 0
-    return closing(directory, load_exit(directory), speak, brief=was_over)
+    return print_closing_summary(directory, load_exit(directory), print_message, brief=was_over)
 
 
 def stop(options: argparse.Namespace) -> int:
@@ -113,7 +113,7 @@ def export(options: argparse.Namespace) -> int:
         from dpmon.export.row_stream import stream_rows
 
         of_job = options.rollups and options.run.startswith(JOB)
-        directory = _of_job(options.run.removeprefix(JOB)) if of_job else find_run(options.run)
+        directory = _find_run_of_job(options.run.removeprefix(JOB)) if of_job else find_run(options.run)
         if options.rollups:
             # Slurm sends SIGTERM at the end of a job, before the last rows are sent. This process ignores it, and ends
             # with its input. It sets a handler, because its children would inherit SIG_IGN.
@@ -129,7 +129,7 @@ def export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _of_job(job: str) -> Path:
+def _find_run_of_job(job: str) -> Path:
     """The newest run of a job on this machine; `job`: such as "slurm:12.0". RunError if there is none."""
     from dpmon.errors import HistoryError
     from dpmon.store.store_opening import open_store
@@ -161,12 +161,12 @@ def report(options: argparse.Namespace) -> int:
     elif options.json:
         text = to_safe_json(report_as_json(story), indent=1) + "\n"
     else:
-        text = as_text(build_document(story), output)
-    written(text, output, say=options.html)
+        text = render_document(build_document(story), output)
+    write_output(text, output, say=options.html)
     return 0
 
 
-def written(text: str, output: str | None, *, say: bool = False) -> None:
+def write_output(text: str, output: str | None, *, say: bool = False) -> None:
     """Write to a file, or to standard output (None or "-"). `say`: print the file's name. RunError if that fails."""
     if output in (None, "-"):
         with utf8_stdout() as out:
@@ -182,7 +182,7 @@ def written(text: str, output: str | None, *, say: bool = False) -> None:
         print(path)
 
 
-def as_text(report: Document, output: str | None) -> str:
+def render_document(report: Document, output: str | None) -> str:
     """A document as text; on a terminal with its width and colours."""
     from dpmon.report.plain_text import text_lines
 
@@ -209,21 +209,23 @@ def ls(options: argparse.Namespace) -> int:
         text = (
             to_safe_json(drift.trend_as_json(found), indent=1) + "\n"
             if options.json
-            else as_text(drift.build_document(found), None)
+            else render_document(drift.build_document(found), None)
         )
-        written(text, None)
+        write_output(text, None)
         return 0
     unreadable: list[str] = []
     listed = list_runs(unreadable)
     if unreadable:
         more = f" (and {len(unreadable) - 1:,} more)" if len(unreadable) > 1 else ""
-        speak(f"not listed: {unreadable[0]}{more}")
+        print_message(f"not listed: {unreadable[0]}{more}")
     if options.json:
         for directory, info in listed:
-            print(to_safe_json(_describe(directory, info)._asdict()), flush=True)  # a reader may not wait for all
+            print(
+                to_safe_json(_make_listed_run(directory, info)._asdict()), flush=True
+            )  # a reader may not wait for all
         return 0
-    runs = [_describe(directory, info) for directory, info in listed]
-    print_table([HEAD, *(run.row() for run in runs)], [[], *(run.below() for run in runs)])
+    runs = [_make_listed_run(directory, info) for directory, info in listed]
+    print_table([HEAD, *(run.table_cells() for run in runs)], [[], *(run.detail_lines() for run in runs)])
     return 0
 
 
@@ -269,7 +271,7 @@ class ListedRun(NamedTuple):
     command: list[str]
     directory: str
 
-    def row(self) -> tuple[str, ...]:
+    def table_cells(self) -> tuple[str, ...]:
         """The cells of the list."""
         evaluations = f" ({self.evaluation_steps} evaluation)" if self.evaluation_steps else ""
         counted = "-" if self.steps is None else f"{self.steps}{evaluations}"
@@ -278,7 +280,7 @@ class ListedRun(NamedTuple):
         return (
             sanitize_line(self.name),
             self.state + (", kept" if self.kept else ""),
-            _age(time.time() - self.started_unix),
+            _format_age(time.time() - self.started_unix),
             format_clock(int(self.seconds * 1e9)),
             counted,
             format_compact(self.samples_per_s),
@@ -286,7 +288,7 @@ class ListedRun(NamedTuple):
             sanitize_line(node_count_prefix(self.machines) + " ".join(self.command)),
         )
 
-    def below(self) -> list[str]:
+    def detail_lines(self) -> list[str]:
         """The lines below the row: the cause of its end, and where it stalled.
 
         A launcher that the user stops ends with an exception of its own, which is no fault.
@@ -295,7 +297,7 @@ class ListedRun(NamedTuple):
         return [text for text in (cause, self.standing) if text is not None]
 
 
-def _describe(directory: Path, info: RunInfo) -> ListedRun:
+def _make_listed_run(directory: Path, info: RunInfo) -> ListedRun:
     state, how = run_state(directory, info)
     from dpmon.errors import HistoryError
     from dpmon.report.health import health_from_store
@@ -303,7 +305,7 @@ def _describe(directory: Path, info: RunInfo) -> ListedRun:
 
     live, now, counts, job, node = state == "running", None, _NO_STEPS, None, None
     with suppress(HistoryError, RunError), open_store(directory) as store:
-        counts = _steps(store)
+        counts = _query_step_counts(store)
         job, node = store.job()
         now = health_from_store(directory, store) if live else None
     steps, evaluation_steps, open_calls, samples_per_s, standing = counts
@@ -345,7 +347,7 @@ _Counts = tuple[int | None, int | None, int | None, float | None, str | None]
 _NO_STEPS: _Counts = (None, None, None, None, None)
 
 
-def _steps(store: Store) -> _Counts:
+def _query_step_counts(store: Store) -> _Counts:
     """Steps, evaluation steps, open calls, samples/s, and the stall in which the run ended, if it did.
 
     None if the record has no rings.
@@ -368,7 +370,7 @@ def _steps(store: Store) -> _Counts:
     return None if calls and not most.steps else most.steps, evaluations, calls, samples, standing
 
 
-def _age(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     if seconds < -60:
         return "-"  # the clock was set back after the start
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):

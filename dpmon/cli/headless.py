@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dpmon.cli.speak import error_words
+from dpmon.cli.messages import format_error
 from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import ExitInfo, deleted_bytes, record_stop_request
 from dpmon.run.run_registry import short_name
@@ -27,7 +27,7 @@ from dpmon.supervise.foreground_guard import FORWARDED
 from dpmon.text.cells import encode_for_stream
 
 if TYPE_CHECKING:
-    from dpmon.cli.lines import LineFile, Lines, ProgressLines
+    from dpmon.cli.status_stream import NonBlockingLineFile, ProgressReporter, StatusStream
     from dpmon.run.run_reader import RunReader
     from dpmon.supervise.foreground_guard import SupervisorGuard
 
@@ -43,7 +43,7 @@ GIVE_UP_S, LAST_S = 4.0, 1.0
 _ESCALATION = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
-class Stream:
+class LogCopier:
     """Copies one log file to one descriptor, byte for byte, as the file grows."""
 
     def __init__(self, path: Path, fd: int, gives_up: Callable[[], bool] = lambda: False) -> None:
@@ -71,7 +71,7 @@ class Stream:
         with contextlib.suppress(OSError):
             self._file = open_file(self._path)
 
-    def pump(self) -> bool:
+    def copy_chunk(self) -> bool:
         """Copy one chunk of new data; True if there was any."""
         if self._file is None:
             self._open_log()
@@ -116,13 +116,13 @@ class Stream:
                 self.left = len(view) + (0 if self._file is None else os.fstat(self._file).st_size - self._at)
         self.last = data[-1:]
 
-    def skip(self, keep: int) -> None:
+    def seek_before_end(self, keep: int) -> None:
         """Continue `keep` bytes before the current end of the log."""
         if self._file is not None:
             self._at = max(0, os.fstat(self._file).st_size - keep)
 
 
-class Follower:
+class HeadlessRun:
     """Follows one run to its end."""
 
     def __init__(
@@ -130,7 +130,7 @@ class Follower:
         reader: RunReader,
         *,
         keep: int | None = None,
-        lines: LineFile | Literal["stderr"] | None = None,
+        lines: NonBlockingLineFile | Literal["stderr"] | None = None,
     ) -> None:
         """Open the run's output: from here on the user may delete the run's directory.
 
@@ -141,14 +141,14 @@ class Follower:
         self._reader = reader
         self._guard: SupervisorGuard | None = None
         paths = self._reader.output_paths
-        self._streams = [Stream(path, fd, self._gives_up) for fd, path in enumerate(paths, start=1)]
+        self._streams = [LogCopier(path, fd, self._gives_up) for fd, path in enumerate(paths, start=1)]
         if keep is not None:
             for stream in self._streams:
-                stream.skip(keep)
-        self._err = self._streams[-1] if len(paths) > 1 else Stream(self._directory / "none", 2, self._gives_up)
+                stream.seek_before_end(keep)
+        self._err = self._streams[-1] if len(paths) > 1 else LogCopier(self._directory / "none", 2, self._gives_up)
         self._speaks_json = lines == "stderr"
         self._lines_to = lines
-        self._lines: Lines | None = None
+        self._lines: StatusStream | None = None
         self._interrupts = 0
         self._until = math.inf
         """How long to wait for readers that do not take the output (monotonic s)."""
@@ -159,13 +159,13 @@ class Follower:
         """Messages that are printed only once."""
 
     @cached_property
-    def _progress(self) -> ProgressLines:
+    def _progress(self) -> ProgressReporter:
         # Import the store on its first use: loading it at the start would delay the first output.
-        from dpmon.cli.lines import ProgressLines
+        from dpmon.cli.status_stream import ProgressReporter
 
-        return ProgressLines(self._reader)
+        return ProgressReporter(self._reader)
 
-    def follow(self, guard: SupervisorGuard | None = None, early: Sequence[int] = ()) -> ExitInfo | None:
+    def run_until_end(self, guard: SupervisorGuard | None = None, early: Sequence[int] = ()) -> ExitInfo | None:
         """Copy and report until the run has ended; return how it ended, None if unknown.
 
         `guard` watches the supervisor that this process started; None to follow an existing run. `early`: signals
@@ -173,10 +173,10 @@ class Follower:
         """
         self._guard = guard
         if self._lines_to is not None:
-            from dpmon.cli.lines import Lines
+            from dpmon.cli.status_stream import StatusStream
 
             write = self._put_line if isinstance(self._lines_to, str) else self._lines_to.write
-            self._lines = Lines(self._reader, write)
+            self._lines = StatusStream(self._reader, write)
         self._handle_signals(early)
         status_due = time.monotonic() + STATUS_S
         look_due = 0.0
@@ -184,31 +184,31 @@ class Follower:
             now = time.monotonic()
             if now >= look_due:
                 look_due = now + LOOK_S
-                how, over = self._look()
+                how, over = self._check_for_end()
                 if not self._directory.exists():
                     self._say_once(f"the record was deleted ({self._directory}); the training goes on")
                 if over:
                     self._drain_output()
                     if self._lines is not None:
-                        self._attempt("last line of JSON", self._lines.end, how)
+                        self._report_errors_once("last line of JSON", self._lines.write_final, how)
                     return how
                 if self._lines is not None:
-                    self._attempt("line of JSON", self._lines.tick, now)
-            moved = [self._pump(stream) for stream in self._streams]
+                    self._report_errors_once("line of JSON", self._lines.write_if_due, now)
+            moved = [self._copy_output(stream) for stream in self._streams]
             if now >= status_due:
                 status_due = now + STATUS_S
-                self._attempt("line of progress", self._say_status)
+                self._report_errors_once("line of progress", self._print_progress)
             if not any(moved):
                 self._wait()
 
-    def _attempt(self, what: str, do: Callable[..., None], *args: object) -> None:
+    def _report_errors_once(self, what: str, do: Callable[..., None], *args: object) -> None:
         """Run `do`; an error in dpmon is reported once and not raised, because it must not lose the run's status."""
         try:
             do(*args)
         except Exception as error:  # noqa: BLE001 - see above
-            self._say_once(f"no {what}: {error_words(error)}")
+            self._say_once(f"no {what}: {format_error(error)}")
 
-    def _look(self) -> tuple[ExitInfo | None, bool]:
+    def _check_for_end(self) -> tuple[ExitInfo | None, bool]:
         """How the run ended, and whether it is over."""
         guard = self._guard
         if guard is None:
@@ -217,7 +217,7 @@ class Follower:
             how = self._reader.exit_info()
             return how, how is not None or gone
         for _ in range(len(self._owed)):  # `_forward` may put a signal back, and a new signal may add one
-            self._forward(self._owed.popleft())
+            self._forward_signal(self._owed.popleft())
         guard.poll()
         how = guard.exit_info()
         if how is None:
@@ -231,19 +231,23 @@ class Follower:
 
     def _drain_output(self) -> None:
         for stream in self._streams:
-            while stream.open and self._pump(stream):
+            while stream.open and self._copy_output(stream):
                 pass
         if left := sum(stream.left for stream in self._streams):
-            self.say(f"{left:,} bytes of the script's output were not passed on: their reader did not take them")
+            self.print_message(
+                f"{left:,} bytes of the script's output were not passed on: their reader did not take them"
+            )
 
     def _gives_up(self) -> bool:
         """Whether the run is over, and its readers have had enough time since a signal to end it."""
-        return time.monotonic() > self._until and self._look()[1]
+        return time.monotonic() > self._until and self._check_for_end()[1]
 
-    def _pump(self, stream: Stream) -> bool:
-        moved = stream.pump()
+    def _copy_output(self, stream: LogCopier) -> bool:
+        moved = stream.copy_chunk()
         if stream.gap is not None:
-            self.say(f"the log was cut off (full disk?): {stream.gap} of the script's output was not passed on")
+            self.print_message(
+                f"the log was cut off (full disk?): {stream.gap} of the script's output was not passed on"
+            )
             stream.gap = None
         return moved
 
@@ -251,7 +255,7 @@ class Follower:
 
     def _wait(self) -> None:
         """Wait a moment; if a line is typed meanwhile, send it to the command."""
-        if self._guard is None or not _may_read_terminal():
+        if self._guard is None or not _is_in_foreground():
             time.sleep(IDLE_S)
             return
         with contextlib.suppress(OSError, ValueError):
@@ -279,15 +283,15 @@ class Follower:
             self._interrupts += 1  # first, because the next interrupt may come while this one is passed on
         if number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGKILL):
             self._until = min(self._until, time.monotonic() + GIVE_UP_S)
-        self._forward(number)
+        self._forward_signal(number)
 
-    def _forward(self, number: int) -> None:
+    def _forward_signal(self, number: int) -> None:
         if self._guard is not None and not self._guard.send(number):
             self._owed.append(number)
 
     # ------------------------------------------------------------------------------------------ messages
 
-    def say(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         """Print a message of dpmon on stderr, never within a line of the script's."""
         if self._speaks_json:
             self._put_line(json.dumps({"kind": "message", "text": text}).encode() + b"\n")
@@ -297,29 +301,29 @@ class Follower:
     def _say_once(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            self.say(text)
+            self.print_message(text)
 
     def _put_line(self, line: bytes) -> bool:
         shared = _same_file(1, 2)
-        self._err.write((b"" if self._begins_line(shared) else b"\n") + line)
+        self._err.write((b"" if self._is_at_line_start(shared) else b"\n") + line)
         if shared:
             self._streams[0].last = b"\n"
         return True
 
-    def _begins_line(self, shared: bool) -> bool:
+    def _is_at_line_start(self, shared: bool) -> bool:
         """Whether text written to stderr now begins a line; `shared`: stdout is the same file."""
         return self._err.last == b"\n" and (not shared or self._streams[0].last == b"\n")
 
-    def _say_status(self) -> None:
+    def _print_progress(self) -> None:
         """Print the line of progress, unless the script's last line is incomplete (a bar, a prompt)."""
         if self._speaks_json:
             return
         text = self._progress.line()
-        if text and self._begins_line(_same_file(1, 2)):
+        if text and self._is_at_line_start(_same_file(1, 2)):
             if not self._named:  # the name helps to find the run again if this terminal closes
                 self._named = True
                 text = f"{text}  (run {short_name(self._reader.info)})"
-            self.say(text)
+            self.print_message(text)
 
 
 def _same_file(one: int, other: int) -> bool:
@@ -330,7 +334,7 @@ def _same_file(one: int, other: int) -> bool:
         return False
 
 
-def _may_read_terminal() -> bool:
+def _is_in_foreground() -> bool:
     """Whether stdin is a terminal and this process is in its foreground job; reading would stop a background job."""
     try:
         return os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()

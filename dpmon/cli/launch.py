@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import dpmon
-from dpmon.cli.headless import Follower
-from dpmon.cli.speak import closing, speak
+from dpmon.cli.headless import HeadlessRun
+from dpmon.cli.messages import print_closing_summary, print_message
 from dpmon.record.shared_names import hide_secrets
 from dpmon.run import proc
 from dpmon.run.lifecycle import EVENTS_FILE, take_lock
@@ -32,7 +32,7 @@ from dpmon.supervise.start_supervisor import ARGUMENT, keep_child_statuses, star
 if TYPE_CHECKING:
     from typing import Literal
 
-    from dpmon.cli.lines import LineFile
+    from dpmon.cli.status_stream import NonBlockingLineFile
     from dpmon.config import Settings
 
 
@@ -55,28 +55,30 @@ def run(options: argparse.Namespace) -> int:
     command = resolve(options.words, options.module, options.python, os.environ)
     _check_devices(options.devices)
     headless = not options.detach and (options.headless or options.json is not None or not has_screen())
-    lines = json_lines(options.json)
+    lines = open_json_target(options.json)
     # If stdin is a terminal, dpmon or the shell reads it, so the command gets a terminal of its own.
     inherit = (headless or options.detach) and not os.isatty(0)
     tells, problem = _event_command(options.on_event or options.settings.on_event)
     early: list[int] = []
     if headless:
         remember_signals(early)  # an interrupt must not leave a run without a command
-    metrics = metrics_file(options.metrics or os.environ.get("DPMON_METRICS"))
+    metrics = resolve_metrics_path(options.metrics or os.environ.get("DPMON_METRICS"))
     # Each supervisor of the run that this process starts reads them here.
     if tells is not None:
         os.environ["DPMON_ON_EVENT"] = shlex.join(tells)
     if metrics is not None:
         os.environ["DPMON_METRICS"] = metrics
-    directory, info = create_run(_describe(options, command, headless, inherit))
+    directory, info = create_run(_draft_run_info(options, command, headless, inherit))
     if problem is not None:
-        speak(problem)
+        print_message(problem)
         add_note(directory, problem)
     if "elsewhere" in info.options:
-        speak(info.options["elsewhere"])
+        print_message(info.options["elsewhere"])
     state = os.environ.get("XDG_STATE_HOME", "")
     if state.strip() and not os.path.isabs(state):
-        speak(f"XDG_STATE_HOME={state} is not an absolute path and is ignored; this run is kept in {directory.parent}")
+        print_message(
+            f"XDG_STATE_HOME={state} is not an absolute path and is ignored; this run is kept in {directory.parent}"
+        )
     keep_child_statuses()
     if not options.detach:
         become_reaper()
@@ -84,21 +86,21 @@ def run(options: argparse.Namespace) -> int:
     reader = RunReader(directory)
     if headless:
         _make_logs(reader)
-    follower = Follower(reader, lines=lines) if headless else None
+    follower = HeadlessRun(reader, lines=lines) if headless else None
     secrets = {f"{ARGUMENT}{at}": word for at, word in enumerate(command.argv) if word != info.command[at]}
     try:
         supervisor = start_supervisor(directory, stdin=inherit, secrets=secrets)
     except OSError as error:
         raise RunError(f"the supervisor cannot be started: {error.strerror or error}") from None
     if options.detach:
-        return _detached(directory, info, supervisor)
+        return _wait_for_detached_start(directory, info, supervisor)
     guard = SupervisorGuard(reader, supervisor)
     if follower is not None:
-        how = follower.follow(guard, early)
-        status = closing(directory, how, None if lines == "stderr" else follower.say)
+        how = follower.run_until_end(guard, early)
+        status = print_closing_summary(directory, how, None if lines == "stderr" else follower.print_message)
         _wait_for_events(directory, info)
         return status
-    return _screen(guard, directory, info.refresh, options.settings)
+    return _show_screen(guard, directory, info.refresh, options.settings)
 
 
 def _make_logs(reader: RunReader) -> None:
@@ -128,7 +130,7 @@ def _open_standard_descriptors() -> None:
     os.close(null)
 
 
-def _describe(options: argparse.Namespace, command: ResolvedCommand, headless: bool, inherit: bool) -> RunInfo:
+def _draft_run_info(options: argparse.Namespace, command: ResolvedCommand, headless: bool, inherit: bool) -> RunInfo:
     size = shutil.get_terminal_size((80, 24))
     try:
         cwd = os.getcwd()
@@ -186,7 +188,7 @@ def _wait_for_events(directory: Path, info: RunInfo) -> None:
         time.sleep(0.02)
 
 
-def _detached(directory: Path, info: RunInfo, supervisor: subprocess.Popen[bytes]) -> int:
+def _wait_for_detached_start(directory: Path, info: RunInfo, supervisor: subprocess.Popen[bytes]) -> int:
     """Wait for the start of the command and print how to return to the run; RunError if it could not start."""
     until = time.monotonic() + _START_S
     while load_info(directory).command_pid is None and time.monotonic() < until:
@@ -199,20 +201,20 @@ def _detached(directory: Path, info: RunInfo, supervisor: subprocess.Popen[bytes
         time.sleep(0.01)
     name = short_name(info)
     print(name, flush=True)  # nothing else on stdout, for `run=$(dpmon --detach ...)`
-    speak(f"attach: dpmon attach {name}   stop: dpmon stop {name}   output: {directory}/output.log")
+    print_message(f"attach: dpmon attach {name}   stop: dpmon stop {name}   output: {directory}/output.log")
     return 0
 
 
-def json_lines(asked: str | None) -> LineFile | Literal["stderr"] | None:
+def open_json_target(asked: str | None) -> NonBlockingLineFile | Literal["stderr"] | None:
     """The opened target of the JSON lines; RunError if it cannot be written."""
     if asked is None:
         return None
-    from dpmon.cli.lines import LineFile
+    from dpmon.cli.status_stream import NonBlockingLineFile
 
-    return "stderr" if asked == "-" else LineFile(asked)
+    return "stderr" if asked == "-" else NonBlockingLineFile(asked)
 
 
-def metrics_file(asked: str | None) -> str | None:
+def resolve_metrics_path(asked: str | None) -> str | None:
     """The absolute path of the metrics; RunError if its directory does not exist or is not writable."""
     if not asked:
         return None
@@ -228,7 +230,7 @@ def metrics_file(asked: str | None) -> str | None:
     return path
 
 
-def _screen(guard: SupervisorGuard, directory: Path, refresh: float, settings: Settings) -> int:
+def _show_screen(guard: SupervisorGuard, directory: Path, refresh: float, settings: Settings) -> int:
     with poll_in_background(guard.poll):
         # The supervisor starts the command meanwhile, which takes about as long as importing the screen.
         try:
@@ -244,13 +246,13 @@ def _screen(guard: SupervisorGuard, directory: Path, refresh: float, settings: S
         except KeyboardInterrupt:  # pressed before the screen could read the keyboard
             result = "left"
         if result == "left":
-            speak(f"the training goes on; back to it: dpmon attach {short_name(guard.info)}")
+            print_message(f"the training goes on; back to it: dpmon attach {short_name(guard.info)}")
             return 0
-        how = _outcome(guard)
-    return closing(directory, how, speak)
+        how = _wait_for_exit_record(guard)
+    return print_closing_summary(directory, how, print_message)
 
 
-def _outcome(guard: SupervisorGuard) -> ExitInfo | None:
+def _wait_for_exit_record(guard: SupervisorGuard) -> ExitInfo | None:
     """How the run ended; None if no record of it appears within ten seconds after the screen saw the end."""
     until = time.monotonic() + 10.0
     while (how := guard.exit_info()) is None and time.monotonic() < until:

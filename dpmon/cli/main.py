@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 def main(words: Sequence[str]) -> int:
     """Run the command line and return its exit status; 2, with one sentence on stderr, if it cannot run."""
-    from dpmon.cli.options import SEVERAL, UsageError, meant, parse, several
+    from dpmon.cli.options import SEVERAL, UsageError, names_remote_hosts, parse, suggest_command
     from dpmon.config import Settings, load_settings
     from dpmon.errors import DpmonError
 
@@ -37,31 +37,31 @@ def main(words: Sequence[str]) -> int:
 
             return why(options)
         if command == "compare":
-            from dpmon.cli.comparing import compare
+            from dpmon.cli.compare_command import compare
 
             return compare(options)
         if command == "status":
             from dpmon.cli.status import status
 
             return status(options)
-        if command in SEVERAL and several(options):
-            from dpmon.cli import machines
+        if command in SEVERAL and names_remote_hosts(options):
+            from dpmon.cli import multi_node
 
-            return int(getattr(machines, command)(options))
+            return int(getattr(multi_node, command)(options))
         from dpmon.cli import commands
 
         return int(getattr(commands, command)(options))
     except DpmonError as error:
-        from dpmon.cli.speak import speak
+        from dpmon.cli.messages import print_message
         from dpmon.record.shared_names import hide_secrets
         from dpmon.supervise.command_resolver import NotFoundError
 
         hint = ""
         if isinstance(error, UsageError):
             hint = "; dpmon --help lists commands and options"
-        elif isinstance(error, NotFoundError) and (near := meant(error.word)) is not None:
+        elif isinstance(error, NotFoundError) and (near := suggest_command(error.word)) is not None:
             hint = f" (did you mean {near}?)"
-        speak(f"{hide_secrets([str(error)])[0]}{hint}")
+        print_message(f"{hide_secrets([str(error)])[0]}{hint}")
         return 2
 
 

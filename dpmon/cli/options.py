@@ -92,7 +92,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message.removeprefix("argument "))
 
 
-def _setting(name: str) -> Callable[[str], object]:
+def _setting_validator(name: str) -> Callable[[str], object]:
     """Return a check of the value of an option that is also a setting."""
 
     def check(text: str) -> object:
@@ -104,10 +104,10 @@ def _setting(name: str) -> Callable[[str], object]:
     return check
 
 
-_batch_dim, _seconds = _setting("batch_dim"), _setting("refresh")
+_batch_dim, _seconds = _setting_validator("batch_dim"), _setting_validator("refresh")
 
 
-def _value(
+def _value_parser(
     expected: str, pattern: str, convert: Callable[[str], Any] = str, least: float = 0, most: float = inf
 ) -> Callable[[str], object]:
     """Return a function that checks an option's value and converts the first group of `pattern`.
@@ -125,17 +125,19 @@ def _value(
     return check
 
 
-_replicas = _value(f"a number from 1 to {MAX_REPLICAS}", r"([0-9]{1,9})", int, 1, MAX_REPLICAS)
-_count = _value("a whole number from 1 on", r"([0-9]{1,9})", int, 1)
-_offset = _value("a whole number", r"([0-9]{1,15})", int)
-_timeout = _value("a number of seconds", r"([0-9]{1,9}(?:\.[0-9]{0,9})?)", float)
-_percent = _value(
+_replicas = _value_parser(f"a number from 1 to {MAX_REPLICAS}", r"([0-9]{1,9})", int, 1, MAX_REPLICAS)
+_count = _value_parser("a whole number from 1 on", r"([0-9]{1,9})", int, 1)
+_offset = _value_parser("a whole number", r"([0-9]{1,15})", int)
+_timeout = _value_parser("a number of seconds", r"([0-9]{1,9}(?:\.[0-9]{0,9})?)", float)
+_percent = _value_parser(
     "a percentage such as 5%", r"([0-9]{1,3}(?:\.[0-9]{1,6})?) ?%", lambda text: float(text) / 100, 1e-8, 5
 )
-_trial = _value(
+_trial = _value_parser(
     "cached-batches, single, one-rank or threads-N", r"(cached-batches|single|one-rank|threads-[1-9]\d{0,3})"
 )
-_run_name = _value("a name of letters, digits, . _ - (except `last`)", r"((?!last$)[A-Za-z0-9][A-Za-z0-9._-]{0,39})")
+_run_name = _value_parser(
+    "a name of letters, digits, . _ - (except `last`)", r"((?!last$)[A-Za-z0-9][A-Za-z0-9._-]{0,39})"
+)
 
 
 def _phase(text: str) -> str:
@@ -189,7 +191,12 @@ def run_parser() -> argparse.ArgumentParser:
         help="without a screen: one JSON line per second on stderr, or in FILE (--json=/dev/fd/3)",
     )
     add("--metrics", metavar="FILE", help=_METRICS)
-    add("--on-event", type=_setting("on_event"), metavar="COMMAND", help="start COMMAND for each event of the run")
+    add(
+        "--on-event",
+        type=_setting_validator("on_event"),
+        metavar="COMMAND",
+        help="start COMMAND for each event of the run",
+    )
     add("--refresh", type=_seconds, metavar="SECONDS", help="seconds between updates of the screen (default: 1)")
     add("--name", type=_run_name, help="the run's name (default: the script's)")
     add("--python", metavar="PYTHON", help=_PYTHON)
@@ -287,7 +294,7 @@ def command_parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def several(options: argparse.Namespace) -> bool:
+def names_remote_hosts(options: argparse.Namespace) -> bool:
     """Whether the options name other machines."""
     return any(getattr(options, name, None) is not None for name in ("host", "hosts", "hostfile", "slurm", "via"))
 
@@ -298,17 +305,17 @@ def usage() -> list[tuple[str, str]]:
     return [(form, description) for form, description in lines]
 
 
-def takes_value(parser: argparse.ArgumentParser) -> set[str]:
+def options_with_value(parser: argparse.ArgumentParser) -> set[str]:
     """The options that need a value, which may be the next word."""
     return {option for action in parser._actions if action.nargs is None for option in action.option_strings}
 
 
-def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str], bool]:
+def _split_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str], bool]:
     """Split `words` into dpmon's own and the command's, at the first word that is no option or after `-m MODULE`.
 
     The third value is True if `--` separates them: then a program follows, even if it has the name of a command.
     """
-    valued = takes_value(parser)
+    valued = options_with_value(parser)
     own: list[str] = []
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] != "-":
@@ -326,7 +333,7 @@ def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[
     return own, list(words[at:]), False
 
 
-def meant(word: str) -> str | None:
+def suggest_command(word: str) -> str | None:
     """The command that the misspelled `word` probably means; None if no command is similar."""
     import difflib
 
@@ -339,7 +346,7 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
     Raises UsageError; SystemExit(0) after --help and --version have printed.
     """
     parser = run_parser()
-    own, rest, program = _split(parser, words)
+    own, rest, program = _split_words(parser, words)
     options = parser.parse_args(own)
     command = "run"
     if options.module is None and rest and rest[0] in COMMANDS and not program:
@@ -347,10 +354,10 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
         if own and command != "run":
             raise UsageError(f"{own[0]} is an option of a run, not of {command}")
         if command not in ("run", "try"):
-            return command, _of_command(command, rest)
+            return command, _parse_run_command(command, rest)
         if command == "try":
             parser, options = try_parser(), argparse.Namespace()
-        own, rest, _ = _split(parser, rest)
+        own, rest, _ = _split_words(parser, rest)
         options = parser.parse_args(own, options)
     options.words = rest
     if options.module is None and not rest:
@@ -363,10 +370,10 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
     return command, options
 
 
-def _of_command(command: str, words: list[str]) -> argparse.Namespace:
+def _parse_run_command(command: str, words: list[str]) -> argparse.Namespace:
     """The options of a command about runs that exist."""
     if command == "compare":
-        return _sides(words)
+        return _parse_compare(words)
     # A word after --json is the run, not the output file.
     words = ["--json=-" if word == "--json" and command == "attach" else word for word in words]
     found = command_parser(command).parse_args(words)
@@ -374,12 +381,12 @@ def _of_command(command: str, words: list[str]) -> argparse.Namespace:
         _check_status(found)
     if command == "export":
         _check_export(found)
-    if command == "attach" and found.metrics and not several(found):
+    if command == "attach" and found.metrics and not names_remote_hosts(found):
         raise UsageError("attach takes --metrics only with several machines (--host); otherwise give it to the run")
     return found
 
 
-def _sides(words: list[str]) -> argparse.Namespace:
+def _parse_compare(words: list[str]) -> argparse.Namespace:
     """The options of compare, with the runs `before` and `after`; options may be on both sides of the --."""
     parser = command_parser("compare")
     at = words.index("--") if "--" in words else len(words)

@@ -9,8 +9,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from dpmon.cli.lines import status_members
-from dpmon.cli.speak import speak
+from dpmon.cli.messages import print_message
+from dpmon.cli.status_stream import status_members
 from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_processes
 from dpmon.model.all_findings import find_all
@@ -51,13 +51,13 @@ MOST_DEVICES = 2
 def status(options: argparse.Namespace) -> int:
     """Print how a run does. Return 0 (fine), 3 (not training), 4 (no such run), 5 (stalled), 6 (failed) or 124."""
     if options.all:
-        return _all(options.json)
+        return _print_all_runs(options.json)
     try:
         directory = newest_run(is_live) if options.run is None else find_run(options.run, goes_on=is_live)
         reached = _wait(directory, options.wait, options.timeout) if options.wait is not None else None
-        now, members = look_at(directory)
+        now, members = read_run_status(directory)
     except RunError as error:
-        speak(str(error))
+        print_message(str(error))
         return NO_RUN
     print(
         to_safe_json(members, indent=1)
@@ -67,11 +67,11 @@ def status(options: argparse.Namespace) -> int:
     return now.status if reached is None else reached
 
 
-def _all(as_json: bool) -> int:
+def _print_all_runs(as_json: bool) -> int:
     runs = []
     for directory, _ in list_runs():
         with suppress(RunError):  # it was deleted meanwhile
-            runs.append(look_at(directory))
+            runs.append(read_run_status(directory))
     if as_json:
         print(to_safe_json({"schema": SCHEMA, "runs": [members for _, members in runs]}, indent=1))
     else:
@@ -94,7 +94,7 @@ def _wait(directory: Path, wanted: str, timeout: float | None) -> int | None:
         time.sleep(EVERY_S)
 
 
-def look_at(directory: Path) -> tuple[Health, dict[str, Any]]:
+def read_run_status(directory: Path) -> tuple[Health, dict[str, Any]]:
     """How a run does, and all that `status --json` says about it. RunError if it is not a run."""
     with closing(RunReader(directory)) as reader:
         word, how = run_state(directory, reader.info)

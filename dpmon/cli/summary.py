@@ -56,18 +56,18 @@ def summary_lines(directory: Path, how: ExitInfo | None, width: int = WIDTH) -> 
     and are at most 0.4 % off.
     """
     info = load_info(directory)
-    lines = [_outcome(info, how), *_raised(directory, info, how)]
+    lines = [_outcome(info, how), *_exception_line(directory, info, how)]
     try:
         with open_store(directory) as store:
             lines += _SummaryLines(analyze_run(store, directory, how), info, how).lines(directory, width)
     except HistoryError as error:
         texts = [f"the history cannot be read: {error}"]
-        lines += [*_warnings(texts, short_name(info)), _nothing(directory, info, how, texts)]
+        lines += [*_warnings(texts, short_name(info)), _untraced_summary(directory, info, how, texts)]
     lines.append(f"record: {directory}  (dpmon export {short_name(info)})")
     return [sanitize_line(text) for text in lines]
 
 
-def _nothing(directory: Path, info: RunInfo, how: ExitInfo | None, reasons: Iterable[str]) -> str:
+def _untraced_summary(directory: Path, info: RunInfo, how: ExitInfo | None, reasons: Iterable[str]) -> str:
     why = nothing_traced_reason(directory, info, how, reasons)
     return f"nothing was traced: {why}" if why else "nothing was traced"
 
@@ -84,13 +84,13 @@ class _SummaryLines:
         reasons = [] if facts.store.damaged is None else [facts.store.damaged]
         warnings = [*reasons, *(warning.text for warning in facts.announced.warnings)]
         stalled = stall_sentences(facts, self._how, over=self._how is not None)
-        lines = [*stalled, *self._time_lines(), *self._lacks(warnings)]
+        lines = [*stalled, *self._time_lines(), *self._gap_lines(warnings)]
         kinds = facts.store.kinds() | facts.layouts.modes_and_kinds()
         if facts.open_calls:
             lines.append(format_calls_so_far(facts.open_calls))
         elif not kinds:
             reasons += [warning.text for warning in facts.announced.warnings if warning.process is not None]
-            lines.append(_nothing(directory, self._info, self._how, reasons))
+            lines.append(_untraced_summary(directory, self._info, self._how, reasons))
         for mode in sorted({mode for mode, _ in kinds}):
             lines += self._mode_lines(mode, False)
             if facts.window.ever_trains(mode) and any(kind & EVALUATION for name, kind in kinds if name == mode):
@@ -99,7 +99,7 @@ class _SummaryLines:
         lines += [] if slow is None else [f"  {straggler_sentence(slow, lately=False)}"]
         return lines + [line for section in detail_sections(facts) for line in section_lines(section, width)]
 
-    def _lacks(self, warnings: Iterable[str]) -> list[str]:
+    def _gap_lines(self, warnings: Iterable[str]) -> list[str]:
         """The gaps in the figures, and warnings."""
         facts = self._facts
         paused = facts.pause_totals
@@ -172,7 +172,7 @@ def _warnings(warnings: Iterable[str], name: str) -> list[str]:
     return lines
 
 
-def fitted(lines: list[str], rows: int, columns: int, more: str) -> list[str]:
+def fit_lines(lines: list[str], rows: int, columns: int, more: str) -> list[str]:
     """The lines, if they fit in `rows`; else the first ones, the number of the others, and the last line.
 
     `more`: the command that prints all.
@@ -204,7 +204,7 @@ def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
     return f"{name}: {exit_sentence(how, why)}" + (f", exit status {how.status}" if how.stopped and how.status else "")
 
 
-def _raised(directory: Path, info: RunInfo, how: ExitInfo | None) -> list[str]:
+def _exception_line(directory: Path, info: RunInfo, how: ExitInfo | None) -> list[str]:
     """The exception that ended a script under a screen, because the script's output disappeared with the screen."""
     reader = RunReader(directory)
     if how is None or not how.status or how.stopped or how.cause or len(reader.output_paths) > 1:

@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpmon.cli.commands import as_text, written
-from dpmon.cli.speak import speak
+from dpmon.cli.commands import render_document, write_output
+from dpmon.cli.messages import print_message
 from dpmon.errors import HistoryError
 from dpmon.model.compared_run import ComparedRun
 from dpmon.model.finding_text import data_ceiling
@@ -73,28 +73,30 @@ def try_changes(options: argparse.Namespace) -> int:
     """Run the trials and print what each of them brought. RunError if the unchanged command fails or has no step."""
     for number in _ENDING[1:]:
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _leave)
-    speak(f"each run ends after {options.steps} steps: what the script writes (checkpoints, results) is worthless")
-    bench = _Bench(options)
+            signal.signal(number, _exit_on_signal)
+    print_message(
+        f"each run ends after {options.steps} steps: what the script writes (checkpoints, results) is worthless"
+    )
+    bench = _TrialRunner(options)
     base = Trial(_BASE, "nothing")
     runs: dict[str, list[ComparedRun]] = {_BASE: []}
     first = bench.run(base, 1)
     with open_store(first) as store:
         facts = analyze_run(store, first, run_state(first, load_info(first))[1])
         counts = [int(name.removeprefix(_THREADS)) for name in options.only or () if name.startswith(_THREADS)]
-        trials, absent = plan(facts, tuple(options.words), os.environ.get("OMP_NUM_THREADS"), counts)
+        trials, absent = plan_trials(facts, tuple(options.words), os.environ.get("OMP_NUM_THREADS"), counts)
     runs[_BASE].append(read_compared_run(first))
     if runs[_BASE][0].mode is None:
         raise RunError(f"no step was traced in {runs[_BASE][0].name}: there is nothing to try")
     asked = options.only or [trial.name for trial in trials]
     for name in asked:
         if name in absent:
-            speak(f"{name} is not tried: {absent[name]}")
+            print_message(f"{name} is not tried: {absent[name]}")
     trials = [trial for trial in trials if trial.name in asked]
     if not trials:
         raise RunError("nothing is left to try")
     for trial in trials:
-        speak(f"trial {trial.name}: changes {trial.changes}")
+        print_message(f"trial {trial.name}: changes {trial.changes}")
     for turn in range(1, options.rounds + 1):
         order = [*([base] if turn > 1 else []), *trials]
         for trial in order if turn % 2 else reversed(order):
@@ -106,21 +108,24 @@ def try_changes(options: argparse.Namespace) -> int:
                 if trial is base:
                     raise
                 absent[trial.name] = str(error)
-                speak(f"{trial.name} is not tried any more: {error}")
+                print_message(f"{trial.name} is not tried any more: {error}")
     trials = [trial for trial in trials if trial.name not in absent]
-    found = [Result(trial, compare_runs(runs[_BASE], runs[trial.name]).compared.get(trial.figure)) for trial in trials]
-    written(
-        _json(found, runs, absent) if options.json else as_text(_document(found, runs, absent, options), None), None
+    found = [
+        TrialResult(trial, compare_runs(runs[_BASE], runs[trial.name]).compared.get(trial.figure)) for trial in trials
+    ]
+    write_output(
+        _json(found, runs, absent) if options.json else render_document(_document(found, runs, absent, options), None),
+        None,
     )
     return 0
 
 
-def _leave(number: int, _: object) -> None:
+def _exit_on_signal(number: int, _: object) -> None:
     """End with the status of this signal. The run in progress is stopped on the way."""
     raise SystemExit(128 + number)
 
 
-class _Bench:
+class _TrialRunner:
     """Starts short runs and ends them after a number of steps."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -145,10 +150,10 @@ class _Bench:
             if started.returncode:
                 raise RunError(sanitize_line(started.stderr.strip().rpartition("\n")[2].removeprefix("dpmon: "), 500))
             directory = find_run(name)
-            speak(f"{trial.name}, run {turn} of {options.rounds}: {short_name(load_info(directory))}")
+            print_message(f"{trial.name}, run {turn} of {options.rounds}: {short_name(load_info(directory))}")
             self._wait(directory)
         except (KeyboardInterrupt, SystemExit):
-            speak(f"stopping {name}")
+            print_message(f"stopping {name}")
             raise
         finally:
             _stop(name)
@@ -172,7 +177,7 @@ class _Bench:
             raise RunError(f"{short_name(info)} {exit_sentence(how, '')}{line}")
         if steps < self._options.steps:
             why = "ended by itself" if how is not None and not how.stopped else "was stopped by --timeout"
-            speak(f"{short_name(info)} {why} after {format_count_with_noun(steps, 'step')}")
+            print_message(f"{short_name(info)} {why} after {format_count_with_noun(steps, 'step')}")
 
 
 def _steps(directory: Path) -> int:
@@ -198,7 +203,7 @@ def _stop(name: str) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def plan(
+def plan_trials(
     facts: RunAnalysis, words: tuple[str, ...], threads: str | None, counts: Sequence[int] = ()
 ) -> tuple[list[Trial], dict[str, str]]:
     """The trials that make sense for a run, and by name why the others do not.
@@ -219,7 +224,7 @@ def plan(
         absent["single"] = "the script does not run under DataParallel"
     else:
         found.append(Trial("single", "the devices: one device computes the whole batch", ("--mode", "single")))
-    alone = _one_rank(words) if ranks > 1 else None
+    alone = _with_one_rank(words) if ranks > 1 else None
     if alone is None:
         absent["one-rank"] = "no torchrun with --nproc-per-node and several ranks"
     else:
@@ -234,7 +239,7 @@ def plan(
     return found, absent
 
 
-def _one_rank(words: Sequence[str]) -> tuple[str, ...] | None:
+def _with_one_rank(words: Sequence[str]) -> tuple[str, ...] | None:
     """The launcher's command with one rank; None if it has no option for the number of ranks."""
     for at, word in enumerate(words):
         if _RANKS.match(word):
@@ -243,7 +248,7 @@ def _one_rank(words: Sequence[str]) -> tuple[str, ...] | None:
     return None
 
 
-class Result(NamedTuple):
+class TrialResult(NamedTuple):
     """What a trial brought."""
 
     trial: Trial
@@ -251,7 +256,7 @@ class Result(NamedTuple):
     """Its figure, unchanged and changed; None if it is unknown."""
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def table_cells(self) -> tuple[str, ...]:
         """The row of the table."""
         promised = "" if self.trial.saves is None else f"at most {format_change(1 - self.trial.saves)}"
         row = self.row
@@ -261,7 +266,7 @@ class Result(NamedTuple):
         return (self.trial.name, row.figure.label.strip(), *values, format_change(row.change.ratio), promised)
 
     @property
-    def note(self) -> str:
+    def explanation(self) -> str:
         """What the trial changes, and the interval of its result."""
         row = self.row
         if row is None or row.change is None or row.change.least is None:
@@ -272,7 +277,10 @@ class Result(NamedTuple):
 
 
 def _document(
-    found: Sequence[Result], runs: dict[str, list[ComparedRun]], absent: dict[str, str], options: argparse.Namespace
+    found: Sequence[TrialResult],
+    runs: dict[str, list[ComparedRun]],
+    absent: dict[str, str],
+    options: argparse.Namespace,
 ) -> Document:
     base = runs[_BASE][0]
     head = ("trial", "figure", _BASE, "changed", "change", "promised")
@@ -284,13 +292,13 @@ def _document(
             scaling.append(
                 f"scaling efficiency: {many} ranks make {part} of the samples/s that {many} times one rank would"
             )
-    brought: list[Part] = [Table(head, [each.words for each in found])] if found else []
+    brought: list[Part] = [Table(head, [each.table_cells for each in found])] if found else []
     brought += map(Paragraph, scaling)
     if any(each.trial.saves is not None for each in found):
         brought.append(Paragraph(_PROMISED))
     sections = [
         Section("What each trial brought", brought),
-        Section("What each trial changes", [Paragraph(one.note) for one in found], ", and its interval"),
+        Section("What each trial changes", [Paragraph(one.explanation) for one in found], ", and its interval"),
         Section("Not tried", [Paragraph(f"{name}: {why}") for name, why in absent.items()]),
     ]
     facts = [
@@ -302,8 +310,8 @@ def _document(
     return Document(title, how, "tried", "dpmon ls lists them", facts, there)
 
 
-def _json(found: Sequence[Result], runs: dict[str, list[ComparedRun]], absent: dict[str, str]) -> str:
-    def row(each: Result) -> dict[str, Any]:
+def _json(found: Sequence[TrialResult], runs: dict[str, list[ComparedRun]], absent: dict[str, str]) -> str:
+    def row(each: TrialResult) -> dict[str, Any]:
         told = None if each.row is None else each.row.change
         return {
             "trial": each.trial.name,

@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from dpmon.cli.speak import speak
+from dpmon.cli.messages import print_message
 from dpmon.errors import HistoryError
 from dpmon.model.json_fields import fields_of
 from dpmon.model.recorded_stalls import RecordedStall
@@ -36,13 +36,13 @@ def why(options: argparse.Namespace) -> int:
         directory = newest_run(is_live) if options.run is None else find_run(options.run, goes_on=is_live)
         info = load_info(directory)
     except RunError as error:
-        speak(str(error))
+        print_message(str(error))
         return NO_RUN
     state, how = run_state(directory, info)
     over = how is not None or state == LOST
     # Elsewhere, and after its end, other processes may have the numbers of the run's.
-    found = None if over or state == ELSEWHERE else _asked(directory, info, native=options.native)
-    seen, sentences = _recorded(directory, how, over)
+    found = None if over or state == ELSEWHERE else _request_why_reply(directory, info, native=options.native)
+    seen, sentences = _read_recorded_stalls(directory, how, over)
     if options.json:
         members = [{**fields_of(one, "since_ns", "end_ns", "text"), "ranks": one.ranks} for one in seen]
         print(to_safe_json({"run": info.id, "state": state, "now": found, "stalls": members}, indent=1))
@@ -67,7 +67,7 @@ def why(options: argparse.Namespace) -> int:
     return 0
 
 
-def _asked(directory: Path, info: RunInfo, *, native: bool) -> dict[str, Any] | None:
+def _request_why_reply(directory: Path, info: RunInfo, *, native: bool) -> dict[str, Any] | None:
     """Return the supervisor's answer. Without one, look at the ranks from this process.
 
     None for a mirror that does not answer: its ranks run on other machines.
@@ -81,9 +81,9 @@ def _asked(directory: Path, info: RunInfo, *, native: bool) -> dict[str, Any] | 
     except (OSError, RunError) as error:
         trouble = f"cannot be asked: {error}"
     if info.nodes:
-        speak(f"the mirror {trouble}")
+        print_message(f"the mirror {trouble}")
         return None
-    speak(f"the supervisor {trouble}; the stacks are taken from here")
+    print_message(f"the supervisor {trouble}; the stacks are taken from here")
     with closing(RankInspector(directory, info.cwd, adopted=True)) as look:
         look.inspect_ranks({}, time.monotonic_ns())
         time.sleep(_ALLOWED_S)
@@ -93,7 +93,9 @@ def _asked(directory: Path, info: RunInfo, *, native: bool) -> dict[str, Any] | 
         return build_reply(look.with_exceptions(look.inspect_ranks({}, now)), dumps, None, now, info, nccl=look.nccl)
 
 
-def _recorded(directory: Path, how: ExitInfo | None, over: bool) -> tuple[tuple[RecordedStall, ...], list[str]]:
+def _read_recorded_stalls(
+    directory: Path, how: ExitInfo | None, over: bool
+) -> tuple[tuple[RecordedStall, ...], list[str]]:
     """The stalls in the history, oldest first, and the sentences about the newest ones."""
     with suppress(HistoryError, RunError), open_store(directory) as store:
         facts = analyze_run(store, directory, how)

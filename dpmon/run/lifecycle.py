@@ -15,7 +15,7 @@ from dpmon.run.safe_files import open_file
 
 _LOCK_FILE = "supervisor.lock"
 EVENTS_FILE = "events.log"
-"""The ids of the told events; locked by the process that tells them (dpmon.tell)."""
+"""The ids of the told events; locked by the process that tells them (dpmon.notify)."""
 ELSEWHERE = "elsewhere"
 UNSUPPORTED = -1
 SILENT_S = 86400.0

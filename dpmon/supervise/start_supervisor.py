@@ -37,7 +37,7 @@ sys.path += [p for p in places if p not in sys.path]
 from {} import main
 main(directory, how)
 """
-_SUPERVISOR, _TELLER = "dpmon.supervise.supervisor", "dpmon.tell.teller"
+_SUPERVISOR, _TELLER = "dpmon.supervise.supervisor", "dpmon.notify.notifier"
 _MIRROR = "dpmon.mirror.mirror"
 """In the place of the supervisor of a run on other machines."""
 TAKE_OVER = "take over"
@@ -70,7 +70,7 @@ def start_supervisor(directory: Path, *, stdin: bool, secrets: Mapping[str, str]
 
 
 class NotifierLauncher:
-    """Starts the process that tells the events of a run (dpmon.tell.teller), if the user wants that."""
+    """Starts the process that tells the events of a run (dpmon.notify.notifier), if the user wants that."""
 
     def __init__(self, directory: Path, warn: Callable[[str], None], *, wanted: bool) -> None:
         self._wanted = wanted

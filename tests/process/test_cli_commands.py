@@ -105,7 +105,7 @@ def test_a_list_cuts_long_commands_only_on_a_terminal(dpmon: Dpmon) -> None:
 @pytest.mark.parametrize(("state", "shown"), [("stopped", ["rank 0"]), ("failed", ["SignalException", "rank 0"])])
 def test_the_own_exception_of_a_stopped_launcher_is_not_listed(state: str, shown: list[str]) -> None:
     run = ListedRun(*[None] * len(ListedRun._fields))  # type: ignore[arg-type]
-    assert run._replace(state=state, cause="SignalException", standing="rank 0").below() == shown
+    assert run._replace(state=state, cause="SignalException", standing="rank 0").detail_lines() == shown
 
 
 def test_a_beginning_of_several_run_names_is_refused(dpmon: Dpmon) -> None:

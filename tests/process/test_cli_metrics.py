@@ -84,11 +84,11 @@ def test_lines_of_json_in_a_file_and_of_a_run_that_is_followed(dpmon: Dpmon, tmp
 
 
 def test_a_full_pipe_does_not_block_dpmon(dpmon: Dpmon, tmp_path: Path) -> None:
-    from dpmon.cli.lines import LineFile
+    from dpmon.cli.status_stream import NonBlockingLineFile
 
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    lines = LineFile(str(tmp_path / "pipe"))
+    lines = NonBlockingLineFile(str(tmp_path / "pipe"))
     line = b"x" * 9_999 + b"\n"
     taken = [lines.write(line) for _ in range(100)]
     assert not all(taken)

@@ -80,7 +80,7 @@ def tellers(directory: Path) -> list[int]:
             words = (entry / "cmdline").read_bytes()
         except OSError:
             continue
-        if str(directory).encode() in words and b"dpmon.tell" in words:
+        if str(directory).encode() in words and b"dpmon.notify" in words:
             found.append(int(entry.name))
     return found
 
@@ -240,7 +240,7 @@ from contextlib import closing
 from pathlib import Path
 from dpmon.run.lifecycle import EVENTS_FILE, take_lock
 from dpmon.run.run_reader import RunReader
-from dpmon.tell import teller
+from dpmon.notify import notifier
 teller.EVERY_S, teller.SHORT_S = 0.02, 0.005
 directory, kills = Path(sys.argv[1]), int(sys.argv[2])
 chance = random.Random(2)

@@ -16,9 +16,9 @@ import pytest
 from documented import DOCS, blocks
 from kept import draft
 
+from dpmon.notify.notifier import to_cloudevent
+from dpmon.notify.run_notifications import Notification
 from dpmon.sanitize import to_safe_json
-from dpmon.tell.happened import Happened
-from dpmon.tell.teller import envelope
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,8 +39,8 @@ def script(word: str) -> str:
 def event(kind: str) -> bytes:
     """An event as the command gets it."""
     run = draft(id="20261125-213000-train-3f2a", name="train", host="box7")
-    happened = Happened(kind, "1", {"text": STALL}, 1.0)
-    return to_safe_json(envelope(happened, happened.id_in(run.id), run)).encode() + b"\n"
+    happened = Notification(kind, "1", {"text": STALL}, 1.0)
+    return to_safe_json(to_cloudevent(happened, happened.id_in(run.id), run)).encode() + b"\n"
 
 
 class Service:

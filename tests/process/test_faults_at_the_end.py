@@ -20,7 +20,7 @@ FAULTS = {
     "the supervisor's last words": ("supervise/supervisor.py", "Supervisor._find_ending", "exit status 5"),
     "the summary": ("cli/summary.py", "summary_lines", "no summary: RuntimeError: broken on purpose"),
     "the line of progress": (
-        "cli/lines.py",
+        "cli/status_stream.py",
         "ProgressLines.line",
         "no line of progress: RuntimeError: broken on purpose",
     ),
@@ -61,7 +61,7 @@ def test_the_status_is_given_whatever_raises(dpmon: Dpmon, file: str, name: str,
 
 def test_a_fault_in_the_lines_of_json_costs_only_these(dpmon: Dpmon) -> None:
     lines = dpmon.cwd / "lines"
-    result = run(dpmon, broken(dpmon, "cli/lines.py", "Lines._put_status"), f"--json={lines}")
+    result = run(dpmon, broken(dpmon, "cli/status_stream.py", "Lines._put_status"), f"--json={lines}")
     assert result.status == 5, result.errors
     assert "no line of JSON: RuntimeError: broken on purpose" in result.errors
     assert '"kind":"exit"' in lines.read_text(), "the last line still says how it ended"

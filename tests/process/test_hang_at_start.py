@@ -12,7 +12,7 @@ from running import Dpmon, wait_for
 from tracing import Script
 
 from dpmon.cli.commands import ls
-from dpmon.cli.lines import ProgressLines
+from dpmon.cli.status_stream import ProgressReporter
 from dpmon.report import report_text
 from dpmon.run.run_reader import RunReader
 
@@ -80,7 +80,7 @@ def test_a_run_that_hangs_before_its_first_step(
 ) -> None:
     process = dpmon.start(*dpmon.warm(), "--headless", dpmon.script(text))
     reader = until_stage(dpmon, under_way)
-    assert plain(ProgressLines(reader).line()) == f"starting: {under_way}"
+    assert plain(ProgressReporter(reader).line()) == f"starting: {under_way}"
     capsys.readouterr()
     assert ls(Namespace(json=False, script=None)) == 0
     assert plain(capsys.readouterr().out).endswith(under_way)

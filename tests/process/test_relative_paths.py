@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from running import Dpmon
 
-from dpmon.cli.doctor import machine
+from dpmon.cli.doctor import local_checks
 from dpmon.config import config_path, home_directory
 from dpmon.run.run_directory import RunError
 from dpmon.run.run_registry import list_runs, runs_directory
@@ -74,7 +74,7 @@ def test_without_any_home_nothing_is_started(
         assert said.out == ""
     with pytest.raises(RunError):
         list_runs()
-    (check,) = machine.state_directory()
+    (check,) = local_checks.check_state_directory()
     assert check.state == "problem"
     assert list(tmp_path.iterdir()) == [tmp_path / "script.py"]
 

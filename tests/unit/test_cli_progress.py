@@ -12,7 +12,7 @@ from kept import keep
 from stored import Recording
 from synthetic import step_row
 
-from dpmon.cli.lines import ProgressLines
+from dpmon.cli.status_stream import ProgressReporter
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.run.run_reader import PauseState
@@ -24,7 +24,7 @@ NOW_NS = 10**15
 
 @pytest.fixture(autouse=True)
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.cli.lines.time", SimpleNamespace(monotonic_ns=lambda: NOW_NS))
+    monkeypatch.setattr("dpmon.cli.status_stream.time", SimpleNamespace(monotonic_ns=lambda: NOW_NS))
 
 
 def fake_reader(directory: Path, activities: Mapping[int, tuple[str, int]] | None = None) -> Any:
@@ -55,14 +55,14 @@ def line(*processes: Iterable[Row]) -> str:
     rows = {number: list(own) for number, own in enumerate(processes)}
     reader = fake_reader(keep(rows, status=None))
     just_after(reader, (row for own in rows.values() for row in own))
-    return ProgressLines(reader).line()
+    return ProgressReporter(reader).line()
 
 
 def test_a_stalled_run_says_which_rank_stands_where(state: Path) -> None:
     stall = Event("stall", {"t_s": 60.0, "since_s": 50.0, "text": "rank 1 in save (t.py:3)", "ranks": []})
     reader = fake_reader(keep({0: [step(n) for n in range(1, 21)], -1: [stall]}, status=None), {0: ("backward", 1)})
     reader.info.start_ns = NOW_NS - 80 * _SECOND
-    lines = ProgressLines(reader)
+    lines = ProgressReporter(reader)
     assert lines.line().startswith("step 20")
     assert lines.line() == "stalled for 30.0 s: rank 1 in save (t.py:3)"
 
@@ -101,7 +101,7 @@ class Going:
         directory = keep({}, status=None)
         self._recording = Recording(0, directory)
         self.reader = fake_reader(directory, activities)
-        self.progress = ProgressLines(self.reader)
+        self.progress = ProgressReporter(self.reader)
 
     def takes(self, *rows: Row) -> str:
         """Return the line just after these rows."""
@@ -128,7 +128,7 @@ def test_the_time_of_a_long_gap_is_in_the_line_after_it(state: Path) -> None:
 def test_a_line_long_after_the_last_step_says_so(state: Path) -> None:
     reader = fake_reader(keep({0: [step(1), step(2)]}, status=None))
     reader.info.start_ns = NOW_NS - 9 * _SECOND
-    assert ProgressLines(reader).line() == "step 2  no step has ended for 9 s  dp"
+    assert ProgressReporter(reader).line() == "step 2  no step has ended for 9 s  dp"
 
 
 def test_a_line_after_an_evaluation_has_the_rate_of_the_training(state: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_line_after_an_evaluation_has_the_rate_of_the_training(state: Path) ->
 def test_without_steps_it_says_what_is_waited_for(state: Path) -> None:
     assert line() == "starting"
     reader = fake_reader(keep({}, status=None))
-    progress = ProgressLines(reader)
+    progress = ProgressReporter(reader)
     reader.stage = lambda: ("importing torch", NOW_NS - 3 * 10**9)
     assert progress.line() == "starting: importing torch"
     reader.stage = lambda: ("torch imported", NOW_NS)
@@ -162,14 +162,14 @@ def test_without_steps_it_says_what_is_waited_for(state: Path) -> None:
     since = NOW_NS - 12 * 10**9
     doing = fake_reader(reader.directory, {0: ("data", since)})
     doing.paused = lambda: PauseState(since_ns=since)
-    assert ProgressLines(doing).line() == "paused for 12.0 s"
+    assert ProgressReporter(doing).line() == "paused for 12.0 s"
 
 
 def test_a_long_step_says_where_it_is(state: Path) -> None:
     doing: dict[int, tuple[str, int]] = {0: ("data", NOW_NS - 12 * _SECOND)}
     reader = fake_reader(keep({0: [step(1), step(2)]}, status=None), doing)
     reader.info.start_ns = NOW_NS - 15 * _SECOND
-    progress = ProgressLines(reader)
+    progress = ProgressReporter(reader)
     assert progress.line().startswith("step 2")
     assert progress.line() == "waiting for data for 12.0 s"
     doing[0] = ("backward", NOW_NS - 12 * _SECOND)
@@ -182,7 +182,7 @@ def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path
     reader = fake_reader(keep({0: [last]}, status=None), {0: ("ended", 0), 1: ("ended", 0)})
     reader.info.start_ns = now - 13 * _SECOND
     reader.stage = lambda: ("torch imported", now - 60 * 10**9)
-    progress = ProgressLines(reader)
+    progress = ProgressReporter(reader)
     assert progress.line().startswith("step 96")
     assert progress.line() == "quiet for 6.00 s: no call since step 96; the training process has ended"
     reader.stage = lambda: ("importing torch", now)  # the next training of the same command
@@ -192,4 +192,4 @@ def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path
 def test_a_wait_for_input_is_shown(state: Path) -> None:
     reader = fake_reader(keep({}, status=None), {0: ("backward", NOW_NS - 12 * 10**9)})
     reader.waits_for_input = lambda: NOW_NS - 11 * 10**9
-    assert ProgressLines(reader).line() == "waiting for input for 11.0 s"
+    assert ProgressReporter(reader).line() == "waiting for input for 11.0 s"

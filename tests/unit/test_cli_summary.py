@@ -16,8 +16,8 @@ from rowring import fill, use_row_rings
 from synthetic import SECOND, Training
 from test_run_playback import a_run
 
-from dpmon.cli.speak import closing, speak
-from dpmon.cli.summary import WIDTH, fitted, summary_lines
+from dpmon.cli.messages import print_closing_summary, print_message
+from dpmon.cli.summary import WIDTH, fit_lines, summary_lines
 from dpmon.record.record_types import Event
 from dpmon.report.plain_text import report_text
 from dpmon.run.run_directory import load_exit
@@ -37,9 +37,9 @@ def test_the_first_lines_stay_and_the_others_are_counted(state: Path, columns: i
     lines = summary_lines(directory, load_exit(directory))
     assert lines[2] == "warning: lost", "before the figures"
     whole = rows_of(lines, columns)
-    assert fitted(lines, whole, columns, MORE) == lines
+    assert fit_lines(lines, whole, columns, MORE) == lines
     for rows in range(8, whole):
-        *shown, said, last = fitted(lines, rows, columns, MORE)
+        *shown, said, last = fit_lines(lines, rows, columns, MORE)
         assert rows_of([*shown, said, last], columns) <= rows
         assert shown == lines[: len(shown)]
         assert last == lines[-1], "where the record is"
@@ -50,7 +50,7 @@ def test_the_first_lines_stay_and_the_others_are_counted(state: Path, columns: i
 
 def test_two_long_lines_are_not_fitted() -> None:
     for lines in (["x" * 500], ["x" * 500, "record"]):
-        assert fitted(lines, 4, 40, MORE) == lines
+        assert fit_lines(lines, 4, 40, MORE) == lines
 
 
 def test_the_tables_of_the_report_follow(state: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_terminal_gets_only_characters_that_it_can_show(
     monkeypatch.setenv("TERM", term)
     with os.fdopen(slave, "w", encoding=encoding) as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
-        speak("median 120 µs, rest –")
+        print_message("median 120 µs, rest –")
         printed = os.read(master, 1 << 16)
         monkeypatch.undo()
     os.close(master)
@@ -126,7 +126,7 @@ def test_a_terminal_gets_only_characters_that_it_can_show(
 
 def test_a_file_gets_unchanged_characters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TERM", "vt100")
-    speak("median 120 µs")
+    print_message("median 120 µs")
     assert capsys.readouterr().err == "dpmon: median 120 µs\n"
 
 
@@ -139,7 +139,7 @@ def test_a_summary_leaves_room_for_the_prompt_and_its_headline(
     ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     with os.fdopen(slave, "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
-        assert closing(directory, load_exit(directory), speak) == 0
+        assert print_closing_summary(directory, load_exit(directory), print_message) == 0
         monkeypatch.undo()
         text = b""
         while b"dpmon: record: " not in text or not text.endswith(b"\n"):  # a terminal returns only what it has now

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from synthetic import changed
 from traceformat import read
 
-from dpmon.cli.lines import Lines, ProgressLines
+from dpmon.cli.status_stream import ProgressReporter, StatusStream
 from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
 from dpmon.record.record_types import Event
@@ -139,16 +139,18 @@ def test_the_summary_names_the_slow_rank_and_the_waits(state: Path) -> None:
 def test_the_line_of_progress_names_the_slow_rank(state: Path) -> None:
     reader: Any = SimpleNamespace(directory=a_run(None), activities=dict, info=SimpleNamespace(start_ns=0))
     assert (
-        ProgressLines(reader).line().endswith("  others wait for rank 1: 6.00 ms (34 %), data 6.40 ms against 400 µs")
+        ProgressReporter(reader)
+        .line()
+        .endswith("  others wait for rank 1: 6.00 ms (34 %), data 6.40 ms against 400 µs")
     )
     reader.directory = a_run(None, slow=None, noise=0.02)
-    assert "others wait" not in ProgressLines(reader).line()
+    assert "others wait" not in ProgressReporter(reader).line()
 
 
 def test_json_lines_have_the_communication(state: Path) -> None:
     said: list[bytes] = []
-    lines = Lines(RunReader(a_run(None)), lambda line: bool(said.append(line)) or True)
-    lines.tick(1e9)
+    lines = StatusStream(RunReader(a_run(None)), lambda line: bool(said.append(line)) or True)
+    lines.write_if_due(1e9)
     found = json.loads(said[0])
     assert found["communication"]["straggler"]["phase"] == "data"
     assert found["communication"]["straggler"]["sentence"].startswith(HELD_UP)

@@ -12,8 +12,8 @@ from kept import keep
 from places import PLACES, identity, put
 from synthetic import Training, host_event
 
-from dpmon.cli.lines import LineFile
 from dpmon.cli.main import main
+from dpmon.cli.status_stream import NonBlockingLineFile
 from dpmon.run.output_target import check_replaceable, is_stream
 from dpmon.run.run_directory import ExitInfo, RunError, load_exit
 from dpmon.supervise.prometheus_file import EVERY_S, PrometheusFile
@@ -154,7 +154,7 @@ def test_lines_of_json_truncate_only_the_named_file(tmp_path: Path, kind: str) -
     put(kind, target)
     before = identity(target)
     with pytest.raises(RunError, match="it is a"):
-        LineFile(str(target))
+        NonBlockingLineFile(str(target))
     assert identity(target) == before
     if kind == "a symbolic link":
         assert (tmp_path / "precious").read_text() == "precious"
@@ -164,17 +164,17 @@ def test_lines_of_json_through_a_descriptor_come_after_what_is_there(tmp_path: P
     with open(tmp_path / "log", "wb") as file:
         file.write(b"before\n")
         file.flush()
-        LineFile(f"/dev/fd/{file.fileno()}").write(b"{}\n")
+        NonBlockingLineFile(f"/dev/fd/{file.fileno()}").write(b"{}\n")
         assert (tmp_path / "log").read_bytes() == b"before\n{}\n"
 
 
 def test_lines_of_json_go_to_a_device_and_truncate_a_file(tmp_path: Path) -> None:
     put("a device", tmp_path / "sink")
     before = identity(tmp_path / "sink")
-    assert LineFile(str(tmp_path / "sink")).write(b"{}\n")
+    assert NonBlockingLineFile(str(tmp_path / "sink")).write(b"{}\n")
     assert identity(tmp_path / "sink") == before
     (tmp_path / "lines").write_text("old and long\n")
-    LineFile(str(tmp_path / "lines")).write(b"{}\n")
+    NonBlockingLineFile(str(tmp_path / "lines")).write(b"{}\n")
     assert json.loads((tmp_path / "lines").read_bytes()) == {}
 
 

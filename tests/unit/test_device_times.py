@@ -19,7 +19,7 @@ from stored import state_of
 from synthetic import SECOND, Training
 from timed import GPUS, HOST_ONLY, OF_CALL, growing, staged, timed, trained
 
-from dpmon.cli.lines import Lines, _progress
+from dpmon.cli.status_stream import StatusStream, _progress
 from dpmon.cli.summary import summary_lines
 from dpmon.export import iter_records
 from dpmon.export.csv_tables import CsvTables
@@ -236,9 +236,9 @@ def test_without_device_times_the_report_does_not_mention_them(state: Path) -> N
 def line_of(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the line of a headless run with these records."""
     said: list[bytes] = []
-    lines = Lines(RunReader(keep({0: rows}, status=None)), lambda line: bool(said.append(line)) or True)
-    lines.tick(1e9)
-    lines.end(None)
+    lines = StatusStream(RunReader(keep({0: rows}, status=None)), lambda line: bool(said.append(line)) or True)
+    lines.write_if_due(1e9)
+    lines.write_final(None)
     found: dict[str, Any] = json.loads(said[0])
     return found
 

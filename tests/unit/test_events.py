@@ -17,14 +17,14 @@ from running import LIMIT_S, wait_for
 from dpmon.model.finding_text import Finding
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_snapshot import RunSnapshot
+from dpmon.notify import notifier
+from dpmon.notify.notifier import NotificationCommands, SentLog, to_cloudevent
+from dpmon.notify.run_notifications import Notification, NotificationFinder
 from dpmon.record.schema import SECOND
 from dpmon.report.health import Health
 from dpmon.run.lifecycle import EVENTS_FILE, take_lock
 from dpmon.supervise import start_supervisor
 from dpmon.supervise.start_supervisor import NotifierLauncher
-from dpmon.tell import teller
-from dpmon.tell.happened import Happened, Happenings
-from dpmon.tell.teller import EventCommands, EventLog, envelope
 
 TRAINING = Health("training", None)
 RUN = "20261125-213000-train-3f2a"
@@ -70,23 +70,23 @@ BEGAN = ("dpmon.run.started", "", 0.0)
     ],
 )
 def test_what_happened(state: RunSnapshot, now: Health, found: tuple[Finding, ...], expected: list[object]) -> None:
-    events = list(Happenings().look(state, now, 100.0, found))
+    events = list(NotificationFinder().find(state, now, 100.0, found))
     assert [(event.type, event.key, event.at_s) for event in events] == expected
     assert all(event.data["text"] for event in events)
 
 
 def test_the_end_of_a_stuck_run_names_its_cause() -> None:
     for stall in (stalled(), stalled(70)):
-        *_, last = Happenings().look(seen(stall), ended("stopped"), 100.0)
+        *_, last = NotificationFinder().find(seen(stall), ended("stopped"), 100.0)
         assert last.type == "dpmon.run.ended"
         assert last.data["text"].endswith("; in a stall: rank 1 in save")
 
 
 def test_alive_is_told_once_in_its_time_and_not_after_the_end() -> None:
-    happenings = Happenings(60.0)
+    happenings = NotificationFinder(60.0)
 
     def alive(at_s: float, now: Health = TRAINING) -> list[str]:
-        return [each.key for each in happenings.look(seen(), now, at_s) if each.type == "dpmon.run.alive"]
+        return [each.key for each in happenings.find(seen(), now, at_s) if each.type == "dpmon.run.alive"]
 
     assert [alive(at_s) for at_s in (0.0, 59.9, 60.0, 200.0)] == [["0"], ["0"], ["1"], ["3"]]
     assert alive(300.0, ended("finished")) == []
@@ -99,10 +99,10 @@ def slow(rank: int) -> object:
 
 
 def test_a_straggler_is_told_when_it_has_lasted_and_when_it_has_gone() -> None:
-    happenings = Happenings()
+    happenings = NotificationFinder()
 
-    def keys(straggler: object, at_s: float, happenings: Happenings = happenings) -> list[str]:
-        return [each.key for each in happenings.look(seen(straggler=straggler), TRAINING, at_s)][1:]
+    def keys(straggler: object, at_s: float, happenings: NotificationFinder = happenings) -> list[str]:
+        return [each.key for each in happenings.find(seen(straggler=straggler), TRAINING, at_s)][1:]
 
     assert keys(slow(1), 100) == []
     assert keys(None, 130) == []  # it comes and goes
@@ -112,23 +112,23 @@ def test_a_straggler_is_told_when_it_has_lasted_and_when_it_has_gone() -> None:
     assert keys(slow(1), 999) == [first], "the same is the same event"
     assert keys(None, 1000) == [first]
     assert keys(None, 1060) == [first, gone]
-    last = list(happenings.look(seen(), TRAINING, 1061))[-1]
+    last = list(happenings.find(seen(), TRAINING, 1061))[-1]
     assert last.data == {"kind": "straggler", "rank": None, "text": "rank 1 no longer holds the others up"}
-    again = Happenings(ids=[Happened("dpmon.finding", key, {}).id_in(RUN) for key in (first, gone)])
+    again = NotificationFinder(ids=[Notification("dpmon.finding", key, {}).id_in(RUN) for key in (first, gone)])
     assert keys(None, 2000, again) == []
     assert keys(slow(2), 2001, again) == []
     assert keys(slow(2), 2061, again) == ["straggler/3/2"]
 
 
 def test_one_who_begins_anew_does_not_tell_a_straggler_again() -> None:
-    again = Happenings(ids=[Happened("dpmon.finding", "straggler/1/3", {}).id_in(RUN)])
-    assert [len(list(again.look(seen(straggler=slow(3)), TRAINING, at_s))) for at_s in (5.0, 500.0)] == [1, 1]
+    again = NotificationFinder(ids=[Notification("dpmon.finding", "straggler/1/3", {}).id_in(RUN)])
+    assert [len(list(again.find(seen(straggler=slow(3)), TRAINING, at_s))) for at_s in (5.0, 500.0)] == [1, 1]
 
 
 def test_an_event_is_a_cloud_event_without_control_characters() -> None:
     info = draft(id=RUN, name="train", host="box7", started_unix=1.7e9)
-    event = Happened("dpmon.run.stalled", "83", {"text": "rank 1 in \x1b[2Jsave"}, 83.5)
-    found = envelope(event, event.id_in(RUN), info)
+    event = Notification("dpmon.run.stalled", "83", {"text": "rank 1 in \x1b[2Jsave"}, 83.5)
+    found = to_cloudevent(event, event.id_in(RUN), info)
     assert {name: found[name] for name in ("specversion", "id", "source", "type", "subject", "time")} == {
         "specversion": "1.0",
         "id": f"{RUN}/dpmon.run.stalled/83",
@@ -150,17 +150,17 @@ class Told:
         self.place = place
         self.log = self.opened()
 
-    def opened(self) -> EventLog:
+    def opened(self) -> SentLog:
         """The log, with its lock."""
         fd = take_lock(self.place, EVENTS_FILE)
         assert fd is not None
-        return EventLog(fd)
+        return SentLog(fd)
 
-    def commands(self, *command: str) -> EventCommands:
+    def commands(self, *command: str) -> NotificationCommands:
         """The commands of a run with this command for events."""
-        return EventCommands(self.place, draft(id=RUN, cwd="/elsewhere"), self.log, command)
+        return NotificationCommands(self.place, draft(id=RUN, cwd="/elsewhere"), self.log, command)
 
-    def shell(self, text: str) -> EventCommands:
+    def shell(self, text: str) -> NotificationCommands:
         """The commands of a run with a shell script for events, which runs in this directory."""
         return self.commands("/bin/sh", "-c", text)
 
@@ -184,33 +184,33 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     os.close(made.log._fd)
 
 
-def finish(commands: EventCommands) -> None:
+def finish(commands: NotificationCommands) -> None:
     """Look until all commands have ended."""
 
     def idle() -> bool:
-        commands.look()
+        commands.poll()
         return not commands.busy
 
     wait_for(idle)
 
 
-def events(*types: str, **data: Any) -> list[Happened]:
-    return [Happened(each, "", {"text": each, **data}) for each in types]
+def events(*types: str, **data: Any) -> list[Notification]:
+    return [Notification(each, "", {"text": each, **data}) for each in types]
 
 
 def test_commands_start_in_order_and_once(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teller, "IN_TURN_S", LIMIT_S)
+    monkeypatch.setattr(notifier, "IN_TURN_S", LIMIT_S)
     commands = told.shell("cat >>received")
     types = [f"type{number}" for number in range(8)]
-    commands.tell(events(*types[:5]))
-    commands.tell(events(*types))
+    commands.notify(events(*types[:5]))
+    commands.notify(events(*types))
     finish(commands)
     assert told.received == types
     assert list(told.log.ids) == [f"{RUN}/{each}" for each in types]
     os.close(told.log._fd)
     told.log = told.opened()
     again = told.shell("cat >>received")
-    again.tell(events(*types, "last"))
+    again.notify(events(*types, "last"))
     finish(again)
     assert told.received == [*types, "last"]
     assert told.warnings == []
@@ -218,7 +218,7 @@ def test_commands_start_in_order_and_once(told: Told, monkeypatch: pytest.Monkey
 
 def test_an_event_larger_than_a_pipe_arrives_whole(told: Told) -> None:
     commands = told.shell("sleep 0.1; cat >received")
-    commands.tell(events("large", ranks=["x" * 1000] * 1000))
+    commands.notify(events("large", ranks=["x" * 1000] * 1000))
     finish(commands)
     assert len((told.place / "received").read_text()) > 1_000_000
     assert told.received == ["large"]
@@ -234,25 +234,25 @@ def test_an_event_larger_than_a_pipe_arrives_whole(told: Told) -> None:
 )
 def test_a_command_that_fails_is_reported_once(told: Told, command: list[str], said: str) -> None:
     commands = told.commands(*command)
-    commands.tell(events("one", "two"))
+    commands.notify(events("one", "two"))
     finish(commands)
     assert told.warnings == [said]
 
 
 def test_a_command_that_prints_much_is_no_fault(told: Told) -> None:
     commands = told.commands(sys.executable, "-c", "import sys; print('x' * 9999999); sys.stderr.write('y' * 9999999)")
-    commands.tell(events("one"))
+    commands.notify(events("one"))
     finish(commands)
     assert told.warnings == []
 
 
 def test_a_command_that_hangs_holds_nothing_up_and_is_killed(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teller, "IN_TURN_S", 0.05)
+    monkeypatch.setattr(notifier, "IN_TURN_S", 0.05)
     commands = told.shell("grep -q hangs && { touch hangs; sleep 1000 & wait; }; echo >>done")
-    commands.tell(events("hangs", "goes on"))
+    commands.notify(events("hangs", "goes on"))
 
     def others_are_done() -> bool:
-        commands.look()
+        commands.poll()
         # The one that hangs may get to its first line later than the other one to its last.
         return all((told.place / name).exists() for name in ("hangs", "done")) and len(commands._running) == 1
 
@@ -260,7 +260,7 @@ def test_a_command_that_hangs_holds_nothing_up_and_is_killed(told: Told, monkeyp
     assert told.warnings == []
     (running,) = commands._running
     assert os.getpgid(running.process.pid) == running.process.pid != os.getpgrp()
-    monkeypatch.setattr(teller, "LIMIT_S", 0.0)
+    monkeypatch.setattr(notifier, "LIMIT_S", 0.0)
     finish(commands)
     assert told.warnings == ["the event command /bin/sh: it was killed after 0 s (hangs)"]
     wait_for(lambda: running.process.poll() == -9)
@@ -274,13 +274,13 @@ def test_an_event_without_room_for_its_id_is_tried_again(told: Told, monkeypatch
             "write",
             lambda fd, data, write=os.write: write(fd, data[:7]) if data[:8] == RUN[:8].encode() else write(fd, data),
         )
-        commands.tell(events("one"))
-        commands.tell(events("one"))
+        commands.notify(events("one"))
+        commands.notify(events("one"))
     assert (told.place / EVENTS_FILE).read_text() == ""
     assert told.warnings == [
         "the event command /bin/sh: not started, because one cannot be recorded: No space left on device"
     ]
-    commands.tell(events("one"))
+    commands.notify(events("one"))
     finish(commands)
     assert told.received == ["one"]
 
@@ -289,7 +289,7 @@ def test_an_unfinished_last_id_is_dropped(tmp_path: Path) -> None:
     (tmp_path / EVENTS_FILE).write_bytes(b"one\ntwo\nthr")
     fd = take_lock(tmp_path, EVENTS_FILE)
     assert fd is not None
-    log = EventLog(fd)
+    log = SentLog(fd)
     log.add("four")
     os.close(fd)
     assert list(log.ids) == ["one", "two", "four"]

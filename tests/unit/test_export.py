@@ -18,7 +18,7 @@ from synthetic import SECOND, Training, decoded, device_event, host_event, runs_
 from traceformat import Trace, read
 
 import dpmon.export as run_export
-from dpmon.cli.lines import LineFile
+from dpmon.cli.status_stream import NonBlockingLineFile
 from dpmon.export import ExportError, export
 from dpmon.export.csv_tables import CsvTables, csv_rows_of
 from dpmon.export.perfetto import write_trace
@@ -281,7 +281,7 @@ def test_new_files_are_the_owners_alone_and_old_ones_keep_their_mode(directory: 
     try:
         for form in ("jsonl", "perfetto"):
             export(directory, form, str(tmp_path / form))
-        assert LineFile(str(tmp_path / "lines")).write(b"{}\n")
+        assert NonBlockingLineFile(str(tmp_path / "lines")).write(b"{}\n")
         (tmp_path / "tables").mkdir()
         (tmp_path / "tables" / "step.csv").touch(0o644)
         export(directory, "csv", str(tmp_path / "tables"))

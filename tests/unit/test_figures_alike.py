@@ -16,8 +16,8 @@ from kept import keep
 from stage import LOOK
 from synthetic import SECOND, Training
 
-from dpmon.cli.commands import _describe
-from dpmon.cli.lines import Lines, ProgressLines
+from dpmon.cli.commands import _make_listed_run
+from dpmon.cli.status_stream import ProgressReporter, StatusStream
 from dpmon.cli.summary import summary_lines
 from dpmon.model.mode_comparison import Comparison, verdict_sentence
 from dpmon.record.schema import PHASES, REST, STEP
@@ -160,9 +160,9 @@ def in_report_as_json(directory: Path) -> Shown:
 
 def last_line(directory: Path) -> dict[str, Any]:
     said: list[bytes] = []
-    lines = Lines(RunReader(directory), lambda line: bool(said.append(line)) or True)
-    lines.tick(1e9)
-    lines.end(load_exit(directory))
+    lines = StatusStream(RunReader(directory), lambda line: bool(said.append(line)) or True)
+    lines.write_if_due(1e9)
+    lines.write_final(load_exit(directory))
     found: dict[str, Any] = json.loads(said[-2])
     assert (found["kind"], found["state"]) == ("status", "ended")
     return found
@@ -373,9 +373,9 @@ def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:
     assert f"{training} training and {evaluations} evaluation steps" in " ".join(
         " ".join(report_text(run, 120)).split()
     )
-    listed = _describe(run, load_info(run))
+    listed = _make_listed_run(run, load_info(run))
     assert (listed.steps, listed.evaluation_steps) == (training + evaluations, evaluations)
-    assert f"{training + evaluations} ({evaluations} evaluation)" in listed.row()
+    assert f"{training + evaluations} ({evaluations} evaluation)" in listed.table_cells()
 
 
 def test_sizes_of_evaluations_do_not_count_as_sizes_of_the_training() -> None:
@@ -397,14 +397,14 @@ def test_a_loop_whose_steps_are_not_known_yet_has_calls_everywhere(state: Path) 
     assert (found["steps"], found["calls"], found["open_calls"], found["nothing"]) == (0, 11, 11, None)
     assert so_far in summary_lines(directory, None)
     assert "nothing was traced" not in text + " ".join(summary_lines(directory, None))
-    listed = _describe(directory, load_info(directory))
-    assert (listed.steps, listed.open_calls, listed.row()[4]) == (None, 11, "11 calls")
+    listed = _make_listed_run(directory, load_info(directory))
+    assert (listed.steps, listed.open_calls, listed.table_cells()[4]) == (None, 11, "11 calls")
     reader = RunReader(directory)
     reader.activities = lambda: {0: ("other", time.monotonic_ns())}  # type: ignore[method-assign]
-    assert ProgressLines(reader).line() == f"training: {so_far}"
+    assert ProgressReporter(reader).line() == f"training: {so_far}"
     lines: list[bytes] = []
-    watched = Lines(reader, lambda line: lines.append(line) is None)
-    watched.tick(1.0)
+    watched = StatusStream(reader, lambda line: lines.append(line) is None)
+    watched.write_if_due(1.0)
     said = json.loads(lines[0])
     assert (said["state"], said["step"], said["absent"]["step"]) == ("ended", None, so_far)
 

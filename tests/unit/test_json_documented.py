@@ -18,13 +18,15 @@ from kept import draft, keep
 from synthetic import SECOND, Training, device_event, host_event, pause_event
 from timed import staged
 
-from dpmon.cli.commands import _describe
-from dpmon.cli.lines import Lines
+from dpmon.cli.commands import _make_listed_run
 from dpmon.cli.main import main
-from dpmon.cli.status import look_at
+from dpmon.cli.status import read_run_status
+from dpmon.cli.status_stream import StatusStream
 from dpmon.model.finding_text import Finding
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_snapshot import RunSnapshot
+from dpmon.notify.notifier import to_cloudevent
+from dpmon.notify.run_notifications import NotificationFinder
 from dpmon.record.history_rows import Definition, LossRow
 from dpmon.record.record_types import Event
 from dpmon.report.health import Health
@@ -36,8 +38,6 @@ from dpmon.run.run_reader import RunReader
 from dpmon.stalls.stacks import Frame, Stack
 from dpmon.stalls.stall_detection import ProcessGroupView, RankActivity, Stall
 from dpmon.stalls.why_reply import build_reply
-from dpmon.tell.happened import Happenings
-from dpmon.tell.teller import envelope
 
 PAGE = Path(__file__).parents[2] / "docs" / "json.md"
 
@@ -121,7 +121,8 @@ def test_every_field_of_a_listed_run_is_described(state: Path) -> None:
     directory = keep({0: [*Training().begin(), *Training().run(3)]})
     info = load_info(directory)
     check(
-        "dpmon ls --json", *(_describe(directory, each)._asdict() for each in (info, replace(info, nodes=("gpu-1",))))
+        "dpmon ls --json",
+        *(_make_listed_run(directory, each)._asdict() for each in (info, replace(info, nodes=("gpu-1",)))),
     )
 
 
@@ -150,8 +151,8 @@ def test_every_field_of_a_status_line_is_described(state: Path) -> None:
     found = []
     for directory in made:
         out = io.BytesIO()
-        lines = Lines(RunReader(directory), lambda line, out=out: bool(out.write(line)))  # type: ignore[misc]
-        lines.end(load_exit(directory))
+        lines = StatusStream(RunReader(directory), lambda line, out=out: bool(out.write(line)))  # type: ignore[misc]
+        lines.write_final(load_exit(directory))
         said = [json.loads(line) for line in out.getvalue().splitlines()]
         assert [each.pop("kind") for each in said][-1] == "exit"
         assert all("skipped" in each for each in said)
@@ -185,7 +186,7 @@ STALL = {"t_s": 5.0, "since_s": 1.0, "text": "rank 1 in save", "ranks": [{"rank"
 def test_every_field_of_a_status_is_described(state: Path) -> None:
     ranked, _ = joined_rows(2, steps=100)
     runs = [keep(ranked, status=1), keep({0: Training().begin(), -1: [Event("stall", STALL)]}, status=1), keep({})]
-    found = [look_at(directory)[1] for directory in runs]
+    found = [read_run_status(directory)[1] for directory in runs]
     assert found[1]["stall"] is not None
     assert found[0]["findings"]
     of_line = {re.split(r"[.\[]", path)[0] for path in documented("dpmon --json")}
@@ -199,11 +200,11 @@ def test_every_field_of_an_event_is_described() -> None:
     )
     slow = SimpleNamespace(rank=1, name="rank 1", several=False, excess_ns=1, share=1, phase=None, slowest=1, steps=9)
     found = [Finding("data", "text", "ground", "advice", 0.9)]
-    happenings, events = Happenings(60.0), []
+    happenings, events = NotificationFinder(60.0), []
     for at_s, now in ((0.0, Health("training", 1.0)), (99.0, Health("ended", 99.0, "why", None, "failed"))):
         seen = SimpleNamespace(stalls=stalls, straggler=slow, newest_ns=0)
-        for each in happenings.look(cast(RunSnapshot, seen), now, at_s, found):
+        for each in happenings.find(cast(RunSnapshot, seen), now, at_s, found):
             told = each._replace(data={**each.data, "health": now.fields()})
-            events.append(envelope(told, told.id_in("run"), draft(id="run")))
+            events.append(to_cloudevent(told, told.id_in("run"), draft(id="run")))
     assert len({event["type"] for event in events}) == 6
     check("Events", *events)

@@ -20,8 +20,8 @@ from synthetic import Training
 from dpmon import __version__
 from dpmon.cli import machines as module
 from dpmon.cli.commands import ListedRun
-from dpmon.cli.machines import RunThere, by_job, chosen
 from dpmon.cli.main import main
+from dpmon.cli.multi_node import RemoteRun, choose_job_runs, group_by_job
 from dpmon.mirror import remote_hosts
 from dpmon.mirror.disconnect_reasons import explain_disconnect
 from dpmon.mirror.mirror_run import find_or_create_mirror
@@ -274,7 +274,7 @@ def test_machines_without_a_run_are_told_from_those_that_do_not_answer(
 # ------------------------------------------------------------------------------------------------ jobs
 
 
-def there(machine: str, number: int, job: dict[str, str] | None = JOB, **more: Any) -> RunThere:
+def there(machine: str, number: int, job: dict[str, str] | None = JOB, **more: Any) -> RemoteRun:
     """Return a live run of a machine; `number` orders its start."""
     values = dict.fromkeys(ListedRun._fields) | {
         "id": f"20260101-{number:06d}-train-{number:04x}",
@@ -286,10 +286,10 @@ def there(machine: str, number: int, job: dict[str, str] | None = JOB, **more: A
         "machines": [],
         "job": job,
     }
-    return RunThere(RemoteHost(machine, ()), ListedRun(**{**values, **more}))
+    return RemoteRun(RemoteHost(machine, ()), ListedRun(**{**values, **more}))
 
 
-def over(machine: str, number: int, job: dict[str, str] | None = JOB) -> RunThere:
+def over(machine: str, number: int, job: dict[str, str] | None = JOB) -> RemoteRun:
     """Return a finished run."""
     return there(machine, number, job, status=0, state="finished")
 
@@ -318,21 +318,21 @@ def slurm(step: str) -> dict[str, str]:
     ],
 )
 def test_the_newest_live_job_or_the_named_one_is_chosen(
-    runs: list[RunThere], what: str | None, slurm_job: str | None, expected: list[int]
+    runs: list[RemoteRun], what: str | None, slurm_job: str | None, expected: list[int]
 ) -> None:
-    found = chosen(sorted(runs, key=lambda one: one.run.started_unix), what, slurm_job)
+    found = choose_job_runs(sorted(runs, key=lambda one: one.run.started_unix), what, slurm_job)
     assert [int(one.run.started_unix) for same in found.values() for one in same] == expected
 
 
 def test_live_runs_of_unknown_jobs_are_not_mixed() -> None:
     runs = [there("a", 1, None), there("b", 2, None)]
-    assert len(by_job(runs)) == 2
-    assert chosen(runs, None) == {}
+    assert len(group_by_job(runs)) == 2
+    assert choose_job_runs(runs, None) == {}
     with pytest.raises(RunError, match="no machine that answered has a run other: `dpmon ls` with the same"):
-        chosen(runs, "other")
-    assert chosen(runs, None, "7") == {}
+        choose_job_runs(runs, "other")
+    assert choose_job_runs(runs, None, "7") == {}
     with pytest.raises(RunError, match="no machine that answered has a run of job 7"):
-        chosen([there("a", 1)], None, "7")
+        choose_job_runs([there("a", 1)], None, "7")
 
 
 def test_a_job_that_starts_is_waited_for_but_not_for_ever(
@@ -346,14 +346,14 @@ def test_a_job_that_starts_is_waited_for_but_not_for_ever(
     made = []
     monkeypatch.setattr(module, "mirror_of", lambda *about: made.append(about))
     options = Namespace(run=None, slurm=None, metrics=None)
-    module._mirrored(options, [one.machine for one in starts])
+    module._find_or_create_mirror(options, [one.machine for one in starts])
     assert [machine for machine, _, _ in made[0][1]] == ["a", "b"]
     assert made[0][0] == "train"
     assert capsys.readouterr().err.count("waiting until one trains") == 2
     monkeypatch.setattr(module, "_JOB_S", 0.0)
     answers = iter([starts, starts])
     with pytest.raises(RunError, match="which job it belongs to: give its name, such as train-0002"):
-        module._mirrored(options, [one.machine for one in starts])
+        module._find_or_create_mirror(options, [one.machine for one in starts])
 
 
 def test_a_run_that_machines_with_a_common_home_list_is_one(
@@ -484,7 +484,7 @@ UNREACHED = HostOutput([], "it cannot be reached", False)
     ],
 )
 def test_a_machine_that_cannot_be_reached_is_sought_by_the_job(
-    runs: list[RunThere],
+    runs: list[RemoteRun],
     answer: HostOutput,
     followed: list[str],
     said: str,
@@ -494,7 +494,7 @@ def test_a_machine_that_cannot_be_reached_is_sought_by_the_job(
     monkeypatch.setattr(module, "runs_of", lambda asked: (runs, {"b": answer}))
     made: list[Any] = []
     monkeypatch.setattr(module, "mirror_of", lambda *about: made.append(about))
-    module._mirrored(
+    module._find_or_create_mirror(
         Namespace(run=None, slurm=None, metrics=None), [RemoteHost("a", ()), RemoteHost("b", ("ssh", "b"))]
     )
     ways = made[0][1]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.cli import headless
-from dpmon.cli.headless import Stream
+from dpmon.cli.headless import LogCopier
 from dpmon.supervise import output_space
 from dpmon.supervise.output_space import LITTLE, OutputSpaceReserver
 
@@ -44,18 +44,18 @@ def test_a_foreground_goes_on_in_a_log_that_somebody_else_cut_off(
     log, copied = tmp_path / "stdout.log", tmp_path / "copied"
     log.write_bytes(b"first, of some length\n")
     with open(copied, "wb", buffering=0) as stdout:
-        stream = Stream(log, stdout.fileno())
-        assert stream.pump()
+        stream = LogCopier(log, stdout.fileno())
+        assert stream.copy_chunk()
         os.truncate(log, 0)
-        assert not stream.pump()
+        assert not stream.copy_chunk()
         assert stream.gap is None, "the supervisor may be about to count what it deleted"
         monkeypatch.setattr(headless, "SETTLE_S", 0.0)
-        stream.pump()
+        stream.copy_chunk()
         assert stream.gap == "perhaps a part"
         with open(log, "ab") as script:
             script.write(b"second\n")
-        assert stream.pump()
-        assert not stream.pump()
+        assert stream.copy_chunk()
+        assert not stream.copy_chunk()
     assert copied.read_bytes() == b"first, of some length\nsecond\n"
 
 
@@ -67,13 +67,13 @@ def test_a_slow_foreground_says_what_it_missed(tmp_path: Path, monkeypatch: pyte
     lines = [b"line %08d\n" % number for number in range(480_000)]
     missed: list[str] = []
     with open(log, "ab", buffering=0) as script, open(copied, "wb") as stdout:
-        stream = Stream(log, stdout.fileno())
+        stream = LogCopier(log, stdout.fileno())
         for first in (0, 240_000):
             script.write(b"".join(lines[first : first + 200_000]))
-            assert stream.pump()  # a part of it
+            assert stream.copy_chunk()  # a part of it
             output.poll()
             script.write(b"".join(lines[first + 200_000 : first + 240_000]))  # beyond the position of the reader
-            while stream.pump():
+            while stream.copy_chunk():
                 missed += [stream.gap] if stream.gap else []
                 stream.gap = None
     output.close(nobody_writes=True)
@@ -92,14 +92,14 @@ def test_a_foreground_in_time_misses_nothing(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(output_space, "_reserve", lambda fd, size, ahead: size == 0)
     lines = [b"line %08d\n" % number for number in range(240_000)]
     with open(log, "ab", buffering=0) as script, open(copied, "wb") as stdout:
-        stream = Stream(log, stdout.fileno())
+        stream = LogCopier(log, stdout.fileno())
         script.write(b"".join(lines[:160_000]))
-        while stream.pump():
+        while stream.copy_chunk():
             pass
         script.write(b"".join(lines[160_000:200_000]))
         output.poll()
         script.write(b"".join(lines[200_000:]))
-        while stream.pump():
+        while stream.copy_chunk():
             assert stream.gap is None
     output.close(nobody_writes=True)
     assert copied.read_bytes() == b"".join(lines)

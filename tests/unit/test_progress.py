@@ -13,8 +13,8 @@ from stored import Recording, state_of
 from synthetic import Training
 
 from dpmon.assemble.boundary_state import FetchTracker
-from dpmon.cli.lines import ProgressLines
 from dpmon.cli.main import main
+from dpmon.cli.status_stream import ProgressReporter
 from dpmon.model.epoch_progress import ALONE_STEPS, Epoch, Progress, format_progress, format_time_left
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Batches, Event, Step
@@ -442,7 +442,7 @@ def test_every_place_tells_the_same(state: Path, capsys: pytest.CaptureFixture[s
     assert progress.left_ns is not None
     assert float(values["dpmon_epoch_left_seconds"]) == progress.left_ns / 1e9
 
-    assert said in ProgressLines(RunReader(directory)).line()
+    assert said in ProgressReporter(RunReader(directory)).line()
 
     def told(*command: str) -> str:
         capsys.readouterr()

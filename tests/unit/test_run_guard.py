@@ -209,6 +209,6 @@ def test_an_end_that_was_recorded_while_this_process_was_stopped_is_seen(
 
     monkeypatch.setattr(launch.time, "sleep", stopped)
     monkeypatch.setattr(launch.time, "monotonic", lambda: clock() + asleep_s)
-    how = launch._outcome(guard)
+    how = launch._wait_for_exit_record(guard)
     assert how is not None
     assert how.status == 3

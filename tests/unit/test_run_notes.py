@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_cli_progress import NOW_NS, fake_reader, still
 
-from dpmon.cli.lines import ProgressLines
+from dpmon.cli.status_stream import ProgressReporter
 from dpmon.run.activities import current_startup_stage, read_startup_stages
 from dpmon.run.process_notes import (
     Note,
@@ -42,7 +42,7 @@ def test_a_line_that_is_no_note_hides_no_other(tmp_path: Path, damage: str) -> N
     assert WarningsLog(tmp_path).read_new() == ["First {}", "Second {}"]
     reader = fake_reader(tmp_path)
     reader.stage = lambda: current_startup_stage(read_startup_stages(tmp_path))
-    assert ProgressLines(reader).line() == "starting: Second {}"
+    assert ProgressReporter(reader).line() == "starting: Second {}"
 
 
 def test_a_note_is_of_three_parts() -> None:

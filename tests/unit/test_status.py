@@ -17,8 +17,8 @@ from kept import keep
 from synthetic import SECOND, Training, device_event
 
 from dpmon.cli import status
-from dpmon.cli.lines import status_members
 from dpmon.cli.main import main
+from dpmon.cli.status_stream import status_members
 from dpmon.cli.summary import summary_lines
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.model.snapshot_builder import SnapshotBuilder
@@ -119,7 +119,7 @@ def test_the_status_of_a_run_that_is_over(
 
 def test_ranks_are_counted(state: Path) -> None:
     ranked, seconds = joined_rows(3, slow=1, phase="data", steps=100)
-    now, members = status.look_at(keep(ranked, seconds=seconds / 1e9))
+    now, members = status.read_run_status(keep(ranked, seconds=seconds / 1e9))
     lines = status._lines(now, members)
     assert lines[1].startswith("  step 100  3 processes  ")
     assert lines[-1].startswith("  Rank 1 holds the others up by ")
@@ -131,7 +131,7 @@ def test_ranks_are_counted(state: Path) -> None:
 
 
 def test_what_is_unknown_about_a_device_is_a_dash(state: Path) -> None:
-    now, members = status.look_at(a_run(device_event(1.0, 0)))
+    now, members = status.read_run_status(a_run(device_event(1.0, 0)))
     assert status._lines(now, {**members, "devices": [{"index": 0}]})[-1] == "  GPU 0: – used, memory – / –"
     many = [{"index": index, "util_pct": use} for index, use in enumerate((40, None, 98))]
     assert status._lines(now, {**members, "devices": many})[-1] == "  3 GPUs: 40 to 98 % used"
@@ -288,7 +288,7 @@ def test_the_time_of_a_run_elsewhere_is_that_of_its_record(state: Path, capsys: 
     write_info(
         directory, replace(load_info(directory), boot_id="another", host="box7", start_ns=time.monotonic_ns() * 2)
     )
-    now, members = status.look_at(directory)
+    now, members = status.read_run_status(directory)
     assert (now.state, now.reason, now.status) == ("elsewhere", "it runs on box7", 3)
     assert 0 < members["t_s"] < 60
     assert main(["ls"]) == 0
@@ -333,7 +333,7 @@ def test_a_stall_at_the_end_has_the_same_length_everywhere(
         main([command, directory.name])
         assert expected in capsys.readouterr().out, command
     assert any(f" for {lasted}, until its end: " in line for line in summary_lines(directory, load_exit(directory)))
-    assert status.look_at(directory)[1]["stall"]["lasted_s"] == float(lasted.removesuffix(" s"))
+    assert status.read_run_status(directory)[1]["stall"]["lasted_s"] == float(lasted.removesuffix(" s"))
 
 
 def test_why_lists_a_stall_once(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

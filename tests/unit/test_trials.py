@@ -10,7 +10,7 @@ from stored import store_of
 from synthetic import Training
 
 from dpmon.cli.options import UsageError, parse
-from dpmon.cli.trials import REPLAYED, Result, Trial, _document, _one_rank, plan
+from dpmon.cli.trials import REPLAYED, Trial, TrialResult, _document, _with_one_rank, plan_trials
 from dpmon.model.comparison_stats import Change
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_comparison import STEP_FIGURES, ComparedMetric
@@ -27,7 +27,7 @@ def test_a_run_under_dp_is_tried_with_cached_batches_and_on_one_device(monkeypat
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     training = Training(mode="dp")
     facts = RunAnalysis(store_of([*training.begin(), *training.run(60)]))
-    trials, absent = plan(facts, ("train.py",), "8")
+    trials, absent = plan_trials(facts, ("train.py",), "8")
     assert names(trials) == ["cached-batches", "single", "threads-1"], "8 threads are what it has"
     assert trials[0].own == ("--replay", str(REPLAYED))
     assert trials[0].saves == pytest.approx(facts.modes[0].settled_stats.phase_share("data"))
@@ -35,14 +35,14 @@ def test_a_run_under_dp_is_tried_with_cached_batches_and_on_one_device(monkeypat
         "one-rank": "no torchrun with --nproc-per-node and several ranks",
         "threads-8": "OMP_NUM_THREADS is 8",
     }
-    assert names(plan(facts, ("train.py",), None, [3])[0])[2:] == ["threads-1", "threads-3", "threads-8"]
+    assert names(plan_trials(facts, ("train.py",), None, [3])[0])[2:] == ["threads-1", "threads-3", "threads-8"]
 
 
 def test_ranks_are_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     run, _ = joined_ranks(4, slow=2, phase="data", steps=60)
     facts = RunAnalysis(run.store())
-    trials, absent = plan(facts, ("torchrun", "--nproc-per-node", "4", "train.py"), None)
+    trials, absent = plan_trials(facts, ("torchrun", "--nproc-per-node", "4", "train.py"), None)
     assert names(trials) == ["cached-batches", "one-rank", "threads-1", "threads-2"]
     assert trials[1].words == ("torchrun", "--nproc-per-node=1", "train.py")
     assert trials[0].saves == facts.longest_fetches["single"]
@@ -58,19 +58,23 @@ def test_ranks_are_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_the_number_of_ranks_is_replaced(words: str, expected: str | None) -> None:
-    assert _one_rank(words.split()) == (None if expected is None else tuple(expected.split()))
+    assert _with_one_rank(words.split()) == (None if expected is None else tuple(expected.split()))
 
 
 def test_a_result_says_what_came_and_what_was_promised() -> None:
     figure = next(figure for figure in STEP_FIGURES if figure.name == "step")
     row = ComparedMetric(figure, ([10 * MS, 12 * MS], [5 * MS, 6 * MS]), Change(0.5))
-    assert Result(Trial("cached-batches", "the data", saves=0.4), row).words == (
+    assert TrialResult(Trial("cached-batches", "the data", saves=0.4), row).table_cells == (
         "cached-batches", "step", "11.0 ms", "5.50 ms", "-50 %", "at most -40 %",
     )  # fmt: skip
-    slower = Result(Trial("threads-1", "OMP_NUM_THREADS"), row._replace(change=Change(1.25, None, None, 1.19, 1.31)))
-    assert slower.words[4:] == ("+25 %", "")
-    assert slower.note == "threads-1 changes OMP_NUM_THREADS; step +19 % to +31 % (90 %)", "a time, as in the table"
-    assert Result(Trial("single", "the devices"), None).words == ("single", "–", "–", "–", "–", "")
+    slower = TrialResult(
+        Trial("threads-1", "OMP_NUM_THREADS"), row._replace(change=Change(1.25, None, None, 1.19, 1.31))
+    )
+    assert slower.table_cells[4:] == ("+25 %", "")
+    assert slower.explanation == "threads-1 changes OMP_NUM_THREADS; step +19 % to +31 % (90 %)", (
+        "a time, as in the table"
+    )
+    assert TrialResult(Trial("single", "the devices"), None).table_cells == ("single", "–", "–", "–", "–", "")
     base = [SimpleNamespace(name="try-1-as-is-1", set_up={"script": "train.py", "ranks": None})]
     options = SimpleNamespace(rounds=2, steps=200)
     lines = text_lines(_document([slower], {"as-is": base}, {}, options))  # type: ignore[dict-item, arg-type]
@@ -78,7 +82,7 @@ def test_a_result_says_what_came_and_what_was_promised() -> None:
         "trials of train.py (2 runs of up to 200 steps for each, in turn): dpmon ls lists them"
     )
     assert "promised:" not in "\n".join(lines), "nothing is promised"
-    told = Result(Trial("cached-batches", "the data", saves=0.4), row)
+    told = TrialResult(Trial("cached-batches", "the data", saves=0.4), row)
     lines = text_lines(_document([told], {"as-is": base}, {}, options))  # type: ignore[dict-item, arg-type]
     assert "promised: the largest part of a step's time" in "\n".join(lines)
 

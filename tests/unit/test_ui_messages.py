@@ -16,7 +16,7 @@ from synthetic import SECOND, Training
 from test_run_playback import Clock, a_run
 from test_ui_playback import shown, shows
 
-from dpmon.cli.speak import closing
+from dpmon.cli.messages import print_closing_summary
 from dpmon.cli.summary import summary_lines
 from dpmon.model.mode_comparison import verdict_sentence
 from dpmon.model.run_snapshot import ProcessInfo
@@ -248,7 +248,7 @@ def test_no_figure_of_the_header_is_cut() -> None:
 def test_a_brief_summary_has_only_the_first_line(state: Path) -> None:
     directory = a_run()
     spoken: list[str] = []
-    assert closing(directory, load_exit(directory), spoken.append, brief=True) == 0
+    assert print_closing_summary(directory, load_exit(directory), spoken.append, brief=True) == 0
     assert len(spoken) == 1
     assert "finished in" in spoken[0]
     assert "dpmon report" in spoken[0]

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 
 import dpmon
-from dpmon.cli.doctor import machine, trial
-from dpmon.cli.doctor.machine import CONNECTION, OK, PROBLEM, STATES, Check, ok
-from dpmon.cli.options import several
-from dpmon.cli.speak import speak
+from dpmon.cli.doctor import local_checks, self_test
+from dpmon.cli.doctor.local_checks import CONNECTION, OK, PROBLEM, STATES, Check, passed_check
+from dpmon.cli.messages import print_message
+from dpmon.cli.options import names_remote_hosts
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import encode_for_stream, supports_color
 from dpmon.text.formatting import format_count_with_noun
@@ -28,7 +28,9 @@ _COLOURS = {"ok": "32", "warning": "33", "problem": "31"}
 def doctor(options: argparse.Namespace) -> int:
     """Run all checks, here or on other machines, and print them; return 1 if there is a problem, else 0."""
     found: list[tuple[str, list[Check]]] = []
-    for name, checks in _there(options) if several(options) else [("", _checks(options.python))]:
+    for name, checks in (
+        _run_remote_checks(options) if names_remote_hosts(options) else [("", _run_local_checks(options.python))]
+    ):
         found.append((name, []))
         if name and not options.json:
             print(name)
@@ -38,8 +40,8 @@ def doctor(options: argparse.Namespace) -> int:
                 _print(check)
     every = [check for _, checks in found for check in checks]
     if not options.json:
-        print(_counts(every))
-    elif several(options):
+        print(_summary_line(every))
+    elif names_remote_hosts(options):
         listed = [{"machine": name, "checks": [check._asdict() for check in checks]} for name, checks in found]
         print(json.dumps(listed, indent=1))
     else:
@@ -48,25 +50,25 @@ def doctor(options: argparse.Namespace) -> int:
     return int(any(check.state == PROBLEM for check in every))
 
 
-def _checks(python: str | None) -> Iterator[Check]:
+def _run_local_checks(python: str | None) -> Iterator[Check]:
     environ = dict(os.environ)
-    yield ok("dpmon", f"{dpmon.__version__}, with textual {version('textual')}")
-    yield from trial.trial(python, environ)
-    yield from machine.terminal(environ)
-    yield from machine.state_directory()
-    yield machine.shared_memory()
-    yield machine.logout()
+    yield passed_check("dpmon", f"{dpmon.__version__}, with textual {version('textual')}")
+    yield from self_test.run_self_test(python, environ)
+    yield from local_checks.check_terminal(environ)
+    yield from local_checks.check_state_directory()
+    yield local_checks.check_shared_memory()
+    yield local_checks.check_logout()
 
 
-def _there(options: argparse.Namespace) -> Iterator[tuple[str, Iterable[Check]]]:
-    from dpmon.cli.doctor.there import checks_there
-    from dpmon.cli.machines import named
+def _run_remote_checks(options: argparse.Namespace) -> Iterator[tuple[str, Iterable[Check]]]:
+    from dpmon.cli.doctor.remote_checks import check_remote_hosts
+    from dpmon.cli.multi_node import hosts_from_options
 
-    asked = named(options)
-    speak(
+    asked = hosts_from_options(options)
+    print_message(
         f"{format_count_with_noun(len(asked), 'machine')}: dpmon doctor runs there and imports torch, for up to two minutes"
     )
-    yield from checks_there(asked, options.python)
+    yield from check_remote_hosts(asked, options.python)
 
 
 def _print(check: Check) -> None:
@@ -87,7 +89,7 @@ def _lines(check: Check, *, coloured: bool) -> list[str]:
     return [f"{state}{check.name:<{_NAME}}{first}", *(" " * (_STATE + _NAME) + line for line in rest)]
 
 
-def _counts(checks: list[Check]) -> str:
+def _summary_line(checks: list[Check]) -> str:
     counts = {state: sum(check.state == state for check in checks) for state in STATES}
     if counts[OK] == len(checks):
         return "all checks passed"

@@ -22,7 +22,7 @@ _TOLD_OTHERWISE = ("straggler", "stall", "quiet", "failed")
 _STRAGGLER = "straggler/"
 
 
-class Happened(NamedTuple):
+class Notification(NamedTuple):
     """An event. Type and key together are unique in the run, and stay the same when it is found again."""
 
     type: str
@@ -36,7 +36,7 @@ class Happened(NamedTuple):
         return "/".join(part for part in (run, self.type, self.key) if part)
 
 
-class Happenings:
+class NotificationFinder:
     """Finds the events of one run, in one look after the other."""
 
     def __init__(self, alive_s: float | None = None, ids: Iterable[str] = ()) -> None:
@@ -48,36 +48,38 @@ class Happenings:
         self._number = len(before)
         self._seen: tuple[str, float] = self._slow, 0.0
         """The rank that holds the others up, or empty, and since when (s)."""
-        self._stragglers: list[Happened] = []
+        self._stragglers: list[Notification] = []
 
-    def look(
+    def find(
         self, state: RunSnapshot, now: Health, elapsed_s: float, found: Sequence[Finding] = ()
-    ) -> Iterator[Happened]:
+    ) -> Iterator[Notification]:
         """All events so far, also those that earlier looks have shown, in their order. `found`: the newest findings."""
-        yield Happened("dpmon.run.started", "", {"text": "the run began"}, 0.0)
+        yield Notification("dpmon.run.started", "", {"text": "the run began"}, 0.0)
         last = final_stall(state.stalls, state.newest_ns)
         for stall in state.stalls:
             key, data = str(stall.since_ns), {"since_s": stall.since_ns / SECOND, "text": stall.text}
-            yield Happened("dpmon.run.stalled", key, {**data, "ranks": stall.ranks}, stall.noticed_ns / SECOND)
+            yield Notification("dpmon.run.stalled", key, {**data, "ranks": stall.ranks}, stall.noticed_ns / SECOND)
             if stall.end_ns is not None and (now.end is None or stall is not last):
                 lasted_ns = stall.duration_ns(stall.end_ns)
                 data |= {"lasted_s": lasted_ns / SECOND, "text": f"goes on after {format_long_duration(lasted_ns)}"}
-                yield Happened("dpmon.run.resumed", key, data, stall.end_ns / SECOND)
-        self._look_for_straggler(state, elapsed_s)
+                yield Notification("dpmon.run.resumed", key, data, stall.end_ns / SECOND)
+        self._find_straggler_change(state, elapsed_s)
         yield from self._stragglers
         for finding in found:
             if finding.weight >= WEIGHTY and finding.kind not in _TOLD_OTHERWISE:
                 kind = "dpmon.run.slowed" if finding.kind == "drift" else "dpmon.finding"
-                yield Happened(kind, finding.kind, finding._asdict())
+                yield Notification(kind, finding.kind, finding._asdict())
         if now.end is not None:
             kind = "dpmon.run.failed" if now.status == HAS_FAILED else "dpmon.run.ended"
             text = now.sentence(elapsed_s)
             text += f"; in a stall: {last.text}" if last is not None else ""
-            yield Happened(kind, "", {"end": now.end, "text": text}, now.since_s)
+            yield Notification(kind, "", {"end": now.end, "text": text}, now.since_s)
         elif self._alive_s is not None:
-            yield Happened("dpmon.run.alive", str(int(elapsed_s // self._alive_s)), {"text": now.sentence(elapsed_s)})
+            yield Notification(
+                "dpmon.run.alive", str(int(elapsed_s // self._alive_s)), {"text": now.sentence(elapsed_s)}
+            )
 
-    def _look_for_straggler(self, state: RunSnapshot, elapsed_s: float) -> None:
+    def _find_straggler_change(self, state: RunSnapshot, elapsed_s: float) -> None:
         found = state.straggler
         rank = "" if found is None else str(found.rank)
         if rank != self._seen[0]:
@@ -91,4 +93,4 @@ class Happenings:
         )
         self._slow, self._number = rank, self._number + 1
         data = {"kind": "straggler", "rank": None if found is None else found.rank, "text": text}
-        self._stragglers.append(Happened("dpmon.finding", f"{_STRAGGLER}{self._number}/{rank}", data))
+        self._stragglers.append(Notification("dpmon.finding", f"{_STRAGGLER}{self._number}/{rank}", data))

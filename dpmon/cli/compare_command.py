@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 from itertools import chain
 
-from dpmon.cli.commands import as_text, written
+from dpmon.cli.commands import render_document, write_output
 from dpmon.model.run_comparison import Threshold, exit_status_of, judge_threshold
 from dpmon.report.comparison_report import build_document, comparison_as_json, read_and_compare
 from dpmon.report.html_page import render_page
@@ -30,9 +30,9 @@ def compare(options: argparse.Namespace) -> int:
     judgements = [judge_threshold(found, threshold, anyway=options.anyway) for threshold in thresholds]
     if options.html:
         output = options.output or "-".join(side[0].name for side in found.sides) + ".html"
-        written(render_page(build_document(found, judgements)), output, say=True)
+        write_output(render_page(build_document(found, judgements)), output, say=True)
     elif options.json:
-        written(to_safe_json(comparison_as_json(found, judgements), indent=1) + "\n", options.output)
+        write_output(to_safe_json(comparison_as_json(found, judgements), indent=1) + "\n", options.output)
     else:
-        written(as_text(build_document(found, judgements), options.output), options.output)
+        write_output(render_document(build_document(found, judgements), options.output), options.output)
     return exit_status_of(judgements)

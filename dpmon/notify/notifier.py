@@ -26,6 +26,7 @@ from dpmon.model.all_findings import find_all
 from dpmon.model.finding_text import Finding
 from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
+from dpmon.notify.run_notifications import Notification, NotificationFinder
 from dpmon.record.schema import SECOND
 from dpmon.report.health import LOST, assess_health
 from dpmon.report.report_data import analyze_run
@@ -38,7 +39,6 @@ from dpmon.run.run_signals import SUPERVISES
 from dpmon.sanitize import to_safe_json
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.start_supervisor import START_DIRECTORY
-from dpmon.tell.happened import Happened, Happenings
 
 EVERY_S = 2.0
 SHORT_S = 0.1
@@ -58,7 +58,7 @@ MOST_AT_ONCE = 4
 _MAX_LOG = 1 << 24
 
 
-class EventLog:
+class SentLog:
     """The ids of the told events. Only one process at a time has the file: it holds its lock."""
 
     def __init__(self, fd: int) -> None:
@@ -78,16 +78,16 @@ class EventLog:
         self.ids[name] = None
 
 
-class _Running(NamedTuple):
+class _RunningCommand(NamedTuple):
     process: subprocess.Popen[bytes]
     type: str
     since_s: float
 
 
-class EventCommands:
+class NotificationCommands:
     """Starts the command for one event after the other."""
 
-    def __init__(self, directory: Path, info: RunInfo, log: EventLog, command: Sequence[str]) -> None:
+    def __init__(self, directory: Path, info: RunInfo, log: SentLog, command: Sequence[str]) -> None:
         self._directory = directory
         self._info = info
         self._command = command
@@ -96,8 +96,8 @@ class EventCommands:
             name: value for name, value in os.environ.items() if name not in (SUPERVISES, START_DIRECTORY)
         }
         self._start_directory = os.environ.get(START_DIRECTORY, "/")
-        self._waiting: list[Happened] = []
-        self._running: list[_Running] = []
+        self._waiting: list[Notification] = []
+        self._running: list[_RunningCommand] = []
         self._killed: list[subprocess.Popen[bytes]] = []
         self._complained = False
 
@@ -106,12 +106,12 @@ class EventCommands:
         """Whether events wait or commands run."""
         return bool(self._waiting or self._running)
 
-    def tell(self, events: Iterable[Happened]) -> None:
+    def notify(self, events: Iterable[Notification]) -> None:
         """Tell those of the events that were not told before. Replaces events that still wait."""
         self._waiting = [event for event in events if event.id_in(self._info.id) not in self._log.ids]
-        self.look()
+        self.poll()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Start commands, and end those that take too long. Never waits."""
         now = time.monotonic()
         for each in list(self._running):
@@ -123,26 +123,26 @@ class EventCommands:
                 with contextlib.suppress(OSError):
                     os.killpg(each.process.pid, signal.SIGKILL)
                 self._killed.append(each.process)
-                self._complain(f"it was killed after {LIMIT_S:.0f} s ({each.type})")
+                self._warn_once(f"it was killed after {LIMIT_S:.0f} s ({each.type})")
             elif status:
-                self._complain(f"it ended with status {status} ({each.type})")
+                self._warn_once(f"it ended with status {status} ({each.type})")
         self._killed = [process for process in self._killed if process.poll() is None]
         while self._waiting and len(self._running) < MOST_AT_ONCE:
             if self._running and now < self._running[-1].since_s + IN_TURN_S:
                 return
             self._start(self._waiting.pop(0), now)
 
-    def _start(self, event: Happened, now: float) -> None:
+    def _start(self, event: Notification, now: float) -> None:
         name = event.id_in(self._info.id)
         try:
             self._log.add(name)
         except OSError as error:  # the next look tries again
-            self._complain(f"not started, because {event.type} cannot be recorded: {error.strerror}")
+            self._warn_once(f"not started, because {event.type} cannot be recorded: {error.strerror}")
             return
         try:
             fd = os.memfd_create("event")  # neither a full pipe nor a full disk stops it
             with open(fd, "w+b") as body:
-                body.write(to_safe_json(envelope(event, name, self._info)).encode() + b"\n")
+                body.write(to_safe_json(to_cloudevent(event, name, self._info)).encode() + b"\n")
                 body.seek(0)
                 process = subprocess.Popen(
                     self._command,
@@ -154,18 +154,18 @@ class EventCommands:
                     start_new_session=True,
                 )
         except OSError as error:
-            self._complain(f"it cannot be started: {error.strerror or error}")
+            self._warn_once(f"it cannot be started: {error.strerror or error}")
             return
-        self._running.append(_Running(process, event.type, now))
+        self._running.append(_RunningCommand(process, event.type, now))
 
-    def _complain(self, text: str) -> None:
+    def _warn_once(self, text: str) -> None:
         """Warn once: a command that fails once mostly fails always."""
         if not self._complained:
             self._complained = True
             add_note(self._directory, f"the event command {self._command[0]}: {text}")
 
 
-def envelope(event: Happened, name: str, info: RunInfo) -> dict[str, object]:
+def to_cloudevent(event: Notification, name: str, info: RunInfo) -> dict[str, object]:
     """An event in the form of CloudEvents 1.0 (https://github.com/cloudevents/spec)."""
     at = time.time() if event.at_s is None else info.started_unix + event.at_s
     return {
@@ -189,16 +189,16 @@ def main(directory_text: str, lock: str) -> None:
     command = load_settings(os.environ).on_event
     assert command is not None, "the supervisor starts this process only if there is a command"
     with closing(RunReader(directory)) as reader:
-        watch(reader, EventLog(fd), command)
+        run_until_end(reader, SentLog(fd), command)
 
 
-def watch(reader: RunReader, log: EventLog, command: Sequence[str]) -> None:
+def run_until_end(reader: RunReader, log: SentLog, command: Sequence[str]) -> None:
     """Tell the events of a run until it is over and its last command has ended."""
     directory, info = reader.directory, reader.info
-    commands = EventCommands(directory, info, log, command)
+    commands = NotificationCommands(directory, info, log, command)
     alive = info.options.get("alive_minutes")
     happenings, snapshots, state = (
-        Happenings(60.0 * alive if alive else None, log.ids),
+        NotificationFinder(60.0 * alive if alive else None, log.ids),
         SnapshotBuilder(),
         RunSnapshot(),
     )
@@ -223,14 +223,14 @@ def watch(reader: RunReader, log: EventLog, command: Sequence[str]) -> None:
         if now.end is None or over or alone:  # the end is told when its record is complete, or is not going to be
             over = over or now.end == LOST
             elapsed_s, does = (time.monotonic_ns() - info.start_ns) / SECOND, now.fields()
-            events = happenings.look(
+            events = happenings.find(
                 state, now, elapsed_s, [*found, ALONE] if alone and how is None and not over else found
             )
-            commands.tell(event._replace(data={**event.data, "health": does}) for event in events)
+            commands.notify(event._replace(data={**event.data, "health": does}) for event in events)
         again_at = began + (EVERY_S if how is None else SHORT_S)
         while commands.busy if over else time.monotonic() < again_at:
             time.sleep(SHORT_S)
-            commands.look()
+            commands.poll()
             if how is None and os.path.lexists(directory / EXIT_FILE):
                 break
         if over:

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import NoneType
 from typing import NamedTuple
 
-from dpmon.cli.commands import HEAD, ListedRun, follow, print_table
-from dpmon.cli.launch import metrics_file
+from dpmon.cli.commands import HEAD, ListedRun, attach_to_directory, print_table
+from dpmon.cli.launch import resolve_metrics_path
+from dpmon.cli.messages import print_message
 from dpmon.cli.options import UsageError
-from dpmon.cli.speak import speak
 from dpmon.mirror.mirror_run import find_or_create_mirror
 from dpmon.mirror.remote_hosts import (
     PLAIN,
@@ -57,7 +57,7 @@ _TYPES = {
 }
 
 
-class RunThere(NamedTuple):
+class RemoteRun(NamedTuple):
     """A run and the machine that listed it."""
 
     machine: RemoteHost
@@ -74,12 +74,12 @@ class RunThere(NamedTuple):
         return self.run.id[_STAMP:-_DIGITS]
 
     @property
-    def goes_on(self) -> bool:
+    def is_live(self) -> bool:
         """Whether its command runs, as far as its machine knows."""
         return self.run.status is None and self.run.unknown is None and self.run.state not in _OVER
 
 
-def named(options: argparse.Namespace) -> list[RemoteHost]:
+def hosts_from_options(options: argparse.Namespace) -> list[RemoteHost]:
     """The machines that the options name, each once; none if they name none. Raises UsageError and HostError."""
     keep_child_statuses()
     names = list(options.host or ())
@@ -96,17 +96,17 @@ def named(options: argparse.Namespace) -> list[RemoteHost]:
     return list({machine.name: machine for machine in found}.values())
 
 
-def runs_of(asked: Sequence[RemoteHost]) -> tuple[list[RunThere], dict[str, HostOutput]]:
+def list_remote_runs(asked: Sequence[RemoteHost]) -> tuple[list[RemoteRun], dict[str, HostOutput]]:
     """The runs of all machines by their start, each on one machine; and by machine, the answers that list no run."""
     found, answers = run_dpmon_on_hosts(asked, ("ls", "--json"))
-    listed: dict[str, list[RunThere]] = {}
+    listed: dict[str, list[RemoteRun]] = {}
     failed = {}
     for machine, answer in zip(found, answers, strict=True):
         lines = answer.lines
-        runs = [run for run in map(_read, lines) if run is not None]
+        runs = [run for run in map(_parse_listed_run, lines) if run is not None]
         for run in runs:
             if not run.machines:  # a mirror there has nothing of its own
-                listed.setdefault(run.id, []).append(RunThere(machine, run))
+                listed.setdefault(run.id, []).append(RemoteRun(machine, run))
         if answer.why:
             failed[machine.name] = answer
         elif lines and not runs:
@@ -122,7 +122,7 @@ def runs_of(asked: Sequence[RemoteHost]) -> tuple[list[RunThere], dict[str, Host
     return runs_there, failed
 
 
-def _read(line: bytes) -> ListedRun | None:
+def _parse_listed_run(line: bytes) -> ListedRun | None:
     """A line of `dpmon ls --json`; None for anything else, such as a banner."""
     try:
         data = load_json(line)
@@ -143,15 +143,17 @@ def _read(line: bytes) -> ListedRun | None:
     )
 
 
-def by_job(runs: Sequence[RunThere]) -> list[list[RunThere]]:
+def group_by_job(runs: Sequence[RemoteRun]) -> list[list[RemoteRun]]:
     """The runs of each job, or a single run whose job is unknown; the job with the newest run is the last."""
-    groups: dict[str, list[RunThere]] = {}
+    groups: dict[str, list[RemoteRun]] = {}
     for there in runs:
         groups.setdefault(there.job or there.run.id, []).append(there)
     return sorted(groups.values(), key=lambda group: group[-1].run.started_unix)
 
 
-def chosen(runs: Sequence[RunThere], what: str | None, slurm: str | None = None) -> dict[str, list[RunThere]]:
+def choose_job_runs(
+    runs: Sequence[RemoteRun], what: str | None, slurm: str | None = None
+) -> dict[str, list[RemoteRun]]:
     """The runs of the job `what`, else of the newest live job, else of the newest one, by machine.
 
     `what`: a job's id, or the name or id of one of its runs. While no job is known, the runs of that name belong
@@ -161,13 +163,13 @@ def chosen(runs: Sequence[RunThere], what: str | None, slurm: str | None = None)
     Those of its last start are chosen, by their number in the job: its live ones, else those that started with its
     newest one.
     """
-    groups = by_job(runs)
+    groups = group_by_job(runs)
     if slurm is not None:
         groups = [group for group in groups if f"{group[0].job}.".startswith(f"slurm {slurm.partition('.')[0]}.")]
-        if not groups and any(there.goes_on and not there.job for there in runs):
+        if not groups and any(there.is_live and not there.job for there in runs):
             return {}
     if what is not None:
-        groups = [group for group in groups if any(_is(there, what) for there in group)]
+        groups = [group for group in groups if any(_matches(there, what) for there in group)]
         if groups and not groups[-1][0].job:
             groups = [[there for group in groups for there in group if not there.job]]
     if not groups:
@@ -175,57 +177,59 @@ def chosen(runs: Sequence[RunThere], what: str | None, slurm: str | None = None)
             f"no machine that answered has a run {what or f'of job {slurm}'}: `dpmon ls` with the same machines lists"
             " their runs and jobs (a job is known once its ranks train)"
         )
-    live = [group for group in groups if any(there.goes_on for there in group)]
+    live = [group for group in groups if any(there.is_live for there in group)]
     known = [group for group in live if group[0].job]
     if what is None and not known and len({there.machine.name for group in live for there in group}) > 1:
         return {}
-    by_machine: dict[str, list[RunThere]] = {}
+    by_machine: dict[str, list[RemoteRun]] = {}
     for there in (known or live or groups)[-1]:
         by_machine.setdefault(there.machine.name, []).append(there)
-    return {name: _last_start(same) for name, same in by_machine.items()}
+    return {name: _newest_start(same) for name, same in by_machine.items()}
 
 
-def _last_start(runs: Sequence[RunThere]) -> list[RunThere]:
+def _newest_start(runs: Sequence[RemoteRun]) -> list[RemoteRun]:
     newest = runs[-1].run.started_unix
-    live = [one for one in runs if one.goes_on]
+    live = [one for one in runs if one.is_live]
     last = live or [one for one in runs if one.run.started_unix > newest - _TOGETHER_S]
     return sorted(last, key=lambda one: one.run.node or 0)
 
 
-def _is(there: RunThere, what: str) -> bool:
+def _matches(there: RemoteRun, what: str) -> bool:
     run = there.run
     return what in (run.id, run.name, there.name, there.job, there.job.partition(" ")[2])
 
 
 def attach(options: argparse.Namespace) -> int:
     """Show the runs of one job on several machines as one run."""
-    directory, commands = _mirrored(options, named(options))
-    os.environ["DPMON_METRICS"] = metrics_file(options.metrics) or ""
+    directory, commands = _find_or_create_mirror(options, hosts_from_options(options))
+    os.environ["DPMON_METRICS"] = resolve_metrics_path(options.metrics) or ""
     mirror, until = ensure_supervisor(directory, commands), time.monotonic() + _START_S
     # Once it is named in run.json, what looks after it knows it, and replaces it if it is killed.
     while mirror.is_running and not has_live_supervisor(load_info(directory)) and time.monotonic() < until:
         time.sleep(0.02)
-    return follow(directory, options, commands)
+    return attach_to_directory(directory, options, commands)
 
 
-def _mirrored(options: argparse.Namespace, asked: Sequence[RemoteHost]) -> tuple[Path, list[list[str]]]:
+def _find_or_create_mirror(options: argparse.Namespace, asked: Sequence[RemoteHost]) -> tuple[Path, list[list[str]]]:
     """The local run that mirrors the chosen job, which is made unless there is one, and the commands of its machines.
 
     RunError if no machine has a run.
     """
     until = time.monotonic() + _JOB_S
-    on_machine: dict[str, list[RunThere]] = {}
+    on_machine: dict[str, list[RemoteRun]] = {}
     while not on_machine:
-        runs, failed = runs_of(asked)
+        runs, failed = list_remote_runs(asked)
         for name, answer in failed.items():
-            speak(f"{name}: {answer.why}")
+            print_message(f"{name}: {answer.why}")
         if not runs:
-            raise RunError(_no_run(len(asked) - len(failed)))
-        on_machine = chosen(runs, options.run, options.slurm)
+            raise RunError(_no_run_error(len(asked) - len(failed)))
+        on_machine = choose_job_runs(runs, options.run, options.slurm)
         if not on_machine and time.monotonic() > until:
             raise RunError(f"no run has said yet which job it belongs to: give its name, such as {runs[-1].run.name}")
         if not on_machine:
-            speak("no run has said yet which job it belongs to: waiting until one trains (or give the name of a run)")
+            print_message(
+                "no run has said yet which job it belongs to: waiting until one trains (or give the name of a run)"
+            )
             time.sleep(_ASK_AGAIN_S)
     chosen_runs = [there for same in on_machine.values() for there in same]
     # Look for dpmon where it is on another machine that is reached in the same way.
@@ -239,16 +243,20 @@ def _mirrored(options: argparse.Namespace, asked: Sequence[RemoteHost]) -> tuple
         if name in failed and not failed[name].for_good:
             if job != JOB and PLAIN.fullmatch(job) and len(chosen_runs) == len(on_machine):
                 ways.append([name, job, *machine._replace(dpmon=place).command_prefix])
-                speak(f"{name}: dpmon tries again, and shows it when it answers")
+                print_message(f"{name}: dpmon tries again, and shows it when it answers")
             else:
-                speak(f"{name}: it is unknown which of its runs belongs to this job: attach again when it answers")
+                print_message(
+                    f"{name}: it is unknown which of its runs belongs to this job: attach again when it answers"
+                )
         elif name not in on_machine and name not in failed:
-            speak(f"{name}: it has no run of this job, so it is not shown")
+            print_message(f"{name}: it has no run of this job, so it is not shown")
     age_s = max(there.run.seconds for there in chosen_runs)
-    return find_or_create_mirror(chosen_runs[0].name, ways, max(age_s, 0.0), metrics_file(options.metrics)), ways
+    return find_or_create_mirror(
+        chosen_runs[0].name, ways, max(age_s, 0.0), resolve_metrics_path(options.metrics)
+    ), ways
 
 
-def _no_run(answered: int) -> str:
+def _no_run_error(answered: int) -> str:
     return (
         f"no run on {format_count_with_noun(answered, 'machine')} that answered" if answered else "no machine answered"
     )
@@ -258,9 +266,9 @@ def ls(options: argparse.Namespace) -> int:
     """List the runs of all machines, those of a job together; return 1 if a machine did not answer, else 0."""
     if options.script is not None:
         raise UsageError("--script shows the runs of this machine only")
-    asked = named(options)
-    runs, failed = runs_of(asked)
-    ordered = [there for group in by_job(runs) for there in group]
+    asked = hosts_from_options(options)
+    runs, failed = list_remote_runs(asked)
+    ordered = [there for group in group_by_job(runs) for there in group]
     if options.json:
         for there in ordered:
             print(to_safe_json({"machine": there.machine.name, **there.run._asdict()}))
@@ -268,13 +276,13 @@ def ls(options: argparse.Namespace) -> int:
             print(to_safe_json({"machine": name, "why": answer.why}))
         return int(bool(failed))
     rows = [
-        (truncate(sanitize_line(there.job) or "-", _JOB_CELLS), there.machine.name, *there.run.row())
+        (truncate(sanitize_line(there.job) or "-", _JOB_CELLS), there.machine.name, *there.run.table_cells())
         for there in ordered
     ]
     if rows:
-        print_table([("JOB", "MACHINE", *HEAD), *rows], [[], *(there.run.below() for there in ordered)])
+        print_table([("JOB", "MACHINE", *HEAD), *rows], [[], *(there.run.detail_lines() for there in ordered)])
     for name, answer in failed.items():
-        speak(f"{name}: {answer.why}")
+        print_message(f"{name}: {answer.why}")
     if not rows and len(asked) > len(failed):
-        speak(_no_run(len(asked) - len(failed)))
+        print_message(_no_run_error(len(asked) - len(failed)))
     return int(bool(failed))

@@ -51,7 +51,7 @@ _STILL = {STALLED: "the run is stalled", ENDED: "the run is ending"}
 """States in which no time is left, and no rank holds the others up."""
 
 
-class LineFile:
+class NonBlockingLineFile:
     """A file, a pipe or a descriptor for lines; writing never waits for the reader."""
 
     def __init__(self, path: str) -> None:
@@ -89,7 +89,7 @@ class LineFile:
         return True
 
 
-class Lines:
+class StatusStream:
     """Watches one run and passes its lines to `write`, which returns whether it took them."""
 
     def __init__(self, reader: RunReader, write: Callable[[bytes], bool]) -> None:
@@ -100,43 +100,43 @@ class Lines:
         self._due = 0.0
         self._skipped = 0
 
-    def tick(self, now: float) -> None:
+    def write_if_due(self, now: float) -> None:
         """Write a line if one is due; `now`: monotonic s."""
         if now < self._due:
             return
         # Lines stay EVERY_S apart, however long one takes. After a longer delay, one line replaces the missed ones.
         self._due = self._due + EVERY_S if now < self._due + EVERY_S else now + EVERY_S
-        self._take()
-        self._put_status()
+        self._read_snapshot()
+        self._write_status()
 
-    def end(self, how: ExitInfo | None) -> None:
+    def write_final(self, how: ExitInfo | None) -> None:
         """Write the last lines: the final status and the exit."""
         try:
-            self._take(over=True)
-            self._put_status()
+            self._read_snapshot(over=True)
+            self._write_status()
         finally:
-            self._put_exit(how)
+            self._write_exit(how)
 
-    def _put_exit(self, how: ExitInfo | None) -> None:
+    def _write_exit(self, how: ExitInfo | None) -> None:
         members: dict[str, object] = {"kind": "exit", "run": self._reader.info.id}
         members["t_s"] = None if how is None else how.seconds
         members |= {name: getattr(how, name, None) for name in ("status", "signal")}
-        self._put({**members, "absent": {"status": "how it ended is unknown"}} if how is None else members)
+        self._write_object({**members, "absent": {"status": "how it ended is unknown"}} if how is None else members)
         self._reader.close()
 
-    def _take(self, over: bool = False) -> None:
+    def _read_snapshot(self, over: bool = False) -> None:
         with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
             ended = ended_processes(self._reader.activities())
             self._state = self._snapshots.build(
                 store, SnapshotRequest(span_s=0, over=True) if over else SnapshotRequest(), ended
             )
 
-    def _put_status(self) -> None:
+    def _write_status(self) -> None:
         now_ns = time.monotonic_ns() - self._reader.refresh().start_ns
         members = status_members(self._reader, self._state, assess_health(self._reader, self._state), now_ns)
-        self._put({"kind": "status", **members})
+        self._write_object({"kind": "status", **members})
 
-    def _put(self, members: dict[str, object]) -> None:
+    def _write_object(self, members: dict[str, object]) -> None:
         members["skipped"] = self._skipped
         line = to_safe_json(replace_nonfinite(members), separators=(",", ":")).encode() + b"\n"
         self._skipped = 0 if self._write(line) else self._skipped + 1
@@ -256,7 +256,7 @@ def _rank(process: Process) -> dict[str, object]:
 # ------------------------------------------------------------------------------------------------ progress
 
 
-class ProgressLines:
+class ProgressReporter:
     """Makes lines of progress, with the figures that a screen would show."""
 
     def __init__(self, reader: RunReader) -> None:
@@ -275,9 +275,9 @@ class ProgressLines:
         if focus is None or step is None or step.start_ns + step.wall_ns <= self._last_ns:
             return assess_live_run(self._reader, state, now_ns).sentence(now_ns / 1e9)
         self._last_ns = step.start_ns + step.wall_ns
-        return self._stepped(state, focus, step.step)
+        return self._format_step_line(state, focus, step.step)
 
-    def _stepped(self, state: RunSnapshot, focus: Process, step: int) -> str:
+    def _format_step_line(self, state: RunSnapshot, focus: Process, step: int) -> str:
         where = format_progress(focus.progress)
         parts = [f"step {format_count(step)}", *([where] if where else [])]
         if (count := len(state.training_processes)) > 1:

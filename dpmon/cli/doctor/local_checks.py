@@ -40,17 +40,17 @@ class Check(NamedTuple):
     remedy: str | None = None
 
 
-def ok(name: str, found: str) -> Check:
+def passed_check(name: str, found: str) -> Check:
     """A check without a fault."""
     return Check(name, OK, found)
 
 
-def warning(name: str, found: str, remedy: str) -> Check:
+def warning_check(name: str, found: str, remedy: str) -> Check:
     """A fault that limits dpmon."""
     return Check(name, WARNING, found, remedy)
 
 
-def problem(name: str, found: str, remedy: str) -> Check:
+def failed_check(name: str, found: str, remedy: str) -> Check:
     """A fault that stops dpmon."""
     return Check(name, PROBLEM, found, remedy)
 
@@ -58,47 +58,49 @@ def problem(name: str, found: str, remedy: str) -> Check:
 # ------------------------------------------------------------------------------------------------ terminal
 
 
-def terminal(environ: Mapping[str, str]) -> Iterator[Check]:
+def check_terminal(environ: Mapping[str, str]) -> Iterator[Check]:
     """Size, colours and characters."""
     missing = [name for fd, name in enumerate(("stdin", "stdout", "stderr")) if not os.isatty(fd)]
     if missing:
-        yield ok("terminal", f"none at {', '.join(missing)}: dpmon runs without a screen (headless)")
+        yield passed_check("terminal", f"none at {', '.join(missing)}: dpmon runs without a screen (headless)")
     elif environ.get("TERM", "dumb") in ("", "dumb"):
-        yield warning(
+        yield warning_check(
             "terminal", "TERM is dumb or not set: no screen can be drawn", "set TERM, for example to xterm-256color"
         )
     else:
-        yield _size()
-        yield _colours(environ)
-    yield _characters()
+        yield _check_size()
+        yield _check_colors(environ)
+    yield _check_encoding()
 
 
-def _size() -> Check:
+def _check_size() -> Check:
     size = shutil.get_terminal_size((0, 0))
     found = f"{size.columns}x{size.lines}"
     if size.columns < FULL_SIZE[0] or size.lines < FULL_SIZE[1]:
-        return warning("terminal", f"{found} is small: panels are cut or hidden", "use 80x24 or more, best 110x27")
-    return ok("terminal", found)
+        return warning_check(
+            "terminal", f"{found} is small: panels are cut or hidden", "use 80x24 or more, best 110x27"
+        )
+    return passed_check("terminal", found)
 
 
-def _colours(environ: Mapping[str, str]) -> Check:
+def _check_colors(environ: Mapping[str, str]) -> Check:
     if environ.get("NO_COLOR"):
-        return ok("colours", "none: NO_COLOR is set")
+        return passed_check("colours", "none: NO_COLOR is set")
     term = environ.get("TERM", "")
     if environ.get("COLORTERM", "") in ("truecolor", "24bit"):
-        return ok("colours", f"16 million (TERM={term})")
+        return passed_check("colours", f"16 million (TERM={term})")
     if "256" in term or "direct" in term:
-        return ok("colours", f"256 (TERM={term})")
-    return warning(
+        return passed_check("colours", f"256 (TERM={term})")
+    return warning_check(
         "colours", f"16 (TERM={term})", "if the terminal has more: TERM=xterm-256color, in tmux tmux-256color"
     )
 
 
-def _characters() -> Check:
+def _check_encoding() -> Check:
     encoding = locale.getpreferredencoding(False)
     if encoding.upper().replace("-", "") == "UTF8":
-        return ok("characters", "UTF-8")
-    return warning(
+        return passed_check("characters", "UTF-8")
+    return warning_check(
         "characters",
         f"{encoding}: charts cannot be drawn with blocks",
         "export LC_ALL=C.UTF-8 (or another UTF-8 locale)",
@@ -108,12 +110,12 @@ def _characters() -> Check:
 # ------------------------------------------------------------------------------------------------ state directory
 
 
-def state_directory() -> Iterator[Check]:
+def check_state_directory() -> Iterator[Check]:
     """Whether runs can be stored: the directory exists, is writable, private, and has space."""
     try:
         usual = runs_directory()
     except RunError as error:
-        yield problem("state", str(error), "set XDG_STATE_HOME, or HOME, to an absolute path")
+        yield failed_check("state", str(error), "set XDG_STATE_HOME, or HOME, to an absolute path")
         return
     elsewhere = "set XDG_STATE_HOME to a directory of yours on a local disk"
     runs, *others = [place for place in (usual, *fallback_directories()) if network_file_system(place) is None] or [
@@ -122,73 +124,73 @@ def state_directory() -> Iterator[Check]:
     if (kind := network_file_system(usual)) is not None:
         found = f"{usual} is on a network file system ({kind})"
         if runs == usual:
-            yield problem("state", f"{found}, and so are /var/tmp, $TMPDIR and /dev/shm", elsewhere)
+            yield failed_check("state", f"{found}, and so are /var/tmp, $TMPDIR and /dev/shm", elsewhere)
             return
-        yield warning("state", f"{found}: runs are kept in {runs}", elsewhere)
+        yield warning_check("state", f"{found}: runs are kept in {runs}", elsewhere)
     place = next(path for path in (runs, *runs.parents) if path.exists())
     try:
         info = os.stat(place)
         if place == runs and info.st_uid != os.getuid():
-            yield problem("state", f"{runs} belongs to another user", elsewhere)
+            yield failed_check("state", f"{runs} belongs to another user", elsewhere)
             return
         with tempfile.NamedTemporaryFile(dir=place, prefix=".dpmon-doctor-") as file:
             os.posix_fallocate(file.fileno(), 0, 1 << 16)
     except OSError as error:
         why = f"{place} cannot be written: {error.strerror or error}"
         if others:
-            yield warning("state", f"{why}; runs are kept in {others[0]}, which may be temporary", elsewhere)
+            yield warning_check("state", f"{why}; runs are kept in {others[0]}, which may be temporary", elsewhere)
         else:
-            yield problem("state", why, elsewhere)
+            yield failed_check("state", why, elsewhere)
         return
     if place == runs and info.st_mode & 0o077:
         found = f"{runs} is open to others ({stat.filemode(info.st_mode)})"
-        yield warning("state", found, "the next run makes it private; or chmod 700")
+        yield warning_check("state", found, "the next run makes it private; or chmod 700")
     else:
-        yield ok("state", str(runs) if place == runs else f"{runs} (the first run creates it)")
-    yield _space(place, elsewhere)
+        yield passed_check("state", str(runs) if place == runs else f"{runs} (the first run creates it)")
+    yield _check_free_space(place, elsewhere)
 
 
-def _space(place: Path, elsewhere: str) -> Check:
+def _check_free_space(place: Path, elsewhere: str) -> Check:
     free = shutil.disk_usage(place).free
     if free < LITTLE_SPACE:
-        return problem(
+        return failed_check(
             "disk", f"{format_bytes(free)} free: a run's record may not fit", f"free some space, or {elsewhere}"
         )
     if free < SOME_SPACE:
-        return warning(
+        return warning_check(
             "disk", f"{format_bytes(free)} free: room for a few runs (256 MiB each at most)", "free some space"
         )
-    return ok("disk", f"{format_bytes(free)} free")
+    return passed_check("disk", f"{format_bytes(free)} free")
 
 
 # ------------------------------------------------------------------------------------------------ shared memory
 
 
-def shared_memory(place: Path = Path("/dev/shm")) -> Check:
+def check_shared_memory(place: Path = Path("/dev/shm")) -> Check:
     """Whether DataLoader workers have room for their batches."""
     try:
         usage = shutil.disk_usage(place)
     except OSError as error:
         remedy = "DataLoader workers need it: mount a tmpfs there"
-        return warning("/dev/shm", f"cannot be used: {error.strerror}", remedy)
+        return warning_check("/dev/shm", f"cannot be used: {error.strerror}", remedy)
     found = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} free"
     if usage.free < LITTLE_SHM:
         remedy = "DataLoader workers pass batches through it: docker run --shm-size=8g, or --ipc=host"
-        return warning("/dev/shm", found, remedy)
-    return ok("/dev/shm", found)
+        return warning_check("/dev/shm", found, remedy)
+    return passed_check("/dev/shm", found)
 
 
 # ------------------------------------------------------------------------------------------------ logging out
 
 
-def logout() -> Check:
+def check_logout() -> Check:
     """Whether systemd's logind ends a user's processes when the last session closes."""
     kills = _kill_user_processes()
     if kills is None:
-        return ok("logging out", "no systemd-logind here that could end processes")
+        return passed_check("logging out", "no systemd-logind here that could end processes")
     if not kills:
-        return ok("logging out", "processes go on when you log out")
-    return warning(
+        return passed_check("logging out", "processes go on when you log out")
+    return warning_check(
         "logging out",
         "systemd-logind ends your processes when you log out (KillUserProcesses=yes)",
         f"loginctl enable-linger {pwd.getpwuid(os.getuid()).pw_name}, then: systemd-run --user --scope dpmon ...",
@@ -197,14 +199,14 @@ def logout() -> Check:
 
 def _kill_user_processes() -> bool | None:
     """The setting of the running logind; None without logind."""
-    reply = _asked(
+    reply = _command_output(
         "busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1",
         "org.freedesktop.login1.Manager", "KillUserProcesses",
     )  # fmt: skip
     return reply == "b true" if reply in ("b true", "b false") else None
 
 
-def _asked(*command: str) -> str | None:
+def _command_output(*command: str) -> str | None:
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_S)
     except (OSError, subprocess.TimeoutExpired):

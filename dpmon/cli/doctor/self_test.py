@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpmon.cli.doctor.machine import Check, ok, problem, warning
+from dpmon.cli.doctor.local_checks import Check, failed_check, passed_check, warning_check
 from dpmon.errors import HistoryError
 from dpmon.record.record_types import Call
 from dpmon.run import proc
@@ -58,7 +58,7 @@ _REMEDIES = (
 
 
 @dataclass
-class _TrialResults:
+class _SelfTestResults:
     """The results of the child and the sampler."""
 
     facts: dict[str, object] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class _TrialResults:
     devices: dict[int, str] = field(default_factory=dict)
     absent: str | None = _NOT_YET
 
-    def take(self, kind: str, data: Mapping[str, Any]) -> None:
+    def add_sample(self, kind: str, data: Mapping[str, Any]) -> None:
         """Take a sample of the host or a GPU, on a thread of the sampler."""
         if kind == "device":
             self.devices[data["index"]] = data["name"] or "GPU without a name"
@@ -78,28 +78,30 @@ class _TrialResults:
             self.absent = data["gpu_absent"]
 
 
-def trial(python: str | None, environ: Mapping[str, str]) -> Iterator[Check]:
+def run_self_test(python: str | None, environ: Mapping[str, str]) -> Iterator[Check]:
     """Run the trial with the Python that would run a script (`python`: the value of --python)."""
     try:
         chosen: str | None = choose_python(python, environ)
     except CommandError as error:
         chosen = None
         found, _, remedy = str(error).partition(": ")
-        yield problem("Python", found, remedy or "choose another with --python")
+        yield failed_check("Python", found, remedy or "choose another with --python")
     try:
         with tempfile.TemporaryDirectory(prefix="dpmon-doctor-") as name:
-            seen = _try(Path(name), chosen, environ)
+            seen = _run_in_directory(Path(name), chosen, environ)
     except (OSError, RunError) as error:
-        yield problem("trial", f"no directory for the trial: {error}", "free some space in the directory of TMPDIR")
+        yield failed_check(
+            "trial", f"no directory for the trial: {error}", "free some space in the directory of TMPDIR"
+        )
         return
     if chosen is not None:
-        yield from _python(chosen, seen)
-    yield _gpu(seen)
+        yield from _check_python(chosen, seen)
+    yield _check_nvml(seen)
     if seen.facts:
-        yield from _cuda(seen)
+        yield from _check_cuda(seen)
 
 
-def _try(directory: Path, python: str | None, environ: Mapping[str, str]) -> _TrialResults:
+def _run_in_directory(directory: Path, python: str | None, environ: Mapping[str, str]) -> _SelfTestResults:
     info = RunInfo(
         id=directory.name, name="doctor", command=(python or "",), script="doctor", cwd="/", python=python,
         started_unix=time.time(), start_ns=time.monotonic_ns(), boot_id=proc.boot_id(), headless=True,
@@ -108,8 +110,8 @@ def _try(directory: Path, python: str | None, environ: Mapping[str, str]) -> _Tr
     write_info(directory, info)
     from dpmon.gpu.device_sampler import DeviceSampler
 
-    seen = _TrialResults()
-    sampler = DeviceSampler(seen.take, lambda: None)
+    seen = _SelfTestResults()
+    sampler = DeviceSampler(seen.add_sample, lambda: None)
     sampler.start()
     until = time.monotonic() + NVML_S
     try:
@@ -119,14 +121,14 @@ def _try(directory: Path, python: str | None, environ: Mapping[str, str]) -> _Tr
             time.sleep(0.05)
     finally:
         sampler.stop()
-    _read(seen, directory)
+    _read_record(seen, directory)
     seen.warnings += WarningsLog(directory).read_new()
     stage = RunReader(directory).startup_stage()
     seen.stage = None if stage is None else stage[0]
     return seen
 
 
-def _run_child(seen: _TrialResults, python: str, directory: Path, info: RunInfo, environ: Mapping[str, str]) -> None:
+def _run_child(seen: _SelfTestResults, python: str, directory: Path, info: RunInfo, environ: Mapping[str, str]) -> None:
     script = directory / "child.py"
     script.write_text(_CHILD)
     began = time.monotonic()
@@ -156,7 +158,7 @@ def _run_child(seen: _TrialResults, python: str, directory: Path, info: RunInfo,
         seen.failure = "its output contains other text: something in this Python prints at startup"
 
 
-def _read(seen: _TrialResults, directory: Path) -> None:
+def _read_record(seen: _SelfTestResults, directory: Path) -> None:
     with suppress(HistoryError), open_store(directory) as store:
         processes = {ring.process for ring in store.rings.values() if ring.process >= 0}
         seen.calls = [call for process in processes for call in store.calls(_MAX_CALLS, process)]
@@ -166,68 +168,70 @@ def _read(seen: _TrialResults, directory: Path) -> None:
 # ------------------------------------------------------------------------------------------------ results
 
 
-def _python(chosen: str, seen: _TrialResults) -> Iterator[Check]:
+def _check_python(chosen: str, seen: _SelfTestResults) -> Iterator[Check]:
     if seen.failure:
-        yield problem("Python", f"{chosen}: {seen.failure}", "try it by hand: PYTHON -c 'import torch'")
+        yield failed_check("Python", f"{chosen}: {seen.failure}", "try it by hand: PYTHON -c 'import torch'")
         return
     facts = seen.facts
-    yield ok("Python", f"{facts.get('python')} ({chosen})")
+    yield passed_check("Python", f"{facts.get('python')} ({chosen})")
     version = str(facts.get("torch"))
-    if _numbers(version) < _OLDEST_TORCH:
-        yield warning("torch", f"{version} is older than 2.4: tracing may fail", "install a newer torch")
+    if _version_tuple(version) < _OLDEST_TORCH:
+        yield warning_check("torch", f"{version} is older than 2.4: tracing may fail", "install a newer torch")
     else:
-        yield ok("torch", version)
+        yield passed_check("torch", version)
     if [(call.root, call.rows) for call in seen.calls] == [("Linear", 3)] * 2:
-        yield ok("tracing", f"a child's calls are in its record ({seen.seconds:.1f} s, with the import of torch)")
+        yield passed_check(
+            "tracing", f"a child's calls are in its record ({seen.seconds:.1f} s, with the import of torch)"
+        )
     elif seen.warnings:
-        yield problem("tracing", seen.warnings[0], "install a version of dpmon that supports this torch")
+        yield failed_check("tracing", seen.warnings[0], "install a version of dpmon that supports this torch")
     elif seen.stage is None:
-        yield problem(
+        yield failed_check(
             "tracing",
             "dpmon's sitecustomize did not run in the child",
             "PYTHONPATH must reach the child: use neither -I nor -E, nor a wrapper that clears the environment",
         )
     else:
-        yield problem(
+        yield failed_check(
             "tracing",
             f"the child ran ({seen.stage}), but its calls are not in the record",
             "report this as a bug, with the output of `pip list`",
         )
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _version_tuple(version: str) -> tuple[int, ...]:
     numbers = version.split("+")[0].split(".")[:2]
     return tuple(int(part) for part in numbers if part.isdecimal())
 
 
-def _gpu(seen: _TrialResults) -> Check:
+def _check_nvml(seen: _SelfTestResults) -> Check:
     if seen.devices:
         names = ", ".join(f"{index}: {name}" for index, name in sorted(seen.devices.items())[:8])
         more = f" and {len(seen.devices) - 8} more" if len(seen.devices) > 8 else ""
-        return ok("NVML", f"{names}{more}")
+        return passed_check("NVML", f"{names}{more}")
     reason = seen.absent or "NVML lists no GPU"
     if reason == _NOT_YET:
         reason = f"NVML did not answer within {NVML_S:.0f} s"
     remedy = next((text for words, text in _REMEDIES if words in reason), "nvidia-smi may show details")
-    return warning("NVML", f"no GPU to watch: {reason}", remedy)
+    return warning_check("NVML", f"no GPU to watch: {reason}", remedy)
 
 
-def _cuda(seen: _TrialResults) -> Iterator[Check]:
+def _check_cuda(seen: _SelfTestResults) -> Iterator[Check]:
     facts = seen.facts
     count = facts.get("count") or 0
     if count:
-        yield ok("CUDA", f"torch sees {count} GPU{'s' if count != 1 else ''}")
+        yield passed_check("CUDA", f"torch sees {count} GPU{'s' if count != 1 else ''}")
     elif seen.devices and not facts.get("cuda") and not facts.get("hip"):
-        yield warning("CUDA", "there are GPUs, but this torch is built for CPUs only", "install torch with CUDA")
+        yield warning_check("CUDA", "there are GPUs, but this torch is built for CPUs only", "install torch with CUDA")
     elif seen.devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         visible_words = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
-        yield warning(
+        yield warning_check(
             "CUDA",
             f"there are GPUs, but torch sees none{visible_words}",
             "python -c 'import torch as t; t.cuda.init()' prints why",
         )
     elif shutil.which("rocm-smi") and facts.get("hip"):
-        yield warning("CUDA", "dpmon cannot watch an AMD GPU, only NVIDIA GPUs", "the training itself is traced")
+        yield warning_check("CUDA", "dpmon cannot watch an AMD GPU, only NVIDIA GPUs", "the training itself is traced")
     else:
-        yield ok("CUDA", "torch sees no GPU: dpmon runs data parallelism over virtual replicas on the CPU")
+        yield passed_check("CUDA", "torch sees no GPU: dpmon runs data parallelism over virtual replicas on the CPU")

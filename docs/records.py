@@ -13,8 +13,8 @@ _HEAD = """\
 
 This page lists every kind of record that `dpmon export` writes, with its fields. In JSON lines, each record is an
 object. In CSV, each kind is a table. [Export](reports-and-exports.md#export) describes the command, and
-[Tracing](tracing.md) describes how dpmon gets the values. The page is generated from `dpmon/record/record_specs.py` with
-`python docs/records.py > docs/records.md`.
+[Tracing](tracing.md) describes how dpmon gets the values. The page is generated from `dpmon/record/record_specs.py`
+with `python docs/records.py > docs/records.md`.
 
 - Every object has a field `kind`. An unknown field is null, and `absent` has the reason.
 - A field that ends in `_ms` is in milliseconds, and a time that ends in `_s` in seconds. `t_s` and `start_s` count from

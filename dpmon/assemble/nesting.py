@@ -79,7 +79,7 @@ class PhaseSums:
         self.mixed |= other.mixed
 
 
-Block: TypeAlias = tuple[Span, Sequence[Span], Sequence[int], "Inner | None"]
+Block: TypeAlias = tuple[Span, Sequence[Span], Sequence[int], "BlockContents | None"]
 """The outermost span, the spans of its calls, the optimizers that stepped, and the contents (or None)."""
 
 

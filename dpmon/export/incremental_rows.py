@@ -28,7 +28,7 @@ _READ_AS = {
     ("events", "process"): "ifnull(process, -1)",  # those of the supervisor have no process
     ("device_rollups", "device"): "device AS number",
 }
-"""Columns that have another type in the tables before theirs, under names of their type (`Door` in store/history_schema.py)."""
+"""Columns that have another type in the tables before theirs, under names of their type (see `CheckedConnection`)."""
 ROWS_S = 600
 """At its first connection, a reader gets the steps and samples of this time; of earlier time, what the figures need."""
 SINCE_S = {1: 120, 10: 1200, 60: 3 * 3600, 600: 86_400}

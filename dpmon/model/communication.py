@@ -398,7 +398,10 @@ def format_bandwidth(bytes_s: float) -> str:
 def _format_overlap(traffic: Communication, one: Wrapper) -> str:
     """The share of communication that the backward pass hid, from torch's own times of one iteration."""
     who = "" if one.rank is None else f", rank {one.rank}"
-    return f"{format_percent(traffic.hidden_share)} of {format_duration(one.comm_ns)} (torch: iteration {format_count(one.iteration)}{who})"
+    return (
+        f"{format_percent(traffic.hidden_share)} of {format_duration(one.comm_ns)}"
+        f" (torch: iteration {format_count(one.iteration)}{who})"
+    )
 
 
 def format_buckets(one: Wrapper) -> str:

@@ -55,8 +55,8 @@ def find_idle_devices(facts: RunAnalysis) -> Iterator[Finding]:
         if batch.rows is not None and batch.rows < batch.devices:
             yield Finding(
                 "small batch",
-                f"The batch of {batch.root} ({format_count_with_noun(batch.rows, 'row')}) is smaller than the {batch.devices}"
-                f" devices: {batch.idle} of them {'stays' if batch.idle == 1 else 'stay'} idle.",
+                f"The batch of {batch.root} ({format_count_with_noun(batch.rows, 'row')}) is smaller than the"
+                f" {batch.devices} devices: {batch.idle} of them {'stays' if batch.idle == 1 else 'stay'} idle.",
                 ground,
                 f"a batch of {batch.devices} rows or more, or fewer devices",
                 weight,
@@ -99,7 +99,8 @@ def _uneven_rows(root: str, replicas: list[ReplicaStats], devices: int) -> Itera
         yield Finding(
             "uneven",
             f"The replicas of {root} receive unequal shares: {', '.join(map(str, rows[:16]))} rows.",
-            f"the split most often seen over {format_count_with_noun(max(replica.calls for replica in replicas), 'call')}",
+            "the split most often seen over"
+            f" {format_count_with_noun(max(replica.calls for replica in replicas), 'call')}",
             f"a batch that {devices} divides: the fullest replica sets the pace",
             (1 - min(rows) / most) / len(replicas),
         )
@@ -123,7 +124,8 @@ def _uneven_times(root: str, replicas: list[ReplicaStats]) -> Iterator[Finding]:
             "uneven",
             f"Replica {slow.replica} of {root} ({slow.device}) takes {format_ratio(slowest, fastest)} as long"
             f" as replica {fast.replica} ({fast.device}).",
-            f"forward on the {where}, median {format_long_duration(slowest)} and {format_long_duration(fastest)}, equal rows",
+            f"forward on the {where}, median {format_long_duration(slowest)} and {format_long_duration(fastest)},"
+            " equal rows",
             "compare the devices: another process on that GPU, a slower link or model of GPU, lower clocks",
             1 - fastest / slowest,
         )
@@ -182,7 +184,8 @@ def find_throttling(facts: RunAnalysis) -> Iterator[Finding]:
         if share >= THROTTLED:
             yield Finding(
                 "throttled",
-                f"{_device_name(device, facts)} ran with lowered clocks in {format_percent(share)} of the samples: {reason}.",
+                f"{_device_name(device, facts)} ran with lowered clocks in {format_percent(share)} of the samples:"
+                f" {reason}.",
                 f"{count} of {device.throttle_samples} samples"
                 + (f", at most {device.temperature_max:.0f} °C" if device.temperature_max is not None else "")
                 + (f", {device.power_max:.0f} W" if device.power_max is not None else ""),

@@ -1,6 +1,7 @@
 """How far the training of a process is: its epoch, batch n of N, and the time left in the epoch. Pure.
 
-An epoch is a loop over a DataLoader with training steps (dpmon.store.loader_loops). The number of epochs to come is unknown.
+An epoch is a loop over a DataLoader with training steps (dpmon.store.loader_loops). The number of epochs to come is
+unknown.
 """
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ def find_invalid_losses(facts: RunAnalysis) -> Iterator[Finding]:
             "loss",
             f"The loss{process_suffix(first.process, facts)} is {LOSS_WORDS[repr(first.loss)]}: seen at {step}"
             f" ({first.place}).",
-            f"at {format_clock(first.t_ns)}; at most one loss a second is read, so an earlier step may be the first{also}",
+            f"at {format_clock(first.t_ns)}; at most one loss a second is read, so an earlier step may be the"
+            f" first{also}",
             "look at the last steps before it: the learning rate, a division by zero or log(0), half precision without"
             " a GradScaler; torch.autograd.set_detect_anomaly(True) names the operation",
             1.0,

@@ -206,7 +206,8 @@ def data_advice(mode: ModeStats, facts: RunAnalysis) -> str:
     median = None if fetch is None else fetch.median_ns
     mean = None if fetch is None or fetch.share is None or mode.mean_ns is None else fetch.share * mode.mean_ns
     if median and mean and mean >= FEW_TAKE_MOST * median:
-        few = f"a few fetches take most of the time (mean {format_long_duration(mean)}, median {format_long_duration(median)})"
+        times = f"mean {format_long_duration(mean)}, median {format_long_duration(median)}"
+        few = f"a few fetches take most of the time ({times})"
         if worker_restarts(facts, mode.process):
             return f"{few}, as the first of an epoch does after it starts workers: persistent_workers=True keeps them"
         return f"{few}: look for samples that take longer, a cold cache, a slow disk or network"
@@ -219,9 +220,9 @@ def data_advice(mode: ModeStats, facts: RunAnalysis) -> str:
     if host is not None and idle_processors(host) < ROOM:
         if host.own < WORKING * mode.phase_share("data") * max(len(facts.processes), 1):
             return (
-                f"more workers (DataLoader num_workers){_persistent_workers_hint(facts, mode.process)} if the fetches wait for a disk"
-                f" or network; otherwise end other work: the processors are {format_percent(host.cpu_pct / 100)} in use, but"
-                f" this run uses only {host.own:.1f} of {host.cpus}"
+                f"more workers (DataLoader num_workers){_persistent_workers_hint(facts, mode.process)} if the fetches"
+                " wait for a disk or network; otherwise end other work: the processors are"
+                f" {format_percent(host.cpu_pct / 100)} in use, but this run uses only {host.own:.1f} of {host.cpus}"
             )
         return (
             "less work for each sample (decoding, augmentation), or data prepared beforehand: the processors are"
@@ -230,8 +231,8 @@ def data_advice(mode: ModeStats, facts: RunAnalysis) -> str:
         )
     unknown = "" if facts.host is not None else ", if the processors have room"
     return (
-        f"more workers (DataLoader num_workers){unknown}{_persistent_workers_hint(facts, mode.process)}; less work for each sample;"
-        " data on a faster disk"
+        f"more workers (DataLoader num_workers){unknown}{_persistent_workers_hint(facts, mode.process)};"
+        " less work for each sample; data on a faster disk"
     )
 
 

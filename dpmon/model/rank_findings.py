@@ -93,9 +93,12 @@ def _find_alternating_waits(found: Communication) -> Iterator[Finding]:
     if share >= TURN_SHARE:
         yield Finding(
             "in turn",
-            f"The ranks wait for each other for {format_percent(share)} of the time of the steps, each time for another one.",
-            f"wait mean {format_long_duration(share * found.step_ns)}, step mean {format_long_duration(found.step_ns)} over"
-            f" {format_count_with_noun(found.step_count_with_waits, 'step')} of {len(waits)} ranks; no rank is the slowest unusually often",
+            f"The ranks wait for each other for {format_percent(share)} of the time of the steps, each time for another"
+            " one.",
+            f"wait mean {format_long_duration(share * found.step_ns)},"
+            f" step mean {format_long_duration(found.step_ns)}"
+            f" over {format_count_with_noun(found.step_count_with_waits, 'step')} of {len(waits)} ranks;"
+            " no rank is the slowest unusually often",
             "batches of equal work on all ranks: group samples of similar length, or pack them",
             min(share, 1.0),
             min(share, 1.0),
@@ -112,8 +115,8 @@ def _find_script_collectives(found: Communication) -> Iterator[Finding]:
     if len(shares) > 1 and least >= OWN_SHARE:
         yield Finding(
             "own collectives",
-            f"The ranks may wait for each other in the script's own {found.own_collective_names}: the script's own work (other)"
-            f" takes {format_percent(least)} of the step or more on every rank.",
+            f"The ranks may wait for each other in the script's own {found.own_collective_names}:"
+            f" the script's own work (other) takes {format_percent(least)} of the step or more on every rank.",
             f"{found.own_collective_names} outside the phases in the newest sampled steps",
             "compare the times of these collectives between ranks (dpmon export --kind collective, phase other): in a"
             " collective that blocks, the rank with the shortest time came last; with such calls after the optimizer's"
@@ -165,11 +168,12 @@ def _find_large_last_bucket(found: Communication) -> Iterator[Finding]:
     cap = "unknown" if one.bucket_cap_bytes is None else format_bytes(one.bucket_cap_bytes)
     yield Finding(
         "bucket",
-        f"The last bucket has {format_percent(sizes[-1] / whole)} of the gradients, and no computation is left to hide it."
+        f"The last bucket has {format_percent(sizes[-1] / whole)} of the gradients,"
+        " and no computation is left to hide it."
         if len(sizes) > 1
         else "All gradients are in one bucket, and no computation is left to hide it.",
-        f"{format_count_with_noun(len(sizes), 'bucket')}: {named}; exposed mean {format_long_duration(found.exposed_ns)},"
-        f" {format_percent(share)} of the step",
+        f"{format_count_with_noun(len(sizes), 'bucket')}: {named};"
+        f" exposed mean {format_long_duration(found.exposed_ns)}, {format_percent(share)} of the step",
         f"a smaller bucket_cap_mb (now {cap}), so that averaging begins earlier and the last bucket is small",
         share / 2,
     )
@@ -189,8 +193,8 @@ def _find_unneeded_sync(found: Communication) -> Iterator[Finding]:
     yield Finding(
         "accumulation",
         f"Gradients are averaged {times:.1f} times for each step of the optimizer.",
-        f"{format_count(synced)} synchronised backward passes, {format_count(unsynced)} under no_sync, {format_count(optimized)} steps with"
-        " an optimizer step",
+        f"{format_count(synced)} synchronised backward passes, {format_count(unsynced)} under no_sync,"
+        f" {format_count(optimized)} steps with an optimizer step",
         "if gradients accumulate: no_sync() around all backward passes but the last before the optimizer's step",
         min(max(lost, _SMALL), 1.0),
         min(lost, 1.0) if found.step_count_with_waits >= MIN_STEPS else None,
@@ -205,8 +209,8 @@ def _find_needless_unused_search(found: Communication) -> Iterator[Finding]:
             yield Finding(
                 "unused",
                 f"find_unused_parameters{named} is on, although every parameter is used.",
-                f"0 bytes unused in {format_count_with_noun(one.all_used, 'iteration')} checked by torch, up to iteration"
-                f" {format_count(one.iteration)}; {format_count_with_noun(found.steps, 'step')}",
+                f"0 bytes unused in {format_count_with_noun(one.all_used, 'iteration')} checked by torch,"
+                f" up to iteration {format_count(one.iteration)}; {format_count_with_noun(found.steps, 'step')}",
                 "find_unused_parameters=False, if every step uses them all: it saves a search of the graph in each",
                 _SMALL,
             )

@@ -49,7 +49,7 @@ class LoaderStart(NamedTuple):
 
 
 class ActiveMode(NamedTuple):
-    """The mode of a process, its devices and the reason; the fields are named as in dpmon.model.run_snapshot.Process."""
+    """The mode of a process, its devices and the reason; the fields are named as in model.run_snapshot.Process."""
 
     mode: str
     devices: tuple[str, ...] = ()

@@ -308,7 +308,8 @@ def straggler_sentence(found: Straggler, *, lately: bool) -> str:
 def delay_sentence(found: Straggler) -> str:
     """Which ranks the others wait for, how long and why."""
     holds, its = ("hold", "their") if found.is_group else ("holds", "its")
-    head = f"{found.name} {holds} the others up by {format_duration(found.excess_ns)} a step ({format_percent(found.share)})"
+    excess = f"{format_duration(found.excess_ns)} a step ({format_percent(found.share)})"
+    head = f"{found.name} {holds} the others up by {excess}"
     if found.phase is None:
         return f"{head}, in no single phase"
     what = "the script's own work (other)" if found.phase == "other" else f"{its} {found.phase}"

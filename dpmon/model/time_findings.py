@@ -98,7 +98,8 @@ def find_data_waits(facts: RunAnalysis) -> Iterator[Finding]:
         yield Finding(
             "data",
             f"{who} waits for data{mode_suffix(mode, facts)}: {format_percent(share)} of the time of its steps.",
-            f"data {format_phase_times(mode, 'data')}{on_device}; {format_sample_basis(mode)}{_affected_processes_text(mode, facts)}",
+            f"data {format_phase_times(mode, 'data')}{on_device};"
+            f" {format_sample_basis(mode)}{_affected_processes_text(mode, facts)}",
             data_advice(mode, facts),
             share,
             saves,
@@ -127,7 +128,8 @@ def find_slow_copies(facts: RunAnalysis) -> Iterator[Finding]:
         assert figures is not None
         yield Finding(
             "copy",
-            f"Copying to the GPU{rank_suffix(mode)}{mode_suffix(mode, facts)} takes {format_percent(share)} of the time of its steps.",
+            f"Copying to the GPU{rank_suffix(mode)}{mode_suffix(mode, facts)} takes {format_percent(share)}"
+            " of the time of its steps.",
             f"copy on the device median {format_long_duration(figures.device_ns)}, on the host"
             f" {format_phase_times(mode, 'copy')}; {format_sample_basis(mode)}",
             copy_advice(facts, mode.process),
@@ -178,8 +180,10 @@ def find_dp_overhead(facts: RunAnalysis) -> Iterator[Finding]:
         if share >= COPY_SHARE:
             yield Finding(
                 "transfer",
-                f"Scattering inputs and gathering outputs takes {format_percent(share)} of the time of the steps.{virtual}",
-                f"scatter {format_phase_times(mode, 'scatter')}; gather {format_phase_times(mode, 'gather')}; {format_sample_basis(mode)}",
+                f"Scattering inputs and gathering outputs takes {format_percent(share)} of the time of the"
+                f" steps.{virtual}",
+                f"scatter {format_phase_times(mode, 'scatter')}; gather {format_phase_times(mode, 'gather')};"
+                f" {format_sample_basis(mode)}",
                 _ON_GPUS
                 if mode.virtual
                 else "compute the loss inside the forward, so that one number is gathered instead of the outputs;"
@@ -221,10 +225,10 @@ def find_slowdown(facts: RunAnalysis) -> Iterator[Finding]:
         )
         yield Finding(
             "drift",
-            f"Steps{rank_suffix(mode)} became slower{mode_suffix(mode, facts)}: at the end {format_ratio(late, early)} as"
-            " long as at first.",
-            f"median {format_long_duration(early)} over the first third of {mode.steps:,} steps, {format_long_duration(late)}"
-            f" over the last{where}",
+            f"Steps{rank_suffix(mode)} became slower{mode_suffix(mode, facts)}:"
+            f" at the end {format_ratio(late, early)} as long as at first.",
+            f"median {format_long_duration(early)} over the first third of {mode.steps:,} steps,"
+            f" {format_long_duration(late)} over the last{where}",
             _DRIFT_ADVICE.get(phase, _GROWS),
             1 - early / late,
         )
@@ -342,8 +346,8 @@ def find_gaps_between_steps(facts: RunAnalysis) -> Iterator[Finding]:
     yield Finding(
         "between",
         f"{format_percent(lost / whole)} of the time lies between steps: {text}.{by}",
-        f"training {format_long_duration(facts.time_by_activity.get('training', 0))}, between steps {format_long_duration(lost)};"
-        f" the longest gap at {format_clock(worst.begin_ns)}",
+        f"training {format_long_duration(facts.time_by_activity.get('training', 0))},"
+        f" between steps {format_long_duration(lost)}; the longest gap at {format_clock(worst.begin_ns)}",
         "DataLoader(persistent_workers=True): the workers then start once, not in every epoch"
         if by
         else "look at the script's own work there: a checkpoint, logging"
@@ -371,8 +375,8 @@ def find_costly_evaluation(facts: RunAnalysis) -> Iterator[Finding]:
         yield Finding(
             "evaluation",
             f"Evaluations take {format_percent(took / whole)} of the time.",
-            f"training {format_long_duration(facts.time_by_activity.get('training', 0))}, evaluation {format_long_duration(took)}"
-            f" in {steps:,} steps",
+            f"training {format_long_duration(facts.time_by_activity.get('training', 0))},"
+            f" evaluation {format_long_duration(took)} in {steps:,} steps",
             "evaluate less often or on fewer samples; larger batches: an evaluation keeps no gradients",
             took / whole,
             # The times before and after an evaluation lie between steps.
@@ -405,8 +409,8 @@ def find_uneven_steps(facts: RunAnalysis) -> Iterator[Finding]:
                 "spread",
                 f"Step times{rank_suffix(mode)} are spread wide{mode_suffix(mode, facts)}: one in twenty takes"
                 f" {format_ratio(mode.p95_ns, mode.median_ns)} the median or more.",
-                f"median {format_long_duration(mode.median_ns)}, p95 {format_long_duration(mode.p95_ns)} over {mode.steps:,}"
-                f" steps{rank_suffix(mode)}; {phase} takes most of the time ({format_percent(share)})",
+                f"median {format_long_duration(mode.median_ns)}, p95 {format_long_duration(mode.p95_ns)} over"
+                f" {mode.steps:,} steps{rank_suffix(mode)}; {phase} takes most of the time ({format_percent(share)})",
                 step_variance_advice(facts, phase),
                 0.3,
             )

@@ -145,7 +145,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Seq
 def _findings(part: Findings) -> Iterable[str]:
     yield "<ol>\n"
     for finding in part.findings:
-        yield f"<li><b>{escape_html(finding.text)}</b><br><span class=soft>Evidence: {escape_html(finding.ground)}.</span><br>"
+        yield f"<li><b>{escape_html(finding.text)}</b><br>"
+        yield f"<span class=soft>Evidence: {escape_html(finding.ground)}.</span><br>"
         yield f"{escape_html(finding.advice_text[0].upper() + finding.advice_text[1:])}.</li>\n"
     yield "</ol>\n"
 
@@ -286,7 +287,8 @@ class _Canvas:
         for since, until, what in self.marks:
             x = self._x(since)
             if until is None:
-                line = f'<path class=event d="M{x:.1f} {self.above:g}V{bottom:g}"><title>{escape_html(what)}</title></path>'
+                title = f"<title>{escape_html(what)}</title>"
+                line = f'<path class=event d="M{x:.1f} {self.above:g}V{bottom:g}">{title}</path>'
             else:
                 size = f'width="{self._x(until) - x:.1f}" height="{self._tall:g}"'
                 place = f'x="{x:.1f}" y="{self.above:g}" {size}'
@@ -322,7 +324,8 @@ class _Canvas:
             for x, _, y in one.points if dots else one.points[::each]:
                 look = f'cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="{2 if dots else 3}" fill="{one.colour}"'
                 faint = ' opacity=".4"' if dots else ' opacity="0"'
-                yield f"<circle {look}{faint}><title>{escape_html(one.name)}: {format_three_digits(y)} at {x:g} s</title></circle>"
+                title = f"{escape_html(one.name)}: {format_three_digits(y)} at {x:g} s"
+                yield f"<circle {look}{faint}><title>{title}</title></circle>"
 
     def _horizontal_bars(self) -> Iterator[str]:
         """A row of stacked bars for each name; a whisker begins at the axis."""
@@ -341,7 +344,8 @@ class _Canvas:
         if not value:
             return ""
         place = f'x="{x:.1f}" y="{y:.1f}" width="{max(wide, 0.5):.1f}" height="{tall:.1f}" fill="{one.colour}"'
-        return f"<rect {place}><title>{escape_html(one.name)}: {format_three_digits(value)} {escape_html(self.plot.unit)}</title></rect>"
+        title = f"{escape_html(one.name)}: {format_three_digits(value)} {escape_html(self.plot.unit)}"
+        return f"<rect {place}><title>{title}</title></rect>"
 
     def _line(self, one: PlotSeries) -> str:
         """The path of a line. In a series of steps, there may be gaps."""

@@ -137,7 +137,8 @@ def what_ran(facts: RunAnalysis) -> str:
     for mode in (*facts.modes, *facts.evaluations):
         modes[RANK_MODES[mode.distributed] if mode.distributed else mode.mode] += mode.all_steps
     several_modes = len(+modes) > 1
-    counted = f"{format_count_with_noun(facts.steps, 'step')}, {format_count_with_noun(facts.calls, 'call')}{' in all' if count > 1 else ''}"
+    counted = f"{format_count_with_noun(facts.steps, 'step')}, {format_count_with_noun(facts.calls, 'call')}"
+    counted += " in all" if count > 1 else ""
     if evaluations := sum(mode.all_steps for mode in facts.evaluations):
         counted += f", {facts.steps - evaluations:,} training and {evaluations:,} evaluation steps"
     if several_modes:
@@ -183,8 +184,8 @@ def pause_sentence(story: ReportData) -> str | None:
     nowhere = "that time is in no step, no phase and no figure"
     if story.facts.paused_alone_ns:
         nowhere = (
-            f"that time is in no step and no phase; for {format_long_duration(story.facts.paused_alone_ns)} of it another"
-            " process was not paused, and the figures of devices include that part"
+            f"that time is in no step and no phase; for {format_long_duration(story.facts.paused_alone_ns)} of it"
+            " another process was not paused, and the figures of devices include that part"
         )
     return f"{pause_count_text(total, is_over(story))}: {nowhere}"
 

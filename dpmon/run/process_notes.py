@@ -1,4 +1,4 @@
-"""The notes of a run: lines of process id, monotonic time in ns, and text, as `dpmon.tracer.note_files.note` writes them.
+"""The notes of a run: lines of process id, monotonic time in ns, and text (see `dpmon.tracer.note_files`).
 
 stages.log, endings.log and warnings.log consist of them. The supervisor writes statuses.log in the same form. A note
 may be damaged, so the length of its numbers is limited: Python refuses to read numbers of thousands of digits, and

@@ -70,7 +70,7 @@ class RankActivity(NamedTuple):
     cpu: float | None = None
     """Share of a core in the last second, its children included."""
     busy: bool | None = None
-    """Whether it has shown a sign of life in the last seconds (see dpmon.stalls.rank_inspector); None: not known yet."""
+    """Whether it has shown a sign of life in the last seconds (dpmon.stalls.rank_inspector); None: not known yet."""
     between_loops: bool = False
     """Whether its last loop over a loader is over and it has begun nothing since."""
     loop_begins: bool = False

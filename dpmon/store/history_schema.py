@@ -8,10 +8,10 @@
                  nodes; NULL: this machine)
     nodes        the machines of a mirror, which writes what the supervisors of other machines recorded (dpmon.mirror):
                  number; name (how the user reaches it); host, run (its id there) and version (of dpmon there), NULL
-                 until it has answered; state (dpmon.store.query_results.NODE_STATES), why (a sentence, or NULL), since_ns;
-                 heard_ns (its last answer); received (the last id of its records that is here); tallied_s (its tallies
-                 are complete up to this second); clock_ns (added to its times) and clock_error_ns; shift_s (added to
-                 the seconds of its tallies); exit (JSON: the end of its run, or NULL)
+                 until it has answered; state (dpmon.store.query_results.NODE_STATES), why (a sentence, or NULL),
+                 since_ns; heard_ns (its last answer); received (the last id of its records that is here); tallied_s
+                 (its tallies are complete up to this second); clock_ns (added to its times) and clock_error_ns;
+                 shift_s (added to the seconds of its tallies); exit (JSON: the end of its run, or NULL)
     late         id, start_s: seconds with tallies or times that changed later than usual, and the last id at that time
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
     calls        id, process, the fields of CallRow (dpmon.record.history_rows; parts: JSON or NULL)
@@ -19,8 +19,8 @@
                  the ns of each phase (NULL: did not run; phases of its calls are sums), rest_ns (its forward without
                  the phases of its calls), device (NULL, or JSON: `why`, then `times` of Step),
                  spans (JSON: `runs` of Step, flat; NULL: none), missing_spans, sync_number (number of its last
-                 synchronised backward pass), exposed_ns and wait_ns (dpmon.store.sync_passes; NULL: the other ranks' steps
-                 are not known), loop and loop_batch (`loop` and `batch` of Step)
+                 synchronised backward pass), exposed_ns and wait_ns (dpmon.store.sync_passes; NULL: the other ranks'
+                 steps are not known), loop and loop_batch (`loop` and `batch` of Step)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     collectives  id, process, number (of its span), definition (0: a sample, with the collectives of one step), phase,
                  unended, step (0: none), start_ns, wall_ns, queued_ns, quantity: see CollectiveRow
@@ -35,7 +35,8 @@
     tallies      width (dpmon.store.tally.WIDTHS, s), start_s, process, mode, kind, batch, and the columns of
                  dpmon.store.tally.Tally: all steps that ended in that time
     times        width, start_s, process, mode, ns of each activity in that time (dpmon.store.time_accounting)
-    loops        the columns of dpmon.store.loader_loops.Loop: loops over the loaders of the processes, and which are epochs
+    loops        the columns of dpmon.store.loader_loops.Loop: loops over the loaders of the processes, and which are
+                 epochs
     gaps         id, process, after_step, mode, begin_ns, end_ns, ns: the longer times between two steps
     shapes       number of calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and
                  outputs of the call, then of each replica, or stage and sizes of each stage) and untimed (why a device

@@ -297,7 +297,7 @@ def encode_parts(parts: CallParts | None) -> str | None:
 
 
 def call_from_columns(columns: Sequence[Any]) -> CallRow:
-    """Return the call in CALL_ROW columns (dpmon.store.history_schema). Raises HistoryError if its parts are damaged."""
+    """Return the call in CALL_ROW columns (see history_schema). Raises HistoryError if its parts are damaged."""
     row = CallRow._make(columns)
     text: Any = row.parts
     return row if text is None else row._replace(parts=_decode_parts(text))

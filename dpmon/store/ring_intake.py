@@ -264,7 +264,7 @@ def _series_of(row: CallRow) -> list[tuple[str, int]]:
 
 
 def _sizes_of(row: CallRow) -> str:
-    """Return the definitions of the sizes of a call and its replicas or stages as JSON (dpmon.store.query_results.Shape)."""
+    """Return the definitions of the sizes of a call and its replicas or stages as JSON (see query_results.Shape)."""
     parts = row.parts
     if parts is None:
         return _sizes_text(row.inputs, row.outputs, (row.inputs, row.outputs))

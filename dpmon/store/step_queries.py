@@ -33,7 +33,7 @@ from dpmon.store.tally_queries import Parameters, TallyStore, exclude_flags_cond
 from dpmon.store.time_accounting import Gap
 
 _Decoded = TypeVar("_Decoded")
-_Same = TypeVar("_Same", bound="Steps")
+_Same = TypeVar("_Same", bound="StepStore")
 
 LAST_NS = (1 << 63) - 1
 """After every possible time and id."""

@@ -1,9 +1,9 @@
 """Defines every figure in one place: medians, tails, means, shares and rates of a mode's steps. Pure.
 
 A rate is a number of steps or samples divided by the elapsed training time. That time runs from the start of the first
-step to the end of the last one, without pauses, evaluations, stalls and waits for input (dpmon.store.time_accounting). The
-time between two steps counts, for example to start workers, write a checkpoint or log an epoch. Steps in which the run
-stalled, and a first step that waits long, are in no figure.
+step to the end of the last one, without pauses, evaluations, stalls and waits for input
+(dpmon.store.time_accounting). The time between two steps counts, for example to start workers, write a checkpoint or
+log an epoch. Steps in which the run stalled, and a first step that waits long, are in no figure.
 
 Figures come from tallies (dpmon.store.tally), which the store adds up for any time. Evaluation steps are separate from
 training steps. A mode that never trains has the figures of its evaluation steps.

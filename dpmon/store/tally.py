@@ -20,7 +20,7 @@ from dpmon.store.quantile_sketch import Counts, Packed
 from dpmon.store.tally_encoding import clamp_to_column, decode_entries, packed_entry
 
 NO_SAMPLES, OTHER_SIZES = -1, -2
-"""Batch sizes in a key for an unknown number of samples, and for all sizes beyond dpmon.store.ring_intake.BATCH_SIZES."""
+"""Batch sizes in a key for an unknown number of samples, and for all sizes beyond BATCH_SIZES of ring_intake."""
 WIDTHS = (1, 10, 60, 600, 3600, 14_400, 86_400)
 """Possible lengths of a tally's stretch (s)."""
 _TIMED = (*(phase.name for phase in PHASES), REST)

@@ -190,7 +190,7 @@ class Playback(Monitor):
         if player is not None:
             do(player)
             self.view = replace(self.view, message=None)
-            self.feed.tick(at_once=True)
+            self.feed.refresh(at_once=True)
             self.draw()
 
     async def clicked(self, panel: str, x: int, nth: int) -> None:

@@ -1,6 +1,7 @@
 """Rows of styled text, measured in cells: the basis of every picture.
 
-A row is a list of spans (text, style name). `dpmon.ui.terminal_style` has the styles. The text is clean (`dpmon.sanitize`).
+A row is a list of spans (text, style name). `dpmon.ui.terminal_style` has the styles. The text is clean
+(`dpmon.sanitize`).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def start() -> Iterator[Start]:
         made.append(NodeLinks(len(commands), lambda node: commands[node], once=once, silent_s=silent_s))
         return made[-1]
 
-    yield node_links
+    yield links
     for one in made:
         one.close_all()
     until_no_command_is_left()

@@ -66,7 +66,8 @@ def _run_remote_checks(options: argparse.Namespace) -> Iterator[tuple[str, Itera
 
     asked = hosts_from_options(options)
     print_message(
-        f"{format_count_with_noun(len(asked), 'machine')}: dpmon doctor runs there and imports torch, for up to two minutes"
+        f"{format_count_with_noun(len(asked), 'machine')}: dpmon doctor runs there and imports torch,"
+        " for up to two minutes"
     )
     yield from check_remote_hosts(asked, options.python)
 

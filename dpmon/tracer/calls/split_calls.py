@@ -1,9 +1,9 @@
 """Runs calls over several devices, or in stages on several devices.
 
 A data-parallel call goes through torch's own functions: scatter, replicate, parallel_apply, gather. For virtual
-devices, the lowest layer of these functions is replaced (dpmon.tracer.modes.virtual_devices). If dp fails for a bare root, or
-for a DataParallel on virtual devices, the call runs again as it would without dpmon. On virtual devices, the random
-state and the buffers are restored first, until dp has worked once for the module.
+devices, the lowest layer of these functions is replaced (dpmon.tracer.modes.virtual_devices). If dp fails for a bare
+root, or for a DataParallel on virtual devices, the call runs again as it would without dpmon. On virtual devices, the
+random state and the buffers are restored first, until dp has worked once for the module.
 """
 
 from __future__ import annotations

@@ -131,7 +131,8 @@ def _changes(changes: Sequence[ModeSpeedup], width: int, look: TerminalStyle) ->
     low, high = min(one.speedup.low for one in changes), max(one.speedup.high for one in changes)
     room = min(width - 44, 60)
     texts = [
-        f"{format_factor(one.speedup.value, look.glyphs.times)} ({format_factor(one.speedup.low, '')} to {format_factor(one.speedup.high, '')})"
+        f"{format_factor(one.speedup.value, look.glyphs.times)}"
+        f" ({format_factor(one.speedup.low, '')} to {format_factor(one.speedup.high, '')})"
         for one in changes
     ]
     columns = [

@@ -192,7 +192,8 @@ class OutputView:
 
 def line_position(tail: LogTail, serial: int) -> str:
     """The place of a row among those that can be shown."""
-    return f"line {format_count(serial - tail.first + 1)} of {'' if tail.whole else 'the last '}{format_count(tail.end - tail.first)}"
+    total = ("" if tail.whole else "the last ") + format_count(tail.end - tail.first)
+    return f"line {format_count(serial - tail.first + 1)} of {total}"
 
 
 def find_matches(text: str, needle: str) -> list[tuple[int, int]]:

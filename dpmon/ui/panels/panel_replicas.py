@@ -291,8 +291,8 @@ def _host_times_note(track: CallTimings) -> str:
         return ""
     calls = max(spread.calls for spread in known)
     low, high = min(spread.low for spread in known), max(spread.high for spread in known)
-    spread_note = f"host time: each replica's own forward, the median of {format_count_with_noun(calls, 'call')}; 5th to 95th percentile:"
-    spread_note += f" {format_duration(low)} to {format_duration(high)}"
+    spread_note = f"host time: each replica's own forward, the median of {format_count_with_noun(calls, 'call')};"
+    spread_note += f" 5th to 95th percentile: {format_duration(low)} to {format_duration(high)}"
     return (
         spread_note + "; apply, in panels 3 and 4, lasts until the slowest is done"
         if len(track.times) > 1

@@ -329,7 +329,8 @@ def _facts(facts: ScreenData, look: TerminalStyle, width: int, left_out: Sequenc
             # Processes are numbered from 0 like ranks, but "process 1 of 2" would suggest numbers from 1.
             one = f"process {process.process}, one of {many}"
             one = one if process.rank is None else f"rank {process.rank} of {many}"
-            nodes = f"{format_count_with_noun(len(facts.state.nodes), 'node')}, {format_count_with_noun(len(facts.state.training_processes), 'rank')}"
+            nodes = format_count_with_noun(len(facts.state.nodes), "node")
+            nodes += f", {format_count_with_noun(len(facts.state.training_processes), 'rank')}"
             parts.append(nodes if facts.state.nodes else one + node_suffix(process.node))
         for key, value in (("python", process.info.python), ("torch", process.info.torch)):
             if value is not None:

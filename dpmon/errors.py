@@ -14,8 +14,8 @@
     └── JobError         a job of the screen that failed                 dpmon.ui.background_jobs
 
 Only `dpmon.cli` ends a command because of such an exception. Two other exceptions stay within their packages:
-dpmon.gpu.nvml.CallFailed, a failed NVML call, and dpmon.tracer.calls.replicas.Unsuited, which ends an attempt at dp.
-A third, dpmon.ui.app.ScreenClosed, is a SystemExit.
+dpmon.gpu.nvml.NvmlCallError, a failed NVML call, and dpmon.tracer.calls.replicas.ResultsWouldChange, which ends an
+attempt at dp. A third, dpmon.ui.app.ScreenClosed, is a SystemExit.
 """
 
 from __future__ import annotations

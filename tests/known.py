@@ -9,10 +9,10 @@ from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import RunEvents
 
 _NOTHING: dict[str, Any] = {
-    **dict.fromkeys(("modes", "others", "batches", "replicas", "devices", "memory", "longest", "gaps"), ()),
-    **dict.fromkeys(("loaders", "paused", "losses", "unfit", "nodes"), ()),
-    **dict.fromkeys(("host", "compared", "communication", "last_step_ns", "end_ns", "death", "raised")),
-    "spent": {}, "names": {}, "processes": [], "announced": RunEvents(), "until_ns": 0,
+    **dict.fromkeys(("modes", "other_process_modes", "batches", "replicas", "devices", "memory", "longest_steps"), ()),
+    **dict.fromkeys(("gaps", "loaders", "paused", "losses", "first_invalid_losses", "nodes"), ()),
+    **dict.fromkeys(("host", "mode_comparison", "communication", "last_step_ns", "end_ns", "death", "raised")),
+    "time_by_activity": {}, "names": {}, "processes": [], "announced": RunEvents(), "until_ns": 0,
     "store": SimpleNamespace(pruned=0),
 }  # fmt: skip
 
@@ -26,8 +26,8 @@ def changed(before: RunAnalysis, **facts: Any) -> RunAnalysis:
     """Return the facts of a run with some of them replaced."""
     found = object.__new__(RunAnalysis)
     vars(found).update({**vars(before), **facts})
-    if "spent" in facts:
-        found.spent_by_process = facts.get("spent_by_process", {0: facts["spent"]})
+    if "time_by_activity" in facts:
+        found.spent_by_process = facts.get("spent_by_process", {0: facts["time_by_activity"]})
     if facts.get("end_ns") is not None:
         found.until_ns = facts["end_ns"]
     return found

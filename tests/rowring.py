@@ -79,7 +79,7 @@ def use_row_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let supervisors and readers of this process read rings of rows in place of spans."""
     monkeypatch.setattr(RowRing, "made", {})
     monkeypatch.setattr("dpmon.store.ring_drain.SpanSource", _Source)
-    monkeypatch.setattr("dpmon.store.store_opening.holds_more", _holds_more)
+    monkeypatch.setattr("dpmon.store.store_opening.has_unread_spans", _holds_more)
 
 
 def fill(path: Path, rows: Iterable[Row]) -> RowRing:

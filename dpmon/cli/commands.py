@@ -47,7 +47,7 @@ def attach(options: argparse.Namespace) -> int:
 
 
 def attach_to_directory(directory: Path, options: argparse.Namespace, machines: Sequence[Sequence[str]] = ()) -> int:
-    """The same for a run that was found already. `machines`: see dpmon.supervise.start_supervisor.Successor."""
+    """The same for a run that was found already. `machines`: see start_supervisor.SupervisorTakeover."""
     info, how = load_info(directory), load_exit(directory)
     if may_be_live_elsewhere(directory, info, how):
         # This machine cannot see the run's processes or the other machine's clock, so the run would look finished.

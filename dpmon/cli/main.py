@@ -85,5 +85,5 @@ def entry() -> None:
         status = 2
     nvml = sys.modules.get("dpmon.gpu.nvml")  # --devices may have loaded it, and a call to the driver may be in flight
     if nvml is not None:
-        nvml.leave(status)
+        nvml.exit_past_nvml(status)
     sys.exit(status)

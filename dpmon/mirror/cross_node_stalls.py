@@ -70,7 +70,7 @@ class CrossNodeStallDetector:
         self._begun: set[tuple[int, int | None]] = set()
 
     def receive_rank_report(self, node: int, name: str, found: Mapping[str, Any], age_ns: int) -> None:
-        """Take what a supervisor wrote (dpmon.stalls.why_reply.standing) `age_ns` ago. ValueError if it is not that."""
+        """Take what a supervisor wrote (`why_reply.describe_ranks`) `age_ns` ago. ValueError if it is not that."""
         now, ranks = time.monotonic_ns() - age_ns, found.get("ranks")
         if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks[:_MOST_RANKS]):
             raise ValueError("not a list of ranks")

@@ -64,7 +64,7 @@ class Progress:
     batches: int | None = None
     """Number of batches of the loader."""
     left_ns: float | None = None
-    """Time left in this epoch at `at_ns` (dpmon.store.loader_loops.left_in)."""
+    """Time left in this epoch at `at_ns` (dpmon.store.loader_loops.estimate_epoch_time_left)."""
     error_ns: float | None = None
     """Uncertainty of the time left: one standard deviation."""
     at_ns: int = 0

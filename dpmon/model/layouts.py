@@ -125,7 +125,7 @@ class CallLayouts:
         return count_rows(self._definitions[process].sizes.get(number), layout.dim)
 
     def calls(self, mode: str, evaluation: bool, trained: bool) -> int:
-        """Number of calls of a mode, including those outside steps; parameters as in dpmon.store.step_stats.merged."""
+        """Number of calls of a mode, including those outside steps; parameters as in step_stats.merge_mode_tallies."""
         return sum(
             shape.calls
             for shape, _ in self._shapes

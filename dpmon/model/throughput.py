@@ -158,7 +158,7 @@ def _sum_steps(taken: Sequence[SecondRow], times: Mapping[tuple[int, int], int])
 
 
 def _combined_rate(found: Mapping[int, RecentTraining], times: float) -> Rate | None:
-    """The rate of processes that train at the same time (dpmon.store.step_stats.rate)."""
+    """The rate of processes that train at the same time (dpmon.store.step_stats.compute_rate)."""
     tallies = {process: one.tally for process, one in found.items()}
     return compute_rate(
         tallies, {process: (one.elapsed_ns, one.within_ns) for process, one in found.items()}, together=times
@@ -169,7 +169,7 @@ def _counted_ns(times: Mapping[tuple[int, int], int], begin_ns: int, end_ns: int
     """The part of `times` (ns by start and width of a stretch, s) from `begin_ns` to `end_ns`.
 
     It is known only per stretch: of a stretch that is partly outside, at most the part inside counts. A stretch may
-    hold more time than its width; the time then continues after it (dpmon.store.time_accounting.Spent.by_second).
+    hold more time than its width; the time then continues after it (see `ActivityInterval.split_by_second`).
     """
     found = 0
     for (start, width), ns in times.items():

@@ -35,8 +35,8 @@
     tallies      width (dpmon.store.tally.WIDTHS, s), start_s, process, mode, kind, batch, and the columns of
                  dpmon.store.tally.Tally: all steps that ended in that time
     times        width, start_s, process, mode, ns of each activity in that time (dpmon.store.time_accounting)
-    loops        the columns of dpmon.store.loader_loops.Loop: loops over the loaders of the processes, and which are
-                 epochs
+    loops        the columns of dpmon.store.loader_loops.LoaderLoop: loops over the loaders of the processes, and which
+                 are epochs
     gaps         id, process, after_step, mode, begin_ns, end_ns, ns: the longer times between two steps
     shapes       number of calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and
                  outputs of the call, then of each replica, or stage and sizes of each stage) and untimed (why a device

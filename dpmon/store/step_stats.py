@@ -336,7 +336,7 @@ class StatsWindow:
         settled: bool = False,
         batch: int | None = None,
     ) -> Tally:
-        """The tally of a mode's steps; parameters as in dpmon.store.step_stats.merged."""
+        """The tally of a mode's steps; parameters as in dpmon.store.step_stats.merge_mode_tallies."""
         tallies = self.by_process if process is None else self.of_each.get(process, {})
         return merge_mode_tallies(tallies, mode, evaluation, self.ever_trains(mode), settled=settled, batch=batch)
 
@@ -363,7 +363,7 @@ class StatsWindow:
         return compute_rate(tallies, times)
 
     def _elapsed(self, mode: str, evaluation: bool) -> dict[int, tuple[int, int]]:
-        """The time of a mode's steps by process (dpmon.store.step_stats.elapsed)."""
+        """The time of a mode's steps by process (dpmon.store.step_stats.elapsed_by_process)."""
         found = self._times_of.get((mode, evaluation))
         if found is None:
             found = elapsed_by_process(self.times, mode, evaluation, self.ever_trains(mode))

@@ -10,7 +10,7 @@ stalled     the whole of a step, or between two steps, in which the run stood st
 missed      steps that were not recorded, and the time between them
 
 After its last step, a process accounts only for pauses and waits: it may end long before the others. Time without any
-activity counts as startup if a process begins after it, else as the run's end (dpmon.store.step_stats.accounted).
+activity counts as startup if a process begins after it, else as the run's end (see `account_for_elapsed`).
 
 Steps come in order. The length of a pause or a wait for input is known only after its end. Its time is subtracted from
 the activity in which it lies.

@@ -32,7 +32,7 @@ def prepare(environ: MutableMapping[str, str]) -> None:
     if environ.get("TEXTUAL_COLOR_SYSTEM", "auto") not in _COLOUR_SYSTEMS:
         del environ["TEXTUAL_COLOR_SYSTEM"]
     environ.pop("TEXTUAL_THEME", None)
-    # `dpmon.ui.terminal_style.choose` reads it from a copy. Textual would turn even explicitly chosen colours grey.
+    # `terminal_style.choose_style` reads it from a copy. Textual would turn even explicitly chosen colours grey.
     environ.pop("NO_COLOR", None)
     # Textual would keep to exported values even after the terminal is resized.
     with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -40,7 +40,10 @@ from dpmon.report.comparison_report import comparison_text
 before, after = ([Path(one) for one in side] for side in json.loads(sys.argv[1]))
 print("\\n".join(comparison_text(before, after, int(sys.argv[2]))))
 """
-_FINDINGS = "from dpmon.report.report_data import collect; print(json.dumps(collect(Path(sys.argv[1])).findings))"
+_FINDINGS = """\
+from dpmon.report.report_data import collect_report_data
+print(json.dumps(collect_report_data(Path(sys.argv[1])).findings))
+"""
 ENDINGS = {"jsonl": "jsonl", "csv": "csv", "perfetto": "trace.json"}
 """The ending of an export's file name, by format; csv is a directory of tables."""
 _HOME = str(Path(__file__).resolve().parent.parent.parent)

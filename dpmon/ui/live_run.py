@@ -121,7 +121,7 @@ class LiveRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come (dpmon.ui.screen_data.Facts.over)."""
+        """Whether nothing more will come (dpmon.ui.screen_data.ScreenData.is_over)."""
         return self.ended is not None or self._alive is False
 
     def now_ns(self) -> int:

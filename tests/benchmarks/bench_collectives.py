@@ -51,7 +51,7 @@ def rank(number: int, where: str, forced: bool, options: argparse.Namespace) -> 
     from torch import distributed
     from torch.utils.data import DataLoader
 
-    from dpmon.tracer.collectives import samples as collectives
+    from dpmon.tracer.collectives import collective_sampler as collectives
 
     torch.set_num_threads(1)
     samples: list[tuple[int, int, int]] = []

@@ -241,7 +241,7 @@ from pathlib import Path
 from dpmon.run.lifecycle import EVENTS_FILE, take_lock
 from dpmon.run.run_reader import RunReader
 from dpmon.notify import notifier
-teller.EVERY_S, teller.SHORT_S = 0.02, 0.005
+notifier.EVERY_S, notifier.SHORT_S = 0.02, 0.005
 directory, kills = Path(sys.argv[1]), int(sys.argv[2])
 chance = random.Random(2)
 def size():
@@ -253,7 +253,7 @@ for _ in range(kills):
         while (lock := take_lock(directory, EVENTS_FILE)) is None:  # a command that is just being started has it
             time.sleep(0.001)
         with closing(RunReader(directory)) as reader:
-            teller.watch(reader, teller.EventLog(lock), sys.argv[3:])
+            notifier.run_until_end(reader, notifier.SentLog(lock), sys.argv[3:])
     before = size()
     while size() == before:  # the moment after an id is written is the critical one
         time.sleep(0.0002)

@@ -13,8 +13,8 @@ from running import Dpmon, until_unsupervised, wait_for
 
 NOTES = """\
 import dpmon.tracer.note_files as inject  # the tracer calls it when a ring cannot be made
-inject.note("a lost note", "warnings.log")
-inject.note("a lost note", "stages.log")
+inject.append_note("a lost note", "warnings.log")
+inject.append_note("a lost note", "stages.log")
 print("done", flush=True)
 raise SystemExit(5)
 """

@@ -172,11 +172,11 @@ def test_an_interrupt_before_the_command_is_there_reaches_it(dpmon: Dpmon) -> No
 INTERRUPTED_AT_ONCE = """\
 import os, signal
 from dpmon.run import run_registry
-save = runs.save
+save = run_registry.write_info
 def interrupted(*words):
     os.kill(os.getpid(), signal.SIGINT)
     save(*words)
-runs.save = interrupted
+run_registry.write_info = interrupted
 from dpmon.cli.main import entry
 entry()
 """

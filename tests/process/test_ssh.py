@@ -44,7 +44,9 @@ def test_machines_are_listed_and_each_bad_one_has_a_sentence(
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / name))
         keep({0: [*Training().begin(), *Training().run(5)]}, name=name)
     monkeypatch.setattr(
-        multi_node, "ask_dpmon", lambda asked, words: remote_hosts.run_dpmon_on_hosts(asked, words, silent_s=100.0)
+        multi_node,
+        "run_dpmon_on_hosts",
+        lambda asked, words: remote_hosts.run_dpmon_on_hosts(asked, words, silent_s=100.0),
     )
     banner = tmp_path / "banner"
     banner.write_text("Authorized \x1b[2J use only\n")
@@ -76,7 +78,9 @@ def test_machines_are_listed_and_each_bad_one_has_a_sentence(
     ]
     # By itself, because the others may need some seconds on a busy computer.
     monkeypatch.setattr(
-        multi_node, "ask_dpmon", lambda asked, words: remote_hosts.run_dpmon_on_hosts(asked, words, silent_s=2.0)
+        multi_node,
+        "run_dpmon_on_hosts",
+        lambda asked, words: remote_hosts.run_dpmon_on_hosts(asked, words, silent_s=2.0),
     )
     assert main(["ls", "--host", "hangs"]) == 1
     assert capsys.readouterr().err == "dpmon: hangs: it has sent nothing for 2 s\n"

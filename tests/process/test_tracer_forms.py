@@ -208,12 +208,12 @@ def test_devices_of_a_composed_call_are_not_invented(tmp_path: Path) -> None:
 
 BROKEN = """
 import torch
-from dpmon.tracer.calls.traced_modules import Sites
+from dpmon.tracer.calls.traced_modules import TracedModules
 from torch import nn
 from torch.nn.parallel import data_parallel
 def broken(*_):
     raise KeyError("broken")
-Sites.of_functional = broken
+TracedModules.of_functional = broken
 model = nn.Linear(4, 2)
 print([list(data_parallel(model, torch.ones(6, 4), [0, 1]).shape) for _ in range(5)])
 """

@@ -22,12 +22,12 @@ from dpmon.span_ring import HeaderWord
 
 _BREAK = """
 import dpmon.ui.screen_app as monitor
-real = monitor.paint
+real = monitor.paint_panels
 def paint(*args, **named):
     if Path(sys.argv[1], "break").exists():
         raise RuntimeError("a fault of ours")
     return real(*args, **named)
-monitor.paint = paint
+monitor.paint_panels = paint
 """
 
 
@@ -152,10 +152,10 @@ def test_a_screen_that_is_stopped_again_before_it_continues_comes_back(run: Run,
     run.train(50)
     seen = terminal(
         """
-from dpmon.ui.terminal_driver import Driver
-stop, go_on, stops = Driver._stop, Driver._go_on, []
-Driver._stop = lambda self: (stops.append(self), stop(self))
-Driver._go_on = lambda self: len(stops) < 5 or go_on(self)
+from dpmon.ui.terminal_driver import TerminalDriver
+stop, go_on, stops = TerminalDriver._stop, TerminalDriver._resume, []
+TerminalDriver._stop = lambda self: (stops.append(self), stop(self))
+TerminalDriver._resume = lambda self: len(stops) < 5 or go_on(self)
 """
         + SHOW
     )
@@ -181,14 +181,14 @@ def test_a_signal_after_the_terminal_is_restored_changes_it_no_more(run: Run, te
     seen = terminal(
         f"""
 import os
-from dpmon.ui.terminal_driver import Driver
-stop = Driver.stop_application_mode
+from dpmon.ui.terminal_driver import TerminalDriver
+stop = TerminalDriver.stop_application_mode
 def stop_and_signal(self):
-    Driver.stop_application_mode = stop
+    TerminalDriver.stop_application_mode = stop
     stop(self)
     for _ in range({2 if number == signal.SIGINT else 1}):
         os.kill(os.getpid(), {number:d})
-Driver.stop_application_mode = stop_and_signal
+TerminalDriver.stop_application_mode = stop_and_signal
 """
         + SHOW
     )
@@ -208,10 +208,10 @@ def test_a_screen_that_continues_after_its_deadline_leaves_the_terminal_restored
         """
 import os, signal, time
 from dpmon.ui import terminal_driver, monitor
-driver._LEAVE_PATIENCE_S = 0.01
-exit, end, again = monitor.Monitor.exit, os._exit, driver.Driver.start_application_mode
+terminal_driver._LEAVE_PATIENCE_S = 0.01
+exit, end, again = monitor.Monitor.exit, os._exit, terminal_driver.TerminalDriver.start_application_mode
 def exit_and_stop(self, *args, **more):
-    driver.Driver.start_application_mode = set_up
+    terminal_driver.TerminalDriver.start_application_mode = set_up
     self.leaving.start_deadline(0)
     os.kill(os.getpid(), signal.SIGSTOP)
     self.call_later(exit, self, *args, **more)

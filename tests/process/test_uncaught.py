@@ -180,7 +180,7 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 ours = sys.modules["dpmon.tracer.patch"]
-owners = {"begins": (ours, "getsignal"), "first": (ours.Collectives, "at_exit"), "last": (ours, "note")}
+owners = {"begins": (ours, "getsignal"), "first": (ours.CollectiveSampler, "at_exit"), "last": (ours, "append_note")}
 owner, name = owners[sys.argv[1]]
 original = getattr(owner, name)
 

@@ -36,13 +36,13 @@ def having(evidence: RunAnalysis) -> Callable[..., RunAnalysis]:
 WAITS, FEW, STALLED = (
     having(changed(HEALTHY, modes=(WAITING,))),
     having(changed(HEALTHY, modes=(STARTING,))),
-    having(changed(HEALTHY, longest=(long_step(9000), long_step(25)))),
+    having(changed(HEALTHY, longest_steps=(long_step(9000), long_step(25)))),
 )
 GAPS = having(
     changed(
         HEALTHY,
         gaps=(Gap(0, 100, "dp", 10 * SECOND, 12 * SECOND, 2 * SECOND),),
-        spent={"training": 5 * SECOND, "between": 2 * SECOND},
+        time_by_activity={"training": 5 * SECOND, "between": 2 * SECOND},
     )
 )
 COPIES = having(

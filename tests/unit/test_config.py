@@ -107,7 +107,8 @@ def test_a_wrong_setting_is_reported_before_anything_starts(
 
 
 def test_without_a_file_no_parser_is_loaded(tmp_path: Path) -> None:
-    code = "import os, sys; from dpmon.config import load; load(os.environ); print('tomllib' in sys.modules)"
+    code = "import os, sys; from dpmon.config import load_settings; load_settings(os.environ)"
+    code += "; print('tomllib' in sys.modules)"
     environ = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

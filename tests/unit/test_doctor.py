@@ -121,7 +121,7 @@ def test_little_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(("said", "state"), [("b true", "warning"), ("b false", "ok"), (None, "ok"), ("i 7", "ok")])
 def test_what_happens_at_logout(monkeypatch: pytest.MonkeyPatch, said: str | None, state: str) -> None:
-    monkeypatch.setattr(local_checks, "_asked", lambda *command: said)
+    monkeypatch.setattr(local_checks, "_command_output", lambda *command: said)
     found = local_checks.check_logout()
     assert found.state == state
     assert ("enable-linger" in (found.remedy or "")) is (state == "warning")
@@ -194,7 +194,7 @@ def test_an_old_torch_is_a_warning() -> None:
 
 def test_lines_are_narrow_and_harmless(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     checks = [passed_check("x", "short"), failed_check("Python", "\x1b[31m" + "long " * 40, "try " * 30)]
-    monkeypatch.setattr(command, "_checks", lambda python: iter(checks))
+    monkeypatch.setattr(command, "_run_local_checks", lambda python: iter(checks))
     from argparse import Namespace
 
     assert command.doctor(Namespace(python=None, json=False)) == 1

@@ -265,7 +265,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("dpmon.export.history", broken)
+        patched.setattr("dpmon.export.iter_records", broken)
         with pytest.raises(ExportError, match="No space left"):
             export(directory, form, str(target))
     assert target.read_text() == "before"

@@ -1,4 +1,4 @@
-"""All places show the same figures of steps as dpmon.store.step_stats.Window, and compare the same steps."""
+"""All places show the same figures of steps as dpmon.store.step_stats.StatsWindow, and compare the same steps."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from kept import keep
 from test_export import samples, trained
 
 from dpmon.export import ExportError
-from dpmon.export import follow as module
+from dpmon.export import row_stream as module
 from dpmon.export.incremental_rows import IncrementalRows
 from dpmon.export.row_stream import stream_rows
 from dpmon.mirror.mirror_run import find_or_create_mirror

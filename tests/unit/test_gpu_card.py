@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable, compares badly
 
-from dpmon.gpu import card as card_module
+from dpmon.gpu import gpu_state as card_module
 from dpmon.gpu.device_record import VALUES, MissingValue, RunContext
 from dpmon.gpu.gpu_state import GpuPoller, GpuState
 from dpmon.gpu.nvml import call_nvml

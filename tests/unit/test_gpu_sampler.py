@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable, compares badly
 
-from dpmon.gpu import card as card_module
-from dpmon.gpu import sampler as sampler_module
+from dpmon.gpu import device_sampler as sampler_module
+from dpmon.gpu import gpu_state as card_module
 from dpmon.gpu.device_record import VALUES
 from dpmon.gpu.device_sampler import DeviceSampler
 from dpmon.gpu.nvml import Nvml
@@ -161,7 +161,8 @@ def test_a_driver_that_comes_later(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [(DeviceSampler, "_look"), (card_module.GpuPoller, "round"), (FakeNvml, "count")]
+    ("place", "name"),
+    [(DeviceSampler, "_check_unanswered_calls"), (card_module.GpuPoller, "poll_due_queries"), (FakeNvml, "count")],
 )
 def test_an_error_of_dpmon_ends_no_thread(make: Any, monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> None:
     work = getattr(place, name)

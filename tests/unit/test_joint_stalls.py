@@ -59,8 +59,8 @@ class Machines:
             each.mkdir()
         self.watches = [StallWatch(self.places[node], INFO, self.record(node)) for node in range(2)]
         for node, watch in enumerate(self.watches):
-            patch.setattr(watch._look, "ranks", lambda steps, now, node=node: self.ranks[node])
-            patch.setattr(watch, "_take", lambda asked: None)
+            patch.setattr(watch._look, "inspect_ranks", lambda steps, now, node=node: self.ranks[node])
+            patch.setattr(watch, "_start_taking_stacks", lambda asked: None)
         self.joint = CrossNodeStallDetector(
             self.places[2], INFO, self.record(2, before), 2, lambda node, process: 2 * node + process
         )

@@ -171,7 +171,7 @@ def test_every_field_of_why_is_described(
     now = build_reply([rank], {}, Stall(1, (0,), ()), 2, load_info(directory), gpus=[gpu], nccl=["DEAD"])
     monkeypatch.setattr("dpmon.cli.why.run_state", lambda *_: ("running", None))
     mirrored = {**now, "without": ["gpu-2: it did not answer in time"]}
-    monkeypatch.setattr("dpmon.cli.why._asked", lambda *_, **how: mirrored)
+    monkeypatch.setattr("dpmon.cli.why._request_why_reply", lambda *_, **how: mirrored)
     assert main(["why", directory.name, "--json"]) == 0
     check("dpmon why --json", json.loads(capsys.readouterr().out))
 

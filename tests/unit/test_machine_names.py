@@ -18,7 +18,7 @@ from kept import keep
 from synthetic import Training
 
 from dpmon import __version__
-from dpmon.cli import machines as module
+from dpmon.cli import multi_node as module
 from dpmon.cli.commands import ListedRun
 from dpmon.cli.main import main
 from dpmon.cli.multi_node import RemoteRun, choose_job_runs, group_by_job
@@ -213,7 +213,7 @@ def test_each_bad_machine_has_a_sentence_and_the_others_are_listed(
 ) -> None:
     run("good")
     monkeypatch.setattr(
-        module, "ask_dpmon", lambda asked, words: remote_hosts.run_dpmon_on_hosts(asked, words, silent_s=5.0)
+        module, "run_dpmon_on_hosts", lambda asked, words: remote_hosts.run_dpmon_on_hosts(asked, words, silent_s=5.0)
     )
     # The good machine may not have 5 s on a busy computer to import what it needs, so its list is ready.
     monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
@@ -342,9 +342,9 @@ def test_a_job_that_starts_is_waited_for_but_not_for_ever(
     monkeypatch.setattr(module, "_ASK_AGAIN_S", 0.0)
     trains[0] = there("a", 1, name="../../etc/x")  # a machine may say anything
     answers = iter([starts, starts, trains])
-    monkeypatch.setattr(module, "runs_of", lambda asked: (next(answers), {}))
+    monkeypatch.setattr(module, "list_remote_runs", lambda asked: (next(answers), {}))
     made = []
-    monkeypatch.setattr(module, "mirror_of", lambda *about: made.append(about))
+    monkeypatch.setattr(module, "find_or_create_mirror", lambda *about: made.append(about))
     options = Namespace(run=None, slurm=None, metrics=None)
     module._find_or_create_mirror(options, [one.machine for one in starts])
     assert [machine for machine, _, _ in made[0][1]] == ["a", "b"]
@@ -491,9 +491,9 @@ def test_a_machine_that_cannot_be_reached_is_sought_by_the_job(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(module, "runs_of", lambda asked: (runs, {"b": answer}))
+    monkeypatch.setattr(module, "list_remote_runs", lambda asked: (runs, {"b": answer}))
     made: list[Any] = []
-    monkeypatch.setattr(module, "mirror_of", lambda *about: made.append(about))
+    monkeypatch.setattr(module, "find_or_create_mirror", lambda *about: made.append(about))
     module._find_or_create_mirror(
         Namespace(run=None, slurm=None, metrics=None), [RemoteHost("a", ()), RemoteHost("b", ("ssh", "b"))]
     )
@@ -522,7 +522,7 @@ def test_a_run_is_found_by_its_job(
     run("a")
     newest = run("a", started_unix=time.time())
     run("a", job=None)
-    monkeypatch.setattr("dpmon.export.row_stream.follow", lambda directory, *_, **__: print(directory))
+    monkeypatch.setattr("dpmon.export.row_stream.stream_rows", lambda directory, *_, **__: print(directory))
     assert main(["export", "job=torchelastic:abc", "--follow", "--rollups"]) == 0
     assert capsys.readouterr().out == f"{newest}\n"
     assert main(["export", "job=torchelastic:x", "--follow", "--rollups"]) != 0

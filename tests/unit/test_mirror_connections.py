@@ -229,7 +229,7 @@ def sent(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]
         return True
 
     monkeypatch.setattr(mirror.links, "send", note)
-    monkeypatch.setattr(mirror.records, "processes", lambda: {3: (0, 1), 4: (0, 2)})
+    monkeypatch.setattr(mirror.records, "remote_processes", lambda: {3: (0, 1), 4: (0, 2)})
     mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, beat(0, 0))
     return found

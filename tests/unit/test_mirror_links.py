@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from running import until_no_command_is_left, wait_for
 
-from dpmon.mirror import links as module
+from dpmon.mirror import node_links as module
 from dpmon.mirror.disconnect_reasons import explain_disconnect
 from dpmon.mirror.node_links import MAX_LINE, LineReceived, LinkClosed, LinkOpened, NodeLinks, Report
 from dpmon.run import proc

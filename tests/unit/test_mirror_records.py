@@ -367,7 +367,7 @@ def test_what_could_not_be_written_is_written_later_as_if_nothing_had_happened(
                 transact(work)
 
             with monkeypatch.context() as patched:
-                patched.setattr(records._history, "transact", full)
+                patched.setattr(records._history, "run_transaction", full)
                 with pytest.raises(HistoryError, match="full"):
                     records.write(chunks)
 

@@ -88,7 +88,7 @@ HEALTHY = known(
     batches=(IdleDeviceCounts("Model", 2, 1000, 10, 7, 1),),
     replicas=(replica(0), replica(1, ms=5.5)),
     devices=(device(0), device(1, mem_run_max=17.0 * GIB)),
-    longest=(long_step(26), long_step(25)),
+    longest_steps=(long_step(26), long_step(25)),
     processes=[0],
     last_step_ns=100 * SECOND,
     end_ns=110 * SECOND,
@@ -211,7 +211,7 @@ def test_nothing_stands_out_in_a_healthy_run() -> None:
 
 
 SHOWN = {
-    "slower": changed(HEALTHY, compared=Comparison(speedup=Interval(0.61, 0.58, 0.65))),
+    "slower": changed(HEALTHY, mode_comparison=Comparison(speedup=Interval(0.61, 0.58, 0.65))),
     "data": changed(HEALTHY, modes=(mode(data=0.43, forward=0.3, backward=0.27),)),
     "replicate": changed(HEALTHY, modes=(mode(data=0.02, forward=0.7, replicate=0.48, backward=0.28),)),
     "transfer": changed(HEALTHY, modes=(mode(forward=0.7, scatter=0.15, gather=0.15, backward=0.3),)),
@@ -222,7 +222,7 @@ SHOWN = {
     "throttled": changed(HEALTHY, devices=(device(0, throttled=Counter({"power limit": 40})), device(1))),
     "low use": changed(HEALTHY, devices=(device(0, util=array("d", [12.0] * 100)), device(1))),
     "drift": changed(HEALTHY, modes=(drifting(20, 32, 22, 30),)),
-    "stall": changed(HEALTHY, longest=(long_step(9000), long_step(25))),
+    "stall": changed(HEALTHY, longest_steps=(long_step(9000), long_step(25))),
     "spread": changed(HEALTHY, modes=(replace(GOOD, p95_ns=300.0 * MS),)),
     "quiet": changed(HEALTHY, end_ns=200 * SECOND),
 }
@@ -272,11 +272,11 @@ def test_no_rate_is_promised_if_a_cause_takes_nearly_all_the_time(saves: float, 
 
 def test_evaluations_that_take_much_of_the_time_are_found() -> None:
     spent = {"training": 60 * SECOND, "evaluation": 30 * SECOND, "between": 10 * SECOND}
-    evaluated = changed(HEALTHY, spent=spent, evaluations=[replace(GOOD, evaluation=True)], gaps=[])
+    evaluated = changed(HEALTHY, time_by_activity=spent, evaluations=[replace(GOOD, evaluation=True)], gaps=[])
     (found,) = find_all(evaluated)
     assert (found.kind, found.text) == ("evaluation", "Evaluations take 30 % of the time.")
     assert found.saves == pytest.approx(0.4), "without evaluations, their loaders do not start either"
-    assert not find_all(changed(evaluated, spent={**spent, "evaluation": 10 * SECOND}))
+    assert not find_all(changed(evaluated, time_by_activity={**spent, "evaluation": 10 * SECOND}))
 
 
 def test_together_each_stretch_of_time_counts_once() -> None:
@@ -285,7 +285,7 @@ def test_together_each_stretch_of_time_counts_once() -> None:
     def found(kind: str, saves: float | None, **parts: float) -> Finding:
         return Finding(kind, "", "", "", 0.5, saves, parts)
 
-    run = changed(HEALTHY, spent=spent)
+    run = changed(HEALTHY, time_by_activity=spent)
     assert combined_savings([found("data", 0.4), found("drift", None)], run) is None, "one advice needs no sum"
     assert combined_savings([found("data", 0.4), found("between", 0.5)], run) == pytest.approx(0.7)
     exposed, turn = found("exposed", 0.2, exposed=0.2), found("in turn", 0.1, wait=0.1)
@@ -301,12 +301,12 @@ def test_together_each_stretch_of_time_counts_once() -> None:
 def test_long_fetches_of_a_few_steps_count_once_with_the_wait_for_data() -> None:
     """1,000 steps of 20 ms with two steps of 10 s that wait for data."""
     slow = (*(long_step(10_000.0, "data", step=step) for step in (100, 500)), long_step(25))
-    found = find_all(changed(HEALTHY, modes=(mode(data=0.55),), longest=slow))
+    found = find_all(changed(HEALTHY, modes=(mode(data=0.55),), longest_steps=slow))
     both = {one.kind: one for one in found}
     assert both["stall"].saves == pytest.approx(19.96 / 40)
     assert both["stall"].parts["data"] == pytest.approx(0.9 * 19.96 / 40), "long_step has nine tenths in the phase"
     own = both["stall"].saves - sum(both["stall"].parts.values())
-    assert combined_savings(found, changed(HEALTHY, spent={"training": SECOND})) == pytest.approx(0.55 + own)
+    assert combined_savings(found, changed(HEALTHY, time_by_activity={"training": SECOND})) == pytest.approx(0.55 + own)
 
 
 def test_time_between_steps_is_that_of_the_process_that_has_most() -> None:
@@ -317,7 +317,7 @@ def test_time_between_steps_is_that_of_the_process_that_has_most() -> None:
     }
     gap = Gap(0, 100, "dp", 0, 50 * SECOND, 50 * SECOND)
     spent = {"training": 74 * SECOND, "between": 26 * SECOND}
-    (found,) = find_all(changed(HEALTHY, spent=spent, spent_by_process=each, gaps=[gap]))
+    (found,) = find_all(changed(HEALTHY, time_by_activity=spent, spent_by_process=each, gaps=[gap]))
     assert found.kind == "between"
     assert found.gain_limit_text == "run at most 2.0 times as fast"
 
@@ -330,7 +330,7 @@ def test_workers_that_start_again_also_cost_the_first_fetch_of_an_epoch() -> Non
     run = changed(
         HEALTHY,
         modes=(replace(fetch, phases=tuple(phases)),),
-        spent=spent,
+        time_by_activity=spent,
         gaps=[Gap(0, 100, "dp", 38 * SECOND, 58 * SECOND, 20 * SECOND)],
         loaders=starts,
     )
@@ -351,7 +351,7 @@ def test_a_stall_is_counted_once_and_its_steps_are_left_out() -> None:
     key = TallyKey(0, "dp", 4, 8)
     window = SimpleNamespace(left_out={key: Tally(steps=1), key._replace(process=1): Tally(steps=1)}, times=())
     spent = {"stalled": 40 * SECOND, "training": 60 * SECOND}
-    stalled = changed(HEALTHY, announced=RunEvents(stalls=(seen,)), spent=spent, window=window)
+    stalled = changed(HEALTHY, announced=RunEvents(stalls=(seen,)), time_by_activity=spent, window=window)
     (found,) = find_all(stalled)
     assert found.text == "1 step with a stall is left out of the figures: 40.0 s."
     assert found.ground == f"stall at 00:01:00: {STALL}"
@@ -433,14 +433,14 @@ def test_no_finding_from_too_few_steps(kind: str) -> None:
         changed(HEALTHY, modes=(drifting(20, 23, 21, 22),)),
         changed(HEALTHY, modes=(drifting(32, 20, 33, 19),)),
         changed(HEALTHY, modes=(drifting(20, 32, 22, 30, steps=149),)),
-        changed(HEALTHY, longest=(long_step(450),)),
-        changed(HEALTHY, longest=(long_step(510),), modes=(replace(GOOD, steps=100_000),)),
-        changed(HEALTHY, longest=(long_step(9000)._replace(mode="other"),)),
+        changed(HEALTHY, longest_steps=(long_step(450),)),
+        changed(HEALTHY, longest_steps=(long_step(510),), modes=(replace(GOOD, steps=100_000),)),
+        changed(HEALTHY, longest_steps=(long_step(9000)._replace(mode="other"),)),
         changed(HEALTHY, end_ns=None),
         changed(HEALTHY, end_ns=1000 * SECOND, last_step_ns=960 * SECOND),
         changed(HEALTHY, last_step_ns=None),
-        changed(HEALTHY, compared=Comparison(speedup=Interval(0.9, 0.7, 1.2))),
-        changed(HEALTHY, compared=Comparison(speedup=Interval(1.7, 1.6, 1.8))),
+        changed(HEALTHY, mode_comparison=Comparison(speedup=Interval(0.9, 0.7, 1.2))),
+        changed(HEALTHY, mode_comparison=Comparison(speedup=Interval(1.7, 1.6, 1.8))),
     ],
 )
 def test_a_run_below_the_thresholds_has_no_finding(evidence: RunAnalysis) -> None:
@@ -562,12 +562,12 @@ def test_of_idle_devices_and_unequal_rows_only_one_is_found() -> None:
 
 
 def test_many_stalls_are_counted_and_the_longest_is_placed() -> None:
-    evidence = changed(HEALTHY, longest=(long_step(9000, "other", 77), long_step(2000), long_step(25)))
+    evidence = changed(HEALTHY, longest_steps=(long_step(9000, "other", 77), long_step(2000), long_step(25)))
     (found,) = find_all(evidence)
     assert found.text == "2 steps took more than 10 times the median: 11.0 s together."
     assert "step 77 at 00:01:00, 9.00 s, 8.10 s in other; median 20.0 ms" in found.ground
     assert "checkpoint" in found.advice
-    every = changed(evidence, longest=tuple(long_step(9000, step=n) for n in range(64)))
+    every = changed(evidence, longest_steps=tuple(long_step(9000, step=n) for n in range(64)))
     (found,) = find_all(every)
     assert found.text.startswith("At least 64 steps")
     assert found.saves is None, "nobody knows how many more there are"
@@ -581,7 +581,7 @@ def test_the_process_that_waits_most_for_data_is_named() -> None:
     (found,) = find_all(
         known(
             modes=(each[0],),
-            others=tuple(each[1:]),
+            other_process_modes=tuple(each[1:]),
             names={number: f"rank {number}" for number in range(3)},
             longest_fetches={"dp": 0.75},
         )
@@ -595,4 +595,6 @@ def test_a_stall_is_judged_by_the_median_of_its_own_process() -> None:
     fast = replace(GOOD, who="process 0")
     slow = replace(mode(median_ms=300.0, data=0.05), process=1, who="process 1")
     steps = (long_step(1500.0)._replace(process=1),) * 20
-    assert not find_all(known(modes=(fast,), others=(slow,), longest=steps, names={0: "rank 0", 1: "rank 1"}))
+    assert not find_all(
+        known(modes=(fast,), other_process_modes=(slow,), longest_steps=steps, names={0: "rank 0", 1: "rank 1"})
+    )

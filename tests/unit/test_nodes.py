@@ -322,7 +322,7 @@ def test_few_known_waits_are_looked_at_over_more_seconds_also_at_an_earlier_time
             for name, count, total, data in entries_of_row(*of_row, **how)
         ]
 
-    monkeypatch.setattr("dpmon.store.tally.entries_of", few)
+    monkeypatch.setattr("dpmon.store.tally.decode_entries", few)
     for store in (run.store(), run.store().as_of(25 * SECOND + SECOND // 2)):
         state = SnapshotBuilder().build(store, SnapshotRequest())
         assert {one.joined for one in state.ranks} <= set(range(20, 41)), [one.joined for one in state.ranks]

@@ -34,7 +34,7 @@ from dpmon.report.plots import build_plots
 from dpmon.report.report_json import report_as_json
 from dpmon.report.sections import MAX_ROWS, build_document
 from dpmon.run import proc
-from dpmon.run.process_notes import add_warning
+from dpmon.run.process_notes import add_note
 from dpmon.run.run_directory import load_exit, load_info, record_stop_request
 from dpmon.run.run_registry import short_name
 from dpmon.ui.time_axis import build_chart_columns, fit_axis
@@ -131,7 +131,7 @@ def test_a_warning_of_dpmon_does_not_explain_that_nothing_was_traced(state: Path
     """Only one about a process of the training does."""
     warning = Event("warning", {"process": None, "t_s": 0.0, "text": text})
     directory = keep({-1: [warning]}, options={"elsewhere": "this run is kept in /tmp/x"})
-    add_warning(directory, text)
+    add_note(directory, text)
     said = "\n".join(report_text(directory, 200))
     assert "nothing was traced: no Python process of the run imported torch" in said
     assert text in said
@@ -646,7 +646,7 @@ def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None
 
 
 def test_a_first_forward_that_failed_has_no_speed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.store.ring_drain.alive", lambda *_: False)
+    monkeypatch.setattr("dpmon.store.ring_drain.is_alive", lambda *_: False)
     training = Training(mode="single", devices=("cpu:0",), virtual=False, via=None)
     only_the_call = [payload for payload in training.step(failed=True) if kind_of(payload) != "step"]
     directory = keep({0: [*training.begin(), *only_the_call]}, status=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.supervise import program as command
+from dpmon.supervise import command_resolver as command
 from dpmon.supervise.command_resolver import CommandError, choose_python, resolve
 
 
@@ -37,7 +37,7 @@ def torch_in(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         having.add(f"asked:{python}")
         return None if python in having else ""
 
-    monkeypatch.setattr(command, "_lacks_torch", lacks)
+    monkeypatch.setattr(command, "_missing_torch_reason", lacks)
     return having
 
 

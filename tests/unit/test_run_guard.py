@@ -20,7 +20,7 @@ from dpmon.run.lifecycle import exit_info, unknown_exit
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, write_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import create_run
-from dpmon.supervise import guard as guards
+from dpmon.supervise import foreground_guard as guards
 from dpmon.supervise.command_process import find_command
 from dpmon.supervise.foreground_guard import SupervisorGuard
 from dpmon.supervise.start_supervisor import SupervisorTakeover
@@ -29,7 +29,7 @@ from dpmon.supervise.start_supervisor import SupervisorTakeover
 @pytest.fixture
 def run(state: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SupervisorGuard, Path]]:
     """A guard of a supervisor that was killed before it wrote anything; no other one is started."""
-    monkeypatch.setattr(SupervisorTakeover, "look", lambda self: None)
+    monkeypatch.setattr(SupervisorTakeover, "start_if_needed", lambda self: None)
     info = RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True)
     directory, _ = create_run(info)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
@@ -56,9 +56,9 @@ def test_a_command_that_may_have_been_started_is_left_to_the_new_supervisor(
 ) -> None:
     """The supervisor was killed before it recorded the command, or before it started it."""
     guard, directory = run
-    monkeypatch.setattr(proc, "every_process", dict)  # children that another test left behind are no command
+    monkeypatch.setattr(proc, "read_process_table", dict)  # children that another test left behind are no command
     with monkeypatch.context() as patch:
-        patch.setattr(SupervisorTakeover, "at_work", True)
+        patch.setattr(SupervisorTakeover, "is_running", True)
         assert looked(guard) is None
     assert looked(guard) == load_exit(directory)
     how = load_exit(directory)
@@ -79,7 +79,7 @@ def test_the_command_is_reaped_only_after_its_status_is_recorded(
         seen.append(Path(f"/proc/{command.pid}/stat").read_text().rpartition(")")[2].split()[0])
         record(self, how)
 
-    monkeypatch.setattr(SupervisorGuard, "_record", records)
+    monkeypatch.setattr(SupervisorGuard, "_record_exit", records)
     wait_for(lambda: looked(guard))
     command.returncode = -9  # the guard has reaped it
     assert seen == ["Z"]
@@ -105,7 +105,7 @@ def test_a_status_wins_over_an_unknown_end_and_a_complete_record_over_both(
             write_info(directory, recorded)
         return found
 
-    monkeypatch.setattr(proc, "ended_child", looks)
+    monkeypatch.setattr(proc, "ended_child_status", looks)
     wait_for(lambda: looked(guard))
     command.returncode = 3  # the guard has reaped it
     for how in (guard.exit_info(), load_exit(directory)):
@@ -135,7 +135,7 @@ def test_a_process_that_an_unrecorded_command_left_behind_is_not_the_command(
         assert left is not None
         ours = (command.pid, left.pid)  # not the zombies of other tests
         monkeypatch.setattr(
-            proc, "every_process", lambda: {pid: each for pid, each in every_process().items() if pid in ours}
+            proc, "read_process_table", lambda: {pid: each for pid, each in every_process().items() if pid in ours}
         )
         try:
             assert wait_for(lambda: looked(guard)).status == 3

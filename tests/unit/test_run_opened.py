@@ -25,7 +25,7 @@ from dpmon.record.record_types import Event, Step
 from dpmon.run import proc
 from dpmon.run.lifecycle import exit_info
 from dpmon.run.run_directory import load_info, write_info
-from dpmon.store import opened as opened_module
+from dpmon.store import store_opening as opened_module
 from dpmon.store.history_schema import HISTORY_FILE
 from dpmon.store.ring_drain import RingDrain
 from dpmon.store.store_opening import open_store
@@ -81,7 +81,7 @@ def without_samples(answers: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_complete_history_is_queried_in_its_file(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opened_module, "_with_rings", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr(opened_module, "_store_with_rings", lambda *_: pytest.fail("copied"))
     assert read(recorded())["tallies"]
 
 
@@ -142,7 +142,7 @@ def test_a_journal_that_vanishes_hides_nothing(state: Path, monkeypatch: pytest.
     journal = directory / f"{HISTORY_FILE}-wal"
     exists = Path.exists
     monkeypatch.setattr(Path, "exists", lambda self: self == journal or exists(self))
-    monkeypatch.setattr(opened_module, "_with_rings", lambda *_: pytest.fail("not from the history"))
+    monkeypatch.setattr(opened_module, "_store_with_rings", lambda *_: pytest.fail("not from the history"))
     assert len(read(directory)["steps"][0]) == 300
 
 

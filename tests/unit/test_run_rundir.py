@@ -121,7 +121,7 @@ def test_a_linked_run_json_is_refused(state: Path, tmp_path: Path) -> None:
 def test_a_foreign_owner_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, _ = create_run(draft())
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    monkeypatch.setattr(run_registry, "stand_ins", list)  # files created there would be left behind
+    monkeypatch.setattr(run_registry, "fallback_directories", list)  # files created there would be left behind
     with pytest.raises(RunError, match="another user"):
         load_info(directory)
     with pytest.raises(RunError, match="another user"):

@@ -49,8 +49,8 @@ class Watched:
             last_stall=lambda: before,
         )
         self.watch = StallWatch(place, INFO, drain, adopted=True)
-        patch.setattr(self.watch._look, "ranks", lambda steps, now: self.ranks)
-        patch.setattr(self.watch, "_take", self._take)
+        patch.setattr(self.watch._look, "inspect_ranks", lambda steps, now: self.ranks)
+        patch.setattr(self.watch, "_start_taking_stacks", self._take)
         self.place = place
 
     def _take(self, asked: int | None) -> None:
@@ -184,7 +184,7 @@ def test_the_wait_for_the_first_batch_is_learned_before_there_is_a_ring(
 
 def test_a_wait_for_a_line_of_input_is_not_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Watched(tmp_path, monkeypatch)
-    monkeypatch.setattr(stall_watch, "waits_since", lambda directory: START)
+    monkeypatch.setattr(stall_watch, "input_wait_start_ns", lambda directory: START)
     run.look(60)
     assert run.told == []
     run.ranks = [STUCK._replace(since_ns=START + 60 * SECOND)]
@@ -194,7 +194,7 @@ def test_a_wait_for_a_line_of_input_is_not_learned(tmp_path: Path, monkeypatch: 
 
 def test_a_fault_of_the_watch_leaves_the_supervisor_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Watched(tmp_path, monkeypatch)
-    monkeypatch.setattr(run.watch._look, "ranks", lambda steps, now: 1 // 0)
+    monkeypatch.setattr(run.watch._look, "inspect_ranks", lambda steps, now: 1 // 0)
     for at in range(5):
         run.look(at)
     assert [(kind, data["text"]) for kind, data in run.told] == [
@@ -236,7 +236,9 @@ def test_the_death_of_all_processes_is_no_progress(
     """A launcher may live on for some seconds: the run has not resumed."""
     run = Watched(tmp_path, monkeypatch)
     run.look(30)
-    monkeypatch.setattr(run.watch._look, "with_ends", lambda ranks: [each._replace(raised=raised) for each in ranks])
+    monkeypatch.setattr(
+        run.watch._look, "with_exceptions", lambda ranks: [each._replace(raised=raised) for each in ranks]
+    )
     run.ranks = [STUCK._replace(doing=doing)]
     run.look(50)
     run.look(51)
@@ -268,7 +270,7 @@ def test_another_process_with_the_same_number_is_not_looked_at(tmp_path: Path, m
     assert look.inspect_ranks({}, time.monotonic_ns())[0].state != "gone"
     me = proc.read_process(os.getpid())
     assert me is not None
-    monkeypatch.setattr(proc, "read", lambda pid: replace(me, started=me.started + 5))
+    monkeypatch.setattr(proc, "read_process", lambda pid: replace(me, started=me.started + 5))
     assert look.inspect_ranks({}, time.monotonic_ns())[0].state == "gone"
     assert look.take_stacks() == {}
     look.close()
@@ -279,9 +281,11 @@ def test_nccl_is_asked_with_the_stacks_and_only_in_its_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nccl: bool
 ) -> None:
     asked: list[set[int]] = []
-    monkeypatch.setattr(rank_inspector, "nccl_report", lambda pids: asked.append(set(pids)) or ("rank 1 is behind",))
     monkeypatch.setattr(
-        rank_inspector, "dump", lambda threads, native: {pid: ProcessStacks((SAVES,)) for pid in threads}
+        rank_inspector, "query_ras_problems", lambda pids: asked.append(set(pids)) or ("rank 1 is behind",)
+    )
+    monkeypatch.setattr(
+        rank_inspector, "dump_stacks", lambda threads, native: {pid: ProcessStacks((SAVES,)) for pid in threads}
     )
     monkeypatch.setattr(SpanReader, "groups", lambda ring: [(1, 2, 5, nccl)])
     SpanRing(str(tmp_path / "process-0.ring"), process=0, slots=64)

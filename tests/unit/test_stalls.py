@@ -530,7 +530,7 @@ def test_only_a_worker_with_work_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     idle = (Frame("Queue.get", "/usr/lib/python3.11/multiprocessing/queues.py", 1), *SCRIPT)
     children = [proc.ProcessEntry(pid, "S", 1, 1, 1, 0.0, None) for pid in (7, 8)]
     taken = {7: ProcessStacks((Stack(idle),)), 8: ProcessStacks((Stack(idle),))}
-    monkeypatch.setattr(rank_inspector, "dump", lambda pids: taken)
+    monkeypatch.setattr(rank_inspector, "dump_stacks", lambda pids: taken)
     look = rank_inspector.RankInspector(Path("/nowhere"), "/job")
     assert look._find_loader_worker(children) is None
     taken[8] = ProcessStacks((Stack(SCRIPT),))

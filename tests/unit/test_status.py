@@ -184,9 +184,9 @@ def test_why_looks_at_no_process_of_this_machine_for_a_mirror(
 ) -> None:
     directory = live()
     write_info(directory, replace(load_info(directory), nodes=("gpu-1",)))
-    monkeypatch.setattr("dpmon.cli.why.RankLook", None)
+    monkeypatch.setattr("dpmon.cli.why.RankInspector", None)
     monkeypatch.setattr("dpmon.cli.why.ensure_supervisor", lambda _: None)
-    monkeypatch.setattr("dpmon.cli.why.asked", lambda *_, **__: None)
+    monkeypatch.setattr("dpmon.cli.why.request_and_wait", lambda *_, **__: None)
     assert main(["why", directory.name]) == 0
     assert capsys.readouterr() == ("no stall was recorded\n", "dpmon: the mirror does not answer\n")
 
@@ -311,8 +311,8 @@ def test_why_looks_at_no_process_that_has_only_the_number_of_the_runs(
 ) -> None:
     directory = a_run(STALL, status=None)
     write_info(directory, replace(load_info(directory), boot_id="another", **about))
-    monkeypatch.setattr("dpmon.cli.why.RankLook", None)
-    monkeypatch.setattr("dpmon.cli.why.asked", None)
+    monkeypatch.setattr("dpmon.cli.why.RankInspector", None)
+    monkeypatch.setattr("dpmon.cli.why.request_and_wait", None)
     assert main(["why", directory.name]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{directory.name} {sentence}\n")

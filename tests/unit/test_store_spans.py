@@ -29,7 +29,7 @@ from dpmon.record.span_format import Kind
 from dpmon.run.run_registry import create_run
 from dpmon.span_reader import HOLE_NS, SpanReader, current_span_in
 from dpmon.span_ring import SLOTS, HeaderWord
-from dpmon.store import drain as drain_module
+from dpmon.store import ring_drain as drain_module
 from dpmon.store.history_schema import CALL_ROW
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.query_results import call_from_columns
@@ -192,7 +192,7 @@ def test_a_ring_with_unreadable_lines_is_tried_again_and_leaves_no_file_open(
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "it cannot be read now")
 
-    monkeypatch.setattr(SpanReader, "_parsed", fail)
+    monkeypatch.setattr(SpanReader, "_parse_lines", fail)
     run.look(RETRY_S)
     opened = os.listdir("/proc/self/fd")
     for _ in range(5):

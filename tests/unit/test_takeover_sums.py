@@ -108,7 +108,7 @@ def test_takeovers_count_every_step_once(state: Path, monkeypatch: pytest.Monkey
             run.look(seconds)
         if chance.random() < 0.2:
             killed.kill()
-    monkeypatch.setattr("dpmon.store.ring_drain.alive", lambda *_: False)
+    monkeypatch.setattr("dpmon.store.ring_drain.is_alive", lambda *_: False)
     killed.drain.flush(over=True)
     killed.kill()
     stores = []

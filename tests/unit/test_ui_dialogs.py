@@ -29,7 +29,7 @@ def footer(on: Stage) -> str:
 @pytest.fixture(autouse=True)
 def report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the report: without a run in the directory, a real one would fail and close its dialog."""
-    monkeypatch.setattr("dpmon.ui.background_jobs.report", lambda directory, width: ["a report"])
+    monkeypatch.setattr("dpmon.ui.background_jobs.render_report", lambda directory, width: ["a report"])
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from sizes import size
 from textual import events
 from textual.message import Message
 
-from dpmon.ui import driver as module
+from dpmon.ui import terminal_driver as module
 from dpmon.ui.terminal_driver import _CUT_LOOKS, _ESCAPE_LOOKS, ExitHandlers, TerminalDriver, _InputParser
 
 SOON, LATER, END = [b""] * (_ESCAPE_LOOKS - 1), [b""] * (_ESCAPE_LOOKS + 1), [b""] * _CUT_LOOKS

@@ -177,7 +177,7 @@ def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
     reads: list[float] = []
     for count, times in ((1, [0.0, 1.0, 2.0, 3.0, 4.0]), (MANY + 1, [5.0, 7.0, 9.0])):
         state = RunSnapshot(processes={number: Process(number) for number in range(count)})
-        monkeypatch.setattr(feed, "_taken", lambda *_, state=state: (reads.append(now[0]), state)[1])
+        monkeypatch.setattr(feed, "_build_snapshot", lambda *_, state=state: (reads.append(now[0]), state)[1])
         reads.clear()
         for _ in range(5):
             feed.refresh()
@@ -198,7 +198,7 @@ def test_activities_of_very_many_ranks_are_read_with_their_state_and_of_few_each
     feed.start()
     for count, shown in ((1, [0, 1, 2, 3]), (MANY + 1, [4, 4, 6, 6])):
         state = RunSnapshot(processes={number: Process(number) for number in range(count)})
-        monkeypatch.setattr(feed, "_taken", lambda *_, state=state: state)
+        monkeypatch.setattr(feed, "_build_snapshot", lambda *_, state=state: state)
         found = []
         for _ in range(4):
             reader.doing = {0: ("backward", reader.info.start_ns + round(now[0]))}

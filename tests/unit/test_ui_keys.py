@@ -232,7 +232,7 @@ async def test_a_report_that_was_closed_before_it_was_made_comes_over_nothing(
         made.set()
         return ["steps"]
 
-    monkeypatch.setattr(background_jobs, "report", report)
+    monkeypatch.setattr(background_jobs, "render_report", report)
     async with stage(tmp_path) as on:
         await on.press("r")
         await on.until(lambda: isinstance(on.app.screen, TextPages), "the place where it will be")

@@ -146,7 +146,7 @@ async def test_after_the_end_it_shows_what_happened_in_the_whole_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Finding("data", "The steps wait for data.", "34 %", "more workers", 0.3)
-    monkeypatch.setattr("dpmon.ui.background_jobs.findings", lambda directory: [found])
+    monkeypatch.setattr("dpmon.ui.background_jobs.read_findings", lambda directory: [found])
     async with stage(tmp_path) as on:
         await on.shows("last 2 min")
         assert "6 What happened" not in on.text()

@@ -297,7 +297,7 @@ async def test_the_dialog_says_why_and_asks_again(tmp_path: Path, monkeypatch: p
         asked.append(directory)
         return {**stall_record(2, SECOND, 160).data, "asked": 1}
 
-    monkeypatch.setattr("dpmon.ui.why_dialog.asked", answer)
+    monkeypatch.setattr("dpmon.ui.why_dialog.request_and_wait", answer)
     monkeypatch.setattr("dpmon.ui.why_dialog._ASKS_AGAIN_S", 0.0)
     async with stage(tmp_path, (80, 24)) as on:
         await on.press("w")
@@ -313,16 +313,20 @@ async def test_the_dialog_says_why_and_asks_again(tmp_path: Path, monkeypatch: p
 async def test_the_dialog_counts_on_while_the_answer_grows_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = stalled(2)
     assert facts.shown_stall is not None
-    monkeypatch.setattr("dpmon.ui.why_dialog.asked", lambda _: stall_record(2, facts.shown_stall.since_ns, 160).data)
+    monkeypatch.setattr(
+        "dpmon.ui.why_dialog.request_and_wait", lambda _: stall_record(2, facts.shown_stall.since_ns, 160).data
+    )
     async with stage(tmp_path, (80, 24)) as on:
-        monkeypatch.setattr(on.app, "facts", lambda: facts)
+        monkeypatch.setattr(on.app, "data_to_draw", lambda: facts)
         await on.press("w")
         await on.until(lambda: "RANK" in dialog(on.app), "the answer")
         assert f"stalled for {NOW_S} s: rank 1 in checkpoint (train.py:12)" in dialog(on.app)
 
 
 async def test_the_dialog_says_that_the_run_is_paused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.ui.why_dialog.asked", lambda _: {**stall_record(2, SECOND, 160).data, "text": None})
+    monkeypatch.setattr(
+        "dpmon.ui.why_dialog.request_and_wait", lambda _: {**stall_record(2, SECOND, 160).data, "text": None}
+    )
     async with stage(tmp_path, (80, 24)) as on:
         on.reader.pause = types.SimpleNamespace(wanted=True, pending=False, since_ns=SECOND)
         await on.press("w")

@@ -52,7 +52,7 @@ def gpus_of(devices: Sequence[str]) -> tuple[int, ...]:
 
 
 class SpanWriter(Protocol):
-    """What this module needs of dpmon.tracer.steps.span_recorder.Recorder, which imports it."""
+    """What this module needs of dpmon.tracer.steps.span_recorder.SpanRecorder, which imports it."""
 
     session: Session
     words: Any

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import stat
 import time
 import zlib
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from dpmon.config import home
 from dpmon.run import proc
+from dpmon.run.files import open_directory
 from dpmon.run.rundir import ID, INFO_FILE, RunError, RunInfo, check_directory, load_info, save
 
 _IDS_NAMED = 8
@@ -80,18 +80,42 @@ def network_file_system(place: Path) -> str | None:
     return kind if kind in _NETWORK else None
 
 
+def check_place(runs: Path) -> None:
+    """Raise RunError if the directory `runs` must not be used, or created, for new runs; OSError if it cannot be."""
+    at_home = home(os.environ)
+    if at_home is not None and runs.is_relative_to(at_home) and not at_home.is_dir():
+        raise RunError(f"no run can be kept in {runs}: there is no directory {at_home}; set XDG_STATE_HOME")
+    _check_links(runs)
+    for directory in (runs.parent, runs):
+        if directory.is_symlink() and os.stat(directory).st_mode & 0o077:
+            raise RunError(f"{directory} is a link to a directory that is open to others; chmod 700 {directory}/")
+
+
+def _check_links(path: Path) -> None:
+    """Raise RunError if `path` leads through a link that neither this user nor root made: it could lead anywhere."""
+    for place in (*reversed(path.parents), path):
+        if place.is_symlink():
+            if os.lstat(place).st_uid not in (0, os.getuid()):
+                raise RunError(f"{place} is a link that another user made; set XDG_STATE_HOME to a directory of yours")
+            if place.exists():  # else it may be a link to itself
+                _check_links(Path(os.path.realpath(place.parent), os.readlink(place)))
+
+
 def _make_private(directory: Path) -> None:
     """Create a directory of mode 0700, whatever the umask; FileExistsError if the path exists."""
-    directory.mkdir(mode=0o700)
-    if os.lstat(directory).st_mode & 0o777 != 0o700:  # the umask removed permissions of the owner
-        os.chmod(directory, 0o700)
+    umask = os.umask(0o077)
+    try:
+        directory.mkdir(mode=0o700)
+    finally:
+        os.umask(umask)
 
 
 def _prepare(runs: Path) -> None:
     """Create a directory of runs if it is missing, and make it private; RunError if that fails."""
+    state_home, usual = runs.parent.parent, runs == runs_directory()
     try:
-        state_home = runs.parent.parent
-        if runs == runs_directory():
+        check_place(runs)
+        if usual:
             # The XDG Base Directory Specification asks for mode 0700, also for missing parent directories.
             for directory in [place for place in reversed((state_home, *state_home.parents)) if not place.exists()]:
                 with contextlib.suppress(FileExistsError):  # another dpmon made it first
@@ -101,11 +125,13 @@ def _prepare(runs: Path) -> None:
         for directory in (runs.parent, runs):
             with contextlib.suppress(FileExistsError):
                 _make_private(directory)
-            info = os.stat(directory) if runs == runs_directory() else os.lstat(directory)
-            if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
-                raise RunError(f"{directory} belongs to another user; set XDG_STATE_HOME to a directory of yours")
-            if info.st_mode & 0o077:
-                os.chmod(directory, 0o700)
+            linked = usual and directory.is_symlink()  # of this user or root; what it leads to is not changed
+            with open_directory(directory, linked=linked) as fd:
+                info = os.fstat(fd)
+                if info.st_uid != os.getuid():
+                    raise RunError(f"{directory} belongs to another user; set XDG_STATE_HOME to a directory of yours")
+                if info.st_mode & 0o077 and not linked:
+                    os.chmod(f"/proc/self/fd/{fd}", 0o700)  # not by its name, which may have become a link
     except OSError as error:
         raise RunError(f"no run can be kept in {runs}: {error.strerror}; set XDG_STATE_HOME") from None
 
@@ -166,6 +192,7 @@ def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]
     found = []
     for runs in (runs_directory(), *stand_ins()):
         try:
+            _check_links(runs)
             if runs != runs_directory():
                 check_directory(runs.parent)
             names = os.listdir(runs)

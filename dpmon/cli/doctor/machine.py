@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.run.rundir import RunError
-from dpmon.run.runs import network_file_system, runs_directory, stand_ins
+from dpmon.run.runs import check_place, network_file_system, runs_directory, stand_ins
 from dpmon.text.quantities import memory
 
 FULL_SIZE = (80, 24)
@@ -125,14 +125,15 @@ def state_directory() -> Iterator[Check]:
         yield warning("state", f"{found}: runs are kept in {runs}", elsewhere)
     place = next(path for path in (runs, *runs.parents) if path.exists())
     try:
+        check_place(runs)
         info = os.stat(place)
         if place == runs and info.st_uid != os.getuid():
             yield problem("state", f"{runs} belongs to another user", elsewhere)
             return
         with tempfile.NamedTemporaryFile(dir=place, prefix=".dpmon-doctor-") as file:
             os.posix_fallocate(file.fileno(), 0, 1 << 16)
-    except OSError as error:
-        why = f"{place} cannot be written: {error.strerror or error}"
+    except (OSError, RunError) as error:
+        why = f"{place} cannot be used: {getattr(error, 'strerror', None) or error}".partition(";")[0]
         if others:
             yield warning("state", f"{why}; runs are kept in {others[0]}, which may be temporary", elsewhere)
         else:

@@ -80,58 +80,54 @@ def network_file_system(place: Path) -> str | None:
     return kind if kind in _NETWORK else None
 
 
+def _check_way(runs: Path) -> None:
+    """Raise RunError if a link that neither this user nor root made leads to `runs`: it could lead anywhere."""
+    places = [*reversed(runs.parents), runs]
+    for place in places:
+        if place.is_symlink():
+            if os.lstat(place).st_uid not in (0, os.getuid()):
+                raise RunError(f"{place} is a link that another user made; set XDG_STATE_HOME to a directory of yours")
+            target = Path(os.path.realpath(place.parent), os.readlink(place))
+            places += [each for each in (*reversed(target.parents), target) if each not in places]
+
+
 def check_place(runs: Path) -> None:
-    """Raise RunError if the directory `runs` must not be used, or created, for new runs; OSError if it cannot be."""
+    """Raise RunError if no run may be kept in `runs`, or OSError; nothing is created."""
+    _check_way(runs)
     at_home = home(os.environ)
     if at_home is not None and runs.is_relative_to(at_home) and not at_home.is_dir():
         raise RunError(f"no run can be kept in {runs}: there is no directory {at_home}; set XDG_STATE_HOME")
-    _check_links(runs)
     for directory in (runs.parent, runs):
         if directory.is_symlink() and os.stat(directory).st_mode & 0o077:
             raise RunError(f"{directory} is a link to a directory that is open to others; chmod 700 {directory}/")
 
 
-def _check_links(path: Path) -> None:
-    """Raise RunError if `path` leads through a link that neither this user nor root made: it could lead anywhere."""
-    for place in (*reversed(path.parents), path):
-        if place.is_symlink():
-            if os.lstat(place).st_uid not in (0, os.getuid()):
-                raise RunError(f"{place} is a link that another user made; set XDG_STATE_HOME to a directory of yours")
-            if place.exists():  # else it may be a link to itself
-                _check_links(Path(os.path.realpath(place.parent), os.readlink(place)))
-
-
 def _make_private(directory: Path) -> None:
     """Create a directory of mode 0700, whatever the umask; FileExistsError if the path exists."""
-    umask = os.umask(0o077)
-    try:
-        directory.mkdir(mode=0o700)
-    finally:
-        os.umask(umask)
+    directory.mkdir(mode=0o700)
+    with open_directory(directory) as fd:
+        os.chmod(f"/proc/self/fd/{fd}", 0o700)  # not by its name, which may have become a link
 
 
 def _prepare(runs: Path) -> None:
     """Create a directory of runs if it is missing, and make it private; RunError if that fails."""
-    state_home, usual = runs.parent.parent, runs == runs_directory()
+    usual = runs == runs_directory()
     try:
         check_place(runs)
-        if usual:
-            # The XDG Base Directory Specification asks for mode 0700, also for missing parent directories.
-            for directory in [place for place in reversed((state_home, *state_home.parents)) if not place.exists()]:
-                with contextlib.suppress(FileExistsError):  # another dpmon made it first
-                    _make_private(directory)
-        elif not state_home.is_dir():
-            raise RunError(f"no run can be kept in {runs}: {state_home} is not a directory; set XDG_STATE_HOME")
+        # The XDG Base Directory Specification asks for mode 0700, also for missing parent directories.
+        for directory in [place for place in reversed(runs.parents[1:]) if usual and not place.exists()]:
+            with contextlib.suppress(FileExistsError):  # another dpmon made it first
+                _make_private(directory)
         for directory in (runs.parent, runs):
             with contextlib.suppress(FileExistsError):
                 _make_private(directory)
-            linked = usual and directory.is_symlink()  # of this user or root; what it leads to is not changed
+            linked = usual and directory.is_symlink()  # what it leads to is not changed
             with open_directory(directory, linked=linked) as fd:
                 info = os.fstat(fd)
                 if info.st_uid != os.getuid():
                     raise RunError(f"{directory} belongs to another user; set XDG_STATE_HOME to a directory of yours")
                 if info.st_mode & 0o077 and not linked:
-                    os.chmod(f"/proc/self/fd/{fd}", 0o700)  # not by its name, which may have become a link
+                    os.chmod(f"/proc/self/fd/{fd}", 0o700)
     except OSError as error:
         raise RunError(f"no run can be kept in {runs}: {error.strerror}; set XDG_STATE_HOME") from None
 
@@ -192,7 +188,7 @@ def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]
     found = []
     for runs in (runs_directory(), *stand_ins()):
         try:
-            _check_links(runs)
+            _check_way(runs)
             if runs != runs_directory():
                 check_directory(runs.parent)
             names = os.listdir(runs)

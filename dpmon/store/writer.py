@@ -19,19 +19,17 @@ from dpmon.store.batch import GAP_NS, Batch
 from dpmon.store.loops import LOOP_COLUMNS, Loop
 from dpmon.store.tables import (
     BEFORE_S,
-    CALL_COLUMNS,
-    COLLECTIVE_COLUMNS,
     COLLECTIVE_SUMS,
     HISTORY_FILE,
     LASTING,
-    LOSS_COLUMNS,
     SCHEMA,
     SCHEMA_VERSION,
-    STEP_COLUMNS,
+    SHARE_IDS,
     UNFIT,
     Door,
     RingRow,
     check_schema,
+    columns_of,
     last_ids,
     rings_in,
     size_of,
@@ -47,15 +45,6 @@ _SUMS_PART = 3
 """Each table of sums may take a third of the size limit."""
 _ROW_BYTES = 180
 """Approximate size of a row of sums."""
-_INTO_STEPS, _INTO_CALLS, _INTO_COLLECTIVES, _INTO_LOSSES = (
-    f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
-    for table, names in (
-        ("steps", STEP_COLUMNS),
-        ("calls", CALL_COLUMNS),
-        ("collectives", COLLECTIVE_COLUMNS),
-        ("losses", LOSS_COLUMNS),
-    )
-)
 KEPT_LOSSES, KEPT_OLDER = 1024, 2048
 """The newest losses of a line that are all kept, and how many of its older ones are kept, in equal distances."""
 _THIN_LOSSES = f"""\
@@ -207,11 +196,8 @@ class History:
     def _put(self, batch: Batch) -> None:
         many = self._db.executemany
         many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
-        many(_INTO_CALLS, batch.calls)
-        many(_INTO_STEPS, batch.steps)
-        many(_INTO_COLLECTIVES, batch.collectives)
-        many(_INTO_LOSSES, batch.losses)
-        many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
+        for table, rows in ((table, getattr(batch, table)) for table in SHARE_IDS):
+            many(f"INSERT INTO {table} VALUES ({', '.join('?' * len(columns_of(table)))})", rows)
         many(_INTO_RINGS, map(_of_ring, batch.rings))
         many(_add_to(*_DEVICES), [(*key, *values) for key, values in batch.devices.items()])
         many(_add_to(*_COLLECTIVES), [(*key, *values) for key, values in batch.communicated.items()])

@@ -57,7 +57,8 @@ MOST_WHOLE = 16
 FEW_COLLECTIONS = 100_000
 """Objects between two garbage collections: rows create many objects, but no reference cycles."""
 _UNWRITTEN = "its records cannot be written here"
-_MOST_TEXT = 1000
+_MOST_TEXT, MOST_LOG = 1000, 1 << 20
+"""Most characters of a text that a machine has sent, and most bytes of the log: a machine may cause line after line."""
 
 
 class Mirror(Record):
@@ -333,7 +334,7 @@ class Mirror(Record):
 
     def _refuse(self, machine: Followed, why: str) -> None:
         """Cut off a machine that sends damaged records; after its end for good, because it would send them again."""
-        _log(f"{machine.node.name}: {why}")
+        _log(f"{machine.node.name}: {clean(why, _MOST_TEXT)}")
         self._forget(machine)
         self._end_link(machine, "it sent damaged records", for_good=isinstance(machine.beat.get("exit"), dict))
 
@@ -409,7 +410,8 @@ def _text(sent: Mapping[str, Any], key: str) -> str | None:
 
 def _log(text: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(2, f"{time.strftime('%F %T')} {text}\n".encode("utf-8", "replace"))
+        if os.fstat(2).st_size < MOST_LOG:
+            os.write(2, f"{time.strftime('%F %T')} {text}\n".encode("utf-8", "replace"))
 
 
 def main(directory_text: str, _: str) -> None:

@@ -278,7 +278,6 @@ class Timing:
             self._used, self._called = (), False
             self._choose()
         self.read()
-        self._behind = self._is_full(2)
 
     def _choose(self) -> None:
         """Decide whether the next step is timed: one step in k, rounded up to a power of two, without a pattern.
@@ -308,6 +307,7 @@ class Timing:
                     mark.late = True
         except Exception as error:  # noqa: BLE001 - the training continues
             self._failed(error)
+        self._behind = self._is_full(2)
 
     def _is_capturing(self) -> bool:
         try:

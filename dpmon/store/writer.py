@@ -41,7 +41,6 @@ from dpmon.store.tally_writer import TallyWriter
 
 LIMIT_BYTES = 256 << 20
 _FAULTS = sqlite3.Error, OSError, MemoryError, HistoryError
-_PRUNE_PART = 16
 _LASTING_KEPT = 10_000
 _SUMS_PART = 3
 """Each table of sums may take a third of the size limit."""
@@ -197,7 +196,7 @@ class History:
             machines = self._db.execute("SELECT count(*) FROM nodes").fetchone()[0]
             most = self._limit // _GREEDY_PART
             while self._used_bytes() > self._limit and most > 0:
-                gone = (self._prune_machines(most) if 0 < machines * most <= self._limit else 0) or self._prune()
+                gone = (self._prune_machines(most) if machines else 0) or self._prune()
                 self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (gone,))
                 if not gone:
                     most = most // 2 if machines and most > _LITTLE else 0
@@ -265,7 +264,7 @@ class History:
         firsts = [first for rows in each for (first,) in run(f"SELECT min(id) {rows}") if first is not None]
         if not firsts:
             return 0
-        before = min(firsts) + max(1, (max(last_ids(self._db)) - min(firsts)) // _PRUNE_PART)
+        before = min(firsts) + max(1, (max(last_ids(self._db)) - min(firsts)) // 16)
         return sum(run(f"DELETE {rows} AND id < ?", (before,)).rowcount for rows in each)
 
     def _prune_machines(self, most: int) -> int:

@@ -96,13 +96,14 @@ def lines(table: str, size: int) -> Iterator[bytes]:
 
 
 class Flood:
-    """A mirror of two machines: an honest one, and one that floods it."""
+    """A mirror of some machines: an honest one, one that floods it, and others that send nothing."""
 
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, count: int = 2) -> None:
         monkeypatch.setattr("dpmon.mirror.records.LIMIT_BYTES", LIMIT // 2)
+        monkeypatch.setattr("dpmon.mirror.records.MOST_BYTES", LIMIT)
         monkeypatch.setattr("dpmon.mirror.records._MOST_SERIES", 512)  # they may take less than a hundredth, as usual
         self.path = directory / HISTORY_FILE
-        self.records = Records(directory, info_of(2))
+        self.records = Records(directory, info_of(count))
         for node in self.records.nodes:
             node.state = "connected"
         self.honest = Machine(0, 1)
@@ -188,6 +189,15 @@ QUICK = {("definitions", 20_000), ("device_rollups", 10), ("events", 20_000)}
 def test_no_table_fills_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, size: int) -> None:
     flood = Flood(tmp_path, monkeypatch)
     flood.run(lines(table, size))
+    flood.check()
+
+
+@pytest.mark.parametrize("table", ["definitions", "events"])
+def test_one_of_many_machines_does_not_crowd_out_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
+) -> None:
+    flood = Flood(tmp_path, monkeypatch, count=12)
+    flood.run(lines(table, 20_000))
     flood.check()
 
 

@@ -106,7 +106,7 @@ def open_fifo(path: Path, flags: int) -> int:
     with open_directory(path.parent) as place:
         fd = os.open(path.name, flags | _SAFE, dir_fd=place)
     info = os.fstat(fd)
-    if stat.S_ISFIFO(info.st_mode) and info.st_uid == os.getuid():
+    if stat.S_ISFIFO(info.st_mode) and info.st_uid == os.getuid() and info.st_nlink == 1:
         return fd
     os.close(fd)
     raise OSError(errno.EINVAL, f"it is {file_kind(info.st_mode)}, not a FIFO that belongs to you", str(path))
@@ -133,7 +133,7 @@ def check_database(path: Path, *, written: bool = False) -> None:
     """Raise OSError unless the existing files of an SQLite database are regular files of this user.
 
     SQLite opens them itself and would wait for the writer of a FIFO. FileNotFoundError if the database does not exist
-    and is not `written`.
+    and is not `written`. If it is, a rollback journal is removed: SQLite would delete any file that the journal names.
     """
     with open_directory(path.parent) as place:
         for part in _DATABASE_PARTS:
@@ -144,4 +144,7 @@ def check_database(path: Path, *, written: bool = False) -> None:
                 if not part and not written:
                     raise
                 continue
-            _check(name, info, os.O_RDWR if written else os.O_RDONLY, False)
+            # SQLite writes the other files for readers, too.
+            _check(name, info, os.O_RDWR if written or part else os.O_RDONLY, False)
+            if written and part == "-journal":
+                os.unlink(name.name, dir_fd=place)

@@ -197,7 +197,10 @@ def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]
         for name in names:
             if ID.fullmatch(name):
                 try:
-                    found.append((runs / name, load_info(runs / name)))
+                    info = load_info(runs / name)
+                    if info.id != name:  # copied under another name, or made to look like another run
+                        raise RunError(f"{runs / name} has the id of another run: {info.id}")
+                    found.append((runs / name, info))
                 except RunError as error:
                     # Without the file the run is just being created, or was just deleted.
                     if unreadable is not None and os.path.lexists(runs / name / INFO_FILE):

@@ -84,6 +84,9 @@ def _store(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -
     written = as_written or _is_written(directory, info)
     if written or not _have_more(directory, rings_in(door)) or size_of(path) > LARGEST:
         return Store(door)
+    pages, page_bytes = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
+    if pages * page_bytes > size_of(path):
+        raise HistoryError("it claims more pages than its files have")
     memory = stack.enter_context(closing(_connect(_MEMORY)))
     db.backup(memory)
     return _with_rings(directory, info, memory)

@@ -188,8 +188,9 @@ def _is(there: RunThere, what: str) -> bool:
 
 def attach(options: argparse.Namespace) -> int:
     """Show the runs of one job on several machines as one run."""
-    directory, commands = _mirrored(options, named(options))
-    os.environ["DPMON_METRICS"] = metrics_file(options.metrics) or ""
+    metrics = metrics_file(options.metrics)
+    directory, commands = _mirrored(options, named(options), metrics)
+    os.environ["DPMON_METRICS"] = metrics or ""
     mirror, until = ensure_supervisor(directory, commands), time.monotonic() + _START_S
     # Once it is named in run.json, what looks after it knows it, and replaces it if it is killed.
     while mirror.at_work and not supervised(load_info(directory)) and time.monotonic() < until:
@@ -197,7 +198,9 @@ def attach(options: argparse.Namespace) -> int:
     return follow(directory, options, commands)
 
 
-def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> tuple[Path, list[list[str]]]:
+def _mirrored(
+    options: argparse.Namespace, asked: Sequence[Machine], metrics: str | None
+) -> tuple[Path, list[list[str]]]:
     """The local run that mirrors the chosen job, which is made unless there is one, and the commands of its machines.
 
     RunError if no machine has a run.
@@ -234,7 +237,7 @@ def _mirrored(options: argparse.Namespace, asked: Sequence[Machine]) -> tuple[Pa
         elif name not in on_machine and name not in failed:
             speak(f"{name}: it has no run of this job, so it is not shown")
     age_s = max(there.run.seconds for there in chosen_runs)
-    return mirror_of(chosen_runs[0].name, ways, max(age_s, 0.0), metrics_file(options.metrics)), ways
+    return mirror_of(chosen_runs[0].name, ways, max(age_s, 0.0), metrics), ways
 
 
 def _no_run(answered: int) -> str:

@@ -73,16 +73,15 @@ class _SummaryLines:
     def lines(self, directory: Path, width: int) -> list[str]:
         """All lines except how it ended and where the record is, the most important first."""
         facts = self._facts
-        reasons = [] if facts.store.damaged is None else [facts.store.damaged]
-        warnings = [*reasons, *(warning.text for warning in facts.announced.warnings)]
+        damaged = [] if facts.store.damaged is None else [facts.store.damaged]
+        warnings = [*damaged, *(warning.text for warning in facts.announced.warnings)]
         stalled = stalls(facts, self._how, over=self._how is not None)
         lines = [*stalled, *self._time_lines(), *self._lacks(warnings)]
         kinds = facts.store.kinds() | facts.layouts.kinds()
         if facts.open_calls:
             lines.append(calls_so_far(facts.open_calls))
         elif not kinds:
-            reasons += [warning.text for warning in facts.announced.warnings if warning.process is not None]
-            lines.append(_nothing(directory, self._info, self._how, reasons))
+            lines.append(_nothing(directory, self._info, self._how, [*damaged, *facts.announced.reasons]))
         for mode in sorted({mode for mode, _ in kinds}):
             lines += self._mode_lines(mode, False)
             if facts.window.trained(mode) and any(kind & EVALUATION for name, kind in kinds if name == mode):

@@ -11,7 +11,6 @@ import gc
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -43,7 +42,7 @@ from dpmon.store.drain import RETRY_S
 from dpmon.store.exchange import CHUNK_BYTES
 from dpmon.supervise.metrics import Metrics, metrics_path
 from dpmon.supervise.stall_watch import Record
-from dpmon.supervise.start import keep_statuses
+from dpmon.supervise.start import MACHINE, keep_statuses, lost_settings
 
 COMMIT_S, POLL_S, REST_S = 0.5, 0.2, 0.1
 MEASURED = 3
@@ -94,6 +93,8 @@ class Mirror(Record):
                 self.links.end(machine.node.number, "", for_good=True)
             else:
                 machine.node.state, machine.node.why, machine.node.since_ns = "connecting", None, self.now_ns()
+        for text in lost_settings(info, has_event_command=False, has_metrics=metrics is not None):
+            self.emit("warning", {"process": None, "text": text})
 
     def now_ns(self) -> int:
         """The run's time."""
@@ -180,7 +181,7 @@ class Mirror(Record):
         host, run, version, script, cwd = (
             _text(marker, key) or "" for key in ("host", "run", "version", "script", "cwd")
         )
-        if machine.sought and not ID.fullmatch(run):
+        if not ID.fullmatch(run):
             raise RubbishError("it has not named its run")
         if version not in (dpmon.__version__, node.version):
             text = f"{node.name} has dpmon {version}, this machine {dpmon.__version__}: only what both know is read"
@@ -422,7 +423,7 @@ def main(directory_text: str, _: str) -> None:
     if lock is None or info.boot_id != proc.boot_id() or not needs_supervisor(directory, info, load_exit(directory)):
         return
     # The commands come from the user's command line, never from the directory, which may come from another person.
-    commands = json.load(sys.stdin)
+    commands = [json.loads(os.environ.pop(f"{MACHINE}{number}")) for number in range(len(info.nodes))]
     if [name for name, *_ in commands] != list(info.nodes):
         return
     keep_statuses()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.condition import command_alive
+from dpmon.run.condition import command_alive, goes_on_elsewhere
 from dpmon.run.notes import read_notes
 from dpmon.run.rundir import ExitInfo, RunInfo, ring_paths
 from dpmon.span_reader import SpanReader
@@ -59,16 +60,20 @@ def ring_activities(directory: Path) -> Iterator[tuple[SpanReader, str, int]]:
 
 
 def why_nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Iterable[str]) -> str | None:
-    """Why a run has no steps and no calls; None if its command was not started. `warnings`: of training processes."""
+    """Why a run has no steps and no calls; None if its command was not started.
+
+    `warnings`: those of training processes; warnings of dpmon itself explain nothing.
+    """
     # A warning that no ring could take is only in the log.
-    for text in (*warnings, *(note.text for note in read_notes(directory / "warnings.log", _MAX_BYTES) if note.pid)):
-        return text
+    noted = (note.text for note in read_notes(directory / "warnings.log", _MAX_BYTES) if note.pid)
+    if (reason := next(chain(warnings, noted), None)) is not None:
+        return reason
     if info.command_pid is None:
         return None
     stage = newest_stage(stages(directory), lambda pid: proc.alive(pid, None))
     if stage is None:
         return "no Python process of the run imported torch"
-    alive = how is None and command_alive(info)
+    alive = how is None and (command_alive(info) or goes_on_elsewhere(directory, info, how))
     if stage[0] == IMPORTING and not alive:
         return "the process ended while it imported torch"
     if stage[0] in IDLE:

@@ -49,10 +49,8 @@ def command_of(directory: Path, info: RunInfo) -> ProcessEntry | None:
     if pid is None or pid <= 1 or info.boot_id != proc.boot_id():
         return None
     process = proc.read(pid)
-    if process is None or not proc.same_start(process, info.command_started):
-        return None
-    is_child = process.parent == os.getpid() or is_named(process.parent, directory, SUPERVISES)
-    return process if is_child or is_named(pid, directory) else None
+    is_same = process is not None and proc.same_start(process, info.command_started)
+    return process if is_same and is_member(pid, directory) else None
 
 
 def is_member(pid: int, directory: Path) -> bool:

@@ -23,7 +23,7 @@ from dpmon.run.activities import ring_activities, stages
 from dpmon.run.condition import exit_info, unknown_exit
 from dpmon.run.files import open_file
 from dpmon.run.first_failure import STATUSES
-from dpmon.run.notes import add_note, every_uncaught, read_notes
+from dpmon.run.notes import add_note, every_uncaught
 from dpmon.run.proc import open_pidfd, wait_status
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit
 from dpmon.run.signalling import is_named
@@ -163,13 +163,21 @@ def find_command(directory: Path) -> proc.ProcessEntry | None:
     )
 
 
-def note_unrecorded(directory: Path, command: int) -> None:
-    """Warn of the run's Python processes that cannot write to its private directory, while no process is recorded."""
-    if any(proc.alive(ring.pid, None) for ring, *_ in ring_activities(directory)):
-        return
-    for pid in proc.tree(command):
+_MOST_NOTED = 8
+
+
+def note_unrecorded(directory: Path, command: int, noted: set[int]) -> None:
+    """Warn once of each Python process of the run that cannot write to its private directory, and add it to `noted`.
+
+    Recorded processes can, and their children, such as loader workers, need not.
+    """
+    recorded = {ring.pid for ring, *_ in ring_activities(directory)}
+    for pid, process in proc.tree(command).items():
+        if pid in recorded | noted or process.parent in recorded:
+            continue
         with contextlib.suppress(OSError, LookupError):  # it has ended
-            program = os.path.basename(proc.fact(pid, "cmdline").partition(b"\0")[0])
+            if b"python" not in os.path.basename(proc.fact(pid, "cmdline").partition(b"\0")[0]):
+                continue
             uid = int(proc.fact(pid, "status").partition(b"\nUid:")[2].split()[1])
             root = f"/proc/{pid}/root"
             if uid != os.geteuid():
@@ -178,10 +186,9 @@ def note_unrecorded(directory: Path, command: int) -> None:
                 how = "with another root directory"
             else:
                 continue
-            text = f"a Python process runs {how}, so dpmon cannot record what it trains"
-            known = [note.text for note in read_notes(directory / "warnings.log", 1 << 16)]
-            if b"python" in program and text not in known:
-                add_note(directory, text, pid=pid)
+            noted.add(pid)
+            if len(noted) <= _MOST_NOTED:
+                add_note(directory, f"process {pid} runs {how}, so dpmon cannot record what it trains", pid=pid)
                 add_note(directory, f"running {how}, which cannot be recorded", "stages.log", pid)
 
 

@@ -30,7 +30,7 @@ from dpmon.run.runs import file_system
 from dpmon.run.standard_input import INPUT_FIFO, InputWatch, Terminal
 from dpmon.supervise.room import OutputRoom
 from dpmon.supervise.spawn import ProcessEnds, WatchedCommand, find_command, last_sign, note_unrecorded, start_command
-from dpmon.supervise.start import ARGUMENT, TAKE_OVER, Teller, keep_statuses
+from dpmon.supervise.start import ARGUMENT, TAKE_OVER, Teller, keep_statuses, lost_settings
 
 if TYPE_CHECKING:
     from dpmon.gpu.sampler import DeviceSampler
@@ -49,7 +49,7 @@ DRAIN_S = 0.05
 to reach the history. A ring is full in 0.3 s at 100,000 spans a second, so it must be read more often."""
 LOOK_S = 0.2
 """Time between two checks of everything that changes rarely."""
-UNRECORDED_S = 2.0
+UNRECORDED_S = 5.0
 """Time between two searches for processes that cannot be recorded: each may read the whole process table."""
 
 
@@ -208,6 +208,7 @@ class Supervisor:
         stalls = StallWatch(self._directory, self._info, drain, adopted=late)
         drain.on_memory_event = sampler.take_memory
         ended, look_at, search_at = False, 0.0, 0.0
+        noted: set[int] = set()
         while self._leave_at is None or time.monotonic() < self._leave_at:
             now = time.monotonic()
             if now >= look_at:
@@ -220,7 +221,7 @@ class Supervisor:
                 ends.look()
                 if now >= search_at:
                     search_at = now + UNRECORDED_S
-                    note_unrecorded(self._directory, command.pid)
+                    note_unrecorded(self._directory, command.pid, noted)
             busy = drain.drain(now)
             reads.look(now)
             stalls.look()
@@ -266,14 +267,10 @@ class Supervisor:
         """Read the rest of the rings after the killed supervisor's position, and report the gap."""
         drain.flush()
         self._warnings.passed_on.update(drain.warnings_kept())
-        for option, is_set, lost in (
-            ("on_event", self._has_event_command, "no command is started for its events"),
-            ("metrics", self._metrics_file is not None, "its metrics are not written"),
-        ):
-            if self._info.options.get(option) and not is_set:
-                drain.warn(
-                    f"another supervisor took over: from now on {lost} (set DPMON_{option.upper()} to change that)"
-                )
+        has_metrics = self._metrics_file is not None
+        for text in lost_settings(self._info, has_event_command=self._has_event_command, has_metrics=has_metrics):
+            if text not in self._warnings.passed_on:
+                drain.warn(text)
         last_ns = drain.last_sample_ns()
         command.last_ns = max(command.last_ns, self._info.start_ns + drain.newest_ns())
         if command.over():

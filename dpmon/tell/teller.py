@@ -27,6 +27,7 @@ from dpmon.model.finding import Finding
 from dpmon.model.findings import findings
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State, Wanted
+from dpmon.record.plainjson import number_in
 from dpmon.record.schema import SECOND
 from dpmon.report.collect import facts_of
 from dpmon.report.health import LOST, health
@@ -92,10 +93,7 @@ class EventCommands:
         self._info = info
         self._command = command
         self._log = log
-        self._environment = {
-            name: value for name, value in os.environ.items() if name not in (SUPERVISES, START_DIRECTORY)
-        }
-        self._start_directory = os.environ.get(START_DIRECTORY, "/")
+        self._start_directory = os.environ.pop(START_DIRECTORY, "/")
         self._waiting: list[Happened] = []
         self._running: list[_Running] = []
         self._killed: list[subprocess.Popen[bytes]] = []
@@ -150,7 +148,6 @@ class EventCommands:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     cwd=self._start_directory if os.path.isdir(self._start_directory) else "/",
-                    env=self._environment,
                     start_new_session=True,
                 )
         except OSError as error:
@@ -188,6 +185,7 @@ def main(directory_text: str, lock: str) -> None:
         os.nice(5)  # the training comes first
     command = load(os.environ).on_event
     assert command is not None, "the supervisor starts this process only if there is a command"
+    os.environ.pop(SUPERVISES, None)  # the commands for events do not need it
     with closing(RunReader(directory)) as reader:
         watch(reader, EventLog(fd), command)
 
@@ -196,7 +194,7 @@ def watch(reader: RunReader, log: EventLog, command: Sequence[str]) -> None:
     """Tell the events of a run until it is over and its last command has ended."""
     directory, info = reader.directory, reader.info
     commands = EventCommands(directory, info, log, command)
-    alive = info.options.get("alive_minutes")
+    alive = number_in(info.options, "alive_minutes")
     happenings, snapshots, state = Happenings(60.0 * alive if alive else None, log.ids), Snapshots(), State()
     found: list[Finding] = []
     findings_at = time.monotonic() + FINDINGS_S

@@ -481,7 +481,7 @@ def test_a_machine_that_cannot_be_reached_is_sought_by_the_job(
     monkeypatch.setattr(module, "runs_of", lambda asked: (runs, {"b": answer}))
     made: list[Any] = []
     monkeypatch.setattr(module, "mirror_of", lambda *about: made.append(about))
-    module._mirrored(Namespace(run=None, slurm=None, metrics=None), [Machine("a", ()), Machine("b", ("ssh", "b"))])
+    module._mirrored(Namespace(run=None, slurm=None), [Machine("a", ()), Machine("b", ("ssh", "b"))], None)
     ways = made[0][1]
     assert [name for name, *_ in ways] == followed
     assert said in capsys.readouterr().err

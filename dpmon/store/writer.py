@@ -52,7 +52,7 @@ _GREEDY_PART, _LAST_PART, _LITTLE = 8, 64, 1 << 16
 """Parts of the limit that a machine may have in a table at first, and when _SHARES end; bytes that it may keep."""
 _BOUNDED = ("meta", "nodes", "series", "late")
 """Tables with limits of their own."""
-_OF_DEVICE = f"iif(device < 0, device, -1 - device / {NODE_DEVICES})"
+_OF_DEVICE = f"CASE WHEN device < 0 THEN device ELSE -1 - device / {NODE_DEVICES} END"
 KEPT_LOSSES, KEPT_OLDER = 1024, 2048
 """The newest losses of a line that are all kept, and how many of its older ones are kept, in equal distances."""
 _THIN_LOSSES = f"""\

@@ -71,13 +71,13 @@ def why_nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: 
     if info.command_pid is None:
         return None
     stage = newest_stage(stages(directory), lambda pid: proc.alive(pid, None))
-    if stage is None:
-        return "no Python process of the run imported torch"
     alive = how is None and (command_alive(info) or goes_on_elsewhere(directory, info, how))
+    if stage is None:
+        return f"no Python process of the run {'has imported torch yet' if alive else 'imported torch'}"
     if stage[0] == IMPORTING and not alive:
         return "the process ended while it imported torch"
     if stage[0] in IDLE:
-        return "torch was imported, but no model was called"
+        return f"torch was imported, but no model was called{' yet' if alive else ''}"
     end_ns = time.monotonic_ns() if how is None else how.end_ns
     process = "the process is" if alive else "when the process ended, it was"
     return f"no model was called; {process} {stage[0]}, for {max(end_ns - stage[1], 0) / 1e9:.0f} s"

@@ -80,6 +80,13 @@ class Teller:
         self._look_at = 0.0
         self._wait_s = TELLER_WAIT_S
 
+    def is_at_work(self) -> bool:
+        """Whether the process is alive, perhaps that of an earlier supervisor."""
+        lock = take_lock(self._directory, EVENTS_FILE)
+        if lock is not None and lock >= 0:
+            os.close(lock)
+        return lock is None
+
     def look(self, now: float) -> None:
         """Start it unless one is at work, perhaps of an earlier supervisor. Ever more rarely, if it always dies."""
         if not self._wanted or now < self._look_at:

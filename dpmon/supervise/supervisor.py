@@ -196,7 +196,7 @@ class Supervisor:
         teller = Teller(self._directory, drain.warn, wanted=self._has_event_command)
         teller.look(time.monotonic())
         if late:
-            self._catch_up(command, drain, sampler)
+            self._catch_up(command, drain, sampler, has_event_command=self._has_event_command or teller.is_at_work())
         else:
             sampler.start()
             elsewhere = self._info.options.get("elsewhere")
@@ -263,12 +263,14 @@ class Supervisor:
             with open(fd, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
 
-    def _catch_up(self, command: WatchedCommand, drain: Drain, sampler: DeviceSampler) -> None:
+    def _catch_up(
+        self, command: WatchedCommand, drain: Drain, sampler: DeviceSampler, *, has_event_command: bool
+    ) -> None:
         """Read the rest of the rings after the killed supervisor's position, and report the gap."""
         drain.flush()
         self._warnings.passed_on.update(drain.warnings_kept())
         has_metrics = self._metrics_file is not None
-        for text in lost_settings(self._info, has_event_command=self._has_event_command, has_metrics=has_metrics):
+        for text in lost_settings(self._info, has_event_command=has_event_command, has_metrics=has_metrics):
             if text not in self._warnings.passed_on:
                 drain.warn(text)
         last_ns = drain.last_sample_ns()

@@ -34,7 +34,7 @@ from dpmon.report.plots import plots
 from dpmon.report.sections import MAX_ROWS, document
 from dpmon.report.text import text_lines
 from dpmon.run import proc
-from dpmon.run.notes import add_warning
+from dpmon.run.notes import add_note
 from dpmon.run.rundir import load_exit, load_info, mark_stop
 from dpmon.run.runs import short_name
 from dpmon.ui.time_axis import fitted, pictured
@@ -104,7 +104,7 @@ def test_a_report_shows_the_command_and_where_the_time_went(both: Path) -> None:
 def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -> None:
     lines = report_text(keep({}, status=None, command_pid=None, started_unix=time.time()), 80)
     assert lines[0].endswith("not started yet")
-    assert "nothing was traced: the command was not started" in "\n".join(lines)
+    assert "nothing was traced: the command has not started yet" in "\n".join(lines)
     lines = report_text(keep({0: Training().run(3)}, status=None), 80)
     assert lines[0].endswith("how it ended is unknown")
     assert section(lines, "FINDINGS") == ["  too few steps for findings (30 in one mode are needed)"]
@@ -131,7 +131,7 @@ def test_a_warning_of_dpmon_does_not_explain_that_nothing_was_traced(state: Path
     """Only one about a process of the training does."""
     warning = Event("warning", {"process": None, "t_s": 0.0, "text": text})
     directory = keep({-1: [warning]}, options={"elsewhere": "this run is kept in /tmp/x"})
-    add_warning(directory, text)
+    add_note(directory, text)
     said = "\n".join(report_text(directory, 200))
     assert "nothing was traced: no Python process of the run imported torch" in said
     assert text in said
